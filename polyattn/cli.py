@@ -203,7 +203,7 @@ def _add_check(commands: Any) -> None:
         "--callable",
         metavar="MODULE:FUNCTION",
         help="instead of a backend, any function with the signature of torch's"
-        " scaled_dot_product_attention, or with our argument names",
+        " scaled_dot_product_attention or of a dialect, or with our argument names",
     )
     add("--kernel", action="append", default=[], metavar="NAME", help="only this; may be repeated")
     add("--quick", action="store_true", help="one case of each feature and corner case")

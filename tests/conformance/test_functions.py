@@ -306,3 +306,39 @@ def test_the_page_says_what_is_found(peer):
         parts = 1 if label == "NaN and infinity" else None  # the processor decides about one NaN
         page, here = (text.split(";")[:parts] for text in (written[label], without_figures(cell)))
         assert page == here, label
+
+
+KNOWN = {
+    "flash_attn:flash_attn_func": {"causal", "window", "softcap", "scale", "grouped_heads"},
+    "flash_attn_interface:flash_attn_func": {"causal", "window", "softcap", "scale"},
+    "jax:dot_product_attention": {"bias", "mask", "window", "scale"},
+    "keras:dot_product_attention": {"bias", "mask", "softcap", "scale"},
+    "xformers:memory_efficient_attention": {"bias", "mask", "scale"},
+    "mlx:scaled_dot_product_attention": {"bias", "mask", "causal", "sinks", "scale"},
+}
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_the_signatures_of_the_dialects_are_known(name):
+    """All that a function has an argument for is asked; only causal rows may be elsewhere."""
+    cases = {n: case for n, case in ESSENTIAL.items() if case.dtype == "float32"}
+    rows = summarise(load(f"polyattn.dialects.{name}"), cases.values(), np.array, np.asarray)
+    for row in rows:
+        assert row.count(RAISES) == 0, row
+        wrong = {f.interpretation for f in row.findings.values() if f.status == DIFFERS}
+        assert wrong <= ({TOP_LEFT} if name.startswith(("jax", "keras")) else set()), row.name
+    assert KNOWN[name] <= {row.name for row in rows if row.count(AGREES)}
+
+
+def test_a_signature_of_another_library_lacks_some_arguments():
+    function = load("polyattn.dialects.mlx:scaled_dot_product_attention")
+    seen = [CASES[n] for n in CASES if {"causal", "mask"} <= set(CASES[n].features)]
+    assert check(function, seen[0]).status == NO_ARGUMENT
+    assert check(function, CASES["window"]).missing == "window"
+    names = importlib.import_module("polyattn.dialects._names").NAMES
+    import inspect
+
+    for kind, entry in KNOWN.items():
+        module = kind.partition(":")[0].removesuffix("_interface")
+        given = inspect.signature(load(f"polyattn.dialects.{kind}")).parameters
+        assert set(names[module].options.values()) | names[module].marks <= given.keys(), entry

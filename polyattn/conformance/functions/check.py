@@ -18,6 +18,7 @@ import numpy as np
 from polyattn.conformance.cases.case import Case, arrays_in, with_arrays
 from polyattn.conformance.checks.target import Target
 from polyattn.conformance.functions.interpretations import Options, interpret
+from polyattn.conformance.functions.signatures import Function, NoArgumentError, in_our_words
 from polyattn.conformance.reference.oracle import Array
 from polyattn.conformance.reference.tolerance import Deviation, deviation, output_yardstick
 
@@ -35,12 +36,6 @@ __all__ = [
 ]
 
 AGREES, DIFFERS, RAISES, NO_ARGUMENT = "agrees", "differs", "raises", "no argument"
-
-Function = Callable[..., Any]
-
-
-class NoArgumentError(Exception):
-    """Raised by an adapter whose function has no argument for an option."""
 
 
 class Finding(NamedTuple):
@@ -221,7 +216,9 @@ def check_callable(
     ----------
     function : callable
         A function of query, key and value, with options named as in torch's
-        `scaled_dot_product_attention` or in `polyattn.attention`; see `arguments_for`.
+        `scaled_dot_product_attention` or in `polyattn.attention`, see `arguments_for`; or one with
+        the signature of `flash_attn_func`, of `jax.nn`'s or Keras' `dot_product_attention`, of
+        xformers' `memory_efficient_attention` or MLX's `scaled_dot_product_attention`.
     case : Case
         The call.
     to : callable
@@ -251,6 +248,7 @@ def check_callable(
     if "dropout" in case.features:
         raise ValueError(f"{case}: other functions draw different dropout masks")
     arrays, options = case.arguments()
+    function = in_our_words(function)
     try:
         options = _needed(function, case, options)
         options = arguments_for(function, options, grouped="grouped_heads" in case.features)

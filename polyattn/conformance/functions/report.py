@@ -18,9 +18,9 @@ from polyattn.conformance.functions.check import (
     NO_ARGUMENT,
     RAISES,
     Finding,
-    Function,
     check_callable,
 )
+from polyattn.conformance.functions.signatures import Function
 
 __all__ = ["Row", "as_dict", "lines", "summarise", "summary"]
 

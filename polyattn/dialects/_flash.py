@@ -1,0 +1,84 @@
+"""What both generations of FlashAttention compute, in the words of `polyattn.attention`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from polyattn._api.attention import attention
+from polyattn._api.partial import attention_partial
+from polyattn._base.arrays import Array, index_range, library_of
+from polyattn.dialects._packed import Packed, Rule, chunked, from_pages, packed_attention
+from polyattn.dialects._shared import alibi, bounds, dropout_of
+
+#: The window that bounds nothing, as it is written in the signatures.
+NO_WINDOW = (-1, -1)
+
+
+def options_of(scale: float | None, softcap: float) -> dict[str, Any]:
+    """Return the options that mean the same everywhere."""
+    options: dict[str, Any] = {"layout": "...LHD"}
+    if scale is not None:
+        options["scale"] = scale
+    if softcap > 0:
+        options["softcap"] = softcap
+    return options
+
+
+def dense(
+    q: Array, k: Array, v: Array, scale: float | None, causal: bool, window: Any, softcap: float,
+    *, dropout: float = 0.0, slopes: Array | None = None, chunk: int = 0, logsumexp: bool = False,
+) -> tuple[Array, Array | None]:  # fmt: skip
+    """Return attention of arrays (B, L, H, D), and the logsumexp, (B, H, L), if it is asked for."""
+    options = options_of(scale, softcap)
+    if causal:
+        options["is_causal"] = True
+    if window is not NO_WINDOW and (near := bounds(window)):
+        options["window"] = near
+    if dropout:
+        options["dropout"] = dropout_of(q, dropout)
+    if slopes is not None or chunk:
+        options |= by_position(q, k.shape[1], k.shape[1] - q.shape[1], slopes, chunk)
+    if not logsumexp:
+        return attention(q, k, v, **options), None
+    return with_logsumexp(q, k, v, options)
+
+
+def with_logsumexp(q: Array, k: Array, v: Array, options: dict[str, Any]) -> tuple[Array, Array]:
+    """Return the output and the logsumexp, heads first."""
+    output, logsumexp = attention_partial(q, k, v, **options)
+    return output, library_of(logsumexp).xp.permute_dims(logsumexp, (0, 2, 1))
+
+
+def by_position(
+    q: Array, keys: int, offset: Any, slopes: Array | None, chunk: int
+) -> dict[str, Any]:
+    """Return the options for ALiBi and chunks; `offset` is the position of the first row."""
+    options: dict[str, Any] = {}
+    if slopes is not None:
+        options["score_mod"] = alibi(slopes, offset)
+    if chunk:
+        xp = library_of(q, "q").xp
+        rows, columns = (index_range(xp, 0, n, q) for n in (q.shape[1], keys))
+        first = offset if isinstance(offset, int) else offset[:, None]
+        options["mask"] = chunked(rows + first, columns, chunk)
+    return options
+
+
+def varlen(
+    q: Array, k: Array, v: Array, rows: Packed, keys: Packed,
+    scale: float | None, causal: bool, window: Any, softcap: float,
+    *, dropout: float = 0.0, slopes: Array | None = None, chunk: int = 0,
+    table: Array | None = None, logsumexp: bool = False,
+) -> tuple[Array, Array | None]:  # fmt: skip
+    """Return attention of packed arrays (T, H, D), and the logsumexp, (H, T), if asked for."""
+    options = options_of(scale, softcap)
+    del options["layout"]
+    if dropout:
+        options["dropout"] = dropout_of(q, dropout)
+    if table is not None:
+        ends: Any = keys.starts
+        used = ends[1:] - ends[:-1] if keys.used is None else keys.used
+        k, v, keys = from_pages(k, v, table, used)
+    near = bounds(window) or (None, None)
+    rule = Rule(bool(causal), near, chunk=chunk, slopes=slopes, logsumexp=logsumexp)
+    return packed_attention(q, k, v, rows, keys, rule, **options)

@@ -1,0 +1,167 @@
+"""Attention over a cache of keys and values, into which new ones are written before."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from polyattn import masks
+from polyattn._api.attention import attention
+from polyattn._base.arrays import Array, cast, index_range, library_of
+from polyattn._base.tracing import is_transformed
+from polyattn.dialects._flash import by_position, options_of, with_logsumexp
+from polyattn.dialects._shared import bounds
+
+#: The libraries whose arrays can be written in place.
+_MUTABLE = ("numpy", "torch", "cupy")
+
+
+class Cache(NamedTuple):
+    """A cache, and where the sequences of a batch are in it."""
+
+    key: Array  # (B', S, G, D), or with a table (pages, page, G, D)
+    value: Array
+    lengths: int | Array | None = None
+    items: Array | None = None  # (B,), the item of the cache for each sequence
+    leftpad: Array | None = None  # (B,), the first key of each sequence
+    table: Array | None = None  # (B, pages)
+
+
+class Rotation(NamedTuple):
+    """Cosines and sines of positions, (positions, D' / 2), and how pairs are formed."""
+
+    tables: tuple[Array, Array] | None
+    interleaved: bool
+    lengths: Array | None = None  # the first positions, if they are not the lengths of the cache
+
+
+def both(names: str, one: Array | None, other: Array | None) -> tuple[Array, Array] | None:
+    """Return two arrays of which neither is given without the other."""
+    if (one is None) != (other is None):
+        raise ValueError(f"give both {names}, or neither")
+    return None if one is None else (one, other)
+
+
+def with_kvcache(
+    q: Array, new: tuple[Array, Array] | None, cache: Cache, rotation: Rotation, *,
+    scale: float | None, causal: bool, window: Any, softcap: float, slopes: Array | None = None,
+    chunk: int = 0, qv: Array | None = None, logsumexp: bool = False,
+) -> tuple[Array, Array | None]:  # fmt: skip
+    """Write the new keys and values, and return attention of q, (B, L, H, D), to all of them."""
+    near = bounds(window)
+    _check(new, cache, rotation)
+    if new is not None:
+        key, value = new
+        key = _rotated(key, rotation, cache.lengths, moves=True)
+        q = _rotated(q, rotation, cache.lengths, moves=bool(causal or near))
+        _write(cache, cache.key, key)
+        _write(cache, cache.value, value)
+        cache = cache._replace(lengths=cache.lengths + key.shape[1])
+    keys, values = (_read(cache, pool, q.shape[0]) for pool in (cache.key, cache.value))
+    if qv is not None:
+        q, keys, scale = with_qv(q, keys, values, qv, scale)
+    options = options_of(scale, softcap)
+    if causal or near:
+        options |= {"is_causal": bool(causal), "window": near or (None, None)}
+    many = keys.shape[1] * (1 if cache.table is None else cache.table.shape[1])
+    lengths = many if cache.lengths is None else cache.lengths
+    options |= by_position(q, many, lengths - q.shape[1], slopes, chunk)
+    if cache.table is not None or not isinstance(lengths, int):
+        options |= {"key_lengths": lengths, "block_table": cache.table}
+    if cache.leftpad is not None:
+        after = ~masks.prefix(cache.leftpad)
+        options["mask"] = options["mask"] & after if chunk else after
+    if logsumexp:
+        return with_logsumexp(q, keys, values, options)
+    return attention(q, keys, values, **options), None
+
+
+def with_qv(
+    q: Array, k: Array, v: Array, qv: Array, scale: float | None
+) -> tuple[Array, Array, float]:
+    """Return query, key and scale such that the products with the values are in the scores too."""
+    xp = library_of(q, "q").xp
+    size = q.shape[-1] + qv.shape[-1]
+    joined = (xp.concat(pair, axis=-1) for pair in ((q, qv), (k, v)))
+    return *joined, size**-0.5 if scale is None else scale
+
+
+def _check(new: tuple[Array, Array] | None, cache: Cache, rotation: Rotation) -> None:
+    if rotation.tables is not None and new is None:
+        raise ValueError("rotary_cos and rotary_sin need k and v, the new keys and values")
+    if cache.table is not None and cache.items is not None:
+        raise ValueError("give block_table or cache_batch_idx, not both")
+    if new is None:
+        return
+    if cache.lengths is None:
+        raise ValueError("k and v need cache_seqlens, the lengths that they are written behind")
+    name = library_of(cache.key, "k_cache").name
+    if name not in _MUTABLE:
+        raise NotImplementedError(
+            f"k and v are written into k_cache and v_cache, and arrays of {name} cannot be written:"
+            " make the new caches first, such as by polyattn.nn.KVCache, and call without k and v,"
+            " with cache_seqlens as they are then"
+        )
+
+
+def _places(cache_lengths: Any, length: int, like: Array) -> Array:
+    """Return the positions of new tokens, shape (B or 1, L)."""
+    xp = library_of(like).xp
+    steps = index_range(xp, 0, length, like)[None, :]
+    if isinstance(cache_lengths, int):
+        return steps + cache_lengths
+    return steps + cast(xp, cache_lengths, steps.dtype)[:, None]
+
+
+def _write(cache: Cache, into: Array, new: Array) -> None:
+    xp = library_of(into).xp
+    places, table = _places(cache.lengths, new.shape[1], into), cache.table
+    capacity = into.shape[1] * (1 if table is None else table.shape[1])
+    on_host = str(getattr(into, "device", "cpu")) == "cpu" and not is_transformed()
+    if on_host and new.shape[1] and int(xp.max(places)) >= capacity:
+        raise ValueError(
+            f"the cache holds {capacity} tokens of a sequence, and the new ones end at"
+            f" {int(xp.max(places)) + 1}: make k_cache and v_cache larger"
+        )
+    items = index_range(xp, 0, new.shape[0], into)[:, None]
+    if table is not None:
+        size = into.shape[1]
+        into[table[items, places // size], places % size] = new
+    else:
+        into[items if cache.items is None else cache.items[:, None], places] = new
+
+
+def _read(cache: Cache, pool: Array, batch: int) -> Array:
+    """Return the keys or values of the sequences, (B, S, G, D), or the pool of their pages."""
+    if cache.table is not None:
+        return pool
+    if cache.items is not None:
+        pool = library_of(pool).xp.take(pool, cache.items, axis=0)
+    elif pool.shape[0] != batch:
+        pool = pool[:batch, ...]
+    return pool[:, : cache.lengths, ...] if isinstance(cache.lengths, int) else pool
+
+
+def _rotated(x: Array, rotation: Rotation, lengths: Any, *, moves: bool) -> Array:
+    """Return x, (B, L, H, D), rotated by its positions; by the first one if it does not move."""
+    if rotation.tables is None:
+        return x
+    xp = library_of(x).xp
+    first = lengths if rotation.lengths is None else rotation.lengths
+    places = _places(first, x.shape[1] if moves else 1, x)
+    wide = xp.float64 if x.dtype == xp.float64 else xp.float32
+    rates = [
+        cast(xp, xp.reshape(xp.take(table, xp.reshape(places, (-1,)), axis=0), shape), wide)
+        for table in rotation.tables
+        for shape in [(*places.shape, 1, table.shape[-1])]
+    ]
+    size = 2 * rates[0].shape[-1]
+    turned = cast(xp, x[..., :size], wide)
+    if rotation.interleaved:
+        one, other = turned[..., 0::2], turned[..., 1::2]
+    else:
+        one, other = turned[..., : size // 2], turned[..., size // 2 :]
+    cos, sin = rates
+    pair = (one * cos - other * sin, one * sin + other * cos)
+    joined = xp.stack(pair, axis=-1) if rotation.interleaved else xp.concat(pair, axis=-1)
+    turned = cast(xp, xp.reshape(joined, turned.shape), x.dtype)
+    return xp.concat((turned, x[..., size:]), axis=-1) if size < x.shape[-1] else turned

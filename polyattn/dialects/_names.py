@@ -1,0 +1,52 @@
+"""The names of other functions' arguments, by those of `polyattn.attention`.
+
+The dialects take these names, and the check of other functions gives them.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Names(NamedTuple):
+    """How a kind of function is called; its arrays are of rank 4."""
+
+    marks: frozenset[str]  # the parameters that it is known by
+    length_first: bool  # (B, L, H, D), and not (B, H, L, D)
+    options: dict[str, str]  # "attn_mask" is a mask or a bias, by its dtype
+    causal: bool | str = True  # the value of is_causal
+    no_bound: int | None = None  # the end of a window that bounds nothing
+
+
+def _same(*names: str, **others: str) -> dict[str, str]:
+    return {name: name for name in names} | others
+
+
+NAMES = {
+    "flash_attn": Names(
+        frozenset(("softmax_scale", "causal", "window_size", "q", "k", "v")),
+        True,
+        _same("softcap", scale="softmax_scale", is_causal="causal", window="window_size"),
+        no_bound=-1,
+    ),
+    "jax": Names(
+        frozenset(("local_window_size", "query_seq_lengths")),
+        True,
+        _same("bias", "mask", "scale", "is_causal", window="local_window_size"),
+        no_bound=2**30,  # it has no word for a side without a bound
+    ),
+    "keras": Names(
+        frozenset(("flash_attention", "attn_logits_soft_cap")),
+        True,
+        _same("bias", "mask", "scale", "is_causal", softcap="attn_logits_soft_cap"),
+    ),
+    "xformers": Names(
+        frozenset(("attn_bias", "p", "op")), True, _same("scale", attn_mask="attn_bias")
+    ),
+    "mlx": Names(
+        frozenset(("force_fused", "sinks")),
+        False,
+        _same("sinks", "scale", attn_mask="mask", is_causal="mask"),
+        causal="causal",
+    ),
+}

@@ -1,0 +1,76 @@
+"""The masks, biases and seeds that several dialects translate."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from typing import Any
+
+from polyattn import scores
+from polyattn._base.arrays import Array, cast, facts_of, library_of
+
+
+def dropout_of(query: Array, rate: float) -> tuple[float, Any] | None:
+    """Return the dropout of `attention`, with a seed from the generator of the library."""
+    if not 0 <= rate < 1:
+        raise ValueError(f"dropout_p must be at least 0 and below 1; got {rate!r}")
+    return None if rate == 0 else (rate, _seed(query, rate))
+
+
+def _seed(query: Array, rate: float) -> Any:
+    """Return a seed from a generator with a state, which also a compiled program draws anew."""
+    library = library_of(query, "query")
+    if library.name == "torch":
+        return library.xp.randint(2**62, (), device=query.device)
+    if library.name == "numpy":
+        return int(library.xp.random.randint(2**62, dtype="int64"))
+    raise NotImplementedError(
+        f"dropout_p={rate!r} needs the random generator of torch or NumPy, and query is of"
+        f" {library.name}: call polyattn.attention with dropout=({rate!r}, seed)"
+    )
+
+
+def both(*masks: Array | None) -> Array | None:
+    """Return the keys that all of the masks that are given show."""
+    present = [mask for mask in masks if mask is not None]
+    return functools.reduce(operator.and_, present) if present else None
+
+
+def mask_or_bias(mask: Array | None, rank: int) -> dict[str, Array]:
+    """Return an argument that is a mask or a bias by its dtype, with all axes of the scores."""
+    if mask is None:
+        return {}
+    name = "mask" if facts_of(mask, "attn_mask").dtype == "bool" else "bias"
+    return {name: with_all_axes(mask, rank, "attn_mask")}
+
+
+def with_all_axes(mask: Array | None, rank: int, name: str) -> Array | None:
+    """Return a mask or bias of three or more axes with all axes of the scores."""
+    if mask is None:
+        return None
+    shape = facts_of(mask, name).shape
+    extra = max(0, len(shape) - rank)
+    if len(shape) < 3 or len(shape) == rank or any(length != 1 for length in shape[:extra]):
+        return mask
+    return library_of(mask).xp.reshape(mask, (*(1,) * (rank - len(shape)), *shape[extra:]))
+
+
+def bounds(window: Any) -> tuple[int | None, int | None] | None:
+    """Return a window whose ends are −1 (or None) for no bound; None if it bounds nothing."""
+    if window is None:
+        return None
+    left, right = (None if n is None or n < 0 else int(n) for n in window)
+    return None if left is None and right is None else (left, right)
+
+
+def alibi(slopes: Array, offset: int | Array) -> Any:
+    """Return the score rule of ALiBi, whose slopes may be of each batch item too, (B, H)."""
+    if len(facts_of(slopes, "alibi_slopes").shape) == 1:
+        return scores.alibi(slopes)
+    xp = library_of(slopes).xp
+
+    def lowered(score: Array, b: Array, h: Array, i: Array, j: Array) -> Array:
+        away = i + (offset if isinstance(offset, int) else offset[b]) - j
+        return score - cast(xp, slopes[b, h], score.dtype) * cast(xp, xp.abs(away), score.dtype)
+
+    return lowered

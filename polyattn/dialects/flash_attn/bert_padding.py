@@ -1,0 +1,90 @@
+"""Take the padding out of a batch, and put it back, as `flash_attn.bert_padding` does.
+
+The contents of a mask decide shapes, so that no traced program can take padding out.
+"""
+
+from __future__ import annotations
+
+from polyattn._base.arrays import Array, cast, index_range, library_of, numbers_like
+
+__all__ = ["index_first_axis", "index_put_first_axis", "pad_input", "unpad_input"]
+
+
+def index_first_axis(input: Array, indices: Array) -> Array:
+    """Return the rows `indices`, (T,), of an array, (N, ...), as (T, ...)."""
+    return library_of(input, "input").xp.take(input, indices, axis=0)
+
+
+def index_put_first_axis(values: Array, indices: Array, first_axis_dim: int) -> Array:
+    """Return zeros, (N, ...), whose rows `indices`, all different, are `values`, (T, ...)."""
+    xp = library_of(values, "values").xp
+    rows = index_range(xp, 0, first_axis_dim, values)
+    if not values.shape[0]:
+        zero = numbers_like(xp, 0, values.dtype, values)
+        return xp.broadcast_to(zero, (first_axis_dim, *values.shape[1:]))
+    # By a look-up, which every library differentiates.
+    order = xp.argsort(indices)
+    ordered = cast(xp, xp.take(indices, order, axis=0), rows.dtype)
+    last = numbers_like(xp, values.shape[0] - 1, rows.dtype, values)
+    place = xp.minimum(cast(xp, xp.searchsorted(ordered, rows), rows.dtype), last)
+    found = xp.take(ordered, place, axis=0) == rows
+    filled = xp.take(values, xp.take(order, place, axis=0), axis=0)
+    found = xp.reshape(found, (-1, *(1,) * (len(values.shape) - 1)))
+    return xp.where(found, filled, xp.zeros_like(filled))
+
+
+def unpad_input(
+    hidden_states: Array, attention_mask: Array, unused_mask: Array | None = None
+) -> tuple[Array, Array, Array, int, Array]:
+    """Return the tokens that are not padding, one sequence after another.
+
+    Parameters
+    ----------
+    hidden_states : Array
+        Shape (B, S, ...).
+    attention_mask, unused_mask : Array of bool or int
+        1 for a token, and 1 for a place that is kept though it holds none, shape (B, S).
+
+    Returns
+    -------
+    tuple of Array, Array, Array, int and Array
+        The tokens, (T, ...), their indices in the flat batch, (T,), where each sequence begins,
+        (B + 1,) of int32, the length of the longest, and the number of tokens of each, (B,).
+    """
+    xp = library_of(hidden_states, "hidden_states").xp
+    tokens = attention_mask != 0
+    kept = tokens if unused_mask is None else tokens | (unused_mask != 0)
+    lengths, used = (xp.sum(cast(xp, x, xp.int32), axis=-1, dtype=xp.int32) for x in (kept, tokens))
+    indices = xp.nonzero(xp.reshape(kept, (-1,)))[0]
+    ends = xp.concat((xp.zeros_like(lengths[:1]), xp.cumulative_sum(lengths, dtype=xp.int32)))
+    flat = xp.reshape(hidden_states, (-1, *hidden_states.shape[2:]))
+    return index_first_axis(flat, indices), indices, ends, int(xp.max(lengths)), used
+
+
+def pad_input(hidden_states: Array, indices: Array, batch: int, seqlen: int) -> Array:
+    """Return tokens in a padded batch, with zeros for padding.
+
+    Parameters
+    ----------
+    hidden_states, indices : Array
+        The tokens, (T, ...), and their indices in the flat batch, (T,), as from `unpad_input`.
+    batch, seqlen : int
+        B and S.
+
+    Returns
+    -------
+    Array
+        Shape (B, S, ...).
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from polyattn.dialects.flash_attn import pad_input, unpad_input
+    >>> x = np.arange(1.0, 9.0).reshape(2, 4, 1)
+    >>> tokens, indices, ends, longest, _ = unpad_input(x, np.array([[1, 1, 0, 0], [1, 1, 1, 0]]))
+    >>> pad_input(tokens, indices, 2, 4)[..., 0]
+    array([[1., 2., 0., 0.],
+           [5., 6., 7., 0.]])
+    """
+    flat = index_put_first_axis(hidden_states, indices, batch * seqlen)
+    return library_of(flat).xp.reshape(flat, (batch, seqlen, *flat.shape[1:]))

@@ -1,0 +1,165 @@
+"""Compute attention as FlashAttention 3, the module `flash_attn_interface`, is called.
+
+Arguments that `flash_attn_func` does not describe are those of `polyattn.dialects.flash_attn`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from polyattn._base.arrays import Array
+from polyattn.dialects._flash import NO_WINDOW, dense, varlen
+from polyattn.dialects._kvcache import Cache, Rotation, both, with_kvcache, with_qv
+from polyattn.dialects._packed import Packed
+
+__all__ = [
+    "flash_attn_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_with_kvcache",
+]
+
+
+def flash_attn_func(
+    q: Array, k: Array, v: Array, softmax_scale: float | None = None, causal: bool = False,
+    qv: Array | None = None,
+    q_descale: Array | None = None, k_descale: Array | None = None,
+    v_descale: Array | None = None, window_size: tuple[int, int] = NO_WINDOW,
+    attention_chunk: int = 0, softcap: float = 0.0,
+    num_splits: int = 1, pack_gqa: bool | None = None, deterministic: bool = False,
+    sm_margin: int = 0, return_attn_probs: bool = False,
+) -> Any:  # fmt: skip
+    """Compute attention as `flash_attn_interface.flash_attn_func` is called, on any array.
+
+    Parameters
+    ----------
+    q, k, v : Array
+        Shapes (B, L, H, D), (B, S, G, D) and (B, S, G, E); H is a multiple of G.
+    qv : Array, optional
+        Queries whose products with the values are added to the scores, (B, L, H, E). The default
+        scale is then 1/√(D + E).
+    q_descale, k_descale, v_descale : Array, optional
+        Refused: multiply the arrays by them first.
+    attention_chunk : int
+        A row sees the keys of its own chunk of so many positions only; 0 for all.
+    num_splits, pack_gqa, deterministic, sm_margin : int, bool, bool and int
+        Ignored, as `max_seqlen_q`, `max_seqlen_k` and `scheduler_metadata` are: they change no
+        number here.
+    return_attn_probs : bool
+        Whether to return ``(output, logsumexp)``.
+
+    Returns
+    -------
+    Array or tuple
+        Shape (B, L, H, E); with `return_attn_probs` also the logsumexp, (B, H, L).
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from polyattn.dialects.flash_attn_interface import flash_attn_func
+    >>> x = np.ones((2, 5, 8, 64), dtype=np.float32)
+    >>> flash_attn_func(x, x, x, causal=True, attention_chunk=4).shape
+    (2, 5, 8, 64)
+    """
+    _refuse(q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+    if qv is not None:
+        q, k, softmax_scale = with_qv(q, k, v, qv, softmax_scale)
+    output, logsumexp = dense(
+        q, k, v, softmax_scale, causal, window_size, softcap,
+        chunk=attention_chunk, logsumexp=return_attn_probs,
+    )  # fmt: skip
+    return (output, logsumexp) if return_attn_probs else output
+
+
+def flash_attn_qkvpacked_func(
+    qkv: Array, softmax_scale: float | None = None, causal: bool = False,
+    q_descale: Array | None = None, k_descale: Array | None = None,
+    v_descale: Array | None = None, window_size: tuple[int, int] = NO_WINDOW,
+    attention_chunk: int = 0, softcap: float = 0.0,
+    deterministic: bool = False, num_heads_q: int | None = None, sm_margin: int = 0,
+    return_attn_probs: bool = False,
+) -> Any:  # fmt: skip
+    """Compute attention of one array, (B, L, 3, H, D), or (B, L, H + 2 G, D) with `num_heads_q`."""
+    if len(qkv.shape) == 5:
+        q, k, v = (qkv[:, :, n, ...] for n in range(3))
+    elif num_heads_q is None or not 0 < num_heads_q < qkv.shape[2]:
+        raise ValueError(f"a qkv of shape {tuple(qkv.shape)} needs num_heads_q, the query heads")
+    else:
+        middle = num_heads_q + (qkv.shape[2] - num_heads_q) // 2
+        ends = (0, num_heads_q, middle, None)
+        q, k, v = (qkv[:, :, ends[n] : ends[n + 1], :] for n in range(3))
+    return flash_attn_func(
+        q, k, v, softmax_scale, causal, None, q_descale, k_descale, v_descale, window_size,
+        attention_chunk, softcap, return_attn_probs=return_attn_probs,
+    )  # fmt: skip
+
+
+def flash_attn_varlen_func(
+    q: Array, k: Array, v: Array, cu_seqlens_q: Array, cu_seqlens_k: Array,
+    max_seqlen_q: int | None = None, max_seqlen_k: int | None = None,
+    seqused_q: Array | None = None, seqused_k: Array | None = None,
+    softmax_scale: float | None = None, causal: bool = False, qv: Array | None = None,
+    q_descale: Array | None = None, k_descale: Array | None = None,
+    v_descale: Array | None = None, window_size: tuple[int, int] = NO_WINDOW,
+    attention_chunk: int = 0, softcap: float = 0.0,
+    num_splits: int = 1, pack_gqa: bool | None = None, deterministic: bool = False,
+    sm_margin: int = 0, return_attn_probs: bool = False,
+) -> Any:  # fmt: skip
+    """Compute attention of packed sequences; rows that `seqused_q` leaves out are 0."""
+    _refuse(q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+    if qv is not None:
+        q, k, softmax_scale = with_qv(q, k, v, qv, softmax_scale)
+    output, logsumexp = varlen(
+        q, k, v, Packed(cu_seqlens_q, seqused_q), Packed(cu_seqlens_k, seqused_k),
+        softmax_scale, causal, window_size, softcap,
+        chunk=attention_chunk, logsumexp=return_attn_probs,
+    )  # fmt: skip
+    return (output, logsumexp) if return_attn_probs else output
+
+
+def flash_attn_with_kvcache(
+    q: Array, k_cache: Array, v_cache: Array, k: Array | None = None, v: Array | None = None,
+    qv: Array | None = None, rotary_cos: Array | None = None, rotary_sin: Array | None = None,
+    cache_seqlens: int | Array | None = None, cache_batch_idx: Array | None = None,
+    cache_leftpad: Array | None = None, page_table: Array | None = None,
+    cu_seqlens_q: Array | None = None, cu_seqlens_k_new: Array | None = None,
+    max_seqlen_q: int | None = None, rotary_seqlens: Array | None = None,
+    q_descale: Array | None = None, k_descale: Array | None = None,
+    v_descale: Array | None = None, softmax_scale: float | None = None, causal: bool = False,
+    window_size: tuple[int, int] = NO_WINDOW, attention_chunk: int = 0, softcap: float = 0.0,
+    rotary_interleaved: bool = True, scheduler_metadata: Any = None, num_splits: int = 0,
+    pack_gqa: bool | None = None, sm_margin: int = 0, return_softmax_lse: bool = False,
+) -> Any:  # fmt: skip
+    """Compute attention over a cache, after new keys and values are written into it.
+
+    Rotation begins at `rotary_seqlens`, if given; `page_table` is the block_table of FlashAttention
+    2; `cu_seqlens_q` and `cu_seqlens_k_new` are refused: pass q, k and v padded, (B, L, H, D).
+
+    Returns
+    -------
+    Array or tuple
+        Shape (B, L, H, E); with `return_softmax_lse` also the logsumexp, (B, H, L).
+    """
+    _refuse(q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+    if cu_seqlens_q is not None or cu_seqlens_k_new is not None:
+        raise NotImplementedError(
+            "cu_seqlens_q and cu_seqlens_k_new are not supported: pass q, k and v as (B, L, H, D),"
+            " padded, or call flash_attn_varlen_func"
+        )
+    cache = Cache(k_cache, v_cache, cache_seqlens, cache_batch_idx, cache_leftpad, page_table)
+    tables = both("rotary_cos and rotary_sin", rotary_cos, rotary_sin)
+    rotation = Rotation(tables, rotary_interleaved, rotary_seqlens)
+    output, logsumexp = with_kvcache(
+        q, both("k and v", k, v), cache, rotation,
+        scale=softmax_scale, causal=causal, window=window_size, softcap=softcap,
+        chunk=attention_chunk, qv=qv, logsumexp=return_softmax_lse,
+    )  # fmt: skip
+    return (output, logsumexp) if return_softmax_lse else output
+
+
+def _refuse(**scales: Array | None) -> None:
+    for name, scale in scales.items():
+        if scale is not None:
+            raise NotImplementedError(
+                f"{name} is not supported: multiply {name[0]} by it, in float32 or bfloat16, first"
+            )

@@ -1,0 +1,179 @@
+"""Compute attention as a function of `xformers.ops` is called, with the classes of its biases."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from polyattn._api.attention import attention
+from polyattn._base.arrays import Array, cast, is_array, library_of
+from polyattn.dialects._packed import Packed, Rule, from_pages, packed_attention
+from polyattn.dialects._shared import dropout_of, with_all_axes
+
+__all__ = ["memory_efficient_attention"]
+
+
+class _Bias(NamedTuple):
+    """What a class says by its name; its fields give windows, lengths and pages."""
+
+    causal: bool = False
+    from_first: bool = False  # whether row 0 is at key 0, and not the last row at the last key
+
+
+_BIASES = {
+    name: bias
+    for bias, names in {
+        _Bias(): """LocalAttentionFromBottomRightMask BlockDiagonalMask BlockDiagonalPaddedKeysMask
+            BlockDiagonalLocalAttentionPaddedKeysMask BlockDiagonalGappyKeysMask
+            BlockDiagonalLocalAttentionFromBottomRightGappyKeysMask
+            PagedBlockDiagonalPaddedKeysMask PagedBlockDiagonalGappyKeysMask""",
+        _Bias(causal=True): """LowerTriangularFromBottomRightMask
+            LowerTriangularFromBottomRightLocalAttentionMask BlockDiagonalCausalFromBottomRightMask
+            BlockDiagonalCausalLocalAttentionFromBottomRightMask
+            BlockDiagonalCausalWithOffsetPaddedKeysMask
+            BlockDiagonalCausalLocalAttentionPaddedKeysMask
+            BlockDiagonalCausalWithOffsetGappyKeysMask
+            PagedBlockDiagonalCausalWithOffsetPaddedKeysMask
+            PagedBlockDiagonalCausalLocalPaddedKeysMask
+            PagedBlockDiagonalCausalWithOffsetGappyKeysMask""",
+        _Bias(causal=True, from_first=True): """LowerTriangularMask
+            LowerTriangularMaskWithTensorBias BlockDiagonalCausalMask
+            BlockDiagonalCausalLocalAttentionMask""",
+    }.items()
+    for name in names.split()
+}
+
+
+def memory_efficient_attention(
+    query: Array, key: Array, value: Array, attn_bias: Any = None, p: float = 0.0,
+    scale: float | None = None, *, op: Any = None, output_dtype: Any = None,
+) -> Array:  # fmt: skip
+    """Compute attention as `xformers.ops.memory_efficient_attention` is called, on any array.
+
+    Parameters
+    ----------
+    query, key, value : Array
+        Shapes (B, L, H, D), (B, S, H, D) and (B, S, H, E); or all without H, or with two axes of
+        heads.
+    attn_bias : Array or AttentionBias, optional
+        Added to the scores: an array (B, H, L, S), with the axes of heads of `query`; or an object
+        of a class in `xformers.ops.fmha.attn_bias`, known by its name and its fields.
+    p : float
+        The rate at which weights are dropped; the seed comes from the generator of torch or NumPy.
+    scale : float, optional
+        Multiplies the scores; 1/√D by default.
+    op : object, optional
+        Ignored: the kernel is chosen as for `polyattn.attention`.
+    output_dtype : dtype, optional
+        The dtype of the result; that of `query` by default.
+
+    Returns
+    -------
+    Array
+        Shape of `query`, with E in place of D.
+
+    Raises
+    ------
+    NotImplementedError
+        If `attn_bias` is of another class.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from polyattn.dialects.xformers import memory_efficient_attention
+    >>> class LowerTriangularMask:
+    ...     pass
+    >>> x = np.ones((2, 5, 8, 64), dtype=np.float32)
+    >>> memory_efficient_attention(x, x, x, LowerTriangularMask()).shape
+    (2, 5, 8, 64)
+    """
+    xp = library_of(query, "query").xp
+    shape = (*query.shape[:-1], value.shape[-1])
+    options: dict[str, Any] = {"scale": scale, "dropout": dropout_of(query, p)}
+    arrays = [_one_axis_of_heads(xp, x) for x in (query, key, value)]
+    known = None if attn_bias is None else _known(attn_bias)
+    if known is not None and hasattr(attn_bias, "q_seqinfo"):
+        output = _of_blocks(xp, arrays, attn_bias, known, options)
+    else:
+        options |= _of_scores(xp, attn_bias, known, arrays)
+        output = attention(*arrays, layout="...LHD", **options)
+    output = xp.reshape(output, shape)
+    return output if output_dtype is None else cast(xp, output, output_dtype)
+
+
+def _one_axis_of_heads(xp: Any, x: Array) -> Array:
+    if len(x.shape) not in (3, 4, 5):
+        raise ValueError(f"arrays have 3 to 5 axes, such as (B, L, H, D); got {tuple(x.shape)}")
+    return x if len(x.shape) == 4 else xp.reshape(x, (*x.shape[:2], -1, x.shape[-1]))
+
+
+def _known(bias: Any) -> _Bias | None:
+    """Return what the class of a bias means; None for an array."""
+    names = [cls.__name__ for cls in type(bias).__mro__]
+    known = next((_BIASES[name] for name in names if name in _BIASES), None)
+    if known is None and not is_array(bias):
+        raise NotImplementedError(
+            f"attn_bias is of the class {names[0]}, which is not one of xformers' that are known:"
+            f" {', '.join(_BIASES)}"
+        )
+    return known
+
+
+def _of_scores(xp: Any, bias: Any, known: _Bias | None, arrays: list[Array]) -> dict[str, Any]:
+    """Return the options that mean a bias of the whole score matrix."""
+    if bias is None:
+        return {}
+    if known is None:
+        return {"bias": _with_heads(xp, bias, arrays[0])}
+    window = _window(bias)
+    options: dict[str, Any] = {"is_causal": known.causal, "window": window}
+    if known.from_first:
+        options["query_offset"] = 0
+    # Newer versions are tensors around the tensor that is added.
+    added = getattr(bias, "_bias", None)
+    if added is None and type(bias).__name__ == "LowerTriangularMaskWithTensorBias":
+        added = bias._subtensor
+    return options if added is None else options | {"bias": _with_heads(xp, added, arrays[0])}
+
+
+def _with_heads(xp: Any, bias: Array, query: Array) -> Array:
+    """Return a bias as (B, H, L, S), from any axes of heads."""
+    if len(bias.shape) == 5:
+        return xp.reshape(bias, (bias.shape[0], -1, *bias.shape[-2:]))
+    if len(bias.shape) == 3 and query.shape[2] == 1:
+        return bias[:, None, ...]
+    return with_all_axes(bias, 4, "attn_bias")
+
+
+def _window(bias: Any) -> tuple[int | None, int | None]:
+    size = getattr(bias, "_window_size", None)
+    if size is not None:
+        return size - 1, 0
+    return getattr(bias, "window_left", None), getattr(bias, "window_right", None)
+
+
+def _of_blocks(
+    xp: Any, arrays: list[Array], bias: Any, known: _Bias, options: dict[str, Any]
+) -> Array:
+    """Return attention of sequences that lie one after another in a batch of one."""
+    for x in arrays:
+        if x.shape[0] != 1:
+            name = type(bias).__name__
+            raise ValueError(f"{name} is for a batch of one, (1, T, H, D); got {tuple(x.shape)}")
+    query, key, value = (x[0, ...] for x in arrays)
+    keys = Packed(bias.k_seqinfo.seqstart_py, getattr(bias.k_seqinfo, "seqlen_py", None))
+    if hasattr(bias, "block_tables"):
+        key, value, keys = _paged(xp, key, value, bias)
+    rule = Rule(known.causal, _window(bias), known.from_first)
+    given = {name: option for name, option in options.items() if option is not None}
+    rows = Packed(bias.q_seqinfo.seqstart_py)
+    return packed_attention(query, key, value, rows, keys, rule, **given)[0]
+
+
+def _paged(xp: Any, key: Array, value: Array, bias: Any) -> tuple[Array, Array, Packed]:
+    size, info, table = bias.page_size, bias.k_seqinfo, bias.block_tables
+    key, value = (xp.reshape(x, (-1, size, *x.shape[1:])) for x in (key, value))
+    # With gaps, the first key of each sequence and the end are places among its own pages.
+    batch = table.shape[0]
+    first = info.seqstart_py[:batch] if "Gappy" in type(bias).__name__ else [0] * batch
+    used = [stop - start for start, stop in zip(first, info.seqlen_py, strict=True)]
+    return from_pages(key, value, table, used, first)

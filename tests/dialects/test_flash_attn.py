@@ -1,0 +1,555 @@
+"""FlashAttention's functions on any array, against a formula written from its documentation."""
+
+import contextlib
+import importlib.metadata
+import importlib.util
+import itertools
+import math
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from optional import jax, jnp, torch
+
+from polyattn import attention
+from polyattn.dialects import flash_attn as fa2
+from polyattn.dialects import flash_attn_interface as fa3
+
+RNG = np.random.default_rng(0)
+B, H, G, D, E = 2, 4, 2, 16, 8
+TO = {"numpy": lambda x: x, "torch": torch.asarray, "jax": jnp.asarray}
+LIBRARIES = pytest.mark.parametrize("library", TO)
+
+
+def normal(*shape):
+    return RNG.standard_normal(shape)
+
+
+def formula(q, k, v, *, scale=None, causal=False, window=(-1, -1), softcap=0.0, slopes=None,
+            chunk=0, left=0):  # fmt: skip
+    """Return output and logsumexp of one sequence, (L, H, D) and (S, G, D), by the documentation.
+
+    Keys before `left` are hidden.
+    """
+    length, keys = len(q), len(k)
+    k, v = (np.repeat(x, q.shape[1] // x.shape[1], axis=1) for x in (k, v))
+    s = np.einsum("ihd,jhd->hij", q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    s = softcap * np.tanh(s / softcap) if softcap else s
+    i, j = np.ogrid[:length, :keys]
+    place = i + keys - length
+    s = s if slopes is None else s - slopes[:, None, None] * abs(place - j)
+    seen = (j >= left) & (j <= place if causal else True)
+    seen = seen & (window[0] < 0 or j >= place - window[0])
+    seen = seen & (window[1] < 0 or j <= place + window[1])
+    seen = seen & (j // chunk == place // chunk if chunk else True)
+    s = np.where(seen, s, -math.inf)
+    with np.errstate(divide="ignore"):
+        total = np.log(np.exp(s).sum(-1))
+    weights = np.where(seen, np.exp(s - np.where(np.isinf(total), 0, total)[..., None]), 0)
+    return np.einsum("hij,jhd->ihd", weights, v), total
+
+
+def close(actual, expected, **limits):
+    np.testing.assert_allclose(np.asarray(actual), expected, **{"atol": 2e-6, **limits})
+
+
+@pytest.fixture(autouse=True)
+def _wide():
+    with jax.enable_x64(True) if jax else contextlib.nullcontext():
+        yield
+
+
+OPTIONS = {
+    "plain": {},
+    "scale": {"softmax_scale": 0.3},
+    "causal": {"causal": True},
+    "window": {"window_size": (2, 1)},
+    "half a window": {"window_size": (-1, 1), "causal": True},
+    "softcap": {"softcap": 0.7},
+    "alibi": {"alibi_slopes": normal(H) ** 2, "causal": True},
+    "alibi of items": {"alibi_slopes": normal(B, H) ** 2},
+    "ignored": {"deterministic": True},
+}
+NAMES = {"softmax_scale": "scale", "window_size": "window", "alibi_slopes": "slopes",
+    "attention_chunk": "chunk"}  # fmt: skip
+
+
+def one(options, n):
+    """Return the options of the formula for a sequence."""
+    given = {NAMES.get(k, k): x for k, x in options.items() if k not in ("deterministic", "qv")}
+    if np.ndim(given.get("slopes", 0)) == 2:
+        given["slopes"] = given["slopes"][n]
+    return given
+
+
+def moved(options, library):
+    return {k: TO[library](x) if isinstance(x, np.ndarray) else x for k, x in options.items()}
+
+
+@pytest.mark.parametrize(
+    ("name", "library"),
+    [(name, library) for name in OPTIONS for library in ("numpy", "torch")] + [("causal", "jax")],
+)
+@pytest.mark.parametrize("lengths", [(3, 7), (7, 3)], ids=str)
+def test_dense(name, lengths, library):
+    q, k, v = normal(B, lengths[0], H, D), normal(B, lengths[1], G, D), normal(B, lengths[1], G, E)
+    options = OPTIONS[name]
+    output, lse, weights = fa2.flash_attn_func(
+        *map(TO[library], (q, k, v)), **moved(options, library), return_attn_probs=True
+    )
+    expected = [formula(q[n], k[n], v[n], **one(options, n)) for n in range(B)]
+    close(output, [x for x, _ in expected])
+    close(lse, [x for _, x in expected])
+    assert weights is None
+    again = fa2.flash_attn_func(*map(TO[library], (q, k, v)), **moved(options, library))
+    close(again, output, atol=1e-12)
+
+
+def test_packed_arrays_and_positional_arguments():
+    qkv = normal(B, 5, 3, H, D)
+    given = (0.0, 0.4, True, (3, 0), 0.9, normal(H) ** 2, False, True)
+    expected = fa2.flash_attn_func(*qkv.swapaxes(0, 2).swapaxes(1, 2), *given)
+    for found in (
+        fa2.flash_attn_qkvpacked_func(qkv, *given),
+        fa2.flash_attn_kvpacked_func(qkv[:, :, 0], qkv[:, :, 1:], *given),
+    ):
+        close(found[0], expected[0], atol=1e-12)
+        close(found[1], expected[1], atol=1e-12)
+    flat, ends = qkv.reshape(-1, 3, H, D), np.array([0, 5, 10], np.int32)
+    for found in (
+        fa2.flash_attn_varlen_qkvpacked_func(flat, ends, 5, *given),
+        fa2.flash_attn_varlen_kvpacked_func(flat[:, 0], flat[:, 1:], ends, ends, 5, 5, *given),
+    ):
+        close(found[0].reshape(expected[0].shape), expected[0], atol=1e-12)
+        close(found[1], np.concatenate(list(expected[1]), axis=-1), atol=1e-12)
+
+
+ENDS_Q, ENDS_K = np.array([0, 3, 3, 8, 12], np.int32), np.array([0, 5, 7, 9, 9], np.int32)
+
+
+def sequences(ends):
+    return [slice(*pair) for pair in itertools.pairwise(ends)]
+
+
+@pytest.mark.parametrize(
+    ("name", "library"),
+    [(name, "numpy") for name in OPTIONS]
+    + [(name, "vmap") for name in OPTIONS]
+    + [("window", "torch"), ("alibi of items", "torch")],
+)
+def test_varlen(name, library):
+    """Of unlike lengths, some 0: one by one on NumPy and torch, and all at once where traced."""
+    q, k, v = normal(12, H, D), normal(9, G, D), normal(9, G, E)
+    options = OPTIONS[name]
+    if name == "alibi of items":
+        options = {"alibi_slopes": normal(4, H) ** 2}
+    to = TO["torch" if library == "vmap" else library]
+    given = moved(options, "torch" if library == "vmap" else library)
+
+    def call(*arrays):
+        return fa2.flash_attn_varlen_func(
+            *arrays, *map(to, (ENDS_Q, ENDS_K)), 5, 5, **given, return_attn_probs=True
+        )[:2]
+
+    if library == "vmap":
+        output, lse = (x[0] for x in torch.func.vmap(call)(*(to(x)[None] for x in (q, k, v))))
+    else:
+        output, lse = call(*map(to, (q, k, v)))
+    for n, (rows, keys) in enumerate(zip(sequences(ENDS_Q), sequences(ENDS_K), strict=False)):
+        expected = formula(q[rows], k[keys], v[keys], **one(options, n))
+        close(output[rows], expected[0])
+        close(lse[:, rows], expected[1])
+    assert lse.shape == (H, 12)
+
+
+def test_varlen_is_traced_by_jit_with_lengths_as_arguments():
+    x = jnp.asarray(normal(12, H, D))
+    compiled = jax.jit(lambda *ends: fa2.flash_attn_varlen_func(x, x, x, *ends, 5, 5, causal=True))
+    ends = jnp.asarray(ENDS_Q)
+    expected = fa2.flash_attn_varlen_func(*[np.asarray(x)] * 3, ENDS_Q, ENDS_Q, 5, 5, causal=True)
+    close(compiled(ends, ends), expected)
+
+
+def test_gradients_of_varlen_are_those_of_one_by_one():
+    ends = [0, 20, 57, 57, 130]
+    arrays = [torch.randn(130, h, 16, dtype=torch.float64, requires_grad=True) for h in (4, 2, 2)]
+    cu = torch.tensor(ends, dtype=torch.int32)
+    output = fa2.flash_attn_varlen_func(*arrays, cu, cu, 73, 73, causal=True)
+    weights = torch.randn_like(output)
+    found = torch.autograd.grad((output * weights).sum(), arrays)
+    whole = torch.cat(
+        [
+            torch.nn.functional.scaled_dot_product_attention(
+                *(x[rows].transpose(0, 1) for x in arrays), is_causal=True, enable_gqa=True
+            ).transpose(0, 1)
+            for rows in sequences(ends)
+        ]
+    )
+    expected = torch.autograd.grad((whole * weights).sum(), arrays)
+    for one_, other in zip(found, expected, strict=False):
+        torch.testing.assert_close(one_, other, atol=1e-12, rtol=0)
+
+
+def test_a_run_of_equal_lengths_is_one_call(monkeypatch):
+    from polyattn.dialects import _packed
+
+    shapes = []
+    monkeypatch.setattr(
+        _packed, "attention", lambda *x, **o: shapes.append(x[0].shape) or attention(*x, **o)
+    )
+    x = normal(11, H, D)
+    ends = np.array([0, 3, 6, 9, 11])
+    fa2.flash_attn_varlen_func(x, x, x, ends, ends, 3, 3)
+    assert shapes == [(3, 3, H, D), (1, 2, H, D)]
+
+
+@LIBRARIES
+def test_varlen_over_pages(library):
+    pool_k, pool_v = normal(9, 4, G, D), normal(9, 4, G, E)
+    table = np.array([[7, 2, -1], [0, 8, 3]], np.int32)
+    q, ends_q, ends_k = normal(5, H, D), np.array([0, 2, 5], np.int32), np.array([0, 6, 17])
+    pool_k[2, 2:] = pool_v[2, 2:] = np.nan  # slots that were never written
+    output = fa2.flash_attn_varlen_func(
+        *map(TO[library], (q, pool_k, pool_v, ends_q, ends_k)), 3, 11, causal=True,
+        block_table=TO[library](table),
+    )  # fmt: skip
+    for rows, pages, length in zip(sequences(ends_q), table, (6, 11), strict=False):
+        k, v = (x[pages].reshape(12, G, -1)[:length] for x in (pool_k, pool_v))
+        close(output[rows], formula(q[rows], k, v, causal=True)[0])
+
+
+@pytest.mark.parametrize("library", ["torch", "numpy"])
+def test_dropout_draws_from_the_generator_of_the_library(library):
+    module = torch if library == "torch" else np.random
+    to = TO[library]
+    x, ends = to(normal(20, H, D)), to(np.array([0, 10, 20]))
+
+    def draw():
+        (module.manual_seed if library == "torch" else module.seed)(3)
+        first = fa2.flash_attn_func(x[None], x[None], x[None], 0.5)
+        return first, fa2.flash_attn_varlen_func(x, x, x, ends, ends, 10, 10, 0.5)
+
+    one_, other = draw(), draw()
+    assert all((a == b).all() for a, b in zip(one_, other, strict=False))
+    assert not (one_[0] == fa2.flash_attn_func(x[None], x[None], x[None], 0.5)).all()
+    rows, apart = normal(10, H, D), to(np.array([0, 10, 11, 21]))
+    same = to(np.concatenate([rows, rows[:1], rows]))
+    dropped = fa2.flash_attn_varlen_func(same, same, same, apart, apart, 10, 10, 0.5)
+    assert not (dropped[:10] == dropped[11:]).all()  # each sequence drops its own
+    with pytest.raises(NotImplementedError, match="return_attn_probs with dropout_p"):
+        fa2.flash_attn_func(x[None], x[None], x[None], 0.5, return_attn_probs=True)
+    with pytest.raises(NotImplementedError, match="return_attn_probs with dropout_p"):
+        fa2.flash_attn_varlen_func(x, x, x, ends, ends, 10, 10, 0.5, return_attn_probs=True)
+
+
+def test_dropout_on_jax_is_refused_with_the_way_out():
+    x = jnp.ones((1, 3, 2, 8))
+    with pytest.raises(NotImplementedError, match=r"of jax: .* dropout=\(0\.5, seed\)"):
+        fa2.flash_attn_func(x, x, x, 0.5)
+
+
+# ---- FlashAttention 3 --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+@pytest.mark.parametrize("name", ["plain", "chunk", "qv"])
+def test_flash_attention_3(name, library):
+    q, k, v = normal(B, 6, H, D), normal(B, 9, G, D), normal(B, 9, G, E)
+    qv = normal(B, 6, H, E)
+    options = {"plain": {"causal": True}, "chunk": {"attention_chunk": 4}, "qv": {"qv": qv}}[name]
+    joined = np.concatenate([q, qv], -1), np.concatenate([k, v], -1)
+    own_q, own_k = joined if name == "qv" else (q, k)
+    ignored = {"num_splits": 2, "pack_gqa": True, "deterministic": True, "sm_margin": 3}
+    arrays = [TO[library](x) for x in (q, k, v)]
+    given = moved(options, library) | ignored
+    output, lse = fa3.flash_attn_func(*arrays, **given, return_attn_probs=True)
+    flat = [x.reshape(-1, *x.shape[2:]) for x in arrays]
+    ends = [TO[library](np.arange(3) * n) for n in (6, 9)]
+    packed = given | {"qv": TO[library](qv.reshape(-1, H, E))} if name == "qv" else given
+    other, total = fa3.flash_attn_varlen_func(*flat, *ends, 6, 9, **packed, return_attn_probs=True)
+    for n in range(B):
+        expected = formula(own_q[n], own_k[n], v[n], **one(options, n))
+        close(output[n], expected[0])
+        close(lse[n], expected[1])
+        close(other[6 * n : 6 * n + 6], expected[0])
+        close(total[:, 6 * n : 6 * n + 6], expected[1])
+    assert fa3.flash_attn_func(*arrays, **given).shape == output.shape
+
+
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+def test_used_tokens_of_flash_attention_3(library):
+    q, k, v = normal(9, H, D), normal(10, G, D), normal(10, G, E)
+    ends = [np.array([0, 4, 9]), np.array([0, 6, 10])]
+    used = [np.array([3, 5]), np.array([5, 2])]
+    output, lse = fa3.flash_attn_varlen_func(
+        *map(TO[library], (q, k, v, *ends)), 5, 6, *map(TO[library], used), causal=True,
+        return_attn_probs=True,
+    )  # fmt: skip
+    for n in range(2):
+        rows, keys = (slice(e[n], e[n] + u[n]) for e, u in zip(ends, used, strict=False))
+        expected = formula(q[rows], k[keys], v[keys], causal=True)
+        close(output[rows], expected[0])
+        close(lse[:, rows], expected[1])
+    assert (np.asarray(output[3]) == 0).all()
+    assert (np.asarray(lse[:, 3]) == -math.inf).all()
+
+
+def test_packed_arrays_of_flash_attention_3():
+    x = normal(B, 5, 8, D)
+    given = {"causal": True, "softcap": 0.5}
+    expected = fa3.flash_attn_func(x[:, :, :4], x[:, :, 4:6], x[:, :, 6:], **given)
+    close(fa3.flash_attn_qkvpacked_func(x, num_heads_q=4, **given), expected)
+    other = normal(B, 5, 3, H, D)
+    expected = fa3.flash_attn_func(*(other[:, :, n] for n in range(3)), **given)
+    close(fa3.flash_attn_qkvpacked_func(other, **given), expected)
+    with pytest.raises(ValueError, match=r"\(2, 5, 8, 16\) needs num_heads_q"):
+        fa3.flash_attn_qkvpacked_func(x)
+
+
+@pytest.mark.parametrize("name", ["q_descale", "k_descale", "v_descale"])
+def test_what_flash_attention_3_alone_can_do_is_refused(name):
+    x, ends = normal(1, 4, 2, 8), np.array([0, 4])
+    scale = {name: np.ones((1, 2))}
+    for call, arrays in (
+        (fa3.flash_attn_func, [x] * 3),
+        (fa3.flash_attn_varlen_func, [x[0]] * 3 + [ends] * 2 + [4, 4]),
+        (fa3.flash_attn_with_kvcache, [x] * 3),
+    ):
+        with pytest.raises(
+            NotImplementedError, match=f"{name} is not supported: multiply {name[0]}"
+        ):
+            call(*arrays, **scale)
+    with pytest.raises(NotImplementedError, match="cu_seqlens_q and cu_seqlens_k_new are not"):
+        fa3.flash_attn_with_kvcache(x, x, x, cu_seqlens_q=ends)
+
+
+# ---- caches ------------------------------------------------------------------------------------
+
+
+def rotated(x, cos, sin, places, interleaved):
+    """Rotate (L, H, D) by positions (L,)."""
+    cos, sin, half = cos[places][:, None], sin[places][:, None], cos.shape[-1]
+    pairs = (
+        np.arange(2 * half).reshape(half, 2)
+        if interleaved
+        else np.arange(2 * half).reshape(2, half).T
+    )
+    out = x.copy()
+    one_, other = x[..., pairs[:, 0]], x[..., pairs[:, 1]]
+    out[..., pairs[:, 0]] = one_ * cos - other * sin
+    out[..., pairs[:, 1]] = one_ * sin + other * cos
+    return out
+
+
+CACHES = {
+    "plain": {"causal": True},
+    "no new keys": {"new": 0},
+    "a number": {"seqlens": 4, "causal": True},
+    "fewer new keys": {"new": 1, "window_size": (3, 0)},
+    "items": {"items": [3, 1], "softcap": 0.8},
+    "left padding": {"leftpad": [2, 0], "causal": True, "rotary": True},
+    "rotary, not causal": {"rotary": True, "interleaved": False},
+    "rotary, halves": {"rotary": True, "interleaved": False, "causal": True},
+    "pages": {"paged": True, "causal": True, "rotary": True},
+    "alibi": {"alibi_slopes": normal(B, H) ** 2, "causal": True},
+    "alibi of heads": {"alibi_slopes": normal(H) ** 2, "softmax_scale": 0.3},
+    "chunk": {"attention_chunk": 5, "causal": True},
+    "chunk and padding": {"attention_chunk": 5, "leftpad": [1, 0]},
+    "positions": {"rotary": True, "causal": True, "rotary_seqlens": [9, 1]},
+    "qv": {"qv": normal(B, 3, H, E)},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+@pytest.mark.parametrize("name", CACHES)
+def test_kvcache(name, library):
+    given = dict(CACHES[name])
+    to, length, size = TO[library], 3, 12
+    new = given.pop("new", 3)
+    seqlens = given.pop("seqlens", np.array([6, 2], np.int32))
+    items, leftpad = given.pop("items", None), given.pop("leftpad", None)
+    paged, rotary = given.pop("paged", False), given.pop("rotary", False)
+    interleaved, first = given.pop("interleaved", True), given.pop("rotary_seqlens", None)
+    three = {"attention_chunk", "qv"} & given.keys() or first is not None
+    q, k, v = normal(B, length, H, D), normal(B, new, G, D), normal(B, new, G, E)
+    cache = [normal(4, size, G, n) for n in (D, E)]
+    before = [x.copy() for x in cache]
+    table = np.array([[5, 0, 2], [1, 4, 3]], np.int32)
+    stored = [
+        np.concatenate([x[:2].reshape(6, 4, G, -1)[np.argsort(table.reshape(-1))]]) for x in cache
+    ]
+    places = [to(x.copy()) for x in (stored if paged else cache)]
+    angles = normal(20, 4)
+    options = {"cache_seqlens": seqlens if isinstance(seqlens, int) else to(seqlens)}
+    if new:
+        options |= {"k": to(k), "v": to(v)}
+    if rotary:
+        options |= {"rotary_cos": to(np.cos(angles)), "rotary_sin": to(np.sin(angles))}
+        options |= {"rotary_interleaved": interleaved}
+    if first is not None:
+        options["rotary_seqlens"] = to(np.array(first))
+    if items:
+        options["cache_batch_idx"] = to(np.array(items, np.int32))
+    if leftpad:
+        options["cache_leftpad"] = to(np.array(leftpad, np.int32))
+    if paged:
+        options["page_table" if three else "block_table"] = to(table)
+    function = (fa3 if three else fa2).flash_attn_with_kvcache
+    output, lse = function(
+        to(q), *places, **options, **moved(given, library), return_softmax_lse=True, num_splits=1
+    )
+    assert function(to(q), *places, **options, **moved(given, library)).shape == output.shape
+    if paged:
+        places = [np.asarray(x)[table.reshape(-1)].reshape(2, size, G, -1) for x in places]
+    for n in range(B):
+        start = seqlens if isinstance(seqlens, int) else int(seqlens[n])
+        item, end = items[n] if items else n, start + new
+        own_q, own_k = q[n], k[n]
+        if rotary:
+            begin = start if first is None else first[n]
+            moves = given.get("causal") or "window_size" in given
+            own_k = rotated(
+                own_k, np.cos(angles), np.sin(angles), begin + np.arange(new), interleaved
+            )
+            own = begin + np.arange(length) * bool(moves)
+            own_q = rotated(own_q, np.cos(angles), np.sin(angles), own, interleaved)
+        before[0][item, start:end], before[1][item, start:end] = own_k, v[n]
+        keys, values = (x[item, :end] for x in before)
+        if "qv" in given:
+            own_q = np.concatenate([own_q, given["qv"][n]], -1)
+            keys = np.concatenate([keys, values], -1)
+        expected = formula(own_q, keys, values, **one(given, n), left=leftpad[n] if leftpad else 0)
+        close(output[n], expected[0])
+        close(lse[n], expected[1])
+    for found, wanted in zip(places, before, strict=False):
+        close(found, wanted[: len(found)], atol=1e-6)
+
+
+def test_a_cache_of_jax_is_read_and_not_written():
+    q, new = jnp.ones((B, 1, H, D)), jnp.ones((B, 1, G, D))
+    cache = jnp.asarray(normal(B, 6, G, D))
+    seqlens = jnp.array([6, 3])
+    output = jax.jit(lambda n: fa2.flash_attn_with_kvcache(q, cache, cache, cache_seqlens=n))(
+        seqlens
+    )
+    for n in range(B):
+        own = np.asarray(cache)[n, : seqlens[n]]
+        close(output[n], formula(np.ones((1, H, D)), own, own)[0])
+    with pytest.raises(NotImplementedError, match=r"arrays of jax cannot be written: .*KVCache"):
+        fa2.flash_attn_with_kvcache(q, cache, cache, new, new, cache_seqlens=seqlens)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"k": 1}, "both k and v"),
+        ({"k": 1, "v": 1}, "k and v need cache_seqlens"),
+        ({"k": 1, "v": 1, "cache_seqlens": 6}, "holds 6 tokens .* end at 7: make k_cache"),
+        ({"rotary_cos": 1, "cache_seqlens": 2}, "both rotary_cos and rotary_sin"),
+        ({"rotary_cos": 1, "rotary_sin": 1}, "rotary_cos and rotary_sin need k and v"),
+        ({"cache_batch_idx": 1, "block_table": 1}, "block_table or cache_batch_idx"),
+    ],
+)
+def test_arguments_that_do_not_go_together(options, message):
+    x, cache = normal(B, 1, G, D), normal(B, 6, G, D)
+    given = {k: x if n == 1 else n for k, n in options.items()}
+    with pytest.raises(ValueError, match=message):
+        fa2.flash_attn_with_kvcache(x, cache, cache, **given)
+
+
+# ---- padding -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+def test_padding_out_and_in(library):
+    to = TO[library]
+    x, mask = normal(3, 5, 2, 4), np.array([[1, 1, 0, 0, 0], [0] * 5, [1, 1, 1, 1, 0]])
+    tokens, indices, ends, longest, used = fa2.unpad_input(to(x), to(mask))
+    close(tokens, x[mask.astype(bool)])
+    assert np.asarray(indices).tolist() == np.flatnonzero(mask).tolist()
+    assert np.asarray(ends).tolist() == [0, 2, 2, 6]
+    assert (longest, np.asarray(used).tolist(), str(ends.dtype)[-5:]) == (4, [2, 0, 4], "int32")
+    padded = fa2.pad_input(tokens, indices, 3, 5)
+    close(padded, np.where(mask[..., None, None], x, 0))
+    unused = np.zeros_like(mask)
+    unused[1, :2] = 1
+    more = fa2.unpad_input(to(x), to(mask), to(unused))
+    assert np.asarray(more[2]).tolist() == [0, 2, 4, 8]
+    assert np.asarray(more[4]).tolist() == [2, 0, 4]
+
+
+def test_padding_has_gradients():
+    x = torch.randn(2, 4, 3, requires_grad=True, dtype=torch.float64)
+    mask = torch.tensor([[1, 0, 1, 0], [1, 1, 1, 1]])
+
+    def both(x):
+        tokens, indices, *_ = fa2.unpad_input(x, mask)
+        return fa2.pad_input(tokens * tokens, indices.flip(0), 2, 4)
+
+    assert torch.autograd.gradcheck(both, x)
+    assert fa2.index_put_first_axis(torch.zeros(0, 3), torch.zeros(0, dtype=int), 4).shape == (4, 3)
+    close(fa2.index_first_axis(x, torch.tensor([1])).detach(), x[1:].detach())
+
+
+# ---- install -----------------------------------------------------------------------------------
+
+
+def test_install_is_found_and_undone():
+    names = ["flash_attn", "flash_attn_interface", "flash_attn.bert_padding"]
+    with fa2.install():
+        import flash_attn
+        import flash_attn_interface
+        from flash_attn.bert_padding import pad_input
+        from flash_attn.flash_attn_interface import flash_attn_varlen_func
+
+        assert (flash_attn, flash_attn_interface) == (fa2, fa3)
+        assert (pad_input, flash_attn_varlen_func) == (fa2.pad_input, fa2.flash_attn_varlen_func)
+        assert all(importlib.util.find_spec(name) for name in names)
+        for name in ("flash_attn", "flash-attn"):
+            assert importlib.metadata.version(name) == flash_attn.__version__
+        assert importlib.metadata.version("flash_attn_3") == "3.0.0"
+        assert importlib.metadata.packages_distributions()["flash_attn"] == ["flash-attn"]
+        with pytest.raises(RuntimeError, match="flash_attn is installed already"):
+            fa2.install()
+    assert importlib.util.find_spec("flash_attn") is None
+    with pytest.raises(importlib.metadata.PackageNotFoundError):
+        importlib.metadata.version("flash_attn")
+    installed = fa2.install()
+    installed.close()
+    installed.close()
+    assert importlib.util.find_spec("flash_attn_interface") is None
+
+
+def test_install_refuses_beside_the_real_one(tmp_path, monkeypatch):
+    (tmp_path / "flash_attn_interface.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(RuntimeError, match="flash_attn_interface is installed already"):
+        fa2.install()
+
+
+def test_transformers_runs_its_own_code_on_these_functions():
+    """What it asks before it imports the package, and its calls with padding and without."""
+    code = """
+import torch
+from polyattn.dialects import flash_attn
+flash_attn.install()
+from transformers.utils import import_utils
+assert import_utils._is_package_available("flash_attn", return_version=True) == (True, "2.8.3")
+assert import_utils.is_flash_attn_greater_or_equal("2.3.3")
+assert not import_utils.is_flash_attn_2_available()  # which asks for a GPU
+from transformers import modeling_flash_attention_utils as utils
+utils.is_flash_attn_2_available = lambda: True
+x = torch.randn(2, 5, 4, 8)
+mask = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]])
+call = utils._flash_attention_forward
+own = torch.nn.functional.scaled_dot_product_attention
+for given in (None, mask):
+    found = call(x, x, x, given, 5, is_causal=True, attn_implementation="flash_attention_2")
+    for n, length in ((0, 5), (1, 5 if given is None else 3)):
+        part = x[n, :length].transpose(0, 1)
+        expected = own(part, part, part, is_causal=True).transpose(0, 1)
+        torch.testing.assert_close(found[n, :length], expected)
+assert utils._flash_fn is flash_attn.flash_attn_func
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
