@@ -11,6 +11,7 @@ import torch
 from libraries import tiles_of
 
 from polyattn import (
+    UnsupportedError,
     attention,
     attention_jvp,
     attention_partial,
@@ -213,7 +214,7 @@ def test_what_is_refused():
     shorter = (QUERY, POOLS[0], POOLS[1][:, :, :2])
     refused(ValueError, "key and value must have one length S; got 12 and 6", shorter)
     chunked = tuple(map(da.from_array, (QUERY, *POOLS)))
-    refused(TypeError, "block_table takes no arrays of dask", chunked)
+    refused(UnsupportedError, "it does not compute block_table", chunked)
     with pytest.raises(TypeError, match="unexpected keyword argument 'block_table'"):
         parallel.run_threads(
             1, lambda ranks: parallel.attention(QUERY, *POOLS, over=ranks, block_table=TABLE)
