@@ -34,6 +34,10 @@ POOLS = tuple(rng.standard_normal((PAGES, G, PAGE, size)) for size in (D, E))
 OPTIONS = [{}, {"is_causal": True}, {"window": (4, 0), "softcap": 2.0}]
 
 
+def named(options):
+    return " and ".join(options) or "nothing"
+
+
 def used():
     """Return which slots of the pools an item uses."""
     found = np.zeros((PAGES, PAGE), bool)
@@ -64,13 +68,13 @@ def paged(to=np.array, pools=POISONED, **options):
 
 
 @pytest.mark.parametrize("to", [np.array, torch.tensor, array_api_strict.asarray])
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("options", OPTIONS, ids=named)
 def test_pages_equal_keys_in_one_piece(to, options):
     found = np.asarray(paged(to, **options))
     assert np.allclose(found, one_by_one(**options), rtol=0, atol=1e-14)
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("options", OPTIONS, ids=named)
 def test_pages_equal_keys_in_one_piece_on_jax(options):
     found = np.asarray(paged(jnp.asarray, **options))
     assert np.allclose(found, one_by_one(**options), rtol=0, atol=2e-6)
@@ -86,7 +90,7 @@ def tiled(tile):
 @pytest.mark.parametrize(
     "options",
     [*OPTIONS, {"score_mod": scores.alibi(H)}, {"sinks": np.arange(4.0)}, {"dropout": (0.5, 1)}],
-    ids=lambda options: " and ".join(options) or "nothing",
+    ids=named,
 )
 @pytest.mark.parametrize("pools", [POOLS, POISONED], ids=["finite", "poisoned"])
 def test_numpy_reads_pages_where_they_lie(tile, options, pools):
