@@ -41,7 +41,7 @@ INTRO = """# What each kernel computes
 call with a feature that it does not declare. `polyattn.explain` says what a call needs, and gives
 the reasons that depend on shapes and dtypes. `polyattn check` tests that each declaration is true.
 
-`native` of numpy and torch is [the compiled kernel](native.md), which `polyattn-native` adds.
+`native` of numpy, torch and jax is [the compiled kernel](native.md), which `polyattn-native` adds.
 """
 
 

@@ -59,9 +59,9 @@ def explain(
         Length of the chunks assumed for the shapes of query, key and value, if the library is dask:
         of their tokens, or along each axis; by default one chunk.
     **options
-        As for `attention`: mask, bias, is_causal, window, query_offset, key_lengths, scale,
-        softcap, score_mod, sinks, dropout, similarity, normalizer, layout, backend and kernel. A
-        shape is enough for mask, bias, query_offset, key_lengths and sinks.
+        As for `attention`: mask, bias, is_causal, window, query_offset, key_lengths, block_table,
+        scale, softcap, score_mod, sinks, dropout, similarity, normalizer, layout, backend and
+        kernel. A shape is enough for mask, bias, query_offset, key_lengths, block_table and sinks.
 
     Returns
     -------

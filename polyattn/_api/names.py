@@ -50,6 +50,7 @@ FOREIGN = {
     "seqused_k": "key_lengths=",
     "cache_seqlens": "key_lengths=",
     "seq_lens": "key_lengths=",
+    "page_table": "block_table=",
     "cu_seqlens_q": _PACKED,
     "cu_seqlens_k": _PACKED,
     "return_lse": _LOGSUMEXP,

@@ -62,9 +62,9 @@ def attention_partial(
         The dtype of the output: that of the inputs by default, or that of the logsumexp, which
         keeps the digits of 16-bit inputs for `merge`. The inputs are cast to it first.
     **options
-        As for `attention`: mask, bias, is_causal, window, query_offset, key_lengths, scale,
-        softcap, score_mod, sinks, dropout, similarity, layout, backend and kernel. Indices and
-        positions count from the first of these keys, so `query_offset` is the position of the
+        As for `attention`: mask, bias, is_causal, window, query_offset, key_lengths, block_table,
+        scale, softcap, score_mod, sinks, dropout, similarity, layout, backend and kernel. Indices
+        and positions count from the first of these keys, so `query_offset` is the position of the
         queries among them, and `key_lengths` the number of these keys. Give sinks with one part
         only. There is no `normalizer`: only softmax has a logsumexp.
 

@@ -71,9 +71,9 @@ def attention_weights(
     per_key : bool
         Whether to return, for each key, the sum of its weights over the rows.
     **options
-        As for `attention`: mask, bias, is_causal, window, query_offset, key_lengths, scale,
-        softcap, score_mod, sinks, dropout, similarity, normalizer, layout and backend. The layout
-        is that of query, key and logsumexp.
+        As for `attention`: mask, bias, is_causal, window, query_offset, key_lengths, block_table,
+        scale, softcap, score_mod, sinks, dropout, similarity, normalizer, layout and backend. The
+        layout is that of query, key and logsumexp.
 
     Returns
     -------

@@ -202,11 +202,11 @@ def _expanded(names: Names, library: str) -> list[tuple[str, bool]]:
 def _for_kernel(kernel: Kernel, problem: Problem) -> Problem:
     """Return the problem that a kernel gets: without pages if it reads none.
 
-    It then gets their keys in one piece. So do all derivatives.
+    It then gets their keys in one piece. So do all derivatives. Chunks of dask are not gathered.
     """
     features = problem.features
     reads = "block_table" in kernel.features and features.isdisjoint(("backward", "jvp"))
-    if reads or "block_table" not in features:
+    if reads or "block_table" not in features or problem.library == "dask":
         return problem
     return problem._replace(features=features - {"block_table"})
 

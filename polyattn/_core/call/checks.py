@@ -59,8 +59,6 @@ def check_pages(call: Call) -> None:
     """Raise if keys and values of a block table are no pages."""
     if call.block_table is None:
         return
-    if call.query.library == "dask" or any(facts.chunks for _, facts in call.operands()):
-        raise TypeError("block_table takes no arrays of dask, whose chunks are no pages")
     letters = "(pages, G, page, D)" if call.layout == "...HLD" else "(pages, page, G, D)"
     pools = call.operands()[1:]
     if any(len(facts.shape) != 4 for _, facts in pools) or 0 in pools[0][1].shape[:1]:

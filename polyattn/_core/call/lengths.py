@@ -43,10 +43,8 @@ def move_lengths(
     by_position = "is_causal" in values or "window" in values or isinstance(mask, Mask)
     if is_newest and (by_position or isinstance(values.get("score_mod"), Score)):
         axis = -3 if layout == "...LHD" and len(query.shape) > 2 else -2
-        is_shape = isinstance(lengths, ArrayFacts)
-        values["query_offset"] = (
-            lengths if is_shape else lengths - length_of(query, axis) * shares[0]
-        )
+        rows = length_of(query, axis) * shares[0]
+        values["query_offset"] = lengths if isinstance(lengths, ArrayFacts) else lengths - rows
     if table is not None:
         values["block_table"] = _as_integers(table)
         values["key_lengths"] = _as_array(lengths, table)

@@ -77,6 +77,8 @@ class Case:
         The batch axes of query, key and value; None means those of the query.
     H, G, L, S, D, E : int
         The lengths; None means H for G and D for E.
+    page : int or None
+        The length of a page, where key and value are pools of as many pages as all items need.
     one_head : bool
         Whether the arrays have no axis of heads.
     layout : str
@@ -114,6 +116,7 @@ class Case:
     S: int = 11
     D: int = 8
     E: int | None = None
+    page: int | None = None
     one_head: bool = False
     layout: str = "...HLD"
     values: str = "normal"
@@ -154,7 +157,11 @@ class Case:
             self.batch if b is None else b for b in (self.key_batch, self.value_batch)
         )
         heads = (self.H, G, G) if not self.one_head else ((), (), ())
-        lengths = ((self.L, self.D), (self.S, self.D), (self.S, self.value_size))
+        S = self.S
+        if self.page is not None:
+            k_batch = v_batch = (math.prod(self.batch) * S // self.page,)
+            S = self.page
+        lengths = ((self.L, self.D), (S, self.D), (S, self.value_size))
         q, k, v = (
             (*batch, *((h,) if isinstance(h, int) else ()), *ends)
             for batch, h, ends in zip((self.batch, k_batch, v_batch), heads, lengths, strict=True)

@@ -34,6 +34,7 @@ from polyattn.conformance.cases.generators import (
     padding,
     random_mask,
     segments,
+    shuffled_pages,
     third_row_empty,
     two_in_three,
     without_3_and_4,
@@ -66,6 +67,10 @@ PAIRED: Group = {
     "LHD": {"layout": "...LHD"},
 }
 
+PAGES: Fields = {
+    **{"block_table": Generated(shuffled_pages), "key_lengths": Generated(key_lengths)},
+    **{"S": 12, "page": 4, "is_causal": True},
+}
 ALONE: Group = {
     "plain": {},
     "left window": {"window": (3, None)},
@@ -132,6 +137,9 @@ ALONE: Group = {
     },
     "key lengths and offset": {"key_lengths": Generated(key_lengths), **PAIRED["offset int"]},
     "one key length": {"key_lengths": 6, "is_causal": True, "L": 3},
+    "pages": PAGES,
+    "pages, LHD": PAGES | {"layout": "...LHD", "G": 1},
+    "pages, many keys": PAGES | {"batch": (3,), "L": 1, "S": 640, "page": 16, "E": 5},
     "scale 0": {"scale": 0.0},
     "scale below 0": {"scale": -0.4},
     "scale 0, causal": {"scale": 0.0, "is_causal": True},
@@ -378,7 +386,7 @@ ESSENTIAL = {
         *(PAIRED | EMPTY_ROWS | NO_ROWS | ADVERSARIAL),
         *(name for name in POISONED if name.startswith("nan ") or "seen" in name),
         *(name for name in LAYOUTS if name.endswith("plain")),
-        *("score_mod hides keys", "outliers, float16", "many", *STEPS, "alibi value"),
+        *("score_mod hides keys", "outliers, float16", "many", *STEPS, "alibi value", "pages"),
         *("33 x 31", "65 x 127, causal", "129 x 127, causal", "decode", "offset past the end"),
     )
 }

@@ -76,6 +76,11 @@ def key_lengths(case: Case, rng: Any) -> Any:
     return np.resize([case.S // 2, 1, 0, case.S], case.full_batch)
 
 
+def shuffled_pages(case: Case, rng: Any) -> Any:
+    pages = case.shapes[1][0]
+    return rng.permutation(pages).reshape(*case.batch, pages // math.prod(case.batch))
+
+
 def like(score: Any, index: Any) -> Any:
     """Cast an index to the dtype of a score: the standard does not mix kinds of dtypes."""
     return cast(library_of(score).xp, index, score.dtype)

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from polyattn.conformance.cases.case import Case
-from polyattn.conformance.reference.expressions import Rows, plainly
+from polyattn.conformance.reference.expressions import Rows, in_one_piece, plainly
 from polyattn.conformance.reference.oracle import Array, heads_first, lift
 from polyattn.conformance.reference.tolerance import deviation, output_yardstick
 
@@ -78,7 +78,9 @@ def _lengths(arguments: Arguments) -> tuple[tuple[int, ...], int, int, int]:
     """Return the batch, H, L and S of a call."""
     (query, key, value), options = arguments
     layout = options.get("layout", "...HLD")
-    q, k, v = (heads_first(x, layout).shape for x in (query, key, value))
+    q, k, v = (heads_first(x, layout) for x in (query, key, value))
+    k, v = (in_one_piece(x, options.get("block_table")) for x in (k, v))
+    q, k, v = (x.shape for x in (q, k, v))
     return np.broadcast_shapes(q[:-3], k[:-3], v[:-3]), q[-3], q[-2], k[-2]
 
 

@@ -49,6 +49,14 @@ class Rows(NamedTuple):
         return i + self.each(S - L if self.offset is None else self.offset)[b]
 
 
+def in_one_piece(pool: Any, table: Any) -> Any:
+    """Return the keys of each item of a table of pages, one after another."""
+    if table is None:
+        return pool
+    items = [np.concatenate(pool[pages], axis=-2) for pages in table.reshape(-1, table.shape[-1])]
+    return np.stack(items).reshape(*table.shape[:-1], *items[0].shape)
+
+
 def plainly(mask: Any, score_mod: Any, rows: Rows) -> tuple[Any, Any]:
     """Replace a mask expression by an array and a score expression by a function.
 

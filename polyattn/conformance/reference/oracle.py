@@ -31,7 +31,7 @@ from polyattn._core.expressions.replacements import (
     Similarity,
     Sparsemax,
 )
-from polyattn.conformance.reference.expressions import Rows, plainly
+from polyattn.conformance.reference.expressions import Rows, in_one_piece, plainly
 from polyattn.conformance.reference.philox import keep_mask
 
 Array = np.ndarray[Any, Any]
@@ -100,6 +100,7 @@ def oracle(
     window: tuple[int | None, int | None] | None = None,
     query_offset: Any = None,
     key_lengths: Any = None,
+    block_table: Any = None,
     scale: float | ScaleRule | None = None,
     softcap: float | None = None,
     score_mod: Callable[..., Any] | None = None,
@@ -117,9 +118,9 @@ def oracle(
     ----------
     query, key, value : array_like
         As for `polyattn.attention`, of any supported dtype.
-    mask, bias, is_causal, window, query_offset, key_lengths, scale, softcap : optional
+    mask, bias, is_causal, window, query_offset, key_lengths, block_table, scale : optional
         As for `polyattn.attention`.
-    score_mod, sinks, dropout, similarity, normalizer, layout : optional
+    softcap, score_mod, sinks, dropout, similarity, normalizer, layout : optional
         As for `polyattn.attention`; a normalizer has no logsumexp, which is NaN.
     rows : tuple of int, optional
         The query rows to compute; the results have these only. All by default.
@@ -143,6 +144,7 @@ def oracle(
     """
     a = EXTENDED if extended else FLOAT
     q, k, v = (heads_first(lift(x), layout) for x in (query, key, value))
+    k, v = (in_one_piece(x, block_table) for x in (k, v))
     batch = np.broadcast_shapes(q.shape[:-3], k.shape[:-3], v.shape[:-3])
     q, k, v = (np.broadcast_to(x, batch + x.shape[-3:]) for x in (q, k, v))
     (H, L, D), (G, S, E) = q.shape[-3:], v.shape[-3:]

@@ -26,7 +26,7 @@ from polyattn._core.expressions.replacements import (
     Similarity,
     Sparsemax,
 )
-from polyattn.conformance.reference.expressions import Rows, plainly
+from polyattn.conformance.reference.expressions import Rows, in_one_piece, plainly
 from polyattn.conformance.reference.oracle import as_called, heads_first, lift
 from polyattn.conformance.reference.philox import keep_mask
 
@@ -58,6 +58,7 @@ def textbook(
     window: tuple[int | None, int | None] | None = None,
     query_offset: Any = None,
     key_lengths: Any = None,
+    block_table: Any = None,
     scale: float | ScaleRule | None = None,
     softcap: float | None = None,
     score_mod: Callable[..., Any] | None = None,
@@ -81,6 +82,7 @@ def textbook(
     """
     dtype = np.asarray(query).dtype
     q, k, v = (heads_first(np.asarray(x), layout) for x in (query, key, value))
+    k, v = (in_one_piece(x, block_table) for x in (k, v))
     (H, L, D), (G, S) = q.shape[-3:], k.shape[-3:-1]
     k, v = (np.repeat(x, H // max(G, 1), axis=-3) for x in (k, v))
     batch = np.broadcast_shapes(q.shape[:-3], k.shape[:-3], v.shape[:-3])
