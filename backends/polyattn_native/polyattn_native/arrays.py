@@ -98,7 +98,7 @@ def by_item(array: Any, batch: tuple[int, ...]) -> Any:
 
 def offsets_of(problem: Problem, x: Operands, shift: int = 0) -> Any:
     """Return the position of the first row plus a number, (items) or (1), at most `FAR` away."""
-    numbers = [problem.query_offset]
+    numbers: Any = [problem.query_offset]
     if problem.query_offset is None:
         numbers = by_item(np.asarray(x.query_offset)[..., 0, 0, 0], problem.batch).tolist()
     return np.asarray([max(-FAR, min(number + shift, FAR)) for number in numbers])

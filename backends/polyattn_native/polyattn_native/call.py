@@ -83,7 +83,7 @@ class NativeCall:
 
     def by_head(self, numbers: Any) -> int:
         """Return the address of a number for each head."""
-        numbers = np.require(numbers, self.accumulator, "CA")
+        numbers = np.require(numbers, self.accumulator, ["C", "A"])
         self.keep.append(numbers)
         address: int = numbers.ctypes.data
         return address
