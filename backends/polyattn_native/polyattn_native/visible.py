@@ -41,7 +41,7 @@ def _is_wide(ends: tuple[int | None, int | None]) -> bool:
 
 
 def visible(problem: Problem, x: Operands) -> Visible:
-    """Return the keys that rows see by ``mask=``, and by a window that `ends_of_band` leaves out."""
+    """Return the keys that rows see by ``mask=`` and by a window without `ends_of_band`."""
     ranges, array = Ranges(problem, x), None
     if problem.query_offset is None and problem.band is not None and _is_wide(band(problem)):
         ranges.add(problem.band)
