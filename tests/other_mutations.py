@@ -78,7 +78,7 @@ MUTATIONS = (
      "shares = (size if shares_rows else 1, size)",
      "shares = (1, size)"),
     # pages
-    (PAGES + "test_pages_equal_keys_in_one_piece[nothing-array]",
+    (PAGES + "test_pages_equal_keys_in_one_piece[nothing-tensor]",
      "what fills unused slots", "polyattn/_core/call/pages.py",
      "return xp.where(used[..., None, :, None], found, xp.zeros_like(found))",
      "return found"),
@@ -106,7 +106,7 @@ MUTATIONS = (
      "slots beyond the length multiplied", "backends/polyattn_numpy/paged.py",
      "min(stop, first + size)",
      "first + size"),
-    (PAGES + "test_numpy_reads_pages_where_they_lie[finite-nothing-8]",
+    (PAGES + "test_numpy_reads_pages_where_they_lie[finite-is_causal-64]",
      "keys of the tile before", "backends/polyattn_numpy/paged.py",
      "if self._last[0] != columns:",
      "if self._last[0] is None:"),

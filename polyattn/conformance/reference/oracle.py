@@ -156,8 +156,7 @@ def oracle(
     if mask is not None and not callable(mask):
         mask = lookup(mask, batch, (H, sampled.indices, S))
     factor = scale_of(a, scale, similarity, D, S)
-    left, right = window or (None, None)
-    rate, seed = dropout or (0, 0)
+    (left, right), (rate, seed) = window or (None, None), dropout or (0, 0)
     keeps = keep_mask(rate, int(seed), batch, (H, L, S), rows) if rate else None
 
     def is_shown(b: int, h: int, i: int, j: int, p: int) -> bool:
