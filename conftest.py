@@ -9,7 +9,8 @@ import pytest
 pytest_plugins = ["optional"]
 
 # The package is tested without the compiled kernel; `make test` runs the kernel's tests apart.
-collect_ignore_glob = []
+# A device of torch is registered once in a process, and importlib would import its module again.
+collect_ignore_glob = ["tests/far_device.py"]
 if os.environ.setdefault("POLYATTN_NATIVE", "0") == "0":
     collect_ignore_glob += ["backends/polyattn_native/*", "tests/native/*"]
 if sys.platform != "linux":  # There are no wheels of CuPy elsewhere.

@@ -58,7 +58,8 @@ def test_backends():
     listed = polyattn.list_backends()
     assert "numpy" in repr(listed)
     assert "\n" not in repr(listed)
-    assert [row[0] for row in Cells(listed._repr_html_()).rows[1:]] == [x.name for x in listed]
+    names = [row[0] for row in Cells(listed._repr_html_()).rows[1:]]
+    assert [name for name in names if name] == [x.name for x in listed]  # faults have no name
 
 
 @pytest.mark.parametrize("to", [np.asarray, torch.asarray, jnp.asarray])
