@@ -22,8 +22,12 @@ from polyattn._core.expressions.patterns import (
     Dilated,
     GlobalTokens,
     Padding,
+    Positions,
     Prefix,
     Segments,
+    Tree,
+    ancestors_of,
+    by_index,
 )
 from polyattn._core.tiles.compiled import compile_mask
 
@@ -35,9 +39,11 @@ __all__ = [
     "dilated",
     "global_tokens",
     "padding",
+    "positions",
     "prefix",
     "rule",
     "segments",
+    "tree",
     "window",
 ]
 
@@ -166,6 +172,94 @@ def segments(query_ids: Array, key_ids: Array | None = None) -> Mask:
     """
     rows = _ids("masks.segments: query_ids", query_ids)
     return Segments(rows, None if key_ids is None else _ids("masks.segments: key_ids", key_ids))
+
+
+def positions(query_positions: Array, key_positions: Array, mask: Mask | None = None) -> Mask:
+    """Evaluate a mask by given positions instead of indices.
+
+    Use it for padding on the left, circular caches, and packed sequences with an offset each.
+
+    Parameters
+    ----------
+    query_positions : Array of int
+        The position of each row, shape (..., L).
+    key_positions : Array of int
+        The position of each key, shape (..., S). A key at a position below 0 is absent.
+    mask : Mask, optional
+        `causal`, the default, `window`, `dilated`, `global_tokens`, `prefix`, or what ``&``, ``|``
+        and ``~`` make of them.
+
+    Returns
+    -------
+    Mask
+        Row i sees key j where `mask` shows the key ``key_positions[j]`` to a row at
+        ``query_positions[i]``.
+
+    Raises
+    ------
+    TypeError
+        If a part of `mask` goes by the indices of rows and keys.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from polyattn import attention, masks
+    >>> x = np.ones((8, 6, 64), dtype=np.float32)
+    >>> places = np.array([-1, -1, 0, 1, 2, 3])  # two tokens of padding
+    >>> mask = masks.positions(places, places, masks.window(1, 0))
+    >>> attention(x, x, x, mask=mask).shape
+    (8, 6, 64)
+    """
+    rows = _ids("masks.positions: query_positions", query_positions)
+    keys = _ids("masks.positions: key_positions", key_positions)
+    mask = causal() if mask is None else mask
+    other = by_index(mask) if isinstance(mask, Mask) else mask
+    if other is not None:
+        raise TypeError(
+            "masks.positions takes causal, window, dilated, global_tokens and prefix, composed by"
+            f" &, | and ~; got {other!r}. Compose others with the result: masks.positions(...) &"
+            " other"
+        )
+    return Positions(rows, keys, mask)
+
+
+def tree(parents: Array) -> Mask:
+    """Show each draft of a tree the past, itself and its ancestors, to verify all at once.
+
+    Parameters
+    ----------
+    parents : Array of int or bool
+        The index of the parent of each draft among the drafts, less than its own, or −1 for none:
+        shape (..., L). Or, as bool of shape (..., L, L), which drafts each one sees, of itself and
+        those before it.
+
+    Returns
+    -------
+    Mask
+        Row i sees key j where ``j < query_offset``, or ``j - query_offset`` is i or an ancestor
+        of it.
+
+    Raises
+    ------
+    ValueError
+        If a parent is out of range, where the array is in NumPy. In other libraries, such a parent
+        counts as none.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from polyattn import attention, masks
+    >>> key = np.ones((8, 100, 64), dtype=np.float32)
+    >>> drafts = masks.tree(np.array([-1, 0, 0, 1]))  # two continuations of draft 0
+    >>> attention(key[:, -4:], key, key, mask=drafts).shape
+    (8, 4, 64)
+    """
+    parents = as_array("masks.tree: parents", parents)
+    if not _is_square(parents):
+        parents = _ids("masks.tree: parents", parents)
+        if not is_unreadable(parents) and not parents.shape:
+            raise ValueError(f"masks.tree: parents must have shape (..., L); got {parents!r}")
+    return Tree(ancestors_of(parents))
 
 
 def dilated(step: int) -> Mask:
@@ -373,6 +467,13 @@ def _lengths(name: str, value: Any) -> Any:
 
 def _ids(name: str, value: Any) -> Any:
     return _integers(name, as_array(name, value), "an integer array")
+
+
+def _is_square(value: Any) -> bool:
+    """Return whether this is a bool array (..., n, n)."""
+    if not is_array(value) or is_unreadable(value) or facts_of(value).dtype != "bool":
+        return False
+    return len(value.shape) > 1 and value.shape[-1] == value.shape[-2]
 
 
 def _integers(name: str, value: Any, what: str) -> Any:

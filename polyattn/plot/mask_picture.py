@@ -30,7 +30,7 @@ from polyattn._core.call.problem import Problem, examine
 from polyattn._core.expressions.expression import Expression
 from polyattn._core.expressions.indices import PointIndices
 from polyattn._core.expressions.masks import And, Dense, Mask, Not, Or, as_mask
-from polyattn._core.expressions.patterns import Padding, Prefix, Segments
+from polyattn._core.expressions.patterns import Padding, Positions, Prefix, Segments, Tree
 from polyattn._core.tiles.compiled import Compiled
 from polyattn._core.tiles.coverage import TileGrid
 
@@ -222,6 +222,11 @@ def _hints(part: Mask) -> _Hints:
             keys = query_ids if key_ids is None else key_ids
             leads = tuple(query_ids.shape[:-1]), tuple(keys.shape[:-1])
             return _Hints(query_ids.shape[-1], keys.shape[-1], batch=_common(*leads))
+        case Positions(query_positions, key_positions):
+            leads = tuple(query_positions.shape[:-1]), tuple(key_positions.shape[:-1])
+            return _Hints(query_positions.shape[-1], key_positions.shape[-1], batch=_common(*leads))
+        case Tree(ancestors):
+            return _Hints(ancestors.shape[-1], batch=tuple(ancestors.shape[:-2]))
         case Dense(array):
             heads, *ends = (1, 1, 1, *array.shape)[-3:]
             rows, keys = (None if length == 1 else length for length in ends)

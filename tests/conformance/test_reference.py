@@ -112,6 +112,11 @@ TABLES = {
         masks.segments(np.array([0, 1, 1]), np.array([1, 0, 0, 1, 2])),
         *(".11..", "1..1.", "1..1."),
     ),
+    "positions": (
+        masks.positions(np.array([3, 0, -1]), np.array([0, 3, -1, 1, 4]), masks.window(2, 1)),
+        *(".1.11", "1..1.", "1...."),
+    ),
+    "tree": (masks.tree(np.array([-1, -1, 0])), "111..", "11.1.", "111.1"),
     "dense": (masks.dense(np.eye(3, 5, dtype=bool)), "1....", ".1...", "..1.."),
     "rule": (masks.rule(lambda b, h, i, j: j > i), ".1111", "..111", "...11"),
     "compiled": (masks.compile(masks.causal() & masks.prefix(4), 3, 5), "111..", "1111.", "1111."),

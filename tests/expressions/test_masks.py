@@ -19,6 +19,9 @@ QUERY, KEY, VALUE = (RNG.normal(size=(B, H, n, D)) for n in (L, S, S))
 LENGTHS, ROWS = np.array([9, 26]), np.array([21, 7])
 QUERY_IDS, KEY_IDS = np.sort(RNG.integers(0, 5, (B, L))), RNG.integers(0, 5, (B, S))
 ARRAY = RNG.random((H, L, S)) < 0.4
+#: Shuffled, some twice, some absent.
+QUERY_PLACES, KEY_PLACES = RNG.integers(-1, 18, (B, L)), RNG.integers(-2, 18, (B, S))
+PARENTS = np.maximum(np.arange(L) - RNG.integers(1, 5, (B, L)), -1)
 
 
 def checkered(b, h, i, j):
@@ -87,6 +90,59 @@ SHOWN = {
         lambda b, h, i, j, p: (
             (ARRAY[h, i, j] and (i // 8 + j // 8) % 2 == b % 2) or j == 4 or p == 4
         ),
+    ),
+}
+
+
+def by_place(query, key, shown):
+    """Meaning by given positions: shown(p, j) of those."""
+    query, key = np.broadcast_to(query, (B, L)), np.broadcast_to(key, (B, S))
+    return lambda b, h, i, j, p: key[b, j] >= 0 and shown(query[b, i], key[b, j])
+
+
+def is_in_tree(b, h, i, j, p):
+    draft = j - (p - i)
+    while i > draft >= 0:
+        i = PARENTS[b, i]
+    return draft < 0 or i == draft
+
+
+SHOWN |= {
+    "positions": (
+        lambda to: masks.positions(to(QUERY_PLACES), to(KEY_PLACES)),
+        by_place(QUERY_PLACES, KEY_PLACES, lambda p, j: j <= p),
+    ),
+    "positions of all items": (
+        lambda to: masks.positions(
+            to(QUERY_PLACES[0].astype(np.int8)),
+            to(KEY_PLACES[1].astype(np.int16)),
+            ~masks.window(4, 2) & masks.dilated(3) | masks.prefix(2),
+        ),
+        by_place(
+            QUERY_PLACES[0],
+            KEY_PLACES[1],
+            lambda p, j: (not -4 <= j - p <= 2 and (j - p) % 3 == 0) or j < 2,
+        ),
+    ),
+    "positions of a prefix per item": (
+        lambda to: masks.positions(
+            to(QUERY_PLACES),
+            to(KEY_PLACES),
+            masks.window(3, None) & (masks.prefix(to(LENGTHS)) | masks.global_tokens(5, 17)),
+        ),
+        lambda b, h, i, j, p: (
+            (k := KEY_PLACES[b, j]) >= max(0, (q := QUERY_PLACES[b, i]) - 3)
+            and (k < LENGTHS[b] or k in (5, 17) or q in (5, 17))
+        ),
+    ),
+    "not positions": (
+        lambda to: ~masks.positions(to(QUERY_PLACES), to(KEY_PLACES)),
+        lambda b, h, i, j, p: not 0 <= KEY_PLACES[b, j] <= QUERY_PLACES[b, i],
+    ),
+    "tree": (lambda to: masks.tree(to(PARENTS)), is_in_tree),
+    "tree of all items": (
+        lambda to: masks.tree(to(PARENTS[1])) & masks.window(9, None),
+        lambda b, h, i, j, p: is_in_tree(1, h, i, j, p) and j >= p - 9,
     ),
 }
 

@@ -43,6 +43,12 @@ MASKS = {
     "prefix per item": masks.prefix(np.array([[3, 12, 26]], np.uint8)),
     "padding": masks.padding(11, np.array([3, 12, 21], np.int16)),
     "segments": masks.segments(IDS[..., :L], IDS),
+    "positions": masks.positions(
+        IDS[..., :L] * 4,
+        np.arange(-2, S - 2)[::-1],
+        ~masks.window(4, 2) & masks.prefix(np.array([[3], [12]])) | masks.global_tokens(0, 9),
+    ),
+    "tree": masks.tree(np.maximum(np.arange(-1, L - 1) - RNG.integers(0, 6, (2, 1, L)), -1)),
     "dense": masks.dense(ARRAY) | masks.dense(ARRAY[0, 0, 0]),
     "rule": masks.rule(rule),
     "composed": ~masks.causal() & masks.dense(ARRAY[0, 0, 0, 0]) | masks.global_tokens(4),

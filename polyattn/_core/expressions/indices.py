@@ -77,18 +77,20 @@ class ScoreDims(NamedTuple):
         """Raise unless an array holds an integer for each batch item."""
         if isinstance(facts, ArrayFacts):
             _check_integers(name, facts)
-            self._check_batch(name, facts.shape, facts.shape, "(...,)")
+            self.check_batch(name, facts.shape, facts.shape, "(...,)")
 
     def check_per_token(self, name: str, facts: ArrayFacts, letter: str, length: int) -> None:
         """Raise unless an array holds an integer for each token of each batch item."""
         _check_integers(name, facts)
         if not facts.shape or not is_one_of(facts.shape[-1], length, None):
-            raise ValueError(f"{name} must have {letter} = {length} ids; got {facts.shape}")
-        self._check_batch(name, facts.shape[:-1], facts.shape, f"(..., {letter})")
+            many = name.replace("_", " ").split()[-1]  # "ids" or "positions"
+            raise ValueError(f"{name} must have {letter} = {length} {many}; got {facts.shape}")
+        self.check_batch(name, facts.shape[:-1], facts.shape, f"(..., {letter})")
 
-    def _check_batch(
+    def check_batch(
         self, name: str, lead: tuple[int, ...], shape: tuple[int, ...], letters: str
     ) -> None:
+        """Raise unless leading axes broadcast to the batch axes."""
         if len(lead) > len(self.batch) or broadcast_shapes(lead, self.batch) != self.batch:
             raise ValueError(
                 f"{name} of shape {letters} must broadcast to the batch axes {self.batch}; got"

@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 import functools
+import math
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from polyattn._base.arrays import Array
+from polyattn._base.arrays import (
+    Array,
+    ArrayFacts,
+    cast,
+    index_range,
+    is_one_of,
+    library_of,
+)
+from polyattn._base.host import is_host, is_unreadable
 from polyattn._core.expressions.coverage import Block, Coverage
 from polyattn._core.expressions.indices import (
     INDEX_LIMIT,
     ScoreDims,
     ScoreIndices,
+    saturating_sum,
 )
-from polyattn._core.expressions.masks import Mask
+from polyattn._core.expressions.masks import Joined, Mask, Not
 from polyattn._core.expressions.parts import Part
 
 
@@ -233,3 +243,150 @@ class Segments(Mask):
             )
         if self.key_ids is not None:
             dims.check_per_token("masks.segments: key_ids", self.key_ids, "S", dims.key_length)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Positions(Mask):
+    """A mask with given positions in place of the indices; a key below 0 is absent."""
+
+    name: ClassVar[str] = "positions"
+    axes: ClassVar[dict[str, str]] = {"query_positions": ".L", "key_positions": ".S"}
+    query_positions: Any
+    key_positions: Any
+    mask: Mask = Band(None, 0)
+
+    def seen(self, at: ScoreIndices) -> Array:
+        rows, keys = at.per_row(self.query_positions), at.per_key(self.key_positions)
+        given = _GivenIndices(at, rows, keys)
+        return self.mask.seen(given) & (keys >= 0)  # type: ignore[arg-type]
+
+    def _coverage(self, block: Block) -> Coverage:
+        low, high = block.per_row(self.query_positions)
+        least, most = block.per_key(self.key_positions)
+        given = _GivenBlock(block, (low, high), (least, most))
+        some, every = self.mask.coverage(given)  # type: ignore[arg-type]
+        return Coverage(some & (most >= 0), every & (least >= 0))
+
+    def part(self, part: Part) -> Positions:
+        arrays = part.array(self.query_positions, ".L"), part.array(self.key_positions, ".S")
+        # The mask counts by positions, which a part does not move.
+        return Positions(*arrays, self.mask.map_arrays(lambda axes, x: part.array(x, axes)))
+
+    def check(self, dims: ScoreDims) -> None:
+        for name, letter in (("query_positions", "L"), ("key_positions", "S")):
+            length = dims.query_length if letter == "L" else dims.key_length
+            array = getattr(self, name)
+            dims.check_per_token(f"masks.positions: {name}", array, letter, length)
+        self.mask.check(dims)
+
+
+def by_index(mask: Mask) -> Mask | None:
+    """Return a part of a mask that does not go by positions only, None if there is none."""
+    if isinstance(mask, Joined):
+        return next(filter(None, map(by_index, mask.parts)), None)
+    if isinstance(mask, Not):
+        return by_index(mask.mask)
+    return None if isinstance(mask, (Band, Dilated, GlobalTokens, Prefix)) else mask
+
+
+class _GivenIndices:
+    """The indices of a mask that goes by given positions of rows and keys."""
+
+    def __init__(self, at: ScoreIndices, rows: Array, keys: Array) -> None:
+        self.xp, self.per_item, self._rows = at.xp, at.per_item, rows
+        self.column = saturating_sum(keys, 0, at.xp, keys.dtype)
+
+    def position(self, shift: int = 0) -> Array:
+        return saturating_sum(self._rows, shift, self.xp, self._rows.dtype)
+
+    def away_from_row(self, modulus: int) -> Array:
+        return (self.column - self.position()) % modulus
+
+
+class _GivenBlock:
+    """The least and the greatest of given positions, as a block of rows and keys."""
+
+    reads = positioned = True
+
+    def __init__(self, block: Block, rows: tuple[Array, Array], keys: tuple[Array, Array]) -> None:
+        self.per_item, self._xp, self._rows = block.per_item, library_of(rows[0]).xp, rows
+        self.columns = self._moved(keys[0], 0), self._moved(keys[1], 0) + 1
+
+    def first(self, shift: int = 0) -> Array:
+        return self._moved(self._rows[0], shift)
+
+    def last(self, shift: int = 0) -> Array:
+        return self._moved(self._rows[1], shift)
+
+    def _moved(self, positions: Array, shift: int) -> Array:
+        return saturating_sum(positions, shift, self._xp, positions.dtype)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Tree(Mask):
+    """All keys before the drafts, which are the rows, and of the drafts those that an array shows.
+
+    A part has all drafts, and the number of its first row.
+    """
+
+    name: ClassVar[str] = "tree"
+    axes: ClassVar[dict[str, str]] = {"ancestors": ".--", "first": "."}
+    positional: ClassVar[bool] = True
+    ancestors: Any  # (..., n, n)
+    first: Any = None
+
+    @property
+    def _first(self) -> Any:
+        return 0 if self.first is None else self.first
+
+    def seen(self, at: ScoreIndices) -> Array:
+        *lead, many, _ = self.ancestors.shape
+        row = at.row + at.per_item(self._first)
+        draft = at.column - at.position() + row
+        known = at.xp.clip(draft, 0, many - 1)
+        items = index_range(at.xp, 0, math.prod(lead), self.ancestors)
+        item = at.per_item(at.xp.reshape(items, tuple(lead)))
+        table = at.xp.reshape(self.ancestors, (-1, many, many))
+        return (draft < 0) | (draft < many) & at.looked_up(table, item, row, known)
+
+    def _coverage(self, block: Block) -> Coverage:
+        start = block.first() - block.rows[0] - block.per_item(self._first)  # of the drafts
+        first, stop = block.columns
+        return Coverage(first <= block.last(), stop <= start)
+
+    def part(self, part: Part) -> Tree:
+        first = part.counted(self._first, -part.rows.start)
+        return Tree(part.array(self.ancestors, ".--"), first)
+
+    def check(self, dims: ScoreDims) -> None:
+        facts: ArrayFacts = self.ancestors
+        if self.first is None and not is_one_of(facts.shape[-1], dims.query_length, None):
+            raise ValueError(
+                f"masks.tree must have L = {dims.query_length} drafts; got {facts.shape[-1]}"
+            )
+        dims.check_batch("masks.tree: parents", facts.shape[:-2], facts.shape[:-1], "(..., L)")
+
+
+def ancestors_of(parents: Array) -> Array:
+    """Return which drafts are an ancestor of each or itself, (..., n, n), from that or (..., n)."""
+    xp, many = library_of(parents, "masks.tree: parents").xp, parents.shape[-1]
+    if many is None:
+        raise ValueError("masks.tree needs a number of drafts that is known when it is called")
+    index = index_range(xp, 0, many, parents)
+    row = index[:, None]
+    if parents.dtype == xp.bool:
+        return parents & (index <= row)
+    parents = cast(xp, parents, index.dtype)
+    if is_host(parents) and not is_unreadable(parents):
+        wrong = (parents < -1) | (parents >= index)
+        if wrong.any():
+            at = tuple(map(int, xp.argwhere(wrong)[0]))
+            raise ValueError(
+                "masks.tree: a parent must come before its draft, or be -1 for none; got"
+                f" {int(parents[at])} for the draft at {at}"
+            )
+    seen = (parents[..., None] == index) & (index < row) | (index == row)
+    for _ in range((many - 1).bit_length()):  # each step doubles the depth that is covered
+        steps = cast(xp, seen, xp.float32)
+        seen = xp.matmul(steps, steps) > 0
+    return seen

@@ -42,6 +42,19 @@ def packed_apart(case: Case, rng: Any) -> Any:
     return masks.segments(queries, keys)
 
 
+def by_position(case: Case, rng: Any) -> Any:
+    """Return a window with first tokens, over a circular cache of which some slots are empty."""
+    rows = rng.integers(0, 12, size=(*case.full_batch, case.L))
+    keys = np.roll(np.arange(case.S), 5) - 3
+    return masks.positions(rows, keys, masks.causal() & (masks.window(4, 0) | masks.prefix(2)))
+
+
+def drafts(case: Case, rng: Any) -> Any:
+    index = np.arange(case.L)
+    far = rng.integers(1, 4, (*case.full_batch, case.L))
+    return masks.tree(np.maximum(index - far, -1))
+
+
 def padded(case: Case, rng: Any) -> Any:
     return masks.padding(counts(case, case.S - 2, 1, case.S), counts(case, case.L, case.L - 3))
 
@@ -155,6 +168,9 @@ VARIANTS: Group = {
     "outside of a window": {"mask": ~masks.window(1, None)},
     "packed documents": {"mask": Generated(packed)},
     "segments of queries and keys": {"mask": Generated(packed_apart), "L": 7, "S": 17},
+    "positions": {"mask": Generated(by_position), "L": 7, "S": 17},
+    "tree": {"mask": Generated(drafts), "L": 7, "S": 17},
+    "tree, offset below 0": {"mask": Generated(drafts), "query_offset": -3},
     "mask value per head": {"mask": Generated(per_head)},
     "mask value of a function": {"mask": masks.causal() | masks.rule(two_in_three)},
     "compiled mask": {"mask": Generated(compiled)},

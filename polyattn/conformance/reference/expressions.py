@@ -108,6 +108,13 @@ def _sees(mask: masks.Mask, rows: Rows, b: Any, h: Any, i: Any, j: Any) -> Any:
         case patterns.Segments(query_ids, key_ids):
             keys = query_ids if key_ids is None else key_ids
             return rows.each(query_ids, L)[b, i] == rows.each(keys, S)[b, j]
+        case patterns.Positions(query_positions, key_positions, within):
+            return _sees_by_position(within, rows, b, i, j, query_positions, key_positions)
+        case patterns.Tree(ancestors):
+            past = p - i
+            table = np.zeros((*ancestors.shape[:-1], S + abs(past).max() + L), bool)
+            table[..., :L] = ancestors
+            return (j < past) | rows.each(table, L, table.shape[-1])[b, i, np.maximum(j - past, 0)]
         case masks.Dense(array):
             return rows.each(array, *rows.shape)[b, h, i, j]
         case masks.Rule(function):
@@ -115,6 +122,22 @@ def _sees(mask: masks.Mask, rows: Rows, b: Any, h: Any, i: Any, j: Any) -> Any:
         case compiled.Compiled(within):
             return _sees(within, rows, b, h, i, j)
     raise TypeError(f"{mask!r} is not a known mask")
+
+
+def _sees_by_position(
+    mask: masks.Mask, rows: Rows, b: Any, i: Any, j: Any, query_positions: Any, key_positions: Any
+) -> Any:
+    """Return which keys a mask shows where a row of each position could see keys of each."""
+    _, L, S = rows.shape
+    places = rows.each(query_positions, L)[b, i], rows.each(key_positions, S)[b, j]
+    # A call whose rows and keys are all the positions, from the least that is not absent.
+    least = min(0, int(places[0].min(initial=0)))
+    many = 1 + max([int(x.max(initial=0)) for x in places]) - least
+    whole = Rows(rows.batch, (1, many, many), offset=least)
+    at = np.ogrid[: b.shape[0], :1, :many, :many]
+    seen = np.broadcast_to(_sees(mask, whole, *at), (b.shape[0], 1, many, many))
+    found = seen[b, 0, places[0] - least, np.maximum(places[1], 0)]
+    return found & (places[1] >= 0)
 
 
 def _function(score: scores.Score, rows: Rows) -> Callable[..., Any]:
