@@ -32,7 +32,7 @@ def dropping(feature, problem=None, operands=None, result=None):
         output, logsumexp = dense(p._replace(features=p.features - {feature}), x, backend)
         return (output, logsumexp) if result is None else result(p, output)
 
-    return Sabotaged(f"drops_{feature}", sabotage)
+    return Sabotaged(f"drops_{feature}", sabotage, features=Sabotaged.features | {feature})
 
 
 def first_items(p, x):
@@ -48,6 +48,17 @@ def heads_tiled(p, x):
         "key": np.concatenate([x.key] * times, -3),
         "value": np.concatenate([x.value] * times, -3),
     }
+
+
+def pages_in_order(p, x):
+    """Keys and values of the pages in the order of the pool."""
+
+    def joined(pool):
+        pages = pool.reshape(*x.block_table.shape, *pool.shape[1:])
+        heads_first = np.moveaxis(pages, -4, -3)
+        return heads_first.reshape(*heads_first.shape[:-3], -1, pool.shape[-1])
+
+    return {"key": joined(x.key), "value": joined(x.value), "block_table": None}
 
 
 class DropsBackward(Dense):
@@ -76,6 +87,7 @@ DROPPING = [
     DropsJvp(),
     dropping("batch_broadcast", operands=first_items),
     dropping("bias", lambda p: {"bias": None}, lambda p, x: {"bias": None}),
+    dropping("block_table", operands=pages_in_order),
     dropping("causal", lambda p: {"is_causal": False}),
     dropping("dropout", lambda p: {"dropout": 0.0}),
     dropping("grouped_heads", lambda p: {"key_heads": p.heads}, heads_tiled),

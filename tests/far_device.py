@@ -109,6 +109,8 @@ def _copy_from(source, target, non_blocking=False):
 
 # Before the first backward pass, for which torch starts a thread for each device.
 _setup_privateuseone_for_python_backend(KIND)
+# What torch's compiler asks under autocast.
+getattr(torch, KIND).get_amp_supported_dtype = lambda: [torch.float16, torch.bfloat16]
 _others = torch.library.Library("_", "IMPL", "PrivateUse1")
 _others.fallback(_compute)
 _own = torch.library.Library("aten", "IMPL", "PrivateUse1")

@@ -13,8 +13,9 @@ IDLE = {
     "is_causal": {
         *("decode", "offset past the end", "offset beyond int32", "long offset beyond int32"),
         *("1 x 1, causal", "1 x 2, causal", "1 x 700, causal"),
-        "1 x 700 with causal",
+        *("1 x 700 with causal", "pages, many keys"),
     },
+    "key_lengths": {"long key lengths and offset"},
     "window": {"window of none bound", "long window of none bound"},
     "scale": {"equal scores, score norm"},
     "similarity": {"zero queries, cosine"},
@@ -51,7 +52,9 @@ def idle_options(case):
     # A normalizer has no logsumexp.
     run = attention if "normalizer" in case.features else attention_partial
     whole = run(*arrays, **options, kernel="dense")
-    for name in options.keys() - {"layout"}:
+    # Without a table or lengths, pages are no call.
+    needed = {"block_table", "key_lengths"} if case.page else set()
+    for name in options.keys() - {"layout"} - needed:
         others = {other: x for other, x in options.items() if other != name}
         without = run(*arrays, **others, kernel="dense")
         pairs = [(whole, without)] if run is attention else zip(whole, without, strict=True)
