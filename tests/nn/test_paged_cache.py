@@ -129,9 +129,10 @@ def test_a_compiled_step_of_jax_is_compiled_once_and_gives_the_same():
     assert len(traced) == 1
 
 
-def test_a_compiled_step_of_jax_loses_what_has_no_room():
+@pytest.mark.parametrize("capacity", [4, 8])  # the table has no column, or the pool no page
+def test_a_compiled_step_of_jax_loses_what_has_no_room(capacity):
     register()
-    twin = Twin(jnp.asarray, items=2, capacity=4, pages=1).append(4)
+    twin = Twin(jnp.asarray, items=2, capacity=capacity, pages=2).append(4)
     step = jax.jit(lambda cache, key, value, counts: cache.append(key, value, counts=counts))
     table = np.asarray(twin.cache.block_table)
     full = twin.append(2, jnp.asarray([2, 0]), step).cache.truncate([4, 4])
