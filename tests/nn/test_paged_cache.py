@@ -135,7 +135,7 @@ def test_a_compiled_step_of_jax_loses_what_has_no_room(capacity):
     twin = Twin(jnp.asarray, items=2, capacity=capacity, pages=2).append(4)
     step = jax.jit(lambda cache, key, value, counts: cache.append(key, value, counts=counts))
     table = np.asarray(twin.cache.block_table)
-    full = twin.append(2, jnp.asarray([2, 0]), step).cache.truncate([4, 4])
+    full = twin.append(2, jnp.asarray([2, 2]), step).cache.truncate([4, 4])
     twin._with(full, twin.tokens).check()
     assert (np.asarray(full.block_table) == table).all()
 
