@@ -35,6 +35,7 @@ nitpick_ignore = [
     for name in (
         "Finding",
         "KVCache",
+        "PagedCache",
         "check_callable",
         "jax.nn.dot_product_attention",
         "length",

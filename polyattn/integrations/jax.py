@@ -15,6 +15,7 @@ from polyattn._base.arrays import is_array
 from polyattn.integrations import subclasses
 from polyattn.nn.cache import KVCache
 from polyattn.nn.module import Module, holds_modules
+from polyattn.nn.paged import PagedCache
 
 __all__ = ["register"]
 
@@ -24,7 +25,7 @@ _registered: set[type] = set()
 
 
 def register() -> None:
-    """Register `KVCache` and all subclasses of `polyattn.nn.Module` as pytrees.
+    """Register `KVCache`, `PagedCache` and all subclasses of `polyattn.nn.Module` as pytrees.
 
     A second call adds the subclasses that were defined since the first.
 
@@ -38,7 +39,7 @@ def register() -> None:
     >>> jax.grad(lambda layer: layer(jax.numpy.ones(3)).sum())(layer).bias
     Array([1., 1.], dtype=float32)
     """
-    kinds: list[type[Any]] = [KVCache, *subclasses(Module)]
+    kinds: list[type[Any]] = [KVCache, PagedCache, *subclasses(Module)]
     for kind in kinds:
         if kind not in _registered:
             _registered.add(kind)

@@ -13,6 +13,7 @@ from polyattn.nn.inputs import FrameEmbedding, PatchEmbedding
 from polyattn.nn.layers import Embedding, FeedForward, LayerNorm, Linear, RMSNorm
 from polyattn.nn.models import Transformer
 from polyattn.nn.module import Module
+from polyattn.nn.paged import PagedCache
 from polyattn.nn.positions import LearnedPositions, RelativeBias, Rotary, Sinusoidal
 from polyattn.nn.saving import save
 
@@ -28,6 +29,7 @@ __all__ = [
     "Linear",
     "Module",
     "MultiHeadAttention",
+    "PagedCache",
     "PatchEmbedding",
     "RMSNorm",
     "RelativeBias",

@@ -8,11 +8,12 @@ from typing import Any
 from polyattn._api.attention import attention
 from polyattn._api.weights import attention_weights
 from polyattn._base.arguments import check_int
-from polyattn._base.arrays import Array, index_range, length_of, library_of
+from polyattn._base.arrays import Array, index_range, length_of, library_of, with_rank
 from polyattn.nn.cache import KVCache
 from polyattn.nn.ids import for_each_token
 from polyattn.nn.layers import Linear, Norm, initializer
 from polyattn.nn.module import Initializer, Module
+from polyattn.nn.paged import PagedCache
 from polyattn.nn.positions import Placed, Rotary
 from polyattn.nn.shapes import with_last_axes
 
@@ -162,7 +163,7 @@ class MultiHeadAttention(Module):
         context: Array | None = None,
         values: Array | None = None,
         *,
-        cache: KVCache | None = None,
+        cache: KVCache | PagedCache | None = None,
         positions: Array | None = None,
         **options: Any,
     ) -> Any:
@@ -177,7 +178,7 @@ class MultiHeadAttention(Module):
         values : Array, optional
             The tokens whose values are summed, shape (..., S, inputs of that map); `context` by
             default.
-        cache : KVCache, optional
+        cache : KVCache or PagedCache, optional
             The keys and values of the tokens before `x`.
         positions : Array or sequence of int, optional
             Positions of `x` for `rotary`, shape (L,) or (..., L); by default they follow the
@@ -274,7 +275,7 @@ class MultiHeadAttention(Module):
         self,
         tokens: tuple[Array, Array | None, Array | None],
         positions: Array | Placed | None,
-        cache: KVCache | None,
+        cache: KVCache | PagedCache | None,
     ) -> tuple[Array, Array, Array]:
         """Return queries, keys and values, normalised and rotated."""
         x, context, values = tokens
@@ -337,12 +338,13 @@ class MultiHeadAttention(Module):
         return flat if self.output is None else self.output(flat)
 
 
-def _following(query: Array, cache: KVCache | None) -> Array | range:
+def _following(query: Array, cache: KVCache | PagedCache | None) -> Array | range:
     """Return the positions after those of a cache, as a range where they are known."""
     length, start = length_of(query, -2), 0 if cache is None else cache.next_position
     if isinstance(length, int) and isinstance(start, int):
         return range(start, start + length)
-    return index_range(library_of(query).xp, 0, length, query) + start
+    positions = index_range(library_of(query).xp, 0, length, query)
+    return with_rank(positions, len(getattr(start, "shape", ()))) + start
 
 
 def _columns(linear: Linear, start: int, stop: int | None) -> Linear:

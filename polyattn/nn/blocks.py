@@ -16,6 +16,7 @@ from polyattn.nn.attention import MultiHeadAttention
 from polyattn.nn.cache import KVCache
 from polyattn.nn.layers import FeedForward, LayerNorm, Norm, initializer
 from polyattn.nn.module import Initializer, Module
+from polyattn.nn.paged import PagedCache
 
 #: What `EncoderBlock.init` takes beside the arguments of its attention.
 _OF_BLOCKS = ("inner", "activation", "gated", "norm", "pre_norm")
@@ -97,7 +98,9 @@ class EncoderBlock(Module):
             pre_norm,
         )
 
-    def __call__(self, x: Array, *, cache: KVCache | None = None, **options: Any) -> Any:
+    def __call__(
+        self, x: Array, *, cache: KVCache | PagedCache | None = None, **options: Any
+    ) -> Any:
         """Map tokens (..., L, size) to the same shape; options as for `MultiHeadAttention`.
 
         With a cache, return the pair of tokens and the next cache.
@@ -175,7 +178,7 @@ class DecoderBlock(Module):
         x: Array,
         context: Array,
         *,
-        cache: KVCache | None = None,
+        cache: KVCache | PagedCache | None = None,
         context_mask: Any = None,
         **options: Any,
     ) -> Any:
@@ -187,7 +190,7 @@ class DecoderBlock(Module):
             Tokens, shape (..., L, size).
         context : Array
             The encoder's tokens, shape (..., S, context_size).
-        cache : KVCache, optional
+        cache : KVCache or PagedCache, optional
             The keys and values of the tokens before `x`.
         context_mask : optional
             The encoder's tokens that take part, as ``mask=`` of `polyattn.attention`.
@@ -229,7 +232,11 @@ class Stack(Module):
         object.__setattr__(self, "blocks", tuple(self.blocks))
 
     def __call__(
-        self, x: Array, *context: Array, caches: tuple[KVCache, ...] | None = None, **options: Any
+        self,
+        x: Array,
+        *context: Array,
+        caches: tuple[KVCache | PagedCache, ...] | None = None,
+        **options: Any,
     ) -> Any:
         """Map tokens (..., L, size) to the same shape; context and options go to every block.
 

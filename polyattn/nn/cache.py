@@ -131,7 +131,7 @@ class KVCache:
         else:  # a number of `like` is where a committed array of JAX is
             number = like[(0,) * len(like.shape)]
         example = xp.broadcast_to(number, (*batch, heads, 1, 1))
-        key, value = (_zeros(example, lead[-1], width) for width in (size, value_size or size))
+        key, value = (zeros(example, lead[-1], width) for width in (size, value_size or size))
         # torch.compile cannot return a _Buffer.
         return cls(key, value, buffer=None if is_compiling() else _Buffer(key, value, 0))
 
@@ -157,7 +157,7 @@ class KVCache:
 
     def _counted(self) -> KVCache:
         """Return the cache with its length as a Python integer, unless it is traced."""
-        length = _known(self.length)
+        length = known(self.length)
         return self if length is self.length else replace(self, length=length)
 
     def _filled(self, memory: Array) -> Array:
@@ -178,7 +178,7 @@ class KVCache:
         dict
             `options`, with the number of keys in the memory.
         """
-        if not is_array(_known(self.length)):
+        if not is_array(known(self.length)):
             return options
         return {"key_lengths": self.length} | options
 
@@ -236,7 +236,7 @@ class KVCache:
             )
         cache = self._counted()
         new = [array for array in (key, value, query) if array is not None]
-        if is_array(cache.length) or not _is_writable(new, [self.key, self.value]):
+        if is_array(cache.length) or not is_writable(new, [self.key, self.value]):
             return cache._replace_memory(key, value)
         return cache._write_to_memory(key, value)
 
@@ -258,7 +258,7 @@ class KVCache:
         assert isinstance(self.length, int)
         capacity, memory = self._enlarged(more), []
         for filled in (self.keys, self.values):
-            new = _zeros(filled, capacity, filled.shape[-1])
+            new = zeros(filled, capacity, filled.shape[-1])
             new[..., : self.length, :] = filled
             memory.append(new)
         buffer = _Buffer(memory[0], memory[1], self.length + more)
@@ -272,7 +272,7 @@ class KVCache:
             unused = self._enlarged(key.shape[-2]) - self.length
             memory = [
                 library_of(filled).xp.concat(
-                    (filled, _zeros(filled, unused, filled.shape[-1])), axis=-2
+                    (filled, zeros(filled, unused, filled.shape[-1])), axis=-2
                 )
                 for filled in (self.keys, self.values)
             ]
@@ -304,7 +304,7 @@ class KVCache:
         -------
         KVCache
         """
-        new, current = _known(length), _known(self.length)
+        new, current = known(length), known(self.length)
         traced = is_array(new) or is_array(current)
         if not traced and not 0 <= check_int("length", new) <= current:
             raise ValueError(f"length must be from 0 to the cache's {current} tokens; got {length}")
@@ -327,7 +327,7 @@ class KVCache:
         ValueError
             If `window` is below 0, or the length is unknown because the library traces.
         """
-        length = _known(self.length)
+        length = known(self.length)
         if check_int("window", window) < 0:
             raise ValueError(f"window must be at least 0; got {window}")
         if is_array(length):
@@ -341,7 +341,7 @@ class KVCache:
         )
 
 
-def _zeros(like: Array, capacity: int, width: int) -> Array:
+def zeros(like: Array, capacity: int, width: int) -> Array:
     """Return zeros in new memory, shape (..., capacity, width) with the leading axes of `like`."""
     xp = library_of(like).xp
     zero = xp.reshape(index_range(xp, 0, 1, like), (1,) * len(like.shape)) * 0
@@ -356,7 +356,7 @@ def _may_fit(shape: tuple[int | None, ...], whole: tuple[int | None, ...]) -> bo
     return all(None in pair or pair[0] == pair[1] for pair in zip(shape, whole, strict=True))
 
 
-def _known(length: Any) -> Any:
+def known(length: Any) -> Any:
     """Return a length as a Python integer, unless it is traced."""
     if not is_array(length) or is_compiling():
         return length
@@ -373,7 +373,7 @@ def _is_cast(memory: Array) -> bool:
     return facts.library == "torch" and autocast_dtype(kind) is not None
 
 
-def _is_writable(new: list[Array], memory: list[Array]) -> bool:
+def is_writable(new: list[Array], memory: list[Array]) -> bool:
     """Return whether rows can be written without breaking a trace or a graph of gradients."""
     library = library_of(memory[0])
     if library.name != "torch":

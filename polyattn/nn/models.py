@@ -10,13 +10,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from polyattn._base.arguments import check_int
-from polyattn._base.arrays import Array, cast, index_range, length_of, library_of
+from polyattn._base.arrays import Array, cast, index_range, length_of, library_of, with_rank
 from polyattn.nn.blocks import DecoderBlock, EncoderBlock, Stack
 from polyattn.nn.cache import KVCache
 from polyattn.nn.ids import for_each_token, look_up
 from polyattn.nn.inputs import FrameEmbedding, PatchEmbedding
 from polyattn.nn.layers import Embedding, LayerNorm, Linear, Norm, initializer, widened
 from polyattn.nn.module import Initializer, Module
+from polyattn.nn.paged import PagedCache
 from polyattn.nn.positions import LearnedPositions, Placed, RelativeBias, Sinusoidal
 from polyattn.nn.shapes import beside
 
@@ -136,7 +137,7 @@ class Transformer(Module):
         self,
         ids: Array,
         *context: Array,
-        caches: tuple[KVCache, ...] | None = None,
+        caches: tuple[KVCache | PagedCache, ...] | None = None,
         **options: Any,
     ) -> Any:
         """Run the model.
@@ -147,7 +148,7 @@ class Transformer(Module):
             Tokens, shape (..., L); of images or sound, what the embedding takes.
         *context : Array
             The tokens that `DecoderBlock` attends to, shape (..., S, size).
-        caches : tuple of KVCache, optional
+        caches : tuple of KVCache or PagedCache, optional
             A cache for each block, with the tokens before ``ids``.
         segments : Array or sequence of int, optional
             The segment of each token, shape (L,) or (..., L); 0 by default.
@@ -169,7 +170,7 @@ class Transformer(Module):
         self,
         ids: Array,
         *context: Array,
-        caches: tuple[KVCache, ...] | None = None,
+        caches: tuple[KVCache | PagedCache, ...] | None = None,
         segments: Array | None = None,
         positions: Array | None = None,
         **options: Any,
@@ -201,7 +202,7 @@ class Transformer(Module):
         self,
         ids: Array,
         *,
-        caches: tuple[KVCache, ...] | None = None,
+        caches: tuple[KVCache | PagedCache, ...] | None = None,
         segments: Array | None = None,
         positions: Array | None = None,
     ) -> Array:
@@ -228,7 +229,8 @@ class Transformer(Module):
                 before = caches[0].next_position if caches else 0
                 if isinstance(before, int) and isinstance(length, int):
                     self.positions.check(before + length)
-                positions = positions + before
+                rank = len(getattr(before, "shape", ()))  # 2 for a paged cache
+                positions = with_rank(positions, rank) + before
             vectors = self.positions(for_each_token("positions", positions, x), like=x)
             x = x + beside(x, vectors)
         if self.segments is not None:

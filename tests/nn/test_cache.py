@@ -209,8 +209,8 @@ class Slow(np.ndarray):
 
 
 def test_of_threads_that_follow_one_cache_each_has_its_own_tokens(monkeypatch):
-    zeros = cache_module._zeros
-    monkeypatch.setattr(cache_module, "_zeros", lambda *args: zeros(*args).view(Slow))
+    zeros = cache_module.zeros
+    monkeypatch.setattr(cache_module, "zeros", lambda *args: zeros(*args).view(Slow))
     tokens = [TOKEN + number for number in range(8)]
     cache, start = filled(np.asarray, 2), Barrier(len(tokens), timeout=60)
 

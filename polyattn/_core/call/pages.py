@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from polyattn._base.arrays import Array, index_range, library_of
+from polyattn._base.arrays import Array, index_range, library_of, with_rank
 from polyattn._core.call.operands import Operands
 
 
@@ -46,7 +46,10 @@ def _used_pages(operands: Operands, page: int) -> tuple[Array, Array]:
     table: Any = operands.block_table
     lengths: Any = operands.key_lengths
     xp, count, ends = library_of(table).xp, table.shape[-1], lengths[..., None]
-    begun = index_range(xp, 0, count, table) * page < ends
+    columns, slots = (
+        with_rank(index_range(xp, 0, number, table), len(ends.shape))
+        for number in (count, count * page)
+    )
+    begun = columns * page < ends
     # A table of the host may go with more items than lengths, and the other way round.
-    slots = index_range(xp, 0, count * page, table) < ends
-    return xp.where(begun, table, xp.zeros_like(table)), slots
+    return xp.where(begun, table, xp.zeros_like(table)), slots < ends

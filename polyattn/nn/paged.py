@@ -1,0 +1,382 @@
+"""Define PagedCache: keys and values of items of unlike lengths, in pages that items may share.
+
+A cache is a value, as KVCache is. Caches of one memory write to it where none of them has written;
+elsewhere a page is copied before it is written to. Memory knows the caches that use it, so that a
+page is free once no cache has it in its table. Where arrays are not writable, the next cache
+consists of new arrays of the same shape.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from dataclasses import dataclass, field, replace
+from threading import RLock
+from typing import Any
+from weakref import WeakSet
+
+import numpy as np
+
+from polyattn._base.arguments import check_int
+from polyattn._base.arrays import Array, index_range, is_array, library_of, numbers_like
+from polyattn._base.host import is_host
+from polyattn._base.tracing import is_compiling
+from polyattn.nn.cache import is_writable, known, zeros
+from polyattn.nn.pages import by_token, empty, placed, slots_used, unused, usage, written
+
+
+class _Memory:
+    """Pools that a cache allocated, and what the caches that share them have written."""
+
+    def __init__(self, key: Array, value: Array, marks: Array, taken: Array) -> None:
+        self.key, self.value = key, value
+        self.marks, self.taken = marks, taken  # slots written and whether in use, of each page
+        self.users: WeakSet[PagedCache] = WeakSet()
+        self.lock = RLock()
+
+    def release(self, cache: PagedCache) -> None:
+        """Find the pages that this cache and those that share the memory still use."""
+        used = [usage(one)[1] for one in (cache, *self.users)]
+        self.taken = functools.reduce(operator.or_, used)
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        """Copy and pickle as None: whether the new arrays share memory is unknown."""
+        return type(None), ()
+
+
+@dataclass(frozen=True, eq=False)
+class PagedCache:
+    """Keys and values of the tokens so far of several items, in pages.
+
+    Attributes
+    ----------
+    key, value : Array
+        Pools of pages, shapes (pages, G, page, D) and (pages, G, page, E). Page 0 takes tokens that
+        are not kept.
+    block_table : Array of int
+        The pages of each item, shape (B, n).
+    lengths : Array of int
+        Number of tokens of each item, shape (B,).
+    start : Array of int, optional
+        Lengths before the newest tokens, where these were unlike numbers of tokens.
+    memory : object, optional
+        Shared by the caches of the pools; decides which slots may be written. Without it the next
+        cache copies the pools.
+    """
+
+    key: Array
+    value: Array
+    block_table: Array
+    lengths: Array
+    start: Array | None = None
+    memory: _Memory | None = field(default=None, repr=False, compare=False)
+
+    @classmethod
+    def init(
+        cls,
+        heads: int,
+        size: int,
+        capacity: int,
+        *,
+        items: int,
+        like: Array,
+        page: int = 16,
+        pages: int | None = None,
+        value_size: int | None = None,
+    ) -> PagedCache:
+        """Return an empty cache.
+
+        Parameters
+        ----------
+        heads, size : int
+            G and D.
+        capacity : int
+            Number of tokens that an item may have. The cache grows as needed, except in a traced
+            function, where lengths are unknown: tokens beyond the capacity, and those that find no
+            free page, are lost there.
+        items : int
+            B, the number of items.
+        like : Array
+            An array of the library, device and dtype of the keys and values.
+        page : int
+            Number of tokens of a page.
+        pages : int, optional
+            Number of pages to allocate memory for; enough for all items by default.
+        value_size : int, optional
+            E, D by default.
+
+        Raises
+        ------
+        ValueError
+            If a number is below 1.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> from polyattn import attention, nn
+        >>> prompt = np.ones((1, 8, 100, 64), dtype=np.float32)
+        >>> cache = nn.PagedCache.init(8, 64, 256, items=1, like=prompt).append(prompt, prompt)
+        >>> cache = cache.fork([0, 0, 0])  # three continuations share the pages of the prompt
+        >>> token = np.ones((3, 8, 1, 64), dtype=np.float32)
+        >>> cache = cache.append(token, token)
+        >>> attention(token, cache.keys, cache.values, **cache.options({})).shape
+        (3, 8, 1, 64)
+        """
+        numbers = {"heads": heads, "size": size, "capacity": capacity, "items": items, "page": page}
+        for name, number in numbers.items():
+            if check_int(name, number) < 1:
+                raise ValueError(f"{name} must be at least 1; got {number}")
+        columns = -(-capacity // page)
+        pages = 1 + (items * columns if pages is None else check_int("pages", pages))
+        xp = library_of(like, "like").xp
+        zero = numbers_like(xp, 0, like.dtype, like)
+        example = xp.broadcast_to(zero, (pages, heads, 1, 1))
+        key, value = (zeros(example, page, width) for width in (size, value_size or size))
+        lengths = index_range(xp, 0, items, like) * 0
+        table = xp.broadcast_to(lengths[:, None], (items, columns)) + 0
+        return cls(key, value, table, lengths)
+
+    def __post_init__(self) -> None:
+        if self.memory is not None:
+            with self.memory.lock:
+                self.memory.users.add(self)
+
+    def __copy__(self) -> PagedCache:
+        return self
+
+    @property
+    def page(self) -> int:
+        """Number of tokens of a page."""
+        return int(self.key.shape[-2])
+
+    @property
+    def next_position(self) -> Array:
+        """The position of each item's next token, shape (B, 1)."""
+        return self.lengths[:, None]
+
+    @property
+    def keys(self) -> Array:
+        """The pool of keys, shape (pages, G, page, D)."""
+        return self.key
+
+    @property
+    def values(self) -> Array:
+        """The pool of values, shape (pages, G, page, E)."""
+        return self.value
+
+    def options(self, options: dict[str, Any]) -> dict[str, Any]:
+        """Return the options for attention from the newest tokens to `keys` and `values`.
+
+        Parameters
+        ----------
+        options : dict
+            Further options of `polyattn.attention`.
+
+        Returns
+        -------
+        dict
+            `options`, with the pages and lengths of the items.
+        """
+        own = {"block_table": self.block_table, "key_lengths": self.lengths}
+        return own | ({} if self.start is None else {"query_offset": self.start}) | options
+
+    def append(
+        self, key: Array, value: Array, *, counts: Any = None, query: Array | None = None
+    ) -> PagedCache:
+        """Return a cache with more tokens at the end of each item; this cache does not change.
+
+        Parameters
+        ----------
+        key, value : Array
+            Keys and values of m tokens for each item, shapes (B, G, m, D) and (B, G, m, E).
+        counts : Array of int or sequence of int, optional
+            How many of them each item keeps, the first ones, shape (B,); all by default.
+        query : Array, optional
+            The queries that attend to them. If these need a gradient, nothing is overwritten.
+
+        Returns
+        -------
+        PagedCache
+
+        Raises
+        ------
+        ValueError
+            If the shapes do not fit, or a count is below 0 or above m.
+        TypeError
+            If the library or dtype differs.
+        """
+        self._check(key, value)
+        xp, m = library_of(self.lengths).xp, key.shape[-2]
+        number = self.lengths * 0 + m if counts is None else self._numbers("counts", counts, m)
+        start = None if counts is None else self.lengths
+        # torch.compile enters no lock.
+        cache = replace(self, start=start, memory=None if is_compiling() else self.memory)
+        longest = known(xp.max(self.lengths + number))
+        if not is_array(longest):
+            cache = cache._widened(-(-longest // self.page))
+            new = [array for array in (key, value, query) if array is not None]
+            if is_writable(new, [self.key, self.value]):
+                return cache._write_to_memory(key, value, number)
+        plan = placed(cache, number, m, *usage(cache))
+        if not is_array(longest) and int(plan.needed) > unused(usage(cache)[1]):
+            cache = cache._enlarged(int(plan.needed))
+            plan = placed(cache, number, m, *usage(cache))
+        pools = written(cache.key, key, plan), written(cache.value, value, plan)
+        # A graph of gradients may hold the new arrays, so no cache may write to them.
+        return PagedCache(*pools, plan.table, self.lengths + number, cache.start)
+
+    def _write_to_memory(self, key: Array, value: Array, counts: Array) -> PagedCache:
+        cache = self
+        if self.memory is None or self.memory.key is not self.key:
+            cache = self._enlarged(0)
+        memory: Any = cache.memory
+        with memory.lock:
+            plan = placed(cache, counts, key.shape[-2], memory.marks, memory.taken)
+            if int(plan.needed) > unused(memory.taken):
+                memory.release(cache)
+                plan = placed(cache, counts, key.shape[-2], memory.marks, memory.taken)
+            if int(plan.needed) > unused(memory.taken):
+                return cache._enlarged(int(plan.needed))._write_to_memory(key, value, counts)
+            old, new = (pages[plan.copied[1] > 0] for pages in plan.copied)
+            for pool, rows in ((cache.key, key), (cache.value, value)):
+                if len(new):
+                    pool[new] = pool[old]
+                pool[plan.places[0], :, plan.places[1]] = by_token(rows)
+            lengths = cache.lengths + counts
+            pages = plan.table[plan.touched]
+            memory.marks[pages] = slots_used(lengths, plan.table, cache.page)[plan.touched]
+            memory.taken[pages] = True
+            cache = replace(cache, block_table=plan.table, lengths=lengths)
+        return cache
+
+    def fork(self, items: Any) -> PagedCache:
+        """Return a cache of these items, which share the pages of this one until they are written.
+
+        Parameters
+        ----------
+        items : Array of int or sequence of int
+            Numbers of items of this cache, each any number of times.
+
+        Returns
+        -------
+        PagedCache
+        """
+        xp = library_of(self.lengths).xp
+        items = self._numbers("items", items, self.lengths.shape[0] - 1)
+        table, lengths = (xp.take(x, items, axis=0) for x in (self.block_table, self.lengths))
+        start = None if self.start is None else xp.take(self.start, items, axis=0)
+        return replace(self, block_table=table, lengths=lengths, start=start)
+
+    def truncate(self, lengths: Any) -> PagedCache:
+        """Return a cache of the first tokens of each item; this cache does not change.
+
+        Parameters
+        ----------
+        lengths : int, Array of int or sequence of int
+            Number of tokens to keep at most, of all items or of each, shape (B,).
+
+        Returns
+        -------
+        PagedCache
+        """
+        xp = library_of(self.lengths).xp
+        lengths = self._numbers("lengths", lengths, None)
+        kept = xp.where(lengths < self.lengths, lengths, self.lengths)
+        return replace(self, lengths=kept, start=None)
+
+    def free(self, items: Any) -> PagedCache:
+        """Return a cache in which these items have no tokens; this cache does not change.
+
+        Their pages can be used again as soon as no other cache is left that has them.
+
+        Parameters
+        ----------
+        items : Array of bool or sequence of bool
+            Which items to empty, shape (B,).
+
+        Returns
+        -------
+        PagedCache
+        """
+        xp = library_of(self.lengths).xp
+        emptied = items
+        if not is_array(items):
+            emptied = numbers_like(xp, items, xp.bool, self.lengths)
+        kept = xp.where(emptied, xp.zeros_like(self.lengths), self.lengths)
+        return replace(self, lengths=kept, start=None)
+
+    def slide(self, window: int) -> PagedCache:
+        """Return a cache without the pages that hold none of the newest `window` tokens.
+
+        Positions and lengths stay. Give attention the option `window` too, which hides the tokens
+        that were dropped.
+
+        Parameters
+        ----------
+        window : int
+            Number of tokens to keep at least.
+
+        Returns
+        -------
+        PagedCache
+        """
+        if check_int("window", window) < 0:
+            raise ValueError(f"window must be at least 0; got {window}")
+        xp, table = library_of(self.lengths).xp, self.block_table
+        ends = (index_range(xp, 0, table.shape[1], table)[None, :] + 1) * self.page
+        dropped = ends <= self.lengths[:, None] - window
+        return replace(self, block_table=xp.where(dropped, xp.zeros_like(table), table))
+
+    def _numbers(self, name: str, given: Any, most: int | None) -> Array:
+        """Return integers beside the lengths."""
+        xp = library_of(self.lengths).xp
+        if is_array(given) and not is_host(given):
+            return xp.astype(given, self.lengths.dtype)
+        numbers = np.asarray(given)
+        wrong = numbers.dtype.kind not in "iu" or (numbers < 0).any()
+        if wrong or (most is not None and (numbers > most).any()):
+            limit = "" if most is None else f" to {most}"
+            raise ValueError(f"{name} must be integers from 0{limit}; got {given}")
+        return numbers_like(xp, numbers, self.lengths.dtype, self.lengths)
+
+    def _check(self, key: Array, value: Array) -> None:
+        """Raise if new keys or values do not fit the pools."""
+        for name, new, pool in (("key", key, self.key), ("value", value, self.value)):
+            libraries = library_of(pool).name, library_of(new, name).name
+            if libraries[0] != libraries[1] or pool.dtype != new.dtype:
+                raise TypeError(
+                    f"{name} must be {pool.dtype} of {libraries[0]}, as the cache is; got"
+                    f" {new.dtype} of {libraries[1]}"
+                )
+            items, (_, heads, _, size) = self.lengths.shape[0], pool.shape
+            if len(new.shape) != 4 or (*new.shape[:2], new.shape[3]) != (items, heads, size):
+                raise ValueError(
+                    f"{name} must have the shape {(items, heads, 'm', size)} of the cache; got"
+                    f" {tuple(new.shape)}"
+                )
+        if key.shape[-2] != value.shape[-2]:
+            raise ValueError(
+                f"there must be as many values as keys; got {key.shape[-2]} keys and"
+                f" {value.shape[-2]} values"
+            )
+
+    def _widened(self, columns: int) -> PagedCache:
+        """Return a cache with a table of at least so many columns."""
+        table, more = self.block_table, columns - self.block_table.shape[1]
+        if more <= 0:
+            return self
+        xp = library_of(table).xp
+        more = max(more, table.shape[1])
+        unused = xp.broadcast_to(self.lengths[:, None] * 0, (table.shape[0], more))
+        return replace(self, block_table=xp.concat((table, unused), axis=1))
+
+    def _enlarged(self, needed: int) -> PagedCache:
+        """Return a copy in new memory with so many unused pages."""
+        missing = needed - unused(usage(self)[1])
+        more = max(missing, self.key.shape[0] // 8) if missing > 0 else 0
+        key, value = (
+            library_of(pool).xp.concat((pool, empty(pool, more)), axis=0)
+            for pool in (self.key, self.value)
+        )
+        cache = replace(self, key=key, value=value, memory=None)
+        return replace(cache, memory=_Memory(key, value, *usage(cache)))

@@ -1,0 +1,236 @@
+"""A paged cache holds for each item what was appended to it, whoever shares its pages."""
+
+import copy
+import gc
+import pickle
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+from polyattn import attention, nn
+from polyattn.integrations.jax import register
+
+RNG = np.random.default_rng(3)
+G, D, E, PAGE = 2, 4, 3, 4
+
+
+class Twin:
+    """A paged cache, and beside it the tokens of each item in plain lists."""
+
+    def __init__(self, to, items=3, capacity=8, **options):
+        self.to = to
+        like = to(np.zeros(1, np.float32))
+        options = {"page": PAGE, "value_size": E} | options
+        self.cache = nn.PagedCache.init(G, D, capacity, items=items, like=like, **options)
+        self.tokens = [np.zeros((G, 0, D + E), np.float32)] * items
+
+    def _with(self, cache, tokens):
+        twin = object.__new__(Twin)
+        twin.to, twin.cache, twin.tokens = self.to, cache, tokens
+        return twin
+
+    def append(self, m, counts=None, step=None):
+        new = RNG.standard_normal((len(self.tokens), G, m, D + E)).astype(np.float32)
+        key, value = (self.to(np.ascontiguousarray(x)) for x in (new[..., :D], new[..., D:]))
+        step = step or nn.PagedCache.append
+        cache = step(self.cache, key, value, **({} if counts is None else {"counts": counts}))
+        kept = [m] * len(new) if counts is None else np.asarray(counts).tolist()
+        pairs = zip(self.tokens, new, kept, strict=True)
+        return self._with(cache, [np.concatenate([a, b[:, :c]], axis=1) for a, b, c in pairs])
+
+    def fork(self, items):
+        return self._with(self.cache.fork(items), [self.tokens[item] for item in items])
+
+    def truncate(self, lengths):
+        pairs = zip(self.tokens, lengths, strict=True)
+        return self._with(self.cache.truncate(lengths), [x[:, :n] for x, n in pairs])
+
+    def check(self, back=np.asarray):
+        """Raise if the pages of an item do not hold its tokens."""
+        table, lengths = back(self.cache.block_table), back(self.cache.lengths)
+        pools = back(self.cache.keys), back(self.cache.values)
+        assert lengths.tolist() == [x.shape[1] for x in self.tokens]
+        for pages, tokens in zip(table, self.tokens, strict=True):
+            slots = [(pages[j // PAGE], j % PAGE) for j in range(tokens.shape[1])]
+            assert all(page > 0 for page, _ in slots)
+            for pool, part in zip(pools, (tokens[..., :D], tokens[..., D:]), strict=True):
+                found = [pool[page, :, slot] for page, slot in slots]
+                assert not slots or (np.stack(found, axis=1) == part).all()
+
+
+def pages_in_use(cache):
+    held = np.ceil(np.asarray(cache.lengths) / cache.page).astype(int)
+    return len({int(p) for row, n in zip(np.asarray(cache.block_table), held, strict=True)
+                for p in row[:n]})  # fmt: skip
+
+
+@pytest.mark.parametrize("grows", [False, True])
+def test_items_hold_what_was_appended_forked_and_truncated(library, grows):
+    to, back = library
+    sizes = {"capacity": 4, "pages": 1} if grows else {"capacity": 32, "pages": 40}
+    start = Twin(to, **sizes).append(6, counts=[6, 0, 3])
+    one, other = start.append(1), start.append(3, counts=[3, 3, 0])  # both follow one cache
+    forked = start.fork([0, 0, 2, 0])  # page 2 of the first item is begun, and shared
+    ahead = forked.append(1)
+    again = forked.append(5, counts=[5, 0, 1, 5])
+    back_to = ahead.truncate([4, 7, 0, 5]).append(2)
+    for twin in (start, one, other, forked, ahead, again, back_to, again.append(9)):
+        twin.check(back)
+
+
+def test_random_histories_hold_what_they_should():
+    rng = np.random.default_rng(1)
+    twins = [Twin(np.array, pages=2)]
+    for _ in range(150):
+        twin, kind = twins[rng.integers(len(twins))], rng.integers(4)
+        items = len(twin.tokens)
+        if kind == 0:
+            twin = twin.fork(rng.integers(0, items, 3).tolist())
+        elif kind == 1:
+            twin = twin.truncate(rng.integers(0, 12, items).tolist())
+        else:
+            twin = twin.append(5, counts=rng.integers(0, 6, items))
+        twins.append(twin)
+        if len(twins) > 5:  # their pages are free
+            twins.pop(int(rng.integers(len(twins))))
+        for each in twins:
+            each.check()
+
+
+def test_pages_of_caches_that_are_gone_are_used_again():
+    twin = Twin(np.array, items=2, capacity=8, pages=6).append(1)
+    memory = twin.cache.key
+    for _ in range(20):
+        twin = twin.append(6)
+        gc.collect()
+        assert twin.cache.key is memory
+        twin.check()
+        twin = twin.truncate([1, 1])
+    emptied = twin._with(twin.cache.free([True, False]), [twin.tokens[0][:, :0], twin.tokens[1]])
+    emptied.append(2).check()
+
+
+def test_a_compiled_step_of_jax_is_compiled_once_and_gives_the_same():
+    register()
+    traced = []
+
+    @jax.jit
+    def step(cache, key, value, counts):
+        traced.append(key)
+        return cache.append(key, value, counts=counts)
+
+    twin = Twin(jnp.asarray, capacity=16, pages=14).append(3, counts=[3, 0, 2]).fork([0, 0, 2])
+    for counts in ([1, 1, 1], [2, 0, 2], [2, 2, 0], [0, 2, 1]):
+        twin = twin.append(2, jnp.asarray(counts), step)
+        twin.check()
+    assert len(traced) == 1
+
+
+@pytest.mark.parametrize("capacity", [4, 8])  # the table has no column, or the pool no page
+def test_a_compiled_step_of_jax_loses_what_has_no_room(capacity):
+    register()
+    twin = Twin(jnp.asarray, items=2, capacity=capacity, pages=2).append(4)
+    step = jax.jit(lambda cache, key, value, counts: cache.append(key, value, counts=counts))
+    table = np.asarray(twin.cache.block_table)
+    full = twin.append(2, jnp.asarray([2, 2]), step).cache.truncate([4, 4])
+    twin._with(full, twin.tokens).check()
+    assert (np.asarray(full.block_table) == table).all()
+
+
+def test_torch_compile_gives_the_same():
+    @torch.compile(fullgraph=True, backend="eager")
+    def step(cache, key, value, counts):
+        return cache.append(key, value, counts=counts)
+
+    def to(x):
+        return torch.tensor(x)
+
+    twin = Twin(to, capacity=16, pages=14).append(3, counts=[3, 0, 2]).fork([0, 0, 2])
+    for counts in ([1, 1, 1], [2, 0, 2]):
+        twin = twin.append(2, torch.tensor(counts), step)
+        twin.check()
+
+
+@pytest.mark.parametrize(
+    "change", [copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))]
+)
+def test_a_copy_is_a_value_of_its_own(change):
+    twin = Twin(np.array).append(3)
+    copied = twin._with(change(twin.cache), twin.tokens)
+    for each in (twin.append(2), copied.append(2), twin, copied):
+        each.check()
+
+
+def test_attention_over_pages_equals_each_item_by_itself(library):
+    to, back = library
+    twin = Twin(to).append(6, counts=[6, 0, 3]).append(2, counts=[2, 2, 1])
+    query = RNG.standard_normal((3, 2 * G, 2, D)).astype(np.float32)
+    options = twin.cache.options({"is_causal": True})
+    found = back(attention(to(query), twin.cache.keys, twin.cache.values, **options))
+    for item, (tokens, count) in enumerate(zip(twin.tokens, [2, 2, 1], strict=True)):
+        rows, whole = query[item, :, :count], tokens
+        expected = attention(rows, whole[..., :D], whole[..., D:], is_causal=True)
+        np.testing.assert_allclose(found[item, :, :count], expected, atol=2e-6)
+
+
+def test_a_window_keeps_its_pages_only():
+    twin, pages = Twin(np.array, items=1, capacity=64, pages=6), set()
+    for _ in range(40):
+        twin = twin._with(twin.cache.slide(5), twin.tokens).append(1)
+        gc.collect()
+        query = RNG.standard_normal((1, 2 * G, 1, D)).astype(np.float32)
+        options = twin.cache.options({"window": (5, 0)})
+        found = attention(query, twin.cache.keys, twin.cache.values, **options)[0]
+        key, value = twin.tokens[0][..., :D], twin.tokens[0][..., D:]
+        np.testing.assert_allclose(found, attention(query[0], key, value, window=(5, 0)), atol=2e-6)
+        pages.add(twin.cache.key.shape[0])
+    assert pages == {1 + 6}
+
+
+def test_a_common_prompt_is_held_once():
+    lengths = np.linspace(100, 2000, 16).astype(int)
+    like = np.zeros((1, 1, 1000, 2), np.float32)
+    prompt = nn.PagedCache.init(1, 2, 2000, items=1, like=like, pages=600).append(like, like)
+    cache = prompt.fork([0] * 16).truncate(lengths)
+    own = np.maximum(lengths - 1000, 0)
+    new = np.zeros((16, 1, own.max(), 2), np.float32)
+    cache = cache.append(new, new, counts=own)
+    assert cache.key is prompt.key
+    assert cache.lengths.tolist() == lengths.tolist()
+    assert pages_in_use(cache) * 16 <= 1.1 * (1000 + own.sum())
+
+
+def test_layers_take_a_paged_cache(library):
+    to, back = library
+    x = RNG.standard_normal((2, 7, 24)).astype(np.float32)
+    like = to(x)
+    layer = nn.MultiHeadAttention.init(24, 4, key_heads=2, like=like, rotary=nn.Rotary(6))
+    whole = back(layer(like, is_causal=True))
+    cache = nn.PagedCache.init(2, 6, 8, items=2, like=like, page=4)
+    for start, stop in ((0, 4), (4, 5), (5, 7)):
+        found, cache = layer(to(x[:, start:stop]), cache=cache, is_causal=True)
+        np.testing.assert_allclose(back(found), whole[:, start:stop], atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("act", "kind", "words"),
+    [
+        (lambda c, x: c.append(x, x), ValueError, "key must have the shape (3, 2, 'm', 4)"),
+        (lambda c, x: c.append(x.astype(float), x), TypeError, "key must be float32 of numpy"),
+        (lambda c, x: c.fork([3]), ValueError, "items must be integers from 0 to 2"),
+        (lambda c, x: c.truncate(-1), ValueError, "lengths must be integers from 0; got -1"),
+        (lambda c, x: c.slide(-1), ValueError, "window must be at least 0; got -1"),
+    ],
+)
+def test_what_does_not_fit_is_refused(act, kind, words):
+    with pytest.raises(kind) as error:
+        act(Twin(np.array).cache, np.zeros((1, G, 2, D), np.float32))
+    assert words in str(error.value)
+
+
+def test_counts_are_at_most_the_new_tokens():
+    with pytest.raises(ValueError, match="counts must be integers from 0 to 2; got"):
+        Twin(np.array).append(2, counts=[3, 0, 0])
