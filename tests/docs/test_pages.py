@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pages
 import pytest
+from optional import is_absent
 
 from polyattn.cli import main
 
@@ -111,7 +112,7 @@ def test_no_python_of_a_page_is_left_out(name):
 def test_the_commands_of_a_page_are_done_one_after_another(name, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     for line in COMMANDS[name]:
-        if line not in LEFT_OUT:
+        if line not in LEFT_OUT and not ("--library torch" in line and is_absent("torch")):
             assert main(shlex.split(line)[1:]) == 0, f"{line}: {capsys.readouterr().err}"
 
 
