@@ -35,6 +35,7 @@ def test_backends(capsys):
     assert out.isascii()
 
 
+@pytest.mark.needs("torch")
 def test_backends_as_json(capsys):
     assert main(["backends", "--json"]) == 0
     rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
@@ -65,6 +66,7 @@ EVERYTHING = """
 """
 
 
+@pytest.mark.needs("torch")
 def test_explain_takes_every_option(capsys):
     assert main(["explain", *EVERYTHING.split()]) == 0
     decision = json.loads(capsys.readouterr().out)
@@ -91,6 +93,7 @@ def test_explain_prints_what_the_function_prints(capsys):
     assert capsys.readouterr().out.strip() == expected
 
 
+@pytest.mark.needs("torch")
 def test_explain_where_nothing_can(capsys):
     assert main(["explain", "--shape", "2,64", "--backend", "torch:cuda:9"]) == 1
     assert "no device 'cuda:9'" in capsys.readouterr().out
@@ -144,6 +147,7 @@ def test_help_and_version(capsys):
     assert capsys.readouterr().out == f"polyattn {polyattn.__version__}\n"
 
 
+@pytest.mark.needs("torch")
 def test_the_environment_variable_reaches_the_command_line(capsys, monkeypatch):
     monkeypatch.setenv("POLYATTN_BACKEND", "torch")
     assert main(["explain", "--shape", "2,64"]) == 0
@@ -321,7 +325,9 @@ MOMENTS = [
 def test_ctrl_c_shows_no_traceback_and_leaves_what_was_there(command, moment, tmp_path):
     (tmp_path / "model.onnx").write_bytes(b"an older one")
     done = started(command, tmp_path, code=INTERRUPTED.format(moment=moment, call="interrupt()"))
-    assert done.returncode == 130
+    # By the signal, which a shell reports as 130, where it comes while Python 3.12 or later ends.
+    ends_by_signal = moment == "signal" and sys.version_info >= (3, 12)
+    assert done.returncode in ((130, -2) if ends_by_signal else (130,))
     assert re.fullmatch(rf"(polyattn {command}: interrupted.*\n)?", done.stderr)
     assert (tmp_path / "model.onnx").read_bytes() == b"an older one"
     assert [file.name for file in tmp_path.iterdir()] == ["model.onnx"]

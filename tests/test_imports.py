@@ -179,6 +179,7 @@ def test_no_framework_is_imported(run_python, code):
     assert loaded_after(run_python, code, FRAMEWORKS) == []
 
 
+@pytest.mark.needs("torch")
 def test_calls_on_tensors_do_not_import_the_compiler(run_python):
     code = "import polyattn, torch; x = torch.ones(1, 2, 3, 4, requires_grad=True)\n"
     code += "with torch.no_grad(): polyattn.attention(x, x, x)\n"

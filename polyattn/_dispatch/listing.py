@@ -65,9 +65,7 @@ class BackendTable(tuple[BackendInfo, ...]):
 
     def _table(self) -> list[tuple[str, ...]]:
         rows: list[tuple[str, ...]] = [("backend", "library", "devices", "kernels")]
-        for info in self:
-            rows.append(self._row(info))
-            rows += [("", "", "", f"fault of {fault}") for fault in info.faults]
+        rows += map(self._row, self)
         return rows
 
     def _row(self, info: BackendInfo) -> tuple[str, ...]:
@@ -77,7 +75,7 @@ class BackendTable(tuple[BackendInfo, ...]):
             info.name,
             ", ".join(f"{k} {v}" for k, v in info.versions.items()) or "-",
             ", ".join(map(info.device, info.devices)) or "the arrays' own",
-            ", ".join(map(info.kernel, info.kernels)),
+            "; ".join([", ".join(map(info.kernel, info.kernels)), *info.faults]),
         )
 
     def as_dicts(self) -> list[dict[str, object]]:

@@ -200,6 +200,7 @@ def test_the_program_trains_draws_and_writes(library, tmp_path, capsys):
     assert file.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
 
 
+@pytest.mark.needs("torch")
 def test_a_target_that_is_missed_is_said_and_is_a_failure(tmp_path, capsys, monkeypatch):
     history = script.History([(0, 3.0), (1, 2.0)], [(0, 3.1), (2, 2.5)])
     monkeypatch.setattr(script, "train", lambda *_: history)
