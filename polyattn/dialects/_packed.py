@@ -220,12 +220,8 @@ def _at_once(
         position = position + xp.take(many_keys - many_rows, sequence, axis=0)
     # A row of no sequence is in another one than the keys of none.
     mask = masks.segments(xp.where(own < 0, own - 1, own), other)
-    left, right = rule.window
-    right = right if not rule.causal else 0 if right is None else min(right, 0)
-    if left is not None:
-        mask = mask & masks.rule(lambda b, h, i, j: place[j] >= position[i] - left)
-    if right is not None:
-        mask = mask & masks.rule(lambda b, h, i, j: place[j] <= position[i] + right)
+    near = masks.window(*rule.window)
+    mask = mask & masks.positions(position, place, near & masks.causal() if rule.causal else near)
     if rule.chunk:
         mask = mask & chunked(position, place, rule.chunk)
     given = {"mask": mask, **options}

@@ -69,6 +69,14 @@ def random_mask(rng, batch, heads, rows, keys, depth=0):
         lambda: masks.prefix(lengths(keys)),
         lambda: masks.padding(lengths(keys), lengths(rows) if rng.random() < 0.3 else None),
         lambda: masks.segments(ids(rng, own_batch, rows), ids(rng, own_batch, keys)),
+        lambda: masks.positions(
+            ids(rng, own_batch, rows) * 5,
+            ids(rng, own_batch, keys) * 5 - 1,
+            masks.window(int(rng.integers(0, 20)), 0) | masks.prefix(2),
+        ),
+        lambda: masks.tree(
+            np.maximum(np.arange(rows) - rng.integers(1, 5, (*own_batch, rows)), -1)
+        ),
         lambda: masks.dilated(int(rng.integers(1, 200))),
         lambda: masks.global_tokens(*rng.integers(0, keys + 1, 3).tolist()),
         lambda: masks.dense(array()),

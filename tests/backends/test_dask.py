@@ -53,6 +53,8 @@ def arrays():
 
 #: Options that meet edges of chunks, with NumPy arrays beside the dask arrays.
 OPTIONS = {
+    "positions": {"mask": masks.positions(IDS[:, :L], IDS - 1, masks.window(1, 0))},
+    "tree": {"mask": masks.tree(np.arange(L) // 2 - 1)},
     "ids, causal": {"mask": masks.segments(IDS[:, :L], IDS) & masks.causal()},
     "functions of indices": {
         "mask": lambda b, h, i, j: (b + h + i + 2 * j) % 3 != 0,

@@ -45,6 +45,10 @@ OPTIONS = {
     "segments": lambda to: {
         "mask": masks.causal() & masks.segments(to(QUERY_IDS), to(KEY_IDS)),
     },
+    "positions": lambda to: {
+        "mask": masks.positions(to(QUERY_IDS), to(KEY_IDS), masks.causal() & masks.window(1, 0)),
+    },
+    "tree": lambda to: {"mask": masks.tree(to(np.maximum(np.arange(L) - 3, -1)))},
     "dense and bias": lambda to: {
         "mask": masks.dense(to(ARRAY[0])) & masks.prefix(30),
         "bias": to(SCORES),

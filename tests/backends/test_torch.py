@@ -210,6 +210,12 @@ TABLE = np.linspace(-1, 1, 49, dtype=np.float32).reshape(7, 7)
 #: Calls with what torch.compile holds as symbols or traces, and the arguments of each call.
 SYMBOLS = {
     "ids of a list": (lambda q: attention(q, q, q, mask=masks.segments(IDS)), [()]),
+    "positions and parents of NumPy": (
+        lambda q: attention(
+            q, q, q, mask=masks.positions(np.array(IDS), IDS) & masks.tree(np.array(IDS) - 1)
+        ),
+        [()],
+    ),
     "a compiled mask": (lambda q: attention(q, q, q, mask=TABULATED), [()]),
     "a mask that grows": (
         lambda q, mask: attention(q, q, q, mask=mask),

@@ -72,6 +72,8 @@ LENGTHS = torch.tensor([130, 299])
 MASKS = {
     "packed": masks.segments(ROWS, KEYS),
     "packed, causal": masks.segments(ROWS[0], KEYS[0]) & masks.causal(),
+    "positions": masks.positions(ROWS * 9, KEYS * 9 - 2, masks.window(9, 0) & masks.dilated(2)),
+    "tree": masks.tree((torch.arange(L) - 1 - torch.arange(L) % 3).clamp(-1)),
     "padding": masks.padding(LENGTHS, torch.tensor([0, 140])),
     "padding of keys": masks.padding(LENGTHS),
     "prefix": masks.causal() | masks.prefix(LENGTHS),
@@ -390,6 +392,8 @@ def test_flex_sees_that_a_value_requires_grad():
 def of_numpy():
     return {
         "packed": {"mask": masks.segments(ROWS.numpy(), KEYS.numpy())},
+        "positions": {"mask": masks.positions(ROWS.numpy(), KEYS.numpy())},
+        "tree": {"mask": masks.tree(np.arange(-1, L - 1))},
         "padding": {"mask": masks.padding(LENGTHS.numpy()) & masks.causal()},
         "a function": {"mask": masks.rule(lambda b, h, i, j: np.less(i, j)) | masks.prefix(2)},
         "slopes": {"score_mod": scores.alibi(SLOPES.numpy())},

@@ -125,12 +125,12 @@ def test_the_tables_are_read_whole():
     assert len(ROWS) == len(re.findall(r"^\|", PAGE.partition("## From other")[2], re.M)) - 2 * 4
 
 
-def test_a_rule_says_what_documents_of_their_own_offsets_see():
+def test_positions_say_what_documents_of_their_own_offsets_see():
     ids, key_ids = np.array([0, 0, 1, 1, 1, 2]), np.array([0, 0, 0, 0, 1, 1, 1, 2, 2])
     names = LETTERS | {"ids": ids, "key_ids": key_ids}
     names["positions"] = np.array([2, 3, 0, 1, 2, 1])
     names["key_positions"] = np.array([0, 1, 2, 3, 0, 1, 2, 0, 1])
-    ours = eval(re.search(r"`(lambda b, h, i, j: \(ids.*?)`", PAGE, re.S)[1], names)
+    ours = eval(re.search(r"`(masks\.segments\(ids, key_ids\) & .*?)`", PAGE, re.S)[1], names)
     formula = "ids[i] == key_ids[j] and j - cu_k[ids[i]] <= i - cu[ids[i]] + own"
     own = np.diff(names["cu_k"]) - np.diff(names["cu"])
     expected = np.array(

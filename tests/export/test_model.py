@@ -147,6 +147,10 @@ ARRAYS = {
     "offsets": ({"at": ("B",)}, lambda at: {"query_offset": at, "is_causal": True}),
     "padding": ({"lengths": ("B",)}, lambda lengths: {"mask": masks.padding(lengths)}),
     "seed": ({"seed": ()}, lambda seed: {"dropout": (0.4, seed)}),
+    "positions": (
+        {"rows": ("B", "L"), "keys": ("S",)},
+        lambda rows, keys: {"mask": masks.positions(rows, keys, masks.window(2, 0))},
+    ),
     "segments": (IDS, lambda query_ids, key_ids: {"mask": masks.segments(query_ids, key_ids)}),
 }
 

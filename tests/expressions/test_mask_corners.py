@@ -58,6 +58,10 @@ VALUES = [
     masks.segments(np.array([[0, 1]], np.uint8), np.array([1, 2], np.int32)),
     *(masks.segments(xp.asarray([0, 1])) for xp in (torch, jax and jax.numpy) if xp),
     masks.dilated(3),
+    masks.positions(np.array([0, 1]), np.array([1, 0])),
+    masks.positions(np.array([0, 1]), np.array([1, 0]), masks.causal() | ~masks.prefix(2)),
+    masks.tree(torch.tensor([-1, 0, 0])),
+    masks.tree(np.array([[-1, 0], [-1, -1]])),
     masks.global_tokens(3, 1, 3),
     masks.dense(np.array([[True, False]])),
     masks.dense(np.array(True)),
@@ -138,6 +142,20 @@ def test_a_value_cannot_be_changed():
         (lambda: masks.padding(np.array([3.0, 5.0])), TypeError, "float64"),
         (lambda: masks.segments(None), TypeError, "query_ids must be an integer array"),
         (lambda: masks.segments(np.ones(6)), TypeError, "float64"),
+        (lambda: masks.positions(np.ones(6), [0]), TypeError, "query_positions must be an integer"),
+        (lambda: masks.positions([0], [True]), TypeError, "key_positions must be an integer"),
+        (
+            lambda: masks.positions([0], [0], masks.causal() & ~(masks.prefix(1) | later)),
+            TypeError,
+            r"later\)\. Compose others with the result",
+        ),
+        (lambda: masks.positions([0], [0], masks.padding(3)), TypeError, r"masks\.padding\(3\)"),
+        (lambda: masks.positions([0], [0], 3), TypeError, "got 3"),
+        (lambda: masks.tree([-1, 1]), ValueError, r"got 1 for the draft at \(1,\)"),
+        (lambda: masks.tree([[-1, 0], [1, 0]]), ValueError, r"got 1 for the draft at \(1, 0\)"),
+        (lambda: masks.tree([-2]), ValueError, "got -2"),
+        (lambda: masks.tree(np.array(-1)), ValueError, r"shape \(\.\.\., L\)"),
+        (lambda: masks.tree(np.ones((2, 3), bool)), TypeError, "parents must be an integer array"),
         (lambda: masks.dilated(0), ValueError, "at least 1; got 0"),
         (lambda: masks.global_tokens(), ValueError, "positions"),
         (lambda: masks.global_tokens(-1), ValueError, "-1"),
@@ -417,6 +435,8 @@ def test_nothing_in_is_nothing_out(library, rows, keys, kernel):
     ids, key_ids = (library.to(np.zeros(n, int)) for n in (rows, keys))
     lengths = library.to(np.zeros(B, int))
     mask = masks.segments(ids, key_ids) & masks.causal() | masks.padding(lengths)
+    mask = mask | masks.positions(ids, key_ids, masks.window(1, 1) | masks.prefix(lengths))
+    mask = mask | masks.tree(ids - 1)
     mask = mask | masks.global_tokens(0) | masks.dense(library.to(np.ones((1, keys), bool)))
     options = {"mask": mask & masks.dilated(2), "kernel": kernel, "backend": "array-api"}
     output = attention(query, key, key, score_mod=scores.alibi(H), **options)
@@ -442,7 +462,7 @@ def test_vectors_of_no_size_are_all_alike(kind):
 
 def test_a_mask_is_a_mask_function_under_torchs_vmap():
     ids = torch.tensor([0, 0, 1, 1, 1, 0])
-    mask = masks.segments(ids) & masks.causal()
     at = torch.arange(6)
+    mask = masks.segments(ids) & masks.positions(at, at) & masks.tree(at - 1)
     seen = torch.vmap(lambda i: torch.vmap(lambda j: mask(at[0], at[0], i, j))(at))(at)
     assert torch.equal(seen, (ids[:, None] == ids) & (at[:, None] >= at))

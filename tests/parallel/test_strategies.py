@@ -321,6 +321,7 @@ IDS, SEEN = [0, 0, 0, 1, 1, 1, 2, 2], np.random.default_rng(2).random((8, 8)) > 
 ON_HOST = [
     {"mask": masks.segments(IDS)},
     {"mask": masks.segments(np.asarray(IDS, np.int8)) & masks.dense(SEEN)},
+    {"mask": masks.positions(IDS, IDS[::-1]) | masks.tree([-1, 0, 0, 1, -1, 3, 3, 6])},
     {"mask": masks.padding([5, 8], np.asarray([8, 6]))},
     {"mask": masks.prefix([2, 3]) | masks.global_tokens(1)},
     {"mask": SEEN, "sinks": [0.5, 1.0, 1.5, 2.0]},

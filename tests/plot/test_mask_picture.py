@@ -56,6 +56,8 @@ CASES = {
     "none of it": (~(masks.causal() | masks.prefix(4)), (24, 24), {}),
     "segments": (masks.segments(IDS), (24, 24), {}),
     "packed documents": (masks.segments(IDS) & masks.causal(), (24, 24), {}),
+    "positions": (masks.positions(IDS, IDS[::-1] - 1), (24, 24), {}),
+    "tree": (masks.tree([-1, 0, 0, 1, 2, 2, -1]), (7, 24), {}),
     "rule": (masks.rule(checkered), (24, 24), {"head": 1}),
     "dense": (masks.dense(IDS % 2 == 0), (5, 24), {}),
 }
@@ -116,6 +118,8 @@ def test_a_compiled_mask_is_drawn_for_the_call_and_by_the_tiles_of_its_table(axe
     [
         (masks.segments(IDS), (24, 24)),
         (masks.segments(IDS[:9], IDS), (9, 24)),
+        (masks.positions(IDS[:9], IDS), (9, 24)),
+        (masks.tree([-1, 0, 0]), (3, 3)),
         (masks.causal() & masks.dense(np.ones((3, 1, 7, 5), bool)), (7, 5)),
         (masks.dense(np.ones(5, bool)) | masks.causal(), (5, 5)),
         (masks.prefix(3), (64, 64)),

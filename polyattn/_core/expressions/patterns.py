@@ -283,7 +283,7 @@ class Positions(Mask):
 def by_index(mask: Mask) -> Mask | None:
     """Return a part of a mask that does not go by positions only, None if there is none."""
     if isinstance(mask, Joined):
-        return next(filter(None, map(by_index, mask.parts)), None)
+        return next((one for one in map(by_index, mask.parts) if one is not None), None)
     if isinstance(mask, Not):
         return by_index(mask.mask)
     return None if isinstance(mask, (Band, Dilated, GlobalTokens, Prefix)) else mask
