@@ -44,7 +44,7 @@ def test_a_mask_of_ranges_and_an_array_is_not_made(mask, monkeypatch):
         masks.segments(IDS[:, ::-1]),
         masks.positions(IDS, IDS),
         masks.tree(np.arange(9) // 2 - 1),
-    ],  # fmt: skip
+    ],
     ids=repr,
 )
 def test_other_masks_are_made(mask, monkeypatch):
