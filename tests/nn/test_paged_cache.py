@@ -9,12 +9,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from tiny_models import LIBRARIES
 
 from polyattn import attention, nn
 from polyattn.integrations.jax import register
 
 RNG = np.random.default_rng(3)
 G, D, E, PAGE = 2, 4, 3, 4
+
+
+@pytest.fixture(params=[name for name in LIBRARIES if name != "torch on a device"])
+def library(request):
+    """Libraries whose lengths the host may read: it counts the pages that a call needs."""
+    return LIBRARIES[request.param]
 
 
 class Twin:
