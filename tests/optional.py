@@ -79,6 +79,9 @@ class Absent:
     def __bool__(self):
         return False
 
+    def __repr__(self):  # as in the name of a test, which all workers must give alike
+        return self.path
+
 
 def __getattr__(name):
     if name not in LIBRARIES | ALIASES.keys():
