@@ -85,9 +85,12 @@ html_show_sourcelink = False
 html_copy_source = False
 
 
+ALIASES = {"polyattn.dialects.scaled_dot_product_attention"}
+
+
 def alias_of_viewcode(app: Sphinx, module: str, name: str) -> str | None:
-    """Keep viewcode from linking this module, which is documented under another name."""
-    return module if name == "thread_count" else None
+    """Keep viewcode from linking modules that are documented under another name as well."""
+    return module if f"{module}.{name}" in ALIASES or name == "thread_count" else None
 
 
 def says_nothing(
