@@ -103,8 +103,8 @@ class MaskTable(NamedTuple):
 
     def _blocks(self, kinds: Array, first: int, cells: Span, task: Task) -> Iterator[Tile]:
         """Cut a run of cells into tiles: blocks of keys by as many heads as fill a tile."""
-        # Of few rows, tiles are wider: each tile costs Python the same. How many heads are in the
-        # task does not count, so that a head has the same bits alone.
+        # Of few rows, tiles are wider: each tile costs Python the same. The width does not depend
+        # on the other heads of the task, so a head has the same bits without them.
         rows = task.rows.length * self.group_size
         width = max(self.side, min(WIDEST * self.side, self.side**2 // (8 * rows)))
         most = even_size(cells.length * self.cell, width) // self.cell

@@ -44,6 +44,8 @@ def session_of(node: Node, device: str, threads: int) -> tuple[Any, tuple[str, .
             model, options, providers=[provider], enable_fallback=False
         )
     except Exception as error:  # each kind of failure has a class of its own
+        if device == "cpu":
+            raise
         raise NotImplementedError(
             f"{provider} of ONNX Runtime {onnxruntime.__version__} does not run the node"
             f" Attention-{node.opset} of {node.dtype}: backend='onnxruntime' runs it on the CPU"

@@ -1,4 +1,4 @@
-"""What both generations of FlashAttention compute, in the words of `polyattn.attention`."""
+"""Compute the functions of both generations of FlashAttention by `polyattn.attention`."""
 
 from __future__ import annotations
 

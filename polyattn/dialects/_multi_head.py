@@ -144,7 +144,7 @@ def _masks(
     batch_and_heads: tuple[int, int],
     more: int,
 ) -> dict[str, Any]:
-    """Return mask and bias of torch's masks, whose True hides; the last `more` keys are seen."""
+    """Return mask and bias from masks whose True hides; the last `more` keys are seen."""
     seen: list[Array] = []
     added: list[Array] = []
     for name, mask in (("attn_mask", attn_mask), ("key_padding_mask", key_padding_mask)):

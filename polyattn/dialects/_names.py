@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 
 class Names(NamedTuple):
-    """How a kind of function is called; its arrays are of rank 4."""
+    """The arguments of a kind of function; its arrays are of rank 4."""
 
     marks: frozenset[str]  # the parameters that it is known by
     length_first: bool  # (B, L, H, D), and not (B, H, L, D)

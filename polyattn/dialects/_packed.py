@@ -23,14 +23,14 @@ Run = tuple[int, tuple[int, int], tuple[int, int]]
 
 
 class Packed(NamedTuple):
-    """Where the sequences of a packed array begin, and how many tokens of each are used."""
+    """The starts of the sequences of a packed array, and the number of used tokens of each."""
 
     starts: Array | Sequence[int]  # (B + 1,)
     used: Array | Sequence[int] | None = None  # (B,); None for all tokens up to the next start
 
 
 class Rule(NamedTuple):
-    """What decides by positions, which count from the start of each sequence."""
+    """The options by position, which count from the start of each sequence."""
 
     causal: bool = False
     window: tuple[int | None, int | None] = (None, None)

@@ -13,7 +13,7 @@ __all__ = ["memory_efficient_attention"]
 
 
 class _Bias(NamedTuple):
-    """What a class says by its name; its fields give windows, lengths and pages."""
+    """The meaning of a class by its name; its fields give windows, lengths and pages."""
 
     causal: bool = False
     from_first: bool = False  # whether row 0 is at key 0, and not the last row at the last key

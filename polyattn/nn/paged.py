@@ -1,6 +1,6 @@
 """Define PagedCache: keys and values of items of unlike lengths, in pages that items may share.
 
-A cache is a value, as KVCache is. Caches of one memory write to it where none of them has written;
+A cache is a value, as KVCache is. Caches of one memory write to slots that no cache has written;
 elsewhere a page is copied before it is written to. Memory knows the caches that use it, so that a
 page is free once no cache has it in its table. Where arrays are not writable, the next cache
 consists of new arrays of the same shape.
@@ -306,7 +306,7 @@ class PagedCache:
         return replace(self, lengths=kept, start=None)
 
     def slide(self, window: int) -> PagedCache:
-        """Return a cache without the pages that hold none of the newest `window` tokens.
+        """Return a cache with only the pages that hold some of the newest `window` tokens.
 
         Positions and lengths stay. Give attention the option `window` too, which hides the tokens
         that were dropped.

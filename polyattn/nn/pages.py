@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class Plan(NamedTuple):
-    """Where new tokens go."""
+    """The places of new tokens."""
 
     table: Array  # (B, n), with the new pages
     touched: Array  # (B, n), whether a page is written to

@@ -45,6 +45,17 @@ def test_a_node_that_a_provider_leaves_to_the_cpu_is_refused(monkeypatch):
         attention(x, x, x, backend="onnxruntime:cuda", kernel="node", softcap=2.0)
 
 
+def test_an_error_of_the_cpu_stays_as_it_is(monkeypatch):
+    def broken(*_, **__):
+        raise RuntimeError("no such operator")
+
+    monkeypatch.setattr(sessions.onnxruntime, "InferenceSession", broken)
+    sessions.session_of.cache_clear()
+    x = numbers(2, 3, 8)
+    with pytest.raises(RuntimeError, match="no such operator"):
+        attention(x, x, x, backend="onnxruntime")
+
+
 def test_calls_with_the_same_facts_share_a_session(monkeypatch):
     made = []
     real = sessions.onnxruntime.InferenceSession

@@ -529,7 +529,7 @@ def test_install_refuses_beside_the_real_one(tmp_path, monkeypatch):
 
 
 def test_transformers_runs_its_own_code_on_these_functions():
-    """What it asks before it imports the package, and its calls with padding and without."""
+    """It asks for the package before it imports it, and calls with padding and without."""
     code = """
 import torch
 from polyattn.dialects import flash_attn

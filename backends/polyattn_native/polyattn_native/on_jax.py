@@ -23,13 +23,7 @@ from polyattn.plugin import (
     with_rank,
 )
 from polyattn_native.visible import Ranges, kind_of
-from polyattn_native.xla_program import (
-    Arrays,
-    Fallback,
-    gradients,
-    run,
-    summed,
-)
+from polyattn_native.xla_program import Arrays, Fallback, gradients, run, summed
 
 # Masks that leave each row a first and a last key, whatever their arrays hold.
 RANGES = frozenset(("window", "prefix", "padding"))
@@ -38,7 +32,7 @@ OFTEN_NEW = range(-(2**31), 2**31)
 
 
 class NativeOnJax(Kernel):
-    """The kernel of NumPy's arrays as a custom call of XLA."""
+    """The kernel for arrays of NumPy as a custom call of XLA."""
 
     name = "native"
     features = frozenset({
@@ -103,7 +97,7 @@ class NativeOnJax(Kernel):
 
 
 def default_kind() -> str:
-    """Return the platform of JAX's default device."""
+    """Return the platform of the default device."""
     chosen: Any = jax.config.jax_default_device  # type: ignore[attr-defined]
     if chosen is None:
         return jax.default_backend()

@@ -27,7 +27,7 @@ from polyattn_native.arrays import FAR
 
 
 class Visible(NamedTuple):
-    """What numbers of the call do not say, as most windows do."""
+    """The keys that rows see, but for what numbers of the call say, such as most windows."""
 
     first: Any = None  #: (items or 1, L), int32: the first key that a row may see
     stop: Any = None  #: likewise, after the last

@@ -9,13 +9,7 @@ import numbers
 from collections.abc import Callable
 from typing import Any
 
-from polyattn._base.arrays import (
-    Array,
-    ArrayFacts,
-    are_one_length,
-    facts_of,
-    is_array,
-)
+from polyattn._base.arrays import Array, ArrayFacts, are_one_length, facts_of, is_array
 from polyattn._base.host import Destination, as_array, destination_of, is_host
 from polyattn._base.tracing import as_constant, torch_transforms
 from polyattn._core.call.facts import Call, axes_of

@@ -222,7 +222,7 @@ class Option(NamedTuple):
     #: The kind of expressions that it takes.
     kind: type[Expression] | None = None
     #: The last axes of the scores that its array follows, after a dot if batch axes may come before
-    #: them; None if it takes no array. A dash is an axis that is none of the scores'.
+    #: them; None if it takes no array. A dash is an axis that scores have not.
     axes: str | None = None
     #: The dtype of an array that is given to `explain` by its shape; that of the query if None.
     dtype: str | None = None

@@ -9,14 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from polyattn._base.arrays import (
-    Array,
-    ArrayFacts,
-    cast,
-    index_range,
-    is_one_of,
-    library_of,
-)
+from polyattn._base.arrays import Array, ArrayFacts, cast, index_range, is_one_of, library_of
 from polyattn._base.host import is_host, is_unreadable
 from polyattn._core.expressions.coverage import Block, Coverage
 from polyattn._core.expressions.indices import (
