@@ -8,8 +8,8 @@ from typing import Any
 from polyattn._api.attention import attention
 from polyattn._api.weights import attention_weights
 from polyattn._base.arguments import check_int
-from polyattn._base.arrays import Array, index_range, length_of, library_of, with_rank
-from polyattn.nn.cache import KVCache
+from polyattn._base.arrays import Array, index_range, length_of, library_of
+from polyattn.nn.cache import KVCache, after
 from polyattn.nn.ids import for_each_token
 from polyattn.nn.layers import Linear, Norm, initializer
 from polyattn.nn.module import Initializer, Module
@@ -344,7 +344,7 @@ def _following(query: Array, cache: KVCache | PagedCache | None) -> Array | rang
     if isinstance(length, int) and isinstance(start, int):
         return range(start, start + length)
     positions = index_range(library_of(query).xp, 0, length, query)
-    return with_rank(positions, len(getattr(start, "shape", ()))) + start
+    return after(start, positions)
 
 
 def _columns(linear: Linear, start: int, stop: int | None) -> Linear:

@@ -24,6 +24,7 @@ from polyattn._base.arrays import (
     length_of,
     library_of,
     numbers_like,
+    with_rank,
 )
 from polyattn._base.tracing import autocast_dtype, is_autocast_on, is_compiling, torch_transforms
 from polyattn.nn.shapes import with_rows
@@ -354,6 +355,11 @@ def _may_fit(shape: tuple[int | None, ...], whole: tuple[int | None, ...]) -> bo
     if None not in shape or len(shape) != len(whole):
         return False
     return all(None in pair or pair[0] == pair[1] for pair in zip(shape, whole, strict=True))
+
+
+def after(start: Any, positions: Array) -> Array:
+    """Return positions counted from the next one of a cache: a number, or (B, 1) of its items."""
+    return (with_rank(positions, len(start.shape)) if is_array(start) else positions) + start
 
 
 def known(length: Any) -> Any:

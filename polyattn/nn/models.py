@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from polyattn._base.arguments import check_int
-from polyattn._base.arrays import Array, cast, index_range, length_of, library_of, with_rank
+from polyattn._base.arrays import Array, cast, index_range, length_of, library_of
 from polyattn.nn.blocks import DecoderBlock, EncoderBlock, Stack
-from polyattn.nn.cache import KVCache
+from polyattn.nn.cache import KVCache, after
 from polyattn.nn.ids import for_each_token, look_up
 from polyattn.nn.inputs import FrameEmbedding, PatchEmbedding
 from polyattn.nn.layers import Embedding, LayerNorm, Linear, Norm, initializer, widened
@@ -229,8 +229,7 @@ class Transformer(Module):
                 before = caches[0].next_position if caches else 0
                 if isinstance(before, int) and isinstance(length, int):
                     self.positions.check(before + length)
-                rank = len(getattr(before, "shape", ()))  # 2 for a paged cache
-                positions = with_rank(positions, rank) + before
+                positions = after(before, positions)
             vectors = self.positions(for_each_token("positions", positions, x), like=x)
             x = x + beside(x, vectors)
         if self.segments is not None:

@@ -22,7 +22,7 @@ from polyattn._base.arrays import Array, index_range, is_array, library_of, numb
 from polyattn._base.host import is_host
 from polyattn._base.tracing import is_compiling
 from polyattn.nn.cache import is_writable, known, zeros
-from polyattn.nn.pages import by_token, empty, placed, slots_used, unused, usage, written
+from polyattn.nn.pages import Table, by_token, empty, placed, slots_used, unused, usage, written
 
 
 class _Memory:
@@ -36,7 +36,7 @@ class _Memory:
 
     def release(self, cache: PagedCache) -> None:
         """Find the pages that this cache and those that share the memory still use."""
-        used = [usage(one)[1] for one in (cache, *self.users)]
+        used = [usage(one._table())[1] for one in (cache, *self.users)]
         self.taken = functools.reduce(operator.or_, used)
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
@@ -217,10 +217,10 @@ class PagedCache:
             new = [array for array in (key, value, query) if array is not None]
             if is_writable(new, [self.key, self.value]):
                 return cache._write_to_memory(key, value, number)
-        plan = placed(cache, number, m, *usage(cache))
-        if not is_array(longest) and int(plan.needed) > unused(usage(cache)[1]):
+        plan = placed(cache._table(), number, m, *usage(cache._table()))
+        if not is_array(longest) and int(plan.needed) > unused(usage(cache._table())[1]):
             cache = cache._enlarged(int(plan.needed))
-            plan = placed(cache, number, m, *usage(cache))
+            plan = placed(cache._table(), number, m, *usage(cache._table()))
         pools = written(cache.key, key, plan), written(cache.value, value, plan)
         # A graph of gradients may hold the new arrays, so no cache may write to them.
         return PagedCache(*pools, plan.table, self.lengths + number, cache.start)
@@ -231,10 +231,10 @@ class PagedCache:
             cache = self._enlarged(0)
         memory: Any = cache.memory
         with memory.lock:
-            plan = placed(cache, counts, key.shape[-2], memory.marks, memory.taken)
+            plan = placed(cache._table(), counts, key.shape[-2], memory.marks, memory.taken)
             if int(plan.needed) > unused(memory.taken):
                 memory.release(cache)
-                plan = placed(cache, counts, key.shape[-2], memory.marks, memory.taken)
+                plan = placed(cache._table(), counts, key.shape[-2], memory.marks, memory.taken)
             if int(plan.needed) > unused(memory.taken):
                 return cache._enlarged(int(plan.needed))._write_to_memory(key, value, counts)
             old, new = (pages[plan.copied[1] > 0] for pages in plan.copied)
@@ -327,6 +327,10 @@ class PagedCache:
         dropped = ends <= self.lengths[:, None] - window
         return replace(self, block_table=xp.where(dropped, xp.zeros_like(table), table))
 
+    def _table(self) -> Table:
+        """Return what decides where tokens lie."""
+        return Table(self.block_table, self.lengths, self.page, self.key.shape[0])
+
     def _numbers(self, name: str, given: Any, most: int | None) -> Array:
         """Return integers beside the lengths."""
         xp = library_of(self.lengths).xp
@@ -372,11 +376,11 @@ class PagedCache:
 
     def _enlarged(self, needed: int) -> PagedCache:
         """Return a copy in new memory with so many unused pages."""
-        missing = needed - unused(usage(self)[1])
+        missing = needed - unused(usage(self._table())[1])
         more = max(missing, self.key.shape[0] // 8) if missing > 0 else 0
         key, value = (
             library_of(pool).xp.concat((pool, empty(pool, more)), axis=0)
             for pool in (self.key, self.value)
         )
         cache = replace(self, key=key, value=value, memory=None)
-        return replace(cache, memory=_Memory(key, value, *usage(cache)))
+        return replace(cache, memory=_Memory(key, value, *usage(cache._table())))

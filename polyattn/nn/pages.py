@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from polyattn._base.arrays import Array, index_range, library_of
 from polyattn.nn.cache import zeros
 
-if TYPE_CHECKING:
-    from polyattn.nn.paged import PagedCache
+
+class Table(NamedTuple):
+    """The pages of items, and the number of tokens of each item."""
+
+    pages: Array  # (B, n)
+    lengths: Array  # (B,)
+    page: int  # tokens of a page
+    total: int  # pages of the pools
 
 
 class Plan(NamedTuple):
@@ -39,23 +45,23 @@ def slots_used(lengths: Array, table: Array, page: int) -> Array:
     return xp.clip(lengths[:, None] - starts, 0, page)
 
 
-def usage(cache: PagedCache) -> tuple[Array, Array]:
-    """Return how many slots of each page of the pools the cache uses, and which pages."""
-    table = cache.block_table
-    xp, pages = library_of(table).xp, cache.key.shape[0]
-    slots = xp.reshape(slots_used(cache.lengths, table, cache.page), (-1, 1))
-    numbers = index_range(xp, 0, pages, table)
-    here = xp.reshape(table, (-1, 1)) == numbers[None, :]
+def usage(table: Table) -> tuple[Array, Array]:
+    """Return how many slots of each page of the pools are used, and which pages."""
+    pages, lengths, page, total = table
+    xp = library_of(pages).xp
+    slots = xp.reshape(slots_used(lengths, pages, page), (-1, 1))
+    numbers = index_range(xp, 0, total, pages)
+    here = xp.reshape(pages, (-1, 1)) == numbers[None, :]
     marks = xp.max(xp.where(here, slots, xp.zeros_like(slots)), axis=0)
     return marks, (marks > 0) | (numbers == 0)
 
 
-def placed(cache: PagedCache, counts: Array, m: int, marks: Array, taken: Array) -> Plan:
+def placed(given: Table, counts: Array, m: int, marks: Array, taken: Array) -> Plan:
     """Return where the first of m new tokens of each item go."""
-    table, page = cache.block_table, cache.page
+    table, before_them, page, _ = given
     xp, (items, columns) = library_of(table).xp, table.shape
     column = index_range(xp, 0, columns, table)[None, :]
-    lengths, ends = cache.lengths[:, None], (cache.lengths + counts)[:, None]
+    lengths, ends = before_them[:, None], (before_them + counts)[:, None]
     touched = (column * page < ends) & (column * page + page > lengths) & (counts[:, None] > 0)
     begun = touched & (column * page < lengths)  # at most one of an item
     none = xp.zeros_like(table)
@@ -64,7 +70,7 @@ def placed(cache: PagedCache, counts: Array, m: int, marks: Array, taken: Array)
     item = index_range(xp, 0, items, table)
     before = item[None, :] < item[:, None]
     rivals = before & (newest[None, :] == newest[:, None]) & (counts[None, :] > 0)
-    is_ours = (xp.take(marks, newest) == cache.lengths % page) & ~xp.any(rivals, axis=1)
+    is_ours = (xp.take(marks, newest) == before_them % page) & ~xp.any(rivals, axis=1)
     fresh = touched & ~(begun & is_ours[:, None])
     numbers = xp.sum(xp.astype(fresh, table.dtype), axis=1)
     offset = xp.sum(
