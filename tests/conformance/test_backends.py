@@ -120,7 +120,8 @@ class TestJax(BackendSuite):
             super().pytest_generate_tests(metafunc)
 
     def _marks(self, name):
-        of_the_core = name.startswith(("test_deterministic[dense", "test_deterministic[tiled"))
+        tests = ("test_deterministic", "test_pages_in_any_order")
+        of_the_core = name.startswith(tuple(f"{t}[{k}" for t in tests for k in ("dense", "tiled")))
         slow = of_the_core or ("-" in name and not name.startswith(self.quick))
         return [*super()._marks(name), *([pytest.mark.slow] if slow else [])]
 
