@@ -56,6 +56,11 @@ _ANY: dict[str, dict[str, Any]] = {
     "new rows": {"key_lengths": ends(11, 7, 4), "L": 3, "is_causal": True},
     "window inside a page": {"key_lengths": ends(11, 7, 12), "window": (4, 0)},
     "sinks": {"key_lengths": ends(*UNLIKE), "sinks": normal("H")},
+    "one number of keys": {"key_lengths": 9, "L": 3, "is_causal": True, "batch": (1,)},
+    "options together": {
+        **{"key_lengths": ends(11, 7, 12), "window": (4, 0), "H": 4, "G": 2},
+        **{"sinks": normal("H"), "softcap": 1.5, "scale": 0.7},
+    },
     **{
         f"{poison} in unused slots": {"key_lengths": ends(*UNLIKE), "poison": poison}
         for poison in (math.nan, math.inf)
@@ -76,7 +81,12 @@ CACHES: dict[str, dict[str, Any]] = {
 }
 #: Those that kernels get wrong in practice.
 CORNERS = (
-    *(f"{memory}, {name}" for memory in MEMORIES for name in ("no key", "new rows")),
+    *(
+        f"{memory}, {name}"
+        for memory in MEMORIES
+        for name in ("no key", "new rows", "options together")
+    ),
+    "cache, one number of keys",
     *(f"pages, {name}" for name in ("window inside a page", "sinks", *_OF_PAGES)),
     *("cache, nan in unused slots", "pages, nan in unused slots"),
 )

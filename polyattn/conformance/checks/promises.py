@@ -93,7 +93,7 @@ _ITEMS: dict[str, dict[str, Any]] = {
     "grouped heads": {"H": 4, "G": 2},
     "long keys": {"L": 3, "S": 257},
     "long": {"L": 65, "S": 65, "D": 64},
-    **{name: CACHES[name] for name in ("cache, new rows", "pages, new rows")},
+    **{name: CACHES[name] for name in CACHES if name.endswith(("new rows", "unlike lengths"))},
 }
 
 
