@@ -68,11 +68,12 @@ class GroupQuery(Kernel):
         self, problem: Problem, operands: Operands, backend: Backend
     ) -> tuple[Array, Array | None]:
         xp, dtype = backend.xp, problem.accumulator
+        padding: Any = operands.mask
         arrays = [
             xp.astype(one_batch_axis(problem, x, xp), getattr(xp, dtype)) for x in operands[:3]
         ]
         items = xp.arange(length_of(arrays[0], 0), dtype=xp.int64) * 0
-        arrays.append(items + operands.mask.key_lengths)
+        arrays.append(items + padding.key_lengths)
         if operands.sinks is not None:
             arrays.append(xp.astype(operands.sinks, getattr(xp, dtype)))
         with warnings.catch_warnings():  # of the shapes that the node leaves open
