@@ -15,6 +15,7 @@ version = release = polyattn.__version__
 
 extensions = [
     "looks",
+    "moved",
     "myst_parser",
     "numpydoc",
     "repository",
