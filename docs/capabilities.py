@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import array_types
+
 import polyattn_cupy
 import polyattn_dask
 import polyattn_jax

@@ -128,7 +128,8 @@ def test_every_page_has_its_place_in_the_sidebar_once():
     pages = {page.relative_to(DOCS).with_suffix("").as_posix() for page in PAGES}
     assert sorted(named) == sorted(pages - {"index"})
     before = text.partition("```{toctree}")[0]
-    assert [name for name in named if f"({name}.md)" not in before] == []
+    ours = [name for name in named if not name.startswith("reference/")]
+    assert [name for name in ours if f"({name}.md)" not in before] == []
 
 
 def test_the_glossary_has_the_words_that_people_look_for_in_order():
