@@ -21,13 +21,12 @@ from polyattn import attention_weights, use_threads
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from pages import run
+from pictures import BLUE, GREEN, GREY, ORANGE, RED, bare
 from pictures import save as save_picture
 
 matplotlib.use("Agg")
 FOLDER = Path(__file__).parent
 save = functools.partial(save_picture, dpi=100)
-# Okabe and Ito's, each with a line, marker or hatch of its own.
-BLUE, ORANGE, GREEN, RED, GREY = "#0072b2", "#e69f00", "#009e73", "#d55e00", "#6b7280"
 Names = dict[str, Any]
 
 
@@ -270,11 +269,6 @@ def powers(axes: Axes, ticks: Any, base_y: int | None = None) -> None:
     if base_y is not None:
         axes.set_yscale("log", base=base_y)
         axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
-
-
-def bare(axes: Axes) -> None:
-    """Remove the frame's top and right."""
-    axes.spines[["top", "right"]].set_visible(False)
 
 
 PICTURES: dict[str, tuple[str, Callable[[Names], Figure]]] = {
