@@ -579,11 +579,8 @@ which it rounds keys and values; and `sdpa_attention_forward` of transformers {t
 mask says where keys end. A cache is one page of each item for `paged_attention`.
 
 torch's `varlen_attn`, FlashAttention and FlashInfer run on CUDA only, and were not run. Where there
-is a GPU, this checks one of them:
-
-```console
-$ polyattn check --callable torch.nn.attention.varlen:varlen_attn --library torch:cuda
-```
+is a GPU, `polyattn check --callable torch.nn.attention.varlen:varlen_attn --library torch:cuda`
+checks one of them.
 """
 
 
