@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any, Unpack
 
 from polyattn._api.attention import AttentionOptions
-from polyattn._api.names import check_names, with_our_names
+from polyattn._api.names import with_our_names
 from polyattn._base.arguments import Shape, check_int, check_shape
 from polyattn._base.arrays import Array, ArrayFacts, Chunks, facts_of, library_of
 from polyattn._base.autocast import autocast, casts
@@ -80,7 +80,6 @@ def explain(
       numpy  tiled  CHOSEN
       numpy  dense  next
     """
-    check_names("explain", options)
     arguments: dict[str, Any] = dict(options)
     backend, kernel = arguments.pop("backend", None), arguments.pop("kernel", None)
     if dtype not in DTYPES:
