@@ -402,3 +402,13 @@ def test_gradients_print_shapes_and_refuse_to_be_three():
     _query, *_rest = gradients
     a, b, c, d, e, f, g, h, i = gradients
     assert [a, b, c, d, e, f, g, h, i] == list(gradients)
+
+
+def test_torch_compiles_a_loop_over_gradients():
+    def total(x):
+        found = attention_vjp(x, x, x, is_causal=True)[1](x)
+        return sum(gradient.sum() for gradient in found if gradient is not None)
+
+    x = torch.asarray(RNG.normal(size=(2, 4, 5, 8)))
+    compiled = torch.compile(total, fullgraph=True, backend="eager")
+    assert torch.allclose(compiled(x), total(x))

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from polyattn._base.arrays import Array, facts_of, is_array
+from polyattn._base.tracing import is_compiling
 from polyattn._core.expressions.expression import Expression
 
 
@@ -37,6 +38,8 @@ class Gradients(NamedTuple):
     softcap: Array | None = None
 
     def __iter__(self) -> Iterator[Any]:
+        if is_compiling():
+            return tuple.__iter__(self)
         # Python's own error says only that there are too many values.
         caller = sys._getframe(1)
         code, at = caller.f_code.co_code, caller.f_lasti
