@@ -53,6 +53,12 @@ __all__ = [
     "use_threads",
 ]
 
+_LATER = ("conformance", "dialects", "export", "nn", "parallel", "plot")
+
+
+def __dir__() -> list[str]:
+    return [*__all__, *_LATER, "__version__"]
+
 
 def _renderer(module: str, name: str) -> Callable[..., Any]:
     """Return a function that draws, whose module is imported when it is first called."""
@@ -74,6 +80,6 @@ def __getattr__(name: str) -> ModuleType:
     if name == "__version__":
         found: ModuleType = importlib.import_module("importlib.metadata").version("polyattn")
         return found
-    if name in ("conformance", "dialects", "export", "nn", "parallel", "plot"):
+    if name in _LATER:
         return importlib.import_module(f"polyattn.{name}")
     raise AttributeError(f"module 'polyattn' has no attribute {name!r}")

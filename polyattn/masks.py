@@ -44,6 +44,7 @@ __all__ = [
     "tree",
     "window",
 ]
+__dir__ = __all__.copy
 
 
 def causal() -> Mask:

@@ -33,3 +33,4 @@ __all__ = [
     "make_case",
     "oracle",
 ]
+__dir__ = __all__.copy

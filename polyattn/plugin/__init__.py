@@ -148,3 +148,4 @@ __all__ = [
     "visible_scores",
     "with_rank",
 ]
+__dir__ = __all__.copy

@@ -23,6 +23,7 @@ from polyattn.conformance.functions.check import (
 from polyattn.conformance.functions.signatures import Function
 
 __all__ = ["Row", "as_dict", "lines", "summarise", "summary"]
+__dir__ = __all__.copy
 
 
 class Row(NamedTuple):
