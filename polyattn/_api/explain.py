@@ -26,7 +26,7 @@ from polyattn._dispatch.select import (
 )
 
 
-@with_our_names
+@with_our_names()
 def explain(
     query: Array | tuple[int, ...],
     key: Array | tuple[int, ...],

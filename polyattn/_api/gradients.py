@@ -30,7 +30,7 @@ from polyattn._core.expressions.replacements import ScaleRule
 from polyattn.plugin import unrounded
 
 
-@with_our_names
+@with_our_names()
 def attention_backward(
     query: Array,
     key: Array,
@@ -137,7 +137,7 @@ def _facts(name: str, array: Any) -> Any:
     return facts_of(array, name)
 
 
-@with_our_names
+@with_our_names()
 def attention_vjp(
     query: Array, key: Array, value: Array, **options: Unpack[AttentionOptions]
 ) -> tuple[Array, Callable[..., Gradients]]:
@@ -262,7 +262,7 @@ def _in_expression(given: Any, gradients: list[Array], before: Any, accumulates:
     )
 
 
-@with_our_names
+@with_our_names()
 def attention_jvp(
     primals: Sequence[Array],
     tangents: Sequence[Array | None],

@@ -67,21 +67,38 @@ FOREIGN = {
     "implementation": "backend= or kernel=",
 }
 
+#: Those of `polyattn.nn.generate`.
+OF_GENERATE = {
+    "max_new_tokens": "steps=",
+    "max_length": "steps=, the number of new tokens",
+    "max_tokens": "steps=",
+    "do_sample": "temperature=, 0 for the most likely token",
+    "eos_token_id": "stop=",
+    "streamer": "on_token=",
+}
 
-def with_our_names(function: _F) -> _F:
-    """Let a function name its own argument when it is called with another."""
-    own = frozenset(inspect.signature(function).parameters)
-    takes_options = "options" in own
 
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        # Before Python binds the arguments: q= for query= would be a missing argument.
-        for name in kwargs:
-            if name not in own and not (takes_options and (name in OPTIONS or name in BESIDE)):
-                raise _unknown(function.__name__, name, own | {*OPTIONS, *BESIDE})
-        return function(*args, **kwargs)
+def with_our_names(*beside: str) -> Callable[[_F], _F]:
+    """Let a function name its own argument when it is called with another.
 
-    return cast(_F, call)
+    Names `beside` those of its signature and of `attention` reach it in its options.
+    """
+
+    def decorate(function: _F) -> _F:
+        own = frozenset((*inspect.signature(function).parameters, *beside))
+        takes_options = "options" in own
+
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            # Before Python binds the arguments: q= for query= would be a missing argument.
+            for name in kwargs:
+                if name not in own and not (takes_options and (name in OPTIONS or name in BESIDE)):
+                    raise _unknown(function.__name__, name, own | {*OPTIONS, *BESIDE})
+            return function(*args, **kwargs)
+
+        return cast(_F, call)
+
+    return decorate
 
 
 def check_names(function: str, options: Collection[str], without: Collection[str] = ()) -> None:
@@ -94,6 +111,8 @@ def check_names(function: str, options: Collection[str], without: Collection[str
 
 def _unknown(function: str, name: str, ours: Collection[str]) -> TypeError:
     """Return the error for an argument that a function does not have."""
+    if function == "generate" and name in OF_GENERATE:
+        return TypeError(f"generate() has no argument {name!r}; pass {OF_GENERATE[name]}")
     if name in FOREIGN:
         return TypeError(
             f"{function}() has no argument {name!r}; pass {FOREIGN[name]}. The page"

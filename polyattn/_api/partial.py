@@ -43,7 +43,7 @@ class Partial(NamedTuple):
     logsumexp: Array
 
 
-@with_our_names
+@with_our_names()
 def attention_partial(
     query: Array,
     key: Array,
