@@ -14,6 +14,7 @@ from polyattn._api.explain import explain
 from polyattn._api.gradients import attention_backward, attention_jvp, attention_vjp
 from polyattn._api.partial import Partial, attention_partial, merge
 from polyattn._api.weights import TopWeights, attention_weights
+from polyattn._base.progress import show_progress
 from polyattn._base.threads import use_threads
 from polyattn._core.call.gradients import Gradients
 from polyattn._core.expressions.expression import RENDERERS
@@ -49,6 +50,7 @@ __all__ = [
     "masks",
     "merge",
     "scores",
+    "show_progress",
     "use_backend",
     "use_threads",
 ]

@@ -53,6 +53,7 @@ OUTSIDE = {
     "_base.host": {"numpy"},  # imported when a sequence, or an array of NumPy, is placed
     "integrations": {"autograd", "jax", "mlx", "ndonnx", "numpy", "spox", "torch", "transformers"},
     "_base.slices": {"jax"},  # for a slice whose start JAX traces
+    "_base.progress": {"tqdm"},
     "_base.streams": {"tqdm"},
     "parallel": {"cupy", "jax", "mpi4py", "torch"},  # each in a module of its own
     "nn": {"numpy"},  # whose bit generator draws the first parameters of a layer
