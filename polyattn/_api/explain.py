@@ -14,7 +14,8 @@ from polyattn._base.span import Span
 from polyattn._core.call.describe import describe
 from polyattn._core.call.features import DTYPES
 from polyattn._core.call.options import OPTIONS
-from polyattn._core.call.problem import examine
+from polyattn._core.call.problem import Problem, examine
+from polyattn._core.expressions.expression import FUNCTION
 from polyattn._core.expressions.masks import Mask
 from polyattn._dispatch.explanation import Explanation
 from polyattn._dispatch.request import request
@@ -115,8 +116,27 @@ def explain(
         # A remark may count the tiles of a compiled mask.
         call = call._replace(mask=call.mask.filled(operands.mask))
     xp = None if only_shapes else library_of(query).xp
-    explanation = explain_selection(call, examine(call), requested, kernel, xp)
-    return replace(explanation, autocast=changed)
+    problem = examine(call)
+    explanation = explain_selection(call, problem, requested, kernel, xp)
+    return replace(explanation, autocast=changed, notes=_notes(problem, query))
+
+
+def _notes(problem: Problem, query: Any) -> tuple[str, ...]:
+    """Return what a function of the call may not expect of its indices."""
+    specs = [spec for spec in (problem.mask_spec, problem.score_spec) if spec is not None]
+    in_specs = any(thing is FUNCTION for spec in specs for _, thing in spec.carried())
+    if not in_specs and not problem.features & {"mask_mod", "score_mod"}:
+        return ()
+    notes = []
+    if problem.query_length != problem.key_length:
+        offset = "query_offset" if problem.query_offset is None else problem.query_offset
+        notes.append(
+            "functions count rows from 0, as FlexAttention does, also where L is not S: row i is at"
+            f" the position i + {offset} among the keys"
+        )
+    if "vmap" in problem.transforms or type(query).__name__ == "BatchTracer":
+        notes.append("inside vmap, functions get b = 0 for every item: use batch axes instead")
+    return tuple(notes)
 
 
 def _cut(shape: Shape, chunks: int | tuple[int, ...] | None, layout: str) -> Chunks:
