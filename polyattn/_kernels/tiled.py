@@ -27,7 +27,7 @@ SMALLEST = 2**12
 # The rows of a tile in a narrow band, at least; and with dropout, at most, so that what its hash
 # computes stays in the caches.
 FEW_ROWS = 128
-# Times the scores in a program of torch.compile, which takes seconds for each tile.
+# Times as many scores in a program of torch.compile, where each tile is compiled by itself.
 LARGER = 16
 
 
