@@ -114,6 +114,10 @@ def test_a_program_of_torchs_compiler_has_fewer_tiles(monkeypatch):
     assert Tiled().block_sizes(problem) == (256, 256)
     monkeypatch.setattr(tiled, "is_compiling", lambda: True)
     assert Tiled().block_sizes(problem) == (1024, 1024)
+    assert Tiled().only_on_request(problem) is None
+    shape = (16, 1024, 64)
+    problem = polyattn.explain(shape, shape, shape).problem
+    assert Tiled().only_on_request(problem) == "one tile holds all the scores: dense does the same"
 
 
 def peak(function):
