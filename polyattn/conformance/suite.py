@@ -29,6 +29,7 @@ from polyattn.conformance.checks.lazy import is_lazy, lazily
 from polyattn.conformance.checks.target import KernelVariant, Target
 
 __all__ = ["BackendSuite"]
+__dir__ = __all__.copy
 
 
 class BackendSuite:

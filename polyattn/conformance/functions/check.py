@@ -36,6 +36,7 @@ __all__ = [
     "load",
     "target_of",
 ]
+__dir__ = __all__.copy
 
 AGREES, DIFFERS, RAISES, NO_ARGUMENT = "agrees", "differs", "raises", "no argument"
 

@@ -26,6 +26,7 @@ from polyattn.conformance.functions.check import (
 from polyattn.conformance.functions.serving import Function
 
 __all__ = ["Row", "as_dict", "lines", "summarise", "summary"]
+__dir__ = __all__.copy
 
 
 class Row(NamedTuple):
