@@ -54,6 +54,8 @@ def visible(problem: Problem, x: Operands) -> Visible:
     ranges, array = Ranges(problem, x), None
     if problem.query_offset is None and problem.band is not None and _is_wide(band(problem)):
         ranges.add(problem.band)
+    if x.block_table is not None:
+        ranges.end_at(x.key_lengths)
     conditions: tuple[Any, ...] = ()
     if isinstance(x.mask, Mask):
         conditions = x.mask.conditions
@@ -128,9 +130,13 @@ class Ranges:
     def _by_prefix(self, mask: Any) -> None:
         self._narrow(None, self._numbers(mask.lengths))
 
+    def end_at(self, key_lengths: Any) -> None:
+        """Let no row see a key beyond the length of its item."""
+        self._narrow(None, self._numbers(key_lengths))
+
     def _by_padding(self, mask: Any) -> None:
         if mask.key_lengths is not None:
-            self._narrow(None, self._numbers(mask.key_lengths))
+            self.end_at(mask.key_lengths)
         if mask.query_lengths is not None:
             inside = self._rows() < self._numbers(mask.query_lengths)
             self._narrow(None, self.xp.where(inside, self.problem.key_length, 0))
