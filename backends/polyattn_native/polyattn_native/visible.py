@@ -54,9 +54,8 @@ def visible(problem: Problem, x: Operands) -> Visible:
     ranges, array = Ranges(problem, x), None
     if problem.query_offset is None and problem.band is not None and _is_wide(band(problem)):
         ranges.add(problem.band)
-    if x.block_table is not None:
-        ranges.end_at(x.key_lengths)
     conditions: tuple[Any, ...] = ()
+    by_rows = False
     if isinstance(x.mask, Mask):
         conditions = x.mask.conditions
     elif x.mask is not None:
@@ -65,8 +64,8 @@ def visible(problem: Problem, x: Operands) -> Visible:
         if array is None and kind_of(mask) == "dense":
             array = mask.array
         elif not ranges.add(mask):
-            return Visible(ranges.first, ranges.stop, by_rows=True)
-    return Visible(ranges.first, ranges.stop, array)
+            by_rows = True
+    return Visible(ranges.first, ranges.stop, None if by_rows else array, by_rows)
 
 
 def kind_of(expression: Expression) -> str:
@@ -130,13 +129,9 @@ class Ranges:
     def _by_prefix(self, mask: Any) -> None:
         self._narrow(None, self._numbers(mask.lengths))
 
-    def end_at(self, key_lengths: Any) -> None:
-        """Let no row see a key beyond the length of its item."""
-        self._narrow(None, self._numbers(key_lengths))
-
     def _by_padding(self, mask: Any) -> None:
         if mask.key_lengths is not None:
-            self.end_at(mask.key_lengths)
+            self._narrow(None, self._numbers(mask.key_lengths))
         if mask.query_lengths is not None:
             inside = self._rows() < self._numbers(mask.query_lengths)
             self._narrow(None, self.xp.where(inside, self.problem.key_length, 0))
