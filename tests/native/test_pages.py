@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import polyattn
 from polyattn import masks, scores
@@ -19,7 +20,7 @@ ISAS = library.instruction_sets(library.library())
 H, G, D, E = 6, 2, 20, 9
 
 
-@pytest.fixture(autouse=True, params=ISAS)
+@pytest.fixture(params=ISAS)
 def isa(request: pytest.FixtureRequest) -> Any:
     library.use(library.library(), request.param)
     yield request.param
@@ -68,6 +69,7 @@ def same_bits(found: tuple[Any, Any], expected: tuple[Any, Any]) -> None:
         np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize("dtype", ["float32", "float64", "float16"])
 @pytest.mark.parametrize("rows", [1, 70])
 @pytest.mark.parametrize("page", [1, 3, 16, 128, 300])
@@ -95,6 +97,7 @@ def options(x: Paged, rows: int) -> dict[str, dict[str, Any]]:
     }
 
 
+@pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize("page", [3, 16])
 def test_every_option_goes_by_the_index_of_a_key(page: int, monkeypatch: Any) -> None:
     monkeypatch.setattr(call, "MADE", 2**10)  # masks are made for some rows at a time
@@ -103,6 +106,7 @@ def test_every_option_goes_by_the_index_of_a_key(page: int, monkeypatch: Any) ->
         same_bits(x(**given), x.expected(**given))
 
 
+@pytest.mark.usefixtures("isa")
 def test_what_a_row_sees_reaches_it_only() -> None:
     x = Paged(16, rows=5)
     for pools in (x.pools, x.whole):
@@ -115,6 +119,7 @@ def test_what_a_row_sees_reaches_it_only() -> None:
         same_bits(x(mask=mask), x.expected(mask=mask))
 
 
+@pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize("axes", [(2, 1, 0, 3), (1, 0, 2, 3), (3, 1, 2, 0)], ids=str)
 @pytest.mark.parametrize("page", [4, 16])
 def test_pools_have_any_strides(page: int, axes: tuple[int, ...]) -> None:
@@ -142,3 +147,62 @@ def test_batch_axes_are_those_of_query_and_table() -> None:
     found = polyattn.attention(query, *x.pools, block_table=table, **given)
     one_piece = [whole[-3] for whole in x.whole]
     np.testing.assert_array_equal(found, polyattn.attention(query, *one_piece, **given))
+
+
+# ---- tensors ----
+
+
+def as_tensors(x: Paged, dtype: str = "float32") -> list[Any]:
+    return [torch.from_numpy(a).to(getattr(torch, dtype)) for a in (x.query, *x.pools, *x.whole)]
+
+
+@pytest.mark.parametrize(
+    ("page", "dtype", "is_compiled"),
+    [(3, "bfloat16", False), (16, "float16", False), (16, "bfloat16", True)],
+)
+def test_tensors_in_pages_have_the_bits_of_one_piece(
+    page: int, dtype: str, is_compiled: bool, monkeypatch: Any
+) -> None:
+    x = Paged(page, rows=4)
+    query, *arrays = as_tensors(x, dtype)
+    table, lengths = torch.from_numpy(x.table), torch.from_numpy(x.lengths)
+
+    def attend(query: Any, key: Any, value: Any, table: Any, lengths: Any) -> Any:
+        given = {"key_lengths": lengths, "block_table": table, "is_causal": True}
+        return polyattn.attention_partial(query, key, value, kernel="native", **given)
+
+    torch.compiler.reset()
+    run = torch.compile(attend, fullgraph=True, backend="aot_eager") if is_compiled else attend
+    expected = attend(query, *arrays[2:], None, lengths)
+    monkeypatch.setattr("polyattn._core.call.layout.gathered", None)
+    for given in ((*arrays[:2], table, lengths), (*arrays[2:], None, lengths)):
+        torch.testing.assert_close(run(query, *given), expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    "is_compiled", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["eager", "compiled"]
+)
+def test_gradients_of_pools_are_those_of_copies(is_compiled: bool) -> None:
+    x = Paged(16, rows=4, keys=64)
+    given = {"key_lengths": torch.from_numpy(x.lengths), "is_causal": True}
+    given["block_table"] = torch.from_numpy(x.table)
+
+    def loss(*tensors: Any, kernel: str = "native") -> Any:
+        return polyattn.attention(*tensors, kernel=kernel, **given).square().sum()
+
+    torch.compiler.reset()
+    run = torch.compile(loss, fullgraph=True, backend="aot_eager") if is_compiled else loss
+    tensors = [one.requires_grad_() for one in as_tensors(x)[:3]]
+    found = torch.autograd.grad(run(*tensors), tensors)
+    expected = torch.autograd.grad(loss(*tensors, kernel="dense"), tensors)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-4)
+
+
+def test_a_page_that_is_not_there_is_an_error() -> None:
+    x = Paged(16, rows=1)
+    table = torch.from_numpy(x.table)
+    table[-1, 0] = wrong = len(x.pools[0])
+    given = {"key_lengths": torch.from_numpy(x.lengths), "kernel": "native"}
+    with pytest.raises(IndexError, match=f"block_table names page {wrong} of a pool of {wrong} "):
+        polyattn.attention(*as_tensors(x)[:3], block_table=table, **given)
