@@ -136,7 +136,8 @@ def test_lengths_end_the_work_beside_a_mask_that_is_made() -> None:
     )
     found = polyattn.explain((2, 1, 3, 8), (2, 1, 9, 8), (2, 1, 9, 8), mask=x.mask)
     seen = visible(found.problem, x)
-    assert seen.by_rows and seen.array is None
+    assert seen.by_rows
+    assert seen.array is None
     assert np.asarray(seen.stop).reshape(2, -1).max(axis=1).tolist() == [4, 7]
 
 

@@ -39,8 +39,8 @@ class Native(Kernel):
     name = "native"
     features = frozenset({
         "backward", "batch_broadcast", "bias", "block_table", "causal", "dropout", "grouped_heads",
-        "jvp", "logsumexp", "mask", "mask_expression", "query_offset", "query_offset_array", "scale",
-        "score_expression", "sinks", "softcap", "value_size", "window",
+        "jvp", "logsumexp", "mask", "mask_expression", "query_offset", "query_offset_array",
+        "scale", "score_expression", "sinks", "softcap", "value_size", "window",
     })  # fmt: skip
     batch_invariant = True
     takes_empty = False

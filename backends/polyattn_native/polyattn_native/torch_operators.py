@@ -17,8 +17,8 @@ _TENSORS = 3 + len(_ARRAYS)
 _TAKEN = PLAIN | {"mask", "bias", "sinks", "query_offset_array", "block_table", "backward"}
 _ARGUMENTS = (
     "Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? bias, Tensor? sinks,"
-    " Tensor? query_offset, Tensor? key_lengths, Tensor? block_table, bool is_causal, SymInt? left, SymInt? right, SymInt? offset,"
-    " float scale, float? softcap"
+    " Tensor? query_offset, Tensor? key_lengths, Tensor? block_table, bool is_causal,"
+    " SymInt? left, SymInt? right, SymInt? offset, float scale, float? softcap"
 )
 # torch's functions for it have no types.
 _torch: Any = torch
@@ -180,7 +180,8 @@ def _call(query: Any, key: Any, value: Any, *rest: Any) -> tuple[Problem, Operan
 @lru_cache(maxsize=4096)
 def _problem(
     query: Any, key: Any, value: Any, dtype: Any, mask: Any, bias: Any, sinks: Any, positions: Any,
-    lengths: Any, table: Any, is_causal: bool, left: Any, right: Any, offset: Any, scale: float, softcap: float | None,
+    lengths: Any, table: Any, is_causal: bool, left: Any, right: Any, offset: Any, scale: float,
+    softcap: float | None,
 ) -> Problem:  # fmt: skip
     arrays = {"mask": mask, "bias": bias, "sinks": sinks, "query_offset_array": positions}
     arrays |= {"mask_expression": lengths, "block_table": table}
