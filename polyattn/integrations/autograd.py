@@ -53,7 +53,8 @@ class Recorder:
         problem = plan.placement.problem
         if method == "run":
             if "block_table" in problem.features:
-                plan, *given = _with_whole_keys(plan, *given)
+                plan, operands = _with_whole_keys(plan, *given)
+                given = (operands,)
                 problem = plan.placement.problem
             call = _Recorded(plan, *given)
             try:
