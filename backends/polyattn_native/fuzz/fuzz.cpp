@@ -148,8 +148,7 @@ struct Case {
         for (int64_t item = 0; item < call.items; ++item) {
             int64_t end = stop ? 0 : call.keys;
             for (int64_t head = 0; stop && head < call.heads; ++head) {
-                for (int64_t row = 0; row < call.rows; ++row)
-                    end = std::max(end, (int64_t)stop(item, head, row, 0));
+                for (int64_t row = 0; row < call.rows; ++row) end = std::max(end, (int64_t)stop(item, head, row, 0));
             }
             for (int64_t first = 0; first < call.keys; first += call.page)
                 table.push_back(first < end ? random.between(0, key.shape()[0] - 1) : (int64_t)1 << 40);

@@ -67,8 +67,8 @@ Matrix<T> block_of(const PolyattnCall& call, const PolyattnArray& array, int64_t
         return whole.after(keys.first);
     }
     for (int64_t key = keys.first; key < keys.stop; ++key) {
-        const int64_t offset = table ? offset_of(array, table[key / call.page], head, key % call.page)
-                                     : offset_of(array, item, head, key);
+        const int64_t offset =
+            table ? offset_of(array, table[key / call.page], head, key % call.page) : offset_of(array, item, head, key);
         T* to = block + (key - keys.first) * size;
         const T* found = numbers_at(call, from, offset, size, to);
         if (found != to) __builtin_memcpy(to, found, (size_t)size * sizeof(T));
