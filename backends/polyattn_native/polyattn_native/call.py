@@ -74,8 +74,11 @@ class NativeCall:
         self.sizes: dict[str, int] = {}  # of the numbers of each array
         call = self.call = call_of(problem, products, threads)
         self.array("query", readable(x.query))
-        self.array("key", readable(x.key))
-        self.array("value", readable(x.value))
+        key, value = readable(x.key), readable(x.value)
+        self.array("key", key)
+        self.array("value", value)
+        if x.block_table is not None:
+            self._add_pages(x, key.shape)
         call.scale, self.rest = scale_and_rest(problem, x)
         self._add_positions()
         self._add_dropout()
@@ -91,7 +94,9 @@ class NativeCall:
 
     def array(self, name: str, array: Any) -> None:
         """Add an array with the axes (..., head, row, column)."""
-        describe(getattr(self.call, name), array, self.problem.batch, self.offsets)
+        is_pool = self.x.block_table is not None and name in ("key", "value")
+        batch = array.shape[:1] if is_pool else self.problem.batch
+        describe(getattr(self.call, name), array, batch, self.offsets)
         self.keep.append(array)
         self.sizes[name] = array.itemsize
 
@@ -105,6 +110,18 @@ class NativeCall:
         self.keep.append(numbers)
         address: int = numbers.ctypes.data
         return address
+
+    def _add_pages(self, x: Operands, pool: tuple[int, ...]) -> None:
+        table, lengths, page = np.asarray(x.block_table), np.asarray(x.key_lengths), pool[-2]
+        used = np.arange(table.shape[-1]) * page < lengths[..., None]
+        wrong = used & ((table < 0) | (table >= pool[0]))
+        if wrong.any():
+            number = np.broadcast_to(table, wrong.shape)[wrong][0]
+            raise IndexError(f"block_table names page {number} of a pool of {pool[0]} pages")
+        table = np.broadcast_to(table, (*self.problem.batch, table.shape[-1]))
+        table = np.ascontiguousarray(table, np.int64)
+        self.keep.append(table)
+        self.call.table, self.call.page = table.ctypes.data, page
 
     def _add_positions(self) -> None:
         call = self.call
