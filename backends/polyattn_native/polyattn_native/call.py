@@ -150,6 +150,19 @@ class NativeCall:
         else:
             self.made_bias = bias
 
+    def bias_gradient(self) -> Any:
+        """Add and return zeros to which the gradient of ``bias=`` is added.
+
+        They have the axes of the bias, but all items and heads where rows or keys share a number.
+        """
+        problem, bias = self.problem, self.x.bias
+        shape = (1,) * (len(problem.scores) - bias.ndim) + bias.shape
+        if shape[-2:] != problem.scores[-2:]:
+            shape = (*problem.scores[:-2], *shape[-2:])
+        gradient = np.zeros(shape, self.accumulator)
+        describe(self.call.bias_gradient[self.bias_place], gradient, problem.batch, self.offsets)
+        return gradient
+
     def _add_distances(self, numbers: Any, starts: Any) -> None:
         """Add a bias whose row i and key j read the number at start + j - i of their head."""
         to = self.call.bias[0]
@@ -190,7 +203,7 @@ class NativeCall:
         for name, size in self.sizes.items():
             if name not in OF_KEYS:
                 _move(getattr(part, name), size, rows.start)
-        for bias in part.bias:
+        for bias in (*part.bias, *part.bias_gradient):
             _move(bias, self.accumulator.itemsize, rows.start)
         part.low, part.high = self.call.low + rows.start, self.call.high + rows.start
         part.start[2] = (self.call.start[2] + rows.start) % 2**32
