@@ -61,6 +61,16 @@ def call_of(problem: Problem, products: int, threads: int) -> CCall:
     )
 
 
+def shape_of_bias_gradient(problem: Problem, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape in which the library gives the gradient of a bias, with all axes.
+
+    It is that of the bias, but has all items and heads where rows or keys share a number.
+    """
+    shape = (1,) * (len(problem.scores) - len(shape)) + tuple(shape)
+    is_whole = shape[-2:] == problem.scores[-2:]
+    return shape if is_whole else (*problem.scores[:-2], *shape[-2:])
+
+
 class NativeCall:
     """A call, and the arrays that must live as long as it."""
 
@@ -151,16 +161,10 @@ class NativeCall:
             self.made_bias = bias
 
     def bias_gradient(self) -> Any:
-        """Add and return zeros to which the gradient of ``bias=`` is added.
-
-        They have the axes of the bias, but all items and heads where rows or keys share a number.
-        """
-        problem, bias = self.problem, self.x.bias
-        shape = (1,) * (len(problem.scores) - bias.ndim) + bias.shape
-        if shape[-2:] != problem.scores[-2:]:
-            shape = (*problem.scores[:-2], *shape[-2:])
-        gradient = np.zeros(shape, self.accumulator)
-        describe(self.call.bias_gradient[self.bias_place], gradient, problem.batch, self.offsets)
+        """Add and return zeros to which the gradient of ``bias=`` is added."""
+        shape = shape_of_bias_gradient(self.problem, self.x.bias.shape)
+        gradient, to = np.zeros(shape, self.accumulator), self.call.bias_gradient[self.bias_place]
+        describe(to, gradient, self.problem.batch, self.offsets)
         return gradient
 
     def _add_distances(self, numbers: Any, starts: Any) -> None:
