@@ -133,7 +133,8 @@ class Native(Kernel):
         if problem.softcap is not None:
             softcap = np.empty(rows, dtype)
             native.rows_of("softcap_gradient", softcap)
-        bias, of_bias = operands.bias, None
+        bias: Any = operands.bias
+        of_bias = None
         if bias is not None and "bias" not in problem.constants:
             of_bias = native.bias_gradient()
         native.run(library().polyattn_differentiate)

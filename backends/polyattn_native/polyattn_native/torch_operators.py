@@ -103,9 +103,8 @@ def register(kernel: Computing) -> None:
         output: Any, logsumexp: Any, of_output: Any, of_logsumexp: Any, *arguments: Any
     ) -> tuple[Any, ...]:
         given = Residuals(output, logsumexp), Cotangents(of_output, of_logsumexp)
-        *arguments, of_bias = arguments
-        problem, x = _call(*arguments)
-        if not of_bias:
+        problem, x = _call(*arguments[:-1])
+        if not arguments[-1]:  # whether the gradient of the bias is asked for
             problem = problem._replace(constants=frozenset(["bias"]))
         found = kernel.differentiate(problem, x, *given)[:5]
         return tuple([logsumexp.new_empty(0) if one is None else one for one in found])

@@ -82,7 +82,7 @@ class Fallback:
             for name, array in (("query", x.query), ("key", x.key), ("value", x.value))
         }
         if of_bias is not None:
-            whole["bias"] = jnp.broadcast_to(x.bias, of_bias)
+            whole["bias"] = jnp.broadcast_to(arrays["bias"], of_bias)
             problem = problem._replace(bias=of_bias)
         x = x._replace(**whole)
         found = self.kernel.backward(problem, x, residuals, cotangents, self.backend)
