@@ -395,6 +395,9 @@ def test_it_runs_unasked_where_it_takes_less_time(monkeypatch: pytest.MonkeyPatc
     trained = few.clone().requires_grad_()
     assert chosen(trained, few, few) == "sdpa"
     assert chosen(trained, few, few, softcap=2.0) == "native"
+    some = long[:, :, :160].clone().requires_grad_()
+    assert chosen(some, some, some) == "native"
+    assert chosen(some, some, some, bias=torch.zeros(160, 160)) == "sdpa"
     monkeypatch.setattr(on_torch, "_HAS_TILES", True)
     cache.forget()
     assert chosen(long.bfloat16(), long.bfloat16(), long.bfloat16()) == "sdpa"
