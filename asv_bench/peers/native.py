@@ -73,6 +73,7 @@ OTHERS = (
     *held(both(1, 12, 512, 64), 1.0, 0.85, gradients=True),
     *held(both(4, 8, 1024, 64), 1.0, 0.85, gradients=True),
     *held(both(1, 12, 2048, 64), 1.0, 0.85, gradients=True),
+    Held(Case(1, 12, 12, 1024, 1024, 64, "bias"), 1.0, gradients=True),
     Held(Case(1, 8, 8, 2048, 2048, 64, "softcap"), 0.8, "NumPy"),
     Held(Case(1, 8, 8, 2048, 2048, 64, "softcap, window"), 0.8, "NumPy"),
     Held(Case(1, 8, 8, 2048, 2048, 64, "documents"), 0.8, "NumPy"),

@@ -27,6 +27,7 @@ struct Case {
     Kind kind, sums;  // of the inputs, of the scores
     Array query, key, value, output, logsumexp, first, stop, mask, bias[2], sinks;
     Array output_gradient, logsumexp_gradient, query_gradient, key_gradient, value_gradient, delta, softcap_gradient;
+    Array bias_gradient[2];
     Array query_tangent, key_tangent, value_tangent, bias_tangent, sinks_tangent, output_tangent, logsumexp_tangent;
     std::vector<int64_t> positions, table;
 
@@ -194,7 +195,8 @@ struct Case {
     std::vector<Array> written() const {
         if (function == ATTEND) return {output, logsumexp};
         if (function == PUSH_FORWARD) return {output_tangent, logsumexp_tangent};
-        return {query_gradient, key_gradient, value_gradient, delta, softcap_gradient};
+        return {query_gradient,   key_gradient,     value_gradient,  delta,
+                softcap_gradient, bias_gradient[0], bias_gradient[1]};
     }
 };
 
@@ -282,9 +284,19 @@ struct Expected {
     explicit Expected(const Array& a) : array(a) {
         if (a) numbers.resize((size_t)(a.shape()[0] * a.shape()[1] * a.shape()[2] * a.shape()[3]));
     }
+    // Axes of length 1 are repeated.
     double& operator()(int64_t i, int64_t h, int64_t r, int64_t c) {
         const std::vector<int64_t>& n = array.shape();
+        if (n[0] == 1) i = 0;
+        if (n[1] == 1) h = 0;
+        if (n[2] == 1) r = 0;
+        if (n[3] == 1) c = 0;
         return numbers[(size_t)(((i * n[1] + h) * n[2] + r) * n[3] + c)];
+    }
+    // Expect what is added to the numbers that are there.
+    void begin() {
+        if (!array) return;
+        array.each([this](int64_t i, int64_t h, int64_t r, int64_t c) { (*this)(i, h, r, c) = array(i, h, r, c); });
     }
 };
 
@@ -321,11 +333,10 @@ void differentiate(const Case& x, std::vector<Expected>& to, double& largest) {
     const PolyattnCall& call = x.call;
     Expected &query = to[0], &key = to[1], &value = to[2];
     if (call.adds) {
-        for (Expected* sums : {&key, &value}) {
-            sums->array.each(
-                [&](int64_t i, int64_t h, int64_t r, int64_t c) { (*sums)(i, h, r, c) = sums->array(i, h, r, c); });
-        }
+        key.begin();
+        value.begin();
     }
+    for (size_t bias : {5, 6}) to[bias].begin();
     each_row(x, [&](Row& r) {
         largest = std::max(largest, r.largest);
         const double logsumexp = x.logsumexp(r.item, r.head, r.row, 0);
@@ -344,6 +355,9 @@ void differentiate(const Case& x, std::vector<Expected>& to, double& largest) {
             }
             double share = weight * ((r.kept[n] == 0 ? 0 : r.kept[n] * product) - delta);
             if (call.softcap != 0) of_cap += share * (r.bounded[n] - r.raw[n] / call.softcap * r.slope(n));
+            for (size_t bias = 0; bias < 2; ++bias) {
+                if (x.bias_gradient[bias]) to[5 + bias](r.item, r.head, r.row, r.seen[n]) += share;
+            }
             share *= r.slope(n) * call.scale;
             for (int64_t d = 0; d < call.head_size; ++d) {
                 query(r.item, r.head, r.row, d) += share * x.key(r.item, r.key_head, r.seen[n], d);
@@ -398,6 +412,12 @@ void Case::add_gradients() {
     value_gradient = made(call.value_gradient, sums, of_value());
     delta = made(call.delta, sums, by_row());
     if (call.softcap != 0) softcap_gradient = made(call.softcap_gradient, sums, by_row());
+    for (int n = 0; n < 2; ++n) {
+        if (!random.chance(0.3)) continue;
+        std::vector<int64_t> shape = some(of_scores());
+        if (shape[2] < call.rows || shape[3] < call.keys) shape[0] = call.items, shape[1] = call.heads;
+        bias_gradient[n] = made(call.bias_gradient[n], sums, shape, true);
+    }
     call.adds = random.chance(0.3);
 }
 
@@ -459,10 +479,10 @@ bool compare(Expected& expected, double tolerance, bool drops, const char* name,
 
 // Whether a random call is right on one thread, and has the same bits on more.
 bool is_right(uint64_t seed) {
-    static const char* const names[3][5] = {
-        {"output", "logsumexp"},
-        {"query's gradient", "key's gradient", "value's gradient", "delta", "softcap's gradient"},
-        {"output's tangent", "logsumexp's tangent"}};
+    static const char* const names[3][7] = {{"output", "logsumexp"},
+                                            {"query's gradient", "key's gradient", "value's gradient", "delta",
+                                             "softcap's gradient", "first bias's gradient", "second bias's gradient"},
+                                            {"output's tangent", "logsumexp's tangent"}};
     Case x(seed);
     std::vector<Array> written = x.written();
     std::vector<Expected> expected(written.begin(), written.end());

@@ -62,6 +62,16 @@ def call_of(problem: Problem, products: int, threads: int) -> CCall:
     )
 
 
+def shape_of_bias_gradient(problem: Problem, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape in which the library gives the gradient of a bias, with all axes.
+
+    It is that of the bias, but has all items and heads where rows or keys share a number.
+    """
+    shape = (1,) * (len(problem.scores) - len(shape)) + tuple(shape)
+    is_whole = shape[-2:] == problem.scores[-2:]
+    return shape if is_whole else (*problem.scores[:-2], *shape[-2:])
+
+
 class NativeCall:
     """A call, and the arrays that must live as long as it."""
 
@@ -168,6 +178,13 @@ class NativeCall:
         else:
             self.made_bias = bias
 
+    def bias_gradient(self) -> Any:
+        """Add and return zeros to which the gradient of ``bias=`` is added."""
+        shape = shape_of_bias_gradient(self.problem, self.x.bias.shape)
+        gradient, to = np.zeros(shape, self.accumulator), self.call.bias_gradient[self.bias_place]
+        describe(to, gradient, self.problem.batch, self.offsets)
+        return gradient
+
     def _add_distances(self, numbers: Any, starts: Any) -> None:
         """Add a bias whose row i and key j read the number at start + j - i of their head."""
         to = self.call.bias[0]
@@ -213,7 +230,7 @@ class NativeCall:
         for name, size in self.sizes.items():
             if name not in OF_KEYS:
                 _move(getattr(part, name), size, rows.start)
-        for bias in part.bias:
+        for bias in (*part.bias, *part.bias_gradient):
             _move(bias, self.accumulator.itemsize, rows.start)
         part.low, part.high = self.call.low + rows.start, self.call.high + rows.start
         part.start[2] = (self.call.start[2] + rows.start) % 2**32

@@ -58,6 +58,7 @@ class CCall(ctypes.Structure):
         *((n, CArray) for n in ("output_gradient", "logsumexp_gradient")),
         *((n, CArray) for n in ("query_gradient", "key_gradient", "value_gradient")),
         *((n, CArray) for n in ("delta", "softcap_gradient")),
+        ("bias_gradient", CArray * 2),
         *((n, CArray) for n in ("query_tangent", "key_tangent", "value_tangent", "bias_tangent")),
         ("sinks_tangent", c_void_p),
         *((n, CArray) for n in ("output_tangent", "logsumexp_tangent")),

@@ -50,6 +50,9 @@ typedef struct {
     PolyattnArray query_gradient, key_gradient, value_gradient;  // of the scores' dtype
     PolyattnArray delta;  // (item, head, row): output gradient · output, less that of logsumexp
     PolyattnArray softcap_gradient;  // (item, head, row)
+    // Those of biases are added to what is there. A number that rows or keys share belongs to one item and
+    // head; any other may be shared by items and heads.
+    PolyattnArray bias_gradient[2];
     // The directional derivative: the tangents of arguments, of the scores' dtype, null for 0, and
     // those of the results to write.
     PolyattnArray query_tangent, key_tangent, value_tangent, bias_tangent;
