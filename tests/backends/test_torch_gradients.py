@@ -150,6 +150,29 @@ def test_a_function_keeps_the_gradients_of_what_it_closes_over(inputs):
     assert gradcheck(attend, (table,))
 
 
+def test_gradients_of_16_bits_are_rounded_once_operation_by_operation():
+    torch.manual_seed(0)
+    shapes = {
+        **{"query": (2, 8, 65, 8), "key": (2, 2, 65, 8), "value": (2, 2, 65, 8)},
+        **{"bias": (8, 1, 65), "sinks": (8,), "table": (32, 8)},
+    }
+    given = {name: torch.randn(shape).bfloat16() for name, shape in shapes.items()}
+    along = torch.randn(2, 8, 65, 8).bfloat16()
+    kernel = Tiled()
+    kernel.tile = 100
+
+    def found(dtype):
+        x = {name: one.to(dtype).requires_grad_() for name, one in given.items()}
+        query, key, value, bias, sinks, table = x.values()
+        # Without its derivative the function is differentiated operation by operation.
+        rule = scores.relative_bias(table) >> (lambda s, b, h, i, j: s.sin())
+        output = attention(query, key, value, bias=bias, sinks=sinks, score_mod=rule, kernel=kernel)
+        return torch.autograd.grad(output, tuple(x.values()), along.to(dtype))
+
+    for name, one, exact in zip(shapes, found(torch.bfloat16), found(torch.float32), strict=True):
+        assert torch.allclose(one.float(), exact, rtol=2**-8, atol=1e-5), name
+
+
 @pytest.mark.slow
 def test_compiled_with_gradients(inputs):
     def loss(query, key, value):
