@@ -65,8 +65,7 @@ class Tiled(Dense):
         if 0 in problem.scores:
             empty = initial_state(problem, operands, xp, Span(0, problem.query_length))
             return normalize(problem, empty, operands.query.dtype, xp)
-        if problem.traced or problem.requires_grad or problem.transforms:
-            operands = _widened(operands, xp)
+        operands = widened(problem, operands, xp)
         row_block, column_block = self.block_sizes(problem)
         if backend.is_eager(operands.query):
             row_block = min(row_block, _most_rows(problem))
@@ -82,10 +81,14 @@ class Tiled(Dense):
         return backend.stack_rows(problem, operands.query, blocks)
 
 
-def _widened(x: Operands, xp: Any) -> Operands:
-    """Return operands of 16 bits in float32, if several tiles read the same numbers of them."""
+def widened(problem: Problem, x: Operands, xp: Any) -> Operands:
+    """Put 16-bit operands that tiles share into float32, where a library may differentiate.
 
-    # Automatic differentiation adds up the gradients of such tiles in the dtype that they read.
+    It adds up the gradients of the tiles in the dtype of what they are cut from.
+    """
+    if not (problem.traced or problem.requires_grad or problem.transforms):
+        return x
+
     def wide(_: str, thing: Any) -> Any:
         narrow = is_array(thing) and facts_of(thing).dtype in ("float16", "bfloat16")
         return xp.astype(thing, xp.float32) if narrow else thing
