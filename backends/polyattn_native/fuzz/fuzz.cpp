@@ -28,7 +28,7 @@ struct Case {
     Array query, key, value, output, logsumexp, first, stop, mask, bias[2], sinks;
     Array output_gradient, logsumexp_gradient, query_gradient, key_gradient, value_gradient, delta, softcap_gradient;
     Array query_tangent, key_tangent, value_tangent, bias_tangent, sinks_tangent, output_tangent, logsumexp_tangent;
-    std::vector<int64_t> positions;
+    std::vector<int64_t> positions, table;
 
     explicit Case(uint64_t seed) : random{seed} {
         function = random.one_of({ATTEND, ATTEND, DIFFERENTIATE, PUSH_FORWARD});
@@ -40,6 +40,8 @@ struct Case {
         call.heads = call.key_heads * random.one_of<int64_t>({1, 1, 2, 3, 4, 8});
         call.rows = random.between(1, size);
         call.keys = random.between(1, size);
+        if (function == ATTEND && random.chance(0.3)) call.page = random.one_of<int64_t>({1, 3, 8, 9, 16, 64});
+        if (call.page) call.keys = (call.keys + call.page - 1) / call.page * call.page;
         call.head_size = random.between(1, random.one_of<int64_t>({8, 72, 300}));
         call.value_size = random.between(1, random.one_of<int64_t>({8, 72, 300}));
         if (size > 40) call.items = 1, call.heads = call.key_heads = random.between(1, 2);
@@ -49,6 +51,7 @@ struct Case {
         call.keep = 1;
         add_inputs();
         add_masks();
+        if (call.page) add_table();
         add_options();
         if (function == DIFFERENTIATE) add_gradients();
         if (function == PUSH_FORWARD) add_tangents();
@@ -80,8 +83,16 @@ struct Case {
 
     void add_inputs() {
         query = made(call.query, kind, with_items(of_query()));
-        key = made(call.key, kind, with_items(of_key()));
-        value = made(call.value, kind, with_items(of_value()));
+        if (call.page) {
+            const int64_t pages = random.between(1, 2 * call.keys / call.page);
+            do key = made(call.key, kind, {pages, call.key_heads, call.page, call.head_size});
+            while (key.view.offsets);
+            do value = made(call.value, kind, {pages, call.key_heads, call.page, call.value_size});
+            while (value.view.offsets);
+        } else {
+            key = made(call.key, kind, with_items(of_key()));
+            value = made(call.value, kind, with_items(of_value()));
+        }
         output = made(call.output, function == ATTEND ? kind : sums, of_output());
         if (function != ATTEND || random.chance(0.7)) logsumexp = made(call.logsumexp, sums, by_row());
         // What is not finite, often where no row sees it.
@@ -130,6 +141,25 @@ struct Case {
                 });
             }
         }
+    }
+
+    // Pages in any order, shared or not, and no number of one where no row of the item sees a key.
+    void add_table() {
+        for (int64_t item = 0; item < call.items; ++item) {
+            int64_t end = stop ? 0 : call.keys;
+            for (int64_t head = 0; stop && head < call.heads; ++head) {
+                for (int64_t row = 0; row < call.rows; ++row) end = std::max(end, (int64_t)stop(item, head, row, 0));
+            }
+            for (int64_t first = 0; first < call.keys; first += call.page)
+                table.push_back(first < end ? random.between(0, key.shape()[0] - 1) : (int64_t)1 << 40);
+        }
+        call.table = table.data();
+    }
+    // A number of a key or value.
+    double at(const Array& array, int64_t item, int64_t head, int64_t row, int64_t column) const {
+        if (!call.page) return array(item, head, row, column);
+        const int64_t page = table[(size_t)(item * (call.keys / call.page) + row / call.page)];
+        return array(page, head, row % call.page, column);
     }
 
     void add_options() {
@@ -224,7 +254,7 @@ struct Row {
     void add(int64_t key) {
         double s = 0, sum = 0;
         for (int64_t d = 0; d < call.head_size; ++d) {
-            const double product = x.query(item, head, row, d) * x.key(item, key_head, key, d) * call.scale;
+            const double product = x.query(item, head, row, d) * x.at(x.key, item, key_head, key, d) * call.scale;
             s += product;
             sum += fabs(product);
         }
@@ -240,7 +270,7 @@ struct Row {
         kept.push_back(call.has_dropout && philox(call, item, head, row, key) < call.threshold ? 0 : 1 / call.keep);
         top = std::max(top, s);
     }
-    double value(size_t n, int64_t e) const { return x.value(item, key_head, seen[n], e); }
+    double value(size_t n, int64_t e) const { return x.at(x.value, item, key_head, seen[n], e); }
     double slope(size_t n) const { return call.softcap != 0 ? 1 - bounded[n] * bounded[n] : 1; }
 };
 

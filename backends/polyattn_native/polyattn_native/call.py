@@ -5,11 +5,12 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from polyattn.plugin import Operands, Problem, Span
+from polyattn.plugin import Operands, Problem, Span, progress
 from polyattn_native.arrays import describe, offsets_of, readable, readable_view
 from polyattn_native.library import DTYPES, CArray, CCall, library
 from polyattn_native.scores import by_distance, scale_and_rest
@@ -73,8 +74,11 @@ class NativeCall:
         self.sizes: dict[str, int] = {}  # of the numbers of each array
         call = self.call = call_of(problem, products, threads)
         self.array("query", readable(x.query))
-        self.array("key", readable(x.key))
-        self.array("value", readable(x.value))
+        key, value = readable(x.key), readable(x.value)
+        self.array("key", key)
+        self.array("value", value)
+        if x.block_table is not None:
+            self._add_pages(x, key.shape)
         call.scale, self.rest = scale_and_rest(problem, x)
         self._add_positions()
         self._add_dropout()
@@ -90,7 +94,9 @@ class NativeCall:
 
     def array(self, name: str, array: Any) -> None:
         """Add an array with the axes (..., head, row, column)."""
-        describe(getattr(self.call, name), array, self.problem.batch, self.offsets)
+        is_pool = self.x.block_table is not None and name in ("key", "value")
+        batch = array.shape[:1] if is_pool else self.problem.batch
+        describe(getattr(self.call, name), array, batch, self.offsets)
         self.keep.append(array)
         self.sizes[name] = array.itemsize
 
@@ -104,6 +110,18 @@ class NativeCall:
         self.keep.append(numbers)
         address: int = numbers.ctypes.data
         return address
+
+    def _add_pages(self, x: Operands, pool: tuple[int, ...]) -> None:
+        table, lengths, page = np.asarray(x.block_table), np.asarray(x.key_lengths), pool[-2]
+        used = np.arange(table.shape[-1]) * page < lengths[..., None]
+        wrong = used & ((table < 0) | (table >= pool[0]))
+        if wrong.any():
+            number = np.broadcast_to(table, wrong.shape)[wrong][0]
+            raise IndexError(f"block_table names page {number} of a pool of {pool[0]} pages")
+        table = np.broadcast_to(table, (*self.problem.batch, table.shape[-1]))
+        table = np.ascontiguousarray(table, np.int64)
+        self.keep.append(table)
+        self.call.table, self.call.page = table.ctypes.data, page
 
     def _add_positions(self) -> None:
         call = self.call
@@ -162,8 +180,13 @@ class NativeCall:
 
     def run(self, function: Any) -> None:
         """Run a function of the library on all rows."""
-        for part in self._parts():
-            run(function, ctypes.byref(part))
+        rows = self.problem.query_length
+        with progress() as show:
+            done = 0
+            for part in self._parts():
+                share = partial(_show, show, done / rows, part.rows / rows)
+                run(function, ctypes.byref(part), show=share)
+                done += part.rows
 
     def _parts(self) -> Iterator[CCall]:
         """Yield the call, or parts of its rows with the mask and bias that are made for them."""
@@ -208,14 +231,18 @@ class NativeCall:
         return part
 
 
-def run(function: Any, *arguments: Any) -> int:
+def _show(show: Callable[[float], None], before: float, part: float, share: float) -> None:
+    show(before + share * part)
+
+
+def run(function: Any, *arguments: Any, show: Callable[[float], None]) -> int:
     """Call a function of the library until its work is done, and return its status."""
     state = ctypes.c_void_p()
     at = ctypes.byref(state)
     try:
         try:
             while (status := function(*arguments, at)) == 1:
-                pass  # Python handles an interrupt here
+                show(library().polyattn_share(at))  # Python handles an interrupt here
         finally:
             library().polyattn_cancel(at)
     finally:
@@ -249,7 +276,8 @@ class Ready:
         if self._is_short:
             return _checked(self._function(self._call, 1, *places, None)) == 0
         threads = threads_for(self.problem, 2, most_threads())
-        return run(self._function, self._call, threads, *places) == 0
+        with progress() as show:
+            return run(self._function, self._call, threads, *places, show=show) == 0
 
 
 def _move(array: CArray, size: int, rows: int) -> None:

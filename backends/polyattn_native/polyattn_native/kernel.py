@@ -38,9 +38,9 @@ class Native(Kernel):
 
     name = "native"
     features = frozenset({
-        "backward", "batch_broadcast", "bias", "causal", "dropout", "grouped_heads", "jvp",
-        "logsumexp", "mask", "mask_expression", "query_offset", "query_offset_array", "scale",
-        "score_expression", "sinks", "softcap", "value_size", "window",
+        "backward", "batch_broadcast", "bias", "block_table", "causal", "dropout", "grouped_heads",
+        "jvp", "logsumexp", "mask", "mask_expression", "query_offset", "query_offset_array",
+        "scale", "score_expression", "sinks", "softcap", "value_size", "window",
     })  # fmt: skip
     batch_invariant = True
     takes_empty = False

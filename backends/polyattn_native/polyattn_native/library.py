@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 
 DTYPES = ("float32", "float64", "float16", "bfloat16")
-VERSION = 1
+VERSION = 2
 #: Names a lower instruction set than the processor's best.
 VARIABLE = "POLYATTN_NATIVE_ISA"
 
@@ -37,6 +37,8 @@ class CCall(ctypes.Structure):
         ("dtype", c_int32),
         ("threads", c_int32),
         *((n, CArray) for n in ("query", "key", "value", "output", "logsumexp")),
+        ("table", c_void_p),
+        ("page", c_int64),
         ("scale", c_double),
         ("softcap", c_double),
         ("has_low", c_int32),
@@ -101,7 +103,8 @@ def load(path: Path) -> ctypes.CDLL:
     for name in ("attend", "differentiate", "push_forward"):
         getattr(library, f"polyattn_{name}").argtypes = (call, state)
     library.polyattn_attend_to.argtypes = (call, c_int64, *(c_void_p,) * 5, state)
-    library.polyattn_cancel.argtypes = (state,)
+    library.polyattn_share.argtypes = library.polyattn_cancel.argtypes = (state,)
+    library.polyattn_share.restype = c_double
     library.polyattn_cancel.restype = None
     library.polyattn_instruction_sets.restype = c_char_p
     library.polyattn_use.argtypes = (c_char_p,)

@@ -7,17 +7,18 @@ from typing import Any, Protocol
 
 import torch
 
-from polyattn.plugin import Cotangents, Gradients, Operands, Problem, Residuals
+from polyattn.plugin import CachePadding, Cotangents, Gradients, Operands, Problem, Residuals
 from polyattn_native.kernel import PLAIN
+from polyattn_native.visible import kind_of
 
 # Arguments that a program passes on beside numbers.
-_ARRAYS = ("mask", "bias", "sinks", "query_offset")
+_ARRAYS = ("mask", "bias", "sinks", "query_offset", "key_lengths", "block_table")
 _TENSORS = 3 + len(_ARRAYS)
-_TAKEN = PLAIN | {"mask", "bias", "sinks", "query_offset_array", "backward"}
+_TAKEN = PLAIN | {"mask", "bias", "sinks", "query_offset_array", "block_table", "backward"}
 _ARGUMENTS = (
     "Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? bias, Tensor? sinks,"
-    " Tensor? query_offset, bool is_causal, SymInt? left, SymInt? right, SymInt? offset,"
-    " float scale, float? softcap"
+    " Tensor? query_offset, Tensor? key_lengths, Tensor? block_table, bool is_causal,"
+    " SymInt? left, SymInt? right, SymInt? offset, float scale, float? softcap"
 )
 # torch's functions for it have no types.
 _torch: Any = torch
@@ -38,8 +39,15 @@ def reasons_against(problem: Problem) -> list[str]:
     trained = sorted(problem.trained - {"query", "key", "value"})
     if trained and torch.is_grad_enabled():
         return [f"under torch.compile it computes no gradient of {', '.join(trained)}"]
-    others = sorted(problem.features - _TAKEN)
+    others = sorted(problem.features - _TAKEN - _of_lengths(problem))
     return [f"under torch.compile it does not compute {', '.join(others)}"] if others else []
+
+
+def _of_lengths(problem: Problem) -> set[str]:
+    """Return the feature that a mask is if it is one of lengths of keys only."""
+    spec: Any = problem.mask_spec
+    is_one = kind_of(spec) == "padding" and spec.query_lengths is None
+    return {"mask_expression"} if is_one else set()
 
 
 def differentiates(problem: Problem) -> bool:
@@ -70,9 +78,13 @@ def differentiate(
 
 def _arguments(problem: Problem, x: Operands) -> tuple[Any, ...]:
     offset = x.query_offset if problem.query_offset is None else None
+    mask: Any = x.mask
+    lengths = None
+    if problem.mask_spec is not None:
+        mask, lengths = None, torch.as_tensor(mask.key_lengths)
     return (
-        x.query, x.key, x.value, x.mask, x.bias, x.sinks, offset, problem.is_causal,
-        *problem.window, problem.query_offset, problem.scale, problem.softcap,
+        x.query, x.key, x.value, mask, x.bias, x.sinks, offset, lengths, x.block_table,
+        problem.is_causal, *problem.window, problem.query_offset, problem.scale, problem.softcap,
     )  # fmt: skip
 
 
@@ -114,11 +126,17 @@ def register(kernel: Computing) -> None:
     )
 
 
-def _attend_fake(query: Any, key: Any, value: Any, *_: Any) -> Any:
-    batch = _torch.broadcast_shapes(*[one.shape[:-3] for one in (query, key, value)])
+def _attend_fake(query: Any, key: Any, value: Any, *rest: Any) -> Any:
+    table = rest[len(_ARRAYS) - 1]
+    batch = _batch(*[None if x is None else x.shape for x in (query, key, value, table)])
     rows = (*batch, *query.shape[-3:-1])
     logsumexp = query.new_empty(rows, dtype=_accumulator(query.dtype))
     return query.new_empty((*rows, value.shape[-1])), logsumexp
+
+
+def _batch(query: Any, key: Any, value: Any, table: Any) -> Any:
+    keys = [key[:-3], value[:-3]] if table is None else [table[:-1]]
+    return _torch.broadcast_shapes(query[:-3], *keys)
 
 
 def _differentiate_fake(
@@ -154,25 +172,29 @@ def _call(query: Any, key: Any, value: Any, *rest: Any) -> tuple[Problem, Operan
     shapes = [tuple(one.shape) for one in (query, key, value)]
     facts = [None if one is None else (tuple(one.shape), one.dtype) for one in arrays]
     problem = _problem(*shapes, query.dtype, *facts, *numbers)
+    if options["key_lengths"] is not None:
+        options["mask"] = CachePadding(options["key_lengths"])
     return problem, Operands(query, key, value, **options)
 
 
 @lru_cache(maxsize=4096)
 def _problem(
     query: Any, key: Any, value: Any, dtype: Any, mask: Any, bias: Any, sinks: Any, positions: Any,
-    is_causal: bool, left: Any, right: Any, offset: Any, scale: float, softcap: float | None,
+    lengths: Any, table: Any, is_causal: bool, left: Any, right: Any, offset: Any, scale: float,
+    softcap: float | None,
 ) -> Problem:  # fmt: skip
     arrays = {"mask": mask, "bias": bias, "sinks": sinks, "query_offset_array": positions}
+    arrays |= {"mask_expression": lengths, "block_table": table}
     given = [name for name, one in arrays.items() if one is not None]
     return Problem(
         library="torch",
         device="cpu",
         dtype=str(dtype).removeprefix("torch."),
-        batch=tuple(_torch.broadcast_shapes(query[:-3], key[:-3], value[:-3])),
+        batch=tuple(_batch(query, key, value, table and table[0])),
         heads=query[-3],
         key_heads=key[-3],
         query_length=query[-2],
-        key_length=key[-2],
+        key_length=key[-2] * (table[0][-1] if table else 1),
         head_size=query[-1],
         value_size=value[-1],
         is_causal=is_causal,

@@ -384,8 +384,8 @@ private:
                 multiply_seen(count, factors, from, sums);
                 continue;
             }
-            const Matrix<T> all_lanes = {factors, lanes, whole, KEYS * lanes};
-            if (whole) multiply<T, 2, INNER>(count, all_lanes, from, lanes, sums);
+            const Matrix<T> all_lanes = {factors, lanes, lanes, KEYS * lanes};
+            if (whole) multiply<T, 2, INNER>(count, all_lanes, from, whole * lanes, sums);
             if (whole <= last) {
                 const Matrix<T> half = {factors + (int64_t)whole * KEYS * lanes, width};
                 multiply<T, 2, INNER>(count, half, from + whole * lanes * lanes, width, sums, {whole > 0, nullptr});

@@ -25,6 +25,11 @@ typedef struct {
     PolyattnArray query, key, value, output;  // their last axis is contiguous; the output of a
                                               // derivative has the dtype of scores
     PolyattnArray logsumexp;  // (item, head, row), float32 or float64
+    // Keys and values in pages of `page` keys each, if there is a table: the item of `key` and `value` is
+    // then a page, and the pages of an item are a row of the table. Entries after the last key that a
+    // row sees are not read. Only polyattn_attend reads pages.
+    const int64_t* table;  // (items, keys / page)
+    int64_t page;
     double scale;
     double softcap;  // 0 for none
     // Row i sees the keys from i + low to i + high, both plus the item's position if there are any.
@@ -70,6 +75,8 @@ POLYATTN_API int polyattn_push_forward(const PolyattnCall* call, void** state);
 // is no multiple of the numbers' size: then nothing is written.
 POLYATTN_API int polyattn_attend_to(const PolyattnCall* call, int64_t threads, void** query, void** key, void** value,
                                     void** output, void** logsumexp, void** state);
+// The share of a call under way that threads have begun, from 0 to 1.
+POLYATTN_API double polyattn_share(void* const* state);
 // End a call that will not be called again.
 POLYATTN_API void polyattn_cancel(void** state);
 
