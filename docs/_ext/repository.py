@@ -88,7 +88,8 @@ def text_of(file: Path) -> str:
 
 def make(app: Sphinx) -> None:
     """Write a page for each file that pages link to, and delete those of an earlier build."""
-    texts = [(page.read_text(encoding="utf-8"), page.parent) for page in pages()]
+    files = [ROOT / "README.md", *pages()]  # the landing page has the README's text
+    texts = [(page.read_text(encoding="utf-8"), page.parent) for page in files]
     made: dict[Path, str] = {}
     while texts:
         for file in led_to(*texts.pop()):

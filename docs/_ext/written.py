@@ -64,7 +64,13 @@ def error_table() -> str:
     return "\n".join(lines)
 
 
-WRITERS = {"commands": commands, "error-table": error_table}
+def readme() -> str:
+    """Return the README without its title and its links to the pages, for the landing page."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    return text.partition("\n")[2].partition("## Where to go next")[0]
+
+
+WRITERS = {"commands": commands, "error-table": error_table, "readme": readme}
 PLACE = re.compile(rf"^```{{({'|'.join(WRITERS)})}}\n```$", flags=re.MULTILINE)
 
 
