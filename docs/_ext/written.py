@@ -67,7 +67,8 @@ def error_table() -> str:
 def readme() -> str:
     """Return the README without its title and its links to the pages, for the landing page."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    return text.partition("\n")[2].partition("## Where to go next")[0]
+    text = text.partition("\n")[2].partition("## Where to go next")[0]
+    return re.sub(r'<img src="(.*?)".* alt="(.*?)">', r"![\2](\1)", text)
 
 
 WRITERS = {"commands": commands, "error-table": error_table, "readme": readme}

@@ -63,7 +63,38 @@ SPEED = [
     f"AVX2 only | {speed('The compiled kernel', 0)} |",
     f"AVX-512 | {speed('NumPy on a CPU', 1)} |",
 ]
+
+
+def xla(rows):
+    """Return the figures of JAX's `xla` in rows of the page on performance."""
+    return [
+        float(x) for x in re.findall(rf"^\| {rows} \|.*\*\*([\d.]+)\*\*", PERFORMANCE, re.MULTILINE)
+    ]
+
+
+def on_the_xeon(length):
+    """Return the time of NumPy over torch's in the table of the page on benchmarks."""
+    page = (ROOT / "docs" / "bench.md").read_text(encoding="utf-8")
+    rows = [rf"^ +{length}  {name}  +\w+ +([\d.]+) " for name in ("numpy", "torch:cpu")]
+    ours, torch = (float(re.search(row, page, re.MULTILINE)[1]) for row in rows)
+    return ours / torch
+
+
+SHORT_XLA = xla(r"\(1, 12, (?:32|64|128|256), \d+, 64\) \| (?:full|causal)")
+XLA = xla(
+    r"\(1, 12, (?:512|2048), \d+, 64\) \| (?:full|causal) \| \S+ \S+ \| [\d.]+ \| [\d.]+ \| [\d.]+"
+)
 SAID = [
+    ("README.md", f"kernel took 1.0 to {on_the_xeon(512):.2f} from 512 tokens on and"),
+    ("README.md", f"and {on_the_xeon(256):.1f} for 256 causal"),
+    ("docs/native.md", f"up to {on_the_xeon(512):.2f} at 512: the table of"),
+    (
+        "docs/performance.md",
+        f"up to {ratios((128, 256))[1]:.1f} times torch's time for 12 heads of 128",
+    ),
+    ("docs/performance.md", f"of a whole encoder takes {float(PADDED):.1f} times the time"),
+    ("docs/performance.md", f"and {min(SHORT_XLA):.1f} to {max(SHORT_XLA):.1f} below."),
+    ("docs/performance.md", f"takes {min(XLA):.1f} to 1.5 times torch's time from 512 tokens on"),
     ("README.md", f"takes {PACKED} of the time of `transformers` on torch with its"),
     ("README.md", f"packed, and {PADDED} with padding"),
     ("README.md", "[{:.0f} to {:.0f} µs]".format(*ADDED)),

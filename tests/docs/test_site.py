@@ -137,6 +137,19 @@ def test_every_page_has_its_place_in_the_sidebar_once():
     assert [name for name in ours if f"({name}.md)" not in before] == []
 
 
+def test_pages_have_titles_of_their_own():
+    titles = [page.read_text(encoding="utf-8").partition("\n")[0] for page in PAGES]
+    assert sorted(titles) == sorted(set(titles))
+
+
+def test_the_groups_of_the_sidebar_are_folded_but_for_that_of_the_page():
+    group = '<p class="caption"><span class="caption-text">{}</span></p>\n<ul{}><li>x</li></ul>'
+    folded = looks.GROUP.sub(
+        looks.folded, group.format("A", ' class="current"') + group.format("B", "")
+    )
+    assert re.findall(r"<details( open)?><summary.*?>(\w)<", folded) == [(" open", "A"), ("", "B")]
+
+
 def test_the_glossary_has_the_words_that_people_look_for_in_order():
     page = (DOCS / "reference" / "glossary.md").read_text(encoding="utf-8")
     terms = re.findall(r"^\| (?!term|-)(.+?) \|", page, flags=re.MULTILINE)
