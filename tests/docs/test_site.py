@@ -8,11 +8,13 @@ import sys
 import tomllib
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import array_types
 import capabilities
 import links
 import looks
+import moved
 import native
 import pytest
 import repository
@@ -148,6 +150,41 @@ def test_the_groups_of_the_sidebar_are_folded_but_for_that_of_the_page():
         looks.folded, group.format("A", ' class="current"') + group.format("B", "")
     )
     assert re.findall(r"<details( open)?><summary.*?>(\w)<", folded) == [(" open", "A"), ("", "B")]
+
+
+def test_a_page_is_described_by_its_first_sentences():
+    doctree = new_document("page")
+    doctree += nodes.paragraph("", "", nodes.Text('A "mask"\nhides keys.'))
+    context = {"metatags": ""}
+    looks.describe(None, "masks", "page.html", context, doctree)
+    assert 'name="description" content="A &quot;mask&quot; hides keys."' in context["metatags"]
+
+
+def test_an_old_address_leads_to_what_is_there_now(tmp_path):
+    moved.redirect(SimpleNamespace(outdir=tmp_path), None)
+    for old, new in moved.MOVED.items():
+        (found,) = links.page(tmp_path / f"{old}.html").links
+        file, _, anchor = new.partition("#")
+        assert (tmp_path / f"{old}.html").parent.joinpath(found.to.partition("#")[0]).resolve() == (
+            tmp_path / file
+        )
+        page = DOCS / file.replace(".html", ".md")
+        if anchor:
+            assert anchor in re.sub(r"[ -]", "-", page.read_text(encoding="utf-8").lower())
+
+
+def test_the_landing_page_is_the_readme():
+    assert written.readme().startswith("\npolyattn computes attention")
+    assert "<img" not in written.readme()
+    assert "## How fast it is" in written.readme()
+    assert repository.page_of(ROOT / "README.md") == "index"
+
+
+def test_search_prefers_titles_and_wants_all_words():
+    index = {"docnames": ["a", "b"], "titles": ["A", "B"], "titleterms": {"mask": 1}}
+    index["terms"] = {"mask": [0, 1], "causal": 0}
+    assert links.search(index, "masks") == ["b", "a"]
+    assert links.search(index, "causal masks") == ["a"]
 
 
 def test_the_glossary_has_the_words_that_people_look_for_in_order():
