@@ -214,6 +214,7 @@ def test_a_build_makes_a_page_of_each_file_that_a_page_leads_to(tmp_path, monkey
     (docs / "_files" / "stale.md").write_text("of an earlier build")
     (docs / "index.md").write_text("[a](../guide.md) ![b](../picture.png) [c](here.md)")
     (docs / "here.md").write_text("")
+    (tmp_path / "README.md").write_text("[a](guide.md)")
     (tmp_path / "guide.md").write_text("[a](code.py) [b](docs/here.md)")
     (tmp_path / "code.py").write_text("x = 1\n")
     (tmp_path / "picture.png").write_text("")
