@@ -18,6 +18,7 @@ from polyattn.nn.module import Module, holds_modules
 from polyattn.nn.paged import PagedCache
 
 __all__ = ["register"]
+__dir__ = __all__.copy
 
 T = TypeVar("T")
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from polyattn._api.names import with_our_names
 from polyattn._base.arguments import check_int
 from polyattn._base.arrays import Array, cast, facts_of, library_of, numbers_like
 from polyattn._dispatch.transfer import convert_like
@@ -15,6 +16,7 @@ from polyattn.nn.layers import Embedding
 from polyattn.nn.models import Transformer
 
 
+@with_our_names("cache", "caches", "positions", "segments")
 def generate(
     model: Transformer,
     ids: Array,
@@ -85,7 +87,10 @@ def generate(
     if not xp.isdtype(ids.dtype, "integral") or not ids.shape or not ids.shape[-1]:
         raise TypeError(f"ids must be integers of the shape (..., L), L > 0; got {facts_of(ids)}")
     if not model.tied and model.output is None:
-        raise ValueError("the model has no logits: load it with logits=True")
+        raise ValueError(
+            "the model has no logits: load a decoder with logits=True; an encoder, such as BERT,"
+            " has nothing to generate"
+        )
     choose = _chooser(temperature, top_k, top_p, seed)
     stops = [check_int("stop", token) for token in _listed(stop)]
     _check_options(options)

@@ -165,6 +165,9 @@ ONE = np.zeros((1, 1), dtype=np.int64)
         ({"caches": ()}, TypeError, "generate makes its own caches: pass all tokens so far as ids"),
         ({"positions": np.arange(3)}, TypeError, "each token after the one before.*: omit positi"),
         ({"segments": ONE[0]}, TypeError, "in segment 0: omit segments"),
+        ({"max_new_tokens": 3}, TypeError, r"^generate\(\) has no argument .*; pass steps=$"),
+        ({"temprature": 3}, TypeError, r"^generate\(\) got an .* did you mean 'temperature'\?"),
+        ({"attn_mask": 3}, TypeError, r"^generate\(\) has no argument 'attn_mask'; pass mask="),
         (
             {"ids": np.asarray([0, 2]), "jit": lambda step: 1 / 0},
             ValueError,
@@ -173,7 +176,7 @@ ONE = np.zeros((1, 1), dtype=np.int64)
         (
             {"model": nn.Transformer(HALVES.embedding, HALVES.stack)},
             ValueError,
-            "no logits: load it with logits=True",
+            "no logits: load a decoder with logits=True; an encoder, .* nothing to generate",
         ),
     ],
 )
