@@ -1,4 +1,4 @@
-"""Draw the pictures of masks.md by running the code below each."""
+"""Draw the pictures of masks.md and plot.md by running the code below each."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from pictures import DPI, drawn, write
 from PIL import Image
 
 matplotlib.use("Agg")
-PAGE = Path(__file__).with_name("masks.md")
+FOLDER = Path(__file__).parent
 #: Dots across a thumbnail.
 ACROSS = 288
 
@@ -23,16 +23,17 @@ def thumbnail(picture: Image.Image, figure: Figure) -> Image.Image:
 
 
 def save(figure: Figure, file: Path) -> None:
-    """Save a figure and its thumbnail."""
+    """Save a figure, and the thumbnail of a mask."""
     picture = drawn(figure)
     write(picture, file)
     name = file.name.replace("mask-", "thumb-")
-    write(thumbnail(picture, figure), file.with_name(name))
+    if name != file.name:
+        write(thumbnail(picture, figure), file.with_name(name))
 
 
-def main(folder: Path = PAGE.parent) -> None:
+def main(folder: Path = FOLDER) -> None:
     """Draw the pictures."""
-    for done in run(PAGE):
+    for done in (*run(FOLDER / "masks.md"), *run(FOLDER / "plot.md")):
         if done.block.picture is not None:
             save(done.names["figure"], folder / done.block.picture)
 

@@ -21,6 +21,7 @@ from cases import REFERENCE, Array, Case, both, contenders, textbook
 from script import Row
 
 from polyattn.bench import timing
+from polyattn.bench.picture import COLOURS, MARKERS
 
 CASES = (
     *both(1, 12, 32, 64),
@@ -175,8 +176,10 @@ def draw(options: script.Options, plotted: list[tuple[Case, list[Row]]]) -> None
         for case, rows in own:
             for row in rows:
                 points.setdefault(row.name, []).append((case.length, row.seconds * 1e3))
-        for name, found in points.items():
-            axis.loglog(*zip(*found, strict=True), marker="o", markersize=3, label=name)
+        looks = zip(COLOURS, MARKERS, strict=False)  # more than there are contenders
+        for (name, found), (colour, marker) in zip(points.items(), looks, strict=False):
+            style = {"color": colour, "marker": marker, "markersize": 5, "label": name}
+            axis.loglog(*zip(*found, strict=True), **style)
         floors = [
             (c.length, floor_of(c, options.window / 4, options.threads) * 1e3) for c, _ in own
         ]

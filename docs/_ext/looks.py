@@ -3,8 +3,11 @@
 The pages stay plain Markdown, which says nothing of any of this.
 """
 
+import re
 from collections.abc import Iterator
+from html import escape
 from pathlib import Path
+from typing import Any
 
 from docutils import nodes
 from PIL import Image
@@ -15,6 +18,11 @@ from sphinx.application import Sphinx
 DPI = 84
 #: A formula of more characters may break into lines.
 LONG = 28
+GROUP = re.compile(
+    r'<p class="caption"[^>]*><span class="caption-text">(?P<name>.*?)</span></p>\s*'
+    r"(?P<list><ul.*?</ul>)",
+    flags=re.DOTALL,
+)
 EDIT = "https://github.com/polyattn/polyattn/edit/main/"
 
 
@@ -83,8 +91,26 @@ def link_to_source(
         context["theme_source_edit_link"] = EDIT + path
 
 
+def describe(
+    app: Sphinx, page: str, template: str, context: dict[str, Any], doctree: nodes.document
+) -> None:
+    """Describe a page to search engines by its first sentences, and fold the sidebar's groups."""
+    if doctree is not None and (first := next(doctree.findall(nodes.paragraph), None)):
+        text = escape(" ".join(first.astext().split())[:200])
+        context["metatags"] += f'\n<meta name="description" content="{text}" />'
+    context["furo_navigation_tree"] = GROUP.sub(folded, context.get("furo_navigation_tree", ""))
+
+
+def folded(group: re.Match[str]) -> str:
+    """Return a group of the sidebar, open if the page belongs to it."""
+    is_open = " open" if "current" in group["list"] else ""
+    summary = f'<summary class="caption">{group["name"]}</summary>'
+    return f"<details{is_open}>{summary}{group['list']}</details>"
+
+
 def setup(app: Sphinx) -> dict[str, bool]:
     """Register with Sphinx."""
     app.connect("doctree-read", improve, priority=900)  # after images have their addresses
     app.connect("html-page-context", link_to_source)
+    app.connect("html-page-context", describe, priority=900)  # after the theme's
     return {"parallel_read_safe": True, "parallel_write_safe": True}

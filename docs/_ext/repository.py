@@ -30,6 +30,8 @@ def pages() -> list[Path]:
 def page_of(file: Path) -> str:
     """Return the name of the page that shows a file."""
     path = file.relative_to(ROOT).as_posix()
+    if path == "README.md":
+        return "index"
     if file.is_relative_to(DOCS) and file.suffix == ".md":
         return file.relative_to(DOCS).with_suffix("").as_posix()
     return f"{MADE}/{path.removesuffix('.md')}"
@@ -74,7 +76,8 @@ def relinked(text: str, folder: Path) -> str:
 def text_of(file: Path) -> str:
     """Return the text of the page that shows a file."""
     if file.suffix == ".md":
-        return f"---\norphan: true\n---\n\n{file.read_text(encoding='utf-8')}"
+        hidden = "nosearch: true\n" if file.name == "CHANGELOG.md" else ""
+        return f"---\norphan: true\n{hidden}---\n\n{file.read_text(encoding='utf-8')}"
     try:
         language = get_lexer_for_filename(file.name).aliases[0]
     except ClassNotFound:
@@ -88,7 +91,8 @@ def text_of(file: Path) -> str:
 
 def make(app: Sphinx) -> None:
     """Write a page for each file that pages link to, and delete those of an earlier build."""
-    texts = [(page.read_text(encoding="utf-8"), page.parent) for page in pages()]
+    files = [ROOT / "README.md", *pages()]  # the landing page has the README's text
+    texts = [(page.read_text(encoding="utf-8"), page.parent) for page in files]
     made: dict[Path, str] = {}
     while texts:
         for file in led_to(*texts.pop()):

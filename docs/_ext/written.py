@@ -64,7 +64,14 @@ def error_table() -> str:
     return "\n".join(lines)
 
 
-WRITERS = {"commands": commands, "error-table": error_table}
+def readme() -> str:
+    """Return the README without its title and its links to the pages, for the landing page."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    text = text.partition("\n")[2].partition("## Where to go next")[0]
+    return re.sub(r'<img src="(.*?)".* alt="(.*?)">', r"![\2](\1)", text)
+
+
+WRITERS = {"commands": commands, "error-table": error_table, "readme": readme}
 PLACE = re.compile(rf"^```{{({'|'.join(WRITERS)})}}\n```$", flags=re.MULTILINE)
 
 

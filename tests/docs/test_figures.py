@@ -38,9 +38,71 @@ def between(lengths, digits):
 PACKED, PADDED = ratio("the sentences packed"), ratio("on the padded batch")
 STEPS = re.findall(r"first time: \w+ \| ([\d.]+) \| ([\d.]+)", PERFORMANCE)
 FIRST = [sum(map(float, column)) for column in zip(*STEPS, strict=True)]
+STEPS_OF = dict(re.findall(r"^\| (.+?) \| ([\d.]+) \| [\d.]+ \|$", PERFORMANCE, re.MULTILINE))
+ADDED = [float(x) for x in re.findall(r"\| ([\d.]+) to [\d.]+ µs \|", PERFORMANCE)]
+ADDED = sorted(round(x) for x in ADDED)
+
+
+def speed(heading, column):
+    """Return the cells of a row of the README: plain calls of some lengths, over torch's time."""
+    section = PERFORMANCE.partition(f"## {heading}\n")[2].partition("\n## ")[0]
+    row = r"^\| \(\d+, \d+, (\d+), \d+, \d+\) (?:\| )?(full|causal|padding) \| (.*) \|$"
+    groups = {"short": [], "middle": [], "long": [], "padding": []}
+    for length, kind, cells in re.findall(row, section, re.MULTILINE):
+        by_length = "short" if int(length) < 128 else "middle" if int(length) < 512 else "long"
+        cell = cells.split(" | ")[column].strip("*").partition("*")[0].strip()
+        if cell:
+            groups["padding" if kind == "padding" else by_length].append(cell)
+    ends = [sorted({min(x, key=float), max(x, key=float)}, key=float) for x in groups.values()]
+    return " | ".join(" to ".join(end) for end in ends)
+
+
+SPEED = [
+    f"AVX-512 | {speed('NumPy on a CPU', 0)} |",
+    f"AVX2 only | {speed('The compiled kernel', 1)} |",
+    f"AVX2 only | {speed('The compiled kernel', 0)} |",
+    f"AVX-512 | {speed('NumPy on a CPU', 1)} |",
+]
+
+
+def xla(rows):
+    """Return the figures of JAX's `xla` in rows of the page on performance."""
+    return [
+        float(x) for x in re.findall(rf"^\| {rows} \|.*\*\*([\d.]+)\*\*", PERFORMANCE, re.MULTILINE)
+    ]
+
+
+def on_the_xeon(length):
+    """Return the time of NumPy over torch's in the table of the page on benchmarks."""
+    page = (ROOT / "docs" / "bench.md").read_text(encoding="utf-8")
+    rows = [rf"^ +{length}  {name}  +\w+ +([\d.]+) " for name in ("numpy", "torch:cpu")]
+    ours, torch = (float(re.search(row, page, re.MULTILINE)[1]) for row in rows)
+    return ours / torch
+
+
+SHORT_XLA = xla(r"\(1, 12, (?:32|64|128|256), \d+, 64\) \| (?:full|causal)")
+XLA = xla(
+    r"\(1, 12, (?:512|2048), \d+, 64\) \| (?:full|causal) \| \S+ \S+ \| [\d.]+ \| [\d.]+ \| [\d.]+"
+)
 SAID = [
-    ("README.md", f"| an encoder on NumPy over `transformers` on torch | {PACKED} |"),
-    ("README.md", f"512 to 16384 tokens | {between((512, 16384), 1)} |"),
+    ("README.md", f"kernel took 1.0 to {on_the_xeon(512):.2f} from 512 tokens on and"),
+    ("README.md", f"and {on_the_xeon(256):.1f} for 256 causal"),
+    ("docs/native.md", f"up to {on_the_xeon(512):.2f} at 512: the table of"),
+    (
+        "docs/performance.md",
+        f"up to {ratios((128, 256))[1]:.1f} times torch's time for 12 heads of 128",
+    ),
+    ("docs/performance.md", f"of a whole encoder takes {float(PADDED):.1f} times the time"),
+    ("docs/performance.md", f"and {min(SHORT_XLA):.1f} to {max(SHORT_XLA):.1f} below."),
+    ("docs/performance.md", f"takes {min(XLA):.1f} to 1.5 times torch's time from 512 tokens on"),
+    ("README.md", f"takes {PACKED} of the time of `transformers` on torch with its"),
+    ("README.md", f"packed, and {PADDED} with padding"),
+    ("README.md", "[{:.0f} to {:.0f} µs]".format(*ADDED)),
+    ("README.md", f"on NumPy takes {STEPS_OF['whole call']} µs, of which the kernel"),
+    ("README.md", f"of which the kernel {STEPS_OF['of which the kernel']}."),
+    ("README.md", "adds {:.0f} to {:.0f} µs.".format(*[round(n, -1) for n in FIRST])),
+    ("README.md", f"a window of 256 takes {ratio('window.256, 0.')} of the causal time"),
+    *[("README.md", row) for row in SPEED],
     ("docs/how-to/service.md", f"packing takes {PACKED} of the time"),
     ("docs/how-to/service.md", f"on NumPy takes {PADDED} times as long"),
     ("examples/minilm/README.md", f"NumPy takes {PACKED} of the time"),

@@ -50,7 +50,9 @@ def gallery():
 
 def test_each_code_block_of_the_gallery_draws_its_picture(gallery, drawn_by, tmp_path):
     (tmp_path / "images").mkdir()
-    assert drawn_by(importlib.import_module("masks"), tmp_path, 4000) == set(gallery)
+    plots = {f"images/{file.name}" for file in (DOCS / "images").glob("plot-*.png")}
+    assert drawn_by(importlib.import_module("masks"), tmp_path, 2000) == {*gallery, *plots}
+    assert len(plots) == (DOCS / "plot.md").read_text(encoding="utf-8").count("](images/") == 5
     assert len(gallery) == len(DRAWN) >= 17
     assert all((DOCS / picture).exists() for picture in gallery)
 
@@ -113,7 +115,7 @@ def keys_of(row):
 
 @pytest.mark.parametrize("row", ROWS, ids=[row[0] for row in ROWS])
 def test_what_to_write_means_what_the_other_library_computes(row):
-    _, formula, ours = row
+    _, ours, formula = row
     options = eval(f"dict({ours})", LETTERS)
     shape = (B, H, L, keys_of(row))
     np.testing.assert_array_equal(
@@ -265,4 +267,4 @@ def test_each_row_with_a_tick_has_its_peer_and_no_other():
 def test_the_library_itself_sees_what_the_row_says(name):
     row = next(row for row in CHECKED if row[0].startswith(name))
     shape = (B, H, L, keys_of(row))
-    np.testing.assert_array_equal(PEERS[name](), by_arithmetic(shape, row[1], LETTERS))
+    np.testing.assert_array_equal(PEERS[name](), by_arithmetic(shape, row[2], LETTERS))

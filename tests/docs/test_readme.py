@@ -22,14 +22,21 @@ def squeezed(text):
 def test_the_page_prints_what_it_shows_and_the_errors_are_the_ones_raised():
     assert pages.surprises(README) == []
     namespace = pages.run(README)[-1].names
-    shown = blocks("text")[1]
+    shown = blocks("text")[-1]
     calls = re.findall(r"^>>> (.*)\n(\w+): ((?:.+\n)+)", shown, flags=re.MULTILINE)
-    assert len(calls) == 2
+    assert len(calls) == 1
     for call, kind, message in calls:
         with pytest.raises((TypeError, ValueError)) as caught:
             eval(call, {**namespace, "np": np})
         assert type(caught.value).__name__ == kind
         assert squeezed(str(caught.value)) == squeezed(message)
+
+
+def test_the_page_is_short_and_its_first_example_needs_numpy_only():
+    assert len(TEXT.splitlines()) <= 200
+    first = next(pages.blocks(README))
+    assert len(first.code.splitlines()) <= 5
+    assert re.findall(r"^(?:import|from) (\w+)", first.code, flags=re.M) == ["numpy", "polyattn"]
 
 
 def test_every_make_target_it_names_exists():

@@ -8,11 +8,13 @@ import sys
 import tomllib
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import array_types
 import capabilities
 import links
 import looks
+import moved
 import native
 import pytest
 import repository
@@ -53,30 +55,35 @@ def test_every_place_that_a_page_points_to_is_there(page):
             assert letters[0] in letters[1:], target
 
 
-WHO_DIFFERS = {  # rows of the landing page, by those of peers.md
-    "causal rows, where L and S differ": "`is_causal`",
-    "a row hidden by False in a mask": "a row hidden by False in a mask",
-    "a row hidden by a bias of −inf": "a row hidden by a bias of −inf",
-    "a hidden NaN or infinity": "NaN and infinity",
-    "float64: the largest error": "float64: the largest error (in units)",
+WHO_DIFFERS = {  # rows of the README that are measured, with those of peers.md
+    "row with no visible key": "a row hidden by False in a mask",
+    "causal when `L != S`": "`is_causal`",
+    "NaN in a hidden key or value": "NaN and infinity",
 }
+WORDS = {"0": "0", "mean": "mean of the values", "top-left": "top left"}
+WORDS["leaks"] = "reaches the output"
 
 
-def test_the_landing_page_says_of_others_what_was_measured():
-    """The first column is ours; the suite tests all of it but the figure."""
+@pytest.mark.parametrize("name", WHO_DIFFERS)
+def test_the_readme_says_of_others_what_was_measured(name):
+    """The first column is ours, which the suite tests."""
 
-    def rows(page):
-        lines = re.findall(r"^\| (.+) \|$", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
-        return {name: cells for name, *cells in (line.split(" | ") for line in lines)}
+    def row(page, name):
+        line = next(x for x in page.read_text("utf-8").splitlines() if x.startswith(f"| {name} |"))
+        return line.split(" | ")[1:]
 
-    measured, shown = rows(DOCS / "peers.md"), rows(DOCS / "index.md")
-    for name, source in WHO_DIFFERS.items():
-        for cell, figure in zip(shown[name][1:], measured[source], strict=False):
-            assert figure.replace("**", "").startswith(cell)
+    torch, jax = row(DOCS / "peers.md", WHO_DIFFERS[name])[:2]
+    shown = row(ROOT / "README.md", name)
+    for cell, measured in ((shown[1], torch), (shown[3], jax)):
+        assert cell.rstrip(" |") == WORDS[re.match(r"\**([\w-]+)", measured)[1]]
+
+
+def test_the_error_in_float64_is_as_the_semantics_say():
     case = replace(CASES["D = 80"], name="D = 80, float64", dtype="float64")
     arrays, _ = case.arguments()
     error = abs(attention(*arrays) - exact(case).output).max()
-    bound = float(shown["float64: the largest error"][0].removeprefix("< "))
+    page = (DOCS / "semantics.md").read_text(encoding="utf-8")
+    bound = float(re.search(r"below (2e-15) in float64", page)[1])
     assert bound / 10 < error < bound  # the order of sums depends on the processor
 
 
@@ -132,6 +139,54 @@ def test_every_page_has_its_place_in_the_sidebar_once():
     assert [name for name in ours if f"({name}.md)" not in before] == []
 
 
+def test_pages_have_titles_of_their_own():
+    titles = [page.read_text(encoding="utf-8").partition("\n")[0] for page in PAGES]
+    assert sorted(titles) == sorted(set(titles))
+
+
+def test_the_groups_of_the_sidebar_are_folded_but_for_that_of_the_page():
+    group = '<p class="caption"><span class="caption-text">{}</span></p>\n<ul{}><li>x</li></ul>'
+    folded = looks.GROUP.sub(
+        looks.folded, group.format("A", ' class="current"') + group.format("B", "")
+    )
+    assert re.findall(r"<details( open)?><summary.*?>(\w)<", folded) == [(" open", "A"), ("", "B")]
+
+
+def test_a_page_is_described_by_its_first_sentences():
+    doctree = new_document("page")
+    doctree += nodes.paragraph("", "", nodes.Text('A "mask"\nhides keys.'))
+    context = {"metatags": ""}
+    looks.describe(None, "masks", "page.html", context, doctree)
+    assert 'name="description" content="A &quot;mask&quot; hides keys."' in context["metatags"]
+
+
+def test_an_old_address_leads_to_what_is_there_now(tmp_path):
+    moved.redirect(SimpleNamespace(outdir=tmp_path), None)
+    for old, new in moved.MOVED.items():
+        (found,) = links.page(tmp_path / f"{old}.html").links
+        file, _, anchor = new.partition("#")
+        assert (tmp_path / f"{old}.html").parent.joinpath(found.to.partition("#")[0]).resolve() == (
+            tmp_path / file
+        )
+        page = DOCS / file.replace(".html", ".md")
+        if anchor:
+            assert anchor in re.sub(r"[ -]", "-", page.read_text(encoding="utf-8").lower())
+
+
+def test_the_landing_page_is_the_readme():
+    assert written.readme().startswith("\npolyattn computes attention")
+    assert "<img" not in written.readme()
+    assert "## How fast it is" in written.readme()
+    assert repository.page_of(ROOT / "README.md") == "index"
+
+
+def test_search_prefers_titles_and_wants_all_words():
+    index = {"docnames": ["a", "b"], "titles": ["A", "B"], "titleterms": {"mask": 1}}
+    index["terms"] = {"mask": [0, 1], "causal": 0}
+    assert links.search(index, "masks") == ["b", "a"]
+    assert links.search(index, "causal masks") == ["a"]
+
+
 def test_the_glossary_has_the_words_that_people_look_for_in_order():
     page = (DOCS / "reference" / "glossary.md").read_text(encoding="utf-8")
     terms = re.findall(r"^\| (?!term|-)(.+?) \|", page, flags=re.MULTILINE)
@@ -159,6 +214,7 @@ def test_a_build_makes_a_page_of_each_file_that_a_page_leads_to(tmp_path, monkey
     (docs / "_files" / "stale.md").write_text("of an earlier build")
     (docs / "index.md").write_text("[a](../guide.md) ![b](../picture.png) [c](here.md)")
     (docs / "here.md").write_text("")
+    (tmp_path / "README.md").write_text("[a](guide.md)")
     (tmp_path / "guide.md").write_text("[a](code.py) [b](docs/here.md)")
     (tmp_path / "code.py").write_text("x = 1\n")
     (tmp_path / "picture.png").write_text("")

@@ -2,7 +2,6 @@
 
 import importlib
 import itertools
-from pathlib import Path
 
 import matplotlib
 import numpy as np
@@ -296,19 +295,6 @@ def test_a_mask_is_drawn_as_its_own_method_draws_it(mask):
     if isinstance(mask, type(masks.causal())):
         expected = draw_mask(mask, 9, 9, tile=3, axes=Figure().add_subplot())
         np.testing.assert_array_equal(kinds, shown(expected))
-
-
-# ---- the page ----
-
-
-@pytest.mark.slow
-def test_the_code_of_the_page_draws_its_pictures(drawn_by, tmp_path):
-    docs = Path(__file__).resolve().parents[2] / "docs"
-    drawing = importlib.import_module("plot")
-    (tmp_path / "images").mkdir()
-    drawn = drawn_by(drawing, tmp_path, 2000)
-    assert drawn == {f"images/{file.name}" for file in docs.glob("images/plot-*.png")}
-    assert len(drawn) == drawing.PAGE.read_text(encoding="utf-8").count("](images/") == 5
 
 
 # ---- what holds for all ----
