@@ -1,0 +1,329 @@
+"""Define QuantizedCache: keys and values as integers of 8 bits, and the newest ones as they are.
+
+Keys have a step for each channel of a block of tokens, values one for each token, as in KIVI [1]_.
+Attention makes floats of some blocks at a time, so no copy is as large as the cache.
+
+References
+----------
+.. [1] Liu et al., "KIVI: A Tuning-Free Asymmetric 2bit Quantization for KV Cache", 2024.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from polyattn._api.partial import Partial, attention_partial, merge
+from polyattn._base.arguments import check_int
+from polyattn._base.arrays import (
+    Array,
+    ArrayFacts,
+    accumulator_of,
+    cast,
+    facts_of,
+    is_array,
+    is_recorded,
+    library_of,
+)
+from polyattn._base.slices import Slice
+from polyattn._core.call.describe import describe
+from polyattn._core.call.parts import options_of, options_of_part
+from polyattn._core.call.problem import examine
+from polyattn._core.expressions.parts import Part
+from polyattn.nn.cache import KVCache, checked_tokens, known
+
+#: Numbers of a piece of the keys that become floats at once: some MB, which stay in a CPU's cache.
+PIECE = 2**19
+
+
+@dataclass(frozen=True, eq=False)
+class QuantizedCache:
+    """Keys and values of the tokens so far, of which only the newest are floats.
+
+    The error of an entry is at most half a step: a 254th of the largest key of its channel in a
+    block, or of its token's largest value. There are no gradients with respect to keys and values.
+
+    Attributes
+    ----------
+    codes : KVCache
+        The older tokens as integers, arrays of int8.
+    steps : KVCache
+        What to multiply them by: of the keys, shape (..., G, blocks, D), and of the values, shape
+        (..., G, blocks, block).
+    recent : KVCache
+        The newest tokens, at least `window` of them and less than `window` + `block`.
+    window : int
+        Number of the newest tokens that stay as they are.
+    block : int
+        Number of tokens that become integers at once.
+    """
+
+    codes: KVCache
+    steps: KVCache
+    recent: KVCache
+    window: int
+    block: int
+
+    @classmethod
+    def init(
+        cls,
+        heads: int,
+        size: int,
+        capacity: int,
+        *,
+        like: Array,
+        batch: tuple[int, ...] = (),
+        value_size: int | None = None,
+        window: int = 32,
+        block: int = 64,
+    ) -> QuantizedCache:
+        """Return an empty cache.
+
+        Parameters
+        ----------
+        heads, size, capacity, like, batch, value_size
+            As for `KVCache.init`, but all numbers; the memory grows as needed.
+        window : int
+            Number of the newest tokens that stay as they are.
+        block : int
+            Number of tokens whose keys have one step for each channel.
+
+        Raises
+        ------
+        ValueError
+            If `window` is below 0 or `block` below 1.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> from polyattn import nn
+        >>> prompt = np.ones((8, 500, 64), dtype=np.float32)
+        >>> cache = nn.QuantizedCache.init(8, 64, 512, like=prompt).append(prompt, prompt)
+        >>> cache.codes.length, cache.recent.length
+        (448, 52)
+        >>> cache.attention(prompt[:, -1:]).shape
+        (8, 1, 64)
+        """
+        for name, number, least in (("window", window, 0), ("block", block, 1)):
+            if check_int(name, number) < least:
+                raise ValueError(f"{name} must be at least {least}; got {number}")
+        blocks, widths = -(-check_int("capacity", capacity) // block), (size, value_size or size)
+        xp = library_of(like, "like").xp
+        kinds = [xp.astype(like, getattr(xp, name)) for name in ("int8", _sums(like))]
+        codes = KVCache.init(
+            heads, size, blocks * block, like=kinds[0], batch=batch, value_size=widths[1]
+        )
+        steps = KVCache.init(heads, size, blocks, like=kinds[1], batch=batch, value_size=block)
+        recent = KVCache.init(
+            heads, size, window + block, like=like, batch=batch, value_size=widths[1]
+        )
+        return cls(codes, steps, recent, window, block)
+
+    @property
+    def length(self) -> int:
+        """Number of tokens in the cache."""
+        return _number(self.codes.length) + _number(self.recent.length)
+
+    @property
+    def next_position(self) -> int:
+        """The position of the next token."""
+        return self.length
+
+    def append(self, key: Array, value: Array, *, query: Array | None = None) -> QuantizedCache:
+        """Return a cache with more tokens at the end; this cache does not change.
+
+        Parameters
+        ----------
+        key, value : Array
+            Keys and values of n tokens, shapes (..., G, n, D) and (..., G, n, E).
+        query : Array, optional
+            The queries that attend to them. If these need a gradient, nothing is overwritten.
+
+        Returns
+        -------
+        QuantizedCache
+
+        Raises
+        ------
+        ValueError
+            If the shapes do not fit, a key or value needs a gradient, or the library traces.
+        TypeError
+            If the library or dtype differs.
+        """
+        key, value = checked_tokens(self.recent, key, value)
+        if any(facts_of(new).requires_grad or is_recorded(new) for new in (key, value)):
+            raise ValueError(
+                "a quantised cache has no gradient with respect to keys and values: detach them, or"
+                " give a KVCache"
+            )
+        recent, size = self.recent, self.block
+        kept = _number(recent.length)
+        blocks = max(kept + key.shape[-2] - self.window, 0) // size
+        if not blocks:
+            return replace(self, recent=recent.append(key, value, query=query))
+        xp = library_of(key).xp
+        tokens = [
+            xp.concat((old, new), axis=-2)
+            for old, new in ((recent.keys, key), (recent.values, value))
+        ]
+        codes, steps = zip(
+            *(_quantized(array[..., : blocks * size, :], size, axis)
+              for array, axis in zip(tokens, (-2, -1), strict=True)),
+            strict=True,
+        )  # fmt: skip
+        step = self.codes.append(*codes), self.steps.append(*steps)
+        rest = [array[..., blocks * size :, :] for array in tokens]
+        return replace(self, codes=step[0], steps=step[1], recent=self._of_recent(*rest))
+
+    def truncate(self, length: int) -> QuantizedCache:
+        """Return a cache of the first `length` tokens; this cache does not change.
+
+        Parameters
+        ----------
+        length : int
+            Number of tokens to keep.
+
+        Returns
+        -------
+        QuantizedCache
+        """
+        if not 0 <= check_int("length", length) <= self.length:
+            raise ValueError(
+                f"length must be from 0 to the cache's {self.length} tokens; got {length}"
+            )
+        coded = _number(self.codes.length)
+        if length >= coded:
+            return replace(self, recent=self.recent.truncate(length - coded))
+        # The last tokens are no whole block: they become floats again.
+        whole = length // self.block
+        codes = self.codes.truncate(whole * self.block)
+        rest = self._floats(whole, whole + 1, self.recent.key.dtype)
+        recent = self._of_recent(*[array[..., : length % self.block, :] for array in rest])
+        return replace(self, codes=codes, steps=self.steps.truncate(whole), recent=recent)
+
+    def attention(self, query: Array, **options: Any) -> Array:
+        """Attend from queries to all tokens.
+
+        Parameters
+        ----------
+        query : Array
+            Queries, shape (..., H, L, D), by default of the newest tokens.
+        **options : Any
+            Options of `polyattn.attention` but ``normalizer`` and ``layout``.
+
+        Returns
+        -------
+        Array
+            Shape (..., H, L, E).
+
+        Raises
+        ------
+        ValueError
+            If there is a normalizer: only softmax has a logsumexp, which joins parts.
+        """
+        if options.pop("normalizer", None) is not None:
+            raise ValueError(
+                "a quantised cache joins parts of the keys by their logsumexp, which only softmax"
+                " has: give a KVCache with normalizer="
+            )
+        selection = {name: options.pop(name) for name in ("backend", "kernel") if name in options}
+        xp, dtype = library_of(query, "query").xp, _sums(self.recent.key)
+        rows = cast(xp, query, getattr(xp, dtype))
+        whole = [self._facts(memory, dtype) for memory in (self.recent.key, self.recent.value)]
+        call, operands = describe(rows, *whole, **options, facts=_facts)
+        problem = examine(call)
+        given = options_of(problem, operands)
+        joined: Partial | None = None
+        for start, key, value in self._pieces(dtype):
+            part = Part(
+                problem.batch,
+                tuple([Slice(0, length) for length in problem.batch]),
+                Slice(0, problem.heads),
+                Slice(0, problem.query_length),
+                Slice(start, key.shape[-2]),
+                given.get("query_offset", 0),
+            )
+            partial = attention_partial(
+                rows, key, value, **options_of_part(given, part), **selection
+            )
+            joined = partial if joined is None else merge(joined, partial)
+            given.pop("sinks", None)  # which count once
+        assert joined is not None
+        return cast(xp, joined.output, query.dtype)
+
+    def _pieces(self, dtype: str) -> Iterator[tuple[int, Array, Array]]:
+        """Yield the first token of each piece, its keys and its values, as floats."""
+        *lead, _, size = self.codes.key.shape
+        numbers = max(size, self.codes.value.shape[-1]) * self.block
+        for length in lead:
+            numbers *= length
+        blocks, most = _number(self.steps.length), max(PIECE // numbers, 1)
+        xp = library_of(self.codes.key).xp
+        kind = getattr(xp, dtype)
+        for first in range(0, blocks, most):
+            key, value = self._floats(first, min(first + most, blocks), kind)
+            yield first * self.block, key, value
+        key, value = (cast(xp, x, kind) for x in (self.recent.keys, self.recent.values))
+        yield blocks * self.block, key, value
+
+    def _floats(self, first: int, stop: int, dtype: Any) -> tuple[Array, Array]:
+        """Return the keys and values of some blocks as floats."""
+        xp, found = library_of(self.codes.key).xp, []
+        parts = (
+            (self.codes.keys, self.steps.keys[..., first:stop, None, :]),
+            (self.codes.values, self.steps.values[..., first:stop, :, None]),
+        )
+        for codes, steps in parts:
+            rows = codes[..., first * self.block : stop * self.block, :]
+            shape = (*rows.shape[:-2], stop - first, self.block, rows.shape[-1])
+            floats = xp.astype(xp.reshape(rows, shape), steps.dtype)
+            floats *= steps
+            found.append(cast(xp, xp.reshape(floats, rows.shape), dtype))
+        return found[0], found[1]
+
+    def _of_recent(self, key: Array, value: Array) -> KVCache:
+        """Return a cache of the newest tokens, in memory of its own."""
+        *batch, heads, _, size = key.shape
+        cache = KVCache.init(
+            *(heads, size, self.window + self.block),
+            like=key,
+            batch=tuple(batch),
+            value_size=value.shape[-1],
+        )
+        return cache.append(key, value)
+
+    def _facts(self, memory: Array, dtype: str) -> ArrayFacts:
+        """Return the facts of the keys or values of all tokens, from those of the newest."""
+        *lead, _, size = memory.shape
+        return facts_of(memory)._replace(shape=(*lead, self.length, size), dtype=dtype)
+
+
+def _quantized(tokens: Array, block: int, axis: int) -> tuple[Array, Array]:
+    """Return integers, and the steps that all numbers along an axis of a block share."""
+    xp, (*lead, length, size) = library_of(tokens).xp, tokens.shape
+    blocks = xp.reshape(tokens, (*lead, length // block, block, size))
+    blocks = xp.astype(blocks, getattr(xp, _sums(tokens)))
+    steps = xp.max(xp.abs(blocks), axis=axis, keepdims=True) / 127
+    codes = xp.round(blocks / xp.where(steps == 0, xp.ones_like(steps), steps))
+    codes = xp.reshape(xp.astype(codes, xp.int8), tokens.shape)
+    return codes, xp.squeeze(steps, axis=axis)
+
+
+def _sums(like: Array) -> str:
+    return accumulator_of(facts_of(like).dtype)
+
+
+def _number(length: Any) -> int:
+    """Return a length as a number, or raise in a trace."""
+    number = known(length)
+    if is_array(number):
+        raise ValueError(
+            "inside a traced function the length of a quantised cache is unknown, so it cannot tell"
+            " which tokens become integers: leave append and attention outside, or give a KVCache"
+        )
+    return int(number)
+
+
+def _facts(array: Any, name: str) -> ArrayFacts:
+    return array if isinstance(array, ArrayFacts) else facts_of(array, name)
