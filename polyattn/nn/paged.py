@@ -177,6 +177,11 @@ class PagedCache:
         return int(self.key.shape[-2])
 
     @property
+    def capacity(self) -> int:
+        """Number of tokens of an item for which the table has pages."""
+        return int(self.block_table.shape[1]) * self.page
+
+    @property
     def next_position(self) -> Array:
         """The position of each item's next token, shape (B, 1)."""
         return self.lengths[:, None]

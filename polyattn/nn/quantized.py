@@ -126,6 +126,11 @@ class QuantizedCache:
         return _number(self.codes.length) + _number(self.recent.length)
 
     @property
+    def capacity(self) -> int:
+        """Number of tokens that fit into the memory."""
+        return self.codes.capacity + self.recent.capacity
+
+    @property
     def next_position(self) -> int:
         """The position of the next token."""
         return self.length
