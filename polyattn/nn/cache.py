@@ -210,7 +210,7 @@ class KVCache:
                 f"a cache of the shape {self.key.shape} has no memory, because a string names a"
                 " length: give numbers, or pass it to polyattn.export.onnx"
             )
-        key, value = checked_tokens(self, key, value)
+        key, value = checked_tokens((self.key, self.value), self.key.shape[:-2], key, value)
         cache = self._counted()
         new = [array for array in (key, value, query) if array is not None]
         if is_array(cache.length) or not is_writable(new, [self.key, self.value]):
@@ -326,17 +326,19 @@ def zeros(like: Array, capacity: int, width: int) -> Array:
     return xp.astype(whole, like.dtype)  # always a copy
 
 
-def checked_tokens(cache: KVCache, key: Array, value: Array) -> tuple[Array, Array]:
-    """Return keys and values in the dtype of a cache, or raise if they do not fit."""
-    may_differ = is_autocast_on() and _is_cast(cache.key)
-    for name, new, memory in (("key", key, cache.key), ("value", value, cache.value)):
-        libraries = library_of(memory).name, library_of(new, name).name
-        if libraries[0] != libraries[1] or not (may_differ or memory.dtype == new.dtype):
+def checked_tokens(
+    memory: tuple[Array, Array], lead: tuple[Any, ...], key: Array, value: Array
+) -> tuple[Array, Array]:
+    """Return keys and values (*lead, n, size) in the dtype of a memory, or raise."""
+    may_differ = is_autocast_on() and _is_cast(memory[0])
+    for name, new, held in (("key", key, memory[0]), ("value", value, memory[1])):
+        libraries = library_of(held).name, library_of(new, name).name
+        if libraries[0] != libraries[1] or not (may_differ or held.dtype == new.dtype):
             raise TypeError(
-                f"{name} must be {memory.dtype} of {libraries[0]}, as the cache is; got"
+                f"{name} must be {held.dtype} of {libraries[0]}, as the cache is; got"
                 f" {new.dtype} of {libraries[1]}"
             )
-        *lead, _, size = memory.shape
+        size = held.shape[-1]
         fits = (*new.shape[:-2], *new.shape[-1:]) == (*lead, size) and len(new.shape) > 1
         if not (fits or _may_fit(new.shape, (*lead, None, size))):
             raise ValueError(
@@ -350,8 +352,8 @@ def checked_tokens(cache: KVCache, key: Array, value: Array) -> tuple[Array, Arr
         )
     if may_differ:
         key, value = (
-            cast(library_of(memory).xp, new, memory.dtype)
-            for new, memory in ((key, cache.key), (value, cache.value))
+            cast(library_of(held).xp, new, held.dtype)
+            for new, held in zip((key, value), memory, strict=True)
         )
     return key, value
 

@@ -117,29 +117,15 @@ def generate(
     if isinstance(model.embedding, Embedding):  # now, because a compiled step reads no numbers
         tokens = range(model.embedding.weight.shape[0])
         check_range("token id", prompts, tokens, may_wait=True)
-    caches = _first_caches(model, prompts, kept, steps, caches, jit is not None)
-
-    def run(model: Transformer, new: Array, caches: Any, kept: Any) -> tuple[Array, Any]:
-        given = {"is_causal": True} | options
-        if kept is None:
-            x, caches = model.hidden(new, caches=caches, **given)
-            return model.logits(x[..., -1:, :])[..., 0, :], caches
-        # Beyond a prompt are no tokens: none of its rows sees them, and then they are forgotten.
-        before = caches[0].lengths
-        given |= {"key_lengths": before + kept, "query_offset": before}
-        x, caches = model.hidden(new, caches=caches, **given)
-        rows = index_range(xp, 0, x.shape[0], kept) * x.shape[1] + kept - 1
-        x = xp.take(xp.reshape(x, (-1, x.shape[-1])), rows, axis=0)
-        caches = tuple([cache.truncate(before + kept) for cache in caches])
-        return model.logits(x[:, None, :])[:, 0, :], caches
-
+    held = _first_caches(model, prompts, kept, steps, caches, jit is not None)
+    run = _step(options)
     step = run if jit is None else jit(run)
     new, parts = prompts, [prompts]
     ended, last = np.zeros(batch, dtype=bool), np.zeros(batch, dtype=np.int64)
     grown = np.zeros(batch, dtype=np.int64)
     for number in range(steps):
-        first = None if number or kept is None else sent(kept, caches[0].lengths)
-        logits, caches = step(model, new, caches, first)
+        first = None if number or kept is None else sent(kept, held[0].lengths)
+        logits, held = step(model, new, held, first)
         last = np.where(ended, last, choose(_numbers(logits)))
         new = numbers_like(xp, last[..., None], prompts.dtype, prompts)
         parts.append(new)
@@ -153,6 +139,27 @@ def generate(
     ends = grown + (prompts.shape[-1] if kept is None else kept)
     rows = convert_like(found, np.zeros(0)).tolist()
     return [row[:end] for row, end in zip(rows, ends.tolist(), strict=True)]
+
+
+def _step(options: Mapping[str, Any]) -> Callable[..., Any]:
+    """Return the function of a step: the logits of the last token of each row, and the caches."""
+    given = {"is_causal": True} | dict(options)
+
+    def run(model: Transformer, new: Array, caches: Any, kept: Any) -> tuple[Array, Any]:
+        if kept is None:
+            x, caches = model.hidden(new, caches=caches, **given)
+            return model.logits(x[..., -1:, :])[..., 0, :], caches
+        # Beyond a prompt are no tokens: none of its rows sees them, and then they are forgotten.
+        before = caches[0].lengths
+        own = {"key_lengths": before + kept, "query_offset": before}
+        x, caches = model.hidden(new, caches=caches, **(given | own))
+        xp = library_of(x).xp
+        rows = index_range(xp, 0, x.shape[0], kept) * x.shape[1] + kept - 1
+        x = xp.take(xp.reshape(x, (-1, x.shape[-1])), rows, axis=0)
+        caches = tuple([cache.truncate(before + kept) for cache in caches])
+        return model.logits(x[:, None, :])[:, 0, :], caches
+
+    return run
 
 
 def _prompts(ids: Any, lengths: Any, model: Transformer) -> tuple[Array, Any]:
@@ -193,7 +200,7 @@ def _prompts(ids: Any, lengths: Any, model: Transformer) -> tuple[Array, Any]:
 
 def _first_caches(
     model: Transformer, prompts: Array, kept: Any, steps: int, caches: Any, compiles: bool
-) -> tuple[Any, ...]:
+) -> Any:
     """Return caches that have room for so many new tokens, or raise."""
     blocks, new = len(model.stack.blocks), prompts.shape[-1] + steps
     if caches is None:

@@ -19,19 +19,18 @@ from polyattn._base.arguments import check_int
 from polyattn._base.arrays import Array, index_range, is_array, library_of, numbers_like
 from polyattn._base.host import is_host
 from polyattn._base.tracing import is_transformed
-from polyattn.nn.cache import is_writable, zeros
+from polyattn.nn.cache import checked_tokens, is_writable, zeros
 from polyattn.nn.pages import (
     Ledger,
     Plan,
     Table,
     beside,
-    ledger_of,
     on_host,
     placed,
     sent,
     usage,
     widened,
-    with_pages,
+    with_room,
     write,
     written,
 )
@@ -237,7 +236,8 @@ class PagedCache:
         TypeError
             If the library or dtype differs.
         """
-        self._check(key, value)
+        lead = self.lengths.shape[0], self.key.shape[1]
+        key, value = checked_tokens((self.key, self.value), lead, key, value)
         m, number, start = key.shape[-2], key.shape[-2], None
         if counts is not None:
             number, start = self._checked("counts", counts, m), self.lengths
@@ -272,7 +272,7 @@ class PagedCache:
                     for pool, rows in ((self.key, key), (self.value, value)):
                         write(pool, rows, there)
                     return self._following(plan, there, table.lengths + counts)
-        pools, ledger, plan = self._with_room(table, counts, m)
+        pools, ledger, plan = with_room((self.key, self.value), table, counts, m)
         there = beside(plan, self.lengths)
         pools = written(pools[0], key, there), written(pools[1], value, there)
         # A graph of gradients may hold the new arrays, so no cache may write to them.
@@ -286,21 +286,6 @@ class PagedCache:
         numbers = Table(plan.table, lengths, self.page, self.key.shape[0])
         known = _Known(*place, numbers)
         return PagedCache(self.key, self.value, *place, None, known, self.memory)
-
-    def _with_room(
-        self, table: Table, counts: Any, m: int
-    ) -> tuple[tuple[Array, Array], Ledger, Plan]:
-        """Return pools that have room for new tokens, and where these go."""
-        pools, ledger = (self.key, self.value), ledger_of(table)
-        plan = ledger.place(table, counts, m)
-        if plan is None:
-            starts, ends = table.lengths // self.page, -(-(table.lengths + counts) // self.page)
-            missing = int((ends - starts).sum()) - len(ledger.free)
-            table = table._replace(total=table.total + max(missing, table.total // 8))
-            pools = with_pages(self.key, table.total), with_pages(self.value, table.total)
-            ledger = ledger_of(table)
-            plan = ledger.place(table, counts, m)
-        return pools, ledger, plan
 
     def fork(self, items: Any) -> PagedCache:
         """Return a cache of these items, which share the pages of this one until they are written.
@@ -407,24 +392,3 @@ class PagedCache:
         """Return integers beside the lengths."""
         numbers = self._checked(name, given, most)
         return sent(numbers, self.lengths) if is_host(numbers) else numbers
-
-    def _check(self, key: Array, value: Array) -> None:
-        """Raise if new keys or values do not fit the pools."""
-        for name, new, pool in (("key", key, self.key), ("value", value, self.value)):
-            libraries = library_of(pool).name, library_of(new, name).name
-            if libraries[0] != libraries[1] or pool.dtype != new.dtype:
-                raise TypeError(
-                    f"{name} must be {pool.dtype} of {libraries[0]}, as the cache is; got"
-                    f" {new.dtype} of {libraries[1]}"
-                )
-            items, (_, heads, _, size) = self.lengths.shape[0], pool.shape
-            if len(new.shape) != 4 or (*new.shape[:2], new.shape[3]) != (items, heads, size):
-                raise ValueError(
-                    f"{name} must have the shape {(items, heads, 'm', size)} of the cache; got"
-                    f" {tuple(new.shape)}"
-                )
-        if key.shape[-2] != value.shape[-2]:
-            raise ValueError(
-                f"there must be as many values as keys; got {key.shape[-2]} keys and"
-                f" {value.shape[-2]} values"
-            )

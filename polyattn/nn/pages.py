@@ -105,6 +105,23 @@ def ledger_of(table: Table) -> Ledger:
     return ledger
 
 
+def with_room(
+    pools: tuple[Array, Array], table: Table, counts: Any, m: int
+) -> tuple[tuple[Array, Array], Ledger, Plan]:
+    """Return pools for new memory, with more pages if new tokens need them, and where these go."""
+    ledger = ledger_of(table)
+    plan = ledger.place(table, counts, m)
+    if plan is not None:
+        return pools, ledger, plan
+    starts, ends = table.lengths // table.page, -(-(table.lengths + counts) // table.page)
+    missing = int((ends - starts).sum()) - len(ledger.free)
+    table = table._replace(total=table.total + max(missing, table.total // 8))
+    ledger = ledger_of(table)
+    plan = ledger.place(table, counts, m)
+    assert plan is not None
+    return (with_pages(pools[0], table.total), with_pages(pools[1], table.total)), ledger, plan
+
+
 def with_pages(pool: Array, total: int) -> Array:
     """Return a pool with pages of zeros after its own, so that it has so many."""
     xp, (pages, heads, page, size) = library_of(pool).xp, pool.shape

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from polyattn._api.partial import Partial, attention_partial, merge
+from polyattn._api.pieces import attention_over_pieces
 from polyattn._base.arguments import check_int
 from polyattn._base.arrays import (
     Array,
@@ -26,11 +26,6 @@ from polyattn._base.arrays import (
     is_recorded,
     library_of,
 )
-from polyattn._base.slices import Slice
-from polyattn._core.call.describe import describe
-from polyattn._core.call.parts import options_of, options_of_part
-from polyattn._core.call.problem import examine
-from polyattn._core.expressions.parts import Part
 from polyattn.nn.cache import KVCache, checked_tokens, known
 
 #: Numbers of a piece of the keys that become floats at once: some MB, which stay in a CPU's cache.
@@ -156,7 +151,8 @@ class QuantizedCache:
         TypeError
             If the library or dtype differs.
         """
-        key, value = checked_tokens(self.recent, key, value)
+        memory = self.recent.key, self.recent.value
+        key, value = checked_tokens(memory, memory[0].shape[:-2], key, value)
         if any(facts_of(new).requires_grad or is_recorded(new) for new in (key, value)):
             raise ValueError(
                 "a quantised cache has no gradient with respect to keys and values: detach them, or"
@@ -227,35 +223,11 @@ class QuantizedCache:
         ValueError
             If there is a normalizer: only softmax has a logsumexp, which joins parts.
         """
-        if options.pop("normalizer", None) is not None:
-            raise ValueError(
-                "a quantised cache joins parts of the keys by their logsumexp, which only softmax"
-                " has: give a KVCache with normalizer="
-            )
-        selection = {name: options.pop(name) for name in ("backend", "kernel") if name in options}
         xp, dtype = library_of(query, "query").xp, _sums(self.recent.key)
         rows = cast(xp, query, getattr(xp, dtype))
         whole = [self._facts(memory, dtype) for memory in (self.recent.key, self.recent.value)]
-        call, operands = describe(rows, *whole, **options, facts=_facts)
-        problem = examine(call)
-        given = options_of(problem, operands)
-        joined: Partial | None = None
-        for start, key, value in self._pieces(dtype):
-            part = Part(
-                problem.batch,
-                tuple([Slice(0, length) for length in problem.batch]),
-                Slice(0, problem.heads),
-                Slice(0, problem.query_length),
-                Slice(start, key.shape[-2]),
-                given.get("query_offset", 0),
-            )
-            partial = attention_partial(
-                rows, key, value, **options_of_part(given, part), **selection
-            )
-            joined = partial if joined is None else merge(joined, partial)
-            given.pop("sinks", None)  # which count once
-        assert joined is not None
-        return cast(xp, joined.output, query.dtype)
+        found = attention_over_pieces(rows, *whole, self._pieces(dtype), **options)
+        return cast(xp, found, query.dtype)
 
     def _pieces(self, dtype: str) -> Iterator[tuple[int, Array, Array]]:
         """Yield the first token of each piece, its keys and its values, as floats."""
@@ -328,7 +300,3 @@ def _number(length: Any) -> int:
             " which tokens become integers: leave append and attention outside, or give a KVCache"
         )
     return int(number)
-
-
-def _facts(array: Any, name: str) -> ArrayFacts:
-    return array if isinstance(array, ArrayFacts) else facts_of(array, name)

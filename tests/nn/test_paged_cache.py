@@ -225,7 +225,7 @@ def test_layers_take_a_paged_cache(library):
 @pytest.mark.parametrize(
     ("act", "kind", "words"),
     [
-        (lambda c, x: c.append(x, x), ValueError, "key must have the shape (3, 2, 'm', 4)"),
+        (lambda c, x: c.append(x, x), ValueError, "key must have the shape (3, 2, 'n', 4)"),
         (lambda c, x: c.append(x.astype(float), x), TypeError, "key must be float32 of numpy"),
         (lambda c, x: c.fork([3]), ValueError, "items must be integers from 0 to 2"),
         (lambda c, x: c.truncate(-1), ValueError, "lengths must be integers from 0; got -1"),
