@@ -49,10 +49,11 @@ def floats(cache, back=np.asarray):
     return found
 
 
-@pytest.mark.parametrize("steps", [[70], [5, 1, 1, 1, 1, 1, 1, 1, 20, 38], [1] * 30])
+@pytest.mark.parametrize("steps", [[21, 4], [70], [5, 1, 1, 1, 1, 1, 1, 1, 20, 38], [1] * 30])
 def test_an_entry_is_within_half_a_step_and_the_newest_are_as_they_were(library, steps):
     to, back = library
-    steps = steps[:20] if to is LIBRARIES["jax"][0] else steps  # each length compiles
+    if to is LIBRARIES["jax"][0]:
+        steps = [21, 4]  # each length compiles
     cache, count = made(to, steps), sum(steps)
     assert cache.length == count
     assert 4 <= cache.recent.length < 4 + 8
@@ -82,10 +83,10 @@ OPTIONS = {
 @pytest.mark.parametrize("name", OPTIONS)
 def test_attention_is_that_over_what_the_integers_stand_for(monkeypatch, name):
     monkeypatch.setattr(quantized, "PIECE", 400)  # two blocks
-    cache = made(np.asarray, [70])
-    found = cache.attention(QUERIES.astype(np.float32), **OPTIONS[name])
+    cache = made(np.asarray, [70], np.float64)
+    found = cache.attention(QUERIES, **OPTIONS[name])
     expected = attention(QUERIES, *floats(cache), **OPTIONS[name])
-    np.testing.assert_allclose(found, expected, atol=3e-6)
+    np.testing.assert_allclose(found, expected, atol=1e-12)
 
 
 def test_attention_makes_no_floats_of_all_tokens_at_once(monkeypatch):
@@ -121,8 +122,9 @@ def test_after_truncate_no_old_token_is_seen(length):
     again = [np.full_like(x[:, :, :20], 9, np.float32) for x in (KEYS, VALUES)]
     longer = shorter.append(*again)
     for found, whole in zip(floats(longer), floats(cache), strict=True):
-        np.testing.assert_allclose(found[:, :, :length], whole[:, :, :length], rtol=1e-2, atol=1e-6)
-        np.testing.assert_allclose(found[:, :, length:], 9, rtol=1e-2)
+        most = np.abs(whole).max() / 254  # of tokens that become integers again
+        np.testing.assert_allclose(found[:, :, :length], whole[:, :, :length], atol=most)
+        np.testing.assert_allclose(found[:, :, length:], 9, atol=most)
 
 
 def test_a_cache_is_a_value_and_two_may_follow_one():
@@ -132,7 +134,7 @@ def test_a_cache_is_a_value_and_two_may_follow_one():
     one, other = cache.append(*new[0]), cache.append(*new[1])
     for found, number in ((one, 5), (other, 7)):
         for array, old in zip(floats(found), before, strict=True):
-            np.testing.assert_allclose(array[:, :, 30:], number, rtol=1e-2)
+            np.testing.assert_allclose(array[:, :, 30:], number, rtol=2e-2)
             assert (array[:, :, : cache.codes.length] == old[:, :, : cache.codes.length]).all()
     for array, old in zip(floats(cache), before, strict=True):
         assert (array == old).all()
@@ -152,8 +154,9 @@ def test_its_memory_and_its_error_are_small():
     assert 1e-3 < error <= 2e-2
 
 
-def test_layers_take_a_quantised_cache(library):
-    to, back = library
+@pytest.mark.parametrize("kind", ["numpy", "torch", "strict"])  # JAX compiles each length
+def test_layers_take_a_quantised_cache(kind):
+    to, back = LIBRARIES[kind]
     x = RNG.standard_normal((2, 20, 24)).astype(np.float32)
     layer = nn.MultiHeadAttention.init(24, 4, key_heads=2, like=to(x), rotary=nn.Rotary(6))
     whole = back(layer(to(x), is_causal=True))
@@ -174,9 +177,9 @@ def test_zeros_stay_zeros():
 @pytest.mark.parametrize(
     ("act", "kind", "words"),
     [
-        (lambda c, x: c.append(x, x[..., :1]), ValueError, r"value must have the shape \(2, 2, 'n', 5"),
+        (lambda c, x: c.append(x, x[..., :1]), ValueError, r"have the shape \(2, 2, 'n', 5"),
         (lambda c, x: c.append(x.astype(float), x), TypeError, "key must be float32 of numpy"),
-        (lambda c, x: c.truncate(9), ValueError, "length must be from 0 to the cache's 0 tokens; got 9"),
+        (lambda c, x: c.truncate(9), ValueError, "from 0 to the cache's 0 tokens; got 9"),
         (lambda c, x: c.attention(x, normalizer=None, layout="LHD"), ValueError, "layout must be"),
         (lambda c, x: made(np.asarray, [], block=0), ValueError, "block must be at least 1; got 0"),
         (lambda c, x: made(np.asarray, [], window=-1), ValueError, "window must be at least 0"),
@@ -188,16 +191,14 @@ def test_what_does_not_fit_is_refused(act, kind, words):
 
 
 def test_what_only_softmax_has_is_needed():
-    from polyattn.normalizers import sparsemax  # noqa: PLC0415
-
     with pytest.raises(ValueError, match="omit normalizer, or give a KVCache"):
-        made(np.asarray, [20]).attention(QUERIES, normalizer=sparsemax())
+        made(np.asarray, [20]).attention(QUERIES, normalizer=scores.sparsemax())
 
 
 def test_a_gradient_with_respect_to_keys_is_refused():
     cache = made(torch.tensor, [4])
     key, value = torch.zeros(B, G, 1, D, requires_grad=True), torch.zeros(B, G, 1, E)
-    with pytest.raises(ValueError, match="no gradient .*: detach them, or give a KVCache"):
+    with pytest.raises(ValueError, match=r"no gradient .*: detach them, or give a KVCache"):
         cache.append(key, value)
     query = torch.zeros(B, H, 1, D, requires_grad=True)
     cache.attention(query).sum().backward()
@@ -208,5 +209,5 @@ def test_a_trace_is_refused_by_name():
     register()
     cache = made(jnp.asarray, [4])
     new = jnp.zeros((B, G, 1, D)), jnp.zeros((B, G, 1, E))
-    with pytest.raises(ValueError, match="length of a quantised cache is unknown, .* a KVCache"):
+    with pytest.raises(ValueError, match=r"length of a quantised cache is unknown, .* a KVCache"):
         jax.jit(lambda cache: cache.append(*new))(cache)
