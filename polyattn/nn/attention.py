@@ -167,6 +167,7 @@ class MultiHeadAttention(Module):
         values: Array | None = None,
         *,
         cache: Cache | None = None,
+        counts: Any = None,
         positions: Array | None = None,
         **options: Any,
     ) -> Any:
@@ -183,6 +184,9 @@ class MultiHeadAttention(Module):
             default.
         cache : KVCache, PagedCache or QuantizedCache, optional
             The keys and values of the tokens before `x`.
+        counts : Array of int or sequence of int, optional
+            How many of the tokens of each item a `PagedCache` keeps, as for its ``append``; rows
+            after them have no meaning.
         positions : Array or sequence of int, optional
             Positions of `x` for `rotary`, shape (L,) or (..., L); by default they follow the
             cache.
@@ -205,7 +209,15 @@ class MultiHeadAttention(Module):
         options = self._own_options() | options
         if cache is None:
             return self._merge(attention(query, key, value, **options))
-        cache = cache.append(key, value, query=query)
+        if counts is None:
+            cache = cache.append(key, value, query=query)
+        elif isinstance(cache, PagedCache):
+            cache = cache.append(key, value, counts=counts, query=query)
+        else:
+            raise TypeError(
+                "counts needs a PagedCache, which has a length for each item; got a"
+                f" {type(cache).__name__}"
+            )
         if isinstance(cache, QuantizedCache):
             heads = cache.attention(query, **options)
         else:

@@ -146,17 +146,13 @@ def _step(options: Mapping[str, Any]) -> Callable[..., Any]:
     given = {"is_causal": True} | dict(options)
 
     def run(model: Transformer, new: Array, caches: Any, kept: Any) -> tuple[Array, Any]:
-        if kept is None:
-            x, caches = model.hidden(new, caches=caches, **given)
-            return model.logits(x[..., -1:, :])[..., 0, :], caches
-        # Beyond a prompt are no tokens: none of its rows sees them, and then they are forgotten.
-        before = caches[0].lengths
-        own = {"key_lengths": before + kept, "query_offset": before}
+        own = {} if kept is None else {"counts": kept}
         x, caches = model.hidden(new, caches=caches, **(given | own))
+        if kept is None:
+            return model.logits(x[..., -1:, :])[..., 0, :], caches
         xp = library_of(x).xp
         rows = index_range(xp, 0, x.shape[0], kept) * x.shape[1] + kept - 1
         x = xp.take(xp.reshape(x, (-1, x.shape[-1])), rows, axis=0)
-        caches = tuple([cache.truncate(before + kept) for cache in caches])
         return model.logits(x[:, None, :])[:, 0, :], caches
 
     return run
@@ -247,7 +243,7 @@ def _listed(stop: Any) -> list[Any]:
 
 def _check_options(options: Mapping[str, Any]) -> None:
     """Raise for an option that differs from step to step."""
-    for name in ("positions", "segments"):
+    for name in ("positions", "segments", "counts"):
         if options.get(name) is not None:
             raise TypeError(
                 f"generate places each token after the one before it, in segment 0: omit {name}, or"

@@ -266,6 +266,7 @@ ONE = np.zeros((1, 1), dtype=np.int64)
         ),
         ({"positions": np.arange(3)}, TypeError, "each token after the one before.*: omit positi"),
         ({"segments": ONE[0]}, TypeError, "in segment 0: omit segments"),
+        ({"counts": ONE[0]}, TypeError, "in segment 0: omit counts"),
         (
             {"ids": np.asarray([0, 2]), "jit": lambda step: 1 / 0},
             ValueError,
