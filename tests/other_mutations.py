@@ -83,7 +83,7 @@ MUTATIONS = (
      "sinks counted with each piece", "polyattn/_api/pieces.py",
      'given.pop("sinks", None)',
      'given.get("sinks", None)'),
-    (PAGED + "[numpy-False]",
+    ("tests/nn/test_paged_cache.py::test_random_histories_hold_what_they_should",
      "two items that write to one slot", "polyattn/nn/pages.py",
      "marks.get(old, self.marks[old])",
      "self.marks[old]"),

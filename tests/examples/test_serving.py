@@ -42,7 +42,7 @@ def test_each_text_is_what_it_is_by_itself(batching, kind):
         ended += server.step()
         sizes.append(len(server.running))
         assert server.pages() <= 6 + 3 * 4  # those of the prompt once, and of three texts
-    assert {*sizes} == {1, 2, 3}
+    assert (max(sizes), sizes[-1]) == (3, 1)
     assert len(ended) == 6
     like = model(np.zeros(1, np.float32))
     for text in texts:
