@@ -36,6 +36,7 @@ nitpick_ignore = [
         "Finding",
         "KVCache",
         "PagedCache",
+        "QuantizedCache",
         "check_callable",
         "importlib.metadata.version",
         "importlib.util.find_spec",

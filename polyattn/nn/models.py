@@ -274,7 +274,7 @@ class Transformer(Module):
 
         Parameters
         ----------
-        capacity, batch, kind, **settings
+        capacity, batch, kind, **settings : int or str, tuple of int or str, type, Any
             As for `MultiHeadAttention.cache`.
 
         Returns

@@ -29,7 +29,7 @@ from polyattn._base.arrays import (
 from polyattn.nn.cache import KVCache, checked_tokens, known
 
 #: Numbers of a piece of the keys that become floats at once: some MB, which stay in a CPU's cache.
-PIECE = 2**19
+PIECE = 2**20
 
 
 @dataclass(frozen=True, eq=False)
