@@ -36,16 +36,17 @@ def attention_over_pieces(
     problem = examine(call)
     given = options_of(problem, operands)
     joined: Partial | None = None
-    for start, *piece in pieces:
+    for start, keys, values in pieces:
         part = Part(
             problem.batch,
             tuple([Slice(0, length) for length in problem.batch]),
             Slice(0, problem.heads),
             Slice(0, problem.query_length),
-            Slice(start, piece[0].shape[-2]),
+            Slice(start, keys.shape[-2]),
             given.get("query_offset", 0),
         )
-        partial = attention_partial(query, *piece, **options_of_part(given, part), **selection)
+        own = options_of_part(given, part) | selection
+        partial = attention_partial(query, keys, values, **own)  # type: ignore[arg-type]
         joined = partial if joined is None else merge(joined, partial)
         given.pop("sinks", None)  # which count once
     assert joined is not None

@@ -10,10 +10,12 @@ References
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from polyattn._api.partial import Partial, attention_partial, merge
 from polyattn._api.pieces import attention_over_pieces
 from polyattn._base.arguments import check_int
 from polyattn._base.arrays import (
@@ -25,11 +27,15 @@ from polyattn._base.arrays import (
     is_array,
     is_recorded,
     library_of,
+    quiet,
 )
+from polyattn._base.tracing import is_autocast_on
+from polyattn._dispatch.request import request
 from polyattn.nn.cache import KVCache, checked_tokens, known
+from polyattn.nn.shapes import with_last_axes
 
 #: Numbers of a piece of the keys that become floats at once: some MB, which stay in a CPU's cache.
-PIECE = 2**20
+PIECE = 2**19
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,6 +132,10 @@ class QuantizedCache:
         return self.codes.capacity + self.recent.capacity
 
     @property
+    def _memory(self) -> tuple[Array, Array]:
+        return self.recent.key, self.recent.value
+
+    @property
     def next_position(self) -> int:
         """The position of the next token."""
         return self.length
@@ -151,8 +161,7 @@ class QuantizedCache:
         TypeError
             If the library or dtype differs.
         """
-        memory = self.recent.key, self.recent.value
-        key, value = checked_tokens(memory, memory[0].shape[:-2], key, value)
+        key, value = checked_tokens(self._memory, self.recent.key.shape[:-2], key, value)
         if any(facts_of(new).requires_grad or is_recorded(new) for new in (key, value)):
             raise ValueError(
                 "a quantised cache has no gradient with respect to keys and values: detach them, or"
@@ -199,8 +208,9 @@ class QuantizedCache:
         # The last tokens are no whole block: they become floats again.
         whole = length // self.block
         codes = self.codes.truncate(whole * self.block)
-        rest = self._floats(whole, whole + 1, self.recent.key.dtype)
-        recent = self._of_recent(*[array[..., : length % self.block, :] for array in rest])
+        rest = [array[..., : length % self.block, :] for array in self._floats(whole, whole + 1)]
+        xp, dtype = library_of(rest[0]).xp, self.recent.key.dtype
+        recent = self._of_recent(*[cast(xp, array, dtype) for array in rest])
         return replace(self, codes=codes, steps=self.steps.truncate(whole), recent=recent)
 
     def attention(self, query: Array, **options: Any) -> Array:
@@ -223,41 +233,90 @@ class QuantizedCache:
         ValueError
             If there is a normalizer: only softmax has a logsumexp, which joins parts.
         """
-        xp, dtype = library_of(query, "query").xp, _sums(self.recent.key)
+        xp, dtype = library_of(query, "query").xp, _sums(query)
         rows = cast(xp, query, getattr(xp, dtype))
-        whole = [self._facts(memory, dtype) for memory in (self.recent.key, self.recent.value)]
-        found = attention_over_pieces(rows, *whole, self._pieces(dtype), **options)
+        if self._is_plain(query, options):
+            with quiet(library_of(query).name):
+                return cast(xp, self._of_newest(rows, options), query.dtype)
+        key, value = (self._facts(memory, _sums(memory)) for memory in self._memory)
+        found = attention_over_pieces(rows, key, value, self._pieces(), **options)
         return cast(xp, found, query.dtype)
 
-    def _pieces(self, dtype: str) -> Iterator[tuple[int, Array, Array]]:
-        """Yield the first token of each piece, its keys and its values, as floats."""
-        *lead, _, size = self.codes.key.shape
-        numbers = max(size, self.codes.value.shape[-1]) * self.block
-        for length in lead:
-            numbers *= length
-        blocks, most = _number(self.steps.length), max(PIECE // numbers, 1)
-        xp = library_of(self.codes.key).xp
-        kind = getattr(xp, dtype)
-        for first in range(0, blocks, most):
-            key, value = self._floats(first, min(first + most, blocks), kind)
-            yield first * self.block, key, value
-        key, value = (cast(xp, x, kind) for x in (self.recent.keys, self.recent.values))
-        yield blocks * self.block, key, value
-
-    def _floats(self, first: int, stop: int, dtype: Any) -> tuple[Array, Array]:
-        """Return the keys and values of some blocks as floats."""
-        xp, found = library_of(self.codes.key).xp, []
-        parts = (
-            (self.codes.keys, self.steps.keys[..., first:stop, None, :]),
-            (self.codes.values, self.steps.values[..., first:stop, :, None]),
+    def _is_plain(self, query: Array, options: dict[str, Any]) -> bool:
+        """Return whether this is a decoding step without options that hide or change scores."""
+        key, shape = self.recent.key, tuple(query.shape)
+        heads = shape[-3] if len(shape) == len(key.shape) else 1
+        return (
+            options.keys() <= {"is_causal", "scale"}
+            and isinstance(options.get("scale", 1.0), float)
+            and type(query) is type(key)
+            and query.dtype == key.dtype
+            and heads % key.shape[-3] == 0
+            and shape == (*key.shape[:-3], heads, 1, key.shape[-1])
+            and not (request(None).names or is_autocast_on())
         )
-        for codes, steps in parts:
+
+    def _of_newest(self, query: Array, options: dict[str, Any]) -> Array:
+        """Return attention from one row of each head, which sees all tokens."""
+        xp, (*batch, heads, _, size) = library_of(query).xp, query.shape
+        scale = float(options.get("scale", size**-0.5))
+        groups = self.recent.key.shape[-3]
+        rows = xp.reshape(query, (*batch, groups, heads // groups, size)) * scale
+        key, value = (cast(xp, x, query.dtype) for x in (self.recent.keys, self.recent.values))
+        joined = attention_partial(query, key, value, scale=scale)
+        for first, stop in self._ranges():
+            output, logsumexp = self._of_blocks(rows, first, stop)
+            shape = (*batch, heads, 1)
+            output = xp.reshape(output, (*shape, output.shape[-1]))
+            joined = merge(joined, Partial(output, xp.reshape(logsumexp, shape)))
+        return joined.output
+
+    def _of_blocks(self, rows: Array, first: int, stop: int) -> tuple[Array, Array]:
+        """Return output and logsumexp of rows (..., G, R, D); steps stay outside of products."""
+        (key, of_keys), (value, of_values) = self._blocks(first, stop)
+        xp = library_of(rows).xp
+        scores = xp.matmul(rows[..., None, :, :] * of_keys, xp.matrix_transpose(key))
+        top = xp.max(scores, axis=(-3, -1), keepdims=True)
+        weights = xp.exp(scores - top)
+        total = xp.sum(weights, axis=(-3, -1), keepdims=True)
+        sums = xp.matmul(weights * xp.matrix_transpose(of_values), value)
+        logsumexp = top + xp.log(total)
+        return xp.sum(sums, axis=-3) / total[..., 0, :, :], logsumexp[..., 0, :, 0]
+
+    def _ranges(self) -> Iterator[tuple[int, int]]:
+        """Yield the blocks that become floats at once."""
+        *lead, _, size = self.codes.key.shape
+        numbers = max(size, self.codes.value.shape[-1]) * self.block * math.prod(lead)
+        blocks, most = _number(self.steps.length), max(PIECE // numbers, 1)
+        for first in range(0, blocks, most):
+            yield first, min(first + most, blocks)
+
+    def _pieces(self) -> Iterator[tuple[int, Array, Array]]:
+        """Yield the first token of each piece, its keys and its values, as floats."""
+        for first, stop in self._ranges():
+            yield first * self.block, *self._floats(first, stop)
+        key, value = self.recent.keys, self.recent.values
+        xp = library_of(key).xp
+        dtype = getattr(xp, _sums(key))
+        yield _number(self.codes.length), cast(xp, key, dtype), cast(xp, value, dtype)
+
+    def _floats(self, first: int, stop: int) -> tuple[Array, Array]:
+        """Return the keys and values of some blocks as floats."""
+        key, value = (floats * steps for floats, steps in self._blocks(first, stop))
+        return with_last_axes(key, 3, -1, key.shape[-1]), with_last_axes(
+            value, 3, -1, value.shape[-1]
+        )
+
+    def _blocks(self, first: int, stop: int) -> list[tuple[Array, Array]]:
+        """Return integers as floats (..., n, block, size), and their steps, of keys and values."""
+        xp, found = library_of(self.codes.key).xp, []
+        keys, values = (self.codes.keys, self.steps.keys), (self.codes.values, self.steps.values)
+        for (codes, steps), axis in ((keys, -2), (values, -1)):
             rows = codes[..., first * self.block : stop * self.block, :]
             shape = (*rows.shape[:-2], stop - first, self.block, rows.shape[-1])
-            floats = xp.astype(xp.reshape(rows, shape), steps.dtype)
-            floats *= steps
-            found.append(cast(xp, xp.reshape(floats, rows.shape), dtype))
-        return found[0], found[1]
+            steps = xp.expand_dims(steps[..., first:stop, :], axis=axis)
+            found.append((xp.astype(xp.reshape(rows, shape), steps.dtype), steps))
+        return found
 
     def _of_recent(self, key: Array, value: Array) -> KVCache:
         """Return a cache of the newest tokens, in memory of its own."""

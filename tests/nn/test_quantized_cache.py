@@ -5,7 +5,7 @@ import pytest
 from optional import jax, jnp, torch
 from tiny_models import LIBRARIES
 
-from polyattn import attention, masks, nn, scores
+from polyattn import UnknownBackendError, attention, masks, nn, scores, use_backend
 from polyattn.integrations.jax import register
 from polyattn.nn import quantized
 
@@ -92,7 +92,7 @@ def test_attention_is_that_over_what_the_integers_stand_for(monkeypatch, name):
 def test_attention_makes_no_floats_of_all_tokens_at_once(monkeypatch):
     monkeypatch.setattr(quantized, "PIECE", 400)
     cache = made(np.asarray, [70])
-    lengths = [key.shape[-2] for _, key, _ in cache._pieces("float32")]
+    lengths = [key.shape[-2] for _, key, _ in cache._pieces()]
     assert lengths == [16, 16, 16, 16, 6]
 
 
@@ -102,6 +102,22 @@ def test_every_library_attends(library):
     found = back(cache.attention(to(QUERIES.astype(np.float32)), is_causal=True))
     expected = attention(QUERIES, *floats(cache, back), is_causal=True)
     np.testing.assert_allclose(found, expected, atol=3e-6)
+
+
+@pytest.mark.parametrize("options", [{}, {"is_causal": True, "scale": 0.3}])
+def test_a_decoding_step_is_that_over_what_the_integers_stand_for(monkeypatch, library, options):
+    to, back = library
+    monkeypatch.setattr(quantized, "PIECE", 400)
+    cache, query = made(to, [30, 1]), QUERIES[:, :, :1]
+    found = back(cache.attention(to(query.astype(np.float32)), **options))
+    expected = attention(query, *floats(cache, back), **options)
+    np.testing.assert_allclose(found, expected, atol=3e-6)
+
+
+def test_a_decoding_step_goes_where_it_is_sent():
+    cache = made(np.asarray, [30])
+    with pytest.raises(UnknownBackendError), use_backend("nowhere"):
+        cache.attention(QUERIES[:, :, :1].astype(np.float32))
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float64])
@@ -179,6 +195,7 @@ def test_zeros_stay_zeros():
     [
         (lambda c, x: c.append(x, x[..., :1]), ValueError, r"have the shape \(2, 2, 'n', 5"),
         (lambda c, x: c.append(x.astype(float), x), TypeError, "key must be float32 of numpy"),
+        (lambda c, x: c.attention(x[:, :, :1].astype(float)), TypeError, "query .*float64"),
         (lambda c, x: c.truncate(9), ValueError, "from 0 to the cache's 0 tokens; got 9"),
         (lambda c, x: c.attention(x, normalizer=None, layout="LHD"), ValueError, "layout must be"),
         (lambda c, x: made(np.asarray, [], block=0), ValueError, "block must be at least 1; got 0"),
