@@ -46,7 +46,7 @@ def attention_over_pieces(
             given.get("query_offset", 0),
         )
         own = options_of_part(given, part) | selection
-        partial = attention_partial(query, keys, values, **own)  # type: ignore[arg-type]
+        partial = attention_partial(query, keys, values, **own)
         joined = partial if joined is None else merge(joined, partial)
         given.pop("sinks", None)  # which count once
     assert joined is not None

@@ -253,8 +253,8 @@ class PagedCache:
             plan = placed(self._table(), number, m, *usage(self._table()))
             pools = written(self.key, key, plan), written(self.value, value, plan)
             return PagedCache(*pools, plan.table, self.lengths + number, start)
-        cache = self._appended(key, value, table, np.broadcast_to(kept, table.lengths.shape), query)
-        return replace(cache, start=start) if counts is not None else cache
+        cache = self._appended(key, value, table, kept + 0 * table.lengths, query)
+        return cache if start is None else replace(cache, start=start)
 
     def _appended(
         self, key: Array, value: Array, table: Table, counts: Any, query: Array | None

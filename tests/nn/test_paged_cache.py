@@ -12,6 +12,7 @@ import torch
 from tiny_models import LIBRARIES
 
 from polyattn import attention, nn
+from polyattn._dispatch.transfer import convert_like
 from polyattn.integrations.jax import register
 
 RNG = np.random.default_rng(3)
@@ -159,6 +160,44 @@ def test_torch_compile_gives_the_same():
     for counts in ([1, 1, 1], [2, 0, 2]):
         twin = twin.append(2, torch.tensor(counts), step)
         twin.check()
+
+
+def test_a_step_reads_no_lengths_from_the_device_of_the_cache(monkeypatch):
+    read = []
+    convert = pages.convert_like
+    monkeypatch.setattr(
+        pages, "convert_like", lambda x, like: (read.append(x), convert(x, like))[1]
+    )
+    twin = Twin(torch.tensor, capacity=2).append(3)
+    assert len(read) == 2  # the table and the lengths
+    for counts in (None, [1, 0, 2], None):
+        twin = twin.append(2, counts)
+    assert len(read) == 2
+    twin = twin.truncate([1, 2, 3]).append(1)
+    assert len(read) == 4
+    twin.check()
+
+
+@pytest.mark.parametrize("counts", [[1, 1], [[1, 1, 1]], 1])
+def test_counts_are_one_for_each_item(counts):
+    with pytest.raises(
+        ValueError, match="counts must be 3 numbers, one for each item; got the sha"
+    ):
+        Twin(np.array).append(2, counts=counts)
+
+
+@pytest.mark.parametrize("kind", [nn.KVCache, nn.QuantizedCache])
+def test_counts_need_a_length_for_each_item(kind):
+    layer = nn.MultiHeadAttention.init(8, 2, like=np.zeros(1))
+    cache = layer.cache(4, like=np.zeros(1), batch=(1,), kind=kind)
+    with pytest.raises(TypeError, match=f"counts needs a PagedCache, .*; got a {kind.__name__}"):
+        layer(np.zeros((1, 2, 8)), cache=cache, counts=[1])
+
+
+def test_a_paged_cache_has_one_batch_axis():
+    layer = nn.MultiHeadAttention.init(8, 2, like=np.zeros(1))
+    with pytest.raises(ValueError, match=r"one batch axis: give batch=\(B,\); got \(2, 3\)"):
+        layer.cache(4, like=np.zeros(1), batch=(2, 3), kind=nn.PagedCache)
 
 
 @pytest.mark.parametrize(
