@@ -164,11 +164,13 @@ def test_torch_compile_gives_the_same():
 
 def test_a_step_reads_no_lengths_from_the_device_of_the_cache(monkeypatch):
     read = []
-    convert = pages.convert_like
-    monkeypatch.setattr(
-        pages, "convert_like", lambda x, like: (read.append(x), convert(x, like))[1]
-    )
-    twin = Twin(torch.tensor, capacity=2).append(3)
+
+    def convert(array, like):
+        read.append(array)
+        return convert_like(array, like)
+
+    monkeypatch.setattr("polyattn.nn.pages.convert_like", convert)
+    twin = Twin(torch.tensor, capacity=2, pages=40).append(3)
     assert len(read) == 2  # the table and the lengths
     for counts in (None, [1, 0, 2], None):
         twin = twin.append(2, counts)
