@@ -111,7 +111,8 @@ class QuantizedCache:
                 raise ValueError(f"{name} must be at least {least}; got {number}")
         blocks, widths = -(-check_int("capacity", capacity) // block), (size, value_size or size)
         xp = library_of(like, "like").xp
-        kinds = [xp.astype(like, getattr(xp, name)) for name in ("int8", _sums(like))]
+        one = like[(slice(1),) * len(like.shape)]
+        kinds = [xp.astype(one, getattr(xp, name)) for name in ("int8", _sums(like))]
         codes = KVCache.init(
             heads, size, blocks * block, like=kinds[0], batch=batch, value_size=widths[1]
         )
