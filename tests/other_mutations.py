@@ -71,7 +71,7 @@ MUTATIONS = (
      "a block of the newest tokens too many", "polyattn/nn/quantized.py",
      "key.shape[-2] - self.window, 0)",
      "key.shape[-2], 0)"),
-    (QUANTIZED + "test_a_decoding_step_is_that_over_what_the_integers_stand_for[options0-numpy]",
+    (QUANTIZED + "test_a_decoding_step_is_that_over_what_the_integers_stand_for[numpy-options0]",
      "steps of values in the denominator", "polyattn/nn/quantized.py",
      "total = xp.sum(weights, axis",
      "total = xp.sum(weights * xp.matrix_transpose(of_values), axis"),

@@ -163,8 +163,8 @@ def _prompts(ids: Any, lengths: Any, model: Transformer) -> tuple[Array, Any]:
     if isinstance(ids, (list, tuple)):
         if lengths is not None:
             raise TypeError("the lists of ids have lengths: omit lengths, which an array needs")
-        rows = [as_array("a prompt", row) for row in ids]
-        if not rows or any(len(np.shape(x)) != 1 or not len(x) for x in rows):
+        rows = [np.asarray(as_array("a prompt", row)) for row in ids]
+        if not rows or any(x.ndim != 1 or not len(x) for x in rows):
             raise ValueError(
                 "a list of prompts holds a sequence of at least one token for each, such as"
                 f" [[5, 7], [11]]; {got(ids)}"
@@ -199,28 +199,30 @@ def _first_caches(
 ) -> Any:
     """Return caches that have room for so many new tokens, or raise."""
     blocks, new = len(model.stack.blocks), prompts.shape[-1] + steps
-    if caches is None:
-        kind = KVCache if kept is None else PagedCache
-        caches = model.caches(new, batch=tuple(prompts.shape[:-1]), kind=kind)
-    caches = tuple(caches)
-    if len(caches) != blocks or not all(isinstance(one, Cache) for one in caches):
+    given = None if caches is None else tuple(caches)
+    if given is not None and (
+        len(given) != blocks or not all(isinstance(one, Cache) for one in given)
+    ):
         raise TypeError(f"caches must hold a cache for each of the {blocks} blocks; {got(caches)}")
-    if kept is not None and not all(isinstance(one, PagedCache) for one in caches):
+    if given and kept is not None and not all(isinstance(one, PagedCache) for one in given):
         raise TypeError(
             "prompts of unlike lengths need caches with a length for each item: omit caches, or"
             " give model.caches(capacity, batch=(B,), kind=nn.PagedCache)"
         )
-    before = caches[0].next_position
+    before: Any = given[0].next_position if given else 0
     before = int(on_host(before).max(initial=0)) if is_array(before) else before
     if model.positions is not None:
         model.positions.check(before + new - 1)  # nothing follows the last token
-    for cache in caches if compiles else ():
+    if given is None:
+        kind = KVCache if kept is None else PagedCache
+        return model.caches(new, batch=tuple(prompts.shape[:-1]), kind=kind)
+    for cache in given if compiles else ():
         if before + new - 1 > cache.capacity:
             raise ValueError(
                 f"a compiled step cannot enlarge a cache: {before + new - 1} tokens need a capacity"
                 f" of as many; got {cache.capacity}"
             )
-    return caches
+    return given
 
 
 def _joined(whole: Array, length: int, kept: Any) -> Array:

@@ -79,10 +79,10 @@ class Ledger:
             self.marks[number] = mark
         del self.free[len(self.free) - used :]
         token = np.arange(m)
-        column, slot = np.divmod(table.lengths[:, None] + token, size)
-        item = np.arange(len(pages))[:, None]
-        found = pages[item, np.minimum(column, pages.shape[1] - 1)]
-        places = np.where(token < counts[:, None], found, 0), slot
+        columns, slots = np.divmod(table.lengths[:, None] + token, size)
+        rows = np.arange(len(pages))[:, None]
+        found = pages[rows, np.minimum(columns, pages.shape[1] - 1)]
+        places = np.where(token < counts[:, None], found, 0), slots
         pairs = np.asarray(copied, dtype=np.int64).reshape(-1, 2)
         return Plan(pages, (pairs[:, 0], pairs[:, 1]), places)
 
