@@ -1,4 +1,4 @@
-"""Write array-types.md: what `attention` does with the arrays of each library."""
+"""The part of capabilities.md on what `attention` does with the arrays of each library."""
 
 import importlib
 import re
@@ -10,7 +10,7 @@ import numpy as np
 
 from polyattn import attention, explain
 
-PAGE = Path(__file__).with_name("array-types.md")
+PAGE = Path(__file__).with_name("capabilities.md")
 #: Float32, (heads, tokens, size); in the page's code `x` is this array, or `x[0]` a table.
 X = np.random.default_rng(0).standard_normal((2, 3, 4), dtype=np.float32)
 NOT_TRIED = "*not tried*"
@@ -76,22 +76,17 @@ KINDS = {
     ),
 }
 
-INTRODUCTION = """# What happens with my arrays
+INTRODUCTION = """## What happens with my arrays
 
-`python docs/array_types.py` writes this page. Each row is one call,
-`attention(query, query, query)`, with a query that is made of a NumPy array `x` of float32,
-(2, 3, 4). Nothing is converted unless you name a backend: arrays of a library that
-[follows the array API standard](https://data-apis.org/array-api/) run on their own library, and
-other types raise an error that says what to pass. `array-api` stands for the kernels that polyattn
-has for every such library.
+Each row is one call, `attention(query, query, query)`, with a query that is made of a NumPy array
+`x` of float32, (2, 3, 4). Arrays of a library that [follows the array API
+standard](https://data-apis.org/array-api/) run on their own library, and other types raise an error
+that says what to pass. `array-api` stands for the kernels that polyattn has for every such library,
+and *not tried* for a library that was not there when the page was written, or had no device.
 
 Options such as a mask, lengths or a bias may be [NumPy arrays and Python
 sequences](semantics.md#numbers-from-the-host) beside a query of any library.
 
-"""
-FOOT = f"""
-{NOT_TRIED}: the library was not there when the page was written, or had no device.
-[Which backend should I use?](how-to/which-backend.md) says what to choose for your hardware.
 """
 
 
@@ -134,27 +129,20 @@ def cell(message: str) -> str:
 def written() -> dict[str, str]:
     """Return the outcomes on the page, by type."""
     text = PAGE.read_text(encoding="utf-8") if PAGE.exists() else ""
-    rows = re.findall(r"^\| (.+?)<br>`.+?` \| (.+) \|$", text, flags=re.MULTILINE)
+    table = text.partition(INTRODUCTION.partition("\n")[0])[2]
+    rows = re.findall(r"^\| (.+?)<br>`.+?` \| (.+) \|$", table, flags=re.MULTILINE)
     return dict(rows)
 
 
-def page(outcomes: dict[str, str]) -> str:
-    """Return the whole page."""
+def section(outcomes: dict[str, str]) -> str:
+    """Return the part of the page."""
     lines = ["| type, and how it is made | what happens |", "|---|---|"]
     for name, kind in KINDS.items():
         lines.append(f"| {name}<br>`{kind.made}` | {outcomes.get(name, NOT_TRIED)} |")
-    return INTRODUCTION + "\n".join(lines) + "\n" + FOOT
+    return INTRODUCTION + "\n".join(lines) + "\n"
 
 
-def main() -> None:
-    """Write the page; a type that cannot be made here keeps what the page says of it."""
-    outcomes = written()
-    for name, kind in KINDS.items():
-        found = outcome(kind)
-        if found is not None:
-            outcomes[name] = found
-    PAGE.write_text(page(outcomes), encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()
+def outcomes() -> dict[str, str]:
+    """Return what happens with each type; one that cannot be made here keeps what the page says."""
+    found = {name: outcome(kind) for name, kind in KINDS.items()}
+    return written() | {name: what for name, what in found.items() if what is not None}

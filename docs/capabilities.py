@@ -1,9 +1,11 @@
-"""Write capabilities.md from what each kernel declares."""
+"""Write capabilities.md: what each kernel declares, and what happens with each type of array."""
 
 import importlib
 import sys
 from pathlib import Path
 from typing import Any
+
+import array_types
 
 import polyattn_cupy
 import polyattn_dask
@@ -35,7 +37,7 @@ PROMISES = {
     "batch_invariant": "a batch item has the same bits with and without other items",
     "deterministic": "the same call twice gives the same bits",
 }
-INTRO = """# What each kernel computes
+INTRO = """# Capabilities: what each kernel computes
 
 `python docs/capabilities.py` writes this page from what the kernels declare. A kernel never gets a
 call with a feature that it does not declare. `polyattn.explain` says what a call needs, and gives
@@ -102,10 +104,10 @@ def dtypes() -> list[str]:
     ]
 
 
-def page() -> str:
-    """Return the whole page."""
-    return "\n".join([INTRO, *table(ours()), "", *dtypes(), ""])
+def page(outcomes: dict[str, str]) -> str:
+    """Return the whole page, with what happens with each type of array."""
+    return "\n".join([INTRO, *table(ours()), "", *dtypes(), "", array_types.section(outcomes)])
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page(), encoding="utf-8")
+    PAGE.write_text(page(array_types.outcomes()), encoding="utf-8")

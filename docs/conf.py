@@ -15,6 +15,7 @@ version = release = polyattn.__version__
 
 extensions = [
     "looks",
+    "moved",
     "myst_parser",
     "numpydoc",
     "repository",
@@ -26,34 +27,13 @@ extensions = [
 ]
 exclude_patterns = ["_build"]
 root_doc = "index"
-suppress_warnings = ["toc.empty_glob"]  # docs/results has pages once `make gpu` has written one
 smartquotes = False
 nitpicky = True
 # Names in docstrings without a page on this site: those of other libraries, single attributes.
-nitpick_ignore = [
-    ("py:obj", name)
-    for name in (
-        "Finding",
-        "KVCache",
-        "PagedCache",
-        "QuantizedCache",
-        "check_callable",
-        "importlib.metadata.version",
-        "importlib.util.find_spec",
-        "jax.nn",
-        "jax.nn.dot_product_attention",
-        "length",
-        "mlx.core.fast.scaled_dot_product_attention",
-        "numpy.longdouble",
-        "poison_in",
-        "polyattn.plot.mask_picture.draw_mask",
-        "rotary",
-        "scaled_dot_product_attention",
-        "torch.nn.attention.varlen.varlen_attn",
-        "torch.nn.functional.multi_head_attention_forward",
-        "torch.nn.functional.scaled_dot_product_attention",
-        "tqdm",
-    )
+nitpick_ignore_regex = [
+    ("py:obj", r"(importlib|jax|mlx|numpy|torch)\..*|tqdm|polyattn\.plot\.mask_picture\.draw_mask"),
+    ("py:obj", "Finding|KVCache|PagedCache|QuantizedCache|check_callable|length|poison_in|rotary"),
+    ("py:obj", "scaled_dot_product_attention"),
 ]
 
 # ---- pages ----

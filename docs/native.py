@@ -7,14 +7,14 @@ import numpy as np
 from matplotlib import pyplot
 from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
-from pictures import save
+from pictures import BLUE, ORANGE, save
 
 matplotlib.use("Agg")
 PICTURE = Path(__file__).with_name("images") / "native.png"
 # Float32 with AVX2: two vectors of 8 lanes, 6 keys at once. Keys and sizes are fewer than usual.
 LANES, KEYS, SIZE, MOST = 16, 24, 8, 6
 FIRST_ROW = 6  # the position of the first lane's row, under causal
-BLUE, ORANGE, GREY, PALE = "#2d6a8e", "#c8743c", "#c9ced6", "#dfe9f0"
+SILVER, PALE = "#c9ced6", "#dfe9f0"
 
 
 def tiles(count: int) -> list[int]:
@@ -40,7 +40,7 @@ def frame(axes: Axes, x: float, y: float, width: float, height: float) -> None:
 def scores() -> np.ndarray:
     """Return the colours of the scores of a causal call."""
     key, position = np.arange(KEYS)[:, None], FIRST_ROW + np.arange(LANES)
-    seen = np.where(key <= position, BLUE, GREY).astype(object)
+    seen = np.where(key <= position, BLUE, SILVER).astype(object)
     seen[key[:, 0] > position.max()] = "white"
     return seen
 

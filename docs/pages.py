@@ -27,23 +27,11 @@ CONSOLE = re.compile(r"^```console\n(.*?)^```$", flags=re.DOTALL | re.MULTILINE)
 
 
 class Block(NamedTuple):
-    """A block of Python.
-
-    Attributes
-    ----------
-    code : str
-        The code.
-    shown : str or None
-        The text block directly below it: what it prints.
-    picture : str or None
-        The picture directly above it: what it draws.
-    line : int
-        Number of lines of the page above the code.
-    """
+    """A block of Python, the text and the picture next to it, and the lines above its code."""
 
     code: str
-    shown: str | None
-    picture: str | None
+    shown: str | None  # directly below it: what it prints
+    picture: str | None  # directly above it: what it draws
     line: int
 
 

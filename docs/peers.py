@@ -188,7 +188,7 @@ def peers():
         "torch": Peer(
             "torch.nn.functional.scaled_dot_product_attention",
             f"torch {torch.__version__.partition('+')[0]}",
-            "Called as it is; on the CPU it chooses among its own kernels.",
+            "called as it is; on the CPU it chooses among its own kernels.",
             torch.nn.functional.scaled_dot_product_attention,
             there.to,
             there.back,
@@ -196,7 +196,7 @@ def peers():
         "jax": Peer(
             "jax.nn.dot_product_attention",
             f"jax {jax.__version__}",
-            "Called under `jax.jit`, with 64-bit types allowed, on the CPU. Heads and length are"
+            "called under `jax.jit`, with 64-bit types allowed, on the CPU. Heads and length are"
             " swapped on the way; `window` is `local_window_size`.",
             jax_attention,
             to_jax,
@@ -205,7 +205,7 @@ def peers():
         "onnxruntime": Peer(
             "ONNX Runtime, Attention of opset 24",
             f"onnxruntime {onnxruntime.__version__}",
-            "A model of one node, on the CPU.",
+            "a model of one node, on the CPU.",
             onnxruntime_attention,
             np.array,
             np.asarray,
@@ -213,7 +213,7 @@ def peers():
         "onnx": Peer(
             "onnx.reference, Attention of opset 25",
             f"onnx {onnx.__version__}",
-            "A model of one node; `window` is `left_window_size` and `right_window_size`.",
+            "a model of one node; `window` is `left_window_size` and `right_window_size`.",
             onnx_reference_attention,
             np.array,
             np.asarray,
@@ -452,70 +452,18 @@ QUESTIONS = {
 # ---- the page ----------------------------------------------------------------------------------
 
 
-def plain(error: str) -> str:
-    """Return an error in a few words: without the source file, or what the library is doing."""
-    error = re.sub(r"^.*\[ONNXRuntimeError\] : \d+ : (\w+) : (.* was false\. )?", r"\1: ", error)
-    return error.removesuffix(": ") if len(error) <= 120 else f"{error[:117]}..."
-
-
-def cases(number: int) -> str:
-    """Return a number of cases in words."""
-    return f"{number} case" + "s" * (number != 1)
-
-
-def places(those: list[tuple[str, str, Finding]]) -> str:
-    """Return the rows of the table that cases belong to, with the number of cases in each."""
-    counted = Counter(name for name, _, _ in those)
-    return ", ".join(f"{name}: {number}" for name, number in counted.items())
-
-
-def distance(those: list[tuple[str, str, Finding]]) -> str:
-    """Return how large the errors of cases are."""
-    off = [finding.deviation.units for _, _, finding in those]
-    finite = [units for units in off if math.isfinite(units)]
-    worst = f"The largest error is {figure(max(finite))} units" if finite else ""
-    if len(finite) == len(off):
-        return worst
-    return f"{worst}, and ∞ in {cases(len(off) - len(finite))}" if finite else "All errors are ∞"
-
-
-def section(peer: Peer, rows: dict[str, Row]) -> str:
-    """Return what is to say of a peer."""
-    found = [(name, case, f) for name, row in rows.items() for case, f in row.findings.items()]
-    differ, errors, missing = defaultdict(list), defaultdict(list), Counter()
-    for place in found:
-        finding = place[-1]
-        if finding.status == DIFFERS:
-            differ[finding.interpretation].append(place)
-        elif finding.status == RAISES:
-            errors[re.sub(r"\d+", "0", plain(finding.error))].append(place)
-        elif finding.status == NO_ARGUMENT:
-            missing.update(finding.missing.split(", "))
-    counts = Counter(finding.status for _, _, finding in found)
-    lines = [
-        f"## {peer.name}",
-        "",
-        peer.how,
-        "",
-        f"Of {cases(len(found))}, {counts[AGREES]} agree, {counts[DIFFERS]} differ, "
-        f"{counts[RAISES]} raise an error, and {counts[NO_ARGUMENT]} need an argument that the "
-        "function does not have.",
-        "",
-    ]
-    for interpretation in sorted(
-        differ, key=lambda interpretation: (not interpretation, -len(differ[interpretation]))
-    ):
-        those = differ[interpretation]
-        named = interpretation[:1].upper() + interpretation[1:] or "No other meaning explains it"
-        which = places(those) if interpretation else ", ".join(case for _, case, _ in those)
-        lines.append(f"- **{named}**: {cases(len(those))} ({which}). {distance(those)}.")
-    for those in sorted(errors.values(), key=lambda those: -len(those)):
-        error = plain(those[0][-1].error)
-        lines.append(f"- `{error}`: {cases(len(those))} ({places(those)}).")
-    if missing:
-        names = ", ".join(f"{name} ({number})" for name, number in sorted(missing.items()))
-        lines.append(f"- The function has no argument for {names}.")
-    return "\n".join(lines)
+def counts(rows: dict[str, Row]) -> dict[str, str]:
+    """Return how many cases end in what way, and the arguments that are missing."""
+    found = [finding for row in rows.values() for finding in row.findings.values()]
+    ended = Counter(finding.status for finding in found)
+    missing = {n for f in found if f.status == NO_ARGUMENT for n in f.missing.split(", ")}
+    return {
+        "agree": str(ended[AGREES]),
+        "differ": str(ended[DIFFERS]),
+        "raise an error": str(ended[RAISES]),
+        "need an argument that it does not have": str(ended[NO_ARGUMENT]),
+        "it has no argument for": ", ".join(sorted(missing)),
+    }
 
 
 INTRODUCTION = """\
@@ -558,6 +506,7 @@ def main() -> None:
     }
     meant = {name: name or "no other meaning that was tried" for name in interpretations}
     legend = [f"- *{short}*: {meant[name]}." for name, short in SHORT.items() if name in meant]
+    totals = dict(zip(heads, map(counts, found.values()), strict=True))
     answers = {
         head: {question: answer(peer) for question, answer in QUESTIONS.items()}
         for head, peer in zip(heads, peers().values(), strict=True)
@@ -571,9 +520,13 @@ def main() -> None:
         "## Single calls",
         "",
         table(answers),
+        "",
+        "## In all",
+        "",
+        table(totals, f"of {sum(len(row.findings) for row in found['torch'].values())} cases"),
+        "",
+        *[f"- **{peer.name}**: {peer.how}" for peer in peers().values()],
     ]
-    for peer, rows in zip(peers().values(), found.values(), strict=True):
-        parts += ["", section(peer, rows)]
     PAGE.write_text("\n".join(parts) + "\n", encoding="utf-8")
 
 

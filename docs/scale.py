@@ -1,18 +1,17 @@
 """Draw the picture of scale.md: which device holds and computes what."""
 
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import matplotlib
 import matplotlib.pyplot as plt
-from PIL import Image
+from pictures import BLUE, GREEN, GREY, ORANGE, save
 
 matplotlib.use("Agg")
 PICTURE = Path(__file__).with_name("images") / "scale.png"
 SIZE, DPI = 4, 84
 GAP = 0.06  # a pixel, so that all gaps look alike
-COLOURS = ("#2d6a8e", "#c8743c", "#5b8c5a", "#8a5a8c")
+COLOURS = (BLUE, ORANGE, GREEN, GREY)
 WAYS = (
     ("ring, contiguous", "contiguous", "rows"),
     ("ring, zigzag", "zigzag", "rows"),
@@ -65,11 +64,8 @@ def main(file: Path = PICTURE) -> None:
         loc="lower center", ncols=SIZE, frameon=False, fontsize=9,
     )  # fmt: skip
     figure.tight_layout(rect=(0, 0.08, 1, 1))
-    pixels = BytesIO()
-    figure.savefig(pixels, format="png", dpi=DPI)
+    save(figure, file, DPI)
     plt.close(figure)
-    picture = Image.open(pixels).convert("RGB").quantize(64, kmeans=1)
-    picture.save(file, format="png", optimize=True)
 
 
 if __name__ == "__main__":

@@ -7,9 +7,9 @@ from pathlib import Path
 import matplotlib
 import numpy as np
 from matplotlib import pyplot
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patheffects import withStroke
+from pictures import BLUE, GREEN, GREY, ORANGE, bare
 from pictures import save as save_picture
 
 from polyattn import attention, attention_partial, scores
@@ -18,8 +18,6 @@ matplotlib.use("Agg")
 FOLDER = Path(__file__).parent
 save = partial(save_picture, dpi=100)
 OUTLINED = (withStroke(linewidth=4, foreground="#1f2430"),)
-# Okabe and Ito's, each with a line or hatch of its own.
-BLUE, ORANGE, GREEN, GREY = "#0072b2", "#e69f00", "#009e73", "#6b7280"
 
 
 def weights(query, key, **options):
@@ -125,11 +123,6 @@ def normalizers() -> Figure:
     bare(axes)
     axes.legend(frameon=False)
     return figure
-
-
-def bare(axes: Axes) -> None:
-    """Remove the frame's top and right."""
-    axes.spines[["top", "right"]].set_visible(False)
 
 
 PICTURES = {

@@ -17,8 +17,6 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 # Made by a build, and ignored by git.
 MADE = "_files"
-# Files that a page of docs/ already shows.
-SHOWN = {"polyattn/_kernels/dense.py": "reference/formula", "CHANGELOG.md": "changelog"}
 LINK = re.compile(r"(?<=\]\()([^)\s#:]+)((?:#[^)\s]*)?\))")
 PICTURES = {".png", ".svg"}
 
@@ -32,8 +30,6 @@ def pages() -> list[Path]:
 def page_of(file: Path) -> str:
     """Return the name of the page that shows a file."""
     path = file.relative_to(ROOT).as_posix()
-    if path in SHOWN:
-        return SHOWN[path]
     if file.is_relative_to(DOCS) and file.suffix == ".md":
         return file.relative_to(DOCS).with_suffix("").as_posix()
     return f"{MADE}/{path.removesuffix('.md')}"

@@ -36,7 +36,7 @@ def commands() -> str:
     overall = said_by("--help")
     parts = [f"```text\n{overall}```"]
     for name in re.findall(r"^    (\w+) ", overall, flags=re.MULTILINE):
-        parts.append(f"## polyattn {name}\n\n```text\n{said_by(name, '--help')}```")
+        parts.append(f"### polyattn {name}\n\n```text\n{said_by(name, '--help')}```")
     return "\n\n".join(parts)
 
 

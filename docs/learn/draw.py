@@ -13,7 +13,7 @@ import numpy as np
 from matplotlib import pyplot
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import NullLocator, StrMethodFormatter
+from matplotlib.ticker import StrMethodFormatter
 from threadpoolctl import threadpool_limits
 
 from polyattn import attention_weights, use_threads
@@ -21,13 +21,12 @@ from polyattn import attention_weights, use_threads
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from pages import run
+from pictures import BLUE, GREEN, GREY, ORANGE, RED, bare
 from pictures import save as save_picture
 
 matplotlib.use("Agg")
 FOLDER = Path(__file__).parent
 save = functools.partial(save_picture, dpi=100)
-# Okabe and Ito's, each with a line, marker or hatch of its own.
-BLUE, ORANGE, GREEN, RED, GREY = "#0072b2", "#e69f00", "#009e73", "#d55e00", "#6b7280"
 Names = dict[str, Any]
 
 
@@ -173,36 +172,6 @@ def rules(names: Names) -> Figure:
     return figure
 
 
-def cars(names: Names) -> Figure:
-    """Draw the weights of three cars by temperature, and the printed weights."""
-    figure, axes = pyplot.subplots(figsize=(8, 4), layout="constrained")
-    temperatures = np.geomspace(20, 20_000, 100)
-    options = {"similarity": names["scores"].distance()}
-    found = np.concatenate(
-        [
-            attention_weights(names["wanted"], names["cars"], scale=1 / t, **options)
-            for t in temperatures
-        ]
-    )
-    kinds = [
-        ("1548, at 48", "printed: 0.89 for 1548", 0.89, 0.82, "-", BLUE),
-        ("2300, at 800", "0.01 for 2300", 0.01, -0.07, "--", ORANGE),
-        ("200, at 1300", "0.1 for 200", 0.10, 0.12, ":", GREEN),
-    ]
-    for column, (label, said, printed, height, line, colour) in zip((1, 0, 2), kinds, strict=True):
-        axes.plot(temperatures, found[:, column], line, color=colour, linewidth=2.2, label=label)
-        axes.plot(329, printed, "x", color=colour, markersize=9, markeredgewidth=2.5)
-        axes.text(300, height, said, ha="right")
-    axes.set(xscale="log", xlabel="temperature, in horsepower", ylabel="weight", ylim=(-0.1, 1.03))
-    axes.set_xticks(
-        [30, 100, 300, 1000, 3000, 10_000], ["30", "100", "300", "1000", "3000", "10000"]
-    )
-    axes.xaxis.set_minor_locator(NullLocator())
-    bare(axes)
-    axes.legend(frameon=False, loc="upper right")
-    return figure
-
-
 # ---- heads and masks ---------------------------------------------------------------------------
 
 
@@ -302,18 +271,12 @@ def powers(axes: Axes, ticks: Any, base_y: int | None = None) -> None:
         axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
 
 
-def bare(axes: Axes) -> None:
-    """Remove the frame's top and right."""
-    axes.spines[["top", "right"]].set_visible(False)
-
-
 PICTURES: dict[str, tuple[str, Callable[[Names], Figure]]] = {
     "learn-steps.png": ("query-key-value.md", steps),
     "learn-it.png": ("query-key-value.md", turned),
     "learn-variance.png": ("scale.md", variance),
     "learn-softmax.png": ("scale.md", vanishing),
     "learn-rules.png": ("other-rules.md", rules),
-    "learn-cars.png": ("other-rules.md", cars),
     "learn-heads.png": ("heads.md", heads),
     "learn-masks.png": ("masks.md", masked),
     "learn-cost.png": (COST, cost),

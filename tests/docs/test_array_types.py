@@ -6,7 +6,7 @@ import pytest
 
 @pytest.mark.parametrize("name", array_types.KINDS)
 def test_what_happens_with_a_type_of_array_is_on_the_page(name):
-    """Mend by: python docs/array_types.py."""
+    """Mend by: python docs/capabilities.py."""
     kind = array_types.KINDS[name]
     found = array_types.outcome(kind)
     if found is None:
@@ -15,6 +15,4 @@ def test_what_happens_with_a_type_of_array_is_on_the_page(name):
 
 
 def test_the_page_has_every_type():
-    written = array_types.written()
-    assert len(written) >= 20
-    assert array_types.PAGE.read_text(encoding="utf-8") == array_types.page(written)
+    assert len(array_types.written()) == len(array_types.KINDS) >= 20

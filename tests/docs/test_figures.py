@@ -4,9 +4,9 @@ import re
 import tomllib
 from pathlib import Path
 
+import design
 import pytest
 
-import polyattn
 from polyattn._dispatch import registry
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -45,8 +45,8 @@ SAID = [
     ("docs/how-to/service.md", f"on NumPy takes {PADDED} times as long"),
     ("examples/minilm/README.md", f"NumPy takes {PACKED} of the time"),
     ("examples/minilm/README.md", f"NumPy takes {PADDED} times as long"),
-    ("docs/how-to/which-backend.md", f"{between((128, 256), 2)} times as fast"),
-    ("docs/how-to/which-backend.md", f"tokens, {between((32, 64), 2)} at 32 and 64"),
+    ("docs/devices.md", f"{between((128, 256), 2)} times as fast"),
+    ("docs/devices.md", f"tokens, {between((32, 64), 2)} at 32 and 64"),
     ("docs/design.md", f"takes {between((512, 16384), 1)} times as long"),
     ("docs/design.md", "{:.0f} to {:.0f} µs more".format(*[round(n, -1) for n in FIRST])),
 ]
@@ -72,8 +72,7 @@ def test_the_page_on_devices_names_every_kernel(name):
         assert f"| `{kernel.name}` |" in page, kernel.name
 
 
-def test_the_page_on_the_design_names_every_folder():
-    page = text_of("docs/design.md")
-    folders = [file.parent.name for file in Path(polyattn.__file__).parent.glob("*/__init__.py")]
-    assert len(folders) > 10
-    assert [name for name in folders if f"`{name}/`" not in page] == []
+def test_the_page_on_the_design_has_the_folders_of_now():
+    """Mend by: python docs/design.py."""
+    assert design.PAGE.read_text(encoding="utf-8") == design.page()
+    assert design.page().count("/` | ") > 10

@@ -247,9 +247,3 @@ def test_a_page_prints_what_it_shows_and_the_messages_are_those_raised(page):
 def test_every_error_that_a_page_shows_is_provoked():
     shown = sum(len(re.findall(r"^>>> ", text(page), re.MULTILINE)) for page in PAGES)
     assert shown == sum(len(list(provoked(page))) for page in PAGES) > 30
-
-
-def test_the_index_leads_to_every_page():
-    assert {f"({page})" for page in PAGES if page != "index.md"} <= set(
-        re.findall(r"\([\w-]+\.md\)", text("index.md"))
-    )

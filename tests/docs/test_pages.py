@@ -26,7 +26,7 @@ PYTHON = re.compile(
 ELSEWHERE = {
     "README.md": "test_readme.py",
     "docs/nn.md": "test_nn.py",
-    "docs/how-to/caches.md": "test_how_to.py",
+    "docs/how-to/generate.md": "test_how_to.py",
     "docs/how-to/gradients.md": "test_how_to.py",
     "docs/how-to/troubleshooting.md": "test_how_to.py",
 }

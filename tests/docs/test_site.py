@@ -9,6 +9,7 @@ import tomllib
 from dataclasses import replace
 from pathlib import Path
 
+import array_types
 import capabilities
 import links
 import looks
@@ -35,8 +36,9 @@ WRITING = (DOCS / "writing-a-backend.md").read_text(encoding="utf-8")
 @pytest.mark.skipif(sys.platform != "linux", reason="CuPy, whose kernels it lists, is not here")
 def test_the_capability_table_is_what_the_kernels_declare():
     """Mend by: python docs/capabilities.py."""
-    assert capabilities.PAGE.read_text(encoding="utf-8") == capabilities.page()
-    assert all(f"`{feature}`" in capabilities.page() for feature in FEATURES)
+    page = capabilities.page(array_types.written())
+    assert capabilities.PAGE.read_text(encoding="utf-8") == page
+    assert all(f"`{feature}`" in page for feature in FEATURES)
 
 
 @pytest.mark.parametrize("page", [ROOT / "README.md", *PAGES], ids=lambda page: page.stem)
@@ -125,6 +127,9 @@ def test_every_page_has_its_place_in_the_sidebar_once():
     named = re.findall(r"^(?:.* <)?(?!_)([a-z/-]+)>?$", trees, flags=re.MULTILINE)
     pages = {page.relative_to(DOCS).with_suffix("").as_posix() for page in PAGES}
     assert sorted(named) == sorted(pages - {"index"})
+    before = text.partition("```{toctree}")[0]
+    ours = [name for name in named if not name.startswith("reference/")]
+    assert [name for name in ours if f"({name}.md)" not in before] == []
 
 
 def test_the_glossary_has_the_words_that_people_look_for_in_order():
@@ -144,10 +149,6 @@ def test_links_out_of_the_docs_lead_to_pages_of_the_site():
     )
     there = ROOT / "examples" / "train"
     assert repository.relinked("![](loss.png)", there) == "![](/../examples/train/loss.png)"
-    assert (
-        repository.relinked("[](../polyattn/_kernels/dense.py)", DOCS)
-        == "[](/reference/formula.md)"
-    )
     assert repository.home("_files/examples/train/README") == there
     assert repository.home("learn/heads") == DOCS / "learn"
 
@@ -176,10 +177,10 @@ def test_a_build_makes_a_page_of_each_file_that_a_page_leads_to(tmp_path, monkey
 @pytest.mark.slow
 def test_the_page_of_commands_has_the_help_of_each():
     page = written.commands()
-    named = re.findall(r"^## polyattn (\w+)\n\n```text\nusage: polyattn (\w+)", page, re.MULTILINE)
+    named = re.findall(r"^### polyattn (\w+)\n\n```text\nusage: polyattn (\w+)", page, re.MULTILINE)
     assert {"backends", "explain", "check", "demo"} <= {name for name, _ in named}
     assert all(title == usage for title, usage in named)
-    assert len(named) == page.count("\n## ")
+    assert len(named) == page.count("\n### ")
 
 
 def test_the_table_of_errors_says_who_raises_each():
@@ -199,7 +200,7 @@ def test_the_table_of_environment_variables_is_what_the_code_reads():
     for folder in ("polyattn", "backends"):
         for file in (ROOT / folder).rglob("*.py"):
             read |= set(re.findall(r"\bPOLYATTN_[A-Z_]+", file.read_text(encoding="utf-8")))
-    page = (DOCS / "reference" / "environment.md").read_text(encoding="utf-8")
+    page = (DOCS / "reference" / "index.md").read_text(encoding="utf-8")
     assert sorted(re.findall(r"^\| `(\w+)` \|", page, flags=re.MULTILINE)) == sorted(read)
 
 

@@ -1,7 +1,6 @@
 """A paged cache holds for each item what was appended to it, whoever shares its pages."""
 
 import copy
-import gc
 import pickle
 
 import jax
@@ -113,7 +112,6 @@ def test_pages_of_caches_that_are_gone_are_used_again():
     memory = twin.cache.key
     for _ in range(20):
         twin = twin.append(6)
-        gc.collect()
         assert twin.cache.key is memory
         twin.check()
         twin = twin.truncate([1, 1])
@@ -228,7 +226,6 @@ def test_a_window_keeps_its_pages_only():
     twin, pages = Twin(np.array, items=1, capacity=64, pages=6), set()
     for _ in range(40):
         twin = twin._with(twin.cache.slide(5), twin.tokens).append(1)
-        gc.collect()
         query = RNG.standard_normal((1, 2 * G, 1, D)).astype(np.float32)
         options = twin.cache.options({"window": (5, 0)})
         found = attention(query, twin.cache.keys, twin.cache.values, **options)[0]
