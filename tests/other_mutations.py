@@ -556,6 +556,6 @@ MUTATIONS = (
      "plan.model.tied"),
     (AUTOCAST + "test_autocast_of_another_device_does_nothing",
      "a cache casts under the autocast of any device", "polyattn/nn/cache.py",
-     "is_autocast_on() and _is_cast(self.key)",
+     "is_autocast_on() and _is_cast(memory[0])",
      "is_autocast_on()"),
 )  # fmt: skip
