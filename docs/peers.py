@@ -20,10 +20,15 @@ import onnx
 import onnx.reference
 import onnxruntime
 import torch
+import transformers
+from jax.experimental.pallas import tpu as pltpu
+from jax.experimental.pallas.ops.tpu.paged_attention import paged_attention
 from onnx import helper
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from polyattn import attention
 from polyattn.conformance import CASES, Target
+from polyattn.conformance.cases.cache_cases import CACHES
 from polyattn.conformance.functions.check import (
     AGREES,
     DIFFERS,
@@ -163,6 +168,76 @@ def run_reference(model, feeds):
     return onnx.reference.ReferenceEvaluator(model).run(None, feeds)[0]
 
 
+# ---- caches and pages --------------------------------------------------------------------------
+
+#: The inputs of the operator, in its order.
+INPUTS = (
+    *("query", "key", "value", "past_key", "past_value", "seqlens_k", "total_sequence_length"),
+    *("cos_cache", "sin_cache", "position_ids", "attention_bias", "head_sink"),
+)
+
+
+def group_query_attention(
+    query, key, value, past_key, past_value, seqlens_k, total_sequence_length, *,
+    attention_bias=None, head_sink=None, **attributes,
+):  # fmt: skip
+    """Run the operator GroupQueryAttention in ONNX Runtime, on the CPU."""
+    feeds = {name: x for name, x in locals().items() if name in INPUTS and x is not None}
+    given = [name if name in feeds else "" for name in INPUTS]
+    while not given[-1]:
+        given.pop()
+    attributes = {name: x for name, x in attributes.items() if x is not None}
+    outputs = ["output", "present_key", "present_value"]
+    node = helper.make_node(
+        "GroupQueryAttention", given, outputs, domain="com.microsoft", **attributes
+    )
+    types = {n: helper.np_dtype_to_tensor_dtype(x.dtype) for n, x in feeds.items()}
+    graph = helper.make_graph(
+        [node],
+        "attention",
+        [helper.make_tensor_value_info(name, types[name], x.shape) for name, x in feeds.items()],
+        [helper.make_tensor_value_info(name, types["query"], None) for name in outputs],
+    )
+    opsets = [helper.make_opsetid("", 24), helper.make_opsetid("com.microsoft", 1)]
+    return run_in_server(helper.make_model(graph, opset_imports=opsets, ir_version=11), feeds)
+
+
+def pallas_attention(
+    q, k_pages, v_pages, lengths, page_indices, *, attn_logits_soft_cap, pages_per_compute_block
+):
+    """Call paged_attention of JAX's Pallas kernels for TPUs, interpreted on the CPU."""
+    with pltpu.force_tpu_interpret_mode():
+        return paged_attention(
+            q, k_pages, v_pages, lengths, page_indices,
+            attn_logits_soft_cap=attn_logits_soft_cap,
+            pages_per_compute_block=pages_per_compute_block,
+        )  # fmt: skip
+
+
+@functools.cache
+def servers():
+    """Return the functions over caches and pages, and the dtype of their cases."""
+    there = Target("torch")
+    return {
+        "GroupQueryAttention": (group_query_attention, np.array, np.asarray, "float32"),
+        "Pallas `paged_attention`": (pallas_attention, to_jax, np.asarray, "bfloat16"),
+        "`sdpa_attention_forward`": (sdpa_attention_forward, there.to, there.back, "float32"),
+    }
+
+
+def serving_column(name: str) -> dict[str, str]:
+    """Return what a function over caches and pages does in each case."""
+    function, to, back, dtype = servers()[name]
+    cells = {}
+    for case in CACHES:
+        of_dtype = replace(CASES[case], name=f"{case}, {dtype}", dtype=dtype)
+        finding = check_callable(function, of_dtype, to, back)
+        is_asked, agrees = finding.status != NO_ARGUMENT, finding.status == AGREES
+        said = outcome(finding) + share([finding], [finding]) if is_asked else "–"
+        cells[case] = said if agrees or not is_asked else f"**{said}**"
+    return cells
+
+
 def to_jax(x):
     """Return a JAX array of the same dtype."""
     with jax.enable_x64(True):
@@ -248,6 +323,7 @@ GROUPS = {
     "arrays": "Other arrays",
     "dtype": "A plain call in each dtype",
     "topic": "Corners",
+    "parts": "Parts of a call",
 }
 LABELS = {
     "batch_broadcast": "batch axes broadcast",
@@ -306,7 +382,8 @@ def cell(row: Row) -> str:
     said = [f"**{what}**{share(outcomes[what], asked)}" for what in order]
     said = [*said[:MOST], "…"] if len(said) > MOST else said
     if well is not None:
-        said.append(f"{AGREES}{share(well, asked)}")
+        bits = ", other bits" * any(finding.remark for finding in well)
+        said.append(f"{AGREES}{share(well, asked)}{bits}")
     return "; ".join(said) or "–"
 
 
@@ -485,10 +562,25 @@ within the limit of its case, which is wide where scores are large.
 - *∞*: not exact where it must be, such as at a 0, or NaN instead of a number.
 - *–*: the function has no argument for any of the cases.
 - *raises*: an error.
+- *other bits*: by themselves, parts of a call agree, and not bit for bit with the whole.
 - *crashes*: the process ended.
 
 The figures come from one machine. A test checks that the words in the cells of torch and jax are
 still true.
+"""
+
+
+SERVING = """\
+## Caches and pages
+
+The same for functions over caches and pages, one case in a row: GroupQueryAttention of ONNX Runtime
+(`com.microsoft`); `paged_attention` of JAX's Pallas kernels for TPUs, interpreted, in bfloat16, to
+which it rounds keys and values; and `sdpa_attention_forward` of transformers {transformers}, whose
+mask says where keys end. A cache is one page of each item for `paged_attention`.
+
+torch's `varlen_attn`, FlashAttention and FlashInfer run on CUDA only, and were not run. Where there
+is a GPU, `polyattn check --callable torch.nn.attention.varlen:varlen_attn --library torch:cuda`
+checks one of them.
 """
 
 
@@ -527,6 +619,8 @@ def main() -> None:
         "",
         *[f"- **{peer.name}**: {peer.how}" for peer in peers().values()],
     ]
+    parts += ["", SERVING.format(transformers=transformers.__version__)]
+    parts += [table({name: serving_column(name) for name in servers()})]
     PAGE.write_text("\n".join(parts) + "\n", encoding="utf-8")
 
 

@@ -14,6 +14,7 @@ from polyattn._api.explain import explain
 from polyattn._api.gradients import attention_backward, attention_jvp, attention_vjp
 from polyattn._api.partial import Partial, attention_partial, merge
 from polyattn._api.weights import TopWeights, attention_weights
+from polyattn._base.progress import show_progress
 from polyattn._base.threads import use_threads
 from polyattn._core.call.gradients import Gradients
 from polyattn._core.expressions.expression import RENDERERS
@@ -49,9 +50,16 @@ __all__ = [
     "masks",
     "merge",
     "scores",
+    "show_progress",
     "use_backend",
     "use_threads",
 ]
+
+_LATER = ("conformance", "dialects", "export", "nn", "parallel", "plot")
+
+
+def __dir__() -> list[str]:
+    return [*__all__, *_LATER, "__version__"]
 
 
 def _renderer(module: str, name: str) -> Callable[..., Any]:
@@ -74,6 +82,6 @@ def __getattr__(name: str) -> ModuleType:
     if name == "__version__":
         found: ModuleType = importlib.import_module("importlib.metadata").version("polyattn")
         return found
-    if name in ("conformance", "dialects", "export", "nn", "parallel", "plot"):
+    if name in _LATER:
         return importlib.import_module(f"polyattn.{name}")
     raise AttributeError(f"module 'polyattn' has no attribute {name!r}")

@@ -198,12 +198,17 @@ def _add_check(commands: Any) -> None:
         epilog="example: polyattn check torch --kernel sdpa --html report.html",
     )
     add("backends", nargs="*", metavar="BACKEND", help="default: all installed ones")
-    add("--library", metavar="MODULE", help="library of the arrays, such as jax.numpy")
+    add(
+        "--library",
+        metavar="MODULE",
+        help="library of the arrays, such as jax.numpy; for --callable also torch:cuda",
+    )
     add(
         "--callable",
         metavar="MODULE:FUNCTION",
         help="instead of a backend, any function with the signature of torch's"
-        " scaled_dot_product_attention or of a dialect, or with our argument names",
+        " scaled_dot_product_attention, of a dialect or of a function over a cache or pages, or"
+        " with our argument names",
     )
     add("--kernel", action="append", default=[], metavar="NAME", help="only this; may be repeated")
     add("--quick", action="store_true", help="one case of each feature and corner case")

@@ -7,16 +7,14 @@ The position of row i is ``i + query_offset``, as for ``is_causal=`` and ``windo
 
 from __future__ import annotations
 
-import numbers
 from collections.abc import Callable
-from typing import Any
 
 from polyattn._base.arguments import check_int, check_signature, check_window
 from polyattn._base.arrays import Array, facts_of, is_array
 from polyattn._base.host import as_array, is_unreadable
 from polyattn._core.expressions.expression import Expression
-from polyattn._core.expressions.indices import ScoreDims
-from polyattn._core.expressions.masks import Dense, Mask, Rule, as_mask
+from polyattn._core.expressions.mask_arrays import check_ids, check_lengths, check_parents
+from polyattn._core.expressions.masks import Dense, Mask, Rule
 from polyattn._core.expressions.patterns import (
     Band,
     Dilated,
@@ -29,7 +27,7 @@ from polyattn._core.expressions.patterns import (
     ancestors_of,
     by_index,
 )
-from polyattn._core.tiles.compiled import compile_mask
+from polyattn._core.tiles.compiled import compile
 
 __all__ = [
     "Mask",
@@ -46,6 +44,7 @@ __all__ = [
     "tree",
     "window",
 ]
+__dir__ = __all__.copy
 
 
 def causal() -> Mask:
@@ -107,7 +106,7 @@ def prefix(lengths: int | Array) -> Mask:
     >>> masks.causal() | masks.prefix(16)
     masks.causal() | masks.prefix(16)
     """
-    return Prefix(_lengths("masks.prefix: lengths", lengths))
+    return Prefix(check_lengths("masks.prefix: lengths", lengths))
 
 
 def padding(
@@ -140,7 +139,7 @@ def padding(
     names = ("masks.padding: key_lengths", "masks.padding: query_lengths")
     return Padding(
         *[
-            None if lengths is None else _lengths(name, lengths)
+            None if lengths is None else check_lengths(name, lengths)
             for name, lengths in zip(names, (key_lengths, query_lengths), strict=True)
         ]
     )
@@ -170,8 +169,10 @@ def segments(query_ids: Array, key_ids: Array | None = None) -> Mask:
     >>> attention(x, x, x, mask=documents & masks.causal()).shape
     (8, 6, 64)
     """
-    rows = _ids("masks.segments: query_ids", query_ids)
-    return Segments(rows, None if key_ids is None else _ids("masks.segments: key_ids", key_ids))
+    rows = check_ids("masks.segments: query_ids", query_ids)
+    return Segments(
+        rows, None if key_ids is None else check_ids("masks.segments: key_ids", key_ids)
+    )
 
 
 def positions(query_positions: Array, key_positions: Array, mask: Mask | None = None) -> Mask:
@@ -210,8 +211,8 @@ def positions(query_positions: Array, key_positions: Array, mask: Mask | None = 
     >>> attention(x, x, x, mask=mask).shape
     (8, 6, 64)
     """
-    rows = _ids("masks.positions: query_positions", query_positions)
-    keys = _ids("masks.positions: key_positions", key_positions)
+    rows = check_ids("masks.positions: query_positions", query_positions)
+    keys = check_ids("masks.positions: key_positions", key_positions)
     mask = causal() if mask is None else mask
     other = by_index(mask) if isinstance(mask, Mask) else mask
     if other is not None:
@@ -254,12 +255,7 @@ def tree(parents: Array) -> Mask:
     >>> attention(key[:, -4:], key, key, mask=drafts).shape
     (8, 4, 64)
     """
-    parents = as_array("masks.tree: parents", parents)
-    if not _is_square(parents):
-        parents = _ids("masks.tree: parents", parents)
-        if not is_unreadable(parents) and not parents.shape:
-            raise ValueError(f"masks.tree: parents must have shape (..., L); got {parents!r}")
-    return Tree(ancestors_of(parents))
+    return Tree(ancestors_of(check_parents("masks.tree: parents", parents)))
 
 
 def dilated(step: int) -> Mask:
@@ -371,117 +367,3 @@ def rule(function: Callable[..., Array]) -> Mask:
         return function
     check_signature("the mask function", function, "b, h, i, j")
     return Rule(function)
-
-
-# Shadows the builtin on purpose: FlexAttention users look for this name.
-def compile(
-    mask: Mask | Callable[..., Array] | Array,
-    query_length: int,
-    key_length: int | None = None,
-    *,
-    query_offset: int | None = None,
-    like: Array | None = None,
-    batch: int | tuple[int, ...] = 1,
-    heads: int = 1,
-    tile: int = 128,
-) -> Mask:
-    """Evaluate a mask once, and store which of its tiles are empty, full and mixed.
-
-    This is for masks given as functions, whose tiles are otherwise unknown: compile the mask once,
-    and use it in every layer and at every step. Kernels skip its empty tiles, and do not evaluate
-    it in full ones.
-
-    Parameters
-    ----------
-    mask : Mask, callable or Array of bool
-        The mask to compile.
-    query_length, key_length : int
-        L and S of the calls that will use it; S is L by default.
-    query_offset : int, optional
-        The position of the first row among the keys, S − L by default.
-    like : Array, optional
-        An array of the library and device to evaluate the mask on; by default those of the arrays
-        in the mask, or else NumPy.
-    batch : int or tuple of int
-        Number of batch items, or the batch axes, for a mask that differs between items.
-    heads : int
-        Number of query heads, for a mask that differs between heads.
-    tile : int
-        Number of rows and keys of a tile. Smaller tiles leave less to compute, and take longer to
-        look up.
-
-    Returns
-    -------
-    Mask
-        The same mask, with the table of its tiles.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from polyattn import attention, masks
-    >>> def checkered(b, h, i, j):
-    ...     return (i // 256 + j // 256) % 2 == 0
-    >>> mask = masks.compile(checkered, 512)
-    >>> mask
-    masks.compile(masks.rule(checkered), 512, 512)
-    >>> x = np.ones((1, 512, 8), dtype=np.float32)
-    >>> attention(x, x, x, mask=mask).shape
-    (1, 512, 8)
-    """
-    mask = as_mask(mask)
-    names = ("query_length", "key_length", "heads", "tile")
-    given = (query_length, query_length if key_length is None else key_length, heads, tile)
-    length, keys, heads, size = (
-        check_int(f"masks.compile: {name}", number)
-        for name, number in zip(names, given, strict=True)
-    )
-    axes = batch if isinstance(batch, tuple) else (batch,)
-    axes = tuple([check_int("masks.compile: batch", number) for number in axes])
-    if min(length, keys, heads, size, *axes) < 1:
-        raise ValueError(
-            f"masks.compile takes lengths and numbers of at least 1; got {(*given, batch)}"
-        )
-    offset = keys - length
-    if query_offset is not None:
-        offset = check_int("masks.compile: query_offset", query_offset)
-    dims = ScoreDims(axes, heads, length, keys, offset)
-    return compile_mask(mask, dims, size, like)
-
-
-# ---- checks ------------------------------------------------------------------------------------
-
-
-def _lengths(name: str, value: Any) -> Any:
-    value = as_array(name, value)
-    # NumPy's integers are arrays too, which other libraries cannot use.
-    if is_array(value) and not isinstance(value, numbers.Integral):
-        return _integers(name, value, "an integer or an integer array")
-    try:
-        number = check_int(name, value)
-    except TypeError as error:
-        raise TypeError(f"{error}. An array gives one for each batch item") from None
-    if number < 0:
-        raise ValueError(f"{name} must be at least 0; got {value!r}")
-    return number
-
-
-def _ids(name: str, value: Any) -> Any:
-    return _integers(name, as_array(name, value), "an integer array")
-
-
-def _is_square(value: Any) -> bool:
-    """Return whether this is a bool array (..., n, n)."""
-    if not is_array(value) or is_unreadable(value) or facts_of(value).dtype != "bool":
-        return False
-    return len(value.shape) > 1 and value.shape[-1] == value.shape[-2]
-
-
-def _integers(name: str, value: Any, what: str) -> Any:
-    if is_unreadable(value):  # the call checks it, as a tensor
-        return value
-    if not is_array(value):
-        raise TypeError(f"{name} must be {what}; got {value!r}")
-    facts = facts_of(value, name)
-    if "int" not in facts.dtype:
-        raise TypeError(f"{name} must be {what}; got {facts}")
-    return value

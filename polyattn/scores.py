@@ -55,6 +55,7 @@ __all__ = [
     "sparsemax",
     "temperature",
 ]
+__dir__ = __all__.copy
 
 
 def _above_zero(name: str, value: Any) -> float:

@@ -127,6 +127,12 @@ def batchy(dense, p, x, backend):
     return (up if p.batch[:1] == (1,) else output), logsumexp
 
 
+def wide_pages(dense, p, x, backend):
+    """The logsumexp counts the slots of a page that no key is in."""
+    output, logsumexp = dense(p, x, backend)
+    return output, None if logsumexp is None else logsumexp + 1e-3 * (p.key_length == 4)
+
+
 def leaky(dense, p, x, backend):
     """A weight of 0 times NaN."""
     output, logsumexp = dense(p, x, backend)
@@ -235,6 +241,7 @@ def coarse(dense, p, x, backend):
 OTHERS = [
     Sabotaged("noisy", noisy),
     Sabotaged("batchy", batchy, batch_invariant=True),
+    Sabotaged("wide_pages", wide_pages),
     Sabotaged("leaky", leaky),
     Sabotaged("scribbling", scribbling),
     Sabotaged("widening", widening),

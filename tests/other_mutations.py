@@ -8,8 +8,10 @@ BACKWARD = "tests/backends/test_numpy_backward.py::"
 CORNERS = "tests/api/test_corners.py::test_an_axis_without_entries"
 DASK = "tests/backends/test_dask.py::"
 ENGINES = "tests/parallel/test_engines.py::test_one_device_of_jax"
+EXPORTED = "tests/export/test_caches.py::"
 FAMILIES = "tests/nn/test_families.py::"
 FILES = "tests/base/test_files.py::"
+FUNCTIONS = "tests/conformance/test_functions.py::"
 LOAD = "tests/nn/test_load.py::"
 PARTS = "tests/expressions/test_parts.py::"
 REPORT = "tests/conformance/test_report.py::"
@@ -238,6 +240,38 @@ MUTATIONS = (
      "a page that is not there", "polyattn/_core/call/lengths.py",
      "wrong = used & ((table < 0) | (table >= pages))",
      "wrong = used & (table >= pages)"),
+    (EXPORTED + "test_a_step_is_one_node_of_onnx_runtime_where_it_is_asked_for[{'window': (2, 0)}]",
+     "a window without the row's own key", "backends/polyattn_onnx/group_query.py",
+     'min(problem.window[0], 2**30) + 1',
+     'min(problem.window[0], 2**30)'),
+    (EXPORTED + "test_the_node_reads_no_key_after_the_last_one_of_an_item[float32]",
+     "an item without keys that has one", "backends/polyattn_onnx/group_query.py",
+     'make("Greater", ["lengths", "zero"]',
+     'make("Greater", ["known", "zero"]'),
+    (EXPORTED + "test_the_node_reads_no_key_after_the_last_one_of_an_item[float32]",
+     "the number of keys for the index of the last", "backends/polyattn_onnx/group_query.py",
+     'make("Cast", ["newest"], ["last"]',
+     'make("Cast", ["known"], ["last"]'),
+    (EXPORTED + "test_what_the_node_cannot_say_is_refused_by_name",
+     "rows of items of unlike lengths", "backends/polyattn_onnx/group_query.py",
+     "shared or rows == 1",
+     "True"),
+    (FUNCTIONS + "test_functions_over_caches_and_pages_are_known[pallas]",
+     "a scale that the function is not told", "polyattn/conformance/functions/serving.py",
+     "(query.shape[-1] ** -0.5 if scale is None else scale)",
+     "1.0"),
+    (FUNCTIONS + "test_functions_over_caches_and_pages_are_known[flashinfer in pages]",
+     "a full last page that is empty", "polyattn/conformance/functions/serving.py",
+     "(end - 1) % page + 1 if end else 0",
+     "end % page"),
+    (FUNCTIONS + "test_parts_by_themselves_are_right_and_may_have_other_bits",
+     "a row with the keys of the newest", "polyattn/conformance/cases/cache_cases.py",
+     '+ (i + 1 - rows)',
+     '+ 0 * i'),
+    (FUNCTIONS + "test_what_a_page_holds_beyond_the_length_is_named_where_it_reaches_the_output",
+     "slots without poison", "polyattn/conformance/cases/case.py",
+     "np.swapaxes(arrays[name], -3, -2)[self._unused(options)] = self.poison",
+     "pass"),
     # calls over many ranks
     (STRATEGIES + "test_numbers_from_the_host_go_where_the_query_is[mask1]",
      "facts in place of arrays", "polyattn/parallel/call.py",

@@ -1,6 +1,7 @@
 """What imports what: rooms import only the rooms below them, and no framework comes in unasked."""
 
 import ast
+import importlib
 import re
 import sys
 from pathlib import Path
@@ -52,6 +53,7 @@ OUTSIDE = {
     "_base.host": {"numpy"},  # imported when a sequence, or an array of NumPy, is placed
     "integrations": {"autograd", "jax", "mlx", "ndonnx", "numpy", "spox", "torch", "transformers"},
     "_base.slices": {"jax"},  # for a slice whose start JAX traces
+    "_base.progress": {"tqdm"},
     "_base.streams": {"tqdm"},
     "parallel": {"cupy", "jax", "mpi4py", "torch"},  # each in a module of its own
     "nn": {"numpy"},  # whose bit generator draws the first parameters of a layer
@@ -229,3 +231,16 @@ def test_public_names():
     }
     for name in polyattn.__all__:
         assert getattr(polyattn, name).__doc__
+
+
+def test_dir_of_a_public_module_has_its_public_names():
+    public = [module_of(x) for x in ROOT.rglob("*.py") if "\n__all__ = " in x.read_text("utf-8")]
+    assert len(public) > 20
+    for name in public:
+        module = importlib.import_module(name.removesuffix(".__init__"))
+        if module is not polyattn:  # which has modules that are imported when they are used
+            assert dir(module) == sorted(module.__all__), name
+    shown = set(dir(polyattn))
+    assert shown > {*polyattn.__all__}
+    assert all(hasattr(polyattn, name) for name in shown)
+    assert [name for name in shown if name.startswith("_")] == ["__version__"]

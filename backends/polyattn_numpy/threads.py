@@ -18,6 +18,8 @@ from typing import Any, TypeVar
 
 from threadpoolctl import ThreadpoolController
 
+from polyattn.plugin import progress
+
 T = TypeVar("T")
 
 
@@ -286,7 +288,7 @@ def each(work: Callable[[T], None], items: Sequence[T], threads: int, state: Sha
     """
     left = deque(items)
 
-    def drain() -> None:
+    def drain(show: Callable[[float], None] | None = None) -> None:
         try:
             while not state.stopped:
                 try:
@@ -294,6 +296,8 @@ def each(work: Callable[[T], None], items: Sequence[T], threads: int, state: Sha
                 except IndexError:
                     return
                 work(item)
+                if show is not None:
+                    show(1 - len(left) / len(items))
         except StoppedError:
             return  # the thread that stopped it has the error
         except BaseException:
@@ -307,8 +311,9 @@ def each(work: Callable[[T], None], items: Sequence[T], threads: int, state: Sha
     def drain_together() -> None:
         try:
             _pool.add(min(threads, len(items)) - 1, job)
-            drain()
-            job.finish()
+            with progress() as show:
+                drain(show)
+                job.finish()
         except BaseException:
             # However the call ends, its work must end first.
             state.stopped = True

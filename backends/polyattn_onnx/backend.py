@@ -22,6 +22,7 @@ from polyattn.plugin import (
     namespace_of,
     native,
 )
+from polyattn_onnx.group_query import GroupQuery
 from polyattn_onnx.model import model_of
 from polyattn_onnx.operator import Operator
 
@@ -52,7 +53,7 @@ class Native(Operator):
 class OnnxBackend(Backend):
     """Graphs of ONNX; a device is the opset whose operator Attention may be used."""
 
-    kernels = (Native(),)
+    kernels = (Native(), GroupQuery())
     computes = False
 
     def __init__(self) -> None:

@@ -43,7 +43,7 @@ A = TypeVar("A")  # the type of the query, which the result has
 
 
 @with_cached_calls
-@with_our_names
+@with_our_names()
 def attention(
     query: A,
     key: Array,

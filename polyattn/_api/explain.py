@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any, Unpack
 
 from polyattn._api.attention import AttentionOptions
-from polyattn._api.names import check_names, with_our_names
+from polyattn._api.names import with_our_names
 from polyattn._base.arguments import Shape, check_int, check_shape
 from polyattn._base.arrays import Array, ArrayFacts, Chunks, facts_of, library_of
 from polyattn._base.autocast import autocast, casts
@@ -14,7 +14,8 @@ from polyattn._base.span import Span
 from polyattn._core.call.describe import describe
 from polyattn._core.call.features import DTYPES
 from polyattn._core.call.options import OPTIONS
-from polyattn._core.call.problem import examine
+from polyattn._core.call.problem import Problem, examine
+from polyattn._core.expressions.expression import FUNCTION
 from polyattn._core.expressions.masks import Mask
 from polyattn._dispatch.explanation import Explanation
 from polyattn._dispatch.request import request
@@ -26,7 +27,7 @@ from polyattn._dispatch.select import (
 )
 
 
-@with_our_names
+@with_our_names()
 def explain(
     query: Array | tuple[int, ...],
     key: Array | tuple[int, ...],
@@ -80,7 +81,6 @@ def explain(
       numpy  tiled  CHOSEN
       numpy  dense  next
     """
-    check_names("explain", options)
     arguments: dict[str, Any] = dict(options)
     backend, kernel = arguments.pop("backend", None), arguments.pop("kernel", None)
     if dtype not in DTYPES:
@@ -116,8 +116,27 @@ def explain(
         # A remark may count the tiles of a compiled mask.
         call = call._replace(mask=call.mask.filled(operands.mask))
     xp = None if only_shapes else library_of(query).xp
-    explanation = explain_selection(call, examine(call), requested, kernel, xp)
-    return replace(explanation, autocast=changed)
+    problem = examine(call)
+    explanation = explain_selection(call, problem, requested, kernel, xp)
+    return replace(explanation, autocast=changed, notes=_notes(problem, query))
+
+
+def _notes(problem: Problem, query: Any) -> tuple[str, ...]:
+    """Return what a function of the call may not expect of its indices."""
+    specs = [spec for spec in (problem.mask_spec, problem.score_spec) if spec is not None]
+    in_specs = any(thing is FUNCTION for spec in specs for _, thing in spec.carried())
+    if not in_specs and not problem.features & {"mask_mod", "score_mod"}:
+        return ()
+    notes = []
+    if problem.query_length != problem.key_length:
+        offset = "query_offset" if problem.query_offset is None else problem.query_offset
+        notes.append(
+            "functions count rows from 0, as FlexAttention does, also where L is not S: row i is at"
+            f" the position i + {offset} among the keys"
+        )
+    if "vmap" in problem.transforms or type(query).__name__ == "BatchTracer":
+        notes.append("inside vmap, functions get b = 0 for every item: use batch axes instead")
+    return tuple(notes)
 
 
 def _cut(shape: Shape, chunks: int | tuple[int, ...] | None, layout: str) -> Chunks:

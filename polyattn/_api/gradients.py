@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Unpack
 
 from polyattn._api.attention import AttentionOptions, attention
-from polyattn._api.names import check_names, with_our_names
+from polyattn._api.names import with_our_names
 from polyattn._api.partial import Partial, attention_partial
 from polyattn._api.run import compute, plan_of
 from polyattn._base.arrays import Array, cast, facts_of, is_array, library_of
@@ -30,7 +30,7 @@ from polyattn._core.expressions.replacements import ScaleRule
 from polyattn.plugin import unrounded
 
 
-@with_our_names
+@with_our_names()
 def attention_backward(
     query: Array,
     key: Array,
@@ -98,7 +98,6 @@ def attention_backward(
     >>> gradients.value[0, :, 0].round(3)
     array([2.283, 1.283, 0.783, 0.45 , 0.2  ], dtype=float32)
     """
-    check_names("attention_backward", options)
     if not isinstance(partial, tuple) or len(partial) != 2:
         raise TypeError(
             "partial must be the Partial that attention_partial returned for this call; got a"
@@ -138,7 +137,7 @@ def _facts(name: str, array: Any) -> Any:
     return facts_of(array, name)
 
 
-@with_our_names
+@with_our_names()
 def attention_vjp(
     query: Array, key: Array, value: Array, **options: Unpack[AttentionOptions]
 ) -> tuple[Array, Callable[..., Gradients]]:
@@ -177,7 +176,6 @@ def attention_vjp(
     >>> pullback(output).query.shape
     (8, 5, 64)
     """
-    check_names("attention_vjp", options)
     given: dict[str, Any] = {"query": query, "key": key, "value": value, **options}
     arguments = autocast(given)
     output, partial = _with_residuals(**arguments)
@@ -264,7 +262,7 @@ def _in_expression(given: Any, gradients: list[Array], before: Any, accumulates:
     )
 
 
-@with_our_names
+@with_our_names()
 def attention_jvp(
     primals: Sequence[Array],
     tangents: Sequence[Array | None],
@@ -311,7 +309,6 @@ def attention_jvp(
     >>> bool(np.allclose(tangent, output))  # linear in the values
     True
     """
-    check_names("attention_jvp", options)
     for name, given in (("primals", primals), ("tangents", tangents)):
         if not isinstance(given, (tuple, list)) or len(given) != 3:
             raise TypeError(f"{name} must be those of query, key and value; got {_listed(given)}")

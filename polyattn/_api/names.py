@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
+import inspect
 from collections.abc import Callable, Collection
 from typing import Any, TypeVar, cast
 
@@ -26,6 +28,7 @@ FOREIGN = {
     "q": "query=",
     "k": "key=",
     "v": "value=",
+    "mask_mod": "mask=",
     "attn_mask": _MASK,
     "attention_mask": _MASK,
     "key_padding_mask": "mask=~key_padding_mask[:, None, None, :], or mask=masks.padding(lengths)",
@@ -40,6 +43,7 @@ FOREIGN = {
     "scaling": "scale=",
     "logits_soft_cap": "softcap=",
     "logit_cap": "softcap=",
+    "attn_logits_soft_cap": "softcap=",
     "alibi_slopes": "score_mod=scores.alibi(slopes)",
     "s_aux": "sinks=",
     "dropout_p": _DROPOUT,
@@ -50,36 +54,72 @@ FOREIGN = {
     "seqused_k": "key_lengths=",
     "cache_seqlens": "key_lengths=",
     "seq_lens": "key_lengths=",
+    "nonpad_kv_seqlen": "key_lengths=",
     "page_table": "block_table=",
     "cu_seqlens_q": _PACKED,
     "cu_seqlens_k": _PACKED,
+    "cu_seq_q": _PACKED,
+    "cu_seq_k": _PACKED,
     "return_lse": _LOGSUMEXP,
+    "return_softmax_lse": _LOGSUMEXP,
     "need_weights": _WEIGHTS,
     "return_attn_probs": _WEIGHTS,
     "implementation": "backend= or kernel=",
 }
 
+#: Those of `polyattn.nn.generate`.
+OF_GENERATE = {
+    "max_new_tokens": "steps=",
+    "max_length": "steps=, the number of new tokens",
+    "max_tokens": "steps=",
+    "do_sample": "temperature=, 0 for the most likely token",
+    "eos_token_id": "stop=",
+    "streamer": "on_token=",
+}
 
-def with_our_names(function: _F) -> _F:
-    """Let a function name its own argument when it is called with that of another library."""
 
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        # Before Python binds the arguments: q= for query= would be a missing argument.
-        for name in kwargs:
-            if name in FOREIGN:
-                raise TypeError(
-                    f"{function.__name__}() has no argument {name!r}; pass {FOREIGN[name]}. The"
-                    ' page docs/how-to/troubleshooting.md has all names, under "Names of other'
-                    ' libraries"'
-                )
-        return function(*args, **kwargs)
+def with_our_names(*beside: str) -> Callable[[_F], _F]:
+    """Let a function name its own argument when it is called with another.
 
-    return cast(_F, call)
+    Names `beside` those of its signature and of `attention` reach it in its options.
+    """
+
+    def decorate(function: _F) -> _F:
+        own = frozenset((*inspect.signature(function).parameters, *beside))
+        takes_options = "options" in own
+
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            # Before Python binds the arguments: q= for query= would be a missing argument.
+            for name in kwargs:
+                if name not in own and not (takes_options and (name in OPTIONS or name in BESIDE)):
+                    raise _unknown(function.__name__, name, own | {*OPTIONS, *BESIDE})
+            return function(*args, **kwargs)
+
+        return cast(_F, call)
+
+    return decorate
 
 
 def check_names(function: str, options: Collection[str], without: Collection[str] = ()) -> None:
     """Raise if a keyword is not an option of `attention`, as Python does for a full signature."""
+    ours = {*OPTIONS, *BESIDE} - {*without}
     for name in options:
-        if name in without or not (name in OPTIONS or name in BESIDE):
-            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
+        if name not in ours:
+            raise _unknown(function, name, ours)
+
+
+def _unknown(function: str, name: str, ours: Collection[str]) -> TypeError:
+    """Return the error for an argument that a function does not have."""
+    if function == "generate" and name in OF_GENERATE:
+        return TypeError(f"generate() has no argument {name!r}; pass {OF_GENERATE[name]}")
+    if name in FOREIGN:
+        return TypeError(
+            f"{function}() has no argument {name!r}; pass {FOREIGN[name]}. The page"
+            ' docs/how-to/troubleshooting.md has all names, under "Names of other libraries"'
+        )
+    near = difflib.get_close_matches(name, sorted(ours) + sorted(FOREIGN), n=1)
+    meant = f"; did you mean {near[0]!r}?" if near else ""
+    if near and near[0] in FOREIGN:
+        meant += f" Pass {FOREIGN[near[0]]}"
+    return TypeError(f"{function}() got an unexpected keyword argument {name!r}{meant}")

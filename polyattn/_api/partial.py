@@ -11,7 +11,7 @@ import math
 from typing import NamedTuple, Unpack
 
 from polyattn._api.attention import AttentionOptions
-from polyattn._api.names import check_names, with_our_names
+from polyattn._api.names import with_our_names
 from polyattn._api.run import compute
 from polyattn._base.arrays import (
     Array,
@@ -43,7 +43,7 @@ class Partial(NamedTuple):
     logsumexp: Array
 
 
-@with_our_names
+@with_our_names()
 def attention_partial(
     query: Array,
     key: Array,
@@ -92,7 +92,6 @@ def attention_partial(
     >>> output.shape, logsumexp.shape
     ((8, 5, 64), (8, 5))
     """
-    check_names("attention_partial", options)
     arguments = autocast({"query": query, "key": key, "value": value, **options})
     if dtype is not None:
         arguments |= _in_dtype(dtype, {name: arguments[name] for name in ("query", "key", "value")})

@@ -37,7 +37,7 @@ class TopWeights(NamedTuple):
     keys: Array
 
 
-@with_our_names
+@with_our_names()
 def attention_weights(
     query: Array,
     key: Array,

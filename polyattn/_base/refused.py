@@ -29,7 +29,8 @@ CONVERSIONS = {
     **dict.fromkeys(("tensorflow", "keras", "paddle", "mindspore"), _GRADIENT),
     "tinygrad": "{0}.numpy() converts it, and ends the gradient",
     **dict.fromkeys(("zarr", "h5py"), _STORED),
-    "xarray": "pass {0}.data",
+    "xarray": "pass {0}.data, or call xarray.apply_ufunc, which keeps the names of axes, as"
+    " docs/how-to/long-arrays.md shows",
     **dict.fromkeys(("pandas", "polars"), "pass {0}.to_numpy()"),
     **dict.fromkeys(("scipy", "jax"), "if it is sparse, pass {0}.todense()"),
 }

@@ -50,6 +50,8 @@ class Explanation:
         All candidates, in the order in which they were tried.
     autocast : tuple of str
         The arguments that torch.autocast casts to the dtype of the call.
+    notes : tuple of str
+        Facts about the call that are easily overlooked, whatever kernel runs.
     """
 
     call: Call
@@ -57,6 +59,7 @@ class Explanation:
     source: str
     candidates: tuple[Candidate, ...]
     autocast: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
     @property
     def chosen(self) -> Candidate | None:
@@ -74,6 +77,7 @@ class Explanation:
             **{name: list(facts.shape) for name, facts in self.call.operands()},
             "dtype": self.problem.dtype,
             "autocast": list(self.autocast),
+            "notes": list(self.notes),
             "library": self.problem.library,
             "device": self.problem.device,
             "needs": sorted(self.problem.features),
@@ -118,6 +122,7 @@ class Explanation:
             *cast,
             f"needs:     {needs or 'nothing beyond the plain formula'}",
             *values,
+            *[f"note:      {note}" for note in self.notes],
             f"selected by {self.source}",
         ]
 

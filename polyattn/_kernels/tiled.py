@@ -11,6 +11,7 @@ from typing import Any
 
 from polyattn._base.arrays import Array
 from polyattn._base.span import Span
+from polyattn._base.tracing import is_compiling
 from polyattn._core.call.operands import Operands
 from polyattn._core.call.problem import Problem
 from polyattn._core.tiles.axes import scaled
@@ -26,6 +27,9 @@ SMALLEST = 2**12
 # The rows of a tile in a narrow band, at least; and with dropout, at most, so that what its hash
 # computes stays in the caches.
 FEW_ROWS = 128
+# Times as many scores in a program of torch.compile, where each tile is compiled by itself, and by
+# its lengths: those of `dense` may become symbols.
+LARGER = 16
 
 
 class Tiled(Dense):
@@ -44,14 +48,19 @@ class Tiled(Dense):
 
     def only_on_request(self, problem: Problem) -> str | None:
         """Return why `dense` is preferred: with one tile it does the same with less overhead."""
-        if math.prod(problem.scores) <= self.tile:
+        if math.prod(problem.scores) <= self._most():
             return "one tile holds all the scores: dense does the same"
         return None
+
+    def _most(self) -> int:
+        """Return the most scores of a tile."""
+        return self.tile * LARGER if is_compiling() else self.tile
 
     def block_sizes(self, problem: Problem) -> tuple[int, int]:
         """Return the rows and keys of a tile: about square, wider where rows are few."""
         heads = max(1, math.prod(problem.batch) * problem.heads)
-        area = max(self.tile // heads, min(self.tile, SMALLEST))
+        tile = self._most()
+        area = max(tile // heads, min(tile, SMALLEST))
         rows = min(problem.query_length, int(area**0.5))
         return max(1, rows), area // max(1, rows)
 

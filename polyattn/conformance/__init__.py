@@ -11,6 +11,7 @@ try:
     from polyattn.conformance.cases.case import Case, make_case
     from polyattn.conformance.cases.catalogue import CASES, ESSENTIAL
     from polyattn.conformance.checks.target import KernelVariant, Target
+    from polyattn.conformance.finite_differences import check_gradient
     from polyattn.conformance.reference.oracle import Oracle, oracle
     from polyattn.conformance.reference.tolerance import Deviation, assert_accurate, deviation
 except ModuleNotFoundError as error:
@@ -27,7 +28,9 @@ __all__ = [
     "Oracle",
     "Target",
     "assert_accurate",
+    "check_gradient",
     "deviation",
     "make_case",
     "oracle",
 ]
+__dir__ = __all__.copy

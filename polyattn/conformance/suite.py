@@ -29,6 +29,7 @@ from polyattn.conformance.checks.lazy import is_lazy, lazily
 from polyattn.conformance.checks.target import KernelVariant, Target
 
 __all__ = ["BackendSuite"]
+__dir__ = __all__.copy
 
 
 class BackendSuite:
@@ -106,6 +107,10 @@ class BackendSuite:
         """A batch item has the same bits without the others, if the kernel declares so."""
         promises.check_batch_invariance(target, variant)
 
+    def test_pages_in_any_order(self, target: Target, variant: KernelVariant) -> None:
+        """Partial results of one page each may be merged in any order, if it computes any."""
+        promises.check_pages_in_any_order(target, variant)
+
     def test_first_call_from_eight_threads(self, target: Target, variant: KernelVariant) -> None:
         """Eight threads may make the first calls of a process at once."""
         promises.check_first_call_from_threads(target, variant)
@@ -150,7 +155,7 @@ class BackendSuite:
             sizes = [(c, dtype) for c in target.kernels for dtype in self._swept(target, c)]
             metafunc.parametrize("variant,dtype", self._params(test, (None, None), sizes))
         else:
-            kernels = [(c,) for c in target.kernels if self._declares(test, c)]
+            kernels = [(c,) for c in target.kernels if self._declares(test, target, c)]
             metafunc.parametrize("variant", self._params(test, (None,), kernels))
 
     def _cases(self) -> Mapping[str, Case]:
@@ -198,10 +203,11 @@ class BackendSuite:
             return []
         return [dtype for dtype in ("float32", "float64") if dtype in target.dtypes]
 
-    def _declares(self, test: str, variant: KernelVariant) -> bool:
+    def _declares(self, test: str, target: Target, variant: KernelVariant) -> bool:
         return {
             "test_deterministic": variant.kernel.deterministic,
             "test_batch_invariant": variant.kernel.batch_invariant,
+            "test_pages_in_any_order": promises.has_partials(target, variant),
             "test_first_call_from_eight_threads": promises.is_worth_threads(variant),
         }.get(test, True)
 
@@ -231,6 +237,7 @@ _WHY_NOT = {
     "test_sizes": "the library compiles each shape, or is slow",
     "test_deterministic": "no kernel declares it",
     "test_batch_invariant": "no kernel declares it",
+    "test_pages_in_any_order": "no kernel has a logsumexp of keys that end",
 }
 
 

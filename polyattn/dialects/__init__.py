@@ -14,3 +14,4 @@ __all__ = [
     "onnx_attention",
     "scaled_dot_product_attention",
 ]
+__dir__ = __all__.copy

@@ -140,7 +140,8 @@ def _run(xp: Any, arrays: Arrays, run: list[Run], rule: Rule, options: Any) -> l
         given["mask"] = chunked(places + offset, columns, rule.chunk)
     if "dropout" in given:
         given["dropout"] = (*options["dropout"], (first, 0, 0, 0))
-    return [xp.reshape(x, (-1, *x.shape[2:])) for x in _results(parts, rule, given)]
+    total = count * rows[1]
+    return [xp.reshape(x, (total, *x.shape[2:])) for x in _results(parts, rule, given)]
 
 
 def _zeros(xp: Any, arrays: Arrays, length: int, rule: Rule) -> list[Array]:

@@ -18,6 +18,7 @@ __all__ = [
     "flash_attn_varlen_func",
     "flash_attn_with_kvcache",
 ]
+__dir__ = __all__.copy
 
 
 def flash_attn_func(

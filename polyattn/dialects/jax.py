@@ -10,6 +10,7 @@ from polyattn._base.arrays import Array, index_range, library_of
 from polyattn.dialects._shared import both, with_all_axes
 
 __all__ = ["dot_product_attention"]
+__dir__ = __all__.copy
 
 
 def dot_product_attention(

@@ -9,6 +9,7 @@ from polyattn._base.arrays import Array
 from polyattn.dialects._shared import mask_or_bias
 
 __all__ = ["scaled_dot_product_attention"]
+__dir__ = __all__.copy
 
 
 def scaled_dot_product_attention(

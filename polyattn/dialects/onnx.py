@@ -12,6 +12,7 @@ from polyattn._base.arrays import Array, cast, facts_of, index_range, library_of
 from polyattn.dialects._shared import both, mask_or_bias
 
 __all__ = ["OnnxAttention", "onnx_attention"]
+__dir__ = __all__.copy
 
 
 class OnnxAttention(NamedTuple):

@@ -12,6 +12,7 @@ from polyattn.dialects._packed import Packed
 from polyattn.dialects._shared import dropout_of, mask_or_bias
 
 __all__ = ["multi_head_attention_forward", "scaled_dot_product_attention", "varlen_attn"]
+__dir__ = __all__.copy
 
 
 def scaled_dot_product_attention(

@@ -10,6 +10,7 @@ from polyattn.dialects._packed import Packed, Rule, from_pages, packed_attention
 from polyattn.dialects._shared import dropout_of, with_all_axes
 
 __all__ = ["memory_efficient_attention"]
+__dir__ = __all__.copy
 
 
 class _Bias(NamedTuple):

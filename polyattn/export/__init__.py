@@ -3,3 +3,4 @@
 from polyattn.export.model import onnx
 
 __all__ = ["onnx"]
+__dir__ = __all__.copy

@@ -19,6 +19,7 @@ from polyattn.nn.paged import PagedCache
 from polyattn.nn.quantized import QuantizedCache
 
 __all__ = ["register"]
+__dir__ = __all__.copy
 
 T = TypeVar("T")
 

@@ -29,6 +29,7 @@ from polyattn.integrations.transformers_ranks import Ranks
 from polyattn.plugin import Kernel
 
 __all__ = ["register"]
+__dir__ = __all__.copy
 
 #: Options of some models that would change the result and are not supported.
 REFUSED = {

@@ -46,3 +46,4 @@ __all__ = [
     "save",
     "yarn_scaling",
 ]
+__dir__ = __all__.copy

@@ -18,6 +18,8 @@ from polyattn.nn.module import Initializer, Module
 
 #: What `EncoderBlock.init` takes beside the arguments of its attention.
 _OF_BLOCKS = ("inner", "activation", "gated", "norm", "pre_norm")
+#: What `attention_weights` takes to select a part.
+_SELECTIONS = ("heads", "rows", "top", "per_key")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -255,6 +257,19 @@ class Stack(Module):
         return x if caches is None else (x, tuple(following))
 
 
+def weights_of(stack: Stack, x: Array, *context: Array, **options: Any) -> list[Any]:
+    """Return the weights of the self-attention of each block; arguments as for the stack."""
+    selected = {name: options.pop(name) for name in _SELECTIONS if name in options}
+    found = []
+    for block in stack.blocks:
+        own = {"is_causal": isinstance(block, DecoderBlock)} | options | selected
+        own.pop("context_mask", None)
+        before = _before(x, block.attention_norm, block.pre_norm)
+        found.append(block.attention.weights(before, **own))
+        x = block(x, *context, **options)
+    return found
+
+
 def _add(
     x: Array,
     part: Callable[..., Any],
@@ -265,7 +280,12 @@ def _add(
     **options: Any,
 ) -> tuple[Array, Cache | None]:
     """Add a part to its input, with the norms, and return the next cache if the part has one."""
-    y = part(x if norm is None or not pre_norm else norm(x), **options)
+    y = part(_before(x, norm, pre_norm), **options)
     y, cache = y if isinstance(y, tuple) else (y, None)
     x = x + (y if output_norm is None else output_norm(y))
     return (x if norm is None or pre_norm else norm(x)), cache
+
+
+def _before(x: Array, norm: Norm | None, pre_norm: bool) -> Array:
+    """Return what a part gets."""
+    return norm(x) if norm is not None and pre_norm else x

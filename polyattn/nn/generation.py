@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from polyattn._api.names import with_our_names
 from polyattn._base.arguments import check_int, got
 from polyattn._base.arrays import (
     Array,
@@ -28,6 +29,7 @@ from polyattn.nn.paged import PagedCache
 from polyattn.nn.pages import on_host, sent
 
 
+@with_our_names("cache", "counts", "positions", "segments")
 def generate(
     model: Transformer,
     ids: Any,
@@ -106,7 +108,10 @@ def generate(
     (1, 7)
     """
     if not model.tied and model.output is None:
-        raise ValueError("the model has no logits: load it with logits=True")
+        raise ValueError(
+            "the model has no logits: load a decoder with logits=True; an encoder, such as BERT,"
+            " has nothing to generate"
+        )
     prompts, kept = _prompts(ids, lengths, model)
     xp, batch = library_of(prompts).xp, tuple(prompts.shape[:-1])
     choose = _chooser(temperature, top_k, top_p, seed)

@@ -15,6 +15,12 @@ from polyattn.nn.shapes import rows_of
 def look_up(table: Array, ids: Array, name: str, offset: int = 0) -> Array:
     """Return the rows ids + offset of a table; `name` is what messages call an id."""
     library, expected = library_of(ids, "ids"), library_of(table)
+    if library.name == "ndonnx" != expected.name:
+        raise TypeError(
+            f"the model's parameters are of {expected.name}, and a graph of ONNX is made: pass the"
+            " model itself to polyattn.export.onnx; what a function does around it goes in a Module"
+            " of your own, whose parameters are inputs of the graph too"
+        )
     if library.name != expected.name or not expected.xp.isdtype(ids.dtype, "integral"):
         raise TypeError(
             f"{name}s must be an integer array of {expected.name}; got {facts_of(ids)} of"

@@ -12,7 +12,7 @@ from typing import Any
 from polyattn._base.arguments import check_int
 from polyattn._base.arrays import Array, cast, index_range, length_of, library_of
 from polyattn.nn.attention import Cache
-from polyattn.nn.blocks import DecoderBlock, EncoderBlock, Stack
+from polyattn.nn.blocks import DecoderBlock, EncoderBlock, Stack, weights_of
 from polyattn.nn.cache import KVCache, after
 from polyattn.nn.ids import for_each_token, look_up
 from polyattn.nn.inputs import FrameEmbedding, PatchEmbedding
@@ -188,6 +188,48 @@ class Transformer(Module):
             Vectors, shape (..., L, size); with caches, the pair of this array and the next caches.
         """
         x = self.embed(ids, caches=caches, segments=segments, positions=positions)
+        return self.stack(x, *context, caches=caches, **self._of_blocks(x, positions, options))
+
+    def weights(
+        self,
+        ids: Array,
+        *context: Array,
+        segments: Array | None = None,
+        positions: Array | None = None,
+        **options: Any,
+    ) -> list[Any]:
+        """Return the attention weights of each block, to inspect or draw them.
+
+        Parameters
+        ----------
+        ids, *context, segments, positions : Array
+            As in a call of the model.
+        **options : Any
+            Options of the blocks; and heads, rows, top and per_key of
+            `polyattn.attention_weights`.
+
+        Returns
+        -------
+        list of Array or TopWeights
+            For each block, shape (..., H, L, S), unless an option selects a part; of a
+            `DecoderBlock` those of its self-attention.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> from polyattn import nn, plot
+        >>> like = np.zeros(1, dtype=np.float32)
+        >>> gpt = nn.Transformer.init(100, 64, 4, 2, like=like, positions=32)
+        >>> weights = gpt.weights(np.asarray([5, 7, 11]), is_causal=True)
+        >>> len(weights), weights[0].shape
+        (2, (4, 3, 3))
+        >>> figure = plot.entropy(weights)
+        """
+        x = self.embed(ids, segments=segments, positions=positions)
+        return weights_of(self.stack, x, *context, **self._of_blocks(x, positions, options))
+
+    def _of_blocks(self, x: Array, positions: Any, options: dict[str, Any]) -> dict[str, Any]:
+        """Return the options of the blocks, with the model's own positions and scores."""
         if positions is not None:
             positions = for_each_token("positions", positions, x)
             rotaries = [block.attention.rotary for block in self.stack.blocks]
@@ -196,7 +238,7 @@ class Transformer(Module):
             given = options.get("score_mod")
             own = self.relative()
             options["score_mod"] = own if given is None else own >> given
-        return self.stack(x, *context, caches=caches, **options)
+        return options
 
     def embed(
         self,

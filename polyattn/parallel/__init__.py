@@ -25,3 +25,4 @@ __all__ = [
     "size_of",
     "unpermute",
 ]
+__dir__ = __all__.copy

@@ -4,3 +4,4 @@ from polyattn.plot.mask_picture import mask
 from polyattn.plot.weights import attention_map, entropy
 
 __all__ = ["attention_map", "entropy", "mask"]
+__dir__ = __all__.copy

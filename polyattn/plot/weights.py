@@ -34,6 +34,7 @@ def attention_map(
     keys: Sequence[Any] | None = None,
     *,
     heads: int | slice | Sequence[int] | None = None,
+    extent: tuple[float, float, float, float] | None = None,
     power: float | None = None,
     axes: Any = None,
 ) -> Any:
@@ -48,11 +49,15 @@ def attention_map(
         every second one is written, or every third, and so on.
     heads : int, slice or sequence of int, optional
         The heads to draw; all by default.
+    extent : tuple of float, optional
+        The edges (left, right, bottom, top) of a map in numbers such as seconds, as for ``imshow``:
+        keys from left to right, and the first query at the top. In place of tokens.
     power : float, optional
         The exponent of the weights in the scale of colours: by default 1, and 0.5 for more than 64
         keys, where most weights would otherwise look like 0.
     axes : matplotlib.axes.Axes or sequence of them, optional
-        The axes to draw in, one for each head; by default in a new figure.
+        The axes to draw in, one for each head; by default in a new figure. Their figure gets the
+        layout "compressed", with room for all labels, unless it has a layout.
 
     Returns
     -------
@@ -87,16 +92,18 @@ def attention_map(
     elif not power > 0:
         raise ValueError(f"power must be above 0; got {power!r}")
     places = _grid(figures, maps.shape, labels) if axes is None else _places(axes, len(maps))
+    figure = _with_layout(places[0].axes.figure)
     colours = require_matplotlib("colors").PowerNorm(power, vmin=0, vmax=maps.max() or 1)
-    aspect = "equal" if 1 / 3 <= rows / columns <= 3 else "auto"
+    aspect: float | str = "auto"
+    if 1 / 3 <= rows / columns <= 3:
+        aspect = 1.0 if extent is None else _aspect(extent, labels, rows, columns)
     for place, title, head in zip(places, titles, maps, strict=True):
-        image = place.axes.imshow(head, cmap=COLOURS, norm=colours, aspect=aspect)
+        image = place.axes.imshow(head, cmap=COLOURS, norm=colours, aspect=aspect, extent=extent)
         if title:
-            place.axes.set_title(title, fontsize="medium")
-        _write(place.axes.yaxis, "query", labels[0], place.at_left)
-        _write(place.axes.xaxis, "key", labels[1], place.at_bottom)
-    figure = places[0].axes.figure
-    figure.colorbar(image, ax=[place.axes for place in places], label="weight", **BAR)
+            place.axes.set_title(title, fontsize=FONT)
+        _write(place.axes.yaxis, "query", labels[0], place.at_left, extent is None)
+        _write(place.axes.xaxis, "key", labels[1], place.at_bottom, extent is None)
+    _add_bar(figure, image, [place.axes for place in places], "weight")
     return figure
 
 
@@ -148,7 +155,7 @@ def entropy(weights: Array | Sequence[Array], *, axes: Any = None) -> Any:
     image = axes.imshow(table, cmap=shades, norm=colours)
     _write(axes.yaxis, "layer", None, True)
     _write(axes.xaxis, "head", None, True)
-    axes.figure.colorbar(image, ax=axes, label="entropy, bits", **BAR)
+    _add_bar(_with_layout(axes.figure), image, axes, "entropy, bits")
     _write_numbers(axes, table, shades(colours(table)))
     return axes.figure
 
@@ -254,6 +261,21 @@ def _places(axes: Any, number: int) -> list[_Place]:
     return [_Place(item) for item in flat]
 
 
+def _with_layout(figure: Any) -> Any:
+    """Return a figure with room for the labels of its axes."""
+    if figure.get_layout_engine() is None:
+        figure.set_layout_engine("compressed")
+    return figure
+
+
+def _aspect(extent: Sequence[float], labels: Sequence[Any], rows: int, columns: int) -> float:
+    """Return the ratio of the axes at which the cells are squares, in the numbers of an extent."""
+    left, right, bottom, top = extent
+    if labels != (None, None):
+        raise ValueError("extent numbers the axes, and queries and keys name them: give one")
+    return abs((right - left) / columns / ((top - bottom) / rows))
+
+
 def _grid(figures: Any, shape: tuple[int, int, int], labels: Sequence[Any]) -> list[_Place]:
     """Return axes in a new figure, whose size fits the maps and their labels."""
     number, *lengths = shape
@@ -295,16 +317,27 @@ def _label(token: str) -> str:
     return text if len(text) <= LONGEST else f"{text[: LONGEST - 1]}…"
 
 
-def _write(axis: Any, name: str, tokens: list[str] | None, shown: bool) -> None:
+def _add_bar(figure: Any, image: Any, axes: Any, name: str) -> None:
+    """Add the colour bar of some maps."""
+    bar = figure.colorbar(image, ax=axes, **BAR)
+    bar.set_label(name, fontsize=FONT)
+    bar.ax.tick_params(labelsize=FONT)
+
+
+def _write(
+    axis: Any, name: str, tokens: list[str] | None, shown: bool, numbered: bool = True
+) -> None:
     """Label an axis and its ticks, if the labels are shown."""
     ticker = require_matplotlib("ticker")
     is_x = axis.axis_name == "x"
     axis.set_tick_params(
         labelsize=FONT, length=2, **{"labelbottom" if is_x else "labelleft": shown}
     )
-    axis.set_label_text(name if shown else "")
+    axis.set_label_text(name if shown else "", fontsize=FONT)
     if tokens is None:
-        axis.set_major_locator(ticker.MaxNLocator(6, integer=True, min_n_ticks=1))
+        axis.set_major_locator(
+            ticker.MaxNLocator(6, integer=numbered, min_n_ticks=1, steps=(1, 2, 5, 10))
+        )
         return
     axis.set_major_locator(_spaced_ticks(axis, len(tokens), ticker))
     # An unescaped dollar sign would begin a formula.
@@ -318,13 +351,18 @@ def _spaced_ticks(axis: Any, number: int, ticker: Any) -> Any:
     """Return a locator that places as many ticks as there is room for."""
 
     class SpacedTicks(ticker.Locator):  # type: ignore[misc]
+        of, step = (), 1
+
         def __call__(self) -> range:
             # matplotlib calls this whenever it draws, so it holds for every size and layout.
             box, across = axis.axes.get_window_extent(), axis.axis_name == "x"
             points = (box.width if across else box.height) * 72 / axis.axes.figure.dpi
             first, last = sorted(axis.get_view_interval())
+            of = (*axis.axes.figure.get_size_inches(), first, last)
             step = math.ceil(SPACING * FONT * (last - first) / max(points, 1))
-            return range(max(0, math.ceil(first)), min(number, math.floor(last) + 1), max(step, 1))
+            # A layout makes axes larger where labels are left out: they must not come back.
+            self.of, self.step = of, max(step, self.step if of == self.of else 1)
+            return range(max(0, math.ceil(first)), min(number, math.floor(last) + 1), self.step)
 
     return SpacedTicks()
 

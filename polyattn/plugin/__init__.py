@@ -42,6 +42,7 @@ from __future__ import annotations
 
 from polyattn._base.arrays import Array, length_of, namespace_of, with_rank
 from polyattn._base.host import native
+from polyattn._base.progress import progress
 from polyattn._base.slices import Slice
 from polyattn._base.span import Span
 from polyattn._base.threads import thread_count
@@ -138,6 +139,7 @@ __all__ = [
     "options_of",
     "options_of_part",
     "or_zero",
+    "progress",
     "reason_against_batch",
     "saturating_sum",
     "score_axes",
@@ -148,3 +150,4 @@ __all__ = [
     "visible_scores",
     "with_rank",
 ]
+__dir__ = __all__.copy

@@ -390,3 +390,25 @@ def test_a_kernel_gets_the_dtype_of_sums_only_if_it_takes_it(library, way, kind)
     target = Target("array-api", library)
     way(*(target.to(np.ones((2, 3, 4), "float16")) for _ in range(4)), kernel=Seen())
     assert seen == {"float16"}
+
+
+def test_gradients_print_shapes_and_refuse_to_be_three():
+    x = np.ones((2, 3, 4), np.float32)
+    gradients = attention_vjp(x, x, x, score_mod=scores.alibi(np.ones(2)))[1](x)
+    shown = "Gradients(query: (2, 3, 4) float32, key: (2, 3, 4) float32, value: (2, 3, 4) float32"
+    assert repr(gradients).startswith(f"{shown}, score_mod: scores.alibi(<(2,) float64>)")
+    with pytest.raises(ValueError, match=r"write query, key, value = gradients\[:3\]"):
+        _query, _key, _value = gradients
+    _query, *_rest = gradients
+    a, b, c, d, e, f, g, h, i = gradients
+    assert [a, b, c, d, e, f, g, h, i] == list(gradients)
+
+
+def test_torch_compiles_a_loop_over_gradients():
+    def total(x):
+        found = attention_vjp(x, x, x, is_causal=True)[1](x)
+        return sum(gradient.sum() for gradient in found if gradient is not None)
+
+    x = torch.asarray(RNG.normal(size=(2, 4, 5, 8)))
+    compiled = torch.compile(total, fullgraph=True, backend="eager")
+    assert torch.allclose(compiled(x), total(x))

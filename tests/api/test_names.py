@@ -28,8 +28,17 @@ def test_each_function_knows_the_names_of_others(name):
         assert ours in str(error.value)
     with pytest.raises(TypeError, match="'q'; pass query="):
         function(q=X, k=X, v=X)
-    with pytest.raises(TypeError, match="unexpected keyword argument 'is_casual'"):
-        attention(X, X, X, is_casual=True)
+    near = {
+        "is_casual": "did you mean 'is_causal'?",
+        "attn_maks": "did you mean 'attn_mask'? Pass mask= for bools",
+        "dropuot_p": "did you mean 'dropout_p'? Pass dropout=(rate, seed)",
+    }
+    for wrong, meant in near.items():
+        with pytest.raises(TypeError, match=f"unexpected keyword argument '{wrong}'") as error:
+            function(X, X, X, **{wrong: True})
+        assert meant in str(error.value)
+    with pytest.raises(TypeError, match=r"unexpected keyword argument 'xyz'$"):
+        function(X, X, X, xyz=True)
     attention(X, X, X)
     with pytest.raises(TypeError, match=r"attention\(\) got multiple values for argument 'query'"):
         attention(X, X, X, query=X)

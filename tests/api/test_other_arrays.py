@@ -22,7 +22,10 @@ GIVEN = {
         ["h5py.Dataset", "dask.array.from_array(query)", "query[...]"],
     ),
     "zarr": (lambda folder: zarr.array(X), ["zarr.Array", "dask.array.from_array(query)"]),
-    "xarray": (lambda folder: xarray.DataArray(X), ["xarray.DataArray", "pass query.data"]),
+    "xarray": (
+        lambda folder: xarray.DataArray(X),
+        ["xarray.DataArray", "pass query.data", "xarray.apply_ufunc, "],
+    ),
     "pandas": (lambda folder: pandas.DataFrame(X[0]), ["pandas.DataFrame", "query.to_numpy()"]),
     "tensorflow": (
         lambda folder: foreign("tensorflow.python", "Tensor"),

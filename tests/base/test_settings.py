@@ -2,8 +2,11 @@
 
 import os
 
+import numpy as np
 import pytest
 
+import polyattn
+from polyattn._base.progress import progress
 from polyattn._base.settings import reader_of
 
 NAME = "POLYATTN_TEST_VARIABLE"
@@ -19,3 +22,22 @@ def test_a_variable_is_read_when_it_is_asked_for(monkeypatch, replaced):
     assert read() == "ü"
     monkeypatch.delitem(os.environ, NAME)
     assert read() is None
+
+
+def test_a_long_call_shows_its_progress_where_that_is_asked(capsys):
+    x = np.ones((8, 512, 64), np.float32)
+    polyattn.attention(x, x, x, kernel="tiled")
+    with polyattn.show_progress(60):
+        polyattn.attention(x, x, x, kernel="tiled")
+    assert capsys.readouterr().err == ""
+    with polyattn.show_progress(0), progress() as show:
+        for share in (0.25, 0.5, 1):
+            show(share)
+    with polyattn.show_progress(0):
+        polyattn.attention(x, x, x, kernel="tiled")
+    shown = capsys.readouterr().err
+    assert "attention   0% |" in shown
+    assert shown.count("left") > 1
+    for wrong in (-1, float("nan"), "2"):
+        with pytest.raises(ValueError, match="show_progress takes seconds of at least 0"):
+            polyattn.show_progress(wrong).__enter__()

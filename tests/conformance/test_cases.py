@@ -15,7 +15,7 @@ IDLE = {
         *("1 x 1, causal", "1 x 2, causal", "1 x 700, causal"),
         *("1 x 700 with causal", "pages, many keys"),
     },
-    "key_lengths": {"long key lengths and offset"},
+    "key_lengths": {"long key lengths and offset", "cache, full"},
     "window": {"window of none bound", "long window of none bound"},
     "scale": {"equal scores, score norm"},
     "similarity": {"zero queries, cosine"},

@@ -1,13 +1,17 @@
 """Check functions of others with our cases: differences are found and explained, as docs say."""
 
+import functools
 import importlib
+import inspect
 import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from polyattn import attention
 from polyattn.conformance import CASES, ESSENTIAL, make_case
+from polyattn.conformance.cases.cache_cases import CACHES, MEMORIES
 from polyattn.conformance.functions.check import (
     AGREES,
     DIFFERS,
@@ -17,8 +21,9 @@ from polyattn.conformance.functions.check import (
     arguments_for,
     check_callable,
     load,
+    target_of,
 )
-from polyattn.conformance.functions.report import summarise
+from polyattn.conformance.functions.report import summarise, summary
 from polyattn.dialects import scaled_dot_product_attention
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -311,6 +316,14 @@ def test_the_page_says_what_is_found(peer):
 KNOWN = {
     "flash_attn:flash_attn_func": {"causal", "window", "softcap", "scale", "grouped_heads"},
     "flash_attn_interface:flash_attn_func": {"causal", "window", "softcap", "scale"},
+    **{
+        name: {"causal", "window", "scale", "caches and pages", "items by themselves"}
+        for name in (
+            *("flash_attn:flash_attn_with_kvcache", "flash_attn_interface:flash_attn_with_kvcache"),
+            *("flash_attn:flash_attn_varlen_func", "flash_attn_interface:flash_attn_varlen_func"),
+            "torch:varlen_attn",
+        )
+    },
     "jax:dot_product_attention": {"bias", "mask", "window", "scale"},
     "keras:dot_product_attention": {"bias", "mask", "softcap", "scale"},
     "xformers:memory_efficient_attention": {"bias", "mask", "scale"},
@@ -336,9 +349,139 @@ def test_a_signature_of_another_library_lacks_some_arguments():
     assert check(function, seen[0]).status == NO_ARGUMENT
     assert check(function, CASES["window"]).missing == "window"
     names = importlib.import_module("polyattn.dialects._names").NAMES
-    import inspect
+    for entry in KNOWN:
+        given = inspect.signature(load(f"polyattn.dialects.{entry}")).parameters
+        one = next(n for n in names.values() if n.marks <= given.keys())
+        # FlashAttention 3 has no pages of packed sequences.
+        assert set(one.options.values()) - {"block_table"} <= given.keys(), entry
 
-    for kind, entry in KNOWN.items():
-        module = kind.partition(":")[0].removesuffix("_interface")
-        given = inspect.signature(load(f"polyattn.dialects.{kind}")).parameters
-        assert set(names[module].options.values()) | names[module].marks <= given.keys(), entry
+
+# ---- caches and pages --------------------------------------------------------------------------
+
+
+def of_pallas(
+    q, k_pages, v_pages, lengths, page_indices, *, attn_logits_soft_cap, pages_per_compute_block
+):
+    pools = (np.moveaxis(x, 0, 1) for x in (k_pages, v_pages))
+    call = {"block_table": page_indices, "key_lengths": lengths, "softcap": attn_logits_soft_cap}
+    return attention(q[:, :, None], *pools, scale=1.0, **call)[:, :, 0]
+
+
+def of_flashinfer(
+    q, k, v, kv_layout="NHD", window_left=-1, logits_soft_cap=None, sm_scale=None, **more
+):
+    assert kv_layout == "HND"
+    window = None if window_left < 0 else (window_left, 0)
+    options = {"window": window, "softcap": logits_soft_cap, "scale": sm_scale}
+    return attention(q[..., None, :], k, v, **options, **more)[..., 0, :]
+
+
+class OfFlashInfer:
+    def __init__(self, float_workspace_buffer, kv_layout="NHD"):
+        assert (float_workspace_buffer.dtype, kv_layout) == (np.uint8, "HND")
+
+    def plan(
+        self, indptr, indices, last_page_len, heads, groups, size, page, *, window_left, sm_scale,
+        logits_soft_cap, q_data_type,
+    ):  # fmt: skip
+        many = np.diff(indptr)
+        table = np.full((len(many), max(many.max(), 1)), -1)
+        for n, number in enumerate(many):
+            table[n, :number] = indices[indptr[n] : indptr[n + 1]]
+        lengths = np.maximum(many - 1, 0) * page + last_page_len
+        self.call = {"window_left": window_left, "sm_scale": sm_scale, "kv_layout": "HND"}
+        self.call |= {"logits_soft_cap": logits_soft_cap}
+        self.call |= {"block_table": table, "key_lengths": lengths}
+
+    def run(self, q, paged_kv_cache):
+        return of_flashinfer(q, *paged_kv_cache, **self.call)
+
+
+def of_onnxruntime(
+    query, key, value, past_key, past_value, seqlens_k, total_sequence_length, *, attention_bias,
+    head_sink, num_heads, kv_num_heads, scale, softcap, causal, local_window_size, less=0,
+):  # fmt: skip
+    """The new keys are not yet in the memory."""
+    q, *new = (
+        np.swapaxes(x.reshape(*x.shape[:2], heads, -1), 1, 2)
+        for x, heads in ((query, num_heads), (key, kv_num_heads), (value, kv_num_heads))
+    )
+    ends, rows = seqlens_k + 1, q.shape[2]
+    memory = [np.zeros((*x.shape[:2], int(ends.max()), x.shape[3]), x.dtype) for x in new]
+    for past, into, x in zip((past_key, past_value), memory, new, strict=True):
+        for n, end in enumerate(ends):
+            first = max(end - rows, 0)
+            into[n, :, :first] = 0 if past is None else past[n, :, :first]
+            into[n, :, first:end] = x[n, :, : end - first]
+    window = None if local_window_size < 0 else (local_window_size - 1, 0)
+    output = attention(
+        q, *memory, key_lengths=ends - less, is_causal=bool(causal), window=window, scale=scale,
+        softcap=softcap, sinks=head_sink, bias=attention_bias,
+    )  # fmt: skip
+    assert total_sequence_length.shape == ()
+    return (np.swapaxes(output, 1, 2).reshape((*query.shape[:2], -1)), *memory)
+
+
+def of_transformers(module, query, key, value, attention_mask, scaling=None, dropout=0.0):
+    assert query.shape[1] == key.shape[1] * module.num_key_value_groups
+    options = {"is_causal": module.is_causal, "scale": scaling, "mask": attention_mask}
+    return np.swapaxes(attention(query, key, value, **options), 1, 2), None
+
+
+#: The functions, and how many of the cases of caches and of pages they have arguments for.
+SERVING = {
+    "pallas": (of_pallas, 10, 14),
+    "flashinfer": (of_flashinfer, 11, 0),
+    "flashinfer in pages": (OfFlashInfer, 11, 15),
+    "onnxruntime": (of_onnxruntime, 15, 0),
+    "transformers": (of_transformers, 13, 0),
+}
+
+
+@pytest.mark.parametrize("name", SERVING)
+def test_functions_over_caches_and_pages_are_known(name):
+    function, *numbers = SERVING[name]
+    agreed = []
+    for memory in MEMORIES:
+        cases = [CASES[case] for case in CACHES if case.startswith(memory)]
+        found = {case.name: check(function, case) for case in cases}
+        agreed.append(sum(finding.status == AGREES for finding in found.values()))
+        assert {f.status for f in found.values()} <= {AGREES, NO_ARGUMENT}, found
+    assert agreed == numbers
+
+
+def test_what_a_page_holds_beyond_the_length_is_named_where_it_reaches_the_output():
+    def leaks(q, k_pages, v_pages, lengths, page_indices, **more):
+        used = v_pages[:, page_indices[np.arange(len(lengths)), (lengths - 1) // 4]]
+        return of_pallas(q, k_pages, v_pages, lengths, page_indices, **more) + 0 * used.sum()
+
+    def in_order(q, k_pages, v_pages, lengths, page_indices, **more):
+        table = np.arange(page_indices.size).reshape(page_indices.shape)
+        return of_pallas(q, k_pages, v_pages, lengths, table, **more)
+
+    def found(function, case):
+        return check(function, CASES[case])[0::4]
+
+    leak = "a hidden NaN or infinity reaches the row"
+    assert found(leaks, "pages, nan in unused slots") == (DIFFERS, leak)
+    order = "pages are read in the order of the pool"
+    assert found(in_order, "pages, unlike lengths") == (DIFFERS, order)
+    short = functools.wraps(of_onnxruntime)(functools.partial(of_onnxruntime, less=1))
+    assert found(short, "cache, unlike lengths") == (DIFFERS, "items have one key less")
+
+
+def test_parts_by_themselves_are_right_and_may_have_other_bits():
+    def by_rows(query, key, value, *, key_lengths=None, is_causal=False, block_table=None):
+        call = {"key_lengths": key_lengths, "block_table": block_table, "is_causal": is_causal}
+        output = attention(query, key, value, **call)
+        return output if query.shape[-2] == 1 else np.nextafter(output, np.float32(9))
+
+    (items, rows) = summarise(by_rows, ESSENTIAL.values(), np.array, np.asarray)[-2:]
+    assert (items.count(AGREES), rows.count(AGREES)) == (3, 2)
+    assert summary(items)[2] == ""
+    assert summary(rows)[2] == "other bits than together (2)"
+
+
+def test_arrays_on_the_device_of_a_backend():
+    assert str(target_of("torch:nn", "torch:cpu").to(np.ones(1)).device) == "cpu"
+    assert target_of("flash_attn:flash_attn_func", None).library == "torch"

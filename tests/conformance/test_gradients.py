@@ -4,11 +4,11 @@ import math
 
 import numpy as np
 import pytest
-from optional import jax, torch
+from optional import jax, jnp, torch
 
-from polyattn import scores
+from polyattn import attention, attention_vjp, scores
 from polyattn._kernels.dense_kernel import Dense
-from polyattn.conformance import CASES, KernelVariant, Target, make_case, oracle
+from polyattn.conformance import CASES, KernelVariant, Target, check_gradient, make_case, oracle
 from polyattn.conformance.cases.case import Generated
 from polyattn.conformance.cases.expression_cases import composed, relative
 from polyattn.conformance.cases.generators import (
@@ -222,3 +222,28 @@ def test_a_failure_says_what_and_how_much():
         check_gradients(TORCH, KernelVariant(Detached()), CASES["plain"])
     with pytest.raises(AssertionError, match="plain: the output does not require a gradient"):
         check_gradients(TORCH, KernelVariant(WithoutGraph()), CASES["plain"])
+
+
+@pytest.mark.parametrize(
+    ("library", "dtype"),
+    [("numpy", "float64"), ("numpy", "float32"), ("torch", "float64"), ("jax", "float32")],
+)
+def test_a_gradient_is_checked_on_any_library(library, dtype):
+    to = {"numpy": np.asarray, "torch": lambda x: torch.asarray(x), "jax": lambda x: jnp.asarray(x)}
+    rng = np.random.default_rng(0)
+    arrays = [to[library](rng.normal(size=(2, 5, 4)).astype(dtype)) for _ in range(3)]
+    output, pullback = attention_vjp(*arrays, is_causal=True)
+    found = pullback(output)
+
+    def loss(*arrays):
+        return (attention(*arrays, is_causal=True) ** 2).sum() / 2
+
+    check_gradient(loss, arrays, found[:3])
+    check_gradient(loss, arrays, [None, None, found.value])
+    for factor in (1.05, math.nan):
+        with pytest.raises(AssertionError, match=r"gradients\[1\] is wrong: in a random direction"):
+            check_gradient(loss, arrays, (found.query, found.key * factor, found.value))
+    with pytest.raises(ValueError, match=r"each of the 3 arguments; got 9: .* gradients\[:3\]"):
+        check_gradient(loss, arrays, found)
+    with pytest.raises(ValueError, match=r"gradients\[0\] must have the shape \(2, 5, 4\)"):
+        check_gradient(loss, arrays, (found.query[0], None, None))

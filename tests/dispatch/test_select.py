@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import contextvars
 import gc
+import re
 import sys
 import threading
 import weakref
@@ -766,3 +767,28 @@ def test_a_kernel_that_takes_no_empty_arrays_gets_none(shape):
     with pytest.raises(polyattn.UnsupportedError, match="it takes no empty arrays"):
         attention(x, x, x, kernel=NotEmpty())
     assert attention(X, X, X, kernel=NotEmpty()).shape == SHAPE
+
+
+@pytest.mark.parametrize("given", ["mask", "score_mod", "rule"])
+def test_an_explanation_notes_what_a_function_may_not_expect(given):
+    def function(*at):
+        return at[-1] <= at[-2] if given != "score_mod" else at[0]
+
+    name = "mask" if given == "rule" else given
+    options = {name: masks.rule(function) if given == "rule" else function}
+    row = r"functions count rows from 0, .* row i is at the position i \+ 8 among"
+    step = explain((2, 8, 1, 64), (2, 8, 9, 64), (2, 8, 9, 64), **options)
+    assert "note:      functions count rows from 0" in str(step)
+    assert re.search(row, step.as_dict()["notes"][0])
+    assert not explain((8, 9, 64), (8, 9, 64), (8, 9, 64), **options).notes
+    assert not explain((8, 1, 64), (8, 9, 64), (8, 9, 64), mask=masks.causal()).notes
+    found = []
+
+    def noted(x):
+        found.append(explain(x, x, x, **options).notes)
+        return x
+
+    jax.vmap(noted)(jnp.ones((3, 2, 5, 8)))
+    torch.func.vmap(noted)(torch.ones((3, 2, 5, 8)))
+    notes = ("inside vmap, functions get b = 0 for every item: use batch axes instead",)
+    assert found == [notes, notes]

@@ -3,6 +3,7 @@
 import re
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 
 import pages
 import pytest
@@ -67,3 +68,30 @@ def test_the_table_of_families_says_what_each_adds(name):
     # A family without biases of queries has less than Llama may have.
     told = {field for field in changed if field not in same and getattr(row, field)}
     assert told == {field for field, words in WORDS.items() if re.search(words, text)}
+
+
+def test_layers_of_flax_and_equinox_take_the_adapters_of_the_page():
+    jax = pytest.importorskip("jax")
+    code = re.findall(r"```python\n(.*?)```", TEXT.partition("## In layers of Flax")[2], re.DOTALL)
+    names = {"jax": jax}
+    for block in code:
+        exec(block, names)
+    tokens = jax.random.normal(jax.random.key(0), (6, 32))
+    keys = jax.random.split(jax.random.key(1), 4)
+    maps = [jax.random.normal(key, (32, 32)) for key in keys]
+    seen = jax.numpy.tril(jax.numpy.ones((6, 6)))
+    heads = [(tokens @ weight.T).reshape(6, 4, 8) for weight in maps[:3]]
+    expected = jax.nn.dot_product_attention(*(x[None] for x in heads), mask=seen[None, None] > 0)
+    # As flax.linen's and flax.nnx's layers call it, with masks of float32.
+    others = {"dropout_rng": None, "broadcast_dropout": False, "deterministic": True, "dtype": None}
+    others |= {"dropout_rate": 0.0, "precision": None, "module": None}
+    found = names["attention_fn"](*(x[None] for x in heads), mask=seen[None, None], **others)
+    assert jax.numpy.allclose(found, expected, atol=1e-5)
+    with pytest.raises(ValueError, match="make the layer with dropout_rate=0"):
+        names["attention_fn"](*heads, **others | {"deterministic": False, "dropout_rate": 0.1})
+    fields = ("query_proj", "key_proj", "value_proj", "output_proj")
+    layer = SimpleNamespace(num_heads=4)  # the parts of Equinox' layer
+    for field, weight in zip(fields, maps, strict=True):
+        setattr(layer, field, lambda x, weight=weight: weight @ x)
+    found = names["attend"](layer, tokens, tokens, tokens, is_causal=True)
+    assert jax.numpy.allclose(found, expected[0].reshape(6, 32) @ maps[3].T, atol=1e-4)

@@ -65,6 +65,14 @@ def test_a_model_whose_attention_is_written_out_has_unknown_lengths_too():
     assert abs(logits - model(ids, **options)).max() < 2e-6
 
 
+def test_a_function_around_a_model_is_told_to_pass_the_model():
+    model = polyattn.nn.Transformer.init(50, 32, 4, 1, like=np.zeros(1, np.float32))
+    with pytest.raises(
+        TypeError, match=r"parameters are of numpy, .*: pass the model itself to po"
+    ):
+        export(lambda ids: model(ids)[..., 0, :], {"ids": ("B", "L")}, dtype="int64")
+
+
 @functools.cache
 def exported(name):
     return export(attention, SHAPES, options=(NATIVE | DECOMPOSED)[name])

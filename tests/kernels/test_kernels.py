@@ -109,6 +109,17 @@ def test_a_tile_has_a_size_worth_a_call_for_any_number_of_heads():
     assert Tiled().block_sizes(problem) == (1, tiled.SMALLEST)
 
 
+def test_a_program_of_torchs_compiler_has_fewer_tiles(monkeypatch):
+    problem = polyattn.explain((16, 2048, 64), (16, 2048, 64), (16, 2048, 64)).problem
+    assert Tiled().block_sizes(problem) == (256, 256)
+    monkeypatch.setattr(tiled, "is_compiling", lambda: True)
+    assert Tiled().block_sizes(problem) == (1024, 1024)
+    assert Tiled().only_on_request(problem) is None
+    shape = (16, 1024, 64)
+    problem = polyattn.explain(shape, shape, shape).problem
+    assert Tiled().only_on_request(problem) == "one tile holds all the scores: dense does the same"
+
+
 def peak(function):
     """Return the most memory that a call held beyond what there was before, and its result."""
     tracemalloc.start()

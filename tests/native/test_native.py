@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import itertools
 import os
@@ -374,6 +375,20 @@ def run_program(body: str) -> str:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def test_the_share_that_is_done_grows_to_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    shares: list[float] = []
+    monkeypatch.setattr(call, "progress", lambda: contextlib.nullcontext(shares.append))
+    x = np.ones((8, 4096, 64), np.float32)
+    options: dict[str, Any]
+    for options in ({}, {"mask": masks.causal() & masks.dilated(3)}, {}):  # the last one is ready
+        shares.clear()
+        polyattn.attention(x, x, x, kernel="native", **options)
+        assert shares == sorted(shares)
+        assert shares
+        assert shares[0] > 0
+        assert shares[-1] <= 1
 
 
 def test_an_interrupt_ends_a_call_and_the_next_one_works() -> None:

@@ -83,6 +83,23 @@ def output_of(theirs, name):
         return theirs(**given)[0].numpy()
 
 
+@pytest.mark.parametrize("name", ["bert", "mpnet", "gpt2", "qwen3"])
+def test_the_weights_of_a_model_are_transformers_own(made, name):
+    theirs = made(name, (DECODERS | ENCODERS)[name], BASE)
+    more = {"logits": False} if name in DECODERS else {}
+    model = nn.load.model(theirs.state_dict(), theirs.config.to_dict(), like=FLOAT32, **more)
+    inputs, ids, options = inputs_of(name)
+    given = {key: torch.from_numpy(x) for key, x in inputs.items()}
+    with torch.no_grad():
+        expected = theirs(**given, output_attentions=True).attentions
+    found = model.weights(ids, **options)
+    assert len(found) == len(expected)
+    for ours, layer in zip(found, expected, strict=True):
+        close(ours, layer.numpy())
+    last = model.weights(ids, **options, heads=1, rows=[-1])
+    close(last[-1], found[-1][:, 1:2, -1:])
+
+
 @pytest.mark.parametrize(
     ("name", "head", "kind"),
     [(*model, "numpy") for model in MODELS]

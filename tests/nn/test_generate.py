@@ -267,6 +267,9 @@ ONE = np.zeros((1, 1), dtype=np.int64)
         ({"positions": np.arange(3)}, TypeError, "each token after the one before.*: omit positi"),
         ({"segments": ONE[0]}, TypeError, "in segment 0: omit segments"),
         ({"counts": ONE[0]}, TypeError, "in segment 0: omit counts"),
+        ({"max_new_tokens": 3}, TypeError, r"^generate\(\) has no argument .*; pass steps=$"),
+        ({"temprature": 3}, TypeError, r"^generate\(\) got an .* did you mean 'temperature'\?"),
+        ({"attn_mask": 3}, TypeError, r"^generate\(\) has no argument 'attn_mask'; pass mask="),
         (
             {"ids": np.asarray([0, 2]), "jit": lambda step: 1 / 0},
             ValueError,
@@ -275,7 +278,7 @@ ONE = np.zeros((1, 1), dtype=np.int64)
         (
             {"model": nn.Transformer(HALVES.embedding, HALVES.stack)},
             ValueError,
-            "no logits: load it with logits=True",
+            "no logits: load a decoder with logits=True; an encoder, .* nothing to generate",
         ),
     ],
 )

@@ -447,6 +447,23 @@ def test_decoder_blocks_are_causal_and_read_the_context():
     close(seen, block(X, CONTEXT[:, :4]), 1e-12)
 
 
+def test_the_weights_of_a_decoder_block_are_of_its_causal_self_attention():
+    like = np.zeros(1)
+    model = nn.Transformer.init(9, 8, 2, 1, like=like, cross=True)
+    context, keep = np.ones((2, 5, 8)), np.arange(5) < 3
+    (found,) = model.weights(np.asarray([[1, 2, 3]] * 2), context, context_mask=keep)
+    assert found.shape == (2, 2, 3, 3)
+    assert not found[..., 0, 1:].any()
+
+
+def test_a_mask_of_the_tokens_of_each_item_is_told_its_axes():
+    model = nn.Transformer.init(9, 8, 2, 1, like=np.zeros(1))
+    keep = np.arange(5) < np.asarray([[3], [5]])
+    with pytest.raises(ValueError, match=r": write mask\[:, None, None, :\] for the keys of each"):
+        model(np.ones((2, 5), np.int64), mask=keep)
+    model(np.ones((2, 5), np.int64), mask=keep[:, None, None, :])
+
+
 def test_a_backend_and_a_kernel_are_of_both_attentions_of_a_decoder(monkeypatch):
     asked = []
 

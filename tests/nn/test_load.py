@@ -295,6 +295,8 @@ PACKED = {"h.0.attn.c_attn.qweight": np.zeros((4, 4), np.int32)}
         ("folder", PICKLE, False, FileNotFoundError, r"there is pytorch_model\.bin, a pickle"),
         ("folder", ADAPTER, False, ValueError, r"an adapter of PEFT, .*merge_and_unload"),
         ("openai/gpt2", "", False, FileNotFoundError, r"snapshot_download\('openai/gpt2'\)"),
+        ("gpt2", "", False, FileNotFoundError, r"snapshot_download\('gpt2'\)"),
+        ("gpt2.safetensors", "", False, FileNotFoundError, r"there is no gpt2\.safetensors$"),
         (PACKED, "", True, ValueError, r"c_attn\.qweight is quantized, as GPTQ and AWQ"),
         ({}, "", False, TypeError, "pass config="),
         ("model", "", True, TypeError, "weights is a GPT2LMHeadModel; pass a mapping"),

@@ -132,7 +132,42 @@ def test_it_draws_on_axes_that_it_is_given():
     assert (one.get_xlabel(), one.get_ylabel()) == ("key", "query")
 
 
+def test_numbers_are_on_the_axes_in_place_of_tokens():
+    figure = plot.attention_map(weights(rows=40, keys=50), extent=(0, 5, 4, 0))
+    figure.draw_without_rendering()
+    (axes,) = maps(figure)
+    assert [text for text, _ in written(axes.xaxis)] == ["0", "1", "2", "3", "4", "5"]
+    assert [text for text, _ in written(axes.yaxis)] == ["0", "1", "2", "3", "4"]
+    cell = axes.transData.transform([(0.1, 0.0), (0.0, 0.1), (0.0, 0.0)])
+    assert abs(cell[0, 0] - cell[2, 0]) == pytest.approx(abs(cell[1, 1] - cell[2, 1]))
+    with pytest.raises(ValueError, match="extent numbers the axes, and queries and keys name them"):
+        plot.attention_map(weights(), "abcde", extent=(0, 5, 4, 0))
+
+
 # ---- labels ----
+
+
+def test_labels_fit_in_small_axes_and_have_one_size():
+    words = [*WORDS[:9], "sweet-and-creamy"]
+    axes = Figure(figsize=(3.4, 2.8)).add_subplot()
+    figure = plot.attention_map(weights(rows=10, keys=10), words, words, axes=axes)
+    for _ in range(3):
+        figure.draw_without_rendering()
+    (bar,) = (other for other in figure.axes if other is not axes)
+    texts = [axes.xaxis.label, axes.yaxis.label, bar.yaxis.label]
+    boxes = [text.get_window_extent() for text in texts]
+    for axis in (axes.xaxis, axes.yaxis, bar.yaxis):
+        boxes += [box for _, box in written(axis)]
+        texts += [
+            tick.label2 if axis is bar.yaxis else tick.label1 for tick in axis.get_major_ticks()
+        ]
+    assert len(written(axes.xaxis)) > 3
+    for box in boxes:
+        assert box.x0 >= 0
+        assert box.y0 >= 0
+        assert box.x1 <= figure.bbox.width
+        assert box.y1 <= figure.bbox.height
+    assert {text.get_fontsize() for text in texts} == {8}
 
 
 @pytest.mark.parametrize(

@@ -5,11 +5,12 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from polyattn.plugin import Operands, Problem, Span
+from polyattn.plugin import Operands, Problem, Span, progress
 from polyattn_native.arrays import describe, offsets_of, readable, readable_view
 from polyattn_native.library import DTYPES, CArray, CCall, library
 from polyattn_native.scores import by_distance, scale_and_rest
@@ -162,8 +163,13 @@ class NativeCall:
 
     def run(self, function: Any) -> None:
         """Run a function of the library on all rows."""
-        for part in self._parts():
-            run(function, ctypes.byref(part))
+        rows = self.problem.query_length
+        with progress() as show:
+            done = 0
+            for part in self._parts():
+                share = partial(_show, show, done / rows, part.rows / rows)
+                run(function, ctypes.byref(part), show=share)
+                done += part.rows
 
     def _parts(self) -> Iterator[CCall]:
         """Yield the call, or parts of its rows with the mask and bias that are made for them."""
@@ -208,14 +214,18 @@ class NativeCall:
         return part
 
 
-def run(function: Any, *arguments: Any) -> int:
+def _show(show: Callable[[float], None], before: float, part: float, share: float) -> None:
+    show(before + share * part)
+
+
+def run(function: Any, *arguments: Any, show: Callable[[float], None]) -> int:
     """Call a function of the library until its work is done, and return its status."""
     state = ctypes.c_void_p()
     at = ctypes.byref(state)
     try:
         try:
             while (status := function(*arguments, at)) == 1:
-                pass  # Python handles an interrupt here
+                show(library().polyattn_share(at))  # Python handles an interrupt here
         finally:
             library().polyattn_cancel(at)
     finally:
@@ -249,7 +259,8 @@ class Ready:
         if self._is_short:
             return _checked(self._function(self._call, 1, *places, None)) == 0
         threads = threads_for(self.problem, 2, most_threads())
-        return run(self._function, self._call, threads, *places) == 0
+        with progress() as show:
+            return run(self._function, self._call, threads, *places, show=show) == 0
 
 
 def _move(array: CArray, size: int, rows: int) -> None:

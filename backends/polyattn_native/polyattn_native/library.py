@@ -101,7 +101,8 @@ def load(path: Path) -> ctypes.CDLL:
     for name in ("attend", "differentiate", "push_forward"):
         getattr(library, f"polyattn_{name}").argtypes = (call, state)
     library.polyattn_attend_to.argtypes = (call, c_int64, *(c_void_p,) * 5, state)
-    library.polyattn_cancel.argtypes = (state,)
+    library.polyattn_share.argtypes = library.polyattn_cancel.argtypes = (state,)
+    library.polyattn_share.restype = c_double
     library.polyattn_cancel.restype = None
     library.polyattn_instruction_sets.restype = c_char_p
     library.polyattn_use.argtypes = (c_char_p,)

@@ -101,6 +101,8 @@ int polyattn_push_forward(const PolyattnCall* call, void** state) {
     return run_tasks(*call, units.used.load()->push_forward[call->dtype == POLYATTN_FLOAT64], *state);
 }
 
+double polyattn_share(void* const* state) { return share_of_tasks(*state); }
+
 void polyattn_cancel(void** state) { cancel_tasks(*state); }
 
 const char* polyattn_instruction_sets(void) { return units.names; }

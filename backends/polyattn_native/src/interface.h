@@ -70,6 +70,8 @@ POLYATTN_API int polyattn_push_forward(const PolyattnCall* call, void** state);
 // is no multiple of the numbers' size: then nothing is written.
 POLYATTN_API int polyattn_attend_to(const PolyattnCall* call, int64_t threads, void** query, void** key, void** value,
                                     void** output, void** logsumexp, void** state);
+// The share of a call under way that threads have begun, from 0 to 1.
+POLYATTN_API double polyattn_share(void* const* state);
 // End a call that will not be called again.
 POLYATTN_API void polyattn_cancel(void** state);
 

@@ -264,6 +264,13 @@ int run_tasks(const PolyattnCall& call, Work (*make)(const PolyattnCall&), void*
     return 0;
 }
 
+double share_of_tasks(const void* state) {
+    const Run* run = (const Run*)state;
+    if (!run) return 0;
+    const int64_t begun = run->next.load(), tasks = run->work.tasks;
+    return begun < tasks ? (double)begun / (double)tasks : 1;
+}
+
 void cancel_tasks(void*& state) {
     Run* run = (Run*)state;
     if (!run) return;

@@ -204,6 +204,10 @@ def _check_tangents(call: Call) -> None:
 def _check_broadcasts(name: str, shape: Shape, scores: Shape) -> None:
     if len(shape) > len(scores) or broadcast_shapes(shape, scores) != scores:
         letters = ("L", "S") if len(scores) == 2 else ("...", "H", "L", "S")
+        hint = ""
+        if name == "mask" and len(scores) > 3 and shape == (scores[0], scores[-1]):
+            hint = ": write mask[:, None, None, :] for the keys of each batch item"
         raise ValueError(
             f"{name} {shape} does not broadcast to the scores ({', '.join(letters)}) = {scores}"
+            f"{hint}"
         )

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from polyattn._base.arguments import check_signature
+from polyattn._base.arguments import check_int, check_signature
 from polyattn._base.arrays import (
     Array,
     broadcast_shapes,
@@ -19,7 +20,7 @@ from polyattn._base.host import destination_of, is_host
 from polyattn._base.span import Span
 from polyattn._core.expressions.coverage import UNKNOWN, Block, Coverage, TileTable
 from polyattn._core.expressions.indices import PointIndices, ScoreDims, ScoreIndices
-from polyattn._core.expressions.masks import Mask
+from polyattn._core.expressions.masks import Mask, as_mask
 from polyattn._core.expressions.parts import Part
 
 
@@ -86,7 +87,82 @@ class Compiled(Mask):
         return f"masks.compile({given})"
 
 
-def compile_mask(mask: Mask, dims: ScoreDims, size: int, like: Array | None) -> Compiled:
+# Shadows the builtin on purpose: FlexAttention users look for this name.
+def compile(
+    mask: Mask | Callable[..., Array] | Array,
+    query_length: int,
+    key_length: int | None = None,
+    *,
+    query_offset: int | None = None,
+    like: Array | None = None,
+    batch: int | tuple[int, ...] = 1,
+    heads: int = 1,
+    tile: int = 128,
+) -> Mask:
+    """Evaluate a mask once, and store which of its tiles are empty, full and mixed.
+
+    This is for masks given as functions, whose tiles are otherwise unknown: compile the mask once,
+    and use it in every layer and at every step. Kernels skip its empty tiles, and do not evaluate
+    it in full ones.
+
+    Parameters
+    ----------
+    mask : Mask, callable or Array of bool
+        The mask to compile.
+    query_length, key_length : int
+        L and S of the calls that will use it; S is L by default.
+    query_offset : int, optional
+        The position of the first row among the keys, S − L by default.
+    like : Array, optional
+        An array of the library and device to evaluate the mask on; by default those of the arrays
+        in the mask, or else NumPy.
+    batch : int or tuple of int
+        Number of batch items, or the batch axes, for a mask that differs between items.
+    heads : int
+        Number of query heads, for a mask that differs between heads.
+    tile : int
+        Number of rows and keys of a tile. Smaller tiles leave less to compute, and take longer to
+        look up.
+
+    Returns
+    -------
+    Mask
+        The same mask, with the table of its tiles.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from polyattn import attention, masks
+    >>> def checkered(b, h, i, j):
+    ...     return (i // 256 + j // 256) % 2 == 0
+    >>> mask = masks.compile(checkered, 512)
+    >>> mask
+    masks.compile(masks.rule(checkered), 512, 512)
+    >>> x = np.ones((1, 512, 8), dtype=np.float32)
+    >>> attention(x, x, x, mask=mask).shape
+    (1, 512, 8)
+    """
+    mask = as_mask(mask)
+    names = ("query_length", "key_length", "heads", "tile")
+    given = (query_length, query_length if key_length is None else key_length, heads, tile)
+    length, keys, heads, size = (
+        check_int(f"masks.compile: {name}", number)
+        for name, number in zip(names, given, strict=True)
+    )
+    axes = batch if isinstance(batch, tuple) else (batch,)
+    axes = tuple([check_int("masks.compile: batch", number) for number in axes])
+    if min(length, keys, heads, size, *axes) < 1:
+        raise ValueError(
+            f"masks.compile takes lengths and numbers of at least 1; got {(*given, batch)}"
+        )
+    offset = keys - length
+    if query_offset is not None:
+        offset = check_int("masks.compile: query_offset", query_offset)
+    dims = ScoreDims(axes, heads, length, keys, offset)
+    return _compiled(mask, dims, size, like)
+
+
+def _compiled(mask: Mask, dims: ScoreDims, size: int, like: Array | None) -> Compiled:
     """Evaluate every key of a mask once, and return the mask with the table of its tiles."""
     if isinstance(mask, Compiled):
         mask = mask.mask

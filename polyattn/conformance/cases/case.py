@@ -92,7 +92,7 @@ class Case:
     poison : float or None
         NaN or infinity, which fills some rows of the arrays in `poison_in`.
     poisoned : tuple of int
-        The rows that it fills.
+        The rows that it fills; none for the slots of keys and values that no item uses.
     poison_in : tuple of str
         The arrays among query, key and value.
     rows : tuple of int or None
@@ -173,21 +173,36 @@ class Case:
         rng = np.random.default_rng(zlib.crc32(self.name.encode()))
         dtype = np.dtype(self.dtype)
         arrays = dict(zip(ARRAYS, VALUES[self.values](self, rng), strict=True))
-        for name in self.poison_in if poisoned and self.poison is not None else ():
-            arrays[name][..., self.poisoned, :] = self.poison
-        arrays = {name: x.astype(dtype) for name, x in arrays.items()}
-        if self.layout == "...LHD":
-            arrays = {n: np.ascontiguousarray(np.swapaxes(x, -3, -2)) for n, x in arrays.items()}
-        query, key, value = (self._laid_out(name, x) for name, x in arrays.items())
         options: dict[str, Any] = {}
         for name, option in self.options:
             if isinstance(option, Generated):
                 change = partial(self._cast, name, np.dtype(option.dtype or dtype))
                 option = with_arrays(option.make(self, rng), change)
             options[name] = option
+        for name in self.poison_in if poisoned and self.poison is not None else ():
+            if self.poisoned:
+                arrays[name][..., self.poisoned, :] = self.poison
+            else:
+                np.swapaxes(arrays[name], -3, -2)[self._unused(options)] = self.poison
+        arrays = {name: x.astype(dtype) for name, x in arrays.items()}
+        if self.layout == "...LHD":
+            arrays = {n: np.ascontiguousarray(np.swapaxes(x, -3, -2)) for n, x in arrays.items()}
+        query, key, value = (self._laid_out(name, x) for name, x in arrays.items())
         if self.layout != "...HLD":
             options["layout"] = self.layout
         return (query, key, value), options
+
+    def _unused(self, options: dict[str, Any]) -> Array:
+        """Return which slots of the keys no item uses, (pages, page) or (B, S)."""
+        (items,), size = self.batch, self.page or self.S
+        table = options.get("block_table", np.arange(items)[:, None])
+        unused = np.ones((self.shapes[1][0], size), bool)
+        for pages, length in zip(
+            table, np.broadcast_to(options["key_lengths"], items), strict=True
+        ):
+            for n in range(length):
+                unused[pages[n // size], n % size] = False
+        return unused
 
     def _cast(self, name: str, dtype: Any, x: Array) -> Array:
         """Return a generated array in its dtype and memory layout."""

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from polyattn._core.call.features import DTYPES
+from polyattn.conformance.cases.cache_cases import CACHES, CORNERS, TOPIC
 from polyattn.conformance.cases.case import ARRAYS, VIEWS, Case, Generated, make_case, sampled
 from polyattn.conformance.cases.expression_cases import STEPS, make_expression_cases
 from polyattn.conformance.cases.generators import (
@@ -321,6 +322,7 @@ TOPICS: dict[str, Group] = {
     "NaN and infinity": POISONED,
     "lengths": {},
     "memory layouts": LAYOUTS,
+    TOPIC: CACHES,
 }
 
 
@@ -367,7 +369,8 @@ def in_other_dtypes(cases: Iterable[Case]) -> Iterator[Case]:
     turns = cycle(others)
     for case in cases:
         yield case
-        if " x " not in case.name and not case.name.startswith("long"):
+        is_plain = " x " not in case.name and not case.name.startswith("long")
+        if is_plain and case.topic != TOPIC:
             in_all = case.name == "plain" or case.name in PAIRED | ADVERSARIAL | STEPS
             for dtype in others if in_all else (next(turns),):
                 yield replace(case, name=f"{case.name}, {dtype}", dtype=dtype)
@@ -387,6 +390,7 @@ ESSENTIAL = {
         *(name for name in POISONED if name.startswith("nan ") or "seen" in name),
         *(name for name in LAYOUTS if name.endswith("plain")),
         *("score_mod hides keys", "outliers, float16", "many", *STEPS, "alibi value", "pages"),
+        *CORNERS,
         *("33 x 31", "65 x 127, causal", "129 x 127, causal", "decode", "offset past the end"),
     )
 }

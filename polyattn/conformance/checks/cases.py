@@ -101,7 +101,9 @@ def check_case(target: Target, variant: KernelVariant, case: Case) -> Outcome:
     off = _check_result(target, what, output, case.dtype, output_yardstick(case), arguments)
     logsumexp = None
     if has_logsumexp(target, kernel, case, arguments):
-        logsumexp = _check_partial(target, kernel, case, arguments)
+        with name_case(f"{case}: logsumexp", kernel):
+            found = target.call(case, kernel, attention_partial, arguments)
+        logsumexp = check_partial(target, case, found, arguments)
     check_unwritten(target, case, arguments, before)
     return Outcome(off, logsumexp)
 
@@ -113,9 +115,9 @@ def has_logsumexp(target: Target, kernel: Kernel, case: Case, arguments: Any = N
     return target.explain(case, kernel, arguments, logsumexp=True).chosen is not None
 
 
-def _check_partial(target: Target, kernel: Kernel, case: Case, arguments: Any) -> Deviation:
-    with name_case(f"{case}: logsumexp", kernel):
-        output, logsumexp = target.call(case, kernel, attention_partial, arguments)
+def check_partial(target: Target, case: Case, found: Any, arguments: Any) -> Deviation:
+    """Check output and logsumexp of a partial result, and return the error of the logsumexp."""
+    output, logsumexp = found
     what, yard = f"{case}: output of the partial", output_yardstick(case)
     _check_result(target, what, output, case.dtype, yard, arguments)
     what, yard = f"{case}: logsumexp", logsumexp_yardstick(case)

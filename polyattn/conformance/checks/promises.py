@@ -15,10 +15,19 @@ from typing import Any
 
 import numpy as np
 
+from polyattn import attention_partial, merge
 from polyattn._base.arrays import facts_of
 from polyattn._dispatch import registry
-from polyattn.conformance.cases.case import Case, make_case
-from polyattn.conformance.checks.cases import cases_for, check_case, has_logsumexp, takes
+from polyattn.conformance.cases.cache_cases import CACHES, PAGE, of_item
+from polyattn.conformance.cases.case import Case, make_case, with_arrays
+from polyattn.conformance.checks.cases import (
+    cases_for,
+    check_case,
+    check_partial,
+    has_logsumexp,
+    name_case,
+    takes,
+)
 from polyattn.conformance.checks.gradients import (
     DERIVATIVES,
     backward,
@@ -84,13 +93,16 @@ _ITEMS: dict[str, dict[str, Any]] = {
     "grouped heads": {"H": 4, "G": 2},
     "long keys": {"L": 3, "S": 257},
     "long": {"L": 65, "S": 65, "D": 64},
+    **{name: CACHES[name] for name in CACHES if name.endswith(("new rows", "unlike lengths"))},
 }
 
 
 def _batch_cases(dtypes: Iterable[str]) -> list[Case]:
     """Return cases with a batch whose items can also be computed one at a time."""
     return [
-        make_case(f"batch of {BATCH}, {name}, {dtype}", batch=(BATCH,), dtype=dtype, **fields)
+        make_case(
+            f"batch of {BATCH}, {name}, {dtype}", **fields | {"batch": (BATCH,), "dtype": dtype}
+        )
         for name, fields in _ITEMS.items()
         for dtype in dtypes
         if dtype == "float32" or name == "plain"
@@ -108,10 +120,11 @@ def check_batch_invariance(target: Target, variant: KernelVariant) -> None:
     """Check that a batch item has the same bits with and without the others."""
     for case, kernel in _supported(target, variant, "batch_invariant"):
         together = target.back(target.call(case, kernel))
-        arrays, options = case.arguments()
         for n in range(BATCH):
-            alone = [target.to(np.ascontiguousarray(x[n : n + 1])) for x in arrays]
-            output = target.back(target.call(case, kernel, arguments=(alone, options)))
+            arrays, options = of_item(case.arguments(), n)
+            alone = [target.to(x) for x in arrays]
+            given = {name: with_arrays(x, target.to) for name, x in options.items()}
+            output = target.back(target.call(case, kernel, arguments=(alone, given)))
             assert _equal(output[0], together[n]), (
                 f"{case}: item {n} has different bits without the others"
             )
@@ -129,6 +142,29 @@ def _supported(target: Target, variant: KernelVariant, declared: str) -> list[tu
 
 def _equal(one: Any, other: Any) -> bool:
     return np.ascontiguousarray(one).tobytes() == np.ascontiguousarray(other).tobytes()
+
+
+# ---- pages in any order ------------------------------------------------------------------------
+
+
+def has_partials(target: Target, variant: KernelVariant) -> bool:
+    """Return whether a kernel declares what partial results of keys that end need."""
+    return target.declared(variant.kernel) >= {"logsumexp", "mask_expression"}
+
+
+def check_pages_in_any_order(target: Target, variant: KernelVariant) -> None:
+    """Check that partial results of one page each, merged in any order, are those of all keys."""
+    case = make_case("pages in any order", **CACHES["pages, unlike lengths"])
+    (query, key, value), options = case.arguments()
+    kernel, table, lengths = variant.for_case(case), options["block_table"], options["key_lengths"]
+    parts = []
+    with name_case(str(case), kernel):
+        for page in range(table.shape[1]):
+            arrays = [target.to(x) for x in (query, key[table[:, page]], value[table[:, page]])]
+            own = {"key_lengths": target.to(np.clip(lengths - page * PAGE, 0, PAGE))}
+            parts.append(target.call(case, kernel, attention_partial, (arrays, own)))
+        whole = merge(*(parts[n] for n in (1, 2, 0)))
+    check_partial(target, case, whole, (arrays, own))
 
 
 # ---- in a new interpreter ----------------------------------------------------------------------

@@ -15,10 +15,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from polyattn.conformance.cases.cache_cases import Arguments, of_item
 from polyattn.conformance.cases.case import Case, arrays_in, with_arrays
 from polyattn.conformance.checks.target import Target
 from polyattn.conformance.functions.interpretations import Options, interpret
-from polyattn.conformance.functions.signatures import Function, NoArgumentError, in_our_words
+from polyattn.conformance.functions.serving import Function, NoArgumentError
+from polyattn.conformance.functions.signatures import in_our_words
 from polyattn.conformance.reference.oracle import Array
 from polyattn.conformance.reference.tolerance import Deviation, deviation, output_yardstick
 
@@ -34,6 +36,7 @@ __all__ = [
     "load",
     "target_of",
 ]
+__dir__ = __all__.copy
 
 AGREES, DIFFERS, RAISES, NO_ARGUMENT = "agrees", "differs", "raises", "no argument"
 
@@ -53,6 +56,8 @@ class Finding(NamedTuple):
         The options that the function has no argument for.
     interpretation : str
         The other meaning that a differing result agrees with; empty if none was found.
+    remark : str
+        What else is to say of a result, such as that parts by themselves have other bits.
     """
 
     status: str
@@ -60,6 +65,7 @@ class Finding(NamedTuple):
     error: str = ""
     missing: str = ""
     interpretation: str = ""
+    remark: str = ""
 
 
 def load(spec: str) -> Function:
@@ -114,7 +120,8 @@ def target_of(spec: str, library: str | None) -> Target:
     spec : str
         The function, as for `load`.
     library : str or None
-        The module that makes the arrays; None for the function's own library, or NumPy.
+        The module that makes the arrays, or a backend and its device, such as ``"torch:cuda"``;
+        None for the function's own library, or NumPy.
 
     Returns
     -------
@@ -122,10 +129,16 @@ def target_of(spec: str, library: str | None) -> Target:
         Converts NumPy arrays to the library and back.
     """
     root = spec.partition(":")[0].partition(".")[0]
-    library = library or {"torch": "torch", "jax": "jax.numpy"}.get(root, "numpy")
-    return Target("array-api", library)
+    if library and ":" in library:
+        return Target(library)
+    known = {"jax": "jax.numpy"} | dict.fromkeys(_ON_TENSORS, "torch")
+    return Target("array-api", library or known.get(root, "numpy"))
 
 
+_ON_TENSORS = (
+    *("flash_attn", "flash_attn_interface", "flashinfer"),
+    *("torch", "transformers", "xformers"),
+)
 #: The parameters of torch's function, which has no signature to inspect.
 _OF_TORCH = frozenset(["attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa"])
 
@@ -217,8 +230,13 @@ def check_callable(
     function : callable
         A function of query, key and value, with options named as in torch's
         `scaled_dot_product_attention` or in `polyattn.attention`, see `arguments_for`; or one with
-        the signature of `flash_attn_func`, of `jax.nn`'s or Keras' `dot_product_attention`, of
-        xformers' `memory_efficient_attention` or MLX's `scaled_dot_product_attention`.
+        a signature of another library: `jax.nn`'s or Keras' `dot_product_attention`, xformers'
+        `memory_efficient_attention`, MLX's `scaled_dot_product_attention`, FlashAttention's
+        `flash_attn_func`, `flash_attn_varlen_func` or `flash_attn_with_kvcache`, torch's
+        `varlen_attn`, FlashInfer's `single_decode_with_kv_cache` or
+        `BatchDecodeWithPagedKVCacheWrapper`, JAX's `paged_attention` of Pallas, transformers'
+        `sdpa_attention_forward`, or the inputs and attributes of ONNX Runtime's
+        GroupQueryAttention.
     case : Case
         The call.
     to : callable
@@ -247,25 +265,53 @@ def check_callable(
     """
     if "dropout" in case.features:
         raise ValueError(f"{case}: other functions draw different dropout masks")
-    arrays, options = case.arguments()
-    function = in_our_words(function)
     try:
-        options = _needed(function, case, options)
-        options = arguments_for(function, options, grouped="grouped_heads" in case.features)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            inputs = [to(x) for x in arrays]
-            keywords = {name: with_arrays(option, to) for name, option in options.items()}
-            held = inputs + [x for option in keywords.values() for x in arrays_in(option)]
-            before = [_bits(back(x)) for x in held]
-            output = np.array(back(function(*inputs, **keywords)))
-            after = [_bits(back(x)) for x in held]
-    except NoArgumentError as error:
-        return Finding(NO_ARGUMENT, missing=str(error))
+        output, is_written = _run(in_our_words(function), case, case.arguments(), to, back)
     except Exception as error:
-        line = next(iter(str(error).strip().splitlines()), "")
-        return Finding(RAISES, error=f"{type(error).__name__}: {line}")
-    return _judge(case, output, after != before)
+        return _failed(error)
+    return _judge(case, output, is_written)
+
+
+def check_parts(
+    function: Function, case: Case, to: Callable[[Any], Any], back: Callable[[Any], Any],
+    part: Callable[[Arguments, int], Arguments],
+) -> Finding:  # fmt: skip
+    """Check a function with the items or the rows of a case, each in a call by itself."""
+    arguments, function = case.arguments(), in_our_words(function)
+    count, axis = (case.batch[0], 0) if part is of_item else (case.L, -2)
+    try:
+        whole, _ = _run(function, case, arguments, to, back)
+        parts = [_run(function, case, part(arguments, n), to, back)[0] for n in range(count)]
+    except Exception as error:
+        return _failed(error)
+    joined = np.concatenate(parts, axis)
+    remark = "" if _bits(joined) == _bits(whole) else "other bits than together"
+    return _judge(case, joined, False)._replace(remark=remark)
+
+
+def _run(
+    function: Function, case: Case, arguments: Arguments, to: Callable[[Any], Any],
+    back: Callable[[Any], Any],
+) -> tuple[Array, bool]:  # fmt: skip
+    """Return the output of a function, and whether it wrote to an argument."""
+    arrays, options = arguments
+    options = _needed(function, case, options)
+    options = arguments_for(function, options, grouped="grouped_heads" in case.features)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        inputs = [to(x) for x in arrays]
+        keywords = {name: with_arrays(option, to) for name, option in options.items()}
+        held = inputs + [x for option in keywords.values() for x in arrays_in(option)]
+        before = [_bits(back(x)) for x in held]
+        output = np.array(back(function(*inputs, **keywords)))
+        return output, before != [_bits(back(x)) for x in held]
+
+
+def _failed(error: Exception) -> Finding:
+    if isinstance(error, NoArgumentError):
+        return Finding(NO_ARGUMENT, missing=str(error))
+    line = next(iter(str(error).strip().splitlines()), "")
+    return Finding(RAISES, error=f"{type(error).__name__}: {line}")
 
 
 def _bits(x: Any) -> bytes:

@@ -86,9 +86,14 @@ def _lengths(arguments: Arguments) -> tuple[tuple[int, ...], int, int, int]:
 
 def _offset(arguments: Arguments) -> Any:
     """Return the position of the first row of a call."""
-    options, (_, _, L, S) = arguments[1], _lengths(arguments)
-    offset = options.get("query_offset")
-    return np.asarray(options.get("key_lengths", S)) - L if offset is None else offset
+    offset, L = arguments[1].get("query_offset"), _lengths(arguments)[2]
+    return _ends(arguments) - L if offset is None else offset
+
+
+def _ends(arguments: Arguments) -> Any:
+    """Return the number of keys of each item."""
+    lengths = arguments[1].get("key_lengths")
+    return np.asarray(_lengths(arguments)[3] if lengths is None else lengths)
 
 
 def _in_plain_terms(arguments: Arguments) -> Arguments:
@@ -113,7 +118,7 @@ def _visible(arguments: Arguments) -> Array:
     b, h, i, j = np.ogrid[: math.prod(batch), :H, :L, :S]
     position = i + np.broadcast_to(_offset(arguments), batch).reshape(-1, 1, 1, 1)
     left, right = options.get("window") or (None, None)
-    ends = np.broadcast_to(options.get("key_lengths", S), batch).reshape(-1, 1, 1, 1)
+    ends = np.broadcast_to(_ends(arguments), batch).reshape(-1, 1, 1, 1)
     seen: Array = np.ones((math.prod(batch), H, L, S), bool) & (j < ends)
     if options.get("is_causal"):
         seen &= j <= position
@@ -250,6 +255,21 @@ def _windows() -> Iterable[Interpretation]:
             yield Interpretation(f"a window reaches one key {how} {where}", applies, call)
 
 
+def _one_key(more: int) -> Callable[[Arguments], Arguments]:
+    """Let items have one key more or less."""
+
+    def call(arguments: Arguments) -> Arguments:
+        ends = np.clip(_ends(arguments) + more, 0, _lengths(arguments)[3])
+        return arguments[0], arguments[1] | {"key_lengths": ends}
+
+    return call
+
+
+def _pages_in_order(arguments: Arguments) -> Arguments:
+    table = arguments[1]["block_table"]
+    return arguments[0], arguments[1] | {"block_table": np.arange(table.size).reshape(table.shape)}
+
+
 def _ignored() -> Iterable[Interpretation]:
     """Yield the interpretations that ignore an option."""
     nothing = {"is_causal": False}
@@ -287,6 +307,19 @@ INTERPRETATIONS = (
         _nan_queries_hidden,
     ),
     *_windows(),
+    *(
+        Interpretation(
+            f"items have one key {how}",
+            lambda case: _option(case, "key_lengths") is not None,
+            _one_key(more),
+        )
+        for more, how in ((1, "more"), (-1, "less"))
+    ),
+    Interpretation(
+        "pages are read in the order of the pool",
+        lambda case: case.page is not None,
+        _pages_in_order,
+    ),
     Interpretation(
         "query head h reads key/value head h % G",
         lambda case: "grouped_heads" in case.features and case.G != 1,

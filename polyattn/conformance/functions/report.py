@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 from polyattn._base.text_table import paragraph, table
 from polyattn._core.call.features import DTYPES, FEATURES
 from polyattn._core.expressions.expression import Expression
+from polyattn.conformance.cases.cache_cases import of_item, of_row
 from polyattn.conformance.cases.case import Case
 from polyattn.conformance.cases.catalogue import TOPICS
 from polyattn.conformance.checks.frames import call_named
@@ -19,10 +21,12 @@ from polyattn.conformance.functions.check import (
     RAISES,
     Finding,
     check_callable,
+    check_parts,
 )
-from polyattn.conformance.functions.signatures import Function
+from polyattn.conformance.functions.serving import Function
 
 __all__ = ["Row", "as_dict", "lines", "summarise", "summary"]
+__dir__ = __all__.copy
 
 
 class Row(NamedTuple):
@@ -31,9 +35,9 @@ class Row(NamedTuple):
     Attributes
     ----------
     kind : str
-        ``feature``, ``arrays``, ``dtype`` or ``topic``.
+        ``feature``, ``arrays``, ``dtype``, ``topic`` or ``parts``.
     name : str
-        The name of the feature, dtype or topic.
+        The name of the feature, dtype, topic or part.
     findings : dict of str to Finding
         The results by case name.
     """
@@ -71,6 +75,12 @@ _KINDS = {
     **{"rank": "arrays", "layout": "arrays"},
     **dict.fromkeys(DTYPES, "dtype"),
     **{name: "topic" for name in TOPICS if name != "formula"},
+    **{"items by themselves": "parts", "rows by themselves": "parts"},
+}
+#: The rows of parts: what makes one, and the names of the cases.
+_PARTS: dict[str, tuple[Any, tuple[str, ...]]] = {
+    "items by themselves": (of_item, ("plain", "cache, new rows", "pages, new rows")),
+    "rows by themselves": (of_row, ("cache, new rows", "pages, new rows")),
 }
 
 
@@ -99,6 +109,18 @@ def _is_only_ours(case: Case) -> bool:
     return "dropout" in case.features or any(isinstance(x, Expression) for x in options)
 
 
+def _checks(cases: dict[str, Case]) -> Iterator[tuple[Case, str, Callable[..., Finding]]]:
+    """Yield what is checked: a case, its row, and the check."""
+    for case in cases.values():
+        row = _row_of(case)
+        if row is not None:
+            yield case, row, check_callable
+    for row, (part, names) in _PARTS.items():
+        for name in names:
+            if name in cases:
+                yield cases[name], row, partial(check_parts, part=part)
+
+
 def summarise(
     function: Function,
     cases: Iterable[Case],
@@ -110,13 +132,13 @@ def summarise(
 
     The arguments are those of `check_callable`; `progress` wraps the iteration, as `tqdm` does.
     """
-    chosen = [(case, row) for case in cases if (row := _row_of(case)) is not None]
+    chosen = list(_checks({case.name: case for case in cases}))
     rows = {name: Row(kind, name, {}) for name, kind in _KINDS.items()}
-    through: Iterable[Case] = [case for case, _ in chosen]
-    for case, (_, row) in zip(progress(through) if progress else through, chosen, strict=True):
-        rows[row].findings[case.name] = call_named(
-            f"case {case}", check_callable, function, case, to, back
-        )
+    through: Iterable[Case] = [case for case, _, _ in chosen]
+    for case, (_, row, check) in zip(
+        progress(through) if progress else through, chosen, strict=True
+    ):
+        rows[row].findings[case.name] = call_named(f"case {case}", check, function, case, to, back)
     return [row for row in rows.values() if row.findings]
 
 
@@ -148,6 +170,8 @@ def _remarks(row: Row) -> Iterator[str]:
         yield f"{interpretation or 'no other meaning explains it'} ({count})"
     errors = Counter(f.error for f in row.findings.values() if f.status == RAISES)
     yield from (f"{error} ({count})" for error, count in errors.most_common(2))
+    remarks = Counter(f.remark for f in row.findings.values() if f.remark)
+    yield from (f"{remark} ({count})" for remark, count in remarks.items())
     missing = {f.missing for f in row.findings.values() if f.status == NO_ARGUMENT}
     if missing:
         yield f"no argument for {', '.join(sorted({m for ms in missing for m in ms.split(', ')}))}"

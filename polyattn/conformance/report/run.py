@@ -40,22 +40,27 @@ PLUGIN = {
 class Promise(NamedTuple):
     """A promise of a kernel other than its results."""
 
-    applies: Callable[[KernelVariant], bool]
+    applies: Callable[[Target, KernelVariant], bool]
     check: Callable[[Target, KernelVariant], None]
     otherwise: str
 
 
 CHECKED = {
     "deterministic": Promise(
-        lambda variant: variant.kernel.deterministic, promises.check_determinism, "not declared"
+        lambda _, variant: variant.kernel.deterministic, promises.check_determinism, "not declared"
     ),
     "batch invariant": Promise(
-        lambda variant: variant.kernel.batch_invariant,
+        lambda _, variant: variant.kernel.batch_invariant,
         promises.check_batch_invariance,
         "not declared",
     ),
+    "pages in any order": Promise(
+        promises.has_partials, promises.check_pages_in_any_order, "not checked"
+    ),
     "eight threads at once": Promise(
-        promises.is_worth_threads, promises.check_first_call_from_threads, "not checked"
+        lambda _, variant: promises.is_worth_threads(variant),
+        promises.check_first_call_from_threads,
+        "not checked",
     ),
 }
 
@@ -173,7 +178,7 @@ def _do_promise(section: Section, variant: KernelVariant, name: str, few: bool) 
     try:
         if name in ALL_DERIVATIVES:
             _do_derivative(section, variant, ALL_DERIVATIVES[name], few)
-        elif CHECKED[name].applies(variant):
+        elif CHECKED[name].applies(section.target, variant):
             CHECKED[name].check(section.target, variant)
             cell.note = "holds"
         else:

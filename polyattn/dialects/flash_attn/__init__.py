@@ -36,6 +36,7 @@ __all__ = [
     "pad_input",
     "unpad_input",
 ]
+__dir__ = __all__.copy
 
 __version__ = VERSION
 

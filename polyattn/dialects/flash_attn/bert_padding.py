@@ -8,6 +8,7 @@ from __future__ import annotations
 from polyattn._base.arrays import Array, cast, index_range, library_of, numbers_like
 
 __all__ = ["index_first_axis", "index_put_first_axis", "pad_input", "unpad_input"]
+__dir__ = __all__.copy
 
 
 def index_first_axis(input: Array, indices: Array) -> Array:

@@ -16,3 +16,4 @@ __all__ = [
     "torch_attention",
     "torch_encoder_layer",
 ]
+__dir__ = __all__.copy

@@ -20,7 +20,7 @@ from polyattn._base.arrays import Array
 
 Weights = Mapping[str, Array] | str | os.PathLike[str]
 PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json", "consolidated.00.pth")
-HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+HUB_ID = re.compile(r"([\w-][\w.-]*/)?[\w-][\w.-]*(?<!\.safetensors)(?<!\.json)")
 
 
 def read_weights(weights: Weights) -> Mapping[str, Array]:

@@ -33,7 +33,7 @@ def model(
     config: Mapping[str, Any] | None = None,
     *,
     like: Array,
-    logits: bool = True,
+    logits: bool | None = None,
     length: int | None = None,
 ) -> Transformer:
     """Load a model of the family that its config names as ``model_type``.
@@ -48,9 +48,9 @@ def model(
         weights.
     like : Array
         An array of the library, device and dtype of the parameters.
-    logits : bool
-        Whether a decoder returns logits, rather than the last hidden states; a base model, which
-        has no output map, needs False unless the embedding is tied to it.
+    logits : bool, optional
+        Whether a decoder returns logits, as by default, rather than the last hidden states; a base
+        model, which has no output map, needs False unless the embedding is tied to it.
     length : int, optional
         For dynamic scaling of rotary positions, the sequence length to scale to; by default the
         length of each call, as in transformers, where it is above that of training.
@@ -66,13 +66,15 @@ def model(
     Raises
     ------
     ValueError
-        If names or shapes do not fit, the config has an unsupported setting or family, or a file
-        is damaged or names one outside its folder.
+        If names or shapes do not fit, the config has an unsupported setting or family, an encoder
+        is asked for logits, or a file is damaged or names one outside its folder.
     FileNotFoundError, ImportError
         If there is no file, or safetensors is not installed to read it.
     """
     check_folder(weights)
     family, settings = family_of(*read_config(weights, config))
+    if logits and family in ENCODERS.values():
+        raise ValueError(f"{family.title} is an encoder, which has no logits: leave out logits=")
     source = "weights" if isinstance(weights, Mapping) else f"weights of {weights}"
     # The plan reads all settings before it asks for the blocks, and so for the weights.
     read: dict[str, Array] = {}
@@ -81,7 +83,7 @@ def model(
         read.update(_base_weights(weights, family))
         return block_names(read, source, prefix, count, setting)
 
-    plan = family.plan(settings, blocks, Wanted(logits, length))
+    plan = family.plan(settings, blocks, Wanted(logits is not False, length))
     _use_or_drop_head(read, plan, settings)
     advice = {HEAD: "a base model has no output map: pass logits=False for hidden states"}
     origin = f"{family.title} of this config"

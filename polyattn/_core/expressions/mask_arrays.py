@@ -1,0 +1,62 @@
+"""Check the numbers and integer arrays that masks are made of."""
+
+from __future__ import annotations
+
+import numbers
+from typing import Any
+
+from polyattn._base.arguments import check_int
+from polyattn._base.arrays import facts_of, is_array
+from polyattn._base.host import as_array, is_unreadable
+
+
+def check_lengths(name: str, value: Any) -> Any:
+    """Return a number of at least 0, or an array of a number for each batch item, or raise."""
+    value = as_array(name, value)
+    # NumPy's integers are arrays too, which other libraries cannot use.
+    if is_array(value) and not isinstance(value, numbers.Integral):
+        return _integers(name, value, "an integer or an integer array")
+    try:
+        number = check_int(name, value)
+    except TypeError as error:
+        raise TypeError(f"{error}. An array gives one for each batch item") from None
+    if number < 0:
+        raise ValueError(f"{name} must be at least 0; got {value!r}")
+    return number
+
+
+def check_ids(name: str, value: Any) -> Any:
+    """Return an integer array, or raise."""
+    return _integers(name, as_array(name, value), "an integer array")
+
+
+def check_parents(name: str, value: Any) -> Any:
+    """Return an integer array (..., n) or a bool array (..., n, n), or raise."""
+    parents = as_array(name, value)
+    if _is_square(parents):
+        return parents
+    parents = check_ids(name, parents)
+    if not is_unreadable(parents) and not parents.shape:
+        raise ValueError(f"{name} must have shape (..., L); got {parents!r}")
+    return parents
+
+
+def _is_square(value: Any) -> bool:
+    """Return whether this is a bool array (..., n, n)."""
+    if not is_array(value) or is_unreadable(value) or facts_of(value).dtype != "bool":
+        return False
+    return len(value.shape) > 1 and value.shape[-1] == value.shape[-2]
+
+
+def _integers(name: str, value: Any, what: str) -> Any:
+    if is_unreadable(value):  # the call checks it, as a tensor
+        return value
+    if not is_array(value):
+        raise TypeError(f"{name} must be {what}; got {value!r}")
+    facts = facts_of(value, name)
+    if "int" not in facts.dtype:
+        hint = ""
+        if name.endswith("key_lengths") and facts.dtype == "bool":
+            hint = ". A bool array of the real tokens, (batch, S), is mask=valid[:, None, None, :]"
+        raise TypeError(f"{name} must be {what}; got {facts}{hint}")
+    return value

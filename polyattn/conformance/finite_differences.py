@@ -1,0 +1,108 @@
+"""Check a gradient of any function, in arrays of any library, by finite differences."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from polyattn._base.arrays import Array, cast, library_of, numbers_like
+from polyattn._dispatch.transfer import convert_like
+
+DIRECTIONS = 4
+# Times the largest difference between the results of two steps, which has the errors of both.
+MARGIN = 8
+
+
+def check_gradient(
+    loss: Callable[..., Any],
+    arguments: Sequence[Array],
+    gradients: Sequence[Array | None],
+    *,
+    seed: int = 0,
+) -> None:
+    """Check the gradients of a function by finite differences, in a few random directions.
+
+    Differences with two steps say how exact they are, and so what the gradients may differ by: by
+    about 1e-9 of their size in float64, and 1e-3 to 1e-2 in float32.
+
+    Parameters
+    ----------
+    loss : callable
+        A function of the arguments that returns one number, as an array or not.
+    arguments : sequence of Array
+        Where to differentiate: arrays of floats, of any library.
+    gradients : sequence of (Array or None)
+        The gradient with respect to each argument, in its shape; None to leave one out.
+    seed : int
+        Equal seeds take equal directions.
+
+    Raises
+    ------
+    AssertionError
+        If a gradient is wrong.
+    ValueError
+        If there is not one gradient for each argument, in its shape.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from polyattn import attention, attention_vjp
+    >>> from polyattn.conformance import check_gradient
+    >>> arrays = np.random.default_rng(0).normal(size=(3, 4, 6, 8))  # query, key and value
+    >>> output, pullback = attention_vjp(*arrays, is_causal=True)
+    >>> gradients = pullback(np.ones_like(output))  # of the sum of the output
+    >>> check_gradient(lambda *x: attention(*x, is_causal=True).sum(), arrays, gradients[:3])
+    """
+    if len(arguments) != len(gradients):
+        raise ValueError(
+            f"there must be a gradient for each of the {len(arguments)} arguments; got"
+            f" {len(gradients)}: of Gradients, pass those of the arguments, such as gradients[:3]"
+        )
+    rng = np.random.default_rng(seed)
+    for place, (argument, gradient) in enumerate(zip(arguments, gradients, strict=True)):
+        if gradient is None:
+            continue
+        if tuple(gradient.shape) != tuple(argument.shape):
+            raise ValueError(
+                f"gradients[{place}] must have the shape {tuple(argument.shape)} of its argument;"
+                f" got {tuple(gradient.shape)}"
+            )
+
+        def at(moved: Array, place: int = place) -> float:
+            return float(_numbers(loss(*arguments[:place], moved, *arguments[place + 1 :])))
+
+        _check(f"gradients[{place}]", at, argument, gradient, rng)
+
+
+def _check(name: str, loss: Callable[[Array], float], x: Array, gradient: Array, rng: Any) -> None:
+    """Check one gradient in some directions."""
+    xp, start, slope = library_of(x).xp, _numbers(x), _numbers(gradient)
+    step = float(xp.finfo(x.dtype).eps) ** (1 / 3)
+    found, near, far = np.zeros((3, DIRECTIONS))
+    for n in range(DIRECTIONS):
+        along = rng.normal(size=start.shape)
+        for slopes, length in ((near, step), (far, 2 * step)):
+            ends = [numbers_like(xp, start + h * along, x.dtype, x) for h in (length, -length)]
+            slopes[n] = (loss(ends[0]) - loss(ends[1])) / (2 * length)
+        found[n] = np.sum(slope * along)
+    limit = MARGIN * np.max(np.abs(near - far)) + np.finfo(float).eps * np.max(np.abs(near)) * 2**10
+    off = np.abs(found - near)
+    worst = int(np.argmax(off))
+    # `not <=` finds NaN too.
+    if not off.max() <= limit:
+        raise AssertionError(
+            f"{name} is wrong: in a random direction it gives {found[worst]:.9g}, and differences"
+            f" {near[worst]:.9g} ± {limit:.1g}"
+        )
+
+
+def _numbers(array: Any) -> Any:
+    """Return an array of any library, or a number, as float64 in NumPy."""
+    if isinstance(array, (float, int, np.generic)):
+        return np.asarray(array, np.float64)
+    plain = array.detach() if hasattr(array, "detach") else array
+    xp = library_of(plain).xp
+    wide = plain if plain.dtype == xp.float64 else cast(xp, plain, xp.float32)
+    return convert_like(wide, np.zeros(1)).astype(np.float64)
