@@ -275,7 +275,9 @@ def _with_sinks(
     Zeros have the score 0, softcapped or not, and add nothing to the output.
     """
     dtype = getattr(xp, problem.accumulator)
-    at = Indices(problem, xp, x, Span(0, problem.query_length), Span(0, problem.key_length))
+    # The operands have one batch axis; so have these indices, of which batch items are not asked.
+    one = problem._replace(batch=problem.batch[:1])
+    at = Indices(one, xp, x, Span(0, problem.query_length), Span(0, problem.key_length))
     if mask is None or mask.dtype == xp.bool:
         zero = with_rank(xp.astype(at.row * 0 + at.column * 0, dtype), 4)
         mask = zero if mask is None else xp.where(mask, zero, xp.asarray(-np.inf, dtype=dtype))

@@ -159,3 +159,10 @@ def test_a_graph_without_numbers_says_what_gives_them():
         return
     with pytest.raises(ValueError, match=r"no numbers until a runtime .* polyattn\.export\.onnx"):
         attention(x, x, x, window=(1, 0), backend="onnx:25")
+
+
+def test_sinks_stand_beside_several_batch_axes():
+    x = np.random.default_rng(0).standard_normal((2, 3, 2, 5, 4), dtype=np.float32)
+    sinks = np.array([0.5, -1.0], np.float32)
+    found = attention(x, x, x, sinks=sinks, backend="onnxruntime", kernel="node")
+    assert np.allclose(found, attention(x, x, x, sinks=sinks), atol=1e-5)
