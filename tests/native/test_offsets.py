@@ -19,9 +19,9 @@ QUERY, KEY = RNG.standard_normal((2, 3, 2, 16, 8)), RNG.standard_normal((2, 1, 2
 def test_items_that_no_stride_reaches_are_read(options, monkeypatch):
     others, run = [], native.run
 
-    def run_after_others(*arguments):
+    def run_after_others(*arguments, **options):
         others.extend(np.full(6, 7) for _ in range(100))  # in memory that was given back
-        return run(*arguments)
+        return run(*arguments, **options)
 
     monkeypatch.setattr(native, "run", run_after_others)
     expected = attention(QUERY, KEY, KEY, kernel="dense", **options)
