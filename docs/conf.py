@@ -67,11 +67,12 @@ html_copy_source = False
 
 
 ALIASES = {"polyattn.dialects.scaled_dot_product_attention"}
+TWICE = {"progress", "thread_count"}  # names of polyattn.plugin; their modules have public ones too
 
 
 def alias_of_viewcode(app: Sphinx, module: str, name: str) -> str | None:
     """Keep viewcode from linking modules that are documented under another name as well."""
-    return module if f"{module}.{name}" in ALIASES or name == "thread_count" else None
+    return module if f"{module}.{name}" in ALIASES or name in TWICE else None
 
 
 def says_nothing(
