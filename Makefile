@@ -48,9 +48,10 @@ with-others: $(VENV)/.test
 	$(BIN)/python -m pip list --format freeze
 	$(PYTEST) $(TESTS)
 
-WITHOUT ?= jax
-test-without: $(VENV)/.test  ## a choice of the tests, as if a library were not installed (WITHOUT=jax)
-	POLYATTN_TEST_WITHOUT=$(WITHOUT) $(PYTEST) tests/api tests/call tests/dispatch tests/expressions tests/plot
+WITHOUT ?= jax torch
+test-without: $(VENV)/.test  ## a choice of the tests as if a library were not installed, then another (WITHOUT="jax torch")
+	for library in $(WITHOUT); do \
+	  POLYATTN_TEST_WITHOUT=$$library $(PYTEST) tests/api tests/call tests/dispatch tests/expressions tests/plot || exit; done
 
 SLOW ?= slow
 slow: $(VENV)/.test $(VENV)/.native  ## the tests that take long, whole (SLOW="slow and covering": what CI runs)

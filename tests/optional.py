@@ -121,6 +121,9 @@ def pytest_make_collect_report(collector):
     if name := excinfo and lacking(excinfo.value):
         report.outcome = "skipped"
         report.longrepr = (str(collector.path), 0, f"Skipped: {name} is not installed")
+        for module, one in list(sys.modules.items()):  # pytest leaves it there, half executed
+            if getattr(one, "__file__", None) == str(collector.path):
+                del sys.modules[module]
     return report
 
 

@@ -32,6 +32,14 @@ LENGTHS = "tests/api/test_key_lengths.py::"
 PAGES = "tests/api/test_block_table.py::"
 PLACES = "tests/expressions/test_positions.py::"
 PATTERNS = "polyattn/_core/expressions/patterns.py"
+QUANTIZED = "tests/nn/test_quantized_cache.py::"
+HALF_A_STEP = QUANTIZED + "test_an_entry_is_within_half_a_step_and_the_newest_are_as_they_were"
+INTEGERS = QUANTIZED + "test_attention_is_that_over_what_the_integers_stand_for"
+PAGED = "tests/nn/test_paged_cache.py::test_items_hold_what_was_appended_forked_and_truncated"
+UNLIKE = (
+    "tests/nn/test_generate.py::"
+    "test_prompts_of_unlike_lengths_are_continued_as_each_by_itself[numpy-rotary]"
+)
 
 MUTATIONS = (
     # devices
@@ -52,6 +60,55 @@ MUTATIONS = (
      "ids of the host that stay there", "polyattn/_base/arrays.py",
      "    return xp.asarray(numbers, dtype=dtype, **_on_device_of(xp, like))",
      "    return xp.asarray(numbers, dtype=dtype)"),
+    # caches
+    (HALF_A_STEP + "[numpy-steps1]",
+     "a step of twice the size", "polyattn/nn/quantized.py",
+     "keepdims=True) / 127",
+     "keepdims=True) / 64"),
+    (HALF_A_STEP + "[numpy-steps1]",
+     "integers that are not rounded", "polyattn/nn/quantized.py",
+     "codes = xp.round(blocks / xp.where(steps == 0, xp.ones_like(steps), steps))",
+     "codes = blocks / xp.where(steps == 0, xp.ones_like(steps), steps)"),
+    (HALF_A_STEP + "[numpy-steps0]",
+     "a block of the newest tokens too many", "polyattn/nn/quantized.py",
+     "key.shape[-2] - self.window, 0)",
+     "key.shape[-2], 0)"),
+    (QUANTIZED + "test_a_decoding_step_is_that_over_what_the_integers_stand_for[numpy-options0]",
+     "steps of values in the denominator", "polyattn/nn/quantized.py",
+     "total = xp.sum(weights, axis",
+     "total = xp.sum(weights * xp.matrix_transpose(of_values), axis"),
+    (QUANTIZED + "test_after_truncate_no_old_token_is_seen[59]",
+     "a block of which some tokens stay dropped", "polyattn/nn/quantized.py",
+     "array[..., : length % self.block, :]",
+     "array[..., :0, :]"),
+    (INTEGERS + "[causal]",
+     "keys of a piece counted from its first", "polyattn/_api/pieces.py",
+     "Slice(start, keys.shape[-2])",
+     "Slice(0, keys.shape[-2])"),
+    (INTEGERS + "[sinks]",
+     "sinks counted with each piece", "polyattn/_api/pieces.py",
+     'given.pop("sinks", None)',
+     'given.get("sinks", None)'),
+    ("tests/nn/test_paged_cache.py::test_random_histories_hold_what_they_should",
+     "two items that write to one slot", "polyattn/nn/pages.py",
+     "marks.get(old, self.marks[old])",
+     "self.marks[old]"),
+    (PAGED + "[numpy-False]",
+     "a page not copied before it is written", "polyattn/nn/pages.py",
+     "if fresh * size < length:",
+     "if fresh * size < 0:"),
+    (PAGED + "[torch-False]",
+     "old lengths on the host", "polyattn/nn/paged.py",
+     "known.block_table is self.block_table and known.lengths is self.lengths",
+     "known.block_table is self.block_table"),
+    (UNLIKE,
+     "the last row of the padding", "polyattn/nn/generation.py",
+     "x.shape[1] + kept - 1",
+     "x.shape[1] + x.shape[1] - 1 + 0 * kept"),
+    (UNLIKE,
+     "padding kept in the caches", "polyattn/nn/generation.py",
+     '{"counts": kept}',
+     "{}"),
     # lengths of keys
     (LENGTHS + "test_an_item_is_computed_as_if_it_had_these_keys_only[is_causal]",
      "the newest row one key early", "polyattn/_core/call/lengths.py",
@@ -408,6 +465,16 @@ MUTATIONS = (
      "while self._order.reached[other] < column:",
      "while False:"),
     # torch
+    ("tests/backends/test_torch_gradients.py::test_gradients_of_16_bits_are_rounded_once_operation_by_operation[attention]",
+     "gradients of tiles added up in 16 bits", "polyattn/_kernels/tiled.py",
+     "operands = widened(problem, operands, xp)", "pass"),
+    ("tests/backends/test_torch_gradients.py::test_gradients_of_16_bits_are_rounded_once_operation_by_operation[weights]",
+     "gradients of weights added up in 16 bits", "polyattn/_kernels/weights.py",
+     "operands = widened(problem, operands, backend.xp)", "pass"),
+    ("tests/backends/test_mlx.py::test_a_gradient_does_not_pass_through_the_maximum",
+     "a gradient through the maximum of MLX", "backends/polyattn_mlx/backend.py",
+     "mx.stop_gradient(mx.max(scores, axis=-1, keepdims=True))",
+     "mx.max(scores, axis=-1, keepdims=True)"),
     ("tests/backends/test_torch_gradients.py::test_a_second_derivative_by_an_expanded_tensor",
      "a tangent of an expanded tensor", "backends/polyattn_torch/autograd.py",
      "[groups[n][m].contiguous() for",
@@ -533,6 +600,6 @@ MUTATIONS = (
      "plan.model.tied"),
     (AUTOCAST + "test_autocast_of_another_device_does_nothing",
      "a cache casts under the autocast of any device", "polyattn/nn/cache.py",
-     "is_autocast_on() and _is_cast(self.key)",
+     "is_autocast_on() and _is_cast(memory[0])",
      "is_autocast_on()"),
 )  # fmt: skip

@@ -40,13 +40,13 @@ def contenders(case: Case, threads: int) -> dict[str, dict[str, Call]]:
         return lambda: backward(forward(), along), partial(backward, forward(), along)
 
     windowed = case.kind == "window"
-    calls = {} if windowed else {REFERENCE: _torch(arrays, along, case, threads)}
+    calls = {} if windowed else {REFERENCE: _torch(arrays, along, case, threads, **options)}
     for name, kernel in reversed(kernels(arrays, options).items()):
         if windowed:
             calls[f"{name}, causal"] = ours(is_causal=True, **kernel)
         calls[name] = ours(**options, **kernel)
     whole, last = ({name: pair[n] for name, pair in calls.items()} for n in (0, 1))
-    if case.scores <= MOST_SCORES and not windowed:
+    if case.scores <= MOST_SCORES and not windowed and "bias" not in options:
         with contextlib.suppress(ImportError):
             for name in JAX:
                 whole[name] = on_jax(name, [*arrays, along], case, _gradient)
@@ -62,11 +62,14 @@ def _gradient(attend: Call) -> Call:
     return jax.grad(loss, (0, 1, 2))
 
 
-def _torch(arrays: list[Any], along: Any, case: Case, threads: int) -> tuple[Call, Call]:
+def _torch(
+    arrays: list[Any], along: Any, case: Case, threads: int, *, bias: Any = None, **_: Any
+) -> tuple[Call, Call]:
     import torch
 
     torch.set_num_threads(threads)
-    inputs = [torch.from_numpy(array).requires_grad_() for array in arrays]
+    given = arrays if bias is None else [*arrays, bias]
+    inputs = [torch.from_numpy(array).requires_grad_() for array in given]
     attend = partial(
         torch.nn.functional.scaled_dot_product_attention, *inputs, is_causal=case.is_causal
     )

@@ -90,9 +90,26 @@ class Case(NamedTuple):
                 return arrays, {"bias": rng.standard_normal(square, dtype=np.float32)}
             case "alibi":
                 return arrays, {"score_mod": polyattn.scores.alibi(self.heads)}
+            case "half the keys":
+                lengths = np.linspace(self.keys / 8, self.keys * 7 / 8, self.batch)
+                return arrays, {"key_lengths": lengths.astype(int)}
+            case "pages of 128" | "pages of 16":
+                return self._in_pages(arrays, int(self.kind.removeprefix("pages of ")))
             case "sinks":
                 return arrays, {"sinks": rng.standard_normal(self.heads, dtype=np.float32)}
         return arrays, {}
+
+    def _in_pages(self, arrays: list[Array], page: int) -> tuple[list[Array], dict[str, Any]]:
+        """Return the keys and values in pages in random order, and their table."""
+        query, *whole = arrays
+        table = np.random.default_rng(1).permutation(self.batch * self.keys // page)
+        pools = []
+        for array in whole:
+            cut = array.reshape(self.batch, self.groups, -1, page, self.size).swapaxes(1, 2)
+            pools.append(np.empty((len(table), *cut.shape[2:]), array.dtype))
+            pools[-1][table] = cut.reshape(pools[-1].shape)
+        options = {"block_table": table.reshape(self.batch, -1), "key_lengths": self.keys}
+        return [query, *pools], options
 
     def _numpy_dtype(self) -> Any:
         if self.dtype != "bfloat16":

@@ -73,10 +73,14 @@ OTHERS = (
     *held(both(1, 12, 512, 64), 1.0, 0.85, gradients=True),
     *held(both(4, 8, 1024, 64), 1.0, 0.85, gradients=True),
     *held(both(1, 12, 2048, 64), 1.0, 0.85, gradients=True),
+    Held(Case(1, 12, 12, 1024, 1024, 64, "bias"), 1.0, gradients=True),
     Held(Case(1, 8, 8, 2048, 2048, 64, "softcap"), 0.8, "NumPy"),
     Held(Case(1, 8, 8, 2048, 2048, 64, "softcap, window"), 0.8, "NumPy"),
     Held(Case(1, 8, 8, 2048, 2048, 64, "documents"), 0.8, "NumPy"),
     Held(Case(1, 8, 8, 1024, 1024, 64, "low scores"), 1.1, "plain"),
+    Held(Case(8, 32, 8, 1, 4096, 128, "half the keys"), 0.65, "plain"),
+    Held(Case(8, 32, 8, 1, 4096, 128, "pages of 128"), 1.1, "plain"),
+    Held(Case(8, 32, 8, 1, 4096, 128, "pages of 16"), 1.3, "plain"),
 )
 QUICK = held(both(1, 2, 32, 64), 9.9, 9.9)
 COLUMNS = {"numpy": "NumPy", "openvino": "OpenVINO", "attention": "Attention"}

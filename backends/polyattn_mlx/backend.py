@@ -12,7 +12,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from polyattn.plugin import Array, Backend, Operands, Problem, namespace_of
+from polyattn.plugin import Array, Backend, Operands, Problem, namespace_of, or_zero
 from polyattn_mlx.fast import Fast
 
 
@@ -65,6 +65,16 @@ class MlxBackend(Backend):
             return result
 
         return evaluated
+
+    def softmax(self, scores: Array) -> tuple[Array, Array, Array]:
+        """Return the softmax before its division, the maximum a constant to a gradient.
+
+        The result does not depend on what is subtracted. The gradient of a maximum would add the
+        rounding of a whole row to one key.
+        """
+        maximum = mx.stop_gradient(mx.max(scores, axis=-1, keepdims=True))
+        weights = self.xp.exp(scores - or_zero(mx, maximum))
+        return weights, maximum, mx.sum(weights, axis=-1, keepdims=True)
 
     def pullback(self, function: Callable[[Array], Array], array: Array, gradient: Array) -> Array:
         return mx.vjp(function, [array], [gradient])[1][0]

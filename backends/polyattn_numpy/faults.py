@@ -5,6 +5,7 @@ A row can go when no release that the package supports is in it.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -12,7 +13,7 @@ import numpy as np
 
 from polyattn.plugin import Problem
 
-Release = tuple[int, int]
+Release = tuple[int, ...]
 
 
 class Fault(NamedTuple):
@@ -28,18 +29,18 @@ class Fault(NamedTuple):
     is_present: Callable[[], bool]  # whether the installed release has it, on this processor
 
     def __str__(self) -> str:
-        until = f"to {self.last[0]}.{self.last[1]}" if self.last else "and later"
-        releases = f"NumPy {self.first[0]}.{self.first[1]} {until}"
+        first, last = (".".join(map(str, release or ())) for release in (self.first, self.last))
+        releases = f"NumPy {first} {f'to {last}' if last else 'and later'}"
         return f"{releases}: numpy.{self.function} {self.effect}; avoided: {self.workaround}"
 
 
 def faults_of(release: str = np.__version__, problem: Problem | None = None) -> tuple[Fault, ...]:
     """Return the faults of a release of NumPy, or only those that concern a problem."""
-    major, minor = map(int, release.split(".")[:2])
+    numbers = tuple(map(int, re.findall(r"\d+", release)[:3]))
     return tuple(
         fault
         for fault in FAULTS
-        if fault.first <= (major, minor) <= (fault.last or (major, minor))
+        if fault.first <= numbers <= (fault.last or numbers)
         and (problem is None or fault.concerns(problem))
     )
 
@@ -66,11 +67,11 @@ def _misses_what_is_finite() -> bool:
 
 FAULTS = (
     Fault(
-        "negative", (2, 1), (2, 4),
+        "negative", (2, 1), (2, 5, 4),
         "leaves most of an output unwritten whose numbers are 16 bytes apart (of 4 bytes), or 64 "
         "(of 8)",
         "its result is copied there",
-        "seen in NumPy 2.4.6 on AVX-512; right in 2.0.2 and 2.5.5",
+        "seen in NumPy 2.4.6 and 2.5.0 to 2.5.4; right in 2.0.2 and 2.5.5",
         _has_a_row_of_a_bad_step, _negates_wrongly,
     ),
     Fault(

@@ -135,7 +135,8 @@ def _try_candidates(
                 name, kernel, problem_of_kernel, requested_kernel is not None, plan is not None
             )
             if all_candidates:
-                candidate = _described(candidate, kernel, problem_of_kernel)
+                copies = problem_of_kernel is not placement.problem
+                candidate = _described(candidate, kernel, problem_of_kernel, copies)
             candidates.append(candidate)
             if candidate.status == "chosen":
                 chosen = placement._replace(problem=problem_of_kernel)
@@ -174,11 +175,18 @@ def _absent(name: str, requested: str | Kernel | None) -> list[Candidate]:
     return [Candidate(name, kernel, "unavailable", (reason,)) for kernel, reason in absent]
 
 
-def _described(candidate: Candidate, kernel: Kernel, problem: Problem) -> Candidate:
+def _described(
+    candidate: Candidate, kernel: Kernel, problem: Problem, copies_pages: bool
+) -> Candidate:
     """Return a candidate with what only `explain` shows of its kernel."""
     origin = extensions.origins(candidate.backend.partition(":")[0]).get(kernel.name)
-    able = candidate.status in ("chosen", "next")
-    return replace(candidate, origin=origin, remark=kernel.remark(problem) if able else None)
+    remarks: list[str | None] = []
+    if candidate.status in ("chosen", "next"):
+        remarks = [_COPIES_PAGES if copies_pages else None, kernel.remark(problem)]
+    return replace(candidate, origin=origin, remark="; ".join(filter(None, remarks)) or None)
+
+
+_COPIES_PAGES = "it gets copies of the pages, in one piece"
 
 
 def _matching(kernels: Sequence[Kernel], requested: str | Kernel | None) -> Sequence[Kernel]:
@@ -205,7 +213,9 @@ def _for_kernel(kernel: Kernel, problem: Problem) -> Problem:
     It then gets their keys in one piece. So do all derivatives. Chunks of dask are not gathered.
     """
     features = problem.features
-    reads = "block_table" in kernel.features and features.isdisjoint(("backward", "jvp"))
+    has_gradients = not features.isdisjoint(("backward", "jvp"))
+    has_gradients = has_gradients or problem.requires_grad or bool(problem.transforms)
+    reads = "block_table" in kernel.features and not has_gradients
     if reads or "block_table" not in features or problem.library == "dask":
         return problem
     return problem._replace(features=features - {"block_table"})

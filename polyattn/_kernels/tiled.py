@@ -9,11 +9,13 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from polyattn._base.arrays import Array
+from polyattn._base.arrays import Array, facts_of, is_array
 from polyattn._base.span import Span
 from polyattn._base.tracing import is_compiling
 from polyattn._core.call.operands import Operands
+from polyattn._core.call.options import GRADIENT_EXPRESSIONS
 from polyattn._core.call.problem import Problem
+from polyattn._core.expressions.expression import Expression
 from polyattn._core.tiles.axes import scaled
 from polyattn._core.tiles.band import band, column_span
 from polyattn._core.tiles.online_softmax import SoftmaxState, combine, initial_state, normalize
@@ -72,6 +74,7 @@ class Tiled(Dense):
         if 0 in problem.scores:
             empty = initial_state(problem, operands, xp, Span(0, problem.query_length))
             return normalize(problem, empty, operands.query.dtype, xp)
+        operands = widened(problem, operands, xp)
         row_block, column_block = self.block_sizes(problem)
         if backend.is_eager(operands.query):
             row_block = min(row_block, _most_rows(problem))
@@ -85,6 +88,28 @@ class Tiled(Dense):
             for rows in Span(0, problem.query_length).split(row_block)
         )
         return backend.stack_rows(problem, operands.query, blocks)
+
+
+def widened(problem: Problem, x: Operands, xp: Any) -> Operands:
+    """Put 16-bit operands that tiles share into float32, where a library may differentiate.
+
+    It adds up the gradients of the tiles in the dtype of what they are cut from.
+    """
+    if not (problem.traced or problem.requires_grad or problem.transforms):
+        return x
+
+    def wide(_: str, thing: Any) -> Any:
+        narrow = is_array(thing) and facts_of(thing).dtype in ("float16", "bfloat16")
+        return xp.astype(thing, xp.float32) if narrow else thing
+
+    fields = {name: wide(name, getattr(x, name)) for name in ("key", "value", "sinks")}
+    if x.bias is not None and 1 in (1, 1, *x.bias.shape)[-2:]:
+        fields["bias"] = wide("bias", x.bias)
+    for name in GRADIENT_EXPRESSIONS:
+        expression = getattr(x, name)
+        if isinstance(expression, Expression):
+            fields[name] = expression.map(wide)
+    return x._replace(**fields)
 
 
 def _most_rows(problem: Problem) -> int:

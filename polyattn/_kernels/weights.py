@@ -17,6 +17,7 @@ from polyattn._core.tiles.axes import part_of, scaled, ungrouped
 from polyattn._core.tiles.indices import Indices
 from polyattn._core.tiles.online_softmax import initial_state, or_zero
 from polyattn._kernels.dense import COMPUTED, dropped, reasons_against_lengths, scores
+from polyattn._kernels.tiled import widened
 from polyattn.plugin import Backend, Kernel
 
 
@@ -46,6 +47,7 @@ class Weights(Kernel):
         """Return the weights (..., H, L, S) or their sums; with `top`, the keys as well."""
         if problem.is_symbolic:
             problem, operands = ungrouped(problem, operands, backend.xp)
+        operands = widened(problem, operands, backend.xp)
         if not self.heads:
             return self._of(problem, operands, logsumexp, backend, None)
         one_head = problem._replace(heads=1, key_heads=1)

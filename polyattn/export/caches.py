@@ -7,6 +7,8 @@ from typing import Any, TypeGuard
 
 from polyattn._base.arrays import Array, ArrayFacts, facts_of, is_array
 from polyattn.nn.cache import KVCache
+from polyattn.nn.paged import PagedCache
+from polyattn.nn.quantized import QuantizedCache
 
 Shape = tuple[int | str, ...]
 Caches = KVCache | tuple[KVCache, ...]
@@ -17,6 +19,16 @@ def are_caches(thing: Any) -> TypeGuard[Caches]:
     if isinstance(thing, (tuple, list)):
         return bool(thing) and all(isinstance(one, KVCache) for one in thing)
     return isinstance(thing, KVCache)
+
+
+def check_kind(name: str, thing: Any) -> None:
+    """Raise for caches that have no operator."""
+    for one in thing if isinstance(thing, (tuple, list)) else (thing,):
+        if isinstance(one, (PagedCache, QuantizedCache)):
+            raise TypeError(
+                f"{name} holds a {type(one).__name__}, which no operator of ONNX writes to: give"
+                " KVCaches, such as those of model.caches()"
+            )
 
 
 def _numbered(name: str, caches: Caches) -> dict[str, KVCache]:

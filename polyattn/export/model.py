@@ -21,7 +21,15 @@ from polyattn._base.files import check_file
 from polyattn._base.host import native
 from polyattn._dispatch.request import use_backend
 from polyattn._dispatch.transfer import backend_of
-from polyattn.export.caches import Caches, Shape, are_caches, arrays_of, named, with_caches
+from polyattn.export.caches import (
+    Caches,
+    Shape,
+    are_caches,
+    arrays_of,
+    check_kind,
+    named,
+    with_caches,
+)
 from polyattn.export.weights import check_size, store
 from polyattn.nn.module import Module
 
@@ -76,8 +84,8 @@ def onnx(
     Raises
     ------
     TypeError
-        If `inputs` is not a mapping, `opset` or a length is not an integer, or the function returns
-        anything but arrays and caches.
+        If `inputs` is not a mapping or holds other caches than KVCaches, `opset` or a length is not
+        an integer, or the function returns anything but arrays and caches.
     ValueError
         If `opset` is not one of these or has no operator for a cache, a length is neither positive
         nor a name, `dtype` names no input or one that a graph does not have, two arrays of the
@@ -145,6 +153,7 @@ def _facts(
     facts: dict[str, tuple[str, Shape]] = {}
     one: Any
     for name, one in inputs.items():
+        check_kind(name, one)
         if are_caches(one):
             if opset < CACHED:
                 raise ValueError(

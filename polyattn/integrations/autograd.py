@@ -24,6 +24,7 @@ from autograd.tracer import getval, isbox
 from polyattn import UnsupportedError
 from polyattn._base.arrays import Array, Library, RecordedError, is_array, quiet
 from polyattn._core.call.operands import mapped, named_arrays
+from polyattn._core.call.pages import gathered
 from polyattn._core.expressions.expression import Expression, has_function
 from polyattn._core.expressions.scores import Chain, Function, Score, as_score
 from polyattn._kernels.dense_kernel import Dense
@@ -51,6 +52,10 @@ class Recorder:
         """Run a plan as one operation, or by the formula on the boxes."""
         problem = plan.placement.problem
         if method == "run":
+            if "block_table" in problem.features:
+                plan, operands = _with_whole_keys(plan, *given)
+                given = (operands,)
+                problem = plan.placement.problem
             call = _Recorded(plan, *given)
             try:
                 result = _attention(call, *call.arrays)
@@ -59,6 +64,15 @@ class Recorder:
             return (result[0], result[1]) if call.is_pair else (result, None)
         kernel = plan.kernel if method == "run_weights" else Dense()
         return _on_boxes(getattr(kernel, method.removeprefix("run_")), problem, *given)
+
+
+def _with_whole_keys(plan: Any, operands: Operands) -> tuple[Any, Operands]:
+    """Return a call without pages, to whose gradients autograd adds those of the copy."""
+    problem = plan.placement.problem
+    problem = problem._replace(features=problem.features - {"block_table"})
+    key, value = (gathered(pool, operands) for pool in (operands.key, operands.value))
+    operands = operands._replace(key=key, value=value, block_table=None, key_lengths=None)
+    return plan._replace(placement=plan.placement._replace(problem=problem)), operands
 
 
 # ---- functions in score_mod --------------------------------------------------------------------

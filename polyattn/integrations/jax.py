@@ -16,6 +16,7 @@ from polyattn.integrations import subclasses
 from polyattn.nn.cache import KVCache
 from polyattn.nn.module import Module, holds_modules
 from polyattn.nn.paged import PagedCache
+from polyattn.nn.quantized import QuantizedCache
 
 __all__ = ["register"]
 __dir__ = __all__.copy
@@ -26,7 +27,7 @@ _registered: set[type] = set()
 
 
 def register() -> None:
-    """Register `KVCache`, `PagedCache` and all subclasses of `polyattn.nn.Module` as pytrees.
+    """Register all caches and all subclasses of `polyattn.nn.Module` as pytrees.
 
     A second call adds the subclasses that were defined since the first.
 
@@ -40,7 +41,7 @@ def register() -> None:
     >>> jax.grad(lambda layer: layer(jax.numpy.ones(3)).sum())(layer).bias
     Array([1., 1.], dtype=float32)
     """
-    kinds: list[type[Any]] = [KVCache, PagedCache, *subclasses(Module)]
+    kinds: list[type[Any]] = [KVCache, PagedCache, QuantizedCache, *subclasses(Module)]
     for kind in kinds:
         if kind not in _registered:
             _registered.add(kind)
@@ -49,7 +50,12 @@ def register() -> None:
 
 def _is_child(name: str, value: Any) -> bool:
     """Return whether a field holds arrays. A cache's length is one, or its number where known."""
-    return name == "length" or is_array(value) or holds_modules(value)
+    return (
+        name == "length"
+        or is_array(value)
+        or isinstance(value, KVCache)  # of a QuantizedCache
+        or holds_modules(value)
+    )
 
 
 def _flatten(value: Any) -> tuple[list[tuple[Any, Any]], tuple[Any, ...]]:

@@ -15,6 +15,7 @@ from polyattn.nn.models import Transformer
 from polyattn.nn.module import Module
 from polyattn.nn.paged import PagedCache
 from polyattn.nn.positions import LearnedPositions, RelativeBias, Rotary, Sinusoidal
+from polyattn.nn.quantized import QuantizedCache
 from polyattn.nn.saving import save
 
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
     "MultiHeadAttention",
     "PagedCache",
     "PatchEmbedding",
+    "QuantizedCache",
     "RMSNorm",
     "RelativeBias",
     "Rotary",

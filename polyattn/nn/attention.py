@@ -15,7 +15,10 @@ from polyattn.nn.layers import Linear, Norm, initializer
 from polyattn.nn.module import Initializer, Module
 from polyattn.nn.paged import PagedCache
 from polyattn.nn.positions import Placed, Rotary
+from polyattn.nn.quantized import QuantizedCache
 from polyattn.nn.shapes import with_last_axes
+
+Cache = KVCache | PagedCache | QuantizedCache
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -163,7 +166,8 @@ class MultiHeadAttention(Module):
         context: Array | None = None,
         values: Array | None = None,
         *,
-        cache: KVCache | PagedCache | None = None,
+        cache: Cache | None = None,
+        counts: Any = None,
         positions: Array | None = None,
         **options: Any,
     ) -> Any:
@@ -178,8 +182,11 @@ class MultiHeadAttention(Module):
         values : Array, optional
             The tokens whose values are summed, shape (..., S, inputs of that map); `context` by
             default.
-        cache : KVCache or PagedCache, optional
+        cache : KVCache, PagedCache or QuantizedCache, optional
             The keys and values of the tokens before `x`.
+        counts : Array of int or sequence of int, optional
+            How many of the tokens of each item a `PagedCache` keeps, as for its ``append``; rows
+            after them have no meaning.
         positions : Array or sequence of int, optional
             Positions of `x` for `rotary`, shape (L,) or (..., L); by default they follow the
             cache.
@@ -189,7 +196,7 @@ class MultiHeadAttention(Module):
 
         Returns
         -------
-        Array, or tuple of Array and KVCache
+        Array, or tuple of Array and cache
             Tokens, shape (..., L, size); with a cache, the pair of tokens and the next cache.
 
         Raises
@@ -200,12 +207,22 @@ class MultiHeadAttention(Module):
         """
         query, key, value = self._project((x, context, values), positions, cache)
         options = self._own_options() | options
-        if cache is not None:
+        if cache is None:
+            return self._merge(attention(query, key, value, **options))
+        if counts is None:
             cache = cache.append(key, value, query=query)
-            key, value = cache.keys, cache.values
-            options = cache.options(options)
-        output = self._merge(attention(query, key, value, **options))
-        return output if cache is None else (output, cache)
+        elif isinstance(cache, PagedCache):
+            cache = cache.append(key, value, counts=counts, query=query)
+        else:
+            raise TypeError(
+                "counts needs a PagedCache, which has a length for each item; got a"
+                f" {type(cache).__name__}"
+            )
+        if isinstance(cache, QuantizedCache):
+            heads = cache.attention(query, **options)
+        else:
+            heads = attention(query, cache.keys, cache.values, **cache.options(options))
+        return self._merge(heads), cache
 
     def weights(
         self,
@@ -242,8 +259,14 @@ class MultiHeadAttention(Module):
         return int(value.weight.shape[1]) // self.key_heads
 
     def cache(
-        self, capacity: int | str, *, like: Array, batch: tuple[int | str, ...] = ()
-    ) -> KVCache:
+        self,
+        capacity: int | str,
+        *,
+        like: Array,
+        batch: tuple[int | str, ...] = (),
+        kind: type[Cache] = KVCache,
+        **settings: Any,
+    ) -> Any:
         """Return an empty cache for this layer's keys and values.
 
         Parameters
@@ -253,19 +276,26 @@ class MultiHeadAttention(Module):
         like : Array
             An array of the library, device and dtype of the keys and values.
         batch : tuple of int or str
-            The batch axes.
+            The batch axes; one for a `PagedCache`, whose items it numbers.
+        kind : {KVCache, PagedCache, QuantizedCache}
+            The class of the cache.
+        **settings : Any
+            Further arguments of its ``init``, such as the ``page`` of a `PagedCache`.
 
         Returns
         -------
-        KVCache
+        KVCache, PagedCache or QuantizedCache
             The ``cache=`` of the first call.
         """
-        return KVCache.init(
-            *(self.key_heads, self.head_size, capacity),
-            like=like,
-            batch=batch,
-            value_size=self.value_size,
-        )
+        settings |= {"like": like, "value_size": self.value_size}
+        if kind is not PagedCache:
+            settings["batch"] = batch
+        elif len(batch) == 1:
+            settings["items"] = batch[0]
+        else:
+            raise ValueError(f"a PagedCache has one batch axis: give batch=(B,); got {batch}")
+        create: Any = kind.init
+        return create(self.key_heads, self.head_size, capacity, **settings)
 
     def _own_options(self) -> dict[str, Any]:
         own = {"scale": self.scale, "softcap": self.softcap, "window": self.window}
@@ -275,7 +305,7 @@ class MultiHeadAttention(Module):
         self,
         tokens: tuple[Array, Array | None, Array | None],
         positions: Array | Placed | None,
-        cache: KVCache | PagedCache | None,
+        cache: Cache | None,
     ) -> tuple[Array, Array, Array]:
         """Return queries, keys and values, normalised and rotated."""
         x, context, values = tokens
@@ -338,7 +368,7 @@ class MultiHeadAttention(Module):
         return flat if self.output is None else self.output(flat)
 
 
-def _following(query: Array, cache: KVCache | PagedCache | None) -> Array | range:
+def _following(query: Array, cache: Cache | None) -> Array | range:
     """Return the positions after those of a cache, as a range where they are known."""
     length, start = length_of(query, -2), 0 if cache is None else cache.next_position
     if isinstance(length, int) and isinstance(start, int):

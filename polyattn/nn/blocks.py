@@ -12,11 +12,9 @@ from functools import partial
 from typing import Any
 
 from polyattn._base.arrays import Array
-from polyattn.nn.attention import MultiHeadAttention
-from polyattn.nn.cache import KVCache
+from polyattn.nn.attention import Cache, MultiHeadAttention
 from polyattn.nn.layers import FeedForward, LayerNorm, Norm, initializer
 from polyattn.nn.module import Initializer, Module
-from polyattn.nn.paged import PagedCache
 
 #: What `EncoderBlock.init` takes beside the arguments of its attention.
 _OF_BLOCKS = ("inner", "activation", "gated", "norm", "pre_norm")
@@ -100,9 +98,7 @@ class EncoderBlock(Module):
             pre_norm,
         )
 
-    def __call__(
-        self, x: Array, *, cache: KVCache | PagedCache | None = None, **options: Any
-    ) -> Any:
+    def __call__(self, x: Array, *, cache: Cache | None = None, **options: Any) -> Any:
         """Map tokens (..., L, size) to the same shape; options as for `MultiHeadAttention`.
 
         With a cache, return the pair of tokens and the next cache.
@@ -180,7 +176,7 @@ class DecoderBlock(Module):
         x: Array,
         context: Array,
         *,
-        cache: KVCache | PagedCache | None = None,
+        cache: Cache | None = None,
         context_mask: Any = None,
         **options: Any,
     ) -> Any:
@@ -192,7 +188,7 @@ class DecoderBlock(Module):
             Tokens, shape (..., L, size).
         context : Array
             The encoder's tokens, shape (..., S, context_size).
-        cache : KVCache or PagedCache, optional
+        cache : KVCache, PagedCache or QuantizedCache, optional
             The keys and values of the tokens before `x`.
         context_mask : optional
             The encoder's tokens that take part, as ``mask=`` of `polyattn.attention`.
@@ -202,7 +198,7 @@ class DecoderBlock(Module):
 
         Returns
         -------
-        Array, or tuple of Array and KVCache
+        Array, or tuple of Array and cache
             Tokens; with a cache, the pair of tokens and the next cache.
         """
         options = {"is_causal": True, "cache": cache} | options
@@ -237,7 +233,7 @@ class Stack(Module):
         self,
         x: Array,
         *context: Array,
-        caches: tuple[KVCache | PagedCache, ...] | None = None,
+        caches: tuple[Cache, ...] | None = None,
         **options: Any,
     ) -> Any:
         """Map tokens (..., L, size) to the same shape; context and options go to every block.
@@ -282,7 +278,7 @@ def _add(
     output_norm: Norm | None = None,
     /,
     **options: Any,
-) -> tuple[Array, KVCache | None]:
+) -> tuple[Array, Cache | None]:
     """Add a part to its input, with the norms, and return the next cache if the part has one."""
     y = part(_before(x, norm, pre_norm), **options)
     y, cache = y if isinstance(y, tuple) else (y, None)

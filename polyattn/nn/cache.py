@@ -210,31 +210,7 @@ class KVCache:
                 f"a cache of the shape {self.key.shape} has no memory, because a string names a"
                 " length: give numbers, or pass it to polyattn.export.onnx"
             )
-        may_differ = is_autocast_on() and _is_cast(self.key)
-        for name, new, memory in (("key", key, self.key), ("value", value, self.value)):
-            libraries = library_of(memory).name, library_of(new, name).name
-            if libraries[0] != libraries[1] or not (may_differ or memory.dtype == new.dtype):
-                raise TypeError(
-                    f"{name} must be {memory.dtype} of {libraries[0]}, as the cache is; got"
-                    f" {new.dtype} of {libraries[1]}"
-                )
-            *lead, _, size = memory.shape
-            fits = (*new.shape[:-2], *new.shape[-1:]) == (*lead, size) and len(new.shape) > 1
-            if not (fits or _may_fit(new.shape, (*lead, None, size))):
-                raise ValueError(
-                    f"{name} must have the shape {(*lead, 'n', size)} of the cache; got"
-                    f" {tuple(new.shape)}"
-                )
-        if key.shape[-2] != value.shape[-2]:
-            raise ValueError(
-                f"there must be as many values as keys; got {key.shape[-2]} keys and"
-                f" {value.shape[-2]} values"
-            )
-        if may_differ:
-            key, value = (
-                cast(library_of(memory).xp, new, memory.dtype)
-                for new, memory in ((key, self.key), (value, self.value))
-            )
+        key, value = checked_tokens((self.key, self.value), self.key.shape[:-2], key, value)
         cache = self._counted()
         new = [array for array in (key, value, query) if array is not None]
         if is_array(cache.length) or not is_writable(new, [self.key, self.value]):
@@ -348,6 +324,38 @@ def zeros(like: Array, capacity: int, width: int) -> Array:
     zero = xp.reshape(index_range(xp, 0, 1, like), (1,) * len(like.shape)) * 0
     whole = xp.broadcast_to(zero, (*like.shape[:-2], capacity, width))
     return xp.astype(whole, like.dtype)  # always a copy
+
+
+def checked_tokens(
+    memory: tuple[Array, Array], lead: tuple[Any, ...], key: Array, value: Array
+) -> tuple[Array, Array]:
+    """Return keys and values (*lead, n, size) in the dtype of a memory, or raise."""
+    may_differ = is_autocast_on() and _is_cast(memory[0])
+    for name, new, held in (("key", key, memory[0]), ("value", value, memory[1])):
+        libraries = library_of(held).name, library_of(new, name).name
+        if libraries[0] != libraries[1] or not (may_differ or held.dtype == new.dtype):
+            raise TypeError(
+                f"{name} must be {held.dtype} of {libraries[0]}, as the cache is; got"
+                f" {new.dtype} of {libraries[1]}"
+            )
+        size = held.shape[-1]
+        fits = (*new.shape[:-2], *new.shape[-1:]) == (*lead, size) and len(new.shape) > 1
+        if not (fits or _may_fit(new.shape, (*lead, None, size))):
+            raise ValueError(
+                f"{name} must have the shape {(*lead, 'n', size)} of the cache; got"
+                f" {tuple(new.shape)}"
+            )
+    if key.shape[-2] != value.shape[-2]:
+        raise ValueError(
+            f"there must be as many values as keys; got {key.shape[-2]} keys and"
+            f" {value.shape[-2]} values"
+        )
+    if may_differ:
+        key, value = (
+            cast(library_of(held).xp, new, held.dtype)
+            for new, held in zip((key, value), memory, strict=True)
+        )
+    return key, value
 
 
 def _may_fit(shape: tuple[int | None, ...], whole: tuple[int | None, ...]) -> bool:

@@ -8,20 +8,35 @@ from typing import Any
 import numpy as np
 
 from polyattn._api.names import with_our_names
-from polyattn._base.arguments import check_int
-from polyattn._base.arrays import Array, cast, facts_of, library_of, numbers_like
+from polyattn._base.arguments import check_int, got
+from polyattn._base.arrays import (
+    Array,
+    cast,
+    facts_of,
+    index_range,
+    is_array,
+    library_of,
+    numbers_like,
+)
+from polyattn._base.host import as_array, destination_of
 from polyattn._dispatch.transfer import convert_like
+from polyattn.nn.attention import Cache
+from polyattn.nn.cache import KVCache
 from polyattn.nn.ids import check_range
 from polyattn.nn.layers import Embedding
 from polyattn.nn.models import Transformer
+from polyattn.nn.paged import PagedCache
+from polyattn.nn.pages import on_host, sent
 
 
-@with_our_names("cache", "caches", "positions", "segments")
+@with_our_names("cache", "counts", "positions", "segments")
 def generate(
     model: Transformer,
-    ids: Array,
+    ids: Any,
     steps: int,
     *,
+    lengths: Any = None,
+    caches: tuple[Cache, ...] | None = None,
     temperature: float = 0.0,
     top_k: int | None = None,
     top_p: float = 1.0,
@@ -30,17 +45,24 @@ def generate(
     on_token: Callable[[Array], Any] | None = None,
     jit: Callable[[Any], Any] | None = None,
     **options: Any,
-) -> Array:
+) -> Any:
     """Continue token sequences with a decoder.
 
     Parameters
     ----------
     model : Transformer
         A decoder with logits, such as ``nn.load.model`` returns for GPT-2 or Llama.
-    ids : Array of int
-        The prompts, shape (..., L): all of one length, without padding.
+    ids : Array of int, or sequence of sequences of int
+        The prompts, shape (..., L). Prompts of unlike lengths are a list of lists, or an array
+        (B, L) that is padded on the right, with `lengths`.
     steps : int
         Number of tokens to add at most.
+    lengths : Array of int or sequence of int, optional
+        Number of tokens of each prompt, shape (B,); L by default.
+    caches : tuple of KVCache, PagedCache or QuantizedCache, optional
+        A cache for each block, with the tokens before `ids`, such as ``model.caches(64, batch=(2,),
+        kind=nn.PagedCache)``, which has none. By default KVCaches, or PagedCaches for prompts of
+        unlike lengths: only these have a length for each item.
     temperature : float
         Divides the logits before a sample is drawn; 0 takes the most likely token.
     top_k : int, optional
@@ -61,13 +83,15 @@ def generate(
         `polyattn.integrations.jax.register` was called. Without it JAX compiles each operation
         for each length.
     **options : Any
-        Further options of the model, such as ``backend``; not caches, positions and segments,
-        which differ at each step.
+        Further options of the model, such as ``backend``; not positions and segments, which differ
+        at each step.
 
     Returns
     -------
-    Array of int
-        The prompts and the new tokens, shape (..., L + n), n at most `steps`.
+    Array of int, or list of lists of int
+        The prompts and the new tokens, shape (..., L + n), n at most `steps`. With `lengths` the
+        new tokens follow each prompt, and the last one is repeated to the end of the row. For a
+        list of prompts, a list for each, which ends with the token that stopped it.
 
     Raises
     ------
@@ -83,42 +107,138 @@ def generate(
     >>> nn.generate(gpt, np.asarray([[5, 7, 11]]), 4, temperature=0.8, seed=1).shape
     (1, 7)
     """
-    xp = library_of(ids, "ids").xp
-    if not xp.isdtype(ids.dtype, "integral") or not ids.shape or not ids.shape[-1]:
-        raise TypeError(f"ids must be integers of the shape (..., L), L > 0; got {facts_of(ids)}")
     if not model.tied and model.output is None:
         raise ValueError(
             "the model has no logits: load a decoder with logits=True; an encoder, such as BERT,"
             " has nothing to generate"
         )
+    prompts, kept = _prompts(ids, lengths, model)
+    xp, batch = library_of(prompts).xp, tuple(prompts.shape[:-1])
     choose = _chooser(temperature, top_k, top_p, seed)
     stops = [check_int("stop", token) for token in _listed(stop)]
     _check_options(options)
-    batch, length = tuple(ids.shape[:-1]), ids.shape[-1]
     if check_int("steps", steps) < 1:
         raise ValueError(f"steps must be at least 1; got {steps}")
-    if model.positions is not None:
-        model.positions.check(length + steps - 1)  # nothing follows the last token
     if isinstance(model.embedding, Embedding):  # now, because a compiled step reads no numbers
-        check_range("token id", ids, range(model.embedding.weight.shape[0]), may_wait=True)
-    caches = model.caches(length + steps, batch=batch)
-
-    def run(model: Transformer, new: Array, caches: Any) -> tuple[Array, Any]:
-        x, caches = model.hidden(new, caches=caches, **({"is_causal": True} | options))
-        return model.logits(x[..., -1:, :])[..., 0, :], caches
-
+        tokens = range(model.embedding.weight.shape[0])
+        check_range("token id", prompts, tokens, may_wait=True)
+    held = _first_caches(model, prompts, kept, steps, caches, jit is not None)
+    run = _step(options)
     step = run if jit is None else jit(run)
-    new, parts = ids, [ids]
+    new, parts = prompts, [prompts]
     ended, last = np.zeros(batch, dtype=bool), np.zeros(batch, dtype=np.int64)
-    for _ in range(steps):
-        logits, caches = step(model, new, caches)
+    grown = np.zeros(batch, dtype=np.int64)
+    for number in range(steps):
+        first = None if number or kept is None else sent(kept, held[0].lengths)
+        logits, held = step(model, new, held, first)
         last = np.where(ended, last, choose(_numbers(logits)))
-        new = numbers_like(xp, last[..., None], ids.dtype, ids)
+        new = numbers_like(xp, last[..., None], prompts.dtype, prompts)
         parts.append(new)
+        grown += ~ended
         ended |= np.isin(last, stops)
         if (on_token is not None and on_token(new[..., 0]) is True) or ended.all():
             break
-    return xp.concat(parts, axis=-1)
+    found = _joined(xp.concat(parts, axis=-1), prompts.shape[-1], kept)
+    if not isinstance(ids, (list, tuple)):
+        return found
+    ends = grown + (prompts.shape[-1] if kept is None else kept)
+    rows = convert_like(found, np.zeros(0)).tolist()
+    return [row[:end] for row, end in zip(rows, ends.tolist(), strict=True)]
+
+
+def _step(options: Mapping[str, Any]) -> Callable[..., Any]:
+    """Return the function of a step: the logits of the last token of each row, and the caches."""
+    given = {"is_causal": True} | dict(options)
+
+    def run(model: Transformer, new: Array, caches: Any, kept: Any) -> tuple[Array, Any]:
+        own = {} if kept is None else {"counts": kept}
+        x, caches = model.hidden(new, caches=caches, **(given | own))
+        if kept is None:
+            return model.logits(x[..., -1:, :])[..., 0, :], caches
+        xp = library_of(x).xp
+        rows = index_range(xp, 0, x.shape[0], kept) * x.shape[1] + kept - 1
+        x = xp.take(xp.reshape(x, (-1, x.shape[-1])), rows, axis=0)
+        return model.logits(x[:, None, :])[:, 0, :], caches
+
+    return run
+
+
+def _prompts(ids: Any, lengths: Any, model: Transformer) -> tuple[Array, Any]:
+    """Return prompts (..., L), and the length of each on the host, None if all have L."""
+    if isinstance(ids, (list, tuple)):
+        if lengths is not None:
+            raise TypeError("the lists of ids have lengths: omit lengths, which an array needs")
+        rows = [np.asarray(as_array("a prompt", row)) for row in ids]
+        if not rows or any(x.ndim != 1 or not len(x) for x in rows):
+            raise ValueError(
+                "a list of prompts holds a sequence of at least one token for each, such as"
+                f" [[5, 7], [11]]; {got(ids)}"
+            )
+        lengths = np.asarray([len(row) for row in rows])
+        padded = np.zeros((len(rows), lengths.max()), np.result_type(*rows))
+        for row, one in zip(padded, rows, strict=True):
+            row[: len(one)] = one
+        beside = destination_of(next(iter(model.parameters().values())))
+        ids = padded if beside is None else beside.put("ids", padded)
+    xp = library_of(ids, "ids").xp
+    if not xp.isdtype(ids.dtype, "integral") or not ids.shape or not ids.shape[-1]:
+        raise TypeError(f"ids must be integers of the shape (..., L), L > 0; got {facts_of(ids)}")
+    if lengths is None:
+        return ids, None
+    kept = on_host(as_array("lengths", lengths))
+    whole = len(ids.shape) == 2 and getattr(kept, "shape", None) == ids.shape[:1]
+    if not whole or kept.dtype.kind not in "iu" or kept.min() < 1 or kept.max() > ids.shape[1]:
+        raise ValueError(
+            "lengths must be integers from 1 to L, one for each prompt of ids (B, L); got ids"
+            f" {facts_of(ids)} and {got(lengths)}"
+        )
+    if (kept == ids.shape[1]).all():
+        return ids, None
+    inside = np.arange(ids.shape[1]) < kept[:, None]
+    # Padding may be no token.
+    return xp.where(numbers_like(xp, inside, xp.bool, ids), ids, xp.zeros_like(ids)), kept
+
+
+def _first_caches(
+    model: Transformer, prompts: Array, kept: Any, steps: int, caches: Any, compiles: bool
+) -> Any:
+    """Return caches that have room for so many new tokens, or raise."""
+    blocks, new = len(model.stack.blocks), prompts.shape[-1] + steps
+    given = None if caches is None else tuple(caches)
+    if given is not None and (
+        len(given) != blocks or not all(isinstance(one, Cache) for one in given)
+    ):
+        raise TypeError(f"caches must hold a cache for each of the {blocks} blocks; {got(caches)}")
+    if given and kept is not None and not all(isinstance(one, PagedCache) for one in given):
+        raise TypeError(
+            "prompts of unlike lengths need caches with a length for each item: omit caches, or"
+            " give model.caches(capacity, batch=(B,), kind=nn.PagedCache)"
+        )
+    before: Any = given[0].next_position if given else 0
+    before = int(on_host(before).max(initial=0)) if is_array(before) else before
+    if model.positions is not None:
+        model.positions.check(before + new - 1)  # nothing follows the last token
+    if given is None:
+        kind = KVCache if kept is None else PagedCache
+        return model.caches(new, batch=tuple(prompts.shape[:-1]), kind=kind)
+    for cache in given if compiles else ():
+        if before + new - 1 > cache.capacity:
+            raise ValueError(
+                f"a compiled step cannot enlarge a cache: {before + new - 1} tokens need a capacity"
+                f" of as many; got {cache.capacity}"
+            )
+    return given
+
+
+def _joined(whole: Array, length: int, kept: Any) -> Array:
+    """Return prompts of this padded length and their new tokens, which follow each prompt."""
+    if kept is None:
+        return whole
+    xp, (items, total) = library_of(whole).xp, whole.shape
+    place = np.arange(total) - kept[:, None]
+    place = np.where(place < 0, np.arange(total), length + np.minimum(place, total - length - 1))
+    flat = sent(place + np.arange(items)[:, None] * total, index_range(xp, 0, 1, whole))
+    return xp.reshape(xp.take(xp.reshape(whole, (-1,)), xp.reshape(flat, (-1,))), whole.shape)
 
 
 def _listed(stop: Any) -> list[Any]:
@@ -130,12 +250,7 @@ def _listed(stop: Any) -> list[Any]:
 
 def _check_options(options: Mapping[str, Any]) -> None:
     """Raise for an option that differs from step to step."""
-    if "caches" in options or "cache" in options:
-        raise TypeError(
-            "generate makes its own caches: pass all tokens so far as ids, or call the model with"
-            " caches= yourself"
-        )
-    for name in ("positions", "segments"):
+    for name in ("positions", "segments", "counts"):
         if options.get(name) is not None:
             raise TypeError(
                 f"generate places each token after the one before it, in segment 0: omit {name}, or"

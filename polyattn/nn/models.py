@@ -11,13 +11,13 @@ from typing import Any
 
 from polyattn._base.arguments import check_int
 from polyattn._base.arrays import Array, cast, index_range, length_of, library_of
+from polyattn.nn.attention import Cache
 from polyattn.nn.blocks import DecoderBlock, EncoderBlock, Stack, weights_of
 from polyattn.nn.cache import KVCache, after
 from polyattn.nn.ids import for_each_token, look_up
 from polyattn.nn.inputs import FrameEmbedding, PatchEmbedding
 from polyattn.nn.layers import Embedding, LayerNorm, Linear, Norm, initializer, widened
 from polyattn.nn.module import Initializer, Module
-from polyattn.nn.paged import PagedCache
 from polyattn.nn.positions import LearnedPositions, Placed, RelativeBias, Sinusoidal
 from polyattn.nn.shapes import beside
 
@@ -137,7 +137,7 @@ class Transformer(Module):
         self,
         ids: Array,
         *context: Array,
-        caches: tuple[KVCache | PagedCache, ...] | None = None,
+        caches: tuple[Cache, ...] | None = None,
         **options: Any,
     ) -> Any:
         """Run the model.
@@ -148,7 +148,7 @@ class Transformer(Module):
             Tokens, shape (..., L); of images or sound, what the embedding takes.
         *context : Array
             The tokens that `DecoderBlock` attends to, shape (..., S, size).
-        caches : tuple of KVCache or PagedCache, optional
+        caches : tuple of KVCache, PagedCache or QuantizedCache, optional
             A cache for each block, with the tokens before ``ids``.
         segments : Array or sequence of int, optional
             The segment of each token, shape (L,) or (..., L); 0 by default.
@@ -159,7 +159,7 @@ class Transformer(Module):
 
         Returns
         -------
-        Array, or tuple of Array and tuple of KVCache
+        Array, or tuple of Array and tuple of caches
             Logits, shape (..., L, tokens), or without an output map the vectors, (..., L, size);
             with caches, the pair of this array and the next caches.
         """
@@ -170,7 +170,7 @@ class Transformer(Module):
         self,
         ids: Array,
         *context: Array,
-        caches: tuple[KVCache | PagedCache, ...] | None = None,
+        caches: tuple[Cache, ...] | None = None,
         segments: Array | None = None,
         positions: Array | None = None,
         **options: Any,
@@ -179,12 +179,12 @@ class Transformer(Module):
 
         Parameters
         ----------
-        ids, *context, caches, segments, positions, **options : Array, tuple of KVCache, Any
+        ids, *context, caches, segments, positions, **options : Array, tuple of caches, Any
             As in a call of the model.
 
         Returns
         -------
-        Array, or tuple of Array and tuple of KVCache
+        Array, or tuple of Array and tuple of caches
             Vectors, shape (..., L, size); with caches, the pair of this array and the next caches.
         """
         x = self.embed(ids, caches=caches, segments=segments, positions=positions)
@@ -244,7 +244,7 @@ class Transformer(Module):
         self,
         ids: Array,
         *,
-        caches: tuple[KVCache | PagedCache, ...] | None = None,
+        caches: tuple[Cache, ...] | None = None,
         segments: Array | None = None,
         positions: Array | None = None,
     ) -> Array:
@@ -252,7 +252,7 @@ class Transformer(Module):
 
         Parameters
         ----------
-        ids, caches, segments, positions : Array, tuple of KVCache, Array, Array
+        ids, caches, segments, positions : Array, tuple of caches, Array, Array
             As in a call of the model.
 
         Returns
@@ -305,20 +305,25 @@ class Transformer(Module):
         return cast(xp, xp.tanh(widened(y, xp) / softcap) * softcap, y.dtype)
 
     def caches(
-        self, capacity: int | str, *, batch: tuple[int | str, ...] = ()
-    ) -> tuple[KVCache, ...]:
+        self,
+        capacity: int | str,
+        *,
+        batch: tuple[int | str, ...] = (),
+        kind: type[Cache] = KVCache,
+        **settings: Any,
+    ) -> tuple[Any, ...]:
         """Return an empty cache for each block.
 
         Parameters
         ----------
-        capacity, batch : int or str, tuple of int or str
-            As for `KVCache.init`.
+        capacity, batch, kind, **settings : int or str, tuple of int or str, type, Any
+            As for `MultiHeadAttention.cache`.
 
         Returns
         -------
-        tuple of KVCache
+        tuple of KVCache, PagedCache or QuantizedCache
             The ``caches=`` of the first call.
         """
         like = next(iter(self.parameters().values()))
-        layers = [block.attention for block in self.stack.blocks]
-        return tuple([layer.cache(capacity, like=like, batch=batch) for layer in layers])
+        settings |= {"like": like, "batch": batch, "kind": kind}
+        return tuple([block.attention.cache(capacity, **settings) for block in self.stack.blocks])

@@ -8,11 +8,9 @@ consists of new arrays of the same shape.
 
 from __future__ import annotations
 
-import functools
-import operator
 from dataclasses import dataclass, field, replace
 from threading import RLock
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakSet
 
 import numpy as np
@@ -20,28 +18,52 @@ import numpy as np
 from polyattn._base.arguments import check_int
 from polyattn._base.arrays import Array, index_range, is_array, library_of, numbers_like
 from polyattn._base.host import is_host
-from polyattn._base.tracing import is_compiling
-from polyattn.nn.cache import is_writable, known, zeros
-from polyattn.nn.pages import Table, by_token, empty, placed, slots_used, unused, usage, written
+from polyattn._base.tracing import is_transformed
+from polyattn.nn.cache import checked_tokens, is_writable, zeros
+from polyattn.nn.pages import (
+    Ledger,
+    Plan,
+    Table,
+    beside,
+    on_host,
+    placed,
+    sent,
+    usage,
+    widened,
+    with_room,
+    write,
+    written,
+)
 
 
 class _Memory:
     """Pools that a cache allocated, and what the caches that share them have written."""
 
-    def __init__(self, key: Array, value: Array, marks: Array, taken: Array) -> None:
-        self.key, self.value = key, value
-        self.marks, self.taken = marks, taken  # slots written and whether in use, of each page
+    def __init__(self, key: Array, value: Array, ledger: Ledger) -> None:
+        self.key, self.value, self.ledger = key, value, ledger
         self.users: WeakSet[PagedCache] = WeakSet()
         self.lock = RLock()
 
-    def release(self, cache: PagedCache) -> None:
-        """Find the pages that this cache and those that share the memory still use."""
-        used = [usage(one._table())[1] for one in (cache, *self.users)]
-        self.taken = functools.reduce(operator.or_, used)
+    def place(self, table: Table, counts: Any, m: int) -> Plan | None:
+        """Return where new tokens go, if need be in pages that no cache has any more."""
+        plan = self.ledger.place(table, counts, m)
+        if plan is None:
+            tables = [cache._on_host() for cache in self.users]
+            self.ledger.release([one for one in (table, *tables) if one is not None])
+            plan = self.ledger.place(table, counts, m)
+        return plan
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         """Copy and pickle as None: whether the new arrays share memory is unknown."""
         return type(None), ()
+
+
+class _Known(NamedTuple):
+    """A table and lengths, and their numbers on the host."""
+
+    block_table: Array
+    lengths: Array
+    numbers: Table
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,6 +81,9 @@ class PagedCache:
         Number of tokens of each item, shape (B,).
     start : Array of int, optional
         Lengths before the newest tokens, where these were unlike numbers of tokens.
+    known : object, optional
+        The numbers of the table and the lengths, where the host has them: `append` reads them from
+        the arrays otherwise, and waits for their device.
     memory : object, optional
         Shared by the caches of the pools; decides which slots may be written. Without it the next
         cache copies the pools.
@@ -69,6 +94,7 @@ class PagedCache:
     block_table: Array
     lengths: Array
     start: Array | None = None
+    known: _Known | None = field(default=None, repr=False, compare=False)
     memory: _Memory | None = field(default=None, repr=False, compare=False)
 
     @classmethod
@@ -150,6 +176,11 @@ class PagedCache:
         return int(self.key.shape[-2])
 
     @property
+    def capacity(self) -> int:
+        """Number of tokens of an item for which the table has pages."""
+        return int(self.block_table.shape[1]) * self.page
+
+    @property
     def next_position(self) -> Array:
         """The position of each item's next token, shape (B, 1)."""
         return self.lengths[:, None]
@@ -205,49 +236,56 @@ class PagedCache:
         TypeError
             If the library or dtype differs.
         """
-        self._check(key, value)
-        xp, m = library_of(self.lengths).xp, key.shape[-2]
-        number = self.lengths * 0 + m if counts is None else self._numbers("counts", counts, m)
-        start = None if counts is None else self.lengths
-        # torch.compile enters no lock.
-        cache = replace(self, start=start, memory=None if is_compiling() else self.memory)
-        longest = known(xp.max(self.lengths + number))
-        if not is_array(longest):
-            cache = cache._widened(-(-longest // self.page))
-            new = [array for array in (key, value, query) if array is not None]
-            if is_writable(new, [self.key, self.value]):
-                return cache._write_to_memory(key, value, number)
-        plan = placed(cache._table(), number, m, *usage(cache._table()))
-        if not is_array(longest) and int(plan.needed) > unused(usage(cache._table())[1]):
-            cache = cache._enlarged(int(plan.needed))
-            plan = placed(cache._table(), number, m, *usage(cache._table()))
-        pools = written(cache.key, key, plan), written(cache.value, value, plan)
-        # A graph of gradients may hold the new arrays, so no cache may write to them.
-        return PagedCache(*pools, plan.table, self.lengths + number, cache.start)
+        lead = self.lengths.shape[0], self.key.shape[1]
+        key, value = checked_tokens((self.key, self.value), lead, key, value)
+        m, number, start = key.shape[-2], key.shape[-2], None
+        if counts is not None:
+            number, start = self._checked("counts", counts, m), self.lengths
+            if number.shape != self.lengths.shape:
+                raise ValueError(
+                    f"counts must be {self.lengths.shape[0]} numbers, one for each item; got the"
+                    f" shape {tuple(number.shape)}"
+                )
+        table = self._on_host()
+        kept = on_host(number) if is_array(number) else number
+        if table is None or kept is None:
+            number = self.lengths * 0 + (sent(number, self.lengths) if is_host(number) else number)
+            plan = placed(self._table(), number, m, *usage(self._table()))
+            pools = written(self.key, key, plan), written(self.value, value, plan)
+            return PagedCache(*pools, plan.table, self.lengths + number, start)
+        cache = self._appended(key, value, table, kept + 0 * table.lengths, query)
+        return cache if start is None else replace(cache, start=start)
 
-    def _write_to_memory(self, key: Array, value: Array, counts: Array) -> PagedCache:
-        cache = self
-        if self.memory is None or self.memory.key is not self.key:
-            cache = self._enlarged(0)
-        memory: Any = cache.memory
-        with memory.lock:
-            plan = placed(cache._table(), counts, key.shape[-2], memory.marks, memory.taken)
-            if int(plan.needed) > unused(memory.taken):
-                memory.release(cache)
-                plan = placed(cache._table(), counts, key.shape[-2], memory.marks, memory.taken)
-            if int(plan.needed) > unused(memory.taken):
-                return cache._enlarged(int(plan.needed))._write_to_memory(key, value, counts)
-            old, new = (pages[plan.copied[1] > 0] for pages in plan.copied)
-            for pool, rows in ((cache.key, key), (cache.value, value)):
-                if len(new):
-                    pool[new] = pool[old]
-                pool[plan.places[0], :, plan.places[1]] = by_token(rows)
-            lengths = cache.lengths + counts
-            pages = plan.table[plan.touched]
-            memory.marks[pages] = slots_used(lengths, plan.table, cache.page)[plan.touched]
-            memory.taken[pages] = True
-            cache = replace(cache, block_table=plan.table, lengths=lengths)
-        return cache
+    def _appended(
+        self, key: Array, value: Array, table: Table, counts: Any, query: Array | None
+    ) -> PagedCache:
+        """Return the cache with more tokens, whose numbers the host knows."""
+        m, memory = key.shape[-2], self.memory
+        table = widened(table, int((table.lengths + counts).max(initial=0)))
+        new = [array for array in (key, value, query) if array is not None]
+        writable = is_writable(new, [self.key, self.value])
+        if writable and memory is not None and memory.key is self.key:
+            with memory.lock:
+                plan = memory.place(table, counts, m)
+                if plan is not None:
+                    there = beside(plan, self.lengths)
+                    for pool, rows in ((self.key, key), (self.value, value)):
+                        write(pool, rows, there)
+                    return self._following(plan, there, table.lengths + counts)
+        pools, ledger, plan = with_room((self.key, self.value), table, counts, m)
+        there = beside(plan, self.lengths)
+        pools = written(pools[0], key, there), written(pools[1], value, there)
+        # A graph of gradients may hold the new arrays, so no cache may write to them.
+        memory = _Memory(*pools, ledger) if writable else None
+        cache = replace(self, key=pools[0], value=pools[1], memory=memory)
+        return cache._following(plan, there, table.lengths + counts)
+
+    def _following(self, plan: Plan, there: Plan, lengths: Any) -> PagedCache:
+        """Return the cache after new tokens, whose places the host knows."""
+        place = there.table, sent(lengths, self.lengths)
+        numbers = Table(plan.table, lengths, self.page, self.key.shape[0])
+        known = _Known(*place, numbers)
+        return PagedCache(self.key, self.value, *place, None, known, self.memory)
 
     def fork(self, items: Any) -> PagedCache:
         """Return a cache of these items, which share the pages of this one until they are written.
@@ -327,60 +365,30 @@ class PagedCache:
         dropped = ends <= self.lengths[:, None] - window
         return replace(self, block_table=xp.where(dropped, xp.zeros_like(table), table))
 
+    def _on_host(self) -> Table | None:
+        """Return the table and lengths as arrays of NumPy, or None in a trace."""
+        known = None if is_transformed() else self.known
+        if known and known.block_table is self.block_table and known.lengths is self.lengths:
+            return known.numbers
+        pages, lengths = on_host(self.block_table), on_host(self.lengths)
+        return None if lengths is None else Table(pages, lengths, self.page, self.key.shape[0])
+
     def _table(self) -> Table:
         """Return what decides where tokens lie."""
         return Table(self.block_table, self.lengths, self.page, self.key.shape[0])
 
-    def _numbers(self, name: str, given: Any, most: int | None) -> Array:
-        """Return integers beside the lengths."""
-        xp = library_of(self.lengths).xp
+    def _checked(self, name: str, given: Any, most: int | None) -> Any:
+        """Return integers as an array, of the host unless they are of the cache's library."""
         if is_array(given) and not is_host(given):
-            return xp.astype(given, self.lengths.dtype)
+            return library_of(given).xp.astype(given, self.lengths.dtype)
         numbers = np.asarray(given)
         wrong = numbers.dtype.kind not in "iu" or (numbers < 0).any()
         if wrong or (most is not None and (numbers > most).any()):
             limit = "" if most is None else f" to {most}"
             raise ValueError(f"{name} must be integers from 0{limit}; got {given}")
-        return numbers_like(xp, numbers, self.lengths.dtype, self.lengths)
+        return numbers
 
-    def _check(self, key: Array, value: Array) -> None:
-        """Raise if new keys or values do not fit the pools."""
-        for name, new, pool in (("key", key, self.key), ("value", value, self.value)):
-            libraries = library_of(pool).name, library_of(new, name).name
-            if libraries[0] != libraries[1] or pool.dtype != new.dtype:
-                raise TypeError(
-                    f"{name} must be {pool.dtype} of {libraries[0]}, as the cache is; got"
-                    f" {new.dtype} of {libraries[1]}"
-                )
-            items, (_, heads, _, size) = self.lengths.shape[0], pool.shape
-            if len(new.shape) != 4 or (*new.shape[:2], new.shape[3]) != (items, heads, size):
-                raise ValueError(
-                    f"{name} must have the shape {(items, heads, 'm', size)} of the cache; got"
-                    f" {tuple(new.shape)}"
-                )
-        if key.shape[-2] != value.shape[-2]:
-            raise ValueError(
-                f"there must be as many values as keys; got {key.shape[-2]} keys and"
-                f" {value.shape[-2]} values"
-            )
-
-    def _widened(self, columns: int) -> PagedCache:
-        """Return a cache with a table of at least so many columns."""
-        table, more = self.block_table, columns - self.block_table.shape[1]
-        if more <= 0:
-            return self
-        xp = library_of(table).xp
-        more = max(more, table.shape[1])
-        unused = xp.broadcast_to(self.lengths[:, None] * 0, (table.shape[0], more))
-        return replace(self, block_table=xp.concat((table, unused), axis=1))
-
-    def _enlarged(self, needed: int) -> PagedCache:
-        """Return a copy in new memory with so many unused pages."""
-        missing = needed - unused(usage(self._table())[1])
-        more = max(missing, self.key.shape[0] // 8) if missing > 0 else 0
-        key, value = (
-            library_of(pool).xp.concat((pool, empty(pool, more)), axis=0)
-            for pool in (self.key, self.value)
-        )
-        cache = replace(self, key=key, value=value, memory=None)
-        return replace(cache, memory=_Memory(key, value, *usage(cache._table())))
+    def _numbers(self, name: str, given: Any, most: int | None) -> Array:
+        """Return integers beside the lengths."""
+        numbers = self._checked(name, given, most)
+        return sent(numbers, self.lengths) if is_host(numbers) else numbers

@@ -1,11 +1,20 @@
-"""Decide which pages new tokens of a PagedCache go to, for any library and in a trace."""
+"""Decide which pages new tokens of a PagedCache go to.
+
+A ledger on the host does it where the host can read the table, and `placed` in a trace.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from polyattn._base.arrays import Array, index_range, library_of
-from polyattn.nn.cache import zeros
+import numpy as np
+
+from polyattn._base.arrays import Array, index_range, is_array, library_of, numbers_like
+from polyattn._base.host import is_host
+from polyattn._base.tracing import is_recording, is_transformed
+from polyattn._dispatch.transfer import convert_like
+from polyattn.nn.cache import known, zeros
 
 
 class Table(NamedTuple):
@@ -21,21 +30,104 @@ class Plan(NamedTuple):
     """The places of new tokens."""
 
     table: Array  # (B, n), with the new pages
-    touched: Array  # (B, n), whether a page is written to
-    needed: Array  # number of new pages
-    copied: tuple[Array, Array]  # (B,), pages to copy, and to where
-    places: tuple[Array, Array]  # (B · tokens,), page and slot of each token
+    copied: tuple[Array, Array]  # pages to copy, and to where
+    places: tuple[Array, Array]  # (B, m), page and slot of each token
 
 
-def empty(pool: Array, pages: int) -> Array:
-    """Return pages of zeros."""
-    xp, (_, heads, page, size) = library_of(pool).xp, pool.shape
-    return zeros(xp.broadcast_to(pool[:1, :, :1, :1], (pages, heads, 1, 1)), page, size)
+class Ledger:
+    """The slots written of each page of a memory and the pages that no cache has, on the host."""
+
+    def __init__(self, total: int, page: int) -> None:
+        self.page, self.marks = page, [0] * total
+        self.free = list(range(total - 1, 0, -1))  # page 0 takes what is not kept
+
+    def release(self, tables: Iterable[Table]) -> None:
+        """Keep the pages that these items have, and free all others."""
+        used = {0}
+        for pages, lengths, page, _ in tables:
+            used.update(pages[slots_used(lengths, pages, page) > 0].tolist())
+        self.free = [page for page in range(len(self.marks) - 1, 0, -1) if page not in used]
+
+    def place(self, table: Table, counts: Any, m: int) -> Plan | None:
+        """Return where the first of m new tokens of each item go; None if too few pages are free.
+
+        Tables and counts are arrays of NumPy.
+        """
+        pages, size, used = table.pages, self.page, 0
+        marks: dict[int, int] = {}
+        copied: list[tuple[int, int]] = []
+        for item, (length, count) in enumerate(
+            zip(table.lengths.tolist(), counts.tolist(), strict=True)
+        ):
+            end, column = length + count, length // size
+            old = int(pages[item, column]) if count and length % size else 0
+            # Another item or cache may have written to the slot, or be about to.
+            if old and marks.get(old, self.marks[old]) == length % size:
+                marks[old] = min(end - column * size, size)
+                column += 1
+            for fresh in range(column, -(-end // size)) if count else ():
+                if used == len(self.free):
+                    return None
+                used += 1
+                new = self.free[-used]
+                marks[new] = min(end - fresh * size, size)
+                if fresh * size < length:
+                    copied.append((old, new))
+                pages = pages.copy() if pages is table.pages else pages
+                pages[item, fresh] = new
+        for number, mark in marks.items():
+            self.marks[number] = mark
+        del self.free[len(self.free) - used :]
+        token = np.arange(m)
+        columns, slots = np.divmod(table.lengths[:, None] + token, size)
+        rows = np.arange(len(pages))[:, None]
+        found = pages[rows, np.minimum(columns, pages.shape[1] - 1)]
+        places = np.where(token < counts[:, None], found, 0), slots
+        pairs = np.asarray(copied, dtype=np.int64).reshape(-1, 2)
+        return Plan(pages, (pairs[:, 0], pairs[:, 1]), places)
 
 
-def unused(taken: Array) -> int:
-    """Return the number of unused pages."""
-    return int(taken.shape[0]) - int(library_of(taken).xp.count_nonzero(taken))
+def widened(table: Table, length: int) -> Table:
+    """Return a table of NumPy that has room for items of this length."""
+    columns = table.pages.shape[1]
+    missing = -(-length // table.page) - columns
+    if missing <= 0:
+        return table
+    return table._replace(pages=np.pad(table.pages, ((0, 0), (0, max(missing, columns)))))
+
+
+def ledger_of(table: Table) -> Ledger:
+    """Return the ledger of a memory that one cache has, whose table is of NumPy."""
+    ledger = Ledger(table.total, table.page)
+    slots = slots_used(table.lengths, table.pages, table.page)
+    for page, mark in zip(table.pages.ravel().tolist(), slots.ravel().tolist(), strict=True):
+        ledger.marks[page] = max(ledger.marks[page], mark if page else 0)
+    ledger.release([table])
+    return ledger
+
+
+def with_room(
+    pools: tuple[Array, Array], table: Table, counts: Any, m: int
+) -> tuple[tuple[Array, Array], Ledger, Plan]:
+    """Return pools for new memory, with more pages if new tokens need them, and where these go."""
+    ledger = ledger_of(table)
+    plan = ledger.place(table, counts, m)
+    if plan is not None:
+        return pools, ledger, plan
+    starts, ends = table.lengths // table.page, -(-(table.lengths + counts) // table.page)
+    missing = int((ends - starts).sum()) - len(ledger.free)
+    table = table._replace(total=table.total + max(missing, table.total // 8))
+    ledger = ledger_of(table)
+    plan = ledger.place(table, counts, m)
+    assert plan is not None
+    return (with_pages(pools[0], table.total), with_pages(pools[1], table.total)), ledger, plan
+
+
+def with_pages(pool: Array, total: int) -> Array:
+    """Return a pool with pages of zeros after its own, so that it has so many."""
+    xp, (pages, heads, page, size) = library_of(pool).xp, pool.shape
+    one = xp.broadcast_to(pool[:1, :, :1, :1], (total - pages, heads, 1, 1))
+    return xp.concat((pool, zeros(one, page, size)), axis=0)
 
 
 def slots_used(lengths: Array, table: Array, page: int) -> Array:
@@ -92,31 +184,60 @@ def placed(given: Table, counts: Array, m: int, marks: Array, taken: Array) -> P
     cell = item[:, None] * columns + xp.clip(at // page, 0, columns - 1)
     pages = xp.reshape(xp.take(xp.reshape(new, (-1,)), xp.reshape(cell, (-1,))), at.shape)
     pages = xp.where(inside, pages, xp.zeros_like(pages))
-    places = xp.reshape(pages, (-1,)), xp.reshape(at % page, (-1,))
-    return Plan(new, touched, xp.sum(numbers), (copied[0], copied[1]), places)
+    return Plan(new, (copied[0], copied[1]), (pages, at % page))
 
 
-def by_token(rows: Array) -> Array:
-    """Return rows (B, G, m, size) as (B · m, G, size)."""
-    xp, (items, heads, m, size) = library_of(rows).xp, rows.shape
-    return xp.reshape(xp.permute_dims(rows, (0, 2, 1, 3)), (items * m, heads, size))
+def on_host(numbers: Array) -> Any:
+    """Return integers as an array of NumPy, or None where they are traced."""
+    if is_transformed() or is_recording():
+        return None
+    if is_host(numbers):
+        return numbers
+    if is_array(known(library_of(numbers).xp.sum(numbers))):
+        return None
+    return convert_like(numbers, np.zeros(0)).astype(np.int64, copy=False)
 
 
-def written(pool: Array, rows: Array, plan: Plan) -> Array:
+def beside(plan: Plan, like: Array) -> Plan:
+    """Return a plan of NumPy with its arrays beside another."""
+    copied, to, pages, slots = (sent(array, like) for array in (*plan.copied, *plan.places))
+    return Plan(sent(plan.table, like), (copied, to), (pages, slots))
+
+
+def sent(numbers: Any, like: Array) -> Array:
+    """Return integers of the host beside an array, where possible without a wait for its device."""
+    library = library_of(like)
+    if library.name == "numpy":
+        return numbers
+    if library.name == "torch":
+        tensor: Any = library.xp.asarray(numbers)
+        return tensor.to(like.device, like.dtype, non_blocking=True)
+    return numbers_like(library.xp, numbers, like.dtype, like)
+
+
+def write(pool: Any, rows: Array, plan: Plan) -> None:
+    """Write new rows (B, G, m, size) to a pool."""
+    (old, new), (pages, slots) = plan.copied, plan.places
+    if new.shape[0]:
+        pool[new] = pool[old]
+    pool[pages, :, slots] = library_of(rows).xp.permute_dims(rows, (0, 2, 1, 3))
+
+
+def written(pool: Any, rows: Array, plan: Plan) -> Array:
     """Return a pool with new rows, in new memory."""
-    (old, new), (pages, slots), rows = plan.copied, plan.places, by_token(rows)
-    library = library_of(pool)
-    copies: Any = library.xp.take(pool, old, axis=0)
-    written: Any = pool
+    (old, new), (pages, slots) = plan.copied, plan.places
+    library, new_pool = library_of(pool), pool
     if library.name == "jax":
-        return written.at[new].set(copies).at[pages, :, slots].set(rows)
-    written = pool + 0
+        if new.shape[0]:
+            new_pool = pool.at[new].set(pool[old])
+        return new_pool.at[pages, :, slots].set(library.xp.permute_dims(rows, (0, 2, 1, 3)))
+    new_pool = pool + 0
     if library.name in ("numpy", "cupy", "torch", "mlx"):
-        written[new] = copies
-        written[pages, :, slots] = rows
-        return written
+        write(new_pool, rows, plan)
+        return new_pool
     for number in range(new.shape[0]):
-        written[int(new[number]), ...] = copies[number, ...]
-    for number in range(pages.shape[0]):
-        written[int(pages[number]), :, int(slots[number]), :] = rows[number, ...]
-    return written
+        new_pool[int(new[number]), ...] = pool[int(old[number]), ...]
+    for item, token in np.ndindex(*pages.shape):
+        place = int(pages[item, token]), slice(None), int(slots[item, token])
+        new_pool[(*place, slice(None))] = rows[item, :, token, :]
+    return new_pool

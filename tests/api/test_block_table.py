@@ -231,6 +231,20 @@ def test_small_calls_are_explained_by_shape():
     assert found.problem.batch == (6,)
 
 
+def test_kernels_that_get_copies_are_named():
+    shapes = (6, 4, 3, 8), (9, 2, 4, 8), (9, 2, 4, 8)
+    call = {"block_table": (6, 3), "key_lengths": (6,)}
+    for library in ("numpy", "torch", "jax"):
+        found = explain(*shapes, library=library, **call)
+        remarks = {c.kernel: c.remark or "" for c in found.candidates if c.status != "refused"}
+        assert "it gets copies of the pages, in one piece" in remarks["dense"], library
+    assert not explain(*shapes, kernel="tiled", **call).chosen.remark
+    trained = [torch.tensor(x, requires_grad=True) for x in (QUERY, *POOLS)]
+    chosen = explain(*trained, block_table=TABLE, key_lengths=LENGTHS).chosen
+    assert "copies of the pages" in chosen.remark
+    assert "copies" not in str(explain(QUERY, QUERY, QUERY))
+
+
 def test_array_api_tiles_get_whole_keys():
     found = paged(kernel=tiles_of(8), is_causal=True)
     assert np.allclose(found, one_by_one(is_causal=True), rtol=0, atol=1e-13)

@@ -8,7 +8,11 @@ import pytest
 
 import polyattn
 from polyattn import attention, attention_weights, explain, masks, merge
+from polyattn._kernels.tiled import Tiled
 from polyattn.bench.machine import look
+from polyattn.conformance import KernelVariant, Target
+from polyattn.conformance.cases.gradient_cases import GRADIENT_CASES
+from polyattn.conformance.checks.gradients import check_gradients
 from polyattn.conformance.suite import BackendSuite
 
 mx = pytest.importorskip("mlx.core")
@@ -77,6 +81,18 @@ def test_rows_without_keys_are_0_and_have_gradients_of_0():
     gradient = mx.grad(lambda q: attention(q, k, k, is_causal=True, kernel="fast").sum())(q)
     assert not np.asarray(gradient[:, :2]).any()
     assert np.isfinite(np.asarray(gradient)).all()
+
+
+def test_a_gradient_does_not_pass_through_the_maximum():
+    target = Target("mlx")
+    (dense,) = (variant for variant in target.kernels if variant.kernel.name == "dense")
+    assert check_gradients(target, dense, GRADIENT_CASES["decode"])
+
+
+def test_gradients_of_16_bits_in_tiles_are_rounded_once():
+    target = Target("mlx")
+    case = GRADIENT_CASES["keys of mean 64, bfloat16"]
+    assert check_gradients(target, KernelVariant(Tiled(), small_tiles=True), case)
 
 
 def test_float64_is_computed_in_float64():

@@ -21,7 +21,10 @@ NEGATIVE, _ = FAULTS
         ("2.0.2", ["isfinite"]),
         ("2.1.0", ["negative", "isfinite"]),
         ("2.4.6", ["negative", "isfinite"]),
-        ("2.5.0rc1", ["isfinite"]),
+        ("2.5.0rc1", ["negative", "isfinite"]),
+        ("2.5.4", ["negative", "isfinite"]),
+        ("2.5.5", ["isfinite"]),
+        ("3.0.0.dev0", ["isfinite"]),
     ],
 )
 def test_which_releases_have_which(release, names):

@@ -7,8 +7,9 @@ import torch
 from torch.autograd import gradcheck, gradgradcheck
 from torch.autograd.forward_ad import dual_level, make_dual, unpack_dual
 
-from polyattn import attention, attention_partial, merge, scores
+from polyattn import attention, attention_partial, attention_weights, merge, scores
 from polyattn._kernels.tiled import Tiled
+from polyattn._kernels.weights import Weights
 from polyattn_torch import fused
 
 pytestmark = [
@@ -148,6 +149,36 @@ def test_a_function_keeps_the_gradients_of_what_it_closes_over(inputs):
         return attention(query, key, value, score_mod=lambda s, b, h, i, j: s * table[h])
 
     assert gradcheck(attend, (table,))
+
+
+@pytest.mark.parametrize("name", ["attention", "weights"])
+def test_gradients_of_16_bits_are_rounded_once_operation_by_operation(name, monkeypatch):
+    torch.manual_seed(0)
+    monkeypatch.setattr(Tiled, "tile", 100)
+    monkeypatch.setattr(Weights, "tile", 8 * 65 * 9)
+    shapes = {
+        **{"query": (2, 8, 65, 8), "key": (2, 2, 65, 8), "value": (2, 2, 65, 8)},
+        **{"bias": (8, 1, 65), "sinks": (8,), "table": (32, 8)},
+    }
+    given = {name: torch.randn(shape).bfloat16() for name, shape in shapes.items()}
+    along = torch.randn(2, 8, 65, 65).bfloat16()
+
+    def found(dtype):
+        x = {name: one.to(dtype).requires_grad_() for name, one in given.items()}
+        query, key, value, bias, sinks, table = x.values()
+        # Without its derivative the function is differentiated operation by operation.
+        rule = scores.relative_bias(table) >> (lambda s, b, h, i, j: s.sin())
+        options = {"bias": bias, "sinks": sinks, "score_mod": rule}
+        if name == "weights":
+            x.pop("value")
+            output = attention_weights(query, key, **options)
+        else:
+            output = attention(query, key, value, **options, kernel="tiled")
+        cotangent = along[..., : output.shape[-1]].to(output.dtype)
+        return zip(x, torch.autograd.grad(output, tuple(x.values()), cotangent), strict=True)
+
+    for (operand, one), (_, exact) in zip(found(torch.bfloat16), found(torch.float32), strict=True):
+        assert torch.allclose(one.float(), exact, rtol=2**-8, atol=1e-5), operand
 
 
 @pytest.mark.slow

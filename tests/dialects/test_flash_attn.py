@@ -528,6 +528,7 @@ def test_install_refuses_beside_the_real_one(tmp_path, monkeypatch):
         fa2.install()
 
 
+@pytest.mark.needs("torch", "transformers")
 def test_transformers_runs_its_own_code_on_these_functions():
     """It asks for the package before it imports it, and calls with padding and without."""
     code = """

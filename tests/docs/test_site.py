@@ -420,7 +420,8 @@ def test_the_first_version_on_the_page_fails_as_the_page_says(tmp_path):
     lines = [line for line in shown.splitlines() if line.strip() != "..."]
     assert len(lines) > 3
     for line in lines:
-        assert line in done.stdout.splitlines()
+        pattern = re.escape(line).replace(re.escape("..."), r"\d+ of \d+")
+        assert any(re.fullmatch(pattern, one) for one in done.stdout.splitlines()), line
 
 
 @pytest.mark.slow

@@ -202,6 +202,15 @@ def test_a_cache_that_has_slid_is_refused_and_a_list_of_caches_is_taken():
     assert "caches.0.key" in [one.name for one in exported.graph.input]
 
 
+@pytest.mark.parametrize("kind", [nn.PagedCache, nn.QuantizedCache])
+def test_caches_that_no_operator_writes_to_are_refused_by_name(kind):
+    model = transformer(1)
+    caches = model.caches(12, batch=(2,), kind=kind)
+    for given in (caches, list(caches), caches[0]):
+        with pytest.raises(TypeError, match=f"caches holds a {kind.__name__}, .*: give KVCaches"):
+            export(model, {"ids": (2, 1), "caches": given}, dtype="int64")
+
+
 # ---- GroupQueryAttention of ONNX Runtime --------------------------------------------------------
 
 GROUP = {"kernel": "group_query"}

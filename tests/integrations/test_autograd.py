@@ -78,6 +78,17 @@ def test_both_modes_and_both_orders_agree_with_differences(name):
     check_grads(output, (0, 1), modes=["rev", "fwd"], order=2)(QUERY[:1, :2], KEY[:1], VALUE[:1])
 
 
+@pytest.mark.parametrize("kernel", ["tiled", "dense"])
+def test_pools_of_pages_are_differentiated(kernel):
+    call = {"block_table": np.array([[0, 2], [2, -1]]), "key_lengths": np.array([5, 2])}
+
+    def output(query, key, value):
+        return attention(query, key, value, is_causal=True, kernel=kernel, **call)
+
+    pools = [RANDOM.standard_normal((3, 2, 4, size)) for size in (8, 3)]
+    check_grads(output, (0, 1, 2), modes=["rev", "fwd"], order=1)(QUERY, *pools)
+
+
 @pytest.mark.parametrize("layout", ["...HLD", "...LHD"])
 def test_boxes_and_arrays_mix(layout):
     arrays = {"query": QUERY, "key": KEY, "value": VALUE}

@@ -141,7 +141,7 @@ def test_random_derivatives_equal_the_formula(seed: int) -> None:
 def test_explicit_derivatives_equal_the_formula(seed: int) -> None:
     exact = arrays(seed)
     given = [jnp.asarray(x, "float32") for x in exact]
-    options = {n: x for n, x in random_options(seed).items() if n != "bias"}
+    options = random_options(seed)
     along = np.random.default_rng(seed).standard_normal((B, H, L, E))
     wanted = polyattn.attention_vjp(*exact, **options, kernel="dense")[1](along)
     pull = polyattn.attention_vjp(*given, **in_jax(options), kernel="native")[1]
@@ -191,6 +191,24 @@ def test_vmap_equals_a_loop_and_is_one_call(axes: Any, options: dict[str, Any]) 
     text = str(jax.make_jaxpr(mapped)(*given))
     assert "while" not in text
     assert "scan" not in text
+
+
+@pytest.mark.parametrize("shape", [(11, 11), (4, 1, 11), (2, 1, 11, 11)], ids=str)
+@pytest.mark.parametrize("axis", [None, 0])
+def test_gradients_of_a_bias_are_the_librarys_also_under_vmap(axis: Any, shape: Any) -> None:
+    x = small(3, 2, 4, 11, 8)
+    bias = small(*([] if axis is None else [3]), *shape, seed=1)
+
+    def gradient(kernel: str) -> Any:
+        def loss(bias: Any, x: Any) -> Any:
+            return jnp.sum(polyattn.attention(x, x, x, bias=bias, kernel=kernel) ** 2)
+
+        return jax.jit(jax.vmap(jax.grad(loss), (axis, 0)))
+
+    close(gradient("native")(bias, x), gradient("xla")(bias, x))
+    text = gradient("native").lower(bias, x).as_text()
+    assert "@polyattn_differentiate" in text
+    assert "dot_general" not in text
 
 
 @pytest.mark.parametrize("name", ["sinks", "dropout"])
@@ -332,6 +350,21 @@ gradients = pull(x[..., :8])
 for one, other in zip(back(jnp.asarray(x)), (gradients.query, gradients.key, gradients.value)):
     assert one.dtype == "float64"
     np.testing.assert_allclose(one, other, atol=1e-12)
+"""
+    )
+
+
+def test_it_computes_where_jax_does_not_let_it_ask_for_devices() -> None:
+    fresh(
+        """
+import types
+import jax, jax.numpy as jnp
+jax._src.dispatch = types.ModuleType("dispatch")
+import polyattn
+x = jnp.ones((2, 4, 8, 8))
+call = jax.jit(lambda x: polyattn.attention(x, x, x, kernel="native"))
+assert "@polyattn_attend" in call.lower(x).as_text()
+assert jnp.allclose(call(x), x, atol=1e-5)
 """
     )
 

@@ -150,18 +150,18 @@ def test_random_gradients_equal_those_of_the_formula(seed: int, isa: str) -> Non
         strided(rng, shape, dtype) for shape in ((b, h, rows, d), (1, g, keys, d), (b, g, keys, e))
     ]
     options = random_options(draw, rng, b, h, rows, keys)
-    options = {n: x for n, x in options.items() if n != "bias"}
     options["score_mod"] = draw.choice([None, scores.alibi(h)])
     gradient = rng.standard_normal((b, h, rows, e)).astype(dtype)
 
     def gradients(kernel: Any, as_type: str) -> Any:
         given = [np.asarray(x, as_type) for x in arrays]
-        cast = {n: np.asarray(x, as_type) if n == "sinks" else x for n, x in options.items()}
+        floats = ("sinks", "bias")
+        cast = {n: np.asarray(x, as_type) if n in floats else x for n, x in options.items()}
         _, vjp = polyattn.attention_vjp(*given, **cast, kernel=kernel)
         return vjp(np.asarray(gradient, as_type))
 
     wanted, found = gradients("dense", "float64"), gradients(native.Native(), dtype)
-    for name in ("query", "key", "value", "sinks", "scale", "softcap"):
+    for name in ("query", "key", "value", "bias", "sinks", "scale", "softcap"):
         one, other = getattr(wanted, name), getattr(found, name)
         assert (one is None) == (other is None), name
         if one is not None:
@@ -309,9 +309,10 @@ def test_bits_depend_neither_on_threads_nor_on_other_rows(dtype: str, isa: str) 
     rng = np.random.default_rng(3)
     q, k, v = (rng.standard_normal((2, 2, 700, 40)).astype(dtype) for _ in range(3))
     kernel = native.Native()
+    bias = rng.standard_normal((700, 700)).astype(dtype)  # items and heads add to its gradient
 
     def run(*arrays: Any) -> tuple[Any, Any]:
-        output, vjp = polyattn.attention_vjp(*arrays, is_causal=True, kernel=kernel)
+        output, vjp = polyattn.attention_vjp(*arrays, bias=bias, is_causal=True, kernel=kernel)
         return output, vjp(arrays[0])
 
     with polyattn.use_threads(1):
@@ -320,11 +321,12 @@ def test_bits_depend_neither_on_threads_nor_on_other_rows(dtype: str, isa: str) 
         three, of_three = run(q, k, v)
         item, of_item = run(q[1:], k[1:], v[1:])
         rows = polyattn.attention(
-            q[:, :, 650:], k, v, is_causal=True, query_offset=650, kernel=kernel
+            q[:, :, 650:], k, v, bias=bias[650:], is_causal=True, query_offset=650, kernel=kernel
         )
     assert one.tobytes() == three.tobytes()
     assert one[1:].tobytes() == item.tobytes()
     assert one[:, :, 650:].tobytes() == rows.tobytes()
+    assert of_one.bias.tobytes() == of_three.bias.tobytes()
     for name in ("query", "key", "value"):
         assert getattr(of_one, name).tobytes() == getattr(of_three, name).tobytes(), name
         assert getattr(of_one, name)[1:].tobytes() == getattr(of_item, name).tobytes(), name

@@ -1,11 +1,13 @@
 """Generation: transformers' own greedy tokens, and samples that are one on every library."""
 
+import itertools
+
 import numpy as np
 import pytest
 from optional import torch
 from tiny_models import DECODERS, FAMILIES, FLOAT32, IDS, library
 
-from polyattn import nn
+from polyattn import masks, nn
 from polyattn.integrations.jax import register
 
 # Small models whose output map is tied to the embedding repeat one token.
@@ -144,6 +146,81 @@ def test_a_callback_sees_each_token_and_can_end_the_generation():
     assert nn.generate(model, ids, 6, on_token=lambda tokens: True).shape == (2, 4)
 
 
+UNLIKE = {
+    "rotary": ({"rotary": nn.Rotary(4), "key_heads": 1}, {}),
+    "learned positions": ({"positions": 16, "tied": True}, {}),
+    "a mask of positions": (
+        {"rotary": nn.Rotary(4)},
+        {"mask": masks.causal() & (masks.window(2, 0) | masks.prefix(2)), "is_causal": False},
+    ),
+    "a mask that sees ahead": (
+        {"positions": 16},
+        {"mask": masks.causal() | masks.prefix(3), "is_causal": False},
+    ),
+}
+PROMPTS = [[5, 7, 1, 2, 8, 3, 3], [4], [1, 2, 3]]
+
+
+def small(to, **settings):
+    return nn.Transformer.init(9, 8, 2, 1, like=to(FLOAT32), seed=3, **settings)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        *itertools.product(["numpy", "torch"], UNLIKE),
+        ("jax", "rotary"),  # which compiles for seconds
+        ("jax", "learned positions"),
+    ],
+)
+def test_prompts_of_unlike_lengths_are_continued_as_each_by_itself(kind, name):
+    (settings, options), (to, back) = UNLIKE[name], library(kind)
+    own, model = small(np.asarray, **settings), small(to, **settings)
+    alone = [nn.generate(own, np.asarray(p), 6, **options).tolist() for p in PROMPTS]
+    if kind == "jax":
+        register()
+        options = {"jit": pytest.importorskip("jax").jit}
+    assert nn.generate(model, PROMPTS, 6, **options) == alone
+    if kind == "jax":
+        return
+    ids = np.full((3, 7), -1)
+    for row, prompt in zip(ids, PROMPTS, strict=True):
+        row[: len(prompt)] = prompt
+    found = back(nn.generate(model, to(ids), 6, lengths=[7, 1, 3], **options))
+    assert found.shape == (3, 13)
+    for row, expected in zip(found.tolist(), alone, strict=True):
+        assert row == expected + expected[-1:] * (13 - len(expected))
+
+
+def test_a_listed_prompt_ends_with_the_token_that_stopped_it():
+    model = fixed(0.2, 0.2, 0.2, 0.4)
+    prompts = [[0, 0], [0], [1, 1, 1]]
+    found = nn.generate(model, prompts, 40, temperature=1.0, stop=[3])
+    assert len({len(row) for row in found}) > 1
+    for row, prompt in zip(found, prompts, strict=True):
+        assert row[: len(prompt)] == prompt
+        assert row.index(3) == len(row) - 1
+    assert nn.generate(model, [[0], [0]], 2) == [[0, 3, 3]] * 2
+
+
+@pytest.mark.parametrize("kind", [nn.KVCache, nn.PagedCache, nn.QuantizedCache])
+def test_caches_of_any_kind_hold_the_tokens_before_the_prompt(kind):
+    model, ids = small(np.asarray, positions=16), np.asarray([[5, 7, 1], [8, 3, 3]])
+    settings = {"window": 1, "block": 2} if kind is nn.QuantizedCache else {}
+    caches = model.caches(16, batch=(2,), kind=kind, **settings)
+    expected = nn.generate(model, ids, 4)
+    np.testing.assert_array_equal(nn.generate(model, ids, 4, caches=caches), expected)
+    _, caches = model.hidden(ids[:, :2], caches=caches, is_causal=True)
+    found = nn.generate(model, ids[:, 2:], 4, caches=caches)
+    np.testing.assert_array_equal(found, expected[:, 2:])
+    if kind is nn.PagedCache:
+        forked = tuple([cache.fork([0, 1, 0]) for cache in caches])
+        found = nn.generate(model, [[1, 4], [3], [1]], 4, caches=forked)
+        assert [found[1], found[2]] == [expected[1, 2:].tolist(), expected[0, 2:].tolist()]
+        alone = nn.generate(model, np.asarray([5, 7, 1, 4]), 4)
+        assert found[0] == alone[2:].tolist()
+
+
 SHORT = nn.Transformer.init(9, 8, 2, 1, like=FLOAT32, positions=8)
 HALVES = fixed(0.5, 0.5)
 ONE = np.zeros((1, 1), dtype=np.int64)
@@ -162,9 +239,34 @@ ONE = np.zeros((1, 1), dtype=np.int64)
         ({"ids": ONE[:, :0]}, TypeError, "ids must be integers of the shape"),
         ({"ids": np.asarray(3)}, TypeError, "ids must be integers of the shape"),
         ({"model": SHORT, "ids": ONE[0].repeat(4), "steps": 6}, ValueError, "8 learned .* got 9 t"),
-        ({"caches": ()}, TypeError, "generate makes its own caches: pass all tokens so far as ids"),
+        ({"caches": ()}, TypeError, r"a cache for each of the 1 blocks; got \(\)"),
+        ({"caches": [ONE]}, TypeError, "a cache for each of the 1 blocks; got"),
+        (
+            {"caches": HALVES.caches(4, batch=(1,)), "steps": 5, "jit": lambda step: 1 / 0},
+            ValueError,
+            "5 tokens need a capacity of as many; got 4",
+        ),
+        (
+            {"ids": []},
+            ValueError,
+            r"at least one token for each, such as \[\[5, 7\], \[11\]\]; got",
+        ),
+        ({"ids": [[1], []]}, ValueError, "at least one token for each"),
+        ({"ids": [1, 1]}, ValueError, "at least one token for each"),
+        ({"ids": [[0.5]]}, TypeError, "ids must be integers of the shape"),
+        ({"ids": [[1], [0, 1]], "lengths": [1, 2]}, TypeError, "omit lengths"),
+        ({"lengths": [2]}, ValueError, r"from 1 to L, one for each .*\(1, 1\) int64 and got \[2\]"),
+        ({"lengths": [0]}, ValueError, "from 1 to L"),
+        ({"lengths": [1, 1]}, ValueError, "from 1 to L"),
+        ({"ids": ONE[0], "lengths": [1]}, ValueError, r"one for each prompt of ids \(B, L\)"),
+        (
+            {"ids": [[1], [0, 1]], "caches": HALVES.caches(9, batch=(2,))},
+            TypeError,
+            "unlike lengths need caches with a length for each item: omit caches, or",
+        ),
         ({"positions": np.arange(3)}, TypeError, "each token after the one before.*: omit positi"),
         ({"segments": ONE[0]}, TypeError, "in segment 0: omit segments"),
+        ({"counts": ONE[0]}, TypeError, "in segment 0: omit counts"),
         ({"max_new_tokens": 3}, TypeError, r"^generate\(\) has no argument .*; pass steps=$"),
         ({"temprature": 3}, TypeError, r"^generate\(\) got an .* did you mean 'temperature'\?"),
         ({"attn_mask": 3}, TypeError, r"^generate\(\) has no argument 'attn_mask'; pass mask="),

@@ -11,6 +11,7 @@ import torch
 from tiny_models import LIBRARIES
 
 from polyattn import attention, nn
+from polyattn._dispatch.transfer import convert_like
 from polyattn.integrations.jax import register
 
 RNG = np.random.default_rng(3)
@@ -159,6 +160,46 @@ def test_torch_compile_gives_the_same():
         twin.check()
 
 
+def test_a_step_reads_no_lengths_from_the_device_of_the_cache(monkeypatch):
+    read = []
+
+    def convert(array, like):
+        read.append(array)
+        return convert_like(array, like)
+
+    monkeypatch.setattr("polyattn.nn.pages.convert_like", convert)
+    twin = Twin(torch.tensor, capacity=2, pages=40).append(3)
+    assert len(read) == 2  # the table and the lengths
+    for counts in (None, [1, 0, 2], None):
+        twin = twin.append(2, counts)
+    assert len(read) == 2
+    twin = twin.truncate([1, 2, 3]).append(1)
+    assert len(read) == 4
+    twin.check()
+
+
+@pytest.mark.parametrize("counts", [[1, 1], [[1, 1, 1]], 1])
+def test_counts_are_one_for_each_item(counts):
+    with pytest.raises(
+        ValueError, match="counts must be 3 numbers, one for each item; got the sha"
+    ):
+        Twin(np.array).append(2, counts=counts)
+
+
+@pytest.mark.parametrize("kind", [nn.KVCache, nn.QuantizedCache])
+def test_counts_need_a_length_for_each_item(kind):
+    layer = nn.MultiHeadAttention.init(8, 2, like=np.zeros(1))
+    cache = layer.cache(4, like=np.zeros(1), batch=(1,), kind=kind)
+    with pytest.raises(TypeError, match=f"counts needs a PagedCache, .*; got a {kind.__name__}"):
+        layer(np.zeros((1, 2, 8)), cache=cache, counts=[1])
+
+
+def test_a_paged_cache_has_one_batch_axis():
+    layer = nn.MultiHeadAttention.init(8, 2, like=np.zeros(1))
+    with pytest.raises(ValueError, match=r"one batch axis: give batch=\(B,\); got \(2, 3\)"):
+        layer.cache(4, like=np.zeros(1), batch=(2, 3), kind=nn.PagedCache)
+
+
 @pytest.mark.parametrize(
     "change", [copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))]
 )
@@ -222,7 +263,7 @@ def test_layers_take_a_paged_cache(library):
 @pytest.mark.parametrize(
     ("act", "kind", "words"),
     [
-        (lambda c, x: c.append(x, x), ValueError, "key must have the shape (3, 2, 'm', 4)"),
+        (lambda c, x: c.append(x, x), ValueError, "key must have the shape (3, 2, 'n', 4)"),
         (lambda c, x: c.append(x.astype(float), x), TypeError, "key must be float32 of numpy"),
         (lambda c, x: c.fork([3]), ValueError, "items must be integers from 0 to 2"),
         (lambda c, x: c.truncate(-1), ValueError, "lengths must be integers from 0; got -1"),

@@ -27,8 +27,9 @@ struct Case {
     Kind kind, sums;  // of the inputs, of the scores
     Array query, key, value, output, logsumexp, first, stop, mask, bias[2], sinks;
     Array output_gradient, logsumexp_gradient, query_gradient, key_gradient, value_gradient, delta, softcap_gradient;
+    Array bias_gradient[2];
     Array query_tangent, key_tangent, value_tangent, bias_tangent, sinks_tangent, output_tangent, logsumexp_tangent;
-    std::vector<int64_t> positions;
+    std::vector<int64_t> positions, table;
 
     explicit Case(uint64_t seed) : random{seed} {
         function = random.one_of({ATTEND, ATTEND, DIFFERENTIATE, PUSH_FORWARD});
@@ -40,6 +41,8 @@ struct Case {
         call.heads = call.key_heads * random.one_of<int64_t>({1, 1, 2, 3, 4, 8});
         call.rows = random.between(1, size);
         call.keys = random.between(1, size);
+        if (function == ATTEND && random.chance(0.3)) call.page = random.one_of<int64_t>({1, 3, 8, 9, 16, 64});
+        if (call.page) call.keys = (call.keys + call.page - 1) / call.page * call.page;
         call.head_size = random.between(1, random.one_of<int64_t>({8, 72, 300}));
         call.value_size = random.between(1, random.one_of<int64_t>({8, 72, 300}));
         if (size > 40) call.items = 1, call.heads = call.key_heads = random.between(1, 2);
@@ -49,6 +52,7 @@ struct Case {
         call.keep = 1;
         add_inputs();
         add_masks();
+        if (call.page) add_table();
         add_options();
         if (function == DIFFERENTIATE) add_gradients();
         if (function == PUSH_FORWARD) add_tangents();
@@ -80,8 +84,16 @@ struct Case {
 
     void add_inputs() {
         query = made(call.query, kind, with_items(of_query()));
-        key = made(call.key, kind, with_items(of_key()));
-        value = made(call.value, kind, with_items(of_value()));
+        if (call.page) {
+            const int64_t pages = random.between(1, 2 * call.keys / call.page);
+            do key = made(call.key, kind, {pages, call.key_heads, call.page, call.head_size});
+            while (key.view.offsets);
+            do value = made(call.value, kind, {pages, call.key_heads, call.page, call.value_size});
+            while (value.view.offsets);
+        } else {
+            key = made(call.key, kind, with_items(of_key()));
+            value = made(call.value, kind, with_items(of_value()));
+        }
         output = made(call.output, function == ATTEND ? kind : sums, of_output());
         if (function != ATTEND || random.chance(0.7)) logsumexp = made(call.logsumexp, sums, by_row());
         // What is not finite, often where no row sees it.
@@ -132,6 +144,25 @@ struct Case {
         }
     }
 
+    // Pages in any order, shared or not, and no number of one where no row of the item sees a key.
+    void add_table() {
+        for (int64_t item = 0; item < call.items; ++item) {
+            int64_t end = stop ? 0 : call.keys;
+            for (int64_t head = 0; stop && head < call.heads; ++head) {
+                for (int64_t row = 0; row < call.rows; ++row) end = std::max(end, (int64_t)stop(item, head, row, 0));
+            }
+            for (int64_t first = 0; first < call.keys; first += call.page)
+                table.push_back(first < end ? random.between(0, key.shape()[0] - 1) : (int64_t)1 << 40);
+        }
+        call.table = table.data();
+    }
+    // A number of a key or value.
+    double at(const Array& array, int64_t item, int64_t head, int64_t row, int64_t column) const {
+        if (!call.page) return array(item, head, row, column);
+        const int64_t page = table[(size_t)(item * (call.keys / call.page) + row / call.page)];
+        return array(page, head, row % call.page, column);
+    }
+
     void add_options() {
         if (random.chance(0.25)) call.softcap = random.one_of({0.7, 20.0});
         for (int n = 0; n < 2; ++n) {
@@ -164,7 +195,8 @@ struct Case {
     std::vector<Array> written() const {
         if (function == ATTEND) return {output, logsumexp};
         if (function == PUSH_FORWARD) return {output_tangent, logsumexp_tangent};
-        return {query_gradient, key_gradient, value_gradient, delta, softcap_gradient};
+        return {query_gradient,   key_gradient,     value_gradient,  delta,
+                softcap_gradient, bias_gradient[0], bias_gradient[1]};
     }
 };
 
@@ -224,7 +256,7 @@ struct Row {
     void add(int64_t key) {
         double s = 0, sum = 0;
         for (int64_t d = 0; d < call.head_size; ++d) {
-            const double product = x.query(item, head, row, d) * x.key(item, key_head, key, d) * call.scale;
+            const double product = x.query(item, head, row, d) * x.at(x.key, item, key_head, key, d) * call.scale;
             s += product;
             sum += fabs(product);
         }
@@ -240,7 +272,7 @@ struct Row {
         kept.push_back(call.has_dropout && philox(call, item, head, row, key) < call.threshold ? 0 : 1 / call.keep);
         top = std::max(top, s);
     }
-    double value(size_t n, int64_t e) const { return x.value(item, key_head, seen[n], e); }
+    double value(size_t n, int64_t e) const { return x.at(x.value, item, key_head, seen[n], e); }
     double slope(size_t n) const { return call.softcap != 0 ? 1 - bounded[n] * bounded[n] : 1; }
 };
 
@@ -252,9 +284,19 @@ struct Expected {
     explicit Expected(const Array& a) : array(a) {
         if (a) numbers.resize((size_t)(a.shape()[0] * a.shape()[1] * a.shape()[2] * a.shape()[3]));
     }
+    // Axes of length 1 are repeated.
     double& operator()(int64_t i, int64_t h, int64_t r, int64_t c) {
         const std::vector<int64_t>& n = array.shape();
+        if (n[0] == 1) i = 0;
+        if (n[1] == 1) h = 0;
+        if (n[2] == 1) r = 0;
+        if (n[3] == 1) c = 0;
         return numbers[(size_t)(((i * n[1] + h) * n[2] + r) * n[3] + c)];
+    }
+    // Expect what is added to the numbers that are there.
+    void begin() {
+        if (!array) return;
+        array.each([this](int64_t i, int64_t h, int64_t r, int64_t c) { (*this)(i, h, r, c) = array(i, h, r, c); });
     }
 };
 
@@ -291,11 +333,10 @@ void differentiate(const Case& x, std::vector<Expected>& to, double& largest) {
     const PolyattnCall& call = x.call;
     Expected &query = to[0], &key = to[1], &value = to[2];
     if (call.adds) {
-        for (Expected* sums : {&key, &value}) {
-            sums->array.each(
-                [&](int64_t i, int64_t h, int64_t r, int64_t c) { (*sums)(i, h, r, c) = sums->array(i, h, r, c); });
-        }
+        key.begin();
+        value.begin();
     }
+    for (size_t bias : {5, 6}) to[bias].begin();
     each_row(x, [&](Row& r) {
         largest = std::max(largest, r.largest);
         const double logsumexp = x.logsumexp(r.item, r.head, r.row, 0);
@@ -314,6 +355,9 @@ void differentiate(const Case& x, std::vector<Expected>& to, double& largest) {
             }
             double share = weight * ((r.kept[n] == 0 ? 0 : r.kept[n] * product) - delta);
             if (call.softcap != 0) of_cap += share * (r.bounded[n] - r.raw[n] / call.softcap * r.slope(n));
+            for (size_t bias = 0; bias < 2; ++bias) {
+                if (x.bias_gradient[bias]) to[5 + bias](r.item, r.head, r.row, r.seen[n]) += share;
+            }
             share *= r.slope(n) * call.scale;
             for (int64_t d = 0; d < call.head_size; ++d) {
                 query(r.item, r.head, r.row, d) += share * x.key(r.item, r.key_head, r.seen[n], d);
@@ -368,6 +412,12 @@ void Case::add_gradients() {
     value_gradient = made(call.value_gradient, sums, of_value());
     delta = made(call.delta, sums, by_row());
     if (call.softcap != 0) softcap_gradient = made(call.softcap_gradient, sums, by_row());
+    for (int n = 0; n < 2; ++n) {
+        if (!random.chance(0.3)) continue;
+        std::vector<int64_t> shape = some(of_scores());
+        if (shape[2] < call.rows || shape[3] < call.keys) shape[0] = call.items, shape[1] = call.heads;
+        bias_gradient[n] = made(call.bias_gradient[n], sums, shape, true);
+    }
     call.adds = random.chance(0.3);
 }
 
@@ -429,10 +479,10 @@ bool compare(Expected& expected, double tolerance, bool drops, const char* name,
 
 // Whether a random call is right on one thread, and has the same bits on more.
 bool is_right(uint64_t seed) {
-    static const char* const names[3][5] = {
-        {"output", "logsumexp"},
-        {"query's gradient", "key's gradient", "value's gradient", "delta", "softcap's gradient"},
-        {"output's tangent", "logsumexp's tangent"}};
+    static const char* const names[3][7] = {{"output", "logsumexp"},
+                                            {"query's gradient", "key's gradient", "value's gradient", "delta",
+                                             "softcap's gradient", "first bias's gradient", "second bias's gradient"},
+                                            {"output's tangent", "logsumexp's tangent"}};
     Case x(seed);
     std::vector<Array> written = x.written();
     std::vector<Expected> expected(written.begin(), written.end());

@@ -62,6 +62,16 @@ def call_of(problem: Problem, products: int, threads: int) -> CCall:
     )
 
 
+def shape_of_bias_gradient(problem: Problem, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape in which the library gives the gradient of a bias, with all axes.
+
+    It is that of the bias, but has all items and heads where rows or keys share a number.
+    """
+    shape = (1,) * (len(problem.scores) - len(shape)) + tuple(shape)
+    is_whole = shape[-2:] == problem.scores[-2:]
+    return shape if is_whole else (*problem.scores[:-2], *shape[-2:])
+
+
 class NativeCall:
     """A call, and the arrays that must live as long as it."""
 
@@ -74,8 +84,11 @@ class NativeCall:
         self.sizes: dict[str, int] = {}  # of the numbers of each array
         call = self.call = call_of(problem, products, threads)
         self.array("query", readable(x.query))
-        self.array("key", readable(x.key))
-        self.array("value", readable(x.value))
+        key, value = readable(x.key), readable(x.value)
+        self.array("key", key)
+        self.array("value", value)
+        if x.block_table is not None:
+            self._add_pages(x, key.shape)
         call.scale, self.rest = scale_and_rest(problem, x)
         self._add_positions()
         self._add_dropout()
@@ -91,7 +104,9 @@ class NativeCall:
 
     def array(self, name: str, array: Any) -> None:
         """Add an array with the axes (..., head, row, column)."""
-        describe(getattr(self.call, name), array, self.problem.batch, self.offsets)
+        is_pool = self.x.block_table is not None and name in ("key", "value")
+        batch = array.shape[:1] if is_pool else self.problem.batch
+        describe(getattr(self.call, name), array, batch, self.offsets)
         self.keep.append(array)
         self.sizes[name] = array.itemsize
 
@@ -105,6 +120,18 @@ class NativeCall:
         self.keep.append(numbers)
         address: int = numbers.ctypes.data
         return address
+
+    def _add_pages(self, x: Operands, pool: tuple[int, ...]) -> None:
+        table, lengths, page = np.asarray(x.block_table), np.asarray(x.key_lengths), pool[-2]
+        used = np.arange(table.shape[-1]) * page < lengths[..., None]
+        wrong = used & ((table < 0) | (table >= pool[0]))
+        if wrong.any():
+            number = np.broadcast_to(table, wrong.shape)[wrong][0]
+            raise IndexError(f"block_table names page {number} of a pool of {pool[0]} pages")
+        table = np.broadcast_to(table, (*self.problem.batch, table.shape[-1]))
+        table = np.ascontiguousarray(table, np.int64)
+        self.keep.append(table)
+        self.call.table, self.call.page = table.ctypes.data, page
 
     def _add_positions(self) -> None:
         call = self.call
@@ -151,6 +178,13 @@ class NativeCall:
         else:
             self.made_bias = bias
 
+    def bias_gradient(self) -> Any:
+        """Add and return zeros to which the gradient of ``bias=`` is added."""
+        shape = shape_of_bias_gradient(self.problem, self.x.bias.shape)
+        gradient, to = np.zeros(shape, self.accumulator), self.call.bias_gradient[self.bias_place]
+        describe(to, gradient, self.problem.batch, self.offsets)
+        return gradient
+
     def _add_distances(self, numbers: Any, starts: Any) -> None:
         """Add a bias whose row i and key j read the number at start + j - i of their head."""
         to = self.call.bias[0]
@@ -196,7 +230,7 @@ class NativeCall:
         for name, size in self.sizes.items():
             if name not in OF_KEYS:
                 _move(getattr(part, name), size, rows.start)
-        for bias in part.bias:
+        for bias in (*part.bias, *part.bias_gradient):
             _move(bias, self.accumulator.itemsize, rows.start)
         part.low, part.high = self.call.low + rows.start, self.call.high + rows.start
         part.start[2] = (self.call.start[2] + rows.start) % 2**32

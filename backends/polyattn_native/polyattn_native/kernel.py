@@ -38,9 +38,9 @@ class Native(Kernel):
 
     name = "native"
     features = frozenset({
-        "backward", "batch_broadcast", "bias", "causal", "dropout", "grouped_heads", "jvp",
-        "logsumexp", "mask", "mask_expression", "query_offset", "query_offset_array", "scale",
-        "score_expression", "sinks", "softcap", "value_size", "window",
+        "backward", "batch_broadcast", "bias", "block_table", "causal", "dropout", "grouped_heads",
+        "jvp", "logsumexp", "mask", "mask_expression", "query_offset", "query_offset_array",
+        "scale", "score_expression", "sinks", "softcap", "value_size", "window",
     })  # fmt: skip
     batch_invariant = True
     takes_empty = False
@@ -59,8 +59,6 @@ class Native(Kernel):
         if not is_supported(problem):
             reasons.append("it computes temperatures and then biases by distance only")
         if "backward" in problem.features:
-            if problem.bias is not None and "bias" not in problem.constants:
-                reasons.append("it computes no gradient of a bias")
             if _has_arrays(problem):
                 reasons.append("it computes no gradients of the arrays in score_mod")
             if problem.scale == 0:
@@ -135,12 +133,17 @@ class Native(Kernel):
         if problem.softcap is not None:
             softcap = np.empty(rows, dtype)
             native.rows_of("softcap_gradient", softcap)
+        bias: Any = operands.bias
+        of_bias = None
+        if bias is not None and "bias" not in problem.constants:
+            of_bias = native.bias_gradient()
         native.run(library().polyattn_differentiate)
         scale = np.einsum("...d,...d->...", whole["query"], numbers(operands.query))
         scale = scale.sum(where=logsumexp != -np.inf) / problem.scale
         shapes = {name: getattr(operands, name).shape for name in whole}
         return Gradients(
             **{name: _summed(array, shapes[name]) for name, array in whole.items()},
+            bias=None if of_bias is None else _summed(of_bias, bias.shape),
             sinks=None if operands.sinks is None else _of_sinks(operands.sinks, logsumexp, delta),
             score_mod=[],
             similarity=[],
@@ -177,16 +180,10 @@ def _has_arrays(problem: Problem) -> bool:
 
 
 def _summed(gradient: Array, shape: tuple[int, ...]) -> Array:
-    """Return the sum over the batch axes along which an argument was broadcast."""
-    if gradient.shape == shape:
-        return gradient
-    lead = gradient.ndim - len(shape)
-    axes = tuple(
-        axis
-        for axis in range(gradient.ndim - 3)
-        if axis < lead or (shape[axis - lead] == 1 and gradient.shape[axis] != 1)
-    )
-    return gradient.sum(axis=axes).reshape(shape)
+    """Return the sum over the axes along which an argument was broadcast."""
+    whole = (1,) * (gradient.ndim - len(shape)) + shape
+    axes = tuple(axis for axis, size in enumerate(whole) if size < gradient.shape[axis])
+    return gradient.sum(axis=axes).reshape(shape) if axes else gradient.reshape(shape)
 
 
 def _of_sinks(sinks: Array, logsumexp: Array, delta: Array) -> Array:

@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 
 DTYPES = ("float32", "float64", "float16", "bfloat16")
-VERSION = 1
+VERSION = 2
 #: Names a lower instruction set than the processor's best.
 VARIABLE = "POLYATTN_NATIVE_ISA"
 
@@ -37,6 +37,8 @@ class CCall(ctypes.Structure):
         ("dtype", c_int32),
         ("threads", c_int32),
         *((n, CArray) for n in ("query", "key", "value", "output", "logsumexp")),
+        ("table", c_void_p),
+        ("page", c_int64),
         ("scale", c_double),
         ("softcap", c_double),
         ("has_low", c_int32),
@@ -56,6 +58,7 @@ class CCall(ctypes.Structure):
         *((n, CArray) for n in ("output_gradient", "logsumexp_gradient")),
         *((n, CArray) for n in ("query_gradient", "key_gradient", "value_gradient")),
         *((n, CArray) for n in ("delta", "softcap_gradient")),
+        ("bias_gradient", CArray * 2),
         *((n, CArray) for n in ("query_tangent", "key_tangent", "value_tangent", "bias_tangent")),
         ("sinks_tangent", c_void_p),
         *((n, CArray) for n in ("output_tangent", "logsumexp_tangent")),

@@ -56,11 +56,8 @@ class NativeOnJax(Kernel):
         )
         if kinds.count("dense") > 1 or not RANGES.issuperset(set(kinds) - {"dense"}):
             reasons.append("it takes an array and masks by position and lengths only")
-        if "backward" in problem.features:
-            if problem.bias is not None and "bias" not in problem.constants:
-                reasons.append("it computes no gradient of a bias")
-            if problem.scale == 0:
-                reasons.append("it computes no gradient of a scale of 0")
+        if "backward" in problem.features and problem.scale == 0:
+            reasons.append("it computes no gradient of a scale of 0")
         return reasons
 
     def __call__(
@@ -146,7 +143,7 @@ def prepared(problem: Problem, x: Operands) -> tuple[Problem, Operands]:
         device="",
         traced=True,
         bias_dtype=None,
-        constants=frozenset(),
+        constants=problem.constants & {"bias"},
         features=problem.features & {"logsumexp", "sinks", "bias", "dropout", "mask", "softcap"},
     )
     return problem, x._replace(mask=mask, query_offset=offset, seed=seed)
@@ -218,7 +215,8 @@ def _backward(
     given["output_gradient"] = cotangents.output.astype(exact)
     if cotangents.logsumexp is not None:
         given["logsumexp_gradient"] = cotangents.logsumexp.astype(exact)[..., None]
-    found = gradients(problem, other, given)
+    of_bias = x.bias is not None and "bias" not in problem.constants
+    found = gradients(problem, other, given, of_bias=of_bias)
     seen = given["logsumexp"] != -jnp.inf
     products = jnp.where(seen, found["query"] * arrays["query"].astype(exact), 0)
 
@@ -230,6 +228,7 @@ def _backward(
         query=shaped("query"),
         key=shaped("key"),
         value=shaped("value"),
+        bias=shaped("bias") if of_bias else None,
         sinks=found.get("sinks"),
         score_mod=[],
         similarity=[],

@@ -7,17 +7,19 @@ from typing import Any, Protocol
 
 import torch
 
-from polyattn.plugin import Cotangents, Gradients, Operands, Problem, Residuals
+from polyattn.plugin import CachePadding, Cotangents, Gradients, Operands, Problem, Residuals
 from polyattn_native.kernel import PLAIN
+from polyattn_native.visible import kind_of
 
 # Arguments that a program passes on beside numbers.
-_ARRAYS = ("mask", "bias", "sinks", "query_offset")
+_ARRAYS = ("mask", "bias", "sinks", "query_offset", "key_lengths", "block_table")
 _TENSORS = 3 + len(_ARRAYS)
-_TAKEN = PLAIN | {"mask", "bias", "sinks", "query_offset_array", "backward"}
+_BIAS = 3 + _ARRAYS.index("bias")
+_TAKEN = PLAIN | {"mask", "bias", "sinks", "query_offset_array", "block_table", "backward"}
 _ARGUMENTS = (
     "Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? bias, Tensor? sinks,"
-    " Tensor? query_offset, bool is_causal, SymInt? left, SymInt? right, SymInt? offset,"
-    " float scale, float? softcap"
+    " Tensor? query_offset, Tensor? key_lengths, Tensor? block_table, bool is_causal,"
+    " SymInt? left, SymInt? right, SymInt? offset, float scale, float? softcap"
 )
 # torch's functions for it have no types.
 _torch: Any = torch
@@ -25,7 +27,7 @@ _library = _torch.library.Library("polyattn_native", "DEF")
 _library.define(f"attend({_ARGUMENTS}) -> (Tensor, Tensor)")
 _library.define(
     "differentiate(Tensor output, Tensor logsumexp, Tensor of_output, Tensor? of_logsumexp,"
-    f" {_ARGUMENTS}) -> (Tensor, Tensor, Tensor)"
+    f" {_ARGUMENTS}, bool of_bias) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 
 
@@ -35,16 +37,15 @@ def reasons_against(problem: Problem) -> list[str]:
         return ["a program that torch.export writes would need it where it runs"]
     if torch._C._are_functorch_transforms_active():
         return ["it has no rule for torch.func under torch.compile"]
-    trained = sorted(problem.trained - {"query", "key", "value"})
-    if trained and torch.is_grad_enabled():
-        return [f"under torch.compile it computes no gradient of {', '.join(trained)}"]
-    others = sorted(problem.features - _TAKEN)
+    others = sorted(problem.features - _TAKEN - _of_lengths(problem))
     return [f"under torch.compile it does not compute {', '.join(others)}"] if others else []
 
 
-def differentiates(problem: Problem) -> bool:
-    """Return whether the operator computes the gradients that are asked for."""
-    return "sinks" not in problem.features or "sinks" in problem.constants
+def _of_lengths(problem: Problem) -> set[str]:
+    """Return the feature that a mask is if it is one of lengths of keys only."""
+    spec: Any = problem.mask_spec
+    is_one = kind_of(spec) == "padding" and spec.query_lengths is None
+    return {"mask_expression"} if is_one else set()
 
 
 def attend(problem: Problem, x: Operands) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -61,18 +62,31 @@ def attend(problem: Problem, x: Operands) -> tuple[torch.Tensor, torch.Tensor | 
 def differentiate(
     problem: Problem, x: Operands, residuals: Residuals, cotangents: Cotangents
 ) -> Gradients:
-    """Return the gradients of query, key and value by the operator."""
+    """Return the gradients of arrays by the operator."""
     given = residuals.output, residuals.logsumexp, cotangents.output, cotangents.logsumexp
-    found = torch.ops.polyattn_native.differentiate(*given, *_arguments(problem, x))
-    query, key, value = found
-    return Gradients(query, key, value, score_mod=[], similarity=[])
+    of_bias = x.bias is not None and "bias" not in problem.constants
+    found = torch.ops.polyattn_native.differentiate(*given, *_arguments(problem, x), of_bias)
+    query, key, value, bias, sinks = found
+    return Gradients(
+        query,
+        key,
+        value,
+        bias if of_bias else None,
+        None if x.sinks is None else sinks,
+        score_mod=[],
+        similarity=[],
+    )
 
 
 def _arguments(problem: Problem, x: Operands) -> tuple[Any, ...]:
     offset = x.query_offset if problem.query_offset is None else None
+    mask: Any = x.mask
+    lengths = None
+    if problem.mask_spec is not None:
+        mask, lengths = None, torch.as_tensor(mask.key_lengths)
     return (
-        x.query, x.key, x.value, x.mask, x.bias, x.sinks, offset, problem.is_causal,
-        *problem.window, problem.query_offset, problem.scale, problem.softcap,
+        x.query, x.key, x.value, mask, x.bias, x.sinks, offset, lengths, x.block_table,
+        problem.is_causal, *problem.window, problem.query_offset, problem.scale, problem.softcap,
     )  # fmt: skip
 
 
@@ -101,7 +115,11 @@ def register(kernel: Computing) -> None:
         output: Any, logsumexp: Any, of_output: Any, of_logsumexp: Any, *arguments: Any
     ) -> tuple[Any, ...]:
         given = Residuals(output, logsumexp), Cotangents(of_output, of_logsumexp)
-        return tuple(kernel.differentiate(*_call(*arguments), *given)[:3])
+        problem, x = _call(*arguments[:-1])
+        if not arguments[-1]:  # whether the gradient of the bias is asked for
+            problem = problem._replace(constants=frozenset(["bias"]))
+        found = kernel.differentiate(problem, x, *given)[:5]
+        return tuple([logsumexp.new_empty(0) if one is None else one for one in found])
 
     for name, compute, fake in (
         ("attend", attend, _attend_fake),
@@ -114,19 +132,27 @@ def register(kernel: Computing) -> None:
     )
 
 
-def _attend_fake(query: Any, key: Any, value: Any, *_: Any) -> Any:
-    batch = _torch.broadcast_shapes(*[one.shape[:-3] for one in (query, key, value)])
+def _attend_fake(query: Any, key: Any, value: Any, *rest: Any) -> Any:
+    table = rest[len(_ARRAYS) - 1]
+    batch = _batch(*[None if x is None else x.shape for x in (query, key, value, table)])
     rows = (*batch, *query.shape[-3:-1])
     logsumexp = query.new_empty(rows, dtype=_accumulator(query.dtype))
     return query.new_empty((*rows, value.shape[-1])), logsumexp
 
 
+def _batch(query: Any, key: Any, value: Any, table: Any) -> Any:
+    keys = [key[:-3], value[:-3]] if table is None else [table[:-1]]
+    return _torch.broadcast_shapes(query[:-3], *keys)
+
+
 def _differentiate_fake(
     output: Any, logsumexp: Any, of_output: Any, of_logsumexp: Any,
-    query: Any, key: Any, value: Any, *_: Any,
+    query: Any, key: Any, value: Any, mask: Any, bias: Any, sinks: Any, *rest: Any,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
     dtype = _accumulator(query.dtype)
-    return tuple([one.new_empty(one.shape, dtype=dtype) for one in (query, key, value)])
+    found = query, key, value, bias if rest[-1] else None, sinks
+    shapes = [0 if one is None else one.shape for one in found]
+    return tuple([query.new_empty(shape, dtype=dtype) for shape in shapes])
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
@@ -138,9 +164,12 @@ def _gradients(ctx: Any, of_output: Any, of_logsumexp: Any) -> tuple[Any, ...]:
     *tensors, output, logsumexp = ctx.saved_tensors
     if of_output is None:
         of_output = torch.zeros_like(output)
-    given = output, logsumexp, of_output, of_logsumexp, *tensors, *ctx.numbers
-    found = torch.ops.polyattn_native.differentiate(*given)
-    return (*found, *[None] * (len(tensors) - len(found) + len(ctx.numbers)))
+    needed = ctx.needs_input_grad
+    given = output, logsumexp, of_output, of_logsumexp, *tensors, *ctx.numbers, needed[_BIAS]
+    query, key, value, bias, sinks = torch.ops.polyattn_native.differentiate(*given)
+    found = [query, key, value, None, bias, sinks]
+    rest = [None] * (len(needed) - len(found))
+    return *[one if needs else None for one, needs in zip(found, needed, strict=False)], *rest
 
 
 def _accumulator(dtype: torch.dtype) -> torch.dtype:
@@ -154,25 +183,29 @@ def _call(query: Any, key: Any, value: Any, *rest: Any) -> tuple[Problem, Operan
     shapes = [tuple(one.shape) for one in (query, key, value)]
     facts = [None if one is None else (tuple(one.shape), one.dtype) for one in arrays]
     problem = _problem(*shapes, query.dtype, *facts, *numbers)
+    if options["key_lengths"] is not None:
+        options["mask"] = CachePadding(options["key_lengths"])
     return problem, Operands(query, key, value, **options)
 
 
 @lru_cache(maxsize=4096)
 def _problem(
     query: Any, key: Any, value: Any, dtype: Any, mask: Any, bias: Any, sinks: Any, positions: Any,
-    is_causal: bool, left: Any, right: Any, offset: Any, scale: float, softcap: float | None,
+    lengths: Any, table: Any, is_causal: bool, left: Any, right: Any, offset: Any, scale: float,
+    softcap: float | None,
 ) -> Problem:  # fmt: skip
     arrays = {"mask": mask, "bias": bias, "sinks": sinks, "query_offset_array": positions}
+    arrays |= {"mask_expression": lengths, "block_table": table}
     given = [name for name, one in arrays.items() if one is not None]
     return Problem(
         library="torch",
         device="cpu",
         dtype=str(dtype).removeprefix("torch."),
-        batch=tuple(_torch.broadcast_shapes(query[:-3], key[:-3], value[:-3])),
+        batch=tuple(_batch(query, key, value, table and table[0])),
         heads=query[-3],
         key_heads=key[-3],
         query_length=query[-2],
-        key_length=key[-2],
+        key_length=key[-2] * (table[0][-1] if table else 1),
         head_size=query[-1],
         value_size=value[-1],
         is_causal=is_causal,

@@ -55,6 +55,7 @@ def visible(problem: Problem, x: Operands) -> Visible:
     if problem.query_offset is None and problem.band is not None and _is_wide(band(problem)):
         ranges.add(problem.band)
     conditions: tuple[Any, ...] = ()
+    by_rows = False
     if isinstance(x.mask, Mask):
         conditions = x.mask.conditions
     elif x.mask is not None:
@@ -63,8 +64,8 @@ def visible(problem: Problem, x: Operands) -> Visible:
         if array is None and kind_of(mask) == "dense":
             array = mask.array
         elif not ranges.add(mask):
-            return Visible(ranges.first, ranges.stop, by_rows=True)
-    return Visible(ranges.first, ranges.stop, array)
+            by_rows = True
+    return Visible(ranges.first, ranges.stop, None if by_rows else array, by_rows)
 
 
 def kind_of(expression: Expression) -> str:

@@ -15,7 +15,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax._src import dispatch
 from jax.extend.core import Primitive
 from jax.interpreters import ad as untyped_ad
 from jax.interpreters import batching, mlir
@@ -31,6 +30,7 @@ from polyattn.plugin import (
     Tangents,
     with_rank,
 )
+from polyattn_native.call import shape_of_bias_gradient
 from polyattn_native.library import library
 from polyattn_native.xla_words import ADDRESSES, NUMBERS, PRODUCTS, result_shapes, words
 
@@ -58,6 +58,7 @@ class Fallback:
 
     def __call__(self, function: str, problem: Problem, arrays: Arrays) -> list[Array]:
         """Return what a function of the library does."""
+        of_bias = problem.bias
         problem, x = operands(problem, arrays)
         if function == "attend":
             output, logsumexp = self.kernel(problem, x, self.backend)
@@ -69,10 +70,10 @@ class Fallback:
             moved = self.kernel.jvp(problem, x, residuals, Tangents(**given), self.backend)
             assert moved[1] is not None
             return [moved[0], moved[1][..., None]]
-        return self._gradients(problem, x, residuals, arrays)
+        return self._gradients(problem, x, residuals, arrays, of_bias)
 
     def _gradients(
-        self, problem: Problem, x: Operands, residuals: Residuals, arrays: Arrays
+        self, problem: Problem, x: Operands, residuals: Residuals, arrays: Arrays, of_bias: Any
     ) -> list[Array]:
         output, logsumexp = arrays["output_gradient"], arrays.get("logsumexp_gradient")
         cotangents = Cotangents(output, None if logsumexp is None else logsumexp[..., 0])
@@ -80,6 +81,9 @@ class Fallback:
             name: jnp.broadcast_to(array, (*problem.batch, *array.shape[-3:]))
             for name, array in (("query", x.query), ("key", x.key), ("value", x.value))
         }
+        if of_bias is not None:
+            whole["bias"] = jnp.broadcast_to(arrays["bias"], of_bias)
+            problem = problem._replace(bias=of_bias)
         x = x._replace(**whole)
         found = self.kernel.backward(problem, x, residuals, cotangents, self.backend)
         delta = jnp.sum(residuals.output.astype(output.dtype) * output, axis=-1, keepdims=True)
@@ -88,6 +92,9 @@ class Fallback:
         if problem.softcap is not None:  # of the rows only their sum is used
             assert found.softcap is not None
             results.append(jnp.full(delta.shape, found.softcap / math.prod(delta.shape)))
+        if of_bias is not None:
+            assert found.bias is not None
+            results.append(found.bias)
         return results
 
 
@@ -191,20 +198,34 @@ def _lower(context: Any, *values: Any, **about: Any) -> Any:
     _registered()
     function, problem = about["function"], about["problem"]
     names = (*about["names"], *result_shapes(function, problem))
+    aliases = {}
+    if "bias_gradient" in about["names"]:  # the zeros to which it is added
+        aliases = {names.index("bias_gradient"): len(context.avals_out) - 1}
     shapes = [aval.shape for aval in (*context.avals_in, *context.avals_out)]
     attributes = words(function, problem, names, shapes)
-    return ffi.ffi_lowering(f"polyattn_{function}")(context, *values, **attributes)
+    lower = ffi.ffi_lowering(f"polyattn_{function}", operand_output_aliases=aliases)
+    return lower(context, *values, **attributes)
 
 
 def _is_of_one_device(context: Any) -> bool:
     """Return whether a program is for one device, or for the part of each, by shard_map."""
     if hasattr(context, "num_devices"):
-        return bool(context.num_devices == 1)
+        count = context.num_devices
+        return bool((jax.device_count() if count is None else count) == 1)
     return set(context.mesh.axis_names) <= set(getattr(context, "manual_axes", ()))
 
 
-# The lowering needs to know the devices, also for what the other kernel has in it.
-dispatch.prim_requires_devices_during_lowering.add(primitive)
+def _ask_for_devices() -> None:
+    """Let the lowering know the devices, also for what the other kernel has in it."""
+    try:  # JAX has no public way; without this one it tells less, and more is left to XLA
+        from jax._src import dispatch
+
+        dispatch.prim_requires_devices_during_lowering.add(primitive)
+    except (ImportError, AttributeError):
+        pass
+
+
+_ask_for_devices()
 # And JAX caches by other facts; older versions cache nothing.
 _options: dict[str, Any] = {}
 if "cacheable" in inspect.signature(mlir.register_lowering).parameters:
@@ -226,11 +247,14 @@ def _batch(arrays: Any, axes: Any, **about: Any) -> tuple[Any, Any]:
     size = next(array.shape[axis] for _, array, axis in named if axis is not None)
 
     def moved(name: str, array: Array, axis: int | None) -> Array:
+        if name == "bias_gradient":
+            return jnp.zeros((size, *problem.bias), array.dtype)
         if axis is not None:
             return jnp.moveaxis(array, axis, 0)
         return array if name in WITHOUT_BATCH else array[None]
 
-    about["problem"] = problem._replace(batch=(size, *problem.batch))
+    of_bias = None if problem.bias is None else (size, *problem.bias)
+    about["problem"] = problem._replace(batch=(size, *problem.batch), bias=of_bias)
     found = primitive.bind(*[moved(*one) for one in named], **about)
     return found, [0] * len(found)
 
@@ -273,7 +297,7 @@ def _transpose(cotangents: Any, *arrays: Any, **about: Any) -> list[Any]:
     names, problem, fallback = about["names"], about["problem"], about["fallback"]
     linear = {n: a.aval for n, a in zip(names, arrays, strict=True) if ad.is_undefined_primal(a)}
     given = {n: a for n, a in zip(names, arrays, strict=True) if n not in linear}
-    if about["function"] != "push_forward" or "bias_tangent" in linear:
+    if about["function"] != "push_forward":
         found = _transposed_program(cotangents, given, linear, about)
     else:
         of_output, of_logsumexp = cotangents
@@ -281,7 +305,7 @@ def _transpose(cotangents: Any, *arrays: Any, **about: Any) -> list[Any]:
         given["output_gradient"] = ad.instantiate_zeros(of_output)
         if not isinstance(of_logsumexp, ad.Zero):
             given["logsumexp_gradient"] = of_logsumexp
-        found = gradients(problem, fallback, given)
+        found = gradients(problem, fallback, given, of_bias="bias_tangent" in linear)
         found = {name: found[name.removesuffix("_tangent")] for name in linear}
         found = {n: summed(gradient, linear[n].shape) for n, gradient in found.items()}
     return [found.get(name) for name in names]
@@ -302,19 +326,24 @@ def _transposed_program(cotangents: Any, given: Arrays, linear: Any, about: Any)
     return found[0]
 
 
-def gradients(problem: Problem, fallback: Fallback, given: Arrays) -> Arrays:
-    """Return the gradients of query, key and value in all batch items, sinks and softcap."""
+def gradients(problem: Problem, fallback: Fallback, given: Arrays, *, of_bias: bool) -> Arrays:
+    """Return gradients by argument: those of query, key and value in all batch items."""
+    if of_bias:
+        shape = shape_of_bias_gradient(problem, given["bias"].shape)
+        problem = problem._replace(bias=shape)
+        given = given | {"bias_gradient": jnp.zeros(shape, problem.accumulator)}
     results = run("differentiate", problem, fallback, given)
-    query, key, value, delta, *softcap = results
-    found = {"query": query, "key": key, "value": value}
+    names = [name.removesuffix("_gradient") for name in result_shapes("differentiate", problem)]
+    found = dict(zip(names, results, strict=True))
+    delta = found.pop("delta")
     if "sinks" in given:
         logsumexp = given["logsumexp"][..., 0]
         shift = jnp.where(logsumexp == -jnp.inf, 0, logsumexp)
         by_head = with_rank(given["sinks"].astype(shift.dtype)[:, None], shift.ndim)
         weights = jnp.exp(by_head - shift) * delta[..., 0]
         found["sinks"] = -jnp.sum(weights, axis=(*range(weights.ndim - 2), -1))
-    if softcap:
-        found["softcap"] = jnp.sum(softcap[0])
+    if "softcap" in found:
+        found["softcap"] = jnp.sum(found["softcap"])
     return found
 
 

@@ -40,7 +40,9 @@ def words(
         places.append(field.offset)
         if name in ADDRESSES:
             continue
-        array = call.bias[0] if name == "bias" else getattr(call, name)
+        array = getattr(call, name)
+        if name in ("bias", "bias_gradient"):
+            array = array[0]
         offsets = lay_out(array, shape, contiguous(shape), problem.batch)
         if offsets is not None:
             tables += [field.offset + CArray.offsets.offset, end]
@@ -76,4 +78,6 @@ def result_shapes(function: str, problem: Problem) -> dict[str, tuple[tuple[int,
     }
     if problem.softcap is not None:
         found["softcap_gradient"] = rows
+    if problem.bias is not None:  # the gradient's shape
+        found["bias_gradient"] = problem.bias
     return {name: (shape, dtype) for name, shape in found.items()}

@@ -1,18 +1,14 @@
-// The gradients of a call. The weights are computed again from the logsumexp: p = exp(s - logsumexp).
-// With d = output gradient · output, the gradient of a score is p · (output gradient · value - d).
+// The gradients of a call.
 //
 // A task has the rows of a key head, or one of a few parts of them, and adds to the gradients of its
 // keys group by group. So the order of the sums does not depend on the number of threads.
 #pragma once
 #include "products.h"
-#include "scores.h"
+#include "tile.h"
+#include "turns.h"
 #include "work.h"
 
 namespace POLYATTN_UNIT {
-
-// Panels of a group of rows, and keys of a block: their weights stay in the cache.
-constexpr int GROUP = 4;
-constexpr int KEYS = 128;
 
 template <typename T> class Backward {
 public:
@@ -22,7 +18,8 @@ public:
         const int64_t pairs = call.items * call.key_heads;
         work.tasks = pairs * parts_of(call);
         work.scratch = place(call, work);
-        work.shared = (size_t)pairs * (parts_of(call) - 1) * size_of_part(call) * sizeof(T);
+        work.shared =
+            Turns::size(call, work.tasks) + (size_t)pairs * (parts_of(call) - 1) * size_of_part(call) * sizeof(T);
         work.begin = [](const PolyattnCall& c, const Work& w, int64_t task, void* scratch) {
             Backward(c, w, scratch).begin(task);
         };
@@ -33,11 +30,10 @@ public:
 
 private:
     static constexpr int width = Lanes<T>::width;
-    // The logsumexp of a row that sees no key, in place of -inf: its weights are 0.
-    static constexpr T NOTHING = (T)1e30;
+    static constexpr T NOTHING = Tile<T>::NOTHING;
 
     struct Task {
-        int64_t item, key_head, part;
+        int64_t number, item, key_head, part;
         int64_t next_row, stop_row;
         int panels;    // of the group at hand; 0 before it is begun
         Range keys;    // that some row of the group sees
@@ -52,18 +48,21 @@ private:
     T *queries, *gradients;                 // [panel][element][lane]
     T *query_columns, *gradient_columns;    // [columns][row][lane]
     T* query_sums;                          // [panel][element][lane]
-    T *weights, *shares;                    // [panel][key][lane]: p and the gradients of the scores
-    T *raw, *bounded;                       // [key][lane], with a softcap
-    T *logsumexp, *delta, *softcap_sums;    // [row]
+    Tile<T> tile;
     T* key_sums;                            // [columns][key][lane]
     T *key_block, *value_block;
-    uint8_t* bytes;
 
-    // Few heads are cut into two parts, for two threads. That depends on the sizes of an item alone, so
+    // Few heads are cut into two parts, for two threads. That depends on the sizes of an item only, so
     // its sums do not depend on the batch.
     static int64_t parts_of(const PolyattnCall& call) {
+        for (const PolyattnArray& bias : call.bias_gradient) {  // rows of both parts would add to a number
+            if (bias.data && (bias.row == 0 || bias.row == -1)) return 1;
+        }
         const int64_t rows = call.rows * (call.heads / call.key_heads), group = GROUP * 2 * width;
         return call.key_heads < 4 && !call.is_part && rows > group ? 2 : 1;
+    }
+    static char* parts_in(void* shared, const PolyattnCall& call, const Work& work) {
+        return (char*)shared + Turns::size(call, work.tasks);
     }
     static int64_t size_of_part(const PolyattnCall& call) { return call.keys * (call.head_size + call.value_size); }
     static int64_t columns_of(int64_t size) { return (size + 2 * width - 1) / (2 * width); }
@@ -88,17 +87,10 @@ private:
         b.query_columns = pieces.take<T>(rows * columns_of(call.head_size) * lanes);
         b.gradient_columns = pieces.take<T>(rows * columns_of(call.value_size) * lanes);
         b.query_sums = pieces.take<T>(rows * (call.head_size + width));
-        b.weights = pieces.take<T>(rows * KEYS);
-        b.shares = pieces.take<T>(rows * KEYS);
-        b.raw = pieces.take<T>(call.softcap != 0 ? lanes * KEYS : 0);
-        b.bounded = pieces.take<T>(call.softcap != 0 ? lanes * KEYS : 0);
-        b.logsumexp = pieces.take<T>(rows);
-        b.delta = pieces.take<T>(rows);
-        b.softcap_sums = pieces.take<T>(rows);
+        b.tile.place(call, pieces);
         b.key_sums = pieces.take<T>(widest * KEYS * lanes);
         b.key_block = pieces.take<T>(converts(call) ? KEYS * call.head_size : 0);
         b.value_block = pieces.take<T>(converts(call) ? KEYS * call.value_size : 0);
-        b.bytes = pieces.take<uint8_t>(KEYS * lanes + 64);
         return pieces.used();
     }
 
@@ -108,6 +100,7 @@ private:
         const int64_t parts = parts_of(call), group = call.heads / call.key_heads;
         const int64_t pair = number / parts, size = work_.rows;
         const int64_t rows = call.rows * group, groups = (rows + size - 1) / size;
+        task->number = number;
         task->item = pair / call.key_heads;
         task->key_head = pair % call.key_heads;
         task->part = number % parts;
@@ -129,7 +122,7 @@ private:
     T* part_sums() const {
         const int64_t pair = task->item * call.key_heads + task->key_head;
         const int64_t before = pair * (parts_of(call) - 1) + task->part - 1;
-        return (T*)work_.shared_memory + before * size_of_part(call);
+        return (T*)parts_in(work_.shared_memory, call, work_) + before * size_of_part(call);
     }
     T* key_row(int64_t key) const {
         if (task->part) return part_sums() + key * call.head_size;
@@ -140,9 +133,9 @@ private:
         return at<T>(call.value_gradient, task->item, task->key_head, key);
     }
 
-    static void join_parts(const PolyattnCall& call, const Work&, void* shared) {
+    static void join_parts(const PolyattnCall& call, const Work& work, void* shared) {
         const int64_t parts = parts_of(call);
-        const T* sums = (const T*)shared;
+        const T* sums = (const T*)parts_in(shared, call, work);
         for (int64_t pair = 0; pair < call.items * call.key_heads; ++pair) {
             const int64_t item = pair / call.key_heads, head = pair % call.key_heads;
             for (int64_t part = 1; part < parts; ++part) {
@@ -162,17 +155,23 @@ private:
     }
 
     bool step() {
-        if (task->panels == 0) {
-            if (task->next_row >= task->stop_row) return true;
-            begin_group();
-        }
-        if (task->next < task->keys.stop) {
+        const Turns turns(call, parts_of(call), work_.shared_memory);
+        if (task->panels == 0 && task->next_row < task->stop_row) begin_group();
+        if (task->panels > 0 && task->next < task->keys.stop) {
+            const int64_t blocks = (call.keys + KEYS - 1) / KEYS, heads = call.heads / call.key_heads;
+            const int64_t block = panels[0].first_row / work_.rows * blocks + task->next / KEYS;
+            // Grouped heads of a position may lie in more than one group of rows.
+            const int64_t more = (heads - 1 + work_.rows - 1) / work_.rows * blocks;
+            if (!turns.is_open(task->number, block + more)) return false;
             add_block({most(task->next, task->keys.first), least(task->next + KEYS, task->keys.stop)});
             task->next += KEYS;
+            turns.pass(task->number, block);
+            if (task->next < task->keys.stop) return false;
         }
-        if (task->next < task->keys.stop) return false;
-        end_group();
-        return task->next_row >= task->stop_row;
+        if (task->panels > 0) end_group();
+        if (task->next_row < task->stop_row || !turns.is_open(task->number, Turns::LAST)) return false;
+        turns.pass(task->number, Turns::LAST);
+        return true;
     }
 
     void begin_group() {
@@ -191,16 +190,13 @@ private:
             ++task->panels;
         }
         clear(query_sums, work_.rows * call.head_size);
-        clear(softcap_sums, work_.rows);
+        clear(tile.softcap_sums, work_.rows);
         task->next = task->keys.first / KEYS * KEYS;
     }
 
-    // Panels have room for two vectors each, also the last with one.
-    int64_t start_of(int panel) const { return (int64_t)panel * 2 * width; }
-
     void read_rows(const Panel<T>& panel, int number) {
         const int lanes = panel.lanes();
-        const int64_t start = start_of(number);
+        const int64_t start = tile.start_of(number);
         const T* query_rows[2 * width];
         const T* gradient_rows[2 * width];
         for (int lane = 0; lane < lanes; ++lane) {
@@ -213,13 +209,13 @@ private:
             const T found = *at<T>(call.logsumexp, task->item, head, row);
             const bool is_used = lane < panel.used && found != -infinity<T>();
             // The weights of a row that sees no key are 0.
-            logsumexp[r] = found == -infinity<T>() ? NOTHING : found;
+            tile.logsumexp[r] = found == -infinity<T>() ? NOTHING : found;
             T d = 0;
             if (is_used) {
                 d = dot(gradient_rows[lane], at<T>(call.output, task->item, head, row), call.value_size);
                 if (call.logsumexp_gradient.data) d -= *at<T>(call.logsumexp_gradient, task->item, head, row);
             }
-            delta[r] = d;
+            tile.delta[r] = d;
             if (lane < panel.used) *at<T>(call.delta, task->item, head, row) = d;
             if (!is_used) continue;
             as_columns(query_rows[lane], call.head_size, (T)call.scale, r, query_columns);
@@ -231,7 +227,7 @@ private:
         T* to = gradients + start * call.value_size;
         transpose_rows(gradient_rows, lanes, call.value_size, (T)(1 / call.keep), to);
         for (int lane = 0; lane < lanes; ++lane) {
-            if (lane < panel.used && logsumexp[start + lane] != NOTHING) continue;
+            if (lane < panel.used && tile.logsumexp[start + lane] != NOTHING) continue;
             for (int64_t e = 0; e < call.value_size; ++e) to[e * lanes + lane] = 0;
         }
     }
@@ -257,7 +253,7 @@ private:
     void end_group() {
         for (int number = 0; number < task->panels; ++number) {
             const Panel<T>& panel = panels[number];
-            const int64_t start = start_of(number);
+            const int64_t start = tile.start_of(number);
             T* rows[2 * width];
             T factor[2 * width];
             for (int lane = 0; lane < panel.lanes(); ++lane) {
@@ -267,7 +263,7 @@ private:
                 rows[lane] = at<T>(call.query_gradient, task->item, panel.head[lane], panel.row[lane]);
                 if (call.softcap_gradient.data) {
                     *at<T>(call.softcap_gradient, task->item, panel.head[lane], panel.row[lane]) =
-                        softcap_sums[start + lane];
+                        tile.softcap_sums[start + lane];
                 }
             }
             write_rows(query_sums + start * call.head_size, factor, panel.lanes(), call.head_size, rows);
@@ -284,88 +280,25 @@ private:
         const int64_t count = block.stop - block.first;
         bool hides = false;
         for (int number = 0; number < task->panels; ++number) {
-            hides = differentiate(number, block, keys, values) || hides;
+            const int64_t start = tile.start_of(number);
+            hides = tile.write(call, task->item, number, panels[number], block, keys, values,
+                               queries + start * call.head_size, gradients + start * call.value_size) ||
+                    hides;
         }
         // What is hidden has the weight -0: it counts where it meets a number that is not finite.
         const bool careful = hides && !(task->finite && is_finite(keys, count, call.head_size));
         for (int number = 0; number < task->panels; ++number) {
             add_to_queries(number, keys, count, careful);
         }
-        add_to_keys(block, shares, query_columns, call.head_size, careful, false);
-        add_to_keys(block, weights, gradient_columns, call.value_size, careful, true);
-    }
-
-    T* weights_of(int number) { return weights + start_of(number) * KEYS; }
-    T* shares_of(int number) { return shares + start_of(number) * KEYS; }
-
-    // Write the weights of a panel and the gradients of its scores; return whether any is hidden.
-    bool differentiate(int number, Range block, Matrix<T> keys, Matrix<T> values) {
-        Panel<T>& panel = panels[number];
-        const int lanes = panel.lanes();
-        const int64_t count = block.stop - block.first, size = count * lanes;
-        T *p = weights_of(number), *g = shares_of(number);
-        const Range seen = {most(block.first, panel.some.first), least(block.stop, panel.some.stop)};
-        Flags flags = {true, true};
-        if (seen.first < seen.stop && call.mask.data) flags = read_mask(call, task->item, panel, block, bytes);
-        if (seen.first >= seen.stop || !flags.any) {
-            for (int64_t i = 0; i < size; ++i) p[i] = g[i] = (T)-0.0;
-            return true;
-        }
-        const T* query = queries + start_of(number) * call.head_size;
-        const T* gradient = gradients + start_of(number) * call.value_size;
-        multiply_rows_of(panel, count, keys, query, call.head_size, p);
-        multiply_rows_of(panel, count, values, gradient, call.value_size, g);
-        if (call.softcap != 0) {
-            for (int64_t i = 0; i < size; ++i) raw[i] = p[i];
-            cap<T>(p, size, (T)call.softcap, bounded);
-        }
-        for (const PolyattnArray& bias : call.bias) {
-            if (bias.data) add_bias<T>(bias, task->item, panel, block, p);
-        }
-        const bool inside = block.first >= panel.every.first && block.stop <= panel.every.stop;
-        if (!inside) hide_outside(panel, block, p);
-        if (!flags.all) keep_set<T>(p, size, bytes, -infinity<T>());
-        if (call.has_dropout) {
-            read_dropout(call, task->item, panel, block, bytes);
-            keep_set<T>(g, size, bytes, 0);
-        }
-        if (panel.count == 2) weigh<2>(number, count, p, g);
-        else weigh<1>(number, count, p, g);
-        return !inside || !flags.all || call.bias[0].data || call.bias[1].data;
-    }
-
-    template <int Count> void weigh(int number, int64_t count, T* p, T* g) {
-        constexpr int lanes = Count * width;
-        const int64_t start = start_of(number);
-        const T largest = sizeof(T) == 4 ? 88 : 709;
-        const Vector<T> hidden = all<T>((T)-0.0);
-        for (int v = 0; v < lanes; v += width) {
-            const Vector<T> total = load(logsumexp + start + v), d = load(delta + start + v);
-            Vector<T> softcap_sum = load(softcap_sums + start + v);
-            for (int64_t i = v; i < count * lanes; i += lanes) {
-                const Vector<T> s = load(p + i), x = s - total;
-                Vector<T> weight = exp<T>(select<T>(x > largest, all<T>(largest), x));
-                Vector<T> share = weight * (load(g + i) - d) + 0;
-                const Ints<T> is_hidden = s == -infinity<T>();
-                if (call.softcap != 0) {
-                    const Vector<T> t = load(bounded + i), slope = 1 - t * t;
-                    const Vector<T> of_cap = share * (t - load(raw + i) / (T)call.softcap * slope);
-                    softcap_sum += select<T>(is_hidden, Vector<T>{}, of_cap);
-                    share = share * slope + 0;
-                }
-                if (call.has_dropout) weight = select<T>(is_set<T>(bytes + i), weight, Vector<T>{});
-                store<T>(p + i, select<T>(is_hidden, hidden, weight));
-                store<T>(g + i, select<T>(is_hidden, hidden, share));
-            }
-            store<T>(softcap_sums + start + v, softcap_sum);
-        }
+        add_to_keys(block, tile.shares, query_columns, call.head_size, careful, false);
+        add_to_keys(block, tile.weights, gradient_columns, call.value_size, careful, true);
     }
 
     void add_to_queries(int number, Matrix<T> keys, int64_t count, bool careful) {
         const Panel<T>& panel = panels[number];
-        T* sums = query_sums + start_of(number) * call.head_size;
+        T* sums = query_sums + tile.start_of(number) * call.head_size;
         const Onto<T> onto = {true, nullptr};
-        multiply_weights(panel, call.head_size, keys, shares_of(number), count, sums, onto, careful);
+        multiply_weights(panel, call.head_size, keys, tile.shares_of(number), count, sums, onto, careful);
     }
 
     static void add_seen(T factor, T number, T& sum) {
@@ -384,8 +317,8 @@ private:
                 multiply_seen(count, factors, from, sums);
                 continue;
             }
-            const Matrix<T> all_lanes = {factors, lanes, whole, KEYS * lanes};
-            if (whole) multiply<T, 2, INNER>(count, all_lanes, from, lanes, sums);
+            const Matrix<T> all_lanes = {factors, lanes, lanes, KEYS * lanes};
+            if (whole) multiply<T, 2, INNER>(count, all_lanes, from, whole * lanes, sums);
             if (whole <= last) {
                 const Matrix<T> half = {factors + (int64_t)whole * KEYS * lanes, width};
                 multiply<T, 2, INNER>(count, half, from + whole * lanes * lanes, width, sums, {whole > 0, nullptr});
@@ -410,8 +343,8 @@ private:
                     // As the fast product adds them up: the last panel by itself if it is half.
                     if (size < lanes) before = sum, sum = 0;
                     for (int lane = 0; lane < size; ++lane) {
-                        add_seen(factors[start_of(number) * KEYS + key * size + lane],
-                                 columns[(start_of(number) + lane) * lanes + column], sum);
+                        add_seen(factors[tile.start_of(number) * KEYS + key * size + lane],
+                                 columns[(tile.start_of(number) + lane) * lanes + column], sum);
                     }
                 }
                 sums[key * lanes + column] = sum + before;

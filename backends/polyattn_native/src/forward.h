@@ -70,8 +70,8 @@ private:
         f.outputs = pieces.take<T>(rows * (call.value_size + width));
         f.scores = pieces.take<T>(BLOCK * 2 * width);
         f.bytes = pieces.take<uint8_t>(BLOCK * 2 * width + 64);
-        f.key_block = pieces.take<T>(converts(call) ? BLOCK * call.head_size : 0);
-        f.value_block = pieces.take<T>(converts(call) ? BLOCK * call.value_size : 0);
+        f.key_block = pieces.take<T>(copies(call) ? BLOCK * call.head_size : 0);
+        f.value_block = pieces.take<T>(copies(call) ? BLOCK * call.value_size : 0);
         return pieces.used();
     }
 
@@ -139,9 +139,8 @@ private:
             }
             if (!flags.any) continue;
             const int64_t skipped = seen.first - block.first;
-            const Matrix<T> some = {keys.data + skipped * keys.stride, keys.stride};
-            const Matrix<T> some_values = {values.data + skipped * values.stride, values.stride};
-            if (i == 0 && !converts(call)) multiply_ahead(panel, some, some_values, seen);
+            const Matrix<T> some = keys.after(skipped), some_values = values.after(skipped);
+            if (i == 0 && !copies(call)) multiply_ahead(panel, some, some_values, seen);
             else multiply_rows_of(panel, seen.stop - seen.first, some, query_of(i), call.head_size, scores);
             adjust(panel, seen);
             const bool hides = hide(panel, seen, flags.all);
@@ -152,18 +151,17 @@ private:
 
     // The scores of the first panel, while the next keys and the values are on their way.
     void multiply_ahead(const Panel<T>& panel, Matrix<T> keys, Matrix<T> values, Range seen) {
-        const int64_t count = seen.stop - seen.first, left = call.keys - seen.first;
+        const int64_t count = seen.stop - seen.first, left = task->keys.stop - seen.first;
         for (int64_t key = 0; key < count; key += AHEAD) {
             const int64_t stop = least(key + AHEAD, count);
             for (int64_t next = stop; next < least(stop + AHEAD, left); ++next) {
-                prefetch(keys.data + next * keys.stride, call.head_size);
+                prefetch(keys.at(next), call.head_size);
             }
             for (int64_t now = key; now < stop; ++now) {
-                prefetch(values.data + now * values.stride, call.value_size);
+                prefetch(values.at(now), call.value_size);
             }
-            const Matrix<T> part = {keys.data + key * keys.stride, keys.stride};
             T* to = scores + key * panel.lanes();
-            multiply_rows_of(panel, stop - key, part, query_of(0), call.head_size, to);
+            multiply_rows_of(panel, stop - key, keys.after(key), query_of(0), call.head_size, to);
         }
     }
 

@@ -25,6 +25,11 @@ typedef struct {
     PolyattnArray query, key, value, output;  // their last axis is contiguous; the output of a
                                               // derivative has the dtype of scores
     PolyattnArray logsumexp;  // (item, head, row), float32 or float64
+    // Keys and values in pages of `page` keys each, if there is a table: the item of `key` and `value` is
+    // then a page, and the pages of an item are a row of the table. Entries after the last key that a
+    // row sees are not read. Only polyattn_attend reads pages.
+    const int64_t* table;  // (items, keys / page)
+    int64_t page;
     double scale;
     double softcap;  // 0 for none
     // Row i sees the keys from i + low to i + high, both plus the item's position if there are any.
@@ -45,6 +50,9 @@ typedef struct {
     PolyattnArray query_gradient, key_gradient, value_gradient;  // of the scores' dtype
     PolyattnArray delta;  // (item, head, row): output gradient · output, less that of logsumexp
     PolyattnArray softcap_gradient;  // (item, head, row)
+    // Those of biases are added to what is there. A number that rows or keys share belongs to one item and
+    // head; any other may be shared by items and heads.
+    PolyattnArray bias_gradient[2];
     // The directional derivative: the tangents of arguments, of the scores' dtype, null for 0, and
     // those of the results to write.
     PolyattnArray query_tangent, key_tangent, value_tangent, bias_tangent;

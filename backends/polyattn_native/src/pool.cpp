@@ -21,14 +21,6 @@ constexpr auto QUANTUM = std::chrono::milliseconds(30);
 constexpr int SPINS = 2000;
 constexpr int MOST_THREADS = 1024;
 
-void pause() {
-#if defined(__x86_64__) || defined(_M_X64)
-    __builtin_ia32_pause();
-#elif defined(__aarch64__)
-    asm volatile("yield");
-#endif
-}
-
 // ---- memory ----
 
 void* allocate(size_t bytes) {
@@ -131,7 +123,7 @@ public:
         if (run_ == &run) run_ = nullptr;
         for (int spin = 0; run.active > 0 && spin < SPINS; ++spin) {
             lock_.unlock();
-            pause();
+            relax();
             lock_.lock();
         }
         while (run.active > 0) {
@@ -157,7 +149,7 @@ private:
 
     void serve() {
         for (uint32_t seen = 0;;) {
-            for (int spin = 0; offers_.load() == seen && spin < SPINS; ++spin) pause();
+            for (int spin = 0; offers_.load() == seen && spin < SPINS; ++spin) relax();
             Run* run = nullptr;
             {
                 Locked locked(lock_);

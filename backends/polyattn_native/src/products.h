@@ -30,20 +30,48 @@ template <typename T> struct Onto {
 template <typename T> struct Matrix {
     const T* data;
     ptrdiff_t stride;  // between m if k is contiguous, between k otherwise
-    // The numbers of k may lie in several parts, as long as `inner` each.
-    int parts = 1;
+    // The numbers of k may lie in parts, as long as `part` each: one after another, or as a table says.
+    int64_t part = (int64_t)1 << 62;
     ptrdiff_t part_stride = 0;
+    const int64_t* table = nullptr;
+    int64_t first = 0;  // the place of k = 0 in its part
+
+    // Where the numbers of a key lie, in a matrix of keys or values.
+    const T* at(int64_t key) const {
+        if (!table) return data + key * stride;
+        return data + table[(first + key) / part] * part_stride + (first + key) % part * stride;
+    }
+    // The matrix without so many keys at its begin.
+    Matrix after(int64_t keys) const {
+        if (!table) return {data + keys * stride, stride};
+        const int64_t from = first + keys;
+        return {data, stride, part, part_stride, table + from / part, from % part};
+    }
 };
 
-// Keys or values of a block: where they lie, or converted.
+// Pages of fewer keys are copied: they would leave most sums of a tile unused.
+constexpr int64_t LEAST_PAGE = 8;
+
+// Whether the keys and values of a block are converted or copied.
+INLINE bool copies(const PolyattnCall& call) { return converts(call) || (call.table && call.page < LEAST_PAGE); }
+
+// Keys or values of a block: where they lie, or copied.
 template <typename T>
 Matrix<T> block_of(const PolyattnCall& call, const PolyattnArray& array, int64_t item, int64_t head, Range keys,
                    int64_t size, T* block) {
     const T* from = (const T*)array.data;
-    if (!converts(call)) return {from + offset_of(array, item, head, keys.first), array.row};
+    const int64_t* table = call.table ? call.table + item * (call.keys / call.page) : nullptr;
+    if (!copies(call)) {
+        if (!table) return {from + offset_of(array, item, head, keys.first), array.row};
+        const Matrix<T> whole = {from + head * array.head, array.row, call.page, array.item, table};
+        return whole.after(keys.first);
+    }
     for (int64_t key = keys.first; key < keys.stop; ++key) {
+        const int64_t offset =
+            table ? offset_of(array, table[key / call.page], head, key % call.page) : offset_of(array, item, head, key);
         T* to = block + (key - keys.first) * size;
-        numbers_at(call, from, offset_of(array, item, head, key), size, to);
+        const T* found = numbers_at(call, from, offset, size, to);
+        if (found != to) __builtin_memcpy(to, found, (size_t)size * sizeof(T));
     }
     return {block, size};
 }
@@ -53,9 +81,10 @@ template <typename T, int Count, Order order, int M>
 void multiply_tile(Matrix<T> a, const T* panel, int64_t inner, T* out, Onto<T> onto) {
     constexpr int width = Lanes<T>::width;
     Vector<T> sums[M][Count] = {};
-    for (int part = 0; part < a.parts; ++part) {
-        const T* numbers = a.data + part * a.part_stride;
-        for (int64_t k = 0; k < inner; ++k) {
+    int64_t k = 0;
+    for (int64_t part = 0, first = a.first; k < inner; ++part, first = 0) {
+        const T* numbers = a.data + (a.table ? a.table[part] : part) * a.part_stride + first * a.stride;
+        for (const int64_t stop = least(inner, k + a.part - first); k < stop; ++k) {
             Vector<T> columns[Count];
             UNROLL for (int v = 0; v < Count; ++v)
                 columns[v] = load(panel + v * width);
@@ -116,7 +145,7 @@ void multiply_seen(int64_t rows, Matrix<T> a, const T* weights, int lanes, int64
             Vector<T> sum = {};
             for (int64_t k = 0; k < inner; ++k) {
                 Vector<T> weight = load(weights + k * lanes + v);
-                Vector<T> more = a.data[k * a.stride + m] * weight + sum;
+                Vector<T> more = a.at(k)[m] * weight + sum;
                 sum = select<T>((Ints<T>)weight == sign, sum, more);
             }
             T* to = out + m * lanes + v;
@@ -140,13 +169,19 @@ void multiply_weights(const Panel<T>& panel, int64_t rows, Matrix<T> a, const T*
 template <typename T>
 void multiply_rows_of(const Panel<T>& panel, int64_t keys, Matrix<T> a, const T* rows, int64_t size, T* out,
                       Onto<T> onto = {}) {
-    if (panel.count == 2) multiply<T, 2, INNER>(keys, a, rows, size, out, onto);
-    else multiply<T, 1, INNER>(keys, a, rows, size, out, onto);
+    for (int64_t key = 0; key < keys;) {
+        const Matrix<T> rest = a.after(key), piece = {rest.at(0), a.stride};
+        const int64_t count = least(keys - key, rest.part - rest.first);
+        T* to = out + key * panel.lanes();
+        if (panel.count == 2) multiply<T, 2, INNER>(count, piece, rows, size, to, onto);
+        else multiply<T, 1, INNER>(count, piece, rows, size, to, onto);
+        key += count;
+    }
 }
 
 template <typename T> bool is_finite(Matrix<T> a, int64_t keys, int64_t size) {
     for (int64_t key = 0; key < keys; ++key) {
-        if (!is_finite(a.data + key * a.stride, size)) return false;
+        if (!is_finite(a.at(key), size)) return false;
     }
     return true;
 }

@@ -26,6 +26,15 @@ struct Unit {
     Work (*push_forward[2])(const PolyattnCall&);
 };
 
+// What a thread does between two looks at what another one writes.
+inline __attribute__((always_inline)) void relax() {
+#if defined(__x86_64__) || defined(_M_X64)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    asm volatile("yield");
+#endif
+}
+
 // Memory cut into arrays that begin at multiples of 64 bytes.
 class Pieces {
 public:

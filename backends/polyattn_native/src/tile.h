@@ -1,0 +1,142 @@
+// A tile of scores for the gradients: its weights, computed again from the logsumexp as
+// p = exp(s - logsumexp), and its shares, the gradients of the scores. With d = output gradient · output,
+// a share is p · (output gradient · value - d).
+#pragma once
+#include "products.h"
+#include "scores.h"
+#include "work.h"
+
+namespace POLYATTN_UNIT {
+
+// Panels of a group of rows, and keys of a block: their weights stay in the cache.
+constexpr int GROUP = 4;
+constexpr int KEYS = 128;
+
+template <typename T> struct Tile {
+    static constexpr int width = Lanes<T>::width;
+    // The logsumexp of a row that sees no key, in place of -inf: its weights are 0.
+    static constexpr T NOTHING = (T)1e30;
+
+    T *weights, *shares;                  // [panel][key][lane]
+    T *raw, *bounded;                     // [key][lane], with a softcap: q·k, then shares before it; tanh
+    T *logsumexp, *delta, *softcap_sums;  // [row]
+    uint8_t* bytes;
+
+    void place(const PolyattnCall& call, Pieces& pieces) {
+        const int64_t rows = GROUP * 2 * width, lanes = 2 * width;
+        weights = pieces.take<T>(rows * KEYS);
+        shares = pieces.take<T>(rows * KEYS);
+        raw = pieces.take<T>(call.softcap != 0 ? lanes * KEYS : 0);
+        bounded = pieces.take<T>(call.softcap != 0 ? lanes * KEYS : 0);
+        logsumexp = pieces.take<T>(rows);
+        delta = pieces.take<T>(rows);
+        softcap_sums = pieces.take<T>(rows);
+        bytes = pieces.take<uint8_t>(KEYS * lanes + 64);
+    }
+
+    // Panels have room for two vectors each, also the last with one.
+    static int64_t start_of(int panel) { return (int64_t)panel * 2 * width; }
+    T* weights_of(int panel) const { return weights + start_of(panel) * KEYS; }
+    T* shares_of(int panel) const { return shares + start_of(panel) * KEYS; }
+
+    // Write the part of a panel, and add the shares to the gradients of biases; return whether any key is
+    // hidden.
+    bool write(const PolyattnCall& call, int64_t item, int number, const Panel<T>& panel, Range block, Matrix<T> keys,
+               Matrix<T> values, const T* query, const T* gradient) {
+        const int lanes = panel.lanes();
+        const int64_t count = block.stop - block.first, size = count * lanes;
+        T *p = weights_of(number), *g = shares_of(number);
+        const Range seen = {most(block.first, panel.some.first), least(block.stop, panel.some.stop)};
+        Flags flags = {true, true};
+        if (seen.first < seen.stop && call.mask.data) flags = read_mask(call, item, panel, block, bytes);
+        if (seen.first >= seen.stop || !flags.any) {
+            for (int64_t i = 0; i < size; ++i) p[i] = g[i] = (T)-0.0;
+            return true;
+        }
+        multiply_rows_of(panel, count, keys, query, call.head_size, p);
+        multiply_rows_of(panel, count, values, gradient, call.value_size, g);
+        if (call.softcap != 0) {
+            for (int64_t i = 0; i < size; ++i) raw[i] = p[i];
+            cap<T>(p, size, (T)call.softcap, bounded);
+        }
+        for (const PolyattnArray& bias : call.bias) {
+            if (bias.data) add_bias<T>(bias, item, panel, block, p);
+        }
+        const bool inside = block.first >= panel.every.first && block.stop <= panel.every.stop;
+        if (!inside) hide_outside(panel, block, p);
+        if (!flags.all) keep_set<T>(p, size, bytes, -infinity<T>());
+        if (call.has_dropout) {
+            read_dropout(call, item, panel, block, bytes);
+            keep_set<T>(g, size, bytes, 0);
+        }
+        if (panel.count == 2) weigh<2>(call, number, count);
+        else weigh<1>(call, number, count);
+        for (const PolyattnArray& bias : call.bias_gradient) {
+            if (bias.data) add_to_bias(bias, item, panel, block, call.softcap != 0 ? raw : g);
+        }
+        return !inside || !flags.all || call.bias[0].data || call.bias[1].data;
+    }
+
+private:
+    template <int Count> void weigh(const PolyattnCall& call, int number, int64_t count) {
+        constexpr int lanes = Count * width;
+        const int64_t start = start_of(number);
+        T *p = weights_of(number), *g = shares_of(number);
+        const T largest = sizeof(T) == 4 ? 88 : 709;
+        const Vector<T> hidden = all<T>((T)-0.0);
+        for (int v = 0; v < lanes; v += width) {
+            const Vector<T> total = load(logsumexp + start + v), d = load(delta + start + v);
+            Vector<T> softcap_sum = load(softcap_sums + start + v);
+            for (int64_t i = v; i < count * lanes; i += lanes) {
+                const Vector<T> s = load(p + i), x = s - total;
+                Vector<T> weight = exp<T>(select<T>(x > largest, all<T>(largest), x));
+                Vector<T> share = weight * (load(g + i) - d) + 0;
+                const Ints<T> is_hidden = s == -infinity<T>();
+                if (call.softcap != 0) {
+                    const Vector<T> t = load(bounded + i), slope = 1 - t * t;
+                    const Vector<T> of_cap = share * (t - load(raw + i) / (T)call.softcap * slope);
+                    softcap_sum += select<T>(is_hidden, Vector<T>{}, of_cap);
+                    store<T>(raw + i, select<T>(is_hidden, hidden, share));
+                    share = share * slope + 0;
+                }
+                if (call.has_dropout) weight = select<T>(is_set<T>(bytes + i), weight, Vector<T>{});
+                store<T>(p + i, select<T>(is_hidden, hidden, weight));
+                store<T>(g + i, select<T>(is_hidden, hidden, share));
+            }
+            store<T>(softcap_sums + start + v, softcap_sum);
+        }
+    }
+
+    static void add_to_bias(const PolyattnArray& bias, int64_t item, const Panel<T>& panel, Range block,
+                            const T* shares) {
+        const int lanes = panel.lanes();
+        const int64_t count = block.stop - block.first;
+        for (int v = 0; v < panel.used; v += width) {
+            const int used = (int)least(width, panel.used - v);
+            T* rows[width];
+            for (int i = 0; i < used; ++i) {
+                rows[i] = at<T>(bias, item, panel.head[v + i], panel.row[v + i]) + block.first * bias.column;
+            }
+            if (bias.column == 0) {
+                Vector<T> sum = {};
+                for (int64_t key = 0; key < count; ++key) sum += load(shares + key * lanes + v);
+                for (int i = 0; i < used; ++i) *rows[i] += sum[i];
+                continue;
+            }
+            int64_t key = 0;
+            for (; bias.column == 1 && key + width <= count; key += width) {
+                Vector<T> square[width];
+                UNROLL for (int i = 0; i < width; ++i)
+                    square[i] = load(shares + (key + i) * lanes + v);
+                transpose(square);
+                // One after the other: rows may share numbers.
+                for (int i = 0; i < used; ++i) store<T>(rows[i] + key, load(rows[i] + key) + square[i]);
+            }
+            for (; key < count; ++key) {
+                for (int i = 0; i < used; ++i) rows[i][key * bias.column] += shares[key * lanes + v + i];
+            }
+        }
+    }
+};
+
+}  // namespace POLYATTN_UNIT

@@ -1,0 +1,362 @@
+"""Define QuantizedCache: keys and values as integers of 8 bits, and the newest ones as they are.
+
+Keys have a step for each channel of a block of tokens, values one for each token, as in KIVI [1]_.
+Attention makes floats of some blocks at a time, so no copy is as large as the cache.
+
+References
+----------
+.. [1] Liu et al., "KIVI: A Tuning-Free Asymmetric 2bit Quantization for KV Cache", 2024.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from polyattn._api.partial import Partial, attention_partial, merge
+from polyattn._api.pieces import attention_over_pieces
+from polyattn._base.arguments import check_int
+from polyattn._base.arrays import (
+    Array,
+    ArrayFacts,
+    accumulator_of,
+    cast,
+    facts_of,
+    is_array,
+    is_recorded,
+    library_of,
+    quiet,
+)
+from polyattn._base.tracing import is_autocast_on
+from polyattn._dispatch.request import request
+from polyattn.nn.cache import KVCache, checked_tokens, known
+from polyattn.nn.shapes import with_last_axes
+
+#: Numbers of a piece of the keys that become floats at once: some MB, which stay in a CPU's cache.
+PIECE = 2**19
+
+
+@dataclass(frozen=True, eq=False)
+class QuantizedCache:
+    """Keys and values of the tokens so far, of which only the newest are floats.
+
+    The error of an entry is at most half a step: a 254th of the largest key of its channel in a
+    block, or of its token's largest value. There are no gradients with respect to keys and values.
+
+    Attributes
+    ----------
+    codes : KVCache
+        The older tokens as integers, arrays of int8.
+    steps : KVCache
+        What to multiply them by: of the keys, shape (..., G, blocks, D), and of the values, shape
+        (..., G, blocks, block).
+    recent : KVCache
+        The newest tokens, at least `window` of them and less than `window` + `block`.
+    window : int
+        Number of the newest tokens that stay as they are.
+    block : int
+        Number of tokens that become integers at once.
+    """
+
+    codes: KVCache
+    steps: KVCache
+    recent: KVCache
+    window: int
+    block: int
+
+    @classmethod
+    def init(
+        cls,
+        heads: int,
+        size: int,
+        capacity: int,
+        *,
+        like: Array,
+        batch: tuple[int, ...] = (),
+        value_size: int | None = None,
+        window: int = 32,
+        block: int = 64,
+    ) -> QuantizedCache:
+        """Return an empty cache.
+
+        Parameters
+        ----------
+        heads, size, capacity, like, batch, value_size
+            As for `KVCache.init`, but all numbers; the memory grows as needed.
+        window : int
+            Number of the newest tokens that stay as they are.
+        block : int
+            Number of tokens whose keys have one step for each channel.
+
+        Raises
+        ------
+        ValueError
+            If `window` is below 0 or `block` below 1.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> from polyattn import nn
+        >>> prompt = np.ones((8, 500, 64), dtype=np.float32)
+        >>> cache = nn.QuantizedCache.init(8, 64, 512, like=prompt).append(prompt, prompt)
+        >>> cache.codes.length, cache.recent.length
+        (448, 52)
+        >>> cache.attention(prompt[:, -1:]).shape
+        (8, 1, 64)
+        """
+        for name, number, least in (("window", window, 0), ("block", block, 1)):
+            if check_int(name, number) < least:
+                raise ValueError(f"{name} must be at least {least}; got {number}")
+        blocks, widths = -(-check_int("capacity", capacity) // block), (size, value_size or size)
+        xp = library_of(like, "like").xp
+        one = like[(slice(1),) * len(like.shape)]
+        kinds = [xp.astype(one, getattr(xp, name)) for name in ("int8", _sums(like))]
+        codes = KVCache.init(
+            heads, size, blocks * block, like=kinds[0], batch=batch, value_size=widths[1]
+        )
+        steps = KVCache.init(heads, size, blocks, like=kinds[1], batch=batch, value_size=block)
+        recent = KVCache.init(
+            heads, size, window + block, like=like, batch=batch, value_size=widths[1]
+        )
+        return cls(codes, steps, recent, window, block)
+
+    @property
+    def length(self) -> int:
+        """Number of tokens in the cache."""
+        return _number(self.codes.length) + _number(self.recent.length)
+
+    @property
+    def capacity(self) -> int:
+        """Number of tokens that fit into the memory."""
+        return self.codes.capacity + self.recent.capacity
+
+    @property
+    def _memory(self) -> tuple[Array, Array]:
+        return self.recent.key, self.recent.value
+
+    @property
+    def next_position(self) -> int:
+        """The position of the next token."""
+        return self.length
+
+    def append(self, key: Array, value: Array, *, query: Array | None = None) -> QuantizedCache:
+        """Return a cache with more tokens at the end; this cache does not change.
+
+        Parameters
+        ----------
+        key, value : Array
+            Keys and values of n tokens, shapes (..., G, n, D) and (..., G, n, E).
+        query : Array, optional
+            The queries that attend to them. If these need a gradient, nothing is overwritten.
+
+        Returns
+        -------
+        QuantizedCache
+
+        Raises
+        ------
+        ValueError
+            If the shapes do not fit, a key or value needs a gradient, or the library traces.
+        TypeError
+            If the library or dtype differs.
+        """
+        key, value = checked_tokens(self._memory, self.recent.key.shape[:-2], key, value)
+        if any(facts_of(new).requires_grad or is_recorded(new) for new in (key, value)):
+            raise ValueError(
+                "a quantised cache has no gradient with respect to keys and values: detach them, or"
+                " give a KVCache"
+            )
+        recent, size = self.recent, self.block
+        kept = _number(recent.length)
+        blocks = max(kept + key.shape[-2] - self.window, 0) // size
+        if not blocks:
+            return replace(self, recent=recent.append(key, value, query=query))
+        xp = library_of(key).xp
+        tokens = [
+            xp.concat((old, new), axis=-2)
+            for old, new in ((recent.keys, key), (recent.values, value))
+        ]
+        codes, steps = zip(
+            *(_quantized(array[..., : blocks * size, :], size, axis)
+              for array, axis in zip(tokens, (-2, -1), strict=True)),
+            strict=True,
+        )  # fmt: skip
+        step = self.codes.append(*codes), self.steps.append(*steps)
+        rest = [array[..., blocks * size :, :] for array in tokens]
+        return replace(self, codes=step[0], steps=step[1], recent=self._of_recent(*rest))
+
+    def truncate(self, length: int) -> QuantizedCache:
+        """Return a cache of the first `length` tokens; this cache does not change.
+
+        Parameters
+        ----------
+        length : int
+            Number of tokens to keep.
+
+        Returns
+        -------
+        QuantizedCache
+        """
+        if not 0 <= check_int("length", length) <= self.length:
+            raise ValueError(
+                f"length must be from 0 to the cache's {self.length} tokens; got {length}"
+            )
+        coded = _number(self.codes.length)
+        if length >= coded:
+            return replace(self, recent=self.recent.truncate(length - coded))
+        # The last tokens are no whole block: they become floats again.
+        whole = length // self.block
+        codes = self.codes.truncate(whole * self.block)
+        rest = [array[..., : length % self.block, :] for array in self._floats(whole, whole + 1)]
+        xp, dtype = library_of(rest[0]).xp, self.recent.key.dtype
+        recent = self._of_recent(*[cast(xp, array, dtype) for array in rest])
+        return replace(self, codes=codes, steps=self.steps.truncate(whole), recent=recent)
+
+    def attention(self, query: Array, **options: Any) -> Array:
+        """Attend from queries to all tokens.
+
+        Parameters
+        ----------
+        query : Array
+            Queries, shape (..., H, L, D), by default of the newest tokens.
+        **options : Any
+            Options of `polyattn.attention` but ``normalizer`` and ``layout``.
+
+        Returns
+        -------
+        Array
+            Shape (..., H, L, E).
+
+        Raises
+        ------
+        ValueError
+            If there is a normalizer: only softmax has a logsumexp, which joins parts.
+        """
+        xp, dtype = library_of(query, "query").xp, _sums(query)
+        rows = cast(xp, query, getattr(xp, dtype))
+        if self._is_plain(query, options):
+            with quiet(library_of(query).name):
+                return cast(xp, self._of_newest(rows, options), query.dtype)
+        key, value = (self._facts(memory, _sums(memory)) for memory in self._memory)
+        found = attention_over_pieces(rows, key, value, self._pieces(), **options)
+        return cast(xp, found, query.dtype)
+
+    def _is_plain(self, query: Array, options: dict[str, Any]) -> bool:
+        """Return whether this is a decoding step without options that hide or change scores."""
+        key, shape = self.recent.key, tuple(query.shape)
+        heads = shape[-3] if len(shape) == len(key.shape) else 1
+        return (
+            options.keys() <= {"is_causal", "scale"}
+            and isinstance(options.get("scale", 1.0), float)
+            and type(query) is type(key)
+            and query.dtype == key.dtype
+            and heads % key.shape[-3] == 0
+            and shape == (*key.shape[:-3], heads, 1, key.shape[-1])
+            and not (request(None).names or is_autocast_on())
+        )
+
+    def _of_newest(self, query: Array, options: dict[str, Any]) -> Array:
+        """Return attention from one row of each head, which sees all tokens."""
+        xp, (*batch, heads, _, size) = library_of(query).xp, query.shape
+        scale = float(options.get("scale", size**-0.5))
+        groups = self.recent.key.shape[-3]
+        rows = xp.reshape(query, (*batch, groups, heads // groups, size)) * scale
+        key, value = (cast(xp, x, query.dtype) for x in (self.recent.keys, self.recent.values))
+        joined = attention_partial(query, key, value, scale=scale)
+        for first, stop in self._ranges():
+            output, logsumexp = self._of_blocks(rows, first, stop)
+            shape = (*batch, heads, 1)
+            output = xp.reshape(output, (*shape, output.shape[-1]))
+            joined = merge(joined, Partial(output, xp.reshape(logsumexp, shape)))
+        return joined.output
+
+    def _of_blocks(self, rows: Array, first: int, stop: int) -> tuple[Array, Array]:
+        """Return output and logsumexp of rows (..., G, R, D); steps stay outside of products."""
+        (key, of_keys), (value, of_values) = self._blocks(first, stop)
+        xp = library_of(rows).xp
+        scores = xp.matmul(rows[..., None, :, :] * of_keys, xp.matrix_transpose(key))
+        top = xp.max(scores, axis=(-3, -1), keepdims=True)
+        weights = xp.exp(scores - top)
+        total = xp.sum(weights, axis=(-3, -1), keepdims=True)
+        sums = xp.matmul(weights * xp.matrix_transpose(of_values), value)
+        logsumexp = top + xp.log(total)
+        return xp.sum(sums, axis=-3) / total[..., 0, :, :], logsumexp[..., 0, :, 0]
+
+    def _ranges(self) -> Iterator[tuple[int, int]]:
+        """Yield the blocks that become floats at once."""
+        *lead, _, size = self.codes.key.shape
+        numbers = max(size, self.codes.value.shape[-1]) * self.block * math.prod(lead)
+        blocks, most = _number(self.steps.length), max(PIECE // numbers, 1)
+        for first in range(0, blocks, most):
+            yield first, min(first + most, blocks)
+
+    def _pieces(self) -> Iterator[tuple[int, Array, Array]]:
+        """Yield the first token of each piece, its keys and its values, as floats."""
+        for first, stop in self._ranges():
+            yield first * self.block, *self._floats(first, stop)
+        key, value = self.recent.keys, self.recent.values
+        xp = library_of(key).xp
+        dtype = getattr(xp, _sums(key))
+        yield _number(self.codes.length), cast(xp, key, dtype), cast(xp, value, dtype)
+
+    def _floats(self, first: int, stop: int) -> tuple[Array, Array]:
+        """Return the keys and values of some blocks as floats."""
+        key, value = (floats * steps for floats, steps in self._blocks(first, stop))
+        return with_last_axes(key, 3, -1, key.shape[-1]), with_last_axes(
+            value, 3, -1, value.shape[-1]
+        )
+
+    def _blocks(self, first: int, stop: int) -> list[tuple[Array, Array]]:
+        """Return integers as floats (..., n, block, size), and their steps, of keys and values."""
+        xp, found = library_of(self.codes.key).xp, []
+        keys, values = (self.codes.keys, self.steps.keys), (self.codes.values, self.steps.values)
+        for (codes, steps), axis in ((keys, -2), (values, -1)):
+            rows = codes[..., first * self.block : stop * self.block, :]
+            shape = (*rows.shape[:-2], stop - first, self.block, rows.shape[-1])
+            steps = xp.expand_dims(steps[..., first:stop, :], axis=axis)
+            found.append((xp.astype(xp.reshape(rows, shape), steps.dtype), steps))
+        return found
+
+    def _of_recent(self, key: Array, value: Array) -> KVCache:
+        """Return a cache of the newest tokens, in memory of its own."""
+        *batch, heads, _, size = key.shape
+        cache = KVCache.init(
+            *(heads, size, self.window + self.block),
+            like=key,
+            batch=tuple(batch),
+            value_size=value.shape[-1],
+        )
+        return cache.append(key, value)
+
+    def _facts(self, memory: Array, dtype: str) -> ArrayFacts:
+        """Return the facts of the keys or values of all tokens, from those of the newest."""
+        *lead, _, size = memory.shape
+        return facts_of(memory)._replace(shape=(*lead, self.length, size), dtype=dtype)
+
+
+def _quantized(tokens: Array, block: int, axis: int) -> tuple[Array, Array]:
+    """Return integers, and the steps that all numbers along an axis of a block share."""
+    xp, (*lead, length, size) = library_of(tokens).xp, tokens.shape
+    blocks = xp.reshape(tokens, (*lead, length // block, block, size))
+    blocks = xp.astype(blocks, getattr(xp, _sums(tokens)))
+    steps = xp.max(xp.abs(blocks), axis=axis, keepdims=True) / 127
+    codes = xp.round(blocks / xp.where(steps == 0, xp.ones_like(steps), steps))
+    codes = xp.reshape(xp.astype(codes, xp.int8), tokens.shape)
+    return codes, xp.squeeze(steps, axis=axis)
+
+
+def _sums(like: Array) -> str:
+    return accumulator_of(facts_of(like).dtype)
+
+
+def _number(length: Any) -> int:
+    """Return a length as a number, or raise in a trace."""
+    number = known(length)
+    if is_array(number):
+        raise ValueError(
+            "inside a traced function the length of a quantised cache is unknown, so it cannot tell"
+            " which tokens become integers: leave append and attention outside, or give a KVCache"
+        )
+    return int(number)

@@ -1,0 +1,209 @@
+"""Pages that the compiled kernel reads where they lie: the bits are those of keys in one piece."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import polyattn
+from polyattn import masks, scores
+from polyattn.plugin import CachePadding
+
+native = pytest.importorskip("polyattn_native.kernel")
+library = pytest.importorskip("polyattn_native.library")
+call = pytest.importorskip("polyattn_native.call")
+
+ISAS = library.instruction_sets(library.library())
+H, G, D, E = 6, 2, 20, 9
+
+
+@pytest.fixture(params=ISAS)
+def isa(request: pytest.FixtureRequest) -> Any:
+    library.use(library.library(), request.param)
+    yield request.param
+    library.use(library.library(), ISAS[0])
+
+
+class Paged:
+    """Items of unlike lengths, in pages and in one piece; what no item uses is not a number."""
+
+    def __init__(self, page: int, rows: int, keys: int = 560, dtype: str = "float32") -> None:
+        self.rng = rng = np.random.default_rng(page)
+        self.page, count = page, max(2, keys // page)
+        last = page * count
+        ends = {0, 1, page - 1, page, page + 1, 257, last - page, last - 1, last}
+        self.lengths = np.array([n for n in sorted(ends) if n <= last])
+        pages = rng.permutation(len(self.lengths) * count + 3)
+        self.table = pages[: len(self.lengths) * count].reshape(-1, count)
+        self.table[-1] = self.table[-2]  # the same pages, to another length
+        self.table[-3, 1] = self.table[-3, 0]  # a page twice
+        self.query = rng.standard_normal((len(self.table), H, rows, D)).astype(dtype)
+        used = np.arange(last) < self.lengths[:, None]
+        self.pools, self.whole = [], []
+        for size in (D, E):
+            pool = rng.standard_normal((len(pages), G, page, size)).astype(dtype)
+            whole = pool[self.table].swapaxes(1, 2).reshape(len(self.table), G, last, size)
+            places = self.table[:, :, None], np.arange(page)
+            is_used = np.zeros((len(pages), page), bool)
+            np.logical_or.at(is_used, places, used.reshape(-1, count, page))
+            pool[~is_used[:, None, :, None] & np.ones_like(pool, bool)] = np.nan
+            self.pools.append(pool)
+            self.whole.append(np.where(used[:, None, :, None], whole, np.zeros((), dtype)))
+        beyond = np.arange(count) * page >= self.lengths[:, None]
+        self.table = np.where(beyond, np.array([-1, 2**40])[np.arange(count) % 2], self.table)
+
+    def __call__(self, *pools: Any, **options: Any) -> tuple[Any, Any]:
+        given = {"kernel": "native", "block_table": self.table, "key_lengths": self.lengths}
+        return polyattn.attention_partial(self.query, *(pools or self.pools), **given, **options)
+
+    def expected(self, kernel: str = "native", **options: Any) -> tuple[Any, Any]:
+        options = {"kernel": kernel, "key_lengths": self.lengths} | options
+        return polyattn.attention_partial(self.query, *self.whole, **options)
+
+
+def same_bits(found: tuple[Any, Any], expected: tuple[Any, Any]) -> None:
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16"])
+@pytest.mark.parametrize("rows", [1, 70])
+@pytest.mark.parametrize("page", [1, 3, 16, 128, 300])
+def test_pages_have_the_bits_of_one_piece(page: int, rows: int, dtype: str) -> None:
+    x = Paged(page, rows, dtype=dtype)
+    for given in ({}, {"is_causal": True, "window": (130, None)}):
+        same_bits(x(**given), x.expected(**given))
+    if dtype == "float64":
+        np.testing.assert_allclose(x()[0], x.expected("dense")[0], rtol=0, atol=1e-14)
+
+
+def options(x: Paged, rows: int) -> dict[str, dict[str, Any]]:
+    keys, rng = x.table.shape[1] * x.page, x.rng
+    array = rng.random((len(x.table), 1, rows, keys)) < 0.6
+    ids = np.sort(rng.integers(0, 4, (len(x.table), keys)))
+    return {
+        "array": {"mask": array},
+        "sorted ids": {"mask": masks.segments(ids[:, :rows], ids)},
+        "ids": {"mask": masks.segments(ids[:, rows - 1 :: -1], ids)},
+        "dilated": {"mask": masks.dilated(3), "query_offset": 500},
+        "bias": {"bias": rng.standard_normal((H, rows, keys)).astype("float32")},
+        "alibi": {"score_mod": scores.alibi(H), "softcap": 3.0},
+        "sinks": {"sinks": rng.standard_normal(H).astype("float32"), "scale": -0.3},
+        "dropout": {"dropout": (0.4, 7), "query_offset": x.lengths - 3, "is_causal": True},
+    }
+
+
+@pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("page", [3, 16])
+def test_every_option_goes_by_the_index_of_a_key(page: int, monkeypatch: Any) -> None:
+    monkeypatch.setattr(call, "MADE", 2**10)  # masks are made for some rows at a time
+    x = Paged(page, rows=140, keys=310)
+    for given in options(x, 140).values():
+        same_bits(x(**given), x.expected(**given))
+
+
+@pytest.mark.usefixtures("isa")
+def test_what_a_row_sees_reaches_it_only() -> None:
+    x = Paged(16, rows=5)
+    for pools in (x.pools, x.whole):
+        pools[1].flags.writeable = True
+    item, key = len(x.table) - 4, 35
+    page, slot = x.table[item, key // 16], key % 16
+    x.pools[1][page, :, slot] = x.whole[1][item, :, key] = np.inf
+    hides = np.arange(x.whole[0].shape[-2]) % 5 > 0  # the rows of all items see it, or none
+    for mask in (None, np.broadcast_to(hides, (5, len(hides)))):
+        same_bits(x(mask=mask), x.expected(mask=mask))
+
+
+@pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("axes", [(2, 1, 0, 3), (1, 0, 2, 3), (3, 1, 2, 0)], ids=str)
+@pytest.mark.parametrize("page", [4, 16])
+def test_pools_have_any_strides(page: int, axes: tuple[int, ...]) -> None:
+    x = Paged(page, rows=3)
+    turned = [np.ascontiguousarray(p.transpose(axes)).transpose(np.argsort(axes)) for p in x.pools]
+    same_bits(x(*turned), x.expected())
+    same_bits(x(*[p[::-1].copy()[::-1] for p in x.pools]), x.expected())
+
+
+def test_lengths_end_the_work_beside_a_mask_that_is_made() -> None:
+    visible = pytest.importorskip("polyattn_native.visible").visible
+    x = polyattn.plugin.Operands.of_options(
+        mask=masks.dilated(2) & masks.dense(np.ones((3, 9), bool)) & CachePadding(np.array([4, 7]))
+    )
+    found = polyattn.explain((2, 1, 3, 8), (2, 1, 9, 8), (2, 1, 9, 8), mask=x.mask)
+    seen = visible(found.problem, x)
+    assert seen.by_rows
+    assert seen.array is None
+    assert np.asarray(seen.stop).reshape(2, -1).max(axis=1).tolist() == [4, 7]
+
+
+def test_batch_axes_are_those_of_query_and_table() -> None:
+    x = Paged(16, rows=2)
+    query, table = x.query[:8].reshape(2, 4, H, 2, D), x.table[-3:-2]
+    given = {"key_lengths": x.lengths[-3], "kernel": "native"}
+    found = polyattn.attention(query, *x.pools, block_table=table, **given)
+    one_piece = [whole[-3] for whole in x.whole]
+    np.testing.assert_array_equal(found, polyattn.attention(query, *one_piece, **given))
+
+
+# ---- tensors ----
+
+
+def as_tensors(x: Paged, dtype: str = "float32") -> list[Any]:
+    return [torch.from_numpy(a).to(getattr(torch, dtype)) for a in (x.query, *x.pools, *x.whole)]
+
+
+@pytest.mark.parametrize(
+    ("page", "dtype", "is_compiled"),
+    [(3, "bfloat16", False), (16, "float16", False), (16, "bfloat16", True)],
+)
+def test_tensors_in_pages_have_the_bits_of_one_piece(
+    page: int, dtype: str, is_compiled: bool, monkeypatch: Any
+) -> None:
+    x = Paged(page, rows=4)
+    query, *arrays = as_tensors(x, dtype)
+    table, lengths = torch.from_numpy(x.table), torch.from_numpy(x.lengths)
+
+    def attend(query: Any, key: Any, value: Any, table: Any, lengths: Any) -> Any:
+        given = {"key_lengths": lengths, "block_table": table, "is_causal": True}
+        return polyattn.attention_partial(query, key, value, kernel="native", **given)
+
+    torch.compiler.reset()
+    run = torch.compile(attend, fullgraph=True, backend="aot_eager") if is_compiled else attend
+    expected = attend(query, *arrays[2:], None, lengths)
+    monkeypatch.setattr("polyattn._core.call.layout.gathered", None)
+    for given in ((*arrays[:2], table, lengths), (*arrays[2:], None, lengths)):
+        torch.testing.assert_close(run(query, *given), expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    "is_compiled", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["eager", "compiled"]
+)
+def test_gradients_of_pools_are_those_of_copies(is_compiled: bool) -> None:
+    x = Paged(16, rows=4, keys=64)
+    given = {"key_lengths": torch.from_numpy(x.lengths), "is_causal": True}
+    given["block_table"] = torch.from_numpy(x.table)
+
+    def loss(*tensors: Any, kernel: str = "native") -> Any:
+        return polyattn.attention(*tensors, kernel=kernel, **given).square().sum()
+
+    torch.compiler.reset()
+    run = torch.compile(loss, fullgraph=True, backend="aot_eager") if is_compiled else loss
+    tensors = [one.requires_grad_() for one in as_tensors(x)[:3]]
+    found = torch.autograd.grad(run(*tensors), tensors)
+    expected = torch.autograd.grad(loss(*tensors, kernel="dense"), tensors)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-4)
+
+
+def test_a_page_that_is_not_there_is_an_error() -> None:
+    x = Paged(16, rows=1)
+    table = torch.from_numpy(x.table)
+    table[-1, 0] = wrong = len(x.pools[0])
+    given = {"key_lengths": torch.from_numpy(x.lengths), "kernel": "native"}
+    with pytest.raises(IndexError, match=f"block_table names page {wrong} of a pool of {wrong} "):
+        polyattn.attention(*as_tensors(x)[:3], block_table=table, **given)

@@ -1,0 +1,230 @@
+"""A quantised cache: integers within half a step, and attention over them without a float copy."""
+
+import numpy as np
+import pytest
+from optional import jax, jnp, torch
+from tiny_models import LIBRARIES
+
+from polyattn import UnknownBackendError, attention, masks, nn, scores, use_backend
+from polyattn.integrations.jax import register
+from polyattn.nn import quantized
+
+RNG = np.random.default_rng(5)
+B, H, G, D, E = 2, 4, 2, 6, 5
+KEYS = RNG.standard_normal((B, G, 70, D)) * np.exp(2 * RNG.standard_normal((1, G, 1, D)))
+VALUES = RNG.standard_normal((B, G, 70, E)) * np.exp(RNG.standard_normal((1, 1, 70, 1)))
+QUERIES = RNG.standard_normal((B, H, 3, D))
+
+
+@pytest.fixture(params=[name for name in LIBRARIES if name != "torch on a device"])
+def library(request):
+    return LIBRARIES[request.param]
+
+
+def made(to, steps, dtype=np.float32, **settings):
+    """Return a cache after so many tokens at a time."""
+    settings = {"window": 4, "block": 8, "value_size": E, "batch": (B,)} | settings
+    cache = nn.QuantizedCache.init(G, D, 16, like=to(np.zeros(1, dtype)), **settings)
+    start = 0
+    for stop in np.cumsum(steps).tolist():
+        new = (to(np.ascontiguousarray(x[:, :, start:stop], dtype)) for x in (KEYS, VALUES))
+        cache, start = cache.append(*new), stop
+    return cache
+
+
+def floats(cache, back=np.asarray):
+    """Return the keys and values that the cache stands for, as float64."""
+    codes, steps = cache.codes, cache.steps
+    blocks, size = codes.length // cache.block, cache.block
+    found = []
+    for ints, of, recent, axis in (
+        (codes.keys, steps.keys, cache.recent.keys, -2),
+        (codes.values, steps.values, cache.recent.values, -1),
+    ):
+        ints = back(ints).reshape(B, G, blocks, size, -1).astype(np.float64)
+        whole = (ints * np.expand_dims(back(of).astype(np.float64), axis)).reshape(
+            B, G, -1, ints.shape[-1]
+        )
+        found.append(np.concatenate([whole, back(recent).astype(np.float64)], axis=2))
+    return found
+
+
+@pytest.mark.parametrize("steps", [[21, 4], [70], [5, 1, 1, 1, 1, 1, 1, 1, 20, 38], [1] * 30])
+def test_an_entry_is_within_half_a_step_and_the_newest_are_as_they_were(library, steps):
+    to, back = library
+    if to is LIBRARIES["jax"][0]:
+        steps = [21, 4]  # each length compiles
+    cache, count = made(to, steps), sum(steps)
+    assert cache.length == count
+    assert 4 <= cache.recent.length < 4 + 8
+    coded = cache.codes.length
+    for found, whole, axes in zip(floats(cache, back), (KEYS, VALUES), (3, 4), strict=True):
+        whole = whole[:, :, :count].astype(np.float32)
+        blocks = np.abs(whole[:, :, :coded]).reshape(B, G, -1, 8, whole.shape[-1])
+        half = np.broadcast_to(blocks.max(axis=axes, keepdims=True) / 254, blocks.shape)
+        half = half.reshape(whole[:, :, :coded].shape)
+        assert (np.abs(found[:, :, :coded] - whole[:, :, :coded]) <= half * 1.001).all()
+        np.testing.assert_array_equal(found[:, :, coded:], whole[:, :, coded:])
+
+
+OPTIONS = {
+    "causal": {"is_causal": True},
+    "window and a softcap": {"is_causal": True, "window": (9, 0), "softcap": 3.0},
+    "mask of positions": {"mask": masks.causal() & (masks.window(5, 0) | masks.prefix(3))},
+    "mask array": {"mask": RNG.random((B, 1, 1, 70)) < 0.5},
+    "bias": {"bias": RNG.standard_normal((H, 3, 70)).astype(np.float32)},
+    "ALiBi": {"is_causal": True, "score_mod": scores.alibi(H)},
+    "sinks": {"sinks": np.array([1.0, 2, 3, 4], np.float32)},
+    "lengths": {"is_causal": True, "key_lengths": np.array([3, 66])},
+    "dropout": {"dropout": (0.5, 7)},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_attention_is_that_over_what_the_integers_stand_for(monkeypatch, name):
+    monkeypatch.setattr(quantized, "PIECE", 400)  # two blocks
+    cache = made(np.asarray, [70], np.float64)
+    found = cache.attention(QUERIES, **OPTIONS[name])
+    expected = attention(QUERIES, *floats(cache), **OPTIONS[name])
+    np.testing.assert_allclose(found, expected, atol=1e-12)
+
+
+def test_attention_makes_no_floats_of_all_tokens_at_once(monkeypatch):
+    monkeypatch.setattr(quantized, "PIECE", 400)
+    cache = made(np.asarray, [70])
+    lengths = [key.shape[-2] for _, key, _ in cache._pieces()]
+    assert lengths == [16, 16, 16, 16, 6]
+
+
+def test_every_library_attends(library):
+    to, back = library
+    cache = made(to, [30, 1])
+    found = back(cache.attention(to(QUERIES.astype(np.float32)), is_causal=True))
+    expected = attention(QUERIES, *floats(cache, back), is_causal=True)
+    np.testing.assert_allclose(found, expected, atol=3e-6)
+
+
+@pytest.mark.parametrize("options", [{}, {"is_causal": True, "scale": 0.3}])
+def test_a_decoding_step_is_that_over_what_the_integers_stand_for(monkeypatch, library, options):
+    to, back = library
+    monkeypatch.setattr(quantized, "PIECE", 400)
+    cache, query = made(to, [30, 1]), QUERIES[:, :, :1]
+    found = back(cache.attention(to(query.astype(np.float32)), **options))
+    expected = attention(query, *floats(cache, back), **options)
+    np.testing.assert_allclose(found, expected, atol=3e-6)
+
+
+def test_a_decoding_step_goes_where_it_is_sent():
+    cache = made(np.asarray, [30])
+    with pytest.raises(UnknownBackendError), use_backend("nowhere"):
+        cache.attention(QUERIES[:, :, :1].astype(np.float32))
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float64])
+def test_other_floats_keep_their_dtype(dtype):
+    cache = made(np.asarray, [70], dtype)
+    found = cache.attention(QUERIES.astype(dtype))
+    assert found.dtype == cache.recent.key.dtype == dtype
+    assert cache.steps.key.dtype == (np.float64 if dtype is np.float64 else np.float32)
+    expected = attention(QUERIES.astype(dtype).astype(float), *floats(cache))
+    np.testing.assert_allclose(found, expected, atol=2e-3 if dtype is np.float16 else 1e-13)
+
+
+@pytest.mark.parametrize("length", [70, 66, 64, 59, 8, 3, 0])
+def test_after_truncate_no_old_token_is_seen(length):
+    cache = made(np.asarray, [70])
+    shorter = cache.truncate(length)
+    assert (shorter.length, cache.length) == (length, 70)
+    again = [np.full_like(x[:, :, :20], 9, np.float32) for x in (KEYS, VALUES)]
+    longer = shorter.append(*again)
+    for found, whole in zip(floats(longer), floats(cache), strict=True):
+        most = np.abs(whole).max() / 254  # of tokens that become integers again
+        np.testing.assert_allclose(found[:, :, :length], whole[:, :, :length], atol=most)
+        np.testing.assert_allclose(found[:, :, length:], 9, atol=most)
+
+
+def test_a_cache_is_a_value_and_two_may_follow_one():
+    cache = made(np.asarray, [30])
+    before = [x.copy() for x in floats(cache)]
+    new = [[np.full_like(x[:, :, :9], n, np.float32) for x in (KEYS, VALUES)] for n in (5, 7)]
+    one, other = cache.append(*new[0]), cache.append(*new[1])
+    for found, number in ((one, 5), (other, 7)):
+        for array, old in zip(floats(found), before, strict=True):
+            np.testing.assert_allclose(array[:, :, 30:], number, rtol=2e-2)
+            assert (array[:, :, : cache.codes.length] == old[:, :, : cache.codes.length]).all()
+    for array, old in zip(floats(cache), before, strict=True):
+        assert (array == old).all()
+
+
+def test_its_memory_and_its_error_are_small():
+    rng = np.random.default_rng(0)
+    size = np.exp(rng.standard_normal((2, 1, 128)))  # key channels of unlike size
+    key, value = (rng.standard_normal((2, 4096, 128)) for _ in range(2))
+    key, value = (key * size).astype(np.float32), value.astype(np.float32)
+    query = (rng.standard_normal((8, 1, 128)) / size.repeat(4, 0)).astype(np.float32)
+    cache = nn.QuantizedCache.init(2, 128, 4096, like=key).append(key, value)
+    parts = (cache.codes, cache.steps, cache.recent)
+    assert sum(x.key.nbytes + x.value.nbytes for x in parts) <= 0.3 * (key.nbytes + value.nbytes)
+    found, expected = cache.attention(query), attention(query, key, value)
+    error = np.sqrt(((found - expected) ** 2).mean() / (expected**2).mean())
+    assert 1e-3 < error <= 2e-2
+
+
+@pytest.mark.parametrize("kind", ["numpy", "torch", "strict"])  # JAX compiles each length
+def test_layers_take_a_quantised_cache(kind):
+    to, back = LIBRARIES[kind]
+    x = RNG.standard_normal((2, 20, 24)).astype(np.float32)
+    layer = nn.MultiHeadAttention.init(24, 4, key_heads=2, like=to(x), rotary=nn.Rotary(6))
+    whole = back(layer(to(x), is_causal=True))
+    settings = {"kind": nn.QuantizedCache, "window": 2, "block": 4}
+    cache = layer.cache(8, like=to(x), batch=(2,), **settings)
+    for start, stop in ((0, 9), (9, 10), (10, 20)):
+        found, cache = layer(to(x[:, start:stop]), cache=cache, is_causal=True)
+        np.testing.assert_allclose(back(found), whole[:, start:stop], atol=0.02)
+    assert cache.codes.length == 16
+
+
+def test_zeros_stay_zeros():
+    cache = nn.QuantizedCache.init(1, 2, 8, like=np.zeros(1), window=0, block=4)
+    zeros = np.zeros((1, 4, 2))
+    assert (cache.append(zeros, zeros).attention(zeros) == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("act", "kind", "words"),
+    [
+        (lambda c, x: c.append(x, x[..., :1]), ValueError, r"have the shape \(2, 2, 'n', 5"),
+        (lambda c, x: c.append(x.astype(float), x), TypeError, "key must be float32 of numpy"),
+        (lambda c, x: c.attention(x[:, :, :1].astype(float)), TypeError, "query .*float64"),
+        (lambda c, x: c.truncate(9), ValueError, "from 0 to the cache's 0 tokens; got 9"),
+        (lambda c, x: c.attention(x, normalizer=None, layout="LHD"), ValueError, "layout must be"),
+        (lambda c, x: made(np.asarray, [], block=0), ValueError, "block must be at least 1; got 0"),
+        (lambda c, x: made(np.asarray, [], window=-1), ValueError, "window must be at least 0"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_refused(act, kind, words):
+    with pytest.raises(kind, match=words):
+        act(made(np.asarray, []), np.zeros((2, 2, 3, D), np.float32))
+
+
+def test_what_only_softmax_has_is_needed():
+    with pytest.raises(ValueError, match="omit normalizer, or give a KVCache"):
+        made(np.asarray, [20]).attention(QUERIES, normalizer=scores.sparsemax())
+
+
+def test_a_gradient_with_respect_to_keys_is_refused():
+    cache = made(torch.tensor, [4])
+    key, value = torch.zeros(B, G, 1, D, requires_grad=True), torch.zeros(B, G, 1, E)
+    with pytest.raises(ValueError, match=r"no gradient .*: detach them, or give a KVCache"):
+        cache.append(key, value)
+    query = torch.zeros(B, H, 1, D, requires_grad=True)
+    cache.attention(query).sum().backward()
+    assert query.grad.shape == query.shape
+
+
+def test_a_trace_is_refused_by_name():
+    register()
+    cache = made(jnp.asarray, [4])
+    new = jnp.zeros((B, G, 1, D)), jnp.zeros((B, G, 1, E))
+    with pytest.raises(ValueError, match=r"length of a quantised cache is unknown, .* a KVCache"):
+        jax.jit(lambda cache: cache.append(*new))(cache)
