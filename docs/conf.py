@@ -32,8 +32,8 @@ nitpicky = True
 # Names in docstrings without a page on this site: those of other libraries, single attributes.
 nitpick_ignore_regex = [
     ("py:obj", r"(importlib|jax|mlx|numpy|torch)\..*|tqdm|polyattn\.plot\.mask_picture\.draw_mask"),
-    ("py:obj", "Finding|KVCache|PagedCache|QuantizedCache|check_callable|ids|length|poison_in|rotary"),
-    ("py:obj", "scaled_dot_product_attention"),
+    ("py:obj", "Finding|KVCache|PagedCache|QuantizedCache|check_callable|length|poison_in"),
+    ("py:obj", "ids|rotary|scaled_dot_product_attention"),
 ]
 
 # ---- pages ----
