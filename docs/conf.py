@@ -32,8 +32,8 @@ nitpicky = True
 # Names in docstrings without a page on this site: those of other libraries, single attributes.
 nitpick_ignore_regex = [
     ("py:obj", r"(importlib|jax|mlx|numpy|torch)\..*|tqdm|polyattn\.plot\.mask_picture\.draw_mask"),
-    ("py:obj", "Finding|KVCache|PagedCache|QuantizedCache|check_callable|length|poison_in|rotary"),
-    ("py:obj", "scaled_dot_product_attention"),
+    ("py:obj", "Finding|KVCache|PagedCache|QuantizedCache|check_callable|length|poison_in"),
+    ("py:obj", "ids|rotary|scaled_dot_product_attention"),
 ]
 
 # ---- pages ----
@@ -67,11 +67,12 @@ html_copy_source = False
 
 
 ALIASES = {"polyattn.dialects.scaled_dot_product_attention"}
+TWICE = {"progress", "thread_count"}  # names of polyattn.plugin; their modules have public ones too
 
 
 def alias_of_viewcode(app: Sphinx, module: str, name: str) -> str | None:
     """Keep viewcode from linking modules that are documented under another name as well."""
-    return module if f"{module}.{name}" in ALIASES or name == "thread_count" else None
+    return module if f"{module}.{name}" in ALIASES or name in TWICE else None
 
 
 def says_nothing(
