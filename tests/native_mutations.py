@@ -125,8 +125,6 @@ MUTATIONS = (
      "if (factor != 0 || !__builtin_signbit(factor)) sum =", "sum ="),
     ("native: the gradient of a bias after a softcap", "tile.h",
      "call.softcap != 0 ? raw : g", "g"),
-    ("native: rows of a panel that are not used added to a bias", "tile.h",
-     "(int)least(width, panel.used - v)", "width"),
     ("native: no sum over the keys that share a bias", "tile.h",
      "*rows[i] += sum[i];", "*rows[i] = sum[i];"),
     ("native: no turns of the tasks that add to a bias", "turns.h",

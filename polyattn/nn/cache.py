@@ -122,8 +122,9 @@ class KVCache:
         """
         library_of(like, "like")
         lead: tuple[Any, ...] = (*batch, heads, capacity)
+        widths = size, size if value_size is None else value_size
         if any(isinstance(length, str) for length in lead):
-            facts, widths = facts_of(like, "like"), (size, value_size or size)
+            facts = facts_of(like, "like")
             shaped = [facts._replace(shape=(*lead, width)) for width in widths]
             return cls(shaped[0], shaped[1])
         xp = library_of(like).xp
@@ -132,7 +133,7 @@ class KVCache:
         else:  # a number of `like` is where a committed array of JAX is
             number = like[(0,) * len(like.shape)]
         example = xp.broadcast_to(number, (*batch, heads, 1, 1))
-        key, value = (zeros(example, lead[-1], width) for width in (size, value_size or size))
+        key, value = (zeros(example, lead[-1], width) for width in widths)
         # torch.compile cannot return a _Buffer.
         return cls(key, value, buffer=None if is_compiling() else _Buffer(key, value, 0))
 

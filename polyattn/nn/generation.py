@@ -121,6 +121,12 @@ def generate(
         raise ValueError(f"steps must be at least 1; got {steps}")
     if isinstance(model.embedding, Embedding):  # now, because a compiled step reads no numbers
         tokens = range(model.embedding.weight.shape[0])
+        dtype = facts_of(prompts).dtype
+        if tokens and np.iinfo(dtype).max < tokens[-1]:
+            raise TypeError(
+                f"ids of {dtype} cannot hold the model's tokens, up to {tokens[-1]}; give int32 or"
+                " int64"
+            )
         check_range("token id", prompts, tokens, may_wait=True)
     held = _first_caches(model, prompts, kept, steps, caches, jit is not None)
     run = _step(options)
@@ -187,7 +193,7 @@ def _prompts(ids: Any, lengths: Any, model: Transformer) -> tuple[Array, Any]:
         return ids, None
     kept = on_host(as_array("lengths", lengths))
     whole = len(ids.shape) == 2 and getattr(kept, "shape", None) == ids.shape[:1]
-    if not whole or kept.dtype.kind not in "iu" or kept.min() < 1 or kept.max() > ids.shape[1]:
+    if not whole or kept.dtype.kind not in "iu" or ((kept < 1) | (kept > ids.shape[1])).any():
         raise ValueError(
             "lengths must be integers from 1 to L, one for each prompt of ids (B, L); got ids"
             f" {facts_of(ids)} and {got(lengths)}"

@@ -16,7 +16,7 @@ from weakref import WeakSet
 import numpy as np
 
 from polyattn._base.arguments import check_int
-from polyattn._base.arrays import Array, index_range, is_array, library_of, numbers_like
+from polyattn._base.arrays import Array, facts_of, index_range, is_array, library_of, numbers_like
 from polyattn._base.host import is_host
 from polyattn._base.tracing import is_transformed
 from polyattn.nn.cache import checked_tokens, is_writable, zeros
@@ -157,7 +157,8 @@ class PagedCache:
         xp = library_of(like, "like").xp
         zero = numbers_like(xp, 0, like.dtype, like)
         example = xp.broadcast_to(zero, (pages, heads, 1, 1))
-        key, value = (zeros(example, page, width) for width in (size, value_size or size))
+        widths = size, size if value_size is None else value_size
+        key, value = (zeros(example, page, width) for width in widths)
         lengths = index_range(xp, 0, items, like) * 0
         table = xp.broadcast_to(lengths[:, None], (items, columns)) + 0
         return cls(key, value, table, lengths)
@@ -319,6 +320,11 @@ class PagedCache:
         """
         xp = library_of(self.lengths).xp
         lengths = self._numbers("lengths", lengths, None)
+        if tuple(lengths.shape) not in ((), tuple(self.lengths.shape)):
+            raise ValueError(
+                f"lengths must be a number, or one for each of the {self.lengths.shape[0]} items;"
+                f" got the shape {tuple(lengths.shape)}"
+            )
         kept = xp.where(lengths < self.lengths, lengths, self.lengths)
         return replace(self, lengths=kept, start=None)
 
@@ -337,9 +343,15 @@ class PagedCache:
         PagedCache
         """
         xp = library_of(self.lengths).xp
-        emptied = items
-        if not is_array(items):
-            emptied = numbers_like(xp, items, xp.bool, self.lengths)
+        emptied = items if is_array(items) else np.asarray(items)
+        facts = facts_of(emptied)
+        if facts.dtype != "bool" or tuple(emptied.shape) != tuple(self.lengths.shape):
+            raise ValueError(
+                f"items must be True or False for each of the {self.lengths.shape[0]} items; got"
+                f" {facts}"
+            )
+        if is_host(emptied):
+            emptied = numbers_like(xp, emptied, xp.bool, self.lengths)
         kept = xp.where(emptied, xp.zeros_like(self.lengths), self.lengths)
         return replace(self, lengths=kept, start=None)
 

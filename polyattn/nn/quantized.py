@@ -109,7 +109,8 @@ class QuantizedCache:
         for name, number, least in (("window", window, 0), ("block", block, 1)):
             if check_int(name, number) < least:
                 raise ValueError(f"{name} must be at least {least}; got {number}")
-        blocks, widths = -(-check_int("capacity", capacity) // block), (size, value_size or size)
+        blocks = -(-check_int("capacity", capacity) // block)
+        widths = size, size if value_size is None else value_size
         xp = library_of(like, "like").xp
         one = like[(slice(1),) * len(like.shape)]
         kinds = [xp.astype(one, getattr(xp, name)) for name in ("int8", _sums(like))]
@@ -288,7 +289,7 @@ class QuantizedCache:
         """Yield the blocks that become floats at once."""
         *lead, _, size = self.codes.key.shape
         numbers = max(size, self.codes.value.shape[-1]) * self.block * math.prod(lead)
-        blocks, most = _number(self.steps.length), max(PIECE // numbers, 1)
+        blocks, most = _number(self.steps.length), max(PIECE // max(numbers, 1), 1)
         for first in range(0, blocks, most):
             yield first, min(first + most, blocks)
 

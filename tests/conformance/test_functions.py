@@ -310,6 +310,8 @@ def test_the_page_says_what_is_found(peer):
     for label, cell in found.items():
         parts = 1 if label == "NaN and infinity" else None  # the processor decides about one NaN
         page, here = (text.split(";")[:parts] for text in (written[label], without_figures(cell)))
+        if label.endswith("by themselves"):  # threads and the processor decide about bits
+            page, here = ([x.removesuffix(", other bits") for x in cells] for cells in (page, here))
         assert page == here, label
 
 

@@ -285,3 +285,12 @@ ONE = np.zeros((1, 1), dtype=np.int64)
 def test_an_argument_that_cannot_be_is_refused(options, error, said):
     with pytest.raises(error, match=said):
         nn.generate(**({"model": HALVES, "ids": ONE, "steps": 1} | options))
+
+
+def test_ids_of_a_narrow_dtype_cannot_wrap():
+    embedding = nn.Embedding(np.zeros((300, 2), np.float32))
+    model = nn.Transformer(embedding, HALVES.stack, tied=True)
+    with pytest.raises(
+        TypeError, match=r"ids of uint8 cannot hold .* up to 299; give int32 or int64"
+    ):
+        nn.generate(model, ONE.astype(np.uint8), steps=1)

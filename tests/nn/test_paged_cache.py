@@ -279,3 +279,23 @@ def test_what_does_not_fit_is_refused(act, kind, words):
 def test_counts_are_at_most_the_new_tokens():
     with pytest.raises(ValueError, match="counts must be integers from 0 to 2; got"):
         Twin(np.array).append(2, counts=[3, 0, 0])
+
+
+@pytest.mark.parametrize(
+    ("act", "words"),
+    [
+        (lambda cache: cache.free([True]), "True or False for each of the 3 items"),
+        (lambda cache: cache.free([0, 2, 1]), "True or False for each of the 3 items"),
+        (lambda cache: cache.truncate([[1], [2]]), "one for each of the 3 items"),
+    ],
+)
+def test_what_is_not_one_for_each_item_is_refused(act, words):
+    with pytest.raises(ValueError, match=words):
+        act(Twin(np.array).append(2).cache)
+
+
+@pytest.mark.parametrize("kind", [nn.KVCache, nn.PagedCache, nn.QuantizedCache])
+def test_values_of_size_0_are_not_those_of_the_keys_size(kind):
+    items = {"items": 1} if kind is nn.PagedCache else {}
+    cache = kind.init(1, 4, 8, like=np.zeros(1, np.float32), value_size=0, **items)
+    assert getattr(cache, "recent", cache).values.shape[-1] == 0

@@ -228,3 +228,10 @@ def test_a_trace_is_refused_by_name():
     new = jnp.zeros((B, G, 1, D)), jnp.zeros((B, G, 1, E))
     with pytest.raises(ValueError, match=r"length of a quantised cache is unknown, .* a KVCache"):
         jax.jit(lambda cache: cache.append(*new))(cache)
+
+
+def test_a_batch_may_be_empty():
+    like = np.zeros(1, np.float32)
+    cache = nn.QuantizedCache.init(2, 4, 8, like=like, batch=(0,), window=0, block=2)
+    token = np.zeros((0, 2, 4, 4), np.float32)
+    assert cache.append(token, token).attention(token[:, :, :1]).shape == (0, 2, 1, 4)
