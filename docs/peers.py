@@ -205,7 +205,7 @@ def group_query_attention(
 def pallas_attention(
     q, k_pages, v_pages, lengths, page_indices, *, attn_logits_soft_cap, pages_per_compute_block
 ):
-    """Call paged_attention of JAX's Pallas kernels for TPUs, interpreted on the CPU."""
+    """Call `paged_attention` of Pallas, a kernel for TPUs, interpreted on the CPU."""
     with pltpu.force_tpu_interpret_mode():
         return paged_attention(
             q, k_pages, v_pages, lengths, page_indices,

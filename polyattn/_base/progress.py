@@ -17,7 +17,7 @@ _none: AbstractContextManager[Show] = contextlib.nullcontext(lambda share: None)
 
 @contextmanager
 def show_progress(after: float = 2.0) -> Iterator[None]:
-    """Show a bar for each call of NumPy's kernels inside the block that takes long.
+    """Show a bar for each long call of a NumPy kernel inside the block.
 
     The bar is tqdm's, on standard error or in a notebook, and disappears at the end of the call.
     The compiled kernel and that of tiles show it; for dask, use ``dask.diagnostics.ProgressBar``.

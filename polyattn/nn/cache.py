@@ -124,8 +124,7 @@ class KVCache:
         lead: tuple[Any, ...] = (*batch, heads, capacity)
         widths = size, size if value_size is None else value_size
         if any(isinstance(length, str) for length in lead):
-            facts = facts_of(like, "like")
-            shaped = [facts._replace(shape=(*lead, width)) for width in widths]
+            shaped = [facts_of(like)._replace(shape=(*lead, width)) for width in widths]
             return cls(shaped[0], shaped[1])
         xp = library_of(like).xp
         if 0 in like.shape:

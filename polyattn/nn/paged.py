@@ -242,11 +242,7 @@ class PagedCache:
         m, number, start = key.shape[-2], key.shape[-2], None
         if counts is not None:
             number, start = self._checked("counts", counts, m), self.lengths
-            if number.shape != self.lengths.shape:
-                raise ValueError(
-                    f"counts must be {self.lengths.shape[0]} numbers, one for each item; got the"
-                    f" shape {tuple(number.shape)}"
-                )
+            self._check_items("counts must be a number", number)
         table = self._on_host()
         kept = on_host(number) if is_array(number) else number
         if table is None or kept is None:
@@ -320,11 +316,8 @@ class PagedCache:
         """
         xp = library_of(self.lengths).xp
         lengths = self._numbers("lengths", lengths, None)
-        if tuple(lengths.shape) not in ((), tuple(self.lengths.shape)):
-            raise ValueError(
-                f"lengths must be a number, or one for each of the {self.lengths.shape[0]} items;"
-                f" got the shape {tuple(lengths.shape)}"
-            )
+        if lengths.shape:
+            self._check_items("lengths must be a number, or one", lengths)
         kept = xp.where(lengths < self.lengths, lengths, self.lengths)
         return replace(self, lengths=kept, start=None)
 
@@ -344,12 +337,7 @@ class PagedCache:
         """
         xp = library_of(self.lengths).xp
         emptied = items if is_array(items) else np.asarray(items)
-        facts = facts_of(emptied)
-        if facts.dtype != "bool" or tuple(emptied.shape) != tuple(self.lengths.shape):
-            raise ValueError(
-                f"items must be True or False for each of the {self.lengths.shape[0]} items; got"
-                f" {facts}"
-            )
+        self._check_items("items must be True or False", emptied, "bool")
         if is_host(emptied):
             emptied = numbers_like(xp, emptied, xp.bool, self.lengths)
         kept = xp.where(emptied, xp.zeros_like(self.lengths), self.lengths)
@@ -391,14 +379,19 @@ class PagedCache:
 
     def _checked(self, name: str, given: Any, most: int | None) -> Any:
         """Return integers as an array, of the host unless they are of the cache's library."""
-        if is_array(given) and not is_host(given):
-            return library_of(given).xp.astype(given, self.lengths.dtype)
-        numbers = np.asarray(given)
-        wrong = numbers.dtype.kind not in "iu" or (numbers < 0).any()
-        if wrong or (most is not None and (numbers > most).any()):
+        numbers = given if is_array(given) else np.asarray(given, None if np.size(given) else int)
+        here = is_host(numbers)  # the host waits for no other numbers
+        wrong = "int" not in facts_of(numbers).dtype or (here and (numbers < 0).any())
+        if wrong or (here and most is not None and (numbers > most).any()):
             limit = "" if most is None else f" to {most}"
             raise ValueError(f"{name} must be integers from 0{limit}; got {given}")
-        return numbers
+        return numbers if here else library_of(numbers).xp.astype(numbers, self.lengths.dtype)
+
+    def _check_items(self, what: str, given: Array, dtype: str | None = None) -> None:
+        """Raise if there is not one number for each item."""
+        facts, (items,) = facts_of(given), self.lengths.shape
+        if facts.shape != (items,) or facts.dtype != (dtype or facts.dtype):
+            raise ValueError(f"{what} for each of the {items} items; got {facts}")
 
     def _numbers(self, name: str, given: Any, most: int | None) -> Array:
         """Return integers beside the lengths."""

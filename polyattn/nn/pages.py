@@ -211,7 +211,9 @@ def sent(numbers: Any, like: Array) -> Array:
         return numbers
     if library.name == "torch":
         tensor: Any = library.xp.asarray(numbers)
-        return tensor.to(like.device, like.dtype, non_blocking=True)
+        # Not for MPS, which may read the numbers when they are gone: pytorch/pytorch#189690.
+        may_go_on = like.device.type == "cuda"
+        return tensor.to(like.device, like.dtype, non_blocking=may_go_on)
     return numbers_like(library.xp, numbers, like.dtype, like)
 
 

@@ -250,6 +250,7 @@ class QuantizedCache:
         heads = shape[-3] if len(shape) == len(key.shape) else 1
         return (
             options.keys() <= {"is_causal", "scale"}
+            and isinstance(options.get("is_causal", False), bool)
             and isinstance(options.get("scale", 1.0), float)
             and type(query) is type(key)
             and query.dtype == key.dtype

@@ -66,7 +66,7 @@ SPEED = [
 
 
 def xla(rows):
-    """Return the figures of JAX's `xla` in rows of the page on performance."""
+    """Return the figures of `xla` in rows of the page on performance."""
     return [
         float(x) for x in re.findall(rf"^\| {rows} \|.*\*\*([\d.]+)\*\*", PERFORMANCE, re.MULTILINE)
     ]

@@ -9,10 +9,13 @@ import numpy as np
 import pytest
 import torch
 from tiny_models import LIBRARIES
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from polyattn import attention, nn
 from polyattn._dispatch.transfer import convert_like
 from polyattn.integrations.jax import register
+from polyattn.nn.pages import sent
 
 RNG = np.random.default_rng(3)
 G, D, E, PAGE = 2, 4, 3, 4
@@ -180,9 +183,7 @@ def test_a_step_reads_no_lengths_from_the_device_of_the_cache(monkeypatch):
 
 @pytest.mark.parametrize("counts", [[1, 1], [[1, 1, 1]], 1])
 def test_counts_are_one_for_each_item(counts):
-    with pytest.raises(
-        ValueError, match="counts must be 3 numbers, one for each item; got the sha"
-    ):
+    with pytest.raises(ValueError, match="counts must be a number for each of the 3 items; got"):
         Twin(np.array).append(2, counts=counts)
 
 
@@ -299,3 +300,38 @@ def test_values_of_size_0_are_not_those_of_the_keys_size(kind):
     items = {"items": 1} if kind is nn.PagedCache else {}
     cache = kind.init(1, 4, 8, like=np.zeros(1, np.float32), value_size=0, **items)
     assert getattr(cache, "recent", cache).values.shape[-1] == 0
+
+
+@pytest.mark.parametrize("to", [torch.asarray, jnp.asarray], ids=["torch", "jax"])
+def test_numbers_of_a_library_are_integers_too(to):
+    cache = Twin(to, capacity=8).append(2).cache
+    with pytest.raises(ValueError, match="lengths must be integers from 0"):
+        cache.truncate(to(np.float32([1.5, 1, 1])))
+
+
+def test_all_items_may_end():
+    cache = Twin(np.array).append(2).cache.fork([])
+    assert cache.lengths.shape == (0,)
+    token = np.zeros((0, G, 1, D), np.float32)
+    assert cache.append(token, token[..., :E]).lengths.shape == (0,)
+
+
+class Copies(TorchDispatchMode):
+    """Whether each copy to another device may go on while the host does."""
+
+    def __init__(self):
+        super().__init__()
+        self.go_on = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten._to_copy.default:
+            self.go_on.append(bool(kwargs.get("non_blocking")))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("device", "goes_on"), [("cuda", True), ("mps", False)])
+def test_mps_copies_numbers_before_they_are_gone(device, goes_on):
+    with FakeTensorMode(allow_non_fake_inputs=True), Copies() as copies:
+        like = torch.empty(2, dtype=torch.int64, device=device)
+        assert sent(np.arange(2), like).device.type == device
+    assert copies.go_on == [goes_on]

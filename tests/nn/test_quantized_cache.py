@@ -235,3 +235,13 @@ def test_a_batch_may_be_empty():
     cache = nn.QuantizedCache.init(2, 4, 8, like=like, batch=(0,), window=0, block=2)
     token = np.zeros((0, 2, 4, 4), np.float32)
     assert cache.append(token, token).attention(token[:, :, :1]).shape == (0, 2, 1, 4)
+
+
+@pytest.mark.parametrize(
+    ("options", "error"), [({"is_causal": "yes"}, TypeError), ({"scale": float("nan")}, ValueError)]
+)
+def test_a_decoding_step_takes_only_what_attention_takes(options, error):
+    token = np.zeros((2, 1, 4), np.float32)
+    cache = nn.QuantizedCache.init(2, 4, 8, like=token, window=0, block=1).append(token, token)
+    with pytest.raises(error, match=next(iter(options))):
+        cache.attention(token, **options)
