@@ -424,7 +424,7 @@ def test_devices_are_named_as_torch_names_them():
     row = next(info for info in polyattn.list_backends() if info.name == "torch")
     assert row.devices[0] == "cpu"
     assert row.versions["torch"].startswith(torch.__version__.partition("+")[0])
-    assert row.kernels[:2] == ("sdpa", "flex")
+    assert row.kernels[:3] == ("paged", "sdpa", "flex")
 
 
 def test_bits_of_numpy_memory_are_not_written():
