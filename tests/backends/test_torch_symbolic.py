@@ -19,7 +19,7 @@ OPTIONS = {
     "causal": {"is_causal": True},
     "causal from the first key": {"is_causal": True, "query_offset": 0},
     "window, causal": {"window": (2, 0), "is_causal": True},
-    "softcap, window": {"softcap": 3.0, "window": (2, 1)},
+    "softcap, causal": {"softcap": 3.0, "is_causal": True},
     "mask expression": {"mask": masks.causal() | masks.prefix(2)},
     "alibi": {
         "is_causal": True, "score_mod": scores.alibi(H), "dropout": (0.4, 2**40 + 5, (1, 2, 3, 6))
@@ -51,17 +51,11 @@ def squares(*qkv):
 def test_one_program_runs_at_all_lengths(function):
     square = function is squares
     run = exported(function, square=square)
-    for batch, length, keys in SIZES:
+    # The last has more scores than one tile holds, which no length of the example tells.
+    for batch, length, keys in (*SIZES, (1, 700, 900)):
         inputs = numbers(batch, length, length if square else keys)
         for found, expected in zip(run(*inputs), function(*inputs), strict=True):
-            assert abs(found - expected).max() < 2e-6
-
-
-def test_no_choice_is_made_by_the_lengths_of_the_example():
-    run = exported(lambda *qkv: [attention(*qkv, softcap=3.0, is_causal=True)])
-    inputs = numbers(1, 700, 900)  # more scores than one tile holds
-    (found,) = run(*inputs)
-    assert abs(found - attention(*inputs, softcap=3.0, is_causal=True)).max() < 4e-6
+            np.testing.assert_allclose(found, expected, rtol=2e-6, atol=4e-6)
 
 
 def test_lengths_and_offsets_of_the_items_are_inputs():
