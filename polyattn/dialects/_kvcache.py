@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from polyattn import masks
-from polyattn._api.attention import attention
 from polyattn._base.arrays import Array, cast, index_range, library_of
 from polyattn._base.tracing import is_transformed
-from polyattn.dialects._flash import by_position, options_of, with_logsumexp
+from polyattn.dialects._flash import attended, by_position, options_of
+from polyattn.dialects._packed import numbers_of
 from polyattn.dialects._shared import bounds
 
 #: The libraries whose arrays can be written in place.
@@ -45,7 +45,7 @@ def with_kvcache(
     q: Array, new: tuple[Array, Array] | None, cache: Cache, rotation: Rotation, *,
     scale: float | None, causal: bool, window: Any, softcap: float, slopes: Array | None = None,
     chunk: int = 0, qv: Array | None = None, logsumexp: bool = False,
-) -> tuple[Array, Array | None]:  # fmt: skip
+) -> Any:  # fmt: skip
     """Write the new keys and values, and return attention of q, (B, L, H, D), to all of them."""
     near = bounds(window)
     _check(new, cache, rotation)
@@ -64,15 +64,51 @@ def with_kvcache(
         options |= {"is_causal": bool(causal), "window": near or (None, None)}
     many = keys.shape[1] * (1 if cache.table is None else cache.table.shape[1])
     lengths = many if cache.lengths is None else cache.lengths
-    options |= by_position(q, many, lengths - q.shape[1], slopes, chunk)
+    options |= by_position(q, many, lengths - q.shape[1], slopes, chunk, cache.leftpad)
     if cache.table is not None or not isinstance(lengths, int):
         options |= {"key_lengths": lengths, "block_table": cache.table}
     if cache.leftpad is not None:
         after = ~masks.prefix(cache.leftpad)
         options["mask"] = options["mask"] & after if chunk else after
-    if logsumexp:
-        return with_logsumexp(q, keys, values, options)
-    return attention(q, keys, values, **options), None
+    return attended(q, keys, values, options, logsumexp)
+
+
+def with_packed(
+    q: Array, new: tuple[Array, Array] | None, cache: Cache, rotation: Rotation,
+    ends_q: Array | None, ends_new: Array | None, *, qv: Array | None, logsumexp: bool,
+    **options: Any,
+) -> Any:  # fmt: skip
+    """Return `with_kvcache` of packed queries, (T, H, D), or of packed new keys, or of both."""
+    library = library_of(q, "q")
+    if library.traced or is_transformed():
+        raise NotImplementedError(
+            "cu_seqlens_q and cu_seqlens_k_new are read by the host, which cannot read them in a"
+            " traced program: pass q, k and v padded, (B, L, H, D)"
+        )
+    ends, other = (None if x is None else numbers_of(x) for x in (ends_q, ends_new))
+    has_own_pools = cache.items is None and cache.table is None
+
+    def part(x: Any, n: int, ends: list[int] | None = None) -> Any:
+        """Return what belongs to a sequence as a batch of one."""
+        if x is None or isinstance(x, int):
+            return x
+        return x[n : n + 1, ...] if ends is None else x[ends[n] : ends[n + 1], ...][None, ...]
+
+    results = []
+    for n in range(len(ends or other or [0]) - 1):
+        pools = [part(x, n) if has_own_pools else x for x in cache[:2]]
+        own = Cache(*pools, *(part(x, n) for x in cache[2:]))
+        turned = rotation._replace(lengths=part(rotation.lengths, n))
+        added = None if new is None else (part(new[0], n, other), part(new[1], n, other))
+        given = {"qv": part(qv, n, ends), "logsumexp": True, **options}
+        results.append(with_kvcache(part(q, n, ends), added, own, turned, **given))
+    axes = (0, 0) if ends is None else (1, 2)  # of the items, or of the rows
+    joined = (
+        library.xp.concat(parts, axis=axis)
+        for parts, axis in zip(zip(*results, strict=True), axes, strict=True)
+    )
+    output, total = joined if ends is None else (x[0, ...] for x in joined)
+    return (output, total) if logsumexp else output
 
 
 def with_qv(

@@ -145,8 +145,7 @@ def varlen_attn(
         raise ValueError("cu_seq_k is missing, which only block_table replaces")
     logsumexp = bool(return_aux is not None and return_aux.lse)
     keys = Packed([] if cu_seq_k is None else cu_seq_k, seqused_k)
-    output, total = varlen(
+    return varlen(
         query, key, value, Packed(cu_seq_q), keys, scale, False, window_size, 0.0,
         table=block_table, logsumexp=logsumexp,
     )  # fmt: skip
-    return (output, total) if logsumexp else output

@@ -167,7 +167,7 @@ def _of_blocks(
     rule = Rule(known.causal, _window(bias), known.from_first)
     given = {name: option for name, option in options.items() if option is not None}
     rows = Packed(bias.q_seqinfo.seqstart_py)
-    return packed_attention(query, key, value, rows, keys, rule, **given)[0]
+    return packed_attention(query, key, value, rows, keys, rule, **given)
 
 
 def _paged(xp: Any, key: Array, value: Array, bias: Any) -> tuple[Array, Array, Packed]:
