@@ -144,7 +144,7 @@ def flash_attn_with_kvcache(
     cache = Cache(k_cache, v_cache, cache_seqlens, cache_batch_idx, cache_leftpad, page_table)
     tables = both("rotary_cos and rotary_sin", rotary_cos, rotary_sin)
     given = (q, both("k and v", k, v), cache, Rotation(tables, rotary_interleaved, rotary_seqlens))
-    options = {
+    options: dict[str, Any] = {
         "scale": softmax_scale, "causal": causal, "window": window_size, "softcap": softcap,
         "chunk": attention_chunk, "qv": qv, "logsumexp": return_softmax_lse,
     }  # fmt: skip
