@@ -184,20 +184,15 @@ def _rotated(x: Array, rotation: Rotation, lengths: Any, *, moves: bool) -> Arra
     xp = library_of(x).xp
     first = lengths if rotation.lengths is None else rotation.lengths
     places = _places(first, x.shape[1] if moves else 1, x)
-    wide = xp.float64 if x.dtype == xp.float64 else xp.float32
-    rates = [
-        cast(xp, xp.reshape(xp.take(table, xp.reshape(places, (-1,)), axis=0), shape), wide)
+    half = rotation.tables[0].shape[-1]
+    flat, wide = xp.reshape(places, (-1,)), xp.float64 if x.dtype == xp.float64 else xp.float32
+    cos, sin = (
+        cast(xp, xp.reshape(xp.take(table, flat, axis=0), (*places.shape, 1, half)), wide)
         for table in rotation.tables
-        for shape in [(*places.shape, 1, table.shape[-1])]
-    ]
-    size = 2 * rates[0].shape[-1]
-    turned = cast(xp, x[..., :size], wide)
-    if rotation.interleaved:
-        one, other = turned[..., 0::2], turned[..., 1::2]
-    else:
-        one, other = turned[..., : size // 2], turned[..., size // 2 :]
-    cos, sin = rates
-    pair = (one * cos - other * sin, one * sin + other * cos)
-    joined = xp.stack(pair, axis=-1) if rotation.interleaved else xp.concat(pair, axis=-1)
-    turned = cast(xp, xp.reshape(joined, turned.shape), x.dtype)
-    return xp.concat((turned, x[..., size:]), axis=-1) if size < x.shape[-1] else turned
+    )
+    axis, shape = (-1, (half, 2)) if rotation.interleaved else (-2, (2, half))
+    pairs = xp.reshape(cast(xp, x[..., : 2 * half], wide), (*x.shape[:-1], *shape))
+    one, other = (pairs[..., n] if axis == -1 else pairs[..., n, :] for n in (0, 1))
+    turned = xp.stack((one * cos - other * sin, one * sin + other * cos), axis=axis)
+    turned = cast(xp, xp.reshape(turned, (*x.shape[:-1], 2 * half)), x.dtype)
+    return xp.concat((turned, x[..., 2 * half :]), axis=-1) if 2 * half < x.shape[-1] else turned
