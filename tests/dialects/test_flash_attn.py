@@ -19,7 +19,6 @@ from polyattn.dialects import flash_attn_interface as fa3
 RNG = np.random.default_rng(0)
 B, H, G, D, E = 2, 4, 2, 16, 8
 TO = {"numpy": lambda x: x, "torch": torch.asarray, "jax": jnp.asarray}
-LIBRARIES = pytest.mark.parametrize("library", TO)
 
 
 def normal(*shape):
@@ -87,12 +86,18 @@ def moved(options, library):
     return {k: TO[library](x) if isinstance(x, np.ndarray) else x for k, x in options.items()}
 
 
+SHORT, LONG = (3, 7), (7, 3)
+
+
 @pytest.mark.parametrize(
-    ("name", "library"),
-    [(name, library) for name in OPTIONS for library in ("numpy", "torch")] + [("causal", "jax")],
+    ("name", "library", "lengths"),
+    [
+        *((name, "numpy", lengths) for name in OPTIONS for lengths in (SHORT, LONG)),
+        *((name, "torch", SHORT) for name in OPTIONS),
+        ("causal", "jax", LONG),
+    ],
 )
-@pytest.mark.parametrize("lengths", [(3, 7), (7, 3)], ids=str)
-def test_dense(name, lengths, library):
+def test_dense(name, library, lengths):
     q, k, v = normal(B, lengths[0], H, D), normal(B, lengths[1], G, D), normal(B, lengths[1], G, E)
     options = OPTIONS[name]
     output, lse, weights = fa2.flash_attn_func(
@@ -163,14 +168,6 @@ def test_varlen(name, library):
     assert lse.shape == (H, 12)
 
 
-def test_varlen_is_traced_by_jit_with_lengths_as_arguments():
-    x = jnp.asarray(normal(12, H, D))
-    compiled = jax.jit(lambda *ends: fa2.flash_attn_varlen_func(x, x, x, *ends, 5, 5, causal=True))
-    ends = jnp.asarray(ENDS_Q)
-    expected = fa2.flash_attn_varlen_func(*[np.asarray(x)] * 3, ENDS_Q, ENDS_Q, 5, 5, causal=True)
-    close(compiled(ends, ends), expected)
-
-
 def test_gradients_of_varlen_are_those_of_one_by_one():
     ends = [0, 20, 57, 57, 130]
     arrays = [torch.randn(130, h, 16, dtype=torch.float64, requires_grad=True) for h in (4, 2, 2)]
@@ -204,16 +201,18 @@ def test_a_run_of_equal_lengths_is_one_call(monkeypatch):
     assert shapes == [(3, 3, H, D), (1, 2, H, D)]
 
 
-@LIBRARIES
+@pytest.mark.parametrize("library", TO)
 def test_varlen_over_pages(library):
     pool_k, pool_v = normal(9, 4, G, D), normal(9, 4, G, E)
     table = np.array([[7, 2, -1], [0, 8, 3]], np.int32)
     q, ends_q, ends_k = normal(5, H, D), np.array([0, 2, 5], np.int32), np.array([0, 6, 17])
     pool_k[2, 2:] = pool_v[2, 2:] = np.nan  # slots that were never written
-    output = fa2.flash_attn_varlen_func(
-        *map(TO[library], (q, pool_k, pool_v, ends_q, ends_k)), 3, 11, causal=True,
-        block_table=TO[library](table),
-    )  # fmt: skip
+
+    def call(*arrays, table):
+        return fa2.flash_attn_varlen_func(*arrays, 3, 11, causal=True, block_table=table)
+
+    arrays = map(TO[library], (q, pool_k, pool_v, ends_q, ends_k))
+    output = (jax.jit(call) if library == "jax" else call)(*arrays, table=TO[library](table))
     for rows, pages, length in zip(sequences(ends_q), table, (6, 11), strict=False):
         k, v = (x[pages].reshape(12, G, -1)[:length] for x in (pool_k, pool_v))
         close(output[rows], formula(q[rows], k, v, causal=True)[0])
@@ -361,8 +360,11 @@ CACHES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("library", ["numpy", "torch"])
-@pytest.mark.parametrize("name", CACHES)
+@pytest.mark.parametrize(
+    ("name", "library"),
+    [(name, "numpy") for name in CACHES]
+    + [(name, "torch") for name in ("plain", "items", "left padding", "pages", "positions", "qv")],
+)
 def test_kvcache(name, library):
     given = dict(CACHES[name])
     to, length, size = TO[library], 3, 12
