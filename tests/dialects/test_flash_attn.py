@@ -5,8 +5,6 @@ import importlib.metadata
 import importlib.util
 import itertools
 import math
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -531,28 +529,26 @@ def test_install_refuses_beside_the_real_one(tmp_path, monkeypatch):
 
 
 @pytest.mark.needs("torch", "transformers")
-def test_transformers_runs_its_own_code_on_these_functions():
+def test_transformers_runs_its_own_code_on_these_functions(monkeypatch):
     """It asks for the package before it imports it, and calls with padding and without."""
-    code = """
-import torch
-from polyattn.dialects import flash_attn
-flash_attn.install()
-from transformers.utils import import_utils
-assert import_utils._is_package_available("flash_attn", return_version=True) == (True, "2.8.3")
-assert import_utils.is_flash_attn_greater_or_equal("2.3.3")
-assert not import_utils.is_flash_attn_2_available()  # which asks for a GPU
-from transformers import modeling_flash_attention_utils as utils
-utils.is_flash_attn_2_available = lambda: True
-x = torch.randn(2, 5, 4, 8)
-mask = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]])
-call = utils._flash_attention_forward
-own = torch.nn.functional.scaled_dot_product_attention
-for given in (None, mask):
-    found = call(x, x, x, given, 5, is_causal=True, attn_implementation="flash_attention_2")
-    for n, length in ((0, 5), (1, 5 if given is None else 3)):
-        part = x[n, :length].transpose(0, 1)
-        expected = own(part, part, part, is_causal=True).transpose(0, 1)
-        torch.testing.assert_close(found[n, :length], expected)
-assert utils._flash_fn is flash_attn.flash_attn_func
-"""
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    from transformers import modeling_flash_attention_utils as utils
+    from transformers.utils import import_utils
+
+    for name, value in vars(utils).items():
+        if name.startswith(("_flash", "_pad_fn", "_unpad_fn", "_process", "_loaded")):
+            monkeypatch.setattr(utils, name, value)  # what the first call changes
+    monkeypatch.setattr(utils, "is_flash_attn_2_available", lambda: True)
+    x = torch.randn(2, 5, 4, 8)
+    mask = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]])
+    own, call = torch.nn.functional.scaled_dot_product_attention, utils._flash_attention_forward
+    with fa2.install():
+        available = import_utils._is_package_available("flash_attn", return_version=True)
+        assert available == (True, "2.8.3")
+        assert not import_utils.is_flash_attn_2_available.__wrapped__()  # which asks for a GPU
+        for given in (None, mask):
+            found = call(x, x, x, given, 5, is_causal=True, attn_implementation="flash_attention_2")
+            for n, length in ((0, 5), (1, 5 if given is None else 3)):
+                part = x[n, :length].transpose(0, 1)
+                expected = own(part, part, part, is_causal=True).transpose(0, 1)
+                torch.testing.assert_close(found[n, :length], expected)
+        assert utils._flash_fn is fa2.flash_attn_func
