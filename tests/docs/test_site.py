@@ -277,12 +277,13 @@ def test_a_link_that_is_wrong_is_found(tmp_path):
     right = (
         '<a href="other.html#there">x</a> <a href="https://example.org">x</a> <a href="#a">x</a>'
     )
-    for body, reason in WRONG.items():
-        (tmp_path / "index.html").write_text(f'<p id="a">{right}{body}</p>')
+    for number, (body, reason) in enumerate(WRONG.items()):
+        page = tmp_path / f"{number}.html"
+        page.write_text(f'<p id="a">{right}{body}</p>')
         (found,) = links.problems(tmp_path)
-        assert found.startswith("index.html: ")
+        assert found.startswith(f"{page.name}: ")
         assert found.endswith(reason)
-    (tmp_path / "index.html").write_text("")
+        page.unlink()
     (tmp_path / "site.css").write_text("@import 'https://example.org/x.css';")
     (found,) = links.problems(tmp_path)
     assert found == "site.css: https://example.org/x.css is loaded from another site"
