@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
-from optional import array_api_strict, jnp, torch
+from optional import array_api_strict, torch
 
 from polyattn import attention, masks
 from polyattn._core.expressions.patterns import Band
@@ -113,9 +113,8 @@ def test_a_compiled_mask_is_drawn_for_the_call_and_by_the_tiles_of_its_table(axe
         mask.plot(20, 31)
 
 
-@pytest.mark.parametrize(
-    ("mask", "shape"),
-    [
+def test_lengths_come_from_the_arrays_of_the_mask():
+    for mask, shape in (
         (masks.segments(IDS), (24, 24)),
         (masks.segments(IDS[:9], IDS), (9, 24)),
         (masks.positions(IDS[:9], IDS), (9, 24)),
@@ -123,15 +122,13 @@ def test_a_compiled_mask_is_drawn_for_the_call_and_by_the_tiles_of_its_table(axe
         (masks.causal() & masks.dense(np.ones((3, 1, 7, 5), bool)), (7, 5)),
         (masks.dense(np.ones(5, bool)) | masks.causal(), (5, 5)),
         (masks.prefix(3), (64, 64)),
-    ],
-    ids=repr,
-)
-def test_lengths_come_from_the_arrays_of_the_mask(axes, mask, shape):
-    mask.plot(axes=axes)
-    assert shown(axes).shape == shape
+    ):
+        axes = Figure().add_subplot()
+        mask.plot(axes=axes)
+        assert shown(axes).shape == shape, mask
 
 
-@pytest.mark.parametrize("to", [torch.asarray, jnp.asarray, array_api_strict.asarray])
+@pytest.mark.parametrize("to", [torch.asarray, array_api_strict.asarray])
 def test_masks_that_carry_arrays_of_any_library_are_drawn_alike(axes, to):
     def even(b, h, i, j):
         return (i + j) % 2 == 0
@@ -167,10 +164,11 @@ def test_of_long_sequences_only_the_tiles_are_drawn(axes, monkeypatch):
     assert axes.get_xlim() == (-0.5, 4095.5)
 
 
-@pytest.mark.parametrize("length", [1, 2, 3, 8, 100, 1000])
-def test_short_lengths_are_drawn_cell_by_cell(axes, length):
-    draw_mask(masks.causal(), length, axes=axes)
-    np.testing.assert_array_equal(np.isin(shown(axes), (SEEN, FULL)), np.tri(length))
+def test_short_lengths_are_drawn_cell_by_cell():
+    for length in (1, 2, 3, 8, 100, 1000):
+        axes = Figure().add_subplot()
+        draw_mask(masks.causal(), length, axes=axes)
+        np.testing.assert_array_equal(np.isin(shown(axes), (SEEN, FULL)), np.tri(length))
 
 
 def test_rows_go_down_and_the_axes_say_what_they_are(axes):
