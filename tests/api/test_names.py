@@ -6,7 +6,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from optional import torch
 
 import polyattn
 from polyattn import attention

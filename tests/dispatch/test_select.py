@@ -50,10 +50,13 @@ def chosen(*arrays, **options):
 
 def test_the_arrays_decide_by_default():
     assert chosen() == ("numpy", "small")
-    tensor = torch.from_numpy(X)
-    assert chosen(tensor, tensor, tensor) == ("torch", "sdpa")
-    strict = array_api_strict.asarray(X)
-    assert chosen(strict, strict, strict) == ("array-api", "dense")
+    for make, expected in {
+        torch.asarray: ("torch", "sdpa"),
+        jnp.asarray: ("jax", "xla"),
+        da.from_array: ("dask", "chunked"),
+        array_api_strict.asarray: ("array-api", "dense"),
+    }.items():
+        assert chosen(*[make(X)] * 3) == expected
 
 
 def test_the_channels_select_alike(monkeypatch):
