@@ -92,7 +92,6 @@ SHORT, LONG = (3, 7), (7, 3)
     [
         *((name, "numpy", lengths) for name in OPTIONS for lengths in (SHORT, LONG)),
         *((name, "torch", SHORT) for name in OPTIONS),
-        ("causal", "jax", LONG),
     ],
 )
 def test_dense(name, library, lengths):

@@ -160,9 +160,9 @@ def by_multihead(**options):
 
 def by_jax(**options):
     """What jax.nn sees, heads after length there."""
-    query, key = jnp.zeros((B, L, H, S)), jnp.zeros((B, S, H, S))
-    value = jnp.broadcast_to(jnp.eye(S)[:, None, :], (B, S, H, S))
-    output = jax.nn.dot_product_attention(query, key, value, **options)
+    query, key = np.zeros((B, L, H, S), "f4"), np.zeros((B, S, H, S), "f4")
+    value = np.broadcast_to(np.eye(S, dtype="f4")[:, None, :], (B, S, H, S))
+    output = jax.nn.dot_product_attention(*map(jnp.asarray, (query, key, value)), **options)
     return np.asarray(output).swapaxes(1, 2) > 1e-9
 
 

@@ -63,24 +63,23 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_what_is_drawn_dark_is_what_attention_sees(axes, name):
-    mask, (rows, keys), options = CASES[name]
-    draw_mask(mask, rows, keys, tile=4, axes=axes, **options)
-    head = options.pop("head", 0)
-    seen = visible(mask, rows, keys, heads=head + 1, **options)[head]
-    np.testing.assert_array_equal(np.isin(shown(axes), (SEEN, FULL)), seen)
+def test_what_is_drawn_dark_is_what_attention_sees():
+    for name, (mask, (rows, keys), options) in CASES.items():
+        axes = draw_mask(mask, rows, keys, tile=4, axes=Figure().add_subplot(), **options)
+        head = options.get("head", 0)
+        beside = {option: x for option, x in options.items() if option != "head"}
+        seen = visible(mask, rows, keys, heads=head + 1, **beside)[head]
+        np.testing.assert_array_equal(np.isin(shown(axes), (SEEN, FULL)), seen, name)
 
 
-@pytest.mark.parametrize("item", range(4))
-def test_each_item_of_a_batch_has_its_own_picture(axes, item):
+def test_each_item_of_a_batch_has_its_own_picture():
     mask = masks.padding(LENGTHS)
-    draw_mask(mask, 6, 24, item=item, axes=axes)
-    seen = visible(mask, 6, 24, batch=(2, 2)).reshape(4, 6, 24)[item]
-    np.testing.assert_array_equal(np.isin(shown(axes), (SEEN, FULL)), seen)
-    assert title(axes).startswith(f"item {item}, head 0")
-    other = draw_mask(masks.causal(), 6, item=item + 1, axes=Figure().add_subplot())
-    assert title(other).startswith(f"item {item + 1}, head 0")  # of as many as are asked for
+    for item, seen in enumerate(visible(mask, 6, 24, batch=(2, 2)).reshape(4, 6, 24)):
+        axes = draw_mask(mask, 6, 24, item=item, axes=Figure().add_subplot())
+        np.testing.assert_array_equal(np.isin(shown(axes), (SEEN, FULL)), seen)
+        assert title(axes).startswith(f"item {item}, head 0")
+    other = draw_mask(masks.causal(), 6, item=4, axes=Figure().add_subplot())
+    assert title(other).startswith("item 4, head 0")  # of as many as are asked for
 
 
 def test_tiles_are_full_mixed_and_empty_as_the_mask_answers(axes):
