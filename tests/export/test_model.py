@@ -42,8 +42,6 @@ NATIVE = {
 }
 DECOMPOSED = {
     "temperature": {"is_causal": True, "score_mod": scores.temperature(2.0) >> scores.alibi(H)},
-    "score function": {"score_mod": lambda s, b, h, i, j: s + 0.1 * (i - j)},
-    "similarity": {"similarity": scores.cosine()},
     "normalizer": {"normalizer": scores.sparsemax()},
 }
 
