@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from polyattn._api.partial import Partial, attention_partial, merge
-from polyattn._api.pieces import attention_over_pieces
+from polyattn._api.pieces import Piece, attention_over_integers, attention_over_pieces
 from polyattn._base.arguments import check_int
 from polyattn._base.arrays import (
     Array,
@@ -29,6 +29,7 @@ from polyattn._base.arrays import (
     library_of,
     quiet,
 )
+from polyattn._base.quantized import Quantized
 from polyattn._base.tracing import is_autocast_on
 from polyattn._dispatch.request import request
 from polyattn.nn.cache import KVCache, checked_tokens, known
@@ -241,7 +242,8 @@ class QuantizedCache:
             with quiet(library_of(query).name):
                 return cast(xp, self._of_newest(rows, options), query.dtype)
         key, value = (self._facts(memory, _sums(memory)) for memory in self._memory)
-        found = attention_over_pieces(rows, key, value, self._pieces(), **options)
+        pieces = self._pieces(), self._float_pieces
+        found = attention_over_pieces(rows, key, value, *pieces, **options)
         return cast(xp, found, query.dtype)
 
     def _is_plain(self, query: Array, options: dict[str, Any]) -> bool:
@@ -267,6 +269,9 @@ class QuantizedCache:
         rows = xp.reshape(query, (*batch, groups, heads // groups, size)) * scale
         key, value = (cast(xp, x, query.dtype) for x in (self.recent.keys, self.recent.values))
         joined = attention_partial(query, key, value, scale=scale)
+        found = attention_over_integers(query, *self._integers(), scale=scale)
+        if found is not None:
+            return merge(joined, found).output
         for first, stop in self._ranges():
             output, logsumexp = self._of_blocks(rows, first, stop)
             shape = (*batch, heads, 1)
@@ -294,14 +299,26 @@ class QuantizedCache:
         for first in range(0, blocks, most):
             yield first, min(first + most, blocks)
 
-    def _pieces(self) -> Iterator[tuple[int, Array, Array]]:
-        """Yield the first token of each piece, its keys and its values, as floats."""
-        for first, stop in self._ranges():
-            yield first * self.block, *self._floats(first, stop)
+    def _pieces(self) -> Iterator[Piece]:
+        """Yield the first token of the integers and of the newest tokens, their keys and values."""
+        coded = _number(self.codes.length)
+        if coded:
+            yield 0, *self._integers()
         key, value = self.recent.keys, self.recent.values
         xp = library_of(key).xp
         dtype = getattr(xp, _sums(key))
-        yield _number(self.codes.length), cast(xp, key, dtype), cast(xp, value, dtype)
+        yield coded, cast(xp, key, dtype), cast(xp, value, dtype)
+
+    def _float_pieces(self) -> Iterator[Piece]:
+        """Yield the first token, the keys and the values of each range of blocks, as floats."""
+        for first, stop in self._ranges():
+            yield first * self.block, *self._floats(first, stop)
+
+    def _integers(self) -> tuple[Quantized, Quantized]:
+        """Return the older keys and values as integers, and their steps."""
+        values = self.codes.values
+        of_values = with_last_axes(self.steps.values, 2, values.shape[-2], 1)
+        return Quantized(self.codes.keys, self.steps.keys), Quantized(values, of_values)
 
     def _floats(self, first: int, stop: int) -> tuple[Array, Array]:
         """Return the keys and values of some blocks as floats."""

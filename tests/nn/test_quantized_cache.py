@@ -92,8 +92,8 @@ def test_attention_is_that_over_what_the_integers_stand_for(monkeypatch, name):
 def test_attention_makes_no_floats_of_all_tokens_at_once(monkeypatch):
     monkeypatch.setattr(quantized, "PIECE", 400)
     cache = made(np.asarray, [70])
-    lengths = [key.shape[-2] for _, key, _ in cache._pieces()]
-    assert lengths == [16, 16, 16, 16, 6]
+    assert [key.shape[-2] for _, key, _ in cache._float_pieces()] == [16] * 4
+    assert [key.shape[-2] for _, key, _ in cache._pieces()] == [64, 6]
 
 
 def test_every_library_attends(library):
