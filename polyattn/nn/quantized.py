@@ -1,7 +1,8 @@
 """Define QuantizedCache: keys and values as integers of 8 bits, and the newest ones as they are.
 
 Keys have a step for each channel of a block of tokens, values one for each token, as in KIVI [1]_.
-Attention makes floats of some blocks at a time, so no copy is as large as the cache.
+Attention reads the integers, or makes floats of some blocks at a time for kernels that do not. So
+no copy is as large as the cache.
 
 References
 ----------
@@ -29,6 +30,7 @@ from polyattn._base.arrays import (
     library_of,
     quiet,
 )
+from polyattn._base.host import is_host
 from polyattn._base.quantized import Quantized
 from polyattn._base.tracing import is_autocast_on
 from polyattn._dispatch.request import request
@@ -160,7 +162,9 @@ class QuantizedCache:
         Raises
         ------
         ValueError
-            If the shapes do not fit, a key or value needs a gradient, or the library traces.
+            If the shapes do not fit, a key or value needs a gradient, or the library traces; on
+            NumPy also if a token that becomes integers has NaN or an infinite number. Elsewhere
+            contents are not read, and such a token is spoilt, with the keys of its block.
         TypeError
             If the library or dtype differs.
         """
@@ -361,6 +365,11 @@ def _quantized(tokens: Array, block: int, axis: int) -> tuple[Array, Array]:
     blocks = xp.reshape(tokens, (*lead, length // block, block, size))
     blocks = xp.astype(blocks, getattr(xp, _sums(tokens)))
     steps = xp.max(xp.abs(blocks), axis=axis, keepdims=True) / 127
+    if is_host(steps) and not xp.all(xp.isfinite(steps)):
+        raise ValueError(
+            "a key or value of the tokens that become integers is NaN or infinite, and would spoil"
+            " the others of its block: append finite numbers, or give a KVCache"
+        )
     codes = xp.round(blocks / xp.where(steps == 0, xp.ones_like(steps), steps))
     codes = xp.reshape(xp.astype(codes, xp.int8), tokens.shape)
     return codes, xp.squeeze(steps, axis=axis)
