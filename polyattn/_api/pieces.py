@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from polyattn._api.partial import Partial, attention_partial, merge
-from polyattn._base.arrays import Array, ArrayFacts, facts_of
+from polyattn._base.arrays import Array, ArrayFacts, as_facts
 from polyattn._base.slices import Slice
 from polyattn._core.call.describe import describe
 from polyattn._core.call.parts import options_of, options_of_part
@@ -32,7 +32,7 @@ def attention_over_pieces(
             " or give a KVCache"
         )
     selection = {name: options.pop(name) for name in ("backend", "kernel") if name in options}
-    call, operands = describe(query, key, value, **options, facts=_facts)
+    call, operands = describe(query, key, value, **options, facts=as_facts)
     problem = examine(call)
     given = options_of(problem, operands)
     joined: Partial | None = None
@@ -51,7 +51,3 @@ def attention_over_pieces(
         given.pop("sinks", None)  # which count once
     assert joined is not None
     return joined.output
-
-
-def _facts(array: Any, name: str) -> ArrayFacts:
-    return array if isinstance(array, ArrayFacts) else facts_of(array, name)

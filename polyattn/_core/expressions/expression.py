@@ -53,11 +53,9 @@ class Expression:
                 return change(name, field)
             if isinstance(field, Expression):
                 return field._map(change, other)
-            if isinstance(field, tuple):
-                return tuple([changed(name, one) for one in field])
             return other(field) if isinstance(field, bytes) else field
 
-        return type(self)(*[changed(name, getattr(self, name)) for name in self.__match_args__])
+        return self._rebuilt(changed)
 
     def placed(self: V, destination: Destination) -> V:
         """Return the expression with the NumPy arrays that it carries placed beside the query.
