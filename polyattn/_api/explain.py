@@ -15,7 +15,6 @@ from polyattn._core.call.describe import describe
 from polyattn._core.call.features import DTYPES
 from polyattn._core.call.options import OPTIONS
 from polyattn._core.call.problem import Problem, examine
-from polyattn._core.expressions.expression import FUNCTION
 from polyattn._core.expressions.masks import Mask
 from polyattn._dispatch.explanation import Explanation
 from polyattn._dispatch.request import request
@@ -120,9 +119,7 @@ def explain(
 
 def _notes(problem: Problem, query: Any) -> tuple[str, ...]:
     """Return what a function of the call may not expect of its indices."""
-    specs = [spec for spec in (problem.mask_spec, problem.score_spec) if spec is not None]
-    in_specs = any(thing is FUNCTION for spec in specs for _, thing in spec.carried())
-    if not in_specs and not problem.features & {"mask_mod", "score_mod"}:
+    if problem.features.isdisjoint(("mask_mod", "score_mod")):
         return ()
     notes = []
     if problem.query_length != problem.key_length:

@@ -210,7 +210,7 @@ class PointIndices:
         offset = self._offset
         if not isinstance(offset, int):
             offset = offset[self.batch]
-        by = saturating_sum(offset, shift, self.xp, self._dtype)
+        by = saturating_sum(offset, shift, self.xp, self.column.dtype)
         return self.row if isinstance(by, int) and by == 0 else self.row + by
 
     def away_from_row(self, modulus: int | None = None) -> Array:
@@ -219,19 +219,14 @@ class PointIndices:
             return self.column - self.position()
         offset = self._offset
         if not isinstance(offset, int):
-            offset = cast(self.xp, offset[self.batch], self._dtype)
+            offset = cast(self.xp, offset[self.batch], self.column.dtype)
         return (self.column - self.row - offset % modulus) % modulus
-
-    @property
-    def _dtype(self) -> Any:
-        """The dtype of positions."""
-        return self.column.dtype
 
     def per_item(self, numbers: Any) -> Any:
         """Return the number of each batch item, from one for all or an array (...,)."""
         if isinstance(numbers, int):
             return min(numbers, INDEX_LIMIT)
-        return cast(self.xp, self._of_item(numbers, ()), self._dtype)
+        return cast(self.xp, self._of_item(numbers, ()), self.column.dtype)
 
     def per_head(self, numbers: Array) -> Array:
         """Return the number of each query head, from an array (H,)."""
@@ -239,11 +234,11 @@ class PointIndices:
 
     def per_row(self, numbers: Array) -> Array:
         """Return the number of each query row, from an array (..., L)."""
-        return cast(self.xp, self._of_item(numbers, (self.row,)), self._dtype)
+        return cast(self.xp, self._of_item(numbers, (self.row,)), self.column.dtype)
 
     def per_key(self, numbers: Array) -> Array:
         """Return the number of each key, from an array (..., S)."""
-        return cast(self.xp, self._of_item(numbers, (self.column,)), self._dtype)
+        return cast(self.xp, self._of_item(numbers, (self.column,)), self.column.dtype)
 
     def _of_item(self, array: Array, rest: tuple[Array, ...]) -> Array:
         """Index an array whose leading axes are the batch's."""
