@@ -44,7 +44,7 @@ def check_shape(shape: Any) -> Shape:
     return lengths
 
 
-def meant(name: str, names: Iterable[str]) -> str:
+def did_you_mean(name: str, names: Iterable[str]) -> str:
     """Return the part of a message that asks for the nearest of some names; "" if none is near."""
     near = difflib.get_close_matches(name, list(names), n=1)
     return f"; did you mean {near[0]!r}?" if near else ""

@@ -6,7 +6,7 @@ import importlib.util
 from collections.abc import Set
 from typing import TypeVar
 
-from polyattn._base.arguments import meant
+from polyattn._base.arguments import did_you_mean
 from polyattn._dispatch.entries import Entry
 from polyattn.plugin import FEATURES, BackendSpec, Kernel, KernelSpec
 from polyattn.plugin.spec import API_VERSION
@@ -64,7 +64,7 @@ def flaw(kernel: Kernel) -> str | None:
     if not isinstance(kernel.features, Set):
         return f"must declare its features as a set; got {kernel.features!r}"
     for feature in sorted(kernel.features - frozenset(FEATURES)):
-        return f"declares an unknown feature {feature!r}{meant(feature, FEATURES)}"
+        return f"declares an unknown feature {feature!r}{did_you_mean(feature, FEATURES)}"
     return None
 
 

@@ -10,7 +10,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from polyattn._base.arguments import meant
+from polyattn._base.arguments import did_you_mean
 from polyattn._base.settings import reader_of
 from polyattn._base.tracing import constant_when_traced
 from polyattn._dispatch.contract import flaw_of, missing, read_spec, taken
@@ -50,7 +50,7 @@ def find(entries: Iterable[Entry], backends: Collection[str]) -> None:
         if isinstance(spec, KernelSpec):
             extension.spec = spec
             extension.absent = {
-                backend: f"no plugin provides the backend {backend!r}{meant(backend, backends)}"
+                backend: f"no plugin provides the backend {backend!r}{did_you_mean(backend, backends)}"
                 for backend in spec.kernels
                 if backend not in backends
             }

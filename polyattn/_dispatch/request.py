@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import NamedTuple
 
-from polyattn._base.arguments import meant
+from polyattn._base.arguments import did_you_mean
 from polyattn._base.settings import Context, reader_of
 from polyattn._dispatch import registry
 from polyattn._dispatch.errors import UnknownBackendError
@@ -149,7 +149,7 @@ def check_known(requested: Request) -> None:
                 f"{AUTO} leaves the arrays where they are and takes no device; got {name!r}"
             )
         if stem not in known:
-            hint = meant(stem, known) or "."
+            hint = did_you_mean(stem, known) or "."
             # The backends that support this kind of device and others.
             on_it = [s for s in registry.specs() if stem in s.devices and len(s.devices) > 1]
             if on_it:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from polyattn._base.arguments import meant
+from polyattn._base.arguments import did_you_mean
 from polyattn._core.call.parts import arrays_in
 from polyattn.conformance.cases.cache_cases import Arguments, of_item
 from polyattn.conformance.cases.case import Case, bits, with_arrays
@@ -105,7 +105,7 @@ def load(spec: str) -> Function:
     try:
         function = functools.reduce(getattr, name.split("."), function)
     except AttributeError as error:
-        near = meant(name, dir(function))
+        near = did_you_mean(name, dir(function))
         raise ValueError(f"the module {module!r} has no {name!r}{near}") from error
     if not callable(function):
         raise ValueError(f"{spec!r} is not a function; it is {function!r:.80}")

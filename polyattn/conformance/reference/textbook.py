@@ -153,9 +153,9 @@ def hidden_keys(
 ) -> Any:
     """Return where mask, causal, window and lengths hide keys; broadcasts to (..., H, L, S)."""
     _, _, i, j = at
-    position, end = (np.asarray(x)[..., None, None, None] + y for x, y in ((offset, i), (ends, 0)))
+    offset, ends = (np.asarray(x)[..., None, None, None] for x in (offset, ends))
+    position, hidden = i + offset, j >= ends
     left, right = window or (None, None)
-    hidden = j >= end
     if is_causal:
         hidden = hidden | (j > position)
     if left is not None:
