@@ -50,9 +50,9 @@ def find(entries: Iterable[Entry], backends: Collection[str]) -> None:
         if isinstance(spec, KernelSpec):
             extension.spec = spec
             extension.absent = {
-                backend: f"no plugin provides the backend {backend!r}{did_you_mean(backend, backends)}"
-                for backend in spec.kernels
-                if backend not in backends
+                name: f"no plugin provides the backend {name!r}{did_you_mean(name, backends)}"
+                for name in spec.kernels
+                if name not in backends
             }
         else:
             extension.failure = spec
