@@ -279,8 +279,8 @@ MUTATIONS = (
     # calls over many ranks
     (STRATEGIES + "test_numbers_from_the_host_go_where_the_query_is[mask1]",
      "facts in place of arrays", "polyattn/parallel/call.py",
-     "describe(*arrays.values(), **options, facts=_facts, shares=shares)",
-     "describe(*map(facts_of, arrays.values()), **options, facts=_facts, shares=shares)"),
+     "describe(*arrays.values(), **options, facts=as_facts, shares=shares)",
+     "describe(*map(as_facts, arrays.values()), **options, facts=as_facts, shares=shares)"),
     (STRATEGIES + "test_what_each_rank_may_choose_and_how_it_spells_a_number_are_no_difference",
      "a rank's own kernel taken for a difference", "polyattn/parallel/agreement.py",
      'OWN = {"backend", "kernel"}',

@@ -45,6 +45,7 @@ READ_BY_KERNELS = (
     "polyattn.conformance.Target.",
     "polyattn.conformance.functions.report.",
     "polyattn.masks.Mask.",
+    "polyattn.parallel.Communicator.",
     "polyattn.plugin.",
     "polyattn.scores.Normalizer.",
     "polyattn.scores.Score.",

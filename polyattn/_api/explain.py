@@ -8,14 +8,13 @@ from typing import Any, Unpack
 from polyattn._api.attention import AttentionOptions
 from polyattn._api.names import with_our_names
 from polyattn._base.arguments import Shape, check_int, check_shape
-from polyattn._base.arrays import Array, ArrayFacts, Chunks, facts_of, library_of
+from polyattn._base.arrays import Array, ArrayFacts, Chunks, as_facts, library_of
 from polyattn._base.autocast import autocast, casts
 from polyattn._base.span import Span
 from polyattn._core.call.describe import describe
 from polyattn._core.call.features import DTYPES
 from polyattn._core.call.options import OPTIONS
 from polyattn._core.call.problem import Problem, examine
-from polyattn._core.expressions.expression import FUNCTION
 from polyattn._core.expressions.masks import Mask
 from polyattn._dispatch.explanation import Explanation
 from polyattn._dispatch.request import request
@@ -99,13 +98,10 @@ def explain(
         pieces = _cut(lengths, chunks, layout) if cut and library == "dask" else None
         return ArrayFacts(library, dtype, target, lengths, chunks=pieces)
 
-    def facts(array: Any, name: str) -> ArrayFacts:
-        return array if isinstance(array, ArrayFacts) else facts_of(array, name)
-
     dtypes = {n: row.dtype or dtype for n, row in OPTIONS.items() if row.axes is not None}
     arguments |= {n: facts_of_shape(arguments[n], dtypes[n]) for n in dtypes if n in arguments}
     arrays = [facts_of_shape(array, dtype, cut=True) for array in (query, key, value)]
-    call, operands = describe(*arrays, **arguments, logsumexp=logsumexp, facts=facts)
+    call, operands = describe(*arrays, **arguments, logsumexp=logsumexp, facts=as_facts)
     if only_shapes:
         check_possible(call.query.library, call.query.device)
     changed = tuple(casts(call._asdict()))
@@ -123,9 +119,7 @@ def explain(
 
 def _notes(problem: Problem, query: Any) -> tuple[str, ...]:
     """Return what a function of the call may not expect of its indices."""
-    specs = [spec for spec in (problem.mask_spec, problem.score_spec) if spec is not None]
-    in_specs = any(thing is FUNCTION for spec in specs for _, thing in spec.carried())
-    if not in_specs and not problem.features & {"mask_mod", "score_mod"}:
+    if problem.features.isdisjoint(("mask_mod", "score_mod")):
         return ()
     notes = []
     if problem.query_length != problem.key_length:

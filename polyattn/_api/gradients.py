@@ -13,16 +13,9 @@ from polyattn._api.run import compute, plan_of
 from polyattn._base.arrays import Array, cast, facts_of, is_array, library_of
 from polyattn._base.autocast import autocast
 from polyattn._base.host import destination_of
+from polyattn._core.call import layout
 from polyattn._core.call.describe import describe, placed
-from polyattn._core.call.facts import Call
 from polyattn._core.call.gradients import Gradients
-from polyattn._core.call.layout import (
-    as_called,
-    gradients_as_called,
-    heads_first,
-    result_heads_first,
-    tangent_heads_first,
-)
 from polyattn._core.call.operands import Cotangents, Residuals, Tangents, mapped
 from polyattn._core.call.options import GRADIENT_ARRAYS
 from polyattn._core.expressions.expression import Expression
@@ -126,11 +119,14 @@ def _backward(
     output, logsumexp = partial
     residuals = Residuals(output=output, logsumexp=logsumexp)
     call = call._replace(residuals=mapped(residuals, _facts), cotangents=mapped(cotangents, _facts))
-    turn = functools.partial(result_heads_first, call)
+    turn = functools.partial(layout.result_heads_first, call)
     plan = plan_of(call, operands.query, backend, kernel)
     records = mapped(residuals, turn), mapped(cotangents, turn)
-    found = plan.run(heads_first(call, operands), *records, method="run_backward")
-    return _finished(call, gradients_as_called(call, operands, found), given, into)
+    found = plan.run(layout.heads_first(call, operands), *records, method="run_backward")
+    found = layout.gradients_as_called(call, operands, found)
+    if isinstance(call.scale, ScaleRule):
+        found = found._replace(scale=None)
+    return as_given(found, given, into)
 
 
 def _facts(name: str, array: Any) -> Any:
@@ -222,12 +218,10 @@ def _with_residuals(
     return cast(library.xp, partial.output, query.dtype), partial
 
 
-def _finished(
-    call: Call, found: Gradients, arguments: dict[str, Any], into: Gradients | None
+def as_given(
+    found: Gradients, arguments: dict[str, Any], into: Gradients | None = None
 ) -> Gradients:
-    """Return the gradients as the caller gets them: axes, dtypes, expressions, and sums."""
-    if isinstance(call.scale, ScaleRule):
-        found = found._replace(scale=None)
+    """Return the gradients in the dtypes of the arguments, or added, and those of expressions."""
     changed: dict[str, Any] = {}
     for name, gradient in zip(found._fields, found, strict=True):
         given, before = arguments.get(name), None if into is None else getattr(into, name)
@@ -331,12 +325,12 @@ def attention_jvp(
     tangents = mapped(Tangents(**fields), lambda name, array: placed(name, array, destination))
     call = call._replace(residuals=mapped(residuals, _facts), tangents=mapped(tangents, _facts))
     records = (
-        mapped(residuals, functools.partial(result_heads_first, call)),
-        mapped(tangents, functools.partial(tangent_heads_first, call, operands)),
+        mapped(residuals, functools.partial(layout.result_heads_first, call)),
+        mapped(tangents, functools.partial(layout.tangent_heads_first, call, operands)),
     )
     plan = plan_of(call, operands.query, backend, kernel)
-    result = plan.run(heads_first(call, operands), *records, method="run_jvp")
-    tangent, _ = as_called(call, *result)
+    result = plan.run(layout.heads_first(call, operands), *records, method="run_jvp")
+    tangent, _ = layout.as_called(call, *result)
     return output, cast(library_of(tangent).xp, tangent, output.dtype)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from polyattn._api.partial import Partial, attention_partial, merge
 from polyattn._api.run import plan_of, run
-from polyattn._base.arrays import Array, ArrayFacts, facts_of
+from polyattn._base.arrays import Array, ArrayFacts, as_facts, facts_of
 from polyattn._base.quantized import Quantized
 from polyattn._base.slices import Slice
 from polyattn._core.call.describe import describe
@@ -39,7 +39,7 @@ def attention_over_pieces(
             " or give a KVCache"
         )
     selection = {name: options.pop(name) for name in ("backend", "kernel") if name in options}
-    call, operands = describe(query, key, value, **options, facts=_facts)
+    call, operands = describe(query, key, value, **options, facts=as_facts)
     problem = examine(call)
     given = options_of(problem, operands)
 
@@ -88,4 +88,4 @@ def attention_over_integers(
 def _facts(array: Any, name: str) -> ArrayFacts:
     if isinstance(array, Quantized):
         return facts_of(array.steps, name)._replace(shape=array.shape)
-    return array if isinstance(array, ArrayFacts) else facts_of(array, name)
+    return as_facts(array, name)

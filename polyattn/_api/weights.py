@@ -142,21 +142,26 @@ def _spans(name: str, selection: Any, length: int) -> tuple[Span, ...] | None:
     """Return the selected rows or heads as spans of consecutive ones; None for all."""
     if selection is None:
         return None
+    spans: list[Span] = []
+    for index in selected(name, selection, length):
+        if spans and spans[-1].stop == index:
+            spans[-1] = Span(spans[-1].start, index + 1)
+        else:
+            spans.append(Span(index, index + 1))
+    return tuple(spans)
+
+
+def selected(name: str, selection: Any, length: int) -> list[int]:
+    """Return the indices from 0 on, one at least of a length above 0, that a selection names."""
     if isinstance(selection, slice):
         numbers = list(range(*selection.indices(length)))
     elif isinstance(selection, Sequence) and not isinstance(selection, str):
         numbers = [check_int(name, number, WHICH) for number in selection]
     else:
         numbers = [check_int(name, selection, WHICH)]
-    spans: list[Span] = []
     for number in numbers:
         if not -length <= number < length:
             raise IndexError(f"index {number} is out of range for {length} {name}")
-        index = number % length
-        if spans and spans[-1].stop == index:
-            spans[-1] = Span(spans[-1].start, index + 1)
-        else:
-            spans.append(Span(index, index + 1))
-    if not spans and length:
+    if not numbers and length:
         raise ValueError(f"{name} must name at least one; got {selection!r}")
-    return tuple(spans)
+    return [number % length for number in numbers]

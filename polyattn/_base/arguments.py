@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import operator
 from collections.abc import Callable, Iterable
@@ -41,6 +42,12 @@ def check_shape(shape: Any) -> Shape:
     if any(length < 0 for length in lengths):
         raise ValueError(f"a shape must hold integers of at least 0; {got(shape)}")
     return lengths
+
+
+def did_you_mean(name: str, names: Iterable[str]) -> str:
+    """Return the part of a message that asks for the nearest of some names; "" if none is near."""
+    near = difflib.get_close_matches(name, list(names), n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def got(value: Any) -> str:

@@ -217,6 +217,11 @@ def facts_of(array: Array, name: str = "array") -> ArrayFacts:
     )
 
 
+def as_facts(array: Array | ArrayFacts, name: str = "array") -> ArrayFacts:
+    """Return the facts of an array, or facts that are given in its place."""
+    return array if isinstance(array, ArrayFacts) else facts_of(array, name)
+
+
 def _known_lengths(shape: tuple[Any, ...]) -> tuple[int, ...]:
     """Return a shape with None for each length that an export leaves open as a symbol.
 

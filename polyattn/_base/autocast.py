@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from polyattn._base.arrays import ArrayFacts, cast, facts_of, is_array, library_of
+from polyattn._base.arrays import ArrayFacts, as_facts, cast, is_array, library_of
 from polyattn._base.tracing import autocast_dtype, is_autocast_on, know_torch
 
 #: The arguments of attention that torch casts. Its own function has no sinks and no expressions.
@@ -24,7 +24,7 @@ def casts(arguments: Mapping[str, Any], names: tuple[str, ...] = _OF_ATTENTION) 
         array = arguments.get(name)
         if not is_array(array):
             continue
-        facts = array if isinstance(array, ArrayFacts) else facts_of(array, name)
+        facts = as_facts(array, name)
         if facts.library != "torch" or "float" not in facts.dtype or facts.dtype == "float64":
             continue
         dtype = autocast_dtype(facts.device.partition(":")[0])

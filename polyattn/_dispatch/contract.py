@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib.util
 from collections.abc import Set
 from typing import TypeVar
 
+from polyattn._base.arguments import did_you_mean
 from polyattn._dispatch.entries import Entry
 from polyattn.plugin import FEATURES, BackendSpec, Kernel, KernelSpec
 from polyattn.plugin.spec import API_VERSION
@@ -64,9 +64,7 @@ def flaw(kernel: Kernel) -> str | None:
     if not isinstance(kernel.features, Set):
         return f"must declare its features as a set; got {kernel.features!r}"
     for feature in sorted(kernel.features - frozenset(FEATURES)):
-        near = difflib.get_close_matches(feature, FEATURES, n=1)
-        meant = f"; did you mean {near[0]!r}?" if near else ""
-        return f"declares an unknown feature {feature!r}{meant}"
+        return f"declares an unknown feature {feature!r}{did_you_mean(feature, FEATURES)}"
     return None
 
 

@@ -6,11 +6,11 @@ backend is loaded. What is wrong with them affects nothing else; the reason is k
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from polyattn._base.arguments import did_you_mean
 from polyattn._base.settings import reader_of
 from polyattn._base.tracing import constant_when_traced
 from polyattn._dispatch.contract import flaw_of, missing, read_spec, taken
@@ -49,7 +49,11 @@ def find(entries: Iterable[Entry], backends: Collection[str]) -> None:
         spec = extension.failure or read_spec(entry, KernelSpec)
         if isinstance(spec, KernelSpec):
             extension.spec = spec
-            extension.absent = {b: _unknown(b, backends) for b in spec.kernels if b not in backends}
+            extension.absent = {
+                name: f"no plugin provides the backend {name!r}{did_you_mean(name, backends)}"
+                for name in spec.kernels
+                if name not in backends
+            }
         else:
             extension.failure = spec
         found.setdefault(extension.name, extension)
@@ -68,12 +72,6 @@ def _reason_against(name: str) -> str | None:
             f" is {value!r}"
         )
     return f"{variable}=0 leaves it out" if value == "0" else None
-
-
-def _unknown(backend: str, backends: Collection[str]) -> str:
-    near = difflib.get_close_matches(backend, backends, n=1)
-    meant = f"; did you mean {near[0]!r}?" if near else ""
-    return f"no plugin provides the backend {backend!r}{meant}"
 
 
 def join(name: str, backend: Backend, closing: Sequence[str]) -> None:

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 
 from polyattn._base.html_page import html_table
 from polyattn._base.text_table import table
 from polyattn._dispatch import extensions, registry
+
+
+def described(hardware: Mapping[str, str | int]) -> str:
+    """Return the facts of a device as text: its name, its memory, and the others."""
+    others = {name: value for name, value in hardware.items() if name not in ("name", "memory")}
+    parts = [str(hardware.get("name", ""))]
+    if "memory" in hardware:
+        parts.append(f"{int(hardware['memory']) / 2**30:.0f} GiB")
+    parts += [f"{name.replace('_', ' ')} {value}" for name, value in others.items()]
+    return ", ".join(filter(None, parts))
 
 
 @dataclass(frozen=True)
@@ -29,14 +39,8 @@ class BackendInfo:
 
     def device(self, name: str) -> str:
         """Return a device's name and its hardware, as the table shows them."""
-        facts = dict(self.hardware.get(name, {}))
-        memory, capability = facts.pop("memory", None), facts.pop("compute_capability", None)
-        details = [str(value) for value in facts.values()]
-        if memory is not None:
-            details.append(f"{int(memory) / 2**30:.0f} GiB")
-        if capability is not None:
-            details.append(f"compute capability {capability}")
-        return f"{name} ({', '.join(details)})" if details else name
+        details = described(self.hardware.get(name, {}))
+        return f"{name} ({details})" if details else name
 
     def kernel(self, name: str) -> str:
         """Return a kernel's name and the distribution that it comes from, as the table shows it."""

@@ -15,6 +15,7 @@ from polyattn._base.tracing import constant_when_traced
 from polyattn._dispatch import extensions
 from polyattn._dispatch.contract import flaw_of, missing, read_spec, taken
 from polyattn._dispatch.entries import KERNELS, Entry, entries
+from polyattn._dispatch.errors import BackendUnavailableError
 from polyattn._dispatch.standard import StandardBackend
 from polyattn._kernels.dense_kernel import Dense
 from polyattn._kernels.tiled import Tiled
@@ -93,6 +94,11 @@ def serving(library: str) -> tuple[str, ...]:
     return ours or tuple(p.name for p in serving)
 
 
+def first_serving(library: str) -> Backend | None:
+    """Return the first backend that serves this library and can be loaded, if there is one."""
+    return next((loaded(name) for name in serving(library) if load(name) is None), None)
+
+
 def specs() -> tuple[BackendSpec, ...]:
     """Return the specs of all plugins that have one, whether they can be loaded or not."""
     with _lock:
@@ -141,6 +147,20 @@ def accepted(name: str) -> tuple[str, ...]:
     """Return the libraries whose arrays may be options of a call, by a plugin that has a spec."""
     spec = _plugins[name].spec
     return () if spec is None else spec.accepts
+
+
+def usable(name: str, wanted: str = "") -> tuple[Backend, str | None]:
+    """Load a plugin; return its backend and the device wanted, if one is, or raise."""
+    failure = load(name)
+    if failure is not None:
+        raise BackendUnavailableError(f"the backend {name!r} cannot be used: {failure}")
+    device = device_of(name, wanted) if wanted else None
+    if wanted and device is None:
+        devices = ", ".join(devices_of(name)) or "no device with a name"
+        raise BackendUnavailableError(
+            f"the backend {name!r} has no device {wanted!r} here; it has {devices}"
+        )
+    return loaded(name), device
 
 
 def loaded(name: str) -> Backend:

@@ -5,13 +5,13 @@ The argument wins over the innermost context, which wins over the variable, read
 
 from __future__ import annotations
 
-import difflib
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import ModuleType
 from typing import NamedTuple
 
+from polyattn._base.arguments import did_you_mean
 from polyattn._base.settings import Context, reader_of
 from polyattn._dispatch import registry
 from polyattn._dispatch.errors import UnknownBackendError
@@ -149,18 +149,14 @@ def check_known(requested: Request) -> None:
                 f"{AUTO} leaves the arrays where they are and takes no device; got {name!r}"
             )
         if stem not in known:
-            near = difflib.get_close_matches(stem, known, n=1)
-            meant = f"; did you mean {near[0]!r}?" if near else "."
-            examples = [f"{backend}:{stem}" for backend in _backends_on(stem)]
-            if examples:
-                meant = f": it is a kind of device, as in {' or '.join(examples)}."
+            hint = did_you_mean(stem, known) or "."
+            # The backends that support this kind of device and others.
+            on_it = [s for s in registry.specs() if stem in s.devices and len(s.devices) > 1]
+            if on_it:
+                examples = " or ".join(f"{spec.name}:{stem}" for spec in on_it)
+                hint = f": it is a kind of device, as in {examples}."
             raise UnknownBackendError(
-                f"no plugin provides the backend {stem!r}{meant} The names here are"
+                f"no plugin provides the backend {stem!r}{hint} The names here are"
                 f" {', '.join(known)}; `polyattn backends` shows what each needs"
                 + (f" (asked for by {requested})" if requested.channel == "environment" else "")
             )
-
-
-def _backends_on(device: str) -> list[str]:
-    """Return the backends that support this kind of device and others."""
-    return [s.name for s in registry.specs() if device in s.devices and len(s.devices) > 1]

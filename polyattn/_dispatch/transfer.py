@@ -143,10 +143,8 @@ def _root(backend: Backend) -> str:
 
 def backend_of(array: Array) -> Backend:
     """Return the backend that converts arrays of this library."""
-    for name in registry.serving(library_of(array).name):
-        if registry.load(name) is None:
-            return registry.loaded(name)
-    return registry.array_api_backend(library_of(array).xp)
+    library = library_of(array)
+    return registry.first_serving(library.name) or registry.array_api_backend(library.xp)
 
 
 def conversion_loss(name: str, facts: ArrayFacts, transforms: frozenset[str]) -> str | None:

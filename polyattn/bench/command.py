@@ -235,9 +235,9 @@ def _write_plot(results: Any, file: Path) -> None:
 
 
 def _write_html(results: Any, file: Path) -> None:
-    from polyattn.bench import page
+    from polyattn.bench import picture
 
-    write_file(file, page.page(results))
+    write_file(file, picture.page(results))
 
 
 def _print(lines: Sequence[str]) -> None:

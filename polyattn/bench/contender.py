@@ -12,7 +12,7 @@ from polyattn._api.attention import attention
 from polyattn._api.explain import explain
 from polyattn._base.arrays import namespace_of
 from polyattn._dispatch import registry
-from polyattn._dispatch.errors import BackendUnavailableError, UnsupportedError
+from polyattn._dispatch.errors import UnsupportedError
 from polyattn._dispatch.request import parse
 from polyattn.bench.workload import Workload
 from polyattn.plugin import Array, Backend
@@ -110,11 +110,9 @@ def _named(name: str) -> Iterator[Contender]:
             stem, stem, "numpy", "cpu", "cpu", registry.array_api_backend(namespace_of(np.zeros(0)))
         )
         return
-    failure = registry.load(stem)
-    if failure is not None:
-        raise BackendUnavailableError(f"the backend {stem!r} cannot be used: {failure}")
+    backend, named = registry.usable(stem, wanted)
     spec, devices = registry.spec_of(stem), registry.devices_of(stem)
-    library, backend = spec.namespaces[0], registry.loaded(stem)
+    library = spec.namespaces[0]
     if not backend.computes:
         raise UnsupportedError(
             f"the backend {stem!r} makes a graph, which another program runs: there is no call to"
@@ -124,16 +122,7 @@ def _named(name: str) -> Iterator[Contender]:
         yield Contender(stem, stem, library, None, spec.devices[0], backend)
         return
     firsts = {_kind(device): device for device in reversed(devices)}
-    chosen: list[str] = [device for device in devices if device == firsts[_kind(device)]]
-    if wanted:
-        device = registry.device_of(stem, wanted)
-        if device is None:
-            names = ", ".join(devices) or "no device with a name"
-            raise BackendUnavailableError(
-                f"the backend {stem!r} has no device {wanted!r} here; it has {names}"
-            )
-        chosen = [device]
-    for device in chosen:
+    for device in [x for x in devices if x == (named or firsts[_kind(x)])]:
         kind = _kind(device)
         label = kind if device == firsts[kind] else device
         # A backend with one kind of device has a name without the device, on every machine.

@@ -19,6 +19,7 @@ import polyattn
 from polyattn._base.text_table import terminal_width
 from polyattn._base.threads import granted, thread_count
 from polyattn._dispatch import extensions, registry
+from polyattn._dispatch.listing import described
 
 if TYPE_CHECKING:
     from polyattn.bench.contender import Contender
@@ -65,14 +66,14 @@ class Machine:
         """Return the facts to print, by their titles."""
         memory = [] if self.memory is None else [f"{self.memory / 2**30:.0f} GiB of memory"]
         facts = {
-            "processor": _listed(
+            "processor": ", ".join(
                 [self.processor, f"{self.cores} core{'s' * (self.cores > 1)} to use", *memory]
             ),
             "devices": "; ".join(f"{name}: {known}" for name, known in self.devices.items()),
-            "threads": _listed(f"{name} {number}" for name, number in self.threads.items()),
-            "system": _listed([self.system, f"Python {self.python}", f"polyattn {self.polyattn}"]),
-            "libraries": _listed(f"{name} {which}" for name, which in self.libraries.items()),
-            "variables": _listed(f"{name}={value}" for name, value in self.environment.items()),
+            "threads": ", ".join(f"{name} {number}" for name, number in self.threads.items()),
+            "system": f"{self.system}, Python {self.python}, polyattn {self.polyattn}",
+            "libraries": ", ".join(f"{name} {which}" for name, which in self.libraries.items()),
+            "variables": ", ".join(f"{name}={value}" for name, value in self.environment.items()),
             "load": "" if self.load is None else f"{self.load:.1f} on {self.cores} cores",
             "date": self.when,
         }
@@ -92,10 +93,6 @@ def fact(name: str, text: str) -> list[str]:
         text, min(99, terminal_width()), initial_indent=f"  {name:<11}", subsequent_indent=indent,
         break_long_words=False, break_on_hyphens=False,
     )  # fmt: skip
-
-
-def _listed(parts: Iterable[str]) -> str:
-    return ", ".join(parts)
 
 
 def look(contenders: Iterable[Contender]) -> Machine:
@@ -175,11 +172,6 @@ def _devices(contenders: Iterable[Contender]) -> dict[str, str]:
     devices: dict[str, str] = {}
     for contender in contenders:
         if contender.device is not None and contender.hardware != "cpu":
-            known = dict(contender.backend.hardware(contender.device))
-            memory = known.pop("memory", None)
-            parts = [str(known.pop("name", ""))]
-            parts += [] if memory is None else [f"{int(memory) / 2**30:.0f} GiB"]
-            parts += [f"{name.replace('_', ' ')} {value}" for name, value in known.items()]
-            text = ", ".join(filter(None, parts))
+            text = described(contender.backend.hardware(contender.device))
             devices[contender.hardware] = max(devices.get(contender.hardware, ""), text, key=len)
     return devices

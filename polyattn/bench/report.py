@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import UnionType
@@ -67,15 +68,15 @@ class Results:
 
     def of_product(self, row: Timing) -> float | None:
         """Return a row's rate as a share of a matrix product's on its device."""
-        rate, peak = self.rate(row), self.roofs.get(row.device)
-        return None if rate is None or peak is None else rate / peak.product
+        return self._share(row, lambda peak: peak.product)
 
     def of_roof(self, row: Timing) -> float | None:
         """Return a row's rate as a share of the roofline at its length."""
+        return self._share(row, lambda peak: roof(peak, self.workload, row.length))
+
+    def _share(self, row: Timing, limit: Callable[[Peak], float]) -> float | None:
         rate, peak = self.rate(row), self.roofs.get(row.device)
-        if rate is None or peak is None:
-            return None
-        return rate / roof(peak, self.workload, row.length)
+        return None if rate is None or peak is None else rate / limit(peak)
 
     def as_dict(self) -> dict[str, Any]:
         """Return everything in plain types, for JSON, with the derived rates and shares."""
@@ -84,16 +85,17 @@ class Results:
             "version": VERSION,
             "command": self.command,
             "machine": asdict(self.machine),
-            "workload": self.workload.as_dict(),
+            "workload": asdict(self.workload),
             "peaks": [asdict(peak) for peak in self.peaks],
             "rows": [
-                asdict(row)
-                | {
+                {
+                    **asdict(row),
                     "flops": self.workload.flops(row.length),
                     "bytes": self.workload.bytes(row.length),
+                    "rate": self.rate(row),
+                    "of_product": self.of_product(row),
+                    "of_roof": self.of_roof(row),
                 }
-                | {"rate": self.rate(row), "of_product": self.of_product(row)}
-                | {"of_roof": self.of_roof(row)}
                 for row in self.rows
             ],
             "interrupted": self.interrupted,

@@ -107,7 +107,12 @@ def _measure_length(
     rows = {}
     for one in contenders:
         foreseen = workload.flops(length) / speeds.get(one.name, math.inf)
-        note = _left_out(foreseen) if CALLS * foreseen > most_each else None
+        note = None
+        if CALLS * foreseen > most_each:
+            note = (
+                f"left out: a call would take about {digits(foreseen)} s or more; raise --seconds"
+                " to include it"
+            )
         rows[one.name] = Timing(length, one.name, one.hardware, note=note)
     contenders = [one for one in contenders if rows[one.name].note is None]
     if not contenders:
@@ -202,8 +207,3 @@ def _timed(running: Running) -> tuple[float, Any]:
 def _share(left: int) -> float:
     """Return the share of the remaining budget for the next of `left` lengths."""
     return 1 / sum(GROWTH**n for n in range(left))
-
-
-def _left_out(seconds: float) -> str:
-    about = digits(seconds)
-    return f"left out: a call would take about {about} s or more; raise --seconds to include it"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -25,13 +25,9 @@ class Workload:
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> Workload:
-        """Return the workload that `as_dict` describes."""
+        """Return the workload of these fields, in the plain types of JSON."""
         window = fields["window"]
         return cls(**{**fields, "window": None if window is None else tuple(window)})
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the workload in plain types, for JSON."""
-        return asdict(self)
 
     def __str__(self) -> str:
         heads = (

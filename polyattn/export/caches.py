@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, TypeGuard
 
-from polyattn._base.arrays import Array, ArrayFacts, facts_of, is_array
+from polyattn._base.arrays import Array, as_facts, is_array
 from polyattn.nn.cache import KVCache
 from polyattn.nn.paged import PagedCache
 from polyattn.nn.quantized import QuantizedCache
@@ -48,7 +48,7 @@ def arrays_of(name: str, caches: Caches) -> dict[str, tuple[str, Shape]]:
                 " that has not, such as those of model.caches()"
             )
         for end, memory in (("key", cache.key), ("value", cache.value)):
-            facts = memory if isinstance(memory, ArrayFacts) else facts_of(memory)
+            facts = as_facts(memory)
             arrays[f"{begin}.{end}"] = facts.dtype, facts.shape
     return arrays | {f"{name}.length": ("int64", ())}
 

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from polyattn._api.attention import attention
-from polyattn._api.gradients import attention_backward, unrounded_partial
+from polyattn._api.gradients import as_given, attention_backward, unrounded_partial
 from polyattn._api.names import check_names
 from polyattn._api.partial import Partial, attention_partial
-from polyattn._base.arrays import Array, ArrayFacts, cast, facts_of, is_array, library_of
+from polyattn._base.arrays import Array, as_facts, cast, is_array, library_of
 from polyattn._base.autocast import autocast
 from polyattn._base.slices import Slice
 from polyattn._core.call.describe import describe
 from polyattn._core.call.facts import Call
 from polyattn._core.call.gradients import Gradients
 from polyattn._core.call.options import option_of
-from polyattn._core.call.parts import arrays_in, map_arrays, options_of, options_of_part
+from polyattn._core.call.parts import arrays_in, options_of, options_of_part
 from polyattn._core.call.problem import Problem, examine
 from polyattn._core.expressions.expression import Expression
 from polyattn._core.expressions.parts import Part
@@ -180,19 +178,12 @@ class ParallelCall:
         self, query: Array, key: Array, value: Array, given: Any, shares: OptionGradients
     ) -> Gradients:
         """Return the gradients as the caller gets them, in the dtypes of the arguments."""
-        changed: dict[str, Any] = {}
-        for name, arrays in shares.items():
-            whole, rest = self.options[name], iter(arrays)
-            if isinstance(whole, Expression):
-                changed[name] = map_arrays(whole, functools.partial(_next_in_dtype, rest))
-            else:
-                changed[name] = in_dtype(arrays[0], whole)
-        own = [in_dtype(found, x) for found, x in zip((query, key, value), given, strict=True)]
-        return Gradients(*own, **changed)
-
-
-def _next_in_dtype(rest: Iterator[Array], _: str | None, like: Array) -> Array:
-    return in_dtype(next(rest), like)
+        own: dict[str, Any] = {
+            name: arrays if isinstance(self.options[name], Expression) else arrays[0]
+            for name, arrays in shares.items()
+        }
+        arguments = dict(zip(("query", "key", "value"), given, strict=True)) | self.options
+        return as_given(Gradients(query, key, value, **own), arguments)
 
 
 def in_dtype(array: Array, like: Any) -> Array:
@@ -229,7 +220,7 @@ def described(
         name: options.pop(name) for name in ("backend", "kernel") if name in options
     }
     shares = (size if shares_rows else 1, size)
-    call, operands = describe(*arrays.values(), **options, facts=_facts, shares=shares)
+    call, operands = describe(*arrays.values(), **options, facts=as_facts, shares=shares)
     call = _of_whole(call._replace(**autocast(call._asdict())), size, layout, shares_rows)
     problem = examine(call)
     return ParallelCall(
@@ -258,7 +249,3 @@ def _of_whole(call: Call, size: int, layout: str, shares_rows: bool) -> Call:
             )
         lengths[name] = facts._replace(shape=(*before, length * size, last))
     return call._replace(**lengths)
-
-
-def _facts(array: Any, name: str) -> ArrayFacts:
-    return array if isinstance(array, ArrayFacts) else facts_of(array, name)

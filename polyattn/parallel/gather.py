@@ -22,13 +22,6 @@ class Gather(Strategy):
     def reasons_against(self, call: ParallelCall) -> list[str]:
         return []
 
-    def pairs(self, call: ParallelCall) -> tuple[float, ...]:
-        chunks = range(call.chunks)
-        return tuple(
-            float(sum(bool(call.is_visible(a, b)) for a in call.owned(rank) for b in chunks))
-            for rank in range(call.size)
-        )
-
     def bytes_sent(self, call: ParallelCall) -> int:
         return (call.size - 1) * self.bytes_of_keys(call)
 

@@ -30,12 +30,8 @@ class Ring(Strategy):
     def reasons_against(self, call: ParallelCall) -> list[str]:
         return needs_whole_rows(call)
 
-    def pairs(self, call: ParallelCall) -> tuple[float, ...]:
-        chunks = range(call.chunks)
-        return tuple(
-            float(sum(_computed(call, a, b) for a in call.owned(rank) for b in chunks))
-            for rank in range(call.size)
-        )
+    def computes(self, call: ParallelCall, rows: int, keys: int) -> bool:
+        return rows == keys or super().computes(call, rows, keys)  # its own keys are at hand
 
     def bytes_sent(self, call: ParallelCall) -> int:
         return (_turns(call) - 1) * self.bytes_of_keys(call)
@@ -100,11 +96,6 @@ def _paired(arrays: Any) -> tuple[tuple[Array, Array], ...]:
 def _chunks(keys: Any, count: int) -> list[list[Array]]:
     """Return the chunks of keys, and those of values."""
     return [split(array, count) for array in keys]
-
-
-def _computed(call: ParallelCall, rows: int, keys: int) -> bool:
-    """Return whether a pair of chunks is computed: also an empty one whose keys are at hand."""
-    return bool(rows == keys or call.is_visible(rows, keys))
 
 
 def _turns(call: ParallelCall) -> int:

@@ -26,9 +26,17 @@ class Strategy(ABC):
     def reasons_against(self, call: ParallelCall) -> list[str]:
         """Return why it cannot compute a call."""
 
-    @abstractmethod
     def pairs(self, call: ParallelCall) -> tuple[float, ...]:
         """Return the number of pairs of chunks that each rank computes."""
+        chunks = range(call.chunks)
+        return tuple(
+            float(sum(self.computes(call, a, b) for a in call.owned(rank) for b in chunks))
+            for rank in range(call.size)
+        )
+
+    def computes(self, call: ParallelCall, rows: int, keys: int) -> bool:
+        """Return whether a pair of chunks is computed."""
+        return bool(call.is_visible(rows, keys))
 
     @abstractmethod
     def bytes_sent(self, call: ParallelCall) -> int:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from polyattn._base.arrays import (
     Array,
     ArrayFacts,
+    as_facts,
     broadcast_shapes,
     facts_of,
     index_range,
@@ -287,11 +288,8 @@ class _Evaluated:
             for length in call.lengths
         )
 
-        def facts(array: Any, name: str) -> ArrayFacts:
-            return array if isinstance(array, ArrayFacts) else facts_of(array, name)
-
         described, operands = describe(
-            query, key, key, mask=self._mask, query_offset=call.query_offset, facts=facts
+            query, key, key, mask=self._mask, query_offset=call.query_offset, facts=as_facts
         )
         return examine(described), operands
 

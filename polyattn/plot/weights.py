@@ -12,8 +12,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from polyattn._api.weights import WHICH
-from polyattn._base.arguments import check_int
+from polyattn._api.weights import selected
 from polyattn._base.arrays import Array, cast, is_array, library_of
 from polyattn._base.extras import require_matplotlib
 from polyattn._dispatch.transfer import convert_like
@@ -170,20 +169,10 @@ def _maps(weights: Array, heads: int | slice | Sequence[int] | None) -> tuple[li
         if heads is not None:
             raise ValueError(f"heads={heads!r} needs weights of shape (H, L, S); got (L, S)")
         return [""], _host(weights, "weights")[None]
-    number = weights.shape[0]
-    if heads is None or isinstance(heads, slice):
-        chosen = list(range(number)[heads or slice(None)])
-    else:
-        heads = heads if isinstance(heads, Sequence) else [heads]
-        chosen = [check_int("heads", head, WHICH) for head in heads]
-    for head in chosen:
-        if not -number <= head < number:
-            raise IndexError(f"heads: index {head} is out of range for {number} heads")
-    if not chosen:
-        raise ValueError(f"heads must name at least one; got {heads!r}")
+    chosen = selected("heads", slice(None) if heads is None else heads, weights.shape[0])
     numpy = importlib.import_module("numpy")
     maps = numpy.stack([_host(weights[head, ...], "weights") for head in chosen])
-    return [f"head {head % number}" for head in chosen], maps
+    return [f"head {head}" for head in chosen], maps
 
 
 def _layers(weights: Any) -> list[Any]:

@@ -85,24 +85,10 @@ class BackendPrimitives:
     def over_size(
         self, term: Callable[[Any, Array, Array], Array], query: Array, key: Array
     ) -> Array:
-        """Sum a function of one entry of queries and keys over D.
+        """Sum a function of one entry of queries (..., l, D) and keys (..., s, D) over D.
 
-        Memory is for l · s numbers, and not D times as many.
-
-        Parameters
-        ----------
-        term : callable
-            Takes the index of the entry, and this entry of the queries, (..., l, 1), and of the
-            keys, (..., 1, s). It returns an array (..., l, s).
-        query : Array
-            Queries, shape (..., l, D).
-        key : Array
-            Keys, shape (..., s, D).
-
-        Returns
-        -------
-        Array
-            The sums, shape (..., l, s).
+        It takes the index of the entry, and this entry of the queries, (..., l, 1), and of the
+        keys, (..., 1, s). Memory is for l · s numbers, the sums, and not D times as many.
         """
         total = None
         for d in range(query.shape[-1]):

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from polyattn.bench import command, page, picture, run, table, timing
+from polyattn.bench import command, picture, run, table, timing
 from polyattn.bench.compare import compare
 from polyattn.bench.machine import Machine
 from polyattn.bench.peaks import Peak
@@ -264,13 +264,13 @@ def test_nothing_in_the_picture_is_written_over_anything_else():
 @pytest.mark.parametrize("there", [{"rows": [OUT]}, {"rows": []}, {"rows": [], "peaks": []}])
 def test_a_run_that_was_stopped_before_any_time_is_drawn_and_written_too(there):
     report = changed(**there, interrupted=True)
-    assert "<svg" in page.page(report)
+    assert "<svg" in picture.page(report)
     assert Results.from_dict(json.loads(report.as_json())) == report
 
 
 @pytest.mark.slow
 def test_the_page_holds_everything_and_loads_nothing():
-    text = page.page(REPORT)
+    text = picture.page(REPORT)
     assert "polyattn bench" in text
     assert "Processor &lt;1&gt;" in text
     assert not re.search("<(script|link|img|iframe)", text)
@@ -280,8 +280,8 @@ def test_the_page_holds_everything_and_loads_nothing():
         assert f"<td>{cell}</td>" in text
     assert re.search('<td class="bar" style="--part: (.+%)">\\1</td>', text)  # of the roof
     assert "interrupted" not in text
-    assert "interrupted" in page.page(changed(interrupted=True))
-    assert page.page(REPORT) == text
+    assert "interrupted" in picture.page(changed(interrupted=True))
+    assert picture.page(REPORT) == text
 
 
 # ---- comparing ----

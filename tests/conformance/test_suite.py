@@ -12,9 +12,9 @@ from broken_plugin import DROPPING, IDLE, OTHERS
 
 from polyattn._base.arrays import facts_of
 from polyattn._core.call.features import DTYPES
+from polyattn._core.call.parts import arrays_in
 from polyattn._kernels.dense_kernel import Dense
 from polyattn.conformance import CASES, ESSENTIAL, KernelVariant, Target
-from polyattn.conformance.cases.case import arrays_in
 from polyattn.conformance.cases.catalogue import TOPICS
 from polyattn.conformance.checks.cases import cases_for, check_case, covering, takes
 from polyattn.conformance.checks.gradients import DERIVATIVES

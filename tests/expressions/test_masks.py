@@ -419,7 +419,7 @@ X = np.ones((2, 4, 6, 8))
         (masks.segments(np.zeros((3, 6), int)), ValueError, r"got \(3, 6\)"),
         (masks.causal() & ~masks.padding(np.zeros(3, int)), ValueError, "key_lengths"),
         (masks.dense(np.ones((6, 5), bool)) | masks.causal(), ValueError, r"\(6, 5\)"),
-        (masks.dense(np.ones((2, 6, 6), bool)) | masks.causal(), ValueError, r"array\[:, None\]"),
+        (masks.dense(np.ones((2, 6, 6), bool)) | masks.causal(), ValueError, r"mask\[:, None\]"),
     ],
 )
 def test_a_mask_that_does_not_fit_the_call_is_refused_at_the_front_door(mask, error, words):

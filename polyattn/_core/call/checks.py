@@ -12,7 +12,7 @@ from polyattn._base.arrays import ArrayFacts, accumulator_of, broadcast_shapes
 from polyattn._core.call.facts import Call, axes_of
 from polyattn._core.call.features import DTYPES
 from polyattn._core.call.operands import named_arrays
-from polyattn._core.expressions.indices import is_ambiguous
+from polyattn._core.expressions.indices import check_broadcasts, check_mask_shape
 
 
 def check_dtypes(call: Call) -> None:
@@ -137,16 +137,9 @@ def _shape_error(call: Call, reason: str, hint: str = "") -> ValueError:
 def check_operand_shapes(call: Call, scores: Shape) -> None:
     rank = max(2, *(len(facts.shape) for _, facts in call.operands()))
     if isinstance(call.mask, ArrayFacts):
-        mask = call.mask.shape
-        if is_ambiguous(mask, rank):
-            raise ValueError(
-                f"mask {mask} has {len(mask)} axes for scores {scores} of {rank}, so its first"
-                " could be batch or heads: write mask[:, None] for a mask per batch item,"
-                " mask[None] for one per head"
-            )
-        _check_broadcasts("mask", mask, scores[-rank:])
+        check_mask_shape("mask", call.mask.shape, scores[-rank:])
     if call.bias is not None:
-        _check_broadcasts("bias", call.bias.shape, scores[-rank:])
+        check_broadcasts("bias", call.bias.shape, scores[-rank:])
     if call.sinks is not None and call.sinks.shape != (scores[-3],):
         raise ValueError(
             f"sinks must hold one number per query head, shape ({scores[-3]},); got"
@@ -199,15 +192,3 @@ def _check_tangents(call: Call) -> None:
             raise ValueError(
                 f"{name} must have the shape and dtype of its argument, {of}; got {tangent}"
             )
-
-
-def _check_broadcasts(name: str, shape: Shape, scores: Shape) -> None:
-    if len(shape) > len(scores) or broadcast_shapes(shape, scores) != scores:
-        letters = ("L", "S") if len(scores) == 2 else ("...", "H", "L", "S")
-        hint = ""
-        if name == "mask" and len(scores) > 3 and shape == (scores[0], scores[-1]):
-            hint = ": write mask[:, None, None, :] for the keys of each batch item"
-        raise ValueError(
-            f"{name} {shape} does not broadcast to the scores ({', '.join(letters)}) = {scores}"
-            f"{hint}"
-        )

@@ -8,7 +8,6 @@ from polyattn._base.arguments import Shape, WindowSize
 from polyattn._base.arrays import ArrayFacts
 from polyattn._core.call.operands import Cotangents, Residuals, Tangents, named_arrays
 from polyattn._core.call.options import FROM_ZERO, Start
-from polyattn._core.expressions.expression import named
 from polyattn._core.expressions.masks import Mask
 from polyattn._core.expressions.replacements import Normalizer, ScaleRule, Similarity
 from polyattn._core.expressions.scores import Score
@@ -84,7 +83,7 @@ class Call(NamedTuple):
             if isinstance(given, ArrayFacts):
                 found.append((name, given))
             elif isinstance(given, (Mask, Score, Similarity)):
-                found += named(given, name)
+                found += [(f"{name}.{field}", facts) for field, facts in given.carried()]
             elif isinstance(given, (Residuals, Cotangents, Tangents)):
                 found += named_arrays(given)
         return found

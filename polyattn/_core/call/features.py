@@ -79,9 +79,7 @@ FEATURES: dict[str, Feature] = {
     "normalizer": Feature(
         "normalizer=, in place of softmax", lambda c, p: c.normalizer is not None
     ),
-    "query_offset": Feature(
-        "query_offset= as a number other than S − L", lambda c, p: _is_moved(c, p)
-    ),
+    "query_offset": Feature("query_offset= as a number other than S − L", _is_moved),
     "query_offset_array": Feature(
         "query_offset= as an array",
         lambda c, p: isinstance(c.query_offset, ArrayFacts) and p.query_offset is None,

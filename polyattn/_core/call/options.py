@@ -209,16 +209,12 @@ def _check_start(value: Any) -> Any:
 # ---- the table ---------------------------------------------------------------------------------
 
 
-def _as_given(value: Any) -> Any:
-    return value
-
-
 class Option(NamedTuple):
     """An option of `attention`: what is to know of it beside its step of the formula."""
 
     name: str
     #: Checks a value by itself, and returns it in a plain form.
-    read: Callable[[Any], Any] = _as_given
+    read: Callable[[Any], Any] = lambda value: value
     #: The kind of expressions that it takes.
     kind: type[Expression] | None = None
     #: The last axes of the scores that its array follows, after a dot if batch axes may come before

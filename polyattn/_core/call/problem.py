@@ -11,14 +11,7 @@ from typing import Any, NamedTuple
 
 from polyattn._base.arguments import Shape, WindowSize
 from polyattn._base.arrays import ArrayFacts, Chunks, accumulator_of
-from polyattn._core.call.checks import (
-    check_dtypes,
-    check_lengths,
-    check_operand_shapes,
-    check_pages,
-    check_range,
-    common_shape,
-)
+from polyattn._core.call import checks
 from polyattn._core.call.facts import Call, axes_of
 from polyattn._core.call.features import FEATURES, MASKING, default_scale, newest_offset
 from polyattn._core.call.layout import chunks_heads_first, positions_matter
@@ -149,16 +142,16 @@ _REWRITTEN = frozenset(
 
 def examine(call: Call) -> Problem:
     """Check a call as a whole and return its Problem."""
-    check_dtypes(call)
-    check_lengths(call)
-    check_pages(call)
+    checks.check_dtypes(call)
+    checks.check_lengths(call)
+    checks.check_pages(call)
     page = None if call.block_table is None else axes_of(call.key.shape, call.layout)[2]
     call = call.with_whole_keys()
-    check_range(call)
-    batch, heads, key_heads, *lengths_and_sizes = common_shape(call)
+    checks.check_range(call)
+    batch, heads, key_heads, *lengths_and_sizes = checks.common_shape(call)
     query_length, key_length, head_size, value_size = lengths_and_sizes
     scores = (*batch, heads, query_length, key_length)
-    check_operand_shapes(call, scores)
+    checks.check_operand_shapes(call, scores)
     offset = call.query_offset if positions_matter(call) else None
     if offset is None:
         offset = newest_offset(call, query_length, key_length)

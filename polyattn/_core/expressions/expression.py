@@ -7,7 +7,7 @@ by its shape and dtype, so the result can be a cache key. Arrays are read only t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, ClassVar, TypeVar
 
 from polyattn._base.arrays import ArrayFacts, facts_of, is_array, is_recorded, library_of
@@ -53,11 +53,9 @@ class Expression:
                 return change(name, field)
             if isinstance(field, Expression):
                 return field._map(change, other)
-            if isinstance(field, tuple):
-                return tuple([changed(name, one) for one in field])
             return other(field) if isinstance(field, bytes) else field
 
-        return type(self)(*[changed(name, getattr(self, name)) for name in self.__match_args__])
+        return self._rebuilt(changed)
 
     def placed(self: V, destination: Destination) -> V:
         """Return the expression with the NumPy arrays that it carries placed beside the query.
@@ -71,11 +69,16 @@ class Expression:
         if remembers and destination.key in self.__dict__.get("_placed", {}):
             found: V | None = self.__dict__["_placed"][destination.key]
             return self if found is None else found
-        fields = [getattr(self, name) for name in self.__match_args__]
-        pairs = zip(self.__match_args__, fields, strict=True)
-        new = [_placed(name, field, destination) for name, field in pairs]
-        moved = any(one is not other for one, other in zip(fields, new, strict=True))
-        result = type(self)(*new) if moved else self
+
+        def put(name: str, field: Any) -> Any:
+            if isinstance(field, Expression):
+                return field.placed(destination)
+            return destination.put(name, field) if is_host(field) else field
+
+        new = self._rebuilt(put)
+        pairs = zip(self.carried(), new.carried(), strict=True)
+        moved = any(one is not other for (_, one), (_, other) in pairs)
+        result = new if moved else self
         if remembers and not (moved and _is_traced(result)):
             self.__dict__.setdefault("_placed", {})[destination.key] = result if moved else None
         return result
@@ -203,16 +206,6 @@ def _note_carried(name: str, field: Any, found: list[tuple[str, Any]]) -> None:
             _note_carried(name, part, found)
 
 
-def _placed(name: str, field: Any, destination: Destination) -> Any:
-    """Return a field of an expression with its NumPy arrays placed; the same one if it has none."""
-    if isinstance(field, Expression):
-        return field.placed(destination)
-    if isinstance(field, tuple) and not is_array(field):
-        new = tuple([_placed(name, one, destination) for one in field])
-        return new if any(a is not b for a, b in zip(field, new, strict=True)) else field
-    return destination.put(name, field) if is_host(field) else field
-
-
 def _is_traced(value: Expression) -> bool:
     return any(is_array(thing) and facts_of(thing).traced for _, thing in value.carried())
 
@@ -228,13 +221,6 @@ def has_function(value: Any) -> bool:
     if isinstance(value, tuple) and not is_array(value):
         return any(has_function(one) for one in value)
     return isinstance(value, str) and value == FUNCTION
-
-
-def named(value: Expression | None, of: str) -> Iterator[tuple[str, ArrayFacts]]:
-    """Yield the name ``argument.field`` and the facts of each array in a spec."""
-    if value is not None:
-        for name, thing in value.carried():
-            yield f"{of}.{name}", thing
 
 
 def _same(one: Any, other: Any) -> bool:

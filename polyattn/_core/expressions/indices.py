@@ -49,9 +49,28 @@ def saturating_sum(offset: Any, shift: int, xp: Any, dtype: Any, limit: int = IN
     return offset + half + (shift - half)
 
 
-def is_ambiguous(mask: tuple[int, ...], rank: int) -> bool:
-    """Return whether the first axis of a mask array could be batch or heads."""
-    return 2 < len(mask) < rank and any(length != 1 for length in mask[:-2])
+def check_mask_shape(name: str, mask: tuple[int, ...], scores: tuple[int, ...]) -> None:
+    """Raise unless a mask array broadcasts to the scores, in one way only."""
+    if 2 < len(mask) < len(scores) and any(length != 1 for length in mask[:-2]):
+        raise ValueError(
+            f"{name} {mask} has {len(mask)} axes for scores {scores}, so its first could be batch"
+            " or heads: write mask[:, None] for a mask per batch item, mask[None] for one per head"
+        )
+    hint = ""
+    if len(scores) > 3 and mask == (scores[0], scores[-1]):
+        hint = ": write mask[:, None, None, :] for the keys of each batch item"
+    check_broadcasts(name, mask, scores, hint)
+
+
+def check_broadcasts(
+    name: str, shape: tuple[int, ...], scores: tuple[int, ...], hint: str = ""
+) -> None:
+    """Raise unless an array broadcasts to the scores."""
+    if len(shape) > len(scores) or broadcast_shapes(shape, scores) != scores:
+        letters = "L, S" if len(scores) == 2 else "..., H, L, S"
+        raise ValueError(
+            f"{name} {shape} does not broadcast to the scores ({letters}) = {scores}{hint}"
+        )
 
 
 class ScoreDims(NamedTuple):
@@ -191,7 +210,7 @@ class PointIndices:
         offset = self._offset
         if not isinstance(offset, int):
             offset = offset[self.batch]
-        by = saturating_sum(offset, shift, self.xp, self._dtype)
+        by = saturating_sum(offset, shift, self.xp, self.column.dtype)
         return self.row if isinstance(by, int) and by == 0 else self.row + by
 
     def away_from_row(self, modulus: int | None = None) -> Array:
@@ -200,19 +219,14 @@ class PointIndices:
             return self.column - self.position()
         offset = self._offset
         if not isinstance(offset, int):
-            offset = cast(self.xp, offset[self.batch], self._dtype)
+            offset = cast(self.xp, offset[self.batch], self.column.dtype)
         return (self.column - self.row - offset % modulus) % modulus
-
-    @property
-    def _dtype(self) -> Any:
-        """The dtype of positions."""
-        return self.column.dtype
 
     def per_item(self, numbers: Any) -> Any:
         """Return the number of each batch item, from one for all or an array (...,)."""
         if isinstance(numbers, int):
             return min(numbers, INDEX_LIMIT)
-        return cast(self.xp, self._of_item(numbers, ()), self._dtype)
+        return cast(self.xp, self._of_item(numbers, ()), self.column.dtype)
 
     def per_head(self, numbers: Array) -> Array:
         """Return the number of each query head, from an array (H,)."""
@@ -220,11 +234,11 @@ class PointIndices:
 
     def per_row(self, numbers: Array) -> Array:
         """Return the number of each query row, from an array (..., L)."""
-        return cast(self.xp, self._of_item(numbers, (self.row,)), self._dtype)
+        return cast(self.xp, self._of_item(numbers, (self.row,)), self.column.dtype)
 
     def per_key(self, numbers: Array) -> Array:
         """Return the number of each key, from an array (..., S)."""
-        return cast(self.xp, self._of_item(numbers, (self.column,)), self._dtype)
+        return cast(self.xp, self._of_item(numbers, (self.column,)), self.column.dtype)
 
     def _of_item(self, array: Array, rest: tuple[Array, ...]) -> Array:
         """Index an array whose leading axes are the batch's."""

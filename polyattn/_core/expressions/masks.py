@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from polyattn._base.arrays import Array, ArrayFacts, broadcast_shapes, is_array
+from polyattn._base.arrays import Array, ArrayFacts, is_array
 from polyattn._base.host import destination_of
 from polyattn._core.expressions.coverage import UNKNOWN, Block, Coverage, logical_not
 from polyattn._core.expressions.expression import RENDERERS, Expression
@@ -20,7 +20,7 @@ from polyattn._core.expressions.indices import (
     PointIndices,
     ScoreDims,
     ScoreIndices,
-    is_ambiguous,
+    check_mask_shape,
 )
 
 
@@ -225,18 +225,7 @@ class Dense(Mask):
             raise TypeError(
                 f"masks.dense takes a bool array, True where a key takes part; got {facts}"
             )
-        scores = dims.scores
-        if is_ambiguous(facts.shape, len(scores)):
-            raise ValueError(
-                f"masks.dense: {facts.shape} has {len(facts.shape)} axes for scores {scores}, so"
-                " its first could be batch or heads: write array[:, None] for a mask per batch"
-                " item, array[None] for one per head"
-            )
-        if len(facts.shape) > len(scores) or broadcast_shapes(facts.shape, scores) != scores:
-            raise ValueError(
-                f"masks.dense: {facts.shape} does not broadcast to the scores (..., H, L, S) ="
-                f" {scores}"
-            )
+        check_mask_shape("masks.dense:", facts.shape, dims.scores)
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -145,8 +145,6 @@ class TileGrid(TileQuery):
             for axis, shape in enumerate(((-1, 1), (1, -1)))
         )
         super().__init__(problem, x, xp, rows, columns, reads=reads)  # type: ignore[arg-type]
-        # A picture has no query, only the facts of one.
-        self._like_query = like
 
     def _edges(self, xp: Any, axis: int) -> tuple[Array, Array]:
         size, length = self.tile_size[axis], self.lengths[axis]

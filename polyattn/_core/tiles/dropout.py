@@ -70,7 +70,8 @@ def keep_mask_by_word(
     blocks: Array,
 ) -> tuple[Array, ...]:
     """Return which weights are kept, for the first, second, third and fourth keys of blocks."""
-    dtype = _word_dtype(xp)
+    # torch has no arithmetic in uint32.
+    dtype = xp.int64 if xp.__name__ == "array_api_compat.torch" else xp.uint32
     counter = tuple(cast(xp, index, dtype) for index in (blocks, row, head, batch))
     words = philox(xp, counter, _key(xp, seed, dtype, blocks.ndim))
     threshold = _as(words[0], min(round(rate * 2**32), _MASK))
@@ -123,11 +124,6 @@ def _product_by_halves(multiplier: int, word: Array) -> tuple[Array, Array]:
         word_high * high + (middle >> 16) + (other >> 16),
         ((other & 0xFFFF) << 16) | (least & 0xFFFF),
     )
-
-
-def _word_dtype(xp: Any) -> Any:
-    # torch has no arithmetic in uint32.
-    return xp.int64 if xp.__name__ == "array_api_compat.torch" else xp.uint32
 
 
 def _key(xp: Any, seed: Any, dtype: Any, ndim: int) -> tuple[Any, Any]:

@@ -18,8 +18,7 @@ import ml_dtypes
 import numpy as np
 
 from polyattn import explain
-from polyattn._base.arrays import is_array
-from polyattn._core.expressions.expression import Expression
+from polyattn._core.call.parts import map_arrays
 
 finfo: Any = ml_dtypes.finfo
 Array = np.ndarray[Any, Any]
@@ -41,24 +40,13 @@ class Generated:
 
 
 def with_arrays(option: Any, change: Callable[[Any], Any]) -> Any:
-    """Return an option of a call with its arrays replaced."""
-    if isinstance(option, Expression):
-        return option.map(lambda _, x: change(x) if is_array(x) else x)
-    if isinstance(option, tuple):
-        return tuple([with_arrays(item, change) for item in option])
-    return change(option) if is_array(option) else option
+    """Return an option of a call with its arrays, those of `arrays_in`, replaced."""
+    return map_arrays(option, lambda _, array: change(array))
 
 
-def arrays_in(option: Any) -> list[Any]:
-    """Return the arrays in an option, in the order of `with_arrays`."""
-    arrays: list[Any] = []
-
-    def note(array: Any) -> Any:
-        arrays.append(array)
-        return array
-
-    with_arrays(option, note)
-    return arrays
+def bits(array: Any) -> bytes:
+    """Return the bits of an array of NumPy."""
+    return np.ascontiguousarray(array).tobytes()
 
 
 @dataclass(frozen=True)

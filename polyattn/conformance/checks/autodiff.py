@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 from polyattn import UnsupportedError, attention, explain
@@ -42,37 +43,18 @@ def by_torch(
     }
 
 
-def by_jax(
-    target: Target, case: Case, kernel: Kernel, arguments: Arguments
+def jax_vjp(function: Callable[..., Any], inputs: list[Any], along: Any) -> Any:
+    return importlib.import_module("jax").vjp(function, *inputs)[1](along)
+
+
+def mlx_vjp(function: Callable[..., Any], inputs: list[Any], along: Any) -> Any:
+    return importlib.import_module("mlx.core").vjp(function, inputs, [along])[1]
+
+
+def by_vjp(
+    vjp: Callable[..., Any], target: Target, case: Case, kernel: Kernel, arguments: Arguments
 ) -> dict[str, Any] | None:
-    """Return the gradients by JAX, or None if the kernel refuses."""
-    jax = importlib.import_module("jax")
-
-    def pulled_back(function: Callable[..., Any], inputs: list[Any], along: Any) -> Any:
-        return jax.vjp(function, *inputs)[1](along)
-
-    return _by_vjp(pulled_back, target, case, kernel, arguments)
-
-
-def by_mlx(
-    target: Target, case: Case, kernel: Kernel, arguments: Arguments
-) -> dict[str, Any] | None:
-    """Return the gradients by MLX, or None if the kernel refuses."""
-    mx = importlib.import_module("mlx.core")
-
-    def pulled_back(function: Callable[..., Any], inputs: list[Any], along: Any) -> Any:
-        return mx.vjp(function, inputs, [along])[1]
-
-    return _by_vjp(pulled_back, target, case, kernel, arguments)
-
-
-def _by_vjp(
-    pulled_back: Callable[..., Any],
-    target: Target,
-    case: Case,
-    kernel: Kernel,
-    arguments: Arguments,
-) -> dict[str, Any] | None:
+    """Return the gradients by a library that pulls them back, or None if the kernel refuses."""
     along = target.to(cotangent(case))
 
     def differentiated(*arrays: Any, **options: Any) -> Any:
@@ -82,7 +64,7 @@ def _by_vjp(
         def call(*given: Any) -> Any:
             return attention(**dict(zip(inputs, given, strict=True)), **others)
 
-        found = pulled_back(call, list(inputs.values()), along)
+        found = vjp(call, list(inputs.values()), along)
         return dict(zip(inputs, found, strict=True))
 
     try:
@@ -93,4 +75,8 @@ def _by_vjp(
     return gradients
 
 
-BY = {"torch": by_torch, "jax": by_jax, "mlx": by_mlx}
+BY: dict[str, Callable[..., dict[str, Any] | None]] = {
+    "torch": by_torch,
+    "jax": partial(by_vjp, jax_vjp),
+    "mlx": partial(by_vjp, mlx_vjp),
+}

@@ -17,8 +17,9 @@ import numpy as np
 
 from polyattn import attention_partial
 from polyattn._base.arrays import facts_of
+from polyattn._core.call.parts import arrays_in
 from polyattn._dispatch.errors import BackendError
-from polyattn.conformance.cases.case import Case, Generated, arrays_in
+from polyattn.conformance.cases.case import Case, Generated, bits
 from polyattn.conformance.cases.catalogue import CASES
 from polyattn.conformance.checks.lazy import is_lazy
 from polyattn.conformance.checks.target import KernelVariant, Target
@@ -184,7 +185,7 @@ def bits_of(target: Target, arguments: tuple[list[Any], Mapping[str, Any]]) -> d
     arrays, options = arguments
     everything = dict(zip(("query", "key", "value"), arrays, strict=True)) | dict(options)
     return {
-        name: b"".join(np.ascontiguousarray(target.back(x)).tobytes() for x in arrays_in(option))
+        name: b"".join(bits(target.back(x)) for x in arrays_in(option))
         for name, option in everything.items()
     }
 

@@ -23,37 +23,18 @@ from polyattn import (
     merge,
 )
 from polyattn._base.arrays import facts_of, library_of
+from polyattn._core.call.parts import arrays_in
 from polyattn._core.call.problem import examine
 from polyattn._core.expressions.expression import Expression
 from polyattn._dispatch.request import request
 from polyattn._dispatch.select import explain_selection
-from polyattn.conformance.cases.case import Case, arrays_in
+from polyattn.conformance.cases.case import Case
 from polyattn.conformance.cases.gradient_cases import BACKWARD_CASES, GRADIENT_CASES, JVP_CASES
+from polyattn.conformance.checks import cases as checks
 from polyattn.conformance.checks.autodiff import BY, Arguments
-from polyattn.conformance.checks.cases import (
-    bits_of,
-    check_like,
-    check_own,
-    check_unwritten,
-    has_logsumexp,
-    name_case,
-    takes,
-)
 from polyattn.conformance.checks.target import KernelVariant, Target
-from polyattn.conformance.reference.differences import (
-    ARRAYS,
-    TOLERANCE,
-    direction,
-    logsumexp_cotangent,
-    slopes,
-    tangent,
-)
-from polyattn.conformance.reference.gradients import (
-    adjoint_yardstick,
-    cotangent,
-    gradient_yardsticks,
-    has_formula,
-)
+from polyattn.conformance.reference import differences
+from polyattn.conformance.reference import gradients as formula
 from polyattn.conformance.reference.oracle import lift
 from polyattn.conformance.reference.tolerance import Deviation, accumulation_dtype, deviation
 from polyattn.plugin import Cotangents, Kernel, Residuals, Tangents
@@ -73,7 +54,7 @@ def check_gradients(
     gradients = None if by is None else by(target, case, variant.for_case(case), arguments)
     if gradients is None:
         return None
-    return compare(case, {n: target.back(gradients[n]) for n in gradient_yardsticks(case)})
+    return compare(case, {n: target.back(gradients[n]) for n in formula.gradient_yardsticks(case)})
 
 
 # ---- by the kernel itself ----------------------------------------------------------------------
@@ -88,10 +69,10 @@ def differentiates(feature: str, target: Target, variant: KernelVariant, case: C
     explanation = target.explain(case, kernel, arguments)
     if explanation.chosen is None:
         return False
-    own = is_without_logsumexp(case) or has_logsumexp(target, kernel, case, arguments)
+    own = is_without_logsumexp(case) or checks.has_logsumexp(target, kernel, case, arguments)
     if feature == "jvp" and not own:
         return False  # its own forward pass comes first
-    query, shape = explanation.call.query, cotangent(case).shape
+    query, shape = explanation.call.query, formula.cotangent(case).shape
     known = query._replace(shape=shape[:-1], dtype=accumulation_dtype(case.dtype))
     output = query._replace(shape=shape)
     call = explanation.call._replace(
@@ -122,11 +103,13 @@ def check_backward(
         return None
     check_method(kernel, "backward")
     arguments = target.arguments(case)
-    before = bits_of(target, arguments)
+    before = checks.bits_of(target, arguments)
     deviations: dict[str, Deviation] = {}
-    if has_formula(case):
+    if formula.has_formula(case):
         found = backward(target, kernel, case, arguments)
-        deviations |= compare(case, {name: found[name][0] for name in gradient_yardsticks(case)})
+        deviations |= compare(
+            case, {name: found[name][0] for name in formula.gradient_yardsticks(case)}
+        )
     if case.dtype == "float64":
         found = backward(target, kernel, case, arguments, of_logsumexp=True)
         deviations |= compare_slopes(case, found)
@@ -134,7 +117,7 @@ def check_backward(
     is_plain = not case.features and case.layout == "...HLD" and not case.rounded_once
     if is_plain and case.S > 1:
         compare(case, add_shares(target, kernel, case, arguments))
-    check_unwritten(target, case, arguments, before)
+    checks.check_unwritten(target, case, arguments, before)
     return deviations
 
 
@@ -154,11 +137,11 @@ def backward(
 ) -> dict[str, list[Any]]:
     """Return the gradients of each argument, in NumPy, as a list of those of its arrays."""
     arrays, given = arguments
-    along, weights = target.to(cotangent(case)), None
+    along, weights = target.to(formula.cotangent(case)), None
     if of_logsumexp and not is_without_logsumexp(case):
-        weights = target.to(logsumexp_cotangent(case))
+        weights = target.to(differences.logsumexp_cotangent(case))
     # Any kernel may compute the result, if this one has no logsumexp.
-    own = is_without_logsumexp(case) or has_logsumexp(target, kernel, case, arguments)
+    own = is_without_logsumexp(case) or checks.has_logsumexp(target, kernel, case, arguments)
 
     def run(*arrays: Any, **options: Any) -> dict[str, list[Any]]:
         forward = options if own else options | {"kernel": None}
@@ -169,15 +152,15 @@ def backward(
         )
         return {name: leaves(x) for name, x in found._asdict().items()}
 
-    with name_case(f"{case}: backward", kernel):
+    with checks.name_case(f"{case}: backward", kernel):
         found: dict[str, list[Any]] = target.call(case, kernel, run, arguments)
     everything = dict(zip(("query", "key", "value"), arrays, strict=True)) | given
-    for name, directions in direction(case).items():
+    for name, directions in differences.direction(case).items():
         what = f"{case}: gradient of {name}"
         assert len(found[name]) == len(directions), f"{what} is missing"
         for x, like in zip(found[name], arrays_in(everything.get(name)), strict=False):
-            check_like(what, x, arrays[0], facts_of(like).dtype)
-            check_own(target, what, x, arguments)
+            checks.check_like(what, x, arrays[0], facts_of(like).dtype)
+            checks.check_own(target, what, x, arguments)
     return {name: [target.back(x) for x in some] for name, some in found.items()}
 
 
@@ -200,7 +183,9 @@ def compare(case: Case, found: dict[str, Any]) -> dict[str, Deviation]:
     """Check gradients against their yardsticks."""
     deviations = {}
     for name, gradient in found.items():
-        off = deviation(gradient, gradient_yardsticks(case)[name], f"{case}: gradient of {name}")
+        off = deviation(
+            gradient, formula.gradient_yardsticks(case)[name], f"{case}: gradient of {name}"
+        )
         assert off.fault is None, off.fault
         deviations[name] = off
     return deviations
@@ -209,10 +194,12 @@ def compare(case: Case, found: dict[str, Any]) -> dict[str, Deviation]:
 def compare_slopes(case: Case, found: dict[str, list[Any]]) -> dict[str, Deviation]:
     """Check gradients against differences of the textbook in the direction of each argument."""
     deviations = {}
-    for name, slope in slopes(case).items():
-        terms = [lift(x) * t for x, t in zip(found[name], direction(case)[name], strict=True)]
+    for name, slope in differences.slopes(case).items():
+        terms = [
+            lift(x) * t for x, t in zip(found[name], differences.direction(case)[name], strict=True)
+        ]
         result, size = (float(sum(np.sum(f(x)) for x in terms)) for f in (np.asarray, np.abs))
-        share = abs(result - slope) / (TOLERANCE * max(1.0, size))
+        share = abs(result - slope) / (differences.TOLERANCE * max(1.0, size))
         assert share <= 1, (
             f"{case}: gradient of {name} in a direction is {result:.9g}, by differences {slope:.9g}"
         )
@@ -222,9 +209,9 @@ def compare_slopes(case: Case, found: dict[str, list[Any]]) -> dict[str, Deviati
 
 def add_shares(target: Target, kernel: Kernel, case: Case, arguments: Arguments) -> dict[str, Any]:
     """Return the gradients of a plain call by two parts of its keys."""
-    if not has_logsumexp(target, kernel, case, arguments):
+    if not checks.has_logsumexp(target, kernel, case, arguments):
         return {}
-    along, half = target.to(cotangent(case)), case.S // 2
+    along, half = target.to(formula.cotangent(case)), case.S // 2
     halves = (slice(0, half), slice(half, case.S))
 
     def run(query: Any, key: Any, value: Any, **options: Any) -> tuple[Gradients, ...]:
@@ -237,7 +224,7 @@ def add_shares(target: Target, kernel: Kernel, case: Case, arguments: Arguments)
             found.append(share)
         return tuple(found[1:])
 
-    with name_case(f"{case}: backward of two parts of the keys", kernel):
+    with checks.name_case(f"{case}: backward of two parts of the keys", kernel):
         one, other = target.call(case, kernel, run, arguments)
     key, value = (
         np.concatenate([lift(target.back(x)) for x in pair], axis=-2)
@@ -256,9 +243,9 @@ def check_jvp(target: Target, variant: KernelVariant, case: Case) -> dict[str, D
     if not differentiates("jvp", target, variant, case):
         return None
     check_method(kernel, "jvp")
-    arguments, along = target.arguments(case), direction(case)
-    before = bits_of(target, arguments)
-    tangents = {name: target.to(along[name][0]) for name in ARRAYS if name in along}
+    arguments, along = target.arguments(case), differences.direction(case)
+    before = checks.bits_of(target, arguments)
+    tangents = {name: target.to(along[name][0]) for name in differences.ARRAYS if name in along}
     moved = {f"{name}_tangent": t for name, t in tangents.items() if name in ("bias", "sinks")}
 
     def run(*arrays: Any, **options: Any) -> Any:
@@ -266,26 +253,28 @@ def check_jvp(target: Target, variant: KernelVariant, case: Case) -> dict[str, D
         return attention_jvp(arrays, first, **moved, **options)[1]
 
     what = f"{case}: tangent of the output"
-    with name_case(what, kernel):
+    with checks.name_case(what, kernel):
         result = target.call(case, kernel, run, arguments)
-    check_like(what, result, arguments[0][0], case.dtype)
-    check_own(target, what, result, arguments)
-    check_unwritten(target, case, arguments, before)
+    checks.check_like(what, result, arguments[0][0], case.dtype)
+    checks.check_own(target, what, result, arguments)
+    checks.check_unwritten(target, case, arguments, before)
     return compare_tangent(case, what, lift(target.back(result)))
 
 
 def compare_tangent(case: Case, what: str, found: Any) -> dict[str, Deviation]:
     """Check a tangent against the gradients, and in float64 against differences."""
-    deviations, along = {}, cotangent(case)
-    if has_formula(case):
-        yard = adjoint_yardstick(case, {n: t[0] for n, t in direction(case).items() if n in ARRAYS})
+    deviations, along = {}, formula.cotangent(case)
+    if formula.has_formula(case):
+        moved = differences.direction(case)
+        arrays = {name: moved[name][0] for name in differences.ARRAYS if name in moved}
+        yard = formula.adjoint_yardstick(case, arrays)
         off = deviation(np.sum(found * lift(along)), yard, f"{what}, times the cotangent,")
         assert off.fault is None, off.fault
         deviations["tangent"] = off
     if case.dtype == "float64":
-        exact = tangent(case)
+        exact = differences.tangent(case)
         assert found.shape == exact.shape, f"{what}: {found.shape} is not {exact.shape}"
-        limit = TOLERANCE * max(1.0, np.max(np.abs(exact), initial=0))
+        limit = differences.TOLERANCE * max(1.0, np.max(np.abs(exact), initial=0))
         share = float(np.max(np.abs(found - exact), initial=0) / limit)
         assert share <= 1, f"{what} is off by {share * limit:.3g}, by differences"
         deviations["tangent by differences"] = Deviation(0.0, share, None)
@@ -320,7 +309,7 @@ BY_LIBRARY = Derivative(
     "gradients",
     GRADIENT_CASES,
     check_gradients,
-    takes,
+    checks.takes,
     lambda target, variant: has_gradients(target),
     "library has none",
 )

@@ -19,22 +19,9 @@ from polyattn import attention_partial, merge
 from polyattn._base.arrays import facts_of
 from polyattn._dispatch import registry
 from polyattn.conformance.cases.cache_cases import CACHES, PAGE, of_item
-from polyattn.conformance.cases.case import Case, make_case, with_arrays
-from polyattn.conformance.checks.cases import (
-    cases_for,
-    check_case,
-    check_partial,
-    has_logsumexp,
-    name_case,
-    takes,
-)
-from polyattn.conformance.checks.gradients import (
-    DERIVATIVES,
-    backward,
-    check_method,
-    compare,
-    differentiates,
-)
+from polyattn.conformance.cases.case import Case, bits, make_case, with_arrays
+from polyattn.conformance.checks import cases as checks
+from polyattn.conformance.checks import gradients
 from polyattn.conformance.checks.target import KernelVariant, Target
 from polyattn.conformance.reference.gradients import gradient_yardsticks
 
@@ -42,17 +29,17 @@ from polyattn.conformance.reference.gradients import gradient_yardsticks
 def check_declarations(target: Target, variant: KernelVariant, cases: Mapping[str, Case]) -> None:
     """Check that a kernel supports some case, and one for each feature that it declares."""
     is_taken, idle = False, set(target.declared(variant.kernel))
-    for case in cases_for(target, variant, cases):
+    for case in checks.cases_for(target, variant, cases):
         shows_more = not is_taken or idle & {"logsumexp", *case.features}
-        if shows_more and takes(target, variant, case):
+        if shows_more and checks.takes(target, variant, case):
             is_taken, idle = True, idle - case.features
-            if "logsumexp" in idle and has_logsumexp(target, variant.for_case(case), case):
+            if "logsumexp" in idle and checks.has_logsumexp(target, variant.for_case(case), case):
                 idle -= {"logsumexp"}
     assert is_taken, f"{variant} supports no case"
-    for feature in idle & DERIVATIVES.keys():
-        check_method(variant.kernel, feature)
-        others = cases_for(target, variant, DERIVATIVES[feature].cases)
-        if any(DERIVATIVES[feature].is_taken(target, variant, case) for case in others):
+    for feature in idle & gradients.DERIVATIVES.keys():
+        gradients.check_method(variant.kernel, feature)
+        others = checks.cases_for(target, variant, gradients.DERIVATIVES[feature].cases)
+        if any(gradients.DERIVATIVES[feature].is_taken(target, variant, case) for case in others):
             idle -= {feature}
     assert not idle, f"no case that {variant} supports needs {', '.join(sorted(idle))}"
 
@@ -75,11 +62,11 @@ def _size_cases(dtype: str) -> Iterator[Case]:
 def check_sizes(target: Target, variant: KernelVariant, dtype: str) -> None:
     """Check results and gradients for every size: some are multiples of a processor's units."""
     for case in _size_cases(dtype):
-        check_case(target, variant, replace(case, rows=(0, case.L // 2, case.L - 1)))
-        if differentiates("backward", target, variant, case):
+        checks.check_case(target, variant, replace(case, rows=(0, case.L // 2, case.L - 1)))
+        if gradients.differentiates("backward", target, variant, case):
             arguments = target.arguments(case)
-            found = backward(target, variant.for_case(case), case, arguments)
-            compare(case, {name: found[name][0] for name in gradient_yardsticks(case)})
+            found = gradients.backward(target, variant.for_case(case), case, arguments)
+            gradients.compare(case, {name: found[name][0] for name in gradient_yardsticks(case)})
 
 
 # ---- determinism and batch invariance ----------------------------------------------------------
@@ -113,7 +100,7 @@ def check_determinism(target: Target, variant: KernelVariant, *, thorough: bool 
     """Check that the same call twice gives the same bits."""
     for case, kernel in _supported(target, variant, "deterministic")[: None if thorough else 1]:
         once, twice = (np.array(target.back(target.call(case, kernel))) for _ in range(2))
-        assert _equal(once, twice), f"{case}: the same call twice gives different bits"
+        assert bits(once) == bits(twice), f"{case}: the same call twice gives different bits"
 
 
 def check_batch_invariance(target: Target, variant: KernelVariant) -> None:
@@ -125,7 +112,7 @@ def check_batch_invariance(target: Target, variant: KernelVariant) -> None:
             alone = [target.to(x) for x in arrays]
             given = {name: with_arrays(x, target.to) for name, x in options.items()}
             output = target.back(target.call(case, kernel, arguments=(alone, given)))
-            assert _equal(output[0], together[n]), (
+            assert bits(output[0]) == bits(together[n]), (
                 f"{case}: item {n} has different bits without the others"
             )
 
@@ -138,10 +125,6 @@ def _supported(target: Target, variant: KernelVariant, declared: str) -> list[tu
     runs = [run for run in runs if target.explain(*run).chosen is not None]
     assert runs, f"it declares {declared}, but supports no call to check it with"
     return runs
-
-
-def _equal(one: Any, other: Any) -> bool:
-    return np.ascontiguousarray(one).tobytes() == np.ascontiguousarray(other).tobytes()
 
 
 # ---- pages in any order ------------------------------------------------------------------------
@@ -158,13 +141,13 @@ def check_pages_in_any_order(target: Target, variant: KernelVariant) -> None:
     (query, key, value), options = case.arguments()
     kernel, table, lengths = variant.for_case(case), options["block_table"], options["key_lengths"]
     parts = []
-    with name_case(str(case), kernel):
+    with checks.name_case(str(case), kernel):
         for page in range(table.shape[1]):
             arrays = [target.to(x) for x in (query, key[table[:, page]], value[table[:, page]])]
             own = {"key_lengths": target.to(np.clip(lengths - page * PAGE, 0, PAGE))}
             parts.append(target.call(case, kernel, attention_partial, (arrays, own)))
         whole = merge(*(parts[n] for n in (1, 2, 0)))
-    check_partial(target, case, whole, (arrays, own))
+    checks.check_partial(target, case, whole, (arrays, own))
 
 
 # ---- in a new interpreter ----------------------------------------------------------------------
@@ -245,7 +228,7 @@ def check_first_call_from_threads(target: Target, variant: KernelVariant) -> Non
     native = [dtype for dtype in ("float32", "float64", "float16") if dtype in target.dtypes]
     for dtype, is_causal in product(native, (True, False)):
         case = make_case("threads", L=6, S=6, D=64, dtype=dtype, is_causal=is_causal)
-        if takes(target, variant, case):
+        if checks.takes(target, variant, case):
             name = variant.kernel.name
             code = _THREADS.format(
                 library=library,

@@ -19,10 +19,10 @@ import numpy as np
 from polyattn import attention, explain
 from polyattn._base.arrays import facts_of
 from polyattn._core.call.features import DTYPES
+from polyattn._core.call.parts import arrays_in
 from polyattn._dispatch import extensions, registry
-from polyattn._dispatch.errors import BackendUnavailableError
 from polyattn._dispatch.explanation import Explanation
-from polyattn.conformance.cases.case import Case, arrays_in, with_arrays
+from polyattn.conformance.cases.case import Case, with_arrays
 from polyattn.plugin import Kernel
 
 CALLS_REMEMBERED = 100
@@ -91,20 +91,12 @@ class Target:
         if stem == registry.ARRAY_API:
             self._plugin, default = None, "numpy"
         else:
-            failure = registry.load(stem)
-            if failure is not None:
-                raise BackendUnavailableError(f"the backend {stem!r} cannot be used: {failure}")
-            self._plugin, default = registry.loaded(stem), registry.spec_of(stem).namespaces[0]
-            self.device = registry.device_of(stem, device) if device else None
-            if device and self.device is None:
-                names = ", ".join(registry.devices_of(stem)) or "no device with a name"
-                raise BackendUnavailableError(
-                    f"the backend {stem!r} has no device {device!r} here; it has {names}"
-                )
+            self._plugin, self.device = registry.usable(stem, device)
+            default = registry.spec_of(stem).namespaces[0]
         self.library = library or default
         self._known: dict[str, bool] = {}
         self._calls = 0
-        self.mover = self._find_mover()
+        self.mover: Any = registry.first_serving(self.library)
         if self.mover is None:
             self._asarray = _maker(self.library)
 
@@ -117,13 +109,6 @@ class Target:
     @property
     def _stem(self) -> str:
         return self.backend.partition(":")[0]
-
-    def _find_mover(self) -> Any:
-        """Return the plugin that converts arrays to the library and back, or None."""
-        for name in registry.serving(self.library):
-            if registry.load(name) is None:
-                return registry.loaded(name)
-        return None
 
     def to(self, array: Any) -> Any:
         """Convert a NumPy array to the library, on the checked device."""
@@ -144,15 +129,11 @@ class Target:
     def has(self, dtype: str) -> bool:
         """Return whether an array keeps a dtype when it is converted to the library."""
         if dtype not in self._known:
-            self._known[dtype] = self._keeps(dtype)
+            try:
+                self._known[dtype] = facts_of(self.to(np.ones((1, 2), dtype))).dtype == dtype
+            except Exception:  # libraries refuse unknown dtypes in many ways, such as warnings
+                self._known[dtype] = False
         return self._known[dtype]
-
-    def _keeps(self, dtype: str) -> bool:
-        try:
-            converted = self.to(np.ones((1, 2), dtype))
-        except Exception:  # libraries refuse unknown dtypes in many ways, such as warnings
-            return False
-        return facts_of(converted).dtype == dtype
 
     @cached_property
     def kernels(self) -> tuple[KernelVariant, ...]:

@@ -5,7 +5,6 @@ A result that differs is compared with the other meanings of `interpretations`.
 
 from __future__ import annotations
 
-import difflib
 import functools
 import importlib
 import inspect
@@ -15,8 +14,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from polyattn._base.arguments import did_you_mean
+from polyattn._core.call.parts import arrays_in
 from polyattn.conformance.cases.cache_cases import Arguments, of_item
-from polyattn.conformance.cases.case import Case, arrays_in, with_arrays
+from polyattn.conformance.cases.case import Case, bits, with_arrays
 from polyattn.conformance.checks.target import Target
 from polyattn.conformance.functions.interpretations import Options, interpret
 from polyattn.conformance.functions.serving import Function, NoArgumentError
@@ -104,9 +105,8 @@ def load(spec: str) -> Function:
     try:
         function = functools.reduce(getattr, name.split("."), function)
     except AttributeError as error:
-        near = difflib.get_close_matches(name, dir(function), n=1)
-        meant = f"; did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"the module {module!r} has no {name!r}{meant}") from error
+        near = did_you_mean(name, dir(function))
+        raise ValueError(f"the module {module!r} has no {name!r}{near}") from error
     if not callable(function):
         raise ValueError(f"{spec!r} is not a function; it is {function!r:.80}")
     return function  # type: ignore[no-any-return]
@@ -285,7 +285,7 @@ def check_parts(
     except Exception as error:
         return _failed(error)
     joined = np.concatenate(parts, axis)
-    remark = "" if _bits(joined) == _bits(whole) else "other bits than together"
+    remark = "" if bits(joined) == bits(whole) else "other bits than together"
     return _judge(case, joined, False)._replace(remark=remark)
 
 
@@ -302,9 +302,9 @@ def _run(
         inputs = [to(x) for x in arrays]
         keywords = {name: with_arrays(option, to) for name, option in options.items()}
         held = inputs + [x for option in keywords.values() for x in arrays_in(option)]
-        before = [_bits(back(x)) for x in held]
+        before = [bits(back(x)) for x in held]
         output = np.array(back(function(*inputs, **keywords)))
-        return output, before != [_bits(back(x)) for x in held]
+        return output, before != [bits(back(x)) for x in held]
 
 
 def _failed(error: Exception) -> Finding:
@@ -312,10 +312,6 @@ def _failed(error: Exception) -> Finding:
         return Finding(NO_ARGUMENT, missing=str(error))
     line = next(iter(str(error).strip().splitlines()), "")
     return Finding(RAISES, error=f"{type(error).__name__}: {line}")
-
-
-def _bits(x: Any) -> bytes:
-    return np.ascontiguousarray(x).tobytes()
 
 
 def _judge(case: Case, output: Array, written: bool) -> Finding:

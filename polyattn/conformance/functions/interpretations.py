@@ -20,6 +20,7 @@ import numpy as np
 from polyattn.conformance.cases.case import Case
 from polyattn.conformance.reference.expressions import Rows, in_one_piece, plainly
 from polyattn.conformance.reference.oracle import Array, heads_first, lift
+from polyattn.conformance.reference.textbook import hidden_keys
 from polyattn.conformance.reference.tolerance import deviation, output_yardstick
 
 Options = dict[str, Any]
@@ -116,18 +117,13 @@ def _visible(arguments: Arguments) -> Array:
     options = arguments[1]
     batch, H, L, S = _lengths(arguments)
     b, h, i, j = np.ogrid[: math.prod(batch), :H, :L, :S]
-    position = i + np.broadcast_to(_offset(arguments), batch).reshape(-1, 1, 1, 1)
-    left, right = options.get("window") or (None, None)
-    ends = np.broadcast_to(_ends(arguments), batch).reshape(-1, 1, 1, 1)
-    seen: Array = np.ones((math.prod(batch), H, L, S), bool) & (j < ends)
-    if options.get("is_causal"):
-        seen &= j <= position
-    if left is not None:
-        seen &= position - left <= j
-    if right is not None:
-        seen &= j <= position + right
-    if (mask := options.get("mask")) is not None:
-        seen &= mask(b, h, i, j) if callable(mask) else _spread(arguments, mask)
+    offset, ends = (np.broadcast_to(f(arguments), batch).ravel() for f in (_offset, _ends))
+    mask = options.get("mask")
+    if mask is not None and not callable(mask):
+        mask = _spread(arguments, mask)
+    band = options.get("is_causal"), options.get("window")
+    seen: Array = np.ones((math.prod(batch), H, L, S), bool)
+    seen &= ~hidden_keys(mask, *band, offset, ends, (b, h, i, j))
     if (bias := options.get("bias")) is not None:
         seen &= ~np.isneginf(lift(_spread(arguments, bias)))
     return seen

@@ -13,11 +13,12 @@ from typing import Any
 
 import numpy as np
 
+from polyattn._core.call.parts import arrays_in
 from polyattn._core.expressions.replacements import ScaleRule
-from polyattn.conformance.cases.case import Case, arrays_in, with_arrays
+from polyattn.conformance.cases.case import Case, with_arrays
 from polyattn.conformance.reference.gradients import cotangent
-from polyattn.conformance.reference.oracle import Array
-from polyattn.conformance.reference.textbook import factor_of, textbook
+from polyattn.conformance.reference.oracle import Array, factor_of
+from polyattn.conformance.reference.textbook import textbook
 from polyattn.conformance.reference.tolerance import accumulation_dtype
 
 #: How exact the differences are, with a margin: relative to the sum of what is compared.

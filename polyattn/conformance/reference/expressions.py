@@ -58,16 +58,7 @@ def in_one_piece(pool: Any, table: Any) -> Any:
 
 
 def plainly(mask: Any, score_mod: Any, rows: Rows) -> tuple[Any, Any]:
-    """Replace a mask expression by an array and a score expression by a function.
-
-    Examples
-    --------
-    >>> from polyattn import masks
-    >>> from polyattn.conformance.reference.expressions import Rows, plainly
-    >>> seen, _ = plainly(masks.window(0, 0) | masks.prefix(1), None, Rows((), (1, 2, 3)))
-    >>> seen.astype(int).tolist()
-    [[[1, 1, 0], [1, 0, 1]]]
-    """
+    """Replace a mask expression by an array and a score expression by a function."""
     if isinstance(mask, masks.Mask):
         H, L, S = rows.shape
         b, h, i, j = np.ogrid[: math.prod(rows.batch), :H, :L, :S]

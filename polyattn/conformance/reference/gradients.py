@@ -19,13 +19,18 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from polyattn._core.expressions.replacements import LongSequence
 from polyattn._core.expressions.scores import Chain, Softcap
 from polyattn.conformance.cases.case import Case
 from polyattn.conformance.reference.expressions import Rows, plainly
-from polyattn.conformance.reference.oracle import Array, as_called, heads_first, lift
+from polyattn.conformance.reference.oracle import (
+    Array,
+    as_called,
+    factor_of,
+    heads_first,
+    lift,
+)
 from polyattn.conformance.reference.philox import keep_mask
-from polyattn.conformance.reference.textbook import product_of
+from polyattn.conformance.reference.textbook import hidden_keys, product_of
 from polyattn.conformance.reference.tolerance import Yardstick, accumulation_dtype, yardstick
 
 #: The features that `gradients` leaves out.
@@ -173,7 +178,7 @@ def steps(case: Case, dtype: Any, how: Order) -> Steps:
     b = np.arange(math.prod(batch)).reshape(*batch, 1, 1, 1)
     h, i, j = (np.arange(n).reshape(at) for n, at in ((H, (-1, 1, 1)), (L, (-1, 1)), (S, (-1,))))
 
-    scale = rounded(_scale(options.get("scale"), D, S))
+    scale = rounded(factor_of(options.get("scale"), None, D, S, _exact_root))
     s = how.product(q * scale, k.mT) if how.scale_first else how.product(q, k.mT) * scale
     c = np.abs(q) @ np.abs(k.mT) * np.abs(scale)
     slope, bend = np.ones_like(s), np.zeros_like(s)
@@ -187,8 +192,8 @@ def steps(case: Case, dtype: Any, how: Order) -> Steps:
         bias = rounded(options["bias"])
         s, c = s + bias, c + np.abs(bias)
 
-    hidden = hidden_keys(options | {"mask": mask}, offset, b, h, i, j) | np.isneginf(s)
-    hidden = hidden | (j >= ends[..., None, None, None])
+    band = options.get("is_causal"), options.get("window")
+    hidden = hidden_keys(mask, *band, offset, ends, (b, h, i, j)) | np.isneginf(s)
     s, c, slope, bend = (
         np.where(hidden, rounded(x), np.broadcast_to(y, (*batch, H, L, S)))
         for x, y in ((-np.inf, s), (0, c), (0, slope), (0, bend))
@@ -217,12 +222,8 @@ def steps(case: Case, dtype: Any, how: Order) -> Steps:
     return Steps(q, k, v, g, scale, weights, total, kept, slope, c, bend)
 
 
-def _scale(scale: Any, size: int, keys: int) -> Any:
-    """Return the factor of the products, for a size of the queries and a number of keys."""
-    default = 1 / np.sqrt(np.longdouble(size))
-    if isinstance(scale, LongSequence):
-        return default / np.sqrt(np.longdouble(keys))
-    return default if scale is None else scale
+def _exact_root(number: int) -> Any:
+    return np.sqrt(np.longdouble(number))
 
 
 def _slope(part: Any, mod: Any, s: Any, c: Any, indices: tuple[Any, ...]) -> tuple[Any, Any]:
@@ -245,23 +246,6 @@ def score_steps(options: dict[str, Any]) -> list[Any]:
     if isinstance(mod, Chain):
         return parts + list(mod.parts)
     return parts if mod is None else [*parts, mod]
-
-
-def hidden_keys(options: dict[str, Any], offset: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
-    """Return where mask, causal and window hide keys; broadcasts to (..., H, L, S)."""
-    position = i + np.asarray(offset)[..., None, None, None]
-    left, right = options.get("window", (None, None))
-    hidden = np.zeros((1, 1, 1), bool)
-    if options.get("is_causal"):
-        hidden = hidden | (j > position)
-    if left is not None:
-        hidden = hidden | (j < position - left)
-    if right is not None:
-        hidden = hidden | (j > position + right)
-    mask = options.get("mask")
-    if mask is not None:
-        hidden = hidden | ~(mask(b, h, i, j) if callable(mask) else np.asarray(mask))
-    return hidden
 
 
 def derivative(mod: Callable[..., Any], s: Array, *indices: Any) -> Array:

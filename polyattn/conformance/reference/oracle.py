@@ -155,7 +155,7 @@ def oracle(
     mask, score_mod = plainly(mask, score_mod, sampled)
     if mask is not None and not callable(mask):
         mask = lookup(mask, batch, (H, sampled.indices, S))
-    factor = scale_of(a, scale, similarity, D, S)
+    factor = a.number(factor_of(scale, similarity, D, S, a.sqrt))
     (left, right), (rate, seed) = window or (None, None), dropout or (0, 0)
     keeps = keep_mask(rate, int(seed), batch, (H, L, S), rows) if rate else None
 
@@ -217,12 +217,14 @@ def oracle(
     )
 
 
-def scale_of(a: Arithmetic, scale: Any, similarity: Any, size: int, keys: int) -> Any:
-    """Return the factor of the products, before any norm."""
-    usual = 1 / a.sqrt(max(size, 1)) if similarity is None else a.number(1)
+def factor_of(
+    scale: Any, similarity: Any, size: int, keys: int, root: Callable[[int], Any] = math.sqrt
+) -> Any:
+    """Return the factor of the products, before any norm, by the root of an arithmetic."""
+    usual = 1 / root(max(size, 1) if similarity is None else 1)
     if isinstance(scale, LongSequence):
-        return usual / a.sqrt(max(keys, 1))
-    return usual if scale is None or isinstance(scale, ByNorm) else a.number(scale)
+        return usual / root(max(keys, 1))
+    return usual if scale is None or isinstance(scale, ByNorm) else scale
 
 
 def scaled(score: tuple[Any, Any], factor: Any) -> tuple[Any, Any]:

@@ -19,7 +19,6 @@ from polyattn._core.expressions.replacements import (
     ByNorm,
     Cosine,
     Distance,
-    LongSequence,
     Normalizer,
     ScaleRule,
     Sigmoid,
@@ -27,7 +26,7 @@ from polyattn._core.expressions.replacements import (
     Sparsemax,
 )
 from polyattn.conformance.reference.expressions import Rows, in_one_piece, plainly
-from polyattn.conformance.reference.oracle import as_called, heads_first, lift
+from polyattn.conformance.reference.oracle import as_called, factor_of, heads_first, lift
 from polyattn.conformance.reference.philox import keep_mask
 
 #: Options of `textbook` that change only the order of evaluation, and combinations of them: those
@@ -97,17 +96,7 @@ def textbook(
 
     mask, score_mod = plainly(mask, score_mod, sampled)
     q, bias = sampled.of(q), sampled.of(bias)
-    position = i + np.asarray(sampled.offset)[..., None, None, None]
-    left, right = window or (None, None)
-    hidden = j >= ends[..., None, None, None]
-    if is_causal:
-        hidden = hidden | (j > position)
-    if left is not None:
-        hidden = hidden | (j < position - left)
-    if right is not None:
-        hidden = hidden | (j > position + right)
-    if mask is not None:
-        hidden = hidden | ~(mask(b, h, i, j) if callable(mask) else np.asarray(mask))
+    hidden = hidden_keys(mask, is_causal, window, sampled.offset, ends, (b, h, i, j))
 
     times = rounded(factor_of(scale, similarity, D, S))
     if similarity is None:
@@ -159,12 +148,23 @@ def textbook(
     return output, logsumexp[..., 0]
 
 
-def factor_of(scale: Any, similarity: Any, size: int, keys: int) -> float:
-    """Return the factor of the products, before any norm."""
-    usual = 1 / math.sqrt(max(size, 1)) if similarity is None else 1.0
-    if isinstance(scale, LongSequence):
-        return usual / math.sqrt(max(keys, 1))
-    return usual if scale is None or isinstance(scale, ByNorm) else float(scale)
+def hidden_keys(
+    mask: Any, is_causal: Any, window: Any, offset: Any, ends: Any, at: tuple[Any, ...]
+) -> Any:
+    """Return where mask, causal, window and lengths hide keys; broadcasts to (..., H, L, S)."""
+    _, _, i, j = at
+    offset, ends = (np.asarray(x)[..., None, None, None] for x in (offset, ends))
+    position, hidden = i + offset, j >= ends
+    left, right = window or (None, None)
+    if is_causal:
+        hidden = hidden | (j > position)
+    if left is not None:
+        hidden = hidden | (j < position - left)
+    if right is not None:
+        hidden = hidden | (j > position + right)
+    if mask is not None:
+        hidden = hidden | ~(mask(*at) if callable(mask) else np.asarray(mask))
+    return hidden
 
 
 def likeness(similarity: Any, q: Any, k: Any, in_turn: bool) -> Any:
