@@ -59,8 +59,8 @@ def pytest_collection_modifyitems(items):
 
     items.sort(key=place)
     thin_out([item for item in items if place(item) and item.originalname == "test_case"], place)
-    for item in items:  # an interpreter that imports a library, for each kernel
-        if getattr(item, "originalname", None) == "test_first_call_from_eight_threads":
+    for item in items:
+        if shows_what_another_does(item):
             item.add_marker("slow")
     covered = set()
     for item in items:
@@ -72,22 +72,39 @@ def pytest_collection_modifyitems(items):
 
 
 def thin_out(items, place):
-    """Leave a case to one of the kernels that try all, and to one dtype, but for new features."""
-    suites = {}
+    """Leave a case to one of the kernels that try all, and to one dtype, but for what is new.
+
+    New is a feature, a dtype or a topic to a kernel, and a feature in a dtype to all of them.
+    """
+    suites, met = {}, set()
     for item in items:
-        suites.setdefault((item.cls, str(parameters_of(item)["variant"])), {})[item] = (
-            parameters_of(item)["case"]
-        )
-    whole = [suite for suite in suites.values() if len(suite) > 500]
-    for turn, suite in enumerate(whole):
+        suites.setdefault((item.cls, parameters_of(item)["variant"]), {})[item] = parameters_of(
+            item
+        )["case"]
+    whole = {key: suite for key, suite in suites.items() if len(suite) > 500}
+    for turn, ((_, variant), suite) in enumerate(whole.items()):
         names, seen = {case.name for case in suite.values()}, set()
         for item, case in suite.items():
             has_twin = case.name.removesuffix(f", {case.dtype}") in names - {case.name}
             is_of_others = (place(item) + turn) % len(whole) > 0
-            shown = {case.topic, *((case.dtype, x) for x in case.features or ("plain",))}
-            if (has_twin or is_of_others) and shown <= seen:
+            features = case.features or {"plain"}
+            shown, pairs = {case.topic, case.dtype, *features}, {(case.dtype, x) for x in features}
+            takes = case.features <= variant.kernel.features
+            if (has_twin or is_of_others) and shown <= seen and (not takes or pairs <= met):
                 item.add_marker("slow")
             seen |= shown
+            met |= pairs if takes else set()
+
+
+def shows_what_another_does(item):
+    """Return whether a promise of a kernel costs more than it shows beside the others."""
+    name, given = getattr(item, "originalname", None), parameters_of(item)
+    if name == "test_sizes" and given["variant"]:
+        # Only the compiled kernel has code of its own for each dtype.
+        kernel, small_tiles = given["variant"]
+        return kernel.name != "native" and (small_tiles or given["dtype"] != "float32")
+    # an interpreter that imports a library, for each kernel
+    return name == "test_first_call_from_eight_threads"
 
 
 def parameters_of(item):
