@@ -253,8 +253,7 @@ def test_an_embedding_takes_ids_of_any_shape_and_gives_tied_logits(library):
 # ---- attention ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("fused", [False, True], ids=["separate", "fused"])
-@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
+@pytest.mark.parametrize(("fused", "bias"), [(False, True), (True, False)])
 def test_multi_head_attention_is_projections_around_attention(library, fused, bias):
     to, back = library
     layer = nn.MultiHeadAttention.init(
