@@ -21,12 +21,10 @@ RNG = np.random.default_rng(3)
 G, D, E, PAGE = 2, 4, 3, 4
 
 
-# Libraries whose lengths the host may read: it counts the pages that a call needs.
-READ = [name for name in LIBRARIES if name != "torch on a device"]
-# JAX compiles each operation for each shape: its caches have compiled steps, below.
-in_libraries = pytest.mark.parametrize(
-    "library", [name for name in READ if name != "jax"], indirect=True
-)
+@pytest.fixture(params=["numpy", "torch", "strict"])
+def library(request):
+    """Libraries whose lengths the host reads, without JAX, which has compiled steps below."""
+    return LIBRARIES[request.param]
 
 
 class Twin:
@@ -79,7 +77,6 @@ def pages_in_use(cache):
                 for p in row[:n]})  # fmt: skip
 
 
-@in_libraries
 @pytest.mark.parametrize("grows", [False, True])
 def test_items_hold_what_was_appended_forked_and_truncated(library, grows):
     to, back = library
@@ -214,7 +211,6 @@ def test_a_copy_is_a_value_of_its_own(change):
         each.check()
 
 
-@pytest.mark.parametrize("library", READ, indirect=True)
 def test_attention_over_pages_equals_each_item_by_itself(library):
     to, back = library
     twin = Twin(to).append(6, counts=[6, 0, 3]).append(2, counts=[2, 2, 1])
@@ -253,7 +249,6 @@ def test_a_common_prompt_is_held_once():
     assert pages_in_use(cache) * 16 <= 1.1 * (1000 + own.sum())
 
 
-@in_libraries
 def test_layers_take_a_paged_cache(library):
     to, back = library
     x = RNG.standard_normal((2, 7, 24)).astype(np.float32)

@@ -173,6 +173,7 @@ def test_devices_of_jax(size, checks):
 @pytest.mark.parametrize(
     ("check", "strategy"),
     [
+        (on_jax.check_options_of_another_axis, "gather"),
         (on_jax.check_options_of_another_axis, "decode"),
         (on_jax.check_numbers_from_the_host, "heads"),
     ],
