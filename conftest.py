@@ -71,19 +71,24 @@ def pytest_collection_modifyitems(items):
             item.add_marker("covering")
 
 
+#: The name of the kernel that has code of its own for each dtype.
+COMPILED = "native"
+
+
 def thin_out(items, place):
     """Leave a case to one of the kernels that try all, and to one dtype, but for what is new.
 
-    New is a feature, a dtype or a topic to a kernel, and a feature in a dtype to all of them.
+    New is a feature, a dtype or a topic to a kernel, and a feature in a dtype to all of them, or
+    to a kernel that has code of its own for each dtype.
     """
-    suites, met = {}, set()
+    suites, met_by_all = {}, set()
     for item in items:
-        suites.setdefault((item.cls, parameters_of(item)["variant"]), {})[item] = parameters_of(
-            item
-        )["case"]
+        given = parameters_of(item)
+        suites.setdefault((item.cls, given["variant"]), {})[item] = given["case"]
     whole = {key: suite for key, suite in suites.items() if len(suite) > 500}
     for turn, ((_, variant), suite) in enumerate(whole.items()):
         names, seen = {case.name for case in suite.values()}, set()
+        met = set() if variant.kernel.name == COMPILED else met_by_all
         for item, case in suite.items():
             has_twin = case.name.removesuffix(f", {case.dtype}") in names - {case.name}
             is_of_others = (place(item) + turn) % len(whole) > 0
@@ -100,9 +105,8 @@ def shows_what_another_does(item):
     """Return whether a promise of a kernel costs more than it shows beside the others."""
     name, given = getattr(item, "originalname", None), parameters_of(item)
     if name == "test_sizes" and given["variant"]:
-        # Only the compiled kernel has code of its own for each dtype.
         kernel, small_tiles = given["variant"]
-        return kernel.name != "native" and (small_tiles or given["dtype"] != "float32")
+        return kernel.name != COMPILED and (small_tiles or given["dtype"] != "float32")
     # an interpreter that imports a library, for each kernel
     return name == "test_first_call_from_eight_threads"
 

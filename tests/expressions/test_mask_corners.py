@@ -98,12 +98,8 @@ VALUES = [
 
 
 @pytest.mark.parametrize("value", VALUES, ids=repr)
-def test_a_value_is_what_it_prints(value):
+def test_a_value_is_what_it_prints_and_a_copy_is_equal_and_hashes_alike(value):
     assert eval(repr(value), NAMES) == value
-
-
-@pytest.mark.parametrize("value", VALUES, ids=repr)
-def test_a_copy_is_equal_and_hashes_alike(value):
     for again in (copy.copy(value), copy.deepcopy(value), pickle.loads(pickle.dumps(value))):
         assert again == value
         assert hash(again) == hash(value)

@@ -281,6 +281,7 @@ def test_biases_are_added_where_they_belong():
     close(layer(X), joined(layer, attention(*projected(layer))), 1e-12)
 
 
+@pytest.mark.parametrize("library", ["numpy", "torch", "strict"], indirect=True)
 @pytest.mark.parametrize("fused", [False, True], ids=["separate", "fused"])
 def test_cross_attention_takes_keys_and_values_of_the_context(library, fused):
     to, back = library
