@@ -58,7 +58,8 @@ def pytest_collection_modifyitems(items):
         return places.setdefault(str(parameters["case"]), len(places) + 1)
 
     items.sort(key=place)
-    thin_out([item for item in items if place(item) and item.originalname == "test_case"], place)
+    for test, many in MANY.items():
+        thin_out([item for item in items if place(item) and item.originalname == test], place, many)
     for item in items:
         if shows_what_another_does(item):
             item.add_marker("slow")
@@ -71,11 +72,13 @@ def pytest_collection_modifyitems(items):
             item.add_marker("covering")
 
 
+#: So many cases of a test are those of a kernel that tries all.
+MANY = {"test_case": 500, "test_backward": 100}
 #: The name of the kernel that has code of its own for each dtype.
 COMPILED = "native"
 
 
-def thin_out(items, place):
+def thin_out(items, place, many):
     """Leave a case to one of the kernels that try all, and to one dtype, but for what is new.
 
     New is a feature, a dtype or a topic to a kernel, and a feature in a dtype to all of them, or
@@ -85,7 +88,7 @@ def thin_out(items, place):
     for item in items:
         given = parameters_of(item)
         suites.setdefault((item.cls, given["variant"]), {})[item] = given["case"]
-    whole = {key: suite for key, suite in suites.items() if len(suite) > 500}
+    whole = {key: suite for key, suite in suites.items() if len(suite) > many}
     for turn, ((_, variant), suite) in enumerate(whole.items()):
         names, seen = {case.name for case in suite.values()}, set()
         met = set() if variant.kernel.name == COMPILED else met_by_all
