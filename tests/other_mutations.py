@@ -47,7 +47,8 @@ MUTATIONS = (
      "a transfer that stays on the host", "backends/polyattn_torch/backend.py",
      "return tensor if device is None else tensor.to(device)",
      "return tensor if device is None else tensor.cpu()"),
-    ("tests/expressions/test_masks.py::test_a_mask_shows_what_it_says[window-torch on a device-array]",
+    ("tests/expressions/test_masks.py::"
+     "test_a_mask_shows_what_it_says[window-torch on a device-array]",
      "indices of a mask on the host", "polyattn/_base/arrays.py",
      "    return xp.arange(start, stop, **_on_device_of(xp, like))",
      "    return xp.arange(start, stop, device=\"cpu\")"),
