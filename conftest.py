@@ -58,9 +58,10 @@ def pytest_collection_modifyitems(items):
         return places.setdefault(str(parameters["case"]), len(places) + 1)
 
     items.sort(key=place)
-    thin_out([item for item in items if place(item) and item.originalname == "test_case"], place)
-    for item in items:  # an interpreter that imports a library, for each kernel
-        if getattr(item, "originalname", None) == "test_first_call_from_eight_threads":
+    for test, many in MANY.items():
+        thin_out([item for item in items if place(item) and item.originalname == test], place, many)
+    for item in items:
+        if shows_what_another_does(item):
             item.add_marker("slow")
     covered = set()
     for item in items:
@@ -71,23 +72,46 @@ def pytest_collection_modifyitems(items):
             item.add_marker("covering")
 
 
-def thin_out(items, place):
-    """Leave a case to one of the kernels that try all, and to one dtype, but for new features."""
-    suites = {}
+#: So many cases of a test are those of a kernel that tries all.
+MANY = {"test_case": 500, "test_backward": 100}
+#: The name of the kernel that has code of its own for each dtype.
+COMPILED = "native"
+
+
+def thin_out(items, place, many):
+    """Leave a case to one of the kernels that try all, and to one dtype, but for what is new.
+
+    New is a feature, a dtype or a topic to a kernel, and a feature in a dtype to all of them, or
+    to a kernel that has code of its own for each dtype.
+    """
+    suites, met_by_all = {}, set()
     for item in items:
-        suites.setdefault((item.cls, str(parameters_of(item)["variant"])), {})[item] = (
-            parameters_of(item)["case"]
-        )
-    whole = [suite for suite in suites.values() if len(suite) > 500]
-    for turn, suite in enumerate(whole):
+        given = parameters_of(item)
+        suites.setdefault((item.cls, given["variant"]), {})[item] = given["case"]
+    whole = {key: suite for key, suite in suites.items() if len(suite) > many}
+    for turn, ((_, variant), suite) in enumerate(whole.items()):
         names, seen = {case.name for case in suite.values()}, set()
+        met = set() if variant.kernel.name == COMPILED else met_by_all
         for item, case in suite.items():
             has_twin = case.name.removesuffix(f", {case.dtype}") in names - {case.name}
             is_of_others = (place(item) + turn) % len(whole) > 0
-            shown = {case.topic, *((case.dtype, x) for x in case.features or ("plain",))}
-            if (has_twin or is_of_others) and shown <= seen:
+            features = case.features or {"plain"}
+            shown, pairs = {case.topic, case.dtype, *features}, {(case.dtype, x) for x in features}
+            takes = case.features <= variant.kernel.features
+            if (has_twin or is_of_others) and shown <= seen and (not takes or pairs <= met):
                 item.add_marker("slow")
             seen |= shown
+            met |= pairs if takes else set()
+
+
+def shows_what_another_does(item):
+    """Return whether a promise of a kernel costs more than it shows beside the others."""
+    name, given = getattr(item, "originalname", None), parameters_of(item)
+    if name == "test_sizes" and given["variant"]:
+        kernel, small_tiles = given["variant"]
+        return kernel.name != COMPILED and (small_tiles or given["dtype"] != "float32")
+    # an interpreter that imports a library, for each kernel
+    return name == "test_first_call_from_eight_threads"
 
 
 def parameters_of(item):

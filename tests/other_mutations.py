@@ -47,7 +47,8 @@ MUTATIONS = (
      "a transfer that stays on the host", "backends/polyattn_torch/backend.py",
      "return tensor if device is None else tensor.to(device)",
      "return tensor if device is None else tensor.cpu()"),
-    ("tests/expressions/test_masks.py::test_a_mask_shows_what_it_says[window-torch on a device-3]",
+    ("tests/expressions/test_masks.py::"
+     "test_a_mask_shows_what_it_says[window-torch on a device-array]",
      "indices of a mask on the host", "polyattn/_base/arrays.py",
      "    return xp.arange(start, stop, **_on_device_of(xp, like))",
      "    return xp.arange(start, stop, device=\"cpu\")"),
@@ -73,7 +74,7 @@ MUTATIONS = (
      "a block of the newest tokens too many", "polyattn/nn/quantized.py",
      "key.shape[-2] - self.window, 0)",
      "key.shape[-2], 0)"),
-    (QUANTIZED + "test_a_decoding_step_is_that_over_what_the_integers_stand_for[numpy-options0]",
+    (QUANTIZED + "test_every_library_attends[numpy-1-options3]",
      "steps of values in the denominator", "polyattn/nn/quantized.py",
      "total = xp.sum(weights, axis",
      "total = xp.sum(weights * xp.matrix_transpose(of_values), axis"),

@@ -64,6 +64,12 @@ class TestTorchOnADevice(BackendSuite):
         runs = super()._runs(test, target)
         return ((variant, case) for variant, case in runs if variant.kernel.name != "flex")
 
+    def _marks(self, name):
+        # The core's kernels make the same calls of torch for each derivative.
+        slow = ("[tiled-", "test_gradients[tiled", "test_jvp[tiled", "test_jvp[dense")
+        repeated = any(part in name for part in slow)
+        return [*super()._marks(name), *([pytest.mark.slow] if repeated else [])]
+
     @pytest.fixture(autouse=True)
     def read_results(self, monkeypatch):
         back = Target.back
@@ -80,6 +86,11 @@ class TestArrayApi(BackendSuite):
 
     backend = "array-api"
     library = "numpy"
+
+    def _marks(self, name):
+        # With one tile for all scores, `tiled` does what `dense` does.
+        slow = name.startswith("test_sizes[tiled-")
+        return [*super()._marks(name), *([pytest.mark.slow] if slow else [])]
 
 
 class TestStrict(BackendSuite):
@@ -110,11 +121,16 @@ class TestJax(BackendSuite):
 
     backend = "jax"
     thorough = False
-    quick = (
-        "test_case[xla, small tiles",
-        "test_gradients[xla-plain",
-        "test_backward[dense-many with a derivative]",
+    cases = (
+        "many",
+        "dropout",
+        "mask hides some rows",
+        "score value",
+        "cache, options together",
+        "outliers, float16",
+        "nan under causal",
     )
+    quick = ("test_gradients[xla-plain", *(f"test_case[xla, small tiles-{x}]" for x in cases))
 
     def pytest_generate_tests(self, metafunc):
         with jax.enable_x64(True):
@@ -122,8 +138,8 @@ class TestJax(BackendSuite):
 
     def _marks(self, name):
         tests = ("test_deterministic", "test_pages_in_any_order")
-        of_the_core = name.startswith(tuple(f"{t}[{k}" for t in tests for k in ("dense", "tiled")))
-        slow = of_the_core or ("-" in name and not name.startswith(self.quick))
+        repeated = name.startswith(tests) and not name.endswith("[xla, small tiles]")
+        slow = repeated or ("-" in name and not name.startswith(self.quick))
         return [*super()._marks(name), *([pytest.mark.slow] if slow else [])]
 
     @pytest.mark.slow

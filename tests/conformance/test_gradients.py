@@ -163,7 +163,13 @@ def test_jax(name):
     assert check_gradients(JITTED, dense, CASES[name])
 
 
-@pytest.mark.parametrize("name", ["many", "bias as mask", "mask hides some rows, sinks"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "mask hides some rows, sinks",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("many", "bias as mask")),
+    ],
+)
 def test_jax_jitted_in_small_tiles(name):
     assert check_gradients(JITTED, JITTED.kernels[-1], CASES[name])
 

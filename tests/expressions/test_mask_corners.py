@@ -98,12 +98,8 @@ VALUES = [
 
 
 @pytest.mark.parametrize("value", VALUES, ids=repr)
-def test_a_value_is_what_it_prints(value):
+def test_a_value_is_what_it_prints_and_a_copy_is_equal_and_hashes_alike(value):
     assert eval(repr(value), NAMES) == value
-
-
-@pytest.mark.parametrize("value", VALUES, ids=repr)
-def test_a_copy_is_equal_and_hashes_alike(value):
     for again in (copy.copy(value), copy.deepcopy(value), pickle.loads(pickle.dumps(value))):
         assert again == value
         assert hash(again) == hash(value)
@@ -254,17 +250,10 @@ HUGE = {
     "a step": (masks.dilated(FAR), masks.window(0, 0)),
     "a token": (masks.global_tokens(1, 2**40, FAR), masks.global_tokens(1)),
 }
-DEAR = [("a window", "jax"), ("a step", "jax")]  # It compiles each operation.
-each_number = pytest.mark.parametrize(
-    ("name", "library"),
-    [
-        pytest.param(*pair, marks=[pytest.mark.slow] if pair in DEAR else [])
-        for pair in itertools.product(HUGE, TO)
-    ],
-)
 
 
-@each_number
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+@pytest.mark.parametrize("name", HUGE)
 def test_a_number_beyond_all_lengths_is_as_good_as_none(name, library):
     huge, plain = HUGE[name]
     x = TO[library](X.astype("float32"))
@@ -274,7 +263,25 @@ def test_a_number_beyond_all_lengths_is_as_good_as_none(name, library):
         np.testing.assert_array_equal(found, expected)
 
 
-@each_number
+def test_a_program_of_jax_has_32_bits_for_such_numbers():
+    @jax.jit
+    def shown(*indices):
+        return [[mask(*indices) for mask in pair] for pair in HUGE.values()]
+
+    for found, expected in shown(*np.ogrid[:B, :H, :L, :S]):
+        np.testing.assert_array_equal(*np.broadcast_arrays(found, expected))
+
+
+DEAR = [("a window", "jax"), ("a step", "jax")]  # It compiles each operation.
+
+
+@pytest.mark.parametrize(
+    ("name", "library"),
+    [
+        pytest.param(*pair, marks=[pytest.mark.slow] if pair in DEAR else [])
+        for pair in itertools.product(HUGE, TO)
+    ],
+)
 def test_tiles_are_known_of_such_numbers_in_arrays_too(name, library):
     ids = masks.segments(TO[library](np.arange(8) // 4))
     np.testing.assert_array_equal(*[drawn(mask & ids) for mask in HUGE[name]])

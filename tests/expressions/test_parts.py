@@ -104,15 +104,18 @@ def shape_of(part):
     return len(part.flat_items), *(s.length for s in part[2:5])
 
 
-def with_traced_starts(part, function, expression):
-    """Return what a function of a part and an expression returns in a program of JAX."""
+def with_traced_starts(part, function, *expressions):
+    """Return what a function of a part and each expression returns in one program of JAX."""
 
     @jax.jit
     def traced(starts):
         spans = (Slice(n, s.length) for n, s in zip(starts, part[2:5], strict=True))
-        return function(Part(part.batch, part.items, *spans, part.offset), expression)
+        there = Part(part.batch, part.items, *spans, part.offset)
+        return [function(there, one) for one in expressions]
 
-    expression = expression.map(lambda _, x: jnp.asarray(x) if is_array(x) else x)
+    expressions = [
+        one.map(lambda _, x: jnp.asarray(x) if is_array(x) else x) for one in expressions
+    ]
     return traced(part.first[1:])
 
 
@@ -131,11 +134,12 @@ def seen(part, mask):
 
 
 @pytest.mark.parametrize("part", PARTS, ids=PLACES)
-@pytest.mark.parametrize("name", MASKS)
-def test_a_mask_shows_there_what_it_shows_where_the_starts_are_traced(name, part):
-    found = with_traced_starts(part, seen, MASKS[name])
-    expected = np.broadcast_to(MASKS[name].seen(outside(part)), shape_of(part))
-    np.testing.assert_array_equal(np.broadcast_to(found, shape_of(part)), expected)
+def test_masks_show_there_what_they_show_where_the_starts_are_traced(part):
+    all_found = with_traced_starts(part, seen, *MASKS.values())
+    for (name, mask), found in zip(MASKS.items(), all_found, strict=True):
+        expected = np.broadcast_to(mask.seen(outside(part)), shape_of(part))
+        found = np.broadcast_to(found, shape_of(part))
+        np.testing.assert_array_equal(found, expected, err_msg=name)
 
 
 def coverage(part, mask, offset, lib, first=(0, 0)):
@@ -164,7 +168,7 @@ def test_a_mask_knows_as_much_of_the_tiles_of_a_part(name):
     whole = coverage(part._replace(items=WHOLE.items), mask, OFFSET, np, part.first[2:])
     found = [coverage(part, mask.part(part), OFFSET + part.away, np)]
     if name != "compiled":  # whose table is not read at a traced place
-        found.append(with_traced_starts(part, coverage_there, mask))
+        found += with_traced_starts(part, coverage_there, mask)
     for any_visible, all_visible in found:
         assert np.all(any_visible <= whole[0])
         assert np.all(all_visible >= whole[1])
@@ -190,7 +194,7 @@ def test_a_score_is_changed_in_a_part_as_it_is_there(name, part):
     for over in WAYS.values():
         found = over(SCORES[name], part).apply(given, inside(part))
         np.testing.assert_allclose(found, expected, rtol=1e-12)
-    with_starts = with_traced_starts(part, applied, SCORES[name])
+    (with_starts,) = with_traced_starts(part, applied, SCORES[name])
     np.testing.assert_allclose(with_starts, expected, rtol=1e-5, atol=1e-5)
 
 

@@ -30,9 +30,9 @@ def greedy(theirs, steps):
 def test_greedy_tokens_are_transformers_own(made, name):
     theirs = made(name, SETTINGS[name])
     model = nn.load.model(theirs.state_dict(), theirs.config.to_dict(), like=FLOAT32)
-    expected = greedy(theirs, 64)
+    expected = greedy(theirs, 24)
     assert len(np.unique(expected[:, IDS.shape[1] :])) > 3  # or any of them would be right
-    np.testing.assert_array_equal(nn.generate(model, IDS, 64), expected)
+    np.testing.assert_array_equal(nn.generate(model, IDS, 24), expected)
 
 
 def once(jit):
@@ -170,7 +170,6 @@ def small(to, **settings):
     [
         *itertools.product(["numpy", "torch"], UNLIKE),
         ("jax", "rotary"),  # which compiles for seconds
-        ("jax", "learned positions"),
     ],
 )
 def test_prompts_of_unlike_lengths_are_continued_as_each_by_itself(kind, name):

@@ -253,8 +253,7 @@ def test_an_embedding_takes_ids_of_any_shape_and_gives_tied_logits(library):
 # ---- attention ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("fused", [False, True], ids=["separate", "fused"])
-@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
+@pytest.mark.parametrize(("fused", "bias"), [(False, True), (True, False)])
 def test_multi_head_attention_is_projections_around_attention(library, fused, bias):
     to, back = library
     layer = nn.MultiHeadAttention.init(
@@ -282,6 +281,7 @@ def test_biases_are_added_where_they_belong():
     close(layer(X), joined(layer, attention(*projected(layer))), 1e-12)
 
 
+@pytest.mark.parametrize("library", ["numpy", "torch", "strict"], indirect=True)
 @pytest.mark.parametrize("fused", [False, True], ids=["separate", "fused"])
 def test_cross_attention_takes_keys_and_values_of_the_context(library, fused):
     to, back = library

@@ -1,5 +1,6 @@
 """Positions: sines, learned vectors, rotary pairs and their scalings, relative biases."""
 
+import itertools
 from fractions import Fraction
 
 import numpy as np
@@ -109,11 +110,16 @@ def test_angles_of_far_positions_are_exact(library, frequencies):
         np.testing.assert_allclose(found, both, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("dtype", ["int16", "uint8", "int32", "int64", "uint32"])
+@pytest.mark.parametrize(
+    ("library", "dtype"),
+    [
+        *itertools.product(("numpy", "torch"), ("int16", "uint8", "int32", "int64", "uint32")),
+        ("jax", "uint8"),  # which compiles each operation for each dtype
+    ],
+    indirect=["library"],
+)
 def test_near_positions_have_the_angles_of_products(library, dtype):
     to, _ = library
-    if to is jnp.asarray and dtype in ("int32", "int64"):
-        pytest.skip("JAX compiles each operation for each dtype; other tests have this one")
     like = to(np.zeros(1, np.float32))
     positions = np.arange(256) if dtype == "uint8" else np.arange(8191, 0, -31)
     found = nn.Rotary(16).tables(to(positions.astype(dtype)), like=like)

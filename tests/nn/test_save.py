@@ -36,8 +36,10 @@ def test_transformers_reads_back_what_was_saved(made, transformers, tmp_path, na
             np.testing.assert_array_equal(state[key].numpy(), array.numpy(), err_msg=key)
 
 
-@pytest.mark.parametrize("kind", ["torch", "jax"])
-@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [("torch", np.float32), ("torch", ml_dtypes.bfloat16), ("jax", ml_dtypes.bfloat16)],
+)
 def test_models_of_every_library_and_dtype_are_saved_bit_for_bit(made, tmp_path, kind, dtype):
     to, back = library(kind)
     model, config = loaded(made("phi3", DECODERS["phi3"], CAUSAL), like=to(FLOAT32.astype(dtype)))
