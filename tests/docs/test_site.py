@@ -118,14 +118,13 @@ def test_a_picture_is_as_large_as_it_was_drawn_and_a_formula_has_room():
         doctree += nodes.image(uri=picture)
     for cell in ("j <= i", "i + S - L - W < j <= i + S - L"):
         doctree += nodes.entry("", nodes.paragraph("", "", nodes.literal("", cell)))
-    doctree += nodes.entry(
-        "", nodes.paragraph("", "", nodes.literal("", "W"), nodes.Text(" tokens"))
-    )
+    for parts in ([nodes.Text("(1, 12, 512, 64)")], [nodes.literal("", "W"), nodes.Text(" keys")]):
+        doctree += nodes.entry("", nodes.paragraph("", "", *parts))
     looks.size_pictures(doctree)
     looks.mark_formulas(doctree)
     assert [node.get("width") for node in doctree.findall(nodes.image)] == ["386px", "1600px", None]
     classes = [node["classes"] for node in doctree.findall(nodes.entry)]
-    assert classes == [["formula"], ["long-formula"], []]
+    assert classes == [["formula"], ["long-formula"], ["formula"], []]
 
 
 def test_every_page_has_its_place_in_the_sidebar_once():
