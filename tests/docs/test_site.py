@@ -18,7 +18,6 @@ import moved
 import native
 import pytest
 import repository
-import scale
 import written
 from docutils import nodes
 from docutils.utils import new_document
@@ -424,10 +423,9 @@ def test_the_first_version_on_the_page_fails_as_the_page_says(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("script", [scale, native], ids=["scale", "native"])
-def test_a_picture_is_what_its_script_draws(script, tmp_path):
-    script.main(tmp_path / "drawn.png")
-    with Image.open(tmp_path / "drawn.png") as drawn, Image.open(script.PICTURE) as shown:
+def test_a_picture_is_what_its_script_draws(tmp_path):
+    native.main(tmp_path / "drawn.png")
+    with Image.open(tmp_path / "drawn.png") as drawn, Image.open(native.PICTURE) as shown:
         assert drawn.size == shown.size
 
 
