@@ -42,7 +42,7 @@ def formula(q, k, v, *, scale=None, causal=False, window=(-1, -1), softcap=0.0, 
     seen = (j >= left) & (j <= place if causal else True)
     seen = seen & (window[0] < 0 or j >= place - window[0])
     seen = seen & (window[1] < 0 or j <= place + window[1])
-    seen = seen & (j // chunk == place // chunk if chunk else True)
+    seen = seen & ((j - left) // chunk == (place - left) // chunk if chunk else True)
     s = np.where(seen, s, -math.inf)
     with np.errstate(divide="ignore"):
         total = np.log(np.exp(s).sum(-1))
@@ -320,8 +320,8 @@ def test_what_flash_attention_3_alone_can_do_is_refused(name):
             NotImplementedError, match=f"{name} is not supported: multiply {name[0]}"
         ):
             call(*arrays, **scale)
-    with pytest.raises(NotImplementedError, match="cu_seqlens_q and cu_seqlens_k_new are not"):
-        fa3.flash_attn_with_kvcache(x, x, x, cu_seqlens_q=ends)
+    with pytest.raises(NotImplementedError, match="cu_seqlens_q and cu_seqlens_k_new are read by"):
+        jax.jit(lambda n: fa3.flash_attn_with_kvcache(*[jnp.asarray(x)] * 3, cu_seqlens_q=n))(ends)
 
 
 # ---- caches ------------------------------------------------------------------------------------
@@ -424,6 +424,56 @@ def test_kvcache(name, library):
         close(lse[n], expected[1])
     for found, wanted in zip(places, before, strict=False):
         close(found, wanted[: len(found)], atol=1e-6)
+
+
+@pytest.mark.parametrize("packed", ["queries", "new keys", "both"])
+@pytest.mark.parametrize("where", ["items", "pages", "cache"])
+def test_packed_queries_and_new_keys_of_a_cache(packed, where):
+    """Each sequence by itself is the same, with its lengths, padding, places and rotation."""
+    lengths, new = [2, 3], [1, 3]
+    ends, ends_new = (np.array([0, n[0], sum(n)]) for n in (lengths, new))
+    if packed == "queries":
+        new = [2, 2]
+    elif packed == "new keys":
+        lengths = [2, 2]
+    q, k, v = normal(sum(lengths), H, D), normal(sum(new), G, D), normal(sum(new), G, E)
+    caches = [normal(*((6, 4) if where == "pages" else (3, 12)), G, n) for n in (D, E)]
+    before = [x.copy() for x in caches]
+    angles, qv = normal(20, 4), normal(sum(lengths), H, E)
+    options = {"rotary_cos": np.cos(angles), "rotary_sin": np.sin(angles), "causal": True}
+    own = {"cache_seqlens": np.array([6, 2]), "rotary_seqlens": np.array([1, 5])}
+    if where == "pages":
+        own["page_table"] = np.array([[5, 0, 2], [1, 4, 3]])
+    else:
+        own |= {"cache_leftpad": np.array([1, 0])}
+        own |= {"cache_batch_idx": np.array([2, 0])} if where == "items" else {}
+
+    def batch(x, starts):
+        return x if starts is not None else x.reshape(2, -1, *x.shape[1:])
+
+    given = {"queries": (ends, None), "new keys": (None, ends_new), "both": (ends, ends_new)}
+    starts, starts_new = given[packed]
+    rows, more = batch(q, starts), batch(qv, starts)
+    new_k, new_v = batch(k, starts_new), batch(v, starts_new)
+    output, lse = fa3.flash_attn_with_kvcache(
+        rows, *caches, new_k, new_v, more, **options, **own, return_softmax_lse=True,
+        cu_seqlens_q=starts, cu_seqlens_k_new=starts_new,
+    )  # fmt: skip
+    for n in range(2):
+        part, added = (slice(sum(x[:n]), sum(x[: n + 1])) for x in (lengths, new))
+        each = {name: x[n : n + 1] for name, x in own.items()}
+        if where == "cache":
+            each["cache_batch_idx"] = np.array([n])
+        expected, total = fa3.flash_attn_with_kvcache(
+            q[None, part], *before, k[None, added], v[None, added], qv[None, part], **options,
+            **each, return_softmax_lse=True,
+        )  # fmt: skip
+        close(output[n] if starts is None else output[part], expected[0])
+        close(lse[n] if starts is None else lse[:, part], total[0])
+    for found, wanted in zip(caches, before, strict=True):
+        close(found, wanted, atol=0)
+    plain = fa3.flash_attn_with_kvcache(rows, *caches, qv=more, cu_seqlens_q=starts, **own)
+    assert plain.shape == output.shape
 
 
 def test_a_cache_of_jax_is_read_and_not_written():
