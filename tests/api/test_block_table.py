@@ -75,6 +75,12 @@ def test_pages_equal_keys_in_one_piece(to, options):
     assert np.allclose(found, one_by_one(**options), rtol=0, atol=1e-14)
 
 
+def test_pages_equal_keys_in_one_piece_on_jax():
+    with jax.enable_x64(True):
+        found = np.asarray(paged(jnp.asarray, **OPTIONS[-1]))
+    assert np.allclose(found, one_by_one(**OPTIONS[-1]), rtol=0, atol=1e-14)
+
+
 def tiled(tile):
     kernel = Tiled()
     kernel.tile = tile
