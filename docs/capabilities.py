@@ -84,7 +84,7 @@ def table(kernels: dict[str, tuple[Kernel, ...]]) -> list[str]:
     """Return the table: a row for each feature or promise, a column for each kernel."""
     columns = [(name, kernel) for name, some in kernels.items() for kernel in some]
     lines = [
-        "| | " + " | ".join(f"{name}<br>`{kernel.name}`" for name, kernel in columns) + " |",
+        "| | " + " | ".join(f"{name} `{kernel.name}`" for name, kernel in columns) + " |",
         "|---|" + ":-:|" * len(columns),
     ]
     for feature, (meaning, *_) in FEATURES.items():

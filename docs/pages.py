@@ -1,6 +1,7 @@
 """Run the code of a page as a reader would: in order, in one namespace, in an empty folder.
 
-A page runs once in a process; later requests get the same result.
+A page runs once in a process; later requests get the same result. ``python docs/pages.py PAGE``
+prints what the code prints.
 """
 
 import contextlib
@@ -88,3 +89,8 @@ def commands(page: Path) -> list[str]:
     consoles = "\n".join(CONSOLE.findall(text))
     found = re.findall(r"^\$ (polyattn\b.*?)(?: +#.*)?$", consoles, flags=re.MULTILINE)
     return list(dict.fromkeys(found))
+
+
+if __name__ == "__main__":
+    for done in run(Path(sys.argv[1]).resolve()):
+        print(done.printed, end="")

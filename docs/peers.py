@@ -40,7 +40,6 @@ from polyattn.conformance.functions.check import (
     check_callable,
 )
 from polyattn.conformance.functions.report import Row, summarise
-from polyattn.conformance.reference.tolerance import deviation, exact, output_yardstick
 
 PAGE = Path(__file__).with_name("peers.md")
 
@@ -79,24 +78,26 @@ def jax_attention(
         return jax.jit(run)((query, key, value), {"mask": mask, "bias": bias})
 
 
-def onnx_model(opset, arrays, attributes):
-    """Return a model of one Attention node, for inputs of these arrays' dtypes."""
-    names = ["Q", "K", "V", "attn_mask"][: len(arrays)]
-    types = [helper.np_dtype_to_tensor_dtype(x.dtype) for x in arrays]
-    inputs = [helper.make_tensor_value_info(*pair, None) for pair in zip(names, types, strict=True)]
-    node = helper.make_node("Attention", names, ["Y"], **attributes)
-    output = helper.make_tensor_value_info("Y", types[0], None)
-    graph = helper.make_graph([node], "attention", inputs, [output])
-    opsets = [helper.make_opsetid("", opset)]
-    model = helper.make_model(graph, opset_imports=opsets, ir_version=11)
-    return model, dict(zip(names, arrays, strict=True))
+def node_model(kind, feeds, outputs, opset, names=None, domain="", **attributes):
+    """Return a model of one node for inputs of these arrays' dtypes; an empty name is no input."""
+    types = {name: helper.np_dtype_to_tensor_dtype(x.dtype) for name, x in feeds.items()}
+    attributes = {name: x for name, x in attributes.items() if x is not None}
+    node = helper.make_node(kind, names or list(feeds), outputs, domain=domain, **attributes)
+    graph = helper.make_graph(
+        [node],
+        "attention",
+        [helper.make_tensor_value_info(name, kind, None) for name, kind in types.items()],
+        [helper.make_tensor_value_info(name, next(iter(types.values())), None) for name in outputs],
+    )
+    opsets = [helper.make_opsetid("", opset), *[helper.make_opsetid(domain, 1)] * bool(domain)]
+    return helper.make_model(graph, opset_imports=opsets, ir_version=11)
 
 
-def onnx_arguments(query, key, value, attn_mask, is_causal, scale, softcap):
-    """Return the inputs and attributes of the node."""
-    given = {"is_causal": int(is_causal) or None, "scale": scale, "softcap": softcap}
-    arrays = [x for x in (query, key, value, attn_mask) if x is not None]
-    return arrays, {name: x for name, x in given.items() if x is not None}
+def attention_model(opset, query, key, value, attn_mask, **attributes):
+    """Return a model of the operator Attention, and its inputs."""
+    given = {"Q": query, "K": key, "V": value, "attn_mask": attn_mask}
+    feeds = {name: x for name, x in given.items() if x is not None}
+    return node_model("Attention", feeds, ["Y"], opset, **attributes), feeds
 
 
 class CrashError(Exception):
@@ -147,24 +148,19 @@ def onnxruntime_attention(
     query, key, value, *, attn_mask=None, is_causal=False, scale=None, softcap=None
 ):
     """Run the operator Attention of opset 24 in ONNX Runtime, on the CPU."""
-    given = onnx_arguments(query, key, value, attn_mask, is_causal, scale, softcap)
-    return run_in_server(*onnx_model(24, *given))
+    attributes = {"is_causal": int(is_causal) or None, "scale": scale, "softcap": softcap}
+    return run_in_server(*attention_model(24, query, key, value, attn_mask, **attributes))
 
 
 def onnx_reference_attention(
     query, key, value, *, attn_mask=None, is_causal=False, scale=None, softcap=None, window=None
 ):
     """Run the operator Attention of opset 25 in ONNX's reference evaluator."""
-    arrays, attributes = onnx_arguments(query, key, value, attn_mask, is_causal, scale, softcap)
+    attributes = {"is_causal": int(is_causal) or None, "scale": scale, "softcap": softcap}
     if window is not None:
         left, right = (-1 if end is None else end for end in window)
         attributes |= {"left_window_size": left, "right_window_size": right}
-    model, feeds = onnx_model(25, arrays, attributes)
-    return run_reference(model, feeds)
-
-
-def run_reference(model, feeds):
-    """Return the output of a model, by ONNX's reference evaluator."""
+    model, feeds = attention_model(25, query, key, value, attn_mask, **attributes)
     return onnx.reference.ReferenceEvaluator(model).run(None, feeds)[0]
 
 
@@ -186,20 +182,11 @@ def group_query_attention(
     given = [name if name in feeds else "" for name in INPUTS]
     while not given[-1]:
         given.pop()
-    attributes = {name: x for name, x in attributes.items() if x is not None}
     outputs = ["output", "present_key", "present_value"]
-    node = helper.make_node(
-        "GroupQueryAttention", given, outputs, domain="com.microsoft", **attributes
+    model = node_model(
+        "GroupQueryAttention", feeds, outputs, 24, given, "com.microsoft", **attributes
     )
-    types = {n: helper.np_dtype_to_tensor_dtype(x.dtype) for n, x in feeds.items()}
-    graph = helper.make_graph(
-        [node],
-        "attention",
-        [helper.make_tensor_value_info(name, types[name], x.shape) for name, x in feeds.items()],
-        [helper.make_tensor_value_info(name, types["query"], None) for name in outputs],
-    )
-    opsets = [helper.make_opsetid("", 24), helper.make_opsetid("com.microsoft", 1)]
-    return run_in_server(helper.make_model(graph, opset_imports=opsets, ir_version=11), feeds)
+    return run_in_server(model, feeds)
 
 
 def pallas_attention(
@@ -483,32 +470,11 @@ def hidden_row(peer: Peer, **hiding) -> str:
     return says(ask(peer, arrays, **{name: option}), meanings)
 
 
-def float64_error(peer: Peer) -> str:
-    """Return the largest error of a plain call in float64, and the same in units."""
-    case = replace(CASES["D = 80"], name="D = 80, float64", dtype="float64")
-    output = ask(peer, case.arguments()[0])
-    off = deviation(output, output_yardstick(case), "")
-    error = float(np.max(np.abs(output - exact(case).output)))
-    return f"{figure(error)} ({figure(off.units)})"
-
-
 def float16(peer: Peer) -> str:
     """Return what becomes of a plain call in float16 where no function is compiled."""
     with jax.disable_jit():
         finding = check_callable(peer.function, CASES["plain, float16"], peer.to, peer.back)
     return outcome(finding) + share([finding], [finding])
-
-
-def window_of_opset_25(peer: Peer) -> str:
-    """Return whether a library of ONNX's takes a window, which is of its newest Attention."""
-    run = {onnxruntime_attention: run_in_server, onnx_reference_attention: run_reference}
-    if peer.function not in run:
-        return "–"
-    try:
-        run[peer.function](*onnx_model(25, draw(*[(1, 1, 1, 1)] * 3), {"left_window_size": 1}))
-    except RuntimeError:
-        return "refused"
-    return "taken"
 
 
 QUESTIONS = {
@@ -520,9 +486,7 @@ QUESTIONS = {
     "a row hidden by a bias of `finfo.min`": functools.partial(
         hidden_row, bias=float(np.finfo("float32").min)
     ),
-    "float64: the largest error (in units)": float64_error,
     "float16, without `jax.jit`": float16,
-    "`left_window_size`, of opset 25": window_of_opset_25,
 }
 
 

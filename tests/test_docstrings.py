@@ -103,10 +103,12 @@ def test_the_reference_has_every_public_name_and_no_other():
     folder = Path(__file__).resolve().parents[1] / "docs"
     listed = []
     for page in sorted(folder.rglob("*.md")):
-        for kind, name in re.findall(r"^\.\. (\w+):: (\S+)$", page.read_text("utf-8"), re.M):
+        directives = r"^(?:\.\. |```\{)(\w+)(?:::|\}) (\S+)(?:\n((?:[\w, ]+\n)+)```)?$"
+        for kind, name, names in re.findall(directives, page.read_text("utf-8"), re.M):
             if kind in ("module", "currentmodule"):
                 module = name
-            elif kind == "data" or kind.startswith("auto"):
+                listed += [f"{module}.{name}" for name in re.findall(r"\w+", names)]
+            elif kind in ("data", "autoclass"):
                 listed.append(f"{module}.{name}")
     assert sorted(set(listed)) == sorted(listed)
     names = {f"{m.__name__}.{name}": getattr(m, name) for m in MODULES for name in m.__all__}

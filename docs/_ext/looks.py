@@ -17,7 +17,7 @@ from sphinx.application import Sphinx
 #: Dots of a picture in an inch of the page. Pictures have more, for screens that show them.
 DPI = 84
 #: A formula of more characters may break into lines.
-LONG = 28
+LONG = 23
 GROUP = re.compile(
     r'<p class="caption"[^>]*><span class="caption-text">(?P<name>.*?)</span></p>\s*'
     r"(?P<list><ul.*?</ul>)",
@@ -37,10 +37,11 @@ def size_pictures(doctree: nodes.document) -> None:
 
 
 def mark_formulas(doctree: nodes.document) -> None:
-    """Mark the cells of tables that hold code only, which the style sheet gives room."""
+    """Mark the cells of tables that hold code or a shape only, which the style sheet gives room."""
     for cell in doctree.findall(nodes.entry):
         parts = [part for paragraph in cell.children for part in paragraph.children]
-        if len(parts) == 1 and isinstance(parts[0], nodes.literal):
+        is_code = len(parts) == 1 and isinstance(parts[0], nodes.literal)
+        if is_code or re.fullmatch(r"\(\d.*\)", cell.astext()):
             cell["classes"].append("formula" if len(cell.astext()) <= LONG else "long-formula")
 
 

@@ -1,5 +1,6 @@
 """Write parts of the reference from the code at each build."""
 
+import importlib
 import inspect
 import os
 import re
@@ -73,16 +74,32 @@ def readme() -> str:
 
 WRITERS = {"commands": commands, "error-table": error_table, "readme": readme}
 PLACE = re.compile(rf"^```{{({'|'.join(WRITERS)})}}\n```$", flags=re.MULTILINE)
+NAMES = re.compile(r"^```{((?:current)?module)} (\S+)\n(.*?)^```$", flags=re.MULTILINE | re.DOTALL)
+
+
+def described(found: re.Match[str]) -> str:
+    """Return the directives that describe the names of a module, classes with their members."""
+    kind, module, names = found.groups()
+    lines = ["```{eval-rst}", f".. {kind}:: {module}"]
+    for name in re.findall(r"\w+", names):
+        value = getattr(importlib.import_module(module), name)
+        if not inspect.isclass(value):
+            lines.append(f".. autofunction:: {name}")
+        elif issubclass(value, Exception):
+            lines.append(f".. autoexception:: {name}")
+        else:
+            lines += [f".. autoclass:: {name}", "   :members:"]
+    return "\n".join([*lines, "```"])
 
 
 def write(app: Sphinx, page: str, source: list[str]) -> None:
-    """Replace the name of each writer by its result."""
+    """Replace the name of each writer by its result, and lists of names by descriptions."""
 
     def written(found: re.Match[str]) -> str:
         app.env.reread_always.add(page)  # its sources are not part of the page's file
         return relinked(WRITERS[found[1]](), ROOT)
 
-    source[0] = PLACE.sub(written, source[0])
+    source[0] = NAMES.sub(described, PLACE.sub(written, source[0]))
 
 
 def setup(app: Sphinx) -> dict[str, bool]:

@@ -5,8 +5,10 @@ import tomllib
 from pathlib import Path
 
 import design
+import draw
 
 from polyattn._dispatch import registry
+from polyattn.conformance import CASES
 
 ROOT = Path(__file__).resolve().parents[2]
 PERFORMANCE = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
@@ -79,18 +81,68 @@ def on_the_xeon(length):
     return ours / torch
 
 
+def one_of(peer):
+    """Return how many cases of a peer there are for each that it computes otherwise."""
+    page = (ROOT / "docs" / "peers.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (?:agree|differ|raise an error) \| (.*) \|$", page, re.MULTILINE)
+    agree, differ, raises = (int(row.split(" | ")[peer]) for row in rows)
+    return ["four", "five", "six"][round((agree + differ + raises) / differ) - 4]
+
+
+def xla_gradients():
+    """Return the figures of the gradients of `xla`."""
+    table = PERFORMANCE.partition("/backward.py")[2].partition("\n## ")[0]
+    found = re.findall(r"^\| \(.*\*\*[\d.]+\*\* .*\*\*([\d.]+)\*\*", table, re.MULTILINE)
+    return [float(figure) for figure in found]
+
+
 SHORT_XLA = xla(r"\(1, 12, (?:32|64|128|256), \d+, 64\) \| (?:full|causal)")
+MANY_CAUSAL = xla(r"\(4, 8, 1024, 1024, 64\) \| causal")
 XLA = xla(
     r"\(1, 12, (?:512|2048), \d+, 64\) \| (?:full|causal) \| \S+ \S+ \| [\d.]+ \| [\d.]+ \| [\d.]+"
 )
+LAYERS = (ROOT / "docs" / "nn.md").read_text(encoding="utf-8").partition("| family |")[2]
+FAMILIES = sum(
+    kinds.count("`") // 2 for kinds in re.findall(r"^\| [^|]* \| (`[^|]*) \|", LAYERS, re.M)
+)
+PEAK = re.search(r"^\| `window` .* (\d+ MiB) ", PERFORMANCE, re.MULTILINE)[1]
+EFFICIENCY = 100 / float(re.search(r"^\| ring \| [\d.]+ \| ([\d.]+) ", PERFORMANCE, re.M)[1])
+LONG = [row for row in draw.measured() if row[0] >= 2048 and row[1] == 64]
+TEXTBOOK = sorted(round(row[2] / row[3]) for row in LONG)
 SAID = [
     ("README.md", f"kernel took 1.0 to {on_the_xeon(512):.2f} from 512 tokens on and"),
     ("README.md", f"and {on_the_xeon(256):.1f} for 256 causal"),
-    ("docs/native.md", f"up to {on_the_xeon(512):.2f} at 512: the table of"),
+    ("docs/native.md", f"up to {on_the_xeon(512):.2f} at 512 (the table of"),
     (
         "docs/performance.md",
         f"up to {ratios((128, 256))[1]:.1f} times torch's time for 12 heads of 128",
     ),
+    ("docs/performance.md", f"and up to {'twice' * (round(ratios((32, 64))[1]) == 2)} for 32 and"),
+    ("docs/performance.md", "a call takes {:.0f} to {:.0f} µs more".format(*ADDED)),
+    (
+        "docs/performance.md",
+        f"gradients take {min(xla_gradients()):.1f} to {max(xla_gradients()):.1f} times torch's",
+    ),
+    (
+        "docs/performance.md",
+        f"{xla(r'.4, 8, 1024, 1024, 64. . causal')[0]:.1f} for many causal heads",
+    ),
+    ("docs/performance.md", f"of CPU time: {EFFICIENCY:.0f} % for the ring"),
+    ("docs/how-to/long-arrays.md", f"took [{PEAK}]"),
+    (
+        "docs/learn/cost.md",
+        f"the textbook takes {['two', 'three'][TEXTBOOK[0] - 2]} to "
+        f"{['two', 'three'][TEXTBOOK[-1] - 2]} times as long",
+    ),
+    ("docs/learn/cost.md", f"{LONG[-1][5] / 1024:.0f} GiB for 16 384 tokens"),
+    (
+        "docs/design.md",
+        f"something else in one of {one_of(0)}, and `jax.nn`'s in one of {one_of(1)}.",
+    ),
+    ("docs/design.md", f"take [{SPEED[3].split(' | ')[3]} times as long]"),
+    ("docs/design.md", f"[{len(CASES) // 1000},000 cases]"),
+    ("README.md", f"in {len(CASES) // 1000},000 cases"),
+    ("README.md", f"BERT, GPT-2, Llama and {FAMILIES - 3} more families"),
     ("docs/performance.md", f"of a whole encoder takes {float(PADDED):.1f} times the time"),
     ("docs/performance.md", f"and {min(SHORT_XLA):.1f} to {max(SHORT_XLA):.1f} below."),
     ("docs/performance.md", f"takes {min(XLA):.1f} to 1.5 times torch's time from 512 tokens on"),
@@ -109,12 +161,21 @@ SAID = [
     ("docs/devices.md", f"{between((128, 256), 2)} times as fast"),
     ("docs/devices.md", f"tokens, {between((32, 64), 2)} at 32 and 64"),
     ("docs/design.md", f"takes {between((512, 16384), 1)} times as long"),
-    ("docs/design.md", "{:.0f} to {:.0f} µs more".format(*[round(n, -1) for n in FIRST])),
 ]
 
 
 def test_sentences_have_the_figures_of_the_tables():
     assert [said for said in SAID if said[1] not in text_of(said[0])] == []
+
+
+def test_no_other_figure_is_in_a_sentence():
+    figure = r"(?<!Python )(?<!transformers )\b\d+\.\d\d\b(?!\.\d)|[\d.]+ µs"
+    for page in ("README.md", "docs/design.md", "docs/how-to/service.md"):
+        text = (ROOT / page).read_text(encoding="utf-8")
+        text = " ".join(re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE).split())
+        for _, words in sorted(SAID, key=lambda said: -len(said[1])):
+            text = text.replace(words, "")
+        assert re.findall(figure, text) == [], page
 
 
 def test_the_start_names_every_extra():

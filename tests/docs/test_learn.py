@@ -4,9 +4,12 @@ The numbers that they print, `test_pages` compares to the letter.
 """
 
 import re
+import runpy
+import sys
 from pathlib import Path
 
 import draw
+import pages
 import pytest
 
 from polyattn import use_threads
@@ -28,6 +31,17 @@ def test_a_script_draws_the_pictures_of_the_pages(drawn_by, tmp_path):
     }
     assert shown == {(name, page) for name, (page, _) in draw.PICTURES.items()}
     assert all((LEARN.parent / "images" / name).exists() for name in draw.PICTURES)
+
+
+@pytest.mark.parametrize("page", ["heads.md", "masks.md"])
+def test_a_command_runs_a_page_and_prints_what_it_shows(page, monkeypatch, capsys):
+    assert "python docs/pages.py docs/learn/heads.md" in (LEARN.parent / "index.md").read_text(
+        "utf-8"
+    )
+    monkeypatch.setattr(sys, "argv", ["pages.py", str(LEARN / page)])
+    runpy.run_path(str(LEARN.parent / "pages.py"), run_name="__main__")
+    shown = "".join(block.shown or "" for block in pages.blocks(LEARN / page))
+    assert capsys.readouterr().out == shown
 
 
 # ---- what the pages say, beside what they print ----
