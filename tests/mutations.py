@@ -29,6 +29,7 @@ import warnings
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from contextlib import redirect_stdout
 from pathlib import Path
+from queue import SimpleQueue
 from typing import NamedTuple
 
 import formula_mutations
@@ -75,11 +76,11 @@ MUTATIONS = (
 )
 
 
-def plant(mutation, folder):
-    """Copy the package into a folder, with the mistake in it."""
+def copy_to(folder):
+    """Copy the package into a folder, with what Python has compiled."""
     for package in ("polyattn", "backends"):
         shutil.copytree(ROOT / package, folder / package)
-    (folder / mutation.file).write_text(with_mistake(mutation), encoding="utf-8")
+    return folder
 
 
 def with_mistake(mutation):
@@ -121,15 +122,18 @@ def outdated(mutations):
             yield str(error)
 
 
-def found_by(mutation, hint):
-    """Return the name of a case or test that finds the mistake, or None if all pass."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        plant(mutation, folder)
+def found_by(mutation, hint, copies):
+    """Return the name of a case or test that finds the mistake in a copy, or None if all pass."""
+    folder = copies.get()
+    try:
+        (folder / mutation.file).write_text(with_mistake(mutation), encoding="utf-8")
         if mutation.in_native:
             return native_mutations.wrong_call(folder, ROOT, hint)
         with ProcessPoolExecutor(1, CONTEXT) as pool:
             return pool.submit(run_in, folder, mutation, hint).result()
+    finally:
+        shutil.copy2(ROOT / mutation.file, folder / mutation.file)
+        copies.put(folder)
 
 
 def run_in(folder, mutation, hint):
@@ -185,8 +189,11 @@ def main():
     found = {}
     os.environ.update(ENVIRONMENT)
     CONTEXT.set_forkserver_preload([*LIBRARIES])
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        runs = {pool.submit(found_by, m, hints.get(m.name, "")): m.name for m in chosen}
+    copies, workers = SimpleQueue(), os.cpu_count()
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(workers) as pool:
+        for number in range(workers):
+            copies.put(copy_to(Path(folder, str(number))))
+        runs = {pool.submit(found_by, m, hints.get(m.name, ""), copies): m.name for m in chosen}
         for number, run in enumerate(as_completed(runs), start=1):
             name, found[name] = runs[run], run.result()
             print(f"[{number}/{len(chosen)}] {name}: {found[name] or 'NOT FOUND'}", flush=True)
