@@ -19,6 +19,7 @@ from polyattn_torch.autograd import autocast_disabled, is_autocast_enabled
 from polyattn_torch.flex import Flex
 from polyattn_torch.onnx_export import exported_opset
 from polyattn_torch.onnx_node import IN_EXPORT
+from polyattn_torch.paged import Paged
 from polyattn_torch.sdpa import Sdpa
 from polyattn_torch.steps import run_step, step_of
 from polyattn_torch.workarounds import product
@@ -27,7 +28,7 @@ from polyattn_torch.workarounds import product
 class TorchBackend(Backend):
     """PyTorch tensors on any of torch's devices."""
 
-    kernels = (Sdpa(), Flex())
+    kernels = (Paged(), Sdpa(), Flex())
 
     def __init__(self) -> None:
         super().__init__(xp)

@@ -47,10 +47,11 @@ _WINDOW = ("window_size_left", "window_size_right")
 _cpu = operator(
     "_scaled_dot_product_flash_attention_for_cpu", *_QKV, "is_causal", "attn_mask", "scale"
 )
-_flash = operator(
-    "_flash_attention_forward", *_QKV, "cum_seq_q", "cum_seq_k", "max_q", "max_k", "dropout_p",
-    "is_causal", "return_debug_mask", "scale", *_WINDOW,
+FLASH_ARGUMENTS = (
+    *_QKV, "cum_seq_q", "cum_seq_k", "max_q", "max_k", "dropout_p", "is_causal",
+    "return_debug_mask", "scale", *_WINDOW,
 )  # fmt: skip
+_flash = operator("_flash_attention_forward", *FLASH_ARGUMENTS)
 _flash_backward = operator("_flash_attention_backward", *_WINDOW)
 _cudnn = operator(
     "_scaled_dot_product_cudnn_attention", *_QKV, "attn_bias", "compute_log_sumexp", "is_causal",
@@ -61,9 +62,9 @@ _efficient = operator(
     "is_causal", "scale",
 )  # fmt: skip
 
-_ABSENT = "this release of torch does not have its operator with these arguments"
-_HALF = ("float16", "bfloat16")
-_HALF_ONLY = "it supports float16 and bfloat16 only"
+ABSENT = "this release of torch does not have its operator with these arguments"
+HALF = ("float16", "bfloat16")
+HALF_ONLY = "it supports float16 and bfloat16 only"
 _LENGTHS = "its arguments need lengths that are known"
 
 
@@ -72,10 +73,10 @@ _LENGTHS = "its arguments need lengths that are known"
 
 def _against_cpu(problem: Problem, device: DeviceInfo) -> str | None:
     if _cpu is None:
-        return _ABSENT
+        return ABSENT
     if exported_opset() is not None:
         return "torch.onnx.export has no node for it"
-    if problem.dtype in _HALF:
+    if problem.dtype in HALF:
         return "it is off by 5e-5 for 16-bit numbers, for which it uses a faster exp"
     return None
 
@@ -117,11 +118,11 @@ def _window(problem: Problem) -> Window | None:
 
 def _against_flash(problem: Problem, device: DeviceInfo) -> str | None:
     if _flash is None or (problem.requires_grad and _flash_backward is None):
-        return _ABSENT
+        return ABSENT
     if (device.capability or (0, 0)) < (8, 0):
         return "it needs compute capability 8.0"
-    if problem.dtype not in _HALF:
-        return _HALF_ONLY
+    if problem.dtype not in HALF:
+        return HALF_ONLY
     if max(problem.head_size, problem.value_size) > 256:
         return "it supports vectors of up to 256 numbers"
     if not problem.masks_by_position_only:
@@ -160,11 +161,11 @@ def _call_flash(problem: Problem, x: EngineInputs) -> Result:
 
 def _against_cudnn(problem: Problem, device: DeviceInfo) -> str | None:
     if _cudnn is None:
-        return _ABSENT
+        return ABSENT
     if not device.prefers_cudnn:
         return "torch does not prefer it on this device"
-    if problem.dtype not in _HALF:
-        return _HALF_ONLY
+    if problem.dtype not in HALF:
+        return HALF_ONLY
     if any(size > 128 or size % 8 for size in (problem.head_size, problem.value_size)):
         return "it supports vectors of up to 128 numbers, in multiples of 8"
     if problem.requires_grad or problem.transforms:
@@ -196,10 +197,10 @@ def _aligned(x: torch.Tensor) -> torch.Tensor:
 
 def _against_efficient(problem: Problem, device: DeviceInfo) -> str | None:
     if _efficient is None:
-        return _ABSENT
+        return ABSENT
     if device.capability is None:
         return "no such device is available"
-    if problem.dtype not in (*_HALF, "float32"):
+    if problem.dtype not in (*HALF, "float32"):
         return f"it does not take {problem.dtype}"
     return _LENGTHS if problem.is_symbolic else None
 

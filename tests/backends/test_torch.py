@@ -86,7 +86,7 @@ def test_a_bias_that_cuda_would_misread_is_refused():
     problem = explain(
         Q.shape, K.shape, V.shape, bias=(6, 9), dtype="bfloat16", library="torch", device="cuda:0"
     ).problem._replace(bias_dtype="float32")
-    kernel = polyattn._dispatch.registry.loaded("torch").kernels[0]
+    kernel = polyattn._dispatch.registry.loaded("torch").kernels[1]
     assert "a bias of another dtype" in kernel.reasons_against(problem)[0]
 
 
@@ -467,7 +467,7 @@ def test_devices_are_named_as_torch_names_them():
     row = next(info for info in polyattn.list_backends() if info.name == "torch")
     assert row.devices[0] == "cpu"
     assert row.versions["torch"].startswith(torch.__version__.partition("+")[0])
-    assert row.kernels[:2] == ("sdpa", "flex")
+    assert row.kernels[:3] == ("paged", "sdpa", "flex")
 
 
 def test_bits_of_numpy_memory_are_not_written():

@@ -164,9 +164,9 @@ def test_those_of_two_distributions_stand_in_the_order_of_their_names(give):
 @pytest.mark.needs("torch")
 def test_they_follow_the_kernels_that_a_backend_has_for_a_while(give, monkeypatch):
     give(spec({"torch": "fast_kernels:Fast"}))
-    assert names("torch") == ["fast", "sdpa", "flex", "tiled", "dense"]
+    assert names("torch") == ["fast", "paged", "sdpa", "flex", "tiled", "dense"]
     monkeypatch.setattr("polyattn_torch.backend.exported_opset", lambda: 23)
-    assert names("torch")[1:3] == ["fast", "sdpa"]
+    assert names("torch")[1:4] == ["fast", "paged", "sdpa"]
     assert "fast" not in names()
 
 
@@ -242,9 +242,9 @@ def test_kernels_that_cannot_join_affect_nothing_else(give, text, reason):
 @pytest.mark.needs("torch")
 def test_a_place_among_the_array_api_kernels_is_before_all_of_them(give):
     give(spec({"torch": "fast_kernels:Fast"}, before={"torch": "dense"}))
-    assert names("torch") == ["sdpa", "flex", "tiled", "dense"]
+    assert names("torch") == ["paged", "sdpa", "flex", "tiled", "dense"]
     ((_, reason),) = extensions.absent("torch", "fast")
-    assert reason == "torch has no place before 'dense': name one of sdpa, flex, tiled"
+    assert reason == "torch has no place before 'dense': name one of paged, sdpa, flex, tiled"
 
 
 @pytest.mark.needs("torch")

@@ -13,7 +13,7 @@ import numpy as np
 from polyattn.plugin import Operands, Problem, Span, progress
 from polyattn_native.arrays import describe, offsets_of, readable, readable_view
 from polyattn_native.library import DTYPES, CArray, CCall, library
-from polyattn_native.scores import by_distance, scale_and_rest
+from polyattn_native.scores import ByDistance, by_distance, scale_and_rest
 from polyattn_native.visible import array_of, bytes_per_row, ends_of_band, visible
 
 # The multiply-adds that a thread must have: fewer take less time than to wake it.
@@ -167,7 +167,8 @@ class NativeCall:
         self.bias_place = 0
         if self.rest:
             self.bias_place = 1
-            self._add_distances(*by_distance(self.problem, self.x, self.rest))
+            self.distances = by_distance(self.problem, self.x, self.rest)
+            self._add_distances(self.call.bias[0], self.distances)
         bias = self.x.bias
         if bias is None:
             return
@@ -185,13 +186,16 @@ class NativeCall:
         describe(to, gradient, self.problem.batch, self.offsets)
         return gradient
 
-    def _add_distances(self, numbers: Any, starts: Any) -> None:
-        """Add a bias whose row i and key j read the number at start + j - i of their head."""
-        to = self.call.bias[0]
-        to.data, to.head = numbers.ctypes.data, numbers.shape[-1]
-        to.row, to.column = -1, 1
-        self.keep += [numbers, starts]
-        to.offsets = starts.ctypes.data
+    def distance_gradient(self) -> ByDistance:
+        """Add and return zeros to which the gradients of numbers by distance are added."""
+        gradient = self.distances.zeros()
+        self._add_distances(self.call.bias_gradient[0], gradient)
+        return gradient
+
+    def _add_distances(self, to: CArray, by: ByDistance) -> None:
+        to.data, to.offsets = by.numbers.ctypes.data, by.starts.ctypes.data
+        to.head, to.row, to.column = by.numbers.shape[-1], -1, 1
+        self.keep += [by.numbers, by.starts]
 
     # ---- running ----
 

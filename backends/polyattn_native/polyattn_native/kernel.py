@@ -58,11 +58,8 @@ class Native(Kernel):
         reasons = []
         if not is_supported(problem):
             reasons.append("it computes temperatures and then biases by distance only")
-        if "backward" in problem.features:
-            if _has_arrays(problem):
-                reasons.append("it computes no gradients of the arrays in score_mod")
-            if problem.scale == 0:
-                reasons.append("it computes no gradient of a scale of 0")
+        if "backward" in problem.features and problem.scale == 0:
+            reasons.append("it computes no gradient of a scale of 0")
         return reasons
 
     def __call__(
@@ -137,6 +134,7 @@ class Native(Kernel):
         of_bias = None
         if bias is not None and "bias" not in problem.constants:
             of_bias = native.bias_gradient()
+        of_distance = native.distance_gradient() if _has_arrays(problem) else None
         native.run(library().polyattn_differentiate)
         scale = np.einsum("...d,...d->...", whole["query"], numbers(operands.query))
         scale = scale.sum(where=logsumexp != -np.inf) / problem.scale
@@ -145,7 +143,7 @@ class Native(Kernel):
             **{name: _summed(array, shapes[name]) for name, array in whole.items()},
             bias=None if of_bias is None else _summed(of_bias, bias.shape),
             sinks=None if operands.sinks is None else _of_sinks(operands.sinks, logsumexp, delta),
-            score_mod=[],
+            score_mod=[] if of_distance is None else of_distance.pullback(),
             similarity=[],
             scale=np.asarray(scale, dtype),
             softcap=None if softcap is None else np.asarray(softcap.sum(), dtype),

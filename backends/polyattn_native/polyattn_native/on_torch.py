@@ -159,7 +159,8 @@ class NativeOnTorch(Native):
         """Return the gradients of tensors with numbers."""
         of_numpy: Any = super().backward
         given = _in_numpy(operands), _numbers(residuals), _numbers(cotangents)
-        return Gradients(*_tensors(of_numpy(problem, *given, backend)))
+        found = of_numpy(problem, *given, backend)
+        return Gradients(*_tensors(found))._replace(score_mod=_tensors(found.score_mod))
 
     def jvp(
         self, problem: Problem, operands: Operands, residuals: Residuals, tangents: Tangents,

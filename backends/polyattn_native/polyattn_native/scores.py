@@ -7,11 +7,11 @@ j - i. So it takes memory for L + S numbers a head.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from polyattn.plugin import Operands, PointIndices, Problem
+from polyattn.plugin import Array, Operands, PointIndices, Problem
 from polyattn_native.arrays import offsets_of
 from polyattn_native.visible import kind_of
 
@@ -42,15 +42,41 @@ def scale_and_rest(problem: Problem, x: Operands) -> tuple[float, list[Any]]:
     return scale, rest
 
 
-def by_distance(problem: Problem, x: Operands, rest: list[Any]) -> tuple[Any, Any]:
-    """Return what modifications add by the distance of a key from its row, (H, n).
+class ByDistance(NamedTuple):
+    """What modifications add by the distance of a key from its row.
 
-    Row i and key j of an item read the number at start + j - i, of the second result, (items,).
+    Row i and key j of an item read the number of their head at its start + j - i.
     """
+
+    parts: list[Any]
+    numbers: Array  # (H, n)
+    starts: Array  # (items,)
+    at: PointIndices
+    is_shared: bool  # by the items
+
+    def zeros(self) -> ByDistance:
+        """Return numbers for gradients to be added to, for each item its own (items, H, n)."""
+        if not self.is_shared:
+            return self._replace(numbers=np.zeros_like(self.numbers)[None])
+        items = len(self.starts)
+        starts = self.starts + np.arange(items) * self.numbers.size
+        return self._replace(
+            numbers=np.zeros((items, *self.numbers.shape), self.numbers.dtype), starts=starts
+        )
+
+    def pullback(self) -> list[Array]:
+        """Return the gradients of the arrays of the modifications, if the numbers are gradients."""
+        of_row = self.numbers.sum(axis=0)[:, None, :]
+        return [one for part in self.parts for one in part.pullback(of_row, self.at, of_row)[1]]
+
+
+def by_distance(problem: Problem, x: Operands, rest: list[Any]) -> ByDistance:
+    """Return what modifications add by the distance of a key from its row."""
     rows, keys, dtype = problem.query_length, problem.key_length, np.dtype(problem.accumulator)
     offsets = np.full(math.prod(problem.batch), np.clip(offsets_of(problem, x), -LIMIT, LIMIT))
     first, size = -offsets - (rows - 1), rows + keys - 1  # the first distance of each item
-    if np.ptp(first) < len(first) * size:
+    is_shared = bool(np.ptp(first) < size)
+    if is_shared:
         away = np.arange(first.min(), first.max() + size)
         starts = first - first.min()
     else:  # far apart: each item has numbers of its own
@@ -62,4 +88,5 @@ def by_distance(problem: Problem, x: Operands, rest: list[Any]) -> tuple[Any, An
     numbers = np.zeros((problem.heads, 1, len(away)), dtype)
     for part in rest:
         numbers = part.apply(numbers, at)
-    return np.ascontiguousarray(numbers[:, 0, :], dtype), starts + (rows - 1)
+    numbers = np.ascontiguousarray(numbers[:, 0, :], dtype)
+    return ByDistance(rest, numbers, starts + (rows - 1), at, is_shared)

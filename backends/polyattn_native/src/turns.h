@@ -39,7 +39,7 @@ private:
     static int64_t distance(const PolyattnCall& call) {
         int64_t found = 0;
         for (const PolyattnArray& bias : call.bias_gradient) {
-            if (!bias.data) continue;
+            if (!bias.data || bias.row == -1) continue;  // rows share numbers, so items do not
             if (bias.head == 0 && call.key_heads > 1) return 1;
             if ((bias.item == 0 || bias.offsets) && call.items > 1) found = call.key_heads;
         }

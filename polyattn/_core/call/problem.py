@@ -19,7 +19,7 @@ from polyattn._core.call.checks import (
     check_range,
     common_shape,
 )
-from polyattn._core.call.facts import Call
+from polyattn._core.call.facts import Call, axes_of
 from polyattn._core.call.features import FEATURES, MASKING, default_scale, newest_offset
 from polyattn._core.call.layout import chunks_heads_first, positions_matter
 from polyattn._core.call.options import FROM_ZERO, OPTIONS, Start
@@ -78,6 +78,7 @@ class Problem(NamedTuple):
     dropout_start: Start | None = FROM_ZERO
     #: The lengths of the chunks of each array that is cut, along its axes, by the array's name.
     chunks: tuple[tuple[str, Chunks], ...] = ()
+    page: int | None = None  #: the number of keys in a page, if there is a block table
     #: In a call for gradients, those of query, key, value, bias and sinks whose gradients nobody
     #: asked for: a kernel may return None for them.
     constants: frozenset[str] = frozenset()
@@ -151,6 +152,7 @@ def examine(call: Call) -> Problem:
     check_dtypes(call)
     check_lengths(call)
     check_pages(call)
+    page = None if call.block_table is None else axes_of(call.key.shape, call.layout)[2]
     call = call.with_whole_keys()
     check_range(call)
     batch, heads, key_heads, *lengths_and_sizes = common_shape(call)
@@ -189,6 +191,7 @@ def examine(call: Call) -> Problem:
         score_norm=call.scale if isinstance(call.scale, ByNorm) else None,
         dropout_start=None if isinstance(call.dropout_start, ArrayFacts) else call.dropout_start,
         chunks=chunks_heads_first(call),
+        page=page,
         **{name: getattr(call, name) for name in OPTIONS if name not in _REWRITTEN},
     )
     _check_values(call, problem)

@@ -1,0 +1,100 @@
+"""FlashAttention over pages: its arguments, on a CPU, by what they mean; and what it refuses."""
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from polyattn import attention_partial, explain
+from polyattn.dialects import torch as dialect
+from polyattn_torch import paged
+from polyattn_torch.device_info import DeviceInfo
+
+H, G, D, PAGE, PAGES = 4, 2, 16, 256, 5
+LSE = type("AuxRequest", (), {"lse": True})
+
+
+@pytest.fixture(autouse=True)
+def gpu(monkeypatch):
+    found = DeviceInfo("cuda", (2, 13), (9, 20, 0), (9, 0))
+    monkeypatch.setattr(paged, "describe_device", lambda _: found)
+
+
+def flash(
+    query, key, value, starts, key_starts, rows, keys, dropout, is_causal, debug,
+    *, scale, window_size_left, window_size_right, seqused_k, block_table,
+):  # fmt: skip
+    """Compute what the operator does on CUDA, by the documentation of `varlen_attn`."""
+    window = (window_size_left, window_size_right)
+    assert is_causal == (window == (-1, 0))
+    assert (dropout, debug) == (0, False)
+    for one in (starts, key_starts, seqused_k, block_table):
+        assert one.dtype == torch.int32
+    output, logsumexp = dialect.varlen_attn(
+        *[x.double() for x in (query, key, value)], starts, key_starts, rows, keys,
+        return_aux=LSE, scale=scale, window_size=window, enable_gqa=True,
+        seqused_k=seqused_k, block_table=block_table,
+    )  # fmt: skip
+    logsumexp = logsumexp.masked_fill(logsumexp == -torch.inf, torch.inf).float()
+    return output.to(query.dtype), logsumexp, None, None, None
+
+
+def arrays(layout, batch, rows, device="cpu", dtype=torch.float16, page=PAGE):
+    shape = (PAGES, G, page, D) if layout == "...HLD" else (PAGES, page, G, D)
+    lead = (H, rows) if layout == "...HLD" else (rows, H)
+    return [torch.randn(s, dtype=dtype, device=device) for s in ((*batch, *lead, D), shape, shape)]
+
+
+@pytest.mark.parametrize("layout", ["...HLD", "...LHD"])
+@pytest.mark.parametrize(
+    ("rows", "options"),
+    [(1, {}), (1, {"is_causal": True}), (7, {"is_causal": True, "scale": 0.5}),
+     (7, {"window": (300, 2)}), (7, {"window": (None, 3)})],
+    ids=str,
+)  # fmt: skip
+def test_the_operator_gets_what_a_call_means(monkeypatch, layout, rows, options):
+    monkeypatch.setattr(paged, "_flash", flash)
+    monkeypatch.setattr(paged.Paged, "devices", None)
+    x = arrays(layout, (3, 1), rows)
+    given = options | {
+        "block_table": torch.tensor([[[3, 1]], [[-1, -1]], [[2, -1]]]),
+        "key_lengths": torch.tensor([[300], [0], [5]]),
+        "layout": layout,
+    }
+    found = attention_partial(*x, **given, kernel="paged")
+    exact = attention_partial(*[one.double() for one in x], **given, kernel="dense")
+    torch.testing.assert_close(found.output, exact.output.half(), atol=1e-3, rtol=1e-3)
+    torch.testing.assert_close(found.logsumexp, exact.logsumexp.float())
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [({}, None), ({"dtype": torch.float32}, "float16 and bfloat16 only"),
+     ({"page": 128}, "multiple of 256 keys; these hold 128"),
+     ({"query_offset": 3}, "the newest query last"), ({"softcap": 3.0}, "does not compute softcap"),
+     ({"grad": True}, "without gradients")],
+    ids=str,
+)  # fmt: skip
+def test_a_call_on_cuda_reads_its_pages_or_says_why_not(change, reason):
+    options = {"is_causal": True} | change
+    changed = {name: options.pop(name) for name in ("page", "dtype") if name in options}
+    grad = options.pop("grad", False)
+    with FakeTensorMode():
+        query, key, value = arrays("...HLD", (2,), 1, "cuda", **{"dtype": torch.half} | changed)
+        options["key_lengths"] = torch.empty(2, dtype=torch.int64, device="cuda")
+        options["block_table"] = torch.empty(2, 3, dtype=torch.int64, device="cuda")
+        explained = explain(query, key, value.requires_grad_(grad), **options)
+    candidate = next(one for one in explained.candidates if one.kernel == "paged")
+    assert reason is not None or candidate.status == "chosen", explained
+    assert reason is None or reason in "; ".join(candidate.reasons)
+
+
+def test_the_operator_takes_these_arguments(monkeypatch):
+    monkeypatch.setattr(paged.Paged, "devices", None)
+    query, key, value = arrays("...LHD", (2,), 3, "meta")
+    table, lengths = (torch.empty(s, dtype=torch.int64, device="meta") for s in ((2, 3), 2))
+    output, logsumexp = attention_partial(
+        query, key, value, block_table=table, key_lengths=lengths, is_causal=True,
+        layout="...LHD", kernel="paged",
+    )  # fmt: skip
+    assert (output.shape, output.dtype) == (query.shape, torch.half)
+    assert (logsumexp.shape, logsumexp.dtype) == (query.shape[:-1], torch.float32)
