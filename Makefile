@@ -54,7 +54,7 @@ test-without: $(VENV)/.test  ## a choice of the tests as if a library were not i
 	  POLYATTN_TEST_WITHOUT=$$library $(PYTEST) tests/api tests/call tests/dispatch tests/expressions tests/plot || exit; done
 
 SLOW ?= slow
-slow: $(VENV)/.test $(VENV)/.native  ## the tests that take long, whole (SLOW="slow and covering": what CI runs)
+slow: $(VENV)/.test $(VENV)/.native  ## the tests that take long, whole (SLOW="not slow or covering": what CI runs)
 	$(PYTEST) -m "$(SLOW)"
 	$(and $(TEST_NATIVE),$(TEST_NATIVE) -m "$(SLOW)")
 
