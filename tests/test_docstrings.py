@@ -1,5 +1,6 @@
 """Public docstrings are numpydoc: every parameter and result is described, and in order."""
 
+import importlib
 import inspect
 import pydoc
 import re
@@ -9,52 +10,34 @@ import pytest
 from numpydoc.validate import validate
 
 import polyattn
-import polyattn.conformance
-import polyattn.conformance.functions.check
-import polyattn.conformance.functions.report
-import polyattn.conformance.suite
-import polyattn.dialects
-import polyattn.dialects.flash_attn
-import polyattn.dialects.flash_attn_interface
-import polyattn.dialects.keras
-import polyattn.dialects.mlx
-import polyattn.dialects.torch
-import polyattn.dialects.xformers
-import polyattn.export
-import polyattn.integrations.jax
-import polyattn.integrations.transformers
-import polyattn.masks
-import polyattn.nn
-import polyattn.nn.load
-import polyattn.parallel
-import polyattn.plot
-import polyattn.plugin
-import polyattn.scores
 
-MODULES = (
-    polyattn,
-    polyattn.conformance,
-    polyattn.conformance.functions.check,
-    polyattn.conformance.functions.report,
-    polyattn.conformance.suite,
-    polyattn.dialects,
-    polyattn.dialects.flash_attn,
-    polyattn.dialects.flash_attn_interface,
-    polyattn.dialects.keras,
-    polyattn.dialects.mlx,
-    polyattn.dialects.torch,
-    polyattn.dialects.xformers,
-    polyattn.export,
-    polyattn.integrations.jax,
-    polyattn.integrations.transformers,
-    polyattn.masks,
-    polyattn.nn,
-    polyattn.nn.load,
-    polyattn.parallel,
-    polyattn.plot,
-    polyattn.plugin,
-    polyattn.scores,
-)
+MODULES = [
+    importlib.import_module(name)
+    for name in (
+        "polyattn",
+        "polyattn.conformance",
+        "polyattn.conformance.functions.check",
+        "polyattn.conformance.functions.report",
+        "polyattn.conformance.suite",
+        "polyattn.dialects",
+        "polyattn.dialects.flash_attn",
+        "polyattn.dialects.flash_attn_interface",
+        "polyattn.dialects.keras",
+        "polyattn.dialects.mlx",
+        "polyattn.dialects.torch",
+        "polyattn.dialects.xformers",
+        "polyattn.export",
+        "polyattn.integrations.jax",
+        "polyattn.integrations.transformers",
+        "polyattn.masks",
+        "polyattn.nn",
+        "polyattn.nn.load",
+        "polyattn.parallel",
+        "polyattn.plot",
+        "polyattn.plugin",
+        "polyattn.scores",
+    )
+]
 # What only kernels, their authors and commands call: types and a line may say what it takes.
 READ_BY_KERNELS = (
     "polyattn.conformance.Case.",
@@ -71,25 +54,28 @@ READ_BY_KERNELS = (
 NOT_ASKED = {"ES01", "EX01", "GL01", "GL08", "SA01", "SA04", "PR06", "PR10", "RT02", "RT03", "SS06"}
 
 
-def public():
+def public(module):
     """Yield the import path of every public function and class, and of their public methods."""
-    for module in MODULES:
-        for name in module.__all__:
-            value = getattr(module, name)
-            if not (inspect.isfunction(value) or inspect.isclass(value)) or name == "Array":
-                continue
-            yield f"{module.__name__}.{name}"
-            if inspect.isclass(value):
-                methods = [n for n, m in vars(value).items() if inspect.isfunction(m)]
-                yield from (
-                    f"{module.__name__}.{name}.{n}"
-                    for n in methods
-                    if not n.startswith(("_", "test_", "pytest_"))
-                )
+    for name in module.__all__:
+        value = getattr(module, name)
+        if not (inspect.isfunction(value) or inspect.isclass(value)) or name == "Array":
+            continue
+        yield f"{module.__name__}.{name}"
+        if inspect.isclass(value):
+            for method, function in vars(value).items():
+                is_public = not method.startswith(("_", "test_", "pytest_"))
+                if is_public and inspect.isfunction(function):
+                    yield f"{module.__name__}.{name}.{method}"
 
 
-@pytest.mark.parametrize("path", sorted(set(public())))
-def test_docstring(path):
+@pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__)
+def test_docstrings(module):
+    faults = {path: faults_of(path) for path in public(module)}
+    assert {path: found for path, found in faults.items() if found} == {}
+
+
+def faults_of(path):
+    """Return what numpydoc finds wrong in a docstring, and the fields that it lacks."""
     found = validate(path)
     one_line = "\n" not in found["docstring"].strip()
     # A method that takes nothing may say in its one line what it returns.
@@ -99,16 +85,17 @@ def test_docstring(path):
     in_flash_attention_3 = path.startswith("polyattn.dialects.flash_attn_interface.")
     if in_flash_attention_3 or path.endswith(("packed_func", "_first_axis")):
         allowed |= {"PR01"}  # the others are those of the function that is named, or in the line
+    fields = []
     if "Attributes\n" in found["docstring"]:
         allowed |= {"PR01"}  # a value, whose attributes are its parameters
         fields = getattr(pydoc.locate(path), "__annotations__", {})
-        assert [f for f in fields if f not in found["docstring"]] == []
-    assert [(code, text) for code, text in found["errors"] if code not in allowed] == []
+    missing = [field for field in fields if field not in found["docstring"]]
+    return missing + [(code, text) for code, text in found["errors"] if code not in allowed]
 
 
-@pytest.mark.parametrize("name", ["attention", "attention_partial", "explain", "merge"])
-def test_the_main_functions_show_an_example(name):
-    assert ">>> " in getattr(polyattn, name).__doc__
+def test_the_main_functions_show_an_example():
+    for name in ("attention", "attention_partial", "explain", "merge"):
+        assert ">>> " in getattr(polyattn, name).__doc__, name
 
 
 def test_the_reference_has_every_public_name_and_no_other():

@@ -4,6 +4,7 @@ import ast
 import importlib
 import re
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -60,9 +61,17 @@ OUTSIDE = {
 }
 
 
+@cache
+def nodes_of(file):
+    """Return the imports, attributes, functions and classes in a file."""
+    kinds = ast.Import, ast.ImportFrom, ast.Attribute, ast.FunctionDef, ast.ClassDef
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    return [node for node in ast.walk(tree) if isinstance(node, kinds)]
+
+
 def imports_of(file):
     """Yield the module, and the name if there is one, of each import in a file."""
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+    for node in nodes_of(file):
         if isinstance(node, ast.Import):
             yield from ((alias.name, "") for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -81,31 +90,31 @@ def module_of(file):
     return ".".join(("polyattn", *file.relative_to(ROOT).with_suffix("").parts))
 
 
-@pytest.mark.parametrize("file", sorted(ROOT.rglob("*.py")), ids=lambda x: str(x.relative_to(ROOT)))
-def test_a_room_imports_the_rooms_below_it(file):
-    room = room_of(module_of(file))
-    outside = OUTSIDE.get(room_of(module_of(file), rooms=OUTSIDE), set())
-    for module, name in imports_of(file):
-        root = module.partition(".")[0]
-        if root == "polyattn":
-            assert room_of(module, name) in ROOMS[room] | {room}, f"{module} {name}"
-        else:
-            assert root in sys.stdlib_module_names | outside, module
+FILES = {room: [] for room in ROOMS}
+for _file in sorted(ROOT.rglob("*.py")):
+    FILES[room_of(module_of(_file))].append(_file)
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_room_imports_the_rooms_of_its_row(room):
+    """All of them, and no other; and what is let in from outside."""
+    below = set()
+    for file in FILES[room]:
+        outside = OUTSIDE.get(room_of(module_of(file), rooms=OUTSIDE), set())
+        for module, name in imports_of(file):
+            root = module.partition(".")[0]
+            if root == "polyattn":
+                assert room_of(module, name) in ROOMS[room] | {room}, f"{file}: {module} {name}"
+                below.add(room_of(module, name))
+            else:
+                assert root in sys.stdlib_module_names | outside, f"{file}: {module}"
+    assert below - {room} == ROOMS[room]
 
 
 def test_no_room_is_above_a_room_that_imports_it():
     order = list(ROOMS)
     for room, below in ROOMS.items():
         assert all(order.index(other) < order.index(room) for other in below), room
-
-
-def test_each_room_imports_all_the_rooms_of_its_row():
-    imported = {room: set() for room in ROOMS}
-    for file in ROOT.rglob("*.py"):
-        room = room_of(module_of(file))
-        ours = [x for x in imports_of(file) if x[0].partition(".")[0] == "polyattn"]
-        imported[room] |= {room_of(*x) for x in ours} - {room}
-    assert imported == ROOMS
 
 
 def modules():
@@ -122,7 +131,6 @@ def files():
     return [file for file in ROOT.rglob("*.py") if file.name != "__init__.py"]
 
 
-@pytest.mark.slow
 def test_there_is_no_circle():
     graph = modules()
     while graph:
@@ -131,33 +139,24 @@ def test_there_is_no_circle():
         graph = {module: below for module, below in graph.items() if module not in leaves}
 
 
-@pytest.mark.parametrize("file", sorted(BACKENDS.rglob("*.py")), ids=lambda x: x.name)
-def test_a_plugin_imports_the_contract_only(file):
-    for module, name in imports_of(file):
-        if module.partition(".")[0] == "polyattn":
-            assert module == "polyattn.plugin", f"{module} {name}"
-
-
-@pytest.mark.parametrize("file", sorted(BACKENDS.rglob("*.py")), ids=lambda x: x.name)
-def test_a_plugin_reads_no_private_name_of_the_core(file):
-    tree = ast.parse(file.read_text(encoding="utf-8"))
-    private = {
-        node.attr
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Attribute) and node.attr.startswith("_") and node.attr[1] != "_"
-    }
-    own = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+def test_a_plugin_imports_the_contract_only_and_reads_no_private_name_of_the_core():
     core = "\n".join(x.read_text(encoding="utf-8") for x in (ROOT / "_core" / "tiles").glob("*.py"))
-    read = {name for name in private - own if f"self.{name} =" in core}
-    assert not read, read
+    for file in BACKENDS.rglob("*.py"):
+        for module, name in imports_of(file):
+            if module.partition(".")[0] == "polyattn":
+                assert module == "polyattn.plugin", f"{file}: {module} {name}"
+        attributes = {node.attr for node in nodes_of(file) if isinstance(node, ast.Attribute)}
+        own = {node.name for node in nodes_of(file) if isinstance(node, ast.FunctionDef)}
+        private = {name for name in attributes - own if name[0] == "_" != name[1]}
+        read = {name for name in private if f"self.{name} =" in core}
+        assert not read, f"{file}: {read}"
 
 
 def test_the_words_of_the_glossary_are_names_in_the_code():
     page = (ROOT.parent / "docs" / "design.md").read_text(encoding="utf-8")
     section = page.partition("## What do the words mean?")[2].partition("\n## ")[0]
     words = re.findall(r"^\| `(\w+)` \| ", section, re.M)
-    trees = [ast.parse(file.read_text(encoding="utf-8")) for file in files()]
-    names = {node.name for tree in trees for node in ast.walk(tree) if type(node) is ast.ClassDef}
+    names = {node.name for x in files() for node in nodes_of(x) if isinstance(node, ast.ClassDef)}
     assert 10 < len(words) <= 20
     assert not set(words) - names
 
@@ -167,18 +166,17 @@ def loaded_after(run_python, code, names):
     return run_python(f"{code}\n{listing}").split()
 
 
-@pytest.mark.parametrize(
-    "code",
-    [
-        "import polyattn.cli, polyattn.bench.run, polyattn.plugin, polyattn_numpy, polyattn_torch\n"
-        "import polyattn._dispatch.registry as r; r.names()\n"
-        "polyattn.explain((2, 3, 4), (2, 3, 4), (2, 3, 4))",
-        "import numpy as np, polyattn; x = np.ones((2, 3, 4)); polyattn.attention(x, x, x)\n"
-        "with polyattn.use_backend('numpy'): polyattn.attention(x, x, x)",
-    ],
-)
-def test_no_framework_is_imported(run_python, code):
-    assert loaded_after(run_python, code, FRAMEWORKS) == []
+def test_no_framework_is_imported_and_nothing_of_the_conformance_suite(run_python):
+    code = """
+import numpy as np, polyattn
+import polyattn.cli, polyattn.bench.run, polyattn.plugin, polyattn_numpy, polyattn_torch
+import polyattn._dispatch.registry as r; r.names()
+polyattn.explain((2, 3, 4), (2, 3, 4), (2, 3, 4))
+x = np.ones((2, 3, 4)); polyattn.attention(x, x, x)
+with polyattn.use_backend('numpy'): polyattn.attention(x, x, x)
+"""
+    names = [*FRAMEWORKS, *(TESTING - {"numpy"}), "polyattn.conformance"]
+    assert loaded_after(run_python, code, names) == []
 
 
 @pytest.mark.needs("torch")
@@ -197,11 +195,6 @@ x = np.ones((2, 3, 4), np.float32)
 polyattn.attention(x, x, x, backend="jax")
 """
     assert loaded_after(run_python, code, FRAMEWORKS) == ["jax"]
-
-
-def test_importing_polyattn_needs_nothing_of_the_conformance_suite(run_python):
-    names = [*(TESTING - {"numpy"}), "polyattn.conformance"]
-    assert loaded_after(run_python, "import polyattn, polyattn.cli", names) == []
 
 
 def test_the_parts_of_the_package_are_there_when_they_are_asked_for(run_python):

@@ -62,7 +62,7 @@ def test_backends():
     assert [name for name in names if name] == [x.name for x in listed]  # faults have no name
 
 
-@pytest.mark.parametrize("to", [np.asarray, torch.asarray, jnp.asarray])
+@pytest.mark.parametrize("to", [np.asarray, torch.asarray])
 def test_a_mask_is_a_picture(to):
     ids = to(np.repeat(np.arange(4), 4))
     runs = picture(masks.segments(ids) & masks.causal())

@@ -51,10 +51,8 @@ class Block(NamedTuple):
 
 @lru_cache(maxsize=64)
 def blocks(problem: Problem, tile: int) -> tuple[Block, ...]:
-    """Cut a call into blocks of at most `tile` scores, or of one row.
-
-    A block with rows of several heads of a group has all rows of these heads.
-    """
+    """Cut a call into blocks of at most `tile` scores, or of one row."""
+    # A block with rows of several heads of a group has all rows of these heads.
     length, group_size = problem.query_length, problem.group_size
     pairs = Span(0, math.prod(problem.batch) * problem.key_heads)
     most = max(1, tile // problem.key_length)
@@ -99,10 +97,7 @@ def _strides(array: Array) -> tuple[int, int, int]:
 
 
 def record_of(problem: Problem, x: Operands, **others: Array | None) -> tuple[Any, list[Array]]:
-    """Return a record of `rows.ROWS` for all blocks, and the arrays that it points to.
-
-    `others` are arrays for the fields of these names.
-    """
+    """Return a record of `rows.ROWS` for all blocks, `others` by name, and its arrays."""
     low, high = band(problem)
     record = np.zeros((), rows.ROWS)
     # An end outside int64 is beyond every key.

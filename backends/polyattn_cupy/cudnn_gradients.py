@@ -145,12 +145,10 @@ def _lengths(problem: Problem, graph: Graph) -> dict[int, Array]:
 def _of_logsumexp(
     problem: Problem, gradient: Array, output: Array, value: Array
 ) -> tuple[Array, Array, Array]:
-    """Return a value, an output and its gradient that make the share of the logsumexp's gradient.
-
-    cuDNN takes no gradient of the logsumexp. It computes p (dO·V − dO·O) as the gradient of a
-    score. With V = 0 and dO·O = −gradient that is the share p · gradient. The 16-bit numbers in dO
-    add up to the float32 gradient. The gradient of this value has no meaning.
-    """
+    """Return a value, an output and its gradient for the share of the logsumexp's gradient."""
+    # cuDNN has no gradient of it, but computes p (dO·V − dO·O) as that of a score: p · gradient,
+    # with V = 0 and dO·O = −gradient. The 16-bit numbers in dO add up to the float32 gradient. The
+    # gradient of this value has no meaning.
     # In float32 until the end: CuPy's bfloat16 arrays can do little but be converted.
     result, result_gradient = (cupy.zeros(output.shape, np.float32) for _ in range(2))
     rest = gradient.reshape(output.shape[:3]).astype(np.float32)

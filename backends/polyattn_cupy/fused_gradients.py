@@ -86,10 +86,8 @@ def _in_dtype(x: Operands, dtype: Any) -> Operands:
 def _of_rows(
     problem: Problem, residuals: Residuals, cotangents: Cotangents, xp: Any
 ) -> tuple[Array, Array]:
-    """Return the logsumexp of each row, and Σ output · output gradient − logsumexp gradient.
-
-    Both are 0 in a row without keys, and contiguous of shape (items, H, L).
-    """
+    """Return the logsumexp of each row, and Σ output · output gradient − logsumexp gradient."""
+    # Both are 0 in a row without keys, and contiguous of shape (items, H, L).
     real = problem.accumulator
     logsumexp = residuals.logsumexp
     delta = xp.sum(residuals.output.astype(real) * cotangents.output.astype(real), axis=-1)

@@ -34,10 +34,9 @@ class Band(NamedTuple):
 
 
 class Graph(NamedTuple):
-    """Attention, or its gradients: everything that is compiled into a plan.
+    """Attention, or its gradients: everything that is compiled into a plan."""
 
-    The gradients of query, key and value are contiguous; that of the bias is like the bias.
-    """
+    # The gradients of query, key and value are contiguous; that of the bias is like the bias.
 
     query: Tensor
     key: Tensor
@@ -54,10 +53,8 @@ class Graph(NamedTuple):
 
 
 def describe(graph: Graph, **where: Any) -> Any:
-    """Return a graph as an unchecked cudnn.pygraph, which needs neither cuDNN nor a device.
-
-    `where` is the `handle` of a device, or `sm_version` and `device_property` of an absent one.
-    """
+    """Return a graph as an unchecked cudnn.pygraph, which needs neither cuDNN nor a device."""
+    # `where` is the `handle` of a device, or `sm_version` and `device_property` of an absent one.
     cudnn = loading.library()
     dtypes = _dtypes(cudnn)
     plan = cudnn.pygraph(

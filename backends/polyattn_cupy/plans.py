@@ -42,10 +42,8 @@ class _Plan:
         self.graph.execute(pointers, workspace, handle=handle)
 
     def _direct(self) -> Any:
-        """Return a shortcut past the 40 µs in which `execute` checks every pointer, or None.
-
-        There is none if the frontend lacks these internals, or uses one of its own engines.
-        """
+        """Return a shortcut past the 40 µs in which `execute` checks every pointer, or None."""
+        # There is none if the frontend lacks these internals, or uses one of its own engines.
         graph = self.graph
         queue = getattr(getattr(graph, "_lowered_graph", None), "_execute_plan_at_index", None)
         chosen, choices = getattr(graph, "_plan_index", 0), getattr(graph, "plans", None)

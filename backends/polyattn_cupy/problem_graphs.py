@@ -56,12 +56,9 @@ def bias_shape(problem: Problem) -> tuple[int, int, int, int]:
 
 @lru_cache(maxsize=1024)
 def graph_of(problem: Problem, *strides: tuple[int, ...]) -> Graph:
-    """Return the graph of a call, or of the gradients of one part of it.
-
-    `strides` are those of query, key and value in bytes, and of output and its gradient for
-    gradients. Without them arrays are contiguous, as is what is made for a call: a part has some
-    items with all heads, or some heads of one item.
-    """
+    """Return the graph of a call, or of the gradients of one part of it, by strides in bytes."""
+    # Without strides arrays are contiguous, as is what is made for a call: a part has some items
+    # with all heads, or some heads of one item.
     is_gradient = "backward" in problem.features
     items, groups = math.prod(problem.batch), problem.key_heads
     heads, length, keys = problem.scores[-3:]
@@ -94,10 +91,8 @@ def graph_of(problem: Problem, *strides: tuple[int, ...]) -> Graph:
 
 @lru_cache(maxsize=256)
 def parts_of(problem: Problem) -> tuple[tuple[Span, Span], ...]:
-    """Return the parts in which gradients are computed: spans of items and of key/value heads.
-
-    All parts have the same shape, so one plan computes them.
-    """
+    """Return the parts in which gradients are computed: spans of items and of key/value heads."""
+    # All parts have the same shape, so one plan computes them.
     items, groups = _part(problem)
     return tuple(
         (some, part)
@@ -122,11 +117,8 @@ def _divisor(number: int, most: int) -> int:
 
 
 def _tensor(shape: tuple[int, ...], dtype: str, strides: tuple[int, ...] | None) -> Tensor:
-    """Return the description of a 16-bit array with strides in bytes, or of a contiguous array.
-
-    The stride of an axis of length 1 has no meaning. It is described as that of a contiguous array,
-    so that arrays that differ only in it share a plan.
-    """
+    """Return the description of a 16-bit array with strides in bytes, or of a contiguous array."""
+    # An axis of length 1 is described as contiguous, so that arrays that differ in it share a plan.
     elements = [1] * 4
     for axis in (2, 1, 0):
         if strides is None or shape[axis] == 1:

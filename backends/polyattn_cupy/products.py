@@ -67,12 +67,10 @@ def multiply(
     factor: float = 1.0,
     adds: bool = False,
 ) -> None:
-    """Write factor · x · y to `out` for every matrix, or add it if `adds`.
-
-    `transposed` names the factor that is transposed: "x", "y" or neither. `shape` is the number of
-    matrices, the rows and columns of a product, and the length of its sums. `factor` must not be 0,
-    for which cuBLAS reads neither x nor y.
-    """
+    """Write factor · x · y to `out` for every matrix, or add it if `adds`."""
+    # `transposed` names a factor, "x", "y" or neither. `shape` is the number of matrices, the rows
+    # and columns of a product, and the length of its sums. `factor` must not be 0, for which cuBLAS
+    # reads neither x nor y.
     count, rows, columns, inner = shape
     wide = out.dtype == "float64"
     scalars = np.array([factor, float(adds)], "float64" if wide else "float32")

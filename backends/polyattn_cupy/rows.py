@@ -48,10 +48,8 @@ def _real(weight: str) -> str:
 
 
 def launch(rows: Any, blocks: int, name: str) -> None:
-    """Run a kernel on a record of `ROWS`, one thread block a row.
-
-    The kernel is queued on the current device and stream. A weight must not be larger than a score.
-    """
+    """Queue a kernel on the current stream for a record of `ROWS`, one thread block a row."""
+    # A weight must not be larger than a score.
     keys = int(rows["keys"])
     threads = min(MOST_THREADS, max(64, 1 << (keys - 1).bit_length() >> 3))
     kernel = _kernel(name, cupy.cuda.runtime.getDevice())

@@ -88,10 +88,7 @@ class Cut(NamedTuple):
         return (array.name, *self.grid.place(axes, at))
 
     def blocks(self, at: Index, columns: list[int]) -> tuple[Any, Any, Any]:
-        """Return the keys of the blocks of keys, values and arrays of options.
-
-        Without a key only the sinks count.
-        """
+        """Return the keys of the blocks of keys, values and options; only sinks without a key."""
         places = [at._replace(column=n) for n in columns]
         keys, values = (
             [self.block(name, place) for place in places] if name in self.arrays else []
@@ -113,10 +110,7 @@ class Cut(NamedTuple):
 
 
 def cut(problem: Problem, x: Operands, grid: Grid | None = None, **results: Array | None) -> Cut:
-    """Return a call, its arrays cut as a grid is, by default that of its own chunks.
-
-    `results` are arrays that are shaped as the results of the call.
-    """
+    """Return a call, and arrays as its results, cut as a grid, by default of its own chunks."""
     arrays_of_call = {"query": x.query, "key": x.key, "value": x.value, **results}
     given: dict[str, Any] = {n: array for n, array in arrays_of_call.items() if array is not None}
     grid = grid or grid_of(problem, {n: given[n].chunks for n in ("query", "key", "value")})

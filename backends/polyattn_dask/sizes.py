@@ -82,11 +82,8 @@ def bytes_of_a_key(problem: Problem, grid: Grid, at: Index, arrays: Sequence[Opt
 
 
 def grouped(seen: Sequence[int], sizes: Sequence[int], whole_rows: bool) -> list[list[int]]:
-    """Return the chunks of keys that a block of rows sees, by the tasks that read them.
-
-    A task reads at most the limit, or one chunk; unless it needs all keys from the first to the
-    last.
-    """
+    """Return the chunks of keys that a block of rows sees, by the tasks that read them."""
+    # A task reads at most the limit, or one chunk; unless it needs all keys, from first to last.
     if whole_rows:
         return [list(range(seen[0], seen[-1] + 1))] if seen else []
     groups: list[list[int]] = []
@@ -101,10 +98,9 @@ def grouped(seen: Sequence[int], sizes: Sequence[int], whole_rows: bool) -> list
 
 
 class RunsOfChunks:
-    """The groups that `grouped` makes of consecutive chunks, counted without a look at each.
+    """The groups that `grouped` makes of consecutive chunks, counted without a look at each."""
 
-    No chunk is empty. A group may have `keys` keys; one chunk may have more.
-    """
+    # No chunk is empty. A group may have `keys` keys; one chunk may have more.
 
     def __init__(self, columns: Sequence[Span], keys: int) -> None:
         self._chunks, count = columns, len(columns)

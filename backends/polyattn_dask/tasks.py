@@ -223,10 +223,8 @@ class PullBack:
         arrays: Sequence[Blocks],
         results: Sequence[Array | None],
     ) -> dict[tuple[str, int | None], Array]:
-        """Return the share of each chunk of keys, by its number, and those of no chunk by None.
-
-        `results` are output and logsumexp, and their gradients.
-        """
+        """Return the share of each chunk of keys, by its number, and those of no chunk by None."""
+        # `results` are output and logsumexp, and their gradients.
         found: dict[tuple[str, int | None], Array] = {}
         lengths = [span.length for span in self.calls.columns]
         with front().use_threads(1):

@@ -16,12 +16,10 @@ from polyattn_dask.grid import Grid, Index, axes_along, axes_of
 
 
 class Visibility:
-    """The chunks of keys of each block of query rows.
+    """The chunks of keys of each block of query rows."""
 
-    NumPy arrays in a mask are read; dask arrays are not, so that any key may be visible by them. If
-    the masks would be asked about more than `most_looks` pairs of chunks, they are not
-    (`is_exact`): then a block sees all chunks that causal and window leave.
-    """
+    # NumPy arrays in a mask are read, dask arrays are not. If the masks would be asked about more
+    # than `most_looks` pairs of chunks, they are not: a block sees what causal and window leave.
 
     def __init__(
         self, problem: Problem, x: Operands, grid: Grid, most_looks: int | None = None
@@ -45,10 +43,8 @@ class Visibility:
             self._masks = []
 
     def of(self, at: Index) -> Sequence[int]:
-        """Return the numbers of the chunks that some row of a block may see.
-
-        They are a range if no mask is asked and no chunk is empty.
-        """
+        """Return the numbers of the chunks that some row of a block may see."""
+        # They are a range if no mask is asked and no chunk is empty.
         axes = self._axes()
         items = tuple([n if axis in axes else 0 for axis, n in enumerate(at.items)])
         known = Index(items, at.head if "H" in axes else 0, at.row)

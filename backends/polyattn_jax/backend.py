@@ -125,11 +125,9 @@ class JaxBackend(Backend):
         return result
 
     def softmax(self, scores: Array) -> tuple[Array, Array, Array]:
-        """Return the softmax before its division, the maximum a constant to a gradient.
-
-        The result does not depend on what is subtracted. The gradient of a maximum looks for the
-        score that equals it, which XLA may have computed again with another rounding.
-        """
+        """Return the softmax before its division, the maximum a constant to a gradient."""
+        # The result does not depend on it, and the gradient of a maximum looks for the score that
+        # equals it, which XLA may have computed again with another rounding.
         maximum = jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True))
         weights = jnp.exp(scores - or_zero(jnp, maximum))
         return weights, maximum, jnp.sum(weights, axis=-1, keepdims=True)
@@ -150,11 +148,9 @@ _matmul = jax.jit(_product)
 
 @functools.partial(_product.defjvp, symbolic_zeros=True)
 def _matmul_tangent(primals: tuple[Array, Array], tangents: tuple[Any, Any]) -> tuple[Any, Any]:
-    """Return product and tangent; what is not finite in `b` has none by `a`.
-
-    It is in a key. Where the key is seen, the weights are NaN and their gradients too. Where it is
-    hidden, the gradient of its score is 0, and 0 · NaN would spoil that of the query.
-    """
+    """Return product and tangent; what is not finite in `b` has none by `a`."""
+    # It is in a key. Where that is seen, the weights and their gradients are NaN too. Where it is
+    # hidden, the gradient of its score is 0, and 0 · NaN would spoil that of the query.
     (a, b), (moved_a, moved_b) = primals, tangents
     whole = _matmul(a, b)
     parts = []

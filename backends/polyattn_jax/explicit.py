@@ -20,10 +20,9 @@ Size = tuple[int, int]
 
 
 class Explicit:
-    """A function of a tile, and the arrays that it uses, for each size of tile.
+    """A function of a tile, and the arrays that it uses, for each size of tile."""
 
-    The function takes the tile's first row, its first key, and scores if it has them.
-    """
+    # It takes the tile's first row, its first key, and scores if it has them.
 
     def __init__(self, graphs: dict[Size, Any], arrays: dict[Size, list[Array]]) -> None:
         self._graphs, self.arrays = graphs, arrays

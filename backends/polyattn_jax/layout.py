@@ -170,10 +170,8 @@ def tiles_to_compute(problem: Problem, loop: Loop, visible: Array | None) -> Arr
 
 @jax.custom_batching.custom_vmap
 def any_under_vmap(table: Array) -> Array:
-    """Return a table unchanged; under vmap, the union of all that are mapped over.
-
-    vmap turns a condition that differs between items into the computation of both branches.
-    """
+    """Return a table unchanged; under vmap, the union of all that are mapped over."""
+    # vmap turns a condition that differs between items into the computation of both branches.
     return table
 
 

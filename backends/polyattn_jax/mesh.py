@@ -17,10 +17,8 @@ Spec: Any = PartitionSpec
 
 
 def varying_like(state: Any, x: Any) -> Any:
-    """Return arrays as ones that vary along the manual mesh axes along which `x` varies.
-
-    Inside ``jax.shard_map``, what a loop starts from must vary along the axes of what it adds.
-    """
+    """Return arrays as ones that vary along the manual mesh axes along which `x` varies."""
+    # Inside ``jax.shard_map``, what a loop starts from must vary along the axes of what it adds.
     axes: set[str] = set()
     for leaf in jax.tree.leaves(x):
         for _, array in leaf.carried() if hasattr(leaf, "carried") else [("", leaf)]:
@@ -47,12 +45,9 @@ def _along(array: Array, axes: set[str]) -> Any:
 
 @jax.custom_batching.custom_vmap
 def all_finite(result: Array, key: Array, value: Array) -> Array:
-    """Return whether a product with values is finite; under vmap, those of all items together.
-
-    vmap turns a condition that differs between items into the computation of both branches. If the
-    batch or the heads of result, key and value are sharded, each device learns it of its own part,
-    so that none waits for another.
-    """
+    """Return whether a product with values is finite; under vmap, those of all items together."""
+    # vmap turns a condition that differs between items into the computation of both branches. Each
+    # device learns it of its own part of sharded batches and heads, so that none waits for another.
     if _axes(result) or _axes(key) or _axes(value):  # inside jax.shard_map there are own ones only
         return jnp.all(jnp.isfinite(result))
     found: Array = _own_finite(result, key, value)

@@ -65,11 +65,8 @@ class Body:
 def sweep(
     problem: Problem, tile: int, x: Operands, body: Body, rows: Rows, moved: Rows
 ) -> tuple[Array, ...]:
-    """Return the results for all rows, in tiles of about `tile` scores at most.
-
-    The body is given a block of the arrays (..., L, n) of `rows` and `moved` at a time. Those of
-    `moved` are differentiated.
-    """
+    """Return the results for all rows, in tiles of about `tile` scores at most."""
+    # The body gets blocks of the arrays `rows` and `moved`, (..., L, n); gradients go to `moved`.
     if 0 in problem.scores:
         block, state = body.start(rows | moved, problem.query_length)
         return body.finish(state, block)

@@ -108,11 +108,8 @@ class _Tangent(Body):
         return block, (jnp.zeros_like(output), mean)
 
     def slices(self, rows: Rows, first: Array, columns: int) -> dict[str, Array]:
-        """Return the tiles of the tangents that have an entry for each key.
-
-        As arrays to loop over: the gradient of a slice that is cut within the loop would be as
-        large as the array, for each tile.
-        """
+        """Return the tiles of tangents that have an entry for each key, as arrays to loop over."""
+        # The gradient of a slice cut within the loop would be as large as the array, for each tile.
         bias = rows.get("moved bias", self.moved.bias)
         whole = {"key": (self.moved.key, -2), "value": (self.moved.value, -2), "bias": (bias, -1)}
 

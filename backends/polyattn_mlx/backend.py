@@ -67,11 +67,9 @@ class MlxBackend(Backend):
         return evaluated
 
     def softmax(self, scores: Array) -> tuple[Array, Array, Array]:
-        """Return the softmax before its division, the maximum a constant to a gradient.
-
-        The result does not depend on what is subtracted. The gradient of a maximum would add the
-        rounding of a whole row to one key.
-        """
+        """Return the softmax before its division, the maximum a constant to a gradient."""
+        # The result does not depend on it, and the gradient of a maximum would add the rounding of
+        # a whole row to one key.
         maximum = mx.stop_gradient(mx.max(scores, axis=-1, keepdims=True))
         weights = self.xp.exp(scores - or_zero(mx, maximum))
         return weights, maximum, mx.sum(weights, axis=-1, keepdims=True)

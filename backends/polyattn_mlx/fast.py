@@ -26,10 +26,9 @@ from polyattn.plugin import (
 
 
 class Fast(Kernel):
-    """`mx.fast.scaled_dot_product_attention`.
+    """`mx.fast.scaled_dot_product_attention`."""
 
-    It gives a row without keys the mean of the values, so with a mask such rows are cleared here.
-    """
+    # It gives a row without keys the mean of the values, so with a mask such rows are cleared here.
 
     name = "fast"
     features = frozenset({

@@ -35,10 +35,8 @@ class NumpyBackend(Backend):
         return array if isinstance(array, np.ndarray) else super().place(array, device)
 
     def shield(self, problem: Problem, operands: Operands) -> AbstractContextManager[Any]:
-        """Return a context without warnings, after a check of the number of threads.
-
-        Small calls do not use that number.
-        """
+        """Return a context without warnings, after a check of the number of threads."""
+        # Small calls do not use that number.
         thread_count()
         return np.errstate(all="ignore")
 

@@ -109,10 +109,8 @@ class Task(NamedTuple):
 
 
 def split_heads(problem: Problem, array: Array, ndim: int | None = None) -> Array:
-    """Pad an array's shape to (batch..., H, rows, keys), and split H into (G, H/G).
-
-    It has `ndim` axes before, those of the batch and three by default.
-    """
+    """Pad an array's shape to (batch..., H, rows, keys), and split H into (G, H/G)."""
+    # It has `ndim` axes before, those of the batch and three by default.
     ndim = ndim or len(problem.batch or (1,)) + 3
     *batch, heads, rows, keys = (1,) * (ndim - array.ndim) + array.shape
     size = problem.group_size
@@ -132,11 +130,8 @@ def even_count(number: int, most: int) -> int:
 
 
 def uses_table(problem: Problem, tile: int) -> bool:
-    """Return whether a mask table can save more than it costs.
-
-    No table is needed for causal and window at a known offset, and none can be made from a bare
-    mask function.
-    """
+    """Return whether a mask table can save more than it costs."""
+    # Causal and window need none at a known offset, and a bare mask function can have none.
     banded_by_item = problem.query_offset is None and problem.masks_by_position
     masked = problem.mask is not None or problem.mask_spec is not None or banded_by_item
     rows = max(problem.query_length * problem.group_size, FEW_ROWS)
@@ -170,11 +165,9 @@ def useful_threads(problem: Problem, products: int) -> int:
 def tasks(
     problem: Problem, tile: int, threads: int, *, share_items: bool = True, products: int = 2
 ) -> tuple[Task, ...]:
-    """Cut a call into tasks, those with the most work first, parts in the order of their keys.
-
-    `tile` is the largest number of scores in a tile, and `products` how many products each takes.
-    Items whose mask tables differ share no task.
-    """
+    """Cut a call into tasks, those with the most work first, parts in the order of their keys."""
+    # `tile` is the largest number of scores in a tile, and `products` how many products each takes.
+    # Items whose mask tables differ share no task.
     side, group_size = math.isqrt(tile), problem.group_size
     rows, strip = row_sizes(problem, tile)
     blocks = [

@@ -24,10 +24,9 @@ def adds_across_heads(problem: Problem, x: Operands) -> bool:
 
 
 class GradientSums:
-    """The gradients of a call, zero at first, in the accumulator's dtype.
+    """The gradients of a call, zero at first, in the accumulator's dtype."""
 
-    Views of them have the axes of `PreparedCall`: (outer..., batch, G, H/G, length, size).
-    """
+    # Views of them have the axes of `PreparedCall`: (outer..., batch, G, H/G, length, size).
 
     def __init__(
         self,

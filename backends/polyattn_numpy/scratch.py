@@ -68,10 +68,8 @@ def ones(length: int, dtype: Any) -> Array:
 
 @lru_cache(maxsize=2)
 def has_small_products(dtype: Any) -> bool:
-    """Return whether BLAS multiplies small matrices without copying them first.
-
-    OpenBLAS has such kernels only for AVX-512, for up to a million multiply-adds.
-    """
+    """Return whether BLAS multiplies small matrices without copying them first."""
+    # OpenBLAS has such kernels only for AVX-512, for up to a million multiply-adds.
     builds = {(x.internal_api, getattr(x, "architecture", None)) for x in blas.libraries()}
     wide = {("openblas", name) for name in ("SkylakeX", "Cooperlake", "SapphireRapids")}
     return bool(dtype == np.float32 and builds and builds <= wide)
@@ -79,10 +77,7 @@ def has_small_products(dtype: Any) -> bool:
 
 @lru_cache(maxsize=2)
 def fast_exp2(dtype: str) -> bool:
-    """Return whether exp2 has vector instructions here, and so takes half the time of exp.
-
-    Only AVX-512 has them; elsewhere exp is the faster one.
-    """
+    """Return whether exp2 has vector instructions here, as AVX-512 has: half the time of exp."""
     if dtype != "float32" or not hasattr(np.lib, "introspect"):
         return False
     info = np.lib.introspect.opt_func_info(func_name="^exp2$", signature="float32")

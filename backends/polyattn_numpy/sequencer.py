@@ -20,10 +20,9 @@ PAUSE = 5e-5
 
 
 class Sequencer:
-    """How far each task has come, and which tasks share a sum.
+    """How far each task has come, and which tasks share a sum."""
 
-    Plain lists, which threads read and write without a lock: no interrupt can leave them locked.
-    """
+    # Threads use plain lists without a lock: no interrupt can leave them locked.
 
     def __init__(
         self,

@@ -24,11 +24,9 @@ T = TypeVar("T")
 
 
 class Exclusive:
-    """A lock for actions, which is always free afterwards.
+    """A lock for actions, which is always free afterwards."""
 
-    An interrupt may come between any two instructions of the main thread. At the end of a `with`
-    block, it would leave the lock taken.
-    """
+    # An interrupt between two instructions at the end of a `with` block would leave it taken.
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -91,11 +89,10 @@ class Limit:
 
 
 class Blas:
-    """NumPy's BLAS, limited to one thread as long as any call needs that.
+    """NumPy's BLAS, limited to one thread as long as any call needs that."""
 
-    The number of its threads belongs to the process: the call that ends last restores it. MKL, and
-    OpenBLAS built with OpenMP, have one number for each thread.
-    """
+    # The number of its threads belongs to the process: the call that ends last restores it. MKL,
+    # and OpenBLAS built with OpenMP, have one number for each thread.
 
     def __init__(self, find: Callable[[], list[Any]]) -> None:
         self._find = find
@@ -109,10 +106,7 @@ class Blas:
         return [library for limit in limits for library in limit.libraries]
 
     def limits(self) -> tuple[Limit, Limit]:
-        """Return the limit of the process and that of the calling thread.
-
-        For one thread at a time, as `_one_at_a_time` runs it.
-        """
+        """Return the limits of process and calling thread, in turns by `_one_at_a_time`."""
         if self._of_process is None:
             self._of_process = Limit([x for x in self._find() if not counts_by_thread(x)])
         own: Limit | None = getattr(self._of_threads, "limit", None)
@@ -181,11 +175,9 @@ def numpys_blas() -> list[Any]:
 
 
 class Job:
-    """Work that several threads may do at once, besides the one that waits for them.
+    """Work that several threads may do at once, besides the one that waits for them."""
 
-    Its progress is the length of lists that only grow, so that waiting can be interrupted and
-    repeated.
-    """
+    # Its progress is lengths of growing lists, so that a wait can be interrupted and repeated.
 
     def __init__(self, work: Callable[[], None]) -> None:
         self._work = work
@@ -215,11 +207,10 @@ class Job:
 
 
 class Pool:
-    """Threads that wait for jobs, as many as were ever needed at once.
+    """Threads that wait for jobs, as many as were ever needed at once."""
 
-    They are daemons, unlike those of `concurrent.futures`, which end before functions of `atexit`
-    run. No call waits for a thread that has not begun.
-    """
+    # They are daemons, unlike those of `concurrent.futures`, which end before functions of `atexit`
+    # run. No call waits for a thread that has not begun.
 
     def __init__(self) -> None:
         self._jobs: SimpleQueue[tuple[contextvars.Context, Job]] = SimpleQueue()
@@ -282,10 +273,8 @@ def default() -> int:
 
 
 def each(work: Callable[[T], None], items: Sequence[T], threads: int, state: Shared) -> None:
-    """Do the work on every item, on the calling thread and up to `threads` - 1 others.
-
-    An error stops them all. Long work calls `state.check` now and then.
-    """
+    """Do the work on every item, on the calling thread and up to `threads` - 1 others."""
+    # An error stops them all. Long work calls `state.check` now and then.
     left = deque(items)
 
     def drain(show: Callable[[float], None] | None = None) -> None:

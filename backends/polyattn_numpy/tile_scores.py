@@ -95,10 +95,8 @@ class TileScores:
 
 
 def convert(block: Array, out: Array) -> None:
-    """Write an array into one of another dtype.
-
-    NumPy converts float16 number by number; these four passes take a fifth of its time.
-    """
+    """Write an array into one of another dtype."""
+    # NumPy converts float16 number by number; these four passes take a fifth of its time.
     if block.dtype != np.float16 or out.dtype != np.float32 or not block.dtype.isnative:
         np.copyto(out, block, casting="unsafe")
         return

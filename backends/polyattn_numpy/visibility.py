@@ -58,10 +58,8 @@ class Visibility:
     def _of_regions(
         self, table: MaskTable, tile: Tile, regions: tuple[Region, ...]
     ) -> list[RegionMask]:
-        """Return the masks of some regions; reuse the previous tile's if only the heads differ.
-
-        Anew for each tile they take up to 1.1 times the time of a call.
-        """
+        """Return the masks of some regions; reuse the previous tile's if only the heads differ."""
+        # Anew for each tile they take up to 1.1 times the time of a call.
         key = (tile.rows, tile.columns)
         if self._last[0] == key:
             return self._last[1]

@@ -26,10 +26,9 @@ DOMAIN = "com.microsoft"
 
 
 class GroupQuery(Kernel):
-    """One node over the memory of a cache, which reads no key after the last one.
+    """One node over the memory of a cache, which reads no key after the last one."""
 
-    Its past is the memory, and there are no new keys: those of the rows are in the memory already.
-    """
+    # Its past is the memory, and there are no new keys: those of the rows are in it already.
 
     name = "group_query"
     features = frozenset({

@@ -10,10 +10,7 @@ from polyattn_onnx.operator import Node
 
 
 def model_of(node: Node) -> onnx.ModelProto:
-    """Return the model; its inputs are those that the node has, in the operator's order.
-
-    The batch, L and S are symbolic in it.
-    """
+    """Return the model of symbolic lengths; its inputs are the node's, in the operator's order."""
     inputs: dict[str, tuple[str, list[str | int]]] = {
         "query": (node.dtype, ["B", node.heads, "L", node.head_size]),
         "key": (node.dtype, ["B", node.key_heads, "S", node.head_size]),

@@ -77,12 +77,10 @@ class Node(NamedTuple):
 
 
 class Operator(Kernel):
-    """A call that is one node, which a subclass runs.
+    """A call that is one node, which a subclass runs."""
 
-    A causal call or a window that the operator has no attribute for becomes a mask, as a mask
-    expression does, and so does what ``score_mod=`` adds to the scores. Sinks become one more key,
-    of zeros, whose mask they are.
-    """
+    # What the operator has no attribute for becomes a mask: causal, windows, mask expressions, and
+    # what ``score_mod=`` adds. Sinks become one more key, of zeros, whose mask they are.
 
     features = frozenset({
         "batch_broadcast", "bias", "causal", "grouped_heads", "mask", "mask_expression", "mask_mod",
@@ -196,12 +194,9 @@ class Positions(NamedTuple):
 
 
 def _positions(problem: Problem, opset: int) -> Positions:
-    """Return what the node of a call does by positions.
-
-    Without a number of keys, row 0 is at position 0; with one, the last row is the last of them:
-    of the tokens in a cache, or of all keys. Other offsets are left to a mask: the operator does
-    not define positions after the last key.
-    """
+    """Return what the node of a call does by positions."""
+    # Without a number of keys, row 0 is at position 0; with one, the last row is the last of them.
+    # Other offsets are left to a mask: the operator defines no positions after the last key.
     low, high = band(problem)
     # In float64 ONNX Runtime counts the positions of causal rows from the first key regardless.
     counts = opset >= COUNTS and problem.dtype != "float64"
@@ -224,10 +219,8 @@ def _positions(problem: Problem, opset: int) -> Positions:
 
 
 def _scaled(problem: Problem, query: Array, xp: Any) -> tuple[Array, float]:
-    """Return the query and the attribute scale: a float32 above 0, as runtimes ask for.
-
-    ONNX Runtime multiplies query and key by its root each, which it rounds to float32.
-    """
+    """Return the query and the attribute scale: a float32 above 0, as runtimes ask for."""
+    # ONNX Runtime multiplies query and key by its root each, which it rounds to float32.
     scale = problem.scale
     if problem.dtype == "float64":
         # As an array: torch's exporter rounds a number to float32.
@@ -270,10 +263,8 @@ def _added(problem: Problem, x: Operands, at: Indices, xp: Any) -> Array | None:
 def _with_sinks(
     problem: Problem, x: Operands, pair: list[Array], mask: Array | None, xp: Any
 ) -> tuple[list[Array], Array]:
-    """Return key and value with one of zeros before all, and the mask with its logits, the sinks.
-
-    Zeros have the score 0, softcapped or not, and add nothing to the output.
-    """
+    """Return key and value with one of zeros first, and the mask with its logits, the sinks."""
+    # Zeros have the score 0, softcapped or not, and add nothing to the output.
     dtype = getattr(xp, problem.accumulator)
     # The operands have one batch axis; so have these indices, of which batch items are not asked.
     one = problem._replace(batch=problem.batch[:1])

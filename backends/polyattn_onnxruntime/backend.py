@@ -26,12 +26,9 @@ PROVIDERS = {
 
 @lru_cache(maxsize=64)
 def session_of(node: Node, device: str, threads: int) -> tuple[Any, tuple[str, ...]]:
-    """Return the session that runs a node of any lengths, and the names of its inputs in order.
-
-    It is made if no recent call had the same facts, which takes some milliseconds. Its threads do
-    not spin when a run is over. A node that the provider of the device does not run is an error:
-    ONNX Runtime would run it on the CPU, and not say so.
-    """
+    """Return the session that runs a node of any lengths, and the names of its inputs in order."""
+    # It takes some milliseconds to make. Its threads do not spin when a run is over. A node that
+    # the provider does not run is an error: it would run on the CPU, and not say so.
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
     options.log_severity_level = 4  # errors are raised

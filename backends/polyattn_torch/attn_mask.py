@@ -26,10 +26,8 @@ from polyattn.plugin import (
 
 
 def is_square_causal(problem: Problem) -> bool:
-    """Return whether torch's is_causal means exactly this problem's band.
-
-    Also where both lengths are unknown: it counts from the first key, whatever they are.
-    """
+    """Return whether torch's is_causal means exactly this problem's band."""
+    # Also where both lengths are unknown: it counts from the first key, whatever they are.
     return (
         problem.query_length == problem.key_length
         and problem.masks_by_position_only
@@ -66,10 +64,8 @@ def takes_mask(problem: Problem) -> bool:
 
 
 def made_mask(problem: Problem, keys: Span, *, banded: bool) -> int:
-    """Return the most elements of a mask built for the call on some keys.
-
-    0 if the mask exists already, or is of unknown size: other kernels would hold as many scores.
-    """
+    """Return the most elements of a mask built for the call on some keys."""
+    # 0 if it exists already, or is of unknown size: other kernels would hold as many scores.
     mask = None
     if problem.mask_spec is not None and "mask_mod" not in problem.features:
         mask = _shape_of_expression(problem, keys)

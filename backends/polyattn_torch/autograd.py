@@ -160,10 +160,8 @@ class _Gradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *moved_gradients: torch.Tensor | None) -> tuple[Any, ...]:
-        """Differentiate (gradients · moved) by forward mode, as its second derivative is symmetric.
-
-        Output and logsumexp move with the tensors, so they have no gradient of their own.
-        """
+        """Differentiate (gradients · moved) by forward mode: its second derivative is symmetric."""
+        # Output and logsumexp move with the tensors, so they have no gradient of their own.
         of_results, results, tensors = _saved(ctx)
         step, wanted = ctx.asked.step, list(ctx.needs_input_grad[5:])
 

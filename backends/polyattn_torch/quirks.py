@@ -130,10 +130,6 @@ def _overruns_its_mask(problem: Problem, device: DeviceInfo) -> bool:
     )
 
 
-def _mps_before_2_11(problem: Problem, device: DeviceInfo) -> bool:
-    return device.kind == "mps" and device.torch < (2, 11)
-
-
 def _mps_leaks(problem: Problem, device: DeviceInfo) -> bool:
     return (
         device.kind == "mps"
@@ -144,24 +140,8 @@ def _mps_leaks(problem: Problem, device: DeviceInfo) -> bool:
     )
 
 
-def _mps_sizes(problem: Problem, device: DeviceInfo) -> bool:
-    return device.kind == "mps" and problem.value_size != problem.head_size
-
-
-def _mps(problem: Problem, device: DeviceInfo) -> bool:
-    return device.kind == "mps"
-
-
-def _mps_scale(problem: Problem, device: DeviceInfo) -> bool:
-    return device.kind == "mps" and "scale" in problem.features
-
-
 def _mps_mask(problem: Problem, device: DeviceInfo) -> bool:
     return device.kind == "mps" and (takes_mask(problem) or _mps_leaks(problem, device))
-
-
-def _mps_many_scores(problem: Problem, device: DeviceInfo) -> bool:
-    return device.kind == "mps" and (problem.is_symbolic or math.prod(problem.scores) > 2**32)
 
 
 def _mps_large_scores(problem: Problem, device: DeviceInfo) -> bool:
@@ -178,24 +158,12 @@ def _mps_long_sums(problem: Problem, device: DeviceInfo) -> bool:
     )
 
 
-def _mps_groups(problem: Problem, device: DeviceInfo) -> bool:
-    return device.kind == "mps" and _is_grouped(problem)
-
-
 def _loses_an_empty_logsumexp(problem: Problem, device: DeviceInfo) -> bool:
     return (
         device.kind in ("cpu", "cuda")
         and "logsumexp" in problem.features
         and may_have_empty_rows(problem)
     )
-
-
-def _hides_before_it_scales(problem: Problem, device: DeviceInfo) -> bool:
-    return device.kind == "cpu" and problem.scale <= 0 and is_square_causal(problem)
-
-
-def _scale_below_0(problem: Problem, device: DeviceInfo) -> bool:
-    return device.kind != "cpu" and problem.scale <= 0
 
 
 def _cuts_off_the_bias(problem: Problem, device: DeviceInfo) -> bool:
@@ -264,7 +232,7 @@ QUIRKS = (
     ),
     Quirk(
         "MPS, torch < 2.11",
-        _mps_before_2_11,
+        lambda problem, device: device.kind == "mps" and device.torch < (2, 11),
         "it reads beyond its arrays on MPS before torch 2.11",
         Workaround.REFUSE,
         "pytorch#174861",
@@ -278,14 +246,14 @@ QUIRKS = (
     ),
     Quirk(
         "MPS",
-        _mps_sizes,
+        lambda problem, device: device.kind == "mps" and problem.value_size != problem.head_size,
         "value vectors of another size give wrong shapes and numbers",
         Workaround.PAD,
         "pytorch#176767",
     ),
     Quirk(
         "MPS, torch >= 2.8",
-        _mps,
+        lambda _, device: device.kind == "mps",
         "views give wrong numbers",
         Workaround.CONTIGUOUS,
         "pytorch#181133",
@@ -306,21 +274,23 @@ QUIRKS = (
     ),
     Quirk(
         "MPS",
-        _mps_scale,
+        lambda problem, device: device.kind == "mps" and "scale" in problem.features,
         "it uses the scale of an earlier call on MPS",
         Workaround.REFUSE,
         "pytorch#184122",
     ),
     Quirk(
         "MPS",
-        _mps_groups,
+        lambda problem, device: device.kind == "mps" and _is_grouped(problem),
         "grouped heads give wrong numbers, or crash with a mask",
         Workaround.REPEAT_HEADS,
         "pytorch#149132",
     ),
     Quirk(
         "MPS",
-        _mps_many_scores,
+        lambda problem, device: (
+            device.kind == "mps" and (problem.is_symbolic or math.prod(problem.scores) > 2**32)
+        ),
         "more than 2³² scores give wrong numbers",
         Workaround.REFUSE,
         "pytorch#179352",
@@ -348,14 +318,16 @@ QUIRKS = (
     ),
     Quirk(
         "CPU, flash",
-        _hides_before_it_scales,
+        lambda problem, device: (
+            device.kind == "cpu" and problem.scale <= 0 and is_square_causal(problem)
+        ),
         "with is_causal, a scale of 0 or below turns the -inf of hidden keys into NaN or +inf",
         Workaround.EXPLICIT_MASK,
         "seen in torch 2.13",
     ),
     Quirk(
         "CUDA, flash and memory-efficient; unknown on other accelerators",
-        _scale_below_0,
+        lambda problem, device: device.kind != "cpu" and problem.scale <= 0,
         "a scale of 0 or below turns the -inf of hidden keys into NaN or +inf",
         Workaround.REFUSE,
         "read in torch 2.13",

@@ -84,10 +84,8 @@ def _route(problem: Problem) -> Route:
 
 
 def _has_static_lengths(problem: Problem) -> bool:
-    """Return whether lengths are numbers and no symbols of a program.
-
-    torch 2.13 fails on the strides of a part whose length it computes of symbols.
-    """
+    """Return whether lengths are numbers and no symbols of a program."""
+    # torch 2.13 fails on the strides of a part whose length it computes of symbols.
     if problem.is_symbolic or not is_compiling():
         return not problem.is_symbolic
     from torch.fx.experimental.symbolic_shapes import has_static_value

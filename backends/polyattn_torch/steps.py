@@ -143,10 +143,8 @@ class KernelStep:
 def step_of(
     kernel: Kernel, problem: Problem, x: Operands, backend: Backend
 ) -> tuple[KernelStep, list[torch.Tensor], bool] | None:
-    """Return the step of a call, its tensors and whether it asks for a logsumexp.
-
-    None for a call that autograd does not record, or records operation by operation.
-    """
+    """Return the step of a call, its tensors and whether it asks for a logsumexp, or None."""
+    # None for a call that autograd does not record, or records operation by operation.
     if not is_recorded(problem) or not kernel.features >= {"backward", "jvp"}:
         return None
     if problem.normalizer is not None or _needs_operations(problem, x, backend):

@@ -2,29 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import functools
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from polyattn._api.partial import Partial, attention_partial, merge
+from polyattn._api.run import plan_of, run
 from polyattn._base.arrays import Array, ArrayFacts, facts_of
+from polyattn._base.quantized import Quantized
 from polyattn._base.slices import Slice
 from polyattn._core.call.describe import describe
 from polyattn._core.call.parts import options_of, options_of_part
 from polyattn._core.call.problem import examine
 from polyattn._core.expressions.parts import Part
 
+Piece = tuple[int, Array | Quantized, Array | Quantized]
+
 
 def attention_over_pieces(
     query: Array,
     key: ArrayFacts,
     value: ArrayFacts,
-    pieces: Iterable[tuple[int, Array, Array]],
+    pieces: Iterable[Piece],
+    in_floats: Callable[[], Iterable[Piece]],
     **options: Any,
 ) -> Array:
     """Return `attention` over keys and values of which only the facts are known as a whole.
 
     Each of the pieces is the index of its first key, its keys and its values, in the dtype of
-    sums; there is at least one. They are joined in this dtype, in which the query must be.
+    sums; there is at least one. They are joined in this dtype, in which the query must be. For a
+    kernel that reads no integers, ``in_floats()`` stands for a piece of integers.
     """
     if options.pop("normalizer", None) is not None:
         raise ValueError(
@@ -35,23 +42,50 @@ def attention_over_pieces(
     call, operands = describe(query, key, value, **options, facts=_facts)
     problem = examine(call)
     given = options_of(problem, operands)
-    joined: Partial | None = None
-    for start, keys, values in pieces:
-        part = Part(
-            problem.batch,
-            tuple([Slice(0, length) for length in problem.batch]),
-            Slice(0, problem.heads),
-            Slice(0, problem.query_length),
-            Slice(start, keys.shape[-2]),
-            given.get("query_offset", 0),
-        )
-        own = options_of_part(given, part) | selection
-        partial = attention_partial(query, keys, values, **own)
-        joined = partial if joined is None else merge(joined, partial)
-        given.pop("sinks", None)  # which count once
-    assert joined is not None
-    return joined.output
+
+    def partials(pieces: Iterable[Piece]) -> Iterator[Partial]:
+        for start, keys, values in pieces:
+            part = Part(
+                problem.batch,
+                tuple([Slice(0, length) for length in problem.batch]),
+                Slice(0, problem.heads),
+                Slice(0, problem.query_length),
+                Slice(start, keys.shape[-2]),
+                given.get("query_offset", 0),
+            )
+            own = options_of_part(given, part) | selection
+            if not isinstance(keys, Quantized):
+                partial = attention_partial(query, keys, values, **own)
+            else:
+                found = attention_over_integers(query, keys, values, **own)
+                if found is None:
+                    yield from partials(in_floats())
+                    continue
+                partial = found
+            given.pop("sinks", None)  # which count once
+            yield partial
+
+    return functools.reduce(merge, partials(pieces)).output
+
+
+def attention_over_integers(
+    query: Array,
+    key: Quantized,
+    value: Quantized,
+    *,
+    backend: Any = None,
+    kernel: Any = None,
+    **options: Any,
+) -> Partial | None:
+    """Return `attention_partial` over integers, or None if its kernel reads none."""
+    call, operands = describe(query, key, value, **options, logsumexp=True, facts=_facts)
+    plan = plan_of(call, query, backend, kernel)
+    if plan.placement.moved or not plan.kernel.reads_quantized(plan.placement.problem):
+        return None
+    return Partial(*run(call, operands, plan))
 
 
 def _facts(array: Any, name: str) -> ArrayFacts:
+    if isinstance(array, Quantized):
+        return facts_of(array.steps, name)._replace(shape=array.shape)
     return array if isinstance(array, ArrayFacts) else facts_of(array, name)

@@ -16,19 +16,25 @@ NO_WINDOW = (-1, -1)
 
 def options_of(scale: float | None, softcap: float) -> dict[str, Any]:
     """Return the options that mean the same everywhere."""
-    options: dict[str, Any] = {"layout": "...LHD"}
-    if scale is not None:
-        options["scale"] = scale
+    options: dict[str, Any] = {} if scale is None else {"scale": scale}
     if softcap > 0:
         options["softcap"] = softcap
     return options
 
 
+def attended(q: Array, k: Array, v: Array, options: dict[str, Any], logsumexp: bool) -> Any:
+    """Return attention of arrays (B, L, H, D), with the logsumexp, (B, H, L), if asked for."""
+    if not logsumexp:
+        return attention(q, k, v, layout="...LHD", **options)
+    output, total = attention_partial(q, k, v, layout="...LHD", **options)
+    return output, library_of(total).xp.permute_dims(total, (0, 2, 1))
+
+
 def dense(
     q: Array, k: Array, v: Array, scale: float | None, causal: bool, window: Any, softcap: float,
     *, dropout: float = 0.0, slopes: Array | None = None, chunk: int = 0, logsumexp: bool = False,
-) -> tuple[Array, Array | None]:  # fmt: skip
-    """Return attention of arrays (B, L, H, D), and the logsumexp, (B, H, L), if it is asked for."""
+) -> Any:  # fmt: skip
+    """Return attention of arrays (B, L, H, D), with the logsumexp, (B, H, L), if asked for."""
     options = options_of(scale, softcap)
     if causal:
         options["is_causal"] = True
@@ -38,29 +44,21 @@ def dense(
         options["dropout"] = dropout_of(q, dropout)
     if slopes is not None or chunk:
         options |= by_position(q, k.shape[1], k.shape[1] - q.shape[1], slopes, chunk)
-    if not logsumexp:
-        return attention(q, k, v, **options), None
-    return with_logsumexp(q, k, v, options)
-
-
-def with_logsumexp(q: Array, k: Array, v: Array, options: dict[str, Any]) -> tuple[Array, Array]:
-    """Return the output and the logsumexp, heads first."""
-    output, logsumexp = attention_partial(q, k, v, **options)
-    return output, library_of(logsumexp).xp.permute_dims(logsumexp, (0, 2, 1))
+    return attended(q, k, v, options, logsumexp)
 
 
 def by_position(
-    q: Array, keys: int, offset: Any, slopes: Array | None, chunk: int
+    q: Array, keys: int, offset: Any, slopes: Array | None, chunk: int, leftpad: Any = None
 ) -> dict[str, Any]:
     """Return the options for ALiBi and chunks; `offset` is the position of the first row."""
-    options: dict[str, Any] = {}
-    if slopes is not None:
-        options["score_mod"] = alibi(slopes, offset)
+    options: dict[str, Any] = {} if slopes is None else {"score_mod": alibi(slopes, offset)}
     if chunk:
         xp = library_of(q, "q").xp
         rows, columns = (index_range(xp, 0, n, q) for n in (q.shape[1], keys))
-        first = offset if isinstance(offset, int) else offset[:, None]
-        options["mask"] = chunked(rows + first, columns, chunk)
+        rows = rows + (offset if isinstance(offset, int) else offset[:, None])
+        if leftpad is not None:  # the first chunk begins at the first key
+            rows, columns = (x - leftpad[:, None] for x in (rows, columns))
+        options["mask"] = chunked(rows, columns, chunk)
     return options
 
 
@@ -69,10 +67,9 @@ def varlen(
     scale: float | None, causal: bool, window: Any, softcap: float,
     *, dropout: float = 0.0, slopes: Array | None = None, chunk: int = 0,
     table: Array | None = None, logsumexp: bool = False,
-) -> tuple[Array, Array | None]:  # fmt: skip
-    """Return attention of packed arrays (T, H, D), and the logsumexp, (H, T), if asked for."""
+) -> Any:  # fmt: skip
+    """Return attention of packed arrays (T, H, D), with the logsumexp, (H, T), if asked for."""
     options = options_of(scale, softcap)
-    del options["layout"]
     if dropout:
         options["dropout"] = dropout_of(q, dropout)
     if table is not None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from polyattn import masks
-from polyattn._api.attention import attention
 from polyattn._base.arrays import Array, cast, index_range, library_of
 from polyattn._base.tracing import is_transformed
-from polyattn.dialects._flash import by_position, options_of, with_logsumexp
+from polyattn.dialects._flash import attended, by_position, options_of
+from polyattn.dialects._packed import numbers_of
 from polyattn.dialects._shared import bounds
 
 #: The libraries whose arrays can be written in place.
@@ -45,7 +45,7 @@ def with_kvcache(
     q: Array, new: tuple[Array, Array] | None, cache: Cache, rotation: Rotation, *,
     scale: float | None, causal: bool, window: Any, softcap: float, slopes: Array | None = None,
     chunk: int = 0, qv: Array | None = None, logsumexp: bool = False,
-) -> tuple[Array, Array | None]:  # fmt: skip
+) -> Any:  # fmt: skip
     """Write the new keys and values, and return attention of q, (B, L, H, D), to all of them."""
     near = bounds(window)
     _check(new, cache, rotation)
@@ -64,15 +64,51 @@ def with_kvcache(
         options |= {"is_causal": bool(causal), "window": near or (None, None)}
     many = keys.shape[1] * (1 if cache.table is None else cache.table.shape[1])
     lengths = many if cache.lengths is None else cache.lengths
-    options |= by_position(q, many, lengths - q.shape[1], slopes, chunk)
+    options |= by_position(q, many, lengths - q.shape[1], slopes, chunk, cache.leftpad)
     if cache.table is not None or not isinstance(lengths, int):
         options |= {"key_lengths": lengths, "block_table": cache.table}
     if cache.leftpad is not None:
         after = ~masks.prefix(cache.leftpad)
         options["mask"] = options["mask"] & after if chunk else after
-    if logsumexp:
-        return with_logsumexp(q, keys, values, options)
-    return attention(q, keys, values, **options), None
+    return attended(q, keys, values, options, logsumexp)
+
+
+def with_packed(
+    q: Array, new: tuple[Array, Array] | None, cache: Cache, rotation: Rotation,
+    ends_q: Array | None, ends_new: Array | None, *, qv: Array | None, logsumexp: bool,
+    **options: Any,
+) -> Any:  # fmt: skip
+    """Return `with_kvcache` of packed queries, (T, H, D), or of packed new keys, or of both."""
+    library = library_of(q, "q")
+    if library.traced or is_transformed():
+        raise NotImplementedError(
+            "cu_seqlens_q and cu_seqlens_k_new are read by the host, which cannot read them in a"
+            " traced program: pass q, k and v padded, (B, L, H, D)"
+        )
+    ends, other = (None if x is None else numbers_of(x) for x in (ends_q, ends_new))
+    has_own_pools = cache.items is None and cache.table is None
+
+    def part(x: Any, n: int, ends: list[int] | None = None) -> Any:
+        """Return what belongs to a sequence as a batch of one."""
+        if x is None or isinstance(x, int):
+            return x
+        return x[n : n + 1, ...] if ends is None else x[ends[n] : ends[n + 1], ...][None, ...]
+
+    results = []
+    for n in range(len(ends or other or [0]) - 1):
+        pools = [part(x, n) if has_own_pools else x for x in cache[:2]]
+        own = Cache(*pools, *(part(x, n) for x in cache[2:]))
+        turned = rotation._replace(lengths=part(rotation.lengths, n))
+        added = None if new is None else (part(new[0], n, other), part(new[1], n, other))
+        given = {"qv": part(qv, n, ends), "logsumexp": True, **options}
+        results.append(with_kvcache(part(q, n, ends), added, own, turned, **given))
+    axes = (0, 0) if ends is None else (1, 2)  # of the items, or of the rows
+    joined = (
+        library.xp.concat(parts, axis=axis)
+        for parts, axis in zip(zip(*results, strict=True), axes, strict=True)
+    )
+    output, total = joined if ends is None else (x[0, ...] for x in joined)
+    return (output, total) if logsumexp else output
 
 
 def with_qv(
@@ -148,20 +184,15 @@ def _rotated(x: Array, rotation: Rotation, lengths: Any, *, moves: bool) -> Arra
     xp = library_of(x).xp
     first = lengths if rotation.lengths is None else rotation.lengths
     places = _places(first, x.shape[1] if moves else 1, x)
-    wide = xp.float64 if x.dtype == xp.float64 else xp.float32
-    rates = [
-        cast(xp, xp.reshape(xp.take(table, xp.reshape(places, (-1,)), axis=0), shape), wide)
+    half = rotation.tables[0].shape[-1]
+    flat, wide = xp.reshape(places, (-1,)), xp.float64 if x.dtype == xp.float64 else xp.float32
+    cos, sin = (
+        cast(xp, xp.reshape(xp.take(table, flat, axis=0), (*places.shape, 1, half)), wide)
         for table in rotation.tables
-        for shape in [(*places.shape, 1, table.shape[-1])]
-    ]
-    size = 2 * rates[0].shape[-1]
-    turned = cast(xp, x[..., :size], wide)
-    if rotation.interleaved:
-        one, other = turned[..., 0::2], turned[..., 1::2]
-    else:
-        one, other = turned[..., : size // 2], turned[..., size // 2 :]
-    cos, sin = rates
-    pair = (one * cos - other * sin, one * sin + other * cos)
-    joined = xp.stack(pair, axis=-1) if rotation.interleaved else xp.concat(pair, axis=-1)
-    turned = cast(xp, xp.reshape(joined, turned.shape), x.dtype)
-    return xp.concat((turned, x[..., size:]), axis=-1) if size < x.shape[-1] else turned
+    )
+    axis, shape = (-1, (half, 2)) if rotation.interleaved else (-2, (2, half))
+    pairs = xp.reshape(cast(xp, x[..., : 2 * half], wide), (*x.shape[:-1], *shape))
+    one, other = (pairs[..., n] if axis == -1 else pairs[..., n, :] for n in (0, 1))
+    turned = xp.stack((one * cos - other * sin, one * sin + other * cos), axis=axis)
+    turned = cast(xp, xp.reshape(turned, (*x.shape[:-1], 2 * half)), x.dtype)
+    return xp.concat((turned, x[..., 2 * half :]), axis=-1) if 2 * half < x.shape[-1] else turned

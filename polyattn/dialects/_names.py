@@ -49,10 +49,8 @@ NAMES = {
     "varlen_attn": Names(
         frozenset(("cu_seq_q", "cu_seq_k", "window_size")),
         True,
-        _same(
-            *("scale", "block_table"),
-            **{"key_lengths": "cu_seq_k", "is_causal": "window_size", "window": "window_size"},
-        ),
+        _same("scale", "block_table", key_lengths="cu_seq_k", window="window_size")
+        | {"is_causal": "window_size"},
         no_bound=-1,
         packed=True,
     ),

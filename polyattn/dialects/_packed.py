@@ -15,7 +15,7 @@ from polyattn._api.attention import attention
 from polyattn._api.partial import attention_partial
 from polyattn._base.arrays import Array, cast, index_range, library_of, numbers_like
 from polyattn._base.tracing import is_recording, is_transformed
-from polyattn.dialects._shared import alibi
+from polyattn.dialects._shared import alibi, lowered
 
 Arrays = tuple[Array, Array, Array]
 #: The number of a sequence, and the start and length of its rows and of its keys.
@@ -37,45 +37,31 @@ class Rule(NamedTuple):
     from_first: bool = False  # whether row 0 is at key 0, and not the last row at the last key
     chunk: int = 0  # keys of the same chunk of so many positions only; 0 for all
     slopes: Array | None = None  # of ALiBi, (H,) or (B, H)
-    logsumexp: bool = False
+    logsumexp: bool = False  # whether it is returned too, (H, T)
 
 
 def packed_attention(
     query: Array, key: Array, value: Array, rows: Packed, keys: Packed, rule: Rule, **options: Any
-) -> tuple[Array, Array | None]:
-    """Return the output, (T, H, E), and the logsumexp if the rule asks for it, (H, T).
-
-    Rows of no sequence are 0.
-    """
+) -> Any:
+    """Return the output, (T, H, E), 0 in rows of no sequence, and the logsumexp by the rule."""
     xp = library_of(query, "query").xp
     is_readable = all(one is None or _is_readable(one) for one in (*rows, *keys))
     compute = _one_by_one if is_readable else _at_once
     output, *logsumexp = compute(xp, (query, key, value), rows, keys, rule, options)
-    return output, xp.permute_dims(logsumexp[0], (1, 0)) if rule.logsumexp else None
-
-
-def pages(pool: Array, table: Array) -> Array:
-    """Return the pages of each sequence one after another, (B, pages · page, G, D)."""
-    xp = library_of(pool).xp
-    # Entries beyond the length of a sequence may hold anything.
-    least, most = (numbers_like(xp, n, table.dtype, table) for n in (0, pool.shape[0] - 1))
-    indices = xp.reshape(xp.minimum(xp.maximum(table, least), most), (-1,))
-    shape = (table.shape[0], table.shape[1] * pool.shape[1], *pool.shape[2:])
-    return xp.reshape(xp.take(pool, indices, axis=0), shape)
+    return (output, xp.permute_dims(logsumexp[0], (1, 0))) if rule.logsumexp else output
 
 
 def from_pages(
     key: Array, value: Array, table: Array, used: Any, first: Sequence[int] | None = None
 ) -> tuple[Array, Array, Packed]:
-    """Return the keys and values of a pool of pages as packed arrays.
-
-    The keys of a sequence begin at `first` among its own pages.
-    """
+    """Return a pool of pages as packed arrays, where a sequence begins at `first` in its pages."""
     xp = library_of(key, "key").xp
-    batched = [pages(x, table) for x in (key, value)]
-    batch, length = batched[0].shape[:2]
+    # Entries beyond the length of a sequence may hold anything.
+    least, most = (numbers_like(xp, n, table.dtype, table) for n in (0, key.shape[0] - 1))
+    indices = xp.reshape(xp.minimum(xp.maximum(table, least), most), (-1,))
+    flat = (xp.reshape(xp.take(x, indices, axis=0), (-1, *x.shape[2:])) for x in (key, value))
+    batch, length = table.shape[0], table.shape[1] * key.shape[1]
     starts = [n * length + (first[n] if first else 0) for n in range(batch)]
-    flat = (xp.reshape(x, (batch * length, *x.shape[2:])) for x in batched)
     return *flat, Packed([*starts, batch * length], used)
 
 
@@ -108,15 +94,10 @@ def _is_readable(numbers: Any) -> bool:
 def _one_by_one(
     xp: Any, arrays: Arrays, rows: Packed, keys: Packed, rule: Rule, options: Any
 ) -> list[Array]:
-    pieces = []
-    done, total = 0, arrays[0].shape[0]
-    for run in _runs(_spans(rows), _spans(keys)):
-        start, length = run[0][1]
-        pieces += [_zeros(xp, arrays, start - done, rule)] if start > done else []
-        pieces.append(_run(xp, arrays, run, rule, options))
-        done = start + len(run) * length
-    if done < total or not pieces:
-        pieces.append(_zeros(xp, arrays, total - done, rule))
+    pieces = [
+        _run(xp, arrays, run, rule, options)
+        for run in _runs(_spans(rows), _spans(keys), arrays[0].shape[0])
+    ]
     return [
         parts[0] if len(parts) == 1 else xp.concat(parts, axis=0)
         for parts in zip(*pieces, strict=True)
@@ -144,27 +125,16 @@ def _run(xp: Any, arrays: Arrays, run: list[Run], rule: Rule, options: Any) -> l
     return [xp.reshape(x, (total, *x.shape[2:])) for x in _results(parts, rule, given)]
 
 
-def _zeros(xp: Any, arrays: Arrays, length: int, rule: Rule) -> list[Array]:
-    """Return the results of rows that belong to no sequence."""
-    query, _, value = arrays
-    wide = xp.float64 if query.dtype == xp.float64 else xp.float32
-    shape = (length, query.shape[1])
-    results = [(0, query.dtype, (*shape, value.shape[-1])), (float("-inf"), wide, shape)]
-    return [
-        xp.broadcast_to(numbers_like(xp, number, dtype, query), shape)
-        for number, dtype, shape in results[: 1 + rule.logsumexp]
-    ]
-
-
 def _spans(packed: Packed) -> list[tuple[int, int]]:
     """Return the start and the number of used tokens of each sequence."""
-    starts = _numbers(packed.starts)
+    starts = numbers_of(packed.starts)
     if packed.used is not None:
-        return list(zip(starts[:-1], _numbers(packed.used), strict=True))
+        return list(zip(starts[:-1], numbers_of(packed.used), strict=True))
     return [(start, stop - start) for start, stop in itertools.pairwise(starts)]
 
 
-def _numbers(numbers: Any) -> list[int]:
+def numbers_of(numbers: Any) -> list[int]:
+    """Return integers of any library as a list."""
     if hasattr(numbers, "tolist"):
         numbers = numbers.tolist()
     if isinstance(numbers, (list, tuple)):
@@ -172,28 +142,33 @@ def _numbers(numbers: Any) -> list[int]:
     return [int(numbers[n]) for n in range(numbers.shape[0])]
 
 
-def _runs(rows: list[tuple[int, int]], keys: list[tuple[int, int]]) -> Iterator[list[Run]]:
-    """Yield neighbouring sequences of one length, whose rows and keys have no gap between them."""
+def _runs(
+    rows: list[tuple[int, int]], keys: list[tuple[int, int]], total: int
+) -> Iterator[list[Run]]:
+    """Yield neighbours of one length, without gaps between them; rows of no sequence see no key."""
     run: list[Run] = []
-    for number, spans in enumerate(zip(rows, keys, strict=True)):
+    done = 0  # rows that are yielded or in the run
+    for number, ((start, length), own) in enumerate(zip(rows, keys, strict=True)):
         following = [(at + len(run) * n, n) for at, n in run[0][1:]] if run else []
-        if run and list(spans) != following:
+        if run and [(start, length), own] != following:
             yield run
             run = []
-        if spans[0][1]:
-            run.append((number, *spans))
+        if length:
+            if start > done:
+                yield [(0, (done, start - done), (0, 0))]
+            run.append((number, (start, length), own))
+            done = start + length
     if run:
         yield run
+    if done < total or not done:
+        yield [(0, (done, total - done), (0, 0))]
 
 
 # ---- one call for all --------------------------------------------------------------------------
 
 
 def _places(xp: Any, packed: Packed, total: int, like: Array) -> tuple[Array, Array, Array]:
-    """Return the sequence and the position of each token, and the lengths of the sequences.
-
-    The sequence of a token that is not used is −1.
-    """
+    """Return the sequence of each token, −1 if not used, its position, and all lengths."""
     tokens = index_range(xp, 0, total, like)
 
     def beside(numbers: Any) -> Array:
@@ -226,13 +201,8 @@ def _at_once(
     if rule.chunk:
         mask = mask & chunked(position, place, rule.chunk)
     given = {"mask": mask, **options}
-    slopes = rule.slopes
-    if slopes is not None:
-        is_per_head = len(slopes.shape) == 1
-
-        def lowered(score: Array, b: Array, h: Array, i: Array, j: Array) -> Array:
-            slope = cast(xp, slopes[h] if is_per_head else slopes[sequence[i], h], score.dtype)
-            return score - slope * cast(xp, xp.abs(position[i] - place[j]), score.dtype)
-
-        given["score_mod"] = lowered
+    if rule.slopes is not None:
+        given["score_mod"] = lowered(
+            rule.slopes, lambda b, i: sequence[i], lambda b, i, j: position[i] - place[j]
+        )
     return _results(arrays, rule, given)

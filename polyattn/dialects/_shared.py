@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
+from collections.abc import Callable
 from typing import Any
 
 from polyattn import scores
@@ -67,10 +68,22 @@ def alibi(slopes: Array, offset: int | Array) -> Any:
     """Return the score rule of ALiBi, whose slopes may be of each batch item too, (B, H)."""
     if len(facts_of(slopes, "alibi_slopes").shape) == 1:
         return scores.alibi(slopes)
-    xp = library_of(slopes).xp
 
-    def lowered(score: Array, b: Array, h: Array, i: Array, j: Array) -> Array:
-        away = i + (offset if isinstance(offset, int) else offset[b]) - j
-        return score - cast(xp, slopes[b, h], score.dtype) * cast(xp, xp.abs(away), score.dtype)
+    def distance(b: Array, i: Array, j: Array) -> Array:
+        return i + (offset if isinstance(offset, int) else offset[b]) - j
 
-    return lowered
+    return lowered(slopes, lambda b, i: b, distance)
+
+
+def lowered(
+    slopes: Array, item: Callable[..., Array], distance: Callable[..., Array]
+) -> Callable[..., Array]:
+    """Return the rule that subtracts a slope, of (H,) or (B, H), times the distance of a key."""
+    xp, is_per_head = library_of(slopes).xp, len(slopes.shape) == 1
+
+    def rule(score: Array, b: Array, h: Array, i: Array, j: Array) -> Array:
+        slope = slopes[h] if is_per_head else slopes[item(b, i), h]
+        far = cast(xp, xp.abs(distance(b, i, j)), score.dtype)
+        return score - cast(xp, slope, score.dtype) * far
+
+    return rule

@@ -9,7 +9,7 @@ from typing import Any
 
 from polyattn._base.arrays import Array
 from polyattn.dialects._flash import NO_WINDOW, dense, varlen
-from polyattn.dialects._kvcache import Cache, Rotation, both, with_kvcache, with_qv
+from polyattn.dialects._kvcache import Cache, Rotation, both, with_kvcache, with_packed, with_qv
 from polyattn.dialects._packed import Packed
 
 __all__ = [
@@ -65,11 +65,10 @@ def flash_attn_func(
     _refuse(q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     if qv is not None:
         q, k, softmax_scale = with_qv(q, k, v, qv, softmax_scale)
-    output, logsumexp = dense(
+    return dense(
         q, k, v, softmax_scale, causal, window_size, softcap,
         chunk=attention_chunk, logsumexp=return_attn_probs,
     )  # fmt: skip
-    return (output, logsumexp) if return_attn_probs else output
 
 
 def flash_attn_qkvpacked_func(
@@ -110,12 +109,11 @@ def flash_attn_varlen_func(
     _refuse(q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     if qv is not None:
         q, k, softmax_scale = with_qv(q, k, v, qv, softmax_scale)
-    output, logsumexp = varlen(
+    return varlen(
         q, k, v, Packed(cu_seqlens_q, seqused_q), Packed(cu_seqlens_k, seqused_k),
         softmax_scale, causal, window_size, softcap,
         chunk=attention_chunk, logsumexp=return_attn_probs,
     )  # fmt: skip
-    return (output, logsumexp) if return_attn_probs else output
 
 
 def flash_attn_with_kvcache(
@@ -134,28 +132,25 @@ def flash_attn_with_kvcache(
     """Compute attention over a cache, after new keys and values are written into it.
 
     Rotation begins at `rotary_seqlens`, if given; `page_table` is the block_table of FlashAttention
-    2; `cu_seqlens_q` and `cu_seqlens_k_new` are refused: pass q, k and v padded, (B, L, H, D).
+    2. With `cu_seqlens_q`, q is packed, (T, H, D), as qv is; with `cu_seqlens_k_new`, k and v are.
 
     Returns
     -------
     Array or tuple
-        Shape (B, L, H, E); with `return_softmax_lse` also the logsumexp, (B, H, L).
+        Shape (B, L, H, E), or (T, H, E); with `return_softmax_lse` also the logsumexp, (B, H, L) or
+        (H, T).
     """
     _refuse(q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
-    if cu_seqlens_q is not None or cu_seqlens_k_new is not None:
-        raise NotImplementedError(
-            "cu_seqlens_q and cu_seqlens_k_new are not supported: pass q, k and v as (B, L, H, D),"
-            " padded, or call flash_attn_varlen_func"
-        )
     cache = Cache(k_cache, v_cache, cache_seqlens, cache_batch_idx, cache_leftpad, page_table)
     tables = both("rotary_cos and rotary_sin", rotary_cos, rotary_sin)
-    rotation = Rotation(tables, rotary_interleaved, rotary_seqlens)
-    output, logsumexp = with_kvcache(
-        q, both("k and v", k, v), cache, rotation,
-        scale=softmax_scale, causal=causal, window=window_size, softcap=softcap,
-        chunk=attention_chunk, qv=qv, logsumexp=return_softmax_lse,
-    )  # fmt: skip
-    return (output, logsumexp) if return_softmax_lse else output
+    given = (q, both("k and v", k, v), cache, Rotation(tables, rotary_interleaved, rotary_seqlens))
+    options: dict[str, Any] = {
+        "scale": softmax_scale, "causal": causal, "window": window_size, "softcap": softcap,
+        "chunk": attention_chunk, "qv": qv, "logsumexp": return_softmax_lse,
+    }  # fmt: skip
+    if cu_seqlens_q is None and cu_seqlens_k_new is None:
+        return with_kvcache(*given, **options)
+    return with_packed(*given, cu_seqlens_q, cu_seqlens_k_new, **options)
 
 
 def _refuse(**scales: Array | None) -> None:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
+from polyattn import masks
 from polyattn._api.attention import attention
 from polyattn._api.partial import Partial, attention_partial
-from polyattn._base.arrays import Array, index_range, library_of
-from polyattn.dialects._shared import both, with_all_axes
+from polyattn._base.arrays import Array
+from polyattn.dialects._shared import with_all_axes
 
 __all__ = ["dot_product_attention"]
 __dir__ = __all__.copy
@@ -54,27 +53,17 @@ def dot_product_attention(
     >>> dot_product_attention(x, x, x, local_window_size=(2, 0)).shape
     (2, 5, 8, 64)
     """
-    xp = library_of(query, "query").xp
     window, rank = local_window_size, len(query.shape)
+    padding = [
+        n if n is None or rank == 4 else n[0] for n in (key_value_seq_lengths, query_seq_lengths)
+    ]
+    mask = with_all_axes(mask, rank, "mask")
+    if any(lengths is not None for lengths in padding):
+        real = masks.padding(*padding)
+        mask = real if mask is None else real & masks.dense(mask)
     call = attention_partial if return_residual else attention
     return call(
         query, key, value, scale=scale, is_causal=is_causal, query_offset=0, layout="...LHD",
         window=(window, window) if isinstance(window, int) else window,
-        bias=with_all_axes(bias, rank, "bias"),
-        mask=both(
-            with_all_axes(mask, rank, "mask"),
-            _padding_mask(xp, query, query_seq_lengths, (-1, 1)),
-            _padding_mask(xp, key, key_value_seq_lengths, (1, -1)),
-        ),
+        bias=with_all_axes(bias, rank, "bias"), mask=mask,
     )  # fmt: skip
-
-
-def _padding_mask(
-    xp: Any, array: Array, lengths: Array | None, axes: tuple[int, int]
-) -> Array | None:
-    """Return which rows or keys are not padding; `axes` is -1 at their axis of the scores."""
-    if lengths is None:
-        return None
-    indices = xp.reshape(index_range(xp, 0, array.shape[-3], array), axes)
-    real = indices < xp.reshape(lengths, (-1, 1, 1, 1))
-    return real if len(array.shape) == 4 else real[0, ...]

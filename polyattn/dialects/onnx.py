@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from polyattn import masks
 from polyattn._api.attention import attention
 from polyattn._api.weights import attention_weights
 from polyattn._base.arrays import Array, cast, facts_of, index_range, library_of
@@ -114,14 +114,14 @@ def onnx_attention(
         K = xp.concat((past_key, K), axis=-2)  # noqa: N806
         V = xp.concat((past_value, V), axis=-2)  # noqa: N806
     keys = K.shape[-2]
-    masks = mask_or_bias(None if attn_mask is None else _padded(xp, attn_mask, keys), 4)
+    given = mask_or_bias(None if attn_mask is None else _padded(xp, attn_mask, keys), 4)
     offset: Any = past
     if nonpad_kv_seqlen is not None:
         offset = nonpad_kv_seqlen - Q.shape[-2]
         real = index_range(xp, 0, keys, K) < xp.reshape(nonpad_kv_seqlen, (-1, 1, 1, 1))
-        masks["mask"] = both(masks.get("mask"), real)
+        given["mask"] = both(given.get("mask"), real)
     window = tuple(None if end < 0 else end for end in (left_window_size, right_window_size))
-    options = {"is_causal": bool(is_causal), "window": window, "query_offset": offset, **masks}
+    options = {"is_causal": bool(is_causal), "window": window, "query_offset": offset, **given}
     options |= {"scale": scale, "softcap": softcap or None}
     output = attention(Q, K, cast(xp, V, Q.dtype), kernel=kernel, **options)
     mode = qk_matmul_output_mode
@@ -142,26 +142,14 @@ def _step(xp: Any, query: Array, key: Array, mode: int, options: dict[str, Any])
     cap = options["softcap"] if mode else None
     scores = scores if cap is None else cap * xp.tanh(scores / cap)
     if mode == 2:
-        for seen in _seen(xp, query, key, options):
-            scores = xp.where(seen, scores, -math.inf)
+        rows, columns = (index_range(xp, 0, x.shape[-2], query) for x in (query, key))
+        offset = options["query_offset"]
+        rows = rows[:, None] + (offset if isinstance(offset, int) else offset[:, None, None, None])
+        left, right = options["window"]
+        near = masks.window(left, 0 if options["is_causal"] else right)(0, 0, rows, columns)
+        scores = xp.where(both(near, options.get("mask")), scores, -math.inf)
         scores = scores + cast(xp, options["bias"], wide) if "bias" in options else scores
     return cast(xp, scores, query.dtype)
-
-
-def _seen(xp: Any, query: Array, key: Array, options: dict[str, Any]) -> Iterator[Array]:
-    """Yield bool arrays; a key takes part where all of them hold."""
-    rows, columns = (index_range(xp, 0, x.shape[-2], query) for x in (query, key))
-    offset = options["query_offset"]
-    offset = offset if isinstance(offset, int) else xp.reshape(offset, (-1, 1, 1, 1))
-    away = columns - (xp.reshape(rows, (-1, 1)) + offset)
-    left, right = options["window"]
-    right = 0 if options["is_causal"] else right
-    if left is not None:
-        yield away >= -left
-    if right is not None:
-        yield away <= right
-    if "mask" in options:
-        yield options["mask"]
 
 
 def _padded(xp: Any, mask: Array, keys: int) -> Array:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 from polyattn._api.attention import attention
 from polyattn._base.arrays import Array, cast, is_array, library_of
@@ -13,35 +13,20 @@ __all__ = ["memory_efficient_attention"]
 __dir__ = __all__.copy
 
 
-class _Bias(NamedTuple):
-    """The meaning of a class by its name; its fields give windows, lengths and pages."""
-
-    causal: bool = False
-    from_first: bool = False  # whether row 0 is at key 0, and not the last row at the last key
-
-
-_BIASES = {
-    name: bias
-    for bias, names in {
-        _Bias(): """LocalAttentionFromBottomRightMask BlockDiagonalMask BlockDiagonalPaddedKeysMask
-            BlockDiagonalLocalAttentionPaddedKeysMask BlockDiagonalGappyKeysMask
-            BlockDiagonalLocalAttentionFromBottomRightGappyKeysMask
-            PagedBlockDiagonalPaddedKeysMask PagedBlockDiagonalGappyKeysMask""",
-        _Bias(causal=True): """LowerTriangularFromBottomRightMask
-            LowerTriangularFromBottomRightLocalAttentionMask BlockDiagonalCausalFromBottomRightMask
-            BlockDiagonalCausalLocalAttentionFromBottomRightMask
-            BlockDiagonalCausalWithOffsetPaddedKeysMask
-            BlockDiagonalCausalLocalAttentionPaddedKeysMask
-            BlockDiagonalCausalWithOffsetGappyKeysMask
-            PagedBlockDiagonalCausalWithOffsetPaddedKeysMask
-            PagedBlockDiagonalCausalLocalPaddedKeysMask
-            PagedBlockDiagonalCausalWithOffsetGappyKeysMask""",
-        _Bias(causal=True, from_first=True): """LowerTriangularMask
-            LowerTriangularMaskWithTensorBias BlockDiagonalCausalMask
-            BlockDiagonalCausalLocalAttentionMask""",
-    }.items()
-    for name in names.split()
-}
+#: The classes of biases; their names, and fields with windows, lengths and pages, are the meaning.
+_BIASES = """
+    LowerTriangularMask LowerTriangularMaskWithTensorBias LowerTriangularFromBottomRightMask
+    LowerTriangularFromBottomRightLocalAttentionMask LocalAttentionFromBottomRightMask
+    BlockDiagonalMask BlockDiagonalCausalMask BlockDiagonalCausalFromBottomRightMask
+    BlockDiagonalCausalLocalAttentionMask BlockDiagonalCausalLocalAttentionFromBottomRightMask
+    BlockDiagonalPaddedKeysMask BlockDiagonalLocalAttentionPaddedKeysMask
+    BlockDiagonalCausalWithOffsetPaddedKeysMask BlockDiagonalCausalLocalAttentionPaddedKeysMask
+    BlockDiagonalGappyKeysMask BlockDiagonalCausalWithOffsetGappyKeysMask
+    BlockDiagonalLocalAttentionFromBottomRightGappyKeysMask
+    PagedBlockDiagonalPaddedKeysMask PagedBlockDiagonalCausalWithOffsetPaddedKeysMask
+    PagedBlockDiagonalCausalLocalPaddedKeysMask
+    PagedBlockDiagonalGappyKeysMask PagedBlockDiagonalCausalWithOffsetGappyKeysMask
+""".split()  # noqa: SIM905 -- a name a line is too long
 
 
 def memory_efficient_attention(
@@ -91,11 +76,11 @@ def memory_efficient_attention(
     shape = (*query.shape[:-1], value.shape[-1])
     options: dict[str, Any] = {"scale": scale, "dropout": dropout_of(query, p)}
     arrays = [_one_axis_of_heads(xp, x) for x in (query, key, value)]
-    known = None if attn_bias is None else _known(attn_bias)
-    if known is not None and hasattr(attn_bias, "q_seqinfo"):
-        output = _of_blocks(xp, arrays, attn_bias, known, options)
+    rule = None if attn_bias is None else _rule_of(attn_bias)
+    if rule is not None and hasattr(attn_bias, "q_seqinfo"):
+        output = _of_blocks(xp, arrays, attn_bias, rule, options)
     else:
-        options |= _of_scores(xp, attn_bias, known, arrays)
+        options |= _of_scores(xp, attn_bias, rule, arrays[0])
         output = attention(*arrays, layout="...LHD", **options)
     output = xp.reshape(output, shape)
     return output if output_dtype is None else cast(xp, output, output_dtype)
@@ -107,33 +92,38 @@ def _one_axis_of_heads(xp: Any, x: Array) -> Array:
     return x if len(x.shape) == 4 else xp.reshape(x, (*x.shape[:2], -1, x.shape[-1]))
 
 
-def _known(bias: Any) -> _Bias | None:
-    """Return what the class of a bias means; None for an array."""
+def _rule_of(bias: Any) -> Rule | None:
+    """Return what the class of a bias and its fields mean; None for an array."""
     names = [cls.__name__ for cls in type(bias).__mro__]
-    known = next((_BIASES[name] for name in names if name in _BIASES), None)
-    if known is None and not is_array(bias):
+    name = next((name for name in names if name in _BIASES), None)
+    if name is None and is_array(bias):
+        return None
+    if name is None:
         raise NotImplementedError(
             f"attn_bias is of the class {names[0]}, which is not one of xformers' that are known:"
             f" {', '.join(_BIASES)}"
         )
-    return known
+    size = getattr(bias, "_window_size", None)
+    window = getattr(bias, "window_left", None), getattr(bias, "window_right", None)
+    return Rule(
+        causal="Causal" in name or "Triangular" in name,
+        window=window if size is None else (size - 1, 0),
+        from_first=not any(word in name for word in ("BottomRight", "Offset", "Padded")),
+    )
 
 
-def _of_scores(xp: Any, bias: Any, known: _Bias | None, arrays: list[Array]) -> dict[str, Any]:
+def _of_scores(xp: Any, bias: Any, rule: Rule | None, query: Array) -> dict[str, Any]:
     """Return the options that mean a bias of the whole score matrix."""
-    if bias is None:
-        return {}
-    if known is None:
-        return {"bias": _with_heads(xp, bias, arrays[0])}
-    window = _window(bias)
-    options: dict[str, Any] = {"is_causal": known.causal, "window": window}
-    if known.from_first:
+    if rule is None:
+        return {} if bias is None else {"bias": _with_heads(xp, bias, query)}
+    options: dict[str, Any] = {"is_causal": rule.causal, "window": rule.window}
+    if rule.from_first:
         options["query_offset"] = 0
     # Newer versions are tensors around the tensor that is added.
     added = getattr(bias, "_bias", None)
     if added is None and type(bias).__name__ == "LowerTriangularMaskWithTensorBias":
         added = bias._subtensor
-    return options if added is None else options | {"bias": _with_heads(xp, added, arrays[0])}
+    return options if added is None else options | {"bias": _with_heads(xp, added, query)}
 
 
 def _with_heads(xp: Any, bias: Array, query: Array) -> Array:
@@ -145,15 +135,8 @@ def _with_heads(xp: Any, bias: Array, query: Array) -> Array:
     return with_all_axes(bias, 4, "attn_bias")
 
 
-def _window(bias: Any) -> tuple[int | None, int | None]:
-    size = getattr(bias, "_window_size", None)
-    if size is not None:
-        return size - 1, 0
-    return getattr(bias, "window_left", None), getattr(bias, "window_right", None)
-
-
 def _of_blocks(
-    xp: Any, arrays: list[Array], bias: Any, known: _Bias, options: dict[str, Any]
+    xp: Any, arrays: list[Array], bias: Any, rule: Rule, options: dict[str, Any]
 ) -> Array:
     """Return attention of sequences that lie one after another in a batch of one."""
     for x in arrays:
@@ -164,10 +147,9 @@ def _of_blocks(
     keys = Packed(bias.k_seqinfo.seqstart_py, getattr(bias.k_seqinfo, "seqlen_py", None))
     if hasattr(bias, "block_tables"):
         key, value, keys = _paged(xp, key, value, bias)
-    rule = Rule(known.causal, _window(bias), known.from_first)
     given = {name: option for name, option in options.items() if option is not None}
     rows = Packed(bias.q_seqinfo.seqstart_py)
-    return packed_attention(query, key, value, rows, keys, rule, **given)[0]
+    return packed_attention(query, key, value, rows, keys, rule, **given)
 
 
 def _paged(xp: Any, key: Array, value: Array, bias: Any) -> tuple[Array, Array, Packed]:

@@ -23,10 +23,8 @@ def _arange(
 
 
 def _exp(x: mx.array) -> mx.array:
-    """Return the exponential, of float64 as a power of e, because MLX's exp computes in float32.
-
-    The rounding of e is an error of x · eps at most, and of a weight exp(x) far less than eps.
-    """
+    """Return the exponential, of float64 as a power of e, because MLX's exp computes in float32."""
+    # The rounding of e is an error of x · eps at most, and of a weight exp(x) far less than eps.
     return mx.power(mx.array(math.e, x.dtype), x) if x.dtype == mx.float64 else mx.exp(x)
 
 

@@ -53,11 +53,9 @@ class Angles:
         return xp.where((positions >= FAR)[..., None], self._remainders(xp, positions, like), near)
 
     def _remainders(self, xp: Any, positions: Array, like: Array) -> Array:
-        """Return the angles modulo 2π in float32, to 1e-6 for positions below 2³³.
-
-        A position is split into three digits, and the turns of a digit's unit into two parts.
-        Products of digits with the first part are exact, and so is their sum.
-        """
+        """Return the angles modulo 2π in float32, to 1e-6 for positions below 2³³."""
+        # A position has three digits, and the turns of a digit's unit two parts. Products of digits
+        # with the first part are exact, and so is their sum.
         digits = (positions % BASE, positions // BASE % BASE, positions // BASE**2)
         numbers = cast(xp, xp.stack(digits, axis=-1), xp.float32)[..., None]
 

@@ -31,10 +31,7 @@ def look_up(table: Array, ids: Array, name: str, offset: int = 0) -> Array:
 
 
 def check_range(name: str, ids: Array, allowed: range, *, may_wait: bool = False) -> None:
-    """Raise if an integer is not allowed, where the host can read it.
-
-    Arrays of JAX are read only if the check may wait until they are computed.
-    """
+    """Raise if an integer is not allowed, where the host can read it without a long wait."""
     if not _is_readable(ids, may_wait):
         return
     numbers = np.asarray(ids)
@@ -49,10 +46,8 @@ def check_range(name: str, ids: Array, allowed: range, *, may_wait: bool = False
 
 
 def are_known_below(bound: int, numbers: Array) -> bool:
-    """Return whether the host sees, without a wait, that all integers are less than `bound`.
-
-    Nothing but time may depend on it: an array of JAX is seen once it is computed.
-    """
+    """Return whether the host sees, without a wait, that all integers are less than `bound`."""
+    # Nothing but time may depend on it: an array of JAX is seen once it is computed.
     library = library_of(numbers)
     is_jax = library.name == "jax" and not library.traced
     if not _is_readable(numbers, may_wait=is_jax and bool(numbers.is_ready())):
@@ -78,10 +73,8 @@ def _is_readable(array: Array, may_wait: bool) -> bool:
 
 
 def for_each_token(name: str, value: Any, tokens: Array) -> Array:
-    """Return an integer for each token, beside the tokens, or raise if it does not fit them.
-
-    `tokens` has the shape (..., L, size); the integers are a sequence or array (L,) or (..., L).
-    """
+    """Return an integer for each token, beside the tokens, or raise if it does not fit them."""
+    # `tokens` is (..., L, size); the integers are a sequence or array (L,) or (..., L).
     if type(value) is not type(tokens) or is_host(value):
         value = as_array(name, value)
         destination = destination_of(tokens)

@@ -49,10 +49,8 @@ class Ledger:
         self.free = [page for page in range(len(self.marks) - 1, 0, -1) if page not in used]
 
     def place(self, table: Table, counts: Any, m: int) -> Plan | None:
-        """Return where the first of m new tokens of each item go; None if too few pages are free.
-
-        Tables and counts are arrays of NumPy.
-        """
+        """Return where the first of m new tokens of each item go; None if pages lack."""
+        # Tables and counts are arrays of NumPy.
         pages, size, used = table.pages, self.page, 0
         marks: dict[int, int] = {}
         copied: list[tuple[int, int]] = []

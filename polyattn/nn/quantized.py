@@ -1,7 +1,8 @@
 """Define QuantizedCache: keys and values as integers of 8 bits, and the newest ones as they are.
 
 Keys have a step for each channel of a block of tokens, values one for each token, as in KIVI [1]_.
-Attention makes floats of some blocks at a time, so no copy is as large as the cache.
+Attention reads the integers, or makes floats of some blocks at a time for kernels that do not. So
+no copy is as large as the cache.
 
 References
 ----------
@@ -16,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from polyattn._api.partial import Partial, attention_partial, merge
-from polyattn._api.pieces import attention_over_pieces
+from polyattn._api.pieces import Piece, attention_over_integers, attention_over_pieces
 from polyattn._base.arguments import check_int
 from polyattn._base.arrays import (
     Array,
@@ -29,6 +30,8 @@ from polyattn._base.arrays import (
     library_of,
     quiet,
 )
+from polyattn._base.host import is_host
+from polyattn._base.quantized import Quantized
 from polyattn._base.tracing import is_autocast_on
 from polyattn._dispatch.request import request
 from polyattn.nn.cache import KVCache, checked_tokens, known
@@ -159,7 +162,9 @@ class QuantizedCache:
         Raises
         ------
         ValueError
-            If the shapes do not fit, a key or value needs a gradient, or the library traces.
+            If the shapes do not fit, a key or value needs a gradient, or the library traces; on
+            NumPy also if a token that becomes integers has NaN or an infinite number. Elsewhere
+            contents are not read, and such a token is spoilt, with the keys of its block.
         TypeError
             If the library or dtype differs.
         """
@@ -241,7 +246,8 @@ class QuantizedCache:
             with quiet(library_of(query).name):
                 return cast(xp, self._of_newest(rows, options), query.dtype)
         key, value = (self._facts(memory, _sums(memory)) for memory in self._memory)
-        found = attention_over_pieces(rows, key, value, self._pieces(), **options)
+        pieces = self._pieces(), self._float_pieces
+        found = attention_over_pieces(rows, key, value, *pieces, **options)
         return cast(xp, found, query.dtype)
 
     def _is_plain(self, query: Array, options: dict[str, Any]) -> bool:
@@ -267,6 +273,9 @@ class QuantizedCache:
         rows = xp.reshape(query, (*batch, groups, heads // groups, size)) * scale
         key, value = (cast(xp, x, query.dtype) for x in (self.recent.keys, self.recent.values))
         joined = attention_partial(query, key, value, scale=scale)
+        found = attention_over_integers(query, *self._integers(), scale=scale)
+        if found is not None:
+            return merge(joined, found).output
         for first, stop in self._ranges():
             output, logsumexp = self._of_blocks(rows, first, stop)
             shape = (*batch, heads, 1)
@@ -294,14 +303,26 @@ class QuantizedCache:
         for first in range(0, blocks, most):
             yield first, min(first + most, blocks)
 
-    def _pieces(self) -> Iterator[tuple[int, Array, Array]]:
-        """Yield the first token of each piece, its keys and its values, as floats."""
-        for first, stop in self._ranges():
-            yield first * self.block, *self._floats(first, stop)
+    def _pieces(self) -> Iterator[Piece]:
+        """Yield the first token of the integers and of the newest tokens, their keys and values."""
+        coded = _number(self.codes.length)
+        if coded:
+            yield 0, *self._integers()
         key, value = self.recent.keys, self.recent.values
         xp = library_of(key).xp
         dtype = getattr(xp, _sums(key))
-        yield _number(self.codes.length), cast(xp, key, dtype), cast(xp, value, dtype)
+        yield coded, cast(xp, key, dtype), cast(xp, value, dtype)
+
+    def _float_pieces(self) -> Iterator[Piece]:
+        """Yield the first token, the keys and the values of each range of blocks, as floats."""
+        for first, stop in self._ranges():
+            yield first * self.block, *self._floats(first, stop)
+
+    def _integers(self) -> tuple[Quantized, Quantized]:
+        """Return the older keys and values as integers, and their steps."""
+        values = self.codes.values
+        of_values = with_last_axes(self.steps.values, 2, values.shape[-2], 1)
+        return Quantized(self.codes.keys, self.steps.keys), Quantized(values, of_values)
 
     def _floats(self, first: int, stop: int) -> tuple[Array, Array]:
         """Return the keys and values of some blocks as floats."""
@@ -344,6 +365,11 @@ def _quantized(tokens: Array, block: int, axis: int) -> tuple[Array, Array]:
     blocks = xp.reshape(tokens, (*lead, length // block, block, size))
     blocks = xp.astype(blocks, getattr(xp, _sums(tokens)))
     steps = xp.max(xp.abs(blocks), axis=axis, keepdims=True) / 127
+    if is_host(steps) and not xp.all(xp.isfinite(steps)):
+        raise ValueError(
+            "a key or value of the tokens that become integers is NaN or infinite, and would spoil"
+            " the others of its block: append finite numbers, or give a KVCache"
+        )
     codes = xp.round(blocks / xp.where(steps == 0, xp.ones_like(steps), steps))
     codes = xp.reshape(xp.astype(codes, xp.int8), tokens.shape)
     return codes, xp.squeeze(steps, axis=axis)

@@ -127,11 +127,8 @@ def _stored_arrays(model: Transformer, config: Mapping[str, Any], origin: str) -
 
 
 def _unmade(pairs: Iterable[tuple[Stored, Array]]) -> dict[str, Any]:
-    """Return the arrays that parameters were made from.
-
-    A parameter has the numbers of its sources in another order. Making one from the places of these
-    numbers says where each belongs.
-    """
+    """Return the arrays that parameters were made from, whose numbers are in another order."""
+    # Making one from the places of these numbers says where each belongs.
     arrays: dict[str, Any] = {}
     for stored, parameter in pairs:
         values = _on_numpy(parameter)

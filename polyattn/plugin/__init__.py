@@ -43,6 +43,7 @@ from __future__ import annotations
 from polyattn._base.arrays import Array, length_of, namespace_of, with_rank
 from polyattn._base.host import native
 from polyattn._base.progress import progress
+from polyattn._base.quantized import Quantized
 from polyattn._base.slices import Slice
 from polyattn._base.span import Span
 from polyattn._base.threads import thread_count
@@ -107,6 +108,7 @@ __all__ = [
     "Part",
     "PointIndices",
     "Problem",
+    "Quantized",
     "Residuals",
     "Score",
     "Slice",

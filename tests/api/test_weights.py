@@ -4,7 +4,7 @@ import tracemalloc
 
 import numpy as np
 import pytest
-from libraries import EVERYWHERE, Library
+from libraries import EVERYWHERE, LIBRARIES, NUMPY, Library
 from optional import jax, jnp, torch
 
 from polyattn import (
@@ -25,8 +25,6 @@ QUERY, KEY, VALUE = (
     for h, n, d in ((H, L, D), (G, S, D), (G, S, 3))
 )
 VALUES = np.repeat(VALUE, H // G, 1)
-JAX = Library("jax", jnp.asarray, np.asarray, ("float32",))
-
 OPTIONS = {
     "plain": {},
     "causal": {"is_causal": True},
@@ -45,6 +43,7 @@ OPTIONS = {
     "sparsemax": {"normalizer": scores.sparsemax()},
     "norm": {"scale": scores.by_norm(3.0)},
 }
+OTHERS = EVERYWHERE[1:]
 SOFTMAX = [name for name in OPTIONS if name != "sparsemax"]
 
 
@@ -52,25 +51,43 @@ def options_of(name, to=np.asarray):
     return {k: to(x) if isinstance(x, np.ndarray) else x for k, x in OPTIONS[name].items()}
 
 
-@pytest.mark.parametrize("library", [*EVERYWHERE, JAX], ids=str)
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize(
+    ("name", "library"),
+    [pair for n, x in enumerate(OPTIONS) for pair in ((x, NUMPY), (x, OTHERS[n % len(OTHERS)]))],
+    ids=str,
+)
 def test_weights_times_values_are_the_attention(name, library):
     options = options_of(name, library.to)
     query, key, value = (library.to(x) for x in (QUERY, KEY, VALUE))
-
-    def both(query, key, value):
-        return attention_weights(query, key, **options), attention(query, key, value, **options)
-
-    # JAX compiles each operation by itself, or once all of them, which is faster.
-    weights, output = map(
-        library.back, (jax.jit(both) if library is JAX else both)(query, key, value)
-    )
+    weights = library.back(attention_weights(query, key, **options))
+    output = library.back(attention(query, key, value, **options))
     assert weights.shape == (B, H, L, S)
     np.testing.assert_allclose(weights @ VALUES, output, rtol=2e-5, atol=2e-6)
 
 
+def test_weights_are_traced_by_jax():
+    mask = masks.causal() & masks.window(3, 0) | masks.prefix(1)
+
+    def asked(query, key):
+        return attention_weights(query, key, top=2, mask=mask, score_mod=bent)
+
+    expected, found = asked(QUERY, KEY), jax.jit(asked)(QUERY, KEY)
+    np.testing.assert_array_equal(found.keys, expected.keys)
+    np.testing.assert_allclose(found.weights, expected.weights, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.slow
+def test_weights_are_compiled_by_torch():
+    def asked(query, key):
+        return attention_weights(query, key, top=2, mask=masks.causal() & masks.window(3, 0))
+
+    compiled = torch.compile(asked, fullgraph=True, backend="eager")
+    found = compiled(torch.from_numpy(QUERY), torch.from_numpy(KEY))
+    np.testing.assert_allclose(found.weights, asked(QUERY, KEY).weights, rtol=1e-5)
+
+
 @pytest.mark.parametrize("name", OPTIONS)
-def test_some_rows_and_heads_are_those_of_the_whole(name):
+def test_rows_heads_sums_and_the_largest_are_those_of_the_whole(name):
     whole = attention_weights(QUERY, KEY, **OPTIONS[name])
     for rows, heads in (
         (slice(2, 5), slice(1, 3)),
@@ -85,11 +102,6 @@ def test_some_rows_and_heads_are_those_of_the_whole(name):
         if rows is not None:
             expected = expected[:, :, np.atleast_1d(np.arange(L)[rows])]
         np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-7)
-
-
-@pytest.mark.parametrize("name", OPTIONS)
-def test_sums_and_the_largest_are_those_of_the_whole(name):
-    whole = attention_weights(QUERY, KEY, **OPTIONS[name])
     sums = attention_weights(QUERY, KEY, per_key=True, **OPTIONS[name])
     np.testing.assert_allclose(sums, whole.sum(-2), rtol=1e-5, atol=1e-6)
     top = attention_weights(QUERY, KEY, top=4, **OPTIONS[name])
@@ -100,8 +112,9 @@ def test_sums_and_the_largest_are_those_of_the_whole(name):
     np.testing.assert_allclose(some.weights, top.weights[:, 2:3][:, :, [5, 1]], rtol=1e-6)
 
 
-@pytest.mark.parametrize("layout", ["...HLD", "...LHD"])
-@pytest.mark.parametrize("name", SOFTMAX)
+@pytest.mark.parametrize(
+    ("name", "layout"), [*((name, "...HLD") for name in SOFTMAX), ("sinks", "...LHD")]
+)
 def test_a_logsumexp_that_is_known_gives_the_same(name, layout):
     query, key, value = QUERY, KEY, VALUE
     if layout == "...LHD":
@@ -113,15 +126,6 @@ def test_a_logsumexp_that_is_known_gives_the_same(name, layout):
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
     some = attention_weights(query, key, logsumexp=known, heads=[2], rows=[3, 4], **options)
     np.testing.assert_allclose(some, expected[:, 2:3, 3:5], rtol=1e-5, atol=1e-6)
-
-
-def test_a_known_logsumexp_moves_to_a_named_backend():
-    known = attention_partial(QUERY, KEY, VALUE, sinks=np.ones(H, np.float32)).logsumexp
-    here, there = (
-        attention_weights(QUERY, KEY, logsumexp=known, backend=one) for one in (None, "torch")
-    )
-    assert isinstance(there, np.ndarray)
-    np.testing.assert_allclose(there, here, atol=1e-6)
 
 
 def test_by_a_merged_logsumexp_the_weights_of_some_keys_are_those_among_all():
@@ -139,30 +143,32 @@ def test_a_matrix_is_one_head_without_an_axis():
     assert top.weights.shape == top.keys.shape == (L, 2)
 
 
-@pytest.mark.parametrize("library", [*EVERYWHERE, JAX], ids=str)
 @pytest.mark.parametrize(
-    ("shape", "options"),
+    ("shape", "options", "libraries"),
     [
-        ((2, 4, 0, 5), {}),
-        ((2, 4, 3, 0), {"sinks": np.ones(4, np.float32)}),
-        ((2, 4, 0, 0), {"is_causal": True, "rows": slice(None), "heads": [3, 1]}),
-        ((0, 4, 3, 5), {"normalizer": scores.sparsemax()}),
-        ((2, 0, 3, 5), {"heads": slice(0, 2)}),
+        ((2, 4, 0, 5), {}, (*EVERYWHERE, Library("jax", jnp.asarray, np.asarray))),
+        ((2, 4, 3, 0), {"sinks": np.ones(4, np.float32)}, LIBRARIES),
+        ((2, 4, 0, 0), {"is_causal": True, "rows": slice(None), "heads": [3, 1]}, [NUMPY]),
+        ((0, 4, 3, 5), {"normalizer": scores.sparsemax()}, LIBRARIES),
+        ((2, 0, 3, 5), {"heads": slice(0, 2)}, [NUMPY]),
     ],
-    ids=str,
 )
-def test_where_there_are_no_rows_keys_items_or_heads_the_weights_are_empty(shape, options, library):
+def test_where_there_are_no_rows_keys_items_or_heads_the_weights_are_empty(
+    shape, options, libraries
+):
     items, heads, rows, keys = shape
-    query = library.to(np.zeros((items, heads, rows, D), np.float32))
-    key = library.to(np.zeros((items, heads // 2, keys, D), np.float32))
-    given = {k: library.to(x) if isinstance(x, np.ndarray) else x for k, x in options.items()}
     count = min(heads, 2) if "heads" in options else heads
-    weights = attention_weights(query, key, **given)
-    assert tuple(weights.shape) == (items, count, rows, keys)
-    sums = library.back(attention_weights(query, key, per_key=True, **given))
-    np.testing.assert_array_equal(sums, np.zeros((items, count, keys), np.float32), strict=True)
-    top = attention_weights(query, key, top=1, **given)
-    assert tuple(top.weights.shape) == tuple(top.keys.shape) == (items, count, rows, min(1, keys))
+    for library in libraries:
+        query = library.to(np.zeros((items, heads, rows, D), np.float32))
+        key = library.to(np.zeros((items, heads // 2, keys, D), np.float32))
+        given = {k: library.to(x) if isinstance(x, np.ndarray) else x for k, x in options.items()}
+        weights = attention_weights(query, key, **given)
+        assert tuple(weights.shape) == (items, count, rows, keys)
+        sums = library.back(attention_weights(query, key, per_key=True, **given))
+        np.testing.assert_array_equal(sums, np.zeros((items, count, keys), "f4"), strict=True)
+        top = attention_weights(query, key, top=1, **given)
+        shapes = {tuple(top.weights.shape), tuple(top.keys.shape)}
+        assert shapes == {(items, count, rows, min(1, keys))}
 
 
 def test_where_there_are_no_rows_gradients_are_0():
@@ -178,11 +184,14 @@ def test_sixteen_bits_give_float32():
 
 
 def test_a_named_backend_gives_the_callers_arrays():
-    top = attention_weights(QUERY, KEY, top=2, backend="torch")
-    assert type(top.weights) is type(top.keys) is np.ndarray
-    expected = attention_weights(QUERY, KEY, top=2)
-    np.testing.assert_allclose(top.weights, expected.weights, rtol=1e-5)
-    assert top.keys.dtype.kind == "i"
+    known = attention_partial(QUERY, KEY, VALUE, sinks=np.ones(H, np.float32)).logsumexp
+    here, there = (
+        attention_weights(QUERY, KEY, top=2, logsumexp=known, backend=one)
+        for one in (None, "torch")
+    )
+    assert type(there.weights) is type(there.keys) is np.ndarray
+    np.testing.assert_allclose(there.weights, here.weights, rtol=1e-5)
+    assert there.keys.dtype.kind == "i"
 
 
 def test_gradients_pass_through():
@@ -192,19 +201,6 @@ def test_gradients_pass_through():
     assert torch.autograd.gradcheck(
         lambda q, k: attention_weights(q, k, is_causal=True), (query, key)
     )
-
-
-@pytest.mark.slow
-def test_weights_are_traced_and_compiled():
-    def asked(query, key):
-        return attention_weights(query, key, top=2, mask=masks.causal() & masks.window(3, 0))
-
-    expected = attention_weights(QUERY, KEY, top=2, mask=masks.causal() & masks.window(3, 0))
-    in_jax = jax.jit(asked)(QUERY, KEY)
-    np.testing.assert_array_equal(in_jax.keys, expected.keys)
-    compiled = torch.compile(asked, fullgraph=True, backend="eager")
-    in_torch = compiled(torch.from_numpy(QUERY), torch.from_numpy(KEY))
-    np.testing.assert_allclose(in_torch.weights, expected.weights, rtol=1e-5)
 
 
 @pytest.mark.parametrize(

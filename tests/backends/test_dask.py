@@ -79,8 +79,9 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize("group", ["64 MiB", "4 kiB"])
+@pytest.mark.parametrize(
+    ("name", "group"), [(name, ("64 MiB", "4 kiB")[n % 2]) for n, name in enumerate(OPTIONS)]
+)
 def test_chunks_give_what_one_call_in_memory_gives(name, group):
     options = OPTIONS[name]
     with dask.config.set({"polyattn.group-size": group}):
@@ -124,9 +125,10 @@ def assert_blocks(found, expected):
 
 
 @pytest.mark.parametrize(
-    "lengths", [(1, 1, 1, 1, 1), (2, 4, 2, 3, 4), (1, 4, 1, 1, 5), (2, 1, 1, 0, 3), (0, 2, 1, 1, 3),
-                (1, 2, 2, 3, 0), (1, 0, 0, 2, 3)], ids=str,
-)  # fmt: skip
+    "lengths",
+    [(1, 1, 1, 1, 1), (2, 4, 2, 3, 4), (2, 1, 1, 0, 3), (0, 2, 1, 1, 3), (1, 0, 0, 2, 0)],
+    ids=str,
+)
 def test_empty_chunks_of_every_axis_of_every_array(lengths):
     batch, heads, groups, rows, keys = lengths
     query, key, value, bias, of_output, seen, sinks, slopes, offset, ids, key_ids = (
@@ -265,8 +267,9 @@ COUNTED = {
 }
 
 
-@pytest.mark.parametrize("group", ["64 MiB", "1 kiB"])
-@pytest.mark.parametrize("name", COUNTED)
+@pytest.mark.parametrize(
+    ("name", "group"), [(name, ("64 MiB", "1 kiB")[n % 2]) for n, name in enumerate(COUNTED)]
+)
 def test_explain_counts_what_the_graph_reads(name, group):
     options = COUNTED[name]
     query, key = (da.from_array(RNG.normal(size=(1, 2, 64, 4)), chunks=(1, 2, 8, 4)) for _ in "qk")
@@ -308,15 +311,16 @@ def test_explain_asks_masks_about_a_bounded_number_of_pairs():
     assert remark.startswith("1,032 of 262,144 pairs of chunks")
 
 
-@pytest.mark.parametrize("keys", [0, 1, 7, 20, 1000])
-def test_groups_of_consecutive_chunks_are_counted_as_they_are_made(keys):
+def test_groups_of_consecutive_chunks_are_counted_as_they_are_made():
     columns = spans_of(tuple(RNG.integers(1, 9, 40).tolist()))
-    lengths, runs = [span.length for span in columns], RunsOfChunks(columns, keys)
-    with dask.config.set({"polyattn.group-size": keys}):
-        for start, stop in RNG.integers(0, 41, (60, 2)).tolist():
-            groups = grouped(range(start, stop), lengths, whole_rows=False)
-            most = max((sum(lengths[n] for n in group) for group in groups), default=0)
-            assert runs.groups(range(start, stop)) == (len(groups), most)
+    lengths = [span.length for span in columns]
+    for keys in (0, 1, 7, 20, 1000):
+        runs = RunsOfChunks(columns, keys)
+        with dask.config.set({"polyattn.group-size": keys}):
+            for start, stop in RNG.integers(0, 41, (40, 2)).tolist():
+                groups = grouped(range(start, stop), lengths, whole_rows=False)
+                most = max((sum(lengths[n] for n in group) for group in groups), default=0)
+                assert runs.groups(range(start, stop)) == (len(groups), most)
 
 
 @pytest.mark.parametrize(
@@ -405,21 +409,18 @@ def test_results_and_gradients_of_numpy():
         np.testing.assert_allclose(found.key, expected.key, atol=1e-12)
 
 
-WEIGHTS = [
-    {},
-    {"rows": [5, 6, 7, 40, 12], "heads": [1, 2, 7]},
-    {"rows": slice(10, 30), "per_key": True},
-    {"top": 4},
-    {"top": 40, "rows": [3, 59], "heads": 2},
-]
-
-
-@pytest.mark.parametrize("look", WEIGHTS, ids=lambda look: ", ".join(look) or "all")
 @pytest.mark.parametrize(
-    ("options", "group"),
-    [("rows without chunks", "64 MiB"), ("offsets", 1), ("whole rows", "64 MiB")],
+    ("options", "group", "look"),
+    [
+        ("rows without chunks", "64 MiB", {}),
+        ("rows without chunks", "64 MiB", {"rows": slice(10, 30), "per_key": True}),
+        ("offsets", 1, {"rows": [5, 6, 7, 40, 12], "heads": [1, 2, 7]}),
+        ("offsets", 1, {"top": 4}),
+        ("whole rows", "64 MiB", {"top": 40, "rows": [3, 59], "heads": 2}),
+    ],
+    ids=lambda x: ", ".join(x) if isinstance(x, dict) else str(x),
 )
-def test_weights(look, options, group):
+def test_weights(options, group, look):
     options = OPTIONS[options]
     expected = attention_weights(Q, K, **look, **options)
     with dask.config.set({"polyattn.group-size": group}):

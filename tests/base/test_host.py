@@ -44,8 +44,12 @@ def close(found, expected):
     np.testing.assert_allclose(np.asarray(found), np.asarray(expected), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("library", LIBRARIES)
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize(
+    ("name", "library"),
+    [*((name, "torch on a device") for name in OPTIONS), ("bias beyond float32", "torch")]
+    + [(name, "dask") for name in ("lengths", "ids of both", "mask", "sinks", "query_offset")]
+    + [(name, "float64") for name in ("bias", "alibi", "relative_bias", "additive")],
+)
 def test_numbers_go_where_the_query_is(library, name):
     x = LIBRARIES[library](X)
     expected = attention(X, X, X, **OPTIONS[name]())

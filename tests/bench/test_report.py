@@ -66,6 +66,8 @@ def changed(**changes):
 
 def test_a_report_goes_to_json_and_comes_back_the_same(tmp_path):
     file = tmp_path / "a.json"
+    with pytest.raises(ValueError, match="cannot be read: No such file"):
+        read(file)
     file.write_text(REPORT.as_json(), encoding="utf-8")
     assert read(file) == REPORT
     assert read(file).workload.window == (255, None)
@@ -149,11 +151,6 @@ def test_texts_of_a_file_stay_in_their_line_and_are_no_commands_of_the_terminal(
     assert read(file).rows[0].backend == "num?py"
 
 
-def test_a_file_that_is_not_there_is_said_to_be_so(tmp_path):
-    with pytest.raises(ValueError, match="cannot be read: No such file"):
-        read(tmp_path / "none.json")
-
-
 # ---- the table ----
 
 
@@ -216,15 +213,9 @@ def test_what_is_not_known_is_a_dash_and_what_is_no_number_is_said():
     assert cells[-2:] == ("not finite", "-")
 
 
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [(0.01234, "0.0123"), (1.2345, "1.23"), (99.94, "99.9"), (1234.5, "1234"), (0, "0")],
-)
-def test_numbers_have_three_digits(value, text):
-    assert table.digits(value) == text
-
-
-def test_small_shares_keep_two_digits():
+def test_numbers_have_three_digits_and_small_shares_two():
+    told = {0.01234: "0.0123", 1.2345: "1.23", 99.94: "99.9", 1234.5: "1234", 0: "0"}
+    assert {value: table.digits(value) for value in told} == told
     shares = [table.share(part) for part in (1.06, 0.45, 0.012, 0.0994)]
     assert shares == ["106%", "45%", "1.2%", "9.9%"]
 

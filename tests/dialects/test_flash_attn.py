@@ -5,8 +5,6 @@ import importlib.metadata
 import importlib.util
 import itertools
 import math
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -19,7 +17,6 @@ from polyattn.dialects import flash_attn_interface as fa3
 RNG = np.random.default_rng(0)
 B, H, G, D, E = 2, 4, 2, 16, 8
 TO = {"numpy": lambda x: x, "torch": torch.asarray, "jax": jnp.asarray}
-LIBRARIES = pytest.mark.parametrize("library", TO)
 
 
 def normal(*shape):
@@ -42,7 +39,7 @@ def formula(q, k, v, *, scale=None, causal=False, window=(-1, -1), softcap=0.0, 
     seen = (j >= left) & (j <= place if causal else True)
     seen = seen & (window[0] < 0 or j >= place - window[0])
     seen = seen & (window[1] < 0 or j <= place + window[1])
-    seen = seen & (j // chunk == place // chunk if chunk else True)
+    seen = seen & ((j - left) // chunk == (place - left) // chunk if chunk else True)
     s = np.where(seen, s, -math.inf)
     with np.errstate(divide="ignore"):
         total = np.log(np.exp(s).sum(-1))
@@ -87,12 +84,17 @@ def moved(options, library):
     return {k: TO[library](x) if isinstance(x, np.ndarray) else x for k, x in options.items()}
 
 
+SHORT, LONG = (3, 7), (7, 3)
+
+
 @pytest.mark.parametrize(
-    ("name", "library"),
-    [(name, library) for name in OPTIONS for library in ("numpy", "torch")] + [("causal", "jax")],
+    ("name", "library", "lengths"),
+    [
+        *((name, "numpy", lengths) for name in OPTIONS for lengths in (SHORT, LONG)),
+        *((name, "torch", SHORT) for name in OPTIONS),
+    ],
 )
-@pytest.mark.parametrize("lengths", [(3, 7), (7, 3)], ids=str)
-def test_dense(name, lengths, library):
+def test_dense(name, library, lengths):
     q, k, v = normal(B, lengths[0], H, D), normal(B, lengths[1], G, D), normal(B, lengths[1], G, E)
     options = OPTIONS[name]
     output, lse, weights = fa2.flash_attn_func(
@@ -163,14 +165,6 @@ def test_varlen(name, library):
     assert lse.shape == (H, 12)
 
 
-def test_varlen_is_traced_by_jit_with_lengths_as_arguments():
-    x = jnp.asarray(normal(12, H, D))
-    compiled = jax.jit(lambda *ends: fa2.flash_attn_varlen_func(x, x, x, *ends, 5, 5, causal=True))
-    ends = jnp.asarray(ENDS_Q)
-    expected = fa2.flash_attn_varlen_func(*[np.asarray(x)] * 3, ENDS_Q, ENDS_Q, 5, 5, causal=True)
-    close(compiled(ends, ends), expected)
-
-
 def test_gradients_of_varlen_are_those_of_one_by_one():
     ends = [0, 20, 57, 57, 130]
     arrays = [torch.randn(130, h, 16, dtype=torch.float64, requires_grad=True) for h in (4, 2, 2)]
@@ -204,16 +198,18 @@ def test_a_run_of_equal_lengths_is_one_call(monkeypatch):
     assert shapes == [(3, 3, H, D), (1, 2, H, D)]
 
 
-@LIBRARIES
+@pytest.mark.parametrize("library", TO)
 def test_varlen_over_pages(library):
     pool_k, pool_v = normal(9, 4, G, D), normal(9, 4, G, E)
     table = np.array([[7, 2, -1], [0, 8, 3]], np.int32)
     q, ends_q, ends_k = normal(5, H, D), np.array([0, 2, 5], np.int32), np.array([0, 6, 17])
     pool_k[2, 2:] = pool_v[2, 2:] = np.nan  # slots that were never written
-    output = fa2.flash_attn_varlen_func(
-        *map(TO[library], (q, pool_k, pool_v, ends_q, ends_k)), 3, 11, causal=True,
-        block_table=TO[library](table),
-    )  # fmt: skip
+
+    def call(*arrays, table):
+        return fa2.flash_attn_varlen_func(*arrays, 3, 11, causal=True, block_table=table)
+
+    arrays = map(TO[library], (q, pool_k, pool_v, ends_q, ends_k))
+    output = (jax.jit(call) if library == "jax" else call)(*arrays, table=TO[library](table))
     for rows, pages, length in zip(sequences(ends_q), table, (6, 11), strict=False):
         k, v = (x[pages].reshape(12, G, -1)[:length] for x in (pool_k, pool_v))
         close(output[rows], formula(q[rows], k, v, causal=True)[0])
@@ -320,8 +316,8 @@ def test_what_flash_attention_3_alone_can_do_is_refused(name):
             NotImplementedError, match=f"{name} is not supported: multiply {name[0]}"
         ):
             call(*arrays, **scale)
-    with pytest.raises(NotImplementedError, match="cu_seqlens_q and cu_seqlens_k_new are not"):
-        fa3.flash_attn_with_kvcache(x, x, x, cu_seqlens_q=ends)
+    with pytest.raises(NotImplementedError, match="cu_seqlens_q and cu_seqlens_k_new are read by"):
+        jax.jit(lambda n: fa3.flash_attn_with_kvcache(*[jnp.asarray(x)] * 3, cu_seqlens_q=n))(ends)
 
 
 # ---- caches ------------------------------------------------------------------------------------
@@ -361,8 +357,11 @@ CACHES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("library", ["numpy", "torch"])
-@pytest.mark.parametrize("name", CACHES)
+@pytest.mark.parametrize(
+    ("name", "library"),
+    [(name, "numpy") for name in CACHES]
+    + [(name, "torch") for name in ("plain", "items", "left padding", "pages", "positions", "qv")],
+)
 def test_kvcache(name, library):
     given = dict(CACHES[name])
     to, length, size = TO[library], 3, 12
@@ -424,6 +423,56 @@ def test_kvcache(name, library):
         close(lse[n], expected[1])
     for found, wanted in zip(places, before, strict=False):
         close(found, wanted[: len(found)], atol=1e-6)
+
+
+@pytest.mark.parametrize("packed", ["queries", "new keys", "both"])
+@pytest.mark.parametrize("where", ["items", "pages", "cache"])
+def test_packed_queries_and_new_keys_of_a_cache(packed, where):
+    """Each sequence by itself is the same, with its lengths, padding, places and rotation."""
+    lengths, new = [2, 3], [1, 3]
+    ends, ends_new = (np.array([0, n[0], sum(n)]) for n in (lengths, new))
+    if packed == "queries":
+        new = [2, 2]
+    elif packed == "new keys":
+        lengths = [2, 2]
+    q, k, v = normal(sum(lengths), H, D), normal(sum(new), G, D), normal(sum(new), G, E)
+    caches = [normal(*((6, 4) if where == "pages" else (3, 12)), G, n) for n in (D, E)]
+    before = [x.copy() for x in caches]
+    angles, qv = normal(20, 4), normal(sum(lengths), H, E)
+    options = {"rotary_cos": np.cos(angles), "rotary_sin": np.sin(angles), "causal": True}
+    own = {"cache_seqlens": np.array([6, 2]), "rotary_seqlens": np.array([1, 5])}
+    if where == "pages":
+        own["page_table"] = np.array([[5, 0, 2], [1, 4, 3]])
+    else:
+        own |= {"cache_leftpad": np.array([1, 0])}
+        own |= {"cache_batch_idx": np.array([2, 0])} if where == "items" else {}
+
+    def batch(x, starts):
+        return x if starts is not None else x.reshape(2, -1, *x.shape[1:])
+
+    given = {"queries": (ends, None), "new keys": (None, ends_new), "both": (ends, ends_new)}
+    starts, starts_new = given[packed]
+    rows, more = batch(q, starts), batch(qv, starts)
+    new_k, new_v = batch(k, starts_new), batch(v, starts_new)
+    output, lse = fa3.flash_attn_with_kvcache(
+        rows, *caches, new_k, new_v, more, **options, **own, return_softmax_lse=True,
+        cu_seqlens_q=starts, cu_seqlens_k_new=starts_new,
+    )  # fmt: skip
+    for n in range(2):
+        part, added = (slice(sum(x[:n]), sum(x[: n + 1])) for x in (lengths, new))
+        each = {name: x[n : n + 1] for name, x in own.items()}
+        if where == "cache":
+            each["cache_batch_idx"] = np.array([n])
+        expected, total = fa3.flash_attn_with_kvcache(
+            q[None, part], *before, k[None, added], v[None, added], qv[None, part], **options,
+            **each, return_softmax_lse=True,
+        )  # fmt: skip
+        close(output[n] if starts is None else output[part], expected[0])
+        close(lse[n] if starts is None else lse[:, part], total[0])
+    for found, wanted in zip(caches, before, strict=True):
+        close(found, wanted, atol=0)
+    plain = fa3.flash_attn_with_kvcache(rows, *caches, qv=more, cu_seqlens_q=starts, **own)
+    assert plain.shape == output.shape
 
 
 def test_a_cache_of_jax_is_read_and_not_written():
@@ -529,28 +578,26 @@ def test_install_refuses_beside_the_real_one(tmp_path, monkeypatch):
 
 
 @pytest.mark.needs("torch", "transformers")
-def test_transformers_runs_its_own_code_on_these_functions():
+def test_transformers_runs_its_own_code_on_these_functions(monkeypatch):
     """It asks for the package before it imports it, and calls with padding and without."""
-    code = """
-import torch
-from polyattn.dialects import flash_attn
-flash_attn.install()
-from transformers.utils import import_utils
-assert import_utils._is_package_available("flash_attn", return_version=True) == (True, "2.8.3")
-assert import_utils.is_flash_attn_greater_or_equal("2.3.3")
-assert not import_utils.is_flash_attn_2_available()  # which asks for a GPU
-from transformers import modeling_flash_attention_utils as utils
-utils.is_flash_attn_2_available = lambda: True
-x = torch.randn(2, 5, 4, 8)
-mask = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]])
-call = utils._flash_attention_forward
-own = torch.nn.functional.scaled_dot_product_attention
-for given in (None, mask):
-    found = call(x, x, x, given, 5, is_causal=True, attn_implementation="flash_attention_2")
-    for n, length in ((0, 5), (1, 5 if given is None else 3)):
-        part = x[n, :length].transpose(0, 1)
-        expected = own(part, part, part, is_causal=True).transpose(0, 1)
-        torch.testing.assert_close(found[n, :length], expected)
-assert utils._flash_fn is flash_attn.flash_attn_func
-"""
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    from transformers import modeling_flash_attention_utils as utils
+    from transformers.utils import import_utils
+
+    for name, value in vars(utils).items():
+        if name.startswith(("_flash", "_pad_fn", "_unpad_fn", "_process", "_loaded")):
+            monkeypatch.setattr(utils, name, value)  # what the first call changes
+    monkeypatch.setattr(utils, "is_flash_attn_2_available", lambda: True)
+    x = torch.randn(2, 5, 4, 8)
+    mask = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]])
+    own, call = torch.nn.functional.scaled_dot_product_attention, utils._flash_attention_forward
+    with fa2.install():
+        available = import_utils._is_package_available("flash_attn", return_version=True)
+        assert available == (True, "2.8.3")
+        assert not import_utils.is_flash_attn_2_available.__wrapped__()  # which asks for a GPU
+        for given in (None, mask):
+            found = call(x, x, x, given, 5, is_causal=True, attn_implementation="flash_attention_2")
+            for n, length in ((0, 5), (1, 5 if given is None else 3)):
+                part = x[n, :length].transpose(0, 1)
+                expected = own(part, part, part, is_causal=True).transpose(0, 1)
+                torch.testing.assert_close(found[n, :length], expected)
+        assert utils._flash_fn is fa2.flash_attn_func

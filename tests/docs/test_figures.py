@@ -5,7 +5,6 @@ import tomllib
 from pathlib import Path
 
 import design
-import pytest
 
 from polyattn._dispatch import registry
 
@@ -114,9 +113,8 @@ SAID = [
 ]
 
 
-@pytest.mark.parametrize(("page", "words"), SAID)
-def test_sentences_have_the_figures_of_the_tables(page, words):
-    assert words in text_of(page)
+def test_sentences_have_the_figures_of_the_tables():
+    assert [said for said in SAID if said[1] not in text_of(said[0])] == []
 
 
 def test_the_start_names_every_extra():
@@ -126,12 +124,12 @@ def test_the_start_names_every_extra():
     assert [x for x in extras if f'".[{x}]"' not in start and f"`{x}`" not in start] == []
 
 
-@pytest.mark.parametrize("name", ["numpy", "torch", "jax", "dask", "mlx", "onnx", "onnxruntime"])
-def test_the_page_on_devices_names_every_kernel(name):
-    assert registry.load(name) is None
+def test_the_page_on_devices_names_every_kernel():
     page = text_of("docs/devices.md")
-    for kernel in registry.loaded(name).kernels:
-        assert f"| `{kernel.name}` |" in page, kernel.name
+    for name in ("numpy", "torch", "jax", "dask", "mlx", "onnx", "onnxruntime"):
+        assert registry.load(name) is None
+        for kernel in registry.loaded(name).kernels:
+            assert f"| `{kernel.name}` |" in page, kernel.name
 
 
 def test_the_page_on_the_design_has_the_folders_of_now():

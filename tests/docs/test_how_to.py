@@ -16,7 +16,6 @@ import pages
 import pytest
 from optional import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import BertConfig, BertModel
 
 from polyattn._dispatch import cache, contract, registry
 
@@ -113,6 +112,7 @@ def test_sharded_arrays_give_what_one_device_does(tmp_path):
 @pytest.fixture(scope="module")
 def bert(tmp_path_factory):
     """A small BERT of random weights with a tokeniser of words, as a folder."""
+    transformers = pytest.importorskip("transformers")
     folder = tmp_path_factory.mktemp("bert")
     words = ["[UNK]", "a", "cat", "drinks", "milk", "kitten", "has", "drink"]
     tokenizer = Tokenizer(models.WordLevel(dict(zip(words, range(8), strict=True)), "[UNK]"))
@@ -120,7 +120,8 @@ def bert(tmp_path_factory):
     tokenizer.save(str(folder / "tokenizer.json"))
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4}
-    model = BertModel(BertConfig(vocab_size=8, num_hidden_layers=2, **sizes)).eval()
+    config = transformers.BertConfig(vocab_size=8, num_hidden_layers=2, **sizes)
+    model = transformers.BertModel(config).eval()
     model.save_pretrained(folder)
     return folder, model
 

@@ -96,16 +96,13 @@ def test_a_page_runs_and_prints_what_it_shows(name):
         assert any(part in block.code for part in NOT_SHOWN), block.code
 
 
-@pytest.mark.parametrize("name", ELSEWHERE)
-def test_a_page_that_another_test_runs_is_looked_at_there(name):
-    assert name in WITH_CODE
-    assert "pages.surprises(" in Path(__file__).with_name(ELSEWHERE[name]).read_text("utf-8")
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_no_python_of_a_page_is_left_out(name):
-    text = NAMES[name].read_text(encoding="utf-8")
-    assert len(PYTHON.findall(text)) == len(list(pages.blocks(NAMES[name])))
+def test_no_python_of_a_page_is_left_out():
+    for name, page in NAMES.items():
+        text = page.read_text(encoding="utf-8")
+        assert len(PYTHON.findall(text)) == len(list(pages.blocks(page))), name
+    for name, test in ELSEWHERE.items():
+        assert name in WITH_CODE
+        assert "pages.surprises(" in Path(__file__).with_name(test).read_text("utf-8"), name
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=LONG.get(n, ())) for n in COMMANDS])

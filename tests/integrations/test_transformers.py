@@ -152,8 +152,11 @@ def calls(monkeypatch):
 # ---- the families ----
 
 
-@pytest.mark.parametrize("side", [None, "left", "right"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "side"),
+    [*((x, "left") for x in LANGUAGE), *((x, "right") for x in ("bert", "mistral", "t5"))]
+    + [(x, None) for x in ("vit", "llama", "whisper")],
+)
 def test_logits_are_those_of_eager(family, side, calls):
     model, inputs = model_of(family), inputs_of(family, side)
     expected = run(model, "eager", **inputs).logits
@@ -232,16 +235,18 @@ def same_generation(family, side, **options):
     return found
 
 
-@pytest.mark.parametrize("side", [None, "left"])
-@pytest.mark.parametrize("family", GENERATIVE)
+@pytest.mark.parametrize(
+    ("family", "side"), [*((x, "left") for x in GENERATIVE), ("llama", None), ("t5", None)]
+)
 def test_generation_with_a_cache_gives_the_same_tokens(family, side, calls):
     found = same_generation(family, side)
     assert found.past_key_values is not None
     assert len(calls) >= 8 * 2
 
 
-@pytest.mark.parametrize("side", [None, "left"])
-@pytest.mark.parametrize("family", ["llama", "gemma2", "t5"])
+@pytest.mark.parametrize(
+    ("family", "side"), [("llama", None), ("llama", "left"), ("gemma2", "left"), ("t5", None)]
+)
 def test_generation_with_a_cache_of_fixed_size(family, side, calls):
     same_generation(family, side, cache_implementation="static", disable_compile=True)
     if (family, side) == ("llama", None):
@@ -467,13 +472,13 @@ def test_what_changes_nothing_is_not_refused():
     attend_with(cu_seq_lens_q=torch.tensor([0, 6]), position_ids=None, head_mask=None)
 
 
-@pytest.mark.parametrize("attention_mask", [None, torch.ones(1, 3)])
-def test_a_model_that_attends_by_itself_is_refused(attention_mask):
+def test_a_model_that_attends_by_itself_is_refused():
     config = transformers.BloomConfig(vocab_size=9, hidden_size=8, n_layer=1, n_head=2)
     config._attn_implementation = "polyattn"
     model = transformers.BloomModel(config)
-    with pytest.raises(NotImplementedError, match="bloom models compute attention by themselves"):
-        model(torch.tensor([[3, 4, 5]]), attention_mask=attention_mask)
+    for mask in (None, torch.ones(1, 3)):
+        with pytest.raises(NotImplementedError, match="bloom models compute attention by the"):
+            model(torch.tensor([[3, 4, 5]]), attention_mask=mask)
 
 
 NAMES = ["eager", "sdpa", "flash_attention_2", "my_sdpa", "a/b", ""]

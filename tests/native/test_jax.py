@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import shutil
 import subprocess
@@ -92,9 +93,9 @@ def close(found: Any, wanted: Any, dtype: str = "float32") -> None:
     )
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-@pytest.mark.parametrize("seed", range(16))
-def test_random_calls_equal_the_formula(seed: int, dtype: str) -> None:
+@pytest.mark.parametrize("seed", range(24))
+def test_random_calls_equal_the_formula(seed: int) -> None:
+    dtype = ("float32", "float16", "bfloat16")[seed % 3]
     given = [jnp.asarray(x, dtype) for x in arrays(seed)]
     exact = [np.asarray(x, "float64") for x in given]
     options = random_options(seed)
@@ -107,7 +108,7 @@ def test_random_calls_equal_the_formula(seed: int, dtype: str) -> None:
     close(compiled, wanted.output, dtype)
 
 
-@pytest.mark.parametrize("seed", range(16))
+@pytest.mark.parametrize("seed", range(10))
 def test_random_derivatives_equal_the_formula(seed: int) -> None:
     exact = arrays(seed)
     given = [jnp.asarray(x, "float32") for x in exact]
@@ -137,7 +138,7 @@ def test_random_derivatives_equal_the_formula(seed: int) -> None:
     )
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(5))
 def test_explicit_derivatives_equal_the_formula(seed: int) -> None:
     exact = arrays(seed)
     given = [jnp.asarray(x, "float32") for x in exact]
@@ -193,8 +194,9 @@ def test_vmap_equals_a_loop_and_is_one_call(axes: Any, options: dict[str, Any]) 
     assert "scan" not in text
 
 
-@pytest.mark.parametrize("shape", [(11, 11), (4, 1, 11), (2, 1, 11, 11)], ids=str)
-@pytest.mark.parametrize("axis", [None, 0])
+@pytest.mark.parametrize(
+    ("axis", "shape"), [(None, (4, 1, 11)), (0, (11, 11)), (0, (2, 1, 11, 11))], ids=str
+)
 def test_gradients_of_a_bias_are_the_librarys_also_under_vmap(axis: Any, shape: Any) -> None:
     x = small(3, 2, 4, 11, 8)
     bias = small(*([] if axis is None else [3]), *shape, seed=1)
@@ -231,15 +233,13 @@ def test_derivatives_of_derivatives_are_those_of_xla() -> None:
     def loss(kernel: str) -> Any:
         return lambda x, b: jnp.sum(jnp.sin(polyattn.attention(x, x, x, bias=b, kernel=kernel)))
 
-    def hessians(kernel: str) -> Any:
-        slope = jax.grad(loss(kernel), (0, 1))
-        return jax.jacfwd(slope)(x, bias), jax.jacrev(slope)(x, bias)
+    def hessian(kernel: str, jacobian: Any) -> Any:
+        return jax.jit(jacobian(jax.grad(loss(kernel), (0, 1))))(x, bias)
 
-    jax.tree.map(
-        lambda one, other: np.testing.assert_allclose(one, other, atol=1e-4),
-        hessians("native"),
-        hessians("xla"),
-    )
+    expected = hessian("dense", jax.jacfwd)
+    for jacobian in (jax.jacfwd, jax.jacrev):
+        found = hessian("native", jacobian)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), found, expected)
 
 
 def test_arrays_that_are_given_away_may_hold_the_result() -> None:
@@ -324,8 +324,6 @@ def test_declarations_lie_as_in_the_header_of_the_installed_jaxlib() -> None:
 
 def fresh(code: str, **environment: str) -> None:
     """Run code in another interpreter."""
-    import os
-
     done = subprocess.run(
         [sys.executable, "-c", code], env=os.environ | environment, capture_output=True, text=True
     )
@@ -375,10 +373,11 @@ def test_each_of_several_devices_computes_its_part() -> None:
 import functools
 import jax, jax.numpy as jnp, numpy as np, polyattn
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
-x = jnp.asarray(np.random.default_rng(0).standard_normal((2, 4, 16, 8)), "float32")
-def call(x, kernel="native"):
-    return polyattn.attention(x, x, x, is_causal=True, kernel=kernel)
-wanted = call(x, "xla")
+exact = np.random.default_rng(0).standard_normal((2, 4, 16, 8))
+x = jnp.asarray(exact, "float32")
+def call(x):
+    return polyattn.attention(x, x, x, is_causal=True, kernel="native")
+wanted = polyattn.attention(exact, exact, exact, is_causal=True)
 mesh = Mesh(np.array(jax.devices()), ("b",))
 placed = jax.device_put(x, NamedSharding(mesh, P("b")))
 compiled = jax.jit(call).lower(placed).compile()
@@ -386,16 +385,20 @@ assert "all-gather" not in compiled.as_text()
 np.testing.assert_allclose(compiled(placed), wanted, atol=1e-5)
 np.testing.assert_allclose(call(placed), wanted, atol=1e-5)
 assert "polyattn_attend" not in compiled.as_text()  # of a sharded array it has no parts
-def slopes(x, y, kernel="native"):
+def slopes(x, y):
     return jax.grad(lambda x, y: jnp.sum(
-        polyattn.attention(x, y, y, is_causal=True, kernel=kernel) ** 2), (0, 1))(x, y)
+        polyattn.attention(x, y, y, is_causal=True, kernel="native") ** 2), (0, 1))(x, y)
+def expected(x, y):
+    output, pull = polyattn.attention_vjp(x, y, y, is_causal=True)
+    gradients = pull(2 * output)
+    return gradients.query, gradients.key + gradients.value
 y = x[:1] + 0
 for specs, of_y in ((P("b"), y), (P(None, "b"), x)):
     whole = (specs, P() if of_y is y else specs)
     part = jax.jit(jax.shard_map(slopes, mesh=mesh, in_specs=whole, out_specs=whole))
     assert "polyattn_differentiate" in part.lower(x, of_y).as_text()
-    for one, other in zip(part(x, of_y), slopes(x, of_y, "xla")):
+    for one, other in zip(part(x, of_y), expected(exact, exact[:len(of_y)])):
         np.testing.assert_allclose(one, other, atol=1e-4)
 """,
-        XLA_FLAGS="--xla_force_host_platform_device_count=2",
+        XLA_FLAGS=os.environ["XLA_FLAGS"] + " --xla_force_host_platform_device_count=2",
     )

@@ -384,7 +384,7 @@ def run_program(body: str) -> str:
 def test_the_share_that_is_done_grows_to_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     shares: list[float] = []
     monkeypatch.setattr(call, "progress", lambda: contextlib.nullcontext(shares.append))
-    x = np.ones((8, 4096, 64), np.float32)
+    x = np.ones((8, 2048, 64), np.float32)
     options: dict[str, Any]
     for options in ({}, {"mask": masks.causal() & masks.dilated(3)}, {}):  # the last one is ready
         shares.clear()
@@ -397,6 +397,7 @@ def test_the_share_that_is_done_grows_to_the_whole(monkeypatch: pytest.MonkeyPat
 
 def test_an_interrupt_ends_a_call_and_the_next_one_works() -> None:
     body = """
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a parent in the background ignores it
 threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
 try:
     for _ in range(1000):
@@ -441,25 +442,26 @@ def test_threads_of_the_caller_compute_at_once() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel counts memory so on Linux")
-@pytest.mark.parametrize("call", ["attention(x, x, x, is_causal=True)", "vjp"])
-def test_memory_beyond_inputs_and_results_does_not_grow_with_the_scores(call: str) -> None:
-    body = f"""
+def test_memory_beyond_inputs_and_results_does_not_grow_with_the_scores() -> None:
+    body = """
 import resource
-x = np.ones((1, 1, 16384, 64), "float32")
+x = np.ones((1, 1, 8192, 64), "float32")
 y = x[:, :, :64]
-kernel = Native()
-partial = polyattn.attention_partial(x, x, x, is_causal=True, kernel=kernel)
-def work(x, partial):
-    if {call!r} == "vjp":
-        return polyattn.attention_backward(x, x, x, partial, x, is_causal=True, kernel=kernel)
-    return polyattn.attention(x, x, x, is_causal=True, kernel=kernel)
-work(y, polyattn.attention_partial(y, y, y, is_causal=True, kernel=kernel))
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-results = {{"vjp": 3}}.get({call!r}, 1) * x.nbytes
-work(x, partial)
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before - results // 1024)
+options = dict(is_causal=True, kernel=Native())
+def forward(x):
+    return polyattn.attention_partial(x, x, x, **options)
+def backward(x, partial):
+    return polyattn.attention_backward(x, x, x, partial, x, **options)
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+backward(y, forward(y))
+before = peak()
+partial = forward(x)
+between = peak()
+backward(x, partial)
+print(between - before - x.nbytes // 1024, peak() - between - 3 * x.nbytes // 1024)
 """
-    assert int(run_program(body)) < 24 * 1024
+    assert all(int(size) < 12 * 1024 for size in run_program(body).split())
 
 
 def test_an_unknown_instruction_set_is_an_error() -> None:

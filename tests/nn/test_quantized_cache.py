@@ -92,8 +92,8 @@ def test_attention_is_that_over_what_the_integers_stand_for(monkeypatch, name):
 def test_attention_makes_no_floats_of_all_tokens_at_once(monkeypatch):
     monkeypatch.setattr(quantized, "PIECE", 400)
     cache = made(np.asarray, [70])
-    lengths = [key.shape[-2] for _, key, _ in cache._pieces()]
-    assert lengths == [16, 16, 16, 16, 6]
+    assert [key.shape[-2] for _, key, _ in cache._float_pieces()] == [16] * 4
+    assert [key.shape[-2] for _, key, _ in cache._pieces()] == [64, 6]
 
 
 def test_every_library_attends(library):
@@ -228,6 +228,30 @@ def test_a_trace_is_refused_by_name():
     new = jnp.zeros((B, G, 1, D)), jnp.zeros((B, G, 1, E))
     with pytest.raises(ValueError, match=r"length of a quantised cache is unknown, .* a KVCache"):
         jax.jit(lambda cache: cache.append(*new))(cache)
+
+
+@pytest.mark.parametrize("number", [np.nan, -np.inf])
+@pytest.mark.parametrize("place", [0, 1])
+def test_what_no_integer_stands_for_is_refused_where_it_can_be_read(number, place):
+    new = [np.ones((B, G, 1, size), np.float32) for size in (D, E)]
+    new[place][0, 1, 0, 2] = number
+    cache = made(np.asarray, [20]).append(*new)  # which keeps it as it is at first
+    with pytest.raises(ValueError, match=r"NaN or infinite, .* its block: append finite numbers"):
+        cache.append(*(x.repeat(12, axis=2) for x in new))
+
+
+def test_elsewhere_it_spoils_the_keys_of_its_block_and_its_own_value():
+    key, value = (x[:, :, :8].astype(np.float32) for x in (KEYS, VALUES))
+    key[0, 1, 5, 2] = value[0, 1, 6, 2] = np.nan
+    settings = {"window": 0, "block": 4, "value_size": E, "batch": (B,)}
+    cache = nn.QuantizedCache.init(G, D, 8, like=torch.zeros(1), **settings)
+    cache = cache.append(torch.tensor(key), torch.tensor(value))
+    spoilt = [np.isnan(x).any(axis=-1)[0, 1].tolist() for x in floats(cache)]
+    assert spoilt == [[False] * 4 + [True] * 4, [False] * 6 + [True, False]]
+    query, options = torch.tensor(QUERIES.astype(np.float32)), {"mask": masks.prefix(4)}
+    found = cache.attention(query, kernel="dense", **options)
+    expected = attention(QUERIES, *floats(cache), **options)
+    np.testing.assert_allclose(found, expected, atol=3e-6)
 
 
 def test_a_batch_may_be_empty():

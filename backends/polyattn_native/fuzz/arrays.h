@@ -37,10 +37,10 @@ struct Random {
 
 // ---- kinds of numbers ----
 
-enum Kind { FLOAT32, FLOAT64, FLOAT16, BFLOAT16, INT32, UINT8 };
+enum Kind { FLOAT32, FLOAT64, FLOAT16, BFLOAT16, INT32, UINT8, INT8 };
 
 inline int64_t bytes_of(Kind kind) {
-    return kind == FLOAT64 ? 8 : kind == UINT8 ? 1 : kind == FLOAT16 || kind == BFLOAT16 ? 2 : 4;
+    return kind == FLOAT64 ? 8 : kind >= UINT8 ? 1 : kind == FLOAT16 || kind == BFLOAT16 ? 2 : 4;
 }
 
 // 16-bit numbers with so many bits behind the point.
@@ -69,6 +69,7 @@ inline void put(Kind kind, char* to, double x) {
     else if (kind == FLOAT64) memcpy(to, &x, 8);
     else if (kind == INT32) memcpy(to, &i, 4);
     else if (kind == UINT8) memcpy(to, &byte, 1);
+    else if (kind == INT8) *to = (char)(int8_t)x;
     else memcpy(to, &half, 2);
 }
 inline double get(Kind kind, const char* from) {
@@ -80,6 +81,7 @@ inline double get(Kind kind, const char* from) {
     if (kind == FLOAT64) return memcpy(&d, from, 8), d;
     if (kind == INT32) return memcpy(&i, from, 4), i;
     if (kind == UINT8) return *from;
+    if (kind == INT8) return (int8_t)*from;
     memcpy(&half, from, 2);
     return kind == FLOAT16 ? decode(half, 10, 15) : decode(half, 7, 127);
 }

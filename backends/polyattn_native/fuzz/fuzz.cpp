@@ -25,7 +25,7 @@ struct Case {
     Function function;
     PolyattnCall call = {};
     Kind kind, sums;  // of the inputs, of the scores
-    Array query, key, value, output, logsumexp, first, stop, mask, bias[2], sinks;
+    Array query, key, value, key_steps, value_steps, output, logsumexp, first, stop, mask, bias[2], sinks;
     Array output_gradient, logsumexp_gradient, query_gradient, key_gradient, value_gradient, delta, softcap_gradient;
     Array bias_gradient[2];
     Array query_tangent, key_tangent, value_tangent, bias_tangent, sinks_tangent, output_tangent, logsumexp_tangent;
@@ -90,6 +90,8 @@ struct Case {
             while (key.view.offsets);
             do value = made(call.value, kind, {pages, call.key_heads, call.page, call.value_size});
             while (value.view.offsets);
+        } else if (function == ATTEND && kind == sums && random.chance(0.2)) {
+            add_integers();
         } else {
             key = made(call.key, kind, with_items(of_key()));
             value = made(call.value, kind, with_items(of_value()));
@@ -97,9 +99,22 @@ struct Case {
         output = made(call.output, function == ATTEND ? kind : sums, of_output());
         if (function != ATTEND || random.chance(0.7)) logsumexp = made(call.logsumexp, sums, by_row());
         // What is not finite, often where no row sees it.
-        while (random.chance(0.2)) poison(random.chance(0.5) ? key : value, NAN);
-        while (function == ATTEND && random.chance(0.1)) poison(value, random.one_of<double>({INFINITY, -INFINITY}));
+        Array &of_keys = key_steps ? key_steps : key, &of_values = value_steps ? value_steps : value;
+        while (random.chance(0.2)) poison(random.chance(0.5) ? of_keys : of_values, NAN);
+        while (function == ATTEND && random.chance(0.1))
+            poison(of_values, random.one_of<double>({INFINITY, -INFINITY}));
         while (random.chance(0.05)) poison(query, NAN);
+    }
+    void add_integers() {
+        call.step_keys = random.between(1, call.keys);
+        const int64_t blocks = (call.keys + call.step_keys - 1) / call.step_keys;
+        key = made(call.key, INT8, with_items(of_key()));
+        value = made(call.value, INT8, with_items(of_value()));
+        for (Array* array : {&key, &value}) array->fill([&] { return (double)random.between(-127, 127); });
+        key_steps = made(call.key_steps, sums, with_items({call.items, call.key_heads, blocks, call.head_size}));
+        value_steps = made(call.value_steps, sums, with_items({call.items, call.key_heads, call.keys, 1}));
+        for (Array* array : {&key_steps, &value_steps}) array->fill([&] { return random.unit() / 64; });
+        call.value_steps.column = 0;
     }
     void poison(Array& array, double number) {
         int64_t at[4];
@@ -158,6 +173,9 @@ struct Case {
     }
     // A number of a key or value.
     double at(const Array& array, int64_t item, int64_t head, int64_t row, int64_t column) const {
+        if (key_steps && &array == &key)
+            return array(item, head, row, column) * key_steps(item, head, row / call.step_keys, column);
+        if (key_steps && &array == &value) return array(item, head, row, column) * value_steps(item, head, row, 0);
         if (!call.page) return array(item, head, row, column);
         const int64_t page = table[(size_t)(item * (call.keys / call.page) + row / call.page)];
         return array(page, head, row % call.page, column);
@@ -441,7 +459,7 @@ void Case::add_tangents() {
 int compute(Case& x, const PolyattnCall& call, void** state) {
     if (x.function == DIFFERENTIATE) return polyattn_differentiate(&call, state);
     if (x.function == PUSH_FORWARD) return polyattn_push_forward(&call, state);
-    if (call.threads % 2) return polyattn_attend(&call, state);
+    if (call.threads % 2 || x.key_steps) return polyattn_attend(&call, state);
     PolyattnCall other = call;
     void* to[] = {call.query.data, call.key.data, call.value.data, call.output.data, call.logsumexp.data};
     other.query.data = other.key.data = other.value.data = other.output.data = other.logsumexp.data = nullptr;

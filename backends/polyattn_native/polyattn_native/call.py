@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from polyattn.plugin import Operands, Problem, Span, progress
+from polyattn.plugin import Operands, Problem, Quantized, Span, progress
 from polyattn_native.arrays import describe, offsets_of, readable, readable_view
 from polyattn_native.library import DTYPES, CArray, CCall, library
 from polyattn_native.scores import ByDistance, by_distance, scale_and_rest
@@ -20,8 +20,9 @@ from polyattn_native.visible import array_of, bytes_per_row, ends_of_band, visib
 THREAD_WORK = 2**21
 # The arrays with an axis of keys in place of one of rows.
 OF_KEYS = frozenset(
-    ("key", "value", "key_gradient", "value_gradient", "key_tangent", "value_tangent")
-)
+    ("key", "value", "key_steps", "value_steps", "key_gradient", "value_gradient", "key_tangent",
+     "value_tangent")
+)  # fmt: skip
 # The rows of a part are a multiple of this: those of a group, whose gradients are added up at once.
 PART = 128
 # The bytes of a mask or bias that is made for some rows at a time.
@@ -84,11 +85,10 @@ class NativeCall:
         self.sizes: dict[str, int] = {}  # of the numbers of each array
         call = self.call = call_of(problem, products, threads)
         self.array("query", readable(x.query))
-        key, value = readable(x.key), readable(x.value)
-        self.array("key", key)
-        self.array("value", value)
+        for name in ("key", "value"):
+            self._add_keys(name, getattr(x, name))
         if x.block_table is not None:
-            self._add_pages(x, key.shape)
+            self._add_pages(x, x.key.shape)
         call.scale, self.rest = scale_and_rest(problem, x)
         self._add_positions()
         self._add_dropout()
@@ -109,6 +109,15 @@ class NativeCall:
         describe(getattr(self.call, name), array, batch, self.offsets)
         self.keep.append(array)
         self.sizes[name] = array.itemsize
+
+    def _add_keys(self, name: str, given: Any) -> None:
+        if isinstance(given, Quantized):
+            steps = readable(given.steps, self.accumulator)
+            if name == "key":
+                self.call.step_keys = given.shape[-2] // steps.shape[-2]
+            self.array(f"{name}_steps", steps)
+            given = given.codes
+        self.array(name, readable(given))
 
     def rows_of(self, name: str, array: Any) -> None:
         """Add an array with a number for each row."""

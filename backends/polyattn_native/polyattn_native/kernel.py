@@ -14,6 +14,7 @@ from polyattn.plugin import (
     Kernel,
     Operands,
     Problem,
+    Quantized,
     Residuals,
     Tangents,
     thread_count,
@@ -62,13 +63,19 @@ class Native(Kernel):
             reasons.append("it computes no gradient of a scale of 0")
         return reasons
 
+    def reads_quantized(self, problem: Problem) -> bool:
+        """Return whether there are numbers, and nothing but these is asked for."""
+        return not (problem.traced or problem.requires_grad or problem.transforms)
+
     def __call__(
         self, problem: Problem, operands: Operands, backend: Backend
     ) -> tuple[Array, Array | None]:
         """Return the output, and the logsumexp if the problem asks for it."""
         query, key, value = operands[:3]
-        kind = (id(problem), query.strides, key.strides, value.strides, query.dtype, key.dtype,
-                value.dtype)  # fmt: skip
+        kind = None
+        if not isinstance(key, Quantized):
+            kind = (id(problem), query.strides, key.strides, value.strides, query.dtype, key.dtype,
+                    value.dtype)  # fmt: skip
         ready = self._ready.get(kind)
         output = np.empty((*problem.scores[:-1], problem.value_size), query.dtype)
         logsumexp = None
@@ -85,7 +92,7 @@ class Native(Kernel):
             return found.astype(query.dtype), of_sums
         native = self._prepared(problem, operands, output, logsumexp)
         native.run(library().polyattn_attend)
-        if KNOWS_ADDRESSES and all(map(is_readable, (query, key, value))):
+        if kind and KNOWS_ADDRESSES and all(map(is_readable, (query, key, value))):
             self._keep(kind, problem, native)
         return output, logsumexp
 

@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 
 DTYPES = ("float32", "float64", "float16", "bfloat16")
-VERSION = 2
+VERSION = 3
 #: Names a lower instruction set than the processor's best.
 VARIABLE = "POLYATTN_NATIVE_ISA"
 
@@ -39,6 +39,9 @@ class CCall(ctypes.Structure):
         *((n, CArray) for n in ("query", "key", "value", "output", "logsumexp")),
         ("table", c_void_p),
         ("page", c_int64),
+        ("key_steps", CArray),
+        ("value_steps", CArray),
+        ("step_keys", c_int64),
         ("scale", c_double),
         ("softcap", c_double),
         ("has_low", c_int32),

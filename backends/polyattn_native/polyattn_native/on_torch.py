@@ -23,6 +23,7 @@ from polyattn.plugin import (
     Gradients,
     Operands,
     Problem,
+    Quantized,
     Residuals,
     Tangents,
 )
@@ -98,13 +99,18 @@ class NativeOnTorch(Native):
             return f"{scores:,} scores in bfloat16 take less time in torch's engine"
         return None
 
+    def reads_quantized(self, problem: Problem) -> bool:
+        """Return whether tensors have numbers, and nobody records what is done to them."""
+        is_read = not torch.compiler.is_compiling() and not _is_recorded()
+        return is_read and super().reads_quantized(problem)
+
     def __call__(
         self, problem: Problem, operands: Operands, backend: Backend
     ) -> tuple[Array, Array | None]:
         """Return the output, and the logsumexp if the problem asks for it."""
         if torch.compiler.is_compiling():
             return torch_operators.attend(problem, operands)
-        if not _are_readable(operands):
+        if not (isinstance(operands.key, Quantized) or _are_readable(operands)):
             return backend.tiled(problem, operands, backend)
         return self.attend(problem, operands, backend)
 
@@ -113,7 +119,7 @@ class NativeOnTorch(Native):
     ) -> tuple[Array, Array | None]:
         """Return output and logsumexp of tensors with numbers."""
         query, key, value = operands[:3]
-        if not problem.features <= PLAIN:
+        if not problem.features <= PLAIN or isinstance(key, Quantized):
             output, logsumexp = super().__call__(problem, _in_numpy(operands), backend)  # type: ignore[arg-type]
             return _tensor(output), None if logsumexp is None else _tensor(logsumexp)
         kind = id(problem), query.stride(), key.stride(), value.stride()
@@ -178,9 +184,15 @@ class NativeOnTorch(Native):
         return output, logsumexp
 
 
+def _is_recorded() -> bool:
+    """Return whether somebody records what is done to tensors."""
+    modes: int = torch._C._len_torch_dispatch_stack()
+    return modes > 0 or torch._C._get_tracing_state() is not None
+
+
 def _are_readable(*groups: Any) -> bool:
     """Return whether tensors have numbers in memory, and nobody records what is done to them."""
-    if torch._C._len_torch_dispatch_stack() or torch._C._get_tracing_state() is not None:
+    if _is_recorded():
         return False
     records = torch.is_grad_enabled()
     for one in _tensors_of(groups):
@@ -202,7 +214,7 @@ def _tensors_of(groups: Any) -> Iterator[torch.Tensor]:
 
 def _array(tensor: torch.Tensor, *, as_bits: bool = False) -> Any:
     """Return a tensor as an array; one of bfloat16 is converted unless its bits are asked for."""
-    tensor = tensor.detach()
+    tensor = tensor.detach().resolve_neg()
     if tensor.dtype == torch.bfloat16:
         return (tensor.view(torch.int16) if as_bits else tensor.float()).numpy()
     return tensor.numpy()
@@ -218,7 +230,11 @@ def _in_numpy(x: Operands) -> Operands:
         name: field.map(array) if isinstance(field, Expression) else array(name, field)
         for name, field in zip(x._fields[3:], x[3:], strict=True)
     }
-    return Operands(*[_array(one, as_bits=True) for one in x[:3]], **options)
+    arrays: list[Any] = [
+        Quantized(*map(_array, one)) if isinstance(one, Quantized) else _array(one, as_bits=True)
+        for one in x[:3]
+    ]
+    return Operands(*arrays, **options)
 
 
 def _numbers(group: Any) -> Any:

@@ -30,6 +30,10 @@ typedef struct {
     // row sees are not read. Only polyattn_attend reads pages.
     const int64_t* table;  // (items, keys / page)
     int64_t page;
+    // Keys and values of int8, if there are steps: a key times row key / step_keys of its steps, by element, and
+    // a value times its own. Of the dtype of scores, as the query is. Only polyattn_attend, without pages.
+    PolyattnArray key_steps, value_steps;
+    int64_t step_keys;
     double scale;
     double softcap;  // 0 for none
     // Row i sees the keys from i + low to i + high, both plus the item's position if there are any.
@@ -75,7 +79,7 @@ POLYATTN_API int polyattn_differentiate(const PolyattnCall* call, void** state);
 POLYATTN_API int polyattn_push_forward(const PolyattnCall* call, void** state);
 // As polyattn_attend, with other arrays of the same strides in place of the call's: where the
 // addresses of their data lie. Without a state it does not return before all is written. 2 if an address
-// is no multiple of the numbers' size: then nothing is written.
+// is no multiple of the numbers' size: then nothing is written. Not for integers.
 POLYATTN_API int polyattn_attend_to(const PolyattnCall* call, int64_t threads, void** query, void** key, void** value,
                                     void** output, void** logsumexp, void** state);
 // The share of a call under way that threads have begun, from 0 to 1.

@@ -53,7 +53,9 @@ template <typename T> struct Matrix {
 constexpr int64_t LEAST_PAGE = 8;
 
 // Whether the keys and values of a block are converted or copied.
-INLINE bool copies(const PolyattnCall& call) { return converts(call) || (call.table && call.page < LEAST_PAGE); }
+INLINE bool copies(const PolyattnCall& call) {
+    return converts(call) || call.key_steps.data || (call.table && call.page < LEAST_PAGE);
+}
 
 // Keys or values of a block: where they lie, or copied.
 template <typename T>
@@ -70,6 +72,13 @@ Matrix<T> block_of(const PolyattnCall& call, const PolyattnArray& array, int64_t
         const int64_t offset =
             table ? offset_of(array, table[key / call.page], head, key % call.page) : offset_of(array, item, head, key);
         T* to = block + (key - keys.first) * size;
+        if (call.key_steps.data) {
+            const bool is_key = &array == &call.key;
+            const PolyattnArray& steps = is_key ? call.key_steps : call.value_steps;
+            const T* row = at<T>(steps, item, head, is_key ? key / call.step_keys : key);
+            scale_codes((const int8_t*)array.data + offset, row, steps.column, size, to);
+            continue;
+        }
         const T* found = numbers_at(call, from, offset, size, to);
         if (found != to) __builtin_memcpy(to, found, (size_t)size * sizeof(T));
     }

@@ -81,6 +81,23 @@ const T* numbers_at(const PolyattnCall& call, const T* from, int64_t offset, int
     return from + offset;
 }
 
+// ---- integers of 8 bits ----
+
+// Integers times their steps, `column` apart: one for each, or the same for all.
+template <typename T> void scale_codes(const int8_t* codes, const T* steps, int64_t column, int64_t size, T* to) {
+    int64_t i = 0;
+#if defined(__AVX2__)
+    if constexpr (sizeof(T) == 4) {
+        for (; i + 8 <= size; i += 8) {
+            const __m256i wide = _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)(codes + i)));
+            const __m256 step = column ? _mm256_loadu_ps(steps + i) : _mm256_set1_ps(*steps);
+            _mm256_storeu_ps(to + i, _mm256_cvtepi32_ps(wide) * step);
+        }
+    }
+#endif
+    for (; i < size; ++i) to[i] = codes[i] * steps[i * column];
+}
+
 // ---- panels ----
 
 // Write rows, which may lie anywhere, as panel[element][lane], times a factor.

@@ -13,7 +13,7 @@ class Operands(NamedTuple):
     """The arrays and functions of a call, heads before length; query, key, value of rank >= 3."""
 
     query: Array  #: (..., H, L, D)
-    key: Array  #: (..., G, S, D)
+    key: Array  #: (..., G, S, D); see `Kernel.reads_quantized`
     value: Array  #: (..., G, S, E); a call for weights has none
     #: An array broadcasts to (..., H, L, S); a function takes (b, h, i, j).
     mask: Array | Callable[..., Array] | None = None

@@ -91,11 +91,11 @@ def flash_attn_func(
     """
     if return_attn_probs:
         _refuse_weights(dropout_p)
-    output, logsumexp = dense(
+    found = dense(
         q, k, v, softmax_scale, causal, window_size, softcap,
         dropout=dropout_p, slopes=alibi_slopes, logsumexp=return_attn_probs,
     )  # fmt: skip
-    return (output, logsumexp, None) if return_attn_probs else output
+    return (*found, None) if return_attn_probs else found
 
 
 def flash_attn_kvpacked_func(
@@ -170,12 +170,12 @@ def flash_attn_varlen_func(
     """
     if return_attn_probs:
         _refuse_weights(dropout_p)
-    output, logsumexp = varlen(
+    found = varlen(
         q, k, v, Packed(cu_seqlens_q), Packed(cu_seqlens_k),
         softmax_scale, causal, window_size, softcap,
         dropout=dropout_p, slopes=alibi_slopes, table=block_table, logsumexp=return_attn_probs,
     )  # fmt: skip
-    return (output, logsumexp, None) if return_attn_probs else output
+    return (*found, None) if return_attn_probs else found
 
 
 def flash_attn_varlen_kvpacked_func(
@@ -278,12 +278,11 @@ def flash_attn_with_kvcache(
     cache = Cache(k_cache, v_cache, cache_seqlens, cache_batch_idx, cache_leftpad, block_table)
     tables = both("rotary_cos and rotary_sin", rotary_cos, rotary_sin)
     rotation = Rotation(tables, rotary_interleaved)
-    output, logsumexp = with_kvcache(
+    return with_kvcache(
         q, both("k and v", k, v), cache, rotation,
         scale=softmax_scale, causal=causal, window=window_size, softcap=softcap,
         slopes=alibi_slopes, logsumexp=return_softmax_lse,
     )  # fmt: skip
-    return (output, logsumexp) if return_softmax_lse else output
 
 
 def _refuse_weights(dropout_p: float) -> None:

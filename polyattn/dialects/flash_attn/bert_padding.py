@@ -18,20 +18,16 @@ def index_first_axis(input: Array, indices: Array) -> Array:
 
 def index_put_first_axis(values: Array, indices: Array, first_axis_dim: int) -> Array:
     """Return zeros, (N, ...), whose rows `indices`, all different, are `values`, (T, ...)."""
-    xp = library_of(values, "values").xp
-    rows = index_range(xp, 0, first_axis_dim, values)
-    if not values.shape[0]:
-        zero = numbers_like(xp, 0, values.dtype, values)
-        return xp.broadcast_to(zero, (first_axis_dim, *values.shape[1:]))
+    xp, count = library_of(values, "values").xp, values.shape[0]
+    zero = numbers_like(xp, 0, values.dtype, values)
+    values = xp.concat((values, xp.broadcast_to(zero, (1, *values.shape[1:]))), axis=0)
     # By a look-up, which every library differentiates.
     order = xp.argsort(indices)
-    ordered = cast(xp, xp.take(indices, order, axis=0), rows.dtype)
-    last = numbers_like(xp, values.shape[0] - 1, rows.dtype, values)
-    place = xp.minimum(cast(xp, xp.searchsorted(ordered, rows), rows.dtype), last)
-    found = xp.take(ordered, place, axis=0) == rows
-    filled = xp.take(values, xp.take(order, place, axis=0), axis=0)
-    found = xp.reshape(found, (-1, *(1,) * (len(values.shape) - 1)))
-    return xp.where(found, filled, xp.zeros_like(filled))
+    ordered, rows = xp.take(indices, order, axis=0), index_range(xp, 0, first_axis_dim, values)
+    place, stop = (xp.searchsorted(ordered, rows, side=side) for side in ("left", "right"))
+    order = xp.concat((order, index_range(xp, count, count + 1, values)), axis=0)
+    chosen = xp.where(stop > place, place, numbers_like(xp, count, place.dtype, values))
+    return xp.take(values, xp.take(order, chosen, axis=0), axis=0)
 
 
 def unpad_input(

@@ -75,10 +75,8 @@ def _block(
     name: str, parts: tuple[str, ...], sizes: tuple[int, int, int], epsilon: float, activation: str,
     biases: tuple[bool, ...] = (),
 ) -> EncoderBlock:  # fmt: skip
-    """Return a block by the names of its maps and norms.
-
-    With `biases`, of the maps to queries, keys and values, these are three and norms come first.
-    """
+    """Return a block by the names of its maps and norms."""
+    # With `biases`, of queries, keys and values, these are three maps and norms come first.
     size, heads, inner = sizes
     *maps, output, up, down, first, second = (f"{name}.{part}" for part in parts)
     query: Any = None

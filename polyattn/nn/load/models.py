@@ -140,10 +140,7 @@ def _base_name(family: Family, name: str) -> str | None:
 
 
 def _use_or_drop_head(weights: dict[str, Array], plan: Plan, settings: Settings) -> None:
-    """Remove an output map that is not used, and check that tied weights are equal.
-
-    Tied weights may be stored under either name.
-    """
+    """Remove an unused output map, and check that weights tied under either name are equal."""
     if plan.model.output is not None or HEAD not in weights:
         return
     embedding = embedding_name(plan.model)

@@ -26,11 +26,10 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Plan:
-    """A model with `Stored` in place of parameters, and the rotary positions of its blocks.
+    """A model with `Stored` in place of parameters, and the rotary positions of its blocks."""
 
-    The positions are functions: a damaged config may ask for billions of frequencies, so they are
-    computed once the weights are known to fit.
-    """
+    # The positions are functions, called once the weights are known to fit: a damaged config may
+    # ask for billions of frequencies.
 
     model: Transformer
     rotary: tuple[Callable[[], Rotary] | None, ...] = ()

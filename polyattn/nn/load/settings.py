@@ -23,10 +23,7 @@ SMALLEST, LARGEST = 2.0**-126, (2 - 2.0**-23) * 2.0**127
 
 
 class Settings:
-    """The settings of a model or of one section; a value of None means that it is not given.
-
-    Errors name the `origin`, such as the path of the file.
-    """
+    """The settings of a model or one section, None where not given; errors name the `origin`."""
 
     def __init__(self, config: Mapping[str, Any], origin: str = "config") -> None:
         self._config = {name: value for name, value in config.items() if value is not None}

@@ -45,11 +45,8 @@ def fill(
     source: str = "weights",
     advice: Mapping[str, str] | None = None,
 ) -> M:
-    """Return a module with arrays in place of `Stored`.
-
-    Errors call the module `origin` and the weights `source`, and give the `advice` for a weight
-    that is missing.
-    """
+    """Return a module with arrays in place of `Stored`."""
+    # Errors name the module `origin` and the weights `source`, with `advice` for a missing one.
     facts = facts_of(like, "like")
     if facts.dtype not in DTYPES:
         raise ValueError(f"like must have a floating dtype; got {like.dtype}")

@@ -1,0 +1,95 @@
+"""Integers of a quantised cache, which the compiled kernel reads as they are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from polyattn import attention, masks, nn, scores
+
+library = pytest.importorskip("polyattn_native.library")
+call = pytest.importorskip("polyattn_native.call")
+
+ISAS = library.instruction_sets(library.library())
+B, H, G, S, D, E = 2, 6, 2, 330, 20, 9
+RNG = np.random.default_rng(3)
+QUERY, KEY, VALUE = (
+    RNG.standard_normal(shape) for shape in ((B, H, 40, D), (B, G, S, D), (B, G, S, E))
+)
+OPTIONS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "window": {"is_causal": True, "window": (270, 0), "softcap": 3.0},
+    "array": {"mask": RNG.random((B, 1, 40, S)) < 0.5},
+    "made": {"mask": masks.dilated(3), "bias": RNG.standard_normal((H, 40, S)).astype("float32")},
+    "ALiBi": {"is_causal": True, "score_mod": scores.alibi(H), "scale": -0.3},
+    "sinks": {"sinks": RNG.standard_normal(H)},
+    "lengths": {"is_causal": True, "key_lengths": np.array([3, 300])},
+    "dropout": {"dropout": (0.4, 7)},
+}
+
+
+@pytest.fixture(params=ISAS)
+def isa(request: pytest.FixtureRequest) -> Any:
+    library.use(library.library(), request.param)
+    yield request.param
+    library.use(library.library(), ISAS[0])
+
+
+def cached(dtype: str, monkeypatch: pytest.MonkeyPatch) -> tuple[nn.QuantizedCache, list[Any]]:
+    """Return a cache that cannot make floats any more, and the floats that it stands for."""
+    key, value = KEY.astype(dtype), VALUE.astype(dtype)
+    cache = nn.QuantizedCache.init(G, D, S, like=key, batch=(B,), value_size=E, window=9, block=16)
+    cache = cache.append(key, value)
+    floats = list(cache._floats(0, cache.steps.length))
+    for n, recent in enumerate((cache.recent.keys, cache.recent.values)):
+        floats[n] = np.concatenate([floats[n], recent], axis=-2)
+    monkeypatch.delattr(nn.QuantizedCache, "_floats")
+    monkeypatch.delattr(nn.QuantizedCache, "_of_blocks")
+    return cache, floats
+
+
+@pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize(("dtype", "atol"), [("float32", 3e-6), ("float64", 1e-13)])
+def test_attention_is_that_over_what_the_integers_stand_for(
+    dtype: str, atol: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(call, "MADE", 2**10)  # masks are made for some rows at a time
+    cache, floats = cached(dtype, monkeypatch)
+    for rows in (QUERY, QUERY[:, :, :1], QUERY[:, :, ::13]):
+        query = rows.astype(dtype)
+        for options in OPTIONS.values() if rows is QUERY else [{}, {"is_causal": True}]:
+            found = cache.attention(query, **options)
+            expected = attention(query, *floats, kernel="dense", **options)
+            np.testing.assert_allclose(found, expected, rtol=0, atol=atol)
+
+
+class Recorder(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def test_tensors_are_read_too_unless_somebody_records_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    key, value = torch.tensor(KEY[:, :, :70]), torch.tensor(VALUE[:, :, :70])
+    query = torch.tensor(QUERY)
+    cache = nn.QuantizedCache.init(G, D, 70, like=key, batch=(B,), value_size=E).append(key, value)
+    with Recorder():
+        expected = [cache.attention(x) for x in (query, query[:, :, :1])]
+    monkeypatch.delattr(nn.QuantizedCache, "_floats")
+    monkeypatch.delattr(nn.QuantizedCache, "_of_blocks")
+    for x, other in zip((query, query[:, :, :1]), expected, strict=True):
+        assert torch.allclose(cache.attention(x), other, rtol=0, atol=1e-12)
+
+
+def test_16_bits_and_a_step_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache, floats = cached("float16", monkeypatch)
+    query = QUERY[:, :, :1].astype("float16")
+    for _ in range(3):  # a call of the same kind is not taken for one over floats
+        attention(query, *(x.astype("float16") for x in floats))
+        found = cache.attention(query)
+        expected = attention(query.astype(float), *(x.astype(float) for x in floats))
+        np.testing.assert_allclose(found, expected, atol=2e-3)
+    assert found.dtype == np.float16
