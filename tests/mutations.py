@@ -10,21 +10,26 @@ find them; without a compiler they are left out.
 found, with 2 if one no longer fits the code: a text is not there once, or a name that the mistake
 reads is not in its module. It first runs the case that found the mistake last
 time, as ``mutations_found.json`` says, and all cases only if that one passes now. What finds the
-mistake then goes into the file.
+mistake then goes into the file. Each mistake has a process of its own, forked from one that has
+imported the libraries but not the package.
 """
 
 import argparse
 import builtins
 import dis
+import io
 import json
+import multiprocessing
 import os
 import shutil
-import subprocess
+import signal
 import sys
 import tempfile
 import warnings
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
+from contextlib import redirect_stdout
 from pathlib import Path
+from queue import SimpleQueue
 from typing import NamedTuple
 
 import formula_mutations
@@ -34,14 +39,14 @@ import other_mutations
 
 ROOT = Path(__file__).resolve().parents[1]
 FOUND = Path(__file__).with_name("mutations_found.json")
-SEARCH = Path(__file__).with_name("mutation_search.py")
-# pytest, once it is sure that it tests the copy.
-PYTEST = """
-import sys, pathlib, polyattn, pytest
-if pathlib.Path.cwd() not in pathlib.Path(polyattn.__file__).resolve().parents:
-    sys.exit(2)
-sys.exit(pytest.main(sys.argv[1:]))
-"""
+CONTEXT = multiprocessing.get_context("forkserver")
+#: Those that take long to import; one that starts threads must not be forked.
+LIBRARIES = ("dask.array", "hypothesis", "jax.numpy", "ml_dtypes", "mpmath", "pytest", "torch")
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+    "PYTHONDONTWRITEBYTECODE": "1",
+}
 
 
 class Mutation(NamedTuple):
@@ -71,12 +76,11 @@ MUTATIONS = (
 )
 
 
-def plant(mutation, folder):
-    """Copy the package into a folder, with the mistake in it."""
+def copy_to(folder):
+    """Copy the package into a folder, with what Python has compiled."""
     for package in ("polyattn", "backends"):
-        ignored = shutil.ignore_patterns("__pycache__")
-        shutil.copytree(ROOT / package, folder / package, ignore=ignored)
-    (folder / mutation.file).write_text(with_mistake(mutation), encoding="utf-8")
+        shutil.copytree(ROOT / package, folder / package)
+    return folder
 
 
 def with_mistake(mutation):
@@ -118,52 +122,53 @@ def outdated(mutations):
             yield str(error)
 
 
-def found_by(mutation, hint):
-    """Return the name of a case or test that finds the mistake, or None if all pass."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        plant(mutation, folder)
+def found_by(mutation, hint, copies):
+    """Return the name of a case or test that finds the mistake in a copy, or None if all pass."""
+    folder = copies.get()
+    try:
+        (folder / mutation.file).write_text(with_mistake(mutation), encoding="utf-8")
         if mutation.in_native:
-            return native_mutations.wrong_call(folder, ROOT)
-        run = run_test if mutation.test else run_cases
-        return run(mutation, folder, hint)
+            return native_mutations.wrong_call(folder, ROOT, hint)
+        with ProcessPoolExecutor(1, CONTEXT) as pool:
+            return pool.submit(run_in, folder, mutation, hint).result()
+    finally:
+        shutil.copy2(ROOT / mutation.file, folder / mutation.file)
+        copies.put(folder)
 
 
-def run_cases(mutation, folder, hint):
-    """Return the first case that fails in the package in a folder, or None."""
+def run_in(folder, mutation, hint):
+    """Return what finds the mistake in this process, with the package in a folder."""
+    signal.alarm(1200)
+    os.chdir(folder)
+    paths = [str(folder), str(folder / "backends")]
+    sys.path[:0] = paths
+    os.environ["PYTHONPATH"] = os.pathsep.join(paths)
+    import polyattn
+
+    if folder not in Path(polyattn.__file__).parents:
+        raise RuntimeError(f"{polyattn.__file__} is not the copy with the mistake")
+    return run_test(mutation) if mutation.test else run_cases(mutation, hint)
+
+
+def run_cases(mutation, hint):
+    """Return the first case that fails, or None."""
+    from mutation_search import search
+
     # NumPy's plugin has kernels of its own, and what all plugins share serves those too.
     backends = ["numpy"] if "numpy" in mutation.file else ["array-api", "numpy"]
-    options = ["--hint", hint] + ["--gradients"] * mutation.in_gradients
-    done = run_in(folder, SEARCH, *backends, *options)
-    if done.returncode != 0:
-        raise RuntimeError(f"{mutation.name}: the cases did not run\n{done.stdout}{done.stderr}")
-    return json.loads(done.stdout.splitlines()[-1])
+    return search(backends, hint, mutation.in_gradients)
 
 
-def run_test(mutation, folder, _):
-    """Return the test of a mistake if it fails with the package in a folder, or None."""
+def run_test(mutation):
+    """Return the test of a mistake if it fails, or None."""
+    import pytest
+
     options = ["-q", "-x", "-p", "no:cacheprovider", "-m", "slow or not slow"]
-    done = run_in(folder, "-c", PYTEST, *options, str(ROOT / mutation.test))
-    if done.returncode not in (0, 1):
-        raise RuntimeError(f"{mutation.name}: the test did not run\n{done.stdout}{done.stderr}")
-    return mutation.test if done.returncode else None
-
-
-def run_in(folder, *arguments):
-    """Run Python with the package in a folder."""
-    return subprocess.run(
-        [sys.executable, "-P", *map(str, arguments)],
-        cwd=folder,
-        env={
-            **os.environ,
-            "PYTHONPATH": f"{folder}{os.pathsep}{folder / 'backends'}",
-            "OMP_NUM_THREADS": "1",
-            "PYTHONDONTWRITEBYTECODE": "1",
-        },
-        capture_output=True,
-        text=True,
-        timeout=1200,
-    )
+    with redirect_stdout(io.StringIO()) as output:
+        code = pytest.main([*options, str(ROOT / mutation.test)])
+    if code not in (0, 1):
+        raise RuntimeError(f"{mutation.name}: the test did not run\n{output.getvalue()}")
+    return mutation.test if code else None
 
 
 def main():
@@ -182,19 +187,20 @@ def main():
         chosen = [m for m in chosen if not m.in_native]
     hints = json.loads(FOUND.read_text(encoding="utf-8")) if FOUND.exists() else {}
     found = {}
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        runs = {pool.submit(found_by, m, hints.get(m.name, "")): m.name for m in chosen}
+    os.environ.update(ENVIRONMENT)
+    CONTEXT.set_forkserver_preload([*LIBRARIES])
+    copies, workers = SimpleQueue(), os.cpu_count()
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(workers) as pool:
+        for number in range(workers):
+            copies.put(copy_to(Path(folder, str(number))))
+        runs = {pool.submit(found_by, m, hints.get(m.name, ""), copies): m.name for m in chosen}
         for number, run in enumerate(as_completed(runs), start=1):
             name, found[name] = runs[run], run.result()
             print(f"[{number}/{len(chosen)}] {name}: {found[name] or 'NOT FOUND'}", flush=True)
     escaped = sum(case is None for case in found.values())
     print(f"{len(chosen) - escaped} of {len(chosen)} mistakes are found")
     known = hints | {name: case for name, case in found.items() if case}
-    ordered = {
-        m.name: known[m.name]
-        for m in MUTATIONS
-        if m.name in known and not m.test and not m.in_native
-    }
+    ordered = {m.name: known[m.name] for m in MUTATIONS if m.name in known and not m.test}
     if ordered != hints:
         FOUND.write_text(json.dumps(ordered, indent=1) + "\n", encoding="utf-8")
     return 1 if escaped else 0

@@ -70,10 +70,15 @@ PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=line", "-rfXE")
 
 
 @pytest.fixture(scope="module")
-def failures(python):
-    """The tests that fail in a suite that is subclassed, by kernel."""
+def failures(python, request):
+    """The tests that fail in a suite that is subclassed, by kernel: of those that are asked for."""
+    kernels = {"dense", "tiled"}
+    for item in request.session.items:
+        if "failures" in item.fixturenames and hasattr(item, "callspec"):
+            chosen = item.callspec.params
+            kernels.add(f"drops_{chosen['feature']}" if "feature" in chosen else chosen["kernel"])
     (python.folder / "test_broken.py").write_text(BROKEN.format(xfails={}), encoding="utf-8")
-    out = python(*PYTEST, "test_broken.py").stdout
+    out = python(*PYTEST, "-k", " or ".join(kernels), "test_broken.py").stdout
     found = {}
     for line in out.splitlines():
         name = re.match(
