@@ -404,6 +404,7 @@ def test_gradients_print_shapes_and_refuse_to_be_three():
     assert [a, b, c, d, e, f, g, h, i] == list(gradients)
 
 
+@pytest.mark.slow
 def test_torch_compiles_a_loop_over_gradients():
     def total(x):
         found = attention_vjp(x, x, x, is_causal=True)[1](x)

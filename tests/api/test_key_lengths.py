@@ -97,6 +97,7 @@ def test_heads_after_length_and_rank_two():
     assert np.allclose(attention(*flat, key_lengths=4, is_causal=True), expected[1, 0])
 
 
+@pytest.mark.slow
 def test_traced_lengths_compile_once():
     traces = []
 

@@ -72,6 +72,7 @@ NATIVE = {
 }
 
 
+@pytest.mark.slow
 def test_a_softcap_is_one_node_at_all_lengths():
     model = exported(lambda *qkv: attention(*qkv, softcap=5.0, scale=0.3))
     assert kinds(model) == ["Attention"]

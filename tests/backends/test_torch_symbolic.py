@@ -47,7 +47,7 @@ def squares(*qkv):
     return [attention(*qkv, is_causal=True), attention(*qkv, softcap=3.0, is_causal=True)]
 
 
-@pytest.mark.parametrize("function", [outputs, squares])
+@pytest.mark.parametrize("function", [pytest.param(outputs, marks=pytest.mark.slow), squares])
 def test_one_program_runs_at_all_lengths(function):
     square = function is squares
     run = exported(function, square=square)

@@ -72,6 +72,7 @@ def test_the_table_of_families_says_what_each_adds(rows, base):
         assert told == shown, name
 
 
+@pytest.mark.slow
 def test_layers_of_flax_and_equinox_take_the_adapters_of_the_page():
     jax = pytest.importorskip("jax")
     code = re.findall(r"```python\n(.*?)```", TEXT.partition("## In layers of Flax")[2], re.DOTALL)

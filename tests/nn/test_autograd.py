@@ -39,6 +39,7 @@ def test_gradients_of_torch_are_right_for_every_layer():
     assert torch.autograd.gradcheck(decoder, (x, memory), fast_mode=True)
 
 
+@pytest.mark.slow
 def test_torch_and_jax_have_the_same_loss_and_gradients():
     torch_model = model_of(torch.zeros(1))
     arrays = {n: a.requires_grad_() for n, a in torch_model.parameters().items()}
@@ -109,6 +110,7 @@ def test_other_settings_are_compiled_anew():
     assert len(compiled) == 2
 
 
+@pytest.mark.slow
 def test_vmap_over_items_and_over_models():
     register()
     model = model_of(jnp.zeros(1))

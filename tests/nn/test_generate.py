@@ -169,7 +169,7 @@ def small(to, **settings):
     ("kind", "name"),
     [
         *itertools.product(["numpy", "torch"], UNLIKE),
-        ("jax", "rotary"),  # which compiles for seconds
+        pytest.param("jax", "rotary", marks=pytest.mark.slow),
     ],
 )
 def test_prompts_of_unlike_lengths_are_continued_as_each_by_itself(kind, name):

@@ -129,6 +129,7 @@ def test_near_positions_have_the_angles_of_products(library, dtype):
         assert (table == function(products)).all()
 
 
+@pytest.mark.slow
 def test_positions_that_are_traced_have_exact_angles_too():
     rotary, positions = nn.Rotary(16), np.asarray(FAR_POSITIONS, np.int32)
     expected = rotary.tables(positions, like=np.zeros(1, np.float32))
