@@ -65,7 +65,7 @@ _efficient = operator(
 ABSENT = "this release of torch does not have its operator with these arguments"
 HALF = ("float16", "bfloat16")
 HALF_ONLY = "it supports float16 and bfloat16 only"
-_LENGTHS = "its arguments need lengths that are known"
+LENGTHS = "its arguments need lengths that are known"
 
 
 # ---- flash attention on the CPU ----
@@ -130,7 +130,7 @@ def _against_flash(problem: Problem, device: DeviceInfo) -> str | None:
     if problem.transforms:
         return "torch.func has no rule for it"
     if problem.is_symbolic:
-        return _LENGTHS
+        return LENGTHS
     return None if _window(problem) else "its window parameters cannot express this band"
 
 
@@ -171,22 +171,22 @@ def _against_cudnn(problem: Problem, device: DeviceInfo) -> str | None:
     if problem.requires_grad or problem.transforms:
         return "it is used for inference only"
     if problem.is_symbolic:
-        return _LENGTHS
+        return LENGTHS
     return "it takes no single key" if problem.key_length == 1 else None
 
 
 def _call_cudnn(problem: Problem, x: EngineInputs) -> Result:
     bias = None if x.mask is None else as_bias(x.mask, x.query.dtype)
     output, logsumexp, *_ = _cudnn(
-        *map(_aligned, x[:3]), bias, True, 0.0,
+        *map(aligned, x[:3]), bias, True, 0.0,
         x.mask is None and is_square_causal(problem), False, scale=problem.scale,
     )  # fmt: skip
     return output, logsumexp.reshape(output.shape[:-1])
 
 
-def _aligned(x: torch.Tensor) -> torch.Tensor:
-    # On arrays that are not aligned to 16 bytes it computes other numbers on Hopper
-    # (cudnn-frontend#1571).
+def aligned(x: torch.Tensor) -> torch.Tensor:
+    """Return a tensor whose vectors are whole and begin at multiples of 16 bytes."""
+    # On others cuDNN computes other numbers on Hopper (cudnn-frontend#1571).
     steps = (*x.stride()[:-1], x.storage_offset())
     is_aligned = x.stride(-1) == 1 and not any(step % 8 for step in steps)
     return x if is_aligned else x.clone(memory_format=torch.contiguous_format)
@@ -202,7 +202,7 @@ def _against_efficient(problem: Problem, device: DeviceInfo) -> str | None:
         return "no such device is available"
     if problem.dtype not in (*HALF, "float32"):
         return f"it does not take {problem.dtype}"
-    return _LENGTHS if problem.is_symbolic else None
+    return LENGTHS if problem.is_symbolic else None
 
 
 def _call_efficient(problem: Problem, x: EngineInputs) -> Result:

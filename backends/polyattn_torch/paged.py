@@ -14,7 +14,15 @@ import torch
 
 from polyattn.plugin import Array, Backend, CachePadding, Kernel, Operands, Problem, one_batch_axis
 from polyattn_torch.device_info import describe_device
-from polyattn_torch.engines import ABSENT, FLASH_ARGUMENTS, HALF, HALF_ONLY, operator
+from polyattn_torch.engines import (
+    ABSENT,
+    FLASH_ARGUMENTS,
+    HALF,
+    HALF_ONLY,
+    LENGTHS,
+    aligned,
+    operator,
+)
 
 _flash = operator("_flash_attention_forward", *FLASH_ARGUMENTS, "seqused_k", "block_table")
 # What FlashAttention cuts a page into, and its largest head.
@@ -48,7 +56,9 @@ class Paged(Kernel):
             reasons.append(HALF_ONLY)
         if not isinstance(problem.mask_spec, CachePadding):
             reasons.append("it hides keys by key_lengths and a window only, the newest query last")
-        if problem.is_symbolic or (problem.page or 0) % PAGE:
+        if problem.is_symbolic:
+            reasons.append(LENGTHS)
+        elif (problem.page or 0) % PAGE:
             reasons.append(f"its pages hold a multiple of {PAGE} keys; these hold {problem.page}")
         if problem.head_size > LARGEST_HEAD or problem.head_size % 8:
             reasons.append(f"its vectors have a multiple of 8 numbers, up to {LARGEST_HEAD}")
@@ -62,16 +72,17 @@ class Paged(Kernel):
         items, rows = math.prod(problem.batch), problem.query_length
         query = one_batch_axis(problem, x.query, backend.xp).transpose(1, 2).flatten(0, 1)
         table = x.block_table.expand(*problem.batch, -1).reshape(items, -1)
-        lengths = x.key_lengths.expand(problem.batch).reshape(items)
+        # Nobody read the lengths: beyond the table FlashAttention would read other memory.
+        lengths = x.key_lengths.clamp(0, problem.key_length).expand(problem.batch).reshape(items)
         count = torch.arange(items + 1, dtype=torch.int32, device=query.device)
         left, right = problem.window
         left, right = -1 if left is None else left, -1 if right is None else right
         right = 0 if problem.is_causal else right
         output, logsumexp, *_ = _flash(
-            query, x.key.transpose(1, 2), x.value.transpose(1, 2), count * rows,
-            count * problem.key_length, rows, problem.key_length, 0.0, (left, right) == (-1, 0),
-            False, scale=problem.scale, window_size_left=left, window_size_right=right,
-            seqused_k=lengths.int(), block_table=table.int(),
+            aligned(query), aligned(x.key.transpose(1, 2)), aligned(x.value.transpose(1, 2)),
+            count * rows, count * problem.key_length, rows, problem.key_length, 0.0,
+            (left, right) == (-1, 0), False, scale=problem.scale, window_size_left=left,
+            window_size_right=right, seqused_k=lengths.int(), block_table=table.int(),
         )  # fmt: skip
         shape = (*problem.batch, rows, problem.heads)
         output = output.reshape(*shape, -1).transpose(-3, -2)

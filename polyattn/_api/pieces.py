@@ -11,6 +11,7 @@ from polyattn._api.run import plan_of, run
 from polyattn._base.arrays import Array, ArrayFacts, as_facts, facts_of
 from polyattn._base.quantized import Quantized
 from polyattn._base.slices import Slice
+from polyattn._base.tracing import is_autocast_on
 from polyattn._core.call.describe import describe
 from polyattn._core.call.parts import options_of, options_of_part
 from polyattn._core.call.problem import examine
@@ -78,6 +79,8 @@ def attention_over_integers(
     **options: Any,
 ) -> Partial | None:
     """Return `attention_partial` over integers, or None if its kernel reads none."""
+    if is_autocast_on():  # which casts the floats of the other pieces
+        return None
     call, operands = describe(query, key, value, **options, logsumexp=True, facts=_facts)
     plan = plan_of(call, query, backend, kernel)
     if plan.placement.moved or not plan.kernel.reads_quantized(plan.placement.problem):

@@ -86,16 +86,33 @@ def with_packed(
             " traced program: pass q, k and v padded, (B, L, H, D)"
         )
     ends, other = (None if x is None else numbers_of(x) for x in (ends_q, ends_new))
+    _check_ends("cu_seqlens_q", ends, "q", q)
+    _check_ends("cu_seqlens_k_new", other, "k", None if new is None else new[0])
     has_own_pools = cache.items is None and cache.table is None
+    counts = {
+        "cu_seqlens_q": None if ends is None else len(ends) - 1,
+        "cu_seqlens_k_new": None if other is None else len(other) - 1,
+        "q": q.shape[0] if ends is None else None,
+        "k": new[0].shape[0] if new is not None and other is None else None,
+        "page_table": None if cache.table is None else cache.table.shape[0],
+        "cache_batch_idx": None if cache.items is None else cache.items.shape[0],
+    }
+    counts = {name: count for name, count in counts.items() if count is not None}
+    if len(set(counts.values())) > 1:
+        shown = ", ".join(f"{name} {count}" for name, count in counts.items())
+        raise ValueError(f"the numbers of sequences differ: {shown}")
+    count = next(iter(counts.values()))
+    if has_own_pools and count > cache.key.shape[0]:
+        raise ValueError(f"{count} sequences for the {cache.key.shape[0]} items of k_cache")
 
     def part(x: Any, n: int, ends: list[int] | None = None) -> Any:
         """Return what belongs to a sequence as a batch of one."""
-        if x is None or isinstance(x, int):
+        if not getattr(x, "shape", ()):  # None, or one number for all
             return x
         return x[n : n + 1, ...] if ends is None else x[ends[n] : ends[n + 1], ...][None, ...]
 
     results = []
-    for n in range(len(ends or other or [0]) - 1):
+    for n in range(count):
         pools = [part(x, n) if has_own_pools else x for x in cache[:2]]
         own = Cache(*pools, *(part(x, n) for x in cache[2:]))
         turned = rotation._replace(lengths=part(rotation.lengths, n))
@@ -109,6 +126,18 @@ def with_packed(
     )
     output, total = joined if ends is None else (x[0, ...] for x in joined)
     return (output, total) if logsumexp else output
+
+
+def _check_ends(name: str, ends: list[int] | None, of: str, array: Array | None) -> None:
+    if ends is None:
+        return
+    if array is None:
+        raise ValueError(f"{name} needs {of}")
+    if len(ends) < 2 or [0, *sorted(ends), array.shape[0]] != [ends[0], *ends, ends[-1]]:
+        raise ValueError(
+            f"{name} must rise from 0 to the {array.shape[0]} tokens of {of}, with the end of one"
+            f" sequence at least; got {ends}"
+        )
 
 
 def with_qv(

@@ -367,8 +367,8 @@ def _quantized(tokens: Array, block: int, axis: int) -> tuple[Array, Array]:
     steps = xp.max(xp.abs(blocks), axis=axis, keepdims=True) / 127
     if is_host(steps) and not xp.all(xp.isfinite(steps)):
         raise ValueError(
-            "a key or value of the tokens that become integers is NaN or infinite, and would spoil"
-            " the others of its block: append finite numbers, or give a KVCache"
+            "a key or value of the tokens that become integers is NaN or infinite, which integers"
+            " cannot be: append finite numbers, or give a KVCache"
         )
     codes = xp.round(blocks / xp.where(steps == 0, xp.ones_like(steps), steps))
     codes = xp.reshape(xp.astype(codes, xp.int8), tokens.shape)

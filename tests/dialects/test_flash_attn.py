@@ -425,6 +425,24 @@ def test_kvcache(name, library):
         close(found, wanted[: len(found)], atol=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"cu_seqlens_q": [0, 2, 4]}, "must rise from 0 to the 6 tokens of q"),
+        ({"cu_seqlens_q": [0]}, "one sequence at least"),
+        ({"cu_seqlens_q": [0, 1, 2, 3, 6]}, "4 sequences for the 3 items of k_cache"),
+        ({"cu_seqlens_q": [0, 1, 6], "cache_batch_idx": [1]}, "differ: cu_seqlens_q 2, cache_"),
+        ({"cu_seqlens_k_new": [0, 3]}, "needs k"),
+    ],
+    ids=str,
+)
+def test_ends_that_do_not_fit_a_cache_are_refused_before_it_is_written(change, words):
+    caches = normal(3, 8, G, D), normal(3, 8, G, E)
+    change = {name: np.array(ends) for name, ends in change.items()}
+    with pytest.raises(ValueError, match=words):
+        fa3.flash_attn_with_kvcache(normal(6, H, D), *caches, cache_seqlens=np.int64(4), **change)
+
+
 @pytest.mark.parametrize("packed", ["queries", "new keys", "both"])
 @pytest.mark.parametrize("where", ["items", "pages", "cache"])
 def test_packed_queries_and_new_keys_of_a_cache(packed, where):

@@ -93,3 +93,11 @@ def test_16_bits_and_a_step_after_another(monkeypatch: pytest.MonkeyPatch) -> No
         expected = attention(query.astype(float), *(x.astype(float) for x in floats))
         np.testing.assert_allclose(found, expected, atol=2e-3)
     assert found.dtype == np.float16
+
+
+def test_under_autocast_a_step_is_that_of_floats() -> None:
+    key, value, query = (torch.from_numpy(x).float() for x in (KEY, VALUE, QUERY[:, :, :1]))
+    cache = nn.QuantizedCache.init(G, D, S, like=key, batch=(B,), value_size=E).append(key, value)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = cache.attention(query)
+        torch.testing.assert_close(found, cache.attention(query, kernel="tiled"))

@@ -236,7 +236,7 @@ def test_what_no_integer_stands_for_is_refused_where_it_can_be_read(number, plac
     new = [np.ones((B, G, 1, size), np.float32) for size in (D, E)]
     new[place][0, 1, 0, 2] = number
     cache = made(np.asarray, [20]).append(*new)  # which keeps it as it is at first
-    with pytest.raises(ValueError, match=r"NaN or infinite, .* its block: append finite numbers"):
+    with pytest.raises(ValueError, match=r"NaN or infinite, .*: append finite numbers"):
         cache.append(*(x.repeat(12, axis=2) for x in new))
 
 

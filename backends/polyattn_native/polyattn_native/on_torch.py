@@ -152,7 +152,7 @@ class NativeOnTorch(Native):
         given = operands, residuals, cotangents
         lacks = Native.reasons_against(self, problem)
         if torch.compiler.is_compiling():
-            if not lacks:
+            if not lacks + torch_operators.reasons_against(problem):
                 return torch_operators.differentiate(problem, *given)
         elif not lacks and _are_readable(*given):
             return self.differentiate(problem, *given, backend)
