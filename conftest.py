@@ -22,6 +22,11 @@ if sys.platform != "linux":  # There are no wheels of CuPy elsewhere.
 # OpenMP and OpenBLAS read this when torch and NumPy are imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "4")
+# And tests with tensors take a tenth less with one thread each. The compiled kernel's tests need
+# more; those of NumPy's kernel need more of BLAS.
+if os.environ["POLYATTN_NATIVE"] == "0":
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", str(os.cpu_count()))
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Code that runs once need not be fast. All of this is read when JAX is imported.
 XLA = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"

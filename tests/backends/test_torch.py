@@ -89,7 +89,7 @@ def test_a_mask_function_too_large_to_tabulate_goes_to_tiled():
 # ---- flex ----
 
 
-@pytest.mark.slow
+@pytest.mark.slow(covered_by="the suite")
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
 def test_flex_equals_the_formula():
     table = randn(6, 9)

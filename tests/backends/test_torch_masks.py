@@ -154,6 +154,7 @@ FLEX_CASES = {
 }
 
 
+@pytest.mark.slow(covered_by="the suite")
 @LRU
 @TORCH_JIT
 @pytest.mark.parametrize("case", FLEX_CASES)
@@ -168,6 +169,7 @@ def test_flex_counts_batch_items_over_several_axes():
     both(q, q, q, "flex", mask=mask, bias=randn(2, 1, 2, 1, 140))
 
 
+@pytest.mark.slow(covered_by="the suite")
 @TORCH_JIT
 def test_flex_finds_rows_that_see_nothing():
     mask = masks.padding(None, torch.tensor([0, 140])) & masks.window(None, 3)

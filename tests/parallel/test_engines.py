@@ -83,7 +83,10 @@ def mpi(size, *arguments):
 @pytest.mark.skipif(not HAS_MPI, reason="needs mpi4py, and an MPI in the environment")
 @pytest.mark.parametrize(
     ("size", "checks"),
-    [(2, ["differences", "digits"]), pytest.param(4, MORE, marks=pytest.mark.slow)],
+    [
+        (2, ["differences", "digits"]),
+        pytest.param(4, MORE, marks=pytest.mark.slow(covered_by="torch")),
+    ],
 )
 def test_processes_of_mpi(size, checks):
     done = mpi(size, PROGRAM, "mpi", *checks)
