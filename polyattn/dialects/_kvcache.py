@@ -89,7 +89,7 @@ def with_packed(
     _check_ends("cu_seqlens_q", ends, "q", q)
     _check_ends("cu_seqlens_k_new", other, "k", None if new is None else new[0])
     has_own_pools = cache.items is None and cache.table is None
-    counts = {
+    given = {
         "cu_seqlens_q": None if ends is None else len(ends) - 1,
         "cu_seqlens_k_new": None if other is None else len(other) - 1,
         "q": q.shape[0] if ends is None else None,
@@ -97,7 +97,7 @@ def with_packed(
         "page_table": None if cache.table is None else cache.table.shape[0],
         "cache_batch_idx": None if cache.items is None else cache.items.shape[0],
     }
-    counts = {name: count for name, count in counts.items() if count is not None}
+    counts: dict[str, int] = {name: n for name, n in given.items() if n is not None}
     if len(set(counts.values())) > 1:
         shown = ", ".join(f"{name} {count}" for name, count in counts.items())
         raise ValueError(f"the numbers of sequences differ: {shown}")
@@ -117,8 +117,8 @@ def with_packed(
         own = Cache(*pools, *(part(x, n) for x in cache[2:]))
         turned = rotation._replace(lengths=part(rotation.lengths, n))
         added = None if new is None else (part(new[0], n, other), part(new[1], n, other))
-        given = {"qv": part(qv, n, ends), "logsumexp": True, **options}
-        results.append(with_kvcache(part(q, n, ends), added, own, turned, **given))
+        more = {"qv": part(qv, n, ends), "logsumexp": True, **options}
+        results.append(with_kvcache(part(q, n, ends), added, own, turned, **more))
     axes = (0, 0) if ends is None else (1, 2)  # of the items, or of the rows
     joined = (
         library.xp.concat(parts, axis=axis)
