@@ -22,8 +22,8 @@ if sys.platform != "linux":  # There are no wheels of CuPy elsewhere.
 # OpenMP and OpenBLAS read this when torch and NumPy are imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "4")
-# And tests with tensors take a tenth less with one thread each. The compiled kernel's tests need
-# more; those of NumPy's kernel need more of BLAS.
+# Tests with tensors take a tenth less with one thread each. The compiled kernel's tests need more
+# threads, and those of NumPy's kernel need BLAS to have them.
 if os.environ["POLYATTN_NATIVE"] == "0":
     os.environ.setdefault("OPENBLAS_NUM_THREADS", str(os.cpu_count()))
     os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -1,4 +1,4 @@
-"""What must hold of attention whatever it is given, in random calls.
+"""Properties of attention, whatever it is given, in random calls.
 
 Values are small multiples of 1/8, so that scores are exact and what differs is a matter of rounding
 in the softmax alone.

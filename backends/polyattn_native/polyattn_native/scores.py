@@ -43,7 +43,7 @@ def scale_and_rest(problem: Problem, x: Operands) -> tuple[float, list[Any]]:
 
 
 class ByDistance(NamedTuple):
-    """What modifications add by the distance of a key from its row.
+    """Numbers that modifications add by the distance of a key from its row.
 
     Row i and key j of an item read the number of their head at its start + j - i.
     """

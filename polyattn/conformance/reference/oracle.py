@@ -1,8 +1,7 @@
 """Compute the exact result of a call, and its condition numbers.
 
-The oracle must be right beyond doubt: one loop for each letter of the formula, exactly rounded
-sums, masked keys never read. It shares no arithmetic with any kernel. Python's floats are exact
-enough for all dtypes except float64, which uses an arithmetic with more digits.
+It must be right beyond doubt: one loop for each letter of the formula, exactly rounded sums, and no
+arithmetic of a kernel. Python's floats suffice, but for float64, which needs more digits.
 """
 
 # ruff: noqa: N806 -- the letters are those of the semantics
