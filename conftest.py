@@ -22,8 +22,8 @@ if sys.platform != "linux":  # There are no wheels of CuPy elsewhere.
 # OpenMP and OpenBLAS read this when torch and NumPy are imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "4")
-# Tests with tensors take a tenth less with one thread each. The compiled kernel's tests need more
-# threads, and those of NumPy's kernel need BLAS to have them.
+# Tests with tensors take a tenth less time with one thread of torch. Tests of the compiled kernel
+# need more threads, and tests of the NumPy kernel need more threads of BLAS.
 if os.environ["POLYATTN_NATIVE"] == "0":
     os.environ.setdefault("OPENBLAS_NUM_THREADS", str(os.cpu_count()))
     os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -50,7 +50,7 @@ class Paged(Kernel):
         if _flash is None:
             return [ABSENT]
         device, reasons = describe_device(problem.device), []
-        if device.kind == "hip" or (device.capability or (0, 0)) < (8, 0):
+        if (device.capability or (0, 0)) < (8, 0):
             reasons.append("it needs compute capability 8.0")
         if problem.dtype not in HALF:
             reasons.append(HALF_ONLY)

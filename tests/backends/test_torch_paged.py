@@ -6,10 +6,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from polyattn import attention_partial, explain
 from polyattn.dialects import torch as dialect
+from polyattn.plugin import Operands
 from polyattn_torch import paged
+from polyattn_torch.backend import TorchBackend
 from polyattn_torch.device_info import DeviceInfo
 
 H, G, D, PAGE, PAGES = 4, 2, 16, 256, 5
+BACKEND = TorchBackend()
 LSE = type("AuxRequest", (), {"lse": True})
 
 
@@ -29,6 +32,8 @@ def flash(
     assert (dropout, debug) == (0, False)
     for one in (starts, key_starts, seqused_k, block_table):
         assert one.dtype == torch.int32
+    assert int(seqused_k.max()) <= keys  # it would read beyond the table
+    assert all(x.stride(-1) == 1 for x in (query, key, value))
     output, logsumexp = dialect.varlen_attn(
         *[x.double() for x in (query, key, value)], starts, key_starts, rows, keys,
         return_aux=LSE, scale=scale, window_size=window, enable_gqa=True,
@@ -55,6 +60,7 @@ def test_the_operator_gets_what_a_call_means(monkeypatch, layout, rows, options)
     monkeypatch.setattr(paged, "_flash", flash)
     monkeypatch.setattr(paged.Paged, "devices", None)
     x = arrays(layout, (3, 1), rows)
+    x[1] = x[1].mT.contiguous().mT  # the numbers of a vector lie apart
     given = options | {
         "block_table": torch.tensor([[[3, 1]], [[-1, -1]], [[2, -1]]]),
         "key_lengths": torch.tensor([[300], [0], [5]]),
@@ -64,6 +70,21 @@ def test_the_operator_gets_what_a_call_means(monkeypatch, layout, rows, options)
     exact = attention_partial(*[one.double() for one in x], **given, kernel="dense")
     torch.testing.assert_close(found.output, exact.output.half(), atol=1e-3, rtol=1e-3)
     torch.testing.assert_close(found.logsumexp, exact.logsumexp.float())
+
+
+def test_lengths_that_nobody_read_end_with_the_table(monkeypatch):
+    monkeypatch.setattr(paged, "_flash", flash)
+    query, key, value = arrays("...HLD", (1,), 1)
+    table, lengths = torch.tensor([[3, 1]]), torch.tensor([2 * PAGE])
+    given = {"block_table": table, "key_lengths": lengths}
+    problem = explain(query, key, value, **given).problem
+    whole, more = (
+        paged.Paged()(
+            problem, Operands(query, key, value, block_table=table, key_lengths=n), BACKEND
+        )
+        for n in (lengths, lengths + 99)
+    )
+    assert (whole[0] == more[0]).all()
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,7 @@ def outputs(*qkv):
 
 
 def squares(*qkv):
-    """Of as many keys as rows, by one symbol: what sees a difference."""
+    """Return calls of as many keys as rows, by one symbol, that would show a difference."""
     return [attention(*qkv, is_causal=True), attention(*qkv, softcap=3.0, is_causal=True)]
 
 
