@@ -171,6 +171,26 @@ def test_random_gradients_equal_those_of_the_formula(seed: int, isa: str) -> Non
             np.testing.assert_allclose(other, one, rtol=0, atol=near, err_msg=name)
 
 
+@pytest.mark.parametrize("offsets", [[5, 5, 5], [5, 9, -7], [5, 10**5, -7]], ids=str)
+def test_gradients_of_slopes_and_tables_are_summed_over_items(offsets: list[int], isa: str) -> None:
+    rng = np.random.default_rng(0)
+    arrays = [rng.standard_normal((3, h, n, 16)) for h, n in ((4, 50), (2, 70), (2, 70))]
+    table = scores.relative_bias(rng.standard_normal((32, 4)))
+    options = {
+        "score_mod": scores.temperature(2.0) >> scores.alibi(rng.random(4)) >> table,
+        "query_offset": np.array(offsets),
+        "window": (40, 30),
+        "bias": rng.standard_normal((50, 70)),
+    }
+    _, exact = polyattn.attention_vjp(*arrays, **options, kernel="dense")
+    _, vjp = polyattn.attention_vjp(*arrays, **options, kernel=native.Native())
+    gradient = rng.standard_normal((3, 4, 50, 16))
+    wanted, found = (dict(f(gradient).score_mod.carried()) for f in (exact, vjp))
+    assert wanted.keys() == found.keys()
+    for name, one in wanted.items():
+        np.testing.assert_allclose(found[name], one, rtol=0, atol=1e-11, err_msg=name)
+
+
 @pytest.mark.parametrize("seed", range(24))
 def test_random_tangents_equal_those_of_the_formula(seed: int, isa: str) -> None:
     draw = random.Random(seed)
