@@ -170,8 +170,6 @@ def _maps(weights: Array, heads: int | slice | Sequence[int] | None) -> tuple[li
             raise ValueError(f"heads={heads!r} needs weights of shape (H, L, S); got (L, S)")
         return [""], _host(weights, "weights")[None]
     chosen = selected("heads", slice(None) if heads is None else heads, weights.shape[0])
-    if not chosen:
-        raise ValueError("weights must have at least one head")
     numpy = importlib.import_module("numpy")
     maps = numpy.stack([_host(weights[head, ...], "weights") for head in chosen])
     return [f"head {head}" for head in chosen], maps

@@ -357,7 +357,7 @@ drawn, layers = plot.attention_map, plot.entropy
         (lambda: drawn(weights(2), heads=2), IndexError, "index 2 is out of range for 2"),
         (lambda: drawn(weights(2), heads=1.5), TypeError, "heads must be .* got 1.5"),
         (lambda: drawn(weights(2), heads=[]), ValueError, r"at least one; got \[\]"),
-        (lambda: drawn(weights(2)[:0]), ValueError, "at least one head"),
+        (lambda: drawn(weights(2)[:0]), ValueError, "must not be empty"),
         (lambda: drawn(weights(), heads=0), ValueError, r"heads=0 needs weights of"),
         (lambda: drawn(weights(2), power=0), ValueError, "power must be above 0; got 0"),
         (lambda: drawn(weights(3), axes=[None] * 2), ValueError, "each of the 3 heads; got 2"),
