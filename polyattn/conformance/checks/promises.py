@@ -18,7 +18,7 @@ import numpy as np
 from polyattn import attention_partial, merge
 from polyattn._base.arrays import facts_of
 from polyattn._dispatch import registry
-from polyattn.conformance.cases.cache_cases import CACHES, PAGE, of_item
+from polyattn.conformance.cases.cache_cases import CACHES, OF_256, of_item
 from polyattn.conformance.cases.case import Case, bits, make_case, with_arrays
 from polyattn.conformance.checks import cases as checks
 from polyattn.conformance.checks import gradients
@@ -30,6 +30,8 @@ def check_declarations(target: Target, variant: KernelVariant, cases: Mapping[st
     """Check that a kernel supports some case, and one for each feature that it declares."""
     is_taken, idle = False, set(target.declared(variant.kernel))
     for case in checks.cases_for(target, variant, cases):
+        if is_taken and not idle - gradients.DERIVATIVES.keys():
+            break
         shows_more = not is_taken or idle & {"logsumexp", *case.features}
         if shows_more and checks.takes(target, variant, case):
             is_taken, idle = True, idle - case.features
@@ -81,6 +83,7 @@ _ITEMS: dict[str, dict[str, Any]] = {
     "long keys": {"L": 3, "S": 257},
     "long": {"L": 65, "S": 65, "D": 64},
     **{name: CACHES[name] for name in CACHES if name.endswith(("new rows", "unlike lengths"))},
+    "pages of 256": OF_256,
 }
 
 
@@ -92,7 +95,7 @@ def _batch_cases(dtypes: Iterable[str]) -> list[Case]:
         )
         for name, fields in _ITEMS.items()
         for dtype in dtypes
-        if dtype == "float32" or name == "plain"
+        if dtype == fields.get("dtype", "float32") or name == "plain"
     ]
 
 
@@ -118,13 +121,10 @@ def check_batch_invariance(target: Target, variant: KernelVariant) -> None:
 
 
 def _supported(target: Target, variant: KernelVariant, declared: str) -> list[tuple[Case, Any]]:
-    cases = _batch_cases(target.dtypes)
-    if variant.kernel.compiles:
-        cases = cases[:1]
-    runs = [(case, variant.for_case(case)) for case in cases]
+    runs = [(case, variant.for_case(case)) for case in _batch_cases(target.dtypes)]
     runs = [run for run in runs if target.explain(*run).chosen is not None]
     assert runs, f"it declares {declared}, but supports no call to check it with"
-    return runs
+    return runs[:1] if variant.kernel.compiles else runs
 
 
 # ---- pages in any order ------------------------------------------------------------------------
@@ -137,17 +137,28 @@ def has_partials(target: Target, variant: KernelVariant) -> bool:
 
 def check_pages_in_any_order(target: Target, variant: KernelVariant) -> None:
     """Check that partial results of one page each, merged in any order, are those of all keys."""
-    case = make_case("pages in any order", **CACHES["pages, unlike lengths"])
-    (query, key, value), options = case.arguments()
-    kernel, table, lengths = variant.for_case(case), options["block_table"], options["key_lengths"]
-    parts = []
+    case, kernel = next(_page_cases(target, variant))
+    arrays, options = case.arguments()
+    table, lengths, size = options["block_table"], options["key_lengths"], arrays[1].shape[-2]
+    pools, parts = [target.to(x) for x in arrays], []
     with checks.name_case(str(case), kernel):
         for page in range(table.shape[1]):
-            arrays = [target.to(x) for x in (query, key[table[:, page]], value[table[:, page]])]
-            own = {"key_lengths": target.to(np.clip(lengths - page * PAGE, 0, PAGE))}
-            parts.append(target.call(case, kernel, attention_partial, (arrays, own)))
-        whole = merge(*(parts[n] for n in (1, 2, 0)))
-    checks.check_partial(target, case, whole, (arrays, own))
+            own = {
+                "block_table": target.to(table[:, page : page + 1]),
+                "key_lengths": target.to(np.clip(lengths - page * size, 0, size)),
+            }
+            parts.append(target.call(case, kernel, attention_partial, (pools, own)))
+        whole = merge(*parts[1:], parts[0])
+    checks.check_partial(target, case, whole, (pools, own))
+
+
+def _page_cases(target: Target, variant: KernelVariant) -> Iterator[tuple[Case, Any]]:
+    for name, fields in (("", CACHES["pages, unlike lengths"]), (" of 256", OF_256)):
+        case = make_case(f"pages{name} in any order", **fields)
+        kernel = variant.for_case(case)
+        if case.dtype in target.dtypes and checks.has_logsumexp(target, kernel, case):
+            yield case, kernel
+    raise AssertionError("it declares logsumexp and mask_expression, but takes no pages")
 
 
 # ---- in a new interpreter ----------------------------------------------------------------------
