@@ -469,6 +469,9 @@ for given in ((there, there, there), (there, free, free), (free, there, there)):
     assert result.device == other, result.device
     np.testing.assert_allclose(result, expected, atol=1e-6)
 assert polyattn.explain(there, there, there).problem.device == "cpu:1"
+for kernel in ("dense", "tiled", "xla"):
+    for result in polyattn.attention_partial(there[:0], there, there, kernel=kernel):
+        assert result.committed and result.device == other, kernel
 places = []
 class Spy(Xla):
     def __call__(self, problem, operands, backend):
