@@ -24,6 +24,7 @@ from polyattn.conformance.checks import cases as checks
 from polyattn.conformance.checks import gradients
 from polyattn.conformance.checks.target import KernelVariant, Target
 from polyattn.conformance.reference.gradients import gradient_yardsticks
+from polyattn.plugin import Kernel
 
 
 def check_declarations(target: Target, variant: KernelVariant, cases: Mapping[str, Case]) -> None:
@@ -137,28 +138,35 @@ def has_partials(target: Target, variant: KernelVariant) -> bool:
 
 def check_pages_in_any_order(target: Target, variant: KernelVariant) -> None:
     """Check that partial results of one page each, merged in any order, are those of all keys."""
-    case, kernel = next(_page_cases(target, variant))
-    arrays, options = case.arguments()
-    table, lengths, size = options["block_table"], options["key_lengths"], arrays[1].shape[-2]
-    pools, parts = [target.to(x) for x in arrays], []
+    case, kernel, calls = next(_calls_of_pages(target, variant))
     with checks.name_case(str(case), kernel):
-        for page in range(table.shape[1]):
-            own = {
-                "block_table": target.to(table[:, page : page + 1]),
-                "key_lengths": target.to(np.clip(lengths - page * size, 0, size)),
-            }
-            parts.append(target.call(case, kernel, attention_partial, (pools, own)))
+        parts = [target.call(case, kernel, attention_partial, call) for call in calls]
         whole = merge(*parts[1:], parts[0])
-    checks.check_partial(target, case, whole, (pools, own))
+    checks.check_partial(target, case, whole, calls[0])
 
 
-def _page_cases(target: Target, variant: KernelVariant) -> Iterator[tuple[Case, Any]]:
+def _calls_of_pages(target: Target, variant: KernelVariant) -> Iterator[tuple[Case, Kernel, Any]]:
+    """Yield cases that the kernel takes, each with a call for one page after another."""
     for name, fields in (("", CACHES["pages, unlike lengths"]), (" of 256", OF_256)):
         case = make_case(f"pages{name} in any order", **fields)
-        kernel = variant.for_case(case)
-        if case.dtype in target.dtypes and checks.has_logsumexp(target, kernel, case):
-            yield case, kernel
-    raise AssertionError("it declares logsumexp and mask_expression, but takes no pages")
+        if case.dtype in target.dtypes:
+            kernel, calls = variant.for_case(case), list(_one_page_each(target, variant, case))
+            if checks.has_logsumexp(target, kernel, case, calls[0]):
+                yield case, kernel, calls
+    raise AssertionError("it declares logsumexp and mask_expression, but takes no page")
+
+
+def _one_page_each(target: Target, variant: KernelVariant, case: Case) -> Iterator[Any]:
+    (query, key, value), options = case.arguments()
+    table, size = options["block_table"], key.shape[-2]
+    for n in range(table.shape[1]):
+        lengths = np.clip(options["key_lengths"] - n * size, 0, size)
+        if "block_table" in variant.kernel.features:
+            arrays, own = (query, key, value), {"block_table": table[:, n : n + 1]}
+        else:
+            arrays, own = (query, key[table[:, n]], value[table[:, n]]), {}
+        given = {name: target.to(x) for name, x in (own | {"key_lengths": lengths}).items()}
+        yield [target.to(x) for x in arrays], given
 
 
 # ---- in a new interpreter ----------------------------------------------------------------------
