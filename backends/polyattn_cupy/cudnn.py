@@ -119,6 +119,8 @@ def _static_reasons(problem: Problem) -> list[str]:
     made = math.prod(bias_shape(problem)) if needs_bias(problem) else 0
     if problem.softcap is not None and (made or band_of(problem) is not None):
         reasons.append("it caps scores only if no key is hidden and no bias added")
+    if problem.softcap is not None and "logsumexp" in problem.features:
+        reasons.append("its tanh is too inexact for the logsumexp of capped scores")
     if made > LARGEST_MADE_BIAS:
         reasons.append(f"it would need a bias of {made:,} elements, above {LARGEST_MADE_BIAS:,}")
     return reasons
@@ -135,6 +137,8 @@ def _reasons_against_gradients(problem: Problem) -> list[str]:
         reasons.append("it computes no gradients of one query with one key")
     if problem.softcap is not None:
         reasons.append("it computes no gradients of capped scores")
+    if problem.bias is not None:
+        reasons.append("it computes the gradient of a bias in 16 bits only")
     return reasons
 
 
