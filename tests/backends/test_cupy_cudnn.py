@@ -11,9 +11,9 @@ from cudnn_host import HANDLES, TYPES, Handle, HostGraph, forget, put_in_place
 from cupy_checks import agree, gradients_agree
 from cupy_host import Device
 
-from polyattn import attention, explain
+from polyattn import attention, explain, masks
 from polyattn._core.call.problem import examine
-from polyattn.plugin import Cotangents, Residuals
+from polyattn.plugin import Cotangents, Operands, Residuals, visible_keys
 from polyattn_cupy import graphs, loading, plans, problem_graphs
 from polyattn_cupy.cudnn import Cudnn
 
@@ -170,6 +170,26 @@ def test_lengths_are_given_where_a_bias_leaves_a_tile_of_keys_unfilled(keys, opt
             assert TYPES[tensor.data_type] == "int32"
 
 
+TREE = np.array([-1, *range(99)])
+EXPRESSIONS = {
+    (2, 1, 1, 300): masks.padding(np.array([3, 9])),
+    (1, 1, 1, 300): masks.prefix(4),
+    (2, 1, 100, 300): masks.padding(np.array([3, 9]), np.array([9, 3])),
+    (1, 1, 100, 300): masks.positions(np.arange(100), np.arange(300)) | masks.tree(TREE),
+    (1, 8, 1, 300): masks.dense(np.ones((1, 8, 1, 300), bool)) & masks.prefix(3),
+    (2, 8, 100, 300): masks.dense(np.ones((2, 8, 1, 1), bool)) | masks.dilated(2),
+}
+
+
+@pytest.mark.parametrize("shape", EXPRESSIONS)
+@pytest.mark.usefixtures("library")
+def test_the_shape_of_a_mask_expression_is_known_before_the_call(shape):
+    problem = problem_of(SHAPES, mask=EXPRESSIONS[shape])
+    x = Operands(*(np.zeros(shape) for shape in SHAPES), EXPRESSIONS[shape])
+    assert visible_keys(problem, x, np, banded=False).shape == shape
+    assert problem_graphs.bias_shape(problem) == shape
+
+
 DIFFERENT = [
     {},
     {"is_causal": True},
@@ -183,6 +203,7 @@ DIFFERENT = [
     {"logsumexp": True},
     {"mask": (100, 300)},
     {"mask": (300,)},
+    {"key_lengths": (2,)},
     {"bias": (100, 300)},
     {"bias": (8, 100, 300)},
     {"key": (2, 4, 300, 64), "value": (2, 4, 300, 64)},

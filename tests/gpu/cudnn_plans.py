@@ -66,6 +66,17 @@ CASES = {
     ),
     "mask and causal, square": ((LONG, GROUPED, GROUPED), {"mask": (512,), "is_causal": True}, YES),
     "mask and window, square": ((LONG, GROUPED, GROUPED), {"mask": (512,), "window": (9, 9)}, YES),
+    "key lengths": ((SHORT, ODD, ODD), {"key_lengths": (2,)}, YES),
+    "key lengths, causal": (
+        (SHORT, GROUPED, GROUPED),
+        {"key_lengths": (2,), "is_causal": True},
+        YES,
+    ),
+    "key lengths, decode": (
+        ((2, 8, 1, 64), GROUPED, GROUPED),
+        {"key_lengths": (2,), "is_causal": True},
+        YES,
+    ),
     "bias": ((LONG, GROUPED, GROUPED), {"bias": (8, 512, 512)}, YES),
     "bias of an item": ((SHORT, GROUPED, GROUPED), {"bias": (2, 8, 100, 512)}, YES),
     "softcap": ((LONG, GROUPED, GROUPED), {"softcap": 30.0}, YES),
