@@ -559,7 +559,9 @@ def calls(monkeypatch, on_cuda):
         return genuine(*arrays, bias=bias, implementation="xla", **options).astype("bfloat16")
 
     monkeypatch.setattr(jax.nn, "dot_product_attention", stand_in)
-    return made
+    cudnn.compiled.clear_cache()
+    yield made
+    cudnn.compiled.clear_cache()
 
 
 BFLOAT16 = [jnp.asarray(x, "bfloat16") for x in SQUARE]
@@ -592,6 +594,29 @@ def test_what_jax_nn_is_asked_means_what_we_mean(calls, options):
     expected = attention(*arrays, **as_float32)
     np.testing.assert_allclose(np.asarray(ours, np.float32), expected, atol=0.02)
     assert ours.dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"is_causal": True}, {"is_causal": True, "window": (5, 0)}]
+)
+@pytest.mark.parametrize(("rows", "keys"), [(15, 15), (1, 15), (15, 16), (16, 15)])
+def test_gradients_of_odd_lengths_are_those_of_even_ones(calls, rows, keys, options):
+    if options and rows != keys:
+        return
+    q, k, v = (x[:, :, :n] for x, n in zip(BFLOAT16, (rows, keys, keys), strict=True))
+
+    def gradients(kernel):
+        def loss(*arrays):
+            return jnp.sum(jnp.sin(attention(*arrays, **options, kernel=kernel)))
+
+        return jax.jit(jax.grad(loss, (0, 1, 2)))(q, k, v)
+
+    for one, other in zip(gradients("cudnn"), gradients("dense"), strict=True):
+        np.testing.assert_allclose(
+            np.asarray(one, np.float32), np.asarray(other, np.float32), atol=0.03, rtol=0.02
+        )
+    padded = calls[-1]["key_value_seq_lengths"] is not None
+    assert padded is (keys % 2 == 1 and not options)
 
 
 def test_batch_axes_that_differ_and_more_than_one(calls):
@@ -651,10 +676,17 @@ def test_on_a_cpu_it_says_where_it_runs():
 
 
 @pytest.mark.parametrize(
-    ("options", "slope"),
-    [("plain", True), ("causal window", False), ("bias", True), ("causal, mask", False)],
+    ("options", "slope", "length"),
+    [
+        ("plain", True, 16),
+        ("plain", True, 15),
+        ("causal window", False, 16),
+        ("causal window", True, 15),
+        ("bias", True, 16),
+        ("causal, mask", False, 16),
+    ],
 )
-def test_the_whole_is_lowered_for_cuda(monkeypatch, options, slope):
+def test_the_whole_is_lowered_for_cuda(monkeypatch, options, slope, length):
     """As far as a machine without CUDA can go: to the call of cuDNN, forward and backward."""
     inner = pytest.importorskip("jax._src.cudnn.fused_attention_stablehlo")
     monkeypatch.setattr(cudnn, "default_kind", lambda: "cuda")
@@ -662,7 +694,7 @@ def test_the_whole_is_lowered_for_cuda(monkeypatch, options, slope):
     monkeypatch.setattr(inner, "check_compute_capability", lambda capability: True)
     cudnn.trial.cache_clear()
     given = in_jax(TAKEN[options])
-    q, k, v = (jax.ShapeDtypeStruct((2, h, 16, 64), "bfloat16") for h in (4, 2, 2))
+    q, k, v = (jax.ShapeDtypeStruct((2, h, length, 64), "bfloat16") for h in (4, 2, 2))
 
     def call(q, k, v):
         return attention(q, k, v, **given)
