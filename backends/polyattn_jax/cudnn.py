@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -54,7 +55,9 @@ class Cudnn(Kernel):
         self, problem: Problem, operands: Operands, backend: Backend
     ) -> tuple[Array, Array | None]:
         """Return the output."""
-        return attend(problem, operands), None
+        x = operands
+        arrays = Operands(x.query, x.key, x.value, x.mask, x.bias, None, None, None)
+        return compiled(problem, arrays), None
 
 
 def mismatches(problem: Problem) -> list[str]:
@@ -104,24 +107,62 @@ def trial(problem: Problem) -> list[str]:
     return []
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def compiled(problem: Problem, x: Operands) -> Array:
+    """Compute attention as one program, which moves no numbers to the device."""
+    return attend(problem, x)
+
+
 def attend(problem: Problem, x: Operands) -> Array:
     """Compute attention with `jax.nn`, and clear rows without keys."""
-    left, right = band_from(problem, 0) or problem.window
     visible, bias = visibility(problem, x)
-    output = jax.nn.dot_product_attention(
-        length_first(problem, x.query),
-        length_first(problem, x.key),
-        length_first(problem, x.value),
-        bias=bias,
-        scale=problem.scale,
-        is_causal=right is not None,
-        local_window_size=None if left is None else (left, 0),
-        implementation="cudnn",
-    )
+    arrays = [length_first(problem, array) for array in x[:3]]
+    if bias is None and (problem.query_length % 2 or problem.key_length % 2):
+        output = _of_odd_lengths(problem, *arrays)
+    else:
+        output = _by_cudnn(problem, *arrays, bias=bias)
     output = output.swapaxes(1, 2).reshape(*problem.scores[:-1], problem.value_size)
     if visible is None:
         return output
     return cleared(output, None, empty_rows(visible, jnp), jnp)[0]
+
+
+def _by_cudnn(problem: Problem, query: Array, key: Array, value: Array, **options: Any) -> Array:
+    left, right = band_from(problem, 0) or problem.window
+    return jax.nn.dot_product_attention(
+        query,
+        key,
+        value,
+        scale=problem.scale,
+        is_causal=right is not None,
+        local_window_size=None if left is None else (left, 0),
+        implementation="cudnn",
+        **options,
+    )
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _of_odd_lengths(problem: Problem, query: Array, key: Array, value: Array) -> Array:
+    """Compute attention, with gradients by padded arrays: `jax.nn` has none of odd lengths."""
+    return _by_cudnn(problem, query, key, value)
+
+
+def _of_even_lengths(problem: Problem, query: Array, key: Array, value: Array) -> Array:
+    query, key, value = (
+        jnp.pad(x, ((0, 0), (0, x.shape[1] % 2), (0, 0), (0, 0))) for x in (query, key, value)
+    )
+    # A causal row does not see the key after it.
+    ends = None
+    if not problem.is_causal and problem.key_length % 2:
+        ends = jnp.full(len(key), problem.key_length, jnp.int32)
+    output = _by_cudnn(problem, query, key, value, key_value_seq_lengths=ends)
+    return output[:, : problem.query_length]
+
+
+_of_odd_lengths.defvjp(
+    lambda problem, *arrays: jax.vjp(functools.partial(_of_even_lengths, problem), *arrays),
+    lambda problem, pullback, gradient: pullback(gradient),
+)
 
 
 def length_first(problem: Problem, array: Array) -> Array:

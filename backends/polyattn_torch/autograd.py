@@ -18,6 +18,7 @@ import torch.autograd.forward_ad as forward_mode
 
 from polyattn.plugin import Problem
 from polyattn_torch.batched_gradients import item_by_item
+from polyattn_torch.device_info import has_autocast
 
 Tensors = Sequence[torch.Tensor]
 #: One entry for each tensor of a step, None where there is nothing.
@@ -230,8 +231,7 @@ def autocast_disabled(kind: str) -> AbstractContextManager[Any]:
 
 def is_autocast_enabled(kind: str) -> bool:
     """Return whether autocast is at work on a kind of device."""
-    is_available = kind == "cpu" or torch.amp.is_autocast_available(kind)
-    return is_available and torch.is_autocast_enabled(kind)
+    return has_autocast(kind) and torch.is_autocast_enabled(kind)
 
 
 def moved_along(

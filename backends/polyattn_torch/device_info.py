@@ -26,7 +26,7 @@ class DeviceInfo(NamedTuple):
     def prefers_cudnn(self) -> bool:
         """Whether scaled_dot_product_attention tries cuDNN first: on Hopper and Blackwell."""
         major = (self.capability or (0, 0))[0]
-        return major in (9, 10) and (self.cudnn or (0, 0, 0)) > (9, 15, 0)
+        return major in (9, 10) and not precedes(self.cudnn, (9, 15, 1))
 
 
 def constant_when_traced(function: _F) -> _F:
@@ -34,6 +34,19 @@ def constant_when_traced(function: _F) -> _F:
     # As torch.compiler.assume_constant_result does, which imports all of the compiler for it.
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
+
+
+@constant_when_traced
+def precedes(version: tuple[int, ...] | None, other: tuple[int, ...]) -> bool:
+    """Return whether a version is below another, as one that is unknown is."""
+    # torch.compile of torch 2.11 cannot compare tuples.
+    return (version or ()) < other
+
+
+@constant_when_traced
+def has_autocast(kind: str) -> bool:
+    """Return whether torch.autocast knows a kind of device, which torch 2.11 cannot trace."""
+    return torch.amp.is_autocast_available(kind)
 
 
 @constant_when_traced

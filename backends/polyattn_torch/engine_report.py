@@ -1,12 +1,11 @@
-"""Report for `explain`: which engine scaled_dot_product_attention chooses, and why no other one.
+"""Report for `explain`: which engine scaled_dot_product_attention chooses.
 
 Nothing is computed: torch is asked with empty tensors of one batch item. Questions that it cannot
-answer are left out.
+answer are left out. Why it did not choose another engine it tells the terminal only.
 """
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -44,11 +43,8 @@ def _clauses(problem: Problem, route: Route) -> Iterator[str]:
     if route.engine is not None:
         yield f"torch's engine: {route.engine.name}, called by name"
     else:
-        stand_ins = _stand_ins(problem, route)
-        name = _choice(stand_ins, problem.scale)
+        name = _choice(_stand_ins(problem, route), problem.scale)
         yield f"torch's engine: {name}{', which holds all scores' if name == 'math' else ''}"
-        if problem.device_kind == "cuda":
-            yield from _why_not(stand_ins, name)
     yield from (item.value for item in sorted(route.workarounds, key=lambda item: item.name))
     if problem.device_kind == "cuda" and problem.dtype == "float32":
         yield f"float32 matmul precision: {torch.get_float32_matmul_precision()}"
@@ -79,23 +75,3 @@ def _stand_ins(problem: Problem, route: Route) -> StandIns:
     query.requires_grad_(problem.requires_grad)
     key, value = (empty(*keys, size) for size in sizes)
     return StandIns(query, key, value, mask, 0.0, route.is_causal, route.enable_gqa)
-
-
-def _why_not(stand_ins: StandIns, chosen: str) -> Iterator[str]:
-    """Yield the reasons why each other engine could not be chosen."""
-    params = torch.backends.cuda.SDPAParams(*stand_ins)
-    for name in ("cudnn", "flash", "efficient"):
-        can_use = getattr(torch.backends.cuda, f"can_use_{name}_attention")
-        if name == chosen:
-            continue
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            usable = can_use(params, debug=True)
-        reasons = [_shorten(str(warning.message)) for warning in caught]
-        reasons = [text for text in reasons if text and "not used because" not in text]
-        if not usable and reasons:
-            yield f"{name}: {', '.join(dict.fromkeys(reasons))}"
-
-
-def _shorten(message: str) -> str:
-    return message.partition(" (Triggered internally")[0].strip().rstrip(".")

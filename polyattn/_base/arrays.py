@@ -335,6 +335,14 @@ def index_range(xp: Any, start: int, stop: Any, like: Array) -> Array:
     return xp.arange(start, stop, **_on_device_of(xp, like))
 
 
+def as_index(xp: Any, numbers: Array) -> Array:
+    """Return integers in the dtype of `index_range`, or in int64."""
+    # On a GPU the range, which only tells its dtype, takes as long as a large operation.
+    if numbers.dtype == xp.int64:
+        return numbers
+    return cast(xp, numbers, index_range(xp, 0, 1, numbers).dtype)
+
+
 def numbers_like(xp: Any, numbers: Any, dtype: Any, like: Array) -> Array:
     """Return a sequence or NumPy array of numbers as an array, on the device of `like`."""
     return xp.asarray(numbers, dtype=dtype, **_on_device_of(xp, like))

@@ -109,9 +109,16 @@ def is_autocast_on() -> bool:
 def autocast_dtype(kind: str) -> str | None:
     """Return the dtype that torch.autocast casts to on a kind of device, None where it is off."""
     torch = _torch()
-    if torch is None or not torch.amp.is_autocast_available(kind):
+    if torch is None or not has_autocast(kind):
         return None
     return _name_of(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else None
+
+
+@constant_when_traced
+def has_autocast(kind: str) -> bool:
+    """Return whether torch.autocast knows a kind of device."""
+    # torch.compile of torch 2.11 cannot trace the question.
+    return bool(_torch().amp.is_autocast_available(kind))
 
 
 @constant_when_traced

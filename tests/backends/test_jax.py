@@ -12,9 +12,9 @@ import torch
 
 import polyattn
 from polyattn import attention, attention_partial, explain, masks
-from polyattn_jax import cudnn
+from polyattn_jax import cudnn, layout
 from polyattn_jax.backend import JaxBackend
-from polyattn_jax.layout import block_sizes, loops
+from polyattn_jax.layout import ON_CPU, block_sizes, loops
 from polyattn_jax.xla import Xla, compiled
 
 RNG = np.random.default_rng(0)
@@ -133,7 +133,7 @@ def test_a_token_with_a_window_reads_the_keys_of_the_window(name):
         assert bytes_read(tile, **window) < bytes_read(tile) / 8
 
 
-@pytest.mark.parametrize("tile", [pytest.param(150, marks=pytest.mark.slow), Xla.tile])
+@pytest.mark.parametrize("tile", [pytest.param(150, marks=pytest.mark.slow), ON_CPU])
 def test_a_window_follows_an_offset(tile):
     """Before the first key and beyond the last too; under vmap and in gradients."""
     q, k, v = jnp.asarray(Q[0, :, :6]), jnp.asarray(K[0]), jnp.asarray(V[0])
@@ -194,9 +194,29 @@ def test_blocks_cover_each_row_once_and_every_key(length, keys, tile):
 @pytest.mark.parametrize("heads", [1, 3, 6, 8, 12, 24])
 def test_a_power_of_two_is_cut_into_equal_blocks(length, heads):
     problem = explain(*[(1, heads, length, 64)] * 3, library="jax").problem
-    sizes = block_sizes(problem, Xla.tile)
-    assert all(length % size == 0 for size in sizes)
-    assert len(loops(problem, Xla.tile)) == 1
+    for kind, tile in (("cpu", ON_CPU), ("cuda", Xla.tile)):
+        problem = problem._replace(device=kind)
+        assert all(length % size == 0 for size in block_sizes(problem, tile))
+        assert len(loops(problem, tile)) == 1
+
+
+SEGMENTS = {"mask": masks.segments(jnp.arange(2048) // 512)}
+
+
+# With a mask there is a loop for values that are not finite.
+@pytest.mark.parametrize(("options", "others"), [({}, 0), (SEGMENTS, 1)], ids=["plain", "mask"])
+def test_an_accelerator_has_larger_tiles(options, others, monkeypatch):
+    """Also where JAX has not chosen the device, as in a program that is traced."""
+    x = jax.ShapeDtypeStruct((1, 4, 2048, 64), "float32")
+
+    def loops_in(kernel):
+        call = jax.make_jaxpr(lambda x: attention(x, x, x, kernel=kernel, **options))
+        return str(call(x)).count("scan[") - others
+
+    assert loops_in("xla") == 2
+    monkeypatch.setattr(layout, "default_kind", lambda: "cuda")
+    assert loops_in("xla") == 0
+    assert loops_in(small_tiles(2**21)) == 2
 
 
 def test_an_eager_call_with_a_function_goes_to_kernels_that_need_no_compiling():
@@ -542,7 +562,9 @@ def calls(monkeypatch, on_cuda):
         return genuine(*arrays, bias=bias, implementation="xla", **options).astype("bfloat16")
 
     monkeypatch.setattr(jax.nn, "dot_product_attention", stand_in)
-    return made
+    cudnn.compiled.clear_cache()
+    yield made
+    cudnn.compiled.clear_cache()
 
 
 BFLOAT16 = [jnp.asarray(x, "bfloat16") for x in SQUARE]
@@ -575,6 +597,29 @@ def test_what_jax_nn_is_asked_means_what_we_mean(calls, options):
     expected = attention(*arrays, **as_float32)
     np.testing.assert_allclose(np.asarray(ours, np.float32), expected, atol=0.02)
     assert ours.dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"is_causal": True}, {"is_causal": True, "window": (5, 0)}]
+)
+@pytest.mark.parametrize(("rows", "keys"), [(15, 15), (1, 15), (15, 16), (16, 15)])
+def test_gradients_of_odd_lengths_are_those_of_even_ones(calls, rows, keys, options):
+    if options and rows != keys:
+        return
+    q, k, v = (x[:, :, :n] for x, n in zip(BFLOAT16, (rows, keys, keys), strict=True))
+
+    def gradients(kernel):
+        def loss(*arrays):
+            return jnp.sum(jnp.sin(attention(*arrays, **options, kernel=kernel)))
+
+        return jax.jit(jax.grad(loss, (0, 1, 2)))(q, k, v)
+
+    for one, other in zip(gradients("cudnn"), gradients("dense"), strict=True):
+        np.testing.assert_allclose(
+            np.asarray(one, np.float32), np.asarray(other, np.float32), atol=0.03, rtol=0.02
+        )
+    padded = calls[-1]["key_value_seq_lengths"] is not None
+    assert padded is (keys % 2 == 1 and not options)
 
 
 def test_batch_axes_that_differ_and_more_than_one(calls):
@@ -634,10 +679,17 @@ def test_on_a_cpu_it_says_where_it_runs():
 
 
 @pytest.mark.parametrize(
-    ("options", "slope"),
-    [("plain", True), ("causal window", False), ("bias", True), ("causal, mask", False)],
+    ("options", "slope", "length"),
+    [
+        ("plain", True, 16),
+        ("plain", True, 15),
+        ("causal window", False, 16),
+        ("causal window", True, 15),
+        ("bias", True, 16),
+        ("causal, mask", False, 16),
+    ],
 )
-def test_the_whole_is_lowered_for_cuda(monkeypatch, options, slope):
+def test_the_whole_is_lowered_for_cuda(monkeypatch, options, slope, length):
     """As far as a machine without CUDA can go: to the call of cuDNN, forward and backward."""
     inner = pytest.importorskip("jax._src.cudnn.fused_attention_stablehlo")
     monkeypatch.setattr(cudnn, "default_kind", lambda: "cuda")
@@ -645,7 +697,7 @@ def test_the_whole_is_lowered_for_cuda(monkeypatch, options, slope):
     monkeypatch.setattr(inner, "check_compute_capability", lambda capability: True)
     cudnn.trial.cache_clear()
     given = in_jax(TAKEN[options])
-    q, k, v = (jax.ShapeDtypeStruct((2, h, 16, 64), "bfloat16") for h in (4, 2, 2))
+    q, k, v = (jax.ShapeDtypeStruct((2, h, length, 64), "bfloat16") for h in (4, 2, 2))
 
     def call(q, k, v):
         return attention(q, k, v, **given)

@@ -7,6 +7,8 @@ import torch
 from torch._dynamo.testing import CompileCounter
 
 from polyattn import attention, attention_partial, masks, scores
+from polyattn_torch import device_info
+from polyattn_torch.device_info import DeviceInfo
 
 pytestmark = [
     pytest.mark.slow,
@@ -68,6 +70,20 @@ def test_a_compiled_call_reads_any_memory(backend, kernel, seed):
             for function, given in ((compiled, arrays), (call, plain))
         )
         torch.testing.assert_close(found, expected)
+
+
+def test_a_choice_for_a_gpu_can_be_traced(monkeypatch):
+    """Its quirks ask for versions, as those of a CPU do not."""
+    hopper = DeviceInfo("cuda", (2, 11), (9, 19, 0), (9, 0))
+    monkeypatch.setattr(device_info, "_describe_device", lambda device: hopper)
+    x = torch.randn(1, 2, 8, 16, dtype=torch.bfloat16)
+
+    def call(x):
+        return attention(x, x, x, mask=torch.ones(8, dtype=torch.bool))
+
+    torch.compiler.reset()
+    found = torch.compile(call, fullgraph=True, backend="eager")(x)
+    torch.testing.assert_close(found, call(x))
 
 
 #: Calls with a number that changes, which the caller uses in arithmetic too.

@@ -4,7 +4,6 @@ A stand-in computes on the CPU what the operator's documentation says, and refus
 """
 
 import types
-import warnings
 
 import numpy as np
 import pytest
@@ -14,8 +13,9 @@ import torch.nn.functional as F
 import polyattn
 from polyattn import attention, attention_partial, explain
 from polyattn._dispatch import cache
-from polyattn.plugin import Operands
+from polyattn.plugin import Operands, Span
 from polyattn_torch import (
+    attn_mask,
     device_info,
     engine_report,
     engines,
@@ -929,39 +929,26 @@ def test_a_remark_never_raises_and_never_computes(monkeypatch):
     assert chosen(Q, K, K).remark is None
 
 
-def test_on_cuda_the_others_are_told_apart(monkeypatch):
-    def cannot(*reasons):
-        def can_use(params, debug):
-            assert debug
-            for reason in reasons:
-                warnings.warn(reason, stacklevel=1)
-            return not reasons
-
-        return can_use
-
-    where = " (Triggered internally at sdp_utils.cpp:1.)"
-    backends = torch.backends.cuda
-    monkeypatch.setattr(backends, "SDPAParams", lambda *asked: asked)
-    monkeypatch.setattr(backends, "can_use_cudnn_attention", cannot())
-    monkeypatch.setattr(
-        backends,
-        "can_use_flash_attention",
-        cannot(f"Flash attention kernel not used because:{where}", f"It has no masks.{where}"),
-    )
-    monkeypatch.setattr(backends, "can_use_efficient_attention", cannot(f"No groups.{where}"))
+def test_on_cuda_float32_says_its_precision(monkeypatch):
     asked = engine_report.StandIns(Q, K, K, MASK, 0.0, False, True)
-    assert list(engine_report._why_not(asked, "math")) == [
-        "flash: It has no masks",
-        "efficient: No groups",
-    ]
-    assert list(engine_report._why_not(asked, "flash")) == ["efficient: No groups"]
     monkeypatch.setattr(engine_report, "_stand_ins", lambda problem, route: asked)
     monkeypatch.setattr(torch, "_fused_sdp_choice", lambda *_, **__: 3)
     said = Sdpa().remark(problem(dtype="float32"))
-    assert said == (
-        "torch's engine: cudnn; flash: It has no masks; efficient: No groups;"
-        " float32 matmul precision: highest"
+    assert said == "torch's engine: cudnn; float32 matmul precision: highest"
+
+
+@pytest.mark.parametrize("name", ["mask", "bias"])
+def test_one_column_for_all_keys_is_expanded_in_memory_for_cuda(name):
+    column = {"mask": torch.ones(6, 1, dtype=torch.bool), "bias": torch.ones(6, 1)}[name]
+    there = problem((2, 4, 6, 8), (2, 2, 9, 8), dtype="float32", **{name: column})
+    made = attn_mask.attn_mask(
+        there._replace(device="cuda:0"),
+        Operands(Q, K, K, **{name: column}),
+        Span(0, 9),
+        banded=False,
     )
+    assert made.shape[-2:] == (6, 9)
+    assert made.is_contiguous()
 
 
 # ---- flex ----
