@@ -301,6 +301,11 @@ def are_one_length(one: Any, other: Any) -> bool:
     return bool(shapes.statically_known_true(equal))
 
 
+def clip(xp: Any, array: Array, low: Any, high: Any) -> Array:
+    """Limit the numbers of an array; array_api_compat's function waits for CuPy's device."""
+    return array.clip(low, high) if library_of(array).name == "cupy" else xp.clip(array, low, high)
+
+
 def cast(xp: Any, array: Array, dtype: Any) -> Array:
     """Return `array` in `dtype`, without the copy that the standard's astype always makes."""
     return array if array.dtype == dtype else xp.astype(array, dtype)

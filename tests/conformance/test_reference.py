@@ -388,7 +388,7 @@ def in_tf32(x):
 
 
 @pytest.mark.parametrize("name", ["plain", "129 x 513, causal"])
-def test_on_cuda_a_float32_result_may_have_twice_the_error(name, monkeypatch):
+def test_on_cuda_a_float32_result_may_have_four_times_the_error(name, monkeypatch):
     case, target = CASES[name], Target("numpy")
     arguments, yard = target.arguments(case), output_yardstick(case)
     (q, k, v), options = arguments
@@ -398,11 +398,11 @@ def test_on_cuda_a_float32_result_may_have_twice_the_error(name, monkeypatch):
         whole[..., case.rows or slice(None), :] = result
         checks._check_result(target, name, whole, "float32", yard, arguments)
 
-    off, tf32 = 1.7 * yard.limit * yard.unit, oracle(*map(in_tf32, (q, k, v)), **options).output
+    off, tf32 = 3.7 * yard.limit * yard.unit, oracle(*map(in_tf32, (q, k, v)), **options).output
     with pytest.raises(AssertionError, match=r"limit \S+ \(2 × textbook"):
         check(yard.exact + off)
     monkeypatch.setattr(checks, "facts_of", lambda x: facts_of(x)._replace(device="cuda:0"))
     check(yard.exact + off)
-    with pytest.raises(AssertionError, match=r"limit \S+ \(2 × \(2 × textbook"):
+    with pytest.raises(AssertionError, match=r"limit \S+ \(4 × \(2 × textbook"):
         check(yard.of(tf32))
     assert deviation(tf32.astype("float32"), yard, name).share > 100
