@@ -25,7 +25,7 @@ extensions = [
     "sphinx_copybutton",
     "written",
 ]
-exclude_patterns = ["_build"]
+exclude_patterns = ["_build", "results"]  # what `make gpu` writes
 root_doc = "index"
 smartquotes = False
 nitpicky = True
