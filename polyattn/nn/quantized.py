@@ -357,16 +357,18 @@ class QuantizedCache:
         xp = library_of(recent.key).xp
         dtype = getattr(xp, sums(recent.key))
         held = self._memory if self._is_traced else (recent.keys, recent.values)
+        if self._is_traced:
+            coded = _as_array(coded, recent.key)
         yield Piece(coded, *[cast(xp, array, dtype) for array in held])
 
     def _float_pieces(self) -> Iterator[Piece]:
         """Yield each range of blocks, as floats."""
-        coded = known(self.codes.length)
+        xp, length = library_of(self.codes.key).xp, None
         for first, stop in self._ranges():
-            start, length = first * self.block, None
             if self._is_traced:
-                length = _as_array(coded, self.recent.key) - start
-            yield Piece(start, *self._floats(first, stop), length)
+                count = _as_array(known(self.codes.length), self.codes.key) - first * self.block
+                length = xp.clip(count, 0, (stop - first) * self.block)
+            yield Piece(first * self.block, *self._floats(first, stop), length)
 
     def _integers(self) -> tuple[Quantized, Quantized]:
         """Return the older keys and values as integers, and their steps."""
