@@ -1,4 +1,4 @@
-"""Slices of an axis, whose start is a number, or an array where the library traces it; equal parts."""
+"""Slices of an axis, whose start is a number, or an array where it is traced; equal parts."""
 
 from __future__ import annotations
 

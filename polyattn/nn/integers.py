@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from polyattn._base.arrays import Array, accumulator_of, facts_of, library_of
+from polyattn._base.arrays import Array, accumulator_of, cast, facts_of, library_of
 from polyattn._base.host import is_host
 
 
 def sums(like: Array) -> str:
     """Return the dtype of sums of an array's numbers, which steps have."""
     return accumulator_of(facts_of(like).dtype)
+
+
+def in_sums(*arrays: Array) -> list[Array]:
+    """Return arrays in the dtype of sums."""
+    return [cast(library_of(x).xp, x, getattr(library_of(x).xp, sums(x))) for x in arrays]
 
 
 def quantized(tokens: Array, block: int, axis: int) -> tuple[Array, Array]:

@@ -33,8 +33,8 @@ from polyattn._base.quantized import Quantized
 from polyattn._base.tracing import is_autocast_on, is_compiling
 from polyattn._dispatch.request import request
 from polyattn.nn.cache import KVCache, checked_tokens, known, zeros
-from polyattn.nn.integers import attention_of_row, quantized, sums
-from polyattn.nn.shapes import with_last_axes
+from polyattn.nn.integers import attention_of_row, in_sums, quantized, sums
+from polyattn.nn.shapes import as_array, with_last_axes
 
 #: Numbers of a piece of the keys that become floats at once: some MB, which stay in a CPU's cache.
 PIECE = 2**19
@@ -88,7 +88,7 @@ class QuantizedCache:
         Parameters
         ----------
         heads, size, capacity, like, batch, value_size
-            As for `KVCache.init`, but all numbers; the memory grows as needed.
+            As for `KVCache.init`, but all numbers.
         window : int
             Number of the newest tokens that stay as they are.
         block : int
@@ -206,26 +206,24 @@ class QuantizedCache:
         return self.codes.append(key, value), self.steps.append(of_key, of_value)
 
     def _append_traced(self, key: Array, value: Array) -> QuantizedCache:
-        """Return a cache with more tokens, in as much memory and by shapes without the lengths.
+        """Return a cache with more tokens, by shapes that follow from no length.
 
-        As many blocks become integers as may have to, and those that are too many are overwritten.
+        As many blocks as may be full become integers; what is too much is overwritten later.
         """
-        (codes, steps, recent), size = (self.codes, self.steps, self.recent), self.block
-        more, xp = key.shape[-2], library_of(key).xp
-        memory = [
-            xp.concat((held, zeros(held, more + size, held.shape[-1])), axis=-2)
-            for held in self._memory
-        ]
-        room = KVCache(memory[0], memory[1], recent.length).append(key, value)
-        blocks = _at_least_0(room.length - self.window) // size
-        whole = self._with_integers((room.key, room.value), (more + size - 1) // size)
-        rows = index_range(xp, 0, recent.capacity, key) + blocks * size
-        rest = [xp.take(array, rows, axis=-2) for array in (room.key, room.value)]
+        more, size, xp = key.shape[-2], self.block, library_of(key).xp
+        room = [zeros(held, more + size, held.shape[-1]) for held in self._memory]
+        memory = [xp.concat(pair, axis=-2) for pair in zip(self._memory, room, strict=True)]
+        recent = KVCache(memory[0], memory[1], self.recent.length).append(key, value)
+        over = recent.length - self.window
+        full = (xp.clip(over, 0) if is_array(over) else max(over, 0)) // size
+        codes, steps = self._with_integers((recent.key, recent.value), (more + size - 1) // size)
+        rows = index_range(xp, 0, self.recent.capacity, key) + full * size
+        rest = [xp.take(array, rows, axis=-2) for array in (recent.key, recent.value)]
         return replace(
             self,
-            codes=replace(whole[0], length=codes.length + blocks * size),
-            steps=replace(whole[1], length=steps.length + blocks),
-            recent=KVCache(rest[0], rest[1], room.length - blocks * size),
+            codes=replace(codes, length=self.codes.length + full * size),
+            steps=replace(steps, length=self.steps.length + full),
+            recent=KVCache(rest[0], rest[1], recent.length - full * size),
         )
 
     def truncate(self, length: int) -> QuantizedCache:
@@ -284,18 +282,16 @@ class QuantizedCache:
         if self._is_plain(query, options):
             with quiet(library_of(query).name):
                 return cast(xp, self._of_newest(rows, options), query.dtype)
-        length = self.length
+        length: Any = self.length
+        pieces = self._pieces()
         if self._is_traced:
-            options = {"key_lengths": _as_array(length, query)} | options
-            length = self.capacity  # of the memory, as for a KVCache
+            options = {"key_lengths": as_array(length, query)} | options
+            length, pieces = self.capacity, self._traced_pieces()
         key, value = (
-            facts_of(memory)._replace(
-                shape=(*memory.shape[:-2], length, memory.shape[-1]), dtype=sums(memory)
-            )
-            for memory in self._memory
+            facts_of(x)._replace(shape=(*x.shape[:-2], length, x.shape[-1]), dtype=sums(x))
+            for x in self._memory
         )
-        pieces = self._pieces(), self._float_pieces
-        found = attention_over_pieces(rows, key, value, *pieces, **options)
+        found = attention_over_pieces(rows, key, value, pieces, self._float_pieces, **options)
         return cast(xp, found, query.dtype)
 
     def _is_plain(self, query: Array, options: dict[str, Any]) -> bool:
@@ -326,22 +322,18 @@ class QuantizedCache:
         if found is not None:
             return merge(joined, found).output
         for first, stop in self._ranges():
-            output, logsumexp = self._of_blocks(rows, first, stop)
+            output, logsumexp = attention_of_row(rows, *self._blocks(first, stop))
             shape = (*batch, heads, 1)
             output = xp.reshape(output, (*shape, output.shape[-1]))
             joined = merge(joined, Partial(output, xp.reshape(logsumexp, shape)))
         return joined.output
-
-    def _of_blocks(self, rows: Array, first: int, stop: int) -> tuple[Array, Array]:
-        """Return output and logsumexp of rows (..., G, R, D)."""
-        return attention_of_row(rows, *self._blocks(first, stop))
 
     def _ranges(self) -> Iterator[tuple[int, int]]:
         """Yield the blocks that become floats at once."""
         *lead, _, size = self.codes.key.shape
         numbers = max(size, self.codes.value.shape[-1]) * self.block * math.prod(lead)
         blocks, most = known(self.steps.length), max(PIECE // max(numbers, 1), 1)
-        if self._is_traced:  # a graph of few pieces
+        if self._is_traced:
             blocks = self.steps.capacity
             most = max(most, -(-blocks // TRACED_PIECES))
         for first in range(0, blocks, most):
@@ -349,26 +341,24 @@ class QuantizedCache:
 
     def _pieces(self) -> Iterator[Piece]:
         """Yield the integers and the newest tokens."""
-        coded, recent = known(self.codes.length), self.recent
-        if self._is_traced:
-            yield from self._float_pieces()
-        elif coded:
+        coded = known(self.codes.length)
+        if coded:
             yield Piece(0, *self._integers())
-        xp = library_of(recent.key).xp
-        dtype = getattr(xp, sums(recent.key))
-        held = self._memory if self._is_traced else (recent.keys, recent.values)
-        if self._is_traced:
-            coded = _as_array(coded, recent.key)
-        yield Piece(coded, *[cast(xp, array, dtype) for array in held])
+        yield Piece(coded, *in_sums(self.recent.keys, self.recent.values))
 
     def _float_pieces(self) -> Iterator[Piece]:
         """Yield each range of blocks, as floats."""
-        xp, length = library_of(self.codes.key).xp, None
         for first, stop in self._ranges():
-            if self._is_traced:
-                count = _as_array(known(self.codes.length), self.codes.key) - first * self.block
-                length = xp.clip(count, 0, (stop - first) * self.block)
-            yield Piece(first * self.block, *self._floats(first, stop), length)
+            yield Piece(first * self.block, *self._floats(first, stop))
+
+    def _traced_pieces(self) -> Iterator[Piece]:
+        """Yield all of the memory, as floats, and how much of the integers' counts."""
+        coded = as_array(self.codes.length, self.recent.key)
+        xp = library_of(coded).xp
+        for piece in self._float_pieces():
+            count = xp.clip(coded - piece.start, 0, piece.key.shape[-2])
+            yield piece._replace(length=count)
+        yield Piece(coded, *in_sums(*self._memory))
 
     def _integers(self) -> tuple[Quantized, Quantized]:
         """Return the older keys and values as integers, and their steps."""
@@ -404,13 +394,3 @@ class QuantizedCache:
             value_size=value.shape[-1],
         )
         return cache.append(key, value)
-
-
-def _at_least_0(number: Any) -> Any:
-    return library_of(number).xp.clip(number, 0) if is_array(number) else max(number, 0)
-
-
-def _as_array(length: Any, like: Array) -> Array:
-    """Return a length as an array without axes: no condition is traced for it."""
-    xp = library_of(like).xp
-    return xp.reshape(index_range(xp, 0, 1, like) + length, ())
