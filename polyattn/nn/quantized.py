@@ -2,7 +2,7 @@
 
 Keys have a step for each channel of a block of tokens, values one for each token, as in KIVI [1]_.
 Attention reads the integers, or makes floats of some blocks at a time for kernels that do not. So
-no copy is as large as the cache.
+no copy is as large as the cache, unless XLA makes one in a compiled step.
 
 References
 ----------
