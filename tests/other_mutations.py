@@ -146,7 +146,7 @@ MUTATIONS = (
      "axis = -2"),
     (LENGTHS + "test_lengths_of_any_integers[uint8]",
      "a difference without sign", "polyattn/_core/call/lengths.py",
-     "return cast(xp, given, index_range(xp, 0, 1, given).dtype)",
+     "return as_index(library_of(given).xp, given)",
      "return given"),
     (LENGTHS + "test_ranks_get_their_parts[ring]",
      "rows of one rank for those of all", "polyattn/parallel/call.py",

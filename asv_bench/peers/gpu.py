@@ -27,7 +27,7 @@ Call = Callable[[], Any]
 
 
 class Case(NamedTuple):
-    """A shape, its dtype and whether it is causal."""
+    """A shape, its dtype and whether it is causal; with `rows`, a step of decoding."""
 
     heads: int
     groups: int
@@ -35,6 +35,8 @@ class Case(NamedTuple):
     size: int
     is_causal: bool
     dtype: str = "bfloat16"
+    items: int = 1
+    rows: int | None = None
 
     @property
     def operations(self) -> float:
@@ -43,11 +45,17 @@ class Case(NamedTuple):
         return whole / 2 if self.is_causal else whole
 
     @property
+    def bytes(self) -> float:
+        """Bytes of the keys and values, of 16 bits, each read once."""
+        return 2 * 2.0 * self.items * self.groups * self.length * self.size
+
+    @property
     def text(self) -> str:
         """The case as text."""
         heads = f"{self.heads} on {self.groups}" if self.heads != self.groups else f"{self.heads}"
         band = "causal" if self.is_causal else "full"
-        return f"(1, {heads}, {self.length}, {self.length}, {self.size}) {self.dtype} {band}"
+        rows = self.rows or self.length
+        return f"({self.items}, {heads}, {rows}, {self.length}, {self.size}) {self.dtype} {band}"
 
 
 class Contender(NamedTuple):
@@ -61,15 +69,17 @@ class Contender(NamedTuple):
 CASES = tuple(Case(64, 8, n, 128, c) for n in (4096, 8192, 16384) for c in (True, False))
 HALF = Case(32, 32, 4096, 128, False, "float16")
 TINY = Case(8, 8, 128, 64, True)
+STEPS = tuple(Case(32, 8, n, 128, False, items=b, rows=1) for b, n in ((1, 8192), (32, 8192)))
 ON_CPU = (Case(4, 2, 128, 64, True), Case(4, 2, 128, 64, False))
+STEPS_ON_CPU = (Case(4, 2, 128, 64, False, items=2, rows=1),)
 ENGINE, OURS = "engine", "polyattn"
 
 
 def arrays_of(case: Case) -> list[Array]:
     """Return query, key and value of random numbers, in float32."""
     rng = np.random.default_rng(0)
-    heads = (case.heads, case.groups, case.groups)
-    shapes = [(1, count, case.length, case.size) for count in heads]
+    rows = ((case.heads, case.rows or case.length), *((case.groups, case.length),) * 2)
+    shapes = [(case.items, *lead, case.size) for lead in rows]
     return [rng.standard_normal(shape, dtype=np.float32) for shape in shapes]
 
 
@@ -82,6 +92,13 @@ def torch_contenders(case: Case, device: str) -> Iterator[Contender]:
 
     dtype = getattr(torch, case.dtype)
     tensors = [torch.from_numpy(x).to(device, dtype) for x in arrays_of(case)]
+    yield from torch_contenders_of(tensors, case, device)
+
+
+def torch_contenders_of(tensors: list[Array], case: Case, device: str) -> Iterator[Contender]:
+    """Yield the contenders on some tensors."""
+    import torch
+
     sdpa = torch.nn.functional.scaled_dot_product_attention
     grouped, causal = case.heads != case.groups, case.is_causal
 
@@ -93,15 +110,14 @@ def torch_contenders(case: Case, device: str) -> Iterator[Contender]:
     yield Contender(OURS, lambda: polyattn.attention(*tensors, is_causal=causal), wait)
 
 
-def jax_contenders(case: Case, device: str) -> Iterator[Contender]:
-    """Yield cuDNN by `jax.nn` under jit, or XLA on a CPU, and polyattn under jit."""
+def jax_functions(case: Case, device: str) -> tuple[list[Array], Any, Any]:
+    """Return the arrays, and attention by cuDNN through `jax.nn`, or XLA on a CPU, and by us."""
     import jax
 
     place = jax.local_devices(backend="cpu" if device == "cpu" else "gpu")[0]
     arrays = [jax.device_put(x, place).astype(case.dtype) for x in arrays_of(case)]
     engine = "xla" if device == "cpu" else "cudnn"
 
-    @jax.jit
     def bare(*arrays: Array) -> Array:
         turned = (x.swapaxes(1, 2) for x in arrays)
         output = jax.nn.dot_product_attention(
@@ -109,9 +125,45 @@ def jax_contenders(case: Case, device: str) -> Iterator[Contender]:
         )
         return output.swapaxes(1, 2)
 
-    ours = jax.jit(lambda *arrays: polyattn.attention(*arrays, is_causal=case.is_causal))
-    yield Contender(ENGINE, lambda: bare(*arrays), jax.block_until_ready)
-    yield Contender(OURS, lambda: ours(*arrays), jax.block_until_ready)
+    return arrays, bare, lambda *arrays: polyattn.attention(*arrays, is_causal=case.is_causal)
+
+
+def jax_contenders(case: Case, device: str) -> Iterator[Contender]:
+    """Yield cuDNN by `jax.nn` under jit, or XLA on a CPU, and polyattn under jit."""
+    import jax
+
+    arrays, bare, ours = jax_functions(case, device)
+    for name, function in ((ENGINE, jax.jit(bare)), (OURS, jax.jit(ours))):
+        yield Contender(name, lambda f=function: f(*arrays), jax.block_until_ready)
+
+
+def torch_gradients(case: Case, device: str) -> Iterator[Contender]:
+    """Yield forward and backward of torch's own function, and of polyattn's."""
+    import torch
+
+    dtype = getattr(torch, case.dtype)
+    tensors = [torch.from_numpy(x).to(device, dtype).requires_grad_() for x in arrays_of(case)]
+    along = torch.ones_like(tensors[0])
+    for contender in torch_contenders_of(tensors, case, device):
+
+        def both(call: Call = contender.call) -> Any:
+            return torch.autograd.grad(call(), tensors, along)
+
+        yield contender._replace(call=both)
+
+
+def jax_gradients(case: Case, device: str) -> Iterator[Contender]:
+    """Yield the gradients of `jax.nn` under jit, and of polyattn."""
+    import jax
+
+    arrays, bare, ours = jax_functions(case, device)
+    for name, function in ((ENGINE, bare), (OURS, ours)):
+
+        def total(*arrays: Array, function: Any = function) -> Array:
+            return function(*arrays).astype("float32").sum()
+
+        gradient = jax.jit(jax.grad(total, (0, 1, 2)))
+        yield Contender(name, lambda f=gradient: f(*arrays), jax.block_until_ready)
 
 
 def cupy_wait(_: Any) -> None:
@@ -160,6 +212,7 @@ def textbook_contenders(case: Case) -> Iterator[Contender]:
 
 
 CONTENDERS = {"cupy": cupy_contenders, "torch": torch_contenders, "jax": jax_contenders}
+GRADIENTS = {"torch": torch_gradients, "jax": jax_gradients}
 
 
 def libraries(device: str) -> Iterator[str]:
@@ -220,16 +273,17 @@ def host_times(contenders: list[Contender], rounds: int, calls: int = 50) -> dic
 
 def tables(device: str, rounds: int, window: float) -> Iterator[str]:
     """Yield the lines of the tables, in Markdown, as they are measured."""
-    cases, tiny = (ON_CPU, ON_CPU[0]) if device == "cpu" else (CASES, TINY)
+    on_cpu = device == "cpu"
+    cases, tiny, steps = (ON_CPU, ON_CPU[0], STEPS_ON_CPU) if on_cpu else (CASES, TINY, STEPS)
     available = list(libraries(device))
-    yield "| (B, H, L, S, D) | library | engine, TFLOP/s | polyattn, TFLOP/s | of the engine |"
-    yield "|---|---|---|---|---|"
-    for case in cases:
-        for library in available:
-            times = measure(list(CONTENDERS[library](case, device)), rounds, window)
-            rates = [case.operations / times[name][0] / 1e12 for name in (ENGINE, OURS)]
-            share = f"{100 * times[OURS][1]:.1f} %"
-            yield f"| {case.text} | {library} | {rates[0]:.3g} | {rates[1]:.3g} | {share} |"
+    yield from table(
+        "TFLOP/s", cases, {n: CONTENDERS[n] for n in available}, device, rounds, window
+    )
+    yield "\nForward and backward together, as 3.5 times the operations of forward:\n"
+    known = {name: GRADIENTS[name] for name in available if name in GRADIENTS}
+    yield from table("TFLOP/s", cases[2:4] or cases, known, device, rounds, window)
+    yield "\nA step of decoding, by the bytes of keys and values:\n"
+    yield from table("TB/s", steps, {n: CONTENDERS[n] for n in available}, device, rounds, window)
     yield ""
     yield "| host time of a call, µs | engine | polyattn | added |"
     yield "|---|---|---|---|"
@@ -244,6 +298,23 @@ def tables(device: str, rounds: int, window: float) -> Iterator[str]:
         times = measure(list(textbook_contenders(HALF)), rounds, window)
         for name, (seconds, ratio) in times.items():
             yield f"| {name} | {HALF.operations / seconds / 1e12:.3g} | {ratio:.1f} |"
+
+
+def table(
+    unit: str, cases: tuple[Case, ...], contenders: dict[str, Any], device: str, rounds: int,
+    window: float,
+) -> Iterator[str]:  # fmt: skip
+    """Yield a table of the engines' rates and ours, in operations, or in bytes of keys."""
+    yield f"| (B, H, L, S, D) | library | engine, {unit} | polyattn, {unit} | of the engine |"
+    yield "|---|---|---|---|---|"
+    for case in cases:
+        for library, make in contenders.items():
+            times = measure(list(make(case, device)), rounds, window)
+            passes = 3.5 if make in GRADIENTS.values() else 1
+            amount = case.bytes if case.rows else passes * case.operations
+            rates = [amount / times[name][0] / 1e12 for name in (ENGINE, OURS)]
+            share = f"{100 * times[OURS][1]:.1f} %"
+            yield f"| {case.text} | {library} | {rates[0]:.3g} | {rates[1]:.3g} | {share} |"
 
 
 def main(arguments: list[str] | None = None) -> int:

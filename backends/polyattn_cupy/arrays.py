@@ -53,19 +53,14 @@ def packed(array: Array) -> Array:
     return array.copy(order="C")
 
 
-def bias_memory(shape: tuple[int, ...]) -> Array:
-    """Return an uninitialized bias, or gradient of a bias, whose rows begin on the alignment."""
-    *outer, keys = shape
-    return cupy.empty((*outer, aligned(keys)), np.float32)[..., :keys]
-
-
 def made_bias(problem: Problem, x: Operands, backend: Backend) -> tuple[Array, Array]:
     """Return bias, masks and band as one bias, and which keys are seen."""
     given = None if x.bias is None else x.bias.astype(np.float32)
     visible = visible_keys(problem, x, backend.xp)
     made = finite_bias(visible, given, UNSEEN, np.float32, backend.xp)
     found, seen = (score_axes(problem, array, backend.xp) for array in made)
-    bias = bias_memory(bias_shape(problem))
+    *outer, keys = bias_shape(problem)
+    bias = cupy.empty((*outer, aligned(keys)), np.float32)[..., :keys]
     bias[...] = found
     return bias, seen
 

@@ -25,15 +25,9 @@ from polyattn.plugin import (
 from polyattn_cupy import graphs, loading, plans
 from polyattn_cupy.arrays import empty_result, made_bias, ready
 from polyattn_cupy.cudnn_gradients import gradients
-from polyattn_cupy.problem_graphs import (
-    band_of,
-    bias_shape,
-    graph_of,
-    needs_bias,
-)
+from polyattn_cupy.masks import LARGEST_MADE
+from polyattn_cupy.problem_graphs import band_of, bias_shape, graph_of, needs_bias
 
-# A bias of more elements than this (256 MiB) would cost more than cuDNN saves.
-LARGEST_MADE_BIAS = 2**26
 # Gradients have vectors of at most this size.
 LARGEST_SIZE = 256
 
@@ -44,8 +38,8 @@ class Cudnn(Kernel):
     name = "cudnn"
     features = frozenset({
         "backward", "batch_broadcast", "bias", "causal", "grouped_heads", "logsumexp", "mask",
-        "mask_mod", "query_offset", "query_offset_array", "scale", "softcap", "value_size",
-        "window",
+        "mask_expression", "mask_mod", "query_offset", "query_offset_array", "scale", "softcap",
+        "value_size", "window",
     })  # fmt: skip
     # A bias does not hide NaN, and a weight of 0 is multiplied by the value, which may be NaN.
     poison_safe = False
@@ -119,8 +113,10 @@ def _static_reasons(problem: Problem) -> list[str]:
     made = math.prod(bias_shape(problem)) if needs_bias(problem) else 0
     if problem.softcap is not None and (made or band_of(problem) is not None):
         reasons.append("it caps scores only if no key is hidden and no bias added")
-    if made > LARGEST_MADE_BIAS:
-        reasons.append(f"it would need a bias of {made:,} elements, above {LARGEST_MADE_BIAS:,}")
+    if problem.softcap is not None and "logsumexp" in problem.features:
+        reasons.append("its tanh is too inexact for the logsumexp of capped scores")
+    if made > LARGEST_MADE:
+        reasons.append(f"it would need a bias of {made:,} elements, above {LARGEST_MADE:,}")
     return reasons
 
 
@@ -135,6 +131,8 @@ def _reasons_against_gradients(problem: Problem) -> list[str]:
         reasons.append("it computes no gradients of one query with one key")
     if problem.softcap is not None:
         reasons.append("it computes no gradients of capped scores")
+    if problem.bias is not None:
+        reasons.append("it computes the gradient of a bias in 16 bits only")
     return reasons
 
 

@@ -7,7 +7,7 @@ keys than are given.
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import cupy
 import numpy as np
@@ -23,7 +23,7 @@ from polyattn.plugin import (
     Span,
 )
 from polyattn_cupy import graphs, plans
-from polyattn_cupy.arrays import bias_memory, made_bias, packed, ready, summed
+from polyattn_cupy.arrays import made_bias, packed, ready, summed
 from polyattn_cupy.graphs import Graph
 from polyattn_cupy.problem_graphs import graph_of, needs_bias, parts_of
 
@@ -50,19 +50,16 @@ def gradients(
         ready(problem, array.astype(value.dtype, copy=False))
         for array in (residuals.output, cotangents.output)
     )
-    found = _run(problem, given, value, output, output_gradient)
-    sums: tuple[Any, ...] = found.query, found.key, found.bias
+    of_query, of_key, of_value = _run(problem, given, value, output, output_gradient)
     direct = cotangents.logsumexp
     if direct is not None:
-        share = _run(problem, given, *_of_logsumexp(problem, direct, output, value))
-        shares = share.query, share.key, share.bias
-        sums = tuple([a if b is None else a + b for a, b in zip(sums, shares, strict=True)])
-    of_query = summed(problem, sums[0], x.query.shape)
+        shares = _run(problem, given, *_of_logsumexp(problem, direct, output, value))
+        of_query, of_key = of_query + shares[0], of_key + shares[1]
+    of_query = summed(problem, of_query, x.query.shape)
     return Gradients(
         of_query,
-        summed(problem, sums[1], x.key.shape),
-        summed(problem, found.value, x.value.shape),
-        None if x.bias is None else summed(problem, sums[2], x.bias.shape),
+        summed(problem, of_key, x.key.shape),
+        summed(problem, of_value, x.value.shape),
         # query · its gradient = Σ gradient of the score · score, and the scale is above 0.
         scale=backend.xp.sum(of_query * x.query.astype(np.float32)) / problem.scale,
     )
@@ -81,31 +78,27 @@ def _given(problem: Problem, x: Operands, logsumexp: Array, backend: Backend) ->
 
 def _run(
     problem: Problem, given: _Given, value: Array, output: Array, output_gradient: Array
-) -> Gradients:
-    """Compute the gradients in float32, with one batch axis, one part after the other."""
+) -> list[Array]:
+    """Return those of query, key and value in float32, with one batch axis, part by part."""
     query, key, logsumexp, bias = given
-    of_bias: Any = None
     strides = (array.strides for array in (query, key, value, output, output_gradient))
     graph = graph_of(problem, *strides)
-    of_query, of_key, of_value = (
-        cupy.empty(array.shape, array.dtype) for array in (query, key, value)
-    )
+    found = [cupy.empty(array.shape, array.dtype) for array in (query, key, value)]
     by_head = {
         graphs.QUERY: query,
         graphs.OUTPUT: output,
         graphs.OUTPUT_GRADIENT: output_gradient,
         graphs.LOGSUMEXP: logsumexp,
-        graphs.QUERY_GRADIENT: of_query,
+        graphs.QUERY_GRADIENT: found[0],
     }
     by_group = {
         graphs.KEY: key,
         graphs.VALUE: value,
-        graphs.KEY_GRADIENT: of_key,
-        graphs.VALUE_GRADIENT: of_value,
+        graphs.KEY_GRADIENT: found[1],
+        graphs.VALUE_GRADIENT: found[2],
     }
     if bias is not None:
         by_head[graphs.BIAS] = bias
-        of_bias = cupy.zeros(bias.shape, np.float32) if graph.bias_gradient else None
     lengths = _lengths(problem, graph) if graph.lengths else {}
     members = problem.group_size
     for items, groups in parts_of(problem):
@@ -113,14 +106,8 @@ def _run(
         arrays = {uid: _cut(array, items, heads) for uid, array in by_head.items()}
         arrays |= {uid: _cut(array, items, groups) for uid, array in by_group.items()}
         arrays[graphs.LOGSUMEXP] = packed(arrays[graphs.LOGSUMEXP])
-        if of_bias is not None:
-            share = arrays[graphs.BIAS_GRADIENT] = bias_memory(arrays[graphs.BIAS].shape)
-            share[...] = 0  # cuDNN may add to it
         plans.run(graph, {uid: array.data.ptr for uid, array in (arrays | lengths).items()})
-        if of_bias is not None:
-            _cut(of_bias, items, heads)[...] += share
-    of_query, of_key, of_value = (x.astype(np.float32) for x in (of_query, of_key, of_value))
-    return Gradients(of_query, of_key, of_value, of_bias)
+    return [array.astype(np.float32) for array in found]
 
 
 def _cut(array: Array, items: Span, heads: Span) -> Array:

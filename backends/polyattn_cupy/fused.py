@@ -6,6 +6,7 @@ into weights in place, and cuBLAS multiplies these with the values.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import cupy
@@ -24,6 +25,7 @@ from polyattn_cupy import rows
 from polyattn_cupy.arrays import empty_result
 from polyattn_cupy.blocks import Block, begin, blocks, record_of, stacked
 from polyattn_cupy.fused_gradients import gradients
+from polyattn_cupy.masks import LARGEST_MADE, mask_shape, with_mask_array
 from polyattn_cupy.products import Matrices, multiply, why_no_cublas
 
 # float16 weights are scaled by this: otherwise those of a long row would be in the range where
@@ -37,7 +39,8 @@ class Fused(Kernel):
     name = "fused"
     features = frozenset({
         "backward", "batch_broadcast", "bias", "causal", "grouped_heads", "logsumexp", "mask",
-        "query_offset", "query_offset_array", "scale", "sinks", "softcap", "value_size", "window",
+        "mask_expression", "mask_mod", "query_offset", "query_offset_array", "scale", "sinks",
+        "softcap", "value_size", "window",
     })  # fmt: skip
     # A weight of 0 is multiplied by the value of the masked key, which may be NaN.
     poison_safe = False
@@ -52,12 +55,16 @@ class Fused(Kernel):
             reasons.append("it takes no scale of 0, for which cuBLAS ignores NaN in query and key")
         if "backward" in problem.features and problem.bias is not None:
             reasons.append("it computes no gradient of a bias")
+        made = math.prod(mask_shape(problem) or (0,))
+        if made > LARGEST_MADE:
+            reasons.append(f"it would need a mask of {made:,} elements, above {LARGEST_MADE:,}")
         return reasons
 
     def __call__(
         self, problem: Problem, operands: Operands, backend: Backend
     ) -> tuple[Array, Array | None]:
         group_size = problem.group_size
+        operands = with_mask_array(problem, operands, backend)
         query, key, value = (
             stacked(problem, array, count)
             for array, count in zip(operands[:3], (group_size, 1, 1), strict=True)
@@ -79,6 +86,7 @@ class Fused(Kernel):
         self, problem: Problem, operands: Operands, residuals: Residuals, cotangents: Cotangents,
         backend: Backend,
     ) -> Gradients:  # fmt: skip
+        operands = with_mask_array(problem, operands, backend)
         return gradients(problem, operands, residuals, cotangents, backend, self.tile)
 
 

@@ -13,8 +13,8 @@ from polyattn_cupy import loading
 
 # The names of the arrays of a graph.
 QUERY, KEY, VALUE, OUTPUT, LOGSUMEXP, BIAS = range(1, 7)
-OUTPUT_GRADIENT, QUERY_GRADIENT, KEY_GRADIENT, VALUE_GRADIENT, BIAS_GRADIENT = range(7, 12)
-QUERY_LENGTHS, KEY_LENGTHS = range(12, 14)
+OUTPUT_GRADIENT, QUERY_GRADIENT, KEY_GRADIENT, VALUE_GRADIENT = range(7, 11)
+QUERY_LENGTHS, KEY_LENGTHS = range(11, 13)
 
 
 class Tensor(NamedTuple):
@@ -36,7 +36,7 @@ class Band(NamedTuple):
 class Graph(NamedTuple):
     """Attention, or its gradients: everything that is compiled into a plan."""
 
-    # The gradients of query, key and value are contiguous; that of the bias is like the bias.
+    # The gradients of query, key and value are contiguous.
 
     query: Tensor
     key: Tensor
@@ -44,7 +44,6 @@ class Graph(NamedTuple):
     output: Tensor
     output_gradient: Tensor | None  # if these are the gradients
     bias: Tensor | None
-    bias_gradient: bool
     lengths: bool  # whether the numbers of queries and keys are given as arrays
     band: Band | None
     scale: float
@@ -90,8 +89,6 @@ def describe(graph: Graph, **where: Any) -> Any:
         if graph.logsumexp:
             result(logsumexp, LOGSUMEXP, _rows(graph.output))
         return plan
-    if graph.bias is not None and graph.bias_gradient:
-        options["dBias"] = given(BIAS_GRADIENT, "bias_gradient", graph.bias)
     if graph.lengths:
         one = Tensor((graph.query.shape[0], 1, 1, 1), (1, 1, 1, 1), "int32")
         options |= {

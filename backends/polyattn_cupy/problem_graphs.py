@@ -10,6 +10,7 @@ import numpy as np
 
 from polyattn.plugin import Problem, Span, band_from, made_shape
 from polyattn_cupy.graphs import Band, Graph, Tensor
+from polyattn_cupy.masks import mask_shape
 
 # With a bias, cuDNN 9.19 makes NaN of gradients if the last tile of 128 keys is not full
 # and the logsumexp is low (pytorch#196678). With lengths given, it leaves out the rest of the tile.
@@ -45,10 +46,9 @@ def needs_bias(problem: Problem) -> bool:
 
 def bias_shape(problem: Problem) -> tuple[int, int, int, int]:
     """Return the shape of the bias that is made for a call."""
-    made = made_shape(problem, banded=band_from(problem, 0) != (None, None))
+    banded = band_from(problem, 0) != (None, None)
+    made = made_shape(problem, banded=banded, mask=mask_shape(problem))
     parts = [shape for shape in (problem.mask, problem.bias, made) if shape is not None]
-    if "backward" in problem.features and problem.bias is not None:
-        parts.append(problem.scores[-2:])  # cuDNN documents gradients of a bias with all rows only
     common = np.broadcast_shapes((1,) * (len(problem.batch) + 3), *parts)
     items = 1 if math.prod(common[:-3]) == 1 else math.prod(problem.batch)
     return items, *common[-3:-1], problem.key_length
@@ -80,7 +80,6 @@ def graph_of(problem: Problem, *strides: tuple[int, ...]) -> Graph:
     return Graph(
         **{**arrays, "output_gradient": arrays["output_gradient"] if is_gradient else None},
         bias=bias,
-        bias_gradient=is_gradient and "bias" in problem.features,
         lengths=is_gradient and bias is not None and keys % WHOLE_KEYS != 0,
         band=band_of(problem),
         scale=problem.scale,

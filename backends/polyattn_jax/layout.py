@@ -18,7 +18,11 @@ import numpy as np
 from jax import lax
 
 from polyattn.plugin import Array, Operands, Problem, Span, TileGrid, column_span, combined_mask
+from polyattn_jax.devices import default_kind
 
+# The most scores of a tile on a CPU: larger tiles do not stay in its cache, and in smaller ones XLA
+# uses one thread.
+ON_CPU = 2**21
 # The smallest area of a tile for each head, however many heads there are.
 MIN_AREA = 2**12
 # From this area on, XLA computes the product of one head on several threads; those of many heads
@@ -28,7 +32,8 @@ THREADED_AREA, LARGEST_TILE = 2**17, 2**23
 # A loop has gradients of all keys and values, so there is one, unless its blocks would visit less
 # than this part of its steps: then about as many loops as this.
 FEWEST_VISITED, LOOPS = 0.5, 8
-# The most rows and keys of a tile where masks may leave tiles empty: smaller tiles skip more.
+# The most rows and keys of a tile on a CPU where masks may leave tiles empty: smaller tiles skip
+# more. An accelerator takes as long for a tile of so few scores as for a larger one.
 MAX_MASKED_SIDE = 512
 # The fewest keys of such a tile in a narrow window: a table has an entry for each tile.
 MIN_MASKED_SIDE = 128
@@ -180,13 +185,23 @@ def _any_under_vmap(size: int, batched: list[bool], table: Array) -> tuple[Array
     return any_under_vmap(jnp.any(table, axis=0)), False
 
 
+def is_on_cpu(problem: Problem) -> bool:
+    """Return whether a call is computed on a CPU, also where JAX has not chosen its device."""
+    return (problem.device_kind or default_kind()) == "cpu"
+
+
+def most_scores(problem: Problem, tile: int) -> int:
+    """Return the most scores of a tile, which are fewer on a CPU."""
+    return min(tile, ON_CPU) if is_on_cpu(problem) else tile
+
+
 def block_sizes(problem: Problem, tile: int, one_offset: bool = False) -> tuple[int, int]:
     """Return how many rows and how many keys make a tile: wider where there are few rows."""
     heads = math.prod(problem.batch) * problem.heads
     if problem.similarity_spec is not None and problem.similarity_spec.entrywise:
         tile = max(1, tile // max(1, problem.head_size))
     area = max(tile // heads, min(tile, MIN_AREA), min(tile, THREADED_AREA, LARGEST_TILE // heads))
-    if masks_tiles(problem):
+    if masks_tiles(problem) and is_on_cpu(problem):
         area = min(area, MAX_MASKED_SIDE**2)
     rows = even_size(problem.query_length, math.isqrt(area))
     most = _most_keys(problem, rows, one_offset)

@@ -24,6 +24,7 @@ from polyattn.plugin import (
     Tangents,
 )
 from polyattn_jax.differentiate import attend_backward, attend_differentiably, attend_jvp
+from polyattn_jax.layout import most_scores
 from polyattn_jax.operands import (
     explicit,
     expressions,
@@ -45,8 +46,8 @@ class Xla(Kernel):
         "scale", "score_expression", "score_mod", "similarity", "sinks", "softcap", "value_size",
         "window",
     })  # fmt: skip
-    # Larger tiles do not stay in a CPU's cache, and in smaller ones XLA uses one thread.
-    tile = 2**21
+    # On an accelerator, which waits for the host between tiles; see `most_scores` for a CPU.
+    tile = 2**25
 
     def reasons_against(self, problem: Problem) -> list[str]:
         """Return why the loops of a problem cannot be laid out."""
@@ -89,6 +90,7 @@ class Xla(Kernel):
 
 def run(function: Any, problem: Problem, tile: int, x: Operands, *records: Any) -> Any:
     """Run a function of arrays, compiled once for each problem unless it has functions."""
+    tile = most_scores(problem, tile)
     problem, x = prepared(problem, x, tile)
     if problem.features & {"mask_mod", "score_mod"}:
         x = explicit(problem, x, tile)

@@ -37,7 +37,7 @@ class Paged(Kernel):
         "batch_broadcast", "block_table", "causal", "grouped_heads", "logsumexp",
         "mask_expression", "query_offset", "query_offset_array", "scale", "window",
     })  # fmt: skip
-    devices = frozenset({"cuda"})
+    devices = frozenset({"cuda"} if _flash is not None else ())
     # A weight of 0 meets the value of a key that a window hides.
     poison_safe = False
     rounds_once = False

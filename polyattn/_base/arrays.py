@@ -301,6 +301,11 @@ def are_one_length(one: Any, other: Any) -> bool:
     return bool(shapes.statically_known_true(equal))
 
 
+def clip(xp: Any, array: Array, low: Any, high: Any) -> Array:
+    """Limit the numbers of an array; array_api_compat's function waits for CuPy's device."""
+    return array.clip(low, high) if library_of(array).name == "cupy" else xp.clip(array, low, high)
+
+
 def cast(xp: Any, array: Array, dtype: Any) -> Array:
     """Return `array` in `dtype`, without the copy that the standard's astype always makes."""
     return array if array.dtype == dtype else xp.astype(array, dtype)
@@ -333,6 +338,14 @@ def _on_device_of(xp: Any, like: Array) -> dict[str, Any]:
 def index_range(xp: Any, start: int, stop: Any, like: Array) -> Array:
     """Return the integers from `start` to `stop` (exclusive), on the device of `like`."""
     return xp.arange(start, stop, **_on_device_of(xp, like))
+
+
+def as_index(xp: Any, numbers: Array) -> Array:
+    """Return integers in the dtype of `index_range`, or in int64."""
+    # On a GPU the range, which only tells its dtype, takes as long as a large operation.
+    if numbers.dtype == xp.int64:
+        return numbers
+    return cast(xp, numbers, index_range(xp, 0, 1, numbers).dtype)
 
 
 def numbers_like(xp: Any, numbers: Any, dtype: Any, like: Array) -> Array:

@@ -250,5 +250,5 @@ def _device_reasons(kernel: Kernel, problem: Problem) -> list[str]:
         f"it {f'computes {feature}' if feature else 'runs'} on {', '.join(sorted(kinds))} only, and"
         f" this call is on {here}"
         for feature, kinds in kinds_of.items()
-        if here and kinds is not None and here not in kinds
+        if here and kinds and here not in kinds
     ]

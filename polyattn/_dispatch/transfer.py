@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Set
 from typing import Any
 
-from polyattn._base.arrays import Array, ArrayFacts, facts_of, is_array, library_of
+from polyattn._base.arrays import Array, ArrayFacts, clip, facts_of, is_array, library_of
 from polyattn._core.call.operands import Operands, mapped
 from polyattn._core.call.options import OPTIONS
 from polyattn._core.call.problem import Problem
@@ -78,7 +78,7 @@ def _clip_to_int32(offset: Array, problem: Problem) -> Array:
     if is_wide or facts.dtype not in ("int64", "uint64", "uint32"):
         return offset
     least = 0 if facts.dtype.startswith("u") else -_INT32_MAX
-    return library_of(offset).xp.clip(offset, least, _INT32_MAX)
+    return clip(library_of(offset).xp, offset, least, _INT32_MAX)
 
 
 def _wrap_callback(

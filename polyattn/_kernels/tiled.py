@@ -29,9 +29,11 @@ SMALLEST = 2**12
 # The rows of a tile in a narrow band, at least; and with dropout, at most, so that what its hash
 # computes stays in the caches.
 FEW_ROWS = 128
-# Times as many scores in a program of torch.compile, where each tile is compiled by itself, and by
-# its lengths: those of `dense` may become symbols.
-LARGER = 16
+# The most scores of a tile on a CPU, over all heads: 4 MiB of float32 and a few copies, enough work
+# to make calls into the array library cheap beside it.
+ON_CPU = 2**20
+# The kinds of device where starting an operation takes longer than to compute so few scores.
+ACCELERATORS = frozenset({"cuda", "mps", "rocm", "tpu", "xpu"})
 
 
 class Tiled(Dense):
@@ -40,9 +42,9 @@ class Tiled(Dense):
     name = "tiled"
     # A norm and a normalizer need a whole row at once.
     features = COMPUTED - {"normalizer", "score_norm"}
-    # Over all heads: 4 MiB of float32 and a few copies, enough work to make calls into the array
-    # library cheap beside it.
-    tile = 2**20
+    # On an accelerator; and in a program of torch.compile, where each tile is compiled by itself,
+    # and by its lengths: those of `dense` may become symbols.
+    tile = 2**24
 
     def reasons_against(self, problem: Problem) -> list[str]:
         """Return why there are no tiles."""
@@ -50,18 +52,14 @@ class Tiled(Dense):
 
     def only_on_request(self, problem: Problem) -> str | None:
         """Return why `dense` is preferred: with one tile it does the same with less overhead."""
-        if math.prod(problem.scores) <= self._most():
+        if math.prod(problem.scores) <= most_scores(problem, self.tile):
             return "one tile holds all the scores: dense does the same"
         return None
-
-    def _most(self) -> int:
-        """Return the most scores of a tile."""
-        return self.tile * LARGER if is_compiling() else self.tile
 
     def block_sizes(self, problem: Problem) -> tuple[int, int]:
         """Return the rows and keys of a tile: about square, wider where rows are few."""
         heads = max(1, math.prod(problem.batch) * problem.heads)
-        tile = self._most()
+        tile = most_scores(problem, self.tile)
         area = max(tile // heads, min(tile, SMALLEST))
         rows = min(problem.query_length, int(area**0.5))
         return max(1, rows), area // max(1, rows)
@@ -88,6 +86,13 @@ class Tiled(Dense):
             for rows in Span(0, problem.query_length).split(row_block)
         )
         return backend.stack_rows(problem, operands.query, blocks)
+
+
+def most_scores(problem: Problem, tile: int) -> int:
+    """Return the most scores of a tile of a kernel, which are fewer on a CPU."""
+    if problem.device_kind in ACCELERATORS or is_compiling():
+        return tile
+    return min(tile, ON_CPU)
 
 
 def widened(problem: Problem, x: Operands, xp: Any) -> Operands:

@@ -17,7 +17,7 @@ from polyattn._core.tiles.axes import part_of, scaled, ungrouped
 from polyattn._core.tiles.indices import Indices
 from polyattn._core.tiles.online_softmax import initial_state, or_zero
 from polyattn._kernels.dense import COMPUTED, dropped, reasons_against_lengths, scores
-from polyattn._kernels.tiled import widened
+from polyattn._kernels.tiled import Tiled, most_scores, widened
 from polyattn.plugin import Backend, Kernel
 
 
@@ -34,8 +34,7 @@ class Weights(Kernel):
     top: int | None = None  # only so many largest weights of each row, with their keys
     per_key: bool = False  # only the sums over the rows
 
-    # As many scores as the tiles of the array-API kernels have.
-    tile = 2**20
+    tile = Tiled.tile
 
     def reasons_against(self, problem: Problem) -> list[str]:
         """Return what cannot be computed of lengths that are unknown."""
@@ -78,7 +77,7 @@ class Weights(Kernel):
         blocks = spans
         if not problem.is_symbolic:
             row = math.prod(problem.batch) * problem.heads * problem.key_length
-            size = max(1, self.tile // row)
+            size = max(1, most_scores(problem, self.tile) // row)
             blocks = tuple([block for span in spans for block in span.split(size)])
         found = [
             self._look(weigh(problem, x, logsumexp, backend, rows, heads), xp) for rows in blocks

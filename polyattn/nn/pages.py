@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from polyattn._base.arrays import Array, index_range, is_array, library_of, numbers_like
+from polyattn._base.arrays import Array, clip, index_range, is_array, library_of, numbers_like
 from polyattn._base.host import is_host
 from polyattn._base.tracing import is_recording, is_transformed
 from polyattn._dispatch.transfer import convert_like
@@ -132,7 +132,7 @@ def slots_used(lengths: Array, table: Array, page: int) -> Array:
     """Return how many slots of each page of a table are used, shape (B, n)."""
     xp = library_of(table).xp
     starts = index_range(xp, 0, table.shape[1], table)[None, :] * page
-    return xp.clip(lengths[:, None] - starts, 0, page)
+    return clip(xp, lengths[:, None] - starts, 0, page)
 
 
 def usage(table: Table) -> tuple[Array, Array]:
@@ -170,7 +170,7 @@ def placed(given: Table, counts: Array, m: int, marks: Array, taken: Array) -> P
     last = -(-ends // page)
     rank = offset[:, None] + column - (last - numbers[:, None])
     free = xp.astype(xp.argsort(xp.astype(taken, table.dtype), stable=True), table.dtype)
-    place = xp.clip(rank, 0, free.shape[0] - 1)
+    place = clip(xp, rank, 0, free.shape[0] - 1)
     found = xp.reshape(xp.take(free, xp.reshape(place, (-1,))), table.shape)
     is_free = ~xp.reshape(xp.take(taken, xp.reshape(found, (-1,))), table.shape)
     found = xp.where(is_free & (place == rank), found, none)
@@ -179,7 +179,7 @@ def placed(given: Table, counts: Array, m: int, marks: Array, taken: Array) -> P
     token = index_range(xp, 0, m, table)[None, :]
     at = lengths + token
     inside = (token < counts[:, None]) & (at < columns * page)
-    cell = item[:, None] * columns + xp.clip(at // page, 0, columns - 1)
+    cell = item[:, None] * columns + clip(xp, at // page, 0, columns - 1)
     pages = xp.reshape(xp.take(xp.reshape(new, (-1,)), xp.reshape(cell, (-1,))), at.shape)
     pages = xp.where(inside, pages, xp.zeros_like(pages))
     return Plan(new, (copied[0], copied[1]), (pages, at % page))

@@ -43,7 +43,8 @@ class Kernel:
     compiles : bool
         Whether it compiles for each new shape and option, so that a first call takes seconds.
     devices : frozenset of str or None
-        The kinds of device that it runs on, or None for all that its backend does.
+        The kinds of device that it runs on, or None for all that its backend does. None of them, an
+        empty set, where the installed library lacks what it calls: `reasons_against` says so.
     only_on : mapping of str to frozenset of str
         Features that it computes only on some kinds of device, with these kinds.
     tile : int or None

@@ -222,6 +222,17 @@ def test_a_tensor_that_requires_grad_is_another_call():
     assert leaf.grad is not None
 
 
+def test_arrays_of_cupy_have_a_key_by_their_device():
+    class Stand:
+        def __init__(self, **facts):
+            vars(self).update({"dtype": X.dtype, "shape": X.shape, "device": 0} | facts)
+
+    Stand.__module__, Stand.__qualname__ = "cupy", "ndarray"
+    one, other = Stand(), Stand(device=1)
+    assert call_key((one, one, one), {}) == call_key((Stand(), one, one), {}) is not None
+    assert call_key((one, one, one), {}) != call_key((other, one, one), {})
+
+
 def test_the_choice_of_a_backend_is_seen(monkeypatch):
     attention(X, X, X)
     with polyattn.use_backend("torch:cuda"), pytest.raises(polyattn.BackendError):

@@ -83,11 +83,7 @@ class HostGraph(frontend.pygraph):
         compute = _gradients if "dO" in arrays else _attention
         for uid, result in compute(arrays, dict(node.params)).items():
             if uid in results:
-                array = _array(results.pop(uid), pointers)
-                # A sum over items or heads for which it has one place.
-                axes = tuple(n for n in range(4) if array.shape[n] < result.shape[n])
-                total = result.sum(axis=axes, keepdims=True) if axes else result
-                array[...] = array + total if uid == graphs.BIAS_GRADIENT else total
+                _array(results.pop(uid), pointers)[...] = result
         assert not results
 
 
@@ -152,7 +148,6 @@ def _gradients(given, options):
         graphs.QUERY_GRADIENT: scale * _rounded(ds, q) @ k,
         graphs.KEY_GRADIENT: _of_groups(of_key, groups),
         graphs.VALUE_GRADIENT: _of_groups(of_value, groups),
-        graphs.BIAS_GRADIENT: ds,
     }
 
 

@@ -6,7 +6,14 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from polyattn import Gradients, Partial, attention_backward, attention_partial, attention_vjp
+from polyattn import (
+    Gradients,
+    Partial,
+    attention,
+    attention_backward,
+    attention_partial,
+    attention_vjp,
+)
 
 
 class Place(NamedTuple):
@@ -27,11 +34,17 @@ HOST = Place()
 
 def agree(kernel, *arrays, place=HOST, **options):
     """Hold output and logsumexp of a kernel against the formula, and return them."""
-    mine = attention_partial(*map(place.to, arrays), **place.options(kernel, options))
+    given = place.options(kernel, options)
+    if kernel == "cudnn" and "softcap" in options:  # it refuses the logsumexp
+        mine = Partial(attention(*map(place.to, arrays), **given), None)
+    else:
+        mine = attention_partial(*map(place.to, arrays), **given)
     formula = attention_partial(*map(_wide, arrays), kernel="dense", **options)
     eps, real = _units(arrays)
     units = eps, max(eps / 128, float(np.finfo(real).eps), place.unit)
     for one, other, unit in zip(mine, formula, units, strict=True):
+        if one is None:
+            continue
         one = place.back(one).astype("float64")
         np.testing.assert_allclose(one, other, rtol=8 * unit, atol=8 * unit)
     return mine

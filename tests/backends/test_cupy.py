@@ -11,6 +11,7 @@ from cupy_host import HostArray, at_home, stand_in
 from optional import torch
 
 from polyattn import attention
+from polyattn._base import arrays as base
 from polyattn._dispatch.errors import BackendUnavailableError
 from polyattn_cupy import SPEC, arrays, backend, loading, rows
 from polyattn_cupy.backend import CupyBackend
@@ -49,6 +50,13 @@ def test_without_a_driver_it_says_so():
 @NO_DRIVER
 def test_without_a_driver_a_list_goes_on():
     np.testing.assert_array_equal(attention(X, X, X, backend="cupy,numpy"), X)
+
+
+def test_limiting_offsets_does_not_wait_for_the_device(monkeypatch):
+    """array_api_compat's clip assigns by a mask, for which CuPy asks the device."""
+    monkeypatch.setattr(base, "library_of", lambda array: types.SimpleNamespace(name="cupy"))
+    limited = base.clip(types.SimpleNamespace(), np.arange(5), 1, 3)
+    np.testing.assert_array_equal(limited, [1, 1, 2, 3, 3])
 
 
 # ---- with devices that are the host's ----------------------------------------------------------

@@ -11,9 +11,9 @@ from cudnn_host import HANDLES, TYPES, Handle, HostGraph, forget, put_in_place
 from cupy_checks import agree, gradients_agree
 from cupy_host import Device
 
-from polyattn import attention, explain
+from polyattn import attention, explain, masks
 from polyattn._core.call.problem import examine
-from polyattn.plugin import Cotangents, Residuals
+from polyattn.plugin import Cotangents, Operands, Residuals, visible_keys
 from polyattn_cupy import graphs, loading, plans, problem_graphs
 from polyattn_cupy.cudnn import Cudnn
 
@@ -141,21 +141,17 @@ def test_the_bias():
         bias = node.inputs["bias"]
         assert (list(bias.dim), list(bias.stride)) == ([2, 1, 1, 300], [304, 304, 304, 1])
         assert TYPES[bias.data_type] == "float32"
-    assert "dBias" not in node.outputs, "a mask has no gradient"
-    node = told(SHAPES, mask=(2, 1, 1, 300), bias=(8, 1, 300), gradients=True)
-    for tensor in (node.inputs["bias"], node.outputs["dBias"]):
-        assert list(tensor.dim) == [2, 8, 100, 300]
-        assert list(tensor.stride) == [243200, 30400, 304, 1]
-        assert TYPES[tensor.data_type] == "float32"
+    bias = told(SHAPES, mask=(2, 1, 1, 300), bias=(8, 1, 300)).inputs["bias"]
+    assert (list(bias.dim), list(bias.stride)) == ([2, 8, 1, 300], [2432, 304, 304, 1])
 
 
 @pytest.mark.parametrize(
     ("keys", "options", "given"),
     [
-        (192, {"bias": (100, 192)}, True),
+        (192, {"mask": (100, 192)}, True),
         (192, {"mask": (192,)}, True),
         (300, {"is_causal": True, "query_offset": 3}, True),
-        (256, {"bias": (100, 256)}, False),
+        (256, {"mask": (100, 256)}, False),
         (192, {}, False),
         (192, {"is_causal": True}, False),
     ],
@@ -174,6 +170,26 @@ def test_lengths_are_given_where_a_bias_leaves_a_tile_of_keys_unfilled(keys, opt
             assert TYPES[tensor.data_type] == "int32"
 
 
+TREE = np.array([-1, *range(99)])
+EXPRESSIONS = {
+    (2, 1, 1, 300): masks.padding(np.array([3, 9])),
+    (1, 1, 1, 300): masks.prefix(4),
+    (2, 1, 100, 300): masks.padding(np.array([3, 9]), np.array([9, 3])),
+    (1, 1, 100, 300): masks.positions(np.arange(100), np.arange(300)) | masks.tree(TREE),
+    (1, 8, 1, 300): masks.dense(np.ones((1, 8, 1, 300), bool)) & masks.prefix(3),
+    (2, 8, 100, 300): masks.dense(np.ones((2, 8, 1, 1), bool)) | masks.dilated(2),
+}
+
+
+@pytest.mark.parametrize("shape", EXPRESSIONS)
+@pytest.mark.usefixtures("library")
+def test_the_shape_of_a_mask_expression_is_known_before_the_call(shape):
+    problem = problem_of(SHAPES, mask=EXPRESSIONS[shape])
+    x = Operands(*(np.zeros(shape) for shape in SHAPES), EXPRESSIONS[shape])
+    assert visible_keys(problem, x, np, banded=False).shape == shape
+    assert problem_graphs.bias_shape(problem) == shape
+
+
 DIFFERENT = [
     {},
     {"is_causal": True},
@@ -187,6 +203,7 @@ DIFFERENT = [
     {"logsumexp": True},
     {"mask": (100, 300)},
     {"mask": (300,)},
+    {"key_lengths": (2,)},
     {"bias": (100, 300)},
     {"bias": (8, 100, 300)},
     {"key": (2, 4, 300, 64), "value": (2, 4, 300, 64)},
@@ -202,11 +219,11 @@ def test_no_two_problems_share_a_plan():
         shapes = query, options.get("key", key), options.get("value", value)
         rest = {name: x for name, x in options.items() if name not in ("key", "value")}
         calls.add(problem_graphs.graph_of(problem_of(shapes, **rest)))
-        if not rest.keys() & {"softcap", "logsumexp"}:
+        if not rest.keys() & {"softcap", "logsumexp", "bias"}:
             problem = problem_of(shapes, gradients=True, **rest)
             gradients.add(problem_graphs.graph_of(problem))
-    # A bias of the same shape as a mask differs only in that it has a gradient.
-    assert (len(calls), len(gradients)) == (len(DIFFERENT) - 1, len(DIFFERENT) - 3)
+    # A bias of the same shape as a mask does not differ from it.
+    assert (len(calls), len(gradients)) == (len(DIFFERENT) - 1, len(DIFFERENT) - 5)
     assert not calls & gradients
 
 
@@ -303,9 +320,9 @@ def test_it_goes_past_execute_where_it_can(library):
 
 PARTS = {
     "plain": (9, 40, {}),
-    "a bias for all": (9, 40, {"bias": RNG.standard_normal((2, 4, 9, 40)), "is_causal": True}),
-    "a bias of an item": (9, 40, {"bias": RNG.standard_normal((2, 1, 9, 40))}),
-    "a bias of heads": (9, 40, {"bias": RNG.standard_normal((4, 1, 1))}),
+    "a mask for all": (9, 40, {"mask": RNG.random((2, 4, 9, 40)) > 0.3, "is_causal": True}),
+    "a mask of an item": (9, 40, {"mask": RNG.random((2, 1, 9, 40)) > 0.3}),
+    "a mask of heads": (9, 40, {"mask": np.arange(4)[None, :, None, None] > 0}),
 }
 
 

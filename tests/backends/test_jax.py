@@ -12,9 +12,9 @@ import torch
 
 import polyattn
 from polyattn import attention, attention_partial, explain, masks
-from polyattn_jax import cudnn
+from polyattn_jax import cudnn, layout
 from polyattn_jax.backend import JaxBackend
-from polyattn_jax.layout import block_sizes, loops
+from polyattn_jax.layout import ON_CPU, block_sizes, loops
 from polyattn_jax.xla import Xla, compiled
 
 RNG = np.random.default_rng(0)
@@ -133,7 +133,7 @@ def test_a_token_with_a_window_reads_the_keys_of_the_window(name):
         assert bytes_read(tile, **window) < bytes_read(tile) / 8
 
 
-@pytest.mark.parametrize("tile", [pytest.param(150, marks=pytest.mark.slow), Xla.tile])
+@pytest.mark.parametrize("tile", [pytest.param(150, marks=pytest.mark.slow), ON_CPU])
 def test_a_window_follows_an_offset(tile):
     """Before the first key and beyond the last too; under vmap and in gradients."""
     q, k, v = jnp.asarray(Q[0, :, :6]), jnp.asarray(K[0]), jnp.asarray(V[0])
@@ -194,9 +194,29 @@ def test_blocks_cover_each_row_once_and_every_key(length, keys, tile):
 @pytest.mark.parametrize("heads", [1, 3, 6, 8, 12, 24])
 def test_a_power_of_two_is_cut_into_equal_blocks(length, heads):
     problem = explain(*[(1, heads, length, 64)] * 3, library="jax").problem
-    sizes = block_sizes(problem, Xla.tile)
-    assert all(length % size == 0 for size in sizes)
-    assert len(loops(problem, Xla.tile)) == 1
+    for kind, tile in (("cpu", ON_CPU), ("cuda", Xla.tile)):
+        problem = problem._replace(device=kind)
+        assert all(length % size == 0 for size in block_sizes(problem, tile))
+        assert len(loops(problem, tile)) == 1
+
+
+SEGMENTS = {"mask": masks.segments(jnp.arange(2048) // 512)}
+
+
+# With a mask there is a loop for values that are not finite.
+@pytest.mark.parametrize(("options", "others"), [({}, 0), (SEGMENTS, 1)], ids=["plain", "mask"])
+def test_an_accelerator_has_larger_tiles(options, others, monkeypatch):
+    """Also where JAX has not chosen the device, as in a program that is traced."""
+    x = jax.ShapeDtypeStruct((1, 4, 2048, 64), "float32")
+
+    def loops_in(kernel):
+        call = jax.make_jaxpr(lambda x: attention(x, x, x, kernel=kernel, **options))
+        return str(call(x)).count("scan[") - others
+
+    assert loops_in("xla") == 2
+    monkeypatch.setattr(layout, "default_kind", lambda: "cuda")
+    assert loops_in("xla") == 0
+    assert loops_in(small_tiles(2**21)) == 2
 
 
 def test_an_eager_call_with_a_function_goes_to_kernels_that_need_no_compiling():
@@ -469,6 +489,9 @@ for given in ((there, there, there), (there, free, free), (free, there, there)):
     assert result.device == other, result.device
     np.testing.assert_allclose(result, expected, atol=1e-6)
 assert polyattn.explain(there, there, there).problem.device == "cpu:1"
+for kernel in ("dense", "tiled", "xla"):
+    for result in polyattn.attention_partial(there[:0], there, there, kernel=kernel):
+        assert result.committed and result.device == other, kernel
 places = []
 class Spy(Xla):
     def __call__(self, problem, operands, backend):

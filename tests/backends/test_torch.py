@@ -464,6 +464,14 @@ def test_a_sigmoid_is_one_operation():
     assert "exp" not in found.names
 
 
+def test_lengths_need_no_range_but_that_of_the_keys():
+    options = {"key_lengths": torch.tensor([3]), "kernel": "sdpa"}
+    attention(Q, K, V, **options)  # to plan takes ranges too
+    with Operations() as found:
+        attention(Q, K, V, **options)
+    assert found.names.count("arange") == 1
+
+
 def test_blocks_of_rows_fit_the_caches_of_the_threads(monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     backend, query = TorchBackend(), torch.zeros(2, 600, 4)

@@ -968,7 +968,8 @@ def test_flex_runs_by_itself_on_cuda_where_it_is_worth_compiling(monkeypatch):
     assert status(many, score_mod=lambda s, b, h, i, j: s) == "chosen"
     assert status((2, 4, 2**14, 64), mask=rule) == "chosen"
     assert status(few, mask=rule) == "on request"
-    assert status(many, softcap=2.0) == "on request"
+    assert status(many, softcap=2.0) == "chosen"
+    assert status(few, softcap=2.0) == "on request"
     assert status(many, device="cpu", mask=rule) == "on request"
     decode = explain(
         (64, 64, 1, 64), (64, 64, 2**13, 64), (64, 64, 2**13, 64), score_mod=lambda s, *_: s,

@@ -9,8 +9,10 @@ import pytest
 from optional import torch
 
 from polyattn import masks, scores
-from polyattn.conformance import CASES, assert_accurate, oracle
+from polyattn._base.arrays import facts_of
+from polyattn.conformance import CASES, Target, assert_accurate, oracle
 from polyattn.conformance.cases.expression_cases import STEPS, make_expression_cases
+from polyattn.conformance.checks import cases as checks
 from polyattn.conformance.reference.expressions import Rows, plainly
 from polyattn.conformance.reference.oracle import FLOAT, sparsemax
 from polyattn.conformance.reference.philox import keep_mask, philox
@@ -378,3 +380,29 @@ def test_a_failure_says_what_and_how_much():
     wrong[1, 0, 2, 3] += 10 * yard.limit[1, 0, 2, 3] * yard.unit[1, 0, 2, 3]
     fault = deviation(wrong, yard, "plain").fault
     assert re.match(r"plain\[1, 0, 2, 3\] is .* limit .* textbook", fault)
+
+
+def in_tf32(x):
+    """Return numbers of 11 significant bits, by rounding half up."""
+    return ((x.view(np.uint32) + 0x1000) & 0xFFFFE000).view(np.float32)
+
+
+@pytest.mark.parametrize("name", ["plain", "129 x 513, causal"])
+def test_on_cuda_a_float32_result_may_have_four_times_the_error(name, monkeypatch):
+    case, target = CASES[name], Target("numpy")
+    arguments, yard = target.arguments(case), output_yardstick(case)
+    (q, k, v), options = arguments
+
+    def check(result):
+        whole = np.zeros((*q.shape[:-1], v.shape[-1]), np.float32)
+        whole[..., case.rows or slice(None), :] = result
+        checks._check_result(target, name, whole, "float32", yard, arguments)
+
+    off, tf32 = 3.7 * yard.limit * yard.unit, oracle(*map(in_tf32, (q, k, v)), **options).output
+    with pytest.raises(AssertionError, match=r"limit \S+ \(2 × textbook"):
+        check(yard.exact + off)
+    monkeypatch.setattr(checks, "facts_of", lambda x: facts_of(x)._replace(device="cuda:0"))
+    check(yard.exact + off)
+    with pytest.raises(AssertionError, match=r"limit \S+ \(4 × \(2 × textbook"):
+        check(yard.of(tf32))
+    assert deviation(tf32.astype("float32"), yard, name).share > 100

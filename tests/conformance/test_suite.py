@@ -136,7 +136,7 @@ def test_a_kernel_that_breaks_another_promise_fails_the_test_of_it(kernel, failu
 #: The tests that a kernel fails which declares what it never does.
 IDLING = {
     "refusing": {"test_every_declared_feature_is_exercised", "test_deterministic"},
-    "no_logsumexp": {"test_every_declared_feature_is_exercised"},
+    "no_logsumexp": {"test_every_declared_feature_is_exercised", "test_pages_in_any_order"},
     "no_backward": {"test_every_declared_feature_is_exercised"},
     "no_method": {"test_every_declared_feature_is_exercised", "test_backward"},
 }

@@ -26,6 +26,7 @@ HERE = Path(__file__).parent
 LONG = (2, 8, 512, 64)
 SHORT = (2, 8, 100, 64)
 GROUPED = (2, 2, 512, 64)
+ODD = (2, 2, 511, 64)
 YES = ""
 #: Query, key and value, options, and a part of cuDNN's refusal.
 CASES = {
@@ -57,6 +58,7 @@ CASES = {
     "mask of keys": ((SHORT, GROUPED, GROUPED), {"mask": (2, 1, 1, 512)}, YES),
     "mask, odd": ((SHORT, (2, 2, 511, 64), (2, 2, 511, 64)), {"mask": (100, 511)}, YES),
     "mask, decode": (((2, 8, 1, 64), GROUPED, GROUPED), {"mask": (2, 1, 1, 512)}, YES),
+    "mask of heads, odd": ((SHORT, ODD, ODD), {"mask": (1, 8, 100, 511)}, YES),
     "mask and causal": (
         (SHORT, GROUPED, GROUPED),
         {"mask": (2, 1, 1, 512), "is_causal": True},
@@ -64,23 +66,28 @@ CASES = {
     ),
     "mask and causal, square": ((LONG, GROUPED, GROUPED), {"mask": (512,), "is_causal": True}, YES),
     "mask and window, square": ((LONG, GROUPED, GROUPED), {"mask": (512,), "window": (9, 9)}, YES),
+    "key lengths": ((SHORT, ODD, ODD), {"key_lengths": (2,)}, YES),
+    "key lengths, causal": (
+        (SHORT, GROUPED, GROUPED),
+        {"key_lengths": (2,), "is_causal": True},
+        YES,
+    ),
+    "key lengths, decode": (
+        ((2, 8, 1, 64), GROUPED, GROUPED),
+        {"key_lengths": (2,), "is_causal": True},
+        YES,
+    ),
     "bias": ((LONG, GROUPED, GROUPED), {"bias": (8, 512, 512)}, YES),
     "bias of an item": ((SHORT, GROUPED, GROUPED), {"bias": (2, 8, 100, 512)}, YES),
     "softcap": ((LONG, GROUPED, GROUPED), {"softcap": 30.0}, YES),
     "size 12": (((2, 8, 77, 12),) * 3, {}, "multiple of 8"),
 }
-ODD = (2, 2, 511, 64)
-#: Those whose gradients are refused otherwise, and more of gradients. Only the frontend has been
-#: asked these.
-NOT_DIFFERENTIATED = ("softcap", "logsumexp", "offsets")
+#: Those whose gradients are refused otherwise, and more of gradients.
+NOT_DIFFERENTIATED = ("softcap", "logsumexp", "offsets", "bias", "bias of an item")
 GRADIENTS = {name: case for name, case in CASES.items() if name not in NOT_DIFFERENTIATED} | {
     "odd": ((SHORT, ODD, ODD), {}, YES),
     "size 192, values 128": (((2, 8, 77, 192),) * 2 + ((2, 8, 77, 128),), {}, YES),
     "window, causal": ((SHORT, GROUPED, GROUPED), {"window": (7, 0)}, YES),
-    "bias for all heads": ((LONG, GROUPED, GROUPED), {"bias": (512, 512)}, YES),
-    "bias, odd": ((SHORT, ODD, ODD), {"bias": (8, 100, 511)}, YES),
-    "bias and causal": ((LONG, GROUPED, GROUPED), {"bias": (512,), "is_causal": True}, YES),
-    "bias and window": ((LONG, GROUPED, GROUPED), {"bias": (512,), "window": (9, 9)}, YES),
     "size 264": (((2, 8, 77, 264),) * 3, {}, "less than or equal to 256"),
     "one query, one key": (((2, 8, 1, 64), (2, 2, 1, 64), (2, 2, 1, 64)), {}, "s_q = s_kv = 1"),
 }

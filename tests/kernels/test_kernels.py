@@ -14,6 +14,7 @@ from polyattn._base.span import Span
 from polyattn._core.tiles.band import column_span, is_full
 from polyattn._kernels import tiled
 from polyattn._kernels.tiled import Tiled
+from polyattn._kernels.weights import Weights
 
 RNG = np.random.default_rng(0)
 
@@ -95,9 +96,28 @@ def test_tiles_of_a_narrow_band_are_not_tall(monkeypatch):
 @pytest.mark.parametrize(("length", "kernel"), [(1024, "dense"), (1025, "tiled")])
 def test_tiles_are_for_what_one_tile_does_not_hold(length, kernel):
     shape = (1, length, 64)
-    assert Tiled.tile == 1024 * 1024
+    assert tiled.ON_CPU == 1024 * 1024
     decision = polyattn.explain(shape, (1, 1024, 64), (1, 1024, 64), backend="array-api")
     assert decision.chosen.kernel == kernel
+
+
+@pytest.mark.parametrize("kernel", [Tiled(), Weights()], ids=lambda kernel: kernel.name)
+def test_an_accelerator_has_larger_tiles(kernel):
+    shape = (16, 4096, 64)
+    problem = polyattn.explain(shape, shape, shape).problem
+    on_cuda = problem._replace(device="cuda:1")
+    assert tiled.most_scores(problem, kernel.tile) == 2**20
+    assert tiled.most_scores(on_cuda, kernel.tile) == 2**24
+    assert tiled.most_scores(on_cuda, 96) == tiled.most_scores(problem, 96) == 96
+
+
+def test_an_accelerator_takes_the_scores_of_a_tile_at_once():
+    shape = (16, 1024, 64)
+    on_cuda = polyattn.explain(shape, shape, shape).problem._replace(device="cuda:0")
+    assert "dense does the same" in Tiled().only_on_request(on_cuda)
+    longer = on_cuda._replace(key_length=1025)
+    assert Tiled().only_on_request(longer) is None
+    assert Tiled().block_sizes(longer) == (1024, 1024)
 
 
 def test_a_tile_has_a_size_worth_a_call_for_any_number_of_heads():

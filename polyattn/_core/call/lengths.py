@@ -9,7 +9,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from polyattn._base.arguments import got
-from polyattn._base.arrays import Array, ArrayFacts, cast, index_range, length_of, library_of
+from polyattn._base.arrays import (
+    Array,
+    ArrayFacts,
+    as_index,
+    index_range,
+    length_of,
+    library_of,
+)
 from polyattn._base.host import as_array, is_host, is_unreadable
 from polyattn._core.call.facts import axes_of
 from polyattn._core.expressions.masks import Mask, as_mask
@@ -54,8 +61,7 @@ def _as_integers(given: Any) -> Any:
     """Return an array in the library's dtype of indices, in which a difference has a sign."""
     if isinstance(given, (int, ArrayFacts)):
         return given
-    xp = library_of(given).xp
-    return cast(xp, given, index_range(xp, 0, 1, given).dtype)
+    return as_index(library_of(given).xp, given)
 
 
 def _as_array(lengths: Any, table: Array) -> Any:

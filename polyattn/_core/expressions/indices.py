@@ -16,6 +16,7 @@ from polyattn._base.arrays import (
     ArrayFacts,
     broadcast_shapes,
     cast,
+    clip,
     facts_of,
     is_one_of,
     library_of,
@@ -43,7 +44,7 @@ def saturating_sum(offset: Any, shift: int, xp: Any, dtype: Any, limit: int = IN
         return limit
     if low >= info.max:
         return -limit
-    offset = cast(xp, xp.clip(offset, max(low, int(info.min)), min(high, int(info.max))), dtype)
+    offset = cast(xp, clip(xp, offset, max(low, int(info.min)), min(high, int(info.max))), dtype)
     # In two steps: the shift itself may be just out of range where the sum is not.
     half = shift // 2
     return offset + half + (shift - half)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from polyattn._base.arrays import Array, ArrayFacts, cast, index_range, is_one_of, library_of
+from polyattn._base.arrays import Array, ArrayFacts, cast, clip, index_range, is_one_of, library_of
 from polyattn._base.host import is_host, is_unreadable
 from polyattn._core.expressions.coverage import Block, Coverage
 from polyattn._core.expressions.indices import (
@@ -336,7 +336,7 @@ class Tree(Mask):
         *lead, many, _ = self.ancestors.shape
         row = at.row + at.per_item(self._first)
         draft = at.column - at.position() + row
-        known = at.xp.clip(draft, 0, many - 1)
+        known = clip(at.xp, draft, 0, many - 1)
         items = index_range(at.xp, 0, math.prod(lead), self.ancestors)
         item = at.per_item(at.xp.reshape(items, tuple(lead)))
         table = at.xp.reshape(self.ancestors, (-1, many, many))

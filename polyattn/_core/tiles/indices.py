@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 from polyattn._base.arrays import (
     Array,
     ArrayFacts,
+    as_index,
     broadcast_shapes,
     cast,
     check_not_recorded,
@@ -144,7 +145,7 @@ class Indices:
     def _as_index(self, numbers: Array) -> Array:
         # A narrow dtype may not hold the positions that it is compared with, and torch computes
         # little in an unsigned one.
-        return cast(self.xp, numbers, self.row.dtype)
+        return as_index(self.xp, numbers)
 
     def looked_up(self, table: Array, *indices: Array) -> Array:
         """Return the entries of a table at arrays of indices, one for each of its axes."""

@@ -73,11 +73,26 @@ _OF_PAGES = {
     "nan in pages without a name": table(without_unused) | {"poison": math.nan},
 }
 _ONE_ROW: dict[str, Any] = {"batch": (3,), "L": 1, "S": CAPACITY}
+#: Pages as FlashAttention reads them: of a multiple of 256 keys, in 16 bits.
+OF_256: dict[str, Any] = _ONE_ROW | {
+    **{"block_table": Generated(shuffled_pages), "page": 256, "S": 512, "D": 16},
+    **{"key_lengths": ends(300, 256, 5), "dtype": "float16"},
+}
 #: The cases by name: a step of decoding, each with one thing more.
 CACHES: dict[str, dict[str, Any]] = {
     f"{memory}, {name}": _ONE_ROW | where | fields
     for memory, where in MEMORIES.items()
     for name, fields in (_ANY | (_OF_PAGES if where else {})).items()
+} | {
+    "pages of 256, options together": {
+        **OF_256,
+        **{"block_table": Generated(lambda case, rng: shuffled_pages(case, rng)[:1])},
+        **{"L": 3, "H": 4, "G": 2, "is_causal": True, "window": (40, None), "scale": 0.7},
+    },
+    "pages of 256, one number of keys": {
+        **OF_256,
+        **{"key_lengths": 300, "L": 3, "is_causal": True, "batch": (1,)},
+    },
 }
 #: Those that kernels get wrong in practice.
 CORNERS = (

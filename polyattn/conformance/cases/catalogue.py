@@ -313,6 +313,18 @@ LAYOUTS: Group = {
     for name in (*ARRAYS, "mask")
 }
 
+# What kernels on accelerators ask for: 16 bits, even lengths, vectors of 16 or more numbers.
+ACCELERATED: Group = {
+    "16 x 16, causal window": {"is_causal": True, "window": (3, None)},
+    "16 x 16, mask and bias": PAIRED["mask array"] | PAIRED["bias"],
+    "16 x 16, broadcast batch, E != D, expressions": {
+        **PAIRED["broadcast batch"],
+        **STEPS["mask value"],
+        **STEPS["score value"],
+        "E": 24,
+    },
+}
+
 #: The topics, with the cases that each show one sentence of the semantics.
 TOPICS: dict[str, Group] = {
     "formula": PAIRED | ALONE,
@@ -359,6 +371,11 @@ def make_long_cases() -> Iterator[Case]:
     yield long("700 x 700, causal", **LONG | {"L": 700, "D": 2}, is_causal=True)
 
 
+def make_accelerated_cases() -> Iterator[Case]:
+    for name, fields in ACCELERATED.items():
+        yield make_case(name, dtype="bfloat16", L=16, S=16, D=16, **fields)
+
+
 def in_other_dtypes(cases: Iterable[Case]) -> Iterator[Case]:
     """Yield all cases in float32, and those of one feature and the hard ones in other dtypes.
 
@@ -378,7 +395,9 @@ def in_other_dtypes(cases: Iterable[Case]) -> Iterator[Case]:
 
 #: All cases by name.
 CASES = {
-    case.name: sampled(case) for case in (*in_other_dtypes(make_cases()), *make_expression_cases())
+    case.name: sampled(case)
+    for cases in (in_other_dtypes(make_cases()), make_expression_cases(), make_accelerated_cases())
+    for case in cases
 }
 
 #: One case for each feature and corner: for libraries with slow calls.
@@ -391,6 +410,7 @@ ESSENTIAL = {
         *(name for name in LAYOUTS if name.endswith("plain")),
         *("score_mod hides keys", "outliers, float16", "many", *STEPS, "alibi value", "pages"),
         *CORNERS,
+        *("16 x 16, causal window", "16 x 16, mask and bias"),
         *("33 x 31", "65 x 127, causal", "129 x 127, causal", "decode", "offset past the end"),
     )
 }

@@ -18,18 +18,21 @@ import numpy as np
 from polyattn import attention_partial, merge
 from polyattn._base.arrays import facts_of
 from polyattn._dispatch import registry
-from polyattn.conformance.cases.cache_cases import CACHES, PAGE, of_item
+from polyattn.conformance.cases.cache_cases import CACHES, OF_256, of_item
 from polyattn.conformance.cases.case import Case, bits, make_case, with_arrays
 from polyattn.conformance.checks import cases as checks
 from polyattn.conformance.checks import gradients
 from polyattn.conformance.checks.target import KernelVariant, Target
 from polyattn.conformance.reference.gradients import gradient_yardsticks
+from polyattn.plugin import Kernel
 
 
 def check_declarations(target: Target, variant: KernelVariant, cases: Mapping[str, Case]) -> None:
     """Check that a kernel supports some case, and one for each feature that it declares."""
     is_taken, idle = False, set(target.declared(variant.kernel))
     for case in checks.cases_for(target, variant, cases):
+        if is_taken and not idle - gradients.DERIVATIVES.keys():
+            break
         shows_more = not is_taken or idle & {"logsumexp", *case.features}
         if shows_more and checks.takes(target, variant, case):
             is_taken, idle = True, idle - case.features
@@ -81,6 +84,7 @@ _ITEMS: dict[str, dict[str, Any]] = {
     "long keys": {"L": 3, "S": 257},
     "long": {"L": 65, "S": 65, "D": 64},
     **{name: CACHES[name] for name in CACHES if name.endswith(("new rows", "unlike lengths"))},
+    "pages of 256": OF_256,
 }
 
 
@@ -92,7 +96,7 @@ def _batch_cases(dtypes: Iterable[str]) -> list[Case]:
         )
         for name, fields in _ITEMS.items()
         for dtype in dtypes
-        if dtype == "float32" or name == "plain"
+        if dtype == fields.get("dtype", "float32") or name == "plain"
     ]
 
 
@@ -118,13 +122,10 @@ def check_batch_invariance(target: Target, variant: KernelVariant) -> None:
 
 
 def _supported(target: Target, variant: KernelVariant, declared: str) -> list[tuple[Case, Any]]:
-    cases = _batch_cases(target.dtypes)
-    if variant.kernel.compiles:
-        cases = cases[:1]
-    runs = [(case, variant.for_case(case)) for case in cases]
+    runs = [(case, variant.for_case(case)) for case in _batch_cases(target.dtypes)]
     runs = [run for run in runs if target.explain(*run).chosen is not None]
     assert runs, f"it declares {declared}, but supports no call to check it with"
-    return runs
+    return runs[:1] if variant.kernel.compiles else runs
 
 
 # ---- pages in any order ------------------------------------------------------------------------
@@ -137,17 +138,35 @@ def has_partials(target: Target, variant: KernelVariant) -> bool:
 
 def check_pages_in_any_order(target: Target, variant: KernelVariant) -> None:
     """Check that partial results of one page each, merged in any order, are those of all keys."""
-    case = make_case("pages in any order", **CACHES["pages, unlike lengths"])
-    (query, key, value), options = case.arguments()
-    kernel, table, lengths = variant.for_case(case), options["block_table"], options["key_lengths"]
-    parts = []
+    case, kernel, calls = next(_calls_of_pages(target, variant))
     with checks.name_case(str(case), kernel):
-        for page in range(table.shape[1]):
-            arrays = [target.to(x) for x in (query, key[table[:, page]], value[table[:, page]])]
-            own = {"key_lengths": target.to(np.clip(lengths - page * PAGE, 0, PAGE))}
-            parts.append(target.call(case, kernel, attention_partial, (arrays, own)))
-        whole = merge(*(parts[n] for n in (1, 2, 0)))
-    checks.check_partial(target, case, whole, (arrays, own))
+        parts = [target.call(case, kernel, attention_partial, call) for call in calls]
+        whole = merge(*parts[1:], parts[0])
+    checks.check_partial(target, case, whole, calls[0])
+
+
+def _calls_of_pages(target: Target, variant: KernelVariant) -> Iterator[tuple[Case, Kernel, Any]]:
+    """Yield cases that the kernel takes, each with a call for one page after another."""
+    for name, fields in (("", CACHES["pages, unlike lengths"]), (" of 256", OF_256)):
+        case = make_case(f"pages{name} in any order", **fields)
+        if case.dtype in target.dtypes:
+            kernel, calls = variant.for_case(case), list(_one_page_each(target, variant, case))
+            if checks.has_logsumexp(target, kernel, case, calls[0]):
+                yield case, kernel, calls
+    raise AssertionError("it declares logsumexp and mask_expression, but takes no page")
+
+
+def _one_page_each(target: Target, variant: KernelVariant, case: Case) -> Iterator[Any]:
+    (query, key, value), options = case.arguments()
+    table, size = options["block_table"], key.shape[-2]
+    for n in range(table.shape[1]):
+        lengths = np.clip(options["key_lengths"] - n * size, 0, size)
+        if "block_table" in variant.kernel.features:
+            arrays, own = (query, key, value), {"block_table": table[:, n : n + 1]}
+        else:
+            arrays, own = (query, key[table[:, n]], value[table[:, n]]), {}
+        given = {name: target.to(x) for name, x in (own | {"key_lengths": lengths}).items()}
+        yield [target.to(x) for x in arrays], given
 
 
 # ---- in a new interpreter ----------------------------------------------------------------------

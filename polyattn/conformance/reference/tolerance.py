@@ -39,11 +39,12 @@ class Yardstick(NamedTuple):
     rows: tuple[int, ...] | None = None  # the query rows of `exact`; None for all
     length: int = 0  # L
     axis: int = -1  # the axis of the query rows
+    times: int = 1  # how many times the limit is allowed
 
     @property
     def limit(self) -> Array:
         """The limit of the error of each element, in units."""
-        limit: Array = 2 * self.textbook + self.floor
+        limit: Array = self.times * (2 * self.textbook + self.floor)
         return limit
 
     def of(self, result: Array) -> Array:
@@ -131,12 +132,14 @@ def deviation(actual: Any, yard: Yardstick, what: str) -> Deviation:
     if share <= 1:
         return Deviation(worst, share, None)
     at = tuple(map(int, np.unravel_index(np.argmax(shares), shares.shape)))
+    parts = f"2 × textbook {yard.textbook:.4g} + floor {yard.floor[at]:.4g}"
+    parts = parts if yard.times == 1 else f"{yard.times} × ({parts})"
     return Deviation(
         worst,
         share,
         f"{what}{list(at)} is {actual[at]:.6g}, exact {yard.exact[at]:.6g}: "
         f"error {units[at]:.4g} units, limit {yard.limit[at]:.4g} "
-        f"(2 × textbook {yard.textbook:.4g} + floor {yard.floor[at]:.4g})",
+        f"({parts})",
     )
 
 

@@ -292,7 +292,7 @@ def _idle(feature: str) -> str:
 
 def _note_what_does_not_apply(section: Section) -> None:
     for kernel in section.target.elsewhere:
-        kinds = ", ".join(sorted(kernel.devices or ()))
+        kinds = ", ".join(sorted(kernel.devices or ())) or "no device with these libraries"
         section.plugin[f"the kernel {kernel.name}"] = f"not checked: it runs on {kinds}"
     for variant in section.kernels:
         for dtype in DTYPES:
