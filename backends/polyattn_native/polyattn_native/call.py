@@ -89,7 +89,7 @@ class NativeCall:
             self._add_keys(name, getattr(x, name))
         if x.block_table is not None:
             self._add_pages(x, x.key.shape)
-        call.scale, self.rest = scale_and_rest(problem, x)
+        call.scale, self.rest = scale_and_rest(problem, x.score_mod)
         self._add_positions()
         self._add_dropout()
         if x.sinks is not None:

@@ -22,11 +22,15 @@ from polyattn.plugin import (
     band,
     with_rank,
 )
+from polyattn_native.scores import is_supported
 from polyattn_native.visible import Ranges, kind_of
-from polyattn_native.xla_program import Arrays, Fallback, gradients, run, summed
+from polyattn_native.xla_program import Arrays, Fallback, gradients, run
+from polyattn_native.xla_scores import shapes_of, summed
 
 # Masks that leave each row a first and a last key, whatever their arrays hold.
 RANGES = frozenset(("window", "prefix", "padding"))
+# Features of a call that do not follow from its arrays.
+KEPT = frozenset(("logsumexp", "sinks", "bias", "dropout", "mask", "softcap", "score_expression"))
 # Offsets that JAX can hold in an array.
 OFTEN_NEW = range(-(2**31), 2**31)
 
@@ -38,7 +42,7 @@ class NativeOnJax(Kernel):
     features = frozenset({
         "backward", "batch_broadcast", "bias", "causal", "dropout", "grouped_heads", "jvp",
         "logsumexp", "mask", "mask_expression", "query_offset", "query_offset_array", "scale",
-        "sinks", "softcap", "value_size", "window",
+        "score_expression", "sinks", "softcap", "value_size", "window",
     })  # fmt: skip
     batch_invariant = True
     takes_empty = False
@@ -56,6 +60,8 @@ class NativeOnJax(Kernel):
         )
         if kinds.count("dense") > 1 or not RANGES.issuperset(set(kinds) - {"dense"}):
             reasons.append("it takes an array and masks by position and lengths only")
+        if not is_supported(problem):
+            reasons.append("it computes temperatures and then biases by distance only")
         if "backward" in problem.features and problem.scale == 0:
             reasons.append("it computes no gradient of a scale of 0")
         return reasons
@@ -124,17 +130,21 @@ def prepared(problem: Problem, x: Operands) -> tuple[Problem, Operands]:
         mask = mask.with_lengths(_on_device)
         problem = problem._replace(mask_spec=mask.spec())
         mask = [array for _, array in mask.carried()]
+    scores: Any = x.score_mod
+    has_scores = problem.score_spec is not None
+    if has_scores:
+        scores = [array for _, array in scores.carried()]
     offset: Any = problem.query_offset
     usual = problem.key_length - problem.query_length
     if offset is None:
         offset = x.query_offset
-    elif band(problem) == (None, None):
+    elif band(problem) == (None, None) and not has_scores:
         problem, offset = problem._replace(is_causal=False, window=(None, None)), None
     elif not problem.traced and offset in OFTEN_NEW and offset != usual:
         problem, offset = problem._replace(query_offset=None), _on_device(offset, (1, 1, 1))
     else:
         offset = None
-    if problem.band is None and problem.mask_spec is None:
+    if problem.band is None and problem.mask_spec is None and not has_scores:
         problem, offset = problem._replace(query_offset=0), None
     seed: Any = x.seed
     if isinstance(seed, int):
@@ -144,9 +154,9 @@ def prepared(problem: Problem, x: Operands) -> tuple[Problem, Operands]:
         traced=True,
         bias_dtype=None,
         constants=problem.constants & {"bias"},
-        features=problem.features & {"logsumexp", "sinks", "bias", "dropout", "mask", "softcap"},
+        features=problem.features & KEPT,
     )
-    return problem, x._replace(mask=mask, query_offset=offset, seed=seed)
+    return problem, x._replace(mask=mask, score_mod=scores, query_offset=offset, seed=seed)
 
 
 def _on_device(number: int, shape: tuple[int, ...] = ()) -> Array:
@@ -172,7 +182,11 @@ def plain(problem: Problem, x: Operands) -> tuple[Problem, Arrays]:
     if problem.query_offset is None:
         if problem.band is not None:
             ranges.add(problem.band)
-        problem = problem._replace(is_causal=False, window=(None, None), query_offset=0)
+        problem = problem._replace(is_causal=False, window=(None, None))
+        if problem.score_spec is None:
+            problem = problem._replace(query_offset=0)
+        else:
+            given["positions"] = x.query_offset
     for name, rows in (("first", ranges.first), ("stop", ranges.stop)):
         if rows is not None:
             lead = problem.batch if rows.shape[0] != 1 else (1,) * len(problem.batch)
@@ -180,6 +194,7 @@ def plain(problem: Problem, x: Operands) -> tuple[Problem, Arrays]:
     if x.bias is not None:
         given["bias"] = x.bias.astype(exact)
     arrays = {name: with_rank(array, rank) for name, array in given.items()}
+    arrays |= zip(shapes_of(problem), x.score_mod or [], strict=True)
     if x.sinks is not None:
         arrays["sinks"] = x.sinks.astype(exact)
     if problem.dropout:
@@ -230,7 +245,7 @@ def _backward(
         value=shaped("value"),
         bias=shaped("bias") if of_bias else None,
         sinks=found.get("sinks"),
-        score_mod=[],
+        score_mod=[found[name] for name in shapes_of(problem)],
         similarity=[],
         scale=jnp.sum(products) / problem.scale,
         softcap=found.get("softcap"),

@@ -34,9 +34,9 @@ def is_supported(problem: Problem) -> bool:
     return all(kind in ("alibi", "relative_bias") for kind in kinds)
 
 
-def scale_and_rest(problem: Problem, x: Operands) -> tuple[float, list[Any]]:
+def scale_and_rest(problem: Problem, expression: Any) -> tuple[float, list[Any]]:
     """Return the factor of the scores and the modifications that add numbers."""
-    scale, rest = problem.scale, parts_of(x.score_mod)
+    scale, rest = problem.scale, parts_of(expression)
     while rest and kind_of(rest[0]) == "temperature":
         scale /= rest.pop(0).t
     return scale, rest

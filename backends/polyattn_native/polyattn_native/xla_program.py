@@ -32,6 +32,7 @@ from polyattn.plugin import (
 )
 from polyattn_native.call import shape_of_bias_gradient
 from polyattn_native.library import library
+from polyattn_native.xla_scores import PREFIX, by_distance, expression, shapes_of, summed
 from polyattn_native.xla_words import ADDRESSES, NUMBERS, PRODUCTS, result_shapes, words
 
 Arrays = dict[str, Array]
@@ -58,6 +59,8 @@ class Fallback:
 
     def __call__(self, function: str, problem: Problem, arrays: Arrays) -> list[Array]:
         """Return what a function of the library does."""
+        if function == "push_forward" and _moves_scores(arrays):
+            return self._moved(problem, arrays)
         of_bias = problem.bias
         problem, x = operands(problem, arrays)
         if function == "attend":
@@ -71,6 +74,18 @@ class Fallback:
             assert moved[1] is not None
             return [moved[0], moved[1][..., None]]
         return self._gradients(problem, x, residuals, arrays, of_bias)
+
+    def _moved(self, problem: Problem, arrays: Arrays) -> list[Array]:
+        """Return the tangents of output and logsumexp by those of all arguments."""
+        exact = problem._replace(dtype=problem.accumulator)
+        tangents = {n: arrays[f"{n}_tangent"] for n in arrays if f"{n}_tangent" in arrays}
+        wide = arrays | {n: arrays[n].astype(exact.dtype) for n in {*tangents, *DIFFERENTIABLE[:3]}}
+
+        def attend(moved: Arrays) -> list[Array]:
+            return self("attend", exact, wide | moved)
+
+        results: list[Array] = jax.jvp(attend, ({n: wide[n] for n in tangents},), (tangents,))[1]
+        return results
 
     def _gradients(
         self, problem: Problem, x: Operands, residuals: Residuals, arrays: Arrays, of_bias: Any
@@ -95,7 +110,12 @@ class Fallback:
         if of_bias is not None:
             assert found.bias is not None
             results.append(found.bias)
-        return results
+        return results + (found.score_mod or [])
+
+
+def _moves_scores(names: Iterable[str]) -> bool:
+    """Return whether an array of the score expression has a tangent."""
+    return any(name.startswith(PREFIX) and name.endswith("_tangent") for name in names)
 
 
 def operands(problem: Problem, arrays: Arrays) -> tuple[Problem, Operands]:
@@ -123,7 +143,8 @@ def operands(problem: Problem, arrays: Arrays) -> tuple[Problem, Operands]:
     query, key, value = arrays["query"], arrays["key"], arrays["value"]
     return problem, Operands(
         query, key, value, mask, bias, sinks=arrays.get("sinks"), seed=seed,
-        dropout_start=arrays.get("start"),
+        dropout_start=arrays.get("start"), query_offset=arrays.get("positions"),
+        score_mod=expression(problem, [arrays[name] for name in shapes_of(problem)]),
     )  # fmt: skip
 
 
@@ -168,8 +189,10 @@ def _vary(array: Array, axes: tuple[str, ...]) -> Array:
 
 
 @primitive.def_abstract_eval  # type: ignore[untyped-decorator]
-def _shapes(query: Any, *arrays: Any, function: str, problem: Problem, **about: Any) -> list[Any]:
-    found = result_shapes(function, problem).values()
+def _shapes(
+    query: Any, *arrays: Any, function: str, problem: Problem, names: tuple[str, ...], **about: Any
+) -> list[Any]:
+    found = result_shapes(function, problem, names).values()
     return [query.update(shape=shape, dtype=jnp.dtype(dtype)) for shape, dtype in found]
 
 
@@ -187,20 +210,34 @@ def _as_program(
     return fallback(function, problem, dict(zip(names, arrays, strict=True)))
 
 
+def _by_distance(
+    *arrays: Any, function: str, problem: Problem, fallback: Fallback, names: tuple[str, ...]
+) -> list[Array]:
+    def call(problem: Problem, given: Arrays) -> list[Array]:
+        return run(function, problem, fallback, given)
+
+    given = dict(zip(names, arrays, strict=True))
+    return by_distance(call, problem, given, differentiates=function == "differentiate")
+
+
+_lower_by_distance: Any = mlir.lower_fun(_by_distance, multiple_results=True)
 _lower_program: Any = mlir.lower_fun(_as_program, multiple_results=True)
 
 
 def _lower(context: Any, *values: Any, **about: Any) -> Any:
     """Return a custom call, or the program of the kernel that XLA compiles."""
     module = context.module_context
-    if module.lowering_parameters.for_export or not _is_of_one_device(module.axis_context):
+    is_program = module.lowering_parameters.for_export or _moves_scores(about["names"])
+    if is_program or not _is_of_one_device(module.axis_context):
         return _lower_program(context, *values, **about)
+    function, problem, arguments = about["function"], about["problem"], about["names"]
+    if problem.score_spec is not None:
+        return _lower_by_distance(context, *values, **about)
     _registered()
-    function, problem = about["function"], about["problem"]
-    names = (*about["names"], *result_shapes(function, problem))
-    aliases = {}
-    if "bias_gradient" in about["names"]:  # the zeros to which it is added
-        aliases = {names.index("bias_gradient"): len(context.avals_out) - 1}
+    results = list(result_shapes(function, problem, arguments))
+    names = (*arguments, *results)
+    # The zeros to which gradients are added.
+    aliases = {arguments.index(n): results.index(n) for n in results if n in arguments}
     shapes = [aval.shape for aval in (*context.avals_in, *context.avals_out)]
     attributes = words(function, problem, names, shapes)
     lower = ffi.ffi_lowering(f"polyattn_{function}", operand_output_aliases=aliases)
@@ -241,7 +278,9 @@ def _batch(arrays: Any, axes: Any, **about: Any) -> tuple[Any, Any]:
     """Add a batch axis; what has none, or counts the items, is left to the other kernel."""
     problem = about["problem"]
     named = list(zip(about["names"], arrays, axes, strict=True))
-    if problem.dropout or any(axis is not None for name, _, axis in named if name in WITHOUT_BATCH):
+    by_item = not problem.dropout
+    by_item &= about["function"] != "differentiate" or not shapes_of(problem)
+    if not by_item or any(axis is not None for name, _, axis in named if _has_no_batch(name)):
         found = jax.vmap(functools.partial(_as_program, **about), axes)(*arrays)
         return found, [0] * len(found)
     size = next(array.shape[axis] for _, array, axis in named if axis is not None)
@@ -251,12 +290,16 @@ def _batch(arrays: Any, axes: Any, **about: Any) -> tuple[Any, Any]:
             return jnp.zeros((size, *problem.bias), array.dtype)
         if axis is not None:
             return jnp.moveaxis(array, axis, 0)
-        return array if name in WITHOUT_BATCH else array[None]
+        return array if _has_no_batch(name) else array[None]
 
     of_bias = None if problem.bias is None else (size, *problem.bias)
     about["problem"] = problem._replace(batch=(size, *problem.batch), bias=of_bias)
     found = primitive.bind(*[moved(*one) for one in named], **about)
     return found, [0] * len(found)
+
+
+def _has_no_batch(name: str) -> bool:
+    return name in WITHOUT_BATCH or name.startswith(PREFIX)
 
 
 batching.primitive_batchers[primitive] = _batch
@@ -279,7 +322,7 @@ def _jvp(primals: Any, tangents: Any, **about: Any) -> tuple[Any, Any]:
     moved = {
         f"{name}_tangent": tangent.astype(exact.dtype)
         for name, tangent in zip(about["names"], tangents, strict=True)
-        if name in DIFFERENTIABLE and not isinstance(tangent, ad.Zero)
+        if (name in DIFFERENTIABLE or name.startswith(PREFIX)) and not isinstance(tangent, ad.Zero)
     }
     given = arrays | {"output": output, "logsumexp": logsumexp} | moved
     of_output, of_logsumexp = run("push_forward", problem, fallback, given)
@@ -333,7 +376,10 @@ def gradients(problem: Problem, fallback: Fallback, given: Arrays, *, of_bias: b
         problem = problem._replace(bias=shape)
         given = given | {"bias_gradient": jnp.zeros(shape, problem.accumulator)}
     results = run("differentiate", problem, fallback, given)
-    names = [name.removesuffix("_gradient") for name in result_shapes("differentiate", problem)]
+    names = [
+        name.removesuffix("_gradient")
+        for name in result_shapes("differentiate", problem, tuple(given))
+    ]
     found = dict(zip(names, results, strict=True))
     delta = found.pop("delta")
     if "sinks" in given:
@@ -345,10 +391,3 @@ def gradients(problem: Problem, fallback: Fallback, given: Arrays, *, of_bias: b
     if "softcap" in found:
         found["softcap"] = jnp.sum(found["softcap"])
     return found
-
-
-def summed(gradient: Array, shape: tuple[int, ...]) -> Array:
-    """Return the sum over the axes along which an argument of this shape was broadcast."""
-    pairs = enumerate(zip(gradient.shape, shape, strict=True))
-    axes = [axis for axis, (whole, part) in pairs if part == 1 and whole != 1]
-    return jnp.sum(gradient, axis=axes, keepdims=True) if axes else gradient

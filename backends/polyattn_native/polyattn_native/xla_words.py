@@ -16,6 +16,7 @@ from polyattn.plugin import Problem, thread_count
 from polyattn_native.arrays import lay_out
 from polyattn_native.call import call_of
 from polyattn_native.library import CArray, CCall
+from polyattn_native.xla_scores import shapes_of
 
 #: The functions of the library, and how many products of two arrays each computes.
 PRODUCTS = {"attend": 2, "push_forward": 4, "differentiate": 5}
@@ -23,6 +24,13 @@ PRODUCTS = {"attend": 2, "push_forward": 4, "differentiate": 5}
 NUMBERS = {"seed_low": 4, "seed_high": 4, "start": 16}
 # Arguments of which it has only the address.
 ADDRESSES = ("sinks", "sinks_tangent")
+# Arguments that are one of two arrays of the call, in the order in which they are added.
+PAIRS = {
+    "by_distance": ("bias", 0),
+    "bias": ("bias", 1),
+    "by_distance_gradient": ("bias_gradient", 0),
+    "bias_gradient": ("bias_gradient", 1),
+}
 
 
 def words(
@@ -33,19 +41,21 @@ def words(
     places, tables, pieces = [], [], []
     end = ctypes.sizeof(CCall) // 8
     for name, shape in zip(names, shapes, strict=True):
-        field = getattr(CCall, name)
+        field, index = PAIRS.get(name, (name, None))
+        place = getattr(CCall, field).offset + (index or 0) * ctypes.sizeof(CArray)
         if name in NUMBERS:
-            places.append(field.offset | NUMBERS[name] << 32)
+            places.append(place | NUMBERS[name] << 32)
             continue
-        places.append(field.offset)
+        places.append(place)
         if name in ADDRESSES:
             continue
-        array = getattr(call, name)
-        if name in ("bias", "bias_gradient"):
-            array = array[0]
+        array = getattr(call, field)
+        array = array if index is None else array[index]
         offsets = lay_out(array, shape, contiguous(shape), problem.batch)
+        if name.startswith("by_distance"):
+            offsets = _lay_out_by_distance(array, offsets, call)
         if offsets is not None:
-            tables += [field.offset + CArray.offsets.offset, end]
+            tables += [place + CArray.offsets.offset, end]
             pieces.append(offsets)
             end += len(offsets)
     return {
@@ -55,13 +65,23 @@ def words(
     }
 
 
+def _lay_out_by_distance(array: CArray, offsets: Any, call: CCall) -> Any:
+    """Let row i and key j of an item read one number of j - i, and return where the items begin."""
+    if offsets is None:
+        offsets = np.arange(call.items, dtype=np.int64) * array.item
+    array.row, array.column = -1, 1
+    return offsets + (call.rows - 1)
+
+
 def contiguous(shape: tuple[int, ...]) -> list[int]:
     """Return the strides of an array in the order of its axes."""
     after = itertools.accumulate(reversed(shape[1:]), lambda a, b: a * b, initial=1)
     return list(after)[::-1]
 
 
-def result_shapes(function: str, problem: Problem) -> dict[str, tuple[tuple[int, ...], str]]:
+def result_shapes(
+    function: str, problem: Problem, arguments: tuple[str, ...]
+) -> dict[str, tuple[tuple[int, ...], str]]:
     """Return the shapes and dtypes of the results of a function, by name."""
     dtype, rows = problem.accumulator, (*problem.scores[:-1], 1)
     output = (*problem.scores[:-1], problem.value_size)
@@ -80,4 +100,8 @@ def result_shapes(function: str, problem: Problem) -> dict[str, tuple[tuple[int,
         found["softcap_gradient"] = rows
     if problem.bias is not None:  # the gradient's shape
         found["bias_gradient"] = problem.bias
+    if "by_distance_gradient" in arguments:
+        distances = problem.query_length + problem.key_length - 1
+        found["by_distance_gradient"] = (*problem.batch, problem.heads, 1, distances)
+    found |= {f"{name}_gradient": shape for name, shape in shapes_of(problem).items()}
     return {name: (shape, dtype) for name, shape in found.items()}
