@@ -19,7 +19,7 @@ pytest.importorskip("polyattn_native.library")
 import jax.numpy as jnp  # noqa: E402
 
 import polyattn  # noqa: E402
-from polyattn import explain, masks  # noqa: E402
+from polyattn import explain, masks, scores  # noqa: E402
 
 SOURCE = Path(__file__).resolve().parents[2] / "backends" / "polyattn_native" / "src"
 TOLERANCE = {"float32": 3e-5, "float16": 4e-3, "bfloat16": 3e-2, "float64": 1e-12}
@@ -67,6 +67,14 @@ def random_options(seed: int) -> dict[str, Any]:
                 masks.padding(S // 2, query_lengths=rng.integers(0, L + 1, B)),
                 masks.prefix(S // 3) & masks.window(9, 3),
                 masks.dense(array) & masks.padding(S - 1),
+            ]
+        )
+    if perhaps(0.4) and "softcap" not in given:
+        given["score_mod"] = draw.choice(
+            [
+                scores.alibi(H),
+                scores.relative_bias(rng.standard_normal((8, H)), max_distance=16),
+                scores.temperature(2.0) >> scores.alibi(rng.random(H)),
             ]
         )
     return given
@@ -147,6 +155,9 @@ def test_explicit_derivatives_equal_the_formula(seed: int) -> None:
     wanted = polyattn.attention_vjp(*exact, **options, kernel="dense")[1](along)
     pull = polyattn.attention_vjp(*given, **in_jax(options), kernel="native")[1]
     found = pull(jnp.asarray(along, "float32"))
+    if wanted.score_mod is not None:
+        arrays_of = [dict(one.score_mod.carried()) for one in (found, wanted)]
+        jax.tree.map(close, *arrays_of)
     for name in ("query", "key", "value", "sinks", "scale", "softcap"):
         if getattr(wanted, name) is not None:
             np.testing.assert_allclose(
@@ -213,6 +224,54 @@ def test_gradients_of_a_bias_are_the_librarys_also_under_vmap(axis: Any, shape: 
     assert "dot_general" not in text
 
 
+@pytest.mark.parametrize("offset", [7, jnp.asarray([5, -7, 9])], ids=["one", "by item"])
+def test_derivatives_of_traced_slopes_and_tables_equal_those_of_xla(offset: Any) -> None:
+    given = small(3, 4, 11, 8), small(3, 2, 13, 8, seed=1), small(4), small(8, 4, seed=2)
+
+    def call(kernel: str) -> Any:
+        def loss(x: Any, y: Any, slopes: Any, table: Any) -> Any:
+            chain = scores.temperature(2.0) >> scores.alibi(slopes)
+            chain = chain >> scores.relative_bias(table, max_distance=16)
+            options = {"score_mod": chain, "query_offset": offset}
+            return jnp.sum(polyattn.attention(x, y, y, **options, kernel=kernel) ** 2)
+
+        return loss
+
+    gradients = jax.jit(jax.grad(call("native"), (0, 1, 2, 3)))
+    assert "dot_general" not in gradients.lower(*given).as_text()
+    wanted = jax.grad(call("xla"), (0, 1, 2, 3))(*given)
+    for found, other in zip(gradients(*given), wanted, strict=True):
+        close(found, other)
+    along = [jax.jvp(call(kernel), given, given)[1] for kernel in ("native", "xla")]
+    close(*along)
+
+
+def test_a_far_offset_reads_the_last_bucket() -> None:
+    x, table = small(2, 4, 11, 8), small(8, 4, seed=1)
+    options = {"score_mod": scores.relative_bias(table, max_distance=16), "query_offset": 2**40}
+
+    def call(kernel: str) -> Any:
+        return jax.jit(lambda x: polyattn.attention(x, x, x, **options, kernel=kernel))(x)
+
+    close(call("native"), call("xla"))
+
+
+@pytest.mark.parametrize("axis", [None, 0])
+def test_a_call_with_slopes_may_be_mapped(axis: int | None) -> None:
+    x, slopes = small(3, 2, 4, 11, 8), small(*([] if axis is None else [3]), 4, seed=1)
+
+    def gradients(kernel: str) -> Any:
+        def loss(slopes: Any, x: Any) -> Any:
+            score_mod = scores.alibi(slopes)
+            options = {"score_mod": score_mod, "query_offset": jnp.asarray([0, 3])}
+            return jnp.sum(polyattn.attention(x, x, x, **options, kernel=kernel) ** 2)
+
+        return jax.vmap(jax.value_and_grad(loss, (0, 1)), (axis, 0))(slopes, x)
+
+    for found, wanted in zip(*map(jax.tree.leaves, map(gradients, ("native", "xla"))), strict=True):
+        close(found, wanted)
+
+
 @pytest.mark.parametrize("name", ["sinks", "dropout"])
 def test_what_the_library_has_once_a_call_may_be_mapped_too(name: str) -> None:
     x, given = small(3, 2, 4, 11, 8), {"sinks": small(3, 4), "dropout": jnp.arange(3)}[name]
@@ -264,17 +323,19 @@ def test_a_new_offset_length_or_seed_compiles_nothing() -> None:
 
 def test_what_it_does_not_take_is_left_to_xla() -> None:
     x = small(2, 4, 10, 8)
-    assert explain(x, x, x).chosen.kernel == "native"
+    late = scores.alibi(4) >> scores.temperature(2.0)
+    assert explain(x, x, x, score_mod=scores.alibi(4)).chosen.kernel == "native"
     ids = jnp.zeros((2, 10), int)
-    for options in ({"mask": masks.segments(ids)}, {"score_mod": polyattn.scores.alibi(4)}):
+    for options in ({"mask": masks.segments(ids)}, {"score_mod": late}):
         assert explain(x, x, x, **options).chosen.kernel == "xla"
 
 
-def test_an_exported_program_needs_no_library() -> None:
+@pytest.mark.parametrize("score_mod", [None, scores.alibi(4)], ids=["plain", "alibi"])
+def test_an_exported_program_needs_no_library(score_mod: Any) -> None:
     x = small(2, 4, 10, 8)
 
     def call(x: Any) -> Any:
-        return polyattn.attention(x, x, x, is_causal=True)
+        return polyattn.attention(x, x, x, is_causal=True, score_mod=score_mod)
 
     exported = jax.export.export(jax.jit(call))(x)
     assert "@polyattn_" not in exported.mlir_module()
@@ -399,6 +460,15 @@ for specs, of_y in ((P("b"), y), (P(None, "b"), x)):
     assert "polyattn_differentiate" in part.lower(x, of_y).as_text()
     for one, other in zip(part(x, of_y), expected(exact, exact[:len(of_y)])):
         np.testing.assert_allclose(one, other, atol=1e-4)
+def of_slopes(kernel):
+    def loss(slopes, x):
+        score_mod = polyattn.scores.alibi(slopes)
+        return jnp.sum(polyattn.attention(x, x, x, score_mod=score_mod, kernel=kernel) ** 2)
+    part = jax.grad(loss, (0, 1))
+    return jax.jit(jax.shard_map(part, mesh=mesh, in_specs=(P(), P("b")), out_specs=(P(), P("b"))))
+assert "polyattn_differentiate" in of_slopes("native").lower(jnp.ones(4), x).as_text()
+for one, other in zip(of_slopes("native")(jnp.ones(4), x), of_slopes("xla")(jnp.ones(4), x)):
+    np.testing.assert_allclose(one, other, atol=1e-4)
 """,
         XLA_FLAGS=os.environ["XLA_FLAGS"] + " --xla_force_host_platform_device_count=2",
     )

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from polyattn.plugin import Array, PointIndices, Problem
+from polyattn.plugin import Array, PointIndices, Problem, saturating_sum
 from polyattn_native.scores import LIMIT, scale_and_rest
 
 #: With a number after it, the name of an array of the expression.
@@ -54,9 +54,9 @@ def by_distance(
 
 
 def _numbers(problem: Problem, offset: Any, arrays: list[Array]) -> Array:
-    """Return the numbers of the distances from that of the last row to the first key, (..., H, 1, n)."""
+    """Return the number of each distance, (..., H, 1, n), from last row and first key on."""
     rows, keys = problem.query_length, problem.key_length
-    offset = jnp.clip(jnp.asarray(offset), -LIMIT, LIMIT).astype("int32")
+    offset = jnp.asarray(saturating_sum(offset, 0, jnp, jnp.dtype("int32"), LIMIT))
     away = jnp.arange(1 - rows, keys, dtype="int32") - offset.reshape(offset.shape or (1, 1, 1))
     head = jnp.arange(problem.heads, dtype="int32").reshape(-1, 1, 1)
     zero = jnp.zeros((1, 1, 1), "int32")
