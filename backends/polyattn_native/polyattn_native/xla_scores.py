@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from polyattn.plugin import Array, PointIndices, Problem, saturating_sum
+from polyattn.plugin import Array, PointIndices, Problem, saturating_sum, with_rank
 from polyattn_native.scores import LIMIT, scale_and_rest
 
 #: With a number after it, the name of an array of the expression.
@@ -55,14 +55,14 @@ def by_distance(
 
 def _numbers(problem: Problem, offset: Any, arrays: list[Array]) -> Array:
     """Return the number of each distance, (..., H, 1, n), from last row and first key on."""
-    rows, keys = problem.query_length, problem.key_length
+    rank, rows, keys = len(problem.batch) + 3, problem.query_length, problem.key_length
     offset = jnp.asarray(saturating_sum(offset, 0, jnp, jnp.dtype("int32"), LIMIT))
-    away = jnp.arange(1 - rows, keys, dtype="int32") - offset.reshape(offset.shape or (1, 1, 1))
-    head = jnp.arange(problem.heads, dtype="int32").reshape(-1, 1, 1)
-    zero = jnp.zeros((1, 1, 1), "int32")
+    away = with_rank(jnp.arange(1 - rows, keys, dtype="int32"), rank) - with_rank(offset, rank)
+    head = with_rank(jnp.arange(problem.heads, dtype="int32").reshape(-1, 1, 1), rank)
+    zero = jnp.zeros((1,) * rank, "int32")
     at = PointIndices(zero, head, zero, away)
-    lead = (1,) * (len(problem.batch) + 3 - away.ndim) + away.shape[:-3]
-    numbers = jnp.zeros((*lead, problem.heads, 1, away.shape[-1]), problem.accumulator)
+    shape = (*away.shape[:-3], problem.heads, 1, away.shape[-1])
+    numbers = jnp.zeros(shape, problem.accumulator)
     exact = [array.astype(problem.accumulator) for array in arrays]
     for part in scale_and_rest(problem, expression(problem, exact))[1]:
         numbers = part.apply(numbers, at)
