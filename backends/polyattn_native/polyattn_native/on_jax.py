@@ -194,7 +194,8 @@ def plain(problem: Problem, x: Operands) -> tuple[Problem, Arrays]:
     if x.bias is not None:
         given["bias"] = x.bias.astype(exact)
     arrays = {name: with_rank(array, rank) for name, array in given.items()}
-    arrays |= zip(shapes_of(problem), x.score_mod or [], strict=True)
+    scores: Any = x.score_mod or []
+    arrays |= zip(shapes_of(problem), scores, strict=True)
     if x.sinks is not None:
         arrays["sinks"] = x.sinks.astype(exact)
     if problem.dropout:

@@ -32,7 +32,7 @@ from polyattn.plugin import (
 )
 from polyattn_native.call import shape_of_bias_gradient
 from polyattn_native.library import library
-from polyattn_native.xla_scores import PREFIX, by_distance, expression, shapes_of, summed
+from polyattn_native.xla_scores import PREFIX, by_distance, expression, shapes_of, summed, trained
 from polyattn_native.xla_words import ADDRESSES, NUMBERS, PRODUCTS, result_shapes, words
 
 Arrays = dict[str, Array]
@@ -110,7 +110,7 @@ class Fallback:
         if of_bias is not None:
             assert found.bias is not None
             results.append(found.bias)
-        return results + (found.score_mod or [])
+        return results + (found.score_mod if trained(problem) else [])
 
 
 def _moves_scores(names: Iterable[str]) -> bool:
@@ -278,9 +278,9 @@ def _batch(arrays: Any, axes: Any, **about: Any) -> tuple[Any, Any]:
     """Add a batch axis; what has none, or counts the items, is left to the other kernel."""
     problem = about["problem"]
     named = list(zip(about["names"], arrays, axes, strict=True))
-    by_item = not problem.dropout
-    by_item &= about["function"] != "differentiate" or not shapes_of(problem)
-    if not by_item or any(axis is not None for name, _, axis in named if _has_no_batch(name)):
+    sums_items = about["function"] == "differentiate" and bool(trained(problem))
+    is_split = any(axis is not None for name, _, axis in named if _has_no_batch(name))
+    if problem.dropout or sums_items or is_split:
         found = jax.vmap(functools.partial(_as_program, **about), axes)(*arrays)
         return found, [0] * len(found)
     size = next(array.shape[axis] for _, array, axis in named if axis is not None)
@@ -348,6 +348,8 @@ def _transpose(cotangents: Any, *arrays: Any, **about: Any) -> list[Any]:
         given["output_gradient"] = ad.instantiate_zeros(of_output)
         if not isinstance(of_logsumexp, ad.Zero):
             given["logsumexp_gradient"] = of_logsumexp
+        if not _moves_scores(linear):
+            problem = problem._replace(constants=problem.constants | {"score_mod"})
         found = gradients(problem, fallback, given, of_bias="bias_tangent" in linear)
         found = {name: found[name.removesuffix("_tangent")] for name in linear}
         found = {n: summed(gradient, linear[n].shape) for n, gradient in found.items()}

@@ -23,6 +23,11 @@ def shapes_of(problem: Problem) -> dict[str, tuple[int, ...]]:
     return {f"{PREFIX}{n}": facts.shape for n, (_, facts) in enumerate(carried)}
 
 
+def trained(problem: Problem) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of those whose gradient is asked for."""
+    return {} if "score_mod" in problem.constants else shapes_of(problem)
+
+
 def expression(problem: Problem, arrays: list[Array]) -> Any:
     """Return the score expression with its arrays."""
     rest = iter(arrays)
@@ -45,7 +50,7 @@ def by_distance(
         return call(plain, given)
     numbers, pullback = jax.vjp(functools.partial(_numbers, problem, offset), arrays)
     given["by_distance"] = numbers
-    if not (differentiates and arrays):
+    if not (differentiates and trained(problem)):
         return call(plain, given)
     whole = (*problem.batch, *numbers.shape[-3:])
     given["by_distance_gradient"] = jnp.zeros(whole, numbers.dtype)

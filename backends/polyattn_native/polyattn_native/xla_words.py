@@ -16,7 +16,7 @@ from polyattn.plugin import Problem, thread_count
 from polyattn_native.arrays import lay_out
 from polyattn_native.call import call_of
 from polyattn_native.library import CArray, CCall
-from polyattn_native.xla_scores import shapes_of
+from polyattn_native.xla_scores import trained
 
 #: The functions of the library, and how many products of two arrays each computes.
 PRODUCTS = {"attend": 2, "push_forward": 4, "differentiate": 5}
@@ -103,5 +103,5 @@ def result_shapes(
     if "by_distance_gradient" in arguments:
         distances = problem.query_length + problem.key_length - 1
         found["by_distance_gradient"] = (*problem.batch, problem.heads, 1, distances)
-    found |= {f"{name}_gradient": shape for name, shape in shapes_of(problem).items()}
+    found |= {f"{name}_gradient": shape for name, shape in trained(problem).items()}
     return {name: (shape, dtype) for name, shape in found.items()}
