@@ -188,7 +188,8 @@ def test_the_start_names_every_extra():
 def test_the_page_on_devices_names_every_kernel():
     page = text_of("docs/devices.md")
     for name in ("numpy", "torch", "jax", "dask", "mlx", "onnx", "onnxruntime"):
-        assert registry.load(name) is None
+        if registry.load(name) is not None:  # the tests run with any choice of libraries
+            continue
         for kernel in registry.loaded(name).kernels:
             assert f"| `{kernel.name}` |" in page, kernel.name
 
