@@ -35,6 +35,7 @@ PATTERNS = "polyattn/_core/expressions/patterns.py"
 QUANTIZED = "tests/nn/test_quantized_cache.py::"
 HALF_A_STEP = QUANTIZED + "test_an_entry_is_within_half_a_step_and_the_newest_are_as_they_were"
 INTEGERS = QUANTIZED + "test_attention_is_that_over_what_the_integers_stand_for"
+TRACED = QUANTIZED + "test_shapes_without_lengths_give_the_same"
 PAGED = "tests/nn/test_paged_cache.py::test_items_hold_what_was_appended_forked_and_truncated"
 UNLIKE = (
     "tests/nn/test_generate.py::"
@@ -63,11 +64,11 @@ MUTATIONS = (
      "    return xp.asarray(numbers, dtype=dtype)"),
     # caches
     (HALF_A_STEP + "[numpy-steps1]",
-     "a step of twice the size", "polyattn/nn/quantized.py",
+     "a step of twice the size", "polyattn/nn/integers.py",
      "keepdims=True) / 127",
      "keepdims=True) / 64"),
     (HALF_A_STEP + "[numpy-steps1]",
-     "integers that are not rounded", "polyattn/nn/quantized.py",
+     "integers that are not rounded", "polyattn/nn/integers.py",
      "codes = xp.round(blocks / xp.where(steps == 0, xp.ones_like(steps), steps))",
      "codes = blocks / xp.where(steps == 0, xp.ones_like(steps), steps)"),
     (HALF_A_STEP + "[numpy-steps0]",
@@ -75,15 +76,23 @@ MUTATIONS = (
      "key.shape[-2] - self.window, 0)",
      "key.shape[-2], 0)"),
     (QUANTIZED + "test_every_library_attends[numpy-1-options3]",
-     "steps of values in the denominator", "polyattn/nn/quantized.py",
+     "steps of values in the denominator", "polyattn/nn/integers.py",
      "total = xp.sum(weights, axis",
-     "total = xp.sum(weights * xp.matrix_transpose(of_values), axis"),
+     "total = xp.sum(weights * xp.matrix_transpose(value[1]), axis"),
+    (TRACED + "[causal]",
+     "integers beyond a traced length seen", "polyattn/_api/pieces.py",
+     "if length is not None:",
+     "if length is not None and False:"),
+    (TRACED + "[sinks]",
+     "newest tokens kept that a traced step made integers", "polyattn/nn/quantized.py",
+     "self.recent.capacity, key) + full * size",
+     "self.recent.capacity, key) + 0 * full"),
     (QUANTIZED + "test_after_truncate_no_old_token_is_seen[59]",
      "a block of which some tokens stay dropped", "polyattn/nn/quantized.py",
      "array[..., : length % self.block, :]",
      "array[..., :0, :]"),
     (QUANTIZED + "test_what_no_integer_stands_for_is_refused_where_it_can_be_read[0-nan]",
-     "numbers that are not finite made integers", "polyattn/nn/quantized.py",
+     "numbers that are not finite made integers", "polyattn/nn/integers.py",
      "if is_host(steps) and not xp.all(xp.isfinite(steps)):",
      "if False:"),
     (INTEGERS + "[causal]",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from polyattn._api.partial import Partial, attention_partial, merge
 from polyattn._api.run import plan_of, run
@@ -17,7 +17,14 @@ from polyattn._core.call.parts import options_of, options_of_part
 from polyattn._core.call.problem import examine
 from polyattn._core.expressions.parts import Part
 
-Piece = tuple[int, Array | Quantized, Array | Quantized]
+
+class Piece(NamedTuple):
+    """Some keys and their values, in the dtype of sums."""
+
+    start: Any  #: the index of the first key; an array where the library traces
+    key: Array | Quantized
+    value: Array | Quantized
+    length: Array | None = None  #: how many of them count, where that is traced; all if None
 
 
 def attention_over_pieces(
@@ -30,9 +37,8 @@ def attention_over_pieces(
 ) -> Array:
     """Return `attention` over keys and values of which only the facts are known as a whole.
 
-    Each of the pieces is the index of its first key, its keys and its values, in the dtype of
-    sums; there is at least one. They are joined in this dtype, in which the query must be. For a
-    kernel that reads no integers, ``in_floats()`` stands for a piece of integers.
+    There is at least one piece. They are joined in the dtype of sums, in which the query must be.
+    For a kernel that reads no integers, ``in_floats()`` stands for a piece of integers.
     """
     if options.pop("normalizer", None) is not None:
         raise ValueError(
@@ -45,7 +51,7 @@ def attention_over_pieces(
     given = options_of(problem, operands)
 
     def partials(pieces: Iterable[Piece]) -> Iterator[Partial]:
-        for start, keys, values in pieces:
+        for start, keys, values, length in pieces:
             part = Part(
                 problem.batch,
                 tuple([Slice(0, length) for length in problem.batch]),
@@ -55,6 +61,8 @@ def attention_over_pieces(
                 given.get("query_offset", 0),
             )
             own = options_of_part(given, part) | selection
+            if length is not None:
+                own["key_lengths"] = length
             if not isinstance(keys, Quantized):
                 partial = attention_partial(query, keys, values, **own)
             else:

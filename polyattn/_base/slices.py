@@ -1,17 +1,17 @@
-"""Slices of an axis, whose start is a number, or an array where JAX traces it; equal parts."""
+"""Slices of an axis, whose start is a number, or an array where it is traced; equal parts."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from polyattn._base.arrays import Array, library_of
+from polyattn._base.arrays import Array, index_range, library_of
 
 
 class Slice(NamedTuple):
     """Some entries along an axis."""
 
-    start: Any  #: the first, a number, or an array where JAX traces it
+    start: Any  #: the first, a number, or an array where the library traces it
     length: int
 
     @property
@@ -27,6 +27,9 @@ def take(array: Array, axis: int, start: Any, length: int) -> Array:
         return array
     if isinstance(start, int):
         return array[(slice(None),) * axis + (slice(start, start + length),)]
+    library = library_of(array)
+    if library.name != "jax":
+        return library.xp.take(array, index_range(library.xp, 0, length, array) + start, axis=axis)
     from jax import lax
 
     return lax.dynamic_slice_in_dim(array, start, length, axis)

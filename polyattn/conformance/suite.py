@@ -24,7 +24,7 @@ from polyattn._dispatch.registry import ARRAY_API
 from polyattn.conformance.cases.case import Case
 from polyattn.conformance.cases.catalogue import CASES, ESSENTIAL
 from polyattn.conformance.checks import cases as checks
-from polyattn.conformance.checks import gradients, promises
+from polyattn.conformance.checks import gradients, promises, quantized
 from polyattn.conformance.checks.lazy import is_lazy, lazily
 from polyattn.conformance.checks.target import KernelVariant, Target
 
@@ -110,6 +110,10 @@ class BackendSuite:
     def test_pages_in_any_order(self, target: Target, variant: KernelVariant) -> None:
         """Partial results of one page each may be merged in any order, if it computes any."""
         promises.check_pages_in_any_order(target, variant)
+
+    def test_quantized(self, target: Target, variant: KernelVariant) -> None:
+        """Attention over integers is that over what they stand for, if the kernel reads any."""
+        quantized.check_quantized(target, variant)
 
     def test_first_call_from_eight_threads(self, target: Target, variant: KernelVariant) -> None:
         """Eight threads may make the first calls of a process at once."""
@@ -211,6 +215,7 @@ class BackendSuite:
             "test_deterministic": variant.kernel.deterministic,
             "test_batch_invariant": variant.kernel.batch_invariant,
             "test_pages_in_any_order": promises.has_partials(target, variant),
+            "test_quantized": quantized.reads_integers(target, variant),
             "test_first_call_from_eight_threads": promises.is_worth_threads(variant),
         }.get(test, True)
 
@@ -241,6 +246,7 @@ _WHY_NOT = {
     "test_deterministic": "no kernel declares it",
     "test_batch_invariant": "no kernel declares it",
     "test_pages_in_any_order": "no kernel has a logsumexp of keys that end",
+    "test_quantized": "no kernel reads integers",
 }
 
 

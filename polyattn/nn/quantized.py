@@ -2,7 +2,7 @@
 
 Keys have a step for each channel of a block of tokens, values one for each token, as in KIVI [1]_.
 Attention reads the integers, or makes floats of some blocks at a time for kernels that do not. So
-no copy is as large as the cache.
+no copy is as large as the cache, unless XLA makes one in a compiled step.
 
 References
 ----------
@@ -12,7 +12,7 @@ References
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,24 +21,25 @@ from polyattn._api.pieces import Piece, attention_over_integers, attention_over_
 from polyattn._base.arguments import check_int
 from polyattn._base.arrays import (
     Array,
-    ArrayFacts,
-    accumulator_of,
     cast,
     facts_of,
+    index_range,
     is_array,
     is_recorded,
     library_of,
     quiet,
 )
-from polyattn._base.host import is_host
 from polyattn._base.quantized import Quantized
-from polyattn._base.tracing import is_autocast_on
+from polyattn._base.tracing import is_autocast_on, is_compiling
 from polyattn._dispatch.request import request
-from polyattn.nn.cache import KVCache, checked_tokens, known
-from polyattn.nn.shapes import with_last_axes
+from polyattn.nn.cache import KVCache, checked_tokens, known, zeros
+from polyattn.nn.integers import attention_of_row, in_sums, quantized, sums
+from polyattn.nn.shapes import as_array, with_last_axes
 
 #: Numbers of a piece of the keys that become floats at once: some MB, which stay in a CPU's cache.
 PIECE = 2**19
+#: The most pieces of the keys where the library traces.
+TRACED_PIECES = 8
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,7 +88,7 @@ class QuantizedCache:
         Parameters
         ----------
         heads, size, capacity, like, batch, value_size
-            As for `KVCache.init`, but all numbers; the memory grows as needed.
+            As for `KVCache.init`, but all numbers.
         window : int
             Number of the newest tokens that stay as they are.
         block : int
@@ -116,7 +117,7 @@ class QuantizedCache:
         widths = size, size if value_size is None else value_size
         xp = library_of(like, "like").xp
         one = like[(slice(1),) * len(like.shape)]
-        kinds = [xp.astype(one, getattr(xp, name)) for name in ("int8", _sums(like))]
+        kinds = [xp.astype(one, getattr(xp, name)) for name in ("int8", sums(like))]
         codes = KVCache.init(
             heads, size, blocks * block, like=kinds[0], batch=batch, value_size=widths[1]
         )
@@ -127,9 +128,15 @@ class QuantizedCache:
         return cls(codes, steps, recent, window, block)
 
     @property
-    def length(self) -> int:
+    def length(self) -> int | Array:
         """Number of tokens in the cache."""
-        return _number(self.codes.length) + _number(self.recent.length)
+        length: int | Array = known(self.codes.length) + known(self.recent.length)
+        return length
+
+    @property
+    def _is_traced(self) -> bool:
+        """Whether the library traces: then shapes follow from the capacity, not from lengths."""
+        return is_compiling() or is_array(self.length)
 
     @property
     def capacity(self) -> int:
@@ -141,7 +148,7 @@ class QuantizedCache:
         return self.recent.key, self.recent.value
 
     @property
-    def next_position(self) -> int:
+    def next_position(self) -> int | Array:
         """The position of the next token."""
         return self.length
 
@@ -162,9 +169,9 @@ class QuantizedCache:
         Raises
         ------
         ValueError
-            If the shapes do not fit, a key or value needs a gradient, or the library traces; on
-            NumPy also if a token that becomes integers has NaN or an infinite number. Elsewhere
-            contents are not read, and such a token is spoilt, with the keys of its block.
+            If the shapes do not fit, or a key or value needs a gradient; on NumPy also if a token
+            that becomes integers has NaN or an infinite number. Elsewhere contents are not read,
+            and such a token is spoilt, with the keys of its block.
         TypeError
             If the library or dtype differs.
         """
@@ -174,8 +181,10 @@ class QuantizedCache:
                 "a quantised cache has no gradient with respect to keys and values: detach them, or"
                 " give a KVCache"
             )
+        if self._is_traced:
+            return self._append_traced(key, value)
         recent, size = self.recent, self.block
-        kept = _number(recent.length)
+        kept = known(recent.length)
         blocks = max(kept + key.shape[-2] - self.window, 0) // size
         if not blocks:
             return replace(self, recent=recent.append(key, value, query=query))
@@ -184,14 +193,38 @@ class QuantizedCache:
             xp.concat((old, new), axis=-2)
             for old, new in ((recent.keys, key), (recent.values, value))
         ]
-        codes, steps = zip(
-            *(_quantized(array[..., : blocks * size, :], size, axis)
-              for array, axis in zip(tokens, (-2, -1), strict=True)),
-            strict=True,
-        )  # fmt: skip
-        step = self.codes.append(*codes), self.steps.append(*steps)
+        codes, steps = self._with_integers(tokens, blocks)
         rest = [array[..., blocks * size :, :] for array in tokens]
-        return replace(self, codes=step[0], steps=step[1], recent=self._of_recent(*rest))
+        return replace(self, codes=codes, steps=steps, recent=self._of_recent(*rest))
+
+    def _with_integers(self, tokens: Sequence[Array], blocks: int) -> tuple[KVCache, KVCache]:
+        """Return the integers and steps with the first blocks of tokens at the end."""
+        whole = [array[..., : blocks * self.block, :] for array in tokens]
+        (key, of_key), (value, of_value) = (
+            quantized(array, self.block, axis) for array, axis in zip(whole, (-2, -1), strict=True)
+        )
+        return self.codes.append(key, value), self.steps.append(of_key, of_value)
+
+    def _append_traced(self, key: Array, value: Array) -> QuantizedCache:
+        """Return a cache with more tokens, by shapes that follow from no length.
+
+        As many blocks as may be full become integers; what is too much is overwritten later.
+        """
+        more, size, xp = key.shape[-2], self.block, library_of(key).xp
+        room = [zeros(held, more + size, held.shape[-1]) for held in self._memory]
+        memory = [xp.concat(pair, axis=-2) for pair in zip(self._memory, room, strict=True)]
+        recent = KVCache(memory[0], memory[1], self.recent.length).append(key, value)
+        over = recent.length - self.window
+        full = (xp.clip(over, 0) if is_array(over) else max(over, 0)) // size
+        codes, steps = self._with_integers((recent.key, recent.value), (more + size - 1) // size)
+        rows = index_range(xp, 0, self.recent.capacity, key) + full * size
+        rest = [xp.take(array, rows, axis=-2) for array in (recent.key, recent.value)]
+        return replace(
+            self,
+            codes=replace(codes, length=self.codes.length + full * size),
+            steps=replace(steps, length=self.steps.length + full),
+            recent=KVCache(rest[0], rest[1], recent.length - full * size),
+        )
 
     def truncate(self, length: int) -> QuantizedCache:
         """Return a cache of the first `length` tokens; this cache does not change.
@@ -205,11 +238,15 @@ class QuantizedCache:
         -------
         QuantizedCache
         """
-        if not 0 <= check_int("length", length) <= self.length:
+        held = self.length
+        if is_array(held):
             raise ValueError(
-                f"length must be from 0 to the cache's {self.length} tokens; got {length}"
+                "inside a traced function the length of a quantised cache is unknown, so it cannot"
+                " tell which integers become floats again: truncate it outside, or give a KVCache"
             )
-        coded = _number(self.codes.length)
+        if not 0 <= check_int("length", length) <= held:
+            raise ValueError(f"length must be from 0 to the cache's {held} tokens; got {length}")
+        coded = known(self.codes.length)
         if length >= coded:
             return replace(self, recent=self.recent.truncate(length - coded))
         # The last tokens are no whole block: they become floats again.
@@ -240,14 +277,21 @@ class QuantizedCache:
         ValueError
             If there is a normalizer: only softmax has a logsumexp, which joins parts.
         """
-        xp, dtype = library_of(query, "query").xp, _sums(query)
+        xp, dtype = library_of(query, "query").xp, sums(query)
         rows = cast(xp, query, getattr(xp, dtype))
         if self._is_plain(query, options):
             with quiet(library_of(query).name):
                 return cast(xp, self._of_newest(rows, options), query.dtype)
-        key, value = (self._facts(memory, _sums(memory)) for memory in self._memory)
-        pieces = self._pieces(), self._float_pieces
-        found = attention_over_pieces(rows, key, value, *pieces, **options)
+        length: Any = self.length
+        pieces = self._pieces()
+        if self._is_traced:
+            options = {"key_lengths": as_array(length, query)} | options
+            length, pieces = self.capacity, self._traced_pieces()
+        key, value = (
+            facts_of(x)._replace(shape=(*x.shape[:-2], length, x.shape[-1]), dtype=sums(x))
+            for x in self._memory
+        )
+        found = attention_over_pieces(rows, key, value, pieces, self._float_pieces, **options)
         return cast(xp, found, query.dtype)
 
     def _is_plain(self, query: Array, options: dict[str, Any]) -> bool:
@@ -255,7 +299,8 @@ class QuantizedCache:
         key, shape = self.recent.key, tuple(query.shape)
         heads = shape[-3] if len(shape) == len(key.shape) else 1
         return (
-            options.keys() <= {"is_causal", "scale"}
+            not self._is_traced
+            and options.keys() <= {"is_causal", "scale"}
             and isinstance(options.get("is_causal", False), bool)
             and isinstance(options.get("scale", 1.0), float)
             and type(query) is type(key)
@@ -277,46 +322,43 @@ class QuantizedCache:
         if found is not None:
             return merge(joined, found).output
         for first, stop in self._ranges():
-            output, logsumexp = self._of_blocks(rows, first, stop)
+            output, logsumexp = attention_of_row(rows, *self._blocks(first, stop))
             shape = (*batch, heads, 1)
             output = xp.reshape(output, (*shape, output.shape[-1]))
             joined = merge(joined, Partial(output, xp.reshape(logsumexp, shape)))
         return joined.output
 
-    def _of_blocks(self, rows: Array, first: int, stop: int) -> tuple[Array, Array]:
-        """Return output and logsumexp of rows (..., G, R, D); steps stay outside of products."""
-        (key, of_keys), (value, of_values) = self._blocks(first, stop)
-        xp = library_of(rows).xp
-        scores = xp.matmul(rows[..., None, :, :] * of_keys, xp.matrix_transpose(key))
-        top = xp.max(scores, axis=(-3, -1), keepdims=True)
-        weights = xp.exp(scores - top)
-        total = xp.sum(weights, axis=(-3, -1), keepdims=True)
-        sums = xp.matmul(weights * xp.matrix_transpose(of_values), value)
-        logsumexp = top + xp.log(total)
-        return xp.sum(sums, axis=-3) / total[..., 0, :, :], logsumexp[..., 0, :, 0]
-
     def _ranges(self) -> Iterator[tuple[int, int]]:
         """Yield the blocks that become floats at once."""
         *lead, _, size = self.codes.key.shape
         numbers = max(size, self.codes.value.shape[-1]) * self.block * math.prod(lead)
-        blocks, most = _number(self.steps.length), max(PIECE // max(numbers, 1), 1)
+        blocks, most = known(self.steps.length), max(PIECE // max(numbers, 1), 1)
+        if self._is_traced:
+            blocks = self.steps.capacity
+            most = max(most, -(-blocks // TRACED_PIECES))
         for first in range(0, blocks, most):
             yield first, min(first + most, blocks)
 
     def _pieces(self) -> Iterator[Piece]:
-        """Yield the first token of the integers and of the newest tokens, their keys and values."""
-        coded = _number(self.codes.length)
+        """Yield the integers and the newest tokens."""
+        coded = known(self.codes.length)
         if coded:
-            yield 0, *self._integers()
-        key, value = self.recent.keys, self.recent.values
-        xp = library_of(key).xp
-        dtype = getattr(xp, _sums(key))
-        yield coded, cast(xp, key, dtype), cast(xp, value, dtype)
+            yield Piece(0, *self._integers())
+        yield Piece(coded, *in_sums(self.recent.keys, self.recent.values))
 
     def _float_pieces(self) -> Iterator[Piece]:
-        """Yield the first token, the keys and the values of each range of blocks, as floats."""
+        """Yield each range of blocks, as floats."""
         for first, stop in self._ranges():
-            yield first * self.block, *self._floats(first, stop)
+            yield Piece(first * self.block, *self._floats(first, stop))
+
+    def _traced_pieces(self) -> Iterator[Piece]:
+        """Yield all of the memory, as floats, and how much of the integers' counts."""
+        coded = as_array(self.codes.length, self.recent.key)
+        xp = library_of(coded).xp
+        for piece in self._float_pieces():
+            count = xp.clip(coded - piece.start, 0, piece.key.shape[-2])
+            yield piece._replace(length=count)
+        yield Piece(coded, *in_sums(*self._memory))
 
     def _integers(self) -> tuple[Quantized, Quantized]:
         """Return the older keys and values as integers, and their steps."""
@@ -334,7 +376,7 @@ class QuantizedCache:
     def _blocks(self, first: int, stop: int) -> list[tuple[Array, Array]]:
         """Return integers as floats (..., n, block, size), and their steps, of keys and values."""
         xp, found = library_of(self.codes.key).xp, []
-        keys, values = (self.codes.keys, self.steps.keys), (self.codes.values, self.steps.values)
+        keys, values = (self.codes.key, self.steps.key), (self.codes.value, self.steps.value)
         for (codes, steps), axis in ((keys, -2), (values, -1)):
             rows = codes[..., first * self.block : stop * self.block, :]
             shape = (*rows.shape[:-2], stop - first, self.block, rows.shape[-1])
@@ -352,39 +394,3 @@ class QuantizedCache:
             value_size=value.shape[-1],
         )
         return cache.append(key, value)
-
-    def _facts(self, memory: Array, dtype: str) -> ArrayFacts:
-        """Return the facts of the keys or values of all tokens, from those of the newest."""
-        *lead, _, size = memory.shape
-        return facts_of(memory)._replace(shape=(*lead, self.length, size), dtype=dtype)
-
-
-def _quantized(tokens: Array, block: int, axis: int) -> tuple[Array, Array]:
-    """Return integers, and the steps that all numbers along an axis of a block share."""
-    xp, (*lead, length, size) = library_of(tokens).xp, tokens.shape
-    blocks = xp.reshape(tokens, (*lead, length // block, block, size))
-    blocks = xp.astype(blocks, getattr(xp, _sums(tokens)))
-    steps = xp.max(xp.abs(blocks), axis=axis, keepdims=True) / 127
-    if is_host(steps) and not xp.all(xp.isfinite(steps)):
-        raise ValueError(
-            "a key or value of the tokens that become integers is NaN or infinite, which integers"
-            " cannot be: append finite numbers, or give a KVCache"
-        )
-    codes = xp.round(blocks / xp.where(steps == 0, xp.ones_like(steps), steps))
-    codes = xp.reshape(xp.astype(codes, xp.int8), tokens.shape)
-    return codes, xp.squeeze(steps, axis=axis)
-
-
-def _sums(like: Array) -> str:
-    return accumulator_of(facts_of(like).dtype)
-
-
-def _number(length: Any) -> int:
-    """Return a length as a number, or raise in a trace."""
-    number = known(length)
-    if is_array(number):
-        raise ValueError(
-            "inside a traced function the length of a quantised cache is unknown, so it cannot tell"
-            " which tokens become integers: leave append and attention outside, or give a KVCache"
-        )
-    return int(number)

@@ -46,3 +46,9 @@ def with_rows(memory: Array, rows: Array, at: int | Array) -> Array:
     new = (indices >= 0) & (indices < rows.shape[-2])
     spread = xp.take(rows, xp.where(new, indices, xp.zeros_like(indices)), axis=-2)
     return xp.where(with_rank(new[:, None], len(memory.shape)), spread, memory)
+
+
+def as_array(length: int | Array, like: Array) -> Array:
+    """Return a length as an array without axes: torch.compile makes no condition of it."""
+    xp = library_of(like).xp
+    return xp.reshape(index_range(xp, 0, 1, like) + length, ())

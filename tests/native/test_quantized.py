@@ -47,8 +47,7 @@ def cached(dtype: str, monkeypatch: pytest.MonkeyPatch) -> tuple[nn.QuantizedCac
     floats = list(cache._floats(0, cache.steps.length))
     for n, recent in enumerate((cache.recent.keys, cache.recent.values)):
         floats[n] = np.concatenate([floats[n], recent], axis=-2)
-    monkeypatch.delattr(nn.QuantizedCache, "_floats")
-    monkeypatch.delattr(nn.QuantizedCache, "_of_blocks")
+    monkeypatch.delattr(nn.QuantizedCache, "_blocks")
     return cache, floats
 
 
@@ -78,8 +77,7 @@ def test_tensors_are_read_too_unless_somebody_records_them(monkeypatch: pytest.M
     cache = nn.QuantizedCache.init(G, D, 70, like=key, batch=(B,), value_size=E).append(key, value)
     with Recorder():
         expected = [cache.attention(x) for x in (query, query[:, :, :1])]
-    monkeypatch.delattr(nn.QuantizedCache, "_floats")
-    monkeypatch.delattr(nn.QuantizedCache, "_of_blocks")
+    monkeypatch.delattr(nn.QuantizedCache, "_blocks")
     for x, other in zip((query, query[:, :, :1]), expected, strict=True):
         assert torch.allclose(cache.attention(x), other, rtol=0, atol=1e-12)
 

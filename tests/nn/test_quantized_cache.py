@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from optional import jax, jnp, torch
+from optional import jax, torch
 from tiny_models import LIBRARIES
 
 from polyattn import UnknownBackendError, attention, masks, nn, scores, use_backend
@@ -92,8 +92,8 @@ def test_attention_is_that_over_what_the_integers_stand_for(monkeypatch, name):
 def test_attention_makes_no_floats_of_all_tokens_at_once(monkeypatch):
     monkeypatch.setattr(quantized, "PIECE", 400)
     cache = made(np.asarray, [70])
-    assert [key.shape[-2] for _, key, _ in cache._float_pieces()] == [16] * 4
-    assert [key.shape[-2] for _, key, _ in cache._pieces()] == [64, 6]
+    assert [piece.key.shape[-2] for piece in cache._float_pieces()] == [16] * 4
+    assert [piece.key.shape[-2] for piece in cache._pieces()] == [64, 6]
 
 
 @pytest.mark.parametrize(
@@ -226,12 +226,78 @@ def test_a_gradient_with_respect_to_keys_is_refused():
     assert query.grad.shape == query.shape
 
 
-def test_a_trace_is_refused_by_name():
+# ---- compiled steps -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_shapes_without_lengths_give_the_same(monkeypatch, name):
+    steps, options = [20, 1, 49], dict(OPTIONS[name])
+    expected = made(np.asarray, steps, np.float64).attention(QUERIES, **options)
+    monkeypatch.setattr(nn.QuantizedCache, "_is_traced", True)
+    monkeypatch.setattr(quantized, "PIECE", 400)
+    cache = made(np.asarray, steps, np.float64)
+    assert (cache.codes.length, cache.recent.length) == (64, 6)
+    for option in options.keys() & {"mask", "bias"}:
+        if isinstance(options[option], np.ndarray):  # for each slot of the memory
+            ends = [(0, 0)] * (options[option].ndim - 1)
+            options[option] = np.pad(
+                options[option], [*ends, (0, cache.capacity - 70)], constant_values=1
+            )
+    np.testing.assert_allclose(cache.attention(QUERIES, **options), expected, atol=1e-12)
+
+
+def compiled_steps(step, counts, to, back):
+    """Return the cache after compiled steps, each compared with what is not compiled."""
+    rng, make = np.random.default_rng(4), nn.QuantizedCache.init
+    settings = {"batch": (1,), "window": 3, "block": 8, "value_size": 3}
+    cache = make(2, 5, 16, like=to(np.zeros(1, np.float32)), **settings)
+    other = make(2, 5, 16, like=np.zeros(1, np.float32), **settings)
+    for count in counts:
+        query, key, value = (
+            rng.standard_normal((1, heads, count, size)).astype(np.float32)
+            for heads, size in ((4, 5), (2, 5), (2, 3))
+        )
+        found, cache = step(cache, *map(to, (query, key, value)))
+        other = other.append(key, value)
+        expected = other.attention(query, is_causal=True, window=(9, 0))
+        np.testing.assert_allclose(back(found), expected, atol=3e-6)
+        assert (int(cache.codes.length), int(cache.length)) == (other.codes.length, other.length)
+    assert other.codes.length == 16
+    return cache
+
+
+def decoded(cache, query, key, value):
+    cache = cache.append(key, value)
+    return cache.attention(query, is_causal=True, window=(9, 0)), cache
+
+
+def test_a_step_of_jax_is_compiled_once_and_cannot_truncate():
     register()
-    cache = made(jnp.asarray, [4])
-    new = jnp.zeros((B, G, 1, D)), jnp.zeros((B, G, 1, E))
+    compiled = []
+
+    @jax.jit
+    def step(*given):
+        compiled.append(given)
+        return decoded(*given)
+
+    cache = compiled_steps(step, [1] * 19, *LIBRARIES["jax"])
+    assert len(compiled) == 1
     with pytest.raises(ValueError, match=r"length of a quantised cache is unknown, .* a KVCache"):
-        jax.jit(lambda cache: cache.append(*new))(cache)
+        jax.jit(lambda cache: cache.truncate(6))(cache)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+def test_a_step_of_torch_is_compiled_once():
+    graphs = []
+
+    def keep(graph, example):
+        graphs.append(graph)
+        return graph
+
+    step = torch.compile(decoded, fullgraph=True, backend=keep)
+    compiled_steps(step, [11] + [1] * 8, *LIBRARIES["torch"])
+    assert len(graphs) == 2
 
 
 @pytest.mark.parametrize("number", [np.nan, -np.inf])

@@ -252,6 +252,32 @@ def alike(case: Case, rng: Any) -> tuple[Any, ...]:
     return query, key + 64, value
 
 
+#: The keys that share a step of each channel.
+BLOCK = 8
+
+
+def quantized(key: Array, value: Array) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
+    """Return keys and values as integers of 8 bits, and their steps.
+
+    Steps have so few digits that the product is exact in float32.
+    """
+    found = []
+    for x, block, axis in ((key, BLOCK, -2), (value, 1, -1)):
+        blocks = x.reshape(*x.shape[:-2], -1, block, x.shape[-1])
+        steps = np.max(np.abs(blocks), axis=axis, keepdims=True) / 127
+        steps = steps.astype(np.float16).astype(x.dtype)
+        codes = np.nan_to_num(np.rint(blocks / steps)).astype(np.int8)
+        found.append((codes.reshape(x.shape), np.squeeze(steps, axis=-2)))
+    return found[0], found[1]
+
+
+def integers(case: Case, rng: Any) -> tuple[Any, ...]:
+    """Keys and values of which `quantized` loses nothing."""
+    query, *others = normal(case, rng)
+    (key, by), (value, of_values) = quantized(*others)
+    return query, key * np.repeat(by, BLOCK, axis=-2), value * of_values
+
+
 VALUES: dict[str, Callable[[Any, Any], tuple[Any, ...]]] = {
     "normal": normal,
     "outliers": outliers,
@@ -262,6 +288,7 @@ VALUES: dict[str, Callable[[Any, Any], tuple[Any, ...]]] = {
     "large values": large,
     "cancelling values": cancelling,
     "keys of mean 64": alike,
+    "integers": integers,
 }
 
 

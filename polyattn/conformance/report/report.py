@@ -41,6 +41,7 @@ PROMISES = {
     "deterministic": "the same call twice gives the same bits",
     "batch invariant": "a batch item has the same bits with and without the others",
     "pages in any order": "partial results of one page each, merged in any order, are those of all",
+    "quantized keys": "attention over integers is that over what they stand for",
     "eight threads at once": "the first calls of a process give the same results in threads",
 }
 ROWS = (

@@ -14,7 +14,7 @@ from polyattn._dispatch.registry import ARRAY_API
 from polyattn.conformance.cases.case import Case
 from polyattn.conformance.cases.catalogue import CASES
 from polyattn.conformance.checks import cases as checks
-from polyattn.conformance.checks import promises
+from polyattn.conformance.checks import promises, quantized
 from polyattn.conformance.checks.frames import call_named
 from polyattn.conformance.checks.gradients import ALL_DERIVATIVES, BY_LIBRARY, Derivative
 from polyattn.conformance.checks.target import KernelVariant, Target
@@ -57,6 +57,7 @@ CHECKED = {
     "pages in any order": Promise(
         promises.has_partials, promises.check_pages_in_any_order, "not checked"
     ),
+    "quantized keys": Promise(quantized.reads_integers, quantized.check_quantized, "not declared"),
     "eight threads at once": Promise(
         lambda _, variant: promises.is_worth_threads(variant),
         promises.check_first_call_from_threads,
