@@ -195,6 +195,8 @@ def keras(monkeypatch):
 )
 @pytest.mark.parametrize("by", ["order", "name"])
 def test_keras_attention_is_kerass_own(keras, options, by):
+    if keras.config.backend() == "jax" and "value_dim" in options:
+        pytest.skip("Keras itself raises for values of another size on JAX")
     layer = keras.layers.MultiHeadAttention(4, 3, **options)
     x, context = tokens(2, 5, 16), tokens(2, 7, 10, seed=1)
     layer.build(x.shape, context.shape)
