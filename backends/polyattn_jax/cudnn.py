@@ -56,7 +56,7 @@ class Cudnn(Kernel):
     ) -> tuple[Array, Array | None]:
         """Return the output."""
         x = operands
-        arrays = Operands(x.query, x.key, x.value, x.mask, x.bias, None, None, None)
+        arrays = Operands(x.query, x.key, x.value, x.mask, x.bias)
         return compiled(problem, arrays), None
 
 
@@ -151,12 +151,21 @@ def _of_even_lengths(problem: Problem, query: Array, key: Array, value: Array) -
     query, key, value = (
         jnp.pad(x, ((0, 0), (0, x.shape[1] % 2), (0, 0), (0, 0))) for x in (query, key, value)
     )
-    # A causal row does not see the key after it.
-    ends = None
-    if not problem.is_causal and problem.key_length % 2:
-        ends = jnp.full(len(key), problem.key_length, jnp.int32)
-    output = _by_cudnn(problem, query, key, value, key_value_seq_lengths=ends)
+    lengths: dict[str, Array] = {}
+    # A row of a band does not see the key after it.
+    if (band_from(problem, 0) or problem.window)[1] is None and problem.key_length % 2:
+        lengths = {
+            "query_seq_lengths": _for_each_item(query, query.shape[1]),
+            "key_value_seq_lengths": _for_each_item(key, problem.key_length),
+        }
+    output = _by_cudnn(problem, query, key, value, **lengths)
     return output[:, : problem.query_length]
+
+
+def _for_each_item(array: Array, length: int) -> Array:
+    # By the array: under vmap, jax.nn of JAX 0.10 takes no lengths that are the same for all.
+    number = jnp.int32(length)
+    return jnp.where(array[:, 0, 0, 0] == 0, number, number)
 
 
 _of_odd_lengths.defvjp(

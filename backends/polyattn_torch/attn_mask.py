@@ -96,14 +96,15 @@ def attn_mask(problem: Problem, x: Operands, keys: Span, *, banded: bool) -> tor
         if problem.bias_dtype != problem.dtype:
             bias = bias.to(getattr(torch, problem.accumulator))
         mask = bias if mask is None else torch.where(mask, bias, -torch.inf)
-    return None if mask is None else _of_whole_rows(problem, score_axes(problem, mask, xp), keys)
+    length = x.key.shape[-2] if problem.is_symbolic else keys.length
+    return None if mask is None else _of_whole_rows(problem, score_axes(problem, mask, xp), length)
 
 
-def _of_whole_rows(problem: Problem, mask: torch.Tensor, keys: Span) -> torch.Tensor:
+def _of_whole_rows(problem: Problem, mask: torch.Tensor, length: int) -> torch.Tensor:
     """Expand a column for all keys on CUDA, whose memory-efficient kernel refuses it."""
-    if problem.device_kind != "cuda" or mask.shape[-1] == keys.length:
+    if problem.device_kind != "cuda" or mask.shape[-1] != 1:
         return mask
-    return mask.expand(*mask.shape[:-1], keys.length).contiguous()
+    return mask.expand(*mask.shape[:-1], length).contiguous()
 
 
 def as_bias(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

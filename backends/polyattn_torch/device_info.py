@@ -26,7 +26,8 @@ class DeviceInfo(NamedTuple):
     def prefers_cudnn(self) -> bool:
         """Whether scaled_dot_product_attention tries cuDNN first: on Hopper and Blackwell."""
         major = (self.capability or (0, 0))[0]
-        return major in (9, 10) and not precedes(self.cudnn, (9, 15, 1))
+        # Not >, here and in other versions: torch.compile of torch 2.11 compares tuples by < only.
+        return major in (9, 10) and not (self.cudnn or ()) < (9, 15, 1)
 
 
 def constant_when_traced(function: _F) -> _F:
@@ -34,13 +35,6 @@ def constant_when_traced(function: _F) -> _F:
     # As torch.compiler.assume_constant_result does, which imports all of the compiler for it.
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
-
-
-@constant_when_traced
-def precedes(version: tuple[int, ...] | None, other: tuple[int, ...]) -> bool:
-    """Return whether a version is below another, as one that is unknown is."""
-    # torch.compile of torch 2.11 cannot compare tuples.
-    return (version or ()) < other
 
 
 @constant_when_traced

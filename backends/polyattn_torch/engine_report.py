@@ -1,7 +1,8 @@
 """Report for `explain`: which engine scaled_dot_product_attention chooses.
 
 Nothing is computed: torch is asked with empty tensors of one batch item. Questions that it cannot
-answer are left out. Why it did not choose another engine it tells the terminal only.
+answer are left out. torch prints the reasons against the other engines, and does not return
+them.
 """
 
 from __future__ import annotations

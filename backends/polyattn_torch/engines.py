@@ -14,7 +14,7 @@ import torch
 
 from polyattn.plugin import Problem, Span, band, column_span
 from polyattn_torch.attn_mask import as_bias, is_square_causal
-from polyattn_torch.device_info import DeviceInfo, precedes
+from polyattn_torch.device_info import DeviceInfo
 from polyattn_torch.onnx_export import exported_opset
 from polyattn_torch.workarounds import EngineInputs, padded
 
@@ -119,7 +119,7 @@ def _window(problem: Problem) -> Window | None:
 def _against_flash(problem: Problem, device: DeviceInfo) -> str | None:
     if _flash is None or (problem.requires_grad and _flash_backward is None):
         return ABSENT
-    if precedes(device.capability, (8, 0)):
+    if (device.capability or (0, 0)) < (8, 0):
         return "it needs compute capability 8.0"
     if problem.dtype not in HALF:
         return HALF_ONLY

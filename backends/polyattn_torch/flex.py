@@ -1,10 +1,9 @@
 """Kernel that calls FlexAttention, compiled for each problem.
 
-Compiling takes seconds, so it runs without `kernel=` only where it pays: for softcap, and for mask
-and score rules, over many scores on CUDA, where the array-API kernels write every step to memory.
-On the CPU it needs a C++ compiler and gains less. The compiled function is cached by the problem
-and the code of the rules, so that another mask array, or a rule that closes over other arrays,
-reuses it.
+Compiling takes seconds, so it runs without `kernel=` only where it pays: for mask and score rules
+over many scores on CUDA, where the array-API kernels write every step to memory. On the CPU it
+needs a C++ compiler and gains less. The compiled function is cached by the problem and the code of
+the rules, so that another mask array, or a rule that closes over other arrays, reuses it.
 """
 
 from __future__ import annotations
@@ -61,11 +60,11 @@ class Flex(Kernel):
 
     def only_on_request(self, problem: Problem) -> str | None:
         """Compile a call that did not ask for it only where that pays."""
-        fused_nowhere_else = not problem.features.isdisjoint(
-            ("mask_mod", "mask_expression", "score_mod", "score_expression", "softcap")
+        by_rule = not problem.features.isdisjoint(
+            ("mask_mod", "mask_expression", "score_mod", "score_expression")
         )
         if (
-            fused_nowhere_else
+            by_rule
             and problem.device_kind == "cuda"
             and problem.query_length > 1
             and math.prod(problem.scores) >= WORTH_COMPILING

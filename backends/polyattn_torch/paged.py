@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from polyattn.plugin import Array, Backend, CachePadding, Kernel, Operands, Problem, one_batch_axis
-from polyattn_torch.device_info import describe_device, precedes
+from polyattn_torch.device_info import describe_device
 from polyattn_torch.engines import (
     ABSENT,
     FLASH_ARGUMENTS,
@@ -50,7 +50,7 @@ class Paged(Kernel):
         if _flash is None:
             return [ABSENT]
         device, reasons = describe_device(problem.device), []
-        if precedes(device.capability, (8, 0)):
+        if (device.capability or (0, 0)) < (8, 0):
             reasons.append("it needs compute capability 8.0")
         if problem.dtype not in HALF:
             reasons.append(HALF_ONLY)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from polyattn.plugin import Problem, may_have_empty_rows
 from polyattn_torch.attn_mask import is_square_causal, takes_mask
-from polyattn_torch.device_info import DeviceInfo, precedes
+from polyattn_torch.device_info import DeviceInfo
 
 
 class Workaround(Enum):
@@ -83,7 +83,7 @@ def _has_a_nan_gradient(problem: Problem, device: DeviceInfo) -> bool:
     return (
         device.kind == "cuda"
         and device.prefers_cudnn
-        and not precedes(device.torch, (2, 11))
+        and not device.torch < (2, 11)
         and (problem.requires_grad or "grad" in problem.transforms)
         and _is_half(problem)
         and (problem.key_length is None or problem.key_length % 128 == 64)
@@ -95,7 +95,7 @@ def _has_empty_rows_in_cudnn(problem: Problem, device: DeviceInfo) -> bool:
     return (
         device.kind == "cuda"
         and device.prefers_cudnn
-        and precedes(device.cudnn, (9, 25))
+        and (device.cudnn or ()) < (9, 25)
         and _is_half(problem)
         and may_have_empty_rows(problem)
     )
@@ -106,7 +106,7 @@ def _corrupts_few_groups(problem: Problem, device: DeviceInfo) -> bool:
         device.kind == "cuda"
         and device.prefers_cudnn
         and (device.capability or (0, 0))[0] == 10
-        and precedes(device.cudnn, (9, 26))
+        and (device.cudnn or ()) < (9, 26)
         and _is_half(problem)
         and _is_grouped(problem)
         and problem.key_heads < 8
@@ -133,7 +133,7 @@ def _overruns_its_mask(problem: Problem, device: DeviceInfo) -> bool:
 def _mps_leaks(problem: Problem, device: DeviceInfo) -> bool:
     return (
         device.kind == "mps"
-        and precedes(device.torch, (2, 13))
+        and device.torch < (2, 13)
         and _is_half(problem)
         and (problem.query_length is None or problem.query_length > 1)
         and is_square_causal(problem)
@@ -232,7 +232,7 @@ QUIRKS = (
     ),
     Quirk(
         "MPS, torch < 2.11",
-        lambda problem, device: device.kind == "mps" and precedes(device.torch, (2, 11)),
+        lambda problem, device: device.kind == "mps" and device.torch < (2, 11),
         "it reads beyond its arrays on MPS before torch 2.11",
         Workaround.REFUSE,
         "pytorch#174861",

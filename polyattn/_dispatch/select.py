@@ -245,10 +245,12 @@ def _judge(
 def _device_reasons(kernel: Kernel, problem: Problem) -> list[str]:
     """Return the reasons why a kernel does not support the problem's device, if it is known."""
     here = problem.device_kind
-    kinds_of = {"": kernel.devices} | {f: kernel.only_on.get(f) for f in sorted(problem.features)}
+    kinds_of = {"": kernel.devices or None} | {
+        f: kernel.only_on.get(f) for f in sorted(problem.features)
+    }
     return [
         f"it {f'computes {feature}' if feature else 'runs'} on {', '.join(sorted(kinds))} only, and"
         f" this call is on {here}"
         for feature, kinds in kinds_of.items()
-        if here and kinds and here not in kinds
+        if here and kinds is not None and here not in kinds
     ]

@@ -33,7 +33,7 @@ FEW_ROWS = 128
 # to make calls into the array library cheap beside it.
 ON_CPU = 2**20
 # The kinds of device where starting an operation takes longer than to compute so few scores.
-ACCELERATORS = frozenset({"cuda", "mps", "rocm", "tpu", "xpu"})
+ACCELERATORS = frozenset({"cuda", "gpu", "mps", "rocm", "tpu", "xpu"})
 
 
 class Tiled(Dense):

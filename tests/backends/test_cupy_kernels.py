@@ -166,6 +166,7 @@ GRADIENTS = {
     "mask and causal": (9, 40, {"mask": MASK, "is_causal": True}),
     "key lengths": (9, 40, {"key_lengths": np.array([30, 0])}),
     "key lengths, causal": (9, 40, {"key_lengths": np.array([30, 5]), "is_causal": True}),
+    "key lengths, dilated": (9, 40, {"key_lengths": np.array([30, 5]), "mask": masks.dilated(2)}),
     "documents and a prefix": (9, 40, {"mask": masks.segments(IDS[:, 31:], IDS) | masks.prefix(3)}),
     "a function": (9, 40, {"mask": lambda b, h, i, j: (i + j + h) % 3 > 0}),
 }

@@ -599,9 +599,7 @@ def test_what_jax_nn_is_asked_means_what_we_mean(calls, options):
     assert ours.dtype == jnp.bfloat16
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"is_causal": True}, {"is_causal": True, "window": (5, 0)}]
-)
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"window": (5, 0)}])
 @pytest.mark.parametrize(("rows", "keys"), [(15, 15), (1, 15), (15, 16), (16, 15)])
 def test_gradients_of_odd_lengths_are_those_of_even_ones(calls, rows, keys, options):
     if options and rows != keys:
@@ -618,7 +616,7 @@ def test_gradients_of_odd_lengths_are_those_of_even_ones(calls, rows, keys, opti
         np.testing.assert_allclose(
             np.asarray(one, np.float32), np.asarray(other, np.float32), atol=0.03, rtol=0.02
         )
-    padded = calls[-1]["key_value_seq_lengths"] is not None
+    padded = "key_value_seq_lengths" in calls[-1]
     assert padded is (keys % 2 == 1 and not options)
 
 
@@ -678,6 +676,34 @@ def test_on_a_cpu_it_says_where_it_runs():
     assert "it runs on cuda only, and this call is on cpu" in str(explain(*there))
 
 
+@pytest.fixture
+def lowering(monkeypatch):
+    """Return a function that lowers another for a CUDA device of compute capability 9.0."""
+    inner = pytest.importorskip("jax._src.cudnn.fused_attention_stablehlo")
+    monkeypatch.setattr(cudnn, "default_kind", lambda: "cuda")
+    monkeypatch.setattr(inner, "check_cudnn_version", lambda: 91900)
+    monkeypatch.setattr(inner, "check_compute_capability", lambda capability: True)
+    cudnn.trial.cache_clear()
+    yield (
+        lambda function, *shapes: (
+            jax.jit(function).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
+        )
+    )
+    cudnn.trial.cache_clear()
+
+
+def test_gradients_of_odd_lengths_under_vmap_are_lowered_for_cuda(lowering):
+    def call(q, k, v):
+        return attention(q, k, v, kernel="cudnn")
+
+    def loss(*arrays):
+        return jnp.sum(jax.vmap(call)(*arrays))
+
+    shapes = [jax.ShapeDtypeStruct((3, 2, h, 15, 64), "bfloat16") for h in (4, 2, 2)]
+    text = lowering(jax.grad(loss, (0, 1, 2)), *shapes)
+    assert "fmhaSoftmaxBackward" in text
+
+
 @pytest.mark.parametrize(
     ("options", "slope", "length"),
     [
@@ -689,13 +715,8 @@ def test_on_a_cpu_it_says_where_it_runs():
         ("causal, mask", False, 16),
     ],
 )
-def test_the_whole_is_lowered_for_cuda(monkeypatch, options, slope, length):
+def test_the_whole_is_lowered_for_cuda(lowering, options, slope, length):
     """As far as a machine without CUDA can go: to the call of cuDNN, forward and backward."""
-    inner = pytest.importorskip("jax._src.cudnn.fused_attention_stablehlo")
-    monkeypatch.setattr(cudnn, "default_kind", lambda: "cuda")
-    monkeypatch.setattr(inner, "check_cudnn_version", lambda: 91900)
-    monkeypatch.setattr(inner, "check_compute_capability", lambda capability: True)
-    cudnn.trial.cache_clear()
     given = in_jax(TAKEN[options])
     q, k, v = (jax.ShapeDtypeStruct((2, h, length, 64), "bfloat16") for h in (4, 2, 2))
 
@@ -703,8 +724,7 @@ def test_the_whole_is_lowered_for_cuda(monkeypatch, options, slope, length):
         return attention(q, k, v, **given)
 
     function = jax.grad(lambda *x: jnp.sum(call(*x)), (0, 1, 2)) if slope else call
-    text = jax.jit(function).trace(q, k, v).lower(lowering_platforms=("cuda",)).as_text()
-    cudnn.trial.cache_clear()
+    text = lowering(function, q, k, v)
     called = re.findall(r"@__cudnn\$fmha(\w+)", text)
     kind = "ScaleBias" if "mask" in given or "bias" in given else ""
     assert called[0] == f"{kind}Softmax"

@@ -51,8 +51,6 @@ CALLS = {
     "scale": ({}, {"scale": 0.5}),
     "scale below 0": ({}, {"scale": -0.5}),
     "softcap": (HALF, {"softcap": 30.0}),
-    "softcap, long": ({**LONG, **HALF}, {"softcap": 30.0}),
-    "softcap, long, one row": ({**LONG, **HALF, **DECODE}, {"softcap": 30.0}),
     "value size": ({"values": 32}, {}),
     "head size 256, bfloat16": ({"size": 256, "values": 256, **HALF}, {"is_causal": True}),
     "head size 257": ({"size": 257, "values": 257}, {}),

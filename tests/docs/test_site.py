@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tomllib
 from dataclasses import replace
+from importlib.metadata import entry_points
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -37,6 +38,8 @@ WRITING = (DOCS / "writing-a-backend.md").read_text(encoding="utf-8")
 @pytest.mark.skipif(sys.platform != "linux", reason="CuPy, whose kernels it lists, is not here")
 def test_the_capability_table_is_what_the_kernels_declare():
     """Mend by: python docs/capabilities.py."""
+    ours = {e.name for e in entry_points(group="polyattn.backends") if e.dist.name == "polyattn"}
+    assert {spec.name for spec in capabilities.SPECS} == ours
     page = capabilities.page(array_types.written())
     assert capabilities.PAGE.read_text(encoding="utf-8") == page
     assert all(f"`{feature}`" in page for feature in FEATURES)

@@ -12,6 +12,7 @@ from polyattn._base.arrays import ArrayFacts, accumulator_of, broadcast_shapes
 from polyattn._core.call.facts import Call, axes_of
 from polyattn._core.call.features import DTYPES
 from polyattn._core.call.operands import named_arrays
+from polyattn._core.call.options import GRADIENT_NUMBERS
 from polyattn._core.expressions.indices import check_broadcasts, check_mask_shape
 
 
@@ -72,7 +73,8 @@ def check_pages(call: Call) -> None:
 def check_range(call: Call) -> None:
     # Scores are float32 for all but float64.
     largest, smallest = (1.7e308, 2.3e-308) if call.query.dtype == "float64" else (3.4e38, 1.2e-38)
-    for name, value in (("scale", call.scale), ("softcap", call.softcap)):
+    for name in GRADIENT_NUMBERS:
+        value = getattr(call, name)
         if isinstance(value, float) and value != 0 and not smallest <= abs(value) <= largest:
             raise ValueError(
                 f"{name} must be within the range of the scores' dtype, {smallest} to {largest};"

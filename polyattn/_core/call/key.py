@@ -56,7 +56,7 @@ _Reader = Callable[[Array], tuple[Hashable, ...]]
 # By exact class, because a subclass may be anything.
 _KNOWN: dict[tuple[str, str], _Reader] = {
     ("numpy", "ndarray"): attrgetter("dtype", "shape"),
-    ("cupy", "ndarray"): attrgetter("dtype", "device", "shape"),
+    ("cupy", "ndarray"): attrgetter("dtype", "device.id", "shape"),
     ("torch", "Tensor"): attrgetter("dtype", "device", "shape", "layout", "requires_grad"),
 }
 _readers: dict[type, _Reader | None] = {}

@@ -255,9 +255,11 @@ def with_gradient(what: str) -> tuple[str, ...]:
     return tuple([name for name, option in OPTIONS.items() if option.gradient == what])
 
 
-#: The arguments that are arrays with a gradient, and the options whose expressions carry such.
+#: The arguments that are arrays with a gradient, the options whose expressions carry such, and the
+#: options that are a number with one.
 GRADIENT_ARRAYS = ("query", "key", "value", *with_gradient("array"))
 GRADIENT_EXPRESSIONS = with_gradient("carried")
+GRADIENT_NUMBERS = with_gradient("number")
 
 
 def option_of(name: str) -> Option:

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from polyattn._core.call.options import GRADIENT_NUMBERS
 from polyattn._core.call.parts import arrays_in
 from polyattn._core.expressions.replacements import ScaleRule
 from polyattn.conformance.cases.case import Case, with_arrays
@@ -55,7 +56,7 @@ def direction(case: Case) -> Mapping[str, list[Array]]:
     rng = np.random.default_rng(zlib.crc32(f"{case.name} direction".encode()))
     along = {}
     for name, argument in arguments(case).items():
-        if name in ("scale", "softcap") and not isinstance(argument, ScaleRule):
+        if name in GRADIENT_NUMBERS and not isinstance(argument, ScaleRule):
             along[name] = [np.ones(())]
         elif name in (*ARRAYS, "score_mod", "similarity") and arrays_in(argument):
             arrays = arrays_in(argument)
@@ -97,7 +98,7 @@ def at(case: Case, step: float, names: tuple[str, ...]) -> tuple[Array, Array]:
     moved = arguments(case)
     for name, along in direction(case).items():
         rest: Iterator[Any] = iter(along if name in names else [0] * len(along))
-        if name in ("scale", "softcap"):
+        if name in GRADIENT_NUMBERS:
             moved[name] = moved[name] + step * float(next(rest))
         else:
             moved[name] = with_arrays(moved[name], partial(_moved_by, step, rest))
