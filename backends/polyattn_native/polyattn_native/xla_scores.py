@@ -24,7 +24,7 @@ def shapes_of(problem: Problem) -> dict[str, tuple[int, ...]]:
 
 
 def trained(problem: Problem) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of those whose gradient is asked for."""
+    """Return the shapes of the arrays of the score expression whose gradients are asked for."""
     return {} if "score_mod" in problem.constants else shapes_of(problem)
 
 
