@@ -196,8 +196,7 @@ def test_flex_on_cuda_is_worth_compiling_for_values_too(monkeypatch):
     monkeypatch.setattr("polyattn_torch.flex.HAS_TRITON", True)
     shape = (1, 16, 2**13, 64)
     ids = torch.empty(2**13, dtype=torch.int64, device="meta")
-    rules = {"mask": masks.segments(ids)}, {"score_mod": scores.alibi(16)}, {"softcap": 30.0}
-    for options in rules:
+    for options in ({"mask": masks.segments(ids)}, {"score_mod": scores.alibi(16)}):
         problem, _ = described(*[torch.empty(shape, device="meta")] * 3, **options)
         on_cuda = problem._replace(device="cuda:0")
         assert Flex().reasons_against(on_cuda) == []
