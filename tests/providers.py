@@ -28,6 +28,8 @@ REFUSED = (
     ("openvino", "1.24.", "Tensor data equal nullptr", "it takes no array without memory"),
     ("openvino", "1.24.", "offset array and window beyond int32, float16: output",
      "an offset beyond 32 bits is another number there"),
+    ("openvino", "1.24.", "dropout, seed of an array: output",
+     "it drops others than with the same seed as a number"),
     ("webgpu", "", "the device does not support it", "no float16 on this device"),
     ("webgpu", "1.27.", "softcap 50: output", "its tanh of small numbers is 1e-6 off"),
     ("webgpu", "1.27.", "nan in a key seen by later rows, sigmoid: output",
