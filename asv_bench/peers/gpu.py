@@ -138,7 +138,7 @@ def jax_contenders(case: Case, device: str) -> Iterator[Contender]:
 
 
 def torch_gradients(case: Case, device: str) -> Iterator[Contender]:
-    """Yield forward and backward of torch's own function, and of polyattn's."""
+    """Yield the forward and backward pass of torch's own function, and the same of polyattn."""
     import torch
 
     dtype = getattr(torch, case.dtype)

@@ -143,7 +143,7 @@ def _by_cudnn(problem: Problem, query: Array, key: Array, value: Array, **option
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _of_odd_lengths(problem: Problem, query: Array, key: Array, value: Array) -> Array:
-    """Compute attention, with gradients by padded arrays: `jax.nn` has none of odd lengths."""
+    """Compute attention. Its gradients pad the arrays: `jax.nn` takes only even lengths there."""
     return _by_cudnn(problem, query, key, value)
 
 

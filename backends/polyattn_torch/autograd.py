@@ -231,7 +231,8 @@ def autocast_disabled(kind: str) -> AbstractContextManager[Any]:
 
 def is_autocast_enabled(kind: str) -> bool:
     """Return whether autocast is at work on a kind of device."""
-    return has_autocast(kind) and torch.is_autocast_enabled(kind)
+    is_available = kind == "cpu" or has_autocast(kind)
+    return is_available and torch.is_autocast_enabled(kind)
 
 
 def moved_along(

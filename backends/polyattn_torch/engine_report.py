@@ -1,8 +1,7 @@
 """Report for `explain`: which engine scaled_dot_product_attention chooses.
 
 Nothing is computed: torch is asked with empty tensors of one batch item. Questions that it cannot
-answer are left out. torch prints the reasons against the other engines, and does not return
-them.
+answer are left out, such as why it chooses no other engine: it prints the reasons only.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from polyattn._core.call.features import DTYPES
+from polyattn.conformance.cases.accelerated_cases import make_accelerated_cases
 from polyattn.conformance.cases.cache_cases import CACHES, CORNERS, TOPIC
 from polyattn.conformance.cases.case import ARRAYS, VIEWS, Case, Generated, make_case, sampled
 from polyattn.conformance.cases.expression_cases import STEPS, make_expression_cases
@@ -313,18 +314,6 @@ LAYOUTS: Group = {
     for name in (*ARRAYS, "mask")
 }
 
-# What kernels on accelerators ask for: 16 bits, even lengths, vectors of 16 or more numbers.
-ACCELERATED: Group = {
-    "16 x 16, causal window": {"is_causal": True, "window": (3, None)},
-    "16 x 16, mask and bias": PAIRED["mask array"] | PAIRED["bias"],
-    "16 x 16, broadcast batch, E != D, expressions": {
-        **PAIRED["broadcast batch"],
-        **STEPS["mask value"],
-        **STEPS["score value"],
-        "E": 24,
-    },
-}
-
 #: The topics, with the cases that each show one sentence of the semantics.
 TOPICS: dict[str, Group] = {
     "formula": PAIRED | ALONE,
@@ -369,11 +358,6 @@ def make_long_cases() -> Iterator[Case]:
     yield long("150 x 160, offset array", **LONG | {"batch": (2,), "L": 150, "S": 160} | OFFSETS)
     yield long("1030 x 1030, window", **LONG | {"L": 1030, "S": 1030}, window=(20, 5))
     yield long("700 x 700, causal", **LONG | {"L": 700, "D": 2}, is_causal=True)
-
-
-def make_accelerated_cases() -> Iterator[Case]:
-    for name, fields in ACCELERATED.items():
-        yield make_case(name, dtype="bfloat16", L=16, S=16, D=16, **fields)
 
 
 def in_other_dtypes(cases: Iterable[Case]) -> Iterator[Case]:
