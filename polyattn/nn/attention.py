@@ -126,15 +126,15 @@ class MultiHeadAttention(Module):
         >>> layer(x, is_causal=True).shape
         (2, 5, 64)
         """
-        if check_int("heads", heads) < 1:
-            raise ValueError(f"heads must be at least 1; got {heads}")
+        size, heads = check_int("size", size, least=1), check_int("heads", heads, least=1)
         if head_size is None:
             if size % heads:
                 raise ValueError(
                     f"{heads} heads do not divide a size of {size}: give head_size, or other heads"
                 )
             head_size = size // heads
-        key_heads = heads if key_heads is None else key_heads
+        head_size = check_int("head_size", head_size, least=1)
+        key_heads = heads if key_heads is None else check_int("key_heads", key_heads, least=1)
         value_size = head_size if value_size is None else value_size
         context_size = size if context_size is None else context_size
         if fused and context_size != size:

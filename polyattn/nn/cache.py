@@ -304,9 +304,7 @@ class KVCache:
         ValueError
             If `window` is below 0, or the length is unknown because the library traces.
         """
-        length = known(self.length)
-        if check_int("window", window) < 0:
-            raise ValueError(f"window must be at least 0; got {window}")
+        length, window = known(self.length), check_int("window", window, least=0)
         if is_array(length):
             raise ValueError(
                 "inside a traced function the length of a cache is unknown, so it cannot slide;"

@@ -150,10 +150,9 @@ class PagedCache:
         """
         numbers = {"heads": heads, "size": size, "capacity": capacity, "items": items, "page": page}
         for name, number in numbers.items():
-            if check_int(name, number) < 1:
-                raise ValueError(f"{name} must be at least 1; got {number}")
+            check_int(name, number, least=1)
         columns = -(-capacity // page)
-        pages = 1 + (items * columns if pages is None else check_int("pages", pages))
+        pages = 1 + (items * columns if pages is None else check_int("pages", pages, least=0))
         xp = library_of(like, "like").xp
         zero = numbers_like(xp, 0, like.dtype, like)
         example = xp.broadcast_to(zero, (pages, heads, 1, 1))
@@ -261,7 +260,8 @@ class PagedCache:
         table = widened(table, int((table.lengths + counts).max(initial=0)))
         new = [array for array in (key, value, query) if array is not None]
         writable = is_writable(new, [self.key, self.value])
-        if writable and memory is not None and memory.key is self.key:
+        shared = memory is not None and memory.key is self.key and memory.value is self.value
+        if writable and memory is not None and shared:
             with memory.lock:
                 plan = memory.place(table, counts, m)
                 if plan is not None:
@@ -358,8 +358,7 @@ class PagedCache:
         -------
         PagedCache
         """
-        if check_int("window", window) < 0:
-            raise ValueError(f"window must be at least 0; got {window}")
+        check_int("window", window, least=0)
         xp, table = library_of(self.lengths).xp, self.block_table
         ends = (index_range(xp, 0, table.shape[1], table)[None, :] + 1) * self.page
         dropped = ends <= self.lengths[:, None] - window
@@ -385,7 +384,9 @@ class PagedCache:
         if wrong or (here and most is not None and (numbers > most).any()):
             limit = "" if most is None else f" to {most}"
             raise ValueError(f"{name} must be integers from 0{limit}; got {given}")
-        return numbers if here else library_of(numbers).xp.astype(numbers, self.lengths.dtype)
+        if here:
+            return np.asarray(numbers, np.int64)
+        return library_of(numbers).xp.astype(numbers, self.lengths.dtype)
 
     def _check_items(self, what: str, given: Array, dtype: str | None = None) -> None:
         """Raise if there is not one number for each item."""

@@ -231,9 +231,11 @@ class Rotary(Module):
             raise ValueError("dynamic scaling computes the frequencies: give one of them")
         if self.pairing not in ("halves", "neighbours"):
             raise ValueError(f"pairing must be 'halves' or 'neighbours'; got {self.pairing!r}")
-        if self.frequencies is not None and len(self.frequencies) != self.size // 2:
-            given = len(self.frequencies)
-            raise ValueError(f"there must be size / 2 = {self.size // 2} frequencies; got {given}")
+        if self.frequencies is not None:
+            object.__setattr__(self, "frequencies", tuple(map(float, self.frequencies)))
+            if (given := len(self.frequencies)) != self.size // 2:
+                wanted = self.size // 2
+                raise ValueError(f"there must be size / 2 = {wanted} frequencies; got {given}")
         self._angles  # noqa: B018 -- computed now, and not while torch traces
 
     @functools.cached_property
@@ -327,6 +329,11 @@ class Rotary(Module):
             An array of the shape and dtype of `x`.
         """
         xp = library_of(x).xp
+        if x.shape[-1] < self.size:
+            raise ValueError(
+                f"vectors of {x.shape[-1]} components have no {self.size} to rotate: give Rotary"
+                " another size"
+            )
         whole = x.shape[-1] == self.size
         rotated = x if whole else x[..., : self.size]
         cosine, sine = (beside(x, table) for table in (cosine, sine))

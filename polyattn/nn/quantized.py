@@ -110,10 +110,8 @@ class QuantizedCache:
         >>> cache.attention(prompt[:, -1:]).shape
         (8, 1, 64)
         """
-        for name, number, least in (("window", window, 0), ("block", block, 1)):
-            if check_int(name, number) < least:
-                raise ValueError(f"{name} must be at least {least}; got {number}")
-        blocks = -(-check_int("capacity", capacity) // block)
+        window, block = check_int("window", window, least=0), check_int("block", block, least=1)
+        blocks = -(-check_int("capacity", capacity, least=0) // block)
         widths = size, size if value_size is None else value_size
         xp = library_of(like, "like").xp
         one = like[(slice(1),) * len(like.shape)]

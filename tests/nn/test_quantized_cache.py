@@ -203,6 +203,10 @@ def test_zeros_stay_zeros():
         (lambda c, x: c.truncate(9), ValueError, "from 0 to the cache's 0 tokens; got 9"),
         (lambda c, x: c.attention(x, normalizer=None, layout="LHD"), ValueError, "layout must be"),
         (lambda c, x: made(np.asarray, [], block=0), ValueError, "block must be at least 1; got 0"),
+        (
+            lambda c, x: nn.QuantizedCache.init(1, 4, -4, like=x),
+            ValueError, "capacity must be at least 0; got -4",
+        ),
         (lambda c, x: made(np.asarray, [], window=-1), ValueError, "window must be at least 0"),
     ],
 )  # fmt: skip
