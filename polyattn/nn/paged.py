@@ -28,7 +28,6 @@ from polyattn.nn.pages import (
     on_host,
     placed,
     sent,
-    usage,
     widened,
     with_room,
     write,
@@ -246,7 +245,8 @@ class PagedCache:
         kept = on_host(number) if is_array(number) else number
         if table is None or kept is None:
             number = self.lengths * 0 + (sent(number, self.lengths) if is_host(number) else number)
-            plan = placed(self._table(), number, m, *usage(self._table()))
+            given = Table(self.block_table, self.lengths, self.page, self.key.shape[0])
+            plan = placed(given, number, m)
             pools = written(self.key, key, plan), written(self.value, value, plan)
             return PagedCache(*pools, plan.table, self.lengths + number, start)
         cache = self._appended(key, value, table, kept + 0 * table.lengths, query)
@@ -371,10 +371,6 @@ class PagedCache:
             return known.numbers
         pages, lengths = on_host(self.block_table), on_host(self.lengths)
         return None if lengths is None else Table(pages, lengths, self.page, self.key.shape[0])
-
-    def _table(self) -> Table:
-        """Return what decides where tokens lie."""
-        return Table(self.block_table, self.lengths, self.page, self.key.shape[0])
 
     def _checked(self, name: str, given: Any, most: int | None) -> Any:
         """Return integers as an array, of the host unless they are of the cache's library."""

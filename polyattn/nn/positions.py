@@ -286,23 +286,21 @@ class Rotary(Module):
         """Return the angles, shape (..., size / 2)."""
         if isinstance(positions, Placed):
             return next(angles for rotary, angles in positions.angles if rotary == self)
-        if self.dynamic is None:
-            return self._angles.of(xp, positions, like.dtype, like)
-        if isinstance(positions, range):
+        angles = self._angles
+        if self.dynamic is not None and isinstance(positions, range) and not is_compiling():
+            factor, trained = self.dynamic
+            if positions.stop > trained:
+                stretch = 1 + factor * (positions.stop / trained - 1)
+                angles = Angles(ntk_scaling(self.size, stretch, base=self.base))
+        elif self.dynamic is not None:
             # torch.compile would make a program for each length that is a constant of it.
-            if not is_compiling():
-                factor, trained = self.dynamic
-                angles = self._angles
-                if positions.stop > trained:
-                    stretch = 1 + factor * (positions.stop / trained - 1)
-                    angles = Angles(ntk_scaling(self.size, stretch, base=self.base))
-                return angles.of(xp, positions, like.dtype, like)
-            positions = index_range(xp, positions.start, positions.stop, like)
-        if 0 in positions.shape:  # no position is the largest
-            return self._angles.of(xp, positions, like.dtype, like)
-        rates = self._rates(xp, positions, like, *self.dynamic)
-        places = cast(xp, positions, rates.dtype)[..., None]
-        return places * beside(places, rates)
+            if isinstance(positions, range):
+                positions = index_range(xp, positions.start, positions.stop, like)
+            if 0 not in positions.shape:  # else no position is the largest
+                rates = self._rates(xp, positions, like, *self.dynamic)
+                places = cast(xp, positions, rates.dtype)[..., None]
+                return places * beside(places, rates)
+        return angles.of(xp, positions, like.dtype, like)
 
     def _rates(self, xp: Any, positions: Array, like: Array, factor: float, trained: int) -> Array:
         """Return the frequencies by dynamic scaling to the largest of the positions."""

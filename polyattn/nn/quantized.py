@@ -193,7 +193,7 @@ class QuantizedCache:
         ]
         codes, steps = self._with_integers(tokens, blocks)
         rest = [array[..., blocks * size :, :] for array in tokens]
-        return replace(self, codes=codes, steps=steps, recent=self._of_recent(*rest))
+        return replace(self, codes=codes, steps=steps, recent=self._with_recent(*rest))
 
     def _with_integers(self, tokens: Sequence[Array], blocks: int) -> tuple[KVCache, KVCache]:
         """Return the integers and steps with the first blocks of tokens at the end."""
@@ -252,7 +252,7 @@ class QuantizedCache:
         codes = self.codes.truncate(whole * self.block)
         rest = [array[..., : length % self.block, :] for array in self._floats(whole, whole + 1)]
         xp, dtype = library_of(rest[0]).xp, self.recent.key.dtype
-        recent = self._of_recent(*[cast(xp, array, dtype) for array in rest])
+        recent = self._with_recent(*[cast(xp, array, dtype) for array in rest])
         return replace(self, codes=codes, steps=self.steps.truncate(whole), recent=recent)
 
     def attention(self, query: Array, **options: Any) -> Array:
@@ -382,13 +382,6 @@ class QuantizedCache:
             found.append((xp.astype(xp.reshape(rows, shape), steps.dtype), steps))
         return found
 
-    def _of_recent(self, key: Array, value: Array) -> KVCache:
+    def _with_recent(self, key: Array, value: Array) -> KVCache:
         """Return a cache of the newest tokens, in memory of its own."""
-        *batch, heads, _, size = key.shape
-        cache = KVCache.init(
-            *(heads, size, self.window + self.block),
-            like=key,
-            batch=tuple(batch),
-            value_size=value.shape[-1],
-        )
-        return cache.append(key, value)
+        return KVCache(*self._memory).append(key, value)
