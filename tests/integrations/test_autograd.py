@@ -372,7 +372,7 @@ CALLS = {
     "maximum": lambda x, y: functions.maximum(x, y) * functions.minimum(y, x),
     "clip": lambda x, y: functions.clip(x * y, -0.5, 0.5),
     "tanh": lambda x, y: functions.tanh(x) * functions.erfc(y),
-    "take": lambda x, y: functions.take(x, np.asarray([2, 0, 2]), axis=-2) * y,
+    "take": lambda x, y: functions.take(x, np.asarray([2, 0, -1]), axis=-2) * y,
     "concat": lambda x, y: functions.concat((x[0], y), axis=1) * 2,
     "stack": lambda x, y: functions.stack((x[0] * y, x[1]), axis=-1) ** 2,
     "shapes": lambda x, y: functions.matrix_transpose(functions.permute_dims(x, (2, 0, 1))) * y[0],
