@@ -364,12 +364,13 @@ class QuantizedCache:
         of_values = with_last_axes(self.steps.values, 2, values.shape[-2], 1)
         return Quantized(self.codes.keys, self.steps.keys), Quantized(values, of_values)
 
-    def _floats(self, first: int, stop: int) -> tuple[Array, Array]:
+    def _floats(self, first: int, stop: int) -> list[Array]:
         """Return the keys and values of some blocks as floats."""
-        key, value = (floats * steps for floats, steps in self._blocks(first, stop))
-        return with_last_axes(key, 3, -1, key.shape[-1]), with_last_axes(
-            value, 3, -1, value.shape[-1]
-        )
+        length = (stop - first) * self.block
+        return [
+            with_last_axes(floats * steps, 3, length, floats.shape[-1])
+            for floats, steps in self._blocks(first, stop)
+        ]
 
     def _blocks(self, first: int, stop: int) -> list[tuple[Array, Array]]:
         """Return integers as floats (..., n, block, size), and their steps, of keys and values."""
