@@ -14,7 +14,7 @@ from polyattn._base.arrays import Array, clip, index_range, is_array, library_of
 from polyattn._base.host import is_host
 from polyattn._base.tracing import is_recording, is_transformed
 from polyattn._dispatch.transfer import convert_like
-from polyattn.nn.cache import known, zeros
+from polyattn.nn.cache import known
 
 
 class Table(NamedTuple):
@@ -117,9 +117,9 @@ def with_room(
 
 def with_pages(pool: Array, total: int) -> Array:
     """Return a pool with pages of zeros after its own, so that it has so many."""
-    xp, (pages, heads, page, size) = library_of(pool).xp, pool.shape
-    one = xp.broadcast_to(pool[:1, :, :1, :1], (total - pages, heads, 1, 1))
-    return xp.concat((pool, zeros(one, page, size)), axis=0)
+    xp, (pages, *rest) = library_of(pool).xp, pool.shape
+    more = xp.zeros_like(xp.broadcast_to(pool[:1, ...], (total - pages, *rest)))
+    return xp.concat((pool, more), axis=0)
 
 
 def slots_used(lengths: Array, table: Array, page: int) -> Array:

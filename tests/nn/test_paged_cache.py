@@ -287,6 +287,8 @@ def test_what_does_not_fit_is_refused(act, kind, words):
 def test_values_of_size_0_are_not_those_of_the_keys_size(kind):
     items = {"items": 1} if kind is nn.PagedCache else {}
     cache = kind.init(1, 4, 8, like=np.zeros(1, np.float32), value_size=0, **items)
+    key, value = (np.zeros((1,) * bool(items) + (1, 99, n), np.float32) for n in (4, 0))
+    cache = cache.append(key, value)  # beyond its capacity
     assert getattr(cache, "recent", cache).values.shape[-1] == 0
 
 
