@@ -622,4 +622,17 @@ MUTATIONS = (
      "a cache casts under the autocast of any device", "polyattn/nn/cache.py",
      "is_autocast_on() and _is_cast(memory[0])",
      "is_autocast_on()"),
+    ("tests/nn/test_ids.py::test_ids_of_few_bits_are_ids[numpy-uint8]",
+     "rows that wrap in the dtype of ids", "polyattn/nn/ids.py",
+     "ids.dtype not in (xp.int32, xp.int64)",
+     "False"),
+    ("tests/nn/test_paged_cache.py::test_a_pool_put_in_place_of_one_is_not_written_to[value]",
+     "a pool of the user's written to", "polyattn/nn/paged.py",
+     " and memory.value is self.value",
+     ""),
+    ("tests/integrations/test_autograd.py::"
+     "test_integers_become_floats_where_a_derivative_is_recorded[query]",
+     "integers read where autograd records", "polyattn/_api/pieces.py",
+     " or recorder_of(operands) is not None",
+     ""),
 )  # fmt: skip
