@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Set
 from typing import Any
 
-from polyattn._base.arrays import Array, ArrayFacts, cast, clip, facts_of, is_array, library_of
+from polyattn._base.arrays import Array, ArrayFacts, clip, facts_of, is_array, library_of
 from polyattn._core.call.operands import Operands, mapped
 from polyattn._core.call.options import OPTIONS
 from polyattn._core.call.problem import Problem
@@ -135,17 +135,6 @@ def convert_like(array: Array, like: Array) -> Array:
     source, target = backend_of(array), backend_of(like)
     values = array if source is target else source.fetch(array)
     return target.place(values, facts_of(like).device or None)
-
-
-def numbers_of(array: Array) -> Any:
-    """Return an array of floats, without its gradient, as float64 in NumPy."""
-    import numpy
-
-    plain = array.detach() if hasattr(array, "detach") else array
-    xp = library_of(plain).xp
-    # NumPy lacks some dtypes, such as bfloat16.
-    wide = plain if plain.dtype == xp.float64 else cast(xp, plain, xp.float32)
-    return convert_like(wide, numpy.zeros(1)).astype(numpy.float64)
 
 
 def _root(backend: Backend) -> str:
