@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from polyattn._base.arrays import Array, Recorder, facts_of, is_array, library_of, recorders
@@ -47,7 +48,7 @@ class Plan(NamedTuple):
 
         The method is ``run``, ``run_backward``, ``run_jvp`` or ``run_weights``.
         """
-        recorder = recorder_of(operands, *others)
+        recorder = recorder_of(operands, others)
         if recorder is not None:
             return recorder.run(method, self, operands, *others)
         backend, _, problem, moved = self.placement
@@ -135,7 +136,7 @@ class Plan(NamedTuple):
         )
 
 
-def recorder_of(operands: Operands, *others: Any) -> Recorder | None:
+def recorder_of(operands: Operands, others: Iterable[Any] = ()) -> Recorder | None:
     """Return the recorder of what a call is given, if an array has one."""
     if not recorders:
         return None
