@@ -99,7 +99,7 @@ def _largest(call: Cut, layer: Layer, top: int) -> tuple[Array, Array]:
         if call.whole_rows:
             groups = [list(range(len(lengths)))]
         else:  # a row needs `top` keys, whatever it sees
-            rest = [n for n in range(len(lengths)) if n not in set(seen)]
+            rest = [n for n, length in enumerate(lengths) if length and n not in set(seen)]
             while sum(lengths[n] for n in seen) < top:
                 seen.append(rest.pop(0))
                 groups.append([seen[-1]])

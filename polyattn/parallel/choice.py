@@ -122,9 +122,9 @@ def examined(
     layout: str,
 ) -> ParallelExplanation:
     """Return the decision about a call, with all reasons."""
-    if strategy != "auto" and strategy not in STRATEGIES:
-        names = ", ".join(["auto", *STRATEGIES])
-        raise ValueError(f"strategy must be one of {names}; got {strategy!r}")
+    names = ["auto", *STRATEGIES]
+    if strategy not in names:
+        raise ValueError(f"strategy must be one of {', '.join(names)}; got {strategy!r}")
     shares_rows = strategy == "auto" or STRATEGIES[strategy].shares_rows
     call = described(function, arrays, options, size=size, layout=layout, shares_rows=shares_rows)
     source, candidates = f"strategy={strategy!r}", tuple(_candidates(call, strategy))

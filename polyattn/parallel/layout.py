@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from polyattn._base.arguments import check_int
 from polyattn._base.arrays import Array, index_range, library_of
 from polyattn._base.slices import joined, split, take
 from polyattn.parallel.over import communicator_of
@@ -31,6 +32,13 @@ def slots(layout: str) -> int:
 def chunks_of(rank: Any, size: int, layout: str) -> tuple[Any, ...]:
     """Return the numbers of the chunks that a rank holds, in its order."""
     return (rank,) if layout == "contiguous" else (rank, 2 * size - 1 - rank)
+
+
+def check_size(size: Any) -> int:
+    number = check_int("the number of ranks", size)
+    if number < 1:
+        raise ValueError(f"the number of ranks must be at least 1; got {number}")
+    return number
 
 
 def check_divisible(length: int, size: int, layout: str, name: str) -> None:
@@ -195,7 +203,7 @@ def positions(array: Array, *, over: Any, layout: str = "contiguous", axis: int 
 def _order(array: Array, size: int, layout: str, axis: int) -> list[int]:
     """Return the chunks in the order of the ranks."""
     check_layout(layout)
-    check_divisible(array.shape[axis], size, layout, "the array")
+    check_divisible(array.shape[axis], check_size(size), layout, "the array")
     return [chunk for rank in range(size) for chunk in chunks_of(rank, size, layout)]
 
 

@@ -13,6 +13,7 @@ from polyattn._core.call.gradients import Gradients
 from polyattn.parallel.agreement import check_one_call
 from polyattn.parallel.call import in_dtype
 from polyattn.parallel.choice import ParallelExplanation, chosen, examined
+from polyattn.parallel.layout import check_size
 from polyattn.parallel.over import communicator_of
 from polyattn.parallel.task import Task
 
@@ -241,7 +242,7 @@ def explain(
         shape = check_shape(given)
         return ArrayFacts(library, dtype, "cpu", (1, *shape) if len(shape) == 2 else shape)
 
-    size = over if isinstance(over, int) else communicator_of(over).size
+    size = check_size(over) if isinstance(over, int) else communicator_of(over).size
     arrays = {"query": facts(query), "key": facts(key), "value": facts(value)}
     return examined("explain", arrays, dict(options), size, strategy, layout)
 

@@ -11,6 +11,7 @@ from typing import Any
 from polyattn._base.arrays import Array, library_of
 from polyattn._base.slices import take
 from polyattn.parallel.communicator import Communicator
+from polyattn.parallel.layout import check_size
 
 
 class _Mail:
@@ -134,7 +135,7 @@ def run_threads(
     >>> parallel.run_threads(2, attend)
     [(2, 4, 4), (2, 4, 4)]
     """
-    mail, results = _Mail(size, timeout), [None] * size
+    mail, results = _Mail(check_size(size), timeout), [None] * size
 
     def work(rank: int) -> None:
         try:

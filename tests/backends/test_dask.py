@@ -434,6 +434,12 @@ def test_weights(options, group, look):
     np.testing.assert_array_equal(found.keys.compute()[positive], expected.keys[positive])
 
 
+def test_the_largest_weights_are_not_looked_for_in_empty_chunks():
+    key = da.ones((4, 2), chunks=((1, 0, 3), 2))
+    found = attention_weights(key, key, is_causal=True, rows=[0], top=2)
+    np.testing.assert_array_equal(found.weights, [[1, 0]])
+
+
 def test_weights_read_only_the_chunks_of_the_rows():
     x = da.zeros((4, 4096, 8), chunks=(4, 256, 8))
     found = attention_weights(x, x, window=(255, 0), rows=[4000], top=3)

@@ -173,6 +173,7 @@ def test_explain_says_why_not():
     ("options", "error", "message"),
     [
         ({"strategy": "rings"}, ValueError, "strategy must be one of auto, heads, gather, ring"),
+        ({"strategy": ["ring"]}, ValueError, r"strategy must be one of .* got \['ring'\]"),
         ({"layout": "...LHD"}, ValueError, 'layout must be "contiguous" or "zigzag"; arrays have'),
         ({"layout": "zigzag"}, ValueError, "query has 3 tokens on this rank"),
         ({"strategy": "heads"}, NotImplementedError, "'heads' cannot compute .* H = 3 query heads"),
@@ -389,6 +390,20 @@ def test_layouts_are_undone_and_know_their_positions(layout):
 def test_tokens_that_cannot_be_shared_are_refused():
     with pytest.raises(ValueError, match=r"10 tokens, which 2 ranks .* pad it to 12 tokens"):
         parallel.permute(np.ones((10, 3)), 2)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda size: parallel.permute(np.ones(4), size, axis=0),
+        lambda size: parallel.explain((8, 2), (8, 2), (8, 2), over=size),
+        lambda size: parallel.run_threads(size, lambda ranks: None),
+    ],
+)
+def test_there_is_a_rank_at_least(call):
+    for size, error in ((0, ValueError), (-2, ValueError), (True, TypeError)):
+        with pytest.raises(error, match="the number of ranks must be"):
+            call(size)
 
 
 def test_one_rank_is_one_device():
