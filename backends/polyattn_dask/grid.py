@@ -134,9 +134,9 @@ _NAMED = {
 def axes_of(name: str, shape: tuple[int, ...], problem: Problem) -> Axes:
     """Return the axes that an argument follows; one along which it broadcasts is not cut."""
     last = _NAMED[name] if name in _NAMED else OPTIONS[name].axes
-    if last is None:
+    if last is None and shape:
         raise TypeError(f"{name} cannot be cut: it has no axes in the table of options")
-    return axes_along(last, shape, problem)
+    return axes_along(last or "", shape, problem)
 
 
 def axes_along(last: str, shape: tuple[int, ...], problem: Problem) -> Axes:

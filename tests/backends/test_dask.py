@@ -463,7 +463,7 @@ def test_parts_of_chunks_count_on_from_the_start_of_dropout():
     expected = attention(*[x.compute()] * 3, dropout=(0.5, 1, (0, 1, 2, 3)))
     # An array that is not computed yet is for the kernels that know no chunks.
     for given, kernel in ((start, "chunked"), (da.from_array(start), "dense")):
-        dropout = 0.5, 1, given
+        dropout = 0.5, da.asarray(1), given
         np.testing.assert_allclose(
             attention(x, x, x, dropout=dropout, kernel=kernel).compute(), expected
         )
