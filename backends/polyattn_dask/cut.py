@@ -18,7 +18,7 @@ from polyattn_dask.grid import (
     lengths_of,
 )
 from polyattn_dask.layer import Key, Layer, Task
-from polyattn_dask.sizes import OptionArray, grouped, key_bytes, needs_whole_rows
+from polyattn_dask.sizes import OptionArray, bytes_of_a_key, grouped, needs_whole_rows
 from polyattn_dask.tasks import Calls
 from polyattn_dask.visibility import Visibility
 
@@ -64,8 +64,8 @@ class Cut(NamedTuple):
 
     def groups(self, at: Index) -> list[list[int]]:
         """Return the chunks of keys that a block of rows sees, by the tasks that read them."""
-        sizes = key_bytes(self.problem, self.grid, at, self.option_arrays)
-        return grouped(self.seen.of(at), sizes, self.whole_rows)
+        each = bytes_of_a_key(self.problem, self.grid, at, self.option_arrays)
+        return grouped(self.grid.columns, self.seen.of(at), each, self.whole_rows)
 
     def calls(self, at: Index, columns: list[int], sinks: bool = True) -> Calls:
         """Return the calls of a task."""

@@ -26,7 +26,7 @@ from polyattn._dispatch import registry
 from polyattn_dask import estimate
 from polyattn_dask.grid import spans_of
 from polyattn_dask.layer import Layer
-from polyattn_dask.sizes import RunsOfChunks, grouped
+from polyattn_dask.sizes import count_groups, grouped
 
 RNG = np.random.default_rng(0)
 B, H, G, L, S, D, E = 2, 8, 4, 60, 70, 16, 5
@@ -313,14 +313,13 @@ def test_explain_asks_masks_about_a_bounded_number_of_pairs():
 
 def test_groups_of_consecutive_chunks_are_counted_as_they_are_made():
     columns = spans_of(tuple(RNG.integers(1, 9, 40).tolist()))
-    lengths = [span.length for span in columns]
-    for keys in (0, 1, 7, 20, 1000):
-        runs = RunsOfChunks(columns, keys)
+    for keys, whole_rows in ((0, False), (1, False), (14, False), (40, False), (2000, True)):
         with dask.config.set({"polyattn.group-size": keys}):
             for start, stop in RNG.integers(0, 41, (40, 2)).tolist():
-                groups = grouped(range(start, stop), lengths, whole_rows=False)
-                most = max((sum(lengths[n] for n in group) for group in groups), default=0)
-                assert runs.groups(range(start, stop)) == (len(groups), most)
+                given = columns, range(start, stop), 2, whole_rows
+                groups = grouped(*given)
+                lengths = [sum(columns[n].length for n in group) for group in groups]
+                assert count_groups(*given) == (len(groups), max(lengths, default=0))
 
 
 @pytest.mark.parametrize(
