@@ -15,6 +15,7 @@ from polyattn_dask.grid import (
     axes_along,
     axes_of,
     grid_of,
+    key_axis,
     lengths_of,
 )
 from polyattn_dask.layer import Key, Layer, Task
@@ -75,7 +76,7 @@ class Cut(NamedTuple):
             self.whole_rows,
             self.grid.part(self.problem, at),
             tuple([Slice(span.start, span.length) for span in spans]),
-            tuple([x.key_axis for x in self.option_arrays]),
+            tuple([key_axis(x.axes) for x in self.option_arrays]),
             sinks,
             (self.problem.head_size, self.problem.value_size),
         )
@@ -97,7 +98,7 @@ class Cut(NamedTuple):
         options = [
             [
                 (x.array.name, *self.grid.place(x.axes, place))
-                for place in (places if x.key_axis is not None else [at])
+                for place in (places if "S" in x.axes else [at])
             ]
             for x in self.option_arrays
             if columns or x.option == "sinks"

@@ -24,11 +24,6 @@ class OptionArray(NamedTuple):
     axes: Axes
     array: Any
 
-    @property
-    def key_axis(self) -> int | None:
-        """Its axis of the keys, counted from the last, if it has one."""
-        return self.axes.index("S") - len(self.axes) if "S" in self.axes else None
-
 
 def needs_whole_rows(problem: Problem) -> bool:
     """Return whether a task needs all the keys of its rows at once."""
@@ -65,7 +60,7 @@ def bytes_of_a_key(problem: Problem, grid: Grid, at: Index, arrays: Sequence[Opt
     each = _items_in(grid, at) * group * (problem.head_size + problem.value_size)
     each *= BYTES[problem.dtype]
     for one in arrays:
-        if one.key_axis is None:
+        if "S" not in one.axes:
             continue
         places = grid.place(one.axes, at)
         count = [
