@@ -186,10 +186,7 @@ def array_api_backend(xp: Any) -> Backend:
 
 
 def kernels_of(backend: Backend | None) -> tuple[Kernel, ...]:
-    """Return a backend's kernels, among them those that joined it, then the array-API kernels.
-
-    A backend's kernel replaces the array-API kernel of the same name.
-    """
+    """Return a backend's kernels, and then the array-API kernels whose names they do not take."""
     kernels = () if backend is None else backend.kernels_now()
     names = {kernel.name for kernel in kernels}
     return (*kernels, *(kernel for kernel in _ARRAY_API_KERNELS if kernel.name not in names))

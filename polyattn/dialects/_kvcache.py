@@ -35,13 +35,6 @@ class Rotation(NamedTuple):
     lengths: Array | None = None  # the first positions, if they are not the lengths of the cache
 
 
-def both(names: str, one: Array | None, other: Array | None) -> tuple[Array, Array] | None:
-    """Return two arrays of which neither is given without the other."""
-    if (one is None) != (other is None):
-        raise ValueError(f"give both {names}, or neither")
-    return None if one is None else (one, other)
-
-
 def with_kvcache(
     q: Array, new: tuple[Array, Array] | None, cache: Cache, rotation: Rotation, *,
     scale: float | None, causal: bool, window: Any, softcap: float, slopes: Array | None = None,
@@ -61,9 +54,7 @@ def with_kvcache(
     keys, values = (_read(cache, pool, q.shape[0]) for pool in (cache.key, cache.value))
     if qv is not None:
         q, keys, scale = with_qv(q, keys, values, qv, scale)
-    options = options_of(scale, softcap)
-    if causal or near:
-        options |= {"is_causal": bool(causal), "window": near or (None, None)}
+    options = options_of(scale, softcap) | {"is_causal": bool(causal), "window": near}
     many = keys.shape[1] * (1 if cache.table is None else cache.table.shape[1])
     lengths = many if cache.lengths is None else cache.lengths
     if isinstance(lengths, int) and cache.table is None and lengths != many:

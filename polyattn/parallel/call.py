@@ -9,7 +9,7 @@ from polyattn._api.attention import attention
 from polyattn._api.gradients import as_given, attention_backward, unrounded_partial
 from polyattn._api.names import check_names
 from polyattn._api.partial import Partial, attention_partial
-from polyattn._base.arrays import Array, as_facts, cast, is_array, library_of
+from polyattn._base.arrays import Array, as_facts, cast, library_of
 from polyattn._base.autocast import autocast
 from polyattn._base.slices import Slice
 from polyattn._core.call.describe import describe
@@ -184,11 +184,6 @@ class ParallelCall:
         }
         arguments = dict(zip(("query", "key", "value"), given, strict=True)) | self.options
         return as_given(Gradients(query, key, value, **own), arguments)
-
-
-def in_dtype(array: Array, like: Any) -> Array:
-    """Return an array in the dtype of another; as it is if that is a number."""
-    return cast(library_of(array).xp, array, like.dtype) if is_array(like) else array
 
 
 def add_shares(one: OptionGradients, other: OptionGradients) -> OptionGradients:
