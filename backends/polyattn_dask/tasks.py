@@ -226,7 +226,7 @@ class PullBack:
         """Return the share of each chunk of keys, by its number, and those of no chunk by None."""
         # `results` are output and logsumexp, and their gradients.
         found: dict[tuple[str, int | None], Array] = {}
-        lengths = [span.length for span in self.calls.columns]
+        columns = self.calls.columns
         with front().use_threads(1):
             for n, call in enumerate(self.calls.of(query, keys, values, arrays)):
                 for name, share in _shares(query, call, results).items():
@@ -235,7 +235,9 @@ class PullBack:
                         total = found.get((name, None))
                         found[name, None] = share if total is None else total + share
                     elif self.calls.whole_rows:  # all keys were given at once
-                        found |= {(name, m): x for m, x in enumerate(_split(share, lengths, axis))}
+                        for m, span in enumerate(columns):
+                            along = slice(span.start - call[2], span.stop - call[2])
+                            found[name, m] = share[(..., along, *[slice(None)] * (-1 - axis))]
                     else:
                         found[name, n] = share
         return found
@@ -264,14 +266,3 @@ def _shares(query: Array, call: Arguments, results: Sequence[Array | None]) -> d
         elif share is not None:
             shares[name] = share
     return shares
-
-
-def _split(array: Array, lengths: Sequence[int], axis: int) -> list[Array]:
-    """Return the parts of an array along an axis."""
-    found, first = [], 0
-    for length in lengths:
-        index = [slice(None)] * array.ndim
-        index[axis] = slice(first, first + length)
-        found.append(array[tuple(index)])
-        first += length
-    return found

@@ -1,5 +1,6 @@
 """Strategies on threads: the cases of the conformance suite, and what a call may get wrong."""
 
+import itertools
 import re
 import threading
 from functools import partial
@@ -136,6 +137,22 @@ def test_a_window_needs_no_more_turns_than_it_spans():
     said = parallel.explain(x, x, x, over=8, strategy="ring", is_causal=True, window=(1023, None))
     assert said.chosen.bytes_sent == 2 * 2 * 1024 * 16 * 4  # one turn
     assert said.visible_pairs == 15
+
+
+@pytest.mark.parametrize("window", [(1, 0), (None, 2), (2**40, None), (2**40, 2**31)], ids=str)
+@pytest.mark.parametrize("offset", [0, -3, 2**31 - 1, 2**40, -(2**40)])
+def test_chunks_that_see_one_another(window, offset):
+    """Also for ranks of 32 bits, as JAX has them."""
+    options = {"window": window, "query_offset": offset, "layout": "zigzag"}
+    call = parallel.explain((6, 2), (4, 2), (4, 2), over=2, **options).call
+    left, right = (2**50 if end is None else end for end in window)
+    ahead = np.arange(8) - np.arange(12)[:, None] - offset
+    seen = (-left <= ahead) & (ahead <= right)
+    for rows, keys in itertools.product(range(4), repeat=2):
+        block = seen[3 * rows : 3 * rows + 3, 2 * keys : 2 * keys + 2]
+        assert call.is_full(rows, keys) == block.all()
+        assert not block.any() or call.is_visible(rows, keys)
+        assert call.is_visible(np.int32(rows), np.int32(keys)) == call.is_visible(rows, keys)
 
 
 # ---- the choice ----
