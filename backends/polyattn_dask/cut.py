@@ -48,11 +48,6 @@ class Cut(NamedTuple):
         arrays = [array for _, array in self.arrays.values()]
         return [*arrays, *(x.array for x in self.option_arrays)]
 
-    @property
-    def query(self) -> Any:
-        """The query."""
-        return self.arrays["query"][1]
-
     def layer(self, what: str, *facts: Any) -> Layer:
         """Return a layer without tasks; `facts` decide a result besides the call."""
         return Layer(what, self.inputs, self.problem, self.options, *facts)

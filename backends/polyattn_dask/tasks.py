@@ -127,11 +127,11 @@ class Attend:
                 key, value, _, options = calls[0]
                 return polyattn.attention(query, key, value, **options)
             is_last = alone and self.result == "both"
-            dtype = {} if is_last or self.joined == self.dtype else {"dtype": self.joined}
+            dtype = None if is_last or self.joined == self.dtype else self.joined
             total = None
             for key, value, _, options in calls:
                 value = key[..., :0] if value is None else value
-                partial = polyattn.attention_partial(query, key, value, **options, **dtype)
+                partial = polyattn.attention_partial(query, key, value, dtype=dtype, **options)
                 total = partial if total is None else polyattn.merge(total, partial)
             return _finished(total, self.result, self.dtype)
 
@@ -178,12 +178,11 @@ class Weigh:
         logsumexp: Array | None,
     ) -> Any:
         """Return the weights, their sums, or the largest ones with their keys."""
-        known = {} if logsumexp is None else {"logsumexp": logsumexp}
         top, found = self.look.get("top"), None
         with front().use_threads(1):
             for key, _, first, options in self.calls.of(query, keys, values, arrays):
-                look = self.look | ({"top": min(top, key.shape[-2])} if top else {})
-                here = front().attention_weights(query, key, **options, **known, **look)
+                options |= self.look | ({"top": min(top, key.shape[-2])} if top else {})
+                here = front().attention_weights(query, key, logsumexp=logsumexp, **options)
                 if top is None:
                     return here
                 here = here.weights, here.keys + first

@@ -128,10 +128,8 @@ def load(name: str) -> str | None:
 
 
 def _unmatched(spec: BackendSpec, backend: Backend) -> str | None:
-    """Return the reason if no array can be of the first library that a spec names, or None.
-
-    The first is that of the backend's own arrays; the others may be missing on this machine.
-    """
+    """Return the reason if no array can be of the first library that a spec names, or None."""
+    # The first is that of the backend's own arrays; the others may be missing on this machine.
     first, *_ = (*spec.namespaces, "")
     if is_namespace(first):
         return None

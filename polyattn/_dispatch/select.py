@@ -201,10 +201,8 @@ def _expanded(names: Names, library: str) -> list[tuple[str, bool]]:
 
 
 def _for_kernel(kernel: Kernel, problem: Problem) -> Problem:
-    """Return the problem that a kernel gets: without pages if it reads none.
-
-    It then gets their keys in one piece. So do all derivatives. Chunks of dask are not gathered.
-    """
+    """Return the problem that a kernel gets: without pages if it reads none."""
+    # It then gets their keys in one piece. So do all derivatives. Chunks of dask are not gathered.
     features = problem.features
     has_gradients = not features.isdisjoint(("backward", "jvp"))
     has_gradients = has_gradients or problem.requires_grad or bool(problem.transforms)
