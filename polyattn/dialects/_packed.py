@@ -134,7 +134,9 @@ def _spans(name: str, packed: Packed, array: Array) -> list[tuple[int, int]]:
     lengths = [stop - start for start, stop in itertools.pairwise(starts)]
     used = lengths if packed.used is None else numbers_of(packed.used)
     spans = list(zip(starts, used, strict=False))
-    edges = [edge for start, length in spans for edge in (start, start + length)]
+    edges = starts
+    if packed.used is not None:
+        edges = [edge for start, length in spans for edge in (start, start + length)]
     edges = [0, *edges, *starts[-1:], total]
     if len(used) != len(lengths) or edges != sorted(edges):
         lengths_used = "" if packed.used is None else f", of which {short(used)} are used"
