@@ -287,13 +287,13 @@ class _GivenIndices:
 
     def __init__(self, at: ScoreIndices, rows: Array, keys: Array) -> None:
         self.xp, self.per_item, self._rows = at.xp, at.per_item, rows
-        self.column = saturating_sum(keys, 0, at.xp, keys.dtype)
+        self.column = _moved(keys, 0, at.xp)
 
     def position(self, shift: int = 0) -> Array:
-        return saturating_sum(self._rows, shift, self.xp, self._rows.dtype)
+        return _moved(self._rows, shift, self.xp)
 
     def away_from_row(self, modulus: int) -> Array:
-        return (self.column - self.position()) % modulus
+        return (self.column % modulus - self.position() % modulus) % modulus
 
 
 class _GivenBlock:
@@ -303,16 +303,19 @@ class _GivenBlock:
 
     def __init__(self, block: Block, rows: tuple[Array, Array], keys: tuple[Array, Array]) -> None:
         self.per_item, self._xp, self._rows = block.per_item, library_of(rows[0]).xp, rows
-        self.columns = self._moved(keys[0], 0), self._moved(keys[1], 0) + 1
+        self.columns = _moved(keys[0], 0, self._xp), _moved(keys[1], 0, self._xp) + 1
 
     def first(self, shift: int = 0) -> Array:
-        return self._moved(self._rows[0], shift)
+        return _moved(self._rows[0], shift, self._xp)
 
     def last(self, shift: int = 0) -> Array:
-        return self._moved(self._rows[1], shift)
+        return _moved(self._rows[1], shift, self._xp)
 
-    def _moved(self, positions: Array, shift: int) -> Array:
-        return saturating_sum(positions, shift, self._xp, positions.dtype)
+
+def _moved(positions: Array, shift: int, xp: Any) -> Array:
+    """Return given positions plus `shift`, so limited that 1 can be added."""
+    limit = int(xp.iinfo(positions.dtype).max) - 1
+    return saturating_sum(positions, shift, xp, positions.dtype, limit)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
