@@ -309,6 +309,7 @@ def _steps(exact: int, each: int, most: int) -> list[int]:
     spread = each - exact
     found, n = [], exact
     for k in range(1, spread):
+        n = max(n, int(exact * (most / exact) ** (k / spread)) - 1)  # as far as floats tell
         while n**spread * exact**k < most**k * exact**spread:
             n += 1
         found.append(n)
