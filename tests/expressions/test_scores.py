@@ -122,7 +122,7 @@ def test_alibi_has_the_published_slopes(heads):
 
 
 @pytest.mark.parametrize("bidirectional", [True, False])
-@pytest.mark.parametrize(("buckets", "furthest"), [(32, 128), (64, 256), (16, 40)])
+@pytest.mark.parametrize(("buckets", "furthest"), [(32, 128), (64, 256), (16, 40), (32, 10**9)])
 def test_relative_bias_has_the_buckets_of_t5(bidirectional, buckets, furthest):
     t5 = pytest.importorskip("transformers.models.t5.modeling_t5").T5Attention
     away = np.arange(-600, 600)
