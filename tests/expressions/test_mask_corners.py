@@ -451,6 +451,11 @@ def test_nothing_in_is_nothing_out(library, rows, keys, kernel):
     assert not library.back(output).any()
 
 
+def test_torchs_own_kernel_takes_a_tree_of_no_drafts():
+    x = torch.ones(1, H, L, 8)
+    assert attention(x[:, :, :0], x, x, mask=masks.tree([])).shape == (1, H, 0, 8)
+
+
 def test_a_batch_of_none_and_no_batch_at_all():
     nobody = np.ones((0, H, L, 8))
     mask = masks.padding(np.zeros(0, int)) & masks.segments(np.zeros((0, L), int))

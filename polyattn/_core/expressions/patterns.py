@@ -340,9 +340,10 @@ class Tree(Mask):
         row = at.row + at.per_item(self._first)
         draft = at.column - at.position() + row
         known = clip(at.xp, draft, 0, many - 1)
-        items = index_range(at.xp, 0, math.prod(lead), self.ancestors)
-        item = at.per_item(at.xp.reshape(items, tuple(lead)))
-        table = at.xp.reshape(self.ancestors, (-1, many, many))
+        count = math.prod(lead)
+        items = at.xp.reshape(index_range(at.xp, 0, count, self.ancestors), tuple(lead))
+        item = at.per_item(items)
+        table = at.xp.reshape(self.ancestors, (count, many, many))
         return (draft < 0) | (draft < many) & at.looked_up(table, item, row, known)
 
     def _coverage(self, block: Block) -> Coverage:
