@@ -106,6 +106,19 @@ def test_the_expression_keeps_what_was_placed(monkeypatch):
         assert "_placed" not in one.__dict__
 
 
+@pytest.mark.parametrize("dtype", ["int32", "int64"])
+@pytest.mark.parametrize("xp", [torch, jnp])
+def test_an_array_that_is_written_to_is_placed_again(xp, dtype):
+    lengths, x = np.array([1, 2], dtype), xp.asarray(X)
+    mask = masks.padding(lengths) & masks.causal()
+    attention(x, x, x, mask=mask)
+    lengths[:] = LENGTHS
+    close(
+        attention(x, x, x, mask=mask),
+        attention(X, X, X, mask=masks.padding(LENGTHS), is_causal=True),
+    )
+
+
 def test_gradients_are_in_the_query_s_library():
     x, mod = torch.asarray(X), scores.alibi(SLOPES)
     partial = attention_partial(x, x, x, sinks=SLOPES, score_mod=mod)

@@ -65,10 +65,15 @@ class Expression:
         """
         if is_compiling():
             return self.map(lambda name, x: destination.put(name, x) if is_host(x) else x)
+        hosts = [array for _, array in self.carried() if is_host(array)]
+        if not hosts:
+            return self
+        contents = [array.tobytes() for array in hosts]  # the caller may write to them
         remembers = not isinstance(destination.like, ArrayFacts)
-        if remembers and destination.key in self.__dict__.get("_placed", {}):
-            found: V | None = self.__dict__["_placed"][destination.key]
-            return self if found is None else found
+        kept = self.__dict__.get("_placed", {}).get(destination.key) if remembers else None
+        if kept is not None and kept[0] == contents:
+            found: V = kept[1]
+            return found
 
         def put(name: str, field: Any) -> Any:
             if isinstance(field, Expression):
@@ -77,11 +82,11 @@ class Expression:
 
         new = self._rebuilt(put)
         pairs = zip(self.carried(), new.carried(), strict=True)
-        moved = any(one is not other for (_, one), (_, other) in pairs)
-        result = new if moved else self
-        if remembers and not (moved and _is_traced(result)):
-            self.__dict__.setdefault("_placed", {})[destination.key] = result if moved else None
-        return result
+        if all(one is other for (_, one), (_, other) in pairs):
+            return self
+        if remembers and not _is_traced(new):
+            self.__dict__.setdefault("_placed", {})[destination.key] = contents, new
+        return new
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "_placed"}
