@@ -91,6 +91,17 @@ class Expression:
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "_placed"}
 
+    def within(self) -> list[Any]:
+        """Return the expressions in the fields of this one."""
+        fields = [getattr(self, name) for name in self.__match_args__]
+        every = [one for x in fields for one in (x if type(x) is tuple else (x,))]
+        return [one for one in every if isinstance(one, Expression)]
+
+    def check(self, dims: Any) -> None:
+        """Raise if the expression does not fit the lengths of a call."""
+        for one in self.within():
+            one.check(dims)
+
     def carried(self) -> list[tuple[str, Any]]:
         """Return the name and the object of each array and function in the expression."""
         found: list[tuple[str, Any]] = []

@@ -63,10 +63,7 @@ class Mask(Expression):
     @property
     def has_rule(self) -> bool:
         """Whether the coverage of some part is unknown because it is a function."""
-        return False
-
-    def check(self, dims: ScoreDims) -> None:
-        """Raise if the mask does not fit the lengths of a call."""
+        return any(mask.has_rule for mask in self.within())
 
     def plot(
         self, query_length: int | None = None, key_length: int | None = None, **options: Any
@@ -156,14 +153,6 @@ class Joined(Mask):
     def _reduced(self, things: Iterable[Any]) -> Any:
         return functools.reduce(type(self).join, things)
 
-    @property
-    def has_rule(self) -> bool:
-        return any(part.has_rule for part in self.parts)
-
-    def check(self, dims: ScoreDims) -> None:
-        for part in self.parts:
-            part.check(dims)
-
     def __repr__(self) -> str:
         # & binds more tightly than |.
         parts = [f"({part!r})" if isinstance(part, Or) else repr(part) for part in self.parts]
@@ -196,13 +185,6 @@ class Not(Mask):
         some, every = self.mask.coverage(block)
         return Coverage(logical_not(every), logical_not(some))
 
-    @property
-    def has_rule(self) -> bool:
-        return self.mask.has_rule
-
-    def check(self, dims: ScoreDims) -> None:
-        self.mask.check(dims)
-
     def __repr__(self) -> str:
         return f"~({self.mask!r})" if isinstance(self.mask, Joined) else f"~{self.mask!r}"
 
@@ -232,11 +214,8 @@ class Dense(Mask):
 class Rule(Mask):
     name: ClassVar[str] = "rule"
     axes: ClassVar[dict[str, str]] = {}
+    has_rule = True
     function: Callable[..., Any]
 
     def seen(self, at: ScoreIndices) -> Array:
         return at.by_rule(self.function)
-
-    @property
-    def has_rule(self) -> bool:
-        return True

@@ -270,7 +270,7 @@ class Positions(Mask):
             length = dims.query_length if letter == "L" else dims.key_length
             array = getattr(self, name)
             dims.check_per_token(f"masks.positions: {name}", array, letter, length)
-        self.mask.check(dims)
+        super().check(dims)
 
 
 def by_index(mask: Mask) -> Mask | None:
