@@ -509,7 +509,7 @@ MUTATIONS = (
      "        if length in lengths:\n            return True\n    return False\n"),
     ("tests/expressions/test_mask_corners.py::test_ids_may_be_unsigned_and_of_two_dtypes",
      "a minimum of unsigned ids", "polyattn/_core/tiles/coverage.py",
-     "part = self._as_index(numbers[..., slice(*(self.rows, self.columns)[axis])])",
+     "part = as_index(self._xp, numbers[..., slice(*(self.rows, self.columns)[axis])])",
      "part = numbers[..., slice(*(self.rows, self.columns)[axis])]"),
     ("tests/backends/test_torch_compiled.py::test_a_compiled_call_reads_any_memory[aot_eager-sdpa-0]",
      "vectors padded by 0", "backends/polyattn_torch/workarounds.py",

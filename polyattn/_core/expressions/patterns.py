@@ -53,19 +53,10 @@ class Band(Mask):
             all_visible = all_visible & (stop - 1 <= block.first(self.right))
         return Coverage(any_visible, all_visible)
 
-    def intersection(self, other: Band) -> Band:
-        """Return the band of the keys that both show."""
-        return Band(_least(self.left, other.left), _least(self.right, other.right))
-
     def __repr__(self) -> str:
         if (self.left, self.right) == (None, 0):
             return "masks.causal()"
         return f"masks.window({self.left}, {self.right})"
-
-
-def _least(one: int | None, other: int | None) -> int | None:
-    """Return the smaller of two bounds, of which None is no bound."""
-    return other if one is None else one if other is None else min(one, other)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
