@@ -65,7 +65,10 @@ def check_softcap(value: Any) -> float:
 
 
 def check_scale(value: Any) -> float | ScaleRule:
-    return value if isinstance(value, ScaleRule) else check_finite("scale", value)
+    if isinstance(value, ScaleRule):
+        return value
+    _check_place("scale", value)
+    return check_finite("scale", value)
 
 
 def check_offset(value: Any) -> Any:
@@ -136,6 +139,7 @@ def check_normalizer(value: Any) -> Any:
 
 def _of_kind(name: str, value: Any, kind: type, example: str) -> Any:
     if not isinstance(value, kind):
+        _check_place(name, value)
         raise TypeError(
             f"{name} must be an expression of polyattn.scores such as {example}; {got(value)}"
         )

@@ -35,7 +35,7 @@ def check_parents(name: str, value: Any) -> Any:
     parents = as_array(name, value)
     if _is_square(parents):
         return parents
-    parents = check_ids(name, parents)
+    parents = _integers(name, parents, "an integer array (..., L) or a bool array (..., L, L)")
     if not is_unreadable(parents) and not parents.shape:
         raise ValueError(f"{name} must have shape (..., L); got {parents!r}")
     return parents

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
+from polyattn._base.arguments import got
 from polyattn._base.arrays import (
     Array,
     ArrayFacts,
@@ -19,6 +20,7 @@ from polyattn._base.arrays import (
     check_not_recorded,
     facts_of,
     index_range,
+    is_array,
     length_of,
     with_rank,
 )
@@ -259,6 +261,8 @@ class Indices:
         return with_rank(call_mask(rule, self, self._check), self._rank)
 
     def _check(self, name: str, result: Array) -> ArrayFacts:
+        if not is_array(result):
+            raise TypeError(f"{name} must return an array; {got(result)}")
         facts = facts_of(result, f"the result of {name}")
         if facts.library != self._problem.library:
             raise TypeError(
