@@ -436,7 +436,7 @@ MUTATIONS = (
      "if False:"),
     (DASK + "test_explain_counts_what_the_graph_reads[its tiles-64 MiB]",
      "explain without the tables of masks", "polyattn/_api/explain.py",
-     "mask=call.mask.filled(operands.mask)",
+     "mask=operands.mask.spec(as_facts, tables=True)",
      "mask=call.mask"),
     # layers and files
     (LOAD + "test_a_whole_file_precedes_an_index_as_in_transformers",

@@ -38,22 +38,18 @@ class Expression:
     #: class that says nothing of them: a part of the scores refuses it.
     axes: ClassVar[dict[str, str] | None] = None
 
-    def map(self: V, change: Callable[[str, Any], Any]) -> V:
-        """Return the expression with each array and function replaced by what `change` makes of it.
+    def map(self: V, change: Callable[[str, Any], Any], *, tables: bool = True) -> V:
+        """Return the expression with ``change(field, x)`` for each array and function x.
 
-        `change` takes the name of the field and the array or function.
+        Without `tables`, tables of bytes are empty.
         """
-        return self._map(change, lambda table: table)
-
-    def _map(self: V, change: Callable[[str, Any], Any], other: Callable[[bytes], bytes]) -> V:
-        """Replace each array and function, and each table of bytes."""
 
         def changed(name: str, field: Any) -> Any:
             if is_array(field) or (callable(field) and not isinstance(field, Expression)):
                 return change(name, field)
             if isinstance(field, Expression):
-                return field._map(change, other)
-            return other(field) if isinstance(field, bytes) else field
+                return field.map(change, tables=tables)
+            return field if tables or not isinstance(field, bytes) else b""
 
         return self._rebuilt(changed)
 
@@ -178,23 +174,11 @@ class Expression:
 
         return type(self)(*[changed(name, getattr(self, name)) for name in self.__match_args__])
 
-    def spec(self: V, facts: Callable[[Any, str], ArrayFacts] = facts_of) -> V:
+    def spec(
+        self: V, facts: Callable[[Any, str], ArrayFacts] = facts_of, *, tables: bool = False
+    ) -> V:
         """Return the expression without functions and tables, with the facts of its arrays."""
-        return self._map(
-            lambda name, x: facts(x, name) if is_array(x) else FUNCTION, lambda table: b""
-        )
-
-    def filled(self: V, value: Expression) -> V:
-        """Return a spec with the tables of the expression that it was made from."""
-        tables: list[bytes] = []
-
-        def note(table: bytes) -> bytes:
-            tables.append(table)
-            return table
-
-        value._map(lambda name, x: x, note)
-        rest = iter(tables)
-        return self._map(lambda name, x: x, lambda table: next(rest)) if tables else self
+        return self.map(lambda name, x: facts(x, name) if is_array(x) else FUNCTION, tables=tables)
 
     def __eq__(self, other: object) -> bool:
         if type(self) is not type(other):
