@@ -83,10 +83,7 @@ def unit_slope(vectors: Array, change: Array, xp: Any) -> Array:
 
 
 def _scaled(vectors: Array, xp: Any) -> tuple[Array, Array, Array]:
-    """Return vectors over their largest entries, these, and the lengths of the first.
-
-    The squares of the entries themselves may overflow, or be 0.
-    """
+    """Return vectors over their largest entries, these, and the lengths of the first."""
     # Each array as large as the vectors costs more time than its numbers: there are two.
     highest, lowest = (f(vectors, axis=-1, keepdims=True) for f in (xp.max, xp.min))
     largest = xp.maximum(highest, -lowest)

@@ -41,10 +41,7 @@ class Mask(Expression):
         raise NotImplementedError
 
     def coverage(self, block: Block) -> Coverage:
-        """Return whether any key of a block may be visible, and whether all surely are.
-
-        It does not look at each key.
-        """
+        """Return whether any key of a block may be visible, and whether all surely are."""
         fields = [getattr(self, name) for name in self.__match_args__]
         if not block.reads and any(is_array(field) for field in fields):
             return UNKNOWN

@@ -54,10 +54,7 @@ class Similarity(Expression):
     def pushforward(
         self, query: Array, key: Array, moved_query: Array, moved_key: Array, backend: Primitives
     ) -> Array:
-        """Return the derivative along tangents of queries and keys, (..., l, s).
-
-        That of an absent key may be NaN.
-        """
+        """Return the derivative along tangents, (..., l, s), which may be NaN for an absent key."""
         raise NotImplementedError
 
     def check(self, head_size: int) -> None:

@@ -31,10 +31,7 @@ def combined_mask(problem: Problem, x: Operands) -> Mask | None:
 
 
 class TileQuery:
-    """A tile over all batch items and heads, whose coverage a mask gives.
-
-    `reads` says whether the result may depend on the contents of arrays.
-    """
+    """A tile of all batch items and heads; `reads` says whether contents of arrays may decide."""
 
     def __init__(
         self, problem: Problem, x: Operands, xp: Any, rows: Span, columns: Span, *, reads: bool
