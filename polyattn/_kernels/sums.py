@@ -41,6 +41,9 @@ class GradientSums:
     def add(self, name: str, gradient: Array, rows: Span, columns: Span) -> None:
         """Add what a tile gives to the gradient of an operand, or to that of a number."""
         shape, first = list(getattr(self._x, name).shape) if hasattr(self._x, name) else [], [0, 0]
+        if list(gradient.shape) == shape:  # this and that in `_joined`: 0.9 of a small call's time
+            self._add((name, 0, 0), gradient)
+            return
         for n, (axis, span) in enumerate(zip(self._axes(name), (rows, columns), strict=True)):
             if axis is not None:
                 first[n], shape[axis] = span.start, span.length
@@ -84,7 +87,10 @@ class GradientSums:
 
     def _joined(self, name: str) -> Array:
         """Return the gradient of an operand, from those of its parts."""
-        return self._join(name, getattr(self._x, name), ())
+        array, first = getattr(self._x, name), self._sums.get((name, 0, 0))
+        if first is not None and first.shape == array.shape:
+            return first
+        return self._join(name, array, ())
 
     def _join(self, name: str, array: Array, first: tuple[int, ...]) -> Array:
         """Return the gradient of the part of an operand whose first row and key are given."""
@@ -99,9 +105,7 @@ class GradientSums:
             self._join(name, array[(..., slice(*span), *rest)], (*first, span.start))
             for span in Span(0, array.shape[axis]).split(size)
         ]
-        if len(parts) < 2:
-            return parts[0] if parts else self._zeros(array)
-        return self._xp.concat(parts, axis=axis)
+        return self._xp.concat(parts, axis=axis) if parts else self._zeros(array)
 
     def _number(self, name: str) -> Array:
         found = self._sums.get((name, 0, 0))
