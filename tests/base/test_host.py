@@ -165,7 +165,10 @@ def test_numbers_that_the_library_cannot_hold():
         (lambda: masks.dense([1, 0]), "masks.dense takes a bool array"),
         (lambda: attention(X, X, X, sinks=["a"]), "sinks must hold numbers"),
         (lambda: attention(X, X, X, sinks=[1, 2, 3, 4]), "sinks must be a float array"),
-        (lambda: attention(X, X, X, query_offset=[0.5, 1]), "query_offset must be an integer or an"),
+        (
+            lambda: attention(X, X, X, query_offset=[0.5, 1]),
+            "query_offset must be an integer or an",
+        ),
         (lambda: masks.prefix([[torch.ones(1)]]), "lengths must hold numbers"),
     ],
 )

@@ -188,7 +188,7 @@ def test_a_value_cannot_be_changed():
         (lambda: scores.function(masks.causal()), TypeError, r"got masks\.causal\(\)"),
         (lambda: masks.window(True, 0), TypeError, r"got \(True, 0\)"),
         (lambda: masks.prefix(None), TypeError, "got None"),
-        (lambda: masks.padding("35"), TypeError, r"got .35.\. An array gives one for each"),
+        (lambda: masks.padding("35"), TypeError, "an array of one for each batch item; got '35'"),
         (lambda: masks.padding(X[0] > 0), TypeError, r"mask=valid\[:, None, None, :\]"),
         (lambda: masks.compile(lambda b, h, i: i, 6), TypeError, "must take"),
         (lambda: masks.compile(lambda b, h, i, j: None, 6), TypeError, "NoneType"),

@@ -77,9 +77,7 @@ def _checked(options: dict[str, Any], destination: Destination | None) -> dict[s
         option = OPTIONS[name]
         if given is option.default:
             continue
-        if isinstance(given, Expression):
-            given = given if destination is None else given.placed(destination)
-        elif option.axes is not None:
+        if option.axes is not None or isinstance(given, Expression):
             given = placed(name, given, destination)
         values[name] = option.read(given)
     if isinstance(values.get("score_mod"), Score):

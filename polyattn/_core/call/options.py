@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from polyattn._base.arguments import check_int, check_signature, check_window, got
-from polyattn._base.arrays import is_array, library_of
+from polyattn._base.arrays import as_facts, is_array, library_of
 from polyattn._base.tracing import as_constant
 from polyattn._core.expressions.expression import Expression
 from polyattn._core.expressions.masks import Mask
@@ -92,6 +92,8 @@ def _integers(name: str, value: Any, what: str, least_rank: int = 0) -> Any:
     # An array of NumPy that torch.compile traces has no dtype yet.
     is_integers = hasattr(value, "shape") and "int" in str(getattr(value, "dtype", "int"))
     if not is_integers or len(value.shape) < least_rank:
+        if is_array(value):
+            as_facts(value, name)  # may raise with what to pass in its place
         raise TypeError(f"{name} must be {what}; {got(value)}")
     return value
 
