@@ -351,7 +351,7 @@ def test_what_an_option_says_goes_to_that_option():
         ({"score_mod": scores.relative_bias(np.zeros((32, 5)))}, ValueError, "H = 6"),
         ({"score_mod": doubled >> scores.alibi(5)}, ValueError, "5 query heads"),
         ({"similarity": scores.additive(np.ones(4))}, ValueError, r"\(5,\); got \(4,\)"),
-        ({"similarity": scores.sparsemax()}, TypeError, "sparsemax.. goes in normalizer=, not in similarity="),
+        ({"similarity": scores.sparsemax()}, TypeError, "goes in normalizer=, not in similarity="),
         ({"similarity": "cosine"}, TypeError, "similarity must be an expression .* 'cosine'"),
         ({"normalizer": max}, TypeError, "normalizer must be an expression"),
         ({"normalizer": scores.sigmoid(), "sinks": np.zeros(6)}, ValueError, "supports no sinks"),
