@@ -36,7 +36,7 @@ def heads_first(call: Call, operands: Operands, *, reads_pages: bool = False) ->
     Keys and values in pages become whole, unless the kernel reads them where they lie.
     """
     changed: dict[str, Any] = {}
-    for name, _ in call.operands() if call.layout == "...LHD" or _has_rank_2(call) else ():
+    for name, _ in call.operands() if call.layout == "...LHD" or 2 in _ranks(call) else ():
         changed[name] = _argument_heads_first(call, getattr(operands, name))
     if isinstance(call.query_offset, ArrayFacts):
         offset: Any = operands.query_offset
@@ -118,16 +118,12 @@ def keeps_axes(call: Call) -> bool:
     """Return whether the caller's axes are those that a kernel knows, in arguments and results."""
     is_moved = call.layout == "...LHD" or isinstance(call.query_offset, ArrayFacts)
     is_moved = is_moved or None in (*call.query.shape, *call.key.shape)
-    return not is_moved and not _has_rank_2(call)
+    return not is_moved and 2 not in _ranks(call)
 
 
 def is_flat(call: Call) -> bool:
     """Return whether all arrays of a call are of rank 2, so that the result has no head axis."""
     return _ranks(call) == {2}
-
-
-def _has_rank_2(call: Call) -> bool:
-    return 2 in _ranks(call)
 
 
 def _ranks(call: Call) -> set[int]:
