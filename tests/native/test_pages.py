@@ -181,7 +181,7 @@ def test_tensors_in_pages_have_the_bits_of_one_piece(
     torch.compiler.reset()
     run = torch.compile(attend, fullgraph=True, backend="aot_eager") if is_compiled else attend
     expected = attend(query, *arrays[2:], None, lengths)
-    monkeypatch.setattr("polyattn._core.call.layout.gathered", None)
+    monkeypatch.setattr("polyattn._core.call.pages.gathered", None)
     for given in ((*arrays[:2], table, lengths), (*arrays[2:], None, lengths)):
         torch.testing.assert_close(run(query, *given), expected, rtol=0, atol=0)
 

@@ -20,10 +20,12 @@ from polyattn.plugin import (
     Residuals,
     Tangents,
     band,
+    in_one_piece,
     with_rank,
 )
 from polyattn_native.scores import is_supported
 from polyattn_native.visible import Ranges, kind_of
+from polyattn_native.xla_pages import through_table
 from polyattn_native.xla_program import Arrays, Fallback, gradients, run
 from polyattn_native.xla_scores import shapes_of, summed
 
@@ -40,9 +42,9 @@ class NativeOnJax(Kernel):
 
     name = "native"
     features = frozenset({
-        "backward", "batch_broadcast", "bias", "causal", "dropout", "grouped_heads", "jvp",
-        "logsumexp", "mask", "mask_expression", "query_offset", "query_offset_array", "scale",
-        "score_expression", "sinks", "softcap", "value_size", "window",
+        "backward", "batch_broadcast", "bias", "block_table", "causal", "dropout", "grouped_heads",
+        "jvp", "logsumexp", "mask", "mask_expression", "query_offset", "query_offset_array",
+        "scale", "score_expression", "sinks", "softcap", "value_size", "window",
     })  # fmt: skip
     batch_invariant = True
     takes_empty = False
@@ -72,7 +74,7 @@ class NativeOnJax(Kernel):
         """Return the output, and the logsumexp if the problem asks for it."""
         other = _fallback(backend)
         if _has_sharding(operands):
-            return other.kernel(problem, operands, backend)
+            return other.kernel(problem, in_one_piece(operands), backend)
         output, logsumexp = _attend(*prepared(problem, operands), other)
         return output, logsumexp if "logsumexp" in problem.features else None
 
@@ -194,6 +196,8 @@ def plain(problem: Problem, x: Operands) -> tuple[Problem, Arrays]:
     if x.bias is not None:
         given["bias"] = x.bias.astype(exact)
     arrays = {name: with_rank(array, rank) for name, array in given.items()}
+    if x.block_table is not None:
+        arrays |= through_table(problem, x, arrays["stop"])
     scores: Any = x.score_mod or []
     arrays |= zip(shapes_of(problem), scores, strict=True)
     if x.sinks is not None:

@@ -32,6 +32,7 @@ from polyattn.plugin import (
 )
 from polyattn_native.call import shape_of_bias_gradient
 from polyattn_native.library import library
+from polyattn_native.xla_pages import POOLS, without_pages
 from polyattn_native.xla_scores import PREFIX, by_distance, expression, shapes_of, summed, trained
 from polyattn_native.xla_words import ADDRESSES, NUMBERS, PRODUCTS, result_shapes, words
 
@@ -62,7 +63,7 @@ class Fallback:
         if function == "push_forward" and _moves_scores(arrays):
             return self._moved(problem, arrays)
         of_bias = problem.bias
-        problem, x = operands(problem, arrays)
+        problem, x = operands(problem, without_pages(arrays, arrays))
         if function == "attend":
             output, logsumexp = self.kernel(problem, x, self.backend)
             assert logsumexp is not None
@@ -210,6 +211,11 @@ def _as_program(
     return fallback(function, problem, dict(zip(names, arrays, strict=True)))
 
 
+def _of_copies(*arrays: Any, names: tuple[str, ...], **about: Any) -> list[Array]:
+    given = dict(zip(names, arrays, strict=True))
+    return run(arrays=without_pages(given, given), **about)
+
+
 def _by_distance(
     *arrays: Any, function: str, problem: Problem, fallback: Fallback, names: tuple[str, ...]
 ) -> list[Array]:
@@ -283,6 +289,9 @@ def _batch(arrays: Any, axes: Any, **about: Any) -> tuple[Any, Any]:
     if problem.dropout or sums_items or is_split:
         found = jax.vmap(functools.partial(_as_program, **about), axes)(*arrays)
         return found, [0] * len(found)
+    if "table" in about["names"] and any(a is not None for n, _, a in named if n in POOLS):
+        found = jax.vmap(functools.partial(_of_copies, **about), axes)(*arrays)
+        return found, [0] * len(found)
     size = next(array.shape[axis] for _, array, axis in named if axis is not None)
 
     def moved(name: str, array: Array, axis: int | None) -> Array:
@@ -316,14 +325,16 @@ def _jvp(primals: Any, tangents: Any, **about: Any) -> tuple[Any, Any]:
         return jax.jvp(program, tuple(primals), tuple(tangents))
     problem, fallback = about["problem"], about["fallback"]
     arrays = dict(zip(about["names"], primals, strict=True))
-    exact = problem._replace(dtype=problem.accumulator)
-    wide = arrays | {n: arrays[n].astype(exact.dtype) for n in ("query", "key", "value")}
-    output, logsumexp = run("attend", exact, fallback, wide)
     moved = {
-        f"{name}_tangent": tangent.astype(exact.dtype)
+        name: tangent
         for name, tangent in zip(about["names"], tangents, strict=True)
         if (name in DIFFERENTIABLE or name.startswith(PREFIX)) and not isinstance(tangent, ad.Zero)
     }
+    moved, arrays = without_pages(moved, arrays), without_pages(arrays, arrays)
+    exact = problem._replace(dtype=problem.accumulator)
+    wide = arrays | {n: arrays[n].astype(exact.dtype) for n in ("query", "key", "value")}
+    output, logsumexp = run("attend", exact, fallback, wide)
+    moved = {f"{name}_tangent": tangent.astype(exact.dtype) for name, tangent in moved.items()}
     given = arrays | {"output": output, "logsumexp": logsumexp} | moved
     of_output, of_logsumexp = run("push_forward", problem, fallback, given)
     return [output.astype(problem.dtype), logsumexp], [

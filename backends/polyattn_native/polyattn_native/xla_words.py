@@ -16,6 +16,7 @@ from polyattn.plugin import Problem, thread_count
 from polyattn_native.arrays import lay_out
 from polyattn_native.call import call_of
 from polyattn_native.library import CArray, CCall
+from polyattn_native.xla_pages import POOLS
 from polyattn_native.xla_scores import trained
 
 #: The functions of the library, and how many products of two arrays each computes.
@@ -38,6 +39,7 @@ def words(
 ) -> dict[str, Any]:
     """Return the attributes of a call with arrays of these names, arguments and then results."""
     call = call_of(problem, PRODUCTS[function], thread_count())
+    call.page = problem.page or 0
     places, tables, pieces = [], [], []
     end = ctypes.sizeof(CCall) // 8
     for name, shape in zip(names, shapes, strict=True):
@@ -51,7 +53,8 @@ def words(
             continue
         array = getattr(call, field)
         array = array if index is None else array[index]
-        offsets = lay_out(array, shape, contiguous(shape), problem.batch)
+        batch = shape[:-3] if "table" in names and name in POOLS else problem.batch
+        offsets = lay_out(array, shape, contiguous(shape), batch)
         if name.startswith("by_distance"):
             offsets = _lay_out_by_distance(array, offsets, call)
         if offsets is not None:
