@@ -25,8 +25,8 @@ from polyattn.plugin import (
 )
 from polyattn_native.scores import is_supported
 from polyattn_native.visible import Ranges, kind_of
-from polyattn_native.xla_pages import through_table
-from polyattn_native.xla_program import Arrays, Fallback, gradients, run
+from polyattn_native.xla_operands import Arrays
+from polyattn_native.xla_program import Fallback, gradients, run
 from polyattn_native.xla_scores import shapes_of, summed
 
 # Masks that leave each row a first and a last key, whatever their arrays hold.
@@ -197,7 +197,7 @@ def plain(problem: Problem, x: Operands) -> tuple[Problem, Arrays]:
         given["bias"] = x.bias.astype(exact)
     arrays = {name: with_rank(array, rank) for name, array in given.items()}
     if x.block_table is not None:
-        arrays |= through_table(problem, x, arrays["stop"])
+        arrays |= _through_table(problem, x, arrays["stop"])
     scores: Any = x.score_mod or []
     arrays |= zip(shapes_of(problem), scores, strict=True)
     if x.sinks is not None:
@@ -208,6 +208,17 @@ def plain(problem: Problem, x: Operands) -> tuple[Problem, Arrays]:
         start = x.dropout_start if start is None else np.asarray(start) % 2**32
         arrays["start"] = jnp.asarray(start).astype("uint32")
     return problem._replace(mask_spec=None, mask=None, bias=None), arrays
+
+
+def _through_table(problem: Problem, x: Operands, stop: Array) -> Arrays:
+    """Return the table, whose pages are all there, and a query of NaN where one was not."""
+    table: Any = x.block_table
+    rank, pages = len(stop.shape), x.key.shape[0]
+    table = with_rank(table[..., None, None, :], rank)
+    begins = with_rank(jnp.arange(0, problem.key_length, problem.page, "int32"), rank)
+    is_wrong = (begins < stop) & ((table < 0) | (table >= pages))
+    query = jnp.where(jnp.any(is_wrong, -1, keepdims=True), jnp.nan, with_rank(x.query, rank))
+    return {"query": query, "table": jnp.clip(table, 0, pages - 1).astype("int32")}
 
 
 def _words_of(seed: Any) -> tuple[Array, Array]:

@@ -32,11 +32,10 @@ from polyattn.plugin import (
 )
 from polyattn_native.call import shape_of_bias_gradient
 from polyattn_native.library import library
-from polyattn_native.xla_pages import POOLS, without_pages
-from polyattn_native.xla_scores import PREFIX, by_distance, expression, shapes_of, summed, trained
+from polyattn_native.xla_operands import POOLS, Arrays, operands, without_pages
+from polyattn_native.xla_scores import PREFIX, by_distance, summed, trained
 from polyattn_native.xla_words import ADDRESSES, NUMBERS, PRODUCTS, result_shapes, words
 
-Arrays = dict[str, Array]
 #: Arguments with a derivative.
 DIFFERENTIABLE = ("query", "key", "value", "bias", "sinks")
 WITHOUT_BATCH = (*ADDRESSES, *NUMBERS)
@@ -63,7 +62,7 @@ class Fallback:
         if function == "push_forward" and _moves_scores(arrays):
             return self._moved(problem, arrays)
         of_bias = problem.bias
-        problem, x = operands(problem, without_pages(arrays, arrays))
+        problem, x = operands(problem, arrays)
         if function == "attend":
             output, logsumexp = self.kernel(problem, x, self.backend)
             assert logsumexp is not None
@@ -117,36 +116,6 @@ class Fallback:
 def _moves_scores(names: Iterable[str]) -> bool:
     """Return whether an array of the score expression has a tangent."""
     return any(name.startswith(PREFIX) and name.endswith("_tangent") for name in names)
-
-
-def operands(problem: Problem, arrays: Arrays) -> tuple[Problem, Operands]:
-    """Return a call of the library as one of a kernel: ranges of keys are a mask."""
-    mask = arrays.get("mask")
-    column = jnp.arange(problem.key_length, dtype="int32")
-    column = column.reshape((1,) * (len(problem.batch) + 2) + (-1,))
-    if "first" in arrays:
-        seen = column >= arrays["first"]
-        mask = seen if mask is None else mask & seen
-    if "stop" in arrays:
-        seen = column < arrays["stop"]
-        mask = seen if mask is None else mask & seen
-    features = (problem.features - {"mask"}) | {"logsumexp"}
-    features |= set() if mask is None else {"mask"}
-    features |= {"causal"} if problem.is_causal else set()
-    features |= {"window"} if problem.window != (None, None) else set()
-    bias = arrays.get("bias")
-    problem = problem._replace(
-        features=features,
-        mask=None if mask is None else mask.shape,
-        bias=None if bias is None else bias.shape,
-    )
-    seed: Any = (arrays["seed_low"], arrays["seed_high"]) if "seed_low" in arrays else None
-    query, key, value = arrays["query"], arrays["key"], arrays["value"]
-    return problem, Operands(
-        query, key, value, mask, bias, sinks=arrays.get("sinks"), seed=seed,
-        dropout_start=arrays.get("start"), query_offset=arrays.get("positions"),
-        score_mod=expression(problem, [arrays[name] for name in shapes_of(problem)]),
-    )  # fmt: skip
 
 
 def run(function: str, problem: Problem, fallback: Fallback, arrays: Arrays) -> list[Array]:

@@ -16,7 +16,7 @@ from polyattn.plugin import Problem, thread_count
 from polyattn_native.arrays import lay_out
 from polyattn_native.call import call_of
 from polyattn_native.library import CArray, CCall
-from polyattn_native.xla_pages import POOLS
+from polyattn_native.xla_operands import POOLS
 from polyattn_native.xla_scores import trained
 
 #: The functions of the library, and how many products of two arrays each computes.
