@@ -34,7 +34,7 @@ from polyattn_native.call import shape_of_bias_gradient
 from polyattn_native.library import library
 from polyattn_native.xla_operands import POOLS, Arrays, operands, without_pages
 from polyattn_native.xla_scores import PREFIX, by_distance, summed, trained
-from polyattn_native.xla_words import ADDRESSES, NUMBERS, PRODUCTS, result_shapes, words
+from polyattn_native.xla_words import ADDRESSES, NUMBERS, PRODUCTS, order_of, result_shapes, words
 
 #: Arguments with a derivative.
 DIFFERENTIABLE = ("query", "key", "value", "bias", "sinks")
@@ -215,7 +215,15 @@ def _lower(context: Any, *values: Any, **about: Any) -> Any:
     aliases = {arguments.index(n): results.index(n) for n in results if n in arguments}
     shapes = [aval.shape for aval in (*context.avals_in, *context.avals_out)]
     attributes = words(function, problem, names, shapes)
-    lower = ffi.ffi_lowering(f"polyattn_{function}", operand_output_aliases=aliases)
+    layouts = [
+        order_of(problem, name, len(shape))[::-1] for name, shape in zip(names, shapes, strict=True)
+    ]
+    lower = ffi.ffi_lowering(
+        f"polyattn_{function}",
+        operand_output_aliases=aliases,
+        operand_layouts=layouts[: len(arguments)],
+        result_layouts=layouts[len(arguments) :],
+    )
     return lower(context, *values, **attributes)
 
 

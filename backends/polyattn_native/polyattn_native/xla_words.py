@@ -1,13 +1,14 @@
 """A call as attributes of a custom call of XLA, which the handlers in `src/xla.cpp` read.
 
 XLA gives the addresses of its arrays when a program runs, so the attributes say where in the call
-they belong. Its arrays have no strides: they follow from the shapes.
+they belong. Its arrays have no strides: they follow from the shapes and the order of the axes.
 """
 
 from __future__ import annotations
 
 import ctypes
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -54,7 +55,9 @@ def words(
         array = getattr(call, field)
         array = array if index is None else array[index]
         batch = shape[:-3] if "table" in names and name in POOLS else problem.batch
-        offsets = lay_out(array, shape, contiguous(shape), batch)
+        order = order_of(problem, name, len(shape))
+        strides = contiguous([shape[axis] for axis in order])
+        offsets = lay_out(array, shape, [strides[axis] for axis in order], batch)
         if name.startswith("by_distance"):
             offsets = _lay_out_by_distance(array, offsets, call)
         if offsets is not None:
@@ -76,7 +79,15 @@ def _lay_out_by_distance(array: CArray, offsets: Any, call: CCall) -> Any:
     return offsets + (call.rows - 1)
 
 
-def contiguous(shape: tuple[int, ...]) -> list[int]:
+def order_of(problem: Problem, name: str, rank: int) -> list[int]:
+    """Return the axes of an array in the order in which they lie, as in the caller's arrays."""
+    axes = list(range(rank))
+    if problem.layout == "...LHD" and name.partition("_")[0] in ("query", "key", "value", "output"):
+        axes[-3:-1] = axes[-2], axes[-3]
+    return axes
+
+
+def contiguous(shape: Sequence[int]) -> list[int]:
     """Return the strides of an array in the order of its axes."""
     after = itertools.accumulate(reversed(shape[1:]), lambda a, b: a * b, initial=1)
     return list(after)[::-1]
