@@ -216,13 +216,11 @@ def _lower(context: Any, *values: Any, **about: Any) -> Any:
     shapes = [aval.shape for aval in (*context.avals_in, *context.avals_out)]
     attributes = words(function, problem, names, shapes)
     layouts = [
-        order_of(problem, name, len(shape))[::-1] for name, shape in zip(names, shapes, strict=True)
+        order_of(problem, names, name, len(aval.shape))[::-1]
+        for name, aval in zip(arguments, context.avals_in, strict=True)
     ]
     lower = ffi.ffi_lowering(
-        f"polyattn_{function}",
-        operand_output_aliases=aliases,
-        operand_layouts=layouts[: len(arguments)],
-        result_layouts=layouts[len(arguments) :],
+        f"polyattn_{function}", operand_output_aliases=aliases, operand_layouts=layouts
     )
     return lower(context, *values, **attributes)
 
