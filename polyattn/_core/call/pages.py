@@ -27,10 +27,7 @@ def in_one_piece(operands: Operands) -> Operands:
     """Return operands whose keys and values, if they are in pages, are copied in one piece."""
     if operands.block_table is None:
         return operands
-    key, value = (
-        pool if pool is None else gathered(pool, operands)
-        for pool in (operands.key, operands.value)
-    )
+    key, value = (x if x is None else gathered(x, operands) for x in operands[1:3])
     return operands._replace(key=key, value=value, block_table=None, key_lengths=None)
 
 
