@@ -8,7 +8,7 @@ from polyattn._base.arrays import Array, ArrayFacts, Chunks, index_range, length
 from polyattn._core.call.facts import Call, axes_of
 from polyattn._core.call.gradients import Gradients
 from polyattn._core.call.operands import Operands
-from polyattn._core.call.pages import gathered, scattered
+from polyattn._core.call.pages import gathered, in_one_piece, scattered
 from polyattn._core.expressions.masks import Mask
 from polyattn._core.expressions.scores import Score
 
@@ -49,11 +49,8 @@ def heads_first(call: Call, operands: Operands, *, reads_pages: bool = False) ->
             # Added to an array: torch would take the number of its example for a bare symbol.
             zero = index_range(library_of(query).xp, 0, 1, query)
             changed["query_offset"] = (zero + offset)[:, None, None]
-    if operands.block_table is not None and not reads_pages:
-        for name, _ in call.operands()[1:]:
-            changed[name] = gathered(changed.get(name, getattr(operands, name)), operands)
-        changed |= {"block_table": None, "key_lengths": None}
-    return operands._replace(**changed) if changed else operands
+    operands = operands._replace(**changed) if changed else operands
+    return operands if reads_pages else in_one_piece(operands)
 
 
 def tangent_heads_first(call: Call, operands: Operands, name: str, array: Array) -> Array:
