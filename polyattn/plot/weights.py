@@ -93,9 +93,8 @@ def attention_map(
     places = _grid(figures, maps.shape, labels) if axes is None else _places(axes, len(maps))
     figure = _with_layout(places[0].axes.figure)
     colours = require_matplotlib("colors").PowerNorm(power, vmin=0, vmax=maps.max() or 1)
-    aspect: float | str = "auto"
-    if 1 / 3 <= rows / columns <= 3:
-        aspect = 1.0 if extent is None else _aspect(extent, labels, rows, columns)
+    cell = 1.0 if extent is None else _cell_ratio(extent, labels, rows, columns)
+    aspect = cell if 1 / 3 <= rows / columns <= 3 else "auto"
     for place, title, head in zip(places, titles, maps, strict=True):
         image = place.axes.imshow(head, cmap=COLOURS, norm=colours, aspect=aspect, extent=extent)
         if title:
@@ -257,12 +256,18 @@ def _with_layout(figure: Any) -> Any:
     return figure
 
 
-def _aspect(extent: Sequence[float], labels: Sequence[Any], rows: int, columns: int) -> float:
-    """Return the ratio of the axes at which the cells are squares, in the numbers of an extent."""
-    left, right, bottom, top = extent
+def _cell_ratio(extent: Sequence[float], labels: Sequence[Any], rows: int, columns: int) -> float:
+    """Return the width of a cell over its height, in the numbers of an extent."""
     if labels != (None, None):
         raise ValueError("extent numbers the axes, and queries and keys name them: give one")
-    return abs((right - left) / columns / ((top - bottom) / rows))
+    left, right, bottom, top = extent if len(extent) == 4 else (math.nan,) * 4
+    width, height = abs(right - left) / columns, abs(top - bottom) / rows
+    if not (0 < width < math.inf and 0 < height < math.inf):
+        raise ValueError(
+            "extent must be four numbers (left, right, bottom, top), of which the first two differ"
+            f" and the last two; got {extent!r}"
+        )
+    return width / height
 
 
 def _grid(figures: Any, shape: tuple[int, int, int], labels: Sequence[Any]) -> list[_Place]:
