@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence, Sized
 from typing import Any, NamedTuple
 
 from polyattn._api.weights import selected
+from polyattn._base.arguments import got
 from polyattn._base.arrays import Array, cast, is_array, library_of
 from polyattn._base.extras import require_matplotlib
+from polyattn._core.call.options import check_finite
 from polyattn._dispatch.transfer import convert_like
 
 # Perceptually uniform, and made for readers with a colour vision deficiency (Nuñez et al., 2018).
@@ -88,7 +90,7 @@ def attention_map(
     labels = _labels("queries", queries, rows), _labels("keys", keys, columns)
     if power is None:
         power = 1.0 if columns <= 64 else 0.5
-    elif not power > 0:
+    elif check_finite("power", power) <= 0:
         raise ValueError(f"power must be above 0; got {power!r}")
     places = _grid(figures, maps.shape, labels) if axes is None else _places(axes, len(maps))
     figure = _with_layout(places[0].axes.figure)
@@ -179,8 +181,10 @@ def _layers(weights: Any) -> list[Any]:
     if is_array(weights):
         _check_rank(weights, {4: "(layers, H, L, S)"}, "weights")
         layers = [weights[number, ...] for number in range(weights.shape[0])]
-    else:
+    elif isinstance(weights, Iterable):
         layers = list(weights)
+    else:
+        raise TypeError(f"weights must be an array, or one for each layer; {got(weights)}")
     if not layers:
         raise ValueError("weights must contain a layer; got an empty sequence")
     for number, layer in enumerate(layers):
@@ -298,8 +302,9 @@ def _labels(name: str, tokens: Sequence[Any] | None, length: int) -> list[str] |
     """Return the labels of tokens: white space is made visible, and long tokens are shortened."""
     if tokens is None:
         return None
-    if len(tokens) != length:
-        raise ValueError(f"{name} must be {length} tokens, as for the weights; got {len(tokens)}")
+    given = len(tokens) if isinstance(tokens, Sized) else repr(tokens)
+    if given != length:
+        raise ValueError(f"{name} must be {length} tokens, as for the weights; got {given}")
     return [_label(str(token)) for token in tokens]
 
 
