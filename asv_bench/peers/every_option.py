@@ -156,22 +156,16 @@ def calls_of(
             continue
         try:
             ours = call_of(lib, given, chosen, formula=False)
-            result, own = timed(ours)
+            result, own = script.timed(ours, time.process_time)
         except (AttributeError, NotImplementedError, TypeError, ValueError) as error:
             say(f"{lib.name}: {names} is left out: {str(error).splitlines()[0][:90]}")
             continue
         formula = call_of(lib, given, chosen, formula=True)
-        expected, other = timed(formula)
+        expected, other = script.timed(formula, time.process_time)
         near = 2e-2 if "float16" in names else 2e-3
         if "dropout" not in names and not same(lib, [result, expected], near):
             raise AssertionError(f"{lib.name}: {names} differs from the formula")
         yield chosen, [(ours, own), (formula, other)]
-
-
-def timed(call: Callable[[], Array]) -> tuple[Array, float]:
-    """Return the result of a call, and its processor time."""
-    start = time.process_time()
-    return call(), time.process_time() - start
 
 
 def sweep(

@@ -8,7 +8,6 @@ alternate; the ratio is of medians.
 from __future__ import annotations
 
 import statistics
-import time
 from pathlib import Path
 from typing import Any
 
@@ -30,16 +29,9 @@ def loop(folder: Path, chunk: int, window: int) -> None:
 def by_dask(folder: Path, window: int) -> tuple[float, int]:
     """Compute attention on the cluster; return the seconds to build the graph, and its tasks."""
     inputs = disk.lazy(folder)
-    built, output = seconds(lambda: polyattn.attention(*inputs, window=(window, 0)))
+    output, built = script.timed(lambda: polyattn.attention(*inputs, window=(window, 0)))
     disk.store(output, folder)
     return built, disk.tasks_of(output, inputs)
-
-
-def seconds(call: script.Call) -> tuple[float, Any]:
-    """Return how long a call takes, and its result."""
-    start = time.perf_counter()
-    found = call()
-    return time.perf_counter() - start, found
 
 
 def main() -> None:
@@ -59,9 +51,9 @@ def main() -> None:
         print(script.machine(options.threads))
         ours, by_hand = [], []
         for _ in range(options.rounds):
-            taken, (built, tasks) = seconds(lambda: by_dask(folder, options.window))
+            (built, tasks), taken = script.timed(lambda: by_dask(folder, options.window))
             ours.append(taken)
-            by_hand.append(seconds(lambda: loop(folder, options.chunk, options.window))[0])
+            by_hand.append(script.timed(lambda: loop(folder, options.chunk, options.window))[1])
         print(f"{options.heads} heads, {options.tokens} tokens, window {options.window}")
         print(f"graph: {tasks} tasks, built in {built:.2f} s")
         print(f"dask {statistics.median(ours):.1f} s, loop {statistics.median(by_hand):.1f} s")

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import math
 import os
-import time
 from typing import Any, NamedTuple
 
 import dask.array as da
@@ -60,9 +59,7 @@ def pairs_seen(row: Row) -> int:
 
 def built(row: Row, arrays: list[da.Array]) -> tuple[da.Array, list[str]]:
     """Return the output as a dask array, and what its graph is held against."""
-    start = time.perf_counter()
-    output = polyattn.attention(*arrays, **row.options)
-    seconds = time.perf_counter() - start
+    output, seconds = script.timed(lambda: polyattn.attention(*arrays, **row.options))
     tasks = disk.tasks_of(output, arrays)
     computed = sum(
         isinstance(needed, tuple) and needed[0] == arrays[1].name
@@ -86,9 +83,8 @@ def run(row: Row) -> list[str]:
         idle, processes = max(client.run(disk.peak).values()), client.run(os.getpid)
         disk.write(folder, row.heads, row.rows, row.keys, row.chunk)
         output, found = built(row, disk.lazy(folder))
-        start = time.perf_counter()
-        disk.store(output, folder)
-        found.append(f"ran {time.perf_counter() - start:.0f} s")
+        _, seconds = script.timed(lambda: disk.store(output, folder))
+        found.append(f"ran {seconds:.0f} s")
         most, same = max(client.run(disk.peak).values()), client.run(os.getpid) == processes
         check(row, *disk.opened(folder))
     found.append(f"peak {most:.0f} MiB a worker {bound(most, row.peak)}")

@@ -139,6 +139,12 @@ def window(
     return timing.window(call, seconds, clock=clock)
 
 
+def timed(call: Call, clock: Callable[[], float] = time.perf_counter) -> tuple[Any, float]:
+    """Return the result of a call, and its seconds."""
+    start = clock()
+    return call(), clock() - start
+
+
 def difference(result: Any, exact: Any) -> float:
     """Return the largest difference of two results."""
     one, other = (np.asarray(x, dtype=np.float32) for x in (result, exact))

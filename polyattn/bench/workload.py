@@ -63,15 +63,12 @@ class Workload:
 
     def flops(self, length: int) -> int:
         """Return the operations of both matrix products over the visible scores."""
-        first, last = self._visible(length)
-        visible = int(np.maximum(last - first + 1, 0).sum())
-        return 2 * visible * 2 * self.size * self.batch * self.heads
+        return 2 * self._visible(length) * 2 * self.size * self.batch * self.heads
 
     def bytes(self, length: int) -> int:
         """Return the bytes of query, output, and the keys and values that any query sees."""
-        first, last = self._visible(length)
-        seen = int(last.max() - first.min() + 1)
-        elements = 2 * self.heads * first.size + 2 * self.key_heads * seen
+        rows, seen = (1, self._visible(length)) if self.decode else (length, length)
+        elements = 2 * self.heads * rows + 2 * self.key_heads * seen
         return int(self.batch * elements * self.size * np.dtype(self.dtype).itemsize)
 
     def output_bytes(self, length: int) -> int:
@@ -79,13 +76,16 @@ class Workload:
         query, _ = self.shapes(length)
         return math.prod(query) * int(np.dtype(self.dtype).itemsize)
 
-    def _visible(self, length: int) -> tuple[Any, Any]:
-        """Return the first and the last visible key of each row."""
-        rows = 1 if self.decode else length
-        position = np.arange(rows) + length - rows
-        left, right = self.window or (None, None)
-        first = np.zeros(rows, int) if left is None else np.maximum(position - left, 0)
-        last = (
-            np.full(rows, length - 1) if right is None else np.minimum(position + right, length - 1)
-        )
-        return first, np.minimum(last, position) if self.causal else last
+    def _visible(self, length: int) -> int:
+        """Return the number of visible scores of a head."""
+        ends = self.window or (None, None)
+        left, right = (length if end is None else min(end, length) for end in ends)
+        if self.decode:
+            return min(left, length - 1) + 1
+        beside = _capped_sum(left, length)
+        return length + beside + (0 if self.causal else _capped_sum(right, length))
+
+
+def _capped_sum(most: int, length: int) -> int:
+    """Return the sum of min(most, n) over the n below a length that is no less than `most`."""
+    return most * (most - 1) // 2 + (length - most) * most

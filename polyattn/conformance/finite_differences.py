@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from polyattn._base.arrays import Array, cast, library_of, numbers_like
+from polyattn._base.arrays import Array, cast, facts_of, library_of, numbers_like
 from polyattn._dispatch.transfer import convert_like
 
 DIRECTIONS = 4
@@ -42,6 +42,8 @@ def check_gradient(
     ------
     AssertionError
         If a gradient is wrong.
+    TypeError
+        If an argument or a gradient is not an array of floats, or the loss is not one number.
     ValueError
         If there is not one gradient for each argument, in its shape.
 
@@ -64,6 +66,9 @@ def check_gradient(
     for place, (argument, gradient) in enumerate(zip(arguments, gradients, strict=True)):
         if gradient is None:
             continue
+        for name, array in (("arguments", argument), ("gradients", gradient)):
+            if "float" not in facts_of(array, f"{name}[{place}]").dtype:
+                raise TypeError(f"{name}[{place}] must be of floats; got {array.dtype}")
         if tuple(gradient.shape) != tuple(argument.shape):
             raise ValueError(
                 f"gradients[{place}] must have the shape {tuple(argument.shape)} of its argument;"
@@ -71,7 +76,10 @@ def check_gradient(
             )
 
         def at(moved: Array, place: int = place) -> float:
-            return float(_numbers(loss(*arguments[:place], moved, *arguments[place + 1 :])))
+            result = _numbers(loss(*arguments[:place], moved, *arguments[place + 1 :]))
+            if result.size != 1:
+                raise TypeError(f"loss must return one number; got the shape {result.shape}")
+            return float(result.item())
 
         _check(f"gradients[{place}]", at, argument, gradient, rng)
 
@@ -82,7 +90,8 @@ def _check(name: str, loss: Callable[[Array], float], x: Array, gradient: Array,
     step = float(xp.finfo(x.dtype).eps) ** (1 / 3)
     found, near, far = np.zeros((3, DIRECTIONS))
     for n in range(DIRECTIONS):
-        along = rng.normal(size=start.shape)
+        # In large numbers a step that is not relative to them is lost by rounding.
+        along = rng.normal(size=start.shape) * np.maximum(1, np.abs(start))
         for slopes, length in ((near, step), (far, 2 * step)):
             ends = [numbers_like(xp, start + h * along, x.dtype, x) for h in (length, -length)]
             slopes[n] = (loss(ends[0]) - loss(ends[1])) / (2 * length)

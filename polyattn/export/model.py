@@ -160,6 +160,10 @@ def _facts(
                     f"opset must be {CACHED} or 25 for the cache {name}, which is written by"
                     f" the operator TensorScatter; got {opset}"
                 )
+            if isinstance(dtype, Mapping) and name in dtype:
+                raise ValueError(
+                    f"dtype names the cache {name}, whose arrays have one: leave it out"
+                )
             facts |= arrays_of(name, one)
         else:
             facts[name] = dtypes.get(name, "float32"), one

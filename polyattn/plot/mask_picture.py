@@ -10,9 +10,10 @@ from __future__ import annotations
 import importlib
 import math
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+from polyattn._base.arguments import check_int, check_shape
 from polyattn._base.arrays import (
     Array,
     ArrayFacts,
@@ -30,8 +31,9 @@ from polyattn._core.call.operands import Operands
 from polyattn._core.call.problem import Problem, examine
 from polyattn._core.expressions.expression import Expression
 from polyattn._core.expressions.indices import PointIndices
-from polyattn._core.expressions.masks import And, Dense, Mask, Not, Or, as_mask
-from polyattn._core.expressions.patterns import Padding, Positions, Prefix, Segments, Tree
+from polyattn._core.expressions.masks import Joined, Mask, Not, as_mask
+from polyattn._core.expressions.parts import axes_of_last
+from polyattn._core.expressions.patterns import Tree
 from polyattn._core.tiles.compiled import Compiled
 from polyattn._core.tiles.coverage import TileGrid
 
@@ -39,6 +41,7 @@ FIGURE = {"figsize": (4.6, 5.5), "layout": "compressed"}
 # With more scores, each would be smaller than a pixel.
 MAX_CELLS = 2**20
 MAX_LINES = 64
+MOST_DIGITS = 10  # of the number of tiles along a side
 DEFAULT_LENGTH = 64
 # The last two are Okabe and Ito's; a hidden key in a mixed tile has a lighter shade of the third.
 EMPTY, HIDDEN, SEEN, FULL = range(4)
@@ -67,9 +70,9 @@ def mask(
     **options : Any
         ``query_offset``, the position of the first row among the keys, S − L by default; ``tile``,
         the number of rows and keys of a tile, by default an eighth of the longer side and at most
-        128; ``batch``, the batch axes; ``item`` and ``head``, the batch item, counted flat, and the
-        query head to draw, both 0 by default; ``like``, as for `polyattn.masks.compile`. A table
-        in the mask determines the defaults.
+        128, or more where a side has over 1024 of these; ``batch``, the batch axes; ``item`` and
+        ``head``, the batch item, counted flat, and the query head to draw, both 0 by default;
+        ``like``, as for `polyattn.masks.compile`. A table in the mask determines the defaults.
 
     Returns
     -------
@@ -127,11 +130,8 @@ def evaluate(
 
     The kinds of scores are None if there are more than `MAX_CELLS`.
     """
-    for name, number in (("L", query_length), ("S", key_length), ("tile", tile)):
-        if number is not None and number < 1:
-            raise ValueError(f"{name} must be at least 1; got {number!r}")
     call = _call(mask, query_length, key_length, **options)
-    size = tile or _tile_size(mask, call)
+    size = _tile_size(mask, call) if tile is None else _positive("tile", tile)
     evaluated = _Evaluated(mask, call, like, importlib.import_module("numpy"))
     kinds = evaluated.tiles(size)
     few = call.lengths[0] * call.lengths[1] <= MAX_CELLS
@@ -152,17 +152,6 @@ class _Call(NamedTuple):
     head: int
 
 
-class _Hints(NamedTuple):
-    """Properties of a call that an array or table in a mask determines."""
-
-    query_length: int | None = None
-    key_length: int | None = None
-    query_offset: int | None = None
-    batch: tuple[int, ...] = ()
-    items: int = 1
-    heads: int = 1
-
-
 def _call(
     mask: Mask,
     query_length: int | None,
@@ -174,84 +163,71 @@ def _call(
     head: int = 0,
 ) -> _Call:
     """Return the call of these options, with what the mask determines in place of others."""
-    hints = [_hints(part) for part in _parts(mask)]
-
-    def first(name: str) -> int | None:
-        return next((x for hint in hints if (x := getattr(hint, name)) is not None), None)
-
-    rows = query_length or first("query_length")
-    keys = key_length or first("key_length")
-    lengths = rows or keys or DEFAULT_LENGTH, keys or rows or DEFAULT_LENGTH
-    offset = first("query_offset") if query_offset is None else query_offset
-    if offset is None:
-        offset = lengths[1] - lengths[0]
-    if batch is None:
-        batch = _batch(mask, hints, item)
-    heads = max([head + 1, *[hint.heads for hint in hints]])
-    if not 0 <= item < math.prod(batch) or head < 0:
-        raise ValueError(f"item {item} or head {head} is out of range for batch {batch}")
-    return _Call(lengths, offset, batch, heads, item, head)
-
-
-def _batch(mask: Mask, hints: Sequence[_Hints], item: int) -> tuple[int, ...]:
-    """Return the batch axes of the arrays in a mask, or of as many items as are known."""
-    batch = broadcast_shapes((), *[hint.batch for hint in hints])
-    if batch is None:
+    item, head = check_int("item", item), check_int("head", head)
+    known, batches = _known(mask)
+    rows = _first(query_length, known.get("L"))
+    rows = None if rows is None else _positive("L", rows)
+    keys = _positive("S", _first(key_length, known.get("S"), rows, DEFAULT_LENGTH))
+    rows = _first(rows, keys)
+    offset = _first(query_offset, known.get("offset"), keys - rows)
+    common = broadcast_shapes((), *batches) if batch is None else check_shape(batch)
+    if common is None:
         raise ValueError(f"the arrays of {mask!r} do not determine batch axes: pass batch=")
-    items = max([item + 1, *[hint.items for hint in hints]])
-    return batch or ((items,) if items > 1 else ())
+    items = max(item + 1, known.get("items", 1))
+    if batch is None and not common and items > 1:
+        common = (items,)
+    if not 0 <= item < math.prod(common) or head < 0:
+        raise ValueError(f"item {item} or head {head} is out of range for batch {common}")
+    heads = max(head + 1, known.get("H", 1))
+    return _Call((rows, keys), check_int("query_offset", offset), common, heads, item, head)
+
+
+def _first(*numbers: int | None) -> Any:
+    return next((number for number in numbers if number is not None), None)
+
+
+def _positive(name: str, value: Any) -> int:
+    number = check_int(name, value)
+    if number < 1:
+        raise ValueError(f"{name} must be at least 1; got {number}")
+    return number
+
+
+def _known(mask: Mask) -> tuple[dict[str, int], list[tuple[int, ...]]]:
+    """Return what arrays and tables in a mask determine of a call, and their batch axes."""
+    known: dict[str, int] = {}
+    batches: list[tuple[int, ...]] = []
+    for part in _parts(mask):
+        if isinstance(part, Compiled):
+            table = {"L": part.query_length, "S": part.key_length, "offset": part.query_offset}
+            known = table | {"items": part.shape[0], "H": part.shape[1]} | known
+        if isinstance(part, Tree):
+            known.setdefault("L", part.ancestors.shape[-1])
+        for name, axes in (part.axes or {}).items():
+            array = getattr(part, name)
+            shape = tuple(array.shape) if is_array(array) else ()
+            follows = list(zip(axes_of_last(axes, len(shape), len(shape)), shape, strict=True))
+            batches.append(tuple(n for axis, n in follows if isinstance(axis, int)))
+            for axis, n in follows:
+                # A mask array may have 1 in place of a length.
+                if isinstance(axis, str) and (n > 1 or "H" not in axes):
+                    known.setdefault(axis, n)
+    return known, batches
 
 
 def _parts(mask: Mask) -> Iterator[Mask]:
-    if isinstance(mask, (And, Or)):
-        for part in mask.parts:
-            yield from _parts(part)
-    elif isinstance(mask, Not):
-        yield from _parts(mask.mask)
-    else:
+    """Yield the masks that others join, and the tables around them."""
+    if not isinstance(mask, (Joined, Not)):
         yield mask
-        if isinstance(mask, Compiled):
-            yield from _parts(mask.mask)
-
-
-def _hints(part: Mask) -> _Hints:
-    match part:
-        case Compiled():
-            lengths = part.query_length, part.key_length, part.query_offset
-            return _Hints(*lengths, items=part.shape[0], heads=part.shape[1])
-        case Segments(query_ids, key_ids):
-            keys = query_ids if key_ids is None else key_ids
-            leads = tuple(query_ids.shape[:-1]), tuple(keys.shape[:-1])
-            return _Hints(query_ids.shape[-1], keys.shape[-1], batch=_common(*leads))
-        case Positions(query_positions, key_positions):
-            leads = tuple(query_positions.shape[:-1]), tuple(key_positions.shape[:-1])
-            return _Hints(query_positions.shape[-1], key_positions.shape[-1], batch=_common(*leads))
-        case Tree(ancestors):
-            return _Hints(ancestors.shape[-1], batch=tuple(ancestors.shape[:-2]))
-        case Dense(array):
-            heads, *ends = (1, 1, 1, *array.shape)[-3:]
-            rows, keys = (None if length == 1 else length for length in ends)
-            return _Hints(rows, keys, batch=tuple(array.shape[:-3]), heads=heads)
-        case Prefix(lengths):
-            return _Hints(batch=_shape(lengths))
-        case Padding(key_lengths, query_lengths):
-            return _Hints(batch=_common(_shape(key_lengths), _shape(query_lengths)))
-    return _Hints()
-
-
-def _common(*shapes: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the broadcast shape, or else the longest one, which a later check refuses."""
-    return broadcast_shapes(*shapes) or max(shapes, key=len)
-
-
-def _shape(numbers: Any) -> tuple[int, ...]:
-    return tuple(numbers.shape) if is_array(numbers) else ()
+    inner = mask.parts if isinstance(mask, Joined) else ()
+    for part in (mask.mask,) if isinstance(mask, (Not, Compiled)) else inner:
+        yield from _parts(part)
 
 
 def _tile_size(mask: Mask, call: _Call) -> int:
     tables = (part.size for part in _parts(mask) if isinstance(part, Compiled))
-    eighth = 2 ** max(1, math.ceil(math.log2(max(call.lengths))) - 3)
-    return next(tables, min(128, eighth))
+    digits = math.ceil(math.log2(max(call.lengths)))
+    return next(tables, 2 ** max(1, min(7, digits - 3), digits - MOST_DIGITS))
 
 
 # ---- the values of the mask --------------------------------------------------------------------

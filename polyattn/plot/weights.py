@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence, Sized
 from typing import Any, NamedTuple
 
 from polyattn._api.weights import selected
+from polyattn._base.arguments import got
 from polyattn._base.arrays import Array, cast, is_array, library_of
 from polyattn._base.extras import require_matplotlib
+from polyattn._core.call.options import check_finite
 from polyattn._dispatch.transfer import convert_like
 
 # Perceptually uniform, and made for readers with a colour vision deficiency (Nuñez et al., 2018).
@@ -88,14 +90,13 @@ def attention_map(
     labels = _labels("queries", queries, rows), _labels("keys", keys, columns)
     if power is None:
         power = 1.0 if columns <= 64 else 0.5
-    elif not power > 0:
+    elif check_finite("power", power) <= 0:
         raise ValueError(f"power must be above 0; got {power!r}")
     places = _grid(figures, maps.shape, labels) if axes is None else _places(axes, len(maps))
     figure = _with_layout(places[0].axes.figure)
     colours = require_matplotlib("colors").PowerNorm(power, vmin=0, vmax=maps.max() or 1)
-    aspect: float | str = "auto"
-    if 1 / 3 <= rows / columns <= 3:
-        aspect = 1.0 if extent is None else _aspect(extent, labels, rows, columns)
+    cell = 1.0 if extent is None else _cell_ratio(extent, labels, rows, columns)
+    aspect = cell if 1 / 3 <= rows / columns <= 3 else "auto"
     for place, title, head in zip(places, titles, maps, strict=True):
         image = place.axes.imshow(head, cmap=COLOURS, norm=colours, aspect=aspect, extent=extent)
         if title:
@@ -180,8 +181,10 @@ def _layers(weights: Any) -> list[Any]:
     if is_array(weights):
         _check_rank(weights, {4: "(layers, H, L, S)"}, "weights")
         layers = [weights[number, ...] for number in range(weights.shape[0])]
-    else:
+    elif isinstance(weights, Iterable):
         layers = list(weights)
+    else:
+        raise TypeError(f"weights must be an array, or one for each layer; {got(weights)}")
     if not layers:
         raise ValueError("weights must contain a layer; got an empty sequence")
     for number, layer in enumerate(layers):
@@ -257,12 +260,18 @@ def _with_layout(figure: Any) -> Any:
     return figure
 
 
-def _aspect(extent: Sequence[float], labels: Sequence[Any], rows: int, columns: int) -> float:
-    """Return the ratio of the axes at which the cells are squares, in the numbers of an extent."""
-    left, right, bottom, top = extent
+def _cell_ratio(extent: Sequence[float], labels: Sequence[Any], rows: int, columns: int) -> float:
+    """Return the width of a cell over its height, in the numbers of an extent."""
     if labels != (None, None):
         raise ValueError("extent numbers the axes, and queries and keys name them: give one")
-    return abs((right - left) / columns / ((top - bottom) / rows))
+    left, right, bottom, top = extent if len(extent) == 4 else (math.nan,) * 4
+    width, height = abs(right - left) / columns, abs(top - bottom) / rows
+    if not (0 < width < math.inf and 0 < height < math.inf):
+        raise ValueError(
+            "extent must be four numbers (left, right, bottom, top), of which the first two differ"
+            f" and the last two; got {extent!r}"
+        )
+    return width / height
 
 
 def _grid(figures: Any, shape: tuple[int, int, int], labels: Sequence[Any]) -> list[_Place]:
@@ -293,8 +302,9 @@ def _labels(name: str, tokens: Sequence[Any] | None, length: int) -> list[str] |
     """Return the labels of tokens: white space is made visible, and long tokens are shortened."""
     if tokens is None:
         return None
-    if len(tokens) != length:
-        raise ValueError(f"{name} must be {length} tokens, as for the weights; got {len(tokens)}")
+    given = len(tokens) if isinstance(tokens, Sized) else repr(tokens)
+    if given != length:
+        raise ValueError(f"{name} must be {length} tokens, as for the weights; got {given}")
     return [_label(str(token)) for token in tokens]
 
 

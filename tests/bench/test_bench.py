@@ -80,9 +80,10 @@ CALLS = {
 }
 
 
+@pytest.mark.parametrize("length", [1, 2, 11])
 @pytest.mark.parametrize("name", CALLS)
-def test_visible_scores_and_keys_are_counted_one_by_one(name):
-    call, length = CALLS[name], 11
+def test_visible_scores_and_keys_are_counted_one_by_one(name, length):
+    call = CALLS[name]
     rows = 1 if call.decode else length
     seen = np.zeros((rows, length), bool)
     left, right = (length if end is None else end for end in call.window or (None, None))
@@ -93,6 +94,12 @@ def test_visible_scores_and_keys_are_counted_one_by_one(name):
     assert call.flops(length) == 4 * call.size * call.batch * call.heads * seen.sum()
     elements = 2 * call.heads * rows + 2 * call.key_heads * seen.any(axis=0).sum()
     assert call.bytes(length) == call.batch * elements * call.size * np.dtype(call.dtype).itemsize
+
+
+def test_a_length_that_no_memory_holds_is_counted_too():
+    call, length = Workload(causal=True, window=(2**70, 0), heads=1, key_heads=1, size=1), 10**12
+    assert call.flops(length) == 2 * length * (length + 1)
+    assert call.bytes(length) == 16 * length
 
 
 def test_the_arrays_are_the_same_each_time():

@@ -253,3 +253,24 @@ def test_a_gradient_is_checked_on_any_library(library, dtype):
         check_gradient(loss, arrays, found)
     with pytest.raises(ValueError, match=r"gradients\[0\] must have the shape \(2, 5, 4\)"):
         check_gradient(loss, arrays, (found.query[0], None, None))
+
+
+def test_a_gradient_is_checked_at_large_arguments():
+    for x in (np.array([3e6, 2.0], np.float32), np.array(-1e9)):
+        check_gradient(lambda x: (x * x).sum(), [x], [2 * x])
+        with pytest.raises(AssertionError, match="is wrong"):
+            check_gradient(lambda x: (x * x).sum(), [x], [2.1 * x])
+
+
+@pytest.mark.parametrize(
+    ("argument", "gradient", "says"),
+    [
+        ([1.0], np.ones(1), r"arguments\[0\] is a list"),
+        (np.ones(1), [1.0], r"gradients\[0\] is a list"),
+        (np.ones(1, int), np.ones(1), r"arguments\[0\] must be of floats; got int64"),
+        (np.ones(2), np.ones(2), r"loss must return one number; got the shape \(2,\)"),
+    ],
+)
+def test_what_has_no_gradient_is_refused(argument, gradient, says):
+    with pytest.raises(TypeError, match=says):
+        check_gradient(lambda x: x, [argument], [gradient])

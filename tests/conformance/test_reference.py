@@ -99,6 +99,17 @@ def test_a_weight_is_kept_by_the_word_of_its_own_indices():
     for b, h, i, j in np.ndindex(4, 2, 3, 6):
         word = philox((j // 4, i, h, b), (3, 2**8))[j % 4]
         assert table[b // 2, b % 2, h, i, j] == (word >= rate * 2**32)
+    part = keep_mask(rate, seed, (3,), (1, 2, 3), None, (1, 1, 1, 3))
+    np.testing.assert_array_equal(part, table.reshape(4, 2, 3, 6)[1:, 1:, 1:, 3:])
+    rows = keep_mask(rate, seed, (3,), (1, 2, 3), (1,), (1, 1, 1, 3))
+    np.testing.assert_array_equal(rows, part[..., 1:, :])
+
+
+@pytest.mark.parametrize(("items", "pages"), [(0, 2), (2, 0)])
+def test_no_item_and_no_page_of_an_item_are_nothing_to_attend_to(items, pages):
+    pool, table = np.ones((3, 2, 4, 8)), np.zeros((items, pages), int)
+    exact = oracle(np.ones((items, 2, 1, 8)), pool, pool, block_table=table, key_lengths=0)
+    np.testing.assert_array_equal(exact.output, np.zeros((items, 2, 1, 8)))
 
 
 TABLES = {

@@ -120,6 +120,9 @@ def test_lengths_come_from_the_arrays_of_the_mask():
         (masks.tree([-1, 0, 0]), (3, 3)),
         (masks.causal() & masks.dense(np.ones((3, 1, 7, 5), bool)), (7, 5)),
         (masks.dense(np.ones(5, bool)) | masks.causal(), (5, 5)),
+        (masks.dense(np.ones((1, 5), bool)) | ~masks.segments(IDS[:5]), (5, 5)),
+        (masks.dense(np.ones((7, 1), bool)), (7, 7)),
+        (masks.segments(IDS[:1]), (1, 1)),
         (masks.prefix(3), (64, 64)),
     ):
         axes = Figure().add_subplot()
@@ -161,6 +164,11 @@ def test_of_long_sequences_only_the_tiles_are_drawn(axes, monkeypatch):
     np.testing.assert_array_equal(shown(axes), FULL * np.tri(32, k=-1) + SEEN * np.eye(32))
     assert legend(axes) == ["full: 496", "mixed: 32", "empty: 496"]
     assert axes.get_xlim() == (-0.5, 4095.5)
+
+
+def test_of_very_long_sequences_few_tiles_are_drawn(axes):
+    draw_mask(masks.causal(), 1, 10**7, axes=axes)
+    assert title(axes) == "100% of 611 tiles of 16384 × 16384 visited"
 
 
 def test_short_lengths_are_drawn_cell_by_cell():
@@ -206,9 +214,20 @@ def test_lightness_alone_tells_the_colours_apart():
         ({"head": -1}, "head -1"),
         ({"batch": (3,)}, "must broadcast to the batch axes"),
         ({"tile": 0}, "tile must be at least 1"),
-        ({"query_length": 0}, "at least 1"),
+        ({"query_length": 0}, "L must be at least 1"),
+        ({"key_length": 2.5}, "S must be an integer; got 2.5"),
+        ({"tile": "4"}, "tile must be an integer; got '4'"),
+        ({"item": 0.5}, "item must be an integer"),
+        ({"head": True}, "head must be an integer"),
+        ({"query_offset": 1.5}, "query_offset must be an integer"),
+        ({"batch": 4}, "a shape must hold integers"),
     ],
 )
 def test_what_cannot_be_drawn_is_refused(axes, given, says):
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises((TypeError, ValueError), match=says):
         draw_mask(masks.padding(LENGTHS), **given, axes=axes)
+
+
+def test_lengths_are_integers_of_any_type(axes):
+    draw_mask(masks.causal(), np.int64(3), np.int32(5), tile=np.int8(2), axes=axes)
+    assert shown(axes).shape == (3, 5)

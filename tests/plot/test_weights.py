@@ -2,6 +2,7 @@
 
 import importlib
 import itertools
+import math
 
 import matplotlib
 import numpy as np
@@ -360,6 +361,13 @@ drawn, layers = plot.attention_map, plot.entropy
         (lambda: drawn(weights(2)[:0]), ValueError, "must not be empty"),
         (lambda: drawn(weights(), heads=0), ValueError, r"heads=0 needs weights of"),
         (lambda: drawn(weights(2), power=0), ValueError, "power must be above 0; got 0"),
+        (lambda: drawn(weights(2), power="2"), TypeError, "power must be a number; got '2'"),
+        (lambda: drawn(weights(), 5), ValueError, "queries must be 5 tokens.*; got 5"),
+        (lambda: layers(3), TypeError, "weights must be an array, or one for each layer; got 3"),
+        (lambda: drawn(weights(), extent=(0, 1, 0)), ValueError, "extent must be four numbers"),
+        (lambda: drawn(weights(), extent=(0, 1, 2, 2)), ValueError, r"got \(0, 1, 2, 2\)"),
+        (lambda: drawn(weights()[:1], extent=(0, math.inf, 1, 0)), ValueError, "extent must be"),
+        (lambda: drawn(weights()[:1], "a", extent=(0, 1, 1, 0)), ValueError, "give one"),
         (lambda: drawn(weights(3), axes=[None] * 2), ValueError, "each of the 3 heads; got 2"),
         (lambda: layers(weights(2)), ValueError, r"shape \(layers, H, L, S\); got \(2, 5, 7\)"),
         (lambda: layers([weights()]), ValueError, r"weights\[0\] must have .* got \(5, 7\)"),

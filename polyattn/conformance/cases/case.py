@@ -144,15 +144,15 @@ class Case:
         k_batch, v_batch = (
             self.batch if b is None else b for b in (self.key_batch, self.value_batch)
         )
-        heads = (self.H, G, G) if not self.one_head else ((), (), ())
+        heads: Any = ((), (), ()) if self.one_head else ((self.H,), (G,), (G,))
         S = self.S
         if self.page is not None:
             k_batch = v_batch = (math.prod(self.batch) * S // self.page,)
             S = self.page
         lengths = ((self.L, self.D), (S, self.D), (S, self.value_size))
         q, k, v = (
-            (*batch, *((h,) if isinstance(h, int) else ()), *ends)
-            for batch, h, ends in zip((self.batch, k_batch, v_batch), heads, lengths, strict=True)
+            (*batch, *own, *ends)
+            for batch, own, ends in zip((self.batch, k_batch, v_batch), heads, lengths, strict=True)
         )
         return q, k, v
 

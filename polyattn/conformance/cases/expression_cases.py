@@ -191,6 +191,7 @@ VARIANTS: Group = {
     "dropout, seed of an array": {
         "dropout": Generated(lambda case, rng: (0.5, np.asarray(2**40 + 3)))
     },
+    "dropout of a part": {"dropout": (0.4, 5, (1, 2, 3, 6))},
 }
 
 EMPTY: Group = {

@@ -102,47 +102,15 @@ def alibi(score: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
     return score - like(score, abs(i - j)) * 0.125 / like(score, h + 1)
 
 
-def hidden(score: Any, where: Any) -> Any:
-    """Set scores to -inf where the condition holds."""
-    xp = library_of(score).xp
-    return xp.where(where, xp.full_like(score, -math.inf), score)
+def hiding(where: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a score function that is -inf where `where(b, h, i, j)` holds."""
 
+    def score_mod(score: Any, *at: Any) -> Any:
+        xp = library_of(score).xp
+        return xp.where(where(*at), xp.full_like(score, -math.inf), score)
 
-def hiding_a_third(score: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
-    return hidden(score, (i + 2 * j + b + h) % 3 == 0)
-
-
-def hiding_every_third_row(score: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
-    return hidden(score, i % 3 == 0)
-
-
-def hiding_all(score: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
-    return hidden(score, i >= 0)
-
-
-def hiding_3_and_4(score: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
-    return hidden(score, (j == 3) | (j == 4))
+    return score_mod
 
 
 def two_in_three(b: Any, h: Any, i: Any, j: Any) -> Any:
     return (i + 2 * j + b + h) % 3 != 0
-
-
-def first_keys(b: Any, h: Any, i: Any, j: Any) -> Any:
-    return j < 7
-
-
-def segments(b: Any, h: Any, i: Any, j: Any) -> Any:
-    return i // 4 == j // 4
-
-
-def no_key(b: Any, h: Any, i: Any, j: Any) -> Any:
-    return (i < 0) & (j < 0)
-
-
-def third_row_empty(b: Any, h: Any, i: Any, j: Any) -> Any:
-    return (i % 3 != 0) & (j >= 0)
-
-
-def without_3_and_4(b: Any, h: Any, i: Any, j: Any) -> Any:
-    return (j < 3) | (j > 4)

@@ -102,6 +102,7 @@ PAIRS = (
     "grouped heads x LHD",
     "dropout",
     "dropout x causal and sinks",
+    "dropout of a part",
     "dropout x grouped heads, LHD",
     "dropout x broadcast batch, E != D",
     "scale of long sequences",

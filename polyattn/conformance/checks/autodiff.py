@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from polyattn import UnsupportedError, attention, explain
+from polyattn._core.call.options import GRADIENT_ARRAYS
 from polyattn.conformance.cases.case import Case
 from polyattn.conformance.checks.target import Target
 from polyattn.conformance.reference.gradients import cotangent
@@ -18,8 +19,8 @@ Arguments = tuple[list[Any], dict[str, Any]]
 
 def differentiable(arrays: Iterable[Any], options: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments that have gradients, by name."""
-    named = dict(zip(("query", "key", "value"), arrays, strict=True))
-    return named | {name: options[name] for name in ("bias", "sinks") if name in options}
+    named = dict(zip(("query", "key", "value"), arrays, strict=True)) | options
+    return {name: named[name] for name in GRADIENT_ARRAYS if name in named}
 
 
 def by_torch(

@@ -23,6 +23,7 @@ from polyattn import (
     merge,
 )
 from polyattn._base.arrays import facts_of, library_of
+from polyattn._core.call.options import GRADIENT_ARRAYS
 from polyattn._core.call.parts import arrays_in
 from polyattn._core.call.problem import examine
 from polyattn._core.expressions.expression import Expression
@@ -245,11 +246,11 @@ def check_jvp(target: Target, variant: KernelVariant, case: Case) -> dict[str, D
     check_method(kernel, "jvp")
     arguments, along = target.arguments(case), differences.direction(case)
     before = checks.bits_of(target, arguments)
-    tangents = {name: target.to(along[name][0]) for name in differences.ARRAYS if name in along}
-    moved = {f"{name}_tangent": t for name, t in tangents.items() if name in ("bias", "sinks")}
+    tangents = {name: target.to(along[name][0]) for name in GRADIENT_ARRAYS if name in along}
+    first = [tangents.pop(name) for name in ("query", "key", "value")]
+    moved = {f"{name}_tangent": tangent for name, tangent in tangents.items()}
 
     def run(*arrays: Any, **options: Any) -> Any:
-        first = [tangents[name] for name in ("query", "key", "value")]
         return attention_jvp(arrays, first, **moved, **options)[1]
 
     what = f"{case}: tangent of the output"
@@ -266,7 +267,7 @@ def compare_tangent(case: Case, what: str, found: Any) -> dict[str, Deviation]:
     deviations, along = {}, formula.cotangent(case)
     if formula.has_formula(case):
         moved = differences.direction(case)
-        arrays = {name: moved[name][0] for name in differences.ARRAYS if name in moved}
+        arrays = {name: moved[name][0] for name in GRADIENT_ARRAYS if name in moved}
         yard = formula.adjoint_yardstick(case, arrays)
         off = deviation(np.sum(found * lift(along)), yard, f"{what}, times the cotangent,")
         assert off.fault is None, off.fault

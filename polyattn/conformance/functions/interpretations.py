@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from polyattn._core.call.options import OPTIONS
 from polyattn.conformance.cases.case import Case
 from polyattn.conformance.reference.expressions import Rows, in_one_piece, plainly
 from polyattn.conformance.reference.oracle import Array, heads_first, lift
@@ -268,14 +269,14 @@ def _pages_in_order(arguments: Arguments) -> Arguments:
 
 def _ignored() -> Iterable[Interpretation]:
     """Yield the interpretations that ignore an option."""
-    nothing = {"is_causal": False}
-    names = ("is_causal", "window", "query_offset", "key_lengths", "mask", "bias", "scale")
-    for name in (*names, "softcap", "score_mod", "sinks", "dropout", "similarity", "normalizer"):
+    for name, option in OPTIONS.items():
+        if name == "block_table":  # without it there are no keys
+            continue
 
         def applies(case: Case, name: str = name) -> bool:
             return _option(case, name) is not None
 
-        yield Interpretation(f"{name} is ignored", applies, _changed(**{name: nothing.get(name)}))
+        yield Interpretation(f"{name} is ignored", applies, _changed(**{name: option.default}))
 
 
 _DTYPES = ("float64", "float16", "bfloat16")

@@ -13,7 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from polyattn._core.call.options import GRADIENT_NUMBERS
+from polyattn._core.call.options import (
+    GRADIENT_ARRAYS,
+    GRADIENT_EXPRESSIONS,
+    GRADIENT_NUMBERS,
+)
 from polyattn._core.call.parts import arrays_in
 from polyattn._core.expressions.replacements import ScaleRule
 from polyattn.conformance.cases.case import Case, with_arrays
@@ -28,9 +32,6 @@ TOLERANCE = 1e-9
 #: Errors in its fourth power and of rounding are below 1e-12, even if longdouble is float64. It is
 #: small, since a distance or sparsemax is not smooth at some points.
 STEP = 2.0**-17
-
-#: What `attention_jvp` has tangents for.
-ARRAYS = ("query", "key", "value", "bias", "sinks")
 
 
 def logsumexp_cotangent(case: Case) -> Array:
@@ -58,7 +59,7 @@ def direction(case: Case) -> Mapping[str, list[Array]]:
     for name, argument in arguments(case).items():
         if name in GRADIENT_NUMBERS and not isinstance(argument, ScaleRule):
             along[name] = [np.ones(())]
-        elif name in (*ARRAYS, "score_mod", "similarity") and arrays_in(argument):
+        elif name in (*GRADIENT_ARRAYS, *GRADIENT_EXPRESSIONS) and arrays_in(argument):
             arrays = arrays_in(argument)
             along[name] = [rng.normal(size=x.shape).astype(x.dtype) for x in arrays]
     return along
@@ -84,8 +85,8 @@ def slopes(case: Case) -> Mapping[str, float]:
 
 @cache
 def tangent(case: Case) -> Array:
-    """Return the derivative of the output, in the direction of all arrays of `ARRAYS` at once."""
-    result: Array = derivative(lambda step: at(case, step, ARRAYS)[0])
+    """Return the derivative of the output, in the direction of all arrays at once."""
+    result: Array = derivative(lambda step: at(case, step, GRADIENT_ARRAYS)[0])
     return result
 
 

@@ -53,8 +53,9 @@ def in_one_piece(pool: Any, table: Any) -> Any:
     """Return the keys of each item of a table of pages, one after another."""
     if table is None:
         return pool
-    items = [np.concatenate(pool[pages], axis=-2) for pages in table.reshape(-1, table.shape[-1])]
-    return np.stack(items).reshape(*table.shape[:-1], *items[0].shape)
+    pages = np.moveaxis(pool[table], -4, -3)  # (..., G, pages, keys of a page, D)
+    *batch, G, many, page, size = pages.shape
+    return pages.reshape(*batch, G, many * page, size)
 
 
 def plainly(mask: Any, score_mod: Any, rows: Rows) -> tuple[Any, Any]:

@@ -198,10 +198,10 @@ def steps(case: Case, dtype: Any, how: Order) -> Steps:
         np.where(hidden, rounded(x), np.broadcast_to(y, (*batch, H, L, S)))
         for x, y in ((-np.inf, s), (0, c), (0, slope), (0, bend))
     )
-    rate, seed = options.get("dropout", (0, 0))
+    rate, seed, *start = options.get("dropout", (0, 0))
     kept = np.ones_like(s)
     if rate:
-        kept = keep_mask(rate, int(seed), batch, (H, L, S)) / rounded(1 - rate)
+        kept = keep_mask(rate, int(seed), batch, (H, L, S), None, *start) / rounded(1 - rate)
     if "sinks" in options:
         sink = rounded(options["sinks"])[:, None]
         at_sink = (sink, np.where(np.isneginf(sink), rounded(0), np.abs(sink)), 0, 0, 1)

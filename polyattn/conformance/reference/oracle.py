@@ -104,7 +104,7 @@ def oracle(
     softcap: float | None = None,
     score_mod: Callable[..., Any] | None = None,
     sinks: Any = None,
-    dropout: tuple[float, Any] | None = None,
+    dropout: tuple[Any, ...] | None = None,
     similarity: Similarity | None = None,
     normalizer: Normalizer | None = None,
     layout: str = "...HLD",
@@ -155,8 +155,8 @@ def oracle(
     if mask is not None and not callable(mask):
         mask = lookup(mask, batch, (H, sampled.indices, S))
     factor = a.number(factor_of(scale, similarity, D, S, a.sqrt))
-    (left, right), (rate, seed) = window or (None, None), dropout or (0, 0)
-    keeps = keep_mask(rate, int(seed), batch, (H, L, S), rows) if rate else None
+    (left, right), (rate, seed, *start) = window or (None, None), dropout or (0, 0)
+    keeps = keep_mask(rate, int(seed), batch, (H, L, S), rows, *start) if rate else None
 
     def is_shown(b: int, h: int, i: int, j: int, p: int) -> bool:
         return (

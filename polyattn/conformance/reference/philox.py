@@ -45,14 +45,21 @@ def keep_mask(
     batch: tuple[int, ...],
     shape: tuple[int, int, int],
     rows: tuple[int, ...] | None = None,
+    start: tuple[int, int, int, int] = (0, 0, 0, 0),
 ) -> np.ndarray[Any, Any]:
-    """Return which weights of a call are kept, (..., H, L, S) or only the given rows."""
+    """Return which weights of a call are kept, (..., H, L, S) or only the given rows.
+
+    The first item, head, row and key have the indices of `start`.
+    """
     heads, length, keys = shape
     rows = tuple(range(length)) if rows is None else rows
     key, least = (seed % 2**32, seed // 2**32), round(rate * 2**32)
-    keep = np.zeros((prod(batch), heads, len(rows), keys), bool)
-    blocks = product(range(prod(batch)), range(heads), enumerate(rows), range(0, keys, 4))
+    item, head, row, column = start
+    before = column % 4  # of the block of the first key
+    width = before + keys
+    keep = np.zeros((prod(batch), heads, len(rows), width), bool)
+    blocks = product(range(prod(batch)), range(heads), enumerate(rows), range(0, width, 4))
     for b, h, (n, i), block in blocks:
-        words = philox((block // 4, i, h, b), key)[: keys - block]
+        words = philox(((column + block) // 4, row + i, head + h, item + b), key)[: width - block]
         keep[b, h, n, block : block + 4] = [word >= least for word in words]
-    return keep.reshape(*batch, *keep.shape[1:])
+    return keep[..., before:].reshape(*batch, *keep.shape[1:3], keys)

@@ -62,7 +62,7 @@ def textbook(
     softcap: float | None = None,
     score_mod: Callable[..., Any] | None = None,
     sinks: Any = None,
-    dropout: tuple[float, Any] | None = None,
+    dropout: tuple[Any, ...] | None = None,
     similarity: Similarity | None = None,
     normalizer: Normalizer | None = None,
     layout: str = "...HLD",
@@ -117,8 +117,10 @@ def textbook(
     s = np.broadcast_to(s, np.broadcast_shapes(s.shape, (*batch, H, len(sampled.indices), S)))
 
     s = np.where(hidden, rounded(-np.inf), s)
-    rate, seed = dropout or (0, 0)
-    keeps = keep_mask(rate, int(seed), batch, (H, L, S), rows) if rate else np.ones((1, 1, 1), bool)
+    rate, seed, *start = dropout or (0, 0)
+    keeps = np.ones((1, 1, 1), bool)
+    if rate:
+        keeps = keep_mask(rate, int(seed), batch, (H, L, S), rows, *start)
     if keys_reversed:
         s, v, keeps = s[..., ::-1], v[..., ::-1, :], keeps[..., ::-1]
 
