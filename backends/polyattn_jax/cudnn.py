@@ -46,6 +46,8 @@ class Cudnn(Kernel):
 
     def reasons_against(self, problem: Problem) -> list[str]:
         """Return why cuDNN, or its wrapper in `jax.nn`, cannot compute the problem."""
+        if problem.is_symbolic:
+            return ["it is compiled for lengths, and these are symbolic"]
         if not problem.device and default_kind() != "cuda":
             return [f"it runs on cuda only, and JAX would put this on {default_kind()}"]
         reasons = mismatches(problem)
@@ -117,10 +119,12 @@ def attend(problem: Problem, x: Operands) -> Array:
     """Compute attention with `jax.nn`, and clear rows without keys."""
     visible, bias = visibility(problem, x)
     arrays = [length_first(problem, array) for array in x[:3]]
-    if bias is None and (problem.query_length % 2 or problem.key_length % 2):
+    if bias is not None:
+        output = _by_cudnn(problem, *arrays, bias=bias)
+    elif problem.query_length % 2 or problem.key_length % 2:
         output = _of_odd_lengths(problem, *arrays)
     else:
-        output = _by_cudnn(problem, *arrays, bias=bias)
+        output = _by_cudnn(problem, *arrays)
     output = output.swapaxes(1, 2).reshape(*problem.scores[:-1], problem.value_size)
     if visible is None:
         return output
@@ -129,6 +133,7 @@ def attend(problem: Problem, x: Operands) -> Array:
 
 def _by_cudnn(problem: Problem, query: Array, key: Array, value: Array, **options: Any) -> Array:
     left, right = band_from(problem, 0) or problem.window
+    query, key, value, *others = _mapped_together(query, key, value, *options.values())
     return jax.nn.dot_product_attention(
         query,
         key,
@@ -137,8 +142,35 @@ def _by_cudnn(problem: Problem, query: Array, key: Array, value: Array, **option
         is_causal=right is not None,
         local_window_size=None if left is None else (left, 0),
         implementation="cudnn",
-        **options,
+        **dict(zip(options, others, strict=True)),
     )
+
+
+@jax.custom_jvp
+def _mapped_together(*arrays: Array) -> tuple[Array, ...]:
+    """Return the arrays so that vmap maps over all of them where it maps over one."""
+    # jax.nn of JAX 0.10 takes none that is the same for all.
+    mapped: tuple[Array, ...] = _each_mapped(*arrays)
+    return mapped
+
+
+_mapped_together.defjvp(lambda arrays, tangents: (_mapped_together(*arrays), tangents))
+
+
+@jax.custom_batching.custom_vmap
+def _each_mapped(*arrays: Array) -> tuple[Array, ...]:
+    return arrays
+
+
+@_each_mapped.def_vmap
+def _each_mapped_under_vmap(
+    size: int, batched: list[bool], *arrays: Array
+) -> tuple[tuple[Array, ...], tuple[bool, ...]]:
+    whole = [
+        x if is_mapped else jnp.broadcast_to(x, (size, *x.shape))
+        for x, is_mapped in zip(arrays, batched, strict=True)
+    ]
+    return _each_mapped(*whole), (True,) * len(whole)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -155,17 +187,11 @@ def _of_even_lengths(problem: Problem, query: Array, key: Array, value: Array) -
     # A row of a band does not see the key after it.
     if (band_from(problem, 0) or problem.window)[1] is None and problem.key_length % 2:
         lengths = {
-            "query_seq_lengths": _for_each_item(query, query.shape[1]),
-            "key_value_seq_lengths": _for_each_item(key, problem.key_length),
+            "query_seq_lengths": jnp.full(len(query), query.shape[1], "int32"),
+            "key_value_seq_lengths": jnp.full(len(key), problem.key_length, "int32"),
         }
     output = _by_cudnn(problem, query, key, value, **lengths)
     return output[:, : problem.query_length]
-
-
-def _for_each_item(array: Array, length: int) -> Array:
-    # By the array: under vmap, jax.nn of JAX 0.10 takes no lengths that are the same for all.
-    number = jnp.int32(length)
-    return jnp.where(array[:, 0, 0, 0] == 0, number, number)
 
 
 _of_odd_lengths.defvjp(
