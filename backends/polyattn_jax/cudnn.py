@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from polyattn.plugin import (
     Array,
@@ -119,85 +120,83 @@ def attend(problem: Problem, x: Operands) -> Array:
     """Compute attention with `jax.nn`, and clear rows without keys."""
     visible, bias = visibility(problem, x)
     arrays = [length_first(problem, array) for array in x[:3]]
-    if bias is not None:
-        output = _by_cudnn(problem, *arrays, bias=bias)
-    elif problem.query_length % 2 or problem.key_length % 2:
-        output = _of_odd_lengths(problem, *arrays)
-    else:
-        output = _by_cudnn(problem, *arrays)
+    output = _differentiable(problem, *arrays, *([] if bias is None else [bias]))
     output = output.swapaxes(1, 2).reshape(*problem.scores[:-1], problem.value_size)
     if visible is None:
         return output
     return cleared(output, None, empty_rows(visible, jnp), jnp)[0]
 
 
-def _by_cudnn(problem: Problem, query: Array, key: Array, value: Array, **options: Any) -> Array:
-    left, right = band_from(problem, 0) or problem.window
-    query, key, value, *others = _mapped_together(query, key, value, *options.values())
-    return jax.nn.dot_product_attention(
-        query,
-        key,
-        value,
-        scale=problem.scale,
-        is_causal=right is not None,
-        local_window_size=None if left is None else (left, 0),
-        implementation="cudnn",
-        **dict(zip(options, others, strict=True)),
-    )
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _differentiable(problem: Problem, *arrays: Array) -> Array:
+    return _by_cudnn(problem, *_mapped_together(*arrays))
 
 
-@jax.custom_jvp
-def _mapped_together(*arrays: Array) -> tuple[Array, ...]:
-    """Return the arrays so that vmap maps over all of them where it maps over one."""
-    # jax.nn of JAX 0.10 takes none that is the same for all.
-    mapped: tuple[Array, ...] = _each_mapped(*arrays)
-    return mapped
+def _with_residuals(problem: Problem, *arrays: Array) -> tuple[Array, Any]:
+    function = functools.partial(_of_even_lengths, problem)
+    output, pullback = jax.vjp(function, *_mapped_together(*arrays))
+    return output, (output, pullback)
 
 
-_mapped_together.defjvp(lambda arrays, tangents: (_mapped_together(*arrays), tangents))
+def _pulled_back(problem: Problem, residuals: Any, gradient: Array) -> Any:
+    output, pullback = residuals
+    return pullback(_mapped_together(gradient, output)[0])
+
+
+_differentiable.defvjp(_with_residuals, _pulled_back)
 
 
 @jax.custom_batching.custom_vmap
-def _each_mapped(*arrays: Array) -> tuple[Array, ...]:
+def _mapped_together(*arrays: Array) -> tuple[Array, ...]:
+    """Return the arrays so that vmap maps over all of them where it maps over one."""
+    # jax.nn of JAX 0.10 takes none that is the same for all.
     return arrays
 
 
-@_each_mapped.def_vmap
-def _each_mapped_under_vmap(
+@_mapped_together.def_vmap
+def _mapped_together_under_vmap(
     size: int, batched: list[bool], *arrays: Array
 ) -> tuple[tuple[Array, ...], tuple[bool, ...]]:
     whole = [
         x if is_mapped else jnp.broadcast_to(x, (size, *x.shape))
         for x, is_mapped in zip(arrays, batched, strict=True)
     ]
-    return _each_mapped(*whole), (True,) * len(whole)
+    return _mapped_together(*whole), (True,) * len(whole)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _of_odd_lengths(problem: Problem, query: Array, key: Array, value: Array) -> Array:
-    """Compute attention. Its gradients pad the arrays: `jax.nn` takes only even lengths there."""
-    return _by_cudnn(problem, query, key, value)
-
-
-def _of_even_lengths(problem: Problem, query: Array, key: Array, value: Array) -> Array:
+def _of_even_lengths(
+    problem: Problem, query: Array, key: Array, value: Array, *bias: Array
+) -> Array:
+    """Compute attention of padded arrays, since `jax.nn` differentiates only even lengths."""
     query, key, value = (
         jnp.pad(x, ((0, 0), (0, x.shape[1] % 2), (0, 0), (0, 0))) for x in (query, key, value)
     )
     lengths: dict[str, Array] = {}
     # A row of a band does not see the key after it.
     if (band_from(problem, 0) or problem.window)[1] is None and problem.key_length % 2:
-        lengths = {
-            "query_seq_lengths": jnp.full(len(query), query.shape[1], "int32"),
-            "key_value_seq_lengths": jnp.full(len(key), problem.key_length, "int32"),
-        }
-    output = _by_cudnn(problem, query, key, value, **lengths)
+        ends = (jnp.full(len(query), n, "int32") for n in (query.shape[1], problem.key_length))
+        _, rows, keys = _mapped_together(lax.stop_gradient(query), *ends)
+        lengths = {"query_seq_lengths": rows, "key_value_seq_lengths": keys}
+    output = _by_cudnn(problem, query, key, value, *bias, **lengths)
     return output[:, : problem.query_length]
 
 
-_of_odd_lengths.defvjp(
-    lambda problem, *arrays: jax.vjp(functools.partial(_of_even_lengths, problem), *arrays),
-    lambda problem, pullback, gradient: pullback(gradient),
-)
+def _by_cudnn(
+    problem: Problem, query: Array, key: Array, value: Array, bias: Array | None = None,
+    **lengths: Array,
+) -> Array:  # fmt: skip
+    left, right = band_from(problem, 0) or problem.window
+    return jax.nn.dot_product_attention(
+        query,
+        key,
+        value,
+        bias=bias,
+        scale=problem.scale,
+        is_causal=right is not None,
+        local_window_size=None if left is None else (left, 0),
+        implementation="cudnn",
+        **lengths,
+    )
 
 
 def length_first(problem: Problem, array: Array) -> Array:
