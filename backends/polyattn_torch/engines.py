@@ -140,7 +140,7 @@ def _call_flash(problem: Problem, x: EngineInputs) -> Result:
     size = _round_up(max(problem.head_size, problem.value_size), 8)
     keys = slice(*window.keys)
     query, key, value = (
-        in_rows(padded(array, size)).transpose(1, 2)
+        aligned(padded(array, size)).transpose(1, 2)
         for array in (x.query, x.key[:, :, keys], x.value[:, :, keys])
     )
     output, logsumexp, *_ = _flash(
@@ -186,7 +186,7 @@ def _call_cudnn(problem: Problem, x: EngineInputs) -> Result:
 
 def aligned(x: torch.Tensor) -> torch.Tensor:
     """Return a tensor whose vectors are whole and begin at multiples of 16 bytes."""
-    # On others cuDNN computes other numbers on Hopper (cudnn-frontend#1571).
+    # FlashAttention fails on others, and cuDNN computes other numbers (cudnn-frontend#1571).
     steps = (*x.stride()[:-1], x.storage_offset())
     is_aligned = x.stride(-1) == 1 and not any(step % 8 for step in steps)
     return x if is_aligned else x.clone(memory_format=torch.contiguous_format)
