@@ -186,7 +186,8 @@ def _call_cudnn(problem: Problem, x: EngineInputs) -> Result:
 
 def aligned(x: torch.Tensor) -> torch.Tensor:
     """Return a tensor whose vectors are whole and begin at multiples of 16 bytes."""
-    # FlashAttention fails on others, and cuDNN computes other numbers (cudnn-frontend#1571).
+    # On others cuDNN computes other numbers (cudnn-frontend#1571), and the memory-efficient kernel
+    # reads misaligned addresses (pytorch#183484), as FlashAttention does.
     steps = (*x.stride()[:-1], x.storage_offset())
     is_aligned = x.stride(-1) == 1 and not any(step % 8 for step in steps)
     return x if is_aligned else x.clone(memory_format=torch.contiguous_format)
@@ -208,7 +209,7 @@ def _against_efficient(problem: Problem, device: DeviceInfo) -> str | None:
 def _call_efficient(problem: Problem, x: EngineInputs) -> Result:
     step = 4 if problem.dtype == "float32" else 8
     query, key, value = (
-        padded(array, _round_up(array.shape[-1], step)).contiguous() for array in x[:3]
+        aligned(padded(array, _round_up(array.shape[-1], step)).contiguous()) for array in x[:3]
     )
     if key.shape[1] < problem.heads:  # copies, since expanded keys go wrong (pytorch#191937)
         groups = problem.heads // key.shape[1]

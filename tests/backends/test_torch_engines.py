@@ -633,6 +633,7 @@ def efficient(query, key, value, bias, compute, dropout_p, is_causal, *, scale):
     for x in (query, key, value):
         assert x.shape[-1] % step == 0
         assert x.is_contiguous()
+        assert x.storage_offset() % step == 0
     if bias is not None:
         assert bias.dtype == query.dtype
         assert bias.shape == (*query.shape[:3], key.shape[2])
@@ -771,6 +772,14 @@ def test_logsumexp_on_cuda(cuda, case, device, dtype, size, engine):
     close(found.logsumexp, expected.logsumexp)
     plain_half = case == "plain" and dtype.itemsize == 2 and engine != "cudnn"
     assert called == ["flash" if plain_half else engine]
+
+
+def test_the_efficient_engine_is_given_aligned_arrays(cuda):
+    called = cuda(AMPERE)
+    q = randn(2 * 4 * 6 * 8 + 1)[1:].reshape(2, 4, 6, 8)
+    found = attention_partial(q, q, q, kernel="sdpa")
+    close(found.logsumexp, attention_partial(q, q, q, kernel="dense").logsumexp)
+    assert called == ["efficient"]
 
 
 def test_cudnn_is_given_aligned_arrays(cuda):
