@@ -188,7 +188,10 @@ def aligned(x: torch.Tensor) -> torch.Tensor:
     """Return a tensor whose vectors are whole and begin at multiples of 16 bytes."""
     # On others cuDNN computes other numbers (cudnn-frontend#1571), and the memory-efficient kernel
     # reads misaligned addresses (pytorch#183484), as FlashAttention does.
-    steps = (*x.stride()[:-1], x.storage_offset())
+    # torch.compile cannot read where a tensor begins, and copies inputs that are not aligned.
+    steps = x.stride()[:-1]
+    if not torch.compiler.is_compiling():
+        steps += (x.storage_offset(),)
     is_aligned = x.stride(-1) == 1 and not any(step % 8 for step in steps)
     return x if is_aligned else x.clone(memory_format=torch.contiguous_format)
 

@@ -782,6 +782,13 @@ def test_the_efficient_engine_is_given_aligned_arrays(cuda):
     assert called == ["efficient"]
 
 
+def test_a_compiled_program_aligns_arrays():
+    x = randn(2, 4, 6, 9)[..., 1:]
+    found = torch.compile(engines.aligned, fullgraph=True, backend="eager")(x)
+    assert found.stride(-2) == 8
+    assert (found == x).all()
+
+
 def test_cudnn_is_given_aligned_arrays(cuda):
     called = cuda(HOPPER)
     q = randn(2, 4, 6, 9).bfloat16()[..., 1:]
