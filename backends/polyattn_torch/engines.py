@@ -189,9 +189,9 @@ def aligned(x: torch.Tensor) -> torch.Tensor:
     # On others cuDNN computes other numbers (cudnn-frontend#1571), and the memory-efficient kernel
     # reads misaligned addresses (pytorch#183484), as FlashAttention does.
     # torch.compile cannot read where a tensor begins, and copies inputs that are not aligned.
-    steps = x.stride()[:-1]
+    steps: list[Any] = [*x.stride()[:-1]]
     if not torch.compiler.is_compiling():
-        steps += (x.storage_offset(),)
+        steps.append(x.storage_offset())
     is_aligned = x.stride(-1) == 1 and not any(step % 8 for step in steps)
     return x if is_aligned else x.clone(memory_format=torch.contiguous_format)
 
