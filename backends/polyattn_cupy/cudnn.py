@@ -50,11 +50,7 @@ class Cudnn(Kernel):
         missing = loading.why_no_library()
         if missing is not None:
             return [missing]
-        reasons = _static_reasons(problem)
-        if not reasons:
-            device = int(problem.device.partition(":")[2] or 0)
-            reasons += _device_reasons(problem, device)
-        return reasons
+        return _static_reasons(problem) or _device_reasons(problem)
 
     def remark(self, problem: Problem) -> str | None:
         """Return the versions of cuDNN and its frontend."""
@@ -136,7 +132,8 @@ def _reasons_against_gradients(problem: Problem) -> list[str]:
     return reasons
 
 
-def _device_reasons(problem: Problem, device: int) -> list[str]:
+def _device_reasons(problem: Problem) -> list[str]:
+    device = int(problem.device.partition(":")[2] or 0)
     capability = plans.compute_capability(device)
     if capability < (8, 0):
         major, minor = capability

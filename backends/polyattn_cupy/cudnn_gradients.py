@@ -121,12 +121,8 @@ def _cut(array: Array, items: Span, heads: Span) -> Array:
 def _lengths(problem: Problem, graph: Graph) -> dict[int, Array]:
     """Return the number of queries and keys of each item of a part: all of them."""
     shape = (graph.query.shape[0], 1, 1, 1)
-    return {
-        uid: cupy.full(shape, length, np.int32)
-        for uid, length in zip(
-            (graphs.QUERY_LENGTHS, graphs.KEY_LENGTHS), problem.scores[-2:], strict=True
-        )
-    }
+    rows, keys = (cupy.full(shape, length, np.int32) for length in problem.scores[-2:])
+    return {graphs.QUERY_LENGTHS: rows, graphs.KEY_LENGTHS: keys}
 
 
 def _of_logsumexp(

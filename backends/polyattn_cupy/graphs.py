@@ -15,6 +15,8 @@ from polyattn_cupy import loading
 QUERY, KEY, VALUE, OUTPUT, LOGSUMEXP, BIAS = range(1, 7)
 OUTPUT_GRADIENT, QUERY_GRADIENT, KEY_GRADIENT, VALUE_GRADIENT = range(7, 11)
 QUERY_LENGTHS, KEY_LENGTHS = range(11, 13)
+# The frontend's names of dtypes.
+DTYPES = {"float16": "HALF", "bfloat16": "BFLOAT16", "float32": "FLOAT", "int32": "INT32"}
 
 
 class Tensor(NamedTuple):
@@ -55,7 +57,7 @@ def describe(graph: Graph, **where: Any) -> Any:
     """Return a graph as an unchecked cudnn.pygraph, which needs neither cuDNN nor a device."""
     # `where` is the `handle` of a device, or `sm_version` and `device_property` of an absent one.
     cudnn = loading.library()
-    dtypes = _dtypes(cudnn)
+    dtypes = {dtype: getattr(cudnn.data_type, name) for dtype, name in DTYPES.items()}
     plan = cudnn.pygraph(
         name="polyattn", io_data_type=dtypes[graph.query.dtype],
         intermediate_data_type=dtypes["float32"], compute_data_type=dtypes["float32"], **where,
@@ -107,16 +109,6 @@ def describe(graph: Graph, **where: Any) -> Any:
     for gradient, uid, like in zip(gradients, names, graph[:3], strict=True):
         result(gradient, uid, _contiguous(like.shape, like.dtype))
     return plan
-
-
-def _dtypes(cudnn: Any) -> dict[str, Any]:
-    types = cudnn.data_type
-    return {
-        "float16": types.HALF,
-        "bfloat16": types.BFLOAT16,
-        "float32": types.FLOAT,
-        "int32": types.INT32,
-    }
 
 
 def _rows(output: Tensor) -> Tensor:

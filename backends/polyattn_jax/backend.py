@@ -5,6 +5,7 @@ Arrays may be traced, so only `fetch` and `synchronize` read values or wait for 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.metadata
 from collections.abc import Callable
@@ -59,14 +60,11 @@ class JaxBackend(Backend):
 
     def engines(self) -> dict[str, str]:
         """Return the versions of cuDNN and of JAX's CUDA plugin, if they are installed."""
-        versions = {}
+        versions: dict[str, str] = {}
         for engine, packages in ENGINES.items():
             for package in packages:
-                try:
-                    versions[engine] = importlib.metadata.version(package)
-                    break
-                except importlib.metadata.PackageNotFoundError:
-                    continue
+                with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+                    versions.setdefault(engine, importlib.metadata.version(package))
         return versions
 
     def lacks(self, dtype: str) -> str | None:
@@ -107,8 +105,7 @@ class JaxBackend(Backend):
 
     def matmul(self, a: Array, b: Array) -> jax.Array:
         """Return the matrix product of two stacks of matrices."""
-        result: jax.Array = _matmul(a, b)
-        return result
+        return _matmul(a, b)
 
     def over_size(
         self, term: Callable[[Any, Array, Array], Array], query: Array, key: Array
@@ -143,7 +140,7 @@ def _product(a: Array, b: Array) -> Array:
     return product(a, b)
 
 
-_matmul = jax.jit(_product)
+_matmul: Callable[[Array, Array], jax.Array] = jax.jit(_product)
 
 
 @functools.partial(_product.defjvp, symbolic_zeros=True)

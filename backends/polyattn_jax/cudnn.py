@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from polyattn.plugin import (
     Array,
@@ -46,6 +47,8 @@ class Cudnn(Kernel):
 
     def reasons_against(self, problem: Problem) -> list[str]:
         """Return why cuDNN, or its wrapper in `jax.nn`, cannot compute the problem."""
+        if problem.is_symbolic:
+            return ["it is compiled for lengths, and these are symbolic"]
         if not problem.device and default_kind() != "cuda":
             return [f"it runs on cuda only, and JAX would put this on {default_kind()}"]
         reasons = mismatches(problem)
@@ -55,9 +58,7 @@ class Cudnn(Kernel):
         self, problem: Problem, operands: Operands, backend: Backend
     ) -> tuple[Array, Array | None]:
         """Return the output."""
-        x = operands
-        arrays = Operands(x.query, x.key, x.value, x.mask, x.bias)
-        return compiled(problem, arrays), None
+        return compiled(problem, Operands(*operands[:5])), None  # up to the bias
 
 
 def mismatches(problem: Problem) -> list[str]:
@@ -98,8 +99,7 @@ def trial(problem: Problem) -> list[str]:
         array(*keys, problem.value_size),
         None if problem.mask is None else array(*problem.mask, dtype="bool"),
         None if problem.bias is None else array(*problem.bias),
-        None, None, None,
-    )  # fmt: skip
+    )
     try:
         jax.eval_shape(functools.partial(attend, problem), x)
     except (NotImplementedError, RuntimeError, TypeError, ValueError) as error:
@@ -117,61 +117,83 @@ def attend(problem: Problem, x: Operands) -> Array:
     """Compute attention with `jax.nn`, and clear rows without keys."""
     visible, bias = visibility(problem, x)
     arrays = [length_first(problem, array) for array in x[:3]]
-    if bias is None and (problem.query_length % 2 or problem.key_length % 2):
-        output = _of_odd_lengths(problem, *arrays)
-    else:
-        output = _by_cudnn(problem, *arrays, bias=bias)
+    output = _differentiable(problem, *arrays, *([] if bias is None else [bias]))
     output = output.swapaxes(1, 2).reshape(*problem.scores[:-1], problem.value_size)
     if visible is None:
         return output
     return cleared(output, None, empty_rows(visible, jnp), jnp)[0]
 
 
-def _by_cudnn(problem: Problem, query: Array, key: Array, value: Array, **options: Any) -> Array:
-    left, right = band_from(problem, 0) or problem.window
-    return jax.nn.dot_product_attention(
-        query,
-        key,
-        value,
-        scale=problem.scale,
-        is_causal=right is not None,
-        local_window_size=None if left is None else (left, 0),
-        implementation="cudnn",
-        **options,
-    )
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _of_odd_lengths(problem: Problem, query: Array, key: Array, value: Array) -> Array:
-    """Compute attention. Its gradients pad the arrays: `jax.nn` takes only even lengths there."""
-    return _by_cudnn(problem, query, key, value)
+def _differentiable(problem: Problem, *arrays: Array) -> Array:
+    return _by_cudnn(problem, *_mapped_together(*arrays))
 
 
-def _of_even_lengths(problem: Problem, query: Array, key: Array, value: Array) -> Array:
+def _with_residuals(problem: Problem, *arrays: Array) -> tuple[Array, Any]:
+    function = functools.partial(_of_even_lengths, problem)
+    output, pullback = jax.vjp(function, *_mapped_together(*arrays))
+    return output, (output, pullback)
+
+
+def _pulled_back(problem: Problem, residuals: Any, gradient: Array) -> Any:
+    output, pullback = residuals
+    return pullback(_mapped_together(gradient, output)[0])
+
+
+_differentiable.defvjp(_with_residuals, _pulled_back)
+
+
+@jax.custom_batching.custom_vmap
+def _mapped_together(*arrays: Array) -> tuple[Array, ...]:
+    """Return the arrays so that vmap maps over all of them where it maps over one."""
+    # jax.nn of JAX 0.10 takes none that is the same for all.
+    return arrays
+
+
+@_mapped_together.def_vmap
+def _mapped_together_under_vmap(
+    size: int, batched: list[bool], *arrays: Array
+) -> tuple[tuple[Array, ...], tuple[bool, ...]]:
+    whole = [
+        x if is_mapped else jnp.broadcast_to(x, (size, *x.shape))
+        for x, is_mapped in zip(arrays, batched, strict=True)
+    ]
+    return _mapped_together(*whole), (True,) * len(whole)
+
+
+def _of_even_lengths(
+    problem: Problem, query: Array, key: Array, value: Array, *bias: Array
+) -> Array:
+    """Compute attention of padded arrays, since `jax.nn` differentiates only even lengths."""
     query, key, value = (
         jnp.pad(x, ((0, 0), (0, x.shape[1] % 2), (0, 0), (0, 0))) for x in (query, key, value)
     )
     lengths: dict[str, Array] = {}
     # A row of a band does not see the key after it.
     if (band_from(problem, 0) or problem.window)[1] is None and problem.key_length % 2:
-        lengths = {
-            "query_seq_lengths": _for_each_item(query, query.shape[1]),
-            "key_value_seq_lengths": _for_each_item(key, problem.key_length),
-        }
-    output = _by_cudnn(problem, query, key, value, **lengths)
+        ends = (jnp.full(len(query), n, "int32") for n in (query.shape[1], problem.key_length))
+        _, rows, keys = _mapped_together(lax.stop_gradient(query), *ends)
+        lengths = {"query_seq_lengths": rows, "key_value_seq_lengths": keys}
+    output = _by_cudnn(problem, query, key, value, *bias, **lengths)
     return output[:, : problem.query_length]
 
 
-def _for_each_item(array: Array, length: int) -> Array:
-    # By the array: under vmap, jax.nn of JAX 0.10 takes no lengths that are the same for all.
-    number = jnp.int32(length)
-    return jnp.where(array[:, 0, 0, 0] == 0, number, number)
-
-
-_of_odd_lengths.defvjp(
-    lambda problem, *arrays: jax.vjp(functools.partial(_of_even_lengths, problem), *arrays),
-    lambda problem, pullback, gradient: pullback(gradient),
-)
+def _by_cudnn(
+    problem: Problem, query: Array, key: Array, value: Array, bias: Array | None = None,
+    **lengths: Array,
+) -> Array:  # fmt: skip
+    left, right = band_from(problem, 0) or problem.window
+    return jax.nn.dot_product_attention(
+        query,
+        key,
+        value,
+        bias=bias,
+        scale=problem.scale,
+        is_causal=right is not None,
+        local_window_size=None if left is None else (left, 0),
+        implementation="cudnn",
+        **lengths,
+    )
 
 
 def length_first(problem: Problem, array: Array) -> Array:

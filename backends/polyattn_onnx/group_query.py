@@ -53,7 +53,6 @@ class GroupQuery(Kernel):
         reasons = {
             "its rows see no later ones: it needs is_causal=True": problem.is_causal or rows == 1,
             "more rows than one have one number of keys for all items": shared or rows == 1,
-            "a window's end is a number of keys before the row": (problem.window[0] or 0) >= 0,
             "it has no float64": problem.dtype != "float64",
             "its scale is above 0": problem.scale > 0,
             "its vectors have multiples of 8 elements": problem.head_size % 8 == 0,

@@ -147,8 +147,10 @@ class Operator(Kernel):
         if mask is not None:
             inputs.append(mask)
         if positions.counted:
-            items = xp.arange(length_of(inputs[0], 0), dtype=xp.int64)
-            inputs.append(items * 0 + keys)
+            items = xp.arange(length_of(inputs[0], 0), dtype=xp.int64) * 0
+            if len(problem.batch) > 1:  # none of whose lengths is unknown
+                keys = xp.reshape(xp.reshape(items, problem.batch) + keys, (-1,))
+            inputs.append(items + keys)
         kind = None if mask is None else "bool" if mask.dtype == xp.bool else dtype
         node = Node(
             opset, dtype, problem.heads, problem.key_heads, problem.head_size,

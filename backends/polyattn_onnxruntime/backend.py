@@ -54,12 +54,10 @@ class Session(Operator):
     """One node, of the standard's operator Attention, as ONNX Runtime computes it."""
 
     name = "node"
-    # Newer versions of the operator have attributes that ONNX Runtime refuses.
-    newest = 24
 
     def opset(self, problem: Problem) -> int:
-        """Return the opset that ONNX Runtime knows whole."""
-        return self.newest
+        """Return the opset whose attributes ONNX Runtime knows all."""
+        return 24
 
     def reasons_against(self, problem: Problem) -> list[str]:
         """Return what the operator cannot compute, and whether the provider runs none."""

@@ -140,7 +140,7 @@ def _call_flash(problem: Problem, x: EngineInputs) -> Result:
     size = _round_up(max(problem.head_size, problem.value_size), 8)
     keys = slice(*window.keys)
     query, key, value = (
-        in_rows(padded(array, size)).transpose(1, 2)
+        aligned(padded(array, size)).transpose(1, 2)
         for array in (x.query, x.key[:, :, keys], x.value[:, :, keys])
     )
     output, logsumexp, *_ = _flash(
@@ -186,8 +186,12 @@ def _call_cudnn(problem: Problem, x: EngineInputs) -> Result:
 
 def aligned(x: torch.Tensor) -> torch.Tensor:
     """Return a tensor whose vectors are whole and begin at multiples of 16 bytes."""
-    # On others cuDNN computes other numbers on Hopper (cudnn-frontend#1571).
-    steps = (*x.stride()[:-1], x.storage_offset())
+    # On others cuDNN computes other numbers (cudnn-frontend#1571), and the memory-efficient kernel
+    # reads misaligned addresses (pytorch#183484), as FlashAttention does.
+    # torch.compile cannot read where a tensor begins, and copies inputs that are not aligned.
+    steps: list[Any] = [*x.stride()[:-1]]
+    if not torch.compiler.is_compiling():
+        steps.append(x.storage_offset())
     is_aligned = x.stride(-1) == 1 and not any(step % 8 for step in steps)
     return x if is_aligned else x.clone(memory_format=torch.contiguous_format)
 
@@ -208,7 +212,7 @@ def _against_efficient(problem: Problem, device: DeviceInfo) -> str | None:
 def _call_efficient(problem: Problem, x: EngineInputs) -> Result:
     step = 4 if problem.dtype == "float32" else 8
     query, key, value = (
-        padded(array, _round_up(array.shape[-1], step)).contiguous() for array in x[:3]
+        aligned(padded(array, _round_up(array.shape[-1], step)).contiguous()) for array in x[:3]
     )
     if key.shape[1] < problem.heads:  # copies, since expanded keys go wrong (pytorch#191937)
         groups = problem.heads // key.shape[1]

@@ -82,7 +82,8 @@ class Paged(Kernel):
             aligned(query), aligned(x.key.transpose(1, 2)), aligned(x.value.transpose(1, 2)),
             count * rows, count * problem.key_length, rows, problem.key_length, 0.0,
             (left, right) == (-1, 0), False, scale=problem.scale, window_size_left=left,
-            window_size_right=right, seqused_k=lengths.int(), block_table=table.int(),
+            window_size_right=right, seqused_k=lengths.int().contiguous(),
+            block_table=table.int().contiguous(),
         )  # fmt: skip
         shape = (*problem.batch, rows, problem.heads)
         output = output.reshape(*shape, -1).transpose(-3, -2)

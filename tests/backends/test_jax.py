@@ -692,16 +692,51 @@ def lowering(monkeypatch):
     cudnn.trial.cache_clear()
 
 
-def test_gradients_of_odd_lengths_under_vmap_are_lowered_for_cuda(lowering):
-    def call(q, k, v):
-        return attention(q, k, v, kernel="cudnn")
+@pytest.mark.parametrize("axes", [(0, 0, 0, 0), (0, None, None, None), (None, 0, None, None)])
+@pytest.mark.parametrize(("length", "kind"), [(15, None), (16, "bias")])
+def test_gradients_under_vmap_are_lowered_for_cuda(lowering, axes, length, kind):
+    def call(q, k, v, bias):
+        return attention(q, k, v, **({"bias": bias} if kind else {}), kernel="cudnn")
 
     def loss(*arrays):
-        return jnp.sum(jax.vmap(call)(*arrays))
+        return jnp.sum(jax.vmap(call, axes)(*arrays))
 
-    shapes = [jax.ShapeDtypeStruct((3, 2, h, 15, 64), "bfloat16") for h in (4, 2, 2)]
-    text = lowering(jax.grad(loss, (0, 1, 2)), *shapes)
-    assert "fmhaSoftmaxBackward" in text
+    shapes = [(2, h, length, n) for h, n in ((4, 64), (2, 64), (2, 64), (4, length))]
+    mapped = [
+        jax.ShapeDtypeStruct(shape if axis is None else (3, *shape), "bfloat16")
+        for shape, axis in zip(shapes, axes, strict=True)
+    ]
+    assert "SoftmaxBackward" in lowering(jax.grad(loss, (0, 1, 2)), *mapped)
+    of_each = jax.vmap(jax.grad(lambda *arrays: jnp.sum(call(*arrays)), (0, 1, 2)), axes)
+    assert "SoftmaxBackward" in lowering(of_each, *mapped)
+
+
+def test_arrays_that_vmap_does_not_map_over_have_the_same_gradients(calls):
+    q, k, v = BFLOAT16
+    queries, bias = jnp.stack([q, q * 2, q * 3]), jnp.asarray(draw(1, 4, 16, 16), "bfloat16")
+
+    def gradients(kernel):
+        def loss(queries, k, v, bias):
+            call = functools.partial(attention, key=k, value=v, bias=bias, kernel=kernel)
+            return jnp.sum(jnp.sin(jax.vmap(call)(queries)))
+
+        return jax.jit(jax.grad(loss, (0, 1, 2, 3)))(queries, k, v, bias)
+
+    for one, other in zip(gradients("cudnn"), gradients("dense"), strict=True):
+        np.testing.assert_allclose(
+            np.asarray(one, np.float32), np.asarray(other, np.float32), atol=0.1, rtol=0.05
+        )
+
+
+def test_unknown_lengths_are_refused(on_cuda):
+    def look(q, mask):
+        told.append(explain(q, q, q, mask=mask))
+
+    told, (n,) = [], jax.export.symbolic_shape("n")
+    shapes = ((2, 4, n, 64), "bfloat16"), ((n, n), "bool")
+    jax.eval_shape(look, *(jax.ShapeDtypeStruct(*one) for one in shapes))
+    assert "cudnn" not in (told[0].chosen.kernel, None)
+    assert "these are symbolic" in told[0].candidates[0].reasons[0]
 
 
 @pytest.mark.parametrize(

@@ -166,3 +166,11 @@ def test_sinks_stand_beside_several_batch_axes():
     sinks = np.array([0.5, -1.0], np.float32)
     found = attention(x, x, x, sinks=sinks, backend="onnxruntime", kernel="node")
     assert np.allclose(found, attention(x, x, x, sinks=sinks), atol=1e-5)
+
+
+@pytest.mark.parametrize("lengths", [(2, 3), (3,), (1, 1)])
+def test_numbers_of_keys_follow_all_batch_axes(lengths):
+    q, k, v = (numbers(2, 3, heads, n, 8) for heads, n in ((4, 2), (2, 7), (2, 7)))
+    options = {"key_lengths": np.arange(np.prod(lengths)).reshape(lengths), "is_causal": True}
+    found = attention(q, k, v, **options, backend="onnxruntime", kernel="node")
+    np.testing.assert_allclose(found, attention(q, k, v, **options), atol=1e-5)

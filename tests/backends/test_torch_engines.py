@@ -589,7 +589,9 @@ def flash(
     assert q.dtype in (torch.float16, torch.bfloat16)
     assert k.shape[3] == v.shape[3] == size <= 256
     assert size % 8 == 0
-    assert all(x.stride(-1) == 1 for x in (q, k, v))
+    for x in (q, k, v):
+        assert x.stride(-1) == 1
+        assert not any(step % 8 for step in (*x.stride()[:-1], x.storage_offset()))
     left = window_size_left if window_size_left >= 0 else rows + keys
     right = window_size_right if window_size_right >= 0 else rows + keys
     assert not is_causal or (window_size_left, window_size_right) == (-1, 0)
@@ -631,6 +633,7 @@ def efficient(query, key, value, bias, compute, dropout_p, is_causal, *, scale):
     for x in (query, key, value):
         assert x.shape[-1] % step == 0
         assert x.is_contiguous()
+        assert x.storage_offset() % step == 0
     if bias is not None:
         assert bias.dtype == query.dtype
         assert bias.shape == (*query.shape[:3], key.shape[2])
@@ -693,9 +696,10 @@ def test_a_band_goes_to_flash_attention(cuda, case, lengths):
         assert called == ["flash"] * 2
 
 
-def test_flash_is_given_vectors_in_rows(cuda):
+def test_flash_is_given_aligned_vectors_in_rows(cuda):
     called = cuda(AMPERE)
-    q, k, v = (x.bfloat16().mT.contiguous().mT for x in (Q, K, K))
+    q, k = (x.bfloat16().mT.contiguous().mT for x in (Q, K))
+    v = torch.nn.functional.pad(k, (1, 0))[..., 1:]
     found = attention(q, k, v, window=(2, 1), kernel="sdpa")
     close(found, attention(q, k, v, window=(2, 1), kernel="dense"), **COARSE)
     assert called == ["flash"]
@@ -768,6 +772,21 @@ def test_logsumexp_on_cuda(cuda, case, device, dtype, size, engine):
     close(found.logsumexp, expected.logsumexp)
     plain_half = case == "plain" and dtype.itemsize == 2 and engine != "cudnn"
     assert called == ["flash" if plain_half else engine]
+
+
+def test_the_efficient_engine_is_given_aligned_arrays(cuda):
+    called = cuda(AMPERE)
+    q = randn(2 * 4 * 6 * 8 + 1)[1:].reshape(2, 4, 6, 8)
+    found = attention_partial(q, q, q, kernel="sdpa")
+    close(found.logsumexp, attention_partial(q, q, q, kernel="dense").logsumexp)
+    assert called == ["efficient"]
+
+
+def test_a_compiled_program_aligns_arrays():
+    x = randn(2, 4, 6, 9)[..., 1:]
+    found = torch.compile(engines.aligned, fullgraph=True, backend="eager")(x)
+    assert found.stride(-2) == 8
+    assert (found == x).all()
 
 
 def test_cudnn_is_given_aligned_arrays(cuda):

@@ -35,6 +35,7 @@ def flash(
     assert (dropout, debug) == (0, False)
     for one in (starts, key_starts, seqused_k, block_table):
         assert one.dtype == torch.int32
+        assert one.is_contiguous()
     assert int(seqused_k.max()) <= keys  # it would read beyond the table
     assert all(x.stride(-1) == 1 for x in (query, key, value))
     output, logsumexp = dialect.varlen_attn(
@@ -65,7 +66,9 @@ def test_the_operator_gets_what_a_call_means(monkeypatch, layout, rows, options)
     x = arrays(layout, (3, 1), rows)
     x[1] = x[1].mT.contiguous().mT  # the numbers of a vector lie apart
     given = options | {
-        "block_table": torch.tensor([[[3, 1]], [[-1, -1]], [[2, -1]]]),
+        "block_table": torch.tensor([[[3, -1, 2]], [[1, -1, -1]]], dtype=torch.int32).permute(
+            2, 1, 0
+        ),
         "key_lengths": torch.tensor([[300], [0], [5]]),
         "layout": layout,
     }
@@ -77,8 +80,8 @@ def test_the_operator_gets_what_a_call_means(monkeypatch, layout, rows, options)
 
 def test_lengths_that_nobody_read_end_with_the_table(monkeypatch):
     monkeypatch.setattr(paged, "_flash", flash)
-    query, key, value = arrays("...HLD", (1,), 1)
-    table, lengths = torch.tensor([[3, 1]]), torch.tensor([2 * PAGE])
+    query, key, value = arrays("...HLD", (2,), 1)
+    table, lengths = torch.tensor([[3, 1], [2, 4]]), torch.tensor([2 * PAGE], dtype=torch.int32)
     given = {"block_table": table, "key_lengths": lengths}
     problem = explain(query, key, value, **given).problem
     whole, more = (
