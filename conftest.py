@@ -71,10 +71,8 @@ def pytest_collection_modifyitems(items):
 
     def place(item):
         # A process computes the exact result of a case once; that takes longer than its kernels.
-        parameters = parameters_of(item)
-        if "variant" not in parameters or "case" not in parameters:
-            return 0
-        return places.setdefault(str(parameters["case"]), len(places) + 1)
+        case = parameters_of(item).get("case")
+        return places.setdefault(str(case), len(places) + 1) if is_of_suite(case) else 0
 
     items.sort(key=place)
     for test, many in MANY.items():
@@ -135,6 +133,11 @@ def shows_what_another_does(item):
         kernel, small_tiles = given["variant"]
         return kernel.name != COMPILED and (small_tiles or given["dtype"] != "float32")
     return name == FIRST_CALL  # an interpreter that imports a library, for each kernel
+
+
+def is_of_suite(case):
+    """Return whether a parameter is a case of the conformance suite."""
+    return hasattr(case, "score_shape")
 
 
 def parameters_of(item):
