@@ -82,6 +82,9 @@ def explain(
     """
     arguments: dict[str, Any] = dict(options)
     backend, kernel = arguments.pop("backend", None), arguments.pop("kernel", None)
+    for name, text in (("library", library), ("device", "" if device is None else device)):
+        if not isinstance(text, str):
+            raise TypeError(f"{name} must be a string, such as 'numpy' or 'cpu'; got {text!r}")
     if dtype not in DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}; got {dtype!r}")
     if chunks is not None and library != "dask":
@@ -110,7 +113,7 @@ def explain(
     requested = request(backend)
     if isinstance(operands.mask, Mask) and isinstance(call.mask, Mask):
         # A remark may count the tiles of a compiled mask.
-        call = call._replace(mask=call.mask.filled(operands.mask))
+        call = call._replace(mask=operands.mask.spec(as_facts, tables=True))
     xp = None if only_shapes else library_of(query).xp
     problem = examine(call)
     explanation = explain_selection(call, problem, requested, kernel, xp)
