@@ -20,6 +20,7 @@ AT_ONCE = "backends/polyattn_numpy/at_once.py"
 VISIBILITY = "backends/polyattn_numpy/visibility.py"
 PREPARED = "backends/polyattn_numpy/prepared.py"
 MASK_TABLE = "backends/polyattn_numpy/mask_table.py"
+LENGTHS = "polyattn/_core/call/lengths.py"
 
 SOFTCAP = """    if problem.softcap is not None:
         capped = problem.softcap * xp.tanh(normed / problem.softcap)  # 2
@@ -135,6 +136,14 @@ MUTATIONS = (
     ("words of other keys", DROPOUT, "[word >= threshold for word in words]",
      "[word >= threshold for word in words[::-1]]"),
     ("a key that stays the same", DROPOUT, "_raised(key[0], _WEYL[0], a)", "key[0]"),
+    # keys that end
+    ("the newest row one key early", LENGTHS, "else lengths - rows", "else lengths - rows - 1"),
+    ("an offset of the caller replaced", LENGTHS, 'is_newest = "query_offset" not in values',
+     "is_newest = True"),
+    ("another mask dropped", LENGTHS, "padding if mask is None else as_mask(mask) & padding",
+     "padding"),
+    ("heads counted as rows", LENGTHS,
+     'axis = -3 if layout == "...LHD" and len(query.shape) > 2 else -2', "axis = -2"),
     # what both are made of
     ("< for <= in a band", PATTERNS, "at.column <= at.position(self.right)",
      "at.column < at.position(self.right)"),

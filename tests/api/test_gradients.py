@@ -21,7 +21,6 @@ from polyattn import (
     parallel,
     scores,
 )
-from polyattn._base.arrays import is_array
 from polyattn._kernels.dense_kernel import Dense
 from polyattn._kernels.tiled import Tiled
 from polyattn.conformance.cases.gradient_cases import BACKWARD_CASES
@@ -41,98 +40,6 @@ def small_tiles():
 
 def draw(*shapes):
     return [RNG.standard_normal(shape) for shape in shapes]
-
-
-#: What no case of the conformance suite shows.
-OPTIONS = {
-    "scale of 0": {"scale": 0.0},
-    "bias (S,)": {"bias": RNG.standard_normal(13), "softcap": 2.0},
-    "bias of all scores": {"bias": RNG.standard_normal((2, 4, 9, 13)), "is_causal": True},
-    "distance, scale of 0": {"similarity": scores.distance(2), "scale": 0.0, "is_causal": True},
-    "a chain": {
-        "score_mod": scores.softcap(2.0)
-        >> scores.relative_bias(RNG.standard_normal((8, 4)), max_distance=8)
-        >> scores.temperature(0.8),
-        "sinks": RNG.standard_normal(4),
-    },
-}
-
-
-def slope(function):
-    """The derivative at 0, by differences of the fourth order."""
-    step = 2.0**-12
-    near, far = (function(n * step) - function(-n * step) for n in (1, 2))
-    return (8 * near - far) / (12 * step)
-
-
-def arrays_of(expression):
-    return [x for _, x in expression.carried() if is_array(x)]
-
-
-def moved_by(expression, directions, step):
-    rest = iter(directions)
-    return expression.map(lambda _, x: x + step * next(rest) if is_array(x) else x)
-
-
-def check(options, shapes, kernel=None):
-    """Compare every gradient with differences, along random directions, and with forward mode."""
-    query, key, value = draw(*shapes)
-    inputs = {"query": query, "key": key, "value": value, **options}
-    output, pullback = attention_vjp(query, key, value, **options, kernel=kernel)
-    assert np.allclose(output, attention(query, key, value, **options), rtol=0, atol=1e-12)
-    along = RNG.standard_normal(output.shape)
-    gradients = pullback(along)
-
-    def by_difference(**moved):
-        return slope(
-            lambda step: np.sum(
-                attention(**inputs | {n: move(step) for n, move in moved.items()}, kernel="dense")
-                * along
-            )
-        )
-
-    expected, found = {}, {}
-    for name, given in inputs.items():
-        gradient = getattr(gradients, name, None)
-        if isinstance(given, float):
-            expected[name] = by_difference(**{name: lambda step, x=given: x + step})
-            found[name] = float(gradient)
-        elif name in ("score_mod", "similarity") and arrays_of(given):
-            directions = draw(*(x.shape for x in arrays_of(given)))
-
-            expected[name] = by_difference(**{name: partial(moved_by, given, directions)})
-            pairs = zip(arrays_of(gradient), directions, strict=True)
-            found[name] = sum(np.sum(x * t) for x, t in pairs)
-        elif gradient is not None and is_array(given):
-            assert gradient.shape == given.shape
-            direction = RNG.standard_normal(given.shape)
-            expected[name] = by_difference(**{name: lambda e, x=given, t=direction: x + e * t})
-            found[name] = np.sum(gradient * direction)
-    assert {"query", "key", "value"} <= found.keys()
-    assert found == pytest.approx(expected, rel=1e-8, abs=1e-8)
-
-    tangents = draw(*shapes)
-    moved = {f"{n}_tangent": draw(inputs[n].shape)[0] for n in ("bias", "sinks") if n in inputs}
-    same, tangent = attention_jvp((query, key, value), tangents, **moved, **options, kernel=kernel)
-    assert np.array_equal(same, output)
-    moved |= {f"{n}_tangent": t for n, t in zip(("query", "key", "value"), tangents, strict=True)}
-    adjoint = sum(np.sum(getattr(gradients, n.removesuffix("_tangent")) * moved[n]) for n in moved)
-    assert np.sum(tangent * along) == pytest.approx(adjoint, rel=1e-10, abs=1e-10)
-
-
-@pytest.mark.parametrize("kernel", [None, small_tiles()], ids=["whole", "tiles"])
-@pytest.mark.parametrize("name", OPTIONS)
-def test_by_differences(name, kernel):
-    check(OPTIONS[name], SHAPES, kernel)
-
-
-@pytest.mark.parametrize("softcap", [None, 1.5])
-def test_the_gradient_of_a_scale_of_0_in_tiles_of_numpy(softcap):
-    check(OPTIONS["distance, scale of 0"] | {"softcap": softcap}, SHAPES, "tiled")
-
-
-def test_a_value_with_a_batch_beside_matrices():
-    check({"is_causal": True}, ((9, 8), (13, 8), (3, 1, 13, 5)), small_tiles())
 
 
 @pytest.mark.parametrize("lengths", [(0, 13), (9, 0), (0, 0)])

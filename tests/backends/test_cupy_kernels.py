@@ -79,28 +79,28 @@ def runs():
     """Yield a kernel, a case and whether tiles are small: a case of each feature and corner."""
     for kernel in (Fused, Cudnn):
         dtypes = ("float32",) if kernel is Cudnn else DTYPES["fused"]
-        taken = [name for name in cases(kernel, CASES) if CASES[name].dtype in dtypes]
-        for place, name in enumerate(name for name in taken if name in ESSENTIAL):
-            long = math.prod(CASES[name].score_shape) > MOST_SCORES
+        taken = [case for case in taken_by(kernel, ESSENTIAL) if case.dtype in dtypes]
+        for place, case in enumerate(taken):
+            long = math.prod(case.score_shape) > MOST_SCORES
             marks = [pytest.mark.slow] if long else []
             # One program of cuDNN serves both dtypes.
-            yield pytest.param(kernel.name, name, place % 2, marks=marks)
+            yield pytest.param(kernel.name, case, place % 2, marks=marks)
 
 
 def gradient_runs():
     """Yield kernels and cases of gradients, with small tiles and another dtype by turns."""
     for kernel in (Fused, Cudnn):
-        taken = [n for n in cases(kernel, BACKWARD_CASES) if not BACKWARD_CASES[n].rounded_once]
+        taken = [case for case in taken_by(kernel, BACKWARD_CASES) if not case.rounded_once]
         # Of cases that differ in their dtype one: the kernels compute all in float32.
-        taken = {n.removesuffix(f", {BACKWARD_CASES[n].dtype}"): n for n in taken}.values()
-        yield from ((kernel.name, name, turn % 2) for turn, name in enumerate(taken))
+        taken = {case.name.removesuffix(f", {case.dtype}"): case for case in taken}.values()
+        yield from ((kernel.name, case, turn % 2) for turn, case in enumerate(taken))
 
 
-def cases(kernel, catalogue):
-    """Return the names of the cases that a kernel takes."""
+def taken_by(kernel, catalogue):
+    """Return the cases that a kernel takes."""
     return [
-        name
-        for name, case in catalogue.items()
+        case
+        for case in catalogue.values()
         if case.features <= kernel.features and case.poison is None
     ]
 
@@ -130,17 +130,17 @@ def subject(kernel, small_tiles=False):
     return target, KernelVariant(here, kernel == "fused" and bool(small_tiles))
 
 
-@pytest.mark.parametrize(("kernel", "name", "turn"), list(runs()))
-def test_it_keeps_to_the_suites_cases(kernel, name, turn, ran):
-    case = case_for(kernel, CASES[name], turn)
+@pytest.mark.parametrize(("kernel", "case", "turn"), list(runs()), ids=str)
+def test_it_keeps_to_the_suites_cases(kernel, case, turn, ran):
+    case = case_for(kernel, case, turn)
     outcome = check_case(*subject(kernel, turn), case)
     assert ran() == (outcome.output is not None)
     assert ran() or may_refuse(kernel, case, *["softcap"] * (kernel == "cudnn"))
 
 
-@pytest.mark.parametrize(("kernel", "name", "turn"), list(gradient_runs()))
-def test_it_keeps_to_the_suites_cases_of_gradients(kernel, name, turn, ran):
-    case = case_for(kernel, BACKWARD_CASES[name], turn)
+@pytest.mark.parametrize(("kernel", "case", "turn"), list(gradient_runs()), ids=str)
+def test_it_keeps_to_the_suites_cases_of_gradients(kernel, case, turn, ran):
+    case = case_for(kernel, case, turn)
     found = check_backward(*subject(kernel, turn), case)
     assert ran() == (found is not None)
     assert ran() or may_refuse(kernel, case, "bias", *["softcap"] * (kernel == "cudnn"))

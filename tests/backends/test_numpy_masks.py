@@ -96,20 +96,6 @@ def looks(monkeypatch):
     return found
 
 
-@pytest.fixture
-def passes(monkeypatch):
-    """Return the list of the kinds of pass that were made."""
-    kinds = []
-
-    class Watched(module.Sweep):
-        def __init__(self, call, task, scratch, kind="fast"):
-            kinds.append(kind)
-            super().__init__(call, task, scratch, kind)
-
-    monkeypatch.setattr(module, "Sweep", Watched)
-    return kinds
-
-
 def seen_by(mask):
     """Return what a mask shows, shape (ITEMS, HEADS, LENGTH, KEYS)."""
     queries = np.zeros((ITEMS, HEADS, LENGTH, 1), np.float32)

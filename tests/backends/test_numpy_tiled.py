@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 
 import polyattn
-import polyattn_numpy.tiled as module
 from polyattn import attention, attention_partial, scores
 from polyattn._base.span import Span
 from polyattn._core.expressions.replacements import Distance
@@ -458,20 +457,6 @@ def test_a_call_inside_a_call_leaves_it_alone(qkv):
 
 
 # ---- three kinds of pass -----------------------------------------------------------------------
-
-
-@pytest.fixture
-def passes(monkeypatch):
-    """Return the list of the kinds of pass that were made."""
-    kinds = []
-
-    class Watched(module.Sweep):
-        def __init__(self, call, task, scratch, kind="fast"):
-            kinds.append(kind)
-            super().__init__(call, task, scratch, kind)
-
-    monkeypatch.setattr(module, "Sweep", Watched)
-    return kinds
 
 
 def test_small_scores_need_no_maximum(qkv, passes):

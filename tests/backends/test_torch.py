@@ -89,32 +89,6 @@ def test_a_mask_function_too_large_to_tabulate_goes_to_tiled():
 # ---- flex ----
 
 
-@pytest.mark.slow(covered_by="the suite")
-@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
-def test_flex_equals_the_formula():
-    table = randn(6, 9)
-    options = {
-        "is_causal": True,
-        "window": (6, None),
-        "softcap": 2.0,
-        "bias": randn(4, 6, 9),
-        "mask": torch.rand(2, 1, 6, 9, generator=RNG) > 0.2,
-        "score_mod": lambda s, b, h, i, j: s + table[i, j] * h,
-        "query_offset": torch.tensor([1, 5]),
-    }
-    output = attention(Q, K, V, kernel="flex", **options)
-    close(output, attention(Q, K, V, kernel="dense", **options))
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
-def test_flex_takes_a_mask_function_and_rows_without_keys():
-    options = {"mask": lambda b, h, i, j: (i >= 2) & (j > 0)}
-    output = attention(Q, K, V, kernel="flex", **options)
-    close(output, attention(Q, K, V, kernel="dense", **options))
-    assert not output[:, :, :2].any()
-
-
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
 def test_flex_explains_a_mask_function_that_returns_numbers():
     with pytest.raises(Exception, match="must return a bool array"):

@@ -135,47 +135,12 @@ def test_a_mask_value_too_large_to_make_goes_to_tiled():
 
 # ---- flex ----
 
-FLEX_CASES = {
-    "packed": {
-        "mask": masks.segments(ROWS, KEYS) & masks.window(150, None),
-        "score_mod": scores.temperature(2.0) >> scores.softcap(3.0) >> scores.alibi(4),
-    },
-    "offsets": {
-        "mask": masks.causal() | masks.prefix(LENGTHS // 50),
-        "query_offset": torch.tensor([-3, 100]),
-        "score_mod": scores.alibi(torch.tensor([0.5, 0.25, 0.125, 0.0])),
-    },
-    "functions": {
-        "mask": masks.rule(by_head) & masks.causal() | masks.prefix(1),
-        "score_mod": scores.relative_bias(randn(8, 4))
-        >> scores.function(lambda s, b, h, i, j: s + 0.01 * (i - j)),
-    },
-    "a table": {"mask": MASKS["a table of heads"], "bias": randn(4, 1, S)},
-}
-
-
-@pytest.mark.slow(covered_by="the suite")
-@LRU
-@TORCH_JIT
-@pytest.mark.parametrize("case", FLEX_CASES)
-def test_flex_takes_mask_and_score_values(case):
-    both(Q, K, V, "flex", **FLEX_CASES[case])
-
 
 @TORCH_JIT
 def test_flex_counts_batch_items_over_several_axes():
     q, lengths = randn(2, 3, 2, 140, 16), torch.tensor([[100], [140]])
     mask = masks.padding(lengths) & masks.segments(ids_of(140, 3, 3))
     both(q, q, q, "flex", mask=mask, bias=randn(2, 1, 2, 1, 140))
-
-
-@pytest.mark.slow(covered_by="the suite")
-@TORCH_JIT
-def test_flex_finds_rows_that_see_nothing():
-    mask = masks.padding(None, torch.tensor([0, 140])) & masks.window(None, 3)
-    output = both(Q, K, V, "flex", mask=mask)
-    assert not output[0].any()
-    assert not output[1, :, 140:].any()
 
 
 @TORCH_JIT

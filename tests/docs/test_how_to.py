@@ -95,8 +95,7 @@ except Exception as error:
 @pytest.mark.slow
 def test_sharded_arrays_give_what_one_device_does(tmp_path):
     program(MANY, "sharded.py", tmp_path)
-    # Most of its time would go into making fast code that runs once.
-    flags = "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0"
+    flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=4"
     printed = run(tmp_path, "-c", EXPLICIT, XLA_FLAGS=flags).splitlines()
     (shown,) = [block for block in blocks(MANY, "console") if "sharded.py" in block]
     for line, promised in zip(printed[:3], shown.splitlines()[1:], strict=True):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import shutil
 import subprocess
 import sys
@@ -12,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from random_options import random_options
 
 jax = pytest.importorskip("jax")
 pytest.importorskip("polyattn_native.library")
@@ -30,54 +30,6 @@ def arrays(seed: int = 0, dtype: str = "float64") -> list[Any]:
     rng = np.random.default_rng(seed)
     shapes = (B, H, L, D), (B, G, S, D), (1, G, S, E)
     return [rng.standard_normal(shape).astype(dtype) for shape in shapes]
-
-
-def random_options(seed: int) -> dict[str, Any]:
-    """Return options of a call, most of them absent."""
-    draw, rng = random.Random(seed), np.random.default_rng(seed)
-
-    def perhaps(chance: float = 0.3) -> bool:
-        return draw.random() < chance
-
-    given: dict[str, Any] = {"is_causal": perhaps(0.4)}
-    if perhaps():
-        given["window"] = draw.choice([(draw.randint(0, 20), None), (None, 3), (0, 0), (70, 9)])
-    if perhaps(0.4):
-        given["query_offset"] = draw.choice([draw.randint(-5, S), rng.integers(-3, S + 1, B)])
-    if perhaps():
-        given["scale"] = draw.choice([0.3, -0.2, 1.0])
-    if perhaps():
-        given["softcap"] = draw.choice([0.7, 20.0])
-    if perhaps():
-        given["sinks"] = rng.standard_normal(H)
-    if perhaps():
-        given["dropout"] = (0.3, draw.randint(0, 2**60), (1, 2, 3, draw.randint(0, 9)))
-    if perhaps():
-        lead = draw.choice([(), (H,), (B, 1), (B, H)])
-        bias = rng.standard_normal((*lead, draw.choice([1, L]), draw.choice([1, S])))
-        bias[rng.random(bias.shape) < 0.2] = -np.inf
-        given["bias"] = bias
-    if perhaps(0.5):
-        array = rng.random((B, 1, L, S)) < 0.6
-        given["mask"] = draw.choice(
-            [
-                array,
-                np.repeat(array, H, axis=1)[:, :, :1],
-                masks.padding(rng.integers(0, S + 1, B)),
-                masks.padding(S // 2, query_lengths=rng.integers(0, L + 1, B)),
-                masks.prefix(S // 3) & masks.window(9, 3),
-                masks.dense(array) & masks.padding(S - 1),
-            ]
-        )
-    if perhaps(0.4) and "softcap" not in given:
-        given["score_mod"] = draw.choice(
-            [
-                scores.alibi(H),
-                scores.relative_bias(rng.standard_normal((8, H)), max_distance=16),
-                scores.temperature(2.0) >> scores.alibi(rng.random(H)),
-            ]
-        )
-    return given
 
 
 def in_jax(options: dict[str, Any], dtype: str = "float32") -> dict[str, Any]:
@@ -106,7 +58,7 @@ def test_random_calls_equal_the_formula(seed: int) -> None:
     dtype = ("float32", "float16", "bfloat16")[seed % 3]
     given = [jnp.asarray(x, dtype) for x in arrays(seed)]
     exact = [np.asarray(x, "float64") for x in given]
-    options = random_options(seed)
+    options = random_options(seed, B, H, L, S, of_ranges=True)
     wanted = polyattn.attention_partial(*exact, **options, kernel="dense")
     moved = in_jax(options)
     found = polyattn.attention_partial(*given, **moved, kernel="native")
@@ -120,7 +72,7 @@ def test_random_calls_equal_the_formula(seed: int) -> None:
 def test_random_derivatives_equal_the_formula(seed: int) -> None:
     exact = arrays(seed)
     given = [jnp.asarray(x, "float32") for x in exact]
-    options = random_options(seed)
+    options = random_options(seed, B, H, L, S, of_ranges=True)
     moved = in_jax(options)
     floats = {n: moved.pop(n) for n in ("sinks", "bias") if n in moved}
     rng = np.random.default_rng(seed)
@@ -150,7 +102,7 @@ def test_random_derivatives_equal_the_formula(seed: int) -> None:
 def test_explicit_derivatives_equal_the_formula(seed: int) -> None:
     exact = arrays(seed)
     given = [jnp.asarray(x, "float32") for x in exact]
-    options = random_options(seed)
+    options = random_options(seed, B, H, L, S, of_ranges=True)
     along = np.random.default_rng(seed).standard_normal((B, H, L, E))
     wanted = polyattn.attention_vjp(*exact, **options, kernel="dense")[1](along)
     pull = polyattn.attention_vjp(*given, **in_jax(options), kernel="native")[1]

@@ -9,12 +9,12 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import pytest
+from random_options import random_options
 
 import polyattn
 from polyattn import masks, scores
@@ -23,15 +23,7 @@ native = pytest.importorskip("polyattn_native.kernel")
 library = pytest.importorskip("polyattn_native.library")
 call = pytest.importorskip("polyattn_native.call")
 
-ISAS = library.instruction_sets(library.library())
 TOLERANCE = {"float32": 3e-5, "float64": 1e-12, "float16": 4e-3}
-
-
-@pytest.fixture(params=ISAS)
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    library.use(library.library(), request.param)
-    yield request.param
-    library.use(library.library(), ISAS[0])
 
 
 def strided(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> Any:
@@ -51,65 +43,6 @@ def strided(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> Any
     return rng.standard_normal(shape).astype(dtype)
 
 
-def random_options(
-    draw: random.Random, rng: np.random.Generator, b: int, h: int, rows: int, keys: int
-) -> dict[str, Any]:
-    """Return options of a call, most of them absent."""
-    given: dict[str, Any] = {}
-
-    def perhaps(chance: float = 0.25) -> bool:
-        return draw.random() < chance
-
-    given["is_causal"] = perhaps(0.4)
-    if perhaps():
-        given["window"] = draw.choice([(draw.randint(0, 20), None), (None, 3), (0, 0), (70, 9)])
-    if perhaps(0.3):
-        number = draw.randint(-5, keys)
-        given["query_offset"] = draw.choice([number, rng.integers(-3, keys + 1, b)])
-    if perhaps():
-        given["scale"] = draw.choice([0.3, -0.2, 1.0])
-    if perhaps():
-        given["softcap"] = draw.choice([0.7, 20.0])
-    if perhaps():
-        given["sinks"] = rng.standard_normal(h).astype("float32")
-    if perhaps():
-        given["dropout"] = (0.3, draw.randint(0, 2**60), (1, 2, 3, draw.randint(0, 9)))
-    if perhaps(0.3):
-        lead = draw.choice([(), (h,), (b, 1), (b, h)])
-        bias = rng.standard_normal((*lead, draw.choice([1, rows]), draw.choice([1, keys])))
-        bias[rng.random(bias.shape) < 0.2] = -np.inf
-        given["bias"] = bias.astype("float32")
-    if perhaps() and "softcap" not in given:
-        table = rng.standard_normal((8, h)).astype("float32")
-        given["score_mod"] = draw.choice(
-            [
-                scores.alibi(h),
-                scores.relative_bias(table, max_distance=16),
-                scores.temperature(2.0) >> scores.alibi(rng.random(h).astype("float32")),
-            ]
-        )
-    if perhaps(0.5):
-        ids = np.sort(rng.integers(0, 4, (b, max(rows, keys))))
-        array = rng.random((b, 1, rows, keys)) < 0.6
-        given["mask"] = draw.choice(
-            [
-                array,
-                np.repeat(array, h, axis=1),
-                array[:, :, :1],
-                np.ascontiguousarray(array.swapaxes(-1, -2)).swapaxes(-1, -2),
-                masks.padding(rng.integers(0, keys + 1, b)),
-                masks.padding(keys // 2, query_lengths=rng.integers(0, rows + 1, b)),
-                masks.segments(ids[:, :rows], ids[:, :keys]),
-                masks.segments(rng.integers(0, 3, (b, rows)), rng.integers(0, 3, (b, keys))),
-                masks.prefix(keys // 3) | masks.causal(),
-                masks.dilated(2) & masks.window(9, 3),
-                masks.dense(array) & masks.padding(keys - 1),
-                ~masks.global_tokens(0, 3),
-            ]
-        )
-    return given
-
-
 @pytest.mark.parametrize("seed", range(60))
 def test_random_calls_equal_the_formula(seed: int, isa: str) -> None:
     draw = random.Random(seed)
@@ -123,7 +56,7 @@ def test_random_calls_equal_the_formula(seed: int, isa: str) -> None:
     query = strided(rng, (b, h, rows, d), dtype)
     key = strided(rng, (b, g, keys, d), dtype)
     value = strided(rng, (draw.choice([1, b]), g, keys, e), dtype)
-    options = random_options(draw, rng, b, h, rows, keys)
+    options = random_options(seed, b, h, rows, keys)
     wanted = polyattn.attention_partial(
         *[np.asarray(x, "float64") for x in (query, key, value)],
         **{
@@ -149,7 +82,7 @@ def test_random_gradients_equal_those_of_the_formula(seed: int, isa: str) -> Non
     arrays = [
         strided(rng, shape, dtype) for shape in ((b, h, rows, d), (1, g, keys, d), (b, g, keys, e))
     ]
-    options = random_options(draw, rng, b, h, rows, keys)
+    options = random_options(seed, b, h, rows, keys)
     gradient = rng.standard_normal((b, h, rows, e)).astype(dtype)
 
     def gradients(kernel: Any, as_type: str) -> Any:
@@ -201,7 +134,7 @@ def test_random_tangents_equal_those_of_the_formula(seed: int, isa: str) -> None
     arrays = [
         strided(rng, shape, dtype) for shape in ((b, h, rows, d), (1, g, keys, d), (b, g, keys, e))
     ]
-    options = random_options(draw, rng, b, h, rows, keys)
+    options = random_options(seed, b, h, rows, keys)
     tangents = [strided(rng, x.shape, dtype) if draw.random() < 0.7 else None for x in arrays]
     more = {
         f"{name}_tangent": rng.standard_normal(options[name].shape).astype("float32")

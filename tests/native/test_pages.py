@@ -16,18 +16,9 @@ from polyattn import masks, scores
 from polyattn.plugin import CachePadding
 
 native = pytest.importorskip("polyattn_native.kernel")
-library = pytest.importorskip("polyattn_native.library")
 call = pytest.importorskip("polyattn_native.call")
 
-ISAS = library.instruction_sets(library.library())
 H, G, D, E = 6, 2, 20, 9
-
-
-@pytest.fixture(params=ISAS)
-def isa(request: pytest.FixtureRequest) -> Any:
-    library.use(library.library(), request.param)
-    yield request.param
-    library.use(library.library(), ISAS[0])
 
 
 class Paged:

@@ -11,10 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from polyattn import attention, masks, nn, scores
 
-library = pytest.importorskip("polyattn_native.library")
 call = pytest.importorskip("polyattn_native.call")
 
-ISAS = library.instruction_sets(library.library())
 B, H, G, S, D, E = 2, 6, 2, 330, 20, 9
 RNG = np.random.default_rng(3)
 QUERY, KEY, VALUE = (
@@ -30,13 +28,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "lengths": {"is_causal": True, "key_lengths": np.array([3, 300])},
     "dropout": {"dropout": (0.4, 7)},
 }
-
-
-@pytest.fixture(params=ISAS)
-def isa(request: pytest.FixtureRequest) -> Any:
-    library.use(library.library(), request.param)
-    yield request.param
-    library.use(library.library(), ISAS[0])
 
 
 def cached(dtype: str, monkeypatch: pytest.MonkeyPatch) -> tuple[nn.QuantizedCache, list[Any]]:

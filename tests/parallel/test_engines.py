@@ -138,7 +138,6 @@ def test_an_error_in_a_process_of_mpi_ends_the_others():
 
 # ---- JAX ----
 
-QUICK = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 FEW = ("ring-contiguous", "heads_need_no_collectives")
 REST = (
     "ring-zigzag", "gather-contiguous", "gather-zigzag", "heads-contiguous", "heads-zigzag",
@@ -161,7 +160,7 @@ CASES = (
 @pytest.mark.slow
 @pytest.mark.parametrize(("size", "checks"), [(4, FEW), (4, REST), (2, CASES), (4, CASES)])
 def test_devices_of_jax(size, checks):
-    flags = f"--xla_force_host_platform_device_count={size} {QUICK}"
+    flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={size}"
     done = subprocess.run(
         [sys.executable, HERE / "on_jax.py", *checks],
         env=environment(XLA_FLAGS=flags),

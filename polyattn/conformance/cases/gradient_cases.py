@@ -47,6 +47,16 @@ OWN = {
             mask=Generated(mask_with_empty_rows),
         ),
         make_case("S = 0, sinks", S=0, **PAIRED["sinks"]),
+        make_case("bias (S,) and softcap, float64", dtype="float64", bias=normal("S"), softcap=2.0),
+        make_case(
+            "bias of all scores, causal, float64",
+            **{"dtype": "float64", "is_causal": True, "bias": normal("BHLS")},
+        ),
+        make_case(
+            "distance, scale 0, causal, float64",
+            **{"dtype": "float64", "is_causal": True, "scale": 0.0},
+            similarity=scores.distance(2),
+        ),
         make_case("keys of mean 64", **ALIKE, L=65, S=65),
         make_case("keys of mean 64, few heads", **ALIKE, H=4, G=2, L=70, S=90, D=64),
     )
@@ -119,7 +129,8 @@ IN_16_BITS = (
 #: Cases that are compared with differences: steps that the formula for gradients leaves out, arrays
 #: in expressions, and the numbers `scale` and `softcap`.
 BY_DIFFERENCES = (
-    *("plain", "softcap and bias", "scale", "scale of long sequences", "L > S"),
+    *("plain", "softcap and bias", "scale", "scale 0"),
+    *("scale of long sequences", "L > S"),
     *("causal, L > S", "mask hides some rows, sinks", "sinks x grouped heads"),
     *("dropout x causal and sinks", "score value x grouped heads, LHD", "alibi value"),
     *("score value x broadcast batch, E != D", "score value x softcap and causal"),

@@ -1,0 +1,19 @@
+"""What NumPy's kernel does in a call."""
+
+import pytest
+
+import polyattn_numpy.tiled as module
+
+
+@pytest.fixture
+def passes(monkeypatch):
+    """Return the list of the kinds of pass that were made."""
+    kinds = []
+
+    class Watched(module.Sweep):
+        def __init__(self, call, task, scratch, kind="fast"):
+            kinds.append(kind)
+            super().__init__(call, task, scratch, kind)
+
+    monkeypatch.setattr(module, "Sweep", Watched)
+    return kinds

@@ -1,0 +1,19 @@
+"""The compiled kernel by each set of instructions that this processor has."""
+
+from collections.abc import Iterator
+
+import pytest
+
+try:
+    from polyattn_native import library
+except ImportError:  # it is not built
+    ISAS: tuple[str, ...] = ()
+else:
+    ISAS = tuple(library.instruction_sets(library.library()))
+
+
+@pytest.fixture(params=ISAS)
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    library.use(library.library(), request.param)
+    yield request.param
+    library.use(library.library(), ISAS[0])
