@@ -53,8 +53,7 @@ class PartialGradients(NamedTuple):
 
     def are_finite(self) -> bool:
         """Return whether no number is NaN or infinite, as far as sums of squares can tell."""
-        arrays = [self.query, self.key, self.value, self.scale, self.softcap]
-        arrays += [*self.of_score, *self.of_similarity]
+        arrays = [*self[:6], *self.of_score, *self.of_similarity]
         return all(math.isfinite(np.vdot(x, x)) for x in arrays if x is not None)
 
 
