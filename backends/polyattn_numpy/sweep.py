@@ -51,7 +51,8 @@ class Sweep(TileScores):
         self.fast, self.stable = kind == "fast", kind == "stable"
         self.modified = problem.softcap is not None or x.score_mod is not None or x.bias is not None
         masked = x.mask is not None or problem.query_offset is None
-        # Whether weights are the exponentials of products, but for tiles that a band crosses.
+        # Whether weights are the exponentials of products, but for tiles that a band crosses. To
+        # look for masks in each tile then takes up to 1.1 times as long for one row.
         self.direct = self.fast and not (self.modified or masked or problem.dropout)
         query = task.view(call.query, None, task.rows).swapaxes(2, 3)
         self.query = self._per_row("query", problem.head_size)
@@ -102,13 +103,9 @@ class Sweep(TileScores):
         if self.stable:
             reference = self._per_row("reference", 1)
             reference[...] = -math.inf
-        has_sinks = self.call.x.sinks is not None and self.task.part == 0
-        # Where every tile has all rows, the first tile writes the sums that the others add to.
-        self.starts_at_zero = has_sinks or not self.direct or self.problem.masks_by_position
-        if self.starts_at_zero:
-            output[...] = 0
-            total[...] = 0
-        if has_sinks:
+        output[...] = 0
+        total[...] = 0
+        if self.call.x.sinks is not None and self.task.part == 0:
             self._add_sinks(reference, total)
         return SoftmaxState(output, reference, total)
 
@@ -132,7 +129,6 @@ class Sweep(TileScores):
         direct = self.direct and not tile.crosses_band
         for columns in tile.columns.split(tile.width):
             self.call.check()
-            adds = self.starts_at_zero or columns.start > tile.columns.start
             part = tile if direct else tile._replace(columns=columns)
             masks = [] if direct else self.visibility.masks(part)
             if masks is None:
@@ -146,14 +142,13 @@ class Sweep(TileScores):
             else:
                 tile_state = SoftmaxState(output, state.reference[where], total)
                 seen = self._weigh_seen(s, part, masks, tile_state)
-            np.matmul(s, ones(columns.length, self.dtype), sums if adds else total)
+            np.matmul(s, ones(columns.length, self.dtype), sums)
             if self.problem.dropout:
                 weights = self._by_head(s)
                 weights *= self.call.by_row(self._indices(part).keep_mask())
-            self._weigh_values(s, seen, heads, columns, product if adds else output)
-            if adds:
-                np.add(total, sums, total)
-                np.add(output, product, output)
+            self._weigh_values(s, seen, heads, columns, product)
+            np.add(total, sums, total)
+            np.add(output, product, output)
 
     # ---- scores and weights of a tile ----
 
