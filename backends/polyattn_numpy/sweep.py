@@ -20,10 +20,9 @@ from __future__ import annotations
 import math
 from typing import Literal
 
-import array_api_compat.numpy as xp
 import numpy as np
 
-from polyattn.plugin import Array, BackendPrimitives, Span
+from polyattn.plugin import Array, Span
 from polyattn_numpy.blocks import Task, Tile
 from polyattn_numpy.online_softmax import SoftmaxState, product_of_seen, weighted_sum
 from polyattn_numpy.prepared import PreparedCall
@@ -33,7 +32,6 @@ from polyattn_numpy.visibility import RegionMask
 
 # Sums of weights below this may lack weights below float32's range.
 LEAST = 2.0**-20
-PRIMITIVES = BackendPrimitives(xp)
 
 
 class Sweep(TileScores):
@@ -159,12 +157,7 @@ class Sweep(TileScores):
     def _scores(self, query: Array, heads: slice, columns: Span) -> Array:
         """Return scale · q·k or another similarity, times `per_nat` unless scores are capped."""
         s = self.scratch("scores", (*query.shape[:-1], columns.length), self.dtype)
-        key = self._of_tile("keys", self.key, heads, columns)
-        similarity = self.call.x.similarity
-        if similarity is not None:
-            np.multiply(similarity.between(query, key, PRIMITIVES), self.score_factor, out=s)
-        else:
-            self._multiply(query, key, s)
+        self._products(query, self._of_tile("keys", self.key, heads, columns), s)
         return s
 
     def _weigh_values(
@@ -198,13 +191,8 @@ class Sweep(TileScores):
         self, s: Array, tile: Tile, masks: list[RegionMask], state: SoftmaxState
     ) -> Array:
         """Turn scores into weights, whatever the hidden scores are, and return which are seen."""
-        by_head = self._by_head(s)
-        self._modify(by_head, tile)
-        if self.call.bias is not None:
-            np.copyto(by_head, -math.inf, where=self._bias(tile) == -math.inf)
-        for where, mask in masks:
-            np.copyto(by_head[where], -math.inf, where=~mask)
-        seen: Array = s != -math.inf
+        self._modify(self._by_head(s), tile)
+        seen = self._hide(tile, masks, s)
         if self.stable:
             self._shift(s, *state)
         self.exp(s, s)
