@@ -10,14 +10,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from polyattn.plugin import Array, Cotangents, Gradients, Operands, Problem, Residuals
+from polyattn.plugin import Array, Cotangents, Gradients, Operands, Problem, Residuals, sum_to
 from polyattn_numpy import threads
 from polyattn_numpy.blocks import Tile, split_heads, tasks, useful_threads
 from polyattn_numpy.gradient_sums import GradientSums, adds_across_heads
 from polyattn_numpy.prepared import PreparedCall, prepare
 from polyattn_numpy.scratch import Scratch, borrowed_scratch
 from polyattn_numpy.sequencer import Ticket
-from polyattn_numpy.tile_gradients import PartialGradients, Step, TileGradients, sum_to
+from polyattn_numpy.tile_gradients import PartialGradients, Step, TileGradients
 
 # The logsumexp of a row that sees no key, in place of -inf: its weights, exp(-NOTHING), are 0.
 NOTHING = 1e30
@@ -180,7 +180,7 @@ class BackwardSweep(TileGradients):
                 self._rows_of(total)[...] += self._by_head(part)
         if sums.bias is not None and not self.ends_in_keys:
             target = self._rows_of(sums.bias)
-            target += sum_to(self._by_head(by_row["bias"]), target.shape)
+            target += sum_to(np, self._by_head(by_row["bias"]), target.shape)
 
     # ---- tiles ----
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from polyattn.plugin import Array
+from polyattn.plugin import Array, sum_to
 from polyattn_numpy.blocks import Task, Tile
 from polyattn_numpy.online_softmax import product_of_seen
 from polyattn_numpy.prepared import PreparedCall
@@ -169,7 +169,7 @@ class TileGradients(TileScores):
             return None
         if not self.ends_in_keys:
             return np.matmul(gradient, ones(gradient.shape[-1], self.dtype))
-        found = sum_to(self._by_head(gradient), self._bias(step.tile).shape)
+        found = sum_to(np, self._by_head(gradient), self._bias(step.tile).shape)
         # The gradient will be overwritten by that of the scores before they are modified.
         return found if self.linear else np.array(found)
 
@@ -210,10 +210,3 @@ class TileGradients(TileScores):
             query, key = (np.where(np.isfinite(x), x, 0) for x in (query, key))
         found = similarity.pullback(query, key, gradient, PRIMITIVES)
         return found[0], found[1], scale, found[2]
-
-
-def sum_to(array: Array, shape: Sequence[int]) -> Array:
-    """Sum an array over the axes along which one of this shape was broadcast to it."""
-    lengths = zip(array.shape, shape, strict=True)
-    axes = tuple(axis for axis, (length, own) in enumerate(lengths) if length != own)
-    return array.sum(axis=axes, keepdims=True) if axes else array

@@ -69,12 +69,12 @@ class FusedStep:
         self.problem = problem
         self._is_causal, self._backend = is_causal, backend
 
-    def result(self, tensors: Tensors, *, by_operations: bool = False) -> Tensors:
+    def result(self, tensors: Tensors) -> Tensors:
         """Return output and logsumexp; unrounded if the gradient of the mask will need that."""
         query, key, value, *mask = tensors
         is_narrow = self.problem.dtype != self.problem.accumulator
-        if by_operations or (mask and mask[0].requires_grad and is_narrow):
-            return self._by_tiles(tensors).result(tensors, by_operations=by_operations)
+        if mask and mask[0].requires_grad and is_narrow:
+            return self._by_tiles(tensors).result(tensors)
         return _forward(  # type: ignore[no-any-return]
             query, key, value, 0.0, self._is_causal,
             attn_mask=mask[0] if mask else None, scale=self.problem.scale,

@@ -107,9 +107,9 @@ def by_item(array: Any, batch: tuple[int, ...]) -> Any:
     return np.broadcast_to(array, batch).reshape(math.prod(batch))
 
 
-def offsets_of(problem: Problem, x: Operands, shift: int = 0) -> Any:
-    """Return the position of the first row plus a number, (items) or (1), at most `FAR` away."""
+def offsets_of(problem: Problem, x: Operands) -> Any:
+    """Return the position of the first row of each item, (items) or (1), at most `FAR` away."""
     numbers: list[Any] = [problem.query_offset]
     if problem.query_offset is None:
         numbers = by_item(np.asarray(x.query_offset)[..., 0, 0, 0], problem.batch).tolist()
-    return np.asarray([max(-FAR, min(number + shift, FAR)) for number in numbers])
+    return np.asarray([max(-FAR, min(number, FAR)) for number in numbers])
