@@ -47,11 +47,11 @@ class Sweep(TileScores):
         super().__init__(call, task, scratch)
         problem, x = call.problem, call.x
         self.fast, self.stable = kind == "fast", kind == "stable"
-        self.modified = problem.softcap is not None or x.score_mod is not None or x.bias is not None
+        modified = problem.softcap is not None or x.score_mod is not None or x.bias is not None
         masked = x.mask is not None or problem.query_offset is None
         # Whether weights are the exponentials of products, but for tiles that a band crosses. To
         # look for masks in each tile then takes up to 1.1 times as long for one row.
-        self.direct = self.fast and not (self.modified or masked or problem.dropout)
+        self.direct = self.fast and not (modified or masked or problem.dropout)
         query = task.view(call.query, None, task.rows).swapaxes(2, 3)
         self.query = self._per_row("query", problem.head_size)
         scaled = self.query.reshape(query.shape)
