@@ -49,8 +49,10 @@ class PagedSweep(Sweep):
     def _of_item(self, item: int, columns: Span) -> list[Piece]:
         at, size = (*self.task.outer, item), self.key.shape[2]
         start, stop = columns.start, min(columns.stop, int(self._lengths[at]))
+        pieces: list[Piece] = []
+        if stop <= start:  # it may end in the page in which the tile begins
+            return pieces
         pages = self._table[at][start // size : -(-stop // size)].tolist()
-        pieces = []
         for page, first in zip(pages, range(start // size * size, stop, size), strict=False):
             low, high = max(start, first), min(stop, first + size)
             pieces.append(
