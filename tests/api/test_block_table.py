@@ -104,10 +104,10 @@ def test_numpy_reads_pages_where_they_lie(options):
 
 
 def test_an_item_ends_in_the_page_in_which_a_later_tile_begins():
-    pool, query = rng.standard_normal((10, 1, 6, 8)), rng.standard_normal((2, 16, 1, 8))
-    # Tiles of 16 keys: the second begins at key 16 of the page 12 to 17.
-    call = {"block_table": np.arange(10).reshape(2, 5), "key_lengths": np.array([13, 30])}
-    found = attention(query, pool, pool, kernel=tiled(256), **call)
+    pool, query = rng.standard_normal((16, 1, 12, 8)), rng.standard_normal((2, 16, 1, 8))
+    # Both items share tiles of 32 keys: the second begins in the page of the keys 24 to 35.
+    call = {"block_table": np.arange(16).reshape(2, 8), "key_lengths": np.array([30, 96])}
+    found = attention(query, pool, pool, kernel=tiled(1024), **call)
     expected = attention(query, pool, pool, kernel="dense", **call)
     assert np.allclose(found, expected, rtol=0, atol=1e-13)
 
