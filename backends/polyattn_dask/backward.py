@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from polyattn.plugin import OPTIONS, Cotangents, Gradients, Operands, Problem, Residuals
 from polyattn_dask.cut import Cut, cut
-from polyattn_dask.grid import Axes, Chunks
+from polyattn_dask.grid import Axes, Chunks, key_axis
 from polyattn_dask.layer import Layer, Place, Task
 from polyattn_dask.tasks import PullBack
 
@@ -23,11 +23,6 @@ class Target(NamedTuple):
     name: str
     axes: Axes = ()
     chunks: Chunks = ()
-
-    @property
-    def along_keys(self) -> int | None:
-        """The axis of the keys, counted from the last."""
-        return self.axes.index("S") - len(self.axes) if "S" in self.axes else None
 
 
 def gradients(
@@ -76,7 +71,7 @@ def _shares(
 ) -> dict[Target, dict[Place, list[Task]]]:
     """Add the tasks of all pairs; return the shares in each block of each gradient."""
     found: dict[Target, dict[Place, list[Task]]] = {t: {} for t in targets}
-    along = {t.name: t.along_keys for t in targets if t.along_keys is not None}
+    along = {t.name: axis for t in targets if (axis := key_axis(t.axes)) is not None}
     has_sinks = any(x.option == "sinks" for x in call.option_arrays)
     for at in call.grid.row_blocks():
         results = [call.block(name, at) for name in RESULTS]
@@ -87,7 +82,7 @@ def _shares(
             for target in targets:
                 if not (n == 0 if target.name == "sinks" else group):
                     continue
-                follows = target.along_keys is not None
+                follows = target.name in along
                 for m, column in enumerate(group if follows else [0]):
                     place = call.grid.place(target.axes, at._replace(column=column))
                     share = operator.itemgetter((target.name, m if follows else None)), key

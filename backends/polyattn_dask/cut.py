@@ -15,10 +15,11 @@ from polyattn_dask.grid import (
     axes_along,
     axes_of,
     grid_of,
+    key_axis,
     lengths_of,
 )
 from polyattn_dask.layer import Key, Layer, Task
-from polyattn_dask.sizes import OptionArray, grouped, key_bytes, needs_whole_rows
+from polyattn_dask.sizes import OptionArray, bytes_of_a_key, grouped, needs_whole_rows
 from polyattn_dask.tasks import Calls
 from polyattn_dask.visibility import Visibility
 
@@ -47,11 +48,6 @@ class Cut(NamedTuple):
         arrays = [array for _, array in self.arrays.values()]
         return [*arrays, *(x.array for x in self.option_arrays)]
 
-    @property
-    def query(self) -> Any:
-        """The query."""
-        return self.arrays["query"][1]
-
     def layer(self, what: str, *facts: Any) -> Layer:
         """Return a layer without tasks; `facts` decide a result besides the call."""
         return Layer(what, self.inputs, self.problem, self.options, *facts)
@@ -64,8 +60,8 @@ class Cut(NamedTuple):
 
     def groups(self, at: Index) -> list[list[int]]:
         """Return the chunks of keys that a block of rows sees, by the tasks that read them."""
-        sizes = key_bytes(self.problem, self.grid, at, self.option_arrays)
-        return grouped(self.seen.of(at), sizes, self.whole_rows)
+        each = bytes_of_a_key(self.problem, self.grid, at, self.option_arrays)
+        return grouped(self.grid.columns, self.seen.of(at), each, self.whole_rows)
 
     def calls(self, at: Index, columns: list[int], sinks: bool = True) -> Calls:
         """Return the calls of a task."""
@@ -75,7 +71,7 @@ class Cut(NamedTuple):
             self.whole_rows,
             self.grid.part(self.problem, at),
             tuple([Slice(span.start, span.length) for span in spans]),
-            tuple([x.key_axis for x in self.option_arrays]),
+            tuple([key_axis(x.axes) for x in self.option_arrays]),
             sinks,
             (self.problem.head_size, self.problem.value_size),
         )
@@ -97,7 +93,7 @@ class Cut(NamedTuple):
         options = [
             [
                 (x.array.name, *self.grid.place(x.axes, place))
-                for place in (places if x.key_axis is not None else [at])
+                for place in (places if "S" in x.axes else [at])
             ]
             for x in self.option_arrays
             if columns or x.option == "sinks"

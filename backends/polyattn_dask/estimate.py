@@ -11,10 +11,9 @@ from polyattn_dask.cut import Placeholder
 from polyattn_dask.grid import Grid, axes_along, axes_of, chunks_like, grid_of
 from polyattn_dask.sizes import (
     OptionArray,
-    RunsOfChunks,
     bytes_of_a_key,
+    count_groups,
     grouped,
-    limit,
     needs_whole_rows,
     partial_bytes,
     query_bytes,
@@ -36,11 +35,10 @@ def estimate(problem: Problem) -> str | None:
     grid = grid_of(problem, chunks)
     x = Operands.of_options(mask=problem.mask_spec)
     visible, arrays = Visibility(problem, x, grid, MOST_LOOKS), _option_arrays(problem)
-    groups = _Groups(problem, grid)
     pairs = tasks = largest = blocks = 0
     for at in grid.row_blocks():
         each = bytes_of_a_key(problem, grid, at, arrays)
-        seen, count, keys = groups.of(visible.of(at), each)
+        seen, count, keys = _groups(problem, grid, visible.of(at), each)
         partial = partial_bytes(problem, grid, at)
         largest = max(largest, keys * each + query_bytes(problem, grid, at) + 2 * partial)
         joins = sum(widths(count, partial)[1]) + 1 if count > 1 else 0
@@ -55,28 +53,14 @@ def estimate(problem: Problem) -> str | None:
     )
 
 
-class _Groups:
-    """The groups of the chunks of keys that blocks see."""
-
-    def __init__(self, problem: Problem, grid: Grid) -> None:
-        self._chunks, self._all = grid.columns, problem.key_length
-        self._lengths = [span.length for span in grid.columns]
-        self._whole_rows = needs_whole_rows(problem)
-        self._runs: dict[int, RunsOfChunks] = {}
-        self._sizes: dict[int, list[int]] = {}
-
-    def of(self, seen: Sequence[int], each: int) -> tuple[int, int, int]:
-        """Return how many chunks and groups a block has, and the keys of its largest group."""
-        if isinstance(seen, range):
-            if each not in self._runs:
-                keys = self._all if self._whole_rows or not each else limit() // each
-                self._runs[each] = RunsOfChunks(self._chunks, keys)
-            return len(seen), *self._runs[each].groups(seen)
-        if each not in self._sizes:
-            self._sizes[each] = [each * length for length in self._lengths]
-        groups = grouped(seen, self._sizes[each], self._whole_rows)
-        keys = max((sum([self._lengths[n] for n in group]) for group in groups), default=0)
-        return sum(map(len, groups)), len(groups), keys
+def _groups(problem: Problem, grid: Grid, seen: Sequence[int], each: int) -> tuple[int, int, int]:
+    """Return how many chunks and groups a block has, and the keys of its largest group."""
+    whole_rows = needs_whole_rows(problem)
+    if isinstance(seen, range):
+        return len(seen), *count_groups(grid.columns, seen, each, whole_rows)
+    groups = grouped(grid.columns, seen, each, whole_rows)
+    keys = max((sum([grid.columns[n].length for n in group]) for group in groups), default=0)
+    return sum(map(len, groups)), len(groups), keys
 
 
 def _may_read(problem: Problem) -> bool:

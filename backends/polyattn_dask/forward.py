@@ -21,7 +21,7 @@ def attend(problem: Problem, x: Operands) -> tuple[Array, Array | None]:
         at.where: block_of_rows(call, layer, at, "both" if both else "output")
         for at in call.grid.row_blocks()
     }
-    dtype, chunks = call.query.dtype, (*call.row_chunks, (problem.value_size,))
+    dtype, chunks = x.query.dtype, (*call.row_chunks, (problem.value_size,))
     if not both:
         last = {(*where, 0): task for where, task in tasks.items()}
         return layer.array("output", chunks, dtype, last), None

@@ -134,9 +134,9 @@ _NAMED = {
 def axes_of(name: str, shape: tuple[int, ...], problem: Problem) -> Axes:
     """Return the axes that an argument follows; one along which it broadcasts is not cut."""
     last = _NAMED[name] if name in _NAMED else OPTIONS[name].axes
-    if last is None:
+    if last is None and shape:
         raise TypeError(f"{name} cannot be cut: it has no axes in the table of options")
-    return axes_along(last, shape, problem)
+    return axes_along(last or "", shape, problem)
 
 
 def axes_along(last: str, shape: tuple[int, ...], problem: Problem) -> Axes:
@@ -147,6 +147,11 @@ def axes_along(last: str, shape: tuple[int, ...], problem: Problem) -> Axes:
     lengths |= {"L": problem.query_length, "S": problem.key_length}
     cut = zip(axes, shape, strict=True)
     return tuple([None if n == 1 != lengths.get(axis) else axis for axis, n in cut])
+
+
+def key_axis(axes: Axes) -> int | None:
+    """Return the axis of the keys, counted from the last, if there is one."""
+    return axes.index("S") - len(axes) if "S" in axes else None
 
 
 def chunks_like(grid: Grid, axes: Axes, shape: tuple[int, ...]) -> Chunks:
@@ -161,9 +166,7 @@ def aligned(array: Any, axes: Axes, grid: Grid) -> Any:
         array = da.from_array(array, chunks=-1, asarray=False)
     for place, axis in enumerate(axes):
         spans = () if axis is None else grid.spans(axis)
-        if (axis is not None and spans != spans_of(lengths_of(spans))) or (
-            spans and spans[-1].stop != array.shape[place]
-        ):
+        if spans and (spans != spans_of(lengths_of(spans)) or spans[-1].stop != array.shape[place]):
             lead = (slice(None),) * place
             array = da.concatenate([array[(*lead, slice(*span))] for span in spans], axis=place)
     wanted = chunks_like(grid, axes, array.shape)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from dask import config
@@ -22,11 +23,6 @@ class OptionArray(NamedTuple):
     option: str
     axes: Axes
     array: Any
-
-    @property
-    def key_axis(self) -> int | None:
-        """Its axis of the keys, counted from the last, if it has one."""
-        return self.axes.index("S") - len(self.axes) if "S" in self.axes else None
 
 
 def needs_whole_rows(problem: Problem) -> bool:
@@ -58,19 +54,13 @@ def partial_bytes(problem: Problem, grid: Grid, at: Index) -> int:
     return rows_in(grid, at) * (problem.value_size + 1) * BYTES[problem.accumulator]
 
 
-def key_bytes(problem: Problem, grid: Grid, at: Index, arrays: Sequence[OptionArray]) -> list[int]:
-    """Return the bytes of each chunk of keys, its values, and what of the options follows it."""
-    each = bytes_of_a_key(problem, grid, at, arrays)
-    return [each * span.length for span in grid.columns]
-
-
 def bytes_of_a_key(problem: Problem, grid: Grid, at: Index, arrays: Sequence[OptionArray]) -> int:
     """Return the bytes that one key adds to a block, its value and the options' part included."""
     group = grid.groups[grid.group_of[at.head]].length
     each = _items_in(grid, at) * group * (problem.head_size + problem.value_size)
     each *= BYTES[problem.dtype]
     for one in arrays:
-        if one.key_axis is None:
+        if "S" not in one.axes:
             continue
         places = grid.place(one.axes, at)
         count = [
@@ -81,7 +71,9 @@ def bytes_of_a_key(problem: Problem, grid: Grid, at: Index, arrays: Sequence[Opt
     return each
 
 
-def grouped(seen: Sequence[int], sizes: Sequence[int], whole_rows: bool) -> list[list[int]]:
+def grouped(
+    columns: Sequence[Span], seen: Sequence[int], each: int, whole_rows: bool
+) -> list[list[int]]:
     """Return the chunks of keys that a block of rows sees, by the tasks that read them."""
     # A task reads at most the limit, or one chunk; unless it needs all keys, from first to last.
     if whole_rows:
@@ -89,42 +81,28 @@ def grouped(seen: Sequence[int], sizes: Sequence[int], whole_rows: bool) -> list
     groups: list[list[int]] = []
     room, most = 0, limit()
     for number in seen:
-        if not groups or sizes[number] > room:
+        size = each * columns[number].length
+        if not groups or size > room:
             groups.append([])
             room = most
         groups[-1].append(number)
-        room -= sizes[number]
+        room -= size
     return groups
 
 
-class RunsOfChunks:
-    """The groups that `grouped` makes of consecutive chunks, counted without a look at each."""
-
-    # No chunk is empty. A group may have `keys` keys; one chunk may have more.
-
-    def __init__(self, columns: Sequence[Span], keys: int) -> None:
-        self._chunks, count = columns, len(columns)
-        stops = [span.stop for span in columns]
-        # The first chunk after the group that begins with each, and the keys of that group.
-        after = [max(n + 1, bisect_right(stops, x.start + keys)) for n, x in enumerate(columns)]
-        most = [stops[end - 1] - x.start for x, end in zip(columns, after, strict=True)]
-        after, most = [*after, count], [*most, 0]
-        self._levels = [(after, most)]
-        while after[0] < count:  # twice as many groups from level to level
-            most = [max(own, most[end]) for own, end in zip(most, after, strict=True)]
-            after = [after[end] for end in after]
-            self._levels.append((after, most))
-
-    def groups(self, seen: range) -> tuple[int, int]:
-        """Return the number of groups of some chunks, and the keys of the largest group."""
-        if not seen:
-            return 0, 0
-        first, count, largest = seen.start, 1, 0
-        for level, (after, most) in reversed([*enumerate(self._levels)]):
-            if after[first] < seen.stop:
-                count, largest, first = count + 2**level, max(largest, most[first]), after[first]
-        last = self._chunks[seen[-1]].stop - self._chunks[first].start
-        return count, max(largest, last)
+def count_groups(
+    columns: Sequence[Span], seen: range, each: int, whole_rows: bool
+) -> tuple[int, int]:
+    """Return how many groups `grouped` makes of consecutive chunks, and the keys of the largest."""
+    # No chunk is empty, and none is looked at: explain does this for every block.
+    keys = math.inf if whole_rows or not each else limit() // each
+    count, largest, first = 0, 0, seen.start
+    while first < seen.stop:
+        start = columns[first].start
+        after = bisect_right(columns, start + keys, first, seen.stop, key=attrgetter("stop"))
+        after = max(after, first + 1)
+        count, largest, first = count + 1, max(largest, columns[after - 1].stop - start), after
+    return count, largest
 
 
 def widths(count: int, size: int) -> tuple[int, list[int]]:

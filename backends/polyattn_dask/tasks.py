@@ -127,11 +127,11 @@ class Attend:
                 key, value, _, options = calls[0]
                 return polyattn.attention(query, key, value, **options)
             is_last = alone and self.result == "both"
-            dtype = {} if is_last or self.joined == self.dtype else {"dtype": self.joined}
+            dtype = None if is_last or self.joined == self.dtype else self.joined
             total = None
             for key, value, _, options in calls:
                 value = key[..., :0] if value is None else value
-                partial = polyattn.attention_partial(query, key, value, **options, **dtype)
+                partial = polyattn.attention_partial(query, key, value, dtype=dtype, **options)
                 total = partial if total is None else polyattn.merge(total, partial)
             return _finished(total, self.result, self.dtype)
 
@@ -178,12 +178,11 @@ class Weigh:
         logsumexp: Array | None,
     ) -> Any:
         """Return the weights, their sums, or the largest ones with their keys."""
-        known = {} if logsumexp is None else {"logsumexp": logsumexp}
         top, found = self.look.get("top"), None
         with front().use_threads(1):
             for key, _, first, options in self.calls.of(query, keys, values, arrays):
-                look = self.look | ({"top": min(top, key.shape[-2])} if top else {})
-                here = front().attention_weights(query, key, **options, **known, **look)
+                options |= self.look | ({"top": min(top, key.shape[-2])} if top else {})
+                here = front().attention_weights(query, key, logsumexp=logsumexp, **options)
                 if top is None:
                     return here
                 here = here.weights, here.keys + first
@@ -226,7 +225,7 @@ class PullBack:
         """Return the share of each chunk of keys, by its number, and those of no chunk by None."""
         # `results` are output and logsumexp, and their gradients.
         found: dict[tuple[str, int | None], Array] = {}
-        lengths = [span.length for span in self.calls.columns]
+        columns = self.calls.columns
         with front().use_threads(1):
             for n, call in enumerate(self.calls.of(query, keys, values, arrays)):
                 for name, share in _shares(query, call, results).items():
@@ -235,7 +234,9 @@ class PullBack:
                         total = found.get((name, None))
                         found[name, None] = share if total is None else total + share
                     elif self.calls.whole_rows:  # all keys were given at once
-                        found |= {(name, m): x for m, x in enumerate(_split(share, lengths, axis))}
+                        for m, span in enumerate(columns):
+                            along = slice(span.start - call[2], span.stop - call[2])
+                            found[name, m] = share[(..., along, *[slice(None)] * (-1 - axis))]
                     else:
                         found[name, n] = share
         return found
@@ -264,14 +265,3 @@ def _shares(query: Array, call: Arguments, results: Sequence[Array | None]) -> d
         elif share is not None:
             shares[name] = share
     return shares
-
-
-def _split(array: Array, lengths: Sequence[int], axis: int) -> list[Array]:
-    """Return the parts of an array along an axis."""
-    found, first = [], 0
-    for length in lengths:
-        index = [slice(None)] * array.ndim
-        index[axis] = slice(first, first + length)
-        found.append(array[tuple(index)])
-        first += length
-    return found

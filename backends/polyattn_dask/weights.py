@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
 from typing import Any
 
 from polyattn.plugin import Array, Operands, Problem, Span
@@ -65,20 +64,16 @@ def _weigh(call: Cut, at: Index, columns: list[int], known: Key | None, **look: 
     return call.task(at, columns, step, known)
 
 
-def _columns(call: Cut) -> Iterator[tuple[int, list[int]]]:
-    """Yield the chunks of keys that a task weighs at once, numbered: one, or all."""
-    every = list(range(len(call.grid.columns)))
-    return enumerate([every] if call.whole_rows else [[n] for n in every])
-
-
 def _all(call: Cut, layer: Layer, *, per_key: bool) -> Array:
     """Return all weights, (..., H, L, S), or their sums over the rows, (..., H, S)."""
     shares: dict[Place, list[Task]] = {}
     look = {"per_key": True} if per_key else {}
+    every = list(range(len(call.grid.columns)))
+    groups = [every] if call.whole_rows else [[n] for n in every]
     for at in call.grid.row_blocks():
         known, seen = _logsumexp(call, layer, at), call.seen.of(at)
         lead = at.where[:-1] if per_key else at.where
-        for n, columns in _columns(call):
+        for n, columns in enumerate(groups):
             if not set(columns).isdisjoint(seen):
                 task = _weigh(call, at, columns, known, **look)
                 shares.setdefault((*lead, n), []).append(task)
@@ -99,7 +94,7 @@ def _largest(call: Cut, layer: Layer, top: int) -> tuple[Array, Array]:
         if call.whole_rows:
             groups = [list(range(len(lengths)))]
         else:  # a row needs `top` keys, whatever it sees
-            rest = [n for n in range(len(lengths)) if n not in set(seen)]
+            rest = [n for n, length in enumerate(lengths) if length and n not in set(seen)]
             while sum(lengths[n] for n in seen) < top:
                 seen.append(rest.pop(0))
                 groups.append([seen[-1]])

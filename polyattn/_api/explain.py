@@ -82,6 +82,9 @@ def explain(
     """
     arguments: dict[str, Any] = dict(options)
     backend, kernel = arguments.pop("backend", None), arguments.pop("kernel", None)
+    for name, text in (("library", library), ("device", "" if device is None else device)):
+        if not isinstance(text, str):
+            raise TypeError(f"{name} must be a string, such as 'numpy' or 'cpu'; got {text!r}")
     if dtype not in DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}; got {dtype!r}")
     if chunks is not None and library != "dask":

@@ -98,8 +98,6 @@ def attention_backward(
         )
     if into is not None and not isinstance(into, Gradients):
         raise TypeError(f"into must be Gradients; got a {type(into).__name__}")
-    if output_gradient is None:
-        raise TypeError("output_gradient must be an array of the shape of the output; got None")
     given: dict[str, Any] = {"query": query, "key": key, "value": value, **options}
     cotangents = Cotangents(output=output_gradient, logsumexp=logsumexp_gradient)
     return _backward(given, autocast(given), partial, cotangents, into)
@@ -113,6 +111,8 @@ def _backward(
     into: Gradients | None,
 ) -> Gradients:
     """Return the gradients of what is given, from the arguments that the call gets."""
+    if cotangents.output is None:
+        raise TypeError("output_gradient must be an array of the shape of the output; got None")
     arguments = dict(arguments)
     backend, kernel = arguments.pop("backend", None), arguments.pop("kernel", None)
     call, operands = describe(**arguments)
@@ -233,8 +233,16 @@ def as_given(
 
 
 def _in_dtype(gradient: Array, given: Any, before: Any, accumulates: bool) -> Array:
+    if accumulates and before is None:
+        return gradient
     if accumulates:
-        return gradient if before is None else before + gradient
+        shapes = [tuple(getattr(x, "shape", ())) for x in (before, gradient)]
+        if shapes[0] != shapes[1]:
+            raise ValueError(
+                f"into must have sums of the shapes of the arguments; got {shapes[0]} for a"
+                f" gradient of {shapes[1]}"
+            )
+        return before + gradient
     # Numbers of the host have none of the library's dtypes.
     if not is_array(given) or library_of(given).xp is not library_of(gradient).xp:
         return gradient

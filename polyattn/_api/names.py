@@ -79,10 +79,7 @@ OF_GENERATE = {
 
 
 def with_our_names(*beside: str) -> Callable[[_F], _F]:
-    """Let a function name its own argument when it is called with another.
-
-    Names `beside` those of its signature and of `attention` reach it in its options.
-    """
+    """Let a function, with names `beside` its parameters, refuse another name by its own."""
 
     def decorate(function: _F) -> _F:
         own = frozenset((*inspect.signature(function).parameters, *beside))

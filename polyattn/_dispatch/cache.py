@@ -51,10 +51,7 @@ class CachedCall(NamedTuple):
 
 
 def planned(call: Call, requested: Request, kernel: str | Kernel | None, xp: Any) -> Plan:
-    """Examine a described call and select a kernel, unless an equal call was planned before.
-
-    `xp` is the namespace of the query.
-    """
+    """Examine a described call and select a kernel, unless an equal call was planned before."""
     if not is_compiling():  # which would trace through a cache, and ignore it
         try:
             if isinstance(kernel, Kernel):

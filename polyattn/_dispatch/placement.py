@@ -34,10 +34,7 @@ class Refusal(NamedTuple):
 
 
 def find_placement(call: Call, problem: Problem, name: str, xp: Any) -> Placement | Refusal:
-    """Return where the backend ``name`` or ``name:device`` would run a call, or why it cannot.
-
-    `xp` is the namespace of the query, None if only its shape is known.
-    """
+    """Return where the backend ``name`` or ``name:device`` would run a call, or why it cannot."""
     stem, _, device = name.partition(":")
     if stem == registry.ARRAY_API:
         return _array_api_placement(call, problem, device, xp)

@@ -128,10 +128,8 @@ def load(name: str) -> str | None:
 
 
 def _unmatched(spec: BackendSpec, backend: Backend) -> str | None:
-    """Return the reason if no array can be of the first library that a spec names, or None.
-
-    The first is that of the backend's own arrays; the others may be missing on this machine.
-    """
+    """Return the reason if no array can be of the first library that a spec names, or None."""
+    # The first is that of the backend's own arrays; the others may be missing on this machine.
     first, *_ = (*spec.namespaces, "")
     if is_namespace(first):
         return None
@@ -186,10 +184,7 @@ def array_api_backend(xp: Any) -> Backend:
 
 
 def kernels_of(backend: Backend | None) -> tuple[Kernel, ...]:
-    """Return a backend's kernels, among them those that joined it, then the array-API kernels.
-
-    A backend's kernel replaces the array-API kernel of the same name.
-    """
+    """Return a backend's kernels, and then the array-API kernels whose names they do not take."""
     kernels = () if backend is None else backend.kernels_now()
     names = {kernel.name for kernel in kernels}
     return (*kernels, *(kernel for kernel in _ARRAY_API_KERNELS if kernel.name not in names))

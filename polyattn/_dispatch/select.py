@@ -28,10 +28,7 @@ from polyattn.plugin import Backend, Kernel
 def select(
     call: Call, problem: Problem, requested: Request, kernel: str | Kernel | None, xp: Any
 ) -> Plan:
-    """Return the plan of a call, or raise with the reasons against every candidate.
-
-    `xp` is the namespace of the query. Only the arguments and the registry decide.
-    """
+    """Return the plan of a call, with a query of the namespace `xp`, or raise with all reasons."""
     plan, candidates = _try_candidates(call, problem, requested, kernel, xp)
     if plan is None:
         explanation = Explanation(call, problem, str(requested), tuple(candidates))
@@ -40,11 +37,7 @@ def select(
 
 
 def explain_selection(
-    call: Call,
-    problem: Problem,
-    requested: Request,
-    kernel: str | Kernel | None,
-    xp: Any,
+    call: Call, problem: Problem, requested: Request, kernel: str | Kernel | None, xp: Any
 ) -> Explanation:
     """Return the decision with all candidates; `xp` is None if only shapes are known."""
     _, candidates = _try_candidates(call, problem, requested, kernel, xp, all_candidates=True)
@@ -208,10 +201,8 @@ def _expanded(names: Names, library: str) -> list[tuple[str, bool]]:
 
 
 def _for_kernel(kernel: Kernel, problem: Problem) -> Problem:
-    """Return the problem that a kernel gets: without pages if it reads none.
-
-    It then gets their keys in one piece. So do all derivatives. Chunks of dask are not gathered.
-    """
+    """Return the problem that a kernel gets: without pages if it reads none."""
+    # It then gets their keys in one piece. So do all derivatives. Chunks of dask are not gathered.
     features = problem.features
     has_gradients = not features.isdisjoint(("backward", "jvp"))
     has_gradients = has_gradients or problem.requires_grad or bool(problem.transforms)

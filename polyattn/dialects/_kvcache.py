@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from typing import Any, NamedTuple
 
 from polyattn import masks
@@ -34,13 +35,6 @@ class Rotation(NamedTuple):
     lengths: Array | None = None  # the first positions, if they are not the lengths of the cache
 
 
-def both(names: str, one: Array | None, other: Array | None) -> tuple[Array, Array] | None:
-    """Return two arrays of which neither is given without the other."""
-    if (one is None) != (other is None):
-        raise ValueError(f"give both {names}, or neither")
-    return None if one is None else (one, other)
-
-
 def with_kvcache(
     q: Array, new: tuple[Array, Array] | None, cache: Cache, rotation: Rotation, *,
     scale: float | None, causal: bool, window: Any, softcap: float, slopes: Array | None = None,
@@ -48,22 +42,26 @@ def with_kvcache(
 ) -> Any:  # fmt: skip
     """Write the new keys and values, and return attention of q, (B, L, H, D), to all of them."""
     near = bounds(window)
+    if isinstance(cache.lengths, numbers.Integral):
+        cache = cache._replace(lengths=int(cache.lengths))
     _check(new, cache, rotation)
     if new is not None:
         key, value = new
         key = _rotated(key, rotation, cache.lengths, moves=True)
         q = _rotated(q, rotation, cache.lengths, moves=bool(causal or near))
-        _write(cache, cache.key, key)
-        _write(cache, cache.value, value)
+        _write(cache, key, value)
         cache = cache._replace(lengths=cache.lengths + key.shape[1])
     keys, values = (_read(cache, pool, q.shape[0]) for pool in (cache.key, cache.value))
     if qv is not None:
         q, keys, scale = with_qv(q, keys, values, qv, scale)
-    options = options_of(scale, softcap)
-    if causal or near:
-        options |= {"is_causal": bool(causal), "window": near or (None, None)}
+    options = options_of(scale, softcap) | {"is_causal": bool(causal), "window": near}
     many = keys.shape[1] * (1 if cache.table is None else cache.table.shape[1])
     lengths = many if cache.lengths is None else cache.lengths
+    if isinstance(lengths, int) and cache.table is None and lengths != many:
+        raise ValueError(
+            f"cache_seqlens must be from 0 to the {cache.key.shape[1]} tokens of a sequence in"
+            f" k_cache; got {lengths}"
+        )
     options |= by_position(q, many, lengths - q.shape[1], slopes, chunk, cache.leftpad)
     if cache.table is not None or not isinstance(lengths, int):
         options |= {"key_lengths": lengths, "block_table": cache.table}
@@ -177,22 +175,27 @@ def _places(cache_lengths: Any, length: int, like: Array) -> Array:
     return steps + cast(xp, cache_lengths, steps.dtype)[:, None]
 
 
-def _write(cache: Cache, into: Array, new: Array) -> None:
-    xp = library_of(into).xp
-    places, table = _places(cache.lengths, new.shape[1], into), cache.table
-    capacity = into.shape[1] * (1 if table is None else table.shape[1])
-    on_host = str(getattr(into, "device", "cpu")) == "cpu" and not is_transformed()
-    if on_host and new.shape[1] and int(xp.max(places)) >= capacity:
-        raise ValueError(
-            f"the cache holds {capacity} tokens of a sequence, and the new ones end at"
-            f" {int(xp.max(places)) + 1}: make k_cache and v_cache larger"
-        )
-    items = index_range(xp, 0, new.shape[0], into)[:, None]
+def _write(cache: Cache, key: Array, value: Array) -> None:
+    xp = library_of(cache.key).xp
+    places, table = _places(cache.lengths, key.shape[1], cache.key), cache.table
+    size = min(cache.key.shape[1], cache.value.shape[1])
+    capacity = size * (1 if table is None else table.shape[1])
+    on_host = str(getattr(cache.key, "device", "cpu")) == "cpu" and not is_transformed()
+    if on_host and 0 not in places.shape:
+        first, last = int(xp.min(places)), int(xp.max(places))
+        if first < 0:
+            raise ValueError(f"cache_seqlens must be at least 0; got {first}")
+        if last >= capacity:
+            raise ValueError(
+                f"the cache holds {capacity} tokens of a sequence, and the new ones end at"
+                f" {last + 1}: make k_cache and v_cache larger"
+            )
+    items = index_range(xp, 0, key.shape[0], cache.key)[:, None]
     if table is not None:
-        size = into.shape[1]
-        into[table[items, places // size], places % size] = new
+        where = table[items, places // size], places % size
     else:
-        into[items if cache.items is None else cache.items[:, None], places] = new
+        where = items if cache.items is None else cache.items[:, None], places
+    cache.key[where], cache.value[where] = key, value
 
 
 def _read(cache: Cache, pool: Array, batch: int) -> Array:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from polyattn import masks
 from polyattn._api.attention import attention
 from polyattn._api.partial import attention_partial
+from polyattn._base.arguments import short
 from polyattn._base.arrays import Array, cast, index_range, library_of, numbers_like
 from polyattn._base.tracing import is_recording, is_transformed
 from polyattn.dialects._shared import alibi, lowered
@@ -94,10 +95,12 @@ def _is_readable(numbers: Any) -> bool:
 def _one_by_one(
     xp: Any, arrays: Arrays, rows: Packed, keys: Packed, rule: Rule, options: Any
 ) -> list[Array]:
-    pieces = [
-        _run(xp, arrays, run, rule, options)
-        for run in _runs(_spans(rows), _spans(keys), arrays[0].shape[0])
-    ]
+    query, key, _ = arrays
+    own, other = _spans("query", rows, query), _spans("key", keys, key)
+    if len(own) != len(other):
+        raise ValueError(f"query has {len(own)} sequences, and key {len(other)}")
+    runs = _runs(own, other, query.shape[0])
+    pieces = [_run(xp, arrays, run, rule, options) for run in runs]
     return [
         parts[0] if len(parts) == 1 else xp.concat(parts, axis=0)
         for parts in zip(*pieces, strict=True)
@@ -125,12 +128,23 @@ def _run(xp: Any, arrays: Arrays, run: list[Run], rule: Rule, options: Any) -> l
     return [xp.reshape(x, (total, *x.shape[2:])) for x in _results(parts, rule, given)]
 
 
-def _spans(packed: Packed) -> list[tuple[int, int]]:
+def _spans(name: str, packed: Packed, array: Array) -> list[tuple[int, int]]:
     """Return the start and the number of used tokens of each sequence."""
-    starts = numbers_of(packed.starts)
+    starts, total = numbers_of(packed.starts), array.shape[0]
+    lengths = [stop - start for start, stop in itertools.pairwise(starts)]
+    used = lengths if packed.used is None else numbers_of(packed.used)
+    spans = list(zip(starts, used, strict=False))
+    edges = starts
     if packed.used is not None:
-        return list(zip(starts[:-1], numbers_of(packed.used), strict=True))
-    return [(start, stop - start) for start, stop in itertools.pairwise(starts)]
+        edges = [edge for start, length in spans for edge in (start, start + length)]
+    edges = [0, *edges, *starts[-1:], total]
+    if len(used) != len(lengths) or edges != sorted(edges):
+        lengths_used = "" if packed.used is None else f", of which {short(used)} are used"
+        raise ValueError(
+            f"the sequences of {name} must lie one after another in its {total} tokens; they begin"
+            f" and the last ends at {short(starts)}{lengths_used}"
+        )
+    return spans
 
 
 def numbers_of(numbers: Any) -> list[int]:

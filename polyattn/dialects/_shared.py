@@ -37,6 +37,13 @@ def both(*masks: Array | None) -> Array | None:
     return functools.reduce(operator.and_, present) if present else None
 
 
+def pair(names: str, one: Array | None, other: Array | None) -> tuple[Array, Array] | None:
+    """Return two arrays of which neither is given without the other."""
+    if (one is None) != (other is None):
+        raise ValueError(f"give both {names}, or neither")
+    return None if one is None else (one, other)
+
+
 def mask_or_bias(mask: Array | None, rank: int) -> dict[str, Array]:
     """Return an argument that is a mask or a bias by its dtype, with all axes of the scores."""
     if mask is None:

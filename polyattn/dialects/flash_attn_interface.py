@@ -9,8 +9,9 @@ from typing import Any
 
 from polyattn._base.arrays import Array
 from polyattn.dialects._flash import NO_WINDOW, dense, varlen
-from polyattn.dialects._kvcache import Cache, Rotation, both, with_kvcache, with_packed, with_qv
+from polyattn.dialects._kvcache import Cache, Rotation, with_kvcache, with_packed, with_qv
 from polyattn.dialects._packed import Packed
+from polyattn.dialects._shared import pair
 
 __all__ = [
     "flash_attn_func",
@@ -142,8 +143,8 @@ def flash_attn_with_kvcache(
     """
     _refuse(q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     cache = Cache(k_cache, v_cache, cache_seqlens, cache_batch_idx, cache_leftpad, page_table)
-    tables = both("rotary_cos and rotary_sin", rotary_cos, rotary_sin)
-    given = (q, both("k and v", k, v), cache, Rotation(tables, rotary_interleaved, rotary_seqlens))
+    tables = pair("rotary_cos and rotary_sin", rotary_cos, rotary_sin)
+    given = (q, pair("k and v", k, v), cache, Rotation(tables, rotary_interleaved, rotary_seqlens))
     options: dict[str, Any] = {
         "scale": softmax_scale, "causal": causal, "window": window_size, "softcap": softcap,
         "chunk": attention_chunk, "qv": qv, "logsumexp": return_softmax_lse,

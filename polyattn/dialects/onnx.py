@@ -9,7 +9,7 @@ from polyattn import masks
 from polyattn._api.attention import attention
 from polyattn._api.weights import attention_weights
 from polyattn._base.arrays import Array, cast, facts_of, index_range, library_of
-from polyattn.dialects._shared import both, mask_or_bias
+from polyattn.dialects._shared import both, mask_or_bias, pair
 
 __all__ = ["OnnxAttention", "onnx_attention"]
 __dir__ = __all__.copy
@@ -97,9 +97,8 @@ def onnx_attention(
     >>> outputs.Y.shape, outputs.present_key.shape
     ((2, 5, 512), (2, 8, 5, 64))
     """
-    if (past_key is None) != (past_value is None):
-        raise ValueError("give both past_key and past_value, or neither")
-    if past_key is not None and nonpad_kv_seqlen is not None:
+    before = pair("past_key and past_value", past_key, past_value)
+    if before is not None and nonpad_kv_seqlen is not None:
         raise ValueError("give past_key or nonpad_kv_seqlen, not both")
     xp = library_of(Q, "Q").xp
     packed = len(Q.shape) == 3
@@ -109,10 +108,9 @@ def onnx_attention(
         Q = _split_heads(xp, Q, q_num_heads)  # noqa: N806
         K, V = _split_heads(xp, K, kv_num_heads), _split_heads(xp, V, kv_num_heads)  # noqa: N806
     past = 0
-    if past_key is not None and past_value is not None:
-        past = past_key.shape[-2]
-        K = xp.concat((past_key, K), axis=-2)  # noqa: N806
-        V = xp.concat((past_value, V), axis=-2)  # noqa: N806
+    if before is not None:
+        past = before[0].shape[-2]
+        K, V = (xp.concat(x, axis=-2) for x in zip(before, (K, V), strict=True))  # noqa: N806
     keys = K.shape[-2]
     given = mask_or_bias(None if attn_mask is None else _padded(xp, attn_mask, keys), 4)
     offset: Any = past

@@ -67,10 +67,8 @@ def scaled_dot_product_attention(
     if attn_mask is not None and is_causal:
         raise ValueError("give attn_mask or is_causal, not both")
     shapes = [tuple(array.shape) for array in (query, key)]
-    if not enable_gqa and min(map(len, shapes)) > 2 and shapes[0][-3] != shapes[1][-3]:
-        raise ValueError(
-            f"query has {shapes[0][-3]} heads and key {shapes[1][-3]}: pass enable_gqa=True"
-        )
+    if not enable_gqa and min(map(len, shapes)) > 2:
+        _check_same_heads(shapes[0][-3], shapes[1][-3])
     if is_causal:
         masks: dict[str, Any] = {"is_causal": is_causal, "query_offset": 0}
     elif type(attn_mask).__name__ == "CausalBias":
@@ -78,6 +76,11 @@ def scaled_dot_product_attention(
     else:
         masks = mask_or_bias(attn_mask, max(map(len, shapes)))
     return attention(query, key, value, scale=scale, dropout=dropout, **masks)
+
+
+def _check_same_heads(of_query: int, of_key: int) -> None:
+    if of_query != of_key:
+        raise ValueError(f"query has {of_query} heads and key {of_key}: pass enable_gqa=True")
 
 
 def _causal_bias(bias: Any, lengths: tuple[int, int]) -> dict[str, Any]:
@@ -135,10 +138,8 @@ def varlen_attn(
     ValueError
         If heads differ without `enable_gqa`, or lengths are missing.
     """
-    if not enable_gqa and query.shape[-2] != key.shape[-2]:
-        raise ValueError(
-            f"query has {query.shape[-2]} heads and key {key.shape[-2]}: pass enable_gqa=True"
-        )
+    if not enable_gqa:
+        _check_same_heads(query.shape[-2], key.shape[-2])
     if block_table is not None and seqused_k is None:
         raise ValueError("block_table needs seqused_k, the lengths of the sequences")
     if block_table is None and cu_seq_k is None:

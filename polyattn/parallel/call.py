@@ -9,7 +9,7 @@ from polyattn._api.attention import attention
 from polyattn._api.gradients import as_given, attention_backward, unrounded_partial
 from polyattn._api.names import check_names
 from polyattn._api.partial import Partial, attention_partial
-from polyattn._base.arrays import Array, as_facts, cast, is_array, library_of
+from polyattn._base.arrays import Array, as_facts, cast, library_of
 from polyattn._base.autocast import autocast
 from polyattn._base.slices import Slice
 from polyattn._core.call.describe import describe
@@ -62,31 +62,37 @@ class ParallelCall:
         """Return the chunks that a rank holds."""
         return chunks_of(rank, self.size, self.layout)
 
-    def _ends(self, rows: Any, keys: Any) -> tuple[Any, Any, Any, Any]:
-        """Return the first and last position of a chunk of rows, and of a chunk of keys."""
-        first = rows * self.row_length + self.problem.query_offset
-        start = keys * self.key_length
-        return first, first + self.row_length - 1, start, start + self.key_length - 1
+    def _ahead(self, rows: Any, keys: Any) -> Any:
+        """Return how far the first key of a chunk is ahead of the first row of a chunk."""
+        return keys * self.key_length - rows * self.row_length
+
+    @property
+    def _bounds(self) -> tuple[int | None, int | None]:
+        """The least and the most that a key is ahead of a row that sees it; None for no bound."""
+        band, offset = self.problem.band, self.problem.query_offset
+        if band is None or offset is None:
+            return None, None
+        # All chunks are nearer, and JAX, which traces them, has no larger numbers.
+        far = self.problem.query_length + self.problem.key_length
+        least = None if band.left is None else max(-far, min(far, offset - band.left))
+        most = None if band.right is None else max(-far, min(far, offset + band.right))
+        return least, most
 
     def is_visible(self, rows: Any, keys: Any) -> Any:
         """Return whether a chunk of rows may see a chunk of keys, by causality and window."""
-        band = self.problem.band
-        if band is None or self.problem.query_offset is None:
-            return True
-        first, last, start, stop = self._ends(rows, keys)
-        after = True if band.left is None else stop >= first - band.left
-        before = True if band.right is None else start <= last + band.right
+        (least, most), ahead = self._bounds, self._ahead(rows, keys)
+        after = True if least is None else ahead + self.key_length > least
+        before = True if most is None else ahead - self.row_length < most
         return after & before
 
     def is_full(self, rows: Any, keys: Any) -> bool:
         """Return whether causality and window surely hide no key of a chunk from its rows."""
-        band = self.problem.band
         known = isinstance(rows, int) and isinstance(keys, int)
-        if band is None or self.problem.query_offset is None or not known:
-            return band is None
-        first, last, start, stop = self._ends(rows, keys)
-        return (band.left is None or start >= last - band.left) and (
-            band.right is None or stop <= first + band.right
+        if self.problem.band is None or self.problem.query_offset is None or not known:
+            return self.problem.band is None
+        (least, most), ahead = self._bounds, self._ahead(rows, keys)
+        return (least is None or ahead - self.row_length + 1 >= least) and (
+            most is None or ahead + self.key_length - 1 <= most
         )
 
     @property
@@ -184,11 +190,6 @@ class ParallelCall:
         }
         arguments = dict(zip(("query", "key", "value"), given, strict=True)) | self.options
         return as_given(Gradients(query, key, value, **own), arguments)
-
-
-def in_dtype(array: Array, like: Any) -> Array:
-    """Return an array in the dtype of another; as it is if that is a number."""
-    return cast(library_of(array).xp, array, like.dtype) if is_array(like) else array
 
 
 def add_shares(one: OptionGradients, other: OptionGradients) -> OptionGradients:

@@ -122,9 +122,9 @@ def examined(
     layout: str,
 ) -> ParallelExplanation:
     """Return the decision about a call, with all reasons."""
-    if strategy != "auto" and strategy not in STRATEGIES:
-        names = ", ".join(["auto", *STRATEGIES])
-        raise ValueError(f"strategy must be one of {names}; got {strategy!r}")
+    names = ["auto", *STRATEGIES]
+    if strategy not in names:
+        raise ValueError(f"strategy must be one of {', '.join(names)}; got {strategy!r}")
     shares_rows = strategy == "auto" or STRATEGIES[strategy].shares_rows
     call = described(function, arrays, options, size=size, layout=layout, shares_rows=shares_rows)
     source, candidates = f"strategy={strategy!r}", tuple(_candidates(call, strategy))
@@ -147,23 +147,21 @@ def _candidates(call: ParallelCall, strategy: str) -> list[Candidate]:
     names = [strategy] if strategy != "auto" else [x for x in STRATEGIES if x != "decode"]
     found, free = [], True
     refused = {name: STRATEGIES[name].reasons_against(call) for name in names}
-    large = _reason_against_gather(call) if not refused.get("ring", ["no ring"]) else None
     for name in names:
-        reasons = refused[name]
-        if reasons:
-            found.append(Candidate(name, "refused", tuple(reasons)))
+        if refused[name]:
+            found.append(Candidate(name, "refused", tuple(refused[name])))
             continue
-        passed_over = strategy == "auto" and name == "gather" and large is not None
+        passed_over: tuple[str, ...] = ()
+        if name == "gather" and "ring" in refused and not refused["ring"]:
+            passed_over = _reasons_to_prefer_a_ring(call)
         status = "chosen" if free and not passed_over else "next"
         free = free and status != "chosen"
-        why = (large,) if passed_over and large else ()
         pairs, sent = STRATEGIES[name].pairs(call), STRATEGIES[name].bytes_sent(call)
-        found.append(Candidate(name, status, why, pairs, sent))
+        found.append(Candidate(name, status, passed_over, pairs, sent))
     return found
 
 
-def _reason_against_gather(call: ParallelCall) -> str | None:
+def _reasons_to_prefer_a_ring(call: ParallelCall) -> tuple[str, ...]:
     total = STRATEGIES["gather"].bytes_of_keys(call) * call.size
-    if total <= KEYS_THAT_FIT:
-        return None
-    return f"all keys and values take {total / 2**30:.1f} GiB on every rank"
+    text = f"all keys and values take {total / 2**30:.1f} GiB on every rank"
+    return (text,) if total > KEYS_THAT_FIT else ()

@@ -48,11 +48,9 @@ class Heads(Strategy):
         return (numbers * call.bytes_per_number // size + repeated) * (size - 1) // size
 
     def forward(self, call: ParallelCall, ranks: Communicator, *arrays: Array) -> Any:
-        partial = call.partial(
-            self._by_heads(call, ranks, arrays), self._block(call, ranks), sinks=True
-        )
-        output = partial.output
-        return self._by_tokens(call, ranks, output), partial
+        own, block = self._by_heads(call, ranks, arrays), self._block(call, ranks)
+        partial = call.partial(own, block, sinks=True)
+        return self._by_tokens(call, ranks, partial.output), partial
 
     def backward(
         self, call: ParallelCall, ranks: Communicator, arrays: Any, saved: Partial, gradient: Array

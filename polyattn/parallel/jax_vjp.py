@@ -45,10 +45,8 @@ def attend(task: Task, arrays: list[jax.Array]) -> jax.Array:
 
 
 def _varying(task: Task, arrays: list[jax.Array], others: list[jax.Array]) -> Any:
-    """Return the arrays as ones that differ along the same mesh axes.
-
-    So that the gradient of an array which is the same on all devices is summed over them.
-    """
+    """Return the arrays as ones that differ along the same mesh axes."""
+    # So that the gradient of an array which is the same on all devices is summed over them.
     axes: set[str] = set().union(*[_axes(array) for array in (*arrays, *others)])
     if not task.strategy.shares_rows:
         axes -= {task.ranks.axis}  # type: ignore[attr-defined]
@@ -56,13 +54,10 @@ def _varying(task: Task, arrays: list[jax.Array], others: list[jax.Array]) -> An
 
 
 def _like(array: jax.Array, gradient: jax.Array | None) -> jax.Array | None:
-    """Return a gradient as one that differs along the mesh axes of its array.
-
-    JAX adds up the gradients of an array that differs between devices, so each device returns its
-    share.
-    """
+    """Return a gradient as one that differs along the mesh axes of its array."""
     if gradient is None:
         return None
+    # JAX adds up the gradients of an array that differs between devices: each returns its share.
     axes = set(_axes(array) - _axes(gradient))
     return _along(gradient / lax.axis_size(tuple(axes)), axes) if axes else gradient
 

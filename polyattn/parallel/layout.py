@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from polyattn._base.arguments import check_int
 from polyattn._base.arrays import Array, index_range, library_of
 from polyattn._base.slices import joined, split, take
 from polyattn.parallel.over import communicator_of
@@ -33,13 +34,20 @@ def chunks_of(rank: Any, size: int, layout: str) -> tuple[Any, ...]:
     return (rank,) if layout == "contiguous" else (rank, 2 * size - 1 - rank)
 
 
-def check_divisible(length: int, size: int, layout: str, name: str) -> None:
+def check_size(size: Any) -> int:
+    number = check_int("the number of ranks", size)
+    if number < 1:
+        raise ValueError(f"the number of ranks must be at least 1; got {number}")
+    return number
+
+
+def _check_divisible(length: int, size: int, layout: str) -> None:
     count = size * slots(layout)
     if length % count:
         raise ValueError(
-            f"{name} has {length} tokens, which {size} ranks cannot share in {count} equal chunks"
-            f" (layout={layout!r}): pad it to {-(-length // count) * count} tokens and hide the"
-            " padding by masks.padding"
+            f"the array has {length} tokens, which {size} ranks cannot share in {count} equal"
+            f" chunks (layout={layout!r}): pad it to {-(-length // count) * count} tokens and hide"
+            " the padding by masks.padding"
         )
 
 
@@ -88,12 +96,8 @@ def unpermute(array: Array, size: int, *, layout: str = "zigzag", axis: int = -2
     ----------
     array : Array
         The parts of all ranks, concatenated.
-    size : int
-        The number of ranks.
-    layout : {"contiguous", "zigzag"}
-        The layout.
-    axis : int
-        The axis of tokens.
+    size, layout, axis : int, str and int
+        As for `permute`.
 
     Returns
     -------
@@ -142,7 +146,7 @@ def shard(array: Array, *, over: Any, layout: str = "contiguous", axis: int = -2
     """
     ranks = communicator_of(over)
     check_layout(layout)
-    check_divisible(array.shape[axis], ranks.size, layout, "the array")
+    _check_divisible(array.shape[axis], ranks.size, layout)
     length = array.shape[axis] // (ranks.size * slots(layout))
     chunks = chunks_of(ranks.rank, ranks.size, layout)
     return joined([take(array, axis, chunk * length, length) for chunk in chunks], axis)
@@ -157,12 +161,8 @@ def positions(array: Array, *, over: Any, layout: str = "contiguous", axis: int 
     ----------
     array : Array
         This rank's tokens, such as its query.
-    over : object
-        The ranks, as for `polyattn.parallel.attention`.
-    layout : {"contiguous", "zigzag"}
-        The layout.
-    axis : int
-        The axis of tokens.
+    over, layout, axis : object, str and int
+        As for `shard`.
 
     Returns
     -------
@@ -195,7 +195,7 @@ def positions(array: Array, *, over: Any, layout: str = "contiguous", axis: int 
 def _order(array: Array, size: int, layout: str, axis: int) -> list[int]:
     """Return the chunks in the order of the ranks."""
     check_layout(layout)
-    check_divisible(array.shape[axis], size, layout, "the array")
+    _check_divisible(array.shape[axis], check_size(size), layout)
     return [chunk for rank in range(size) for chunk in chunks_of(rank, size, layout)]
 
 

@@ -55,17 +55,9 @@ class Ring(Strategy):
         return total.output, total
 
     def backward(
-        self,
-        call: ParallelCall,
-        ranks: Communicator,
-        arrays: Any,
-        saved: Partial,
-        gradient: Array,
+        self, call: ParallelCall, ranks: Communicator, arrays: Any, saved: Partial, gradient: Array
     ) -> tuple[Array, Array, Array, OptionGradients]:
-        """Return the gradients of this rank's arrays, and its share of those of options.
-
-        The gradients of keys and values travel with them, and then home.
-        """
+        """Return the gradients; those of keys and values travel with them, and then home."""
         query, *keys = arrays
         turns, count = _turns(call), slots(call.layout)
         partials, gradients = split_partial(saved, count), split(gradient, count)

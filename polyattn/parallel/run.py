@@ -6,13 +6,14 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
+from polyattn._api.gradients import as_given
 from polyattn._base.arguments import check_shape
 from polyattn._base.arrays import Array, ArrayFacts, is_array, library_of
-from polyattn._base.autocast import autocast, casts
+from polyattn._base.autocast import autocast
 from polyattn._core.call.gradients import Gradients
 from polyattn.parallel.agreement import check_one_call
-from polyattn.parallel.call import in_dtype
 from polyattn.parallel.choice import ParallelExplanation, chosen, examined
+from polyattn.parallel.layout import check_size
 from polyattn.parallel.over import communicator_of
 from polyattn.parallel.task import Task
 
@@ -167,7 +168,6 @@ def attention_vjp(
     """
     task, arrays, flat = _task("attention_vjp", over, strategy, layout, options, query, key, value)
     given = {"query": query, "key": key, "value": value, **options}
-    changed = casts(given)
     output, saved = task.forward(*arrays)
 
     def pullback(gradient: Array) -> Gradients:
@@ -177,8 +177,7 @@ def attention_vjp(
         if flat:
             own = {name: getattr(found, name)[0, ...] for name in ("query", "key", "value")}
             found = found._replace(**own)
-        own = {name: in_dtype(getattr(found, name), given[name]) for name in changed}
-        return found._replace(**own)
+        return as_given(found, given)
 
     return output[0, ...] if flat else output, pullback
 
@@ -241,7 +240,7 @@ def explain(
         shape = check_shape(given)
         return ArrayFacts(library, dtype, "cpu", (1, *shape) if len(shape) == 2 else shape)
 
-    size = over if isinstance(over, int) else communicator_of(over).size
+    size = check_size(over) if isinstance(over, int) else communicator_of(over).size
     arrays = {"query": facts(query), "key": facts(key), "value": facts(value)}
     return examined("explain", arrays, dict(options), size, strategy, layout)
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from polyattn._base.arrays import Array, library_of
 from polyattn._base.slices import take
 from polyattn.parallel.communicator import Communicator
+from polyattn.parallel.layout import check_size
 
 
 class _Mail:
@@ -19,9 +20,7 @@ class _Mail:
     def __init__(self, size: int, timeout: float) -> None:
         self.size, self.timeout = size, timeout
         self.changed = threading.Condition()
-        self.boxes: dict[tuple[int, int], deque[Any]] = {
-            (source, target): deque() for source in range(size) for target in range(size)
-        }
+        self.boxes: defaultdict[tuple[int, int], deque[Any]] = defaultdict(deque)
         self.failed: tuple[int, BaseException] | None = None
 
     def send(self, source: int, target: int, thing: Any) -> None:
@@ -30,8 +29,9 @@ class _Mail:
             self.changed.notify_all()
 
     def receive(self, source: int, target: int) -> Any:
-        box, end = self.boxes[source, target], time.monotonic() + self.timeout
+        end = time.monotonic() + self.timeout
         with self.changed:
+            box = self.boxes[source, target]
             while not box:
                 if self.failed is not None:
                     rank, error = self.failed
@@ -134,7 +134,7 @@ def run_threads(
     >>> parallel.run_threads(2, attend)
     [(2, 4, 4), (2, 4, 4)]
     """
-    mail, results = _Mail(size, timeout), [None] * size
+    mail, results = _Mail(check_size(size), timeout), [None] * size
 
     def work(rank: int) -> None:
         try:

@@ -231,6 +231,8 @@ def test_what_cannot_be_differentiated_is_refused():
     output, pullback = attention_vjp(query, key, value, score_mod=lambda s, b, h, i, j: s * s)
     with pytest.raises(polyattn.UnsupportedError, match=r"scores\.function\(f, derivative=g\)"):
         pullback(output)
+    with pytest.raises(TypeError, match=r"output_gradient must be an array .* got None"):
+        pullback(None)
 
 
 @pytest.mark.parametrize(
@@ -238,6 +240,7 @@ def test_what_cannot_be_differentiated_is_refused():
     [
         ({"partial": None}, TypeError, "partial must be the Partial"),
         ({"into": 0}, TypeError, "into must be Gradients; got a int"),
+        ({"into": Gradients(key=np.zeros(7))}, ValueError, r"into must .*; got \(7,\) for a grad"),
         ({"output_gradient": np.zeros(3)}, ValueError, "output_gradient must have the shape"),
         ({"output_gradient": np.zeros((2, 4, 9, 5), "float32")}, TypeError, "float64 as the query"),
         ({"logsumexp_gradient": np.zeros((2, 4, 8))}, ValueError, "logsumexp_gradient must have"),

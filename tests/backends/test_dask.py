@@ -26,7 +26,7 @@ from polyattn._dispatch import registry
 from polyattn_dask import estimate
 from polyattn_dask.grid import spans_of
 from polyattn_dask.layer import Layer
-from polyattn_dask.sizes import RunsOfChunks, grouped
+from polyattn_dask.sizes import count_groups, grouped
 
 RNG = np.random.default_rng(0)
 B, H, G, L, S, D, E = 2, 8, 4, 60, 70, 16, 5
@@ -313,14 +313,13 @@ def test_explain_asks_masks_about_a_bounded_number_of_pairs():
 
 def test_groups_of_consecutive_chunks_are_counted_as_they_are_made():
     columns = spans_of(tuple(RNG.integers(1, 9, 40).tolist()))
-    lengths = [span.length for span in columns]
-    for keys in (0, 1, 7, 20, 1000):
-        runs = RunsOfChunks(columns, keys)
+    for keys, whole_rows in ((0, False), (1, False), (14, False), (40, False), (2000, True)):
         with dask.config.set({"polyattn.group-size": keys}):
             for start, stop in RNG.integers(0, 41, (40, 2)).tolist():
-                groups = grouped(range(start, stop), lengths, whole_rows=False)
-                most = max((sum(lengths[n] for n in group) for group in groups), default=0)
-                assert runs.groups(range(start, stop)) == (len(groups), most)
+                given = columns, range(start, stop), 2, whole_rows
+                groups = grouped(*given)
+                lengths = [sum(columns[n].length for n in group) for group in groups]
+                assert count_groups(*given) == (len(groups), max(lengths, default=0))
 
 
 @pytest.mark.parametrize(
@@ -434,6 +433,12 @@ def test_weights(options, group, look):
     np.testing.assert_array_equal(found.keys.compute()[positive], expected.keys[positive])
 
 
+def test_the_largest_weights_are_not_looked_for_in_empty_chunks():
+    key = da.ones((4, 2), chunks=((1, 0, 3), 2))
+    found = attention_weights(key, key, is_causal=True, rows=[0], top=2)
+    np.testing.assert_array_equal(found.weights, [[1, 0]])
+
+
 def test_weights_read_only_the_chunks_of_the_rows():
     x = da.zeros((4, 4096, 8), chunks=(4, 256, 8))
     found = attention_weights(x, x, window=(255, 0), rows=[4000], top=3)
@@ -457,7 +462,7 @@ def test_parts_of_chunks_count_on_from_the_start_of_dropout():
     expected = attention(*[x.compute()] * 3, dropout=(0.5, 1, (0, 1, 2, 3)))
     # An array that is not computed yet is for the kernels that know no chunks.
     for given, kernel in ((start, "chunked"), (da.from_array(start), "dense")):
-        dropout = 0.5, 1, given
+        dropout = 0.5, da.asarray(1), given
         np.testing.assert_allclose(
             attention(x, x, x, dropout=dropout, kernel=kernel).compute(), expected
         )

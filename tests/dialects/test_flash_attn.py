@@ -198,6 +198,23 @@ def test_a_run_of_equal_lengths_is_one_call(monkeypatch):
     assert shapes == [(3, 3, H, D), (1, 2, H, D)]
 
 
+@pytest.mark.parametrize(
+    ("ends", "other", "used", "words"),
+    [
+        ([0, 7, 5, 9], [0, 3, 5, 9], None, r"of query must .* its 9 tokens; .* at \[0, 7, 5, 9\]"),
+        ([0, 5, 9], [0, 5, 10], None, "of key must lie one after another in its 9 tokens"),
+        ([0, 5, 9], [-1, 5, 9], None, "of key must lie one after another"),
+        ([0, 5, 9], [0, 5, 9], [6, 3], r"of query must .*, of which \[6, 3\] are used"),
+        ([0, 5, 9], [0, 5, 9], [3], "of query must"),
+        ([0, 5, 9], [0, 9], None, "query has 2 sequences, and key 1"),
+    ],
+)
+def test_sequences_that_do_not_fit_are_refused(ends, other, used, words):
+    x, used = normal(9, H, D), used and np.array(used)
+    with pytest.raises(ValueError, match=words):
+        fa3.flash_attn_varlen_func(x, x, x, np.array(ends), np.array(other), seqused_q=used)
+
+
 @pytest.mark.parametrize("library", TO)
 def test_varlen_over_pages(library):
     pool_k, pool_v = normal(9, 4, G, D), normal(9, 4, G, E)
@@ -380,7 +397,7 @@ def test_kvcache(name, library):
     ]
     places = [to(x.copy()) for x in (stored if paged else cache)]
     angles = normal(20, 4)
-    options = {"cache_seqlens": seqlens if isinstance(seqlens, int) else to(seqlens)}
+    options = {"cache_seqlens": np.int64(seqlens) if isinstance(seqlens, int) else to(seqlens)}
     if new:
         options |= {"k": to(k), "v": to(v)}
     if rotary:
@@ -493,6 +510,13 @@ def test_packed_queries_and_new_keys_of_a_cache(packed, where):
     assert plain.shape == output.shape
 
 
+def test_a_cache_of_no_sequences():
+    q, caches = normal(0, 1, H, D), [normal(0, 6, G, D) for _ in range(2)]
+    new = normal(0, 1, G, D)
+    seqlens = np.array([], np.int32)
+    assert fa2.flash_attn_with_kvcache(q, *caches, new, new, cache_seqlens=seqlens).shape == q.shape
+
+
 def test_a_cache_of_jax_is_read_and_not_written():
     q, new = jnp.ones((B, 1, H, D)), jnp.ones((B, 1, G, D))
     cache = jnp.asarray(normal(B, 6, G, D))
@@ -513,6 +537,8 @@ def test_a_cache_of_jax_is_read_and_not_written():
         ({"k": 1}, "both k and v"),
         ({"k": 1, "v": 1}, "k and v need cache_seqlens"),
         ({"k": 1, "v": 1, "cache_seqlens": 6}, "holds 6 tokens .* end at 7: make k_cache"),
+        ({"k": 1, "v": 1, "cache_seqlens": -1}, "cache_seqlens must be at least 0; got -1"),
+        ({"cache_seqlens": 7}, "from 0 to the 6 tokens of a sequence in k_cache; got 7"),
         ({"rotary_cos": 1, "cache_seqlens": 2}, "both rotary_cos and rotary_sin"),
         ({"rotary_cos": 1, "rotary_sin": 1}, "rotary_cos and rotary_sin need k and v"),
         ({"cache_batch_idx": 1, "block_table": 1}, "block_table or cache_batch_idx"),

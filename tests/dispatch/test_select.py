@@ -542,6 +542,12 @@ def test_explain_refuses_a_library_that_has_no_arrays():
             explain(SHAPE, SHAPE, SHAPE, library=library)
 
 
+@pytest.mark.parametrize("given", [{"library": np}, {"device": 0}])
+def test_explain_takes_names(given):
+    with pytest.raises(TypeError, match=f"{next(iter(given))} must be a string"):
+        explain(SHAPE, SHAPE, SHAPE, **given)
+
+
 def test_explain_refuses_malformed_shapes():
     for shape in ((2, -4), (2.0, 4), ("a", 4), (True, None)):
         with pytest.raises(ValueError, match="integers of at least 0"):

@@ -1,5 +1,6 @@
 """Strategies on threads: the cases of the conformance suite, and what a call may get wrong."""
 
+import itertools
 import re
 import threading
 from functools import partial
@@ -138,6 +139,22 @@ def test_a_window_needs_no_more_turns_than_it_spans():
     assert said.visible_pairs == 15
 
 
+@pytest.mark.parametrize("window", [(1, 0), (None, 2), (2**40, None), (2**40, 2**31)], ids=str)
+@pytest.mark.parametrize("offset", [0, -3, 2**31 - 1, 2**40, -(2**40)])
+def test_chunks_that_see_one_another(window, offset):
+    """Also for ranks of 32 bits, as JAX has them."""
+    options = {"window": window, "query_offset": offset, "layout": "zigzag"}
+    call = parallel.explain((6, 2), (4, 2), (4, 2), over=2, **options).call
+    left, right = (2**50 if end is None else end for end in window)
+    ahead = np.arange(8) - np.arange(12)[:, None] - offset
+    seen = (-left <= ahead) & (ahead <= right)
+    for rows, keys in itertools.product(range(4), repeat=2):
+        block = seen[3 * rows : 3 * rows + 3, 2 * keys : 2 * keys + 2]
+        assert call.is_full(rows, keys) == block.all()
+        assert not block.any() or call.is_visible(rows, keys)
+        assert call.is_visible(np.int32(rows), np.int32(keys)) == call.is_visible(rows, keys)
+
+
 # ---- the choice ----
 
 
@@ -173,6 +190,7 @@ def test_explain_says_why_not():
     ("options", "error", "message"),
     [
         ({"strategy": "rings"}, ValueError, "strategy must be one of auto, heads, gather, ring"),
+        ({"strategy": ["ring"]}, ValueError, r"strategy must be one of .* got \['ring'\]"),
         ({"layout": "...LHD"}, ValueError, 'layout must be "contiguous" or "zigzag"; arrays have'),
         ({"layout": "zigzag"}, ValueError, "query has 3 tokens on this rank"),
         ({"strategy": "heads"}, NotImplementedError, "'heads' cannot compute .* H = 3 query heads"),
@@ -389,6 +407,20 @@ def test_layouts_are_undone_and_know_their_positions(layout):
 def test_tokens_that_cannot_be_shared_are_refused():
     with pytest.raises(ValueError, match=r"10 tokens, which 2 ranks .* pad it to 12 tokens"):
         parallel.permute(np.ones((10, 3)), 2)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda size: parallel.permute(np.ones(4), size, axis=0),
+        lambda size: parallel.explain((8, 2), (8, 2), (8, 2), over=size),
+        lambda size: parallel.run_threads(size, lambda ranks: None),
+    ],
+)
+def test_there_is_a_rank_at_least(call):
+    for size, error in ((0, ValueError), (-2, ValueError), (True, TypeError)):
+        with pytest.raises(error, match="the number of ranks must be"):
+            call(size)
 
 
 def test_one_rank_is_one_device():

@@ -10,8 +10,9 @@ from typing import Any
 
 from polyattn._base.arrays import Array
 from polyattn.dialects._flash import NO_WINDOW, dense, varlen
-from polyattn.dialects._kvcache import Cache, Rotation, both, with_kvcache
+from polyattn.dialects._kvcache import Cache, Rotation, with_kvcache
 from polyattn.dialects._packed import Packed
+from polyattn.dialects._shared import pair
 from polyattn.dialects.flash_attn import bert_padding
 from polyattn.dialects.flash_attn._install import VERSION, install
 from polyattn.dialects.flash_attn.bert_padding import (
@@ -276,10 +277,10 @@ def flash_attn_with_kvcache(
     array([1., 1.])
     """
     cache = Cache(k_cache, v_cache, cache_seqlens, cache_batch_idx, cache_leftpad, block_table)
-    tables = both("rotary_cos and rotary_sin", rotary_cos, rotary_sin)
+    tables = pair("rotary_cos and rotary_sin", rotary_cos, rotary_sin)
     rotation = Rotation(tables, rotary_interleaved)
     return with_kvcache(
-        q, both("k and v", k, v), cache, rotation,
+        q, pair("k and v", k, v), cache, rotation,
         scale=softmax_scale, causal=causal, window=window_size, softcap=softcap,
         slopes=alibi_slopes, logsumexp=return_softmax_lse,
     )  # fmt: skip
