@@ -90,7 +90,7 @@ MUTATIONS = (
     ("hidden poison in a tangent", JVP, "backend, t, s, value)",
      "backend, t, xp.zeros_like(t), value)"),
     # what is added to
-    ("sums overwritten", INTO, "gradient if before is None else before + gradient", "gradient"),
+    ("sums overwritten", INTO, "return before + gradient", "return gradient"),
     # expressions
     ("sign without the negative", SLOPES, " - cast(xp, numbers < 0, numbers.dtype)", ""),
     ("a unit vector's slope along itself", SLOPES, "change - along * xp.sum(",

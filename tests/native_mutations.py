@@ -95,7 +95,7 @@ MUTATIONS = (
      "select<T>((Ints<T>)weight == sign, sum, more)", "more"),
     # pages
     ("native: the pages of the first item for all", "products.h",
-     "call.table + item * (call.keys / call.page)", "call.table"),
+     "at<int32_t>(call.table, item, 0, 0)", "at<int32_t>(call.table, 0, 0, 0)"),
     ("native: the next page of values not looked up", "products.h",
      "a.table ? a.table[part] : part", "a.table ? a.table[0] : part"),
     ("native: values from the first slot of a page", "products.h",

@@ -27,12 +27,11 @@ def prepared(problem: Problem, x: Operands, tile: int) -> tuple[Problem, Operand
     """Return a call with facts for its arrays to be compiled for, and its numbers as arrays."""
     if problem.mask_spec is not None:
         mask: Any = x.mask
-        spec = problem.mask_spec
         if not problem.traced:
             mask = mask.with_lengths(length_as_array)
-            spec = mask.spec()
-        # The tables of a mask, which its spec lacks, decide which tiles are visited.
-        problem, x = problem._replace(mask_spec=spec.filled(mask)), x._replace(mask=mask)
+        # The tables of a mask decide which tiles are visited.
+        problem = problem._replace(mask_spec=mask.spec(tables=True))
+        x = x._replace(mask=mask)
     problem, x = offset_as_array(without_idle_band(problem), x, tile)
     return problem, x._replace(seed=split_seed(x.seed))
 

@@ -113,7 +113,7 @@ def explain(
     requested = request(backend)
     if isinstance(operands.mask, Mask) and isinstance(call.mask, Mask):
         # A remark may count the tiles of a compiled mask.
-        call = call._replace(mask=call.mask.filled(operands.mask))
+        call = call._replace(mask=operands.mask.spec(as_facts, tables=True))
     xp = None if only_shapes else library_of(query).xp
     problem = examine(call)
     explanation = explain_selection(call, problem, requested, kernel, xp)

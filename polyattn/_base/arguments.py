@@ -69,14 +69,17 @@ def few(texts: Iterable[str], number: int, separator: str = ", ") -> str:
     return separator.join([*first, f"and {number - FEW:,} more"] if number > FEW else first)
 
 
-def check_int(name: str, value: Any, kinds: str = "an integer") -> int:
-    """Return an integer of any type as a Python integer, or raise."""
-    if not isinstance(value, bool):
-        try:
-            return operator.index(value)
-        except TypeError:
-            pass
-    raise TypeError(f"{name} must be {kinds}; {got(value)}")
+def check_int(name: str, value: Any, kinds: str = "an integer", *, least: int | None = None) -> int:
+    """Return an integer of any type, at least `least`, as a Python integer, or raise."""
+    try:
+        number = None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        number = None
+    if number is None:
+        raise TypeError(f"{name} must be {kinds}; {got(value)}")
+    if least is not None and number < least:
+        raise ValueError(f"{name} must be at least {least}; got {number}")
+    return number
 
 
 def check_window(value: Any) -> WindowSize:

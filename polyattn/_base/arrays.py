@@ -351,7 +351,9 @@ def index_range(xp: Any, start: int, stop: Any, like: Array) -> Array:
 
 def as_index(xp: Any, numbers: Array) -> Array:
     """Return integers in the dtype of `index_range`, or in int64."""
-    # On a GPU the range, which only tells its dtype, takes as long as a large operation.
+    # A narrow dtype may not hold the positions that it is compared with, and torch computes little
+    # in an unsigned one. On a GPU the range, which only tells its dtype, takes as long as a large
+    # operation.
     if numbers.dtype == xp.int64:
         return numbers
     return cast(xp, numbers, index_range(xp, 0, 1, numbers).dtype)

@@ -8,19 +8,17 @@ from typing import Any
 
 def require_matplotlib(module: str = "") -> Any:
     """Return matplotlib, or its submodule of this name."""
-    try:
-        return importlib.import_module(f"matplotlib.{module}" if module else "matplotlib")
-    except ImportError as error:
-        raise ImportError(
-            f'drawing needs matplotlib: pip install "polyattn[plot]" ({error})'
-        ) from error
+    name = f"matplotlib.{module}" if module else "matplotlib"
+    return _imported(name, 'drawing needs matplotlib: pip install "polyattn[plot]"')
 
 
 def require_onnx(module: str) -> Any:
     """Return one of the modules that write models of ONNX."""
+    return _imported(module, 'exporting needs onnx, ndonnx and spox: pip install "polyattn[onnx]"')
+
+
+def _imported(module: str, otherwise: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise ImportError(
-            f'exporting needs onnx, ndonnx and spox: pip install "polyattn[onnx]" ({error})'
-        ) from error
+        raise ImportError(f"{otherwise} ({error})") from error

@@ -48,7 +48,7 @@ class Plan(NamedTuple):
 
         The method is ``run``, ``run_backward``, ``run_jvp`` or ``run_weights``.
         """
-        recorder = _recorder(operands, others)
+        recorder = recorder_of(operands, others)
         if recorder is not None:
             return recorder.run(method, self, operands, *others)
         backend, _, problem, moved = self.placement
@@ -136,7 +136,7 @@ class Plan(NamedTuple):
         )
 
 
-def _recorder(operands: Operands, others: Iterable[Any]) -> Recorder | None:
+def recorder_of(operands: Operands, others: Iterable[Any] = ()) -> Recorder | None:
     """Return the recorder of what a call is given, if an array has one."""
     if not recorders:
         return None

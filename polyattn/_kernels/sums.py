@@ -31,7 +31,7 @@ class GradientSums:
     def add(self, name: str, gradient: Array, rows: Span, columns: Span) -> None:
         """Add what a tile gives to the gradient of an operand, or to that of a number."""
         shape, first = list(getattr(self._x, name).shape) if hasattr(self._x, name) else [], [0, 0]
-        if list(gradient.shape) == shape:
+        if list(gradient.shape) == shape:  # this and that in `_joined`: 0.9 of a small call's time
             self._add((name, 0, 0), gradient)
             return
         for n, (axis, span) in enumerate(zip(self._axes(name), (rows, columns), strict=True)):

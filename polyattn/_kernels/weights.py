@@ -15,7 +15,13 @@ from polyattn._core.call.operands import Operands
 from polyattn._core.call.problem import Problem
 from polyattn._core.tiles.axes import part_of, scaled, ungrouped
 from polyattn._core.tiles.indices import Indices
-from polyattn._core.tiles.online_softmax import initial_state, or_zero
+from polyattn._core.tiles.online_softmax import (
+    SoftmaxState,
+    combine,
+    initial_state,
+    normalize,
+    or_zero,
+)
 from polyattn._kernels.dense import COMPUTED, dropped, reasons_against_lengths, scores
 from polyattn._kernels.tiled import Tiled, most_scores, widened
 from polyattn.plugin import Backend, Kernel
@@ -56,6 +62,7 @@ class Weights(Kernel):
             x = operands._replace(
                 query=operands.query[..., head : head + 1, :, :],
                 key=operands.key[..., group : group + 1, :, :],
+                sinks=None if operands.sinks is None else operands.sinks[head : head + 1],
             )
             found.append(self._of(one_head, x, logsumexp, backend, Span(head, head + 1)))
         axis = -2 if self.per_key else -3
@@ -131,17 +138,9 @@ def weigh(
         known = cast(xp, at.of_scores(logsumexp[..., None]), s.dtype)
         weights = xp.exp(s - or_zero(xp, known))  # if it is −inf, so are all scores
     else:
-        sink = None if x.sinks is None else cast(xp, at.per_head(x.sinks), s.dtype)
-        weights = _softmax(backend, s, sink)
+        state = SoftmaxState(*backend.softmax(s))
+        if x.sinks is not None:
+            of_sinks = problem._replace(value_size=problem.key_length)
+            state = combine(xp, initial_state(of_sinks, x, xp, rows), state)
+        weights, _ = normalize(problem, state, s.dtype, xp)
     return dropped(problem, at, weights)[0]
-
-
-def _softmax(backend: Backend, scores: Array, sink: Array | None) -> Array:
-    """Return the weights of whole rows of scores, with a logit that has no key."""
-    xp = backend.xp
-    weights, maximum, total = backend.softmax(scores)
-    if sink is not None:
-        highest = or_zero(xp, xp.maximum(maximum, sink))
-        shrink = xp.exp(maximum - highest)
-        weights, total = weights * shrink, total * shrink + xp.exp(sink - highest)
-    return weights / xp.where(total == 0, xp.ones_like(total), total)

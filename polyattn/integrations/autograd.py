@@ -24,7 +24,7 @@ from autograd.tracer import getval, isbox
 from polyattn import UnsupportedError
 from polyattn._base.arrays import Array, Library, RecordedError, is_array, quiet
 from polyattn._core.call.operands import mapped, named_arrays
-from polyattn._core.call.pages import gathered
+from polyattn._core.call.pages import in_one_piece
 from polyattn._core.expressions.expression import Expression, has_function
 from polyattn._core.expressions.scores import Chain, Function, Score, as_score
 from polyattn._kernels.dense_kernel import Dense
@@ -70,9 +70,8 @@ def _with_whole_keys(plan: Any, operands: Operands) -> tuple[Any, Operands]:
     """Return a call without pages, to whose gradients autograd adds those of the copy."""
     problem = plan.placement.problem
     problem = problem._replace(features=problem.features - {"block_table"})
-    key, value = (gathered(pool, operands) for pool in (operands.key, operands.value))
-    operands = operands._replace(key=key, value=value, block_table=None, key_lengths=None)
-    return plan._replace(placement=plan.placement._replace(problem=problem)), operands
+    plan = plan._replace(placement=plan.placement._replace(problem=problem))
+    return plan, in_one_piece(operands)
 
 
 # ---- functions in score_mod --------------------------------------------------------------------

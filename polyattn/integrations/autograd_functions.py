@@ -73,6 +73,7 @@ def _put(g: Array, indices: Array, axis: int, length: int) -> Array:
     """Return zeros to which entries are added along an axis: the transpose of `take`."""
     entries = np.moveaxis(g, axis, 0)
     out = np.zeros((length, *entries.shape[1:]), dtype=g.dtype)
+    indices = indices % length  # some may count from the end
     if indices.size:
         # The sums over entries of the same index; `np.add.at` would take them one by one.
         order = np.argsort(indices, kind="stable")

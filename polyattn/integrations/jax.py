@@ -11,10 +11,9 @@ from typing import Any, TypeVar
 
 import jax
 
-from polyattn._base.arrays import is_array
 from polyattn.integrations import subclasses
 from polyattn.nn.cache import KVCache
-from polyattn.nn.module import Module, holds_modules
+from polyattn.nn.module import Module, holds_modules, is_parameter
 from polyattn.nn.paged import PagedCache
 from polyattn.nn.quantized import QuantizedCache
 
@@ -52,7 +51,7 @@ def _is_child(name: str, value: Any) -> bool:
     """Return whether a field holds arrays. A cache's length is one, or its number where known."""
     return (
         name == "length"
-        or is_array(value)
+        or is_parameter(value)
         or isinstance(value, KVCache)  # of a QuantizedCache
         or holds_modules(value)
     )

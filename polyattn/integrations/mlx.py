@@ -12,6 +12,7 @@ from typing import Any
 import mlx.core as mx
 
 from polyattn._base.arrays import Library
+from polyattn.integrations import with_names
 
 
 def _arange(
@@ -39,12 +40,6 @@ def _iinfo(dtype: Any) -> Any:
     return types.SimpleNamespace(min=known.min, max=known.max, bits=8 * dtype.size)
 
 
-def _namespace() -> Any:
-    xp = types.ModuleType(mx.__name__)
-    own = {"arange": _arange, "argsort": _argsort, "bool": mx.bool_, "exp": _exp, "iinfo": _iinfo}
-    vars(xp).update(vars(mx) | own)
-    return xp
-
-
+_xp = with_names(mx, arange=_arange, argsort=_argsort, bool=mx.bool_, exp=_exp, iinfo=_iinfo)
 # Traced: an array does not tell whether mx.grad or mx.compile records its operations.
-LIBRARY = Library("mlx", _namespace(), traced=True)
+LIBRARY = Library("mlx", _xp, traced=True)

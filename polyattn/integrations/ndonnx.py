@@ -7,7 +7,6 @@ Importing this module is not needed: the first array of ndonnx that polyattn mee
 
 from __future__ import annotations
 
-import types
 from typing import Any
 
 import ndonnx
@@ -15,6 +14,7 @@ import numpy as np
 import spox.opset.ai.onnx.v21 as op
 
 from polyattn._base.arrays import Library, broadcast_shapes
+from polyattn.integrations import with_names
 
 
 def _matmul(a: Any, b: Any) -> Any:
@@ -35,10 +35,4 @@ def _with_lengths(product: Any, a: Any, b: Any) -> Any:
     return ndonnx.asarray(op.reshape(product.unwrap_spox(), op.const(lengths)))
 
 
-def _namespace() -> Any:
-    xp = types.ModuleType(ndonnx.__name__)
-    vars(xp).update(vars(ndonnx), matmul=_matmul)
-    return xp
-
-
-LIBRARY = Library("ndonnx", _namespace(), traced=True)
+LIBRARY = Library("ndonnx", with_names(ndonnx, matmul=_matmul), traced=True)

@@ -126,15 +126,15 @@ class MultiHeadAttention(Module):
         >>> layer(x, is_causal=True).shape
         (2, 5, 64)
         """
-        if check_int("heads", heads) < 1:
-            raise ValueError(f"heads must be at least 1; got {heads}")
+        size, heads = check_int("size", size, least=1), check_int("heads", heads, least=1)
         if head_size is None:
             if size % heads:
                 raise ValueError(
                     f"{heads} heads do not divide a size of {size}: give head_size, or other heads"
                 )
             head_size = size // heads
-        key_heads = heads if key_heads is None else key_heads
+        head_size = check_int("head_size", head_size, least=1)
+        key_heads = heads if key_heads is None else check_int("key_heads", key_heads, least=1)
         value_size = head_size if value_size is None else value_size
         context_size = size if context_size is None else context_size
         if fused and context_size != size:
@@ -331,10 +331,16 @@ class MultiHeadAttention(Module):
 
     def _apply_maps(self, x: Array, context: Array, values: Array) -> tuple[Array, Array, Array]:
         """Return queries (..., H, L, D) and keys (..., G, S, D), normalised, and values."""
-        if self.fused is not None:
-            query, key, value = self._apply_fused(self.fused, x, context, values)
+        first = self.heads * self.head_size
+        second = first + self.key_heads * self.head_size
+        columns = (slice(first), slice(first, second), slice(second, None))
+        if self.fused is not None and x is context is values:
+            y = self.fused(x)
+            query, key, value = (y[..., part] for part in columns)
         else:
             maps: Any = (self.query, self.key, self.value)
+            if self.fused is not None:
+                maps = [_columns(self.fused, part) for part in columns]
             given = zip(maps, (x, context, values), strict=True)
             query, key, value = (apply(array) for apply, array in given)
         return (
@@ -342,22 +348,6 @@ class MultiHeadAttention(Module):
             _split(key, self.key_heads, self.key_norm),
             _split(value, self.key_heads),
         )
-
-    def _apply_fused(
-        self, fused: Linear, x: Array, context: Array, values: Array
-    ) -> tuple[Array, Array, Array]:
-        """Apply the fused map to each array once, though it may be several of the three."""
-        first = self.heads * self.head_size
-        second = first + self.key_heads * self.head_size
-        if values is not context:
-            key = _columns(fused, first, second)(context)
-            return _columns(fused, 0, first)(x), key, _columns(fused, second, None)(values)
-        if context is x:
-            y = fused(x)
-            return y[..., :first], y[..., first:second], y[..., second:]
-        rest = _columns(fused, first, None)(context)
-        key, value = rest[..., : second - first], rest[..., second - first :]
-        return _columns(fused, 0, first)(x), key, value
 
     def _merge(self, heads: Array) -> Array:
         """Map the outputs of the heads, shape (..., H, L, E), to tokens."""
@@ -377,9 +367,9 @@ def _following(query: Array, cache: Cache | None) -> Array | range:
     return after(start, positions)
 
 
-def _columns(linear: Linear, start: int, stop: int | None) -> Linear:
-    bias = None if linear.bias is None else linear.bias[start:stop]
-    return Linear(linear.weight[:, start:stop], bias)
+def _columns(linear: Linear, part: slice) -> Linear:
+    bias = None if linear.bias is None else linear.bias[part]
+    return Linear(linear.weight[:, part], bias)
 
 
 def _split(x: Array, heads: int, norm: Norm | None = None) -> Array:

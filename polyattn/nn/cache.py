@@ -47,10 +47,6 @@ class _Buffer:
             return False
         return True
 
-    def release(self, filled: int) -> None:
-        """Let one cache write from `filled` on."""
-        self.ends.add(filled)
-
     def __reduce__(self) -> tuple[type, tuple[()]]:
         """Copy and pickle as None: whether the new arrays share memory is unknown."""
         return type(None), ()
@@ -149,22 +145,18 @@ class KVCache:
     @property
     def keys(self) -> Array:
         """The keys, shape (..., G, length, D); where the library traces, all of the memory."""
-        return self._counted()._filled(self.key)
+        return self._filled(self.key)
 
     @property
     def values(self) -> Array:
         """The values, shape (..., G, length, E); where the library traces, all of the memory."""
-        return self._counted()._filled(self.value)
-
-    def _counted(self) -> KVCache:
-        """Return the cache with its length as a Python integer, unless it is traced."""
-        length = known(self.length)
-        return self if length is self.length else replace(self, length=length)
+        return self._filled(self.value)
 
     def _filled(self, memory: Array) -> Array:
-        if is_array(self.length):
+        length = known(self.length)
+        if is_array(length):
             return memory[..., self.first :, :] if self.first else memory
-        return memory[..., self.first : self.first + self.length, :]
+        return memory[..., self.first : self.first + length, :]
 
     def options(self, options: dict[str, Any]) -> dict[str, Any]:
         """Return the options for attention from the newest tokens to `keys` and `values`.
@@ -211,28 +203,27 @@ class KVCache:
                 " length: give numbers, or pass it to polyattn.export.onnx"
             )
         key, value = checked_tokens((self.key, self.value), self.key.shape[:-2], key, value)
-        cache = self._counted()
+        length = known(self.length)
+        cache = self if length is self.length else replace(self, length=length)
         new = [array for array in (key, value, query) if array is not None]
-        if is_array(cache.length) or not is_writable(new, [self.key, self.value]):
+        if is_array(length) or not is_writable(new, [self.key, self.value]):
             return cache._replace_memory(key, value)
         return cache._write_to_memory(key, value)
 
     def _write_to_memory(self, key: Array, value: Array) -> KVCache:
-        assert isinstance(self.length, int)
         more, at, cache = key.shape[-2], self.first + self.length, self
         if self.buffer is None or at + more > self.capacity or not self.buffer.claim(self, at):
             cache, at = self._copy_to_buffer(more), self.length
         cache.key[..., at : at + more, :] = key
         cache.value[..., at : at + more, :] = value
         assert cache.buffer is not None
-        cache.buffer.release(at + more)
+        cache.buffer.ends.add(at + more)
         # Directly: `replace` takes 18 times as long, and longer than the copy of a token.
         length = self.length + more
         return KVCache(cache.key, cache.value, length, cache.first, cache.dropped, cache.buffer)
 
     def _copy_to_buffer(self, more: int) -> KVCache:
         """Return a copy with room for more tokens, whose memory this thread has claimed."""
-        assert isinstance(self.length, int)
         capacity, memory = self._enlarged(more), []
         for filled in (self.keys, self.values):
             new = zeros(filled, capacity, filled.shape[-1])
@@ -263,7 +254,6 @@ class KVCache:
 
     def _enlarged(self, more: int) -> int:
         """Return the capacity, doubled until more tokens fit."""
-        assert isinstance(self.length, int)
         capacity = max(self.capacity, 16)
         while capacity < self.length + more:
             capacity *= 2
@@ -304,9 +294,7 @@ class KVCache:
         ValueError
             If `window` is below 0, or the length is unknown because the library traces.
         """
-        length = known(self.length)
-        if check_int("window", window) < 0:
-            raise ValueError(f"window must be at least 0; got {window}")
+        length, window = known(self.length), check_int("window", window, least=0)
         if is_array(length):
             raise ValueError(
                 "inside a traced function the length of a cache is unknown, so it cannot slide;"

@@ -117,8 +117,7 @@ def generate(
     choose = _chooser(temperature, top_k, top_p, seed)
     stops = [check_int("stop", token) for token in _listed(stop)]
     _check_options(options)
-    if check_int("steps", steps) < 1:
-        raise ValueError(f"steps must be at least 1; got {steps}")
+    check_int("steps", steps, least=1)
     if isinstance(model.embedding, Embedding):  # now, because a compiled step reads no numbers
         tokens = range(model.embedding.weight.shape[0])
         dtype = facts_of(prompts).dtype
@@ -268,7 +267,8 @@ def _numbers(logits: Array) -> Any:
     """Return logits as float64 in NumPy."""
     plain = logits.detach() if hasattr(logits, "detach") else logits
     xp = library_of(plain).xp
-    return convert_like(cast(xp, plain, xp.float32), np.zeros(1, np.float32)).astype(np.float64)
+    wide = plain if plain.dtype == xp.float64 else cast(xp, plain, xp.float32)
+    return convert_like(wide, np.zeros(1)).astype(np.float64)
 
 
 def _chooser(
@@ -277,12 +277,11 @@ def _chooser(
     """Return a function from logits, shape (..., tokens), to a token of each row."""
     if not 0 <= temperature < float("inf"):
         raise ValueError(f"temperature must be 0 or a positive number; got {temperature!r}")
-    if top_k is not None and check_int("top_k", top_k) < 1:
-        raise ValueError(f"top_k must be at least 1; got {top_k}")
+    if top_k is not None:
+        check_int("top_k", top_k, least=1)
     if not 0 < top_p <= 1:
         raise ValueError(f"top_p must be above 0 and at most 1; got {top_p!r}")
-    if check_int("seed", seed) < 0:
-        raise ValueError(f"seed must be at least 0; got {seed}")
+    check_int("seed", seed, least=0)
     if temperature == 0:
         return lambda logits: np.argmax(logits, axis=-1)
     generators: list[Any] = []

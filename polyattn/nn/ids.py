@@ -27,6 +27,9 @@ def look_up(table: Array, ids: Array, name: str, offset: int = 0) -> Array:
             f" {library.name}"
         )
     check_range(name, ids, range(-offset, table.shape[0] - offset))
+    xp = library.xp
+    if ids.dtype not in (xp.int32, xp.int64):  # which may not hold the row, and torch looks up none
+        ids = xp.astype(ids, xp.int32)
     return rows_of(table, ids + offset if offset else ids)
 
 

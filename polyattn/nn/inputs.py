@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from polyattn._base.arrays import Array, facts_of, library_of
-from polyattn.nn.layers import ACTIVATIONS, Linear
+from polyattn.nn.layers import ACTIVATIONS, Linear, check_activation
 from polyattn.nn.module import Module
 
 
@@ -40,6 +40,7 @@ class PatchEmbedding(Module):
     patch: int
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "image", tuple(self.image))
         if self.patch < 1 or any(side % self.patch for side in self.image[1:]):
             raise ValueError(
                 f"patches of {self.patch} pixels do not divide an image of {self.image[1:]}"
@@ -49,7 +50,9 @@ class PatchEmbedding(Module):
         """Return the tokens of images, shape (..., C, height, width), as (..., L, size)."""
         xp = library_of(pixels, "pixels").xp
         if tuple(pixels.shape[-3:]) != self.image:
-            raise ValueError(f"pixels must have the shape (..., {self.image}); got {pixels.shape}")
+            raise ValueError(
+                f"pixels must have the shape {('...', *self.image)}; got {tuple(pixels.shape)}"
+            )
         batch, n = tuple(pixels.shape[:-3]), len(pixels.shape) - 3
         channels, high, wide = self.image[0], *(side // self.patch for side in self.image[1:])
         x = xp.reshape(pixels, (*batch, channels, high, self.patch, wide, self.patch))
@@ -85,6 +88,9 @@ class FrameEmbedding(Module):
     first: Linear
     second: Linear
     activation: str = "gelu"
+
+    def __post_init__(self) -> None:
+        check_activation(self.activation)
 
     def __call__(self, frames: Array) -> Array:
         """Return the tokens of sound, shape (..., bands, T), as (..., T / 2, size)."""

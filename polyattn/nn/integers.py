@@ -21,7 +21,8 @@ def quantized(tokens: Array, block: int, axis: int) -> tuple[Array, Array]:
     xp, (*lead, length, size) = library_of(tokens).xp, tokens.shape
     blocks = xp.reshape(tokens, (*lead, length // block, block, size))
     blocks = xp.astype(blocks, getattr(xp, sums(tokens)))
-    steps = xp.max(xp.abs(blocks), axis=axis, keepdims=True) / 127
+    largest = xp.sum if 0 in blocks.shape else xp.max  # of no numbers it is 0
+    steps = largest(xp.abs(blocks), axis=axis, keepdims=True) / 127
     if is_host(steps) and not xp.all(xp.isfinite(steps)):
         raise ValueError(
             "a key or value of the tokens that become integers is NaN or infinite, which integers"

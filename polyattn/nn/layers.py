@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from polyattn._base.arguments import check_int
 from polyattn._base.arrays import Array, cast, facts_of, library_of, namespace_of
 from polyattn._base.autocast import autocast
 from polyattn._base.tracing import is_autocast_on
@@ -78,6 +79,8 @@ class Linear(Module):
             Whether there is a bias.
         """
         create = initializer(like, seed)
+        check_int("inputs", inputs, least=1)
+        check_int("outputs", outputs, least=1)
         weight = create.uniform((inputs, outputs), math.sqrt(6 / (inputs + outputs)))
         return cls(weight, create.fill((outputs,), 0.0) if bias else None)
 
@@ -118,7 +121,7 @@ class LayerNorm(Module):
     def init(cls, size: int, *, like: Array, epsilon: float = 1e-5) -> LayerNorm:
         """Create a layer with a weight of 1 and a bias of 0; `like` as for `Linear.init`."""
         create = initializer(like, 0)
-        return cls(create.fill((size,), 1.0), create.fill((size,), 0.0), epsilon)
+        return cls(create.fill((size,), 1.0), create.fill((size,), 0.0), float(epsilon))
 
     def __call__(self, x: Array) -> Array:
         """Normalise the last axis of `x`, at least in float32."""
@@ -160,7 +163,7 @@ class RMSNorm(Module):
     @classmethod
     def init(cls, size: int, *, like: Array, epsilon: float = 1e-6) -> RMSNorm:
         """Create a layer with a weight of 1; `like` as for `Linear.init`."""
-        return cls(initializer(like, 0).fill((size,), 1.0), epsilon)
+        return cls(initializer(like, 0).fill((size,), 1.0), float(epsilon))
 
     def __call__(self, x: Array) -> Array:
         """Normalise the last axis of `x`, at least in float32."""
@@ -231,6 +234,12 @@ ACTIVATIONS = {
 }
 
 
+def check_activation(name: str) -> None:
+    """Raise unless this is the name of an activation."""
+    if name not in ACTIVATIONS:
+        raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}; got {name!r}")
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class FeedForward(Module):
     """Apply two linear maps with an activation between them; with a gate, SwiGLU and its kin.
@@ -255,10 +264,7 @@ class FeedForward(Module):
     activation: str = "gelu"
 
     def __post_init__(self) -> None:
-        if self.activation not in ACTIVATIONS:
-            raise ValueError(
-                f"activation must be one of {', '.join(ACTIVATIONS)}; got {self.activation!r}"
-            )
+        check_activation(self.activation)
 
     @classmethod
     def init(
@@ -320,7 +326,7 @@ class Embedding(Module):
     @classmethod
     def init(cls, tokens: int, size: int, *, like: Array, seed: int | Initializer = 0) -> Embedding:
         """Create uniform vectors of variance 1 / size; `like` and `seed` as for `Linear.init`."""
-        bound = math.sqrt(3 / size)
+        bound = math.sqrt(3 / check_int("size", size, least=1))
         return cls(initializer(like, seed).uniform((tokens, size), bound))
 
     def __call__(self, ids: Array) -> Array:

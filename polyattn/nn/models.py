@@ -262,6 +262,8 @@ class Transformer(Module):
         """
         xp = library_of(ids, "ids").xp
         x = self.embedding(ids)
+        if len(x.shape) < 2:
+            raise ValueError(f"ids must have the shape (..., L); got {tuple(ids.shape)}")
         length = length_of(x, -2)
         if self.embedding_scale != 1:
             x = x * self.embedding_scale

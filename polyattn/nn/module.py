@@ -74,6 +74,11 @@ class Module:
         return "\n".join(_lines(self, ""))
 
 
+def is_parameter(value: Any) -> bool:
+    """Return whether a field is an array of parameters; an integer of NumPy is a setting."""
+    return is_array(value) and not isinstance(value, np.integer)
+
+
 def _children(value: Any) -> list[tuple[str, Any]]:
     """Return the fields of a module or the items of a tuple, by name."""
     if isinstance(value, Module):
@@ -82,14 +87,14 @@ def _children(value: Any) -> list[tuple[str, Any]]:
 
 
 def _arrays(value: Any, path: str = "") -> Iterator[tuple[str, Array]]:
-    if is_array(value):
+    if is_parameter(value):
         yield path.removeprefix("."), value
     for name, child in _children(value):
         yield from _arrays(child, f"{path}.{name}")
 
 
 def _replaced(value: Any, path: str, arrays: Mapping[str, Array]) -> Any:
-    if is_array(value):
+    if is_parameter(value):
         return arrays[path.removeprefix(".")]
     new = {name: _replaced(child, f"{path}.{name}", arrays) for name, child in _children(value)}
     if isinstance(value, Module):
@@ -102,7 +107,7 @@ def _lines(module: Module, name: str) -> Iterator[str]:
     details: list[str] = []
     inner: list[tuple[str, Any]] = []
     for field, value in _children(module):
-        if is_array(value):
+        if is_parameter(value):
             dtype = str(value.dtype).rpartition(".")[2]
             details.append(f"{field}: {tuple(value.shape)} {dtype}")
         elif holds_modules(value):
@@ -137,14 +142,12 @@ class Initializer:
     """Create parameters: equal in every library for the same seed and order of calls."""
 
     def __init__(self, like: Array, xp: Any, seed: int) -> None:
-        if check_int("seed", seed) < 0:
-            raise ValueError(f"seed must be at least 0; got {seed!r}")
         if not xp.isdtype(like.dtype, "real floating"):
             raise TypeError(f"parameters have the dtype of like, a float; got {facts_of(like)}")
         self._like, self._xp = like, xp
         # NumPy guarantees the same words of a bit generator in every version, but not the same
         # distributions.
-        self._words = np.random.Philox(np.random.SeedSequence(seed))
+        self._words = np.random.Philox(np.random.SeedSequence(check_int("seed", seed, least=0)))
 
     def uniform(self, shape: tuple[int, ...], bound: float) -> Array:
         """Return numbers between −bound and bound with 24 random bits each: exact in float32."""

@@ -28,7 +28,6 @@ from polyattn.nn.pages import (
     on_host,
     placed,
     sent,
-    usage,
     widened,
     with_room,
     write,
@@ -150,10 +149,9 @@ class PagedCache:
         """
         numbers = {"heads": heads, "size": size, "capacity": capacity, "items": items, "page": page}
         for name, number in numbers.items():
-            if check_int(name, number) < 1:
-                raise ValueError(f"{name} must be at least 1; got {number}")
+            check_int(name, number, least=1)
         columns = -(-capacity // page)
-        pages = 1 + (items * columns if pages is None else check_int("pages", pages))
+        pages = 1 + (items * columns if pages is None else check_int("pages", pages, least=0))
         xp = library_of(like, "like").xp
         zero = numbers_like(xp, 0, like.dtype, like)
         example = xp.broadcast_to(zero, (pages, heads, 1, 1))
@@ -247,7 +245,8 @@ class PagedCache:
         kept = on_host(number) if is_array(number) else number
         if table is None or kept is None:
             number = self.lengths * 0 + (sent(number, self.lengths) if is_host(number) else number)
-            plan = placed(self._table(), number, m, *usage(self._table()))
+            given = Table(self.block_table, self.lengths, self.page, self.key.shape[0])
+            plan = placed(given, number, m)
             pools = written(self.key, key, plan), written(self.value, value, plan)
             return PagedCache(*pools, plan.table, self.lengths + number, start)
         cache = self._appended(key, value, table, kept + 0 * table.lengths, query)
@@ -261,7 +260,8 @@ class PagedCache:
         table = widened(table, int((table.lengths + counts).max(initial=0)))
         new = [array for array in (key, value, query) if array is not None]
         writable = is_writable(new, [self.key, self.value])
-        if writable and memory is not None and memory.key is self.key:
+        shared = memory is not None and memory.key is self.key and memory.value is self.value
+        if writable and memory is not None and shared:
             with memory.lock:
                 plan = memory.place(table, counts, m)
                 if plan is not None:
@@ -358,8 +358,7 @@ class PagedCache:
         -------
         PagedCache
         """
-        if check_int("window", window) < 0:
-            raise ValueError(f"window must be at least 0; got {window}")
+        check_int("window", window, least=0)
         xp, table = library_of(self.lengths).xp, self.block_table
         ends = (index_range(xp, 0, table.shape[1], table)[None, :] + 1) * self.page
         dropped = ends <= self.lengths[:, None] - window
@@ -373,10 +372,6 @@ class PagedCache:
         pages, lengths = on_host(self.block_table), on_host(self.lengths)
         return None if lengths is None else Table(pages, lengths, self.page, self.key.shape[0])
 
-    def _table(self) -> Table:
-        """Return what decides where tokens lie."""
-        return Table(self.block_table, self.lengths, self.page, self.key.shape[0])
-
     def _checked(self, name: str, given: Any, most: int | None) -> Any:
         """Return integers as an array, of the host unless they are of the cache's library."""
         numbers = given if is_array(given) else np.asarray(given, None if np.size(given) else int)
@@ -385,7 +380,9 @@ class PagedCache:
         if wrong or (here and most is not None and (numbers > most).any()):
             limit = "" if most is None else f" to {most}"
             raise ValueError(f"{name} must be integers from 0{limit}; got {given}")
-        return numbers if here else library_of(numbers).xp.astype(numbers, self.lengths.dtype)
+        if here:
+            return np.asarray(numbers, np.int64)
+        return library_of(numbers).xp.astype(numbers, self.lengths.dtype)
 
     def _check_items(self, what: str, given: Array, dtype: str | None = None) -> None:
         """Raise if there is not one number for each item."""

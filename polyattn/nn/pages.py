@@ -14,7 +14,7 @@ from polyattn._base.arrays import Array, clip, index_range, is_array, library_of
 from polyattn._base.host import is_host
 from polyattn._base.tracing import is_recording, is_transformed
 from polyattn._dispatch.transfer import convert_like
-from polyattn.nn.cache import known, zeros
+from polyattn.nn.cache import known
 
 
 class Table(NamedTuple):
@@ -37,13 +37,17 @@ class Plan(NamedTuple):
 class Ledger:
     """The slots written of each page of a memory and the pages that no cache has, on the host."""
 
-    def __init__(self, total: int, page: int) -> None:
-        self.page, self.marks = page, [0] * total
-        self.free = list(range(total - 1, 0, -1))  # page 0 takes what is not kept
+    def __init__(self, table: Table) -> None:
+        # The memory has one cache, whose table is of NumPy.
+        self.page, self.marks = table.page, [0] * table.total
+        slots = slots_used(table.lengths, table.pages, table.page)
+        for page, mark in zip(table.pages.ravel().tolist(), slots.ravel().tolist(), strict=True):
+            self.marks[page] = max(self.marks[page], mark if page else 0)
+        self.release([table])
 
     def release(self, tables: Iterable[Table]) -> None:
         """Keep the pages that these items have, and free all others."""
-        used = {0}
+        used = {0}  # which takes what is not kept
         for pages, lengths, page, _ in tables:
             used.update(pages[slots_used(lengths, pages, page) > 0].tolist())
         self.free = [page for page in range(len(self.marks) - 1, 0, -1) if page not in used]
@@ -94,28 +98,18 @@ def widened(table: Table, length: int) -> Table:
     return table._replace(pages=np.pad(table.pages, ((0, 0), (0, max(missing, columns)))))
 
 
-def ledger_of(table: Table) -> Ledger:
-    """Return the ledger of a memory that one cache has, whose table is of NumPy."""
-    ledger = Ledger(table.total, table.page)
-    slots = slots_used(table.lengths, table.pages, table.page)
-    for page, mark in zip(table.pages.ravel().tolist(), slots.ravel().tolist(), strict=True):
-        ledger.marks[page] = max(ledger.marks[page], mark if page else 0)
-    ledger.release([table])
-    return ledger
-
-
 def with_room(
     pools: tuple[Array, Array], table: Table, counts: Any, m: int
 ) -> tuple[tuple[Array, Array], Ledger, Plan]:
     """Return pools for new memory, with more pages if new tokens need them, and where these go."""
-    ledger = ledger_of(table)
+    ledger = Ledger(table)
     plan = ledger.place(table, counts, m)
     if plan is not None:
         return pools, ledger, plan
     starts, ends = table.lengths // table.page, -(-(table.lengths + counts) // table.page)
     missing = int((ends - starts).sum()) - len(ledger.free)
     table = table._replace(total=table.total + max(missing, table.total // 8))
-    ledger = ledger_of(table)
+    ledger = Ledger(table)
     plan = ledger.place(table, counts, m)
     assert plan is not None
     return (with_pages(pools[0], table.total), with_pages(pools[1], table.total)), ledger, plan
@@ -123,9 +117,9 @@ def with_room(
 
 def with_pages(pool: Array, total: int) -> Array:
     """Return a pool with pages of zeros after its own, so that it has so many."""
-    xp, (pages, heads, page, size) = library_of(pool).xp, pool.shape
-    one = xp.broadcast_to(pool[:1, :, :1, :1], (total - pages, heads, 1, 1))
-    return xp.concat((pool, zeros(one, page, size)), axis=0)
+    xp, (pages, *rest) = library_of(pool).xp, pool.shape
+    more = xp.zeros_like(xp.broadcast_to(pool[:1, ...], (total - pages, *rest)))
+    return xp.concat((pool, more), axis=0)
 
 
 def slots_used(lengths: Array, table: Array, page: int) -> Array:
@@ -146,9 +140,9 @@ def usage(table: Table) -> tuple[Array, Array]:
     return marks, (marks > 0) | (numbers == 0)
 
 
-def placed(given: Table, counts: Array, m: int, marks: Array, taken: Array) -> Plan:
+def placed(given: Table, counts: Array, m: int) -> Plan:
     """Return where the first of m new tokens of each item go."""
-    table, before_them, page, _ = given
+    (table, before_them, page, _), (marks, taken) = given, usage(given)
     xp, (items, columns) = library_of(table).xp, table.shape
     column = index_range(xp, 0, columns, table)[None, :]
     lengths, ends = before_them[:, None], (before_them + counts)[:, None]

@@ -231,9 +231,11 @@ class Rotary(Module):
             raise ValueError("dynamic scaling computes the frequencies: give one of them")
         if self.pairing not in ("halves", "neighbours"):
             raise ValueError(f"pairing must be 'halves' or 'neighbours'; got {self.pairing!r}")
-        if self.frequencies is not None and len(self.frequencies) != self.size // 2:
-            given = len(self.frequencies)
-            raise ValueError(f"there must be size / 2 = {self.size // 2} frequencies; got {given}")
+        if self.frequencies is not None:
+            object.__setattr__(self, "frequencies", tuple(map(float, self.frequencies)))
+            if (given := len(self.frequencies)) != self.size // 2:
+                wanted = self.size // 2
+                raise ValueError(f"there must be size / 2 = {wanted} frequencies; got {given}")
         self._angles  # noqa: B018 -- computed now, and not while torch traces
 
     @functools.cached_property
@@ -284,23 +286,21 @@ class Rotary(Module):
         """Return the angles, shape (..., size / 2)."""
         if isinstance(positions, Placed):
             return next(angles for rotary, angles in positions.angles if rotary == self)
-        if self.dynamic is None:
-            return self._angles.of(xp, positions, like.dtype, like)
-        if isinstance(positions, range):
+        angles = self._angles
+        if self.dynamic is not None and isinstance(positions, range) and not is_compiling():
+            factor, trained = self.dynamic
+            if positions.stop > trained:
+                stretch = 1 + factor * (positions.stop / trained - 1)
+                angles = Angles(ntk_scaling(self.size, stretch, base=self.base))
+        elif self.dynamic is not None:
             # torch.compile would make a program for each length that is a constant of it.
-            if not is_compiling():
-                factor, trained = self.dynamic
-                angles = self._angles
-                if positions.stop > trained:
-                    stretch = 1 + factor * (positions.stop / trained - 1)
-                    angles = Angles(ntk_scaling(self.size, stretch, base=self.base))
-                return angles.of(xp, positions, like.dtype, like)
-            positions = index_range(xp, positions.start, positions.stop, like)
-        if 0 in positions.shape:  # no position is the largest
-            return self._angles.of(xp, positions, like.dtype, like)
-        rates = self._rates(xp, positions, like, *self.dynamic)
-        places = cast(xp, positions, rates.dtype)[..., None]
-        return places * beside(places, rates)
+            if isinstance(positions, range):
+                positions = index_range(xp, positions.start, positions.stop, like)
+            if 0 not in positions.shape:  # else no position is the largest
+                rates = self._rates(xp, positions, like, *self.dynamic)
+                places = cast(xp, positions, rates.dtype)[..., None]
+                return places * beside(places, rates)
+        return angles.of(xp, positions, like.dtype, like)
 
     def _rates(self, xp: Any, positions: Array, like: Array, factor: float, trained: int) -> Array:
         """Return the frequencies by dynamic scaling to the largest of the positions."""
@@ -327,6 +327,11 @@ class Rotary(Module):
             An array of the shape and dtype of `x`.
         """
         xp = library_of(x).xp
+        if x.shape[-1] < self.size:
+            raise ValueError(
+                f"vectors of {x.shape[-1]} components have no {self.size} to rotate: give Rotary"
+                " another size"
+            )
         whole = x.shape[-1] == self.size
         rotated = x if whole else x[..., : self.size]
         cosine, sine = (beside(x, table) for table in (cosine, sine))

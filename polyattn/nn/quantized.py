@@ -110,10 +110,8 @@ class QuantizedCache:
         >>> cache.attention(prompt[:, -1:]).shape
         (8, 1, 64)
         """
-        for name, number, least in (("window", window, 0), ("block", block, 1)):
-            if check_int(name, number) < least:
-                raise ValueError(f"{name} must be at least {least}; got {number}")
-        blocks = -(-check_int("capacity", capacity) // block)
+        window, block = check_int("window", window, least=0), check_int("block", block, least=1)
+        blocks = -(-check_int("capacity", capacity, least=0) // block)
         widths = size, size if value_size is None else value_size
         xp = library_of(like, "like").xp
         one = like[(slice(1),) * len(like.shape)]
@@ -195,7 +193,7 @@ class QuantizedCache:
         ]
         codes, steps = self._with_integers(tokens, blocks)
         rest = [array[..., blocks * size :, :] for array in tokens]
-        return replace(self, codes=codes, steps=steps, recent=self._of_recent(*rest))
+        return replace(self, codes=codes, steps=steps, recent=self._with_recent(*rest))
 
     def _with_integers(self, tokens: Sequence[Array], blocks: int) -> tuple[KVCache, KVCache]:
         """Return the integers and steps with the first blocks of tokens at the end."""
@@ -254,7 +252,7 @@ class QuantizedCache:
         codes = self.codes.truncate(whole * self.block)
         rest = [array[..., : length % self.block, :] for array in self._floats(whole, whole + 1)]
         xp, dtype = library_of(rest[0]).xp, self.recent.key.dtype
-        recent = self._of_recent(*[cast(xp, array, dtype) for array in rest])
+        recent = self._with_recent(*[cast(xp, array, dtype) for array in rest])
         return replace(self, codes=codes, steps=self.steps.truncate(whole), recent=recent)
 
     def attention(self, query: Array, **options: Any) -> Array:
@@ -366,12 +364,13 @@ class QuantizedCache:
         of_values = with_last_axes(self.steps.values, 2, values.shape[-2], 1)
         return Quantized(self.codes.keys, self.steps.keys), Quantized(values, of_values)
 
-    def _floats(self, first: int, stop: int) -> tuple[Array, Array]:
+    def _floats(self, first: int, stop: int) -> list[Array]:
         """Return the keys and values of some blocks as floats."""
-        key, value = (floats * steps for floats, steps in self._blocks(first, stop))
-        return with_last_axes(key, 3, -1, key.shape[-1]), with_last_axes(
-            value, 3, -1, value.shape[-1]
-        )
+        length = (stop - first) * self.block
+        return [
+            with_last_axes(floats * steps, 3, length, floats.shape[-1])
+            for floats, steps in self._blocks(first, stop)
+        ]
 
     def _blocks(self, first: int, stop: int) -> list[tuple[Array, Array]]:
         """Return integers as floats (..., n, block, size), and their steps, of keys and values."""
@@ -384,13 +383,6 @@ class QuantizedCache:
             found.append((xp.astype(xp.reshape(rows, shape), steps.dtype), steps))
         return found
 
-    def _of_recent(self, key: Array, value: Array) -> KVCache:
+    def _with_recent(self, key: Array, value: Array) -> KVCache:
         """Return a cache of the newest tokens, in memory of its own."""
-        *batch, heads, _, size = key.shape
-        cache = KVCache.init(
-            *(heads, size, self.window + self.block),
-            like=key,
-            batch=tuple(batch),
-            value_size=value.shape[-1],
-        )
-        return cache.append(key, value)
+        return KVCache(*self._memory).append(key, value)

@@ -51,6 +51,7 @@ from polyattn._core.call.features import FEATURES
 from polyattn._core.call.gradients import Gradients
 from polyattn._core.call.operands import Cotangents, Operands, Residuals, Tangents
 from polyattn._core.call.options import GRADIENT_ARRAYS, GRADIENT_EXPRESSIONS, OPTIONS
+from polyattn._core.call.pages import in_one_piece
 from polyattn._core.call.parts import map_arrays, options_of, options_of_part
 from polyattn._core.call.problem import Problem
 from polyattn._core.expressions.expression import Expression
@@ -128,6 +129,7 @@ __all__ = [
     "finite_bias",
     "fold_heads",
     "full_span",
+    "in_one_piece",
     "initial_state",
     "is_full",
     "length_of",

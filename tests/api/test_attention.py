@@ -356,7 +356,8 @@ def test_what_is_advised_for_a_softcap_or_a_window_that_is_traced():
 @pytest.mark.parametrize(
     ("returned", "error", "message"),
     [
-        (1.0, TypeError, "the result of score_mod is a float"),
+        (1.0, TypeError, "score_mod must return an array; got 1.0"),
+        (None, TypeError, "score_mod must return an array; got None"),
         (np.zeros((5, 6)), ValueError, "must broadcast to (2, 4, 5, 7)"),
         (np.zeros((1, 2, 4, 5, 7)), ValueError, "it returned (1, 2, 4, 5, 7)"),
         (np.zeros((5, 7), complex), TypeError, "complex128"),

@@ -279,7 +279,7 @@ def test_an_offset_in_an_array_leaves_tiles_out_too():
 def problem_of(mask, length):
     shape = (1, 1, length, 8)
     problem = explain(shape, shape, shape, mask=mask, library="jax").problem
-    return problem._replace(mask_spec=problem.mask_spec.filled(mask))
+    return problem._replace(mask_spec=mask.spec(tables=True))
 
 
 def test_causal_rows_share_one_loop():

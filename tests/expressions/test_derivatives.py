@@ -254,6 +254,23 @@ def test_what_an_absent_key_holds_changes_no_gradient(name, poison, library):
     assert np.all(found[1][..., 2, :] == 0)
 
 
+@pytest.mark.parametrize("name", ["distance", "distance of 1"])
+def test_the_gradient_of_a_distance_keeps_its_digits_where_vectors_have_much_in_common(name):
+    given = [(x + mean).astype("float32") for x, mean in ((QUERY, 999), (KEY, 999), (GRADIENT, 0))]
+    expected = pulled(LIBRARIES[0], name, *[x.astype("float64") for x in given])
+    for one, other in zip(pulled(LIBRARIES[0], name, *given), expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["distance", "distance of 1"])
+def test_a_row_that_is_not_finite_spoils_the_gradients_of_no_other_row(name):
+    query = QUERY.copy()
+    query[..., 2, :] = np.nan
+    expected = pulled(LIBRARIES[0], name, QUERY, KEY, GRADIENT)[0]
+    found = pulled(LIBRARIES[0], name, query, KEY, GRADIENT)[0]
+    np.testing.assert_allclose(found[..., [0, 1, 3, 4], :], expected[..., [0, 1, 3, 4], :])
+
+
 @pytest.mark.parametrize("name", SIMILAR)
 def test_the_pullback_of_a_similarity_has_derivatives_itself(name):
     xp = library_of(TORCH.to(QUERY)).xp

@@ -112,6 +112,34 @@ def test_far_positions_are_compared_without_overflow(call, far):
     np.testing.assert_allclose(call(x[:, :2], x, x, mask=wide), expected)
 
 
+@pytest.mark.parametrize("library", EVERYWHERE, ids=str)
+@pytest.mark.parametrize(
+    "near", [masks.window(3600, 0), masks.dilated(10) & masks.causal()], ids=str
+)
+def test_positions_may_be_times_in_seconds_since_1970(library, near):
+    x = draw(6)[0]
+    seconds = np.array([0, 10, 20, 3615, 3625, 90_000])
+    times = library.to(np.asarray(seconds + 1_700_000_000, np.int32))
+    expected = attention(x, x, x, mask=masks.positions(seconds, seconds, near))
+    for kernel in ("dense", tiles_of(8)):
+        found = attention(
+            *[library.to(x)] * 3,
+            mask=masks.positions(times, times, near),
+            kernel=kernel,
+            backend="array-api",
+        )
+        np.testing.assert_allclose(library.back(found), expected, atol=1e-14)
+
+
+def test_far_positions_are_compared_in_their_dtype_at_narrow_indices():
+    times = np.array([0, 10, 20]) + 1_700_000_000_000
+    b, h, i, j = np.ogrid[:1, :1, :3, :3]
+    seen = masks.positions(times, times, masks.window(10, 0))(
+        b, h, i.astype("int32"), j.astype("int32")
+    )
+    np.testing.assert_array_equal(seen[0, 0], np.tri(3, dtype=bool) & ~np.tri(3, k=-2, dtype=bool))
+
+
 def test_tiles_are_skipped_by_the_least_and_greatest_position(monkeypatch):
     visited = []
     module = "polyattn._kernels.tiled"

@@ -372,7 +372,7 @@ CALLS = {
     "maximum": lambda x, y: functions.maximum(x, y) * functions.minimum(y, x),
     "clip": lambda x, y: functions.clip(x * y, -0.5, 0.5),
     "tanh": lambda x, y: functions.tanh(x) * functions.erfc(y),
-    "take": lambda x, y: functions.take(x, np.asarray([2, 0, 2]), axis=-2) * y,
+    "take": lambda x, y: functions.take(x, np.asarray([2, 0, -1]), axis=-2) * y,
     "concat": lambda x, y: functions.concat((x[0], y), axis=1) * 2,
     "stack": lambda x, y: functions.stack((x[0] * y, x[1]), axis=-1) ** 2,
     "shapes": lambda x, y: functions.matrix_transpose(functions.permute_dims(x, (2, 0, 1))) * y[0],
@@ -417,3 +417,25 @@ def test_a_backend_without_a_kernel_that_has_a_derivative(monkeypatch):
     monkeypatch.setattr(registry, "kernels_of", lambda backend: (Forward(),))
     with pytest.raises(polyattn.UnsupportedError, match=r"does not compute backward .* has dense"):
         grad(lambda x: anp.sum(attention(x, KEY, VALUE, kernel=Forward())))(QUERY)
+
+
+@pytest.mark.parametrize("name", ["query", "sinks"])
+def test_integers_become_floats_where_a_derivative_is_recorded(monkeypatch, name):
+    monkeypatch.setattr(Dense, "reads_quantized", lambda self, problem: True)
+    tokens = RANDOM.standard_normal((2, 7, 4))
+    cache = nn.QuantizedCache.init(2, 4, 8, like=tokens, window=1, block=2).append(tokens, tokens)
+    key, value = (
+        np.concatenate(pair, axis=1)
+        for pair in zip(
+            next(cache._float_pieces())[1:3], (cache.recent.keys, cache.recent.values), strict=True
+        )
+    )
+    query, sinks = RANDOM.standard_normal((4, 2, 4)), RANDOM.standard_normal(4)
+    argument = ("query", "sinks").index(name)
+
+    def over(function):
+        return grad(lambda *x: total(function(x[0], sinks=x[1])), argument)(query, sinks)
+
+    found = over(lambda query, **options: cache.attention(query, kernel="dense", **options))
+    expected = over(lambda query, **options: attention(query, key, value, **options))
+    np.testing.assert_allclose(found, expected, rtol=1e-12)

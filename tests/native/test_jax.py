@@ -321,6 +321,28 @@ def test_arrays_that_are_given_away_may_hold_the_result() -> None:
     np.testing.assert_allclose(call(x, y, y), wanted, atol=1e-5)
 
 
+def test_few_rows_read_keys_of_another_layout_where_they_lie() -> None:
+    query, key = small(2, 3, 4, 8), small(2, 600, 2, 8, seed=1)
+
+    def attend(query: Any, key: Any, kernel: str = "native") -> Any:
+        return polyattn.attention(query, key, key, kernel=kernel, layout="...LHD")
+
+    def gradients(kernel: str) -> Any:
+        def loss(*x: Any) -> Any:
+            return jnp.sum(attend(*x, kernel) ** 2)
+
+        return jax.jit(jax.value_and_grad(loss, (0, 1)))(query, key)
+
+    compiled = jax.jit(attend).lower(query, key).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < key.nbytes / 4
+    jax.tree.map(close, gradients("native"), gradients("xla"))
+
+
+def test_subnormal_halves_are_not_flushed_to_0() -> None:
+    x, value = jnp.zeros((1, 1, 3, 9), "float16"), jnp.full((1, 1, 3, 9), 2e-5, "float16")
+    np.testing.assert_array_equal(polyattn.attention(x, x, value, kernel="native"), value)
+
+
 def test_a_new_offset_length_or_seed_compiles_nothing() -> None:
     from polyattn_native.on_jax import _attend
 

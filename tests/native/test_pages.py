@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
@@ -181,7 +183,7 @@ def test_tensors_in_pages_have_the_bits_of_one_piece(
     torch.compiler.reset()
     run = torch.compile(attend, fullgraph=True, backend="aot_eager") if is_compiled else attend
     expected = attend(query, *arrays[2:], None, lengths)
-    monkeypatch.setattr("polyattn._core.call.layout.gathered", None)
+    monkeypatch.setattr("polyattn._core.call.pages.gathered", None)
     for given in ((*arrays[:2], table, lengths), (*arrays[2:], None, lengths)):
         torch.testing.assert_close(run(query, *given), expected, rtol=0, atol=0)
 
@@ -213,3 +215,103 @@ def test_a_page_that_is_not_there_is_an_error() -> None:
     given = {"key_lengths": torch.from_numpy(x.lengths), "kernel": "native"}
     with pytest.raises(IndexError, match=f"block_table names page {wrong} of a pool of {wrong} "):
         polyattn.attention(*as_tensors(x)[:3], block_table=table, **given)
+
+
+# ---- programs of JAX ----
+
+
+def in_jax(x: Paged) -> tuple[list[Any], list[Any]]:
+    """Return query and pools, and table and lengths."""
+    table = jnp.asarray(np.clip(x.table, -1, 2**30))
+    return list(map(jnp.asarray, (x.query, *x.pools))), [table, jnp.asarray(x.lengths)]
+
+
+def on_jax(kernel: str = "native", **options: Any) -> Any:
+    def call(query: Any, key: Any, value: Any, table: Any, lengths: Any) -> Any:
+        given = {"block_table": table, "key_lengths": lengths, "kernel": kernel}
+        return polyattn.attention(query, key, value, **given, **options)
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("page", "rows", "options"),
+    [
+        (3, 4, {"is_causal": True}),
+        (16, 1, {"window": (130, None)}),
+        (16, 5, {"score_mod": scores.alibi(H), "sinks": jnp.arange(6.0)}),
+    ],
+    ids=str,
+)
+def test_a_program_reads_pages_where_they_lie(page: int, rows: int, options: Any) -> None:
+    x = Paged(page, rows)
+    arrays, of_items = in_jax(x)
+    compiled = jax.jit(on_jax(**options)).lower(*arrays, *of_items).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < arrays[1].nbytes / 2
+    found = compiled(*arrays, *of_items)
+    np.testing.assert_array_equal(found, on_jax(**options)(*arrays, *of_items))
+    whole = map(jnp.asarray, x.whole)
+    given = {"key_lengths": of_items[1], "kernel": "native"} | options
+    np.testing.assert_array_equal(found, polyattn.attention(arrays[0], *whole, **given))
+
+
+def test_a_program_reads_slots_of_all_heads_where_they_lie() -> None:
+    x = Paged(16, rows=90)
+    (query, *pools), of_items = in_jax(x)
+    wanted = on_jax()(query, *pools, *of_items)
+    turned = [jnp.swapaxes(a, -2, -3) for a in (query, *pools)]
+    compiled = jax.jit(on_jax(layout="...LHD")).lower(*turned, *of_items).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < pools[0].nbytes
+    np.testing.assert_array_equal(jnp.swapaxes(compiled(*turned, *of_items), -2, -3), wanted)
+
+
+def test_derivatives_of_pools_on_jax_are_those_of_copies() -> None:
+    x = Paged(16, rows=4, keys=64)
+    arrays, of_items = in_jax(x)
+
+    def derivatives(kernel: str) -> Any:
+        def loss(*arrays: Any) -> Any:
+            return jnp.sum(on_jax(kernel, is_causal=True)(*arrays, *of_items) ** 2)
+
+        def both(*arrays: Any) -> Any:
+            return jax.grad(loss, (0, 1, 2))(*arrays), jax.jvp(loss, arrays, arrays)[1]
+
+        return jax.tree.leaves(jax.jit(both)(*arrays))
+
+    for found, wanted in zip(*map(derivatives, ("native", "xla")), strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("axes", "options"),
+    [
+        ((0, None, None, 0, 0), {"is_causal": True}),
+        ((1, None, None, 0, None), {}),
+        ((0, 0, None, None, 0), {}),
+        ((0, None, None, 0, 0), {"dropout": (0.4, 7)}),
+    ],
+    ids=str,
+)
+def test_pages_under_vmap(axes: Any, options: Any) -> None:
+    x = Paged(16, rows=2, keys=64)
+    arrays, (table, lengths) = in_jax(x)
+    one = [*map(jnp.nan_to_num, arrays), jnp.clip(table, 0, len(arrays[1]) - 1), lengths]
+    given = [
+        a if axis is None else jnp.stack([a, jnp.roll(a, 1, 0), a[::-1]], axis)
+        for axis, a in zip(axes, one, strict=True)
+    ]
+    mapped, expected = (
+        jax.jit(jax.vmap(on_jax(kernel, **options), axes)) for kernel in ("native", "xla")
+    )
+    np.testing.assert_allclose(mapped(*given), expected(*given), atol=1e-5)
+    is_called = "@polyattn_attend" in mapped.lower(*given).as_text()
+    assert is_called == ("dropout" not in options)  # which counts the items of a call
+
+
+def test_an_item_of_a_page_that_is_not_there_is_nan_on_jax() -> None:
+    x = Paged(16, rows=1)
+    arrays, (table, lengths) = in_jax(x)
+    clean = list(map(jnp.nan_to_num, arrays))
+    for wrong in (-1, len(arrays[1]), 2**30):
+        found = jax.jit(on_jax())(*clean, table.at[-1, 0].set(wrong), lengths)
+        assert jnp.isnan(found).all((1, 2, 3)).tolist() == [False] * (len(table) - 1) + [True]

@@ -309,6 +309,11 @@ def test_what_does_not_fit_is_refused(act, error, said):
         act(filled(np.asarray, 3))
 
 
+def test_a_cache_slides_by_a_number_of_numpy():
+    cache = filled(np.asarray, 3).slide(np.int64(2))
+    assert {type(x) for x in (cache.length, cache.first, cache.dropped)} == {int}
+
+
 def test_a_stack_has_a_cache_for_each_block():
     model = model_of(np.asarray)
     with pytest.raises(ValueError, match="each of the 2 blocks has a cache; got 1 caches"):

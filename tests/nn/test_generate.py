@@ -123,6 +123,14 @@ def test_a_sequence_draws_the_same_samples_whatever_is_beside_it():
     assert len({tuple(row) for row in (*whole, *other)}) == 6
 
 
+def test_logits_of_float64_are_compared_in_float64():
+    model = nn.Transformer.init(50, 8, 2, 1, like=np.zeros(1))
+    last, weight = model.hidden(IDS, is_causal=True)[0, -1], np.zeros((8, 50))
+    weight[:, 3], weight[:, 7] = last, last * (1 + 1e-12)
+    model = model.with_parameters(model.parameters() | {"output.weight": weight})
+    assert nn.generate(model, IDS[:1], 1)[0, -1] == 7
+
+
 def test_a_stop_token_ends_its_row_and_the_last_one_ends_all():
     model, ids = fixed(0.2, 0.2, 0.2, 0.4), np.zeros((4, 1), dtype=np.int64)
     free = nn.generate(model, ids, 40, temperature=1.0)[:, 1:]

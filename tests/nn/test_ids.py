@@ -37,6 +37,14 @@ def test_positions_of_the_host_are_placed_beside_the_tokens(to):
     np.testing.assert_array_equal(np.asarray(found), np.asarray(expected))
 
 
+@pytest.mark.parametrize("dtype", [np.uint8, np.int8])
+def test_ids_of_few_bits_are_ids(to, dtype):
+    most = np.iinfo(dtype).max
+    table = to(np.arange(most + 3, dtype=np.float32)[:, None])
+    found = nn.LearnedPositions(table, offset=2)(to(np.asarray([0, most], dtype)))
+    assert found.tolist() == [[2], [most + 2]]
+
+
 @pytest.mark.parametrize("shape", [(1,), (13,), (2, 1), (3, 5), (1, 2, 5), ()])
 @pytest.mark.parametrize("name", ["positions", "segments"])
 def test_there_is_an_integer_for_each_token(to, shape, name):

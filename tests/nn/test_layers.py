@@ -327,6 +327,13 @@ WRONG = np.ones((3, 4))
     ("make", "error", "said"),
     [
         (lambda: MHA(24, 0, like=X), ValueError, "heads must be at least 1; got 0"),
+        (
+            lambda: MHA(24, 4, head_size=0, like=X),
+            ValueError,
+            "head_size must be at least 1; got 0",
+        ),
+        (lambda: nn.Linear.init(-4, 4, like=X), ValueError, "inputs must be at least 1; got -4"),
+        (lambda: nn.Embedding.init(4, 0, like=X), ValueError, "size must be at least 1; got 0"),
         (lambda: MHA(24, 5, like=X), ValueError, "5 heads do not divide a size of 24"),
         (lambda: MHA(24, 4, key_heads=3, like=X), ValueError, "multiple of key_heads"),
         (lambda: MHA(24, 4, fused=True, context_size=5, like=X), ValueError, "one size"),
@@ -341,12 +348,19 @@ WRONG = np.ones((3, 4))
             ValueError,
             "one of relu, gelu.*'tanh'",
         ),
+        (
+            lambda: nn.FrameEmbedding(LINEAR, LINEAR, "tanh"),
+            ValueError,
+            "one of relu, gelu.*'tanh'",
+        ),
+        (lambda: IMAGE(np.ones((1, 8, 4))), ValueError, r"'...', 1, 8, 8\); got \(1, 8, 4\)"),
         (lambda: nn.Linear.init(4, 4, like=X, seed=-1), ValueError, "seed must be at least 0"),
         (lambda: nn.Sinusoidal(5), ValueError, "must be even.*got 5"),
         (lambda: MHA(24, 4, rotary=nn.Rotary(8), like=X), ValueError, "head size 6; got 8"),
         (lambda: nn.Rotary(7), ValueError, "must be even.*got 7"),
         (lambda: nn.Rotary(8, pairing="both"), ValueError, "'halves' or 'neighbours'; got 'both'"),
         (lambda: nn.Rotary(8, frequencies=(1.0,)), ValueError, "4 frequencies; got 1"),
+        (lambda: nn.Rotary(8)(np.ones((3, 5)), range(3)), ValueError, "5 components have no 8"),
         (lambda: LINEAR(WRONG), ValueError, r"last axis is 24; got \(3, 4\) float64"),
         (lambda: LINEAR(torch.ones(24)), ValueError, r"takes numpy arrays.* of torch"),
         (lambda: LINEAR(float32(X)), TypeError, "has float64 parameters; got x in float32"),
@@ -362,6 +376,11 @@ WRONG = np.ones((3, 4))
         (lambda: PLAIN(X, values=X, cache=PLAIN.cache(9, like=X)), ValueError, "another sequence"),
         (lambda: TURNED(X, X[:, :3]), ValueError, "another sequence"),
         (lambda: PLAIN(X[0, 0]), ValueError, r"shape \(\.\.\., L, size\); got \(24,\)"),
+        (
+            lambda: TIED(np.asarray(3)),
+            ValueError,
+            r"ids must have the shape \(\.\.\., L\); got \(\)",
+        ),
         (lambda: TIED(IDS[:, [0] * 9]), ValueError, "8 learned positions; got 9 tokens"),
         (
             lambda: nn.Transformer(TIED.embedding, TIED.stack, output=LINEAR, tied=True),
@@ -378,6 +397,16 @@ WRONG = np.ones((3, 4))
 def test_what_cannot_be_made_or_called_is_refused(make, error, said):
     with pytest.raises(error, match=said):
         make()
+
+
+def test_numbers_of_numpy_are_settings():
+    norm = nn.RMSNorm.init(6, like=X, epsilon=np.float32(1e-6))
+    rotary = nn.Rotary(np.int64(6), frequencies=np.ones(3))
+    layer = MHA(np.int64(24), np.int64(4), like=X, query_norm=norm, rotary=rotary)
+    names = set(PLAIN.parameters()) | {"query_norm.weight"}
+    assert set(layer.parameters()) == names
+    assert "size=" in repr(layer)
+    assert isinstance(layer.rotary.frequencies, tuple)
 
 
 def test_the_rotary_positions_of_a_decoder_block_are_those_of_its_own_sequence():

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -286,7 +287,24 @@ def test_what_does_not_fit_is_refused(act, kind, words):
 def test_values_of_size_0_are_not_those_of_the_keys_size(kind):
     items = {"items": 1} if kind is nn.PagedCache else {}
     cache = kind.init(1, 4, 8, like=np.zeros(1, np.float32), value_size=0, **items)
+    key, value = (np.zeros((1,) * bool(items) + (1, 99, n), np.float32) for n in (4, 0))
+    cache = cache.append(key, value)  # beyond its capacity
     assert getattr(cache, "recent", cache).values.shape[-1] == 0
+
+
+@pytest.mark.parametrize("pool", ["key", "value"])
+def test_a_pool_put_in_place_of_one_is_not_written_to(pool):
+    cache, x = Twin(np.array).append(2).cache, np.ones((3, G, 2, D), np.float32)
+    mine = getattr(cache, pool).copy()
+    held = mine.copy()
+    replace(cache, **{pool: mine}).append(x, x[..., :E])
+    np.testing.assert_array_equal(mine, held)
+
+
+def test_numbers_of_64_bits_without_a_sign_are_integers():
+    cache, x = Twin(np.array).append(2).cache, np.ones((3, G, 2, D), np.float32)
+    one = cache.append(x, x[..., :E], counts=np.uint64([0, 1, 2])).truncate(np.uint64([1, 3, 3]))
+    assert one.append(x, x[..., :E]).lengths.tolist() == [3, 5, 5]
 
 
 @pytest.mark.parametrize("to", [torch.asarray, jnp.asarray], ids=["torch", "jax"])

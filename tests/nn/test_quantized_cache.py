@@ -203,6 +203,10 @@ def test_zeros_stay_zeros():
         (lambda c, x: c.truncate(9), ValueError, "from 0 to the cache's 0 tokens; got 9"),
         (lambda c, x: c.attention(x, normalizer=None, layout="LHD"), ValueError, "layout must be"),
         (lambda c, x: made(np.asarray, [], block=0), ValueError, "block must be at least 1; got 0"),
+        (
+            lambda c, x: nn.QuantizedCache.init(1, 4, -4, like=x),
+            ValueError, "capacity must be at least 0; got -4",
+        ),
         (lambda c, x: made(np.asarray, [], window=-1), ValueError, "window must be at least 0"),
     ],
 )  # fmt: skip
@@ -324,11 +328,14 @@ def test_elsewhere_it_spoils_the_keys_of_its_block_and_its_own_value():
     np.testing.assert_allclose(found, expected, atol=3e-6)
 
 
-def test_a_batch_may_be_empty():
-    like = np.zeros(1, np.float32)
-    cache = nn.QuantizedCache.init(2, 4, 8, like=like, batch=(0,), window=0, block=2)
-    token = np.zeros((0, 2, 4, 4), np.float32)
-    assert cache.append(token, token).attention(token[:, :, :1]).shape == (0, 2, 1, 4)
+@pytest.mark.parametrize("options", [{}, {"softcap": 2.0}])
+@pytest.mark.parametrize(("items", "width"), [(0, 4), (1, 0)])
+def test_a_batch_and_values_may_be_empty(items, width, options):
+    key, value = (np.ones((items, 2, 4, size), np.float32) for size in (4, width))
+    settings = {"batch": (items,), "value_size": width, "window": 0, "block": 2}
+    cache = nn.QuantizedCache.init(2, 4, 8, like=key, **settings).append(key, value)
+    assert cache.attention(key[:, :, :1], **options).shape == (items, 2, 1, width)
+    assert cache.truncate(3).recent.values.shape == (items, 2, 1, width)
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,8 @@ struct Case {
     Array output_gradient, logsumexp_gradient, query_gradient, key_gradient, value_gradient, delta, softcap_gradient;
     Array bias_gradient[2];
     Array query_tangent, key_tangent, value_tangent, bias_tangent, sinks_tangent, output_tangent, logsumexp_tangent;
-    std::vector<int64_t> positions, table;
+    std::vector<int64_t> positions;
+    std::vector<int32_t> table;
 
     explicit Case(uint64_t seed) : random{seed} {
         function = random.one_of({ATTEND, ATTEND, DIFFERENTIATE, PUSH_FORWARD});
@@ -167,9 +168,10 @@ struct Case {
                 for (int64_t row = 0; row < call.rows; ++row) end = std::max(end, (int64_t)stop(item, head, row, 0));
             }
             for (int64_t first = 0; first < call.keys; first += call.page)
-                table.push_back(first < end ? random.between(0, key.shape()[0] - 1) : (int64_t)1 << 40);
+                table.push_back(first < end ? (int32_t)random.between(0, key.shape()[0] - 1) : 1 << 30);
         }
-        call.table = table.data();
+        call.table.data = table.data();
+        call.table.item = call.keys / call.page;
     }
     // A number of a key or value.
     double at(const Array& array, int64_t item, int64_t head, int64_t row, int64_t column) const {

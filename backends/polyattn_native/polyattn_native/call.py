@@ -137,10 +137,8 @@ class NativeCall:
         if wrong.any():
             number = np.broadcast_to(table, wrong.shape)[wrong][0]
             raise IndexError(f"block_table names page {number} of a pool of {pool[0]} pages")
-        table = np.broadcast_to(table, (*self.problem.batch, table.shape[-1]))
-        table = np.ascontiguousarray(table, np.int64)
-        self.keep.append(table)
-        self.call.table, self.call.page = table.ctypes.data, page
+        self.array("table", readable(table, np.int32)[..., None, None, :])
+        self.call.page = page
 
     def _add_positions(self) -> None:
         call = self.call

@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 
 DTYPES = ("float32", "float64", "float16", "bfloat16")
-VERSION = 3
+VERSION = 4
 #: Names a lower instruction set than the processor's best.
 VARIABLE = "POLYATTN_NATIVE_ISA"
 
@@ -37,7 +37,7 @@ class CCall(ctypes.Structure):
         ("dtype", c_int32),
         ("threads", c_int32),
         *((n, CArray) for n in ("query", "key", "value", "output", "logsumexp")),
-        ("table", c_void_p),
+        ("table", CArray),
         ("page", c_int64),
         ("key_steps", CArray),
         ("value_steps", CArray),

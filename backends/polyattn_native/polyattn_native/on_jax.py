@@ -20,11 +20,13 @@ from polyattn.plugin import (
     Residuals,
     Tangents,
     band,
+    in_one_piece,
     with_rank,
 )
 from polyattn_native.scores import is_supported
 from polyattn_native.visible import Ranges, kind_of
-from polyattn_native.xla_program import Arrays, Fallback, gradients, run
+from polyattn_native.xla_operands import Arrays
+from polyattn_native.xla_program import Fallback, gradients, run
 from polyattn_native.xla_scores import shapes_of, summed
 
 # Masks that leave each row a first and a last key, whatever their arrays hold.
@@ -40,9 +42,9 @@ class NativeOnJax(Kernel):
 
     name = "native"
     features = frozenset({
-        "backward", "batch_broadcast", "bias", "causal", "dropout", "grouped_heads", "jvp",
-        "logsumexp", "mask", "mask_expression", "query_offset", "query_offset_array", "scale",
-        "score_expression", "sinks", "softcap", "value_size", "window",
+        "backward", "batch_broadcast", "bias", "block_table", "causal", "dropout", "grouped_heads",
+        "jvp", "logsumexp", "mask", "mask_expression", "query_offset", "query_offset_array",
+        "scale", "score_expression", "sinks", "softcap", "value_size", "window",
     })  # fmt: skip
     batch_invariant = True
     takes_empty = False
@@ -72,7 +74,7 @@ class NativeOnJax(Kernel):
         """Return the output, and the logsumexp if the problem asks for it."""
         other = _fallback(backend)
         if _has_sharding(operands):
-            return other.kernel(problem, operands, backend)
+            return other.kernel(problem, in_one_piece(operands), backend)
         output, logsumexp = _attend(*prepared(problem, operands), other)
         return output, logsumexp if "logsumexp" in problem.features else None
 
@@ -152,6 +154,7 @@ def prepared(problem: Problem, x: Operands) -> tuple[Problem, Operands]:
     problem = problem._replace(
         device="",
         traced=True,
+        layout=problem.layout if problem.traced else "...HLD",  # others are copied by now
         bias_dtype=None,
         constants=problem.constants & {"bias"},
         features=problem.features & KEPT,
@@ -194,6 +197,8 @@ def plain(problem: Problem, x: Operands) -> tuple[Problem, Arrays]:
     if x.bias is not None:
         given["bias"] = x.bias.astype(exact)
     arrays = {name: with_rank(array, rank) for name, array in given.items()}
+    if x.block_table is not None:
+        arrays |= _through_table(problem, x, arrays["stop"])
     scores: Any = x.score_mod or []
     arrays |= zip(shapes_of(problem), scores, strict=True)
     if x.sinks is not None:
@@ -204,6 +209,17 @@ def plain(problem: Problem, x: Operands) -> tuple[Problem, Arrays]:
         start = x.dropout_start if start is None else np.asarray(start) % 2**32
         arrays["start"] = jnp.asarray(start).astype("uint32")
     return problem._replace(mask_spec=None, mask=None, bias=None), arrays
+
+
+def _through_table(problem: Problem, x: Operands, stop: Array) -> Arrays:
+    """Return the table, whose pages are all there, and a query of NaN where one was not."""
+    table: Any = x.block_table
+    rank, pages = len(stop.shape), x.key.shape[0]
+    table = with_rank(table[..., None, None, :], rank)
+    begins = with_rank(jnp.arange(0, problem.key_length, problem.page, "int32"), rank)
+    is_wrong = (begins < stop) & ((table < 0) | (table >= pages))
+    query = jnp.where(jnp.any(is_wrong, -1, keepdims=True), jnp.nan, with_rank(x.query, rank))
+    return {"query": query, "table": jnp.clip(table, 0, pages - 1).astype("int32")}
 
 
 def _words_of(seed: Any) -> tuple[Array, Array]:

@@ -32,10 +32,10 @@ from polyattn.plugin import (
 )
 from polyattn_native.call import shape_of_bias_gradient
 from polyattn_native.library import library
-from polyattn_native.xla_scores import PREFIX, by_distance, expression, shapes_of, summed, trained
-from polyattn_native.xla_words import ADDRESSES, NUMBERS, PRODUCTS, result_shapes, words
+from polyattn_native.xla_operands import POOLS, Arrays, operands, without_pages
+from polyattn_native.xla_scores import PREFIX, by_distance, summed, trained
+from polyattn_native.xla_words import ADDRESSES, NUMBERS, PRODUCTS, order_of, result_shapes, words
 
-Arrays = dict[str, Array]
 #: Arguments with a derivative.
 DIFFERENTIABLE = ("query", "key", "value", "bias", "sinks")
 WITHOUT_BATCH = (*ADDRESSES, *NUMBERS)
@@ -118,36 +118,6 @@ def _moves_scores(names: Iterable[str]) -> bool:
     return any(name.startswith(PREFIX) and name.endswith("_tangent") for name in names)
 
 
-def operands(problem: Problem, arrays: Arrays) -> tuple[Problem, Operands]:
-    """Return a call of the library as one of a kernel: ranges of keys are a mask."""
-    mask = arrays.get("mask")
-    column = jnp.arange(problem.key_length, dtype="int32")
-    column = column.reshape((1,) * (len(problem.batch) + 2) + (-1,))
-    if "first" in arrays:
-        seen = column >= arrays["first"]
-        mask = seen if mask is None else mask & seen
-    if "stop" in arrays:
-        seen = column < arrays["stop"]
-        mask = seen if mask is None else mask & seen
-    features = (problem.features - {"mask"}) | {"logsumexp"}
-    features |= set() if mask is None else {"mask"}
-    features |= {"causal"} if problem.is_causal else set()
-    features |= {"window"} if problem.window != (None, None) else set()
-    bias = arrays.get("bias")
-    problem = problem._replace(
-        features=features,
-        mask=None if mask is None else mask.shape,
-        bias=None if bias is None else bias.shape,
-    )
-    seed: Any = (arrays["seed_low"], arrays["seed_high"]) if "seed_low" in arrays else None
-    query, key, value = arrays["query"], arrays["key"], arrays["value"]
-    return problem, Operands(
-        query, key, value, mask, bias, sinks=arrays.get("sinks"), seed=seed,
-        dropout_start=arrays.get("start"), query_offset=arrays.get("positions"),
-        score_mod=expression(problem, [arrays[name] for name in shapes_of(problem)]),
-    )  # fmt: skip
-
-
 def run(function: str, problem: Problem, fallback: Fallback, arrays: Arrays) -> list[Array]:
     """Run a function of the library on arrays by name."""
     found: list[Array] = primitive.bind(
@@ -210,6 +180,11 @@ def _as_program(
     return fallback(function, problem, dict(zip(names, arrays, strict=True)))
 
 
+def _of_copies(*arrays: Any, names: tuple[str, ...], **about: Any) -> list[Array]:
+    given = dict(zip(names, arrays, strict=True))
+    return run(arrays=without_pages(given, given), **about)
+
+
 def _by_distance(
     *arrays: Any, function: str, problem: Problem, fallback: Fallback, names: tuple[str, ...]
 ) -> list[Array]:
@@ -240,7 +215,13 @@ def _lower(context: Any, *values: Any, **about: Any) -> Any:
     aliases = {arguments.index(n): results.index(n) for n in results if n in arguments}
     shapes = [aval.shape for aval in (*context.avals_in, *context.avals_out)]
     attributes = words(function, problem, names, shapes)
-    lower = ffi.ffi_lowering(f"polyattn_{function}", operand_output_aliases=aliases)
+    layouts = [
+        order_of(problem, names, name, len(aval.shape))[::-1]
+        for name, aval in zip(arguments, context.avals_in, strict=True)
+    ]
+    lower = ffi.ffi_lowering(
+        f"polyattn_{function}", operand_output_aliases=aliases, operand_layouts=layouts
+    )
     return lower(context, *values, **attributes)
 
 
@@ -283,6 +264,9 @@ def _batch(arrays: Any, axes: Any, **about: Any) -> tuple[Any, Any]:
     if problem.dropout or sums_items or is_split:
         found = jax.vmap(functools.partial(_as_program, **about), axes)(*arrays)
         return found, [0] * len(found)
+    if "table" in about["names"] and any(a is not None for n, _, a in named if n in POOLS):
+        found = jax.vmap(functools.partial(_of_copies, **about), axes)(*arrays)
+        return found, [0] * len(found)
     size = next(array.shape[axis] for _, array, axis in named if axis is not None)
 
     def moved(name: str, array: Array, axis: int | None) -> Array:
@@ -316,14 +300,16 @@ def _jvp(primals: Any, tangents: Any, **about: Any) -> tuple[Any, Any]:
         return jax.jvp(program, tuple(primals), tuple(tangents))
     problem, fallback = about["problem"], about["fallback"]
     arrays = dict(zip(about["names"], primals, strict=True))
-    exact = problem._replace(dtype=problem.accumulator)
-    wide = arrays | {n: arrays[n].astype(exact.dtype) for n in ("query", "key", "value")}
-    output, logsumexp = run("attend", exact, fallback, wide)
     moved = {
-        f"{name}_tangent": tangent.astype(exact.dtype)
+        name: tangent
         for name, tangent in zip(about["names"], tangents, strict=True)
         if (name in DIFFERENTIABLE or name.startswith(PREFIX)) and not isinstance(tangent, ad.Zero)
     }
+    moved, arrays = without_pages(moved, arrays), without_pages(arrays, arrays)
+    exact = problem._replace(dtype=problem.accumulator)
+    wide = arrays | {n: arrays[n].astype(exact.dtype) for n in ("query", "key", "value")}
+    output, logsumexp = run("attend", exact, fallback, wide)
+    moved = {f"{name}_tangent": tangent.astype(exact.dtype) for name, tangent in moved.items()}
     given = arrays | {"output": output, "logsumexp": logsumexp} | moved
     of_output, of_logsumexp = run("push_forward", problem, fallback, given)
     return [output.astype(problem.dtype), logsumexp], [

@@ -28,7 +28,7 @@ typedef struct {
     // Keys and values in pages of `page` keys each, if there is a table: the item of `key` and `value` is
     // then a page, and the pages of an item are a row of the table. Entries after the last key that a
     // row sees are not read. Only polyattn_attend reads pages.
-    const int64_t* table;  // (items, keys / page)
+    PolyattnArray table;  // int32: (item, 1, 1, keys / page), its last axis contiguous
     int64_t page;
     // Keys and values of int8, if there are steps: a key times row key / step_keys of its steps, by element, and
     // a value times its own. Of the dtype of scores, as the query is. Only polyattn_attend, without pages.

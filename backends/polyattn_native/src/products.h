@@ -33,7 +33,7 @@ template <typename T> struct Matrix {
     // The numbers of k may lie in parts, as long as `part` each: one after another, or as a table says.
     int64_t part = (int64_t)1 << 62;
     ptrdiff_t part_stride = 0;
-    const int64_t* table = nullptr;
+    const int32_t* table = nullptr;
     int64_t first = 0;  // the place of k = 0 in its part
 
     // Where the numbers of a key lie, in a matrix of keys or values.
@@ -54,7 +54,7 @@ constexpr int64_t LEAST_PAGE = 8;
 
 // Whether the keys and values of a block are converted or copied.
 INLINE bool copies(const PolyattnCall& call) {
-    return converts(call) || call.key_steps.data || (call.table && call.page < LEAST_PAGE);
+    return converts(call) || call.key_steps.data || (call.table.data && call.page < LEAST_PAGE);
 }
 
 // Keys or values of a block: where they lie, or copied.
@@ -62,7 +62,7 @@ template <typename T>
 Matrix<T> block_of(const PolyattnCall& call, const PolyattnArray& array, int64_t item, int64_t head, Range keys,
                    int64_t size, T* block) {
     const T* from = (const T*)array.data;
-    const int64_t* table = call.table ? call.table + item * (call.keys / call.page) : nullptr;
+    const int32_t* table = call.table.data ? at<int32_t>(call.table, item, 0, 0) : nullptr;
     if (!copies(call)) {
         if (!table) return {from + offset_of(array, item, head, keys.first), array.row};
         const Matrix<T> whole = {from + head * array.head, array.row, call.page, array.item, table};

@@ -20,8 +20,9 @@ INLINE float widened(Brain x) { return bit_cast<float>((uint32_t)x.bits << 16); 
 INLINE float widened(Half x) {
     uint32_t sign = (uint32_t)(x.bits & 0x8000) << 16, rest = x.bits & 0x7fff;
     if (rest >= 0x7c00) return bit_cast<float>(sign | 0x7f800000 | (rest & 0x3ff) << 13);
-    // Times 2^112 the exponent is that of a float, also for a subnormal number.
-    return bit_cast<float>(sign | bit_cast<uint32_t>(bit_cast<float>(rest << 13) * 0x1p112f));
+    // Not by a subnormal float, which is 0 in XLA's threads.
+    if (rest < 0x400) return bit_cast<float>(sign | bit_cast<uint32_t>((float)rest * 0x1p-24f));
+    return bit_cast<float>(sign | ((rest << 13) + (112 << 23)));
 }
 
 INLINE uint16_t narrow_to_brain(float x) {

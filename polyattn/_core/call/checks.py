@@ -42,9 +42,6 @@ def check_dtypes(call: Call) -> None:
         if extra is not None and extra.dtype not in DTYPES:
             hint = "; a bool array goes in mask=" if extra.dtype == "bool" else ""
             raise TypeError(f"{name} must be a float array; got dtype {extra.dtype}{hint}")
-    offset = call.query_offset
-    if isinstance(offset, ArrayFacts) and "int" not in offset.dtype:
-        raise TypeError(f"query_offset must hold integers; got dtype {offset.dtype}")
 
 
 def check_lengths(call: Call) -> None:

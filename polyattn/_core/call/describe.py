@@ -77,9 +77,7 @@ def _checked(options: dict[str, Any], destination: Destination | None) -> dict[s
         option = OPTIONS[name]
         if given is option.default:
             continue
-        if isinstance(given, Expression):
-            given = given if destination is None else given.placed(destination)
-        elif option.axes is not None:
+        if option.axes is not None or isinstance(given, Expression):
             given = placed(name, given, destination)
         values[name] = option.read(given)
     if isinstance(values.get("score_mod"), Score):
@@ -146,15 +144,19 @@ def _move_band(values: dict[str, Any]) -> None:
         elif (part.left, part.right) == (None, 0):
             values["is_causal"] = True
         else:
-            window = values.get("window")
-            band = part if window is None else part.intersection(Band(*window))
-            values["window"] = band.left, band.right
+            left, right = values.get("window", (None, None))
+            values["window"] = _least(left, part.left), _least(right, part.right)
     if len(rest) > 1:
         values["mask"] = And(tuple(rest))
     elif rest:
         only: Any = rest[0]
         only = only.array if isinstance(only, Dense) else only
         values["mask"] = only.function if isinstance(only, Rule) else only
+
+
+def _least(one: int | None, other: int | None) -> int | None:
+    """Return the smaller of two bounds, of which None is no bound."""
+    return other if one is None else one if other is None else min(one, other)
 
 
 def _move_softcap(values: dict[str, Any]) -> None:

@@ -8,7 +8,7 @@ from polyattn._base.arrays import Array, ArrayFacts, Chunks, index_range, length
 from polyattn._core.call.facts import Call, axes_of
 from polyattn._core.call.gradients import Gradients
 from polyattn._core.call.operands import Operands
-from polyattn._core.call.pages import gathered, scattered
+from polyattn._core.call.pages import gathered, in_one_piece, scattered
 from polyattn._core.expressions.masks import Mask
 from polyattn._core.expressions.scores import Score
 
@@ -36,7 +36,7 @@ def heads_first(call: Call, operands: Operands, *, reads_pages: bool = False) ->
     Keys and values in pages become whole, unless the kernel reads them where they lie.
     """
     changed: dict[str, Any] = {}
-    for name, _ in call.operands() if call.layout == "...LHD" or _has_rank_2(call) else ():
+    for name, _ in call.operands() if call.layout == "...LHD" or 2 in _ranks(call) else ():
         changed[name] = _argument_heads_first(call, getattr(operands, name))
     if isinstance(call.query_offset, ArrayFacts):
         offset: Any = operands.query_offset
@@ -49,11 +49,8 @@ def heads_first(call: Call, operands: Operands, *, reads_pages: bool = False) ->
             # Added to an array: torch would take the number of its example for a bare symbol.
             zero = index_range(library_of(query).xp, 0, 1, query)
             changed["query_offset"] = (zero + offset)[:, None, None]
-    if operands.block_table is not None and not reads_pages:
-        for name, _ in call.operands()[1:]:
-            changed[name] = gathered(changed.get(name, getattr(operands, name)), operands)
-        changed |= {"block_table": None, "key_lengths": None}
-    return operands._replace(**changed) if changed else operands
+    operands = operands._replace(**changed) if changed else operands
+    return operands if reads_pages else in_one_piece(operands)
 
 
 def tangent_heads_first(call: Call, operands: Operands, name: str, array: Array) -> Array:
@@ -118,16 +115,12 @@ def keeps_axes(call: Call) -> bool:
     """Return whether the caller's axes are those that a kernel knows, in arguments and results."""
     is_moved = call.layout == "...LHD" or isinstance(call.query_offset, ArrayFacts)
     is_moved = is_moved or None in (*call.query.shape, *call.key.shape)
-    return not is_moved and not _has_rank_2(call)
+    return not is_moved and 2 not in _ranks(call)
 
 
 def is_flat(call: Call) -> bool:
     """Return whether all arrays of a call are of rank 2, so that the result has no head axis."""
     return _ranks(call) == {2}
-
-
-def _has_rank_2(call: Call) -> bool:
-    return 2 in _ranks(call)
 
 
 def _ranks(call: Call) -> set[int]:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from polyattn._base.arguments import check_int, check_signature, check_window, got
-from polyattn._base.arrays import is_array, library_of
+from polyattn._base.arrays import as_facts, is_array, library_of
 from polyattn._base.tracing import as_constant
 from polyattn._core.expressions.expression import Expression
 from polyattn._core.expressions.masks import Mask
@@ -24,10 +24,10 @@ Start = tuple[int, int, int, int]
 FROM_ZERO: Start = (0, 0, 0, 0)
 
 
-def check_bool(name: str, value: Any) -> bool:
+def check_causal(value: Any) -> bool:
     if isinstance(value, bool) or type(value).__name__ in ("bool_", "bool"):
         return bool(value)
-    raise TypeError(f"{name} must be True or False; {got(value)}")
+    raise TypeError(f"is_causal must be True or False; {got(value)}")
 
 
 def check_finite(name: str, value: Any) -> float:
@@ -65,41 +65,36 @@ def check_softcap(value: Any) -> float:
 
 
 def check_scale(value: Any) -> float | ScaleRule:
-    return value if isinstance(value, ScaleRule) else check_finite("scale", value)
+    if isinstance(value, ScaleRule):
+        return value
+    _check_place("scale", value)
+    return check_finite("scale", value)
 
 
 def check_offset(value: Any) -> Any:
-    if isinstance(value, numbers.Integral) and not isinstance(value, bool):
-        return operator.index(value)
-    if not hasattr(value, "shape"):
-        raise TypeError(
-            f"query_offset must be an integer or an integer array of the batch; {got(value)}"
-        )
-    return value
-
-
-def _is_integers(value: Any) -> bool:
-    """Return whether a value is an array of integers, or one whose dtype is not known yet."""
-    return hasattr(value, "shape") and "int" in str(getattr(value, "dtype", "int"))
+    return _integers("query_offset", value, "an integer or an integer array of the batch")
 
 
 def check_key_lengths(value: Any) -> Any:
-    if isinstance(value, numbers.Integral) and not isinstance(value, bool):
-        return operator.index(value)
-    if not _is_integers(value):
-        raise TypeError(
-            "key_lengths must be an integer or an integer array of the batch, the number of keys of"
-            f" each item; {got(value)}"
-        )
-    return value
+    what = "an integer or an integer array of the batch, the number of keys of each item"
+    return _integers("key_lengths", value, what)
 
 
 def check_block_table(value: Any) -> Any:
-    if not _is_integers(value) or not value.shape:
-        raise TypeError(
-            "block_table must be an integer array (..., pages of an item), the numbers of pages in"
-            f" key and value; {got(value)}"
-        )
+    what = "an integer array (..., pages of an item), the numbers of pages in key and value"
+    return _integers("block_table", value, what, least_rank=1)
+
+
+def _integers(name: str, value: Any, what: str, least_rank: int = 0) -> Any:
+    """Return an integer as a Python integer and an array of integers as it is, or raise."""
+    if not least_rank and isinstance(value, numbers.Integral) and not isinstance(value, bool):
+        return operator.index(value)
+    # An array of NumPy that torch.compile traces has no dtype yet.
+    is_integers = hasattr(value, "shape") and "int" in str(getattr(value, "dtype", "int"))
+    if not is_integers or len(value.shape) < least_rank:
+        if is_array(value):
+            as_facts(value, name)  # may raise with what to pass in its place
+        raise TypeError(f"{name} must be {what}; {got(value)}")
     return value
 
 
@@ -146,6 +141,7 @@ def check_normalizer(value: Any) -> Any:
 
 def _of_kind(name: str, value: Any, kind: type, example: str) -> Any:
     if not isinstance(value, kind):
+        _check_place(name, value)
         raise TypeError(
             f"{name} must be an expression of polyattn.scores such as {example}; {got(value)}"
         )
@@ -233,7 +229,7 @@ OPTIONS: dict[str, Option] = {
     for option in (
         Option("mask", check_mask, kind=Mask, axes=".HLS", dtype="bool"),
         Option("bias", axes=".HLS", gradient="array"),
-        Option("is_causal", lambda value: check_bool("is_causal", value), default=False),
+        Option("is_causal", check_causal, default=False),
         Option("window", check_window),
         Option("query_offset", check_offset, axes=".", dtype="int64"),
         # `describe` turns it into a mask and the offset, so that no kernel is told of it.

@@ -23,6 +23,14 @@ def gathered(pool: Array, operands: Operands) -> Array:
     return xp.where(used[..., None, :, None], found, xp.zeros_like(found))
 
 
+def in_one_piece(operands: Operands) -> Operands:
+    """Return operands whose keys and values, if they are in pages, are copied in one piece."""
+    if operands.block_table is None:
+        return operands
+    key, value = (x if x is None else gathered(x, operands) for x in operands[1:3])
+    return operands._replace(key=key, value=value, block_table=None, key_lengths=None)
+
+
 def scattered(gradient: Array, operands: Operands, pool: Array) -> Array:
     """Return the gradient of a pool from that of the keys in one piece."""
     xp, (_, heads, page, size) = library_of(gradient).xp, pool.shape

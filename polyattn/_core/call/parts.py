@@ -29,10 +29,7 @@ def options_of(problem: Problem, operands: Operands) -> dict[str, Any]:
 
 
 def options_of_part(given: Mapping[str, Any], part: Part) -> dict[str, Any]:
-    """Return the options of a part of a call, from those of the whole.
-
-    Raises TypeError for an option that the table of options does not describe.
-    """
+    """Return the options of a part of a call; TypeError for one that cannot be cut."""
     return {name: _of_part(option_of(name), value, part) for name, value in given.items()}
 
 

@@ -71,6 +71,8 @@ class Problem(NamedTuple):
     dropout_start: Start | None = FROM_ZERO
     #: The lengths of the chunks of each array that is cut, along its axes, by the array's name.
     chunks: tuple[tuple[str, Chunks], ...] = ()
+    #: The axes of the caller's arrays. A kernel gets them heads first, on most libraries as views.
+    layout: str = "...HLD"
     page: int | None = None  #: the number of keys in a page, if there is a block table
     #: In a call for gradients, those of query, key, value, bias and sinks whose gradients nobody
     #: asked for: a kernel may return None for them.
@@ -184,6 +186,7 @@ def examine(call: Call) -> Problem:
         score_norm=call.scale if isinstance(call.scale, ByNorm) else None,
         dropout_start=None if isinstance(call.dropout_start, ArrayFacts) else call.dropout_start,
         chunks=chunks_heads_first(call),
+        layout=call.layout,
         page=page,
         **{name: getattr(call, name) for name in OPTIONS if name not in _REWRITTEN},
     )

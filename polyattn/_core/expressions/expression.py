@@ -38,22 +38,18 @@ class Expression:
     #: class that says nothing of them: a part of the scores refuses it.
     axes: ClassVar[dict[str, str] | None] = None
 
-    def map(self: V, change: Callable[[str, Any], Any]) -> V:
-        """Return the expression with each array and function replaced by what `change` makes of it.
+    def map(self: V, change: Callable[[str, Any], Any], *, tables: bool = True) -> V:
+        """Return the expression with ``change(field, x)`` for each array and function x.
 
-        `change` takes the name of the field and the array or function.
+        Without `tables`, tables of bytes are empty.
         """
-        return self._map(change, lambda table: table)
-
-    def _map(self: V, change: Callable[[str, Any], Any], other: Callable[[bytes], bytes]) -> V:
-        """Replace each array and function, and each table of bytes."""
 
         def changed(name: str, field: Any) -> Any:
             if is_array(field) or (callable(field) and not isinstance(field, Expression)):
                 return change(name, field)
             if isinstance(field, Expression):
-                return field._map(change, other)
-            return other(field) if isinstance(field, bytes) else field
+                return field.map(change, tables=tables)
+            return field if tables or not isinstance(field, bytes) else b""
 
         return self._rebuilt(changed)
 
@@ -65,10 +61,15 @@ class Expression:
         """
         if is_compiling():
             return self.map(lambda name, x: destination.put(name, x) if is_host(x) else x)
+        hosts = [array for _, array in self.carried() if is_host(array)]
+        if not hosts:
+            return self
+        contents = [array.tobytes() for array in hosts]  # the caller may write to them
         remembers = not isinstance(destination.like, ArrayFacts)
-        if remembers and destination.key in self.__dict__.get("_placed", {}):
-            found: V | None = self.__dict__["_placed"][destination.key]
-            return self if found is None else found
+        kept = self.__dict__.get("_placed", {}).get(destination.key) if remembers else None
+        if kept is not None and kept[0] == contents:
+            found: V = kept[1]
+            return found
 
         def put(name: str, field: Any) -> Any:
             if isinstance(field, Expression):
@@ -77,14 +78,25 @@ class Expression:
 
         new = self._rebuilt(put)
         pairs = zip(self.carried(), new.carried(), strict=True)
-        moved = any(one is not other for (_, one), (_, other) in pairs)
-        result = new if moved else self
-        if remembers and not (moved and _is_traced(result)):
-            self.__dict__.setdefault("_placed", {})[destination.key] = result if moved else None
-        return result
+        if all(one is other for (_, one), (_, other) in pairs):
+            return self
+        if remembers and not _is_traced(new):
+            self.__dict__.setdefault("_placed", {})[destination.key] = contents, new
+        return new
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "_placed"}
+
+    def within(self) -> list[Any]:
+        """Return the expressions in the fields of this one."""
+        fields = [getattr(self, name) for name in self.__match_args__]
+        every = [one for x in fields for one in (x if type(x) is tuple else (x,))]
+        return [one for one in every if isinstance(one, Expression)]
+
+    def check(self, dims: Any) -> None:
+        """Raise if the expression does not fit the lengths of a call."""
+        for one in self.within():
+            one.check(dims)
 
     def carried(self) -> list[tuple[str, Any]]:
         """Return the name and the object of each array and function in the expression."""
@@ -162,23 +174,11 @@ class Expression:
 
         return type(self)(*[changed(name, getattr(self, name)) for name in self.__match_args__])
 
-    def spec(self: V, facts: Callable[[Any, str], ArrayFacts] = facts_of) -> V:
+    def spec(
+        self: V, facts: Callable[[Any, str], ArrayFacts] = facts_of, *, tables: bool = False
+    ) -> V:
         """Return the expression without functions and tables, with the facts of its arrays."""
-        return self._map(
-            lambda name, x: facts(x, name) if is_array(x) else FUNCTION, lambda table: b""
-        )
-
-    def filled(self: V, value: Expression) -> V:
-        """Return a spec with the tables of the expression that it was made from."""
-        tables: list[bytes] = []
-
-        def note(table: bytes) -> bytes:
-            tables.append(table)
-            return table
-
-        value._map(lambda name, x: x, note)
-        rest = iter(tables)
-        return self._map(lambda name, x: x, lambda table: next(rest)) if tables else self
+        return self.map(lambda name, x: facts(x, name) if is_array(x) else FUNCTION, tables=tables)
 
     def __eq__(self, other: object) -> bool:
         if type(self) is not type(other):

@@ -235,11 +235,15 @@ class PointIndices:
 
     def per_row(self, numbers: Array) -> Array:
         """Return the number of each query row, from an array (..., L)."""
-        return cast(self.xp, self._of_item(numbers, (self.row,)), self.column.dtype)
+        return self._of_token(numbers, self.row)
 
     def per_key(self, numbers: Array) -> Array:
         """Return the number of each key, from an array (..., S)."""
-        return cast(self.xp, self._of_item(numbers, (self.column,)), self.column.dtype)
+        return self._of_token(numbers, self.column)
+
+    def _of_token(self, numbers: Array, index: Array) -> Array:
+        found = self._of_item(numbers, (index,))
+        return found if found.dtype == self.xp.int64 else cast(self.xp, found, self.column.dtype)
 
     def _of_item(self, array: Array, rest: tuple[Array, ...]) -> Array:
         """Index an array whose leading axes are the batch's."""

@@ -16,10 +16,7 @@ def check_lengths(name: str, value: Any) -> Any:
     # NumPy's integers are arrays too, which other libraries cannot use.
     if is_array(value) and not isinstance(value, numbers.Integral):
         return _integers(name, value, "an integer or an integer array")
-    try:
-        number = check_int(name, value)
-    except TypeError as error:
-        raise TypeError(f"{error}. An array gives one for each batch item") from None
+    number = check_int(name, value, "an integer, or an array of one for each batch item")
     if number < 0:
         raise ValueError(f"{name} must be at least 0; got {value!r}")
     return number
@@ -35,7 +32,7 @@ def check_parents(name: str, value: Any) -> Any:
     parents = as_array(name, value)
     if _is_square(parents):
         return parents
-    parents = check_ids(name, parents)
+    parents = _integers(name, parents, "an integer array (..., L) or a bool array (..., L, L)")
     if not is_unreadable(parents) and not parents.shape:
         raise ValueError(f"{name} must have shape (..., L); got {parents!r}")
     return parents

@@ -41,10 +41,7 @@ class Mask(Expression):
         raise NotImplementedError
 
     def coverage(self, block: Block) -> Coverage:
-        """Return whether any key of a block may be visible, and whether all surely are.
-
-        It does not look at each key.
-        """
+        """Return whether any key of a block may be visible, and whether all surely are."""
         fields = [getattr(self, name) for name in self.__match_args__]
         if not block.reads and any(is_array(field) for field in fields):
             return UNKNOWN
@@ -63,10 +60,7 @@ class Mask(Expression):
     @property
     def has_rule(self) -> bool:
         """Whether the coverage of some part is unknown because it is a function."""
-        return False
-
-    def check(self, dims: ScoreDims) -> None:
-        """Raise if the mask does not fit the lengths of a call."""
+        return any(mask.has_rule for mask in self.within())
 
     def plot(
         self, query_length: int | None = None, key_length: int | None = None, **options: Any
@@ -156,14 +150,6 @@ class Joined(Mask):
     def _reduced(self, things: Iterable[Any]) -> Any:
         return functools.reduce(type(self).join, things)
 
-    @property
-    def has_rule(self) -> bool:
-        return any(part.has_rule for part in self.parts)
-
-    def check(self, dims: ScoreDims) -> None:
-        for part in self.parts:
-            part.check(dims)
-
     def __repr__(self) -> str:
         # & binds more tightly than |.
         parts = [f"({part!r})" if isinstance(part, Or) else repr(part) for part in self.parts]
@@ -196,13 +182,6 @@ class Not(Mask):
         some, every = self.mask.coverage(block)
         return Coverage(logical_not(every), logical_not(some))
 
-    @property
-    def has_rule(self) -> bool:
-        return self.mask.has_rule
-
-    def check(self, dims: ScoreDims) -> None:
-        self.mask.check(dims)
-
     def __repr__(self) -> str:
         return f"~({self.mask!r})" if isinstance(self.mask, Joined) else f"~{self.mask!r}"
 
@@ -232,11 +211,8 @@ class Dense(Mask):
 class Rule(Mask):
     name: ClassVar[str] = "rule"
     axes: ClassVar[dict[str, str]] = {}
+    has_rule = True
     function: Callable[..., Any]
 
     def seen(self, at: ScoreIndices) -> Array:
         return at.by_rule(self.function)
-
-    @property
-    def has_rule(self) -> bool:
-        return True

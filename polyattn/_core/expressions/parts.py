@@ -95,10 +95,7 @@ class Part(NamedTuple):
         return array
 
     def placed(self, gradient: Array, whole: Array, axes: str) -> Array:
-        """Return the gradient of a whole array from that of its entries: the transpose of `array`.
-
-        It is 0 outside the part.
-        """
+        """Return the gradient of a whole array, 0 outside the part: the transpose of `array`."""
         for axis, (start, _) in self._slices(axes, len(gradient.shape)):
             gradient = place(gradient, axis, start, whole.shape[axis])
         return gradient
@@ -124,10 +121,7 @@ class Part(NamedTuple):
         return found if isinstance(first, int) else found - first
 
     def moved(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function of the indices of the part, from one of the indices of the whole.
-
-        It takes (b, h, i, j) or (score, b, h, i, j).
-        """
+        """Return a function of (b, h, i, j) or (score, b, h, i, j) that counts from the part."""
         begins = all(map(_is_zero, self.first))
         return function if begins and self._has_all_items else _Moved(function, self)
 

@@ -53,19 +53,10 @@ class Band(Mask):
             all_visible = all_visible & (stop - 1 <= block.first(self.right))
         return Coverage(any_visible, all_visible)
 
-    def intersection(self, other: Band) -> Band:
-        """Return the band of the keys that both show."""
-        return Band(_least(self.left, other.left), _least(self.right, other.right))
-
     def __repr__(self) -> str:
         if (self.left, self.right) == (None, 0):
             return "masks.causal()"
         return f"masks.window({self.left}, {self.right})"
-
-
-def _least(one: int | None, other: int | None) -> int | None:
-    """Return the smaller of two bounds, of which None is no bound."""
-    return other if one is None else one if other is None else min(one, other)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -270,7 +261,7 @@ class Positions(Mask):
             length = dims.query_length if letter == "L" else dims.key_length
             array = getattr(self, name)
             dims.check_per_token(f"masks.positions: {name}", array, letter, length)
-        self.mask.check(dims)
+        super().check(dims)
 
 
 def by_index(mask: Mask) -> Mask | None:
@@ -287,13 +278,13 @@ class _GivenIndices:
 
     def __init__(self, at: ScoreIndices, rows: Array, keys: Array) -> None:
         self.xp, self.per_item, self._rows = at.xp, at.per_item, rows
-        self.column = saturating_sum(keys, 0, at.xp, keys.dtype)
+        self.column = _moved(keys, 0, at.xp)
 
     def position(self, shift: int = 0) -> Array:
-        return saturating_sum(self._rows, shift, self.xp, self._rows.dtype)
+        return _moved(self._rows, shift, self.xp)
 
     def away_from_row(self, modulus: int) -> Array:
-        return (self.column - self.position()) % modulus
+        return (self.column % modulus - self.position() % modulus) % modulus
 
 
 class _GivenBlock:
@@ -303,16 +294,19 @@ class _GivenBlock:
 
     def __init__(self, block: Block, rows: tuple[Array, Array], keys: tuple[Array, Array]) -> None:
         self.per_item, self._xp, self._rows = block.per_item, library_of(rows[0]).xp, rows
-        self.columns = self._moved(keys[0], 0), self._moved(keys[1], 0) + 1
+        self.columns = _moved(keys[0], 0, self._xp), _moved(keys[1], 0, self._xp) + 1
 
     def first(self, shift: int = 0) -> Array:
-        return self._moved(self._rows[0], shift)
+        return _moved(self._rows[0], shift, self._xp)
 
     def last(self, shift: int = 0) -> Array:
-        return self._moved(self._rows[1], shift)
+        return _moved(self._rows[1], shift, self._xp)
 
-    def _moved(self, positions: Array, shift: int) -> Array:
-        return saturating_sum(positions, shift, self._xp, positions.dtype)
+
+def _moved(positions: Array, shift: int, xp: Any) -> Array:
+    """Return given positions plus `shift`, so limited that 1 can be added."""
+    limit = int(xp.iinfo(positions.dtype).max) - 1
+    return saturating_sum(positions, shift, xp, positions.dtype, limit)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -337,9 +331,10 @@ class Tree(Mask):
         row = at.row + at.per_item(self._first)
         draft = at.column - at.position() + row
         known = clip(at.xp, draft, 0, many - 1)
-        items = index_range(at.xp, 0, math.prod(lead), self.ancestors)
-        item = at.per_item(at.xp.reshape(items, tuple(lead)))
-        table = at.xp.reshape(self.ancestors, (-1, many, many))
+        count = math.prod(lead)
+        items = at.xp.reshape(index_range(at.xp, 0, count, self.ancestors), tuple(lead))
+        item = at.per_item(items)
+        table = at.xp.reshape(self.ancestors, (count, many, many))
         return (draft < 0) | (draft < many) & at.looked_up(table, item, row, known)
 
     def _coverage(self, block: Block) -> Coverage:

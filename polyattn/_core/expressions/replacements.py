@@ -54,10 +54,7 @@ class Similarity(Expression):
     def pushforward(
         self, query: Array, key: Array, moved_query: Array, moved_key: Array, backend: Primitives
     ) -> Array:
-        """Return the derivative along tangents of queries and keys, (..., l, s).
-
-        That of an absent key may be NaN.
-        """
+        """Return the derivative along tangents, (..., l, s), which may be NaN for an absent key."""
         raise NotImplementedError
 
     def check(self, head_size: int) -> None:
@@ -118,6 +115,12 @@ class Distance(Similarity):
             return joined(xp, of_query), reduce(add, of_key), []
         share = gradient * used(xp, self._over_root(query, key, backend), gradient)
         query, key = finite(xp, query), finite(xp, key)
+        # Counted from the mean of the keys that have a share, vectors with much in common keep
+        # their digits. A share that is not finite must not reach the rows of others.
+        part = finite(xp, xp.sum(xp.abs(finite(xp, share)), axis=-2, keepdims=True))
+        total = xp.sum(part, axis=-1, keepdims=True)
+        mean = matmul(part / xp.where(total == 0, xp.ones_like(total), total), key)
+        query, key = query - mean, key - mean
         across = xp.matrix_transpose(share)
         of_query = matmul(share, key) - query * xp.sum(share, axis=-1, keepdims=True)
         of_key = matmul(across, query) - key * xp.sum(across, axis=-1, keepdims=True)

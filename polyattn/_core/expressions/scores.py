@@ -46,9 +46,6 @@ class Score(Expression):
         """
         raise NotImplementedError
 
-    def check(self, dims: ScoreDims) -> None:
-        """Raise if the modification does not fit the lengths of a call."""
-
     def _repr_html_(self) -> str:
         return str(RENDERERS["html"](self))
 
@@ -116,10 +113,6 @@ class Chain(Score):
             found = arrays + found
         return gradient, found
 
-    def check(self, dims: ScoreDims) -> None:
-        for part in self.parts:
-            part.check(dims)
-
     def __repr__(self) -> str:
         return " >> ".join([repr(part) for part in self.parts])
 
@@ -155,11 +148,8 @@ class Temperature(Score):
 class Alibi(Score):
     name: ClassVar[str] = "alibi"
     axes: ClassVar[dict[str, str]] = {"slopes": "H"}
+    is_additive = True
     slopes: Any
-
-    @property
-    def is_additive(self) -> bool:
-        return True
 
     def apply(self, scores: Array, at: ScoreIndices) -> Array:
         return scores - self._slopes(at, scores.dtype) * self._far(at, scores.dtype)
@@ -240,13 +230,10 @@ def _default_slopes(slopes: int | tuple[float, ...]) -> tuple[float, ...]:
 class RelativeBias(Score):
     name: ClassVar[str] = "relative_bias"
     axes: ClassVar[dict[str, str]] = {"table": "-H"}
+    is_additive = True
     table: Any
     bidirectional: bool = True
     max_distance: int = 128
-
-    @property
-    def is_additive(self) -> bool:
-        return True
 
     def apply(self, scores: Array, at: ScoreIndices) -> Array:
         bucket = self._bucket(at)
@@ -309,6 +296,7 @@ def _steps(exact: int, each: int, most: int) -> list[int]:
     spread = each - exact
     found, n = [], exact
     for k in range(1, spread):
+        n = max(n, int(exact * (most / exact) ** (k / spread)) - 1)  # as far as floats tell
         while n**spread * exact**k < most**k * exact**spread:
             n += 1
         found.append(n)

@@ -29,6 +29,7 @@ class Compiled(Mask):
     """A mask with the fields of a `TileTable`, which was made for such lengths and offset."""
 
     name: ClassVar[str] = "compile"
+    has_rule = False
     mask: Mask
     query_length: int
     key_length: int
@@ -75,7 +76,7 @@ class Compiled(Mask):
                 f"this mask was compiled for {items} batch items and {heads} heads, and the call"
                 f" has {dims.items} and {dims.heads}"
             )
-        self.mask.check(dims)
+        super().check(dims)
 
     def __repr__(self) -> str:
         given = f"{self.mask!r}, {self.query_length}, {self.key_length}"

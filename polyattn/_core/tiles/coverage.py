@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from polyattn._base.arrays import Array, cast, index_range, is_array, with_rank
+from polyattn._base.arrays import Array, as_index, index_range, is_array, with_rank
 from polyattn._base.span import Span
 from polyattn._core.call.operands import Operands
 from polyattn._core.call.problem import Problem
@@ -31,10 +31,7 @@ def combined_mask(problem: Problem, x: Operands) -> Mask | None:
 
 
 class TileQuery:
-    """A tile over all batch items and heads, whose coverage a mask gives.
-
-    `reads` says whether the result may depend on the contents of arrays.
-    """
+    """A tile of all batch items and heads; `reads` says whether contents of arrays may decide."""
 
     def __init__(
         self, problem: Problem, x: Operands, xp: Any, rows: Span, columns: Span, *, reads: bool
@@ -69,25 +66,14 @@ class TileQuery:
 
     def _moved(self, shift: int) -> Any:
         offset = self._offset
-        own = None if isinstance(offset, int) else self._index_dtype(offset)
+        own = None if isinstance(offset, int) else index_range(self._xp, 0, 1, offset).dtype
         return saturating_sum(offset, shift, self._xp, own)
-
-    def _index_dtype(self, like: Array) -> Any:
-        return index_range(self._xp, 0, 1, like).dtype
 
     def per_item(self, numbers: Any) -> Any:
         """Return the number of each batch item, from one for all or an array (...,)."""
         if isinstance(numbers, int):
             return min(numbers, INDEX_LIMIT)
-        return with_rank(self._as_index(numbers)[..., None, None, None], self._rank)
-
-    def _as_index(self, numbers: Array) -> Array:
-        """Return integers in the dtype of indices.
-
-        A narrow one may not hold the positions that it is compared with, and torch has no minimum
-        of unsigned ones.
-        """
-        return cast(self._xp, numbers, self._index_dtype(numbers))
+        return with_rank(as_index(self._xp, numbers)[..., None, None, None], self._rank)
 
     def per_row(self, numbers: Array) -> tuple[Array, Array]:
         """Return the least and the greatest number of the rows, from an array (..., L)."""
@@ -112,7 +98,7 @@ class TileQuery:
 
     def _bounds(self, numbers: Array, axis: int) -> tuple[Array, Array]:
         """Return the least and greatest of each block, shape (..., 1, 1, blocks)."""
-        part = self._as_index(numbers[..., slice(*(self.rows, self.columns)[axis])])
+        part = as_index(self._xp, numbers[..., slice(*(self.rows, self.columns)[axis])])
         low, high = self._xp.min(part, axis=-1), self._xp.max(part, axis=-1)
         low, high = (with_rank(end[..., None, None, None], self._rank) for end in (low, high))
         return low, high
@@ -213,7 +199,7 @@ class TileGrid(TileQuery):
 
     def _bounds(self, numbers: Array, axis: int) -> tuple[Array, Array]:
         """Return the least and greatest of each block, shape (..., 1, 1, blocks)."""
-        xp, numbers = self._xp, self._as_index(numbers)
+        xp, numbers = self._xp, as_index(self._xp, numbers)
         low, high = (self.fold_blocks(numbers, axis, reduce) for reduce in (xp.min, xp.max))
         low, high = (with_rank(end[..., None, None, :], self._rank) for end in (low, high))
         return low, high

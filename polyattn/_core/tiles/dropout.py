@@ -50,10 +50,7 @@ def keep_mask_of_keys(
 
 
 def keep_mask_by_key(by_word: ByWord, key: Array) -> Array:
-    """Return which weights are kept, for an array of keys of any shape.
-
-    Each key hashes its whole block: four times the work of `keep_mask_of_keys`.
-    """
+    """Return which weights are kept, for keys in any order: four times the hashes of a range."""
     index = key % WORDS
     # Not by `where`: ONNX Runtime has none for bools.
     kept = [(index == number) & word for number, word in enumerate(by_word(key // WORDS))]

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
+from polyattn._base.arguments import got
 from polyattn._base.arrays import (
     Array,
     ArrayFacts,
@@ -19,6 +20,7 @@ from polyattn._base.arrays import (
     check_not_recorded,
     facts_of,
     index_range,
+    is_array,
     length_of,
     with_rank,
 )
@@ -127,7 +129,7 @@ class Indices:
         """Return the number of each batch item, shape (..., 1, 1, 1), or the number for all."""
         if isinstance(numbers, int):
             return min(numbers, INDEX_LIMIT)
-        return self._of_items(self._as_index(numbers)[..., None, None, None])
+        return self._of_items(as_index(self.xp, numbers)[..., None, None, None])
 
     def per_head(self, numbers: Array) -> Array:
         """Return the number of each query head, shape (..., H, 1, 1)."""
@@ -136,16 +138,13 @@ class Indices:
 
     def per_row(self, numbers: Array) -> Array:
         """Return the number of each row from an array (..., L), shape (..., 1, l, 1)."""
-        return self._of_items(self._as_index(self.cut(numbers[..., None]))[..., None, :, :])
+        numbers = as_index(self.xp, self.cut(numbers[..., None]))
+        return self._of_items(numbers[..., None, :, :])
 
     def per_key(self, numbers: Array) -> Array:
         """Return the number of each key from an array (..., S), shape (..., 1, 1, s)."""
-        return self._of_items(self._as_index(self.cut(numbers[..., None, :]))[..., None, :, :])
-
-    def _as_index(self, numbers: Array) -> Array:
-        # A narrow dtype may not hold the positions that it is compared with, and torch computes
-        # little in an unsigned one.
-        return as_index(self.xp, numbers)
+        numbers = as_index(self.xp, self.cut(numbers[..., None, :]))
+        return self._of_items(numbers[..., None, :, :])
 
     def looked_up(self, table: Array, *indices: Array) -> Array:
         """Return the entries of a table at arrays of indices, one for each of its axes."""
@@ -179,7 +178,7 @@ class Indices:
     def dropout_start(self) -> Any:
         """The numbers of the first batch item, head, row and key in the hash of dropout."""
         given = self._problem.dropout_start
-        return self._as_index(self._x.dropout_start) if given is None else given
+        return as_index(self.xp, self._x.dropout_start) if given is None else given
 
     def keep_mask(self) -> Array:
         """Return which weights dropout keeps, shape (..., H, l, s)."""
@@ -262,6 +261,8 @@ class Indices:
         return with_rank(call_mask(rule, self, self._check), self._rank)
 
     def _check(self, name: str, result: Array) -> ArrayFacts:
+        if not is_array(result):
+            raise TypeError(f"{name} must return an array; {got(result)}")
         facts = facts_of(result, f"the result of {name}")
         if facts.library != self._problem.library:
             raise TypeError(

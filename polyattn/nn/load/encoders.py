@@ -144,15 +144,13 @@ def _plan_modernbert(settings: Settings, blocks: Blocks, wanted: Wanted) -> Plan
         return layer_norm(name, size, epsilon, norm_bias)
 
     def block(number: int, name: str) -> EncoderBlock:
-        options: dict[str, Any] = {}
-        if kind_of(number) == SLIDING:
-            options["window"] = (reach, reach)
         fused = linear(f"{name}.attn.Wqkv", size, 3 * size, biased)
         output = linear(f"{name}.attn.Wo", size, size, biased)
         gate, up = part_linear(f"{name}.mlp.Wi", size, [inner, inner], inner_biased)
         return EncoderBlock(
             MultiHeadAttention(
-                *(None, None, None, output, heads, heads, size // heads, fused), **options
+                *(None, None, None, output, heads, heads, size // heads, fused),
+                window=(reach, reach) if kind_of(number) == SLIDING else None,
             ),
             FeedForward(up, linear(f"{name}.mlp.Wo", inner, size, inner_biased), gate, activation),
             norm(f"{name}.attn_norm") if number else None,  # the embedding has one
