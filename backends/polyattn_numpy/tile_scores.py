@@ -8,14 +8,18 @@ which the backward pass computes again. Otherwise the gradients of a row's score
 
 from __future__ import annotations
 
+import math
+
+import array_api_compat.numpy as xp
 import numpy as np
 
-from polyattn.plugin import Array, Indices
+from polyattn.plugin import Array, BackendPrimitives, Indices
 from polyattn_numpy.blocks import Task, Tile
 from polyattn_numpy.prepared import PreparedCall
 from polyattn_numpy.scratch import Scratch
-from polyattn_numpy.visibility import Visibility
+from polyattn_numpy.visibility import RegionMask, Visibility
 
+PRIMITIVES = BackendPrimitives(xp)
 # For so few rows, products with vectors read each key from memory once and then from the cache.
 VECTORS = 8
 # A float16 shifted into the place of a float32's bits is 2^112 times too small.
@@ -69,12 +73,18 @@ class TileScores:
         b, k, rows, g, size = s.shape
         return s.swapaxes(2, 3).reshape(b, k * g, rows, size)
 
-    def _multiply(self, query: Array, key: Array, s: Array) -> None:
-        """Write the products of all queries and keys."""
+    def _products(self, query: Array, key: Array, s: Array) -> Array | None:
+        """Write the scores before any cap, and return the similarities if these are no products."""
+        similarity = self.call.x.similarity
+        if similarity is not None:
+            similar: Array = similarity.between(query, key, PRIMITIVES)
+            np.multiply(similar, self.score_factor, out=s)
+            return similar
         if query.shape[2] <= VECTORS:
             np.matmul(key[:, :, None], query[..., None], s[..., None])
         else:
             np.matmul(query, key.swapaxes(2, 3), s)
+        return None
 
     def _cap(self, s: Array) -> None:
         """Apply the softcap to scores that were divided by it."""
@@ -84,6 +94,16 @@ class TileScores:
     def _apply_score_mod(self, s: Array, tile: Tile) -> None:
         modified = self._indices(tile).modified(self._heads_first(s))
         s[...] = self.call.by_row(np.asarray(modified))
+
+    def _hide(self, tile: Tile, masks: list[RegionMask], s: Array) -> Array:
+        """Set hidden scores to -inf, and return which are seen."""
+        by_head = self._by_head(s)
+        if self.call.bias is not None:
+            np.copyto(by_head, -math.inf, where=self._bias(tile) == -math.inf)
+        for where, mask in masks:
+            np.copyto(by_head[where], -math.inf, where=~mask)
+        seen: Array = s != -math.inf
+        return seen
 
     def _indices(self, tile: Tile) -> Indices:
         return self.call.indices(self.task, tile.heads, tile.rows, tile.columns)

@@ -9,6 +9,7 @@ in any order.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
@@ -30,8 +31,8 @@ class Step(Protocol):
 
     problem: Problem
 
-    def result(self, tensors: Tensors, *, by_operations: bool = False) -> Tensors:
-        """Return output and logsumexp; by operations that torch can differentiate, or any."""
+    def result(self, tensors: Tensors) -> Tensors:
+        """Return output and logsumexp."""
 
     def gradients(
         self,
@@ -42,7 +43,10 @@ class Step(Protocol):
         *,
         by_operations: bool = False,
     ) -> tuple[torch.Tensor, ...]:
-        """Return the gradients of the tensors that are wanted, from those of the results."""
+        """Return the gradients of the tensors that are wanted, from those of the results.
+
+        By operations that torch can differentiate, or any.
+        """
 
     def tangents(self, tensors: Tensors, results: Tensors, moved: Optionals) -> Tensors:
         """Return the tangents of output and logsumexp from those of the tensors."""
@@ -132,6 +136,12 @@ class _Asked:
     def __init__(self, step: Step, wanted: Sequence[bool]) -> None:
         self.step, self.wanted = step, wanted
 
+    def gradients(
+        self, of_results: Optionals, results: Tensors, tensors: Tensors
+    ) -> tuple[torch.Tensor, ...]:
+        """Return them by operations that torch can differentiate."""
+        return self.step.gradients(tensors, results, of_results, self.wanted, by_operations=True)
+
 
 class _Gradients(torch.autograd.Function):
     """The step of the gradients."""
@@ -165,12 +175,7 @@ class _Gradients(torch.autograd.Function):
         # Output and logsumexp move with the tensors, so they have no gradient of their own.
         of_results, results, tensors = _saved(ctx)
         step, wanted = ctx.asked.step, list(ctx.needs_input_grad[5:])
-
-        def gradients(results: Tensors, tensors: Tensors) -> tuple[torch.Tensor, ...]:
-            found: tuple[torch.Tensor, ...] = step.gradients(
-                tensors, results, of_results, wanted, by_operations=True
-            )
-            return found
+        gradients = functools.partial(_Asked(step, wanted).gradients, of_results)
 
         def moved_by(*moved_gradients: torch.Tensor | None) -> list[torch.Tensor | None]:
             moved = _placed(moved_gradients, ctx.asked.wanted)
@@ -186,26 +191,20 @@ class _Gradients(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, *moved: Any) -> tuple[torch.Tensor, ...]:
-        of_results, results, tensors = _saved(ctx)
-        asked = ctx.asked
-
-        def gradients(*groups: Optionals) -> tuple[torch.Tensor, ...]:
-            of_results, results, tensors = groups
-            found: tuple[torch.Tensor, ...] = asked.step.gradients(
-                tensors, results, of_results, asked.wanted, by_operations=True
-            )
-            return found
-
-        with autocast_disabled(results[0].device.type):
-            return moved_along(
-                gradients, (of_results, results, tensors), (moved[1:3], moved[3:5], moved[5:])
-            )
+        groups = _saved(ctx)
+        with autocast_disabled(groups[1][0].device.type):
+            return moved_along(ctx.asked.gradients, groups, (moved[1:3], moved[3:5], moved[5:]))
 
 
 def _may_be_differentiated() -> bool:
     """Return whether the caller's operations may be."""
     if torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
         return True
+    return in_forward_mode()
+
+
+def in_forward_mode() -> bool:
+    """Return whether a level of forward mode is entered."""
     return bool(getattr(forward_mode, "_current_level", -1) >= 0)
 
 
@@ -254,7 +253,7 @@ def moved_along(
             given[n][m] = number
         return function(*given)
 
-    if getattr(forward_mode, "_current_level", -1) < 0 or in_transform():
+    if not in_forward_mode() or in_transform():
         found = torch.func.jvp(of_moved, tuple(primals), tuple(tangents))[1]
         return tuple(found)
     return _at_this_level(of_moved, primals, tangents)

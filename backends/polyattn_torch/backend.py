@@ -12,10 +12,9 @@ from typing import Any
 import array_api_compat.torch as xp
 import numpy as np
 import torch
-import torch.autograd.forward_ad as forward_mode
 
 from polyattn.plugin import Array, Backend, Kernel, Operands, Problem
-from polyattn_torch.autograd import autocast_disabled, is_autocast_enabled
+from polyattn_torch.autograd import autocast_disabled, in_forward_mode, is_autocast_enabled
 from polyattn_torch.flex import Flex
 from polyattn_torch.onnx_export import exported_opset
 from polyattn_torch.onnx_node import IN_EXPORT
@@ -145,7 +144,7 @@ class TorchBackend(Backend):
             torch._C._are_functorch_transforms_active()
             or torch._C._get_tracing_state() is not None  # jit.trace, and export by it
             or torch._C._len_torch_dispatch_stack()  # make_fx
-            or getattr(forward_mode, "_current_level", -1) >= 0
+            or in_forward_mode()
             or (torch.is_grad_enabled() and any(array.requires_grad for array in arrays))
         )
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from polyattn.plugin import Mask, Operands, PointIndices, Problem, TileGrid
+from polyattn.plugin import Mask, Operands, PointIndices, Problem, TileGrid, score_axes
 
 #: Rows and keys of a tile: FlexAttention's default, a multiple of its CUDA kernels' tiles.
 TILE = 128
@@ -31,7 +31,7 @@ def block_mask(problem: Problem, x: Operands, mask: Mask, xp: Any) -> Any:
         any_visible, all_visible = _evaluated(problem, x, mask)
     else:
         coverage = TileGrid(problem, x, xp, (TILE, TILE), x.query).of(mask)
-        any_visible, all_visible = (_one_batch_axis(problem, table) for table in coverage)
+        any_visible, all_visible = (score_axes(problem, table, xp) for table in coverage)
     return BlockMask.from_kv_blocks(
         *_listed(any_visible & ~all_visible), *_listed(any_visible & all_visible),
         BLOCK_SIZE=TILE, mask_mod=mask_mod,
@@ -65,16 +65,6 @@ def _evaluated(problem: Problem, x: Operands, mask: Mask) -> tuple[torch.Tensor,
     visible = visible.reshape(*(1,) * (6 - visible.ndim), *visible.shape)
     visible = visible.expand(*visible.shape[:2], down, across, TILE, TILE)
     return visible.any(-1).any(-1), visible.all(-1).all(-1)
-
-
-def _one_batch_axis(problem: Problem, table: torch.Tensor) -> torch.Tensor:
-    """Return a table (..., H, rows, keys) with one batch axis; batch and heads are whole or 1."""
-    lead = table.shape[:-3]
-    items = 1 if math.prod(lead) == 1 else math.prod(problem.batch)
-    table = table.reshape(*(1,) * (3 - table.ndim), *table.shape)
-    if items != 1:
-        table = table.expand(*problem.batch, *table.shape[-3:])
-    return table.reshape(items, *table.shape[-3:])
 
 
 def _listed(tiles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -7,7 +7,6 @@ answer are left out, such as why it chooses no other engine: it prints the reaso
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import torch
 
@@ -17,18 +16,6 @@ from polyattn_torch.route import Route
 
 # The results of torch._fused_sdp_choice.
 ENGINES = ("math", "flash", "efficient", "cudnn", "overrideable")
-
-
-class StandIns(NamedTuple):
-    """Empty tensors and options to ask torch about, in the order of SDPAParams."""
-
-    query: torch.Tensor
-    key: torch.Tensor
-    value: torch.Tensor
-    mask: torch.Tensor | None
-    dropout: float
-    is_causal: bool
-    enable_gqa: bool
 
 
 def report_engine(problem: Problem, route: Route) -> str | None:
@@ -43,19 +30,15 @@ def _clauses(problem: Problem, route: Route) -> Iterator[str]:
     if route.engine is not None:
         yield f"torch's engine: {route.engine.name}, called by name"
     else:
-        name = _choice(_stand_ins(problem, route), problem.scale)
+        name = _choice(problem, route)
         yield f"torch's engine: {name}{', which holds all scores' if name == 'math' else ''}"
     yield from (item.value for item in sorted(route.workarounds, key=lambda item: item.name))
     if problem.device_kind == "cuda" and problem.dtype == "float32":
         yield f"float32 matmul precision: {torch.get_float32_matmul_precision()}"
 
 
-def _choice(stand_ins: StandIns, scale: float) -> str:
-    number = torch._fused_sdp_choice(*stand_ins[:6], scale=scale, enable_gqa=stand_ins.enable_gqa)
-    return ENGINES[number]
-
-
-def _stand_ins(problem: Problem, route: Route) -> StandIns:
+def _choice(problem: Problem, route: Route) -> str:
+    """Ask torch for the engine that it would choose."""
     sizes = (problem.head_size, problem.value_size)
     if Workaround.PAD in route.workarounds:
         sizes = (max(sizes), max(sizes))
@@ -74,4 +57,8 @@ def _stand_ins(problem: Problem, route: Route) -> StandIns:
     query = empty(1, problem.heads, problem.query_length, sizes[0])
     query.requires_grad_(problem.requires_grad)
     key, value = (empty(*keys, size) for size in sizes)
-    return StandIns(query, key, value, mask, 0.0, route.is_causal, route.enable_gqa)
+    number = torch._fused_sdp_choice(
+        query, key, value, mask, 0.0, route.is_causal,
+        scale=problem.scale, enable_gqa=route.enable_gqa,
+    )  # fmt: skip
+    return ENGINES[number]

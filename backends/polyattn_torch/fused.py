@@ -11,18 +11,11 @@ from typing import Any
 
 import torch
 
-from polyattn.plugin import (
-    Backend,
-    Cotangents,
-    Gradients,
-    Operands,
-    Problem,
-    Residuals,
-    Tangents,
-)
+from polyattn.plugin import Backend, Operands, Problem
 from polyattn_torch.attn_mask import as_bias
-from polyattn_torch.autograd import Optionals, Tensors, apply, in_transform, is_recorded
+from polyattn_torch.autograd import Optionals, Tensors, apply, is_recorded
 from polyattn_torch.engines import in_rows, operator
+from polyattn_torch.steps import KernelStep, template_of
 from polyattn_torch.workarounds import EngineInputs, padded
 
 _QKV = ("query", "key", "value")
@@ -76,15 +69,12 @@ class FusedStep:
         self.problem = problem
         self._is_causal, self._backend = is_causal, backend
 
-    def result(self, tensors: Tensors, *, by_operations: bool = False) -> Tensors:
+    def result(self, tensors: Tensors) -> Tensors:
         """Return output and logsumexp; unrounded if the gradient of the mask will need that."""
-        if by_operations:
-            problem = self._in_letters(tensors, "logsumexp", by_operations)
-            operands = _operands(tensors)
-            return self._backend.tiled(problem, operands, self._backend)  # type: ignore[return-value]
         query, key, value, *mask = tensors
-        if mask and mask[0].requires_grad and self.problem.dtype != self.problem.accumulator:
-            return self._unrounded(tensors)
+        is_narrow = self.problem.dtype != self.problem.accumulator
+        if mask and mask[0].requires_grad and is_narrow:
+            return self._by_tiles(tensors).result(tensors)
         return _forward(  # type: ignore[no-any-return]
             query, key, value, 0.0, self._is_causal,
             attn_mask=mask[0] if mask else None, scale=self.problem.scale,
@@ -102,73 +92,28 @@ class FusedStep:
         """Return the gradients of the tensors that are wanted, in their dtypes."""
         is_unrounded = results[0].dtype != tensors[0].dtype
         if by_operations or is_unrounded or of_results[1] is not None or any(wanted[3:]):
-            found: Sequence[Any] = self._by_tiles(
-                tensors, results, of_results, wanted, by_operations
-            )[:4]
-        else:
-            query, key, value, *mask = tensors
-            found = _backward(
-                of_results[0], query, key, value, *results, 0.0, self._is_causal,
-                attn_mask=mask[0] if mask else None, scale=self.problem.scale,
-            )  # fmt: skip
-        dtype = tensors[0].dtype
-        return tuple([
-            one if one.dtype == dtype else one.to(dtype)
-            for one, is_wanted in zip(found, wanted, strict=False)
-            if is_wanted
-        ])  # fmt: skip
-
-    def _by_tiles(
-        self,
-        tensors: Tensors,
-        results: Tensors,
-        of_results: Optionals,
-        wanted: Sequence[bool],
-        by_operations: bool,
-    ) -> Gradients:
-        if not by_operations and results[0].dtype != results[1].dtype:
-            results = self._unrounded(tensors)
-        problem = self._in_letters(tensors, "backward", by_operations)
-        named = zip((*_QKV, "bias"), wanted, strict=False)
-        constants = frozenset([name for name, is_wanted in named if not is_wanted])
-        problem = problem._replace(constants=constants)
-        return self._backend.tiled.backward(
-            problem,
-            _operands(tensors),
-            Residuals(output=results[0], logsumexp=results[1]),
-            Cotangents(output=of_results[0], logsumexp=of_results[1]),
-            self._backend,
-        )
-
-    def _unrounded(self, tensors: Tensors) -> Tensors:
-        """Return output and logsumexp of 16-bit tensors in float32: the engine's lacks digits."""
-        problem = self._in_letters(tensors, "logsumexp", by_operations=False)
-        problem = problem._replace(dtype=problem.accumulator)
-        operands = _operands([tensor.float() for tensor in tensors])
-        return self._backend.tiled(problem, operands, self._backend)  # type: ignore[return-value]
+            step = self._by_tiles(tensors)
+            if not by_operations and results[0].dtype != results[1].dtype:
+                results = step.result(tensors)  # the output of the engine lacks digits
+            return step.gradients(tensors, results, of_results, wanted, by_operations=by_operations)
+        query, key, value, *mask = tensors
+        found: Sequence[torch.Tensor] = _backward(
+            of_results[0], query, key, value, *results, 0.0, self._is_causal,
+            attn_mask=mask[0] if mask else None, scale=self.problem.scale,
+        )  # fmt: skip
+        return tuple([one for one, is_wanted in zip(found, wanted, strict=False) if is_wanted])
 
     def tangents(self, tensors: Tensors, results: Tensors, moved: Optionals) -> Tensors:
         """Return the tangents of output and logsumexp, in their dtypes."""
-        named: dict[str, Any] = dict(zip((*_QKV, "bias"), moved, strict=False))
-        found: Any = self._backend.tiled.jvp(
-            self._in_letters(tensors, "jvp", by_operations=True),
-            _operands(tensors),
-            Residuals(output=results[0], logsumexp=results[1]),
-            Tangents(**named),
-            self._backend,
-        )
-        return [tangent.to(result.dtype) for tangent, result in zip(found, results, strict=True)]
+        return self._by_tiles(tensors).tangents(tensors, results, moved)
 
-    def _in_letters(self, tensors: Tensors, result: str, by_operations: bool) -> Problem:
-        """Return the problem of the engine's arrays."""
+    def _by_tiles(self, tensors: Tensors) -> KernelStep:
+        """Return the same step by the kernel `tiled`."""
         query, key, value, *mask = tensors
-        features = [result]
-        features += ["causal"] if self._is_causal else []
-        features += ["bias"] if mask else []
-        transforms = self.problem.transforms
-        if by_operations or in_transform():
-            transforms |= {"grad", "jvp"}
-        return self.problem._replace(
+        bias = mask[0] if mask else None
+        features = {"causal"} if self._is_causal else set()
+        features |= set() if bias is None else {"bias"}
+        problem = self.problem._replace(
             batch=(query.shape[0],),
             key_heads=key.shape[1],
             head_size=query.shape[-1],
@@ -178,13 +123,8 @@ class FusedStep:
             query_offset=key.shape[-2] - query.shape[-2],
             mask=None,
             mask_spec=None,
-            bias=tuple(mask[0].shape) if mask else None,
+            bias=None if bias is None else tuple(bias.shape),
             features=frozenset(features),
-            requires_grad=False,
-            transforms=transforms,
         )
-
-
-def _operands(tensors: Tensors) -> Operands:
-    query, key, value, *mask = tensors
-    return Operands(query=query, key=key, value=value, bias=mask[0] if mask else None)
+        template, _ = template_of(Operands(query, key, value, bias=bias))
+        return KernelStep(self._backend.tiled, problem, self._backend, template)

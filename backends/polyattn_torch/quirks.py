@@ -81,8 +81,7 @@ def _misreads_the_bias(problem: Problem, device: DeviceInfo) -> bool:
 
 def _has_a_nan_gradient(problem: Problem, device: DeviceInfo) -> bool:
     return (
-        device.kind == "cuda"
-        and device.prefers_cudnn
+        device.prefers_cudnn
         and not device.torch < (2, 11)
         and (problem.requires_grad or "grad" in problem.transforms)
         and _is_half(problem)
@@ -93,8 +92,7 @@ def _has_a_nan_gradient(problem: Problem, device: DeviceInfo) -> bool:
 
 def _has_empty_rows_in_cudnn(problem: Problem, device: DeviceInfo) -> bool:
     return (
-        device.kind == "cuda"
-        and device.prefers_cudnn
+        device.prefers_cudnn
         and (device.cudnn or ()) < (9, 25)
         and _is_half(problem)
         and may_have_empty_rows(problem)
@@ -103,8 +101,7 @@ def _has_empty_rows_in_cudnn(problem: Problem, device: DeviceInfo) -> bool:
 
 def _corrupts_few_groups(problem: Problem, device: DeviceInfo) -> bool:
     return (
-        device.kind == "cuda"
-        and device.prefers_cudnn
+        device.prefers_cudnn
         and (device.capability or (0, 0))[0] == 10
         and (device.cudnn or ()) < (9, 26)
         and _is_half(problem)

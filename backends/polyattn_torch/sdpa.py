@@ -113,18 +113,16 @@ class Sdpa(Kernel):
         inputs = EngineInputs(query, key, value, mask)
         if route.workarounds:
             inputs, empty = apply_workarounds(problem, route.workarounds, inputs)
-        output = None
-        if route.engine is None:
+        output: Array
+        if route.engine is not None:
+            output, logsumexp = route.engine.call(problem, inputs)
+        else:
             output = recorded(problem, inputs, backend, is_causal=route.is_causal)
-        if output is not None:
-            pass
-        elif route.engine is None:
+        if output is None:
             output = F.scaled_dot_product_attention(
                 *inputs[:3], attn_mask=inputs.mask, is_causal=route.is_causal,
                 scale=problem.scale, enable_gqa=route.enable_gqa,
             )  # fmt: skip
-        else:
-            output, logsumexp = route.engine.call(problem, inputs)
         if route.workarounds:
             output, logsumexp = undo_workarounds(problem, output, logsumexp, empty)
         if len(problem.batch) != 1:

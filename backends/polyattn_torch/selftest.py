@@ -88,12 +88,9 @@ def _error(problem: Problem, kernel: Kernel) -> float:
     dtype = getattr(torch, problem.dtype)
     query, key, value = (x.to(dtype) for x in (query, key, value))
     device = problem.device
-    operands = Operands(
-        query=query.to(device),
-        key=key.to(device),
-        value=value.to(device),
-        mask=None if mask is None else mask.to(device),
-    )
+    operands = Operands(query.to(device), key.to(device), value.to(device))
+    if mask is not None:
+        operands = operands._replace(mask=mask.to(device))
     with torch.no_grad(), torch.autocast(device, enabled=False):
         output, _ = kernel(problem, operands, Backend(xp))
     difference = output.cpu().float() - _formula(problem, query, key, value, visible)

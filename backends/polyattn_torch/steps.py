@@ -149,15 +149,7 @@ def step_of(
         return None
     if problem.normalizer is not None or _needs_operations(problem, x, backend):
         return None
-    tensors: list[torch.Tensor] = []
-
-    def slot(_: str, thing: Any) -> Any:
-        if not isinstance(thing, torch.Tensor):
-            return thing
-        tensors.append(thing)
-        return Slot(len(tensors) - 1, tuple(thing.shape), thing.dtype)
-
-    template = _changed(x, slot)
+    template, tensors = template_of(x)
     step = KernelStep(kernel, problem, backend, template)
     return step, tensors, "logsumexp" in problem.features
 
@@ -169,6 +161,19 @@ def run_step(
     output, logsumexp = apply(step, tensors)
     output = output.to(getattr(torch, step.problem.dtype))
     return output, logsumexp if has_logsumexp else None
+
+
+def template_of(x: Operands) -> tuple[Operands, list[torch.Tensor]]:
+    """Return operands with slots in place of tensors, and the tensors."""
+    tensors: list[torch.Tensor] = []
+
+    def slot(_: str, thing: Any) -> Any:
+        if not isinstance(thing, torch.Tensor):
+            return thing
+        tensors.append(thing)
+        return Slot(len(tensors) - 1, tuple(thing.shape), thing.dtype)
+
+    return _changed(x, slot), tensors
 
 
 def _changed(x: Operands, change: Any) -> Operands:

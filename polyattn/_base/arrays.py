@@ -259,6 +259,15 @@ def is_array(thing: Any) -> bool:
     return hasattr(thing, "shape") and hasattr(thing, "dtype")
 
 
+def sum_to(xp: Any, array: Array, shape: tuple[int, ...]) -> Array:
+    """Sum an array over the axes along which one of this shape was broadcast to it."""
+    extra = len(array.shape) - len(shape)
+    if extra:
+        array = xp.sum(array, axis=tuple(range(extra)))
+    axes = tuple(n for n, size in enumerate(shape) if size == 1 and array.shape[n] != 1)
+    return xp.sum(array, axis=axes, keepdims=True) if axes else array
+
+
 def broadcast_shapes(*shapes: tuple[int, ...]) -> tuple[int, ...] | None:
     """Return the shape that these shapes broadcast to, or None if they do not.
 

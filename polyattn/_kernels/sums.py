@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from polyattn._base.arguments import Shape
-from polyattn._base.arrays import Array, cast, is_array
+from polyattn._base.arrays import Array, cast, is_array, sum_to
 from polyattn._base.span import Span
 from polyattn._core.call.gradients import Gradients
 from polyattn._core.call.operands import Operands
@@ -15,15 +14,6 @@ from polyattn._core.expressions.expression import Expression
 
 #: The axes of an operand along the rows and along the keys of the scores.
 AXES = {"query": (-2, None), "key": (None, -2), "value": (None, -2), "bias": (-2, -1)}
-
-
-def sum_to(xp: Any, array: Array, shape: Shape) -> Array:
-    """Sum an array over the axes along which one of this shape was broadcast to it."""
-    extra = len(array.shape) - len(shape)
-    if extra:
-        array = xp.sum(array, axis=tuple(range(extra)))
-    axes = tuple(n for n, size in enumerate(shape) if size == 1 and array.shape[n] != 1)
-    return xp.sum(array, axis=axes, keepdims=True) if axes else array
 
 
 class GradientSums:

@@ -16,8 +16,7 @@ import numpy as np
 from autograd import numpy as anp
 from autograd.extend import defjvp, defvjp, notrace_primitive, primitive
 
-from polyattn._base.arrays import Array
-from polyattn._kernels.sums import sum_to
+from polyattn._base.arrays import Array, sum_to
 from polyattn.nn.erf import erfc as erfc_of_numbers
 
 F = TypeVar("F", bound=Callable[..., Any])

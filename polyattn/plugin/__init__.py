@@ -40,7 +40,7 @@ A `KernelSpec` in the group ``polyattn.kernels`` adds kernels to backends that e
 
 from __future__ import annotations
 
-from polyattn._base.arrays import Array, length_of, namespace_of, with_rank
+from polyattn._base.arrays import Array, length_of, namespace_of, sum_to, with_rank
 from polyattn._base.host import native
 from polyattn._base.progress import progress
 from polyattn._base.quantized import Quantized
@@ -147,6 +147,7 @@ __all__ = [
     "reason_against_batch",
     "saturating_sum",
     "score_axes",
+    "sum_to",
     "thread_count",
     "unfold_heads",
     "unrounded",

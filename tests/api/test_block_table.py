@@ -103,6 +103,15 @@ def test_numpy_reads_pages_where_they_lie(options):
         assert "block_table" in explained.problem.features
 
 
+def test_an_item_ends_in_the_page_in_which_a_later_tile_begins():
+    pool, query = rng.standard_normal((34, 8, 64, 2)), rng.standard_normal((2, 8, 1, 2))
+    # Both items share tiles of 368 keys: the second begins in the page of the keys 320 to 383.
+    call = {"block_table": np.arange(34).reshape(2, 17), "key_lengths": np.array([350, 1088])}
+    found = attention(query, pool, pool, kernel="tiled", **call)
+    expected = attention(query, pool, pool, kernel="dense", **call)
+    assert np.allclose(found, expected, rtol=0, atol=1e-13)
+
+
 @pytest.mark.parametrize("size", [1e3, np.nan, np.inf])
 def test_large_scores_and_what_a_row_sees_reach_it_only(size):
     pools = tuple(pool.copy() for pool in POISONED)

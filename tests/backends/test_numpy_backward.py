@@ -239,6 +239,15 @@ def test_hidden_poison_changes_no_bit(option, poison):
     assert not found.key[:, :, HIDDEN:].any()
 
 
+def test_hidden_poison_reaches_no_bias_where_vectors_are_empty():
+    qkv = arrays([(B, H, L, 0), (B, G, S, 0), (B, G, S, E)])
+    options = {"bias": BIAS, "mask": KEYS < HIDDEN}
+    want, gradients = backward(qkv, of_tiles(2**12), **options)
+    qkv[2][:, :, HIDDEN:] = math.nan
+    found, _ = backward(qkv, of_tiles(2**12), gradients, **options)
+    assert bits(found) == bits(want)
+
+
 # ---- dtypes, memory, parts ---------------------------------------------------------------------
 
 

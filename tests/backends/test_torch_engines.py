@@ -949,9 +949,7 @@ def test_a_remark_never_raises_and_never_computes(monkeypatch):
 
 
 def test_on_cuda_float32_says_its_precision(monkeypatch):
-    asked = engine_report.StandIns(Q, K, K, MASK, 0.0, False, True)
-    monkeypatch.setattr(engine_report, "_stand_ins", lambda problem, route: asked)
-    monkeypatch.setattr(torch, "_fused_sdp_choice", lambda *_, **__: 3)
+    monkeypatch.setattr(engine_report, "_choice", lambda problem, route: "cudnn")
     said = Sdpa().remark(problem(dtype="float32"))
     assert said == "torch's engine: cudnn; float32 matmul precision: highest"
 

@@ -269,8 +269,13 @@ def test_an_empty_output_depends_on_its_bias(empty):
 def test_a_bias_of_16_bits_with_a_gradient_needs_one_forward_pass(monkeypatch):
     query, key, value = (torch.ones(1, 2, 5, 8, dtype=torch.bfloat16) for _ in range(3))
     bias = torch.zeros(5, 5, dtype=torch.bfloat16, requires_grad=True)
-    unrounded, calls = fused.FusedStep._unrounded, []
-    monkeypatch.setattr(fused.FusedStep, "_unrounded", lambda *x: calls.append(0) or unrounded(*x))
+    by_tiles, calls = fused.KernelStep.result, []
+
+    def counted(*x, **options):
+        calls.append(0)
+        return by_tiles(*x, **options)
+
+    monkeypatch.setattr(fused.KernelStep, "result", counted)
     monkeypatch.setattr(fused, "_forward", lambda *_, **options: 1 / 0)
     output = attention(query, key, value, bias=bias)
     assert output.dtype == torch.bfloat16

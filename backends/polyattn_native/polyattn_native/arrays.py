@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import math
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
@@ -102,14 +101,10 @@ def numbers(array: Any) -> Any:
     return (array.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
 
 
-def by_item(array: Any, batch: tuple[int, ...]) -> Any:
-    """Return one number for each flat batch item, from an array of the batch axes."""
-    return np.broadcast_to(array, batch).reshape(math.prod(batch))
-
-
-def offsets_of(problem: Problem, x: Operands, shift: int = 0) -> Any:
-    """Return the position of the first row plus a number, (items) or (1), at most `FAR` away."""
+def offsets_of(problem: Problem, x: Operands) -> Any:
+    """Return the position of the first row of each item, (items) or (1), at most `FAR` away."""
     numbers: list[Any] = [problem.query_offset]
     if problem.query_offset is None:
-        numbers = by_item(np.asarray(x.query_offset)[..., 0, 0, 0], problem.batch).tolist()
-    return np.asarray([max(-FAR, min(number + shift, FAR)) for number in numbers])
+        of_items = np.asarray(x.query_offset)[..., 0, 0, 0]
+        numbers = np.broadcast_to(of_items, problem.batch).reshape(-1).tolist()
+    return np.asarray([max(-FAR, min(number, FAR)) for number in numbers])

@@ -17,6 +17,7 @@ from polyattn.plugin import (
     Quantized,
     Residuals,
     Tangents,
+    sum_to,
     thread_count,
 )
 from polyattn_native.arrays import DATA, is_readable, knows_addresses, numbers, readable
@@ -147,8 +148,8 @@ class Native(Kernel):
         scale = scale.sum(where=logsumexp != -np.inf) / problem.scale
         shapes = {name: getattr(operands, name).shape for name in whole}
         return Gradients(
-            **{name: _summed(array, shapes[name]) for name, array in whole.items()},
-            bias=None if of_bias is None else _summed(of_bias, bias.shape),
+            **{name: sum_to(np, array, shapes[name]) for name, array in whole.items()},
+            bias=None if of_bias is None else sum_to(np, of_bias, bias.shape),
             sinks=None if operands.sinks is None else _of_sinks(operands.sinks, logsumexp, delta),
             score_mod=[] if of_distance is None else of_distance.pullback(),
             similarity=[],
@@ -182,13 +183,6 @@ class Native(Kernel):
 def _has_arrays(problem: Problem) -> bool:
     carried = [] if problem.score_spec is None else problem.score_spec.carried()
     return any(hasattr(thing, "dtype") for _, thing in carried)
-
-
-def _summed(gradient: Array, shape: tuple[int, ...]) -> Array:
-    """Return the sum over the axes along which an argument was broadcast."""
-    whole = (1,) * (gradient.ndim - len(shape)) + shape
-    axes = tuple(axis for axis, size in enumerate(whole) if size < gradient.shape[axis])
-    return gradient.sum(axis=axes).reshape(shape) if axes else gradient.reshape(shape)
 
 
 def _of_sinks(sinks: Array, logsumexp: Array, delta: Array) -> Array:

@@ -252,4 +252,5 @@ def _tensor(array: Any) -> torch.Tensor:
 
 
 # One for the process: torch refuses to register an operator twice.
-torch_operators.register(NativeOnTorch())
+_kernel = NativeOnTorch()
+torch_operators.register(_kernel.attend, _kernel.differentiate)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -93,37 +94,28 @@ def _arguments(problem: Problem, x: Operands) -> tuple[Any, ...]:
 # ---- what the operators do ----
 
 
-class Computing(Protocol):
-    """What computes with tensors that have numbers."""
+def register(
+    attend: Callable[[Problem, Operands], tuple[Any, Any]],
+    differentiate: Callable[[Problem, Operands, Residuals, Cotangents], Gradients],
+) -> None:
+    """Let functions of tensors with numbers compute what the operators do."""
 
-    def attend(self, problem: Problem, operands: Operands) -> tuple[Any, Any]:
-        """Return output and logsumexp."""
+    def attend_to(*arguments: Any) -> tuple[Any, Any]:
+        return attend(*_call(*arguments))
 
-    def differentiate(
-        self, problem: Problem, operands: Operands, residuals: Residuals, cotangents: Cotangents
-    ) -> Gradients:
-        """Return the gradients."""
-
-
-def register(kernel: Computing) -> None:
-    """Let a kernel compute what the operators do."""
-
-    def attend(*arguments: Any) -> tuple[Any, Any]:
-        return kernel.attend(*_call(*arguments))
-
-    def differentiate(
+    def gradients(
         output: Any, logsumexp: Any, of_output: Any, of_logsumexp: Any, *arguments: Any
     ) -> tuple[Any, ...]:
         given = Residuals(output, logsumexp), Cotangents(of_output, of_logsumexp)
         problem, x = _call(*arguments[:-1])
         if not arguments[-1]:  # whether the gradient of the bias is asked for
             problem = problem._replace(constants=frozenset(["bias"]))
-        found = kernel.differentiate(problem, x, *given)[:5]
+        found = differentiate(problem, x, *given)[:5]
         return tuple([logsumexp.new_empty(0) if one is None else one for one in found])
 
     for name, compute, fake in (
-        ("attend", attend, _attend_fake),
-        ("differentiate", differentiate, _differentiate_fake),
+        ("attend", attend_to, _attend_fake),
+        ("differentiate", gradients, _differentiate_fake),
     ):
         _torch.library.impl(_library, name, "CPU")(compute)
         _torch.library.register_fake(f"polyattn_native::{name}", lib=_library)(fake)

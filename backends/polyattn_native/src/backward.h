@@ -17,7 +17,7 @@ public:
         work.rows = GROUP * 2 * width;
         const int64_t pairs = call.items * call.key_heads;
         work.tasks = pairs * parts_of(call);
-        work.scratch = place(call, work);
+        work.scratch = Backward(call, work, nullptr).scratch_size;
         work.shared =
             Turns::size(call, work.tasks) + (size_t)pairs * (parts_of(call) - 1) * size_of_part(call) * sizeof(T);
         work.begin = [](const PolyattnCall& c, const Work& w, int64_t task, void* scratch) {
@@ -30,7 +30,6 @@ public:
 
 private:
     static constexpr int width = Lanes<T>::width;
-    static constexpr T NOTHING = Tile<T>::NOTHING;
 
     struct Task {
         int64_t number, item, key_head, part;
@@ -51,6 +50,7 @@ private:
     Tile<T> tile;
     T* key_sums;                            // [columns][key][lane]
     T *key_block, *value_block;
+    size_t scratch_size;
 
     // Few heads are cut into two parts, for two threads. That depends on the sizes of an item only, so
     // its sums do not depend on the batch.
@@ -69,29 +69,20 @@ private:
 
     Backward(const PolyattnCall& c, const Work& w, void* scratch) : call(c), work_(w) {
         Pieces pieces(scratch);
-        place(*this, pieces);
-    }
-    static size_t place(const PolyattnCall& call, const Work& work) {
-        Backward measured(call, work, nullptr);  // only its sizes are read
-        Pieces pieces(nullptr);
-        return place(measured, pieces);
-    }
-    static size_t place(Backward& b, Pieces& pieces) {
-        const PolyattnCall& call = b.call;
         const int64_t rows = GROUP * 2 * width, lanes = 2 * width;
         const int64_t widest = most(columns_of(call.head_size), columns_of(call.value_size));
-        b.task = pieces.take<Task>(1);
-        b.panels = pieces.take<Panel<T>>(GROUP);
-        b.queries = pieces.take<T>(rows * call.head_size);
-        b.gradients = pieces.take<T>(rows * call.value_size);
-        b.query_columns = pieces.take<T>(rows * columns_of(call.head_size) * lanes);
-        b.gradient_columns = pieces.take<T>(rows * columns_of(call.value_size) * lanes);
-        b.query_sums = pieces.take<T>(rows * (call.head_size + width));
-        b.tile.place(call, pieces);
-        b.key_sums = pieces.take<T>(widest * KEYS * lanes);
-        b.key_block = pieces.take<T>(converts(call) ? KEYS * call.head_size : 0);
-        b.value_block = pieces.take<T>(converts(call) ? KEYS * call.value_size : 0);
-        return pieces.used();
+        task = pieces.take<Task>(1);
+        panels = pieces.take<Panel<T>>(GROUP);
+        queries = pieces.take<T>(rows * call.head_size);
+        gradients = pieces.take<T>(rows * call.value_size);
+        query_columns = pieces.take<T>(rows * columns_of(call.head_size) * lanes);
+        gradient_columns = pieces.take<T>(rows * columns_of(call.value_size) * lanes);
+        query_sums = pieces.take<T>(rows * (call.head_size + width));
+        tile.place(call, pieces);
+        key_sums = pieces.take<T>(widest * KEYS * lanes);
+        key_block = pieces.take<T>(converts(call) ? KEYS * call.head_size : 0);
+        value_block = pieces.take<T>(converts(call) ? KEYS * call.value_size : 0);
+        scratch_size = pieces.used();
     }
 
     // ---- tasks, groups, blocks ----
@@ -209,7 +200,7 @@ private:
             const T found = *at<T>(call.logsumexp, task->item, head, row);
             const bool is_used = lane < panel.used && found != -infinity<T>();
             // The weights of a row that sees no key are 0.
-            tile.logsumexp[r] = found == -infinity<T>() ? NOTHING : found;
+            tile.logsumexp[r] = found == -infinity<T>() ? NOTHING<T> : found;
             T d = 0;
             if (is_used) {
                 d = dot(gradient_rows[lane], at<T>(call.output, task->item, head, row), call.value_size);
@@ -227,7 +218,7 @@ private:
         T* to = gradients + start * call.value_size;
         transpose_rows(gradient_rows, lanes, call.value_size, (T)(1 / call.keep), to);
         for (int lane = 0; lane < lanes; ++lane) {
-            if (lane < panel.used && tile.logsumexp[start + lane] != NOTHING) continue;
+            if (lane < panel.used && tile.logsumexp[start + lane] != NOTHING<T>) continue;
             for (int64_t e = 0; e < call.value_size; ++e) to[e * lanes + lane] = 0;
         }
     }

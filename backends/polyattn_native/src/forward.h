@@ -24,7 +24,7 @@ public:
         Work work = {};
         work.rows = size;
         work.tasks = pairs * ((rows + size - 1) / size);
-        work.scratch = place(call, work, nullptr);
+        work.scratch = Forward(call, work, nullptr).scratch_size;
         work.begin = [](const PolyattnCall& c, const Work& w, int64_t task, void* scratch) {
             Forward(c, w, scratch).begin(task);
         };
@@ -49,30 +49,20 @@ private:
     Panel<T>* panels;
     T *queries, *outputs, *scores, *key_block, *value_block;
     uint8_t* bytes;
+    size_t scratch_size;
 
     Forward(const PolyattnCall& c, const Work& w, void* scratch) : call(c), work_(w) {
         Pieces pieces(scratch);
-        place(*this, pieces);
-    }
-
-    static size_t place(const PolyattnCall& call, const Work& work, void* base) {
-        Forward measured(call, work, base);  // only its sizes are read
-        Pieces pieces(base);
-        return place(measured, pieces);
-    }
-
-    static size_t place(Forward& f, Pieces& pieces) {
-        const PolyattnCall& call = f.call;
-        const int64_t rows = f.work_.rows + 2 * width;
-        f.task = pieces.take<Task>(1);
-        f.panels = pieces.take<Panel<T>>(rows / width + 1);
-        f.queries = pieces.take<T>(rows * call.head_size);
-        f.outputs = pieces.take<T>(rows * (call.value_size + width));
-        f.scores = pieces.take<T>(BLOCK * 2 * width);
-        f.bytes = pieces.take<uint8_t>(BLOCK * 2 * width + 64);
-        f.key_block = pieces.take<T>(copies(call) ? BLOCK * call.head_size : 0);
-        f.value_block = pieces.take<T>(copies(call) ? BLOCK * call.value_size : 0);
-        return pieces.used();
+        const int64_t rows = work_.rows + 2 * width;
+        task = pieces.take<Task>(1);
+        panels = pieces.take<Panel<T>>(rows / width + 1);
+        queries = pieces.take<T>(rows * call.head_size);
+        outputs = pieces.take<T>(rows * (call.value_size + width));
+        scores = pieces.take<T>(BLOCK * 2 * width);
+        bytes = pieces.take<uint8_t>(BLOCK * 2 * width + 64);
+        key_block = pieces.take<T>(copies(call) ? BLOCK * call.head_size : 0);
+        value_block = pieces.take<T>(copies(call) ? BLOCK * call.value_size : 0);
+        scratch_size = pieces.used();
     }
 
     T* query_of(int panel) { return queries + (int64_t)panel * 2 * width * call.head_size; }
@@ -143,7 +133,7 @@ private:
             if (i == 0 && !copies(call)) multiply_ahead(panel, some, some_values, seen);
             else multiply_rows_of(panel, seen.stop - seen.first, some, query_of(i), call.head_size, scores);
             adjust(panel, seen);
-            const bool hides = hide(panel, seen, flags.all);
+            const bool hides = hide(call, panel, seen, flags.all, bytes, scores);
             if (hides && finite < 0) finite = is_finite(values, block.stop - block.first, call.value_size);
             weigh(panel, seen, some_values, output_of(i), hides && !finite);
         }
@@ -172,16 +162,6 @@ private:
         for (const PolyattnArray& bias : call.bias) {
             if (bias.data) add_bias<T>(bias, task->item, panel, seen, scores);
         }
-    }
-
-    // Hide what the rows do not see; return whether anything may be hidden.
-    bool hide(const Panel<T>& panel, Range seen, bool all_set) {
-        const bool inside = seen.first >= panel.every.first && seen.stop <= panel.every.stop;
-        if (!inside) hide_outside(panel, seen, scores);
-        if (!all_set) {
-            keep_set<T>(scores, (seen.stop - seen.first) * panel.lanes(), bytes, -infinity<T>());
-        }
-        return !inside || !all_set || call.bias[0].data || call.bias[1].data;
     }
 
     void weigh(Panel<T>& panel, Range seen, Matrix<T> values, T* output, bool careful) {
@@ -272,8 +252,6 @@ private:
         }
     }
 
-    static float exponential(float x) { return __builtin_expf(x); }
-    static double exponential(double x) { return __builtin_exp(x); }
     static float logarithm(float x) { return __builtin_logf(x); }
     static double logarithm(double x) { return __builtin_log(x); }
 };

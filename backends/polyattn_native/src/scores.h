@@ -258,4 +258,25 @@ template <typename T> void hide_outside(const Panel<T>& panel, Range keys, T* sc
     }
 }
 
+// Hide what the rows do not see, also where bytes of a mask are 0; return whether anything may be hidden.
+template <typename T>
+bool hide(const PolyattnCall& call, const Panel<T>& panel, Range keys, bool all_set, const uint8_t* bytes, T* scores) {
+    const bool inside = keys.first >= panel.every.first && keys.stop <= panel.every.stop;
+    if (!inside) hide_outside(panel, keys, scores);
+    if (!all_set) keep_set<T>(scores, (keys.stop - keys.first) * panel.lanes(), bytes, -infinity<T>());
+    return !inside || !all_set || call.bias[0].data || call.bias[1].data;
+}
+
+// ---- what derivatives compute again ----
+
+// The logsumexp of a row that sees no key, in place of -inf: its weights are 0.
+template <typename T> constexpr T NOTHING = (T)1e30;
+
+// The weights of scores, by the logsumexp of their rows.
+template <typename T> INLINE Vector<T> softmax_weights(Vector<T> scores, Vector<T> logsumexp) {
+    const T largest = sizeof(T) == 4 ? 88 : 709;
+    const Vector<T> x = scores - logsumexp;
+    return exp<T>(select<T>(x > largest, all<T>(largest), x));
+}
+
 }  // namespace POLYATTN_UNIT

@@ -16,9 +16,7 @@ public:
         Work work = {};
         work.rows = 2 * width;
         work.tasks = call.items * call.key_heads * ((rows + work.rows - 1) / work.rows);
-        Tangent measured(call, nullptr);  // only its sizes are read
-        Pieces pieces(nullptr);
-        work.scratch = place(measured, pieces);
+        work.scratch = Tangent(call, nullptr).scratch_size;
         work.begin = [](const PolyattnCall& c, const Work& w, int64_t task, void* scratch) {
             Tangent(c, scratch).begin(w, task);
         };
@@ -28,9 +26,6 @@ public:
 
 private:
     static constexpr int width = Lanes<T>::width;
-
-    // The logsumexp of a row that sees no key, in place of -inf: its weights are 0.
-    static constexpr T NOTHING = (T)1e30;
 
     struct Task {
         int64_t item, key_head, next;
@@ -44,28 +39,25 @@ private:
     T *logsumexp, *sums;                        // [lane]: the sums are tangents of the logsumexp
     T *key_block, *value_block;
     uint8_t* bytes;
+    size_t scratch_size;
 
     Tangent(const PolyattnCall& c, void* scratch) : call(c) {
         Pieces pieces(scratch);
-        place(*this, pieces);
-    }
-    static size_t place(Tangent& t, Pieces& pieces) {
-        const PolyattnCall& call = t.call;
         const int64_t lanes = 2 * width;
-        t.task = pieces.take<Task>(1);
-        t.panel = pieces.take<Panel<T>>(1);
-        t.query = pieces.take<T>(lanes * call.head_size);
-        t.query_tangent = pieces.take<T>(lanes * call.head_size);
-        t.output = pieces.take<T>(lanes * (call.value_size + width));
-        t.weights = pieces.take<T>(BLOCK * lanes);
-        t.shares = pieces.take<T>(BLOCK * lanes);
-        t.bounded = pieces.take<T>(call.softcap != 0 ? BLOCK * lanes : 0);
-        t.logsumexp = pieces.take<T>(lanes);
-        t.sums = pieces.take<T>(lanes);
-        t.key_block = pieces.take<T>(converts(call) ? BLOCK * call.head_size : 0);
-        t.value_block = pieces.take<T>(converts(call) ? BLOCK * call.value_size : 0);
-        t.bytes = pieces.take<uint8_t>(BLOCK * lanes + 64);
-        return pieces.used();
+        task = pieces.take<Task>(1);
+        panel = pieces.take<Panel<T>>(1);
+        query = pieces.take<T>(lanes * call.head_size);
+        query_tangent = pieces.take<T>(lanes * call.head_size);
+        output = pieces.take<T>(lanes * (call.value_size + width));
+        weights = pieces.take<T>(BLOCK * lanes);
+        shares = pieces.take<T>(BLOCK * lanes);
+        bounded = pieces.take<T>(call.softcap != 0 ? BLOCK * lanes : 0);
+        logsumexp = pieces.take<T>(lanes);
+        sums = pieces.take<T>(lanes);
+        key_block = pieces.take<T>(converts(call) ? BLOCK * call.head_size : 0);
+        value_block = pieces.take<T>(converts(call) ? BLOCK * call.value_size : 0);
+        bytes = pieces.take<uint8_t>(BLOCK * lanes + 64);
+        scratch_size = pieces.used();
     }
 
     void begin(const Work& work, int64_t number) {
@@ -83,7 +75,7 @@ private:
             rows_of_query[lane] = numbers_at(call, (const T*)call.query.data, offset, call.head_size, buffer);
             rows_of_tangent[lane] = at<T>(call.query_tangent, task->item, head, row);
             const T found = *at<T>(call.logsumexp, task->item, head, row);
-            logsumexp[lane] = found == -infinity<T>() ? NOTHING : found;
+            logsumexp[lane] = found == -infinity<T>() ? NOTHING<T> : found;
             sums[lane] = 0;
         }
         transpose_rows(rows_of_query, panel->lanes(), call.head_size, (T)call.scale, query);
@@ -112,21 +104,18 @@ private:
     }
 
     void add(Range seen) {
-        const int64_t count = seen.stop - seen.first, size = count * panel->lanes();
+        const int64_t count = seen.stop - seen.first;
         Flags flags = {true, true};
         if (call.mask.data) flags = read_mask(call, task->item, *panel, seen, bytes);
         if (!flags.any) return;
         const Matrix<T> keys = block(call.key, seen, call.head_size, key_block);
         multiply_rows_of(*panel, count, keys, query, call.head_size, weights);
         differentiate_scores(keys, seen, count);
-        const bool inside = seen.first >= panel->every.first && seen.stop <= panel->every.stop;
-        if (!inside) hide_outside(*panel, seen, weights);
-        if (!flags.all) keep_set<T>(weights, size, bytes, -infinity<T>());
+        const bool hides = hide(call, *panel, seen, flags.all, bytes, weights);
         if (call.has_dropout) read_dropout(call, task->item, *panel, seen, bytes);
         weigh(count);
         const Matrix<T> values = block(call.value, seen, call.value_size, value_block);
-        bool careful = !inside || !flags.all || call.bias[0].data || call.bias[1].data;
-        careful = careful && !is_finite(values, count, call.value_size);
+        const bool careful = hides && !is_finite(values, count, call.value_size);
         const Onto<T> onto = {true, nullptr};
         multiply_weights(*panel, call.value_size, values, shares, count, output, onto, careful);
         if (call.value_tangent.data) {
@@ -159,15 +148,14 @@ private:
     // Scores become weights, and their tangents the products of both; -0 where a key is hidden.
     void weigh(int64_t count) {
         const int lanes = panel->lanes();
-        const T largest = sizeof(T) == 4 ? 88 : 709;
         const Vector<T> hidden = all<T>((T)-0.0);
         for (int v = 0; v < lanes; v += width) {
             const Vector<T> total = load(logsumexp + v);
             Vector<T> sum = load(sums + v);
             for (int64_t i = v; i < count * lanes; i += lanes) {
-                const Vector<T> s = load(weights + i), x = s - total;
+                const Vector<T> s = load(weights + i);
                 const Ints<T> is_hidden = s == -infinity<T>();
-                Vector<T> weight = exp<T>(select<T>(x > largest, all<T>(largest), x));
+                Vector<T> weight = softmax_weights<T>(s, total);
                 Vector<T> share = weight * load(shares + i) + 0;
                 sum += select<T>(is_hidden, Vector<T>{}, share);
                 if (call.has_dropout) {
@@ -188,13 +176,12 @@ private:
         T* rows[2 * width];
         for (int lane = 0; lane < lanes; ++lane) {
             const int64_t head = panel->head[lane], row = panel->row[lane];
-            const bool is_empty = logsumexp[lane] == NOTHING;
+            const bool is_empty = logsumexp[lane] == NOTHING<T>;
             factor[lane] = is_empty ? 0 : 1;
             rows[lane] = nullptr;
             if (lane >= panel->used) continue;
             if (call.sinks_tangent && !is_empty) {
-                const T sink = ((const T*)call.sinks)[head], x = sink - logsumexp[lane];
-                const T weight = sizeof(T) == 4 ? (T)__builtin_expf((float)x) : (T)__builtin_exp((double)x);
+                const T weight = exponential(((const T*)call.sinks)[head] - logsumexp[lane]);
                 sums[lane] += weight * ((const T*)call.sinks_tangent)[head];
             }
             rows[lane] = at<T>(call.output_tangent, task->item, head, row);

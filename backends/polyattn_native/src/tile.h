@@ -14,8 +14,6 @@ constexpr int KEYS = 128;
 
 template <typename T> struct Tile {
     static constexpr int width = Lanes<T>::width;
-    // The logsumexp of a row that sees no key, in place of -inf: its weights are 0.
-    static constexpr T NOTHING = (T)1e30;
 
     T *weights, *shares;                  // [panel][key][lane]
     T *raw, *bounded;                     // [key][lane], with a softcap: q·k, then shares before it; tanh
@@ -62,9 +60,7 @@ template <typename T> struct Tile {
         for (const PolyattnArray& bias : call.bias) {
             if (bias.data) add_bias<T>(bias, item, panel, block, p);
         }
-        const bool inside = block.first >= panel.every.first && block.stop <= panel.every.stop;
-        if (!inside) hide_outside(panel, block, p);
-        if (!flags.all) keep_set<T>(p, size, bytes, -infinity<T>());
+        const bool hides = hide(call, panel, block, flags.all, bytes, p);
         if (call.has_dropout) {
             read_dropout(call, item, panel, block, bytes);
             keep_set<T>(g, size, bytes, 0);
@@ -74,7 +70,7 @@ template <typename T> struct Tile {
         for (const PolyattnArray& bias : call.bias_gradient) {
             if (bias.data) add_to_bias(bias, item, panel, block, call.softcap != 0 ? raw : g);
         }
-        return !inside || !flags.all || call.bias[0].data || call.bias[1].data;
+        return hides;
     }
 
 private:
@@ -82,14 +78,13 @@ private:
         constexpr int lanes = Count * width;
         const int64_t start = start_of(number);
         T *p = weights_of(number), *g = shares_of(number);
-        const T largest = sizeof(T) == 4 ? 88 : 709;
         const Vector<T> hidden = all<T>((T)-0.0);
         for (int v = 0; v < lanes; v += width) {
             const Vector<T> total = load(logsumexp + start + v), d = load(delta + start + v);
             Vector<T> softcap_sum = load(softcap_sums + start + v);
             for (int64_t i = v; i < count * lanes; i += lanes) {
-                const Vector<T> s = load(p + i), x = s - total;
-                Vector<T> weight = exp<T>(select<T>(x > largest, all<T>(largest), x));
+                const Vector<T> s = load(p + i);
+                Vector<T> weight = softmax_weights<T>(s, total);
                 Vector<T> share = weight * (load(g + i) - d) + 0;
                 const Ints<T> is_hidden = s == -infinity<T>();
                 if (call.softcap != 0) {

@@ -135,6 +135,9 @@ template <typename T> INLINE Vector<T> exp(Vector<T> x) {
     return select<T>(x < least_exponent<T>(), Vector<T>{}, power + power * rest);
 }
 
+INLINE float exponential(float x) { return __builtin_expf(x); }
+INLINE double exponential(double x) { return __builtin_exp(x); }
+
 // tanh(x), exact where x is small too.
 template <typename T> INLINE Vector<T> tanh(Vector<T> x) {
     const T limit = sizeof(T) == 4 ? 10 : 20;
