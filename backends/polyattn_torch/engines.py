@@ -185,14 +185,18 @@ def _call_cudnn(problem: Problem, x: EngineInputs) -> Result:
 
 
 def aligned(x: torch.Tensor) -> torch.Tensor:
-    """Return a tensor whose vectors are whole and begin at multiples of 16 bytes."""
+    """Return a tensor whose vectors are whole and begin at multiples of 16 bytes, as a copy can."""
     # On others cuDNN computes other numbers (cudnn-frontend#1571), and the memory-efficient kernel
     # reads misaligned addresses (pytorch#183484), as FlashAttention does.
     # torch.compile cannot read where a tensor begins, and copies inputs that are not aligned.
-    steps: list[Any] = [*x.stride()[:-1]]
-    if not torch.compiler.is_compiling():
-        steps.append(x.storage_offset())
-    is_aligned = x.stride(-1) == 1 and not any(step % 8 for step in steps)
+    unit = 16 // x.element_size()
+    start = 0 if torch.compiler.is_compiling() else x.storage_offset()
+    if start % unit == 0 and x.is_contiguous():
+        return x
+    *steps, last = x.stride()
+    if x.shape[-1] % unit:  # a copy would be no better
+        steps = []
+    is_aligned = last == 1 and not any(step % unit for step in (start, *steps))
     return x if is_aligned else x.clone(memory_format=torch.contiguous_format)
 
 

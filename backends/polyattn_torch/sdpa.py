@@ -24,6 +24,7 @@ from polyattn.plugin import (
 from polyattn_torch.attn_mask import attn_mask, made_mask, on_keys
 from polyattn_torch.device_info import describe_device
 from polyattn_torch.engine_report import report_engine
+from polyattn_torch.engines import aligned
 from polyattn_torch.fused import recorded, takes
 from polyattn_torch.onnx_node import reason_in_export
 from polyattn_torch.quirks import refusals
@@ -97,15 +98,16 @@ class Sdpa(Kernel):
         self, problem: Problem, operands: Operands, backend: Backend
     ) -> tuple[Array, Array | None]:
         """Return the output, and the logsumexp if the problem asks for it."""
+        query, key, value = operands[:3]
+        if query.is_cuda:  # torch's engines do not look at addresses
+            query, key, value = aligned(query), aligned(key), aligned(value)
         options = plain_options(problem)
         if options is not None:
-            x = operands
-            return F.scaled_dot_product_attention(x.query, x.key, x.value, **options), None
+            return F.scaled_dot_product_attention(query, key, value, **options), None
         route = route_of(problem)
         mask, empty, logsumexp = None, None, None
         if route.masked:
             mask = attn_mask(problem, operands, route.keys, banded=route.banded)
-        query, key, value = operands[:3]
         whole, problem = problem, on_keys(problem, route.keys)
         if problem is not whole:
             key, value = (x[..., slice(*route.keys), :] for x in (key, value))

@@ -782,11 +782,38 @@ def test_the_efficient_engine_is_given_aligned_arrays(cuda):
     assert called == ["efficient"]
 
 
-def test_a_compiled_program_aligns_arrays():
-    x = randn(2, 4, 6, 9)[..., 1:]
-    found = torch.compile(engines.aligned, fullgraph=True, backend="eager")(x)
-    assert found.stride(-2) == 8
-    assert (found == x).all()
+@pytest.mark.parametrize("is_plain", [True, False])
+def test_torch_is_given_aligned_arrays_on_cuda(monkeypatch, is_plain):
+    class OnCuda(torch.Tensor):
+        is_cuda = True
+
+    given = []
+    engine = F.scaled_dot_product_attention
+    monkeypatch.setattr(
+        F, "scaled_dot_product_attention", lambda *x, **o: given.append(x) or engine(*x, **o)
+    )
+    q = randn(2 * 4 * 6 * 8 + 1)[1:].reshape(2, 4, 6, 8).as_subclass(OnCuda)
+    k = randn(2, 4, 6, 9)[..., 1:]
+    options = {} if is_plain else {"mask": MASK[..., :6]}
+    found = attention(q, k, k, kernel="sdpa", **options)
+    close(found.as_subclass(torch.Tensor), attention(q, k, k, kernel="dense", **options))
+    assert [(x.storage_offset(), x.stride(-2)) for x in given[0]] == [(0, 8)] * 3
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_compiled_program_aligns_arrays(dynamic):
+    program = torch.compile(engines.aligned, fullgraph=True, backend="eager", dynamic=dynamic)
+    for x in randn(2, 4, 6, 9)[..., 1:], randn(2, 6, 4, 8).transpose(1, 2):
+        found = program(x)
+        assert found.stride(-1) == 1
+        assert found.stride(-2) % 8 == 0
+        assert (found == x).all()
+
+
+def test_arrays_whose_copy_is_no_better_stay_where_they_are():
+    x = randn(2, 4, 6, 9)
+    assert engines.aligned(x) is x
+    assert engines.aligned(x.flatten()[9:].reshape(-1, 9)).storage_offset() == 0
 
 
 def test_cudnn_is_given_aligned_arrays(cuda):
