@@ -164,7 +164,7 @@ def _score_mod(problem: Problem, x: Operands) -> Callable[..., torch.Tensor] | N
         if isinstance(x.score_mod, Score):
             score = x.score_mod.apply(score, indices(b, h, i, j))
         elif x.score_mod is not None:
-            score = x.score_mod(score, b, h, i, j)
+            score = indices(b, h, i, j).by_score_mod(x.score_mod, score)
         return score if x.bias is None else score + indices(b, h, i, j).of_scores(x.bias)
 
     return score_mod

@@ -115,7 +115,7 @@ class Sdpa(Kernel):
         inputs = EngineInputs(query, key, value, mask)
         if route.workarounds:
             inputs, empty = apply_workarounds(problem, route.workarounds, inputs)
-        output: Array
+        output: Array | None
         if route.engine is not None:
             output, logsumexp = route.engine.call(problem, inputs)
         else:

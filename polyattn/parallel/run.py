@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import numbers
 from collections.abc import Callable
 from typing import Any
 
@@ -240,7 +241,7 @@ def explain(
         shape = check_shape(given)
         return ArrayFacts(library, dtype, "cpu", (1, *shape) if len(shape) == 2 else shape)
 
-    size = check_size(over) if isinstance(over, int) else communicator_of(over).size
+    size = check_size(over) if isinstance(over, numbers.Integral) else communicator_of(over).size
     arrays = {"query": facts(query), "key": facts(key), "value": facts(value)}
     return examined("explain", arrays, dict(options), size, strategy, layout)
 

@@ -150,7 +150,7 @@ WRONG = {
     "a bias of bools": (TypeError, {"bias": np.ones((5, 7), bool)}, "bias", "bool", "mask="),
     "sinks of integers": (TypeError, {"sinks": np.zeros(4, np.int64)}, "sinks", "int64"),
     "offsets of floats": (
-        TypeError, {"query_offset": np.zeros(2, np.float32)}, "query_offset", "float32",
+        TypeError, {"query_offset": np.zeros(2, np.float32)}, "query_offset", "(2,) float32",
     ),
     "an offset of a float": (TypeError, {"query_offset": 1.5}, "query_offset", "1.5"),
     "two libraries": (

@@ -381,6 +381,16 @@ def test_a_number_that_changes_is_compiled_once(name):
     assert compiled._cache_size() == 1
 
 
+def test_an_eager_call_is_compiled_once_for_both_layouts():
+    arrays = [jnp.asarray(x) for x in (Q, K, V)]
+    compiled._clear_cache()
+    expected = attention(*arrays, kernel="xla")
+    swapped = [x.swapaxes(1, 2) for x in arrays]
+    found = attention(*swapped, kernel="xla", layout="...LHD")
+    np.testing.assert_array_equal(found.swapaxes(1, 2), expected)
+    assert compiled._cache_size() == 1
+
+
 def test_masks_that_hide_nothing_are_not_compiled():
     q, k, v = jnp.asarray(Q[:, :, :1]), jnp.asarray(K), jnp.asarray(V)
     compiled._clear_cache()

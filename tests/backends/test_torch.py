@@ -95,6 +95,21 @@ def test_flex_explains_a_mask_function_that_returns_numbers():
         attention(Q, K, V, kernel="flex", mask=lambda b, h, i, j: i + j)
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (lambda s: None, "score_mod must return an array; got None"),
+        (lambda s: [1.0], "score_mod must return an array; got .1.0"),
+        (lambda s: 1.0, "score_mod must return an array; got 1.0"),
+        (lambda s: s > 0, "score_mod must return real numbers"),
+    ],
+)
+def test_flex_explains_a_score_function_that_returns_something_else(returned, message):
+    with pytest.raises(Exception, match=message):
+        attention(Q, K, V, kernel="flex", score_mod=lambda s, b, h, i, j: returned(s))
+
+
 def test_flex_waits_to_be_asked():
     flex = next(c for c in explain(Q, K, V, softcap=1.0).candidates if c.kernel == "flex")
     assert flex.status == "on request"

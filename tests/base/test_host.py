@@ -177,6 +177,19 @@ def test_sequences_that_are_refused(make, message):
         make()
 
 
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call:UserWarning")
+@pytest.mark.parametrize("name", ["query_offset", "key_lengths", "block_table"])
+def test_a_traced_array_is_refused_by_its_dtype(name):
+    torch.compiler.reset()
+
+    @torch.compile(fullgraph=True, backend="eager")
+    def call(x, given):
+        return attention(x, x, x, **{name: given})
+
+    with pytest.raises(Exception, match=rf"{name} must be an integer.* got .2, 1. .*float32"):
+        call(torch.asarray(X), torch.zeros(2, 1))
+
+
 def test_explain_takes_them_too():
     x = torch.asarray(X)
     mask = masks.segments(IDS)

@@ -418,7 +418,10 @@ def test_tokens_that_cannot_be_shared_are_refused():
     ],
 )
 def test_there_is_a_rank_at_least(call):
-    for size, error in ((0, ValueError), (-2, ValueError), (True, TypeError)):
+    for size, error in (
+        *((size, ValueError) for size in (0, -2, np.int64(0))),
+        (True, TypeError),
+    ):
         with pytest.raises(error, match="the number of ranks must be"):
             call(size)
 

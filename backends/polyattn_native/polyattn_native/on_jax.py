@@ -154,7 +154,6 @@ def prepared(problem: Problem, x: Operands) -> tuple[Problem, Operands]:
     problem = problem._replace(
         device="",
         traced=True,
-        layout=problem.layout if problem.traced else "...HLD",  # others are copied by now
         bias_dtype=None,
         constants=problem.constants & {"bias"},
         features=problem.features & KEPT,

@@ -92,9 +92,9 @@ def _integers(name: str, value: Any, what: str, least_rank: int = 0) -> Any:
     # An array of NumPy that torch.compile traces has no dtype yet.
     is_integers = hasattr(value, "shape") and "int" in str(getattr(value, "dtype", "int"))
     if not is_integers or len(value.shape) < least_rank:
-        if is_array(value):
-            as_facts(value, name)  # may raise with what to pass in its place
-        raise TypeError(f"{name} must be {what}; {got(value)}")
+        # A traced array has no repr under torch.compile.
+        given = as_facts(value, name) if is_array(value) else repr(value)
+        raise TypeError(f"{name} must be {what}; got {given}")
     return value
 
 

@@ -71,7 +71,8 @@ class Problem(NamedTuple):
     dropout_start: Start | None = FROM_ZERO
     #: The lengths of the chunks of each array that is cut, along its axes, by the array's name.
     chunks: tuple[tuple[str, Chunks], ...] = ()
-    #: The axes of the caller's arrays. A kernel gets them heads first, on most libraries as views.
+    #: The axes of the caller's arrays if `traced`; a kernel gets them heads first, where a compiler
+    #: may see through the swap. Otherwise "...HLD": programs kept by Problem serve either layout.
     layout: str = "...HLD"
     page: int | None = None  #: the number of keys in a page, if there is a block table
     #: In a call for gradients, those of query, key, value, bias and sinks whose gradients nobody
@@ -158,6 +159,7 @@ def examine(call: Call) -> Problem:
     if offset is None:
         offset = newest_offset(call, query_length, key_length)
     arrays = call.arrays()
+    traced = any(facts.traced for _, facts in arrays)
     problem = Problem(
         library=call.query.library,
         device=call.query.device,
@@ -179,14 +181,14 @@ def examine(call: Call) -> Problem:
         requires_grad=any(facts.requires_grad for _, facts in arrays),
         trained=frozenset([name for name, facts in arrays if facts.requires_grad]),
         transforms=call.transforms,
-        traced=any(facts.traced for _, facts in arrays),
+        traced=traced,
         mask_spec=call.mask if isinstance(call.mask, Mask) else None,
         score_spec=call.score_mod if isinstance(call.score_mod, Score) else None,
         similarity_spec=call.similarity,
         score_norm=call.scale if isinstance(call.scale, ByNorm) else None,
         dropout_start=None if isinstance(call.dropout_start, ArrayFacts) else call.dropout_start,
         chunks=chunks_heads_first(call),
-        layout=call.layout,
+        layout=call.layout if traced else "...HLD",
         page=page,
         **{name: getattr(call, name) for name in OPTIONS if name not in _REWRITTEN},
     )

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
+from polyattn._base.arguments import got
 from polyattn._base.arrays import (
     Array,
     ArrayFacts,
@@ -18,6 +19,7 @@ from polyattn._base.arrays import (
     cast,
     clip,
     facts_of,
+    is_array,
     is_one_of,
     library_of,
 )
@@ -184,6 +186,27 @@ def call_mask(
     return seen
 
 
+def call_score_mod(
+    rule: Callable[..., Array],
+    at: ScoreIndices,
+    scores: Array,
+    check: Callable[[str, Array], ArrayFacts],
+) -> tuple[Array, ArrayFacts]:
+    """Call a score function; `check` returns the facts of what it returns."""
+    result = rule(scores, at.batch, at.head, at.row, at.column)
+    facts = check("score_mod", result)
+    if facts.dtype == "bool" or "complex" in facts.dtype:
+        raise TypeError(f"score_mod must return real numbers; it returned dtype {facts.dtype}")
+    return result, facts
+
+
+def facts_of_result(name: str, result: Array) -> ArrayFacts:
+    """Return the facts of what a function returns, or raise."""
+    if not is_array(result):
+        raise TypeError(f"{name} must return an array; {got(result)}")
+    return facts_of(result, f"the result of {name}")
+
+
 class PointIndices:
     """Single indices, as a function in FlexAttention's form gets them.
 
@@ -270,9 +293,9 @@ class PointIndices:
 
     def by_rule(self, rule: Callable[..., Array]) -> Array:
         """Call a mask function (b, h, i, j)."""
-        return call_mask(rule, self, lambda name, seen: facts_of(seen, f"the result of {name}"))
+        return call_mask(rule, self, facts_of_result)
 
     def by_score_mod(self, rule: Callable[..., Array], scores: Array) -> Array:
         """Call a score function (score, b, h, i, j)."""
-        changed = rule(scores, self.batch, self.head, self.row, self.column)
+        changed, _ = call_score_mod(rule, self, scores, facts_of_result)
         return cast(self.xp, changed, scores.dtype)

@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
-from polyattn._base.arguments import got
 from polyattn._base.arrays import (
     Array,
     ArrayFacts,
@@ -18,16 +17,20 @@ from polyattn._base.arrays import (
     broadcast_shapes,
     cast,
     check_not_recorded,
-    facts_of,
     index_range,
-    is_array,
     length_of,
     with_rank,
 )
 from polyattn._base.span import Span
 from polyattn._core.call.operands import Operands
 from polyattn._core.call.problem import Problem
-from polyattn._core.expressions.indices import INDEX_LIMIT, call_mask, saturating_sum
+from polyattn._core.expressions.indices import (
+    INDEX_LIMIT,
+    call_mask,
+    call_score_mod,
+    facts_of_result,
+    saturating_sum,
+)
 from polyattn._core.expressions.masks import Mask
 from polyattn._core.expressions.scores import Score
 from polyattn._core.tiles.axes import cut_items
@@ -241,10 +244,7 @@ class Indices:
 
         The result has their dtype, and axes for H, l and s.
         """
-        result = rule(scores, self.batch, self.head, self.row, self.column)
-        facts = self._check("score_mod", result)
-        if facts.dtype == "bool" or "complex" in facts.dtype:
-            raise TypeError(f"score_mod must return real numbers; it returned dtype {facts.dtype}")
+        result, facts = call_score_mod(rule, self, scores, self._check)
         check_not_recorded("score_mod", result, self.xp)
         if len(facts.shape) < len(scores.shape) or facts.shape[-3:] != scores.shape[-3:]:
             if self._problem.is_symbolic:
@@ -261,9 +261,7 @@ class Indices:
         return with_rank(call_mask(rule, self, self._check), self._rank)
 
     def _check(self, name: str, result: Array) -> ArrayFacts:
-        if not is_array(result):
-            raise TypeError(f"{name} must return an array; {got(result)}")
-        facts = facts_of(result, f"the result of {name}")
+        facts = facts_of_result(name, result)
         if facts.library != self._problem.library:
             raise TypeError(
                 f"{name} was called with arrays of {self._problem.library} and must return one; it"
