@@ -177,6 +177,7 @@ def test_sequences_that_are_refused(make, message):
         make()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Dynamo detected a call:UserWarning")
 @pytest.mark.parametrize("name", ["query_offset", "key_lengths", "block_table"])
 def test_a_traced_array_is_refused_by_its_dtype(name):
