@@ -71,8 +71,8 @@ class Expression:
         kept = self.__dict__.get("_placed", {}).get(destination.key) if remembers else None
         # 1M ids compare in 0.02 of the time of a call with one row, a quarter of that of placing.
         if kept is not None and all(copy == memory_of(array) for array, copy in kept[1]):
-            found, copies = kept
-            return self if found is None else found, copies
+            found: V = self if kept[0] is None else kept[0]
+            return found, kept[1]
         copies: Copies = []
 
         def put(name: str, field: Any) -> Any:
