@@ -53,6 +53,12 @@ def test_nothing_to_compute(lengths):
     assert np.array_equal(pullback(output).sinks, sinks)
 
 
+def test_a_gradient_has_the_rank_of_its_array():
+    given = draw((9, 8), (13, 8), (3, 1, 13, 5))
+    output, pullback = attention_vjp(*given)
+    assert [x.shape for x in pullback(output)[:3]] == [x.shape for x in given]
+
+
 # ---- parts of the keys ----
 
 
