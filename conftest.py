@@ -42,7 +42,6 @@ FIRST_CALL = "test_first_call_from_eight_threads"
 
 def pytest_configure(config):
     """Let XLA compile quickly, and all processes share what it compiled, now and next time."""
-    gc.disable()  # the modules and tests that are collected stay
     os.environ.setdefault("XLA_FLAGS", XLA + OLD_EMITTERS * has_old_emitters())
     cache = getattr(config, "cache", None)
     if cache is not None and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
@@ -55,6 +54,11 @@ def has_old_emitters():
         return tuple(map(int, version("jaxlib").split(".")[:2])) < (0, 11)
     except PackageNotFoundError:
         return False
+
+
+def pytest_collectstart():
+    """Leave the modules and tests that are collected to no garbage collector: they stay."""
+    gc.disable()
 
 
 def pytest_collection_finish():

@@ -161,9 +161,7 @@ def _facts(
                     f" the operator TensorScatter; got {opset}"
                 )
             if isinstance(dtype, Mapping) and name in dtype:
-                raise ValueError(
-                    f"dtype names the cache {name}, whose arrays have one: leave it out"
-                )
+                raise ValueError(f"dtype must not name the cache {name}: its arrays have a dtype")
             facts |= arrays_of(name, one)
         else:
             facts[name] = dtypes.get(name, "float32"), one

@@ -136,7 +136,9 @@ class MultiHeadAttention(Module):
         head_size = check_int("head_size", head_size, least=1)
         key_heads = heads if key_heads is None else check_int("key_heads", key_heads, least=1)
         value_size = head_size if value_size is None else value_size
+        value_size = check_int("value_size", value_size, least=0)
         context_size = size if context_size is None else context_size
+        context_size = check_int("context_size", context_size, least=0)
         if fused and context_size != size:
             raise ValueError("a fused map takes tokens of one size; omit context_size")
         create = initializer(like, seed)

@@ -28,7 +28,8 @@ def look_up(table: Array, ids: Array, name: str, offset: int = 0) -> Array:
         )
     check_range(name, ids, range(-offset, table.shape[0] - offset))
     xp = library.xp
-    if ids.dtype not in (xp.int32, xp.int64):  # which may not hold the row, and torch looks up none
+    # torch refuses small integers as rows, and they may not hold the sum with the offset.
+    if ids.dtype not in (xp.int32, xp.int64):
         ids = xp.astype(ids, xp.int32)
     return rows_of(table, ids + offset if offset else ids)
 

@@ -79,9 +79,9 @@ class Linear(Module):
             Whether there is a bias.
         """
         create = initializer(like, seed)
-        check_int("inputs", inputs, least=1)
-        check_int("outputs", outputs, least=1)
-        weight = create.uniform((inputs, outputs), math.sqrt(6 / (inputs + outputs)))
+        check_int("inputs", inputs, least=0)
+        check_int("outputs", outputs, least=0)
+        weight = create.uniform((inputs, outputs), math.sqrt(6 / max(1, inputs + outputs)))
         return cls(weight, create.fill((outputs,), 0.0) if bias else None)
 
     def __call__(self, x: Array) -> Array:
@@ -296,7 +296,7 @@ class FeedForward(Module):
             Whether the maps have biases.
         """
         shared: dict[str, Any] = {"like": like, "seed": initializer(like, seed), "bias": bias}
-        inner = 4 * size if inner is None else inner
+        inner = 4 * size if inner is None else check_int("inner", inner, least=0)
         up = Linear.init(size, inner, **shared)
         down = Linear.init(inner, size, **shared)
         gate = Linear.init(size, inner, **shared) if gated else None

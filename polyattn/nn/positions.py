@@ -327,7 +327,7 @@ class Rotary(Module):
             An array of the shape and dtype of `x`.
         """
         xp = library_of(x).xp
-        if x.shape[-1] < self.size:
+        if x.shape[-1] is not None and x.shape[-1] < self.size:  # an open length of ONNX is None
             raise ValueError(
                 f"vectors of {x.shape[-1]} components have no {self.size} to rotate: give Rotary"
                 " another size"

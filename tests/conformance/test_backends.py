@@ -88,7 +88,7 @@ class TestArrayApi(BackendSuite):
     library = "numpy"
 
     def _marks(self, name):
-        # The core's kernels have no code for some sizes of vectors.
+        # No code of the core's kernels depends on the size of vectors.
         slow = name.startswith("test_sizes[")
         return [*super()._marks(name), *([pytest.mark.slow] if slow else [])]
 

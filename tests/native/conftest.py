@@ -6,7 +6,7 @@ import pytest
 
 try:
     from polyattn_native import library
-except ImportError:  # it is not built
+except (ImportError, OSError):  # it is not installed, or not built
     ISAS: tuple[str, ...] = ()
 else:
     ISAS = tuple(library.instruction_sets(library.library()))

@@ -5,11 +5,9 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
+from optional import jax, jnp, torch
 
 import polyattn
 from polyattn import masks, scores

@@ -332,7 +332,7 @@ WRONG = np.ones((3, 4))
             ValueError,
             "head_size must be at least 1; got 0",
         ),
-        (lambda: nn.Linear.init(-4, 4, like=X), ValueError, "inputs must be at least 1; got -4"),
+        (lambda: nn.Linear.init(-4, 4, like=X), ValueError, "inputs must be at least 0; got -4"),
         (lambda: nn.Embedding.init(4, 0, like=X), ValueError, "size must be at least 1; got 0"),
         (lambda: MHA(24, 5, like=X), ValueError, "5 heads do not divide a size of 24"),
         (lambda: MHA(24, 4, key_heads=3, like=X), ValueError, "multiple of key_heads"),
