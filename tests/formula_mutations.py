@@ -48,6 +48,8 @@ MUTATIONS = (
      "xp.matrix_transpose(xp.flip(key, axis=-2))"),
     ("softcap after bias", FORMULA, SOFTCAP, "", BIAS, BIAS + CAP_LATE),
     ("softcap left out", FORMULA, SOFTCAP, ""),
+    ("a similarity's scores not capped", FORMULA, "if problem.softcap is not None:",
+     "if problem.softcap is not None and similar is None:"),
     ("softcap not divided by", FORMULA, "tanh(normed / problem.softcap)", "tanh(normed)"),
     ("softcap after score_mod", FORMULA, SOFTCAP, "", SCORE_MOD, SCORE_MOD + CAP_LATE),
     ("score_mod after bias", FORMULA, SCORE_MOD, "    s = capped\n", BIAS,
@@ -142,6 +144,7 @@ MUTATIONS = (
      "is_newest = True"),
     ("another mask dropped", LENGTHS, "padding if mask is None else as_mask(mask) & padding",
      "padding"),
+    ("positions of a mask value not thought of", LENGTHS, " or isinstance(mask, Mask)", ""),
     ("heads counted as rows", LENGTHS,
      'axis = -3 if layout == "...LHD" and len(query.shape) > 2 else -2', "axis = -2"),
     # what both are made of
