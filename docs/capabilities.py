@@ -63,6 +63,8 @@ def joining(spec: BackendSpec) -> tuple[Kernel, ...]:
     """Return the compiled kernel of a backend that has one: its class needs no library."""
     if str(NATIVE) not in sys.path:  # not installed where nothing compiles it
         sys.path.append(str(NATIVE))
+        if getattr(sys.modules.get("polyattn_native"), "__file__", None) is None:
+            sys.modules.pop("polyattn_native", None)  # the folder around it, as a namespace
     path = imported("polyattn_native:SPEC").kernels.get(spec.name)
     return () if path is None else (imported(path)(),)
 

@@ -13,7 +13,12 @@ from polyattn._base.arguments import check_int, check_signature, check_window
 from polyattn._base.arrays import Array, facts_of, is_array
 from polyattn._base.host import as_array, is_unreadable
 from polyattn._core.expressions.expression import Expression
-from polyattn._core.expressions.mask_arrays import check_ids, check_lengths, check_parents
+from polyattn._core.expressions.mask_arrays import (
+    check_ids,
+    check_lengths,
+    check_parents,
+    check_positions,
+)
 from polyattn._core.expressions.masks import Dense, Mask, Rule
 from polyattn._core.expressions.patterns import (
     Band,
@@ -200,6 +205,8 @@ def positions(query_positions: Array, key_positions: Array, mask: Mask | None = 
     ------
     TypeError
         If a part of `mask` goes by the indices of rows and keys.
+    ValueError
+        If int64 cannot hold a position, where the array is in NumPy.
 
     Examples
     --------
@@ -211,8 +218,8 @@ def positions(query_positions: Array, key_positions: Array, mask: Mask | None = 
     >>> attention(x, x, x, mask=mask).shape
     (8, 6, 64)
     """
-    rows = check_ids("masks.positions: query_positions", query_positions)
-    keys = check_ids("masks.positions: key_positions", key_positions)
+    rows = check_positions("masks.positions: query_positions", query_positions)
+    keys = check_positions("masks.positions: key_positions", key_positions)
     mask = causal() if mask is None else mask
     other = by_index(mask) if isinstance(mask, Mask) else mask
     if other is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
@@ -68,9 +69,8 @@ class Forward(Body):
 
     def finish(self, state: SoftmaxState, block: Array) -> tuple[Array, Array]:
         """Return output and logsumexp."""
-        output, logsumexp = normalize(self.problem, state, jnp.dtype(self.dtype), jnp)
-        assert logsumexp is not None
-        return output, logsumexp[..., None]
+        results: Any = normalize(self.problem, state, jnp.dtype(self.dtype), jnp)
+        return results[0], results[1][..., None]
 
 
 def weighted_sum(

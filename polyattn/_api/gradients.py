@@ -226,21 +226,21 @@ def as_given(
     for name, gradient in zip(found._fields, found, strict=True):
         given, before = arguments.get(name), None if into is None else getattr(into, name)
         if isinstance(gradient, list):
-            changed[name] = _in_expression(given, gradient, before, into is not None)
+            changed[name] = _in_expression(name, given, gradient, before, into is not None)
         elif gradient is not None:
-            changed[name] = _in_dtype(gradient, given, before, into is not None)
+            changed[name] = _in_dtype(name, gradient, given, before, into is not None)
     return Gradients(**changed)
 
 
-def _in_dtype(gradient: Array, given: Any, before: Any, accumulates: bool) -> Array:
+def _in_dtype(name: str, gradient: Array, given: Any, before: Any, accumulates: bool) -> Array:
     if accumulates and before is None:
         return gradient
     if accumulates:
         shapes = [tuple(getattr(x, "shape", ())) for x in (before, gradient)]
         if shapes[0] != shapes[1]:
             raise ValueError(
-                f"into must have sums of the shapes of the arguments; got {shapes[0]} for a"
-                f" gradient of {shapes[1]}"
+                f"into.{name} must have the shape of the argument, {shapes[1]}; got {shapes[0]}."
+                " Gradients() starts from zero"
             )
         return before + gradient
     # Numbers of the host have none of the library's dtypes.
@@ -249,7 +249,9 @@ def _in_dtype(gradient: Array, given: Any, before: Any, accumulates: bool) -> Ar
     return cast(library_of(gradient).xp, gradient, given.dtype)
 
 
-def _in_expression(given: Any, gradients: list[Array], before: Any, accumulates: bool) -> Any:
+def _in_expression(
+    name: str, given: Any, gradients: list[Array], before: Any, accumulates: bool
+) -> Any:
     """Return an expression with a gradient in place of each array; None if it has no array."""
     if not gradients or not isinstance(given, Expression):
         return None
@@ -257,7 +259,7 @@ def _in_expression(given: Any, gradients: list[Array], before: Any, accumulates:
     sums = iter([] if before is None else [x for _, x in before.carried() if is_array(x)])
     return given.map(
         lambda _, thing: (
-            _in_dtype(next(rest), thing, next(sums, None), accumulates)
+            _in_dtype(name, next(rest), thing, next(sums, None), accumulates)
             if is_array(thing)
             else thing
         )

@@ -59,6 +59,13 @@ def native(array: Any) -> Any:
     return array if getattr(dtype, "isnative", True) else array.astype(dtype.newbyteorder("="))
 
 
+def memory_of(array: Any) -> Any:
+    """Return the bytes of a NumPy array, which a bytearray compares with at the speed of memory."""
+    import numpy
+
+    return numpy.ascontiguousarray(array).view("uint8")
+
+
 def as_array(name: str, value: Any) -> Any:
     """Return a sequence of numbers as a NumPy array, and anything else as `native` does."""
     if not is_sequence(value):
@@ -79,6 +86,18 @@ def _holds_numbers(value: Any) -> bool:
     if is_sequence(value):
         return isinstance(value, range) or all(_holds_numbers(one) for one in value)
     return isinstance(value, numbers.Real) or is_host(value)
+
+
+def check_held(name: str, array: Any, dtype: str, why: str = "") -> None:
+    """Raise unless a dtype holds the integers of a NumPy array."""
+    import numpy
+
+    if not array.size or numpy.can_cast(array.dtype, dtype):
+        return
+    limits = numpy.iinfo(dtype)
+    for number in (int(array.min()), int(array.max())):
+        if not limits.min <= number <= limits.max:
+            raise ValueError(f"{name} holds {number}, which {dtype} cannot{why}")
 
 
 class Destination(NamedTuple):
@@ -120,14 +139,9 @@ class Destination(NamedTuple):
         """Return a NumPy array in its new dtype, contiguous and writable, as torch wants it."""
         import numpy
 
-        if dtype.startswith("int") and array.size:
-            limits = numpy.iinfo(dtype)
-            for number in (int(array.min()), int(array.max())):
-                if not limits.min <= number <= limits.max:
-                    raise ValueError(
-                        f"{name} holds {number}, which {dtype} cannot: that is the dtype of"
-                        f" integers in {self.library} at the moment"
-                    )
+        if dtype.startswith("int"):
+            why = f": that is the dtype of integers in {self.library} at the moment"
+            check_held(name, array, dtype, why)
         with numpy.errstate(over="ignore"):  # float64's finfo.min in a bias becomes −inf
             return numpy.require(array, dtype, ["C", "W"])
 

@@ -42,8 +42,8 @@ class Timing:
     @property
     def spread(self) -> Spread:
         """The median and the quartiles; only for a row with times."""
-        assert self.seconds is not None
-        return Spread(self.seconds, self.low or self.seconds, self.high or self.seconds)
+        seconds: Any = self.seconds
+        return Spread(seconds, self.low or seconds, self.high or seconds)
 
 
 @dataclass

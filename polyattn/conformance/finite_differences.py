@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -84,27 +84,55 @@ def check_gradient(
         _check(f"gradients[{place}]", at, argument, gradient, rng)
 
 
+class Differences(NamedTuple):
+    """Slopes in some directions, those of the gradient too, and what they may differ by."""
+
+    found: Any
+    expected: Any
+    limit: float
+
+    @property
+    def are_exact(self) -> bool:
+        """Whether a gradient of another size would be found."""
+        return bool(self.limit < np.max(np.abs(self.expected)))
+
+
 def _check(name: str, loss: Callable[[Array], float], x: Array, gradient: Array, rng: Any) -> None:
     """Check one gradient in some directions."""
+    start = _numbers(x)
+    size = np.where(np.isfinite(start), np.maximum(1, np.abs(start)), 1)
+    # In large numbers rounding loses a step of 1e-6; one relative to them may pass over the slope.
+    units = (np.ones_like(size), size) if np.any(size > 1) else (size,)
+    every = [_differences(loss, x, gradient, unit, size, rng) for unit in units]
+    for found, expected, limit in [one for one in every if one.are_exact] or every:
+        off = np.abs(found - expected)
+        worst = int(np.argmax(off))
+        # `not <=` finds NaN too, and a gradient of infinity makes its limit infinite.
+        if not off.max() <= limit < np.inf:
+            raise AssertionError(
+                f"{name} is wrong: in a random direction it gives {found[worst]:.9g}, and"
+                f" differences {expected[worst]:.9g} ± {limit:.1g}"
+            )
+
+
+def _differences(
+    loss: Callable[[Array], float], x: Array, gradient: Array, unit: Any, size: Any, rng: Any
+) -> Differences:
+    """Return the slopes in some directions, by steps of so many units in numbers of a size."""
     xp, start, slope = library_of(x).xp, _numbers(x), _numbers(gradient)
-    step = float(xp.finfo(x.dtype).eps) ** (1 / 3)
+    eps = float(xp.finfo(x.dtype).eps)
+    step = eps ** (1 / 3)
     found, near, far = np.zeros((3, DIRECTIONS))
     for n in range(DIRECTIONS):
-        # In large numbers a step that is not relative to them is lost by rounding.
-        along = rng.normal(size=start.shape) * np.maximum(1, np.abs(start))
+        along = rng.normal(size=start.shape) * unit
         for slopes, length in ((near, step), (far, 2 * step)):
             ends = [numbers_like(xp, start + h * along, x.dtype, x) for h in (length, -length)]
             slopes[n] = (loss(ends[0]) - loss(ends[1])) / (2 * length)
-        found[n] = np.sum(slope * along)
+        with np.errstate(invalid="ignore"):  # of gradients of infinity, of both signs
+            found[n] = np.sum(slope * along)
     limit = MARGIN * np.max(np.abs(near - far)) + np.finfo(float).eps * np.max(np.abs(near)) * 2**10
-    off = np.abs(found - near)
-    worst = int(np.argmax(off))
-    # `not <=` finds NaN too.
-    if not off.max() <= limit:
-        raise AssertionError(
-            f"{name} is wrong: in a random direction it gives {found[worst]:.9g}, and differences"
-            f" {near[worst]:.9g} ± {limit:.1g}"
-        )
+    rounding = eps * np.linalg.norm(slope * size) / step  # of the arguments
+    return Differences(found, near, limit + rounding)
 
 
 def _numbers(array: Any) -> Any:

@@ -53,6 +53,12 @@ def test_nothing_to_compute(lengths):
     assert np.array_equal(pullback(output).sinks, sinks)
 
 
+def test_a_gradient_has_the_rank_of_its_array():
+    given = draw((9, 8), (13, 8), (3, 1, 13, 5))
+    output, pullback = attention_vjp(*given)
+    assert [x.shape for x in pullback(output)[:3]] == [x.shape for x in given]
+
+
 # ---- parts of the keys ----
 
 
@@ -147,7 +153,7 @@ def test_what_cannot_be_differentiated_is_refused():
     [
         ({"partial": None}, TypeError, "partial must be the Partial"),
         ({"into": 0}, TypeError, "into must be Gradients; got a int"),
-        ({"into": Gradients(key=np.zeros(7))}, ValueError, r"into must .*; got \(7,\) for a grad"),
+        ({"into": Gradients(key=np.zeros(7))}, ValueError, r"into\.key must .*; got \(7,\)"),
         ({"output_gradient": np.zeros(3)}, ValueError, "output_gradient must have the shape"),
         ({"output_gradient": np.zeros((2, 4, 9, 5), "float32")}, TypeError, "float64 as the query"),
         ({"logsumexp_gradient": np.zeros((2, 4, 8))}, ValueError, "logsumexp_gradient must have"),

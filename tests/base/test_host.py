@@ -96,7 +96,10 @@ def test_compiled_before_a_first_tensor(run_python):
 
 def test_the_expression_keeps_what_was_placed(monkeypatch):
     mask, x = masks.padding(LENGTHS), torch.asarray(X)
-    attention(x, x, x, mask=mask & masks.causal())
+    attention(x, x, x, mask=(both := mask & masks.causal()))
+    ((_, copies),) = both.__dict__["_placed"].values()
+    ((_, own),) = mask.__dict__["_placed"].values()
+    assert own[0][1] is copies[0][1]  # one copy of an array, however deep its expression is
     monkeypatch.setattr("polyattn._base.host.numbers_like", None)
     close(attention(x, x, x, mask=mask | masks.prefix(1)).shape, x.shape)  # in other company too
     assert mask == masks.padding(LENGTHS)
@@ -117,6 +120,17 @@ def test_an_array_that_is_written_to_is_placed_again(xp, dtype):
         attention(x, x, x, mask=mask),
         attention(X, X, X, mask=masks.padding(LENGTHS), is_causal=True),
     )
+
+
+def test_arrays_with_strides_are_kept_until_they_are_written_to(monkeypatch):
+    lengths, x = np.array(LENGTHS)[::-1], torch.asarray(X)
+    mask = masks.padding(lengths)
+    expected = attention(x, x, x, mask=mask)
+    with monkeypatch.context() as patch:
+        patch.setattr("polyattn._base.host.numbers_like", None)
+        close(attention(x, x, x, mask=mask), expected)
+    lengths[0] = 1
+    close(attention(x, x, x, mask=mask), attention(X, X, X, mask=masks.padding([1, 3])))
 
 
 def test_gradients_are_in_the_query_s_library():

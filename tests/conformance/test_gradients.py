@@ -246,7 +246,7 @@ def test_a_gradient_is_checked_on_any_library(library, dtype):
 
     check_gradient(loss, arrays, found[:3])
     check_gradient(loss, arrays, [None, None, found.value])
-    for factor in (1.05, math.nan):
+    for factor in (1.05, math.nan, math.inf):
         with pytest.raises(AssertionError, match=r"gradients\[1\] is wrong: in a random direction"):
             check_gradient(loss, arrays, (found.query, found.key * factor, found.value))
     with pytest.raises(ValueError, match=r"each of the 3 arguments; got 9: .* gradients\[:3\]"):
@@ -260,6 +260,25 @@ def test_a_gradient_is_checked_at_large_arguments():
         check_gradient(lambda x: (x * x).sum(), [x], [2 * x])
         with pytest.raises(AssertionError, match="is wrong"):
             check_gradient(lambda x: (x * x).sum(), [x], [2.1 * x])
+    for x in (np.array([1e4, 0.5]), np.array([3e6, 0.5])):  # a relative step passes over waves
+        check_gradient(lambda x: np.sin(x).sum(), [x], [np.cos(x)])
+        with pytest.raises(AssertionError, match="is wrong"):
+            check_gradient(lambda x: np.sin(x).sum(), [x], [np.cos(x) + np.array([0, 0.001])])
+
+
+def test_a_gradient_is_checked_beside_minus_infinity():
+    arrays, bias = np.random.default_rng(0).normal(size=(3, 2, 5, 4)), np.zeros((5, 5))
+    bias[0, 3] = -math.inf
+    output, pullback = attention_vjp(*arrays, bias=bias)
+    found = pullback(output).bias
+
+    def loss(bias):
+        return (attention(*arrays, bias=bias) ** 2).sum() / 2
+
+    check_gradient(loss, [bias], [found])
+    found[0, 3] = 1
+    with pytest.raises(AssertionError, match="is wrong"):
+        check_gradient(loss, [bias], [found])
 
 
 @pytest.mark.parametrize(

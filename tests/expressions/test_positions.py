@@ -140,6 +140,53 @@ def test_far_positions_are_compared_in_their_dtype_at_narrow_indices():
     np.testing.assert_array_equal(seen[0, 0], np.tri(3, dtype=bool) & ~np.tri(3, k=-2, dtype=bool))
 
 
+@pytest.mark.parametrize(("to", "last"), [(np.asarray, 2**63 - 1), (jnp.asarray, 2**31 - 1)])
+@pytest.mark.parametrize("kernel", ["dense", tiles_of(1)], ids=["dense", "tiled"])
+@pytest.mark.parametrize(
+    ("mask", "seen"),
+    [
+        (masks.window(0, None), [[0, 0, 1], [0, 1, 1]]),
+        (masks.window(2, 0), [[0, 1, 1], [0, 1, 0]]),
+        (masks.dilated(2), [[0, 0, 1], [1, 1, 0]]),
+        (masks.dilated(2**63), [[0, 0, 1], [0, 1, 0]]),
+        (~masks.prefix(2), [[0, 1, 1], [0, 1, 1]]),
+        (masks.global_tokens(0), [[1, 0, 0], [1, 0, 0]]),
+    ],
+    ids=str,
+)
+def test_the_largest_number_of_a_dtype_is_a_position_like_others(to, last, kernel, mask, seen):
+    x = draw(3)[0].astype(np.float32)
+    places = np.array([0, last - 1, last], np.int64 if last > 2**31 else np.int32)
+    mask = masks.positions(to(places[:0:-1]), to(places), mask)
+    y = to(x)
+    found = attention(y[:, :2], y, y, mask=mask, kernel=kernel, backend="array-api")
+    expected = attention(x[:, :2], x, x, mask=np.array(seen, bool))
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_step_may_be_longer_than_any_index(call):
+    x = draw(3)[0]
+    mask = masks.positions(np.arange(3) * 2**30, np.arange(3) * 2**30, masks.dilated(2**31))
+    seen = np.array([[1, 0, 1], [0, 1, 0], [1, 0, 1]], bool)
+    np.testing.assert_allclose(call(x, x, x, mask=mask), attention(x, x, x, mask=seen))
+
+
+def test_positions_that_no_library_holds_are_refused():
+    far = np.array([0, 2**63], np.uint64)
+    for arrays in ((far, [0, 1]), ([0, 1], far)):
+        with pytest.raises(ValueError, match="_positions holds 9223372036854775808, which int64"):
+            masks.positions(*arrays)
+    masks.positions(far // 2, np.zeros(0, np.uint64))
+
+
+def test_narrow_indices_do_not_narrow_ids_and_lengths():
+    b, h, i, j = np.ogrid[:1, :1, :1, :2]
+    at = b, h, i.astype("int8"), j.astype("int8")
+    ids = np.array([1, 257], np.int32)  # equal in 8 bits
+    np.testing.assert_array_equal(masks.segments(ids[:1], ids)(*at)[0, 0], [[True, False]])
+    assert masks.padding(np.array([256], np.int32))(*at).all()
+
+
 def test_tiles_are_skipped_by_the_least_and_greatest_position(monkeypatch):
     visited = []
     module = "polyattn._kernels.tiled"

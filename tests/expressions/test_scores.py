@@ -134,6 +134,19 @@ def test_relative_bias_has_the_buckets_of_t5(bidirectional, buckets, furthest):
     np.testing.assert_array_equal(found.ravel(), theirs.numpy())
 
 
+@pytest.mark.parametrize("furthest", [10**30, 10**400], ids=["30", "400"])
+def test_buckets_that_end_beyond_all_distances(furthest):
+    table = np.arange(16.0)[:, None]
+    value = scores.relative_bias(table, bidirectional=False, max_distance=furthest)
+    zero, away = (
+        np.zeros((1, 1, 1, 1), np.int32),
+        np.array([[[[0, 7, 8, 34_689, 34_690]]]], np.int32),
+    )
+    found = value(np.zeros(away.shape), zero, zero, away, zero)
+    # 10**30 begins the second bucket of the far ones at 8 · (10**30 / 8) ** (1 / 8).
+    np.testing.assert_array_equal(found.ravel(), [0, 7, 8, 8, 8 + (furthest == 10**30)])
+
+
 # ---- in place of the dot product, its scale, and softmax ---------------------------------------
 
 

@@ -64,15 +64,13 @@ class Fallback:
         of_bias = problem.bias
         problem, x = operands(problem, arrays)
         if function == "attend":
-            output, logsumexp = self.kernel(problem, x, self.backend)
-            assert logsumexp is not None
-            return [output, logsumexp[..., None]]
+            return _in_columns(self.kernel(problem, x, self.backend))
         residuals = Residuals(arrays["output"], arrays["logsumexp"][..., 0])
         if function == "push_forward":
             given = {n: arrays.get(f"{n}_tangent") for n in DIFFERENTIABLE}
-            moved = self.kernel.jvp(problem, x, residuals, Tangents(**given), self.backend)
-            assert moved[1] is not None
-            return [moved[0], moved[1][..., None]]
+            return _in_columns(
+                self.kernel.jvp(problem, x, residuals, Tangents(**given), self.backend)
+            )
         return self._gradients(problem, x, residuals, arrays, of_bias)
 
     def _moved(self, problem: Problem, arrays: Arrays) -> list[Array]:
@@ -100,17 +98,21 @@ class Fallback:
             whole["bias"] = jnp.broadcast_to(arrays["bias"], of_bias)
             problem = problem._replace(bias=of_bias)
         x = x._replace(**whole)
-        found = self.kernel.backward(problem, x, residuals, cotangents, self.backend)
+        found: Any = self.kernel.backward(problem, x, residuals, cotangents, self.backend)
         delta = jnp.sum(residuals.output.astype(output.dtype) * output, axis=-1, keepdims=True)
         results: list[Any] = [found.query, found.key, found.value]
         results.append(delta if logsumexp is None else delta - logsumexp)
         if problem.softcap is not None:  # of the rows only their sum is used
-            assert found.softcap is not None
             results.append(jnp.full(delta.shape, found.softcap / math.prod(delta.shape)))
         if of_bias is not None:
-            assert found.bias is not None
             results.append(found.bias)
         return results + (found.score_mod if trained(problem) else [])
+
+
+def _in_columns(results: Any) -> list[Array]:
+    """Return the output, and the logsumexp with the axis that the library gives it."""
+    output, logsumexp = results
+    return [output, logsumexp[..., None]]
 
 
 def _moves_scores(names: Iterable[str]) -> bool:

@@ -11,11 +11,13 @@ from collections.abc import Callable
 from typing import Any, ClassVar, TypeVar
 
 from polyattn._base.arrays import ArrayFacts, facts_of, is_array, is_recorded, library_of
-from polyattn._base.host import Destination, is_host
+from polyattn._base.host import Destination, is_host, memory_of
 from polyattn._base.tracing import is_compiling
 from polyattn._core.expressions.parts import Part
 
 V = TypeVar("V", bound="Expression")
+# Arrays of the caller, and the memory of each as it was placed.
+Copies = list[tuple[Any, bytearray]]
 
 #: The placeholder for a function in a spec.
 FUNCTION = "function"
@@ -56,33 +58,41 @@ class Expression:
     def placed(self: V, destination: Destination) -> V:
         """Return the expression with the NumPy arrays that it carries placed beside the query.
 
-        The expression keeps the arrays, except traced ones: they belong to the program that is
-        traced. The same expression comes back if nothing moves.
+        The expression keeps the arrays until the caller writes to its own, except traced ones: they
+        belong to the program that is traced. The same expression comes back if nothing moves.
         """
         if is_compiling():
             return self.map(lambda name, x: destination.put(name, x) if is_host(x) else x)
-        hosts = [array for _, array in self.carried() if is_host(array)]
-        if not hosts:
-            return self
-        contents = [array.tobytes() for array in hosts]  # the caller may write to them
+        return self._placed_and_copies(destination)[0]
+
+    def _placed_and_copies(self: V, destination: Destination) -> tuple[V, Copies]:
+        """Return the expression as `placed` does, and a copy of each array that moved."""
         remembers = not isinstance(destination.like, ArrayFacts)
         kept = self.__dict__.get("_placed", {}).get(destination.key) if remembers else None
-        if kept is not None and kept[0] == contents:
-            found: V = kept[1]
-            return found
+        # 1M ids compare in 0.02 of the time of a call with one row, a quarter of that of placing.
+        if kept is not None and all(copy == memory_of(array) for array, copy in kept[1]):
+            found: V = self if kept[0] is None else kept[0]
+            return found, kept[1]
+        copies: Copies = []
 
         def put(name: str, field: Any) -> Any:
             if isinstance(field, Expression):
-                return field.placed(destination)
-            return destination.put(name, field) if is_host(field) else field
+                new, within = field._placed_and_copies(destination)
+                copies.extend(within)
+                return new
+            if not is_host(field):
+                return field
+            copy = bytearray(memory_of(field))
+            new = destination.put(name, field)
+            if new is not field:
+                copies.append((field, copy))
+            return new
 
         new = self._rebuilt(put)
-        pairs = zip(self.carried(), new.carried(), strict=True)
-        if all(one is other for (_, one), (_, other) in pairs):
-            return self
         if remembers and not _is_traced(new):
-            self.__dict__.setdefault("_placed", {})[destination.key] = contents, new
-        return new
+            keeps = new if copies else None  # not itself
+            self.__dict__.setdefault("_placed", {})[destination.key] = keeps, copies
+        return new if copies else self, copies
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "_placed"}

@@ -15,6 +15,7 @@ from polyattn._base.arguments import got
 from polyattn._base.arrays import (
     Array,
     ArrayFacts,
+    as_index,
     broadcast_shapes,
     cast,
     clip,
@@ -241,6 +242,7 @@ class PointIndices:
         """Return key minus position, or only its remainder by `modulus`."""
         if modulus is None:
             return self.column - self.position()
+        modulus = min(modulus, INDEX_LIMIT)
         offset = self._offset
         if not isinstance(offset, int):
             offset = cast(self.xp, offset[self.batch], self.column.dtype)
@@ -250,7 +252,7 @@ class PointIndices:
         """Return the number of each batch item, from one for all or an array (...,)."""
         if isinstance(numbers, int):
             return min(numbers, INDEX_LIMIT)
-        return cast(self.xp, self._of_item(numbers, ()), self.column.dtype)
+        return as_index(self.xp, self._of_item(numbers, ()))
 
     def per_head(self, numbers: Array) -> Array:
         """Return the number of each query head, from an array (H,)."""
@@ -265,8 +267,7 @@ class PointIndices:
         return self._of_token(numbers, self.column)
 
     def _of_token(self, numbers: Array, index: Array) -> Array:
-        found = self._of_item(numbers, (index,))
-        return found if found.dtype == self.xp.int64 else cast(self.xp, found, self.column.dtype)
+        return as_index(self.xp, self._of_item(numbers, (index,)))
 
     def _of_item(self, array: Array, rest: tuple[Array, ...]) -> Array:
         """Index an array whose leading axes are the batch's."""

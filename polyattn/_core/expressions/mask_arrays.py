@@ -7,7 +7,7 @@ from typing import Any
 
 from polyattn._base.arguments import check_int
 from polyattn._base.arrays import facts_of, is_array
-from polyattn._base.host import as_array, is_unreadable
+from polyattn._base.host import as_array, check_held, is_host, is_unreadable
 
 
 def check_lengths(name: str, value: Any) -> Any:
@@ -25,6 +25,14 @@ def check_lengths(name: str, value: Any) -> Any:
 def check_ids(name: str, value: Any) -> Any:
     """Return an integer array, or raise."""
     return _integers(name, as_array(name, value), "an integer array")
+
+
+def check_positions(name: str, value: Any) -> Any:
+    """Return an integer array whose numbers are below 2**63, where they can be read, or raise."""
+    positions = check_ids(name, value)
+    if is_host(positions) and not is_unreadable(positions):
+        check_held(name, positions, "int64")
+    return positions
 
 
 def check_parents(name: str, value: Any) -> Any:

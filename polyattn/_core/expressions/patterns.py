@@ -67,7 +67,7 @@ class Dilated(Mask):
     step: int
 
     def seen(self, at: ScoreIndices) -> Array:
-        return at.away_from_row(min(self.step, INDEX_LIMIT)) == 0
+        return at.away_from_row(self.step) == 0
 
     def _coverage(self, block: Block) -> Coverage:
         return Coverage(True, self.step == 1)
@@ -145,7 +145,7 @@ class FirstTokens(Mask):
         for axis, lengths in self._given():
             length = block.per_item(lengths)
             first, stop = block.rows if axis == "rows" else block.columns
-            some, every = some & (first < length), every & (stop <= length)
+            some, every = some & (first < length), every & (stop - 1 < length)
         return Coverage(some, every)
 
     def with_lengths(self, change: Callable[[int], Any]) -> Any:
@@ -277,14 +277,15 @@ class _GivenIndices:
     """The indices of a mask that goes by given positions of rows and keys."""
 
     def __init__(self, at: ScoreIndices, rows: Array, keys: Array) -> None:
-        self.xp, self.per_item, self._rows = at.xp, at.per_item, rows
-        self.column = _moved(keys, 0, at.xp)
+        self.xp, self.per_item, self._rows, self.column = at.xp, at.per_item, rows, keys
 
     def position(self, shift: int = 0) -> Array:
         return _moved(self._rows, shift, self.xp)
 
     def away_from_row(self, modulus: int) -> Array:
-        return (self.column % modulus - self.position() % modulus) % modulus
+        if modulus > self.xp.iinfo(self.column.dtype).max:  # equal ones only are a multiple apart
+            return self.column - self._rows
+        return (self.column % modulus - self._rows % modulus) % modulus
 
 
 class _GivenBlock:
@@ -294,7 +295,8 @@ class _GivenBlock:
 
     def __init__(self, block: Block, rows: tuple[Array, Array], keys: tuple[Array, Array]) -> None:
         self.per_item, self._xp, self._rows = block.per_item, library_of(rows[0]).xp, rows
-        self.columns = _moved(keys[0], 0, self._xp), _moved(keys[1], 0, self._xp) + 1
+        # After the largest number comes the smallest: masks compare 1 less, which it is again.
+        self.columns = keys[0], keys[1] + 1
 
     def first(self, shift: int = 0) -> Array:
         return _moved(self._rows[0], shift, self._xp)
@@ -304,8 +306,8 @@ class _GivenBlock:
 
 
 def _moved(positions: Array, shift: int, xp: Any) -> Array:
-    """Return given positions plus `shift`, so limited that 1 can be added."""
-    limit = int(xp.iinfo(positions.dtype).max) - 1
+    """Return given positions plus `shift`, limited to the numbers of their dtype."""
+    limit = int(xp.iinfo(positions.dtype).max)
     return saturating_sum(positions, shift, xp, positions.dtype, limit)
 
 

@@ -11,7 +11,7 @@ from polyattn._base.arrays import Array, ArrayFacts, cast, is_array, library_of,
 from polyattn._base.host import destination_of
 from polyattn._core.expressions.derivatives import into_heads, used
 from polyattn._core.expressions.expression import RENDERERS, Expression, shown
-from polyattn._core.expressions.indices import PointIndices, ScoreDims, ScoreIndices
+from polyattn._core.expressions.indices import INDEX_LIMIT, PointIndices, ScoreDims, ScoreIndices
 from polyattn._core.expressions.parts import Part
 
 #: The gradient of scores, and of the arrays that a modification carries.
@@ -294,12 +294,15 @@ def _steps(exact: int, each: int, most: int) -> list[int]:
     By T5's rule, ``exact + floor(log(n / exact) / log(most / exact) · (each − exact))``.
     """
     spread = each - exact
+    growth = (math.log(most) - math.log(exact)) / spread
+    limit = 2 * INDEX_LIMIT - 1  # which no distance reaches
+    furthest = math.log(limit)
     found, n = [], exact
     for k in range(1, spread):
-        n = max(n, int(exact * (most / exact) ** (k / spread)) - 1)  # as far as floats tell
-        while n**spread * exact**k < most**k * exact**spread:
+        n = max(n, int(exact * math.exp(min(k * growth, furthest))) - 1)  # as far as floats tell
+        while n < limit and n**spread * exact**k < most**k * exact**spread:
             n += 1
-        found.append(n)
+        found.append(min(n, limit))
     return found
 
 

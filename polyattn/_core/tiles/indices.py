@@ -168,6 +168,7 @@ class Indices:
         """Return key minus position of the row, (..., H, l, s), or its remainder by a modulus."""
         if modulus is None:
             return self.column - self.position()
+        modulus = min(modulus, INDEX_LIMIT)
         row, offset = self.row, self._offset()
         if not isinstance(offset, int):
             offset = cast(self.xp, offset, row.dtype)

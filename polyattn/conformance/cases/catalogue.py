@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from polyattn import masks
 from polyattn._core.call.features import DTYPES
 from polyattn.conformance.cases.accelerated_cases import make_accelerated_cases
 from polyattn.conformance.cases.cache_cases import CACHES, CORNERS, TOPIC
@@ -128,6 +129,10 @@ ALONE: Group = {
     "key lengths, window and mask": {
         **{"key_lengths": Generated(key_lengths), "window": (3, 0), "L": 3},
         **PAIRED["mask array"],
+    },
+    "key lengths and mask value": {
+        **{"key_lengths": Generated(key_lengths), "L": 3},
+        "mask": masks.causal() & masks.dilated(2),
     },
     "key lengths and offset": {"key_lengths": Generated(key_lengths), **PAIRED["offset int"]},
     "one key length": {"key_lengths": 6, "is_causal": True, "L": 3},

@@ -137,6 +137,7 @@ MEETING: dict[str, Group] = {
     "similarity": {
         "scale and mask array": {"scale": 4.0, "mask": random_mask()},
         "score norm": STEPS["score norm"],
+        "softcap and scale": {"softcap": 2.0, "scale": 3.0},
     },
     "score norm": {
         "causal": {"is_causal": True},
@@ -154,6 +155,7 @@ MEETING: dict[str, Group] = {
         "causal and bias": {"bias": normal(), "is_causal": True},
         "score value and mask value": STEPS["score value"] | STEPS["mask value"],
         "dropout": STEPS["dropout"],
+        "softcap": {"softcap": 2.0},
     },
     "dropout": {
         "mask value": STEPS["mask value"],

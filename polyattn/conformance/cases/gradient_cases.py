@@ -53,8 +53,8 @@ OWN = {
             **{"dtype": "float64", "is_causal": True, "bias": normal("BHLS")},
         ),
         make_case(
-            "distance, scale 0, causal, float64",
-            **{"dtype": "float64", "is_causal": True, "scale": 0.0},
+            "distance, scale 0, causal, softcap, float64",
+            **{"dtype": "float64", "is_causal": True, "scale": 0.0, "softcap": 1.5},
             similarity=scores.distance(2),
         ),
         make_case("keys of mean 64", **ALIKE, L=65, S=65),
