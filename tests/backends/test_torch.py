@@ -110,6 +110,18 @@ def test_flex_explains_a_score_function_that_returns_something_else(returned, me
         attention(Q, K, V, kernel="flex", score_mod=lambda s, b, h, i, j: returned(s))
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_flex_keeps_scores_exact_whatever_a_score_function_returns(dtype):
+    x, added = Q.bfloat16(), (300 + torch.arange(6) / 3).to(dtype)
+    found, expected = (
+        attention(x, x, x, kernel=kernel, score_mod=lambda s, b, h, i, j: s + added[j])
+        for kernel in ("flex", "dense")
+    )
+    torch.testing.assert_close(found, expected, atol=2e-2, rtol=2e-2)
+
+
 def test_flex_waits_to_be_asked():
     flex = next(c for c in explain(Q, K, V, softcap=1.0).candidates if c.kernel == "flex")
     assert flex.status == "on request"

@@ -15,6 +15,7 @@ from polyattn._base.arguments import got
 from polyattn._base.arrays import (
     Array,
     ArrayFacts,
+    accumulator_of,
     as_index,
     broadcast_shapes,
     cast,
@@ -298,5 +299,10 @@ class PointIndices:
 
     def by_score_mod(self, rule: Callable[..., Array], scores: Array) -> Array:
         """Call a score function (score, b, h, i, j)."""
-        changed, _ = call_score_mod(rule, self, scores, facts_of_result)
-        return cast(self.xp, changed, scores.dtype)
+        changed, facts = call_score_mod(rule, self, scores, facts_of_result)
+        own = facts_of(scores).dtype
+        # FlexAttention's scores have more bits than their dtype says, and it takes these two only.
+        exact = accumulator_of(own)
+        if facts.dtype in (own, exact):
+            return changed
+        return cast(self.xp, changed, getattr(self.xp, exact))
