@@ -12,6 +12,7 @@ from collections.abc import Callable
 from polyattn._base.arguments import check_int, check_signature, check_window
 from polyattn._base.arrays import Array, facts_of, is_array
 from polyattn._base.host import as_array, is_unreadable
+from polyattn._base.tracing import traced_tensor
 from polyattn._core.expressions.expression import Expression
 from polyattn._core.expressions.mask_arrays import (
     check_ids,
@@ -262,7 +263,10 @@ def tree(parents: Array) -> Mask:
     >>> attention(key[:, -4:], key, key, mask=drafts).shape
     (8, 4, 64)
     """
-    return Tree(ancestors_of(check_parents("masks.tree: parents", parents)))
+    name = "masks.tree: parents"
+    if is_unreadable(parents):  # as a tensor it has a dtype; an array is placed where the query is
+        return Tree(ancestors_of(check_parents(name, traced_tensor(parents))).numpy())
+    return Tree(ancestors_of(check_parents(name, parents)))
 
 
 def dilated(step: int) -> Mask:

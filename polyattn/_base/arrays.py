@@ -340,8 +340,9 @@ def with_rank(array: Array, rank: int) -> Array:
 
 
 def _on_device_of(xp: Any, like: Array) -> dict[str, Any]:
-    device = getattr(like, "device", None)
-    return {} if device is None or array_api_compat.is_jax_namespace(xp) else {"device": device}
+    # NumPy has one device, which torch.compile does not know; jax.numpy places what it traces.
+    device = None if xp.__name__.endswith("numpy") else getattr(like, "device", None)
+    return {} if device is None else {"device": device}
 
 
 def index_range(xp: Any, start: int, stop: Any, like: Array) -> Array:

@@ -58,6 +58,11 @@ def _torch() -> Any:
     return _torch_parts.get("torch")
 
 
+def traced_tensor(array: Any) -> Any:
+    """Return an array of NumPy that torch.compile traces as a tensor, which has a dtype."""
+    return _torch().as_tensor(array)
+
+
 def as_constant(number: float) -> float:
     """Return a float that torch.compile may hold as a symbol as a constant, compiled for each.
 

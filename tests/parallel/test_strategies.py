@@ -35,7 +35,10 @@ GRADIENTS = (
 
 def suited(cases):
     """Return the names of cases with heads before length, few scores, and any number of heads."""
-    few = {n: x for n, x in cases.items() if x.layout == "...HLD" and x.L * x.S <= 400}
+    few = {
+        n: x for n, x in cases.items()
+        if x.layout == "...HLD" and x.L * x.S <= 400 and x.page is None
+    }  # fmt: skip
     return [name for name in few if "of six heads" not in name]
 
 
