@@ -288,10 +288,7 @@ def dilated(step: int) -> Mask:
     >>> masks.window(64, 64) & masks.dilated(4)
     masks.window(64, 64) & masks.dilated(4)
     """
-    number = check_int("masks.dilated: step", step)
-    if number < 1:
-        raise ValueError(f"masks.dilated: step must be at least 1; got {step!r}")
-    return Dilated(number)
+    return Dilated(check_int("masks.dilated: step", step, least=1))
 
 
 def global_tokens(*positions: int) -> Mask:

@@ -138,7 +138,7 @@ def jax_contenders(case: Case, device: str) -> Iterator[Contender]:
 
 
 def torch_gradients(case: Case, device: str) -> Iterator[Contender]:
-    """Yield the forward and backward pass of torch's own function, and the same of polyattn."""
+    """Yield the forward and backward pass by torch's own function, then those by polyattn."""
     import torch
 
     dtype = getattr(torch, case.dtype)

@@ -148,7 +148,7 @@ class Operator(Kernel):
             inputs.append(mask)
         if positions.counted:
             items = xp.arange(length_of(inputs[0], 0), dtype=xp.int64) * 0
-            if len(problem.batch) > 1:  # none of whose lengths is unknown
+            if len(problem.batch) > 1:  # all of their lengths are known
                 keys = xp.reshape(xp.reshape(items, problem.batch) + keys, (-1,))
             inputs.append(items + keys)
         kind = None if mask is None else "bool" if mask.dtype == xp.bool else dtype

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Set
 from typing import Any
 
-from polyattn._base.arrays import Array, ArrayFacts, clip, facts_of, is_array, library_of
+from polyattn._base.arrays import Array, ArrayFacts, cast, clip, facts_of, is_array, library_of
+from polyattn._base.host import as_array
 from polyattn._core.call.operands import Operands, mapped
 from polyattn._core.call.options import OPTIONS
 from polyattn._core.call.problem import Problem
@@ -135,6 +136,15 @@ def convert_like(array: Array, like: Array) -> Array:
     source, target = backend_of(array), backend_of(like)
     values = array if source is target else source.fetch(array)
     return target.place(values, facts_of(like).device or None)
+
+
+def as_float64(array: Array) -> Any:
+    """Return an array of floats, which may be recorded, as float64 in NumPy."""
+    plain = array.detach() if hasattr(array, "detach") else array
+    xp = library_of(plain).xp
+    wide = plain if plain.dtype == xp.float64 else cast(xp, plain, xp.float32)
+    of_numpy = as_array("an example", [0.0])
+    return convert_like(wide, of_numpy).astype(of_numpy.dtype)
 
 
 def _root(backend: Backend) -> str:

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from polyattn._base.arrays import Array, cast, facts_of, library_of, numbers_like
-from polyattn._dispatch.transfer import convert_like
+from polyattn._base.arrays import Array, facts_of, library_of, numbers_like
+from polyattn._dispatch.transfer import as_float64
 
 DIRECTIONS = 4
 # Times the largest difference between the results of two steps, which has the errors of both.
@@ -139,7 +139,4 @@ def _numbers(array: Any) -> Any:
     """Return an array of any library, or a number, as float64 in NumPy."""
     if isinstance(array, (float, int, np.generic)):
         return np.asarray(array, np.float64)
-    plain = array.detach() if hasattr(array, "detach") else array
-    xp = library_of(plain).xp
-    wide = plain if plain.dtype == xp.float64 else cast(xp, plain, xp.float32)
-    return convert_like(wide, np.zeros(1)).astype(np.float64)
+    return as_float64(array)

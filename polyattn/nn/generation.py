@@ -11,7 +11,6 @@ from polyattn._api.names import with_our_names
 from polyattn._base.arguments import check_int, got
 from polyattn._base.arrays import (
     Array,
-    cast,
     facts_of,
     index_range,
     is_array,
@@ -19,7 +18,7 @@ from polyattn._base.arrays import (
     numbers_like,
 )
 from polyattn._base.host import as_array, destination_of
-from polyattn._dispatch.transfer import convert_like
+from polyattn._dispatch.transfer import as_float64, convert_like
 from polyattn.nn.attention import Cache
 from polyattn.nn.cache import KVCache
 from polyattn.nn.ids import check_range
@@ -136,7 +135,7 @@ def generate(
     for number in range(steps):
         first = None if number or kept is None else sent(kept, held[0].lengths)
         logits, held = step(model, new, held, first)
-        last = np.where(ended, last, choose(_numbers(logits)))
+        last = np.where(ended, last, choose(as_float64(logits)))
         new = numbers_like(xp, last[..., None], prompts.dtype, prompts)
         parts.append(new)
         grown += ~ended
@@ -261,14 +260,6 @@ def _check_options(options: Mapping[str, Any]) -> None:
                 f"generate places each token after the one before it, in segment 0: omit {name}, or"
                 " call the model with caches= yourself"
             )
-
-
-def _numbers(logits: Array) -> Any:
-    """Return logits as float64 in NumPy."""
-    plain = logits.detach() if hasattr(logits, "detach") else logits
-    xp = library_of(plain).xp
-    wide = plain if plain.dtype == xp.float64 else cast(xp, plain, xp.float32)
-    return convert_like(wide, np.zeros(1)).astype(np.float64)
 
 
 def _chooser(

@@ -35,10 +35,7 @@ def chunks_of(rank: Any, size: int, layout: str) -> tuple[Any, ...]:
 
 
 def check_size(size: Any) -> int:
-    number = check_int("the number of ranks", size)
-    if number < 1:
-        raise ValueError(f"the number of ranks must be at least 1; got {number}")
-    return number
+    return check_int("the number of ranks", size, least=1)
 
 
 def _check_divisible(length: int, size: int, layout: str) -> None:

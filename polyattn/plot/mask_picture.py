@@ -131,7 +131,7 @@ def evaluate(
     The kinds of scores are None if there are more than `MAX_CELLS`.
     """
     call = _call(mask, query_length, key_length, **options)
-    size = _tile_size(mask, call) if tile is None else _positive("tile", tile)
+    size = _tile_size(mask, call) if tile is None else check_int("tile", tile, least=1)
     evaluated = _Evaluated(mask, call, like, importlib.import_module("numpy"))
     kinds = evaluated.tiles(size)
     few = call.lengths[0] * call.lengths[1] <= MAX_CELLS
@@ -166,8 +166,8 @@ def _call(
     item, head = check_int("item", item), check_int("head", head)
     known, batches = _known(mask)
     rows = _first(query_length, known.get("L"))
-    rows = None if rows is None else _positive("L", rows)
-    keys = _positive("S", _first(key_length, known.get("S"), rows, DEFAULT_LENGTH))
+    rows = None if rows is None else check_int("L", rows, least=1)
+    keys = check_int("S", _first(key_length, known.get("S"), rows, DEFAULT_LENGTH), least=1)
     rows = _first(rows, keys)
     offset = _first(query_offset, known.get("offset"), keys - rows)
     common = broadcast_shapes((), *batches) if batch is None else check_shape(batch)
@@ -184,13 +184,6 @@ def _call(
 
 def _first(*numbers: int | None) -> Any:
     return next((number for number in numbers if number is not None), None)
-
-
-def _positive(name: str, value: Any) -> int:
-    number = check_int(name, value)
-    if number < 1:
-        raise ValueError(f"{name} must be at least 1; got {number}")
-    return number
 
 
 def _known(mask: Mask) -> tuple[dict[str, int], list[tuple[int, ...]]]:

@@ -1,4 +1,4 @@
-"""What NumPy's kernel does in a call."""
+"""Record the passes that NumPy's kernel makes."""
 
 import pytest
 

@@ -16,10 +16,7 @@ def check_lengths(name: str, value: Any) -> Any:
     # NumPy's integers are arrays too, which other libraries cannot use.
     if is_array(value) and not isinstance(value, numbers.Integral):
         return _integers(name, value, "an integer or an integer array")
-    number = check_int(name, value, "an integer, or an array of one for each batch item")
-    if number < 0:
-        raise ValueError(f"{name} must be at least 0; got {value!r}")
-    return number
+    return check_int(name, value, "an integer, or an array of one for each batch item", least=0)
 
 
 def check_ids(name: str, value: Any) -> Any:
