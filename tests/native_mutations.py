@@ -132,7 +132,15 @@ MUTATIONS = (
      "call.softcap != 0 ? raw : g", "g"),
     ("native: no sum over the keys that share a bias", "tile.h",
      "*rows[i] += sum[i];", "*rows[i] = sum[i];"),
-    # None for the turns of tasks that add to a bias: a race shows it, and not in each run.
+    # sums of several tasks
+    ("native: a position whose heads are in two parts", "backward.h",
+     "* size / heads, call.rows) * heads", "* size, call.rows * heads)"),
+    ("native: numbers by distance in two parts", "backward.h",
+     "bias.row == 0 || is_by_distance(bias)", "bias.row == 0"),
+    ("native: tasks that do not wait for the one before", "turns.h",
+     "if (!distance_ || task < distance_) return true;", "return true;"),
+    ("native: groups of rows that hold one position taken for one", "backward.h",
+     "(heads - 1 + work_.rows - 1) / work_.rows", "0"),
     # tangents
     ("native: the tangent of a sink", "tangent.h",
      "sums[lane] += weight *", "sums[lane] += 0 * weight *"),

@@ -287,6 +287,26 @@ def test_bits_depend_neither_on_threads_nor_on_other_rows(dtype: str, isa: str) 
         assert getattr(of_one, name)[1:].tobytes() == getattr(of_item, name).tobytes(), name
 
 
+@pytest.mark.parametrize("group", [3, 5, 6, 7])
+@pytest.mark.parametrize("axes", [(), (2, 1)], ids=["(L, S)", "(B, 1, L, S)"])
+def test_heads_of_a_group_add_to_a_bias_in_one_order(
+    group: int, axes: tuple[int, ...], isa: str
+) -> None:
+    # Half of the rows of the key head end inside a position.
+    rng = np.random.default_rng(3)
+    shapes = (2, group, 100, 64), (2, 1, 300, 64), (2, 1, 300, 64), (*axes, 100, 300)
+    q, k, v, bias = (rng.standard_normal(shape).astype("float32") for shape in shapes)
+    _, vjp = polyattn.attention_vjp(q, k, v, bias=bias, kernel=native.Native())
+
+    def bits(threads: int) -> list[bytes]:
+        with polyattn.use_threads(threads):
+            found = vjp(q)
+        return [found.bias.tobytes(), found.key.tobytes()]
+
+    one = bits(1)
+    assert all(bits(2) == one for _ in range(20))
+
+
 def test_a_hidden_number_that_is_not_finite_changes_nothing(isa: str) -> None:
     rng = np.random.default_rng(4)
     q, k, v = (rng.standard_normal((1, 2, 90, 33)).astype("float32") for _ in range(3))
