@@ -58,6 +58,15 @@ slow: $(VENV)/.test $(VENV)/.native  ## the tests that take long, whole (SLOW="s
 	$(PYTEST) -m "$(SLOW)"
 	$(and $(TEST_NATIVE),$(TEST_NATIVE) -m "$(SLOW)")
 
+# The first compiler that knows C++20 and the vectors of gcc 12.
+PROBE := typedef int V __attribute__((vector_size(16))); V f(V a) { return __builtin_shufflevector(a, a, 3, 2, 1, 0); }
+COMPILER := $(firstword $(foreach cxx,$(if $(filter default,$(origin CXX)),c++ g++ clang++,$(CXX)),$(shell \
+  echo '$(PROBE)' | $(cxx) -std=c++20 -x c++ -fsyntax-only - 2>/dev/null && echo $(cxx))))
+NATIVE := backends/polyattn_native
+COMMA := ,
+CORES = $(shell getconf _NPROCESSORS_ONLN)
+CMAKE = $(or $(shell command -v cmake),$(BIN)/cmake)
+
 native: $(VENV)/.native  ## the compiled kernel, where there is a C++ compiler; demo and test build it too
 
 # $(call cross,NAME,SYSTEM PROCESSOR,COMPILER,EMULATOR)
@@ -158,15 +167,6 @@ $(VENV)/.base: $(CONSTRAINTS) pyproject.toml
 	$(INSTALL) --upgrade pip
 	$(INSTALL) --editable .
 	@touch $@
-
-# The first compiler that knows C++20 and the vectors of gcc 12.
-PROBE := typedef int V __attribute__((vector_size(16))); V f(V a) { return __builtin_shufflevector(a, a, 3, 2, 1, 0); }
-COMPILER := $(firstword $(foreach cxx,$(if $(filter default,$(origin CXX)),c++ g++ clang++,$(CXX)),$(shell \
-  echo '$(PROBE)' | $(cxx) -std=c++20 -x c++ -fsyntax-only - 2>/dev/null && echo $(cxx))))
-NATIVE := backends/polyattn_native
-COMMA := ,
-CORES = $(shell getconf _NPROCESSORS_ONLN)
-CMAKE = $(or $(shell command -v cmake),$(BIN)/cmake)
 
 # The library lies beside the Python code, which is used from where it is.
 $(VENV)/.native: $(VENV)/.base $(NATIVE)/CMakeLists.txt $(NATIVE)/pyproject.toml $(wildcard $(NATIVE)/src/*)
