@@ -125,7 +125,7 @@ MUTATIONS = (
     ("native: gradients cleared that are added to", "backward.h",
      "if (task->part == 0 && !call.adds)", "if (task->part == 0)"),
     ("native: the sums of a part read again", "backward.h",
-     "sums += call.keys * call.value_size;", ""),
+     ", sums += call.value_size", ""),
     ("native: a hidden number added to a gradient", "backward.h",
      "if (factor != 0 || !__builtin_signbit(factor)) sum =", "sum ="),
     ("native: the gradient of a bias after a softcap", "tile.h",

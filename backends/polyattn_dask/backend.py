@@ -35,6 +35,8 @@ class Chunked(Kernel):
         "value_size", "window",
     })  # fmt: skip
 
+    counts_far = features & {"causal", "mask_expression", "score_expression", "window"}
+
     def reasons_against(self, problem: Problem) -> list[str]:
         if problem.dropout_start is None:
             return ["parts of chunks count on from a start of dropout in numbers, not in an array"]

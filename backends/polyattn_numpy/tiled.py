@@ -60,6 +60,8 @@ class Tiled(Kernel):
     batch_invariant = True
     tile = 2**18
 
+    counts_far = frozenset({"causal", "window"})
+
     def only_on_request(self, problem: Problem) -> str | None:
         """Leave small calls to the dense kernel."""
         # Decided by the shape of one item, so that an item is computed alike in any batch.

@@ -29,12 +29,12 @@ struct Case {
     Array query, key, value, key_steps, value_steps, output, logsumexp, first, stop, mask, bias[2], sinks;
     Array output_gradient, logsumexp_gradient, query_gradient, key_gradient, value_gradient, delta, softcap_gradient;
     Array bias_gradient[2];
-    const bool adds_up;  // to numbers that tasks share, of more rows: nothing is compared with the formula
+    const bool of_sums;  // of gradients to which several tasks add; any numbers, not those of the formula
     Array query_tangent, key_tangent, value_tangent, bias_tangent, sinks_tangent, output_tangent, logsumexp_tangent;
     std::vector<int64_t> positions;
     std::vector<int32_t> table;
 
-    explicit Case(uint64_t seed, bool is_of_sums = false) : random{seed}, adds_up(is_of_sums) {
+    explicit Case(uint64_t seed, bool adds = false) : random{seed}, of_sums(adds) {
         function = random.one_of({ATTEND, ATTEND, DIFFERENTIATE, PUSH_FORWARD});
         kind = random.one_of({FLOAT32, FLOAT32, FLOAT64, FLOAT16, BFLOAT16});
         sums = kind == FLOAT64 ? FLOAT64 : FLOAT32;
@@ -49,12 +49,10 @@ struct Case {
         call.head_size = random.between(1, random.one_of<int64_t>({8, 72, 300}));
         call.value_size = random.between(1, random.one_of<int64_t>({8, 72, 300}));
         if (size > 40) call.items = 1, call.heads = call.key_heads = random.between(1, 2);
-        if (adds_up) {
-            function = DIFFERENTIATE;
-            call.page = 0;
+        if (of_sums) {
+            function = DIFFERENTIATE, call.page = 0;
             call.heads = call.key_heads * random.between(1, 8);
-            call.rows = random.between(1, 100);
-            call.keys = random.between(1, 300);
+            call.rows = random.between(1, 100), call.keys = random.between(1, 300);
             call.head_size = random.between(1, 16), call.value_size = random.between(1, 16);
         }
         call.dtype = kind;
@@ -434,7 +432,7 @@ void push_forward(const Case& x, std::vector<Expected>& to, double& largest) {
 }
 
 void Case::add_gradients() {
-    if (adds_up) logsumexp.fill([&] { return 6 + random.normal(); });
+    if (of_sums) logsumexp.fill([&] { return 6 + random.normal(); });
     else add_results(*this);
     output_gradient = made(call.output_gradient, sums, with_items(of_output()));
     if (random.chance(0.5)) logsumexp_gradient = made(call.logsumexp_gradient, sums, by_row());
@@ -444,18 +442,16 @@ void Case::add_gradients() {
     delta = made(call.delta, sums, by_row());
     if (call.softcap != 0) softcap_gradient = made(call.softcap_gradient, sums, by_row());
     for (int n = 0; n < 2; ++n) {
-        if (!random.chance(adds_up ? 0.8 : 0.3)) continue;
-        if (adds_up && random.chance(0.2)) {  // numbers by distance
-            std::vector<int64_t> shape = {call.items, call.heads, 1, call.rows + call.keys - 1};
-            PolyattnArray& view = call.bias_gradient[n];
-            bias_gradient[n] = made(view, sums, shape);
-            view.data = (char*)view.data + (call.rows - 1) * bytes_of(sums);
-            view.row = -1;
+        if (!random.chance(of_sums ? 0.8 : 0.3)) continue;
+        PolyattnArray& view = call.bias_gradient[n];
+        if (of_sums && random.chance(0.2)) {  // numbers by distance
+            bias_gradient[n] = made(view, sums, {call.items, call.heads, 1, call.rows + call.keys - 1});
+            view.data = (char*)view.data + (call.rows - 1) * bytes_of(sums), view.row = -1;
             continue;
         }
         std::vector<int64_t> shape = some(of_scores());
         if (shape[2] < call.rows || shape[3] < call.keys) shape[0] = call.items, shape[1] = call.heads;
-        bias_gradient[n] = made(call.bias_gradient[n], sums, shape, true);
+        bias_gradient[n] = made(view, sums, shape, true);
     }
     call.adds = random.chance(0.3);
 }
@@ -516,78 +512,45 @@ bool compare(Expected& expected, double tolerance, bool drops, const char* name,
     return same;
 }
 
-const char* const names[3][7] = {{"output", "logsumexp"},
-                                 {"query's gradient", "key's gradient", "value's gradient", "delta",
-                                  "softcap's gradient", "first bias's gradient", "second bias's gradient"},
-                                 {"output's tangent", "logsumexp's tangent"}};
-
-typedef std::vector<std::vector<char>> Bits;
-
-Bits bits_of(const std::vector<Array>& arrays) {
-    Bits bits;
-    for (const Array& array : arrays) bits.push_back(array ? array.bytes() : std::vector<char>());
-    return bits;
-}
-
-// Compute on so many threads, from what was in the arrays before.
-bool computes(Case& x, int64_t threads, std::vector<Array>& written, const Bits& before, uint64_t seed) {
-    for (size_t n = 0; n < written.size(); ++n) {
-        if (written[n]) written[n].restore(before[n]);
-    }
-    PolyattnCall call = x.call;
-    call.threads = (int32_t)threads;
-    void* state = nullptr;
-    int status;
-    while ((status = compute(x, call, &state)) == 1) {}
-    if (status == 0 && !state) return true;
-    return printf("seed %llu: status %d\n", (unsigned long long)seed, status), false;
-}
-
-// Whether a random call is right on one thread, and has the same bits on more.
-bool is_right(uint64_t seed) {
-    Case x(seed);
+// Whether a random call is right on one thread, and has the same bits on more; only the latter if of sums.
+bool is_right(uint64_t seed, bool of_sums = false) {
+    static const char* const names[3][7] = {{"output", "logsumexp"},
+                                            {"query's gradient", "key's gradient", "value's gradient", "delta",
+                                             "softcap's gradient", "first bias's gradient", "second bias's gradient"},
+                                            {"output's tangent", "logsumexp's tangent"}};
+    Case x(seed, of_sums);
     std::vector<Array> written = x.written();
     std::vector<Expected> expected(written.begin(), written.end());
     double largest = 1;
-    (x.function == ATTEND ? attend : x.function == DIFFERENTIATE ? differentiate : push_forward)(x, expected, largest);
-    Bits before = bits_of(written), bits[2];
-    for (int run = 0; run < 2; ++run) {
-        if (!computes(x, run ? x.random.between(2, 4) : 1, written, before, seed)) return false;
-        bits[run] = bits_of(written);
+    auto* formula = x.function == ATTEND ? attend : x.function == DIFFERENTIATE ? differentiate : push_forward;
+    if (!of_sums) formula(x, expected, largest);
+    std::vector<std::vector<char>> before, bits;
+    for (const Array& array : written) before.push_back(array ? array.bytes() : std::vector<char>());
+    for (int run = 0; run < (of_sums ? 5 : 2); ++run) {
+        for (size_t n = 0; n < written.size(); ++n) {
+            if (written[n]) written[n].restore(before[n]);
+        }
+        PolyattnCall call = x.call;
+        call.threads = run ? (int32_t)x.random.between(2, 4) : 1;
+        void* state = nullptr;
+        int status;
+        while ((status = compute(x, call, &state)) == 1) {}
+        if (status != 0 || state) return printf("seed %llu: status %d\n", (unsigned long long)seed, status), false;
+        for (size_t n = 0; n < written.size(); ++n) {
+            if (run == 0) bits.push_back(written[n] ? written[n].bytes() : std::vector<char>());
+            if (!written[n] || written[n].bytes() == bits[n]) continue;
+            const char* name = names[x.function][n];
+            return printf("seed %llu: bits of %s on more threads\n", (unsigned long long)seed, name), false;
+        }
     }
     for (size_t n = 0; n < written.size(); ++n) {
-        if (!written[n]) continue;
+        if (!written[n] || of_sums) continue;
         const char* name = names[x.function][n];
         double tolerance = (x.sums == FLOAT32 ? 2e-6 : 1e-14) * (x.function == ATTEND ? 2 : 20) * (1 + largest);
         if (x.function == ATTEND && n == 0) tolerance += x.kind == FLOAT16 ? 5.5e-4 : x.kind == BFLOAT16 ? 4.5e-3 : 0;
         if (!compare(expected[n], tolerance, x.call.has_dropout, name, seed)) return false;
-        if (bits[0][n] != bits[1][n])
-            return printf("seed %llu: bits of %s on more threads\n", (unsigned long long)seed, name), false;
         if (!written[n].keeps_gaps(before[n]))
             return printf("seed %llu: written beside %s\n", (unsigned long long)seed, name), false;
-    }
-    return true;
-}
-
-// Whether sums to which tasks of several threads add have the bits of one thread, each time.
-bool keeps_bits(uint64_t seed) {
-#if defined(__SANITIZE_THREAD__)  // which sees what is not ordered, also where it does no harm
-    const int runs = 3;
-#else
-    const int runs = 21;
-#endif
-    Case x(seed, true);
-    std::vector<Array> written = x.written();
-    const Bits before = bits_of(written);
-    Bits of_one;
-    for (int run = 0; run < runs; ++run) {
-        if (!computes(x, run == 0 ? 1 : 2 + run % 2 * 2, written, before, seed)) return false;
-        Bits bits = bits_of(written);
-        if (run == 0) of_one = bits;
-        for (size_t n = 0; n < bits.size(); ++n) {
-            if (bits[n] == of_one[n]) continue;
-            return printf("seed %llu: bits of %s\n", (unsigned long long)seed, names[DIFFERENTIATE][n]), false;
-        }
     }
     return true;
 }
@@ -674,7 +637,7 @@ int main(int count_of_words, char** words) {
     for (uint64_t n = seed; n < seed + count; ++n) {
         const std::string& set = sets[(size_t)(n % sets.size())];
         if (!polyattn_use(set.c_str())) return printf("%s is not known here\n", set.c_str()), 2;
-        const bool right = only_sums || n % 97 % 12 == 6 ? keeps_bits(n)
+        const bool right = only_sums || n % 97 % 12 == 6 ? is_right(n, true)
                            : n % 97 == 96                ? ends(n, (Function)(n / 97 % 3))
                            : n % 97 == 48                ? are_right(n)
                            : n % 97 == 72                ? is_right_in_child(n)

@@ -117,8 +117,7 @@ private:
     // Where the gradients of a key and of its value are added up.
     T* part_sums() const {
         const int64_t pair = task->item * call.key_heads + task->key_head;
-        const int64_t before = pair * (parts_of(call) - 1) + task->part - 1;
-        return (T*)parts_in(work_.shared_memory, call, work_) + before * size_of_part(call);
+        return (T*)parts_in(work_.shared_memory, call, work_) + pair * size_of_part(call);
     }
     T* key_row(int64_t key) const {
         if (task->part) return part_sums() + key * call.head_size;
@@ -130,19 +129,15 @@ private:
     }
 
     static void join_parts(const PolyattnCall& call, const Work& work, void* shared) {
-        const int64_t parts = parts_of(call);
         const T* sums = (const T*)parts_in(shared, call, work);
-        for (int64_t pair = 0; pair < call.items * call.key_heads; ++pair) {
+        const int64_t pairs = (parts_of(call) - 1) * call.items * call.key_heads;
+        for (int64_t pair = 0; pair < pairs; ++pair) {
             const int64_t item = pair / call.key_heads, head = pair % call.key_heads;
-            for (int64_t part = 1; part < parts; ++part) {
-                for (int64_t key = 0; key < call.keys; ++key) {
-                    add(sums + key * call.head_size, call.head_size, at<T>(call.key_gradient, item, head, key));
-                }
-                sums += call.keys * call.head_size;
-                for (int64_t key = 0; key < call.keys; ++key) {
-                    add(sums + key * call.value_size, call.value_size, at<T>(call.value_gradient, item, head, key));
-                }
-                sums += call.keys * call.value_size;
+            for (int64_t key = 0; key < call.keys; ++key, sums += call.head_size) {
+                add(sums, call.head_size, at<T>(call.key_gradient, item, head, key));
+            }
+            for (int64_t key = 0; key < call.keys; ++key, sums += call.value_size) {
+                add(sums, call.value_size, at<T>(call.value_gradient, item, head, key));
             }
         }
     }
