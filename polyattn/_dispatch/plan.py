@@ -25,7 +25,7 @@ def reasons_against(kernel: Kernel, problem: Problem) -> list[str]:
         return ["it takes no empty arrays"]
     longest = max(length or 0 for length in problem.scores[-2:])
     if longest > INDEX_LIMIT and (counted := problem.features & COUNTING - kernel.counts_far):
-        return [f"with {', '.join(sorted(counted))} it takes 2**30 rows or keys, not {longest:,}"]
+        return [f"for {', '.join(sorted(counted))} it counts to 2**30, and S or L is {longest:,}"]
     return kernel.reasons_against(problem)
 
 

@@ -216,6 +216,21 @@ def test_positions_may_be_far_away_and_far_apart(options: str, offset: Any) -> N
     np.testing.assert_allclose(results[1], results[0], atol=1e-6)
 
 
+@pytest.mark.parametrize("keys", [2**30 + 100, 2**31 + 100, 2**32 + 100])
+def test_rows_see_keys_beyond_32_bits(keys: int, isa: str) -> None:
+    query, one = np.zeros((1, 3, 1), "float32"), np.ones((1, 1, 1), "float32")
+    far = np.broadcast_to(one, (1, keys, 1))  # without memory
+    for options, seen in (
+        ({"window": (10, 0)}, [11, 11, 11]),
+        ({"window": (10, 1)}, [12, 12, 11]),
+        ({"window": (10, 0), "query_offset": keys - 1}, [11, 10, 9]),
+        ({"window": (5, None), "is_causal": True}, [6, 6, 6]),
+    ):
+        for kernel in (native.Native(), "tiled"):
+            found = polyattn.attention_partial(query, far, far, **options, kernel=kernel)
+            np.testing.assert_allclose(np.exp(found.logsumexp[0]), seen, rtol=1e-6)
+
+
 def test_a_gradient_of_16_bits_may_have_any_strides() -> None:
     rng = np.random.default_rng(11)
     x, moved = (rng.standard_normal(shape).astype("float16") for shape in ((2, 5, 4), (2, 4, 5)))
