@@ -22,6 +22,7 @@ WEIGHTS = (
     "test_the_weights_of_the_gradient_have_the_bits_of_those_of_the_output"
 )
 UNROUNDED = "tests/api/test_gradients.py::test_the_output_is_not_rounded_before_its_gradient"
+MEANINGS = "polyattn/conformance/functions/interpretations.py"
 NN = "tests/nn/test_layers.py::"
 ANGLES = "tests/nn/test_positions.py::"
 STRICT = "tests/backends/test_jax.py::"
@@ -270,6 +271,39 @@ MUTATIONS = (
      "slots without poison", "polyattn/conformance/cases/case.py",
      "np.swapaxes(arrays[name], -3, -2)[self._unused(options)] = self.poison",
      "pass"),
+    # functions of others
+    (FUNCTIONS + "test_a_softcap_after_the_mask_is_found_by_the_quick_choice",
+     "a quick choice without two options together", "polyattn/conformance/cases/catalogue.py",
+     "NO_ROWS | ADVERSARIAL | IN_ORDER)",
+     "NO_ROWS | ADVERSARIAL)"),
+    (FUNCTIONS + "test_the_signatures_of_the_dialects_are_known[flash_attn:flash_attn_func]",
+     "a logsumexp that nobody asks for", "polyattn/conformance/functions/signatures.py",
+     "    options |= {name: name for name in RETURNS_LOGSUMEXP & given.keys()}\n",
+     ""),
+    (FUNCTIONS + "test_a_kernel_that_takes_masks_as_arrays_is_given_no_function",
+     "a function for a mask that is an array", "polyattn/conformance/functions/signatures.py",
+     'if callable(left.get("mask")) and "mask" in names and "score_mod" not in names:',
+     "if False:"),
+    (FUNCTIONS + "test_every_pair_of_meanings_of_every_case_is_a_call[few]",
+     "a meaning of an option that is taken away", MEANINGS,
+     "lambda call: None if call.get(name) is None else give(call)",
+     "lambda call: give(call)"),
+    (FUNCTIONS + "test_a_difference_is_interpreted[softcap, causal]",
+     "a hidden score that is not the least of a softcap", MEANINGS,
+     "np.where(seen[at], capped, np.asarray(-c, s.dtype))",
+     "np.where(seen[at], capped, np.asarray(0, s.dtype))"),
+    (FUNCTIONS + "test_what_returns_no_array_raises_in_every_case_and_ends_no_report[exit]",
+     "a function that ends the report", "polyattn/conformance/functions/check.py",
+     "    except (Exception, SystemExit) as error:\n        return",
+     "    except Exception as error:\n        return"),
+    (FUNCTIONS + "test_what_returns_no_array_raises_in_every_case_and_ends_no_report[generator]",
+     "a result that is no array taken for one", "polyattn/conformance/functions/check.py",
+     'if not hasattr(returned, "shape"):',
+     "if returned is None:"),
+    ("tests/dispatch/test_registry.py::test_an_undeclared_dtype_or_device_is_refused",
+     "a device that is refused without the spec's list", "polyattn/_dispatch/placement.py",
+     "if it can, add devices={(*spec.devices, kind)} there",
+     "see its page"),
     # calls over many ranks
     (STRATEGIES + "test_numbers_from_the_host_go_where_the_query_is[mask1]",
      "facts in place of arrays", "polyattn/parallel/call.py",
