@@ -190,6 +190,13 @@ def test_a_difference_is_interpreted(name):
     assert finding.deviation.units > 10
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_sums_in_16_bits_are_named(dtype):
+    case = make_case("sums", dtype=dtype, values="keys of mean 64", L=5, S=257, D=32)
+    finding = check(lambda *arrays: textbook(*arrays)[0], case)
+    assert (finding.status, finding.interpretation) == (DIFFERS, f"computed in {dtype}")
+
+
 @pytest.mark.parametrize(
     "cases", [ESSENTIAL, pytest.param(CASES, marks=pytest.mark.slow)], ids=["few", "all"]
 )

@@ -12,7 +12,6 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -294,7 +293,9 @@ def _from_the_first(call: Call) -> Call | None:
     return {"query_offset": 0} if placed and L != S and call.get("query_offset") is None else None
 
 
-def _computed_in(narrow: str, wide: str, call: Call) -> Call | None:
+def _computed_in(narrow: str, call: Call) -> Call | None:
+    """Compute float64 in float32, and 16 bits in themselves."""
+    wide = {"float32": "float64"}.get(narrow, narrow)
     return {"computed in": narrow} if call["query"].dtype == wide else None
 
 
@@ -340,7 +341,7 @@ INTERPRETATIONS: dict[str, Change] = {
     "the root of the scale is rounded to float32": partial(_float32_scale, True),
     "every row is NaN": lambda call: {"score_mod": lambda s, *_: s * np.asarray(np.nan, s.dtype)},
     **{
-        f"computed in {narrow}": partial(_computed_in, narrow, wide)
-        for wide, narrow in pairwise(("float64", "float32", "float16", "bfloat16"))
+        f"computed in {narrow}": partial(_computed_in, narrow)
+        for narrow in ("float32", "float16", "bfloat16")
     },
 }
