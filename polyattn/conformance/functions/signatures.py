@@ -13,6 +13,7 @@ from polyattn._base.arrays import Array, library_of
 from polyattn.conformance.functions.serving import ADAPTERS, Function, NoArgumentError, packed
 from polyattn.dialects._names import NAMES, Names
 
+Options = dict[str, Any]
 #: The parameters by which functions are asked for the logsumexp, beside the output.
 RETURNS_LOGSUMEXP = frozenset(
     ("return_attn_probs", "return_softmax_lse", "return_lse", "return_residual")
@@ -31,9 +32,7 @@ def parameters_of(function: Function) -> tuple[frozenset[str], bool]:
     return frozenset(by_name), any(p.kind == p.VAR_KEYWORD for p in parameters)
 
 
-def arguments_for(
-    function: Function, options: dict[str, Any], *, grouped: bool = False
-) -> dict[str, Any]:
+def arguments_for(function: Function, options: Options, *, grouped: bool = False) -> Options:
     """Return options of `polyattn.attention` as the keyword arguments of a function.
 
     An option goes to the parameter with its name. A mask array and a bias without such a parameter
@@ -90,9 +89,7 @@ _FEATURES_OF = {
 }
 
 
-def without_idle(
-    function: Function, features: frozenset[str], options: dict[str, Any]
-) -> dict[str, Any]:
+def without_idle(function: Function, features: frozenset[str], options: Options) -> Options:
     """Return the options without those that change nothing and have no parameter."""
     names, others = parameters_of(function)
     return {
