@@ -78,20 +78,13 @@ _KINDS = {
     **{name: "topic" for name in TOPICS if name != "formula"},
     **{"logsumexp": "parts", "items by themselves": "parts", "rows by themselves": "parts"},
 }
+_ROWS = ("cache, new rows", "pages, new rows")
+_ONE_THING = ("scale", "softcap", "causal", "grouped heads", "sinks", "mask hides some rows")
 #: The rows of other checks: which, and the names of the cases.
 _OTHERS: dict[str, tuple[Callable[..., Finding], tuple[str, ...]]] = {
-    "logsumexp": (
-        check_logsumexp,
-        ("plain", "scale", "softcap", "causal", "grouped heads", "sinks", "mask hides some rows"),
-    ),
-    "items by themselves": (
-        partial(check_parts, part=of_item),
-        ("plain", "cache, new rows", "pages, new rows"),
-    ),
-    "rows by themselves": (
-        partial(check_parts, part=of_row),
-        ("cache, new rows", "pages, new rows"),
-    ),
+    "logsumexp": (check_logsumexp, ("plain", *_ONE_THING)),
+    "items by themselves": (partial(check_parts, part=of_item), ("plain", *_ROWS)),
+    "rows by themselves": (partial(check_parts, part=of_row), _ROWS),
 }
 
 
