@@ -58,7 +58,7 @@ MODELS = [
 def inputs_of(name):
     """Return what a model of transformers takes, what the same one here takes, and its options."""
     if name in DECODERS:
-        return {"input_ids": IDS}, IDS, {"is_causal": True}
+        return {"input_ids": IDS}, IDS, {}
     if name == "vit":
         return {"pixel_values": SEEN}, SEEN, {}
     if name == "whisper":
@@ -135,8 +135,8 @@ def test_a_decoder_reads_caches_on_every_library(made, name, kind):
     to, back = library(kind)
     theirs = made(name, DECODERS[name])
     model = nn.load.model(theirs.state_dict(), theirs.config.to_dict(), like=to(FLOAT32))
-    _, caches = model(to(IDS[:, :9]), caches=model.caches(16, batch=(2,)), is_causal=True)
-    found, _ = model(to(IDS[:, 9:]), caches=caches, is_causal=True)
+    _, caches = model(to(IDS[:, :9]), caches=model.caches(16, batch=(2,)))
+    found, _ = model(to(IDS[:, 9:]), caches=caches)
     close(back(found), outputs_of(theirs)[:, 9:], WIDER.get(name, 2e-6))
 
 
@@ -184,8 +184,8 @@ def test_rotary_scaling_is_transformers_own(made, rope, length, told):
     expected = outputs_of(theirs, ids)
     longer = {"length": length} if rope == "dynamic" and told else {}
     model = nn.load.model(theirs.state_dict(), theirs.config.to_dict(), like=FLOAT32, **longer)
-    near(model(ids, is_causal=True), expected)
-    near(model(ids, is_causal=True, positions=range(length)), expected)
+    near(model(ids), expected)
+    near(model(ids, positions=range(length)), expected)
 
 
 def compiled(kind, function):
@@ -200,7 +200,7 @@ def test_dynamic_scaling_follows_the_length_in_a_compiled_function(made, kind):
     to, back = library(kind)
     theirs = rotated(made, "dynamic", num_hidden_layers=1)
     model = loaded(theirs, to(FLOAT32))
-    run = compiled(kind, lambda ids: model(ids, is_causal=True))
+    run = compiled(kind, lambda ids: model(ids))
     for length in (9, 40):  # without scaling, and with
         ids = np.random.default_rng(5).integers(0, 50, (1, length))
         near(back(run(to(ids.astype(np.int32)))), outputs_of(theirs, ids))
@@ -214,14 +214,14 @@ def test_dynamic_scaling_follows_a_cache_as_in_transformers(made):
         with torch.no_grad():
             expected = theirs(torch.from_numpy(ids), past_key_values=cached, use_cache=True)
         cached = expected.past_key_values
-        found, caches = model(ids, caches=caches, is_causal=True)
+        found, caches = model(ids, caches=caches)
         near(found, expected.logits)
 
 
 def test_rotary_scaling_under_its_old_names_is_understood(made):
     theirs = rotated(made, "linear")
     old = {"rope_theta": 10000.0, "rope_scaling": {"type": "linear", "factor": 4.0}}
-    near(loaded(theirs, rope_parameters=None, **old)(IDS, is_causal=True), outputs_of(theirs))
+    near(loaded(theirs, rope_parameters=None, **old)(IDS), outputs_of(theirs))
 
 
 # ---- names of weights ---------------------------------------------------------------------------
@@ -262,7 +262,7 @@ def test_a_tied_model_may_be_stored_under_the_name_of_its_output_map(made):
     state["lm_head.weight"] = state.pop("transformer.wte.weight")
     config = gpt2.config.to_dict()
     model = nn.load.model(state, config, like=FLOAT32)
-    close(model(IDS, is_causal=True), outputs_of(gpt2))
+    close(model(IDS), outputs_of(gpt2))
     del config["tie_word_embeddings"]  # whose default is true
     bare = nn.load.model(state, config, like=FLOAT32, logits=False)
     np.testing.assert_array_equal(bare.embedding.weight, model.embedding.weight)
@@ -276,7 +276,7 @@ def test_a_base_model_has_logits_if_the_embedding_is_tied_or_is_told_how_it_is_l
     gpt2, llama = (made(name, DECODERS[name]) for name in ("gpt2", "llama"))
     state = gpt2.transformer.state_dict()
     bare = nn.load.model(state, gpt2.config.to_dict(), like=FLOAT32)
-    close(bare(IDS, is_causal=True), outputs_of(gpt2))
+    close(bare(IDS), outputs_of(gpt2))
     with pytest.raises(ValueError, match=r"lm_head\.weight: missing.* pass logits=False"):
         nn.load.model(llama.model.state_dict(), llama.config.to_dict(), like=FLOAT32)
 
