@@ -128,6 +128,22 @@ def test_a_model_is_transformers_own(made, tmp_path, name, head, kind):
         close(found[at], expected[at], wider)
 
 
+@pytest.mark.parametrize("name", DECODERS)
+def test_a_decoder_is_causal_unless_its_config_or_the_call_says_otherwise(made, name):
+    theirs = made(name, DECODERS[name] | {"is_causal": False})
+    ahead = outputs_of(theirs)
+    model = loaded(theirs)
+    near(model(IDS), ahead)
+    with pytest.raises(ValueError, match="the model is not causal"):
+        nn.generate(model, IDS, 1)
+    model = loaded(theirs, is_causal=True)
+    assert all(block.attention.is_causal for block in model.stack.blocks)
+    assert np.abs(model(IDS) - ahead).max() > 0.01
+    if not any(block.attention.window for block in model.stack.blocks):
+        near(model(IDS, is_causal=False), ahead)
+    near(loaded(theirs, is_causal=None)(IDS), ahead)  # null
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gemma3_text", "smollm3", "olmo2"])
 @pytest.mark.parametrize("kind", KINDS)
@@ -148,6 +164,9 @@ ROPES = {
     "linear": {"rope_type": "linear", "factor": 4.0},
     "dynamic": {"rope_type": "dynamic", "factor": 4.0},
     "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8},
+    "yarn of null": {
+        "rope_type": "yarn", "factor": None, "original_max_position_embeddings": 8,
+    },
     "yarn told": {
         "rope_type": "yarn", "factor": 8.0, "beta_fast": 4.0, "beta_slow": 2.0, "mscale": 0.7,
         "mscale_all_dim": 0.4, "original_max_position_embeddings": 16,
@@ -307,13 +326,13 @@ READ = {
     "gpt2": (
         "model_type n_embd n_layer n_head n_inner vocab_size n_positions layer_norm_epsilon"
         " activation_function scale_attn_weights scale_attn_by_inverse_layer_idx"
-        " add_cross_attention tie_word_embeddings"
+        " add_cross_attention tie_word_embeddings is_causal"
     ),
     "llama": (
         "model_type hidden_size num_hidden_layers num_attention_heads num_key_value_heads head_dim"
         " intermediate_size vocab_size rms_norm_eps hidden_act attention_bias mlp_bias rope_theta"
         " rope_parameters rope_scaling partial_rotary_factor max_position_embeddings"
-        " original_max_position_embeddings tie_word_embeddings"
+        " original_max_position_embeddings tie_word_embeddings is_causal"
     ),
     "mistral": "sliding_window layer_types",
     "qwen2 with windows": "use_sliding_window sliding_window max_window_layers layer_types",
@@ -418,6 +437,8 @@ def rope(kind, **more):
         ),
         ("llama", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor is"),
         ("llama", rope("yarn", truncate=False), "truncate is False"),
+        ("llama", rope("yarn", truncate=None), "truncate is None"),
+        ("llama", {"rope_parameters": {"rope_type": "yarn"}}, "config has no factor"),
         (
             "llama",
             {"head_dim": 5} | rope("linear"),

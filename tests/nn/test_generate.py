@@ -81,7 +81,7 @@ def fixed(*probabilities):
     n = len(probabilities)
     embedding = nn.Embedding(np.zeros((n, 1)))
     output = nn.Linear(np.zeros((1, n)), np.log(probabilities))
-    block = nn.EncoderBlock.init(1, 1, like=np.zeros(1))
+    block = nn.EncoderBlock.init(1, 1, like=np.zeros(1), is_causal=True)
     return nn.Transformer(embedding, nn.Stack((block,)), output=output)
 
 
@@ -229,6 +229,7 @@ def test_caches_of_any_kind_hold_the_tokens_before_the_prompt(kind):
 
 
 SHORT = nn.Transformer.init(9, 8, 2, 1, like=FLOAT32, is_causal=True, positions=8)
+AHEAD = nn.Transformer.init(9, 8, 2, 1, like=FLOAT32, is_causal=False)
 HALVES = fixed(0.5, 0.5)
 ONE = np.zeros((1, 1), dtype=np.int64)
 
@@ -287,6 +288,8 @@ ONE = np.zeros((1, 1), dtype=np.int64)
             ValueError,
             "no logits: load a decoder with logits=True; an encoder, .* nothing to generate",
         ),
+        ({"model": AHEAD}, ValueError, "the model is not causal, .* is_causal=True, or False and"),
+        ({"model": AHEAD, "is_causal": None}, ValueError, "the model is not causal"),
     ],
 )
 def test_an_argument_that_cannot_be_is_refused(options, error, said):

@@ -467,6 +467,48 @@ def test_blocks_add_what_they_compute_before_or_after_the_norm(norm):
     close(block(X), block.feed_forward_norm(y + block.feed_forward(y)), 1e-12)
 
 
+CAUSAL = MHA(24, 4, key_heads=2, is_causal=True, like=X)
+
+
+def test_a_layer_is_causal_as_it_was_made_unless_a_call_says_otherwise():
+    ahead = replace(CAUSAL, is_causal=False)
+    for given in ({}, {"is_causal": None}, {"is_causal": True}):
+        close(CAUSAL(X, **given), ahead(X, is_causal=True), 0)
+        close(CAUSAL(X, **given)[:, :3], CAUSAL(X[:, :3]), 1e-12)
+        assert not np.triu(CAUSAL.weights(X, **given), 1).any()
+    for given in ({}, {"is_causal": None}, {"is_causal": False}):
+        close(ahead(X, **given), CAUSAL(X, is_causal=False), 0)
+        assert np.triu(ahead.weights(X, **given), 1).any()
+    assert MHA(24, 4, like=X).is_causal is False
+    assert "is_causal=True" in repr(CAUSAL)
+    assert "is_causal=False" in repr(ahead)
+
+
+@pytest.mark.parametrize("kind", [nn.KVCache, nn.PagedCache, nn.QuantizedCache])
+def test_a_causal_layer_is_causal_over_a_cache(kind):
+    whole = CAUSAL(X)
+    cache, found = CAUSAL.cache(16, like=X, batch=(2,), kind=kind), []
+    for start, stop in ((0, 4), (4, 5), (5, 7)):
+        some, cache = CAUSAL(X[:, start:stop], cache=cache)
+        found.append(some)
+    close(np.concatenate(found, axis=1), whole, 1e-12)
+
+
+def test_models_and_layers_from_parts_say_whether_they_are_causal():
+    for make in (
+        lambda: nn.Transformer.init(9, 8, 2, 1, like=X),
+        lambda: nn.MultiHeadAttention(None, None, None, None, 4, 4, 6, PLAIN.query),
+    ):
+        with pytest.raises(
+            TypeError, match="missing 1 required keyword-only argument: 'is_causal'"
+        ):
+            make()
+    for given, expected in (({}, True), ({"is_causal": False}, False)):
+        block = nn.DecoderBlock.init(24, 4, like=X, **given)
+        assert block.attention.is_causal is expected
+        assert block.cross_attention.is_causal is False
+
+
 def test_decoder_blocks_are_causal_and_read_the_context():
     block = nn.DecoderBlock.init(24, 4, context_size=20, like=X)
     found = block(X, CONTEXT)
