@@ -252,8 +252,9 @@ class MultiHeadAttention(Module):
         Array or TopWeights
             Shape (..., H, L, S), unless an option selects a part.
         """
-        own = options.get("key_lengths")
-        query, key, _ = self._project((x, context, None), positions, None, own)
+        query, key, _ = self._project(
+            (x, context, None), positions, None, options.get("key_lengths")
+        )
         return attention_weights(query, key, **self._with_own(options))
 
     @property

@@ -117,8 +117,7 @@ class DecoderBlock(Module):
     Attributes
     ----------
     attention, cross_attention : MultiHeadAttention
-        Attention to the previous tokens, which ``is_causal`` of the layer hides the later ones
-        from, and to the encoder's.
+        Self-attention, causal if its ``is_causal`` is True, and attention to the encoder's tokens.
     feed_forward : FeedForward
         Applied to each token.
     attention_norm, cross_attention_norm, feed_forward_norm : LayerNorm or RMSNorm

@@ -114,8 +114,8 @@ def generate(
     causal = all(block.attention.is_causal for block in model.stack.blocks)
     if not causal and options.get("is_causal") is None:
         raise ValueError(
-            "the model is not causal, and tokens are made one after another: load or make a decoder"
-            " (is_causal=True), or say here what a token sees: is_causal=True, or False and a mask"
+            "the model is not causal: pass is_causal=True here, or is_causal=False and the mask of"
+            " what each token sees"
         )
     prompts, kept = _prompts(ids, lengths, model)
     xp, batch = library_of(prompts).xp, tuple(prompts.shape[:-1])

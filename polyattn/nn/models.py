@@ -234,7 +234,7 @@ class Transformer(Module):
         x = self.embed(ids, segments=segments, positions=positions)
         return weights_of(self.stack, x, *context, **self._of_blocks(x, positions, None, options))
 
-    def _of_blocks(self, x: Array, positions: Any, caches: Any, options: Any) -> dict[str, Any]:
+    def _of_blocks(self, x: Array, positions: Any, caches: Any, options: dict[str, Any]) -> Any:
         """Return the options of the blocks, with the model's own positions and scores."""
         if positions is not None:
             positions = for_each_token("positions", positions, x)

@@ -308,8 +308,7 @@ class Rotary(Module):
 
     def _stretched(self, xp: Any, positions: Array, like: Array, counts: Any) -> Array:
         """Return the angles by dynamic scaling to the largest position of each item."""
-        assert self.dynamic is not None
-        (factor, trained), own = self.dynamic, positions
+        own, (factor, trained) = positions, self.dynamic or (0.0, 1)
         if counts is not None:
             counts = for_each_token("counts or key_lengths", counts, like, "item")
             own = positions = with_rank(positions, len(counts.shape) + 1)
@@ -319,10 +318,8 @@ class Rotary(Module):
         length = cast(xp, xp.max(own, axis=-1, keepdims=True), wide)[..., None] + 1
         beyond = xp.where(length > trained, length / trained - 1, xp.zeros_like(length))
         powers = [-2 * n / max(self.size - 2, 1) for n in range(self.size // 2)]
-        powers, rates = (
-            beside(length, numbers_like(xp, numbers, wide, like))
-            for numbers in (powers, frequencies_of(self.size, self.base))
-        )
+        made = powers, frequencies_of(self.size, self.base)
+        powers, rates = (beside(length, numbers_like(xp, x, wide, like)) for x in made)
         return cast(xp, positions, wide)[..., None] * (rates * (beyond * factor + 1) ** powers)
 
     def rotate(self, x: Array, cosine: Array, sine: Array) -> Array:

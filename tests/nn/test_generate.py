@@ -288,7 +288,7 @@ ONE = np.zeros((1, 1), dtype=np.int64)
             ValueError,
             "no logits: load a decoder with logits=True; an encoder, .* nothing to generate",
         ),
-        ({"model": AHEAD}, ValueError, "the model is not causal, .* is_causal=True, or False and"),
+        ({"model": AHEAD}, ValueError, "not causal: pass is_causal=True here, or .*False and"),
         ({"model": AHEAD, "is_causal": None}, ValueError, "the model is not causal"),
     ],
 )

@@ -243,8 +243,7 @@ def keras_attention(
         vector(bias, outputs) if "query/bias" in arrays else None,
     )
     maps = (query, key, value, output)
-    sizes = heads, heads, head_size
-    layer = MultiHeadAttention(*maps, *sizes, is_causal=False, window=window)
+    layer = MultiHeadAttention(*maps, heads, heads, head_size, is_causal=False, window=window)
     return fill(layer, arrays, like=like, origin="a keras.layers.MultiHeadAttention")
 
 
