@@ -136,7 +136,7 @@ MUTATIONS = (
     ("native: a position whose heads are in two parts", "backward.h",
      "* size / heads, call.rows) * heads", "* size, call.rows * heads)"),
     ("native: numbers by distance in two parts", "backward.h",
-     "bias.row == 0 || is_by_distance(bias)", "bias.row == 0"),
+     "bias.row == 0 || Turns::is_by_distance(bias)", "bias.row == 0"),
     ("native: tasks that do not wait for the one before", "turns.h",
      "if (!distance_ || task < distance_) return true;", "return true;"),
     ("native: groups of rows that hold one position taken for one", "backward.h",

@@ -56,7 +56,7 @@ private:
     // its sums do not depend on the batch.
     static int64_t parts_of(const PolyattnCall& call) {
         for (const PolyattnArray& bias : call.bias_gradient) {  // rows of both parts would add to a number
-            if (bias.data && (bias.row == 0 || is_by_distance(bias))) return 1;
+            if (bias.data && (bias.row == 0 || Turns::is_by_distance(bias))) return 1;
         }
         const int64_t rows = call.rows * (call.heads / call.key_heads), group = GROUP * 2 * width;
         return call.key_heads < 4 && !call.is_part && rows > group ? 2 : 1;
@@ -116,8 +116,7 @@ private:
 
     // Where the gradients of a key and of its value are added up.
     T* part_sums() const {
-        const int64_t pair = task->item * call.key_heads + task->key_head;
-        return (T*)parts_in(work_.shared_memory, call, work_) + pair * size_of_part(call);
+        return (T*)parts_in(work_.shared_memory, call, work_) + task->number / 2 * size_of_part(call);
     }
     T* key_row(int64_t key) const {
         if (task->part) return part_sums() + key * call.head_size;

@@ -247,12 +247,11 @@ template <typename T> void hide_outside(const Panel<T>& panel, Range keys, T* sc
     typedef typename Lanes<T>::Int Int;
     const int lanes = panel.lanes();
     for (int v = 0; v < lanes; v += width) {
-        Int ends[2][width];  // from the first key of the block, so that 32 bits hold them
+        Ints<T> first, stop;  // from the first key of the block, so that 32 bits hold them
         for (int lane = 0; lane < width; ++lane) {
-            ends[0][lane] = (Int)clamp(panel.first[v + lane] - keys.first, 0, BLOCK);
-            ends[1][lane] = (Int)clamp(panel.stop[v + lane] - keys.first, 0, BLOCK);
+            first[lane] = (Int)clamp(panel.first[v + lane] - keys.first, 0, BLOCK);
+            stop[lane] = (Int)clamp(panel.stop[v + lane] - keys.first, 0, BLOCK);
         }
-        Ints<T> first = load_ints<T>(ends[0]), stop = load_ints<T>(ends[1]);
         for (int64_t key = keys.first; key < keys.stop; ++key) {
             if (key >= panel.every.first && key < panel.every.stop) continue;
             T* score = scores + (key - keys.first) * lanes + v;

@@ -13,9 +13,6 @@
 
 namespace POLYATTN_UNIT {
 
-// Whether rows share numbers of a bias, one for each distance of a key from its row.
-INLINE bool is_by_distance(const PolyattnArray& bias) { return bias.row == -1 && bias.column == 1; }
-
 class Turns {
 public:
     static constexpr int64_t LAST = INT64_MAX - 1;
@@ -24,6 +21,8 @@ public:
     Turns(const PolyattnCall& call, int64_t parts, void* done)
         : done_((int64_t*)done), distance_(distance(call) * parts) {}
 
+    // Whether rows share numbers of a bias, one for each distance of a key from its row.
+    static bool is_by_distance(const PolyattnArray& bias) { return bias.row == -1 && bias.column == 1; }
     static size_t size(const PolyattnCall& call, int64_t tasks) {
         return distance(call) ? (size_t)(tasks + 7) / 8 * 64 : 0;
     }
