@@ -24,8 +24,8 @@ READ = ["numpy", "torch", "strict"]  # JAX compiles each length
 
 def made(to, steps, dtype=np.float32, **settings):
     """Return a cache after so many tokens at a time."""
-    settings = {"window": 4, "block": 8, "value_size": E, "batch": (B,)} | settings
-    cache = nn.QuantizedCache.init(G, D, 16, like=to(np.zeros(1, dtype)), **settings)
+    settings = {"window": 4, "block": 8, "value_size": E, "batch": (B,), "capacity": 16} | settings
+    cache = nn.QuantizedCache.init(G, D, like=to(np.zeros(1, dtype)), **settings)
     start = 0
     for stop in np.cumsum(steps).tolist():
         new = (to(np.ascontiguousarray(x[:, :, start:stop], dtype)) for x in (KEYS, VALUES))
@@ -239,7 +239,7 @@ def test_shapes_without_lengths_give_the_same(monkeypatch, name):
     expected = made(np.asarray, steps, np.float64).attention(QUERIES, **options)
     monkeypatch.setattr(nn.QuantizedCache, "_is_traced", True)
     monkeypatch.setattr(quantized, "PIECE", 400)
-    cache = made(np.asarray, steps, np.float64)
+    cache = made(np.asarray, steps, np.float64, capacity=64)
     assert (cache.codes.length, cache.recent.length) == (64, 6)
     for option in options.keys() & {"mask", "bias"}:
         if isinstance(options[option], np.ndarray):  # for each slot of the memory
