@@ -250,6 +250,31 @@ def test_shapes_without_lengths_give_the_same(monkeypatch, name):
     np.testing.assert_allclose(cache.attention(QUERIES, **options), expected, atol=1e-12)
 
 
+@pytest.mark.parametrize("window", [0, 1, 3])
+@pytest.mark.parametrize("block", [1, 4, 5])
+@pytest.mark.parametrize("capacity", [0, 1, 16])
+def test_all_tokens_that_the_capacity_promises_fit(monkeypatch, window, block, capacity):
+    settings = {"window": window, "block": block}
+    query = QUERIES[:, :, :1].astype(np.float32)
+    for before in (0, 2 * capacity + 9):  # which make it grow, and not to whole blocks
+        begun = made(np.asarray, [before], capacity=capacity, **settings)
+        assert begun.capacity >= max(capacity, before)
+        for count in (1, 3):
+            one = other = begun
+            for start in range(before, begun.capacity, count):
+                stop = min(start + count, begun.capacity)
+                rows = np.arange(start, stop) % 70
+                new = [x[:, :, rows].astype(np.float32) for x in (KEYS, VALUES)]
+                other = other.append(*new)
+                with monkeypatch.context() as traced:
+                    traced.setattr(nn.QuantizedCache, "_is_traced", True)
+                    one = one.append(*new)
+                    found = one.attention(query, is_causal=True)
+                assert (one.length, one.capacity) == (stop, begun.capacity)
+                expected = other.attention(query, is_causal=True)
+                np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
 def compiled_steps(step, counts, to, back):
     """Return the cache after compiled steps, each compared with what is not compiled."""
     rng, make = np.random.default_rng(4), nn.QuantizedCache.init
