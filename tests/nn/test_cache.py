@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from optional import jax, jnp, torch
 
-from polyattn import masks, nn, scores
+from polyattn import attention, masks, nn, scores
 from polyattn.integrations.jax import register
 from polyattn.nn import cache as cache_module
 
@@ -186,6 +186,49 @@ def test_a_slid_cache_decodes_a_window_as_the_full_pass_does(library):
         caches = tuple(cache.slide(3) for cache in caches)
         found.append(back(some))
     np.testing.assert_allclose(np.concatenate(found, axis=1), full, atol=2e-5)
+
+
+CACHES = {
+    "KVCache": {},
+    "KVCache without memory": {"capacity": 0},
+    "PagedCache": {"items": 2, "page": 4},
+    "no window": {"window": 0, "block": 4},
+    "no float": {"window": 0, "block": 1},
+}
+
+
+def cache_of(kind, like, capacity=8):
+    options = {"like": like, "capacity": capacity} | CACHES[kind]
+    if kind == "PagedCache":
+        return nn.PagedCache.init(3, 4, **options)
+    create = nn.QuantizedCache if "window" in options else nn.KVCache
+    return create.init(3, 4, batch=(2,), **options)
+
+
+@pytest.mark.parametrize("kind", CACHES)
+@pytest.mark.parametrize("library", ["numpy", "torch", "jax", "strict"], indirect=True)
+def test_no_rows_may_be_appended(library, kind):
+    to, back = library
+    whole, query, none = (to(TOKENS[:, :, :count].astype(np.float32)) for count in (8, 1, 0))
+    cache = cache_of(kind, whole).append(none, none)
+    full = cache.append(whole, whole).append(none, none)
+    for one, count in ((full, 8), (full.truncate(0), 0), (full.truncate(0).append(none, none), 0)):
+        if isinstance(one, nn.QuantizedCache):
+            found, most = one.attention(query), 0.05
+        else:
+            found, most = attention(query, one.keys, one.values, **one.options({})), 1e-5
+        tokens = TOKENS[:, :, :count]
+        np.testing.assert_allclose(
+            back(found), attention(TOKENS[:, :, :1], tokens, tokens), atol=most
+        )
+
+
+def test_no_rows_have_a_gradient():
+    tokens = torch.zeros(2, 3, 0, 4, requires_grad=True)
+    cache = filled(torch.tensor, 3).append(tokens.double(), tokens.double())
+    more = cache.append(torch.tensor(TOKEN).requires_grad_(), torch.tensor(TOKEN))
+    more.truncate(0).append(tokens.double(), tokens.double()).key.sum().backward()
+    assert more.length == 4
 
 
 def test_memory_that_can_be_written_to_is_shared_until_it_is_full():
