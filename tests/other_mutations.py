@@ -120,7 +120,7 @@ MUTATIONS = (
      "a quantised cache that keeps its dtype under autocast", "polyattn/nn/quantized.py",
      'query = autocast({"query": query})["query"]',
      "pass"),
-    (AUTOCAST + "test_a_quantised_cache_follows_autocast_as_a_cache_does[to0-6]",
+    (QUANTIZED + "test_parts_are_joined_in_float32_under_autocast",
      "parts joined in 16 bits", "polyattn/_api/pieces.py",
      "dtype=problem.accumulator, **own",
      "**own"),

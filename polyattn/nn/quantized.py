@@ -22,6 +22,7 @@ from polyattn._base.arguments import check_int
 from polyattn._base.arrays import (
     Array,
     cast,
+    clip,
     facts_of,
     index_range,
     is_array,
@@ -363,7 +364,7 @@ class QuantizedCache:
         coded = as_array(self.codes.length, self.recent.key)
         xp = library_of(coded).xp
         for piece in self._float_pieces():
-            count = xp.clip(coded - piece.start, 0, piece.key.shape[-2])
+            count = clip(xp, coded - piece.start, 0, piece.key.shape[-2])
             yield piece._replace(length=count)
         yield Piece(coded, *in_sums(*self._memory))
 

@@ -263,11 +263,6 @@ def test_a_quantised_cache_follows_autocast_as_a_cache_does(rows, to):
         plain = cache.attention(query)
     assert found.dtype == plain.dtype == expected.dtype
     torch.testing.assert_close(found, expected, atol=3e-2, rtol=3e-2)
-    if to != torch.float64:  # rounded once: sums and what joins the parts are float32
-        rounded = [x.to(BRAIN).float() for x in (query, options["bias"])]
-        options["bias"] = rounded[1]
-        exact = cache.attention(rounded[0].to(to), **options).float()
-        assert (found.float() - exact).abs().max() <= 2**-7 * exact.abs().max()
 
 
 FIRST_CALL = """

@@ -231,6 +231,30 @@ def test_no_rows_have_a_gradient():
     assert more.length == 4
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+@pytest.mark.parametrize("kind", [kind for kind in CACHES if "without" not in kind])
+@pytest.mark.parametrize("name", ["jax", "torch"])
+def test_the_last_token_that_fits_is_right_in_a_compiled_step(name, kind):
+    def step(cache, key, query):
+        cache = cache.append(key, key)
+        if isinstance(cache, nn.QuantizedCache):
+            return cache.attention(query), cache
+        return attention(query, cache.keys, cache.values, **cache.options({})), cache
+
+    compiled = jax.jit(step) if name == "jax" else torch.compile(step, backend="eager")
+    to = jnp.asarray if name == "jax" else torch.tensor
+    for capacity in (6, 7):  # the second with lengths that torch.compile leaves open
+        cache = cache_of(kind, to(TOKEN.astype(np.float32)), capacity)
+        other = cache_of(kind, TOKEN.astype(np.float32), capacity)
+        for number in range(cache.capacity):
+            key, query = RNG.normal(size=(2, 2, 3, 1, 4)).astype(np.float32)
+            found, cache = compiled(cache, to(key), to(query))
+            expected, other = step(other, key, query)
+            np.testing.assert_allclose(np.asarray(found), expected, atol=1e-5, err_msg=str(number))
+        assert cache.capacity == number + 1
+
+
 def test_memory_that_can_be_written_to_is_shared_until_it_is_full():
     cache = filled(np.asarray, 3)
     more = TOKENS[:, :, 3:4]

@@ -329,6 +329,17 @@ def test_a_step_of_torch_is_compiled_once():
     assert len(graphs) == 2
 
 
+def test_parts_are_joined_in_float32_under_autocast(monkeypatch):
+    monkeypatch.setattr(quantized, "PIECE", 1)
+    cache = made(torch.tensor, [70], window=0, block=1)
+    arrays = [torch.tensor(x, dtype=torch.float32) for x in (QUERIES, *floats(cache))]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found, expected = cache.attention(arrays[0]), attention(*arrays)
+    assert found.dtype == torch.bfloat16
+    error = (found.float() - expected.float()).abs().amax((0, 1, 2))
+    assert (error <= 2**-8 * expected.float().abs().amax((0, 1, 2))).all()  # once rounded
+
+
 @pytest.mark.parametrize("number", [np.nan, -np.inf])
 @pytest.mark.parametrize("place", [0, 1])
 def test_what_no_integer_stands_for_is_refused_where_it_can_be_read(number, place):
