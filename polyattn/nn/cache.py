@@ -213,14 +213,17 @@ class KVCache:
         capacity = max(self.capacity, 16)
         while capacity < self.length + more:
             capacity *= 2
-        key, value = (
-            library_of(x).xp.concat((x, zeros(x, capacity - self.length, x.shape[-1])), axis=-2)
-            for x in (self.keys, self.values)
-        )
-        return replace(self, key=key, value=value, first=0)
+
+        def enlarged(x: Array) -> Array:
+            xp, shape = library_of(x).xp, (*x.shape[:-2], capacity - self.length, x.shape[-1])
+            return xp.concat((x, xp.broadcast_to(zeros(x, 1, x.shape[-1]), shape)), axis=-2)
+
+        return replace(self, key=enlarged(self.keys), value=enlarged(self.values), first=0)
 
     def truncate(self, length: int) -> KVCache:
         """Return a cache of the first `length` tokens; this cache does not change.
+
+        The next `append` copies the memory if anything else holds it, such as this cache.
 
         Parameters
         ----------

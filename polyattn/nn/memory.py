@@ -46,13 +46,12 @@ class Buffer:
 
 def _has_views(memory: Array) -> bool:
     """Return whether tensors that Python may not know share the memory of a tensor, or may."""
-    torch: Any = sys.modules.get("torch")
     if library_of(memory).name != "torch":
         return False
-    if type(memory) is not torch.Tensor or not hasattr(torch._C, "_storage_Use_Count"):
-        return True
-    uses = torch._C._storage_Use_Count(memory.untyped_storage()._cdata)
-    return bool(uses > 2)  # this tensor, and the storage that was asked for
+    torch: Any = sys.modules["torch"]
+    uses: Any = getattr(torch._C, "_storage_Use_Count", lambda storage: 3)
+    # By this tensor, and by the storage that is asked for.
+    return type(memory) is not torch.Tensor or uses(memory.untyped_storage()._cdata) > 2
 
 
 def zeros(like: Array, capacity: int, width: int) -> Array:

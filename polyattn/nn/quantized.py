@@ -119,13 +119,10 @@ class QuantizedCache:
         xp = library_of(like, "like").xp
         one = like[(slice(1),) * len(like.shape)]
         kinds = [xp.astype(one, getattr(xp, name)) for name in ("int8", sums(like))]
-        codes = KVCache.init(
-            heads, size, blocks * block, like=kinds[0], batch=batch, value_size=widths[1]
-        )
+        own: Any = {"batch": batch, "value_size": widths[1]}
+        codes = KVCache.init(heads, size, blocks * block, like=kinds[0], **own)
         steps = KVCache.init(heads, size, blocks, like=kinds[1], batch=batch, value_size=block)
-        recent = KVCache.init(
-            heads, size, window + block - 1, like=like, batch=batch, value_size=widths[1]
-        )
+        recent = KVCache.init(heads, size, window + block - 1, like=like, **own)
         return cls(codes, steps, recent, window, block)
 
     @property
@@ -198,10 +195,8 @@ class QuantizedCache:
         if not blocks:
             return replace(self, recent=recent.append(key, value, query=query))
         xp = library_of(key).xp
-        tokens = [
-            xp.concat((old, new), axis=-2)
-            for old, new in ((recent.keys, key), (recent.values, value))
-        ]
+        pairs = (recent.keys, key), (recent.values, value)
+        tokens = [xp.concat(pair, axis=-2) for pair in pairs]
         integers, of_integers = self._quantized(tokens, blocks)
         codes, steps = self.codes.append(*integers), self.steps.append(*of_integers)
         rest = [array[..., blocks * size :, :] for array in tokens]

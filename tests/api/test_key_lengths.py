@@ -79,7 +79,7 @@ def test_the_scale_of_long_sequences_is_that_of_the_length(options, length):
 
 def test_it_is_refused_where_each_item_has_a_length():
     options, token = {"scale": scores.long_sequence()}, KEY[:, :, :1]
-    said = r"is one number for all items.*multiply the query of an item by its length \*\* -0.5"
+    said = r"is one number for all items.* multiply the query of an item by its length \*\* -0.5"
     for backend in ("numpy", "torch", "jax", "dask", "onnxruntime"):
         with pytest.raises(ValueError, match=said):
             attention(QUERY, KEY, VALUE, key_lengths=LENGTHS, backend=backend, **options)

@@ -25,9 +25,9 @@ from polyattn._core.expressions.replacements import LongSequence
 from polyattn._core.expressions.scores import Score
 
 _LENGTH_OF_EACH = (
-    "scale=scores.long_sequence() is one number for all items, and key_lengths as an array, which a"
-    " PagedCache gives, and any cache in a traced function, has one for each: multiply the query of"
-    " an item by its length ** -0.5 instead, or give key_lengths as an integer"
+    "scale=scores.long_sequence() is one number for all items, and key_lengths as an array (as of a"
+    " PagedCache, or in a traced function) has one for each: give an integer as key_lengths, or in"
+    " place of the scale multiply the query of an item by its length ** -0.5"
 )
 
 
