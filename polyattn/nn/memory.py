@@ -32,16 +32,24 @@ class Buffer:
             end = self.ends.pop()  # until the next `add` no other thread may write
         except KeyError:
             return False
-        # Held by this, by the cache that claims, and by the argument. A view of NumPy's is another.
-        held = sys.getrefcount(self.key) == sys.getrefcount(self.value) == 3
-        if at < end and held and not (_has_views(self.key) or _has_views(self.value)):
+        # Held by this and by the cache that claims, and by none else. A view of NumPy's holds too.
+        is_alone = self._references() <= _REFERENCES + 1
+        if at < end and is_alone and not (_has_views(self.key) or _has_views(self.value)):
             return True
         self.ends.add(end)
         return False
 
+    def _references(self) -> int:
+        """Return how many references there are to the array that has more of them."""
+        return max(sys.getrefcount(self.key), sys.getrefcount(self.value))
+
     def __reduce__(self) -> tuple[type, tuple[()]]:
         """Copy and pickle as None: whether the new arrays share memory is unknown."""
         return type(None), ()
+
+
+# Of arrays that a buffer holds and no cache; some versions of Python count the argument, some not.
+_REFERENCES = Buffer(object(), object(), 0)._references()
 
 
 def _has_views(memory: Array) -> bool:
