@@ -496,3 +496,39 @@ def test_what_is_traced_holds_for_other_numbers(similarity):
     graph = make_fx(call, tracing_mode="real")(*arrays)
     for traced in (graph, torch.jit.trace(call, arrays, check_trace=False)):
         torch.testing.assert_close(traced(*others), call(*others))
+
+
+LENGTHS = torch.tensor([2, 5])
+TRACED = {
+    "causal": {"is_causal": True, "softcap": 2.0},
+    "expression": {"mask": masks.causal() | masks.prefix(2)},
+    "window": {"window": (1, 0), "sinks": torch.ones(4)},
+    "array": {"mask": torch.eye(6, 9, dtype=torch.bool)},
+    "function": {"mask": lambda b, h, i, j: i >= j},
+    "lengths": {"score_mod": scores.alibi(4)},
+}
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize("name", TRACED)
+@pytest.mark.parametrize("kernel", [None, "dense", "tiled"])
+def test_a_masked_call_is_traced_without_a_look_at_numbers(name, kernel):
+    def call(query, key, value, lengths):
+        given = {"mask": masks.padding(lengths)} if name == "lengths" else {}
+        return attention(query, key, value, kernel=kernel, **TRACED[name], **given)
+
+    arrays = Q, K, V, LENGTHS
+    others = Q + 1, K, V.clone(), LENGTHS + 3
+    if kernel is not None:  # torch's own engine lets it through
+        others[2][..., 5, :] = torch.inf  # no look at the example says that all is finite
+    graph = make_fx(call, tracing_mode="real")(*arrays)
+    close(graph(*others), call(*others), equal_nan=True)
+    if kernel != "tiled":  # whose tiles are of one length
+        traced = torch.jit.trace(call, arrays, check_trace=False)
+        close(traced(*others), call(*others), equal_nan=True)
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
+def test_tiles_are_not_traced_for_lengths_that_may_change():
+    with pytest.raises(polyattn.UnsupportedError, match="its tiles need lengths that are known"):
+        torch.jit.trace(lambda q: attention(q, K, V, is_causal=True, kernel="tiled"), Q)

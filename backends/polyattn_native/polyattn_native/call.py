@@ -29,6 +29,9 @@ PART = 128
 MADE = 2**22
 
 
+# Numbers that are converted and added may be of any size, also where torch, which warns of none, asks.
+QUIETLY: Any = np.errstate(all="ignore")
+
 NO_MEMORY = "the compiled kernel found no memory for its tiles"
 
 
@@ -95,7 +98,9 @@ class NativeCall:
         if x.sinks is not None:
             call.sinks = self.by_head(x.sinks)
         self._add_masks()
-        self._add_biases()
+        self.made_bias, self.bias_place = None, 0
+        if self.rest or x.bias is not None:
+            self._add_biases()
 
     @property
     def address(self) -> Any:
@@ -123,6 +128,7 @@ class NativeCall:
         """Add an array with a number for each row."""
         self.array(name, readable_view(array)[..., None])
 
+    @QUIETLY
     def by_head(self, numbers: Any) -> int:
         """Return the address of a number for each head."""
         numbers = np.require(numbers, self.accumulator, ["C", "A"])
@@ -169,9 +175,8 @@ class NativeCall:
         if seen.array is not None:
             self.array("mask", np.asarray(seen.array).view(np.uint8))
 
+    @QUIETLY
     def _add_biases(self) -> None:
-        self.made_bias = None
-        self.bias_place = 0
         if self.rest:
             self.bias_place = 1
             self.distances = by_distance(self.problem, self.x, self.rest)
@@ -184,7 +189,7 @@ class NativeCall:
             describe(self.call.bias[self.bias_place], array, self.problem.batch, self.offsets)
             self.keep.append(array)
         else:
-            self.made_bias = bias
+            self.made_bias = np.atleast_2d(bias)
 
     def bias_gradient(self) -> Any:
         """Add and return zeros to which the gradient of ``bias=`` is added."""
@@ -234,6 +239,7 @@ class NativeCall:
             yield part
             self.call.adds = 1
 
+    @QUIETLY
     def _part(self, rows: Span) -> CCall:
         self.of_part: list[Any] = []  # what must live as long as the part
         part = CCall.from_buffer_copy(self.call)

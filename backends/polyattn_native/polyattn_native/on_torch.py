@@ -74,7 +74,7 @@ class NativeOnTorch(Native):
         reasons = super().reasons_against(problem)
         if torch.compiler.is_compiling():
             return reasons + torch_operators.reasons_against(problem)
-        if problem.traced:
+        if problem.traced or torch._C._get_tracing_state() is not None:
             reasons.append("it reads tensors, and these have no numbers")
         if "vmap" in problem.transforms:
             reasons.append("it has no rule for torch.func.vmap")

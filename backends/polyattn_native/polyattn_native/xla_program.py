@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad as untyped_ad
 from jax.interpreters import batching, mlir
+from jax.interpreters import xla as untyped_xla
 
 from polyattn.plugin import (
     Array,
@@ -42,13 +43,12 @@ WITHOUT_BATCH = (*ADDRESSES, *NUMBERS)
 
 # These functions of JAX have no types.
 ad: Any = untyped_ad
+xla: Any = untyped_xla
 ffi: Any = jax.ffi
 
 primitive: Any = Primitive("polyattn_native")
 primitive.multiple_results = True
-primitive.def_impl(
-    lambda *arrays, **about: jax.jit(functools.partial(primitive.bind, **about))(*arrays)
-)
+primitive.def_impl(functools.partial(xla.apply_primitive, primitive))
 
 
 class Fallback:
@@ -165,7 +165,9 @@ def _shapes(
     query: Any, *arrays: Any, function: str, problem: Problem, names: tuple[str, ...], **about: Any
 ) -> list[Any]:
     found = result_shapes(function, problem, names).values()
-    return [query.update(shape=shape, dtype=jnp.dtype(dtype)) for shape, dtype in found]
+    return [
+        query.update(shape=shape, dtype=jnp.dtype(dtype), weak_type=False) for shape, dtype in found
+    ]
 
 
 @functools.cache
@@ -258,18 +260,18 @@ mlir.register_lowering(primitive, _lower, platform="cpu", **_options)
 
 
 def _batch(arrays: Any, axes: Any, **about: Any) -> tuple[Any, Any]:
-    """Add a batch axis; what has none, or counts the items, is left to the other kernel."""
+    """Add a batch axis; what has none, is empty or counts the items is left to the other kernel."""
     problem = about["problem"]
     named = list(zip(about["names"], arrays, axes, strict=True))
     sums_items = about["function"] == "differentiate" and bool(trained(problem))
     is_split = any(axis is not None for name, _, axis in named if _has_no_batch(name))
-    if problem.dropout or sums_items or is_split:
+    size = next(array.shape[axis] for _, array, axis in named if axis is not None)
+    if problem.dropout or sums_items or is_split or size == 0:
         found = jax.vmap(functools.partial(_as_program, **about), axes)(*arrays)
         return found, [0] * len(found)
     if "table" in about["names"] and any(a is not None for n, _, a in named if n in POOLS):
         found = jax.vmap(functools.partial(_of_copies, **about), axes)(*arrays)
         return found, [0] * len(found)
-    size = next(array.shape[axis] for _, array, axis in named if axis is not None)
 
     def moved(name: str, array: Array, axis: int | None) -> Array:
         if name == "bias_gradient":
