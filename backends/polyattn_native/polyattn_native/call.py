@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from polyattn.plugin import Operands, Problem, Quantized, Span, progress
+from polyattn.plugin import CUT_BY_FORK, Operands, Problem, Quantized, Span, progress
 from polyattn_native.arrays import describe, offsets_of, readable, readable_view
 from polyattn_native.library import DTYPES, CArray, CCall, library
 from polyattn_native.scores import ByDistance, by_distance, scale_and_rest
@@ -29,7 +29,7 @@ PART = 128
 MADE = 2**22
 
 
-# Numbers that are converted and added may be of any size, also where torch, which warns of none, asks.
+# Numbers that are converted may be of any size, also those of torch, which does not warn.
 QUIETLY: Any = np.errstate(all="ignore")
 
 NO_MEMORY = "the compiled kernel found no memory for its tiles"
@@ -287,6 +287,8 @@ def run(function: Any, *arguments: Any, show: Callable[[float], None]) -> int:
 
 
 def _checked(status: int) -> int:
+    if status == -2:
+        raise RuntimeError(CUT_BY_FORK)
     if status < 0:
         raise MemoryError(NO_MEMORY)
     return status

@@ -77,6 +77,9 @@ struct Scratch {
 
 // ---- a call under way ----
 
+// How many forks led to this process since the library was loaded.
+int forks = 0;
+
 struct Run {
     PolyattnCall call;
     Work work;
@@ -86,6 +89,7 @@ struct Run {
     std::atomic<bool> stop{false};
     int places = 0;  // for more threads; under the pool's lock, as active is
     int active = 0;
+    const int began = forks;
     fenv_t arithmetic;  // of the caller: how it rounds, and whether it flushes small numbers to 0
 
     Run(const PolyattnCall& c, const Work& w) : call(c), work(w), scratch(w.scratch) { fegetenv(&arithmetic); }
@@ -199,7 +203,7 @@ struct Process {
         pthread_atfork(nullptr, nullptr, [] {
             memset(storage[1], 0, sizeof(Pool));
             pool = new (storage[pool == (Pool*)storage[0]]) Pool;
-            kept.lent = false;
+            ++forks;
         });
 #endif
     }
@@ -209,6 +213,13 @@ struct Process {
 #endif
     }
 } process;
+
+// In the child of a fork, whether threads had begun to work on a run: they are in the parent only.
+bool is_cut(Run& run) {
+    if (run.began == forks) return false;
+    run.is_shared = false;
+    return run.active > 0;
+}
 
 void close(Run* run, void*& state) {
     release(run->work.shared_memory);
@@ -240,6 +251,9 @@ int run_tasks(const PolyattnCall& call, Work (*make)(const PolyattnCall&), void*
         }
         const int64_t helpers = (work.tasks < call.threads ? work.tasks : call.threads) - 1;
         run->is_shared = helpers > 0 && pool->offer(*run, (int)helpers);
+    } else if (is_cut(*run)) {
+        close(run, state);
+        return -2;
     }
     state = run;
     const Clock::time_point deadline = Clock::now() + QUANTUM;
@@ -267,6 +281,7 @@ void cancel_tasks(void*& state) {
     Run* run = (Run*)state;
     if (!run) return;
     run->stop = true;
+    is_cut(*run);  // then nothing is to wait for
     if (run->is_shared) {
         while (!pool->wait(*run, Clock::now() + QUANTUM)) {}
     }
