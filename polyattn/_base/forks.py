@@ -1,7 +1,6 @@
 """Locks in the child of a fork, which has only the thread that forked.
 
-There every lock that another thread held is made anew. What it guards is then whole, or as it was
-before: it is written at once, because an interrupt may come at any time too.
+What they guard is written at once, because an interrupt may come at any time: so it is whole there.
 """
 
 from __future__ import annotations
@@ -12,10 +11,11 @@ from typing import Any
 from weakref import WeakSet
 
 #: The error of a call that is under way where the child of a fork begins.
-CUT_BY_FORK = "the process was forked amid this call, some of whose threads are in the parent only: call again"
+CUT_BY_FORK = "the process was forked amid this call, and its threads are in the parent: call again"
 #: The seconds that a fork waits at most for a lock that is held during forks.
 PATIENCE = 30.0
 
+_at_fork: Any = getattr(os, "register_at_fork", lambda **functions: None)
 _locks: WeakSet[Any] = WeakSet()
 
 
@@ -27,7 +27,7 @@ def forkable_lock() -> Any:
 
 
 def hold_during_forks(lock: Any) -> None:
-    """Let forks wait until no other thread holds a lock.
+    """Let a fork wait while another thread holds a lock.
 
     It guards imports: Python cannot import in the child what a thread was importing.
     """
@@ -47,11 +47,6 @@ def _make_anew() -> None:
     for lock in _locks:
         if not lock._is_owned():  # by this thread, which will release it
             lock._at_fork_reinit()
-
-
-def _at_fork(**functions: Any) -> None:
-    if hasattr(os, "register_at_fork"):
-        os.register_at_fork(**functions)
 
 
 _at_fork(after_in_child=_make_anew)

@@ -89,8 +89,8 @@ from polyattn.plugin.spec import BackendSpec, KernelSpec
 from polyattn.plugin.tools import BackendTools
 
 __all__ = [
-    "FEATURES",
     "CUT_BY_FORK",
+    "FEATURES",
     "GRADIENT_ARRAYS",
     "GRADIENT_EXPRESSIONS",
     "OPTIONS",

@@ -158,7 +158,7 @@ def fork(number, frame):
     if child:
         children.append(child)
         return
-    signal.alarm(40)
+    signal.alarm(20)
     assert (few == attend(short, short, short)).all()
 
 signal.signal(signal.SIGUSR1, fork)

@@ -30,7 +30,7 @@ MADE = 2**22
 
 
 # Numbers that are converted may be of any size, also those of torch, which does not warn.
-QUIETLY: Any = np.errstate(all="ignore")
+QUIETLY = np.errstate(all="ignore")
 
 NO_MEMORY = "the compiled kernel found no memory for its tiles"
 
@@ -98,7 +98,8 @@ class NativeCall:
         if x.sinks is not None:
             call.sinks = self.by_head(x.sinks)
         self._add_masks()
-        self.made_bias, self.bias_place = None, 0
+        self.made_bias: Any = None
+        self.bias_place = 0
         if self.rest or x.bias is not None:
             self._add_biases()
 

@@ -51,13 +51,8 @@ FEW_TRAINED_BIASED = 2**18
 FEW_OF_BFLOAT16 = 2**15
 
 
-def _has_tiles() -> bool:
-    """Return whether the processor multiplies tiles of bfloat16 (AMX), which only torch uses."""
-    supported: Any = getattr(torch.cpu, "_is_amx_tile_supported", None)
-    return bool(supported is not None and supported())
-
-
-_HAS_TILES = _has_tiles()
+# Whether the processor multiplies tiles of bfloat16 (AMX), which only torch uses.
+_HAS_TILES: bool = getattr(torch.cpu, "_is_amx_tile_supported", bool)()
 
 
 class NativeOnTorch(Native):
@@ -226,15 +221,12 @@ def _in_numpy(x: Operands) -> Operands:
     def array(_: str, thing: Any) -> Any:
         return _array(thing) if isinstance(thing, torch.Tensor) else thing
 
-    options: dict[str, Any] = {
-        name: field.map(array) if isinstance(field, Expression) else array(name, field)
-        for name, field in zip(x._fields[3:], x[3:], strict=True)
-    }
     arrays: list[Any] = [
         Quantized(*map(_array, one)) if isinstance(one, Quantized) else _array(one, as_bits=True)
         for one in x[:3]
     ]
-    return Operands(*arrays, **options)
+    rest = [one.map(array) if isinstance(one, Expression) else array("", one) for one in x[3:]]
+    return Operands(*arrays, *rest)
 
 
 def _numbers(group: Any) -> Any:
