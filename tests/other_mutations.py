@@ -148,7 +148,7 @@ MUTATIONS = (
      "and torch._C._get_tracing_state() is None", "and True"),
     ("tests/backends/test_torch.py::test_tiles_are_not_traced_for_lengths_that_may_change",
      "tiles of tensors in place of lengths", "polyattn/_kernels/tiled.py",
-     "all(isinstance(length, int) for length in lengths)", "None not in lengths"),
+     "all(isinstance(length, int) for length in problem.scores)", "None not in problem.scores"),
     # lengths of keys
     (LENGTHS + "test_a_bias_by_distance_counts_from_the_last_key_of_each_item",
      "no offset for score expressions", "polyattn/_core/call/lengths.py",

@@ -48,9 +48,9 @@ class Tiled(Dense):
 
     def reasons_against(self, problem: Problem) -> list[str]:
         """Return why there are no tiles."""
-        lengths = problem.query_length, problem.key_length  # in torch.jit.trace they are tensors
-        is_known = all(isinstance(length, int) for length in lengths)
-        return [] if is_known else ["its tiles need lengths that are known"]
+        if all(isinstance(length, int) for length in problem.scores):
+            return []
+        return ["its tiles need lengths that are known"]  # in torch.jit.trace they are tensors
 
     def only_on_request(self, problem: Problem) -> str | None:
         """Return why `dense` is preferred: with one tile it does the same with less overhead."""

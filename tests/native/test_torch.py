@@ -273,15 +273,16 @@ def test_what_records_operations_sees_them() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
-def test_a_model_of_jit_trace_has_no_numbers_of_the_example() -> None:
+def test_a_model_of_jit_trace_has_neither_numbers_nor_lengths_of_the_example() -> None:
     q, k, v = arrays()
+    others = arrays(rows=7, keys=11)
     for options in ({}, {"is_causal": True}, {"window": (9, 2), "softcap": 2.0}):
 
         def call(q: Any, k: Any, v: Any, given: Any = options) -> Any:
             return attention(q, k, v, **given)
 
         traced = torch.jit.trace(call, (q, k, v), check_trace=False)
-        torch.testing.assert_close(traced(q, k, 2 * v), call(q, k, 2 * v))
+        torch.testing.assert_close(traced(*others), call(*others))
 
 
 def test_numpy_warns_of_no_number_that_torch_would_not_warn_of() -> None:

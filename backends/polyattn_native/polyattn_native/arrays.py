@@ -14,6 +14,8 @@ from polyattn_native.library import CArray
 
 #: Bounds of positions and of numbers that are added to them: their sums fit into 64 bits.
 FAR = 2**61
+#: Numbers that are converted may be of any size, also those of torch, which does not warn.
+QUIETLY = np.errstate(all="ignore")
 
 
 def describe(to: CArray, array: Any, batch: tuple[int, ...], made: list[Any]) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from polyattn.plugin import CUT_BY_FORK, Operands, Problem, Quantized, Span, progress
-from polyattn_native.arrays import describe, offsets_of, readable, readable_view
+from polyattn_native.arrays import QUIETLY, describe, offsets_of, readable, readable_view
 from polyattn_native.library import DTYPES, CArray, CCall, library
 from polyattn_native.scores import ByDistance, by_distance, scale_and_rest
 from polyattn_native.visible import array_of, bytes_per_row, ends_of_band, visible
@@ -28,9 +28,6 @@ PART = 128
 # The bytes of a mask or bias that is made for some rows at a time.
 MADE = 2**22
 
-
-# Numbers that are converted may be of any size, also those of torch, which does not warn.
-QUIETLY = np.errstate(all="ignore")
 
 NO_MEMORY = "the compiled kernel found no memory for its tiles"
 
@@ -99,9 +96,12 @@ class NativeCall:
             call.sinks = self.by_head(x.sinks)
         self._add_masks()
         self.made_bias: Any = None
-        self.bias_place = 0
-        if self.rest or x.bias is not None:
-            self._add_biases()
+        self.bias_place = int(bool(self.rest))
+        if self.rest:
+            self.distances = by_distance(problem, x, self.rest)
+            self._add_distances(call.bias[0], self.distances)
+        if x.bias is not None:
+            self._add_bias(x.bias)
 
     @property
     def address(self) -> Any:
@@ -177,14 +177,7 @@ class NativeCall:
             self.array("mask", np.asarray(seen.array).view(np.uint8))
 
     @QUIETLY
-    def _add_biases(self) -> None:
-        if self.rest:
-            self.bias_place = 1
-            self.distances = by_distance(self.problem, self.x, self.rest)
-            self._add_distances(self.call.bias[0], self.distances)
-        bias = self.x.bias
-        if bias is None:
-            return
+    def _add_bias(self, bias: Any) -> None:
         if bias.dtype == self.accumulator or bias.nbytes <= MADE:
             array = readable_view(np.asarray(bias, self.accumulator))
             describe(self.call.bias[self.bias_place], array, self.problem.batch, self.offsets)
@@ -288,10 +281,8 @@ def run(function: Any, *arguments: Any, show: Callable[[float], None]) -> int:
 
 
 def _checked(status: int) -> int:
-    if status == -2:
-        raise RuntimeError(CUT_BY_FORK)
     if status < 0:
-        raise MemoryError(NO_MEMORY)
+        raise RuntimeError(CUT_BY_FORK) if status == -2 else MemoryError(NO_MEMORY)
     return status
 
 

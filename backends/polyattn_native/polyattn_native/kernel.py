@@ -20,8 +20,8 @@ from polyattn.plugin import (
     sum_to,
     thread_count,
 )
-from polyattn_native.arrays import DATA, is_readable, knows_addresses, numbers, readable
-from polyattn_native.call import QUIETLY, NativeCall, Ready
+from polyattn_native.arrays import DATA, QUIETLY, is_readable, knows_addresses, numbers, readable
+from polyattn_native.call import NativeCall, Ready
 from polyattn_native.library import library
 from polyattn_native.scores import is_supported
 

@@ -50,9 +50,8 @@ class NativeOnJax(Native):
             reasons.append("it is compiled for lengths, and these are symbolic")
         if not problem.device and (kind := default_kind()) != "cpu":
             reasons.append(f"it runs on cpu only, and JAX would put this on {kind}")
-        kinds = (
-            [] if problem.mask_spec is None else list(map(kind_of, problem.mask_spec.conditions))
-        )
+        conditions = () if problem.mask_spec is None else problem.mask_spec.conditions
+        kinds = list(map(kind_of, conditions))
         if kinds.count("dense") > 1 or not RANGES.issuperset(set(kinds) - {"dense"}):
             reasons.append("it takes an array and masks by position and lengths only")
         return reasons
@@ -93,9 +92,7 @@ class NativeOnJax(Native):
 def default_kind() -> str:
     """Return the platform of the default device."""
     chosen: Any = jax.config.jax_default_device  # type: ignore[attr-defined]
-    if chosen is None:
-        return jax.default_backend()
-    return str(getattr(chosen, "platform", chosen))
+    return jax.default_backend() if chosen is None else str(getattr(chosen, "platform", chosen))
 
 
 @functools.lru_cache

@@ -96,8 +96,8 @@ class NativeOnTorch(Native):
 
     def reads_quantized(self, problem: Problem) -> bool:
         """Return whether tensors have numbers, and nobody records what is done to them."""
-        is_read = not torch.compiler.is_compiling() and not _is_recorded()
-        return is_read and super().reads_quantized(problem)
+        is_traced = torch.compiler.is_compiling() or _is_recorded()
+        return not is_traced and super().reads_quantized(problem)
 
     def __call__(
         self, problem: Problem, operands: Operands, backend: Backend

@@ -7,7 +7,9 @@ call, and programs for other devices, for several of them, or to be exported.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import importlib
 import inspect
 import math
 from collections.abc import Iterable
@@ -17,8 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad as untyped_ad
-from jax.interpreters import batching, mlir
-from jax.interpreters import xla as untyped_xla
+from jax.interpreters import batching, mlir, xla
 
 from polyattn.plugin import (
     Array,
@@ -43,7 +44,6 @@ WITHOUT_BATCH = (*ADDRESSES, *NUMBERS)
 
 # These functions of JAX have no types.
 ad: Any = untyped_ad
-xla: Any = untyped_xla
 ffi: Any = jax.ffi
 
 primitive: Any = Primitive("polyattn_native")
@@ -100,8 +100,8 @@ class Fallback:
         x = x._replace(**whole)
         found: Any = self.kernel.backward(problem, x, residuals, cotangents, self.backend)
         delta = jnp.sum(residuals.output.astype(output.dtype) * output, axis=-1, keepdims=True)
-        results: list[Any] = [found.query, found.key, found.value]
-        results.append(delta if logsumexp is None else delta - logsumexp)
+        delta = delta if logsumexp is None else delta - logsumexp
+        results: list[Any] = [found.query, found.key, found.value, delta]
         if problem.softcap is not None:  # of the rows only their sum is used
             results.append(jnp.full(delta.shape, found.softcap / math.prod(delta.shape)))
         if of_bias is not None:
@@ -141,10 +141,8 @@ def _varying_alike(arrays: Iterable[Array]) -> list[Array]:
 
 def _varying(array: Array) -> frozenset[str]:
     kind: Any = jax.typeof(array)
-    if hasattr(kind, "manual_axis_type"):
-        kind = kind.manual_axis_type
-        return frozenset(kind.varying)
-    return getattr(kind, "vma", frozenset())  # until JAX 0.9
+    manual: Any = getattr(kind, "manual_axis_type", None)
+    return frozenset(getattr(kind, "vma", ()) if manual is None else manual.varying)  # until 0.9
 
 
 def _vary(array: Array, axes: tuple[str, ...]) -> Array:
@@ -237,17 +235,11 @@ def _is_of_one_device(context: Any) -> bool:
     return set(context.mesh.axis_names) <= set(getattr(context, "manual_axes", ()))
 
 
-def _ask_for_devices() -> None:
-    """Let the lowering know the devices, also for what the other kernel has in it."""
-    try:  # JAX has no public way; without this one it tells less, and more is left to XLA
-        from jax._src import dispatch
-
-        dispatch.prim_requires_devices_during_lowering.add(primitive)
-    except (ImportError, AttributeError):
-        pass
-
-
-_ask_for_devices()
+# Let the lowering know the devices, also for what the other kernel has in it. JAX has no public
+# way; without this one it tells less, and more is left to XLA.
+with contextlib.suppress(ImportError, AttributeError):
+    dispatch: Any = importlib.import_module("jax._src.dispatch")
+    dispatch.prim_requires_devices_during_lowering.add(primitive)
 # And JAX caches by other facts; older versions cache nothing.
 _options: dict[str, Any] = {}
 if "cacheable" in inspect.signature(mlir.register_lowering).parameters:
@@ -316,10 +308,8 @@ def _jvp(primals: Any, tangents: Any, **about: Any) -> tuple[Any, Any]:
     moved = {f"{name}_tangent": tangent.astype(exact.dtype) for name, tangent in moved.items()}
     given = arrays | {"output": output, "logsumexp": logsumexp} | moved
     of_output, of_logsumexp = run("push_forward", problem, fallback, given)
-    return [output.astype(problem.dtype), logsumexp], [
-        of_output.astype(problem.dtype),
-        of_logsumexp,
-    ]
+    output, of_output = output.astype(problem.dtype), of_output.astype(problem.dtype)
+    return [output, logsumexp], [of_output, of_logsumexp]
 
 
 ad.primitive_jvps[primitive] = _jvp

@@ -94,6 +94,12 @@ struct Run {
 
     Run(const PolyattnCall& c, const Work& w) : call(c), work(w), scratch(w.scratch) { fegetenv(&arithmetic); }
 
+    // In the child of a fork, whether threads had begun to work: they are in the parent only.
+    bool is_cut() {
+        if (began != forks) is_shared = false;
+        return began != forks && active > 0;
+    }
+
     bool begin_next(void* memory) {
         const int64_t task = next.fetch_add(1, std::memory_order_relaxed);
         if (task >= work.tasks) return false;
@@ -214,13 +220,6 @@ struct Process {
     }
 } process;
 
-// In the child of a fork, whether threads had begun to work on a run: they are in the parent only.
-bool is_cut(Run& run) {
-    if (run.began == forks) return false;
-    run.is_shared = false;
-    return run.active > 0;
-}
-
 void close(Run* run, void*& state) {
     release(run->work.shared_memory);
     run->~Run();
@@ -251,7 +250,7 @@ int run_tasks(const PolyattnCall& call, Work (*make)(const PolyattnCall&), void*
         }
         const int64_t helpers = (work.tasks < call.threads ? work.tasks : call.threads) - 1;
         run->is_shared = helpers > 0 && pool->offer(*run, (int)helpers);
-    } else if (is_cut(*run)) {
+    } else if (run->is_cut()) {
         close(run, state);
         return -2;
     }
@@ -281,7 +280,7 @@ void cancel_tasks(void*& state) {
     Run* run = (Run*)state;
     if (!run) return;
     run->stop = true;
-    is_cut(*run);  // then nothing is to wait for
+    run->is_cut();  // then nothing is to wait for
     if (run->is_shared) {
         while (!pool->wait(*run, Clock::now() + QUANTUM)) {}
     }
