@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from polyattn.plugin import CUT_BY_FORK, Operands, Problem, Quantized, Span, progress
-from polyattn_native.arrays import QUIETLY, describe, offsets_of, readable, readable_view
+from polyattn_native.arrays import converted, describe, offsets_of, readable, readable_view
 from polyattn_native.library import DTYPES, CArray, CCall, library
 from polyattn_native.scores import ByDistance, by_distance, scale_and_rest
 from polyattn_native.visible import array_of, bytes_per_row, ends_of_band, visible
@@ -129,10 +129,9 @@ class NativeCall:
         """Add an array with a number for each row."""
         self.array(name, readable_view(array)[..., None])
 
-    @QUIETLY
     def by_head(self, numbers: Any) -> int:
         """Return the address of a number for each head."""
-        numbers = np.require(numbers, self.accumulator, ["C", "A"])
+        numbers = np.require(converted(numbers, self.accumulator), None, ["C", "A"])
         self.keep.append(numbers)
         address: int = numbers.ctypes.data
         return address
@@ -176,10 +175,9 @@ class NativeCall:
         if seen.array is not None:
             self.array("mask", np.asarray(seen.array).view(np.uint8))
 
-    @QUIETLY
     def _add_bias(self, bias: Any) -> None:
         if bias.dtype == self.accumulator or bias.nbytes <= MADE:
-            array = readable_view(np.asarray(bias, self.accumulator))
+            array = readable_view(converted(bias, self.accumulator))
             describe(self.call.bias[self.bias_place], array, self.problem.batch, self.offsets)
             self.keep.append(array)
         else:
@@ -233,7 +231,6 @@ class NativeCall:
             yield part
             self.call.adds = 1
 
-    @QUIETLY
     def _part(self, rows: Span) -> CCall:
         self.of_part: list[Any] = []  # what must live as long as the part
         part = CCall.from_buffer_copy(self.call)
@@ -253,7 +250,7 @@ class NativeCall:
             bias = self.made_bias
             if bias.shape[-2] != 1:
                 bias = bias[..., rows.start : rows.stop, :]
-            bias = np.asarray(bias, self.accumulator)
+            bias = converted(bias, self.accumulator)
             describe(part.bias[self.bias_place], bias, self.problem.batch, self.of_part)
             self.of_part.append(bias)
         return part
