@@ -4,6 +4,7 @@ Each is the test that must fail, a name, a file, texts and what replaces them.
 """
 
 AUTOCAST = "tests/backends/test_torch_autocast.py::"
+CHECKS = "tests/dialects/test_checks.py::"
 BACKWARD = "tests/backends/test_numpy_backward.py::"
 CORNERS = "tests/api/test_corners.py::test_an_axis_without_entries"
 DASK = "tests/backends/test_dask.py::"
@@ -31,6 +32,7 @@ STRICT = "tests/backends/test_jax.py::"
 RULES = "tests/expressions/test_derivatives.py::"
 BANDS = "tests/backends/test_torch_bands.py::"
 
+CACHE = "tests/nn/test_cache.py::"
 LENGTHS = "tests/api/test_key_lengths.py::"
 PAGES = "tests/api/test_block_table.py::"
 PLACES = "tests/expressions/test_positions.py::"
@@ -88,8 +90,44 @@ MUTATIONS = (
      "if length is not None and False:"),
     (TRACED + "[sinks]",
      "newest tokens kept that a traced step made integers", "polyattn/nn/quantized.py",
-     "self.recent.capacity, key) + full * size",
-     "self.recent.capacity, key) + 0 * full"),
+     "self.window + size - 1, key) + full * size",
+     "self.window + size - 1, key) + 0 * full"),
+    (QUANTIZED + "test_all_tokens_that_the_capacity_promises_fit[16-4-3]",
+     "a capacity of one token too many", "polyattn/nn/quantized.py",
+     "(self._room + 1) * self.block + self.window - 1",
+     "(self._room + 1) * self.block + self.window"),
+    (QUANTIZED + "test_all_tokens_that_the_capacity_promises_fit[1-5-0]",
+     "steps for more blocks than the integers have room for", "polyattn/nn/quantized.py",
+     "min(self.codes.capacity // self.block, self.steps.capacity)",
+     "self.steps.capacity"),
+    ("tests/nn/test_generate.py::test_a_compiled_step_is_refused_where_pages_lack",
+     "a compiled step that finds no page", "polyattn/nn/generation.py",
+     "Ledger(table).place(table, 0 * table.lengths + counts, 0) is None",
+     "False"),
+    (CACHE + "test_drafts_that_were_taken_back_are_overwritten_without_a_copy[0-torch]",
+     "a copy of the cache for each draft that is taken back", "polyattn/nn/memory.py",
+     "return self._claim_taken_back(at)",
+     "return False"),
+    (CACHE + "test_what_was_taken_back_stays_where_anything_else_holds_it[numpy-one that slid]",
+     "tokens overwritten that another cache has", "polyattn/nn/memory.py",
+     "held = sys.getrefcount(self.key) == sys.getrefcount(self.value) == 3",
+     "held = True"),
+    (CACHE + "test_what_was_taken_back_stays_where_anything_else_holds_it[torch-detached]",
+     "tokens overwritten that another tensor shows", "polyattn/nn/memory.py",
+     "_cdata) > 2",
+     "_cdata) > 9"),
+    (CACHE + "test_no_rows_may_be_appended[jax-KVCache]",
+     "rows taken from none", "polyattn/nn/shapes.py",
+     "if rows.shape[-2] == 0:",
+     "if False:"),
+    (AUTOCAST + "test_a_quantised_cache_follows_autocast_as_a_cache_does[to0-1]",
+     "a quantised cache that keeps its dtype under autocast", "polyattn/nn/quantized.py",
+     'query = autocast({"query": query})["query"]',
+     "pass"),
+    (QUANTIZED + "test_parts_are_joined_in_float32_under_autocast",
+     "parts joined in 16 bits", "polyattn/_api/pieces.py",
+     "dtype=problem.accumulator, **own",
+     "**own"),
     (QUANTIZED + "test_after_truncate_no_old_token_is_seen[59]",
      "a block of which some tokens stay dropped", "polyattn/nn/quantized.py",
      "array[..., : length % self.block, :]",
@@ -160,6 +198,14 @@ MUTATIONS = (
      "a difference without sign", "polyattn/_core/call/lengths.py",
      "return as_index(library_of(given).xp, given)",
      "return given"),
+    (LENGTHS + "test_the_scale_of_long_sequences_is_that_of_the_length[4-alone]",
+     "a scale by the memory of keys", "polyattn/_core/call/lengths.py",
+     'values["scale"] = LongSequence(lengths)',
+     "pass"),
+    (LENGTHS + "test_it_is_refused_where_each_item_has_a_length",
+     "a scale by the longest of all items", "polyattn/_core/call/lengths.py",
+     "raise ValueError(_LENGTH_OF_EACH)",
+     "lengths = None"),
     (LENGTHS + "test_ranks_get_their_parts[ring]",
      "rows of one rank for those of all", "polyattn/parallel/call.py",
      "shares = (size if shares_rows else 1, size)",
@@ -234,6 +280,10 @@ MUTATIONS = (
      "heads and pages in another order", "polyattn/_core/call/pages.py",
      "page, size)), -4, -3)",
      "page, size)), -4, -4)"),
+    (PAGES + "test_gradients_of_pools_whose_vectors_have_no_numbers[sizes0-array]",
+     "pages counted by their numbers", "polyattn/_core/call/pages.py",
+     "(*numbers.shape, heads, page, size)",
+     "(-1, heads, page, size)"),
     (PAGES + "test_gradients_are_those_of_the_pool[array]",
      "the last use of a page only", "polyattn/_core/call/pages.py",
      "whole[int(numbers[number]), ...] += parts[number, ...]",
@@ -455,6 +505,35 @@ MUTATIONS = (
     ("tests/dialects/test_flash_attn.py::test_packed_queries_and_new_keys_of_a_cache",
      "all packed queries rotated by the first positions", "polyattn/dialects/_kvcache.py",
      "lengths=part(rotation.lengths, n)", "lengths=part(rotation.lengths, 0)"),
+    (CHECKS + "test_a_cache_is_not_written_before_all_is_checked[scale-numpy]",
+     "a cache that is written before its check", "polyattn/dialects/_kvcache.py",
+     "    compute = prepared(",
+     "    cache.key[places] = key\n    compute = prepared("),
+    (CHECKS + "test_no_sequence_of_many_is_written_before_all_are_checked",
+     "a sequence of a cache written before the next is checked", "polyattn/dialects/_kvcache.py",
+     "calls.append(checked(part(q, n, ends), written, its, turned, **more))",
+     "found = with_kvcache(part(q, n, ends), written, its, turned, **more)\n"
+     "        calls.append(lambda found=found: found)"),
+    (CHECKS + "test_shapes_that_would_broadcast_or_be_cut_are_refused[negative page]",
+     "a page of a table that is not there", "polyattn/dialects/_packed.py",
+     "check_pages(table, used, *key.shape[:2])",
+     "pass"),
+    (CHECKS + "test_shapes_that_would_broadcast_or_be_cut_are_refused[jax: batch]",
+     "shapes of a dialect that broadcast", "polyattn/dialects/_shared.py",
+     "fits = fits and known.setdefault(axis, length) == length",
+     "fits = fits and (length == 1 or known.setdefault(axis, length) == length)"),
+    ("tests/dialects/test_install.py::test_flash_attention_3_comes_by_name",
+     "FlashAttention 3 installed unasked", "polyattn/dialects/flash_attn/_install.py",
+     'packages = packages or ("flash_attn",)',
+     "packages = packages or tuple(_DISTRIBUTIONS)"),
+    ("tests/dialects/test_install.py::test_private_functions_join_parts_of_the_keys",
+     "gradients of a part by its own logsumexp", "polyattn/dialects/flash_attn/_steps.py",
+     "    found = attention_backward(q, k, v, partial,",
+     "    partial = Partial(*dense(\n"
+     "        q, k, v, softmax_scale, causal, window, softcap, logsumexp=True\n"
+     "    ))\n"
+     "    partial = partial._replace(logsumexp=xp.permute_dims(partial.logsumexp, (0, 2, 1)))\n"
+     "    found = attention_backward(q, k, v, partial,"),
     # parts of the scores
     (PARTS + "test_an_expression_that_does_not_say_is_refused_by_name",
      "an unknown expression in a part", "polyattn/_core/expressions/expression.py",
