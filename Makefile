@@ -21,13 +21,16 @@ train: $(VENV)/.test  ## a small GPT, trained for two minutes on two cores, writ
 	$(BIN)/python examples/train/train.py $(TRAIN)
 
 PYTEST := $(BIN)/python -m pytest --numprocesses auto --dist worksteal
-# The package is tested without the compiled kernel, which has tests of its own.
+# The package is tested without the compiled kernel, which has tests of its own; then some are run with it.
 TEST_NATIVE = $(if $(COMPILER),POLYATTN_NATIVE=1 $(PYTEST) tests/native backends/polyattn_native \
   polyattn/conformance/test_backend.py -k "native and not (test_sizes and float64)")
+WITH_NATIVE = $(if $(COMPILER),POLYATTN_NATIVE=1 $(PYTEST) $(addprefix tests/,api base call dispatch expressions \
+  dialects integrations tiles) $(wildcard tests/nn/test_[cgpq]*.py tests/backends/test_jax*.py tests/backends/test_torch*.py))
 
 test: $(VENV)/.test $(VENV)/.native  ## the tests and doctests, but for those that take long
 	$(PYTEST)
 	$(TEST_NATIVE)
+	$(WITH_NATIVE)
 
 # $(call newest,NAMES,PATTERN): of the interpreters with these names and pyenv's, the newest; PYTHON=, if that is given.
 newest = $(if $(filter command,$(origin PYTHON)),$(PYTHON),$(shell for python in $1 $(wildcard $(HOME)/.pyenv/versions/$2/bin/python); do \

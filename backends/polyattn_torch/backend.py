@@ -131,19 +131,19 @@ class TorchBackend(Backend):
         return output, like.new_empty(problem.scores[:-1], dtype=accumulator)
 
     def is_eager(self, array: Array) -> bool:
-        """Return whether this is an ordinary tensor on the CPU."""
+        """Return whether this is an ordinary tensor on the CPU, and nobody records operations."""
         return (
             array.device.type == "cpu"
             and type(array) in (torch.Tensor, torch.nn.Parameter)
             and not torch.compiler.is_compiling()
+            and torch._C._get_tracing_state() is None  # jit.trace, and export by it
+            and not torch._C._len_torch_dispatch_stack()  # make_fx
         )
 
     def is_plain(self, *arrays: Array) -> bool:
         """Return whether tensors are ordinary ones, and no derivative is recorded."""
         return super().is_plain(*arrays) and not (
             torch._C._are_functorch_transforms_active()
-            or torch._C._get_tracing_state() is not None  # jit.trace, and export by it
-            or torch._C._len_torch_dispatch_stack()  # make_fx
             or in_forward_mode()
             or (torch.is_grad_enabled() and any(array.requires_grad for array in arrays))
         )

@@ -6,11 +6,11 @@ its reason is kept for messages. All functions are safe under threads.
 
 from __future__ import annotations
 
-import threading
 from dataclasses import dataclass
 from typing import Any
 
 from polyattn._base.arrays import is_namespace
+from polyattn._base.forks import forkable_lock, hold_during_forks
 from polyattn._base.tracing import constant_when_traced
 from polyattn._dispatch import extensions
 from polyattn._dispatch.contract import flaw_of, missing, read_spec, taken
@@ -38,7 +38,8 @@ class Registered:
     backend: Backend | None = None
 
 
-_lock = threading.RLock()
+_lock = forkable_lock()
+hold_during_forks(_lock)
 # Filled once under the lock, and read without it: torch.compile cannot trace a lock.
 _plugins: dict[str, Registered] = {}
 _array_api: dict[str, Backend] = {}

@@ -17,6 +17,8 @@ from polyattn.bench.contender import contenders
 from polyattn.conformance import CASES, Target
 from polyattn.conformance.report import run
 
+pytestmark = pytest.mark.without_native  # whose kernels join the same lists
+
 RNG = np.random.default_rng(0)
 X = RNG.standard_normal((2, 4, 5, 8), dtype=np.float32)
 SPEC = """

@@ -48,6 +48,7 @@ def chosen(*arrays, **options):
 # ---- the three channels ----
 
 
+@pytest.mark.without_native
 def test_the_arrays_decide_by_default():
     assert chosen() == ("numpy", "small")
     for make, expected in {
@@ -214,6 +215,7 @@ def test_a_context_holds_in_one_thread():
 # ---- lists ----
 
 
+@pytest.mark.without_native
 @pytest.mark.needs("torch")
 def test_the_first_backend_that_supports_the_call_runs():
     assert chosen(backend="torch:cuda,numpy") == ("numpy", "small")
@@ -222,6 +224,7 @@ def test_the_first_backend_that_supports_the_call_runs():
     assert chosen(backend=" torch:cuda , numpy ") == ("numpy", "small")
 
 
+@pytest.mark.without_native
 @pytest.mark.needs("torch")
 def test_the_requested_kernel_is_part_of_the_decision():
     assert [chosen(kernel=k)[1] for k in ("dense", "tiled", None)] == ["dense", "tiled", "small"]
@@ -233,6 +236,7 @@ def test_no_backend_outside_the_list_runs():
         attention(X, X, X, backend="torch:cuda")
 
 
+@pytest.mark.without_native
 def test_auto_in_a_list_stands_for_the_automatic_choice():
     assert chosen(backend="torch:cuda,auto") == ("numpy", "small")
     strict = array_api_strict.asarray(X)
@@ -244,6 +248,7 @@ def test_auto_moves_no_array():
         attention(X, torch.from_numpy(X), X, backend="auto")
 
 
+@pytest.mark.without_native
 @pytest.mark.needs("torch")
 def test_an_error_while_running_is_not_retried_elsewhere(monkeypatch):
     registry.load("torch")
@@ -268,6 +273,7 @@ def _spec(name="acme", **changes):
     return polyattn.plugin.BackendSpec(**{**facts, **changes})
 
 
+@pytest.mark.without_native
 @pytest.mark.parametrize(
     ("spec", "reason"),
     [
@@ -542,6 +548,7 @@ def test_array_api_moves_no_array():
 # ---- explain ----
 
 
+@pytest.mark.without_native
 def test_explain_from_shapes_agrees_with_arrays():
     tensor = torch.from_numpy(X)
     options = {"is_causal": True, "softcap": 3.0}
@@ -585,6 +592,7 @@ def test_explain_refuses_malformed_shapes():
             explain(shape, shape, shape)
 
 
+@pytest.mark.without_native
 @pytest.mark.needs("torch")
 def test_explain_moves_no_array(monkeypatch):
     registry.load("torch")
@@ -592,6 +600,7 @@ def test_explain_moves_no_array(monkeypatch):
     assert chosen(backend="torch") == ("torch", "sdpa")
 
 
+@pytest.mark.without_native
 def test_an_explanation_prints_as_a_table():
     text = str(explain(SHAPE, SHAPE, SHAPE, backend="torch:cuda,numpy", window=(1, 0)))
     lines = text.splitlines()

@@ -369,6 +369,17 @@ def run_program(body: str) -> str:
     return done.stdout
 
 
+def test_a_long_bias_of_another_dtype_has_one_axis(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(call, "MADE", 100)
+    rng = np.random.default_rng(3)
+    q, k, v = rng.standard_normal((3, 2, 33, 8)).astype("float32")
+    bias = rng.standard_normal(33)
+    found, pullback = polyattn.attention_vjp(q, k, v, bias=bias, kernel="native")
+    wanted, reference = polyattn.attention_vjp(q, k, v, bias=bias, kernel="dense")
+    np.testing.assert_allclose(found, wanted, atol=1e-5)
+    np.testing.assert_allclose(pullback(found).bias, reference(found).bias, atol=1e-5)
+
+
 def test_the_share_that_is_done_grows_to_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     shares: list[float] = []
     monkeypatch.setattr(call, "progress", lambda: contextlib.nullcontext(shares.append))

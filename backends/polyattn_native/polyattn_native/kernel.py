@@ -20,7 +20,7 @@ from polyattn.plugin import (
     sum_to,
     thread_count,
 )
-from polyattn_native.arrays import DATA, is_readable, knows_addresses, numbers, readable
+from polyattn_native.arrays import DATA, QUIETLY, is_readable, knows_addresses, numbers, readable
 from polyattn_native.call import NativeCall, Ready
 from polyattn_native.library import library
 from polyattn_native.scores import is_supported
@@ -114,6 +114,7 @@ class Native(Kernel):
             native.rows_of("logsumexp", logsumexp)
         return native
 
+    @QUIETLY
     def backward(
         self, problem: Problem, operands: Operands, residuals: Residuals, cotangents: Cotangents,
         backend: Backend,
@@ -158,6 +159,7 @@ class Native(Kernel):
             softcap=None if softcap is None else np.asarray(softcap.sum(), dtype),
         )
 
+    @QUIETLY
     def jvp(
         self, problem: Problem, operands: Operands, residuals: Residuals, tangents: Tangents,
         backend: Backend,
