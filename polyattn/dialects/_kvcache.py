@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import numbers
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from polyattn import masks
 from polyattn._base.arrays import Array, cast, index_range, library_of
+from polyattn._base.slices import spans
 from polyattn._base.tracing import is_transformed
 from polyattn.dialects._flash import attended, by_position, options_of
 from polyattn.dialects._packed import numbers_of
@@ -109,14 +111,21 @@ def with_packed(
             return x
         return x[n : n + 1, ...] if ends is None else x[ends[n] : ends[n + 1], ...][None, ...]
 
+    def rows(x: Array | None) -> list[Any]:
+        """Return the queries of each sequence as a batch of one, which have one gradient."""
+        if x is None:
+            return [None] * count
+        cut = spans(x, [(at, end - at) for at, end in pairwise(ends or range(count + 1))])
+        return cut if ends is None else [one[None, ...] for one in cut]
+
     results = []
-    for n in range(count):
+    for n, (own_q, own_qv) in enumerate(zip(rows(q), rows(qv), strict=True)):
         pools = [part(x, n) if has_own_pools else x for x in cache[:2]]
         own = Cache(*pools, *(part(x, n) for x in cache[2:]))
         turned = rotation._replace(lengths=part(rotation.lengths, n))
         added = None if new is None else (part(new[0], n, other), part(new[1], n, other))
-        more = {"qv": part(qv, n, ends), "logsumexp": True, **options}
-        results.append(with_kvcache(part(q, n, ends), added, own, turned, **more))
+        more = {"qv": own_qv, "logsumexp": True, **options}
+        results.append(with_kvcache(own_q, added, own, turned, **more))
     axes = (0, 0) if ends is None else (1, 2)  # of the items, or of the rows
     joined = (
         library.xp.concat(parts, axis=axis)

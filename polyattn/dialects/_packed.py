@@ -15,6 +15,7 @@ from polyattn._api.attention import attention
 from polyattn._api.partial import attention_partial
 from polyattn._base.arguments import short
 from polyattn._base.arrays import Array, cast, index_range, library_of, numbers_like
+from polyattn._base.slices import spans
 from polyattn._base.tracing import is_recording, is_transformed
 from polyattn.dialects._shared import alibi, lowered
 
@@ -99,8 +100,12 @@ def _one_by_one(
     own, other = _spans("query", rows, query), _spans("key", keys, key)
     if len(own) != len(other):
         raise ValueError(f"query has {len(own)} sequences, and key {len(other)}")
-    runs = _runs(own, other, query.shape[0])
-    pieces = [_run(xp, arrays, run, rule, options) for run in runs]
+    runs = list(_runs(own, other, query.shape[0]))
+    of_query, of_key = (
+        [(run[0][n][0], len(run) * run[0][n][1]) for run in runs] for n in (1, 2)
+    )
+    cut = zip(*map(spans, arrays, (of_query, of_key, of_key)), strict=True)
+    pieces = [_run(xp, parts, run, rule, options) for parts, run in zip(cut, runs, strict=True)]
     return [
         parts[0] if len(parts) == 1 else xp.concat(parts, axis=0)
         for parts in zip(*pieces, strict=True)
@@ -111,8 +116,8 @@ def _run(xp: Any, arrays: Arrays, run: list[Run], rule: Rule, options: Any) -> l
     """Return the rows of neighbouring sequences of one length, which are a batch."""
     (first, rows, keys), count = run[0], len(run)
     parts = [
-        xp.reshape(x[at : at + count * n, ...], (count, n, *x.shape[1:]))
-        for x, (at, n) in zip(arrays, (rows, keys, keys), strict=True)
+        xp.reshape(x, (count, n, *x.shape[1:]))
+        for x, (_, n) in zip(arrays, (rows, keys, keys), strict=True)
     ]
     offset = 0 if rule.from_first else keys[1] - rows[1]
     given = {"is_causal": rule.causal, "window": rule.window, "query_offset": offset, **options}
@@ -161,7 +166,7 @@ def _runs(
 ) -> Iterator[list[Run]]:
     """Yield neighbours of one length, without gaps between them; rows of no sequence see no key."""
     run: list[Run] = []
-    done = 0  # rows that are yielded or in the run
+    done = end = 0  # the rows that are yielded or in the run, and the end of their keys
     for number, ((start, length), own) in enumerate(zip(rows, keys, strict=True)):
         following = [(at + len(run) * n, n) for at, n in run[0][1:]] if run else []
         if run and [(start, length), own] != following:
@@ -169,13 +174,13 @@ def _runs(
             run = []
         if length:
             if start > done:
-                yield [(0, (done, start - done), (0, 0))]
+                yield [(0, (done, start - done), (end, 0))]
             run.append((number, (start, length), own))
-            done = start + length
+            done, end = start + length, sum(own)
     if run:
         yield run
     if done < total or not done:
-        yield [(0, (done, total - done), (0, 0))]
+        yield [(0, (done, total - done), (end, 0))]
 
 
 # ---- one call for all --------------------------------------------------------------------------
