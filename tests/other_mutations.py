@@ -29,6 +29,7 @@ RULES = "tests/expressions/test_derivatives.py::"
 BANDS = "tests/backends/test_torch_bands.py::"
 
 LENGTHS = "tests/api/test_key_lengths.py::"
+NO_MORE = "tests/backends/test_torch_lengths.py::"
 PAGES = "tests/api/test_block_table.py::"
 PLACES = "tests/expressions/test_positions.py::"
 PATTERNS = "polyattn/_core/expressions/patterns.py"
@@ -206,6 +207,33 @@ MUTATIONS = (
      "heads and pages in another order", "polyattn/_core/call/pages.py",
      "page, size)), -4, -3)",
      "page, size)), -4, -4)"),
+    (PAGES + "test_copies_are_of_the_columns_that_rows_may_see",
+     "a table read to its end", "polyattn/_api/run.py",
+     "if is_copied and at and not (", "if not at and not ("),
+    (PAGES + "test_copies_are_of_the_columns_that_rows_may_see",
+     "pages before the windows copied", "polyattn/_core/call/pages.py",
+     "first = clip(xp, (lengths - rows - left) // page, 0, many)",
+     "first = 0 * lengths"),
+    (PAGES + "test_copies_are_of_the_columns_that_rows_may_see",
+     "a page left out in which a window begins", "polyattn/_core/call/pages.py",
+     "(lengths - rows - left) // page, 0, many)",
+     "-(-(lengths - rows - left) // page), 0, many)"),
+    ("tests/dialects/test_flash_attn.py::test_varlen_copies_the_used_columns_of_a_table",
+     "a table of packed sequences read to its end", "polyattn/dialects/_packed.py",
+     "if used is not None and _is_readable(used):", "if False:"),
+    # lengths on torch
+    (NO_MORE + "test_what_lies_beyond_a_length_reaches_nothing[unlike-nothing-one call]",
+     "NaN beyond a length for an engine", "polyattn/_core/tiles/visibility.py",
+     "if isinstance(one, Padding)]", "if False]"),
+    (NO_MORE + "test_what_lies_beyond_a_length_reaches_nothing[unlike-offset-a call for each]",
+     "the position of the first item for all", "backends/polyattn_torch/lengths.py",
+     "offsets[n % len(offsets)]", "offsets[0]"),
+    (NO_MORE + "test_the_engine_gets_the_keys_that_an_item_has_and_no_mask",
+     "keys read to the capacity", "backends/polyattn_torch/lengths.py",
+     "if numbers is None or max(numbers) == 0:", "if True:"),
+    ("tests/dialects/test_dialects.py::test_nan_in_unwritten_slots_has_no_effect_on_torch",
+     "padding of ONNX as an array of bools", "polyattn/dialects/onnx.py",
+     "seen = options if padding is None else", "seen = options if True else"),
     (PAGES + "test_gradients_are_those_of_the_pool[array]",
      "the last use of a page only", "polyattn/_core/call/pages.py",
      "whole[int(numbers[number]), ...] += parts[number, ...]",

@@ -58,6 +58,10 @@ def from_pages(
 ) -> tuple[Array, Array, Packed]:
     """Return a pool of pages as packed arrays, where a sequence begins at `first` in its pages."""
     xp = library_of(key, "key").xp
+    if used is not None and _is_readable(used):
+        used = numbers_of(used)
+        ends = map(sum, zip(used, first or itertools.repeat(0), strict=False))
+        table = table[:, : -(-max(ends, default=0) // key.shape[1])]
     # Entries beyond the length of a sequence may hold anything.
     least, most = (numbers_like(xp, n, table.dtype, table) for n in (0, key.shape[0] - 1))
     indices = xp.reshape(xp.minimum(xp.maximum(table, least), most), (-1,))
@@ -101,9 +105,8 @@ def _one_by_one(
     if len(own) != len(other):
         raise ValueError(f"query has {len(own)} sequences, and key {len(other)}")
     runs = list(_runs(own, other, query.shape[0]))
-    of_query, of_key = (
-        [(run[0][n][0], len(run) * run[0][n][1]) for run in runs] for n in (1, 2)
-    )
+    of_query = [(at, len(run) * n) for run in runs for _, (at, n), _ in run[:1]]
+    of_key = [(at, len(run) * n) for run in runs for _, _, (at, n) in run[:1]]
     cut = zip(*map(spans, arrays, (of_query, of_key, of_key)), strict=True)
     pieces = [_run(xp, parts, run, rule, options) for parts, run in zip(cut, runs, strict=True)]
     return [
@@ -115,10 +118,7 @@ def _one_by_one(
 def _run(xp: Any, arrays: Arrays, run: list[Run], rule: Rule, options: Any) -> list[Array]:
     """Return the rows of neighbouring sequences of one length, which are a batch."""
     (first, rows, keys), count = run[0], len(run)
-    parts = [
-        xp.reshape(x, (count, n, *x.shape[1:]))
-        for x, (_, n) in zip(arrays, (rows, keys, keys), strict=True)
-    ]
+    parts = [xp.reshape(x, (count, x.shape[0] // count, *x.shape[1:])) for x in arrays]
     offset = 0 if rule.from_first else keys[1] - rows[1]
     given = {"is_causal": rule.causal, "window": rule.window, "query_offset": offset, **options}
     if rule.slopes is not None:

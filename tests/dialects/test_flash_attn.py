@@ -197,6 +197,19 @@ def uses(array, result):
     return count
 
 
+def test_varlen_copies_the_used_columns_of_a_table(monkeypatch):
+    from polyattn.dialects import _flash
+
+    copied, compute = [], _flash.packed_attention
+    monkeypatch.setattr(
+        _flash, "packed_attention", lambda *x, **o: copied.append(len(x[1])) or compute(*x, **o)
+    )
+    pool, ends = normal(6, 4, G, D), np.array([0, 7, 8])
+    table = np.array([[3, 1] + [-1] * 50, [0] + [99] * 51])
+    fa2.flash_attn_varlen_func(normal(8, H, D), pool, pool, ends, ends, block_table=table)
+    assert copied == [2 * 2 * 4]
+
+
 def test_packed_sequences_have_one_gradient():
     """A slice for each has one each, as long as the whole: sequences times tokens."""
     ends = torch.tensor([0, 2, 3, 3, 6, 10])
