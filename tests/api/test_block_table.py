@@ -296,6 +296,21 @@ def test_copies_are_of_the_columns_that_rows_may_see(options, columns, monkeypat
     assert np.allclose(found, expected, rtol=0, atol=1e-13)
 
 
+@pytest.mark.parametrize(
+    ("items", "lengths"),
+    [((), 9), ((2,), 9), ((2,), [9]), ((2, 2), 9), ((2, 2), [[9], [5]]), ((2, 2), [9, 5])],
+    ids=str,
+)
+def test_lengths_and_tables_of_other_axes_are_cut(items, lengths):
+    table = np.tile(np.arange(8), (*items, 1))
+    lengths = lengths if lengths == 9 else np.array(lengths)
+    query = rng.standard_normal((*items, H, 1, D))
+    call = {"block_table": table, "key_lengths": lengths, "window": (3, 0)}
+    expected = attention(query, *POOLS, kernel=tiled(64), **call)
+    arrays = [torch.tensor(x) for x in (query, *POOLS)]
+    assert np.allclose(attention(*arrays, **call), expected, rtol=0, atol=1e-13)
+
+
 def test_array_api_tiles_get_whole_keys():
     found = paged(kernel=tiles_of(8), is_causal=True)
     assert np.allclose(found, one_by_one(is_causal=True), rtol=0, atol=1e-13)

@@ -11,7 +11,6 @@ from polyattn._base.arrays import Array, clip, facts_of, index_range, library_of
 from polyattn._core.call.facts import Call, axes_of
 from polyattn._core.call.operands import Operands
 from polyattn._core.expressions.patterns import CachePadding, Padding
-from polyattn._core.expressions.replacements import LongSequence
 
 
 def on_used_pages(call: Call, x: Operands) -> tuple[Call, Operands]:
@@ -22,8 +21,7 @@ def on_used_pages(call: Call, x: Operands) -> tuple[Call, Operands]:
     """
     table: Any = x.block_table
     lengths: Any = x.key_lengths
-    of_keys = call.bias is not None or not isinstance(x.mask, Padding)
-    if of_keys or isinstance(call.scale, LongSequence):
+    if call.bias is not None or not isinstance(x.mask, Padding):
         return call, x
     xp, many, (left, _) = library_of(table).xp, table.shape[-1], call.window or (None, None)
     (_, _, rows, _), (_, _, page, _) = (axes_of(y.shape, call.layout) for y in call[:2])
@@ -35,7 +33,7 @@ def on_used_pages(call: Call, x: Operands) -> tuple[Call, Operands]:
     count = max([1, *xp.reshape(-(-lengths // page) - first, (-1,)).tolist()])
     if count >= many:
         return call, x
-    first = first[..., None]
+    first = (first + 0 * table[..., 0])[..., None]
     columns = clip(xp, first + index_range(xp, 0, count, table), 0, many - 1)
     changed = {"block_table": xp.take_along_axis(table + 0 * first, columns, axis=-1)}
     if moves:
