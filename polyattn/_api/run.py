@@ -17,6 +17,7 @@ from polyattn._core.call.key import call_key
 from polyattn._core.call.layout import as_called, heads_first
 from polyattn._core.call.operands import Operands
 from polyattn._core.call.options import OPTIONS
+from polyattn._core.call.pages import on_used_pages
 from polyattn._dispatch.cache import CachedCall, cached_call, planned
 from polyattn._dispatch.plan import Plan
 from polyattn._dispatch.request import request
@@ -35,7 +36,24 @@ def compute(
     kernel: str | Kernel | None,
 ) -> tuple[Array, Array | None]:
     """Examine a described call, select a kernel, and run it."""
-    return run(call, operands, plan_of(call, operands.query, backend, kernel))
+    return run(*_planned(call, operands, backend, kernel))
+
+
+def _planned(
+    call: Call, operands: Operands, backend: Any, kernel: Any
+) -> tuple[Call, Operands, Plan]:
+    """Return a call and its plan: over the used pages only, where the host can read which."""
+    plan = plan_of(call, operands.query, backend, kernel)
+    at, problem = plan.placement.backend, plan.placement.problem
+    is_copied = call.block_table is not None and "block_table" not in problem.features
+    # A kernel whose bits do not depend on the batch gets no other keys by its longest item.
+    if is_copied and at and not (plan.placement.moved or plan.kernel.batch_invariant):
+        numbers = operands.key_lengths, operands.block_table
+        if at.is_eager(operands.query) and at.is_plain(*numbers):
+            cut, operands = on_used_pages(call, operands)
+            if cut is not call:
+                return cut, operands, plan_of(cut, operands.query, backend, kernel)
+    return call, operands, plan
 
 
 def prepared(
@@ -86,7 +104,7 @@ def with_cached_calls(function: _F) -> _F:
             return function(*args, **kwargs)  # which names the argument that it does not take
         backend, kernel = kwargs.pop("backend", None), kwargs.pop("kernel", None)
         described, operands = describe(*args, **kwargs)
-        plan = plan_of(described, operands.query, backend, kernel)
+        described, operands, plan = _planned(described, operands, backend, kernel)
         output, _ = run(described, operands, plan)
         if all(map(operator.is_, given, operands)):
             found.append(CachedCall.of(described, plan))

@@ -11,6 +11,7 @@ from polyattn._base.arrays import Array
 from polyattn._core.call.gradients import Gradients
 from polyattn._core.call.operands import Cotangents, Operands, Residuals, Tangents
 from polyattn._core.call.problem import Problem
+from polyattn._core.tiles.visibility import without_padding
 from polyattn.plugin.primitives import BackendPrimitives
 from polyattn.plugin.tools import BackendTools
 
@@ -29,7 +30,8 @@ class Kernel:
     features : frozenset of str
         Those of `FEATURES` that it computes exactly as the semantics define.
     poison_safe : bool
-        Whether NaN or ±inf in a masked key or value leaves the row unchanged.
+        Whether NaN or ±inf in a masked key or value leaves the row unchanged. If not, `__call__`
+        gets 0 beyond the lengths of a mask.
     rounds_once : bool
         Whether gradients are sums in float32, or float64 for float64 inputs, that are rounded once,
         with weights that have the bits of the forward pass. Otherwise they lose digits where keys
@@ -232,8 +234,10 @@ class Backend(BackendPrimitives, BackendTools):
     def run(
         self, kernel: Kernel, problem: Problem, operands: Operands
     ) -> tuple[Array, Array | None]:
-        """Run a kernel in the context of `shield`."""
+        """Run a kernel in the context of `shield`, with 0 beyond lengths if NaN there counts."""
         with self.shield(problem, operands):
+            if not kernel.poison_safe:
+                operands = without_padding(problem, operands, self.xp)
             return kernel(problem, operands, self)
 
     def run_backward(

@@ -7,9 +7,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 from libraries import LIBRARIES
-from optional import jax, jnp
+from optional import jax, jnp, torch
 
 from polyattn.dialects import dot_product_attention, onnx_attention
+from polyattn.dialects.flash_attn import flash_attn_with_kvcache
 
 
 def onnx_cases():
@@ -152,3 +153,29 @@ def test_the_steps_of_onnx_lead_to_the_output(name):
     weights = np.exp(steps[2] - steps[2].max(-1, keepdims=True))
     np.testing.assert_allclose(steps[3], weights / weights.sum(-1, keepdims=True), atol=2e-6)
     np.testing.assert_allclose(steps[3] @ np.repeat(inputs[2], 2, axis=1), output.Y, atol=2e-6)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("name", ["flash_attn", "jax", "onnx"])
+def test_nan_in_unwritten_slots_has_no_effect_on_torch(name, masked):
+    query, lengths = torch.randn(3, 2, 4, 8), torch.tensor([5, 2, 7])
+    caches = [torch.randn(3, 9, 2, 8) for _ in range(2)]
+    spoilt = [x.clone() for x in caches]
+    for b, n in enumerate(lengths.tolist()):
+        for x in spoilt:
+            x[b, n:] = torch.nan
+
+    def call(key, value):
+        if name == "flash_attn":
+            pad = torch.tensor([1, 0, 2]) if masked else None
+            options = {"cache_seqlens": lengths, "cache_leftpad": pad, "causal": True}
+            return flash_attn_with_kvcache(query, key, value, **options)
+        mask = torch.arange(9) != 1 if masked else None
+        if name == "jax":
+            rows = torch.tensor([2, 1, 2]) if masked else None
+            options = {"key_value_seq_lengths": lengths, "query_seq_lengths": rows}
+            return dot_product_attention(query, key, value, mask=mask, **options)
+        arrays = (x.transpose(1, 2) for x in (query, key, value))
+        return onnx_attention(*arrays, mask, nonpad_kv_seqlen=lengths, is_causal=1).Y
+
+    torch.testing.assert_close(call(*spoilt), call(*caches))
