@@ -184,6 +184,14 @@ WRONG = {
     "a mask of rank 3": (
         ValueError, {"mask": np.ones((4, 5, 7), bool)}, "(4, 5, 7)", "mask[:, None]", "mask[None]",
     ),
+    **{
+        f"a bias of shape {shape}": (ValueError, {"bias": np.ones(shape)}, f"bias {shape}", *hints)
+        for shape, *hints in (
+            ((4, 5, 7), "could be batch or heads", "bias[:, None]", "bias[None]"),
+            ((2, 5, 7), "could be batch or heads", "bias[:, None]", "bias[None]"),
+            ((2, 7), "bias[:, None, None, :]"),
+        )
+    },
     "a mask of rank 3 in an expression": (
         ValueError, {"mask": masks.causal() | np.ones((4, 5, 7), bool)}, "could be batch or heads",
     ),

@@ -82,7 +82,7 @@ def options() -> dict[str, dict[str, Any]]:
         "padding": {"mask": masks.padding(torch.tensor([7, 30]))},
         "segments": {"mask": masks.segments(torch.arange(33) // 9, torch.arange(40) // 9)},
         "made mask": {"mask": masks.dense(seen) | masks.prefix(torch.tensor([2, 5]))},
-        "bias": {"bias": torch.randn(4, 33, 40)},
+        "bias": {"bias": torch.randn(1, 4, 33, 40)},
         "bias in bfloat16": {"bias": torch.randn(33, 40).bfloat16()},
         "sinks": {"sinks": torch.randn(4)},
         "softcap": {"softcap": 2.0},
