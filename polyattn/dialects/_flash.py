@@ -8,18 +8,19 @@ from polyattn._api.attention import attention
 from polyattn._api.partial import attention_partial
 from polyattn._base.arrays import Array, index_range, library_of
 from polyattn.dialects._packed import Packed, Rule, chunked, from_pages, packed_attention
-from polyattn.dialects._shared import alibi, bounds, dropout_of
+from polyattn.dialects._shared import alibi, bounds, dropout_of, scaled
 
 #: The window that bounds nothing, as it is written in the signatures.
 NO_WINDOW = (-1, -1)
 
 
-def options_of(scale: float | None, softcap: float) -> dict[str, Any]:
-    """Return the options that mean the same everywhere."""
+def options_of(q: Array, scale: Any, softcap: float) -> tuple[Array, dict[str, Any]]:
+    """Return the queries, and the options that mean the same everywhere."""
+    q, scale = scaled(q, scale)
     options: dict[str, Any] = {} if scale is None else {"scale": scale}
     if softcap > 0:
         options["softcap"] = softcap
-    return options
+    return q, options
 
 
 def attended(q: Array, k: Array, v: Array, options: dict[str, Any], logsumexp: bool) -> Any:
@@ -35,7 +36,7 @@ def dense(
     *, dropout: float = 0.0, slopes: Array | None = None, chunk: int = 0, logsumexp: bool = False,
 ) -> Any:  # fmt: skip
     """Return attention of arrays (B, L, H, D), with the logsumexp, (B, H, L), if asked for."""
-    options = options_of(scale, softcap)
+    q, options = options_of(q, scale, softcap)
     if causal:
         options["is_causal"] = True
     if window is not NO_WINDOW and (near := bounds(window)):
@@ -69,7 +70,7 @@ def varlen(
     table: Array | None = None, logsumexp: bool = False,
 ) -> Any:  # fmt: skip
     """Return attention of packed arrays (T, H, D), with the logsumexp, (H, T), if asked for."""
-    options = options_of(scale, softcap)
+    q, options = options_of(q, scale, softcap)
     if dropout:
         options["dropout"] = dropout_of(q, dropout)
     if table is not None:

@@ -54,7 +54,8 @@ def with_kvcache(
     keys, values = (_read(cache, pool, q.shape[0]) for pool in (cache.key, cache.value))
     if qv is not None:
         q, keys, scale = with_qv(q, keys, values, qv, scale)
-    options = options_of(scale, softcap) | {"is_causal": bool(causal), "window": near}
+    q, options = options_of(q, scale, softcap)
+    options |= {"is_causal": bool(causal), "window": near}
     many = keys.shape[1] * (1 if cache.table is None else cache.table.shape[1])
     lengths = many if cache.lengths is None else cache.lengths
     if isinstance(lengths, int) and cache.table is None and lengths != many:
