@@ -7,6 +7,7 @@ its reason is kept for messages. All functions are safe under threads.
 from __future__ import annotations
 
 import threading
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,6 +43,7 @@ _lock = threading.RLock()
 # Filled once under the lock, and read without it: torch.compile cannot trace a lock.
 _plugins: dict[str, Registered] = {}
 _array_api: dict[str, Backend] = {}
+_warned: set[str] = set()
 
 
 def _find() -> dict[str, Registered]:
@@ -125,6 +127,19 @@ def load(name: str) -> str | None:
             except BaseException as error:  # SystemExit and others, as in `_read`
                 plugin.failure = f"it cannot be loaded: {type(error).__name__}: {error}"
         return plugin.failure
+
+
+@constant_when_traced
+def warn_once(source: str, reason: str, kernel: str) -> None:
+    """Warn that a plugin which would serve the arrays unasked cannot, and that a kernel does."""
+    if source not in _warned:
+        _warned.add(source)
+        warnings.warn(
+            f"{source} cannot be used: {reason}. The kernel {kernel} runs in its place, which may be"
+            " much slower; polyattn.explain and `polyattn backends` show the reason too",
+            RuntimeWarning,
+            stacklevel=2,
+        )
 
 
 def _unmatched(spec: BackendSpec, backend: Backend) -> str | None:

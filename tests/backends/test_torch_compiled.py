@@ -151,6 +151,16 @@ def test_a_scalar_of_numpy_is_a_number_in_a_program(name):
         torch.testing.assert_close(compiled(x, given), call(x, given))
 
 
+def test_a_call_that_no_kernel_takes_says_why_in_a_program():
+    rule, x = scores.alibi(torch.ones(2)), torch.ones(1, 2, 6, 8)
+    compiled = torch.compile(
+        lambda x: attention(x, x, x, score_mod=rule, kernel="sdpa"), fullgraph=True
+    )
+    torch.compiler.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="does not compute score_expression"):
+        compiled(x)
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
