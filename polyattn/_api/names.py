@@ -82,11 +82,19 @@ def with_our_names(*beside: str) -> Callable[[_F], _F]:
     """Let a function, with names `beside` its parameters, refuse another name by its own."""
 
     def decorate(function: _F) -> _F:
-        own = frozenset((*inspect.signature(function).parameters, *beside))
+        parameters = inspect.signature(function).parameters
+        own = frozenset((*parameters, *beside))
+        kinds = [parameter.kind for parameter in parameters.values()]
+        most = kinds.count(inspect.Parameter.POSITIONAL_OR_KEYWORD)
         takes_options = "options" in own
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
+            if len(args) > most and "query" in own:
+                raise TypeError(
+                    f"{function.__name__}() takes {most} arguments by position, got {len(args)}:"
+                    " pass mask= and all other options by name"
+                )
             # Before Python binds the arguments: q= for query= would be a missing argument.
             for name in kwargs:
                 if name not in own and not (takes_options and (name in OPTIONS or name in BESIDE)):

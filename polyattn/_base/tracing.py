@@ -71,15 +71,12 @@ def as_number(name: str, value: Any) -> Any:
     if not is_compiling() or not is_of_numpy(type(value)):
         return value
     tensor = traced_tensor(value)
-    if tensor.ndim:
-        return value
-    if _name_of(tensor.dtype) in ("float64", "int64"):  # torch reads no other numbers
-        return tensor.item()
-    kind = "float" if tensor.dtype.is_floating_point else "int"
-    kind = "bool" if _name_of(tensor.dtype) == "bool" else kind
+    dtype = _name_of(tensor.dtype)
+    if tensor.ndim or dtype in ("float64", "int64"):  # torch reads no other numbers
+        return value if tensor.ndim else tensor.item()
     raise TypeError(
-        f"{name} is a NumPy scalar of dtype {_name_of(tensor.dtype)}, which torch.compile does not"
-        f" read: pass a Python {kind}"
+        f"{name} is a NumPy scalar of dtype {dtype}, which torch.compile does not read: pass a"
+        " scalar of Python"
     )
 
 

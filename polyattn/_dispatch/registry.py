@@ -132,14 +132,10 @@ def load(name: str) -> str | None:
 @constant_when_traced
 def warn_once(source: str, reason: str, kernel: str) -> None:
     """Warn that a plugin which would serve the arrays unasked cannot, and that a kernel does."""
+    text = f"{source} cannot be used: {reason}. The kernel {kernel} runs, which may be much slower"
     if source not in _warned:
         _warned.add(source)
-        warnings.warn(
-            f"{source} cannot be used: {reason}. The kernel {kernel} runs in its place, which may be"
-            " much slower; polyattn.explain and `polyattn backends` show the reason too",
-            RuntimeWarning,
-            stacklevel=2,
-        )
+        warnings.warn(text, RuntimeWarning, stacklevel=2)
 
 
 def _unmatched(spec: BackendSpec, backend: Backend) -> str | None:

@@ -16,7 +16,7 @@ from polyattn._base.extras import require_matplotlib
 from polyattn._base.html_page import html_page, html_table
 from polyattn.bench.peaks import roof
 from polyattn.bench.report import Results, Timing
-from polyattn.bench.table import cells, legend, rate_unit, roof_texts, titles
+from polyattn.bench.table import LEGEND, cells, rate_unit, roof_texts, titles
 
 DPI = 130
 # Okabe and Ito's colours without black, which the roofs have; yellow, faint on white, is last.
@@ -78,7 +78,7 @@ def page(results: Results) -> str:
     body = (
         f'<p class="soft">{escape(str(results.workload))}</p>\n{stopped}'
         f'<figure role="img" aria-label="Rates against length">{svg(results)}</figure>\n'
-        f'<div class="scroll">{html_table(rows, bars="roof")}</div>\n<p>{escape(legend(results))}</p>\n'
+        f'<div class="scroll">{html_table(rows, bars="roof")}</div>\n<p>{escape(LEGEND)}</p>\n'
         f"{html_table([('measured on', ''), *facts.items()])}"
     )
     return html_page("polyattn bench", str(results.workload), body)

@@ -67,17 +67,13 @@ def group(results: Results, rows: Sequence[Timing], names: Iterable[str]) -> lis
     return [line for row in rows for line in _row(results, row, room)] + [""]
 
 
-def legend(results: Results) -> str:
-    """Return what the columns mean, and why a share is missing."""
-    shares = [of(row) for row in results.rows for of in (results.of_product, results.of_roof)]
-    return LEGEND + (LIMIT_IS_WRONG if max(filter(None, shares), default=0) > WRONG else "")
-
-
 def footer(results: Results, names: Iterable[str]) -> list[str]:
     """Return the lines below the rows."""
     left_out = ", ".join(SPARE[: _columns_left_out(_room(names))])
     narrow = f" Not shown, for lack of width: {left_out}." if left_out else ""
-    return _wrapped(legend(results) + narrow, "  ")
+    shares = [of(row) for row in results.rows for of in (results.of_product, results.of_roof)]
+    wrong = LIMIT_IS_WRONG if max(filter(None, shares), default=0) > WRONG else ""
+    return _wrapped(LEGEND + wrong + narrow, "  ")
 
 
 def _room(names: Iterable[str]) -> int:

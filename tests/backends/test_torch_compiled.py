@@ -165,7 +165,10 @@ def test_a_call_that_no_kernel_takes_says_why_in_a_program():
     ("options", "words"),
     [
         ({"scale": np.float32(2)}, "scale is a NumPy scalar of dtype float32"),
-        ({"is_causal": np.bool_(1)}, "pass a Python bool"),
+        (
+            {"is_causal": np.bool_(1)},
+            "dtype bool, which torch.compile does not read: pass a scalar of Python",
+        ),
         ({"window": (np.int32(2), 0)}, "an end of window is a NumPy scalar of dtype int32"),
         ({"softcap": torch.tensor(2.0)}, "softcap must be a number; got () float32"),
         ({"dropout": (torch.tensor(0.5), 3)}, "dropout rate must be a number; got () float32"),
