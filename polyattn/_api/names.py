@@ -90,15 +90,15 @@ def with_our_names(*beside: str) -> Callable[[_F], _F]:
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
+            # Before Python binds the arguments: q= for query= would be a missing argument.
+            for name in kwargs:
+                if name not in own and not (takes_options and (name in OPTIONS or name in BESIDE)):
+                    raise _unknown(function.__name__, name, own | {*OPTIONS, *BESIDE})
             if len(args) > most and "query" in own:
                 raise TypeError(
                     f"{function.__name__}() takes {most} arguments by position, got {len(args)}:"
                     " pass mask= and all other options by name"
                 )
-            # Before Python binds the arguments: q= for query= would be a missing argument.
-            for name in kwargs:
-                if name not in own and not (takes_options and (name in OPTIONS or name in BESIDE)):
-                    raise _unknown(function.__name__, name, own | {*OPTIONS, *BESIDE})
             return function(*args, **kwargs)
 
         return cast(_F, call)

@@ -28,7 +28,6 @@ from polyattn._kernels.dense import COMPUTED, dropped, reasons_against_lengths, 
 from polyattn._kernels.tiled import Tiled, most_scores, widened
 from polyattn.plugin import Backend, Kernel
 
-
 #: Up to so many largest weights, one maximum after another takes less time than to sort all keys.
 MOST_MAXIMA = 16
 
@@ -99,12 +98,12 @@ class Weights(Kernel):
             return functools.reduce(operator.add, [sums for sums, _ in found]), None
         if self.top is not None:
             return _joined(xp, list(found), -2)
-        # The result is allocated first, where it can be written to: what is too large fails at once.
-        kept = problem._replace(
+        # Allocated first where arrays can be written to, so that too large a result fails at once.
+        whole = problem._replace(
             query_length=count, value_size=problem.key_length, features=frozenset()
         )
         like = cast(xp, x.query[..., :0, :], getattr(xp, problem.accumulator))
-        return backend.stack_rows(kept, like, found)
+        return backend.stack_rows(whole, like, found)
 
     def _look(self, weights: Array, xp: Any) -> tuple[Array, Array | None]:
         """Reduce the weights of a block of rows to the part that the caller wants."""
