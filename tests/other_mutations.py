@@ -25,6 +25,7 @@ WEIGHTS = (
 UNROUNDED = "tests/api/test_gradients.py::test_the_output_is_not_rounded_before_its_gradient"
 NN = "tests/nn/test_layers.py::"
 ANGLES = "tests/nn/test_positions.py::"
+ITEMS = ANGLES + "test_the_rates_of_dynamic_scaling_are_those_of_each_item_alone"
 STRICT = "tests/backends/test_jax.py::"
 RULES = "tests/expressions/test_derivatives.py::"
 BANDS = "tests/backends/test_torch_bands.py::"
@@ -472,12 +473,20 @@ MUTATIONS = (
      "return text"),
     ("tests/nn/test_ids.py::test_there_is_an_integer_for_each_token",
      "unchecked positions", "polyattn/nn/ids.py",
-     "if not _fits(facts.shape, whole.shape[:-1]):",
+     "if not _fits((*facts.shape, *length), whole.shape[:-1]):",
      "if False:"),
     (FAMILIES + "test_rotary_scaling_is_transformers_own[False-40-dynamic]",
      "dynamic scaling at the trained length", "polyattn/nn/load/rope.py",
      "Rotary(size, base, dynamic=(factor, longest))",
      "Rotary(size, base)"),
+    (FAMILIES + "test_rotary_scaling_is_transformers_own[False-40-yarn of null]",
+     "a factor of YaRN taken for 1", "polyattn/nn/load/rope.py",
+     "longest / trained if null",
+     "1.0 if null"),
+    (FAMILIES + "test_a_decoder_is_causal_unless_its_config_or_the_call_says_otherwise[llama]",
+     "a decoder that forgets that it is causal", "polyattn/nn/load/decoders.py",
+     "            is_causal=causal,\n",
+     "            is_causal=False,\n"),
     (FILES + "test_each_write_and_each_renaming_that_fails_leaves_what_was_there[save-error0]",
      "files not put back", "polyattn/_base/files.py",
      "undone = begun if os.path.lexists(new / last) else []",
@@ -572,6 +581,18 @@ MUTATIONS = (
      "near angles changed", "polyattn/nn/angles.py",
      "FAR = 2**13",
      "FAR = 2**12"),
+    (ITEMS + "[numpy-positions]",
+     "rates of the longest item", "polyattn/nn/positions.py",
+     "xp.max(own, axis=-1, keepdims=True), wide)[..., None] + 1",
+     "xp.max(own), wide) + 1"),
+    (ITEMS + "[numpy-pages]",
+     "rates of the padding", "polyattn/nn/positions.py",
+     "indices < beside(own, counts[..., None])",
+     "indices < beside(own, counts[..., None] + 99)"),
+    (NN + "test_a_layer_is_causal_as_it_was_made_unless_a_call_says_otherwise",
+     "a layer that forgets that it is causal", "polyattn/nn/attention.py",
+     "self.is_causal if said is None else said",
+     "bool(said)"),
     # settings of JAX
     (STRICT + "test_neither_ranks_nor_dtypes_are_promoted[arrays]",
      "a dtype by JAX", "backends/polyattn_jax/differentiate.py",

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -447,3 +448,23 @@ def test_the_table_of_the_compiled_kernel_names_what_is_there():
             for file in files
         )
         assert all(re.search(rf"\b{name}\(", text) for name in quoted - files), row
+
+
+@pytest.mark.skipif(not shutil.which("bash"), reason="the commands are of a shell")
+def test_the_commands_of_the_page_install_the_wheel_where_the_clone_is_not(tmp_path):
+    page = (DOCS / "start.md").read_text(encoding="utf-8")
+    build, install = re.findall(r"^\$ (pip wheel .*|pip install \"\$.*)$", page, flags=re.MULTILINE)
+    command = shlex.join([sys.executable, "-m", "pip"])
+    # Without a network: the environment has what builds it, and no dependency is installed.
+    settings = {"NO_INDEX": "1", "NO_DEPS": "1", "NO_BUILD_ISOLATION": "0", "TARGET": "site"}
+    environment = os.environ | {f"PIP_{name}": value for name, value in settings.items()}
+
+    def run(line):
+        given = {"cwd": tmp_path, "env": environment, "timeout": 120, "text": True}
+        script = f'pip() {{ {command} "$@"; }}; {line}'
+        done = subprocess.run(["bash", "-c", script], check=True, capture_output=True, **given)
+        return done.stdout + done.stderr
+
+    run(build.replace(" . ", f" {shlex.quote(str(ROOT))} "))
+    assert "does not provide" not in run(install)  # the extra of its name
+    assert (tmp_path / "site" / "polyattn" / "__init__.py").exists()
