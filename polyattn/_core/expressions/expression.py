@@ -200,11 +200,8 @@ class Expression:
 
     def __repr__(self) -> str:
         cls, names = type(self), list(self.__match_args__)
-
-        def is_default(name: str) -> bool:
-            return hasattr(cls, name) and _same(getattr(self, name), getattr(cls, name))
-
-        while names and is_default(names[-1]):
+        # A class has the defaults of its fields as attributes.
+        while names and hasattr(cls, n := names[-1]) and _same(getattr(self, n), getattr(cls, n)):
             names.pop()
         given = [shown(getattr(self, name)) for name in names]
         return f"{self.module}.{self.name}({', '.join(given)})"
