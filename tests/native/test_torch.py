@@ -291,7 +291,7 @@ COMPILED: dict[str, Any] = {
     },
     "what has gradients": {
         "window": (7, 2), "scale": 0.4, "query_offset": 5, "softcap": 3.0,
-        "bias": torch.linspace(0, 1, 4)[:, None, None], "sinks": torch.linspace(0, 1, 4),
+        "bias": torch.linspace(0, 1, 4)[None, :, None, None], "sinks": torch.linspace(0, 1, 4),
     },
 }  # fmt: skip
 
