@@ -18,6 +18,7 @@ import links
 import looks
 import moved
 import native
+import numpy as np
 import pytest
 import repository
 import written
@@ -26,7 +27,8 @@ from docutils.utils import new_document
 from PIL import Image
 
 from polyattn import attention
-from polyattn.conformance import CASES
+from polyattn.conformance import CASES, ESSENTIAL
+from polyattn.conformance.functions.report import summarise, summary
 from polyattn.conformance.reference.tolerance import exact
 from polyattn.plugin import FEATURES
 
@@ -338,6 +340,21 @@ def test_the_example_passes_the_suite(plugin):
     done = plugin(*pytest_quietly, PLUGIN / "tests" / "test_conformance.py", "-k", "not tiled")
     assert done.returncode == 0, done.stdout[-3000:]
     assert re.search(r"\d{3,} passed", done.stdout), done.stdout
+
+
+def test_the_function_of_the_page_is_told_what_the_page_shows():
+    code, shown = re.search(
+        r"```python\n(import numpy as np\n\n\ndef attend.*?)```.*?mine:attend --quick\n(.*?)```",
+        WRITING,
+        re.DOTALL,
+    ).groups()
+    made = {}
+    exec(code, made)
+    rows = summarise(made["attend"], ESSENTIAL.values(), np.array, np.asarray)
+    found = {row.name: summary(row)[::2] for row in rows}
+    cells = re.findall(r"^  (\w+) +(\d of \d) +\S+ *(.*)$", shown, re.MULTILINE)
+    assert [name for name, *_ in cells] == ["causal", "lengths"]
+    assert all(found[name] == (agree, remark) for name, agree, remark in cells)
 
 
 @pytest.mark.slow
