@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from polyattn._api.names import BESIDE
-from polyattn._base.arrays import Array, library_of
+from polyattn._base.arrays import Array, ArrayFacts, as_facts, library_of
+from polyattn._base.autocast import autocast
 from polyattn._core.call.describe import describe
 from polyattn._core.call.facts import Call
 from polyattn._core.call.key import call_key
@@ -35,6 +36,20 @@ def compute(
 ) -> tuple[Array, Array | None]:
     """Examine a described call, select a kernel, and run it."""
     return run(call, operands, plan_of(call, operands.query, backend, kernel))
+
+
+def prepared(
+    query: Array, key: ArrayFacts, value: ArrayFacts, *, logsumexp: bool, **options: Any
+) -> Callable[[Array, Array], tuple[Array, Array | None]]:
+    """Check and plan a call whose keys and values are not there yet; return what computes it."""
+    arguments = autocast({"query": query, "key": key, "value": value, **options})
+    call, operands = describe(**arguments, logsumexp=logsumexp, facts=as_facts)
+    plan = plan_of(call, operands.query, None, None)
+
+    def computed(key: Array, value: Array) -> tuple[Array, Array | None]:
+        return run(call, operands._replace(**autocast({"key": key, "value": value})), plan)
+
+    return computed
 
 
 def plan_of(
