@@ -34,6 +34,7 @@ class Chunked(Kernel):
         "scale", "score_expression", "score_mod", "score_norm", "similarity", "sinks", "softcap",
         "value_size", "window",
     })  # fmt: skip
+    counts_far = frozenset({"causal", "window"})
 
     def reasons_against(self, problem: Problem) -> list[str]:
         if problem.dropout_start is None:

@@ -47,6 +47,8 @@ class Kernel:
         empty set, where the installed library lacks what it calls: `reasons_against` says so.
     only_on : mapping of str to frozenset of str
         Features that it computes only on some kinds of device, with these kinds.
+    counts_far : frozenset of str
+        Features that it computes right also beyond 2**30 rows or keys, of those that count them.
     tile : int or None
         For a kernel that works in tiles, the largest number of scores in one. The kernel reads it
         in each call: `polyattn.conformance` sets it low on a copy, so that small arrays have many
@@ -63,6 +65,7 @@ class Kernel:
     compiles: ClassVar[bool] = False
     devices: ClassVar[frozenset[str] | None] = None
     only_on: ClassVar[Mapping[str, frozenset[str]]] = {}
+    counts_far: ClassVar[frozenset[str]] = frozenset()
     tile: int | None = None
 
     def reasons_against(self, problem: Problem) -> list[str]:

@@ -380,6 +380,37 @@ def test_callbacks_get_arrays_of_the_callers_library():
     assert seen == {np.ndarray}
 
 
+COUNTED = [
+    {"is_causal": True, "dropout": (0.5, 1)},
+    {"window": (10, 0), "key_lengths": 2**30},
+    {"window": (10, 0), "query_offset": (1,)},
+    {"mask": masks.global_tokens(2**30 + 2)},
+    {"mask": lambda b, h, i, j: j > i},
+    {"score_mod": scores.alibi([0.5])},
+]
+
+
+@pytest.mark.parametrize("library", ["numpy", "torch", "jax", "array_api_strict"])
+@pytest.mark.parametrize("options", COUNTED, ids=lambda options: str([*options]))
+def test_a_kernel_that_counts_in_32_bits_gets_no_longer_sequence(library, options):
+    pytest.importorskip(library)
+    shapes = (1, 1, 2, 4), *[(1, 1, 2**30 + 1, 4)] * 2
+    explanation = explain(*shapes, library=library, **options)
+    assert explanation.chosen is None
+    assert "it counts to 2**30, and S or L is 1,073,741,825" in str(explanation)
+    assert explain(*shapes, library=library).chosen is not None
+
+
+def test_keys_beyond_what_a_kernel_counts_are_refused_by_name():
+    query, key = np.zeros((1, 2, 1), "float32"), np.zeros((1, 1, 1), "float32")
+    far = np.broadcast_to(key, (1, 2**31 + 9, 1))  # without memory
+    with pytest.raises(polyattn.UnsupportedError, match="for mask_expression it counts to 2"):
+        attention(query, far, far, window=(10, 0), key_lengths=2**31)
+    one = torch.zeros(1, 1, 1).expand(1, 2**31 + 9, 1)
+    with pytest.raises(polyattn.UnsupportedError, match="for mask_expression, window it counts"):
+        attention(torch.zeros(1, 2, 1), one, one, window=(10, 0), key_lengths=2**31)
+
+
 def test_arrays_of_several_libraries_move_to_a_named_backend():
     tensor, strict = torch.from_numpy(X), array_api_strict.asarray(X)
     output = attention(X, tensor, strict, backend="torch")

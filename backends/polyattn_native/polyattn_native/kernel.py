@@ -46,6 +46,7 @@ class Native(Kernel):
     })  # fmt: skip
     batch_invariant = True
     takes_empty = False
+    counts_far = frozenset({"causal", "window"})
 
     def __init__(self) -> None:
         # By problem and kind of arrays. The problem is kept too, so that its id stays its own.

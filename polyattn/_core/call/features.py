@@ -111,3 +111,5 @@ FEATURES: dict[str, Feature] = {
 
 #: Features that can mask keys.
 MASKING = frozenset([name for name, feature in FEATURES.items() if feature.hides_keys])
+#: Features that count rows or keys.
+COUNTING = MASKING - {"bias", "mask"} | {"dropout", "query_offset_array"}
