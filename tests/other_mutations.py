@@ -12,6 +12,7 @@ ENGINES = "tests/parallel/test_engines.py::test_one_device_of_jax"
 EXPORTED = "tests/export/test_caches.py::"
 FAMILIES = "tests/nn/test_families.py::"
 FILES = "tests/base/test_files.py::"
+FIT = "tests/api/test_attention.py::test_what_does_not_fit_is_refused"
 FORKS = "tests/base/test_forks.py::"
 FUNCTIONS = "tests/conformance/test_functions.py::"
 LOAD = "tests/nn/test_load.py::"
@@ -514,6 +515,41 @@ MUTATIONS = (
      "results of a kernel not checked", "polyattn/_dispatch/plan.py",
      "is_new = self._is_handed_in and",
      "is_new = False and"),
+    (FIT + "[a bias of shape (4, 5, 7)]",
+     "a bias that is guessed", "polyattn/_core/call/checks.py",
+     "        if isinstance(array, ArrayFacts):\n            check_shape",
+     "        if isinstance(array, ArrayFacts) and (name == 'mask' or len(array.shape) != 3):\n"
+     "            check_shape"),
+    ("tests/backends/test_torch_compiled.py::test_a_scalar_of_numpy_is_a_number_in_a_program[scale]",
+     "a scalar of NumPy that is a tensor in a program", "polyattn/_core/call/options.py",
+     "    value = as_number(name, value)\n",
+     ""),
+    ("tests/dialects/test_dialect_of_torch.py::"
+     "test_a_mask_and_causal_both_count_as_in_the_fused_kernel_of_torch[mask0]",
+     "causal that a mask replaces", "polyattn/dialects/torch.py",
+     "if is_causal else {}",
+     "if is_causal and attn_mask is None else {}"),
+    ("tests/dialects/test_dialects.py::test_a_scale_may_be_an_array_without_axes[xformers-numpy]",
+     "a scale of an array not applied", "polyattn/dialects/_shared.py",
+     "scale.item()",
+     "1.0"),
+    ("tests/dispatch/test_registry.py::"
+     "test_a_backend_that_cannot_be_loaded_is_named_in_one_warning",
+     "a backend that fails without a word", "polyattn/_dispatch/select.py",
+     'if one.status == "unavailable":',
+     "if False:"),
+    ("tests/api/test_gradients.py::test_derivatives_of_16_bits_are_quiet[{}-None]",
+     "gradients that warn", "polyattn/_api/gradients.py",
+     "with quiet(library.name):",
+     "if True:"),
+    ("tests/api/test_weights.py::test_of_equal_weights_the_smaller_key_comes_first[numpy-16]",
+     "a maximum that is found twice", "polyattn/_kernels/weights.py",
+     "weights = xp.where(columns == found[-1], -math.inf, weights)",
+     "pass"),
+    ("tests/bench/test_report.py::test_a_share_far_above_the_limit_is_a_dash_with_a_line_below",
+     "a share of a wrong limit", "polyattn/bench/table.py",
+     "if part is None or part > WRONG:",
+     "if part is None:"),
     (AUTOCAST + "test_a_repeated_call_sees_autocast_begin_and_end",
      "a repeated call does not see autocast", "polyattn/_core/call/key.py",
      "if is_autocast_on() and casts(",

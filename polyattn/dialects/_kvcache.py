@@ -21,7 +21,7 @@ from polyattn.dialects._flash import (
 )
 from polyattn.dialects._packed import check_pages, is_on_host, numbers_of
 from polyattn.dialects._rotary import positions_from, rotated
-from polyattn.dialects._shared import bounds, check_axes, integers, shape_of
+from polyattn.dialects._shared import bounds, check_axes, integers, scaled, shape_of
 
 #: The libraries whose arrays can be written in place.
 _MUTABLE = ("numpy", "torch", "cupy")
@@ -69,7 +69,7 @@ def checked(
         q = _rotated(q, rotation, moves=bool(causal or near))
         places = _slots(cache, key.shape[1], q.shape[0])
         cache = cache._replace(lengths=cache.lengths + key.shape[1])
-    q, capacity = joined(q, qv), _capacity(cache)
+    (q, scale), capacity = scaled(joined(q, qv), scale), _capacity(cache)
     lengths = capacity if cache.lengths is None else cache.lengths
     options = options_of(scale, softcap) | {"is_causal": bool(causal), "window": near}
     many = lengths if isinstance(lengths, int) and cache.table is None else capacity

@@ -30,7 +30,7 @@ OPTIONS = {
     "offset an item": {"is_causal": True, "query_offset": np.array([0, 7])},
     "softcap": {"softcap": 1.5},
     "mask": {"mask": RNG.random((37, 41)) > 0.5},
-    "bias": {"bias": draw(4, 37, 41)},
+    "bias": {"bias": draw(1, 4, 37, 41)},
     "sinks": {"sinks": draw(4)},
     "score_mod": {"score_mod": lambda s, b, h, i, j: s - 0.1 * abs(i - j) * (h + 1)},
     "mask_mod": {"mask": lambda b, h, i, j: (i + j + b) % 3 != 0},

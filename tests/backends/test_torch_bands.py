@@ -32,7 +32,7 @@ BANDS = {
     "no key": (3, {"window": (1, 1), "query_offset": 900}),
     "a mask of keys": (7, {"window": (9, 0), "mask": torch.arange(S) % 3 > 0}),
     "a mask value": (L, {"window": (9, 0), "query_offset": 40, "mask": masks.segments(ROWS, KEYS)}),
-    "a bias": (7, {"window": (9, 0), "bias": randn(4, 1, S), "mask": masks.padding(LENGTHS)}),
+    "a bias": (7, {"window": (9, 0), "bias": randn(1, 4, 1, S), "mask": masks.padding(LENGTHS)}),
     "a bias of one": (7, {"window": (9, 0), "bias": randn(7, 1)}),
     "an offset of each item": (7, {"window": (9, 0), "query_offset": LENGTHS}),
 }

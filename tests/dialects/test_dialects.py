@@ -1,5 +1,6 @@
 """Other conventions through ours: ONNX's own test vectors, and JAX's function by its side."""
 
+import functools
 import importlib
 import warnings
 
@@ -9,8 +10,10 @@ import pytest
 from libraries import LIBRARIES
 from optional import jax, jnp, torch
 
-from polyattn.dialects import dot_product_attention, onnx_attention
+from polyattn.dialects import dot_product_attention, flash_attn, keras, onnx_attention
 from polyattn.dialects.flash_attn import flash_attn_with_kvcache
+from polyattn.dialects.torch import varlen_attn
+from polyattn.dialects.xformers import memory_efficient_attention
 
 
 def onnx_cases():
@@ -76,6 +79,7 @@ OPTIONS = {
     "window": {"local_window_size": 2},
     "window of two": {"local_window_size": (3, 1), "is_causal": True},
     "lengths": ENDS,
+    "scale without axes": {"scale": np.array(0.3, "f4"), "implementation": "xla"},
 }  # fmt: skip
 WITHOUT_A_BATCH = (
     {"is_causal": True, "key_value_seq_lengths": np.array([4])},
@@ -86,7 +90,7 @@ WITHOUT_A_BATCH = (
 def test_jax():
     """Jitted at once: JAX compiles for a quarter of a second else, each time."""
     own, arrays = dot_product_attention, [x[0] for x in BTNH]
-    in_jax = ("mask per head", "window of two", "lengths")
+    in_jax = ("mask per head", "window of two", "lengths", "scale without axes")
 
     def traced(*btnh):
         given = {
@@ -114,6 +118,41 @@ def test_jax():
 
 
 X = np.ones((2, 4, 5, 8), np.float32)
+_ENDS = np.array([0, 3, 6])
+#: Functions of query, key, value (B, L, H, D) and a scale.
+SCALED = {
+    "keras": lambda *x: keras.dot_product_attention(*x[:3], scale=x[3]),
+    "xformers": lambda *x: memory_efficient_attention(*x[:3], scale=x[3]),
+    "flash_attn": lambda *x: flash_attn.flash_attn_func(*x[:3], softmax_scale=x[3]),
+    "a cache": lambda *x: flash_attn.flash_attn_with_kvcache(*x[:3], softmax_scale=x[3]),
+    "packed": lambda *x: flash_attn.flash_attn_varlen_func(
+        *[x[n][0, ...] for n in range(3)], _ENDS, _ENDS, 3, 3, softmax_scale=x[3]
+    ),
+    "varlen_attn": lambda *x: varlen_attn(
+        *[x[n][0, ...] for n in range(3)], _ENDS, _ENDS, 3, 3, scale=x[3]
+    ),
+}
+
+
+@pytest.mark.parametrize("library", LIBRARIES, ids=str)
+@pytest.mark.parametrize("name", SCALED)
+def test_a_scale_may_be_an_array_without_axes(name, library):
+    x = [_rng.standard_normal((2, 6, 4, 8), dtype=np.float32) for _ in "qkv"]
+    found = SCALED[name](*map(library.to, x), library.to(np.array(0.3, "f4")))
+    np.testing.assert_allclose(library.back(found), SCALED[name](*x, 0.3), atol=2e-6)
+
+
+def test_a_scale_that_jax_traces_has_a_gradient():
+    x = [jnp.asarray(x) for x in BTNH]
+
+    def total(function, scale):
+        return (function(*x, scale=scale / jnp.sqrt(8)) ** 2).sum()
+
+    own, theirs = (
+        jax.jit(jax.grad(functools.partial(total, function)))(0.9)
+        for function in (dot_product_attention, jax.nn.dot_product_attention)
+    )
+    np.testing.assert_allclose(own, theirs, rtol=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -158,7 +158,7 @@ def test_vmap_equals_a_loop_and_is_one_call(axes: Any, options: dict[str, Any]) 
 
 
 @pytest.mark.parametrize(
-    ("axis", "shape"), [(None, (4, 1, 11)), (0, (11, 11)), (0, (2, 1, 11, 11))], ids=str
+    ("axis", "shape"), [(None, (1, 4, 1, 11)), (0, (11, 11)), (0, (2, 1, 11, 11))], ids=str
 )
 def test_gradients_of_a_bias_are_the_librarys_also_under_vmap(axis: Any, shape: Any) -> None:
     x = small(3, 2, 4, 11, 8)

@@ -82,7 +82,7 @@ def options() -> dict[str, dict[str, Any]]:
         "padding": {"mask": masks.padding(torch.tensor([7, 30]))},
         "segments": {"mask": masks.segments(torch.arange(33) // 9, torch.arange(40) // 9)},
         "made mask": {"mask": masks.dense(seen) | masks.prefix(torch.tensor([2, 5]))},
-        "bias": {"bias": torch.randn(4, 33, 40)},
+        "bias": {"bias": torch.randn(1, 4, 33, 40)},
         "bias in bfloat16": {"bias": torch.randn(33, 40).bfloat16()},
         "sinks": {"sinks": torch.randn(4)},
         "softcap": {"softcap": 2.0},
@@ -321,7 +321,7 @@ COMPILED: dict[str, Any] = {
     },
     "what has gradients": {
         "window": (7, 2), "scale": 0.4, "query_offset": 5, "softcap": 3.0,
-        "bias": torch.linspace(0, 1, 4)[:, None, None], "sinks": torch.linspace(0, 1, 4),
+        "bias": torch.linspace(0, 1, 4)[None, :, None, None], "sinks": torch.linspace(0, 1, 4),
     },
 }  # fmt: skip
 

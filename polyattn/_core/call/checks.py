@@ -13,7 +13,7 @@ from polyattn._core.call.facts import Call, axes_of
 from polyattn._core.call.features import DTYPES
 from polyattn._core.call.operands import named_arrays
 from polyattn._core.call.options import GRADIENT_NUMBERS
-from polyattn._core.expressions.indices import check_broadcasts, check_mask_shape
+from polyattn._core.expressions.indices import check_shape_of_scores
 
 
 def check_dtypes(call: Call) -> None:
@@ -135,10 +135,9 @@ def _shape_error(call: Call, reason: str, hint: str = "") -> ValueError:
 
 def check_operand_shapes(call: Call, scores: Shape) -> None:
     rank = max(2, *(len(facts.shape) for _, facts in call.operands()))
-    if isinstance(call.mask, ArrayFacts):
-        check_mask_shape("mask", call.mask.shape, scores[-rank:])
-    if call.bias is not None:
-        check_broadcasts("bias", call.bias.shape, scores[-rank:])
+    for name, array in (("mask", call.mask), ("bias", call.bias)):
+        if isinstance(array, ArrayFacts):
+            check_shape_of_scores(name, array.shape, scores[-rank:])
     if call.sinks is not None and call.sinks.shape != (scores[-3],):
         raise ValueError(
             f"sinks must hold one number per query head, shape ({scores[-3]},); got"
