@@ -11,7 +11,7 @@ import operator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from polyattn._base.arrays import Array, cast, index_range
+from polyattn._base.arrays import Array, cast, index_range, with_rank
 from polyattn._base.span import Span
 from polyattn._core.call.operands import Operands
 from polyattn._core.call.problem import Problem
@@ -120,7 +120,7 @@ def _largest(xp: Any, weights: Array, count: int) -> Array:
     if count > MOST_MAXIMA:
         # + 0 makes a copy: a view would keep the order of all keys in memory.
         return xp.argsort(weights, axis=-1, descending=True)[..., :count] + 0
-    columns = index_range(xp, 0, weights.shape[-1], weights)
+    columns = with_rank(index_range(xp, 0, weights.shape[-1], weights), len(weights.shape))
     found = [xp.argmax(weights, axis=-1, keepdims=True)]
     for _ in range(count - 1):
         weights = xp.where(columns == found[-1], -math.inf, weights)

@@ -61,8 +61,8 @@ def backward(qkv, kernel, gradients=None, **options):
 
 
 RANDOM = RNG.random((B, H, L, S)) > 0.7
-BIAS = randn(H, L, S, seed=5)
-BIAS[:, 3, 30:] = BIAS[:, 20] = -math.inf
+BIAS = randn(1, H, L, S, seed=5)
+BIAS[..., 3, 30:] = BIAS[..., 20, :] = -math.inf
 
 
 # ---- bits --------------------------------------------------------------------------------------
@@ -88,10 +88,10 @@ def bits(found):
     [
         ({}, True),
         ({"is_causal": True}, False),
-        ({"bias": BIAS[0]}, True),
-        ({"bias": BIAS[:, :1]}, False),
+        ({"bias": BIAS[0, 0]}, True),
+        ({"bias": BIAS[..., :1, :]}, False),
         ({"mask": RANDOM}, True),
-        ({"sinks": BIAS[:, 0, 0]}, False),
+        ({"sinks": BIAS[0, :, 0, 0]}, False),
         ({"score_mod": scores.alibi(SLOPES)}, True),
     ],
     ids=["plain", "causal", "bias", "bias of heads", "mask", "sinks", "alibi"],
@@ -162,7 +162,7 @@ def test_several_threads_work_and_add_in_one_order(many_tasks, heads, first_task
         with polyattn.use_threads(count):
             return bits(attention_backward(*qkv, partial, qkv[2], **options))
 
-    for shape in ((), (1, 130), (130, 130), (heads, 130, 130)):
+    for shape in ((), (1, 130), (130, 130), (1, heads, 130, 130)):
         bias = np.zeros(shape)
         found = run(3, bias)
         assert first_task_last.waited
@@ -283,8 +283,8 @@ def test_memory_is_for_a_few_tiles_beside_the_gradients():
 
 def test_shares_of_parts_of_the_keys_add_up():
     qkv = query, key, value = arrays()
-    want, gradients = backward(qkv, of_tiles(2**12), sinks=BIAS[:, 0, 0])
-    partial = attention_partial(*qkv, sinks=BIAS[:, 0, 0])
+    want, gradients = backward(qkv, of_tiles(2**12), sinks=BIAS[0, :, 0, 0])
+    partial = attention_partial(*qkv, sinks=BIAS[0, :, 0, 0])
     found = [
         attention_backward(
             query, key[:, :, part], value[:, :, part], partial, gradients[0],

@@ -47,7 +47,7 @@ def randn(*shape, dtype=torch.float32):
 Q, K, V = randn(2, 4, 6, 8), randn(2, 2, 9, 8), randn(2, 2, 9, 5)
 MASK = torch.rand(2, 1, 6, 9, generator=RNG) > 0.4
 MASK[:, :, 2] = False
-BIAS = torch.where(torch.rand(4, 6, 9, generator=RNG) > 0.3, randn(4, 6, 9), -torch.inf)
+BIAS = torch.where(torch.rand(1, 4, 6, 9, generator=RNG) > 0.3, randn(1, 4, 6, 9), -torch.inf)
 
 
 def close(one, other, **tolerance):
@@ -457,7 +457,7 @@ def test_rows_without_keys_see_all_and_are_cleared_for_cudnn(on, options, monkey
     q, k = Q.bfloat16(), K.bfloat16()
     options = {name: x if x.dtype == torch.bool else x.bfloat16() for name, x in options.items()}
     if "bias" in options:
-        options["bias"][:, 4] = -torch.inf
+        options["bias"][..., 4, :] = -torch.inf
     seen = on(HOPPER)
     agrees(q, k, k, **options, tolerance=COARSE)
     mask = seen[0]["attn_mask"]

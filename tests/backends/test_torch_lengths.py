@@ -28,7 +28,7 @@ OPTIONS = {
     "window": {"window": (20, 0)},
     "offset": {"is_causal": True, "query_offset": torch.tensor([5, 80, 200, 7])},
     "a number": {"is_causal": True, "query_offset": 50},
-    "bias": {"bias": torch.randn(H, L, S)},
+    "bias": {"bias": torch.randn(1, H, L, S)},
     "of keys": {"score_mod": scores.alibi(H) >> scores.softcap(9.0), "sinks": torch.randn(H)},
     "function": {"score_mod": lambda s, b, h, i, j: s + 0.01 * j * b},
 }

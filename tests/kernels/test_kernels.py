@@ -231,7 +231,8 @@ def test_a_score_function_may_return_fewer_axes_than_it_is_given(kernel, axes):
     q, k, v = randn(2, 4, 5, 8), randn(2, 2, 7, 8), randn(2, 2, 7, 3)
     scores = np.asarray(randn(*axes))
     output = attention(q, k, v, score_mod=lambda s, b, h, i, j: scores, kernel=kernel)
-    expected = attention(q, k, v, scale=0.0, bias=scores, kernel=kernel)
+    bias = scores[(None,) * (4 - scores.ndim)]
+    expected = attention(q, k, v, scale=0.0, bias=bias, kernel=kernel)
     np.testing.assert_allclose(output, expected, atol=1e-6)
 
 
