@@ -87,7 +87,7 @@ def options(x: Paged, rows: int) -> dict[str, dict[str, Any]]:
         "sorted ids": {"mask": masks.segments(ids[:, :rows], ids)},
         "ids": {"mask": masks.segments(ids[:, rows - 1 :: -1], ids)},
         "dilated": {"mask": masks.dilated(3), "query_offset": 500},
-        "bias": {"bias": rng.standard_normal((H, rows, keys)).astype("float32")},
+        "bias": {"bias": rng.standard_normal((1, H, rows, keys)).astype("float32")},
         "alibi": {"score_mod": scores.alibi(H), "softcap": 3.0},
         "sinks": {"sinks": rng.standard_normal(H).astype("float32"), "scale": -0.3},
         "dropout": {"dropout": (0.4, 7), "query_offset": x.lengths - 3, "is_causal": True},

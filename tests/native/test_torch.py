@@ -290,8 +290,8 @@ def test_numpy_warns_of_no_number_that_torch_would_not_warn_of() -> None:
     unlike = torch.linspace(0, 1, 4, dtype=torch.float64) * torch.finfo(torch.float64).min
     options: Any
     for options in (
-        {"bias": unlike[:, None, None].expand(4, 33, 40)},
-        {"bias": unlike[:, None, None].expand(4, 1, 2**18), "key": torch.ones(1, 2, 2**18, 24)},
+        {"bias": unlike[:, None, None].expand(1, 4, 33, 40)},
+        {"bias": unlike[:, None, None].expand(1, 4, 1, 2**18), "key": torch.ones(1, 2, 2**18, 24)},
         {"sinks": unlike},
         {"score_mod": scores.alibi(torch.full((4,), torch.inf))},
     ):
