@@ -8,6 +8,7 @@ all values, and is corrected afterwards.
 from __future__ import annotations
 
 import math
+from typing import ClassVar
 
 import cupy
 import numpy as np
@@ -37,10 +38,15 @@ class Cudnn(Kernel):
 
     name = "cudnn"
     features = frozenset({
-        "backward", "batch_broadcast", "bias", "causal", "grouped_heads", "logsumexp", "mask",
+        "batch_broadcast", "bias", "causal", "grouped_heads", "logsumexp", "mask",
         "mask_expression", "mask_mod", "query_offset", "query_offset_array", "scale", "softcap",
         "value_size", "window",
     })  # fmt: skip
+    # It has the gradient of a bias in 16 bits only.
+    differentiates: ClassVar = {"backward": frozenset({
+        "batch_broadcast", "causal", "grouped_heads", "mask", "mask_expression", "mask_mod",
+        "query_offset", "query_offset_array", "scale", "value_size", "window",
+    })}  # fmt: skip
     # A bias does not hide NaN, and a weight of 0 is multiplied by the value, which may be NaN.
     poison_safe = False
     rounds_once = False
@@ -125,10 +131,6 @@ def _reasons_against_gradients(problem: Problem) -> list[str]:
         )
     if problem.scores[-2:] == (1, 1):
         reasons.append("it computes no gradients of one query with one key")
-    if problem.softcap is not None:
-        reasons.append("it computes no gradients of capped scores")
-    if problem.bias is not None:
-        reasons.append("it computes the gradient of a bias in 16 bits only")
     return reasons
 
 

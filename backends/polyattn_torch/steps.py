@@ -22,6 +22,7 @@ from polyattn.plugin import (
     Score,
     Span,
     Tangents,
+    undeclared,
     unrounded,
 )
 from polyattn_torch.autograd import (
@@ -145,7 +146,7 @@ def step_of(
 ) -> tuple[KernelStep, list[torch.Tensor], bool] | None:
     """Return the step of a call, its tensors and whether it asks for a logsumexp, or None."""
     # None for a call that autograd does not record, or records operation by operation.
-    if not is_recorded(problem) or not kernel.features >= {"backward", "jvp"}:
+    if not is_recorded(problem) or undeclared(kernel, problem.features | {"backward", "jvp"}):
         return None
     if problem.normalizer is not None or _needs_operations(problem, x, backend):
         return None

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Set
+from collections.abc import Mapping, Set
 from typing import TypeVar
 
 from polyattn._base.arguments import did_you_mean
+from polyattn._core.call.features import DERIVATIVES
 from polyattn._dispatch.entries import Entry
 from polyattn.plugin import FEATURES, BackendSpec, Kernel, KernelSpec
 from polyattn.plugin.spec import API_VERSION
@@ -61,10 +62,18 @@ def flaw(kernel: Kernel) -> str | None:
     """Return how a kernel breaks the contract, or None."""
     if not isinstance(getattr(kernel, "name", None), str):
         return "has no name"
-    if not isinstance(kernel.features, Set):
-        return f"must declare its features as a set; got {kernel.features!r}"
-    for feature in sorted(kernel.features - frozenset(FEATURES)):
-        return f"declares an unknown feature {feature!r}{did_you_mean(feature, FEATURES)}"
+    of_derivatives = kernel.differentiates
+    if not isinstance(of_derivatives, Mapping) or of_derivatives.keys() - DERIVATIVES.keys():
+        names = " and ".join(map(repr, DERIVATIVES))
+        return f"must map {names} to the features it differentiates; got {of_derivatives!r}"
+    known = FEATURES.keys() - DERIVATIVES.keys()
+    for features in (kernel.features, *of_derivatives.values()):
+        if not isinstance(features, Set):
+            return f"must declare its features as a set; got {features!r}"
+        for feature in sorted(features - known):
+            if feature in DERIVATIVES:
+                return f"must declare {feature!r} in differentiates, not in features"
+            return f"declares an unknown feature {feature!r}{did_you_mean(feature, known)}"
     return None
 
 

@@ -14,14 +14,40 @@ from polyattn._core.call.problem import Problem
 from polyattn._core.expressions.expression import Expression
 from polyattn._dispatch.placement import Placement
 from polyattn._dispatch.transfer import move_operands, move_results, mover_back
-from polyattn.plugin import Kernel
+from polyattn.plugin import Kernel, undeclared
 
 
 def reasons_against(kernel: Kernel, problem: Problem) -> list[str]:
-    """Return the reasons why a kernel cannot compute a problem whose features it declares."""
+    """Return the reasons why a kernel cannot compute a problem."""
+    missing = undeclared(kernel, problem.features)
+    if missing is not None:
+        return [missing]
+    reasons = _device_reasons(kernel, problem)
+    if reasons:
+        return reasons
     if problem.is_empty and not kernel.takes_empty:
         return ["it takes no empty arrays"]
-    return kernel.reasons_against(problem)
+    reasons = kernel.reasons_against(problem)
+    if not isinstance(reasons, list):
+        raise TypeError(
+            f"reasons_against of the kernel {kernel.name} must return a list of strings; it"
+            f" returned {reasons!r}"
+        )
+    return reasons
+
+
+def _device_reasons(kernel: Kernel, problem: Problem) -> list[str]:
+    """Return the reasons why a kernel does not support the problem's device, if it is known."""
+    here = problem.device_kind
+    kinds_of = {"": kernel.devices or None} | {
+        f: kernel.only_on.get(f) for f in sorted(problem.features)
+    }
+    return [
+        f"it {f'computes {feature}' if feature else 'runs'} on {', '.join(sorted(kinds))} only, and"
+        f" this call is on {here}"
+        for feature, kinds in kinds_of.items()
+        if here and kinds is not None and here not in kinds
+    ]
 
 
 class Plan(NamedTuple):
@@ -39,7 +65,7 @@ class Plan(NamedTuple):
         problem = problem._replace(features=problem.features | {feature})
         placement = self.placement._replace(problem=problem)
         for kernel in (self.kernel, *placement.kernels):
-            if problem.features <= kernel.features and not reasons_against(kernel, problem):
+            if not reasons_against(kernel, problem):
                 return self._replace(kernel=kernel, placement=placement)
         return None
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from polyattn._base.arrays import is_namespace
 from polyattn._core.call.facts import Call
+from polyattn._core.call.features import DERIVATIVES
 from polyattn._core.call.problem import Problem
 from polyattn._core.expressions.scores import Chain, Function
 from polyattn._dispatch import extensions, registry
@@ -151,7 +152,7 @@ _NO_DERIVATIVE = (
 
 def _lacks_derivative(call: Call, problem: Problem, placement: Placement) -> bool:
     """Return whether the derivative of a score function is needed and cannot be had."""
-    if problem.features.isdisjoint(("backward", "jvp")) or "score_mod" not in problem.features:
+    if problem.features.isdisjoint(DERIVATIVES) or "score_mod" not in problem.features:
         return False
     backend, score = placement.backend, call.score_mod
     parts = score.parts if isinstance(score, Chain) else (score,)
@@ -204,7 +205,7 @@ def _for_kernel(kernel: Kernel, problem: Problem) -> Problem:
     """Return the problem that a kernel gets: without pages if it reads none."""
     # It then gets their keys in one piece. So do all derivatives. Chunks of dask are not gathered.
     features = problem.features
-    has_gradients = not features.isdisjoint(("backward", "jvp"))
+    has_gradients = not features.isdisjoint(DERIVATIVES)
     has_gradients = has_gradients or problem.requires_grad or bool(problem.transforms)
     reads = "block_table" in kernel.features and not has_gradients
     if reads or "block_table" not in features or problem.library == "dask":
@@ -215,33 +216,10 @@ def _for_kernel(kernel: Kernel, problem: Problem) -> Problem:
 def _judge(
     backend: str, kernel: Kernel, problem: Problem, is_requested: bool, has_plan: bool
 ) -> Candidate:
-    missing = sorted(problem.features - kernel.features)
-    if missing:
-        reasons = [f"it does not compute {', '.join(missing)}"]
-    else:
-        reasons = _device_reasons(kernel, problem) or reasons_against(kernel, problem)
-        if not isinstance(reasons, list):
-            raise TypeError(
-                f"reasons_against of the kernel {kernel.name} must return a list of strings; it"
-                f" returned {reasons!r}"
-            )
+    reasons = reasons_against(kernel, problem)
     if reasons:
         return Candidate(backend, kernel.name, "refused", tuple(reasons))
     condition = None if is_requested else kernel.only_on_request(problem)
     if condition is not None:
         return Candidate(backend, kernel.name, "on request", (condition,))
     return Candidate(backend, kernel.name, "next" if has_plan else "chosen")
-
-
-def _device_reasons(kernel: Kernel, problem: Problem) -> list[str]:
-    """Return the reasons why a kernel does not support the problem's device, if it is known."""
-    here = problem.device_kind
-    kinds_of = {"": kernel.devices or None} | {
-        f: kernel.only_on.get(f) for f in sorted(problem.features)
-    }
-    return [
-        f"it {f'computes {feature}' if feature else 'runs'} on {', '.join(sorted(kinds))} only, and"
-        f" this call is on {here}"
-        for feature, kinds in kinds_of.items()
-        if here and kinds is not None and here not in kinds
-    ]

@@ -82,7 +82,7 @@ from polyattn._core.tiles.visibility import (
     visible_keys,
     visible_scores,
 )
-from polyattn.plugin.backend import Backend, Kernel, unrounded
+from polyattn.plugin.backend import Backend, Kernel, undeclared, unrounded
 from polyattn.plugin.primitives import BackendPrimitives
 from polyattn.plugin.spec import BackendSpec, KernelSpec
 from polyattn.plugin.tools import BackendTools
@@ -149,6 +149,7 @@ __all__ = [
     "score_axes",
     "sum_to",
     "thread_count",
+    "undeclared",
     "unfold_heads",
     "unrounded",
     "visible_keys",

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from polyattn._base import arrays
 from polyattn._base.arrays import Array
+from polyattn._core.call.features import DERIVATIVES, NOT_IN_DERIVATIVES
 from polyattn._core.call.gradients import Gradients
 from polyattn._core.call.operands import Cotangents, Operands, Residuals, Tangents
 from polyattn._core.call.problem import Problem
@@ -28,6 +29,10 @@ class Kernel:
         Its name in ``kernel=``.
     features : frozenset of str
         Those of `FEATURES` that it computes exactly as the semantics define.
+    differentiates : mapping of str to frozenset of str
+        The features of the calls whose derivatives it computes: under ``"backward"`` those whose
+        gradients the method `backward` returns, under ``"jvp"`` those whose directional derivatives
+        `jvp` returns. A derivative that is not a key is not computed at all.
     poison_safe : bool
         Whether NaN or ±inf in a masked key or value leaves the row unchanged.
     rounds_once : bool
@@ -55,6 +60,7 @@ class Kernel:
 
     name: ClassVar[str]
     features: ClassVar[frozenset[str]] = frozenset()
+    differentiates: ClassVar[Mapping[str, frozenset[str]]] = {}
     poison_safe: ClassVar[bool] = True
     rounds_once: ClassVar[bool] = True
     batch_invariant: ClassVar[bool] = False
@@ -109,7 +115,7 @@ class Kernel:
         self, problem: Problem, operands: Operands, residuals: Residuals, cotangents: Cotangents,
         backend: Backend,
     ) -> Gradients:  # fmt: skip
-        """Compute the gradients of a call, for a kernel that declares ``"backward"``.
+        """Compute the gradients of a call whose features `differentiates` declares.
 
         The logsumexp may be that of more keys than are given; the weights follow from it. The
         gradients have the accumulator's dtype and the shapes of the operands; `score_mod` and
@@ -121,7 +127,7 @@ class Kernel:
         self, problem: Problem, operands: Operands, residuals: Residuals, tangents: Tangents,
         backend: Backend,
     ) -> tuple[Array, Array | None]:  # fmt: skip
-        """Compute a directional derivative, for a kernel that declares ``"jvp"``.
+        """Compute the directional derivative of a call whose features `differentiates` declares.
 
         Returns
         -------
@@ -141,6 +147,22 @@ class Kernel:
         the weights, or what was asked of them, and the keys of the largest if these were asked for.
         """
         raise NotImplementedError
+
+
+def undeclared(kernel: Kernel, features: frozenset[str]) -> str | None:
+    """Return what a kernel does not declare of the features that a call needs, or None."""
+    lacking = features - kernel.features - kernel.differentiates.keys()
+    if lacking:
+        return f"it does not compute {', '.join(sorted(lacking))}"
+    for derivative in sorted(features & DERIVATIVES.keys()):
+        lacking = features - kernel.differentiates[derivative]
+        lacking -= DERIVATIVES.keys() | NOT_IN_DERIVATIVES
+        if lacking:
+            return (
+                f"it computes {', '.join(sorted(lacking))}, and has no {DERIVATIVES[derivative]} of"
+                f" calls with {'it' if len(lacking) == 1 else 'them'}"
+            )
+    return None
 
 
 def unrounded(kernel: Kernel, problem: Problem) -> Problem:

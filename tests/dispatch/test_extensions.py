@@ -29,7 +29,8 @@ from polyattn.plugin import Gradients, Kernel
 
 class Fast(Kernel):
     name = "fast"
-    features = frozenset({"causal", "logsumexp", "backward"})
+    features = frozenset({"causal", "logsumexp"})
+    differentiates = {"backward": frozenset({"causal"})}
 
     def reasons_against(self, problem):
         return ["it takes one batch axis"] if len(problem.batch) != 1 else []
@@ -44,7 +45,8 @@ class Fast(Kernel):
         return 0 * operands.query + 7, 0 * operands.query[..., 0]
 
     def backward(self, problem, operands, residuals, cotangents, backend):
-        return Gradients(*[0 * x + 7 for x in operands[:3]], None, None)
+        query, key, value = (0 * x + 7 for x in operands[:3])
+        return Gradients(query=query, key=key, value=value)
 
 class Second(Fast):
     name = "second"

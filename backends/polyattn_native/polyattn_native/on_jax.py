@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,7 @@ from polyattn.plugin import (
     Tangents,
     band,
     in_one_piece,
+    undeclared,
     with_rank,
 )
 from polyattn_native.scores import is_supported
@@ -42,10 +43,15 @@ class NativeOnJax(Kernel):
 
     name = "native"
     features = frozenset({
-        "backward", "batch_broadcast", "bias", "block_table", "causal", "dropout", "grouped_heads",
-        "jvp", "logsumexp", "mask", "mask_expression", "query_offset", "query_offset_array",
-        "scale", "score_expression", "sinks", "softcap", "value_size", "window",
+        "batch_broadcast", "bias", "block_table", "causal", "dropout", "grouped_heads", "logsumexp",
+        "mask", "mask_expression", "query_offset", "query_offset_array", "scale",
+        "score_expression", "sinks", "softcap", "value_size", "window",
     })  # fmt: skip
+    differentiates: ClassVar = dict.fromkeys(("backward", "jvp"), frozenset({
+        "batch_broadcast", "bias", "causal", "dropout", "grouped_heads", "mask", "mask_expression",
+        "query_offset", "query_offset_array", "scale", "score_expression", "sinks", "softcap",
+        "value_size", "window",
+    }))  # fmt: skip
     batch_invariant = True
     takes_empty = False
     devices = frozenset({"cpu"})
@@ -64,6 +70,10 @@ class NativeOnJax(Kernel):
             reasons.append("it takes an array and masks by position and lengths only")
         if not is_supported(problem):
             reasons.append("it computes temperatures and then biases by distance only")
+        # What is traced may be differentiated, by the rules of this kernel.
+        missing = undeclared(self, problem.features | {"jvp"}) if problem.traced else None
+        if missing is not None:
+            reasons.append(missing)
         if "backward" in problem.features and problem.scale == 0:
             reasons.append("it computes no gradient of a scale of 0")
         return reasons

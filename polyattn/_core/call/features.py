@@ -41,6 +41,8 @@ class Feature(NamedTuple):
     needs: Callable[[Call, Any], bool]
     #: Whether it may hide keys.
     hides_keys: bool = False
+    #: Whether a derivative can need it: derivatives get gathered pages, and the logsumexp itself.
+    in_derivatives: bool = True
 
 
 #: The features that a call c, whose problem is p, can need. A kernel declares those that it
@@ -55,6 +57,7 @@ FEATURES: dict[str, Feature] = {
     "block_table": Feature(
         "keys and values where they lie in pages; other kernels get copies in one piece",
         lambda c, p: c.block_table is not None,
+        in_derivatives=False,
     ),
     "causal": Feature("is_causal=True", lambda c, p: c.is_causal, hides_keys=True),
     "dropout": Feature("dropout=", lambda c, p: c.dropout > 0),
@@ -62,7 +65,11 @@ FEATURES: dict[str, Feature] = {
     "grouped_heads": Feature(
         "fewer key/value heads than query heads", lambda c, p: p.heads != p.key_heads
     ),
-    "logsumexp": Feature("the logsumexp of each row beside the output", lambda c, p: c.logsumexp),
+    "logsumexp": Feature(
+        "the logsumexp of each row beside the output",
+        lambda c, p: c.logsumexp,
+        in_derivatives=False,
+    ),
     "mask": Feature(
         "mask= as an array", lambda c, p: isinstance(c.mask, ArrayFacts), hides_keys=True
     ),
@@ -108,6 +115,13 @@ FEATURES: dict[str, Feature] = {
     "window": Feature("window=", lambda c, p: p.window != (None, None), hides_keys=True),
 }
 
+
+#: The features that ask for a derivative, with their names in messages. A kernel declares for each
+#: what it differentiates.
+DERIVATIVES = {"backward": "gradient", "jvp": "directional derivative"}
+
+#: The features that no derivative can need.
+NOT_IN_DERIVATIVES = frozenset([name for name, one in FEATURES.items() if not one.in_derivatives])
 
 #: Features that can mask keys.
 MASKING = frozenset([name for name, feature in FEATURES.items() if feature.hides_keys])

@@ -167,9 +167,9 @@ class Target:
         return frozenset(device.partition(":")[0] for device in at_hand)
 
     def declared(self, kernel: Kernel) -> frozenset[str]:
-        """Return the features that a kernel declares for the checked kinds of device."""
+        """Return the features and derivatives that a kernel declares for the checked devices."""
         elsewhere = {f for f, kinds in kernel.only_on.items() if not kinds & self.kinds}
-        return frozenset(kernel.features) - elsewhere
+        return kernel.features | kernel.differentiates.keys() - elsewhere
 
     def arguments(self, case: Case) -> tuple[list[Any], dict[str, Any]]:
         """Make query, key and value of a case, and its options, in the library."""
