@@ -92,7 +92,7 @@ class KernelStep:
         named: dict[str, Any] = {
             name: moved[slot.number]
             for name in GRADIENT_ARRAYS
-            if isinstance(slot := getattr(self._template, name), Slot)
+            if isinstance(slot := getattr(self._template, name, None), Slot)
         }
         rest = [n for n, one in enumerate(moved) if one is not None]
         if len(rest) > sum(one is not None for one in named.values()):  # those of expressions
@@ -120,16 +120,15 @@ class KernelStep:
         return _changed(self._template, filled)
 
     def _constants(self, wanted: Sequence[bool]) -> list[str]:
+        slots = {name: getattr(self._template, name, None) for name in GRADIENT_ARRAYS}
         return [
-            name
-            for name in GRADIENT_ARRAYS
-            if isinstance(slot := getattr(self._template, name), Slot) and not wanted[slot.number]
+            n for n, slot in slots.items() if isinstance(slot, Slot) and not wanted[slot.number]
         ]
 
     def _by_slot(self, gradients: Gradients) -> dict[int, torch.Tensor]:
         found: dict[int, torch.Tensor] = {}
         for name in GRADIENT_ARRAYS:
-            slot = getattr(self._template, name)
+            slot = getattr(self._template, name, None)
             if isinstance(slot, Slot):
                 found[slot.number] = getattr(gradients, name)
         for name in GRADIENT_EXPRESSIONS:

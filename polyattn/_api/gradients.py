@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Unpack
 
 from polyattn._api.attention import AttentionOptions, attention
@@ -17,7 +17,6 @@ from polyattn._core.call import layout
 from polyattn._core.call.describe import describe, placed
 from polyattn._core.call.gradients import Gradients
 from polyattn._core.call.operands import Cotangents, Residuals, Tangents, mapped
-from polyattn._core.call.options import GRADIENT_ARRAYS
 from polyattn._core.expressions.expression import Expression
 from polyattn._core.expressions.replacements import ScaleRule
 from polyattn.plugin import unrounded
@@ -122,7 +121,7 @@ def _backward(
     turn = functools.partial(layout.result_heads_first, call)
     plan = plan_of(call, operands.query, backend, kernel)
     records = mapped(residuals, turn), mapped(cotangents, turn)
-    found = plan.run(layout.heads_first(call, operands), *records, method="run_backward")
+    found = plan.backward(layout.heads_first(call, operands), *records)
     found = layout.gradients_as_called(call, operands, found)
     if isinstance(call.scale, ScaleRule):
         found = found._replace(scale=None)
@@ -269,10 +268,7 @@ def _in_expression(
 @with_our_names()
 def attention_jvp(
     primals: Sequence[Array],
-    tangents: Sequence[Array | None],
-    *,
-    bias_tangent: Array | None = None,
-    sinks_tangent: Array | None = None,
+    tangents: Sequence[Array | None] | Mapping[str, Array | None],
     **options: Unpack[AttentionOptions],
 ) -> tuple[Array, Array]:
     """Compute attention and its directional derivative: forward mode.
@@ -281,10 +277,10 @@ def attention_jvp(
     ----------
     primals : sequence of Array
         Query, key and value, as for `attention`.
-    tangents : sequence of (Array or None)
+    tangents : sequence of (Array or None), or mapping of str to (Array or None)
         The direction: the tangents of query, key and value, in their shapes and dtypes; None for 0.
-    bias_tangent, sinks_tangent : Array, optional
-        The tangents of `bias` and `sinks`; 0 by default.
+        Or the tangents of arguments by name, those of `bias` and `sinks` too, as in
+        ``{"query": query_tangent, "bias": bias_tangent}``; 0 for each that is not named.
     **options
         As for `attention`.
 
@@ -313,17 +309,13 @@ def attention_jvp(
     >>> bool(np.allclose(tangent, output))  # linear in the values
     True
     """
-    for name, given in (("primals", primals), ("tangents", tangents)):
-        if not isinstance(given, (tuple, list)) or len(given) != 3:
-            raise TypeError(f"{name} must be those of query, key and value; got {_listed(given)}")
+    given = _of_operands("primals", primals)
     moved = {
         f"{name}_tangent": tangent
-        for name, tangent in zip(
-            GRADIENT_ARRAYS, (*tangents, bias_tangent, sinks_tangent), strict=True
-        )
+        for name, tangent in _tangents_by_name(tangents).items()
         if tangent is not None
     }
-    arguments = autocast(dict(zip(GRADIENT_ARRAYS, primals, strict=False)) | moved | dict(options))
+    arguments = autocast(given | moved | dict(options))
     moved = {name: arguments.pop(name) for name in moved}
     output, partial = _with_residuals(**arguments)
     if not moved:
@@ -339,12 +331,25 @@ def attention_jvp(
         mapped(tangents, functools.partial(layout.tangent_heads_first, call, operands)),
     )
     plan = plan_of(call, operands.query, backend, kernel)
-    result = plan.run(layout.heads_first(call, operands), *records, method="run_jvp")
+    result = plan.jvp(layout.heads_first(call, operands), *records)
     tangent, _ = layout.as_called(call, *result)
     return output, cast(library_of(tangent).xp, tangent, output.dtype)
 
 
-def _listed(given: Any) -> str:
-    return (
-        f"{len(given)} of them" if isinstance(given, (tuple, list)) else f"a {type(given).__name__}"
-    )
+def _of_operands(name: str, given: Any) -> dict[str, Any]:
+    """Return a sequence of three as those of query, key and value, or raise."""
+    if not isinstance(given, (tuple, list)) or len(given) != 3:
+        is_listed = isinstance(given, (tuple, list))
+        got = f"{len(given)} of them" if is_listed else f"a {type(given).__name__}"
+        raise TypeError(f"{name} must be those of query, key and value; got {got}")
+    return dict(zip(("query", "key", "value"), given, strict=True))
+
+
+def _tangents_by_name(tangents: Any) -> Mapping[str, Any]:
+    if not isinstance(tangents, Mapping):
+        return _of_operands("tangents", tangents)
+    for name in tangents:
+        if name not in Tangents._fields:
+            known = ", ".join(Tangents._fields)
+            raise TypeError(f"tangents may be those of {known}; got one of {name!r}")
+    return tangents

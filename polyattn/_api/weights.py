@@ -123,7 +123,7 @@ def attention_weights(
         raise ValueError("top and per_key cannot be given together")
     plan = select(call, problem, request(backend), kernel, library_of(operands.query).xp)
     known = None if logsumexp is None else result_heads_first(call, "logsumexp", logsumexp)
-    weights, keys = plan.run(heads_first(call, operands), known, method="run_weights")
+    weights, keys = plan.weights(heads_first(call, operands), known)
     if is_flat(call):
         weights, keys = weights[0, ...], None if keys is None else keys[0, ...]
     return weights if keys is None else TopWeights(weights, keys)

@@ -31,8 +31,11 @@ class Recorder(Protocol):
     def value(self, array: Array) -> Array:
         """Return the array with the numbers."""
 
-    def run(self, method: str, plan: Any, *given: Any) -> Any:
-        """Call a method of a `Plan`, and record how its results depend on what it is given."""
+    def run(self, plan: Any, operands: Any) -> Any:
+        """Run a `Plan`, and record how its results depend on the operands."""
+
+    def call(self, method: str, plan: Any, *given: Any) -> Any:
+        """Call another method of a plan, and record how its results depend on what it is given."""
 
 
 class RecordedError(TypeError):

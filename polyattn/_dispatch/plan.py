@@ -14,7 +14,7 @@ from polyattn._core.call.problem import Problem
 from polyattn._core.expressions.expression import Expression
 from polyattn._dispatch.placement import Placement
 from polyattn._dispatch.transfer import move_operands, move_results, mover_back
-from polyattn.plugin import Kernel, undeclared
+from polyattn.plugin import Backend, Kernel, undeclared
 
 
 def reasons_against(kernel: Kernel, problem: Problem) -> list[str]:
@@ -69,43 +69,78 @@ class Plan(NamedTuple):
                 return self._replace(kernel=kernel, placement=placement)
         return None
 
-    def run(self, operands: Operands, *others: Any, method: str = "run") -> Any:
-        """Run the kernel by a method of its backend, and return the result where the query is.
-
-        The method is ``run``, ``run_backward``, ``run_jvp`` or ``run_weights``.
-        """
-        recorder = recorder_of(operands, others)
+    def run(self, operands: Operands) -> tuple[Array, Array | None]:
+        """Run the kernel, and return output and logsumexp where the query is."""
+        recorder = recorder_of(operands)
         if recorder is not None:
-            return recorder.run(method, self, operands, *others)
+            return recorder.run(self, operands)  # type: ignore[no-any-return]
+        backend, given = self._moved(operands)
+        found = backend.run(self.kernel, self.placement.problem, *given)
+        self._check_result("run", found, given[0])
+        return self._moved_back(found, operands.query)  # type: ignore[no-any-return]
+
+    def backward(self, operands: Operands, residuals: Any, cotangents: Any) -> Gradients:
+        """Run the backward pass of the kernel, and return the gradients where the query is."""
+        recorder = recorder_of(operands, (residuals, cotangents))
+        if recorder is not None:
+            return recorder.call("backward", self, operands, residuals, cotangents)  # type: ignore[no-any-return]
+        backend, given = self._moved(operands, residuals, cotangents)
+        found = backend.run_backward(self.kernel, self.placement.problem, *given)
+        self._check_gradients(found, given[0])
+        return self._moved_back(found, operands.query)  # type: ignore[no-any-return]
+
+    def jvp(self, operands: Operands, residuals: Any, tangents: Any) -> tuple[Array, Array | None]:
+        """Run the directional derivative of the kernel, and return it where the query is."""
+        recorder = recorder_of(operands, (residuals, tangents))
+        if recorder is not None:
+            return recorder.call("jvp", self, operands, residuals, tangents)  # type: ignore[no-any-return]
+        backend, given = self._moved(operands, residuals, tangents)
+        found = backend.run_jvp(self.kernel, self.placement.problem, *given)
+        self._check_result("jvp", found, given[0])
+        return self._moved_back(found, operands.query)  # type: ignore[no-any-return]
+
+    def weights(self, operands: Operands, logsumexp: Array | None) -> tuple[Array, Array | None]:
+        """Run a kernel of weights, and return what it does where the query is."""
+        recorder = recorder_of(operands, (logsumexp,))
+        if recorder is not None:
+            return recorder.call("weights", self, operands, logsumexp)  # type: ignore[no-any-return]
+        backend, given = self._moved(operands, logsumexp)
+        found = backend.run_weights(self.kernel, self.placement.problem, *given)
+        return self._moved_back(found, operands.query)  # type: ignore[no-any-return]
+
+    def _moved(self, operands: Operands, *others: Any) -> tuple[Backend, tuple[Any, ...]]:
+        """Return the backend, and what the kernel is given, moved to where it runs."""
         backend, _, problem, moved = self.placement
         if backend is None:
             raise RuntimeError("a plan made from shapes only cannot run")
-        given = (operands, *others)
-        if moved:
-            x = move_operands(operands, moved, backend, problem, self.query_device)
-            given = (x, *[move_results(one, moved, backend, problem) for one in others])
-        found = getattr(backend, method)(self.kernel, problem, *given)
-        # Only the first arrays: what a kernel returns depends on static facts.
-        is_new = self._is_handed_in and (method, problem.features) not in self.checked
-        if method == "run_backward":
-            self._check_gradients(found, given[0], is_new)
-        elif method != "run_weights":
-            self._check_result(found, given[0], is_new)
-        if is_new:
-            self.checked.add((method, problem.features))
-        if "query" not in moved:
+        if not moved:
+            return backend, (operands, *others)
+        x = move_operands(operands, moved, backend, problem, self.query_device)
+        return backend, (x, *[move_results(one, moved, backend, problem) for one in others])
+
+    def _moved_back(self, found: Any, query: Array) -> Any:
+        backend, _, problem, moved = self.placement
+        if "query" not in moved or backend is None:
             return found
-        back = mover_back(operands.query, backend, problem, self.query_device)
+        back = mover_back(query, backend, problem, self.query_device)
 
         def moved_back(one: Any) -> Any:
             if isinstance(one, list):
                 return [moved_back(array) for array in one]
             return None if one is None else back(one)
 
-        results = map(moved_back, found)
-        return Gradients(*results) if method == "run_backward" else tuple(results)
+        if isinstance(found, Gradients):
+            return Gradients(**{name: moved_back(one) for name, one in found._asdict().items()})
+        return tuple(map(moved_back, found))
 
-    def _check_result(self, result: Any, operands: Operands, is_new: bool) -> None:
+    def _is_new(self, method: str) -> bool:
+        """Whether to check arrays: of the caller's own kernel, which nobody has tested, once."""
+        # Only the first arrays, because what a kernel returns depends on static facts.
+        if self.kernel in self.placement.kernels or is_compiling():
+            return False
+        return (method, self.placement.problem.features) not in self.checked
+
+    def _check_result(self, method: str, result: Any, operands: Operands) -> None:
         """Raise if the result of the kernel breaks the contract."""
         if not isinstance(result, tuple) or len(result) != 2:
             raise TypeError(
@@ -114,7 +149,7 @@ class Plan(NamedTuple):
             )
         if result[1] is None and "logsumexp" in self.placement.problem.features:
             raise TypeError(f"the kernel {self.kernel.name} declares logsumexp and returned None")
-        if is_new:
+        if self._is_new(method):
             problem = self.placement.problem
             rows, accumulator = problem.scores[:-1], problem.accumulator
             dtype = accumulator if "jvp" in problem.features else problem.dtype
@@ -122,27 +157,24 @@ class Plan(NamedTuple):
             self._check_array("output", result[0], query, dtype, (*rows, problem.value_size))
             if result[1] is not None:
                 self._check_array("logsumexp", result[1], query, accumulator, rows)
+            self.checked.add((method, problem.features))
 
-    @property
-    def _is_handed_in(self) -> bool:
-        """Whether the kernel is the caller's own, whose results nobody has tested."""
-        return self.kernel not in self.placement.kernels and not is_compiling()
-
-    def _check_gradients(self, found: Any, operands: Operands, is_new: bool) -> None:
+    def _check_gradients(self, found: Any, operands: Operands) -> None:
         """Raise if the gradients of the kernel break the contract."""
         if not isinstance(found, Gradients):
             raise TypeError(
                 f"backward of the kernel {self.kernel.name} must return Gradients; it returned a"
                 f" {type(found).__name__}"
             )
-        if not is_new:
+        if not self._is_new("backward"):
             return
         problem, query = self.placement.problem, operands.query
         for name in GRADIENT_ARRAYS:
-            argument, gradient = getattr(operands, name), getattr(found, name)
+            argument, gradient = getattr(operands, name, None), getattr(found, name, None)
             if argument is not None and not (gradient is None and name in problem.constants):
                 what, shape = f"gradient of {name}", facts_of(argument).shape
                 self._check_array(what, gradient, query, problem.accumulator, shape)
+        self.checked.add(("backward", problem.features))
 
     def _check_array(
         self, what: str, array: Any, query: Array, dtype: str, shape: tuple[int | None, ...]

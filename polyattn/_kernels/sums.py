@@ -58,15 +58,15 @@ class GradientSums:
             self._add(("scale", 0, 0), xp.sum(product))
             query = query * problem.scale
         return Gradients(
-            query,
-            self._joined("key"),
-            self._joined("value"),
-            self._joined("bias") if self.wants("bias") else None,
-            self._joined("sinks") if self.wants("sinks") else None,
-            self._carried(x.score_mod, "score_mod"),
-            self._carried(x.similarity, "similarity"),
-            self._number("scale"),
-            None if problem.softcap is None else self._number("softcap"),
+            query=query,
+            key=self._joined("key"),
+            value=self._joined("value"),
+            bias=self._joined("bias") if self.wants("bias") else None,
+            sinks=self._joined("sinks") if self.wants("sinks") else None,
+            score_mod=self._carried(x.score_mod, "score_mod"),
+            similarity=self._carried(x.similarity, "similarity"),
+            scale=self._number("scale"),
+            softcap=None if problem.softcap is None else self._number("softcap"),
         )
 
     def _axes(self, name: str) -> list[int | None]:

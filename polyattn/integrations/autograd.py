@@ -48,22 +48,21 @@ class Recorder:
         """Return the array in a box."""
         return getval(box)
 
-    def run(self, method: str, plan: Any, *given: Any) -> Any:
+    def run(self, plan: Any, operands: Operands) -> Any:
         """Run a plan as one operation, or by the formula on the boxes."""
-        problem = plan.placement.problem
-        if method == "run":
-            if "block_table" in problem.features:
-                plan, operands = _with_whole_keys(plan, *given)
-                given = (operands,)
-                problem = plan.placement.problem
-            call = _Recorded(plan, *given)
-            try:
-                result = _attention(call, *call.arrays)
-            except RecordedError:  # a function reads boxes that are no argument
-                return _on_boxes(Dense(), problem, *given)
-            return (result[0], result[1]) if call.is_pair else (result, None)
-        kernel = plan.kernel if method == "run_weights" else Dense()
-        return _on_boxes(getattr(kernel, method.removeprefix("run_")), problem, *given)
+        if "block_table" in plan.placement.problem.features:
+            plan, operands = _with_whole_keys(plan, operands)
+        call = _Recorded(plan, operands)
+        try:
+            result = _attention(call, *call.arrays)
+        except RecordedError:  # a function reads boxes that are no argument
+            return _on_boxes(Dense(), plan.placement.problem, operands)
+        return (result[0], result[1]) if call.is_pair else (result, None)
+
+    def call(self, method: str, plan: Any, *given: Any) -> Any:
+        """Compute weights or a derivative by the formula on the boxes."""
+        kernel = plan.kernel if method == "weights" else Dense()
+        return _on_boxes(getattr(kernel, method), plan.placement.problem, *given)
 
 
 def _with_whole_keys(plan: Any, operands: Operands) -> tuple[Any, Operands]:
@@ -204,9 +203,8 @@ class _Recorded:
             moved |= {name for name, _ in (*named_arrays(residuals), *named_arrays(along))}
         plan = plan._replace(placement=plan.placement._replace(moved=moved))
         if isinstance(along, Tangents):
-            return _with_feature(plan, "jvp").run(operands, residuals, along, method="run_jvp")
-        plan = _with_feature(plan, "backward")
-        return plan.run(operands, residuals, along, method="run_backward")
+            return _with_feature(plan, "jvp").jvp(operands, residuals, along)
+        return _with_feature(plan, "backward").backward(operands, residuals, along)
 
 
 def _with_feature(plan: Any, feature: str) -> Any:

@@ -186,8 +186,9 @@ def _check_results(call: Call, scores: Shape, rank: int) -> None:
 
 def _check_tangents(call: Call) -> None:
     for name, tangent in [] if call.tangents is None else named_arrays(call.tangents):
-        of = getattr(call, name.removesuffix("_tangent"))
+        argument = name.removesuffix("_tangent")
+        of = getattr(call, argument)
         if of is None or (tangent.shape, tangent.dtype) != (of.shape, of.dtype):
             raise ValueError(
-                f"{name} must have the shape and dtype of its argument, {of}; got {tangent}"
+                f"the tangent of {argument} must have its shape and dtype, {of}; got {tangent}"
             )
