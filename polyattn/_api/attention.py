@@ -10,7 +10,7 @@ from polyattn._api.run import compute, with_cached_calls
 from polyattn._base.arrays import Array
 from polyattn._base.autocast import autocast
 from polyattn._core.call.describe import describe
-from polyattn._core.call.options import Start
+from polyattn._core.call.options import AUTOCAST, Start
 from polyattn._core.expressions.masks import Mask
 from polyattn._core.expressions.replacements import Normalizer, ScaleRule, Similarity
 from polyattn._core.expressions.scores import Score
@@ -182,7 +182,7 @@ def attention(
         "normalizer": normalizer,
     }  # fmt: skip
     given = {name: value for name, value in options.items() if value is not None}
-    arguments = autocast({"query": query, "key": key, "value": value, **given})
+    arguments = autocast({"query": query, "key": key, "value": value, **given}, AUTOCAST)
     described = describe(**arguments, is_causal=is_causal, layout=layout)
     result: tuple[A, Array | None] = compute(*described, backend, kernel)
     return result[0]

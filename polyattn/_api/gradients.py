@@ -17,6 +17,7 @@ from polyattn._core.call import layout
 from polyattn._core.call.describe import describe, placed
 from polyattn._core.call.gradients import Gradients
 from polyattn._core.call.operands import Cotangents, Residuals, Tangents, mapped
+from polyattn._core.call.options import AUTOCAST
 from polyattn._core.expressions.expression import Expression
 from polyattn._core.expressions.replacements import ScaleRule
 from polyattn.plugin import unrounded
@@ -99,7 +100,7 @@ def attention_backward(
         raise TypeError(f"into must be Gradients; got a {type(into).__name__}")
     given: dict[str, Any] = {"query": query, "key": key, "value": value, **options}
     cotangents = Cotangents(output=output_gradient, logsumexp=logsumexp_gradient)
-    return _backward(given, autocast(given), partial, cotangents, into)
+    return _backward(given, autocast(given, AUTOCAST), partial, cotangents, into)
 
 
 def _backward(
@@ -172,7 +173,7 @@ def attention_vjp(
     (8, 5, 64)
     """
     given: dict[str, Any] = {"query": query, "key": key, "value": value, **options}
-    arguments = autocast(given)
+    arguments = autocast(given, AUTOCAST)
     output, partial = _with_residuals(**arguments)
 
     def pullback(output_gradient: Array, logsumexp_gradient: Array | None = None) -> Gradients:
@@ -315,7 +316,7 @@ def attention_jvp(
         for name, tangent in _tangents_by_name(tangents).items()
         if tangent is not None
     }
-    arguments = autocast(given | moved | dict(options))
+    arguments = autocast(given | moved | dict(options), AUTOCAST)
     moved = {name: arguments.pop(name) for name in moved}
     output, partial = _with_residuals(**arguments)
     if not moved:

@@ -25,6 +25,7 @@ from polyattn._base.arrays import (
 from polyattn._base.autocast import autocast
 from polyattn._core.call.describe import describe
 from polyattn._core.call.features import DTYPES
+from polyattn._core.call.options import AUTOCAST
 
 
 class Partial(NamedTuple):
@@ -92,7 +93,7 @@ def attention_partial(
     >>> output.shape, logsumexp.shape
     ((8, 5, 64), (8, 5))
     """
-    arguments = autocast({"query": query, "key": key, "value": value, **options})
+    arguments = autocast({"query": query, "key": key, "value": value, **options}, AUTOCAST)
     if dtype is not None:
         arguments |= _in_dtype(dtype, {name: arguments[name] for name in ("query", "key", "value")})
     backend, kernel = arguments.pop("backend", None), arguments.pop("kernel", None)

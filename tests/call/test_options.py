@@ -99,7 +99,7 @@ def with_field(record, name):
 def temperature(monkeypatch):
     """Add an option that is a number, as its recipe says, but for the step of the formula."""
     monkeypatch.setitem(OPTIONS, "temperature", Option("temperature", float))
-    feature = Feature("temperature=", lambda call, problem: problem.temperature is not None)
+    feature = Feature("temperature=", lambda call, letters: call.temperature is not None)
     monkeypatch.setitem(FEATURES, "temperature", feature)
     for module, record in ((describing, describing.Call), (examining, examining.Problem)):
         monkeypatch.setattr(module, record.__name__, with_field(record, "temperature"))

@@ -5,14 +5,12 @@ A check sees shapes, dtypes, libraries and options, never the values of an array
 
 from __future__ import annotations
 
-from typing import Any
-
 from polyattn._base.arguments import Shape
 from polyattn._base.arrays import ArrayFacts, accumulator_of, broadcast_shapes
-from polyattn._core.call.facts import Call, axes_of
+from polyattn._core.call.facts import Call, Letters, axes_of
 from polyattn._core.call.features import DTYPES
 from polyattn._core.call.operands import named_arrays
-from polyattn._core.call.options import GRADIENT_NUMBERS
+from polyattn._core.call.options import GRADIENT_NUMBERS, OPTIONS, with_gradient
 from polyattn._core.expressions.indices import check_broadcasts, check_mask_shape
 
 
@@ -38,7 +36,8 @@ def check_dtypes(call: Call) -> None:
         else:
             hint = "True takes part, False does not: pass mask != 0 or mask == 0, as you mean it"
         raise TypeError(f"mask must be a bool array or a function; got dtype {dtype}: {hint}")
-    for name, extra in (("bias", call.bias), ("sinks", call.sinks)):
+    for name in with_gradient("array"):
+        extra = getattr(call, name)
         if extra is not None and extra.dtype not in DTYPES:
             hint = "; a bool array goes in mask=" if extra.dtype == "bool" else ""
             raise TypeError(f"{name} must be a float array; got dtype {extra.dtype}{hint}")
@@ -79,7 +78,7 @@ def check_range(call: Call) -> None:
             )
 
 
-def common_shape(call: Call) -> tuple[Any, ...]:
+def common_shape(call: Call) -> Letters:
     for name, facts in call.operands():
         if len(facts.shape) < 2:
             raise _shape_error(call, f"{name} needs at least the axes length and size; got")
@@ -119,7 +118,7 @@ def common_shape(call: Call) -> tuple[Any, ...]:
             f"batch axes must be equal or 1 to broadcast; got {q_batch}, {k_batch}, {v_batch}:",
         )
     key_length = value_length if key_length is None else key_length
-    return batch, heads, key_heads, query_length, key_length, head_size, value_size
+    return Letters(batch, heads, key_heads, query_length, key_length, head_size, value_size)
 
 
 def _shape_error(call: Call, reason: str, hint: str = "") -> ValueError:
@@ -137,13 +136,16 @@ def check_operand_shapes(call: Call, scores: Shape) -> None:
     rank = max(2, *(len(facts.shape) for _, facts in call.operands()))
     if isinstance(call.mask, ArrayFacts):
         check_mask_shape("mask", call.mask.shape, scores[-rank:])
-    if call.bias is not None:
-        check_broadcasts("bias", call.bias.shape, scores[-rank:])
-    if call.sinks is not None and call.sinks.shape != (scores[-3],):
-        raise ValueError(
-            f"sinks must hold one number per query head, shape ({scores[-3]},); got"
-            f" {call.sinks.shape}"
-        )
+    for name in with_gradient("array"):
+        extra = getattr(call, name)
+        if extra is not None and OPTIONS[name].axes == "H":
+            if extra.shape != (scores[-3],):
+                raise ValueError(
+                    f"{name} must hold one number per query head, shape ({scores[-3]},); got"
+                    f" {extra.shape}"
+                )
+        elif extra is not None:
+            check_broadcasts(name, extra.shape, scores[-rank:])
     _check_results(call, scores, rank)
     _check_tangents(call)
     if isinstance(call.query_offset, ArrayFacts):
