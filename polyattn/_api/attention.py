@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypedDict, TypeVar
+from typing import TypedDict, TypeVar, cast
 
 from polyattn._api.names import with_our_names
-from polyattn._api.run import compute, with_cached_calls
+from polyattn._api.run import planned_call, run_planned
 from polyattn._base.arrays import Array
 from polyattn._base.autocast import autocast
 from polyattn._core.call.describe import describe
@@ -42,7 +42,7 @@ class AttentionOptions(TypedDict, total=False):
 A = TypeVar("A")  # the type of the query, which the result has
 
 
-@with_cached_calls
+@run_planned
 @with_our_names()
 def attention(
     query: A,
@@ -183,6 +183,6 @@ def attention(
     }  # fmt: skip
     given = {name: value for name, value in options.items() if value is not None}
     arguments = autocast({"query": query, "key": key, "value": value, **given}, AUTOCAST)
+    # From here on the options go by their table, `OPTIONS`.
     described = describe(**arguments, is_causal=is_causal, layout=layout)
-    result: tuple[A, Array | None] = compute(*described, backend, kernel)
-    return result[0]
+    return cast(A, planned_call(*described, backend, kernel))  # `run_planned` returns its output

@@ -9,7 +9,7 @@ from typing import Any, Unpack
 from polyattn._api.attention import AttentionOptions, attention
 from polyattn._api.names import with_our_names
 from polyattn._api.partial import Partial, attention_partial
-from polyattn._api.run import compute, plan_of
+from polyattn._api.run import plan_of, planned_call
 from polyattn._base.arrays import Array, cast, facts_of, is_array, library_of
 from polyattn._base.autocast import autocast
 from polyattn._base.host import destination_of
@@ -203,7 +203,7 @@ def unrounded_partial(
         problem = plan.placement.problem
         if unrounded(plan.kernel, problem) is not problem:
             return attention_partial(query, key, value, dtype="float32", **options)
-    return Partial(*compute(call, operands, backend, kernel))
+    return Partial(*planned_call(call, operands, backend, kernel).run())
 
 
 def _with_residuals(

@@ -12,7 +12,7 @@ from typing import NamedTuple, Unpack
 
 from polyattn._api.attention import AttentionOptions
 from polyattn._api.names import with_our_names
-from polyattn._api.run import compute
+from polyattn._api.run import planned_call
 from polyattn._base.arrays import (
     Array,
     accumulator_of,
@@ -98,7 +98,7 @@ def attention_partial(
         arguments |= _in_dtype(dtype, {name: arguments[name] for name in ("query", "key", "value")})
     backend, kernel = arguments.pop("backend", None), arguments.pop("kernel", None)
     described = describe(**arguments, logsumexp=True)
-    return Partial(*compute(*described, backend, kernel))
+    return Partial(*planned_call(*described, backend, kernel).run())
 
 
 def _in_dtype(dtype: str, arrays: dict[str, Array]) -> dict[str, Array]:

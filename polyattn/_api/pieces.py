@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from polyattn._api.partial import Partial, attention_partial, merge
-from polyattn._api.run import plan_of, run
+from polyattn._api.run import PlannedCall, plan_of
 from polyattn._base.arrays import Array, ArrayFacts, as_facts, facts_of
 from polyattn._base.quantized import Quantized
 from polyattn._base.slices import Slice
@@ -97,7 +97,7 @@ def attention_over_integers(
         return None
     if not plan.kernel.reads_quantized(plan.placement.problem):
         return None
-    return Partial(*run(call, operands, plan))
+    return Partial(*PlannedCall(call, operands, plan).run())
 
 
 def _facts(array: Any, name: str) -> ArrayFacts:

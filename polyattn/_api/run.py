@@ -6,16 +6,13 @@ import functools
 import operator
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
-from polyattn._api.names import BESIDE
 from polyattn._base.arrays import Array, library_of
-from polyattn._core.call.describe import describe
 from polyattn._core.call.facts import Call
 from polyattn._core.call.key import call_key
 from polyattn._core.call.layout import as_called, heads_first
 from polyattn._core.call.operands import Operands
-from polyattn._core.call.options import OPTIONS
 from polyattn._dispatch.cache import CachedCall, cached_call, planned
 from polyattn._dispatch.plan import Plan
 from polyattn._dispatch.request import request
@@ -23,18 +20,31 @@ from polyattn._dispatch.select import check_kernel
 from polyattn.plugin import Kernel
 
 _F = TypeVar("_F", bound=Callable[..., Any])
-_OPTIONS = frozenset((*OPTIONS, *BESIDE))
 _OPERANDS = frozenset(Operands._fields[3:])
 
 
-def compute(
+class PlannedCall(NamedTuple):
+    """A described call, and the whole decision about it."""
+
+    call: Call
+    operands: Operands
+    plan: Plan
+
+    def run(self) -> tuple[Array, Array | None]:
+        """Return the output and the logsumexp in the layout of the call."""
+        reads_pages = "block_table" in self.plan.placement.problem.features
+        given = heads_first(self.call, self.operands, reads_pages=reads_pages)
+        return as_called(self.call, *self.plan.run(given))
+
+
+def planned_call(
     call: Call,
     operands: Operands,
     backend: str | Sequence[str] | None,
     kernel: str | Kernel | None,
-) -> tuple[Array, Array | None]:
-    """Examine a described call, select a kernel, and run it."""
-    return run(call, operands, plan_of(call, operands.query, backend, kernel))
+) -> PlannedCall:
+    """Examine a described call and select a kernel."""
+    return PlannedCall(call, operands, plan_of(call, operands.query, backend, kernel))
 
 
 def plan_of(
@@ -45,36 +55,26 @@ def plan_of(
     return planned(call, request(backend), kernel, library_of(query).xp)
 
 
-def run(call: Call, operands: Operands, plan: Plan) -> tuple[Array, Array | None]:
-    """Run a plan; return the output and the logsumexp in the layout of the call."""
-    reads_pages = "block_table" in plan.placement.problem.features
-    return as_called(call, *plan.run(heads_first(call, operands, reads_pages=reads_pages)))
+def run_planned(function: _F) -> _F:
+    """Let `attention` return the output of the call that it plans.
 
-
-def with_cached_calls(function: _F) -> _F:
-    """Let `attention` run a call at once if one of the same key has run.
-
-    What was checked then holds now: whatever a check looks at is in the key. A call whose
-    description converts an argument is described each time.
+    A call is not planned if one of the same key has run. What was checked then holds now: whatever
+    a check looks at is in the key. A call whose description converts an argument is described each
+    time.
     """
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         key = call_key(args, kwargs)
         if key is None:
-            return function(*args, **kwargs)
-        found = cached_call(key, request(kwargs.get("backend")))
-        given = _operands(args, kwargs)
+            return function(*args, **kwargs).run()[0]
+        found, given = cached_call(key, request(kwargs.get("backend"))), _operands(args, kwargs)
         if found:
             return found[0].run(given)
-        if not kwargs.keys() <= _OPTIONS:
-            return function(*args, **kwargs)  # which names the argument that it does not take
-        backend, kernel = kwargs.pop("backend", None), kwargs.pop("kernel", None)
-        described, operands = describe(*args, **kwargs)
-        plan = plan_of(described, operands.query, backend, kernel)
-        output, _ = run(described, operands, plan)
-        if all(map(operator.is_, given, operands)):
-            found.append(CachedCall.of(described, plan))
+        new: PlannedCall = function(*args, **kwargs)
+        output, _ = new.run()
+        if all(map(operator.is_, given, new.operands)):
+            found.append(CachedCall.of(new.call, new.plan))
         return output
 
     return typing.cast(_F, call)
