@@ -201,6 +201,18 @@ def kernel_of(**contents):
             "must declare its features as a set; got 'causal'",
         ),
         (
+            kernel_of(name="a", features=frozenset({"backward"})),
+            "must declare 'backward' in differentiates, not in features",
+        ),
+        (
+            kernel_of(name="a", differentiates={"backward": frozenset({"casual"})}),
+            "unknown feature 'casual'; did you mean 'causal'?",
+        ),
+        (
+            kernel_of(name="a", differentiates={"reverse": frozenset()}),
+            "must map 'backward' and 'jvp' to the features it differentiates; got {'reverse'",
+        ),
+        (
             kernel_of(name="a", features=frozenset({"casual"})),
             "unknown feature 'casual'; did you mean 'causal'?",
         ),

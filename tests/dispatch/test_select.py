@@ -9,6 +9,7 @@ import sys
 import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from typing import ClassVar
 
 import ml_dtypes
 import numpy as np
@@ -18,6 +19,7 @@ from optional import array_api_strict, da, jax, jnp, torch
 import polyattn
 from polyattn import (
     attention,
+    attention_jvp,
     attention_partial,
     attention_vjp,
     explain,
@@ -43,6 +45,39 @@ def chosen(*arrays, **options):
     arrays = arrays or (X, X, X)
     candidate = explain(*arrays, **options).chosen
     return candidate.backend, candidate.kernel
+
+
+# ---- what a kernel declares ----
+
+
+class Half(Dense):
+    """Computes a softcap, and differentiates it in forward mode only."""
+
+    name = "half"
+    features = frozenset({"causal", "logsumexp", "softcap"})
+    differentiates: ClassVar = {"backward": frozenset({"causal"}), "jvp": features}
+
+    def backward(self, problem, *given):
+        return super().backward(problem._replace(softcap=None), *given)
+
+
+def test_a_kernel_differentiates_what_it_declares_and_no_more():
+    output, pullback = attention_vjp(X, X, X, is_causal=True, kernel=Half())
+    np.testing.assert_allclose(pullback(X).query, attention_vjp(X, X, X, is_causal=True)[1](X)[0])
+    assert attention_jvp((X, X, X), (X, X, X), softcap=2.0, kernel=Half())[0].shape == output.shape
+    _, pullback = attention_vjp(X, X, X, softcap=2.0, kernel=Half())
+    with pytest.raises(polyattn.UnsupportedError, match="computes softcap, and has no gradient of"):
+        pullback(X)
+    with pytest.raises(polyattn.UnsupportedError, match="it does not compute bias"):
+        attention_vjp(X, X, X, bias=X[..., :5], kernel=Half())
+
+
+@pytest.mark.needs("torch")
+def test_autograd_differentiates_by_operations_what_a_kernel_does_not():
+    x, y = (torch.tensor(X, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    attention(x, x, x, softcap=2.0, kernel=Half()).sum().backward()
+    attention(y, y, y, softcap=2.0).sum().backward()
+    np.testing.assert_allclose(x.grad, y.grad, atol=1e-12)
 
 
 # ---- the three channels ----
