@@ -62,9 +62,6 @@ BACKWARD = [
      "        if self.x.similarity is None:  # 1\n"),
     (KERNELS + "backward.py", "from polyattn._kernels.dense import dropped\n",
      "from polyattn._kernels.dense import dropped, per_head\n"),
-    (KERNELS + "sums.py", "            score_mod=self._carried(",
-     "            head_scale=self._joined('head_scale') if self.wants('head_scale') else None,\n"
-     "            score_mod=self._carried("),
     (CALL + "gradients.py", "    sinks: Array | None = None\n",
      "    sinks: Array | None = None\n    head_scale: Array | None = None\n"),
 ]  # fmt: skip
