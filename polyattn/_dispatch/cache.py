@@ -52,12 +52,15 @@ class CachedCall(NamedTuple):
 
 def planned(call: Call, requested: Request, kernel: str | Kernel | None, xp: Any) -> Plan:
     """Examine a described call and select a kernel, unless an equal call was planned before."""
-    # torch.compile would trace through a cache, and ignore it.
-    if is_compiling() or not _is_hashable(call, kernel):
-        return select(call, examine(call), requested, kernel, xp)
-    if isinstance(kernel, Kernel):
-        return Plan(kernel, *_without_kernel(call, requested, ref(kernel), xp))
-    return _plan(call, requested, kernel, xp)
+    if not is_compiling():  # which would trace through a cache, and ignore it
+        try:
+            if isinstance(kernel, Kernel):
+                return Plan(kernel, *_without_kernel(call, requested, ref(kernel), xp))
+            return _plan(call, requested, kernel, xp)
+        except TypeError:
+            if _is_hashable(call, kernel):
+                raise  # it is about the call
+    return select(call, examine(call), requested, kernel, xp)
 
 
 def _is_hashable(*things: Any) -> bool:
