@@ -9,7 +9,7 @@ from polyattn._base.arrays import Array, cast, is_array, sum_to
 from polyattn._base.span import Span
 from polyattn._core.call.gradients import Gradients
 from polyattn._core.call.operands import Operands
-from polyattn._core.call.options import with_gradient
+from polyattn._core.call.options import GRADIENT_ARRAYS
 from polyattn._core.call.problem import Problem
 from polyattn._core.expressions.expression import Expression
 
@@ -62,7 +62,7 @@ class GradientSums:
             query=query,
             key=self._joined("key"),
             value=self._joined("value"),
-            **{name: self._joined(name) for name in with_gradient("array") if self.wants(name)},
+            **{name: self._joined(name) for name in GRADIENT_ARRAYS[3:] if self.wants(name)},
             score_mod=self._carried(x.score_mod, "score_mod"),
             similarity=self._carried(x.similarity, "similarity"),
             scale=self._number("scale"),
