@@ -34,7 +34,7 @@ class Server:
         self.waiting, self.running = deque(), []
         caches = model.caches(len(prompt), batch=(1,), kind=nn.PagedCache, page=page)
         # Item 0 is the prompt, of which the texts are forks.
-        _, self.caches = model(to([prompt]), caches=caches, is_causal=True)
+        _, self.caches = model(to([prompt]), caches=caches)
 
     def step(self):
         """Add a token to each text, and return the texts that have ended."""
@@ -48,7 +48,7 @@ class Server:
         counts = [len(tokens) for tokens in new]
         ids = [tokens + [0] * (max(counts) - len(tokens)) for tokens in new]
         caches = tuple(cache.fork(items) for cache in self.caches)
-        logits, self.caches = self.model(self.to(ids), caches=caches, counts=counts, is_causal=True)
+        logits, self.caches = self.model(self.to(ids), caches=caches, counts=counts)
         for text, row, count in zip(texts, logits[1:], counts[1:], strict=True):
             text.answer.append(int(row[count - 1].argmax()))
         ended = [text for text in texts if len(text.answer) == text.steps]
@@ -72,7 +72,7 @@ def main():
 
         to = torch.tensor
     like = to(np.zeros(1, np.float32))
-    model = nn.Transformer.init(100, 64, 4, 2, like=like, rotary=nn.Rotary(16))
+    model = nn.Transformer.init(100, 64, 4, 2, like=like, is_causal=True, rotary=nn.Rotary(16))
     rng = np.random.default_rng(0)
     server = Server(model, rng.integers(0, 100, 50).tolist(), most=4, to=to)
     for _ in range(10):

@@ -29,6 +29,7 @@ def gpt(letters: int, like: Any) -> nn.Transformer:
         HEADS,
         LAYERS,
         like=like,
+        is_causal=True,
         rotary=nn.Rotary(SIZE // HEADS),
         activation="relu",
         tied=True,
@@ -86,7 +87,7 @@ class Torch:
 
     def _loss(self, windows: Ids) -> Any:
         ids = self._torch.from_numpy(windows)
-        logits = self._model(ids[:, :-1], is_causal=True)
+        logits = self._model(ids[:, :-1])
         cross_entropy = self._torch.nn.functional.cross_entropy
         return cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
 
@@ -148,7 +149,7 @@ class Numpy:
     def _loss(self, parameters: Any, windows: Ids) -> Any:
         import autograd.numpy as anp
 
-        logits = self._model.with_parameters(parameters)(windows[:, :-1], is_causal=True)
+        logits = self._model.with_parameters(parameters)(windows[:, :-1])
         logits = logits.reshape((-1, logits.shape[-1]))
         chosen = logits[np.arange(len(logits)), windows[:, 1:].ravel()]
         # No letter's logit is so large that its exponential overflows.
@@ -191,7 +192,7 @@ class Jax:
         self._state = optimizer.init(self._parameters)
 
         def loss(parameters: Any, windows: Any) -> Any:
-            logits = model.with_parameters(parameters)(windows[:, :-1], is_causal=True)
+            logits = model.with_parameters(parameters)(windows[:, :-1])
             cross_entropy = optax.softmax_cross_entropy_with_integer_labels
             return cross_entropy(logits, windows[:, 1:]).mean()
 

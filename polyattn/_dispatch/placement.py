@@ -106,8 +106,11 @@ def _reason_against(
 ) -> str | None:
     if problem.dtype not in spec.dtypes:
         return f"it does not take {problem.dtype}"
-    if device and device.partition(":")[0] not in spec.devices:
-        return f"it does not run on {device}"
+    if device and (kind := device.partition(":")[0]) not in spec.devices:
+        return (
+            f"it does not run on {device}: the spec of {spec.name} lists"
+            f" {', '.join(spec.devices)}; if it can, add devices={(*spec.devices, kind)} there"
+        )
     if moved and is_compiling():
         return "inside torch.compile no array can be converted or moved"
     dtype_reason = registry.loaded(spec.name).lacks(problem.dtype)

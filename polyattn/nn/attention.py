@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from polyattn._api.attention import attention
@@ -37,6 +37,8 @@ class MultiHeadAttention(Module):
         One map to queries, keys and values, concatenated in that order.
     head_size : int
         D, the size of queries and keys.
+    is_causal : bool
+        Whether a token sees none after it, in a call that does not say.
     query_norm, key_norm : LayerNorm, RMSNorm or None
         Normalisation of queries and keys, before `rotary`: of each head's, or of all heads' at
         once if the norm has their size.
@@ -55,6 +57,7 @@ class MultiHeadAttention(Module):
     heads: int
     key_heads: int
     head_size: int
+    is_causal: bool = field(kw_only=True)
     fused: Linear | None = None
     query_norm: Norm | None = None
     key_norm: Norm | None = None
@@ -115,15 +118,16 @@ class MultiHeadAttention(Module):
             Whether one map computes queries, keys and values.
         **settings : Any
             Further attributes: query_norm and key_norm, such as ``RMSNorm.init(head_size,
-            like=like)``, which the layer copies; rotary, scale, softcap and window.
+            like=like)``, which the layer copies; is_causal, False by default; rotary, scale,
+            softcap and window.
 
         Examples
         --------
         >>> import numpy as np
         >>> from polyattn import nn
         >>> x = np.ones((2, 5, 64), dtype=np.float32)
-        >>> layer = nn.MultiHeadAttention.init(64, 8, key_heads=2, like=x)
-        >>> layer(x, is_causal=True).shape
+        >>> layer = nn.MultiHeadAttention.init(64, 8, key_heads=2, is_causal=True, like=x)
+        >>> layer(x).shape
         (2, 5, 64)
         """
         size, heads = check_int("size", size, least=1), check_int("heads", heads, least=1)
@@ -159,7 +163,7 @@ class MultiHeadAttention(Module):
             heads=heads,
             key_heads=key_heads,
             head_size=head_size,
-            **settings,
+            **{"is_causal": False} | settings,
         )
 
     def __call__(
@@ -194,7 +198,8 @@ class MultiHeadAttention(Module):
             cache.
         **options : Any
             Options of `polyattn.attention`: mask, bias, is_causal, window, key_lengths, scale,
-            softcap, score_mod, sinks, dropout, similarity, normalizer, backend, kernel.
+            softcap, score_mod, sinks, dropout, similarity, normalizer, backend, kernel. By default,
+            or for ``is_causal=None``, those of the layer.
 
         Returns
         -------
@@ -207,19 +212,18 @@ class MultiHeadAttention(Module):
             If `x`, `context` or `values` does not fit the maps, or one of these two is given with a
             cache or to a layer with rotary positions.
         """
-        query, key, value = self._project((x, context, values), positions, cache)
-        options = self._own_options() | options
-        if cache is None:
-            return self._merge(attention(query, key, value, **options))
-        if counts is None:
-            cache = cache.append(key, value, query=query)
-        elif isinstance(cache, PagedCache):
-            cache = cache.append(key, value, counts=counts, query=query)
-        else:
+        if counts is not None and not isinstance(cache, PagedCache):
             raise TypeError(
                 "counts needs a PagedCache, which has a length for each item; got a"
                 f" {type(cache).__name__}"
             )
+        own = options.get("key_lengths") if cache is None else counts
+        query, key, value = self._project((x, context, values), positions, cache, own)
+        options = self._with_own(options)
+        if cache is None:
+            return self._merge(attention(query, key, value, **options))
+        given = {} if counts is None else {"counts": counts}
+        cache = cache.append(key, value, query=query, **given)
         if isinstance(cache, QuantizedCache):
             heads = cache.attention(query, **options)
         else:
@@ -248,8 +252,10 @@ class MultiHeadAttention(Module):
         Array or TopWeights
             Shape (..., H, L, S), unless an option selects a part.
         """
-        query, key, _ = self._project((x, context, None), positions, None)
-        return attention_weights(query, key, **(self._own_options() | options))
+        query, key, _ = self._project(
+            (x, context, None), positions, None, options.get("key_lengths")
+        )
+        return attention_weights(query, key, **self._with_own(options))
 
     @property
     def value_size(self) -> int:
@@ -299,15 +305,19 @@ class MultiHeadAttention(Module):
         create: Any = kind.init
         return create(self.key_heads, self.head_size, capacity, **settings)
 
-    def _own_options(self) -> dict[str, Any]:
+    def _with_own(self, options: dict[str, Any]) -> dict[str, Any]:
+        """Return the options of a call, by default the layer's own."""
         own = {"scale": self.scale, "softcap": self.softcap, "window": self.window}
-        return {name: value for name, value in own.items() if value is not None}
+        own = {name: value for name, value in own.items() if value is not None}
+        said = options.get("is_causal")
+        return own | options | {"is_causal": self.is_causal if said is None else said}
 
     def _project(
         self,
         tokens: tuple[Array, Array | None, Array | None],
         positions: Array | Placed | None,
         cache: Cache | None,
+        counts: Any,
     ) -> tuple[Array, Array, Array]:
         """Return queries, keys and values, normalised and rotated."""
         x, context, values = tokens
@@ -327,7 +337,8 @@ class MultiHeadAttention(Module):
         if self.rotary is not None:
             if positions is None:
                 positions = _following(query, cache)
-            tables = self.rotary.tables(positions, like=query)
+            like = query[..., 0, :, :] if self.rotary.dynamic and counts is not None else query
+            tables = self.rotary.tables(positions, like=like, counts=counts)
             query, key = self.rotary.rotate(query, *tables), self.rotary.rotate(key, *tables)
         return query, key, value
 

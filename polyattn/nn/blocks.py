@@ -26,7 +26,7 @@ _SELECTIONS = ("heads", "rows", "top", "per_key")
 class EncoderBlock(Module):
     """Self-attention, then feed-forward.
 
-    A decoder without an encoder consists of these too, called with ``is_causal=True``.
+    A decoder without an encoder consists of these too, made with ``is_causal=True``.
 
     Attributes
     ----------
@@ -86,7 +86,7 @@ class EncoderBlock(Module):
         >>> import numpy as np
         >>> from polyattn import nn
         >>> x = np.ones((2, 5, 64), dtype=np.float32)
-        >>> nn.EncoderBlock.init(64, 8, like=x)(x, is_causal=True).shape
+        >>> nn.EncoderBlock.init(64, 8, like=x)(x).shape
         (2, 5, 64)
         """
         shared: dict[str, Any] = {"like": like, "seed": initializer(like, seed), "bias": bias}
@@ -112,12 +112,12 @@ class EncoderBlock(Module):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class DecoderBlock(Module):
-    """Causal self-attention, attention to an encoder's tokens, then feed-forward.
+    """Self-attention, attention to an encoder's tokens, then feed-forward.
 
     Attributes
     ----------
     attention, cross_attention : MultiHeadAttention
-        Attention to the previous tokens, and to the encoder's.
+        Self-attention, causal if its ``is_causal`` is True, and attention to the encoder's tokens.
     feed_forward : FeedForward
         Applied to each token.
     attention_norm, cross_attention_norm, feed_forward_norm : LayerNorm or RMSNorm
@@ -150,7 +150,8 @@ class DecoderBlock(Module):
         Parameters
         ----------
         size, heads, like, seed, **options
-            As for `EncoderBlock.init`; ``rotary`` applies to the self-attention only.
+            As for `EncoderBlock.init`; ``rotary`` and ``is_causal``, which is True by default, are
+            of the self-attention only.
         context_size : int, optional
             Size of the encoder's tokens, `size` by default.
 
@@ -163,9 +164,9 @@ class DecoderBlock(Module):
         (2, 5, 64)
         """
         shared: dict[str, Any] = {"like": like, "seed": initializer(like, seed)}
-        block = EncoderBlock.init(size, heads, **shared, **options)
+        block = EncoderBlock.init(size, heads, **shared, **{"is_causal": True} | options)
         cross = {name: value for name, value in options.items() if name not in _OF_BLOCKS}
-        cross |= {"context_size": context_size, "rotary": None}
+        cross |= {"context_size": context_size, "rotary": None, "is_causal": False}
         attention = MultiHeadAttention.init(size, heads, **shared, **cross)
         norm = partial(options.get("norm", LayerNorm).init, size, like=like)
         layers = block.attention, attention, block.feed_forward
@@ -193,16 +194,16 @@ class DecoderBlock(Module):
         context_mask : optional
             The encoder's tokens that take part, as ``mask=`` of `polyattn.attention`.
         **options : Any
-            Options of the self-attention, as for `MultiHeadAttention`; it is causal unless
-            ``is_causal=False``. ``backend`` and ``kernel`` apply to the cross-attention too.
+            Options of the self-attention, as for `MultiHeadAttention`. ``backend`` and ``kernel``
+            apply to the cross-attention too.
 
         Returns
         -------
         Array, or tuple of Array and cache
             Tokens; with a cache, the pair of tokens and the next cache.
         """
-        options = {"is_causal": True, "cache": cache} | options
-        x, cache = _add(x, self.attention, self.attention_norm, self.pre_norm, **options)
+        norms = self.attention_norm, self.pre_norm
+        x, cache = _add(x, self.attention, *norms, cache=cache, **options)
         cross = {"context": context, "mask": context_mask}
         cross |= {name: options[name] for name in ("backend", "kernel") if name in options}
         x, _ = _add(x, self.cross_attention, self.cross_attention_norm, self.pre_norm, **cross)
@@ -262,7 +263,7 @@ def weights_of(stack: Stack, x: Array, *context: Array, **options: Any) -> list[
     selected = {name: options.pop(name) for name in _SELECTIONS if name in options}
     found = []
     for block in stack.blocks:
-        own = {"is_causal": isinstance(block, DecoderBlock)} | options | selected
+        own = options | selected
         own.pop("context_mask", None)
         before = _before(x, block.attention_norm, block.pre_norm)
         found.append(block.attention.weights(before, **own))

@@ -95,14 +95,14 @@ def generate(
     Raises
     ------
     ValueError, TypeError
-        If the model has no logits, or an argument is out of its range.
+        If the model has no logits or is not causal, or an argument is out of its range.
 
     Examples
     --------
     >>> import numpy as np
     >>> from polyattn import nn
     >>> like = np.zeros(1, dtype=np.float32)
-    >>> gpt = nn.Transformer.init(100, 64, 4, 2, like=like, positions=32, tied=True)
+    >>> gpt = nn.Transformer.init(100, 64, 4, 2, like=like, is_causal=True, positions=32, tied=True)
     >>> nn.generate(gpt, np.asarray([[5, 7, 11]]), 4, temperature=0.8, seed=1).shape
     (1, 7)
     """
@@ -110,6 +110,12 @@ def generate(
         raise ValueError(
             "the model has no logits: load a decoder with logits=True; an encoder, such as BERT,"
             " has nothing to generate"
+        )
+    causal = all(block.attention.is_causal for block in model.stack.blocks)
+    if not causal and options.get("is_causal") is None:
+        raise ValueError(
+            "the model is not causal: pass is_causal=True here, or is_causal=False and the mask of"
+            " what each token sees"
         )
     prompts, kept = _prompts(ids, lengths, model)
     xp, batch = library_of(prompts).xp, tuple(prompts.shape[:-1])
@@ -152,11 +158,10 @@ def generate(
 
 def _step(options: Mapping[str, Any]) -> Callable[..., Any]:
     """Return the function of a step: the logits of the last token of each row, and the caches."""
-    given = {"is_causal": True} | dict(options)
 
     def run(model: Transformer, new: Array, caches: Any, kept: Any) -> tuple[Array, Any]:
         own = {} if kept is None else {"counts": kept}
-        x, caches = model.hidden(new, caches=caches, **(given | own))
+        x, caches = model.hidden(new, caches=caches, **options, **own)
         if kept is None:
             return model.logits(x[..., -1:, :])[..., 0, :], caches
         xp = library_of(x).xp

@@ -76,11 +76,12 @@ def _is_readable(array: Array, may_wait: bool) -> bool:
     return str(getattr(array, "device", "")) == "cpu"
 
 
-def for_each_token(name: str, value: Any, tokens: Array) -> Array:
+def for_each_token(name: str, value: Any, tokens: Array, each: str = "token") -> Array:
     """Return an integer for each token, beside the tokens, or raise if it does not fit them."""
-    # `tokens` is (..., L, size); the integers are a sequence or array (L,) or (..., L).
+    # `tokens` is (..., L, size); the integers are a sequence or array (L,) or (..., L), and for
+    # each item an integer or (...).
     if type(value) is not type(tokens) or is_host(value):
-        value = as_array(name, value)
+        value = np.asarray(value) if isinstance(value, int) else as_array(name, value)
         destination = destination_of(tokens)
         if is_host(value) and destination is not None:
             value = destination.put(name, value)
@@ -88,10 +89,11 @@ def for_each_token(name: str, value: Any, tokens: Array) -> Array:
     if facts.library != whole.library and not is_host(value):
         raise TypeError(f"{name} must be an array of {whole.library}, as the tokens are; got"
                         f" {facts} of {facts.library}")  # fmt: skip
-    if not _fits(facts.shape, whole.shape[:-1]):
+    length, shape = ((), "(L,) or (..., L)") if each == "token" else (whole.shape[-2:-1], "(...)")
+    if not _fits((*facts.shape, *length), whole.shape[:-1]):
         raise ValueError(
-            f"{name} must have an integer for each token, so the shape (L,) or (..., L) of"
-            f" {whole.shape[:-1]}; got {facts.shape}"
+            f"{name} must have an integer for each {each}, so the shape {shape} of"
+            f" {whole.shape[: -1 - len(length)]}; got {facts.shape}"
         )
     return value
 

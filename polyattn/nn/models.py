@@ -78,6 +78,7 @@ class Transformer(Module):
         layers: int,
         *,
         like: Array,
+        is_causal: bool,
         seed: int | Initializer = 0,
         positions: int | LearnedPositions | Sinusoidal | None = None,
         cross: bool = False,
@@ -97,6 +98,8 @@ class Transformer(Module):
             Number of blocks.
         size, heads, like, seed, norm
             As for `EncoderBlock.init`.
+        is_causal : bool
+            Whether a token sees none after it: True for a decoder, False for an encoder.
         positions : int, Sinusoidal or LearnedPositions, optional
             The number of learned positions, or the vectors to add.
         cross : bool
@@ -115,8 +118,8 @@ class Transformer(Module):
         >>> import numpy as np
         >>> from polyattn import nn
         >>> like = np.zeros(1, dtype=np.float32)
-        >>> gpt = nn.Transformer.init(100, 64, 4, 2, like=like, positions=32, tied=True)
-        >>> gpt(np.asarray([[5, 7, 11]]), is_causal=True).shape
+        >>> gpt = nn.Transformer.init(100, 64, 4, 2, like=like, is_causal=True, positions=32)
+        >>> gpt(np.asarray([[5, 7, 11]])).shape
         (1, 3, 100)
         """
         create = initializer(like, seed)
@@ -125,7 +128,8 @@ class Transformer(Module):
             number = check_int("positions", positions, "an integer, or positions as a module")
             positions = LearnedPositions.init(number, size, like=like, seed=create)
         kind = DecoderBlock if cross else EncoderBlock
-        shared = {"like": like, "seed": create, "norm": norm, "pre_norm": pre_norm} | block
+        shared = {"like": like, "is_causal": is_causal, "seed": create} | block
+        shared |= {"norm": norm, "pre_norm": pre_norm}
         blocks = tuple([kind.init(size, heads, **shared) for _ in range(layers)])
         stack = Stack(blocks, norm.init(size, like=like) if pre_norm else None)
         output = None
@@ -155,7 +159,8 @@ class Transformer(Module):
         positions : Array or sequence of int, optional
             Positions of the tokens, shape (L,) or (..., L); by default they follow the caches.
         **options : Any
-            Options of the blocks: ``mask``, ``is_causal``, ``score_mod``, ``backend`` and so on.
+            Options of the blocks: ``mask``, ``score_mod``, ``backend`` and so on. Causality,
+            windows, scales and softcaps are by default those of each layer.
 
         Returns
         -------
@@ -188,7 +193,8 @@ class Transformer(Module):
             Vectors, shape (..., L, size); with caches, the pair of this array and the next caches.
         """
         x = self.embed(ids, caches=caches, segments=segments, positions=positions)
-        return self.stack(x, *context, caches=caches, **self._of_blocks(x, positions, options))
+        options = self._of_blocks(x, positions, caches, options)
+        return self.stack(x, *context, caches=caches, **options)
 
     def weights(
         self,
@@ -219,21 +225,22 @@ class Transformer(Module):
         >>> import numpy as np
         >>> from polyattn import nn, plot
         >>> like = np.zeros(1, dtype=np.float32)
-        >>> gpt = nn.Transformer.init(100, 64, 4, 2, like=like, positions=32)
-        >>> weights = gpt.weights(np.asarray([5, 7, 11]), is_causal=True)
+        >>> gpt = nn.Transformer.init(100, 64, 4, 2, like=like, is_causal=True, positions=32)
+        >>> weights = gpt.weights(np.asarray([5, 7, 11]))
         >>> len(weights), weights[0].shape
         (2, (4, 3, 3))
         >>> figure = plot.entropy(weights)
         """
         x = self.embed(ids, segments=segments, positions=positions)
-        return weights_of(self.stack, x, *context, **self._of_blocks(x, positions, options))
+        return weights_of(self.stack, x, *context, **self._of_blocks(x, positions, None, options))
 
-    def _of_blocks(self, x: Array, positions: Any, options: dict[str, Any]) -> dict[str, Any]:
+    def _of_blocks(self, x: Array, positions: Any, caches: Any, options: dict[str, Any]) -> Any:
         """Return the options of the blocks, with the model's own positions and scores."""
         if positions is not None:
             positions = for_each_token("positions", positions, x)
             rotaries = [block.attention.rotary for block in self.stack.blocks]
-            options["positions"] = Placed.of(positions, rotaries, x)
+            counts = options.get("key_lengths" if caches is None else "counts")
+            options["positions"] = Placed.of(positions, rotaries, x, counts)
         if self.relative is not None:
             given = options.get("score_mod")
             own = self.relative()

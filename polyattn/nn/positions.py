@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from polyattn import scores
-from polyattn._base.arrays import Array, cast, index_range, library_of, numbers_like
+from polyattn._base.arrays import Array, cast, index_range, library_of, numbers_like, with_rank
 from polyattn._base.tracing import is_compiling
 from polyattn._core.expressions.scores import Score
 from polyattn.nn.angles import Angles, frequencies_of, ntk_scaling
@@ -209,9 +209,10 @@ class Rotary(Module):
         Multiplies the rotated components, for YaRN.
     dynamic : tuple of float and int, optional
         In place of ``frequencies``, a factor and the length of training: `ntk_scaling` by
-        ``1 + factor * (length / trained - 1)`` for each call whose length, the largest position
-        plus 1, is above that of training. Keys in a cache keep the angles of their own call. Where
-        the largest position is an array, far angles are rounded as products in float32.
+        ``1 + factor * (length / trained - 1)`` for each item of a call whose length is above that
+        of training. That length is its largest position plus 1, without the padding that
+        ``counts``, or without a cache ``key_lengths``, leaves out. Keys in a cache keep the angles
+        of their own call. Where positions are an array, far angles are products in float32.
 
     References
     ----------
@@ -260,7 +261,9 @@ class Rotary(Module):
         tokens = x[..., 0, :, :] if len(x.shape) > 2 else x
         return self.rotate(x, *self.tables(for_each_token("positions", positions, tokens), like=x))
 
-    def tables(self, positions: Array | range | Placed, *, like: Array) -> tuple[Array, Array]:
+    def tables(
+        self, positions: Array | range | Placed, *, like: Array, counts: Any = None
+    ) -> tuple[Array, Array]:
         """Return the cosines and sines of positions, which queries and keys share.
 
         Parameters
@@ -269,6 +272,9 @@ class Rotary(Module):
             As in a call; for a range the largest position is known, so that less is computed.
         like : Array
             An array of the library, device and dtype of the result.
+        counts : int, Array of int or sequence of int, optional
+            How many of the first tokens of each item are no padding, for dynamic scaling; then
+            `like` is as the tokens, (..., L, any size).
 
         Returns
         -------
@@ -276,18 +282,18 @@ class Rotary(Module):
             The arguments of `rotate`.
         """
         xp = library_of(like).xp
-        angles = self._angles_of(xp, positions, like)
+        angles = self._angles_of(xp, positions, like, counts)
         if len(angles.shape) > 2:
             angles = angles[..., None, :, :]
         cosine, sine = xp.cos(angles) * self.magnitude, xp.sin(angles) * self.magnitude
         return cast(xp, cosine, like.dtype), cast(xp, sine, like.dtype)
 
-    def _angles_of(self, xp: Any, positions: Array | range | Placed, like: Array) -> Array:
+    def _angles_of(self, xp: Any, positions: Any, like: Array, counts: Any = None) -> Array:
         """Return the angles, shape (..., size / 2)."""
         if isinstance(positions, Placed):
             return next(angles for rotary, angles in positions.angles if rotary == self)
-        angles = self._angles
-        if self.dynamic is not None and isinstance(positions, range) and not is_compiling():
+        angles, alike = self._angles, isinstance(positions, range) and counts is None
+        if self.dynamic is not None and alike and not is_compiling():
             factor, trained = self.dynamic
             if positions.stop > trained:
                 stretch = 1 + factor * (positions.stop / trained - 1)
@@ -297,19 +303,24 @@ class Rotary(Module):
             if isinstance(positions, range):
                 positions = index_range(xp, positions.start, positions.stop, like)
             if 0 not in positions.shape:  # else no position is the largest
-                rates = self._rates(xp, positions, like, *self.dynamic)
-                places = cast(xp, positions, rates.dtype)[..., None]
-                return places * beside(places, rates)
+                return self._stretched(xp, positions, like, counts)
         return angles.of(xp, positions, like.dtype, like)
 
-    def _rates(self, xp: Any, positions: Array, like: Array, factor: float, trained: int) -> Array:
-        """Return the frequencies by dynamic scaling to the largest of the positions."""
+    def _stretched(self, xp: Any, positions: Array, like: Array, counts: Any) -> Array:
+        """Return the angles by dynamic scaling to the largest position of each item."""
+        own, (factor, trained) = positions, self.dynamic or (0.0, 1)
+        if counts is not None:
+            counts = for_each_token("counts or key_lengths", counts, like, "item")
+            own = positions = with_rank(positions, len(counts.shape) + 1)
+            indices = beside(own, index_range(xp, 0, own.shape[-1], like))
+            own = xp.where(indices < beside(own, counts[..., None]), own, xp.zeros_like(own))
         wide = like.dtype if like.dtype == xp.float64 else xp.float32
-        longest = cast(xp, xp.max(positions), wide) + 1
-        beyond = xp.where(longest > trained, longest / trained - 1, xp.zeros_like(longest))
+        length = cast(xp, xp.max(own, axis=-1, keepdims=True), wide)[..., None] + 1
+        beyond = xp.where(length > trained, length / trained - 1, xp.zeros_like(length))
         powers = [-2 * n / max(self.size - 2, 1) for n in range(self.size // 2)]
-        stretched = (beyond * factor + 1) ** numbers_like(xp, powers, wide, like)
-        return numbers_like(xp, frequencies_of(self.size, self.base), wide, like) * stretched
+        made = powers, frequencies_of(self.size, self.base)
+        powers, rates = (beside(length, numbers_like(xp, x, wide, like)) for x in made)
+        return cast(xp, positions, wide)[..., None] * (rates * (beyond * factor + 1) ** powers)
 
     def rotate(self, x: Array, cosine: Array, sine: Array) -> Array:
         """Rotate vectors by the angles of `tables`.
@@ -350,13 +361,13 @@ class Placed(NamedTuple):
     angles: tuple[tuple[Rotary, Array], ...]
 
     @classmethod
-    def of(cls, positions: Array, rotaries: Sequence[Rotary | None], like: Array) -> Placed:
+    def of(cls, positions: Array, rotaries: Sequence[Any], like: Array, counts: Any) -> Placed:
         """Return the angles of positions, once for equal encodings."""
         xp, distinct = library_of(like).xp, []
         for rotary in rotaries:
             if rotary is not None and rotary not in distinct:
                 distinct.append(rotary)
-        return cls(tuple([(one, one._angles_of(xp, positions, like)) for one in distinct]))
+        return cls(tuple([(one, one._angles_of(xp, positions, like, counts)) for one in distinct]))
 
 
 def _check_even(size: int) -> None:

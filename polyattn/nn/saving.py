@@ -63,9 +63,8 @@ def save(
     >>> import numpy as np
     >>> from polyattn import nn
     >>> like = np.zeros(1, dtype=np.float32)
-    >>> gpt = nn.Transformer.init(
-    ...     *(100, 64, 4, 2), like=like, positions=32, tied=True, fused=True, activation="gelu_tanh"
-    ... )
+    >>> settings = {"is_causal": True, "tied": True, "fused": True, "activation": "gelu_tanh"}
+    >>> gpt = nn.Transformer.init(100, 64, 4, 2, like=like, positions=32, **settings)
     >>> config = {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4}
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     nn.save(gpt, folder, config | {"vocab_size": 100, "n_positions": 32})

@@ -119,11 +119,12 @@ def test_what_needs_numbers_is_refused():
 
 def test_a_model_is_exported_with_open_lengths():
     nn = polyattn.nn
-    model = nn.Transformer.init(50, 32, 4, 1, like=np.zeros(1, np.float32), rotary=nn.Rotary(8))
+    like, rotary = np.zeros(1, np.float32), nn.Rotary(8)
+    model = nn.Transformer.init(50, 32, 4, 1, like=like, is_causal=True, rotary=rotary)
     parameters = model.parameters()
     shapes = {n: jax.ShapeDtypeStruct(a.shape, a.dtype) for n, a in parameters.items()}
     ids_shape = jax.ShapeDtypeStruct(export.symbolic_shape("b, l"), jnp.int32)
-    program = export.export(jax.jit(lambda p, ids: model.with_parameters(p)(ids, is_causal=True)))
+    program = export.export(jax.jit(lambda p, ids: model.with_parameters(p)(ids)))
     run = program(shapes, ids_shape).call
     ids = np.random.default_rng(0).integers(0, 50, (2, 11)).astype(np.int32)
-    assert abs(run(parameters, ids) - model(ids, is_causal=True)).max() < 3e-6
+    assert abs(run(parameters, ids) - model(ids)).max() < 3e-6

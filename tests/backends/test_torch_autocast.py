@@ -222,7 +222,7 @@ def test_a_map_is_that_of_torch(bias):
 def test_a_model_and_its_caches_follow(bias, rotary):
     model = nn.Transformer.init(
         20, 32, 4, 2, like=Q, positions=None if rotary else 8, rotary=rotary, bias=bias,
-        norm=nn.RMSNorm, gated=True,
+        norm=nn.RMSNorm, gated=True, is_causal=True,
     )  # fmt: skip
     ids = torch.tensor([[3, 1, 4, 1, 5, 9]])
     plain = model(ids, is_causal=True)

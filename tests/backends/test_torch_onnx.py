@@ -233,7 +233,8 @@ def test_outside_of_an_export_there_is_no_such_kernel():
 def test_a_model_has_one_node_for_each_layer():
     nn = polyattn.nn
     like = np.zeros(1, np.float32)
-    transformer = nn.Transformer.init(50, 32, 4, 2, like=like, rotary=nn.Rotary(8))
+    rotary = nn.Rotary(8)
+    transformer = nn.Transformer.init(50, 32, 4, 2, like=like, is_causal=True, rotary=rotary)
 
     class Wrapped(torch.nn.Module):
         def __init__(self):

@@ -24,7 +24,7 @@ posix = pytest.mark.skipif(os.name != "posix", reason="names and permissions of 
 
 def gpt2(seed=0):
     return nn.Transformer.init(
-        *(9, 8, 2, 1), like=LIKE, seed=seed, positions=8, tied=True, fused=True,
+        *(9, 8, 2, 1), like=LIKE, is_causal=True, seed=seed, positions=8, tied=True, fused=True,
         activation="gelu_tanh",
     )  # fmt: skip
 

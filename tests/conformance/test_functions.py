@@ -4,14 +4,15 @@ import functools
 import importlib
 import inspect
 import re
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from polyattn import attention
+from polyattn import attention, attention_partial
 from polyattn.conformance import CASES, ESSENTIAL, make_case
-from polyattn.conformance.cases.cache_cases import CACHES, MEMORIES
+from polyattn.conformance.cases.cache_cases import CACHES, MEMORIES, of_item
 from polyattn.conformance.functions.check import (
     AGREES,
     DIFFERS,
@@ -20,11 +21,20 @@ from polyattn.conformance.functions.check import (
     NoArgumentError,
     arguments_for,
     check_callable,
+    check_logsumexp,
+    check_parts,
     load,
     target_of,
 )
+from polyattn.conformance.functions.interpretations import (
+    INTERPRETATIONS,
+    _in_plain_terms,
+    interpretations_of,
+)
 from polyattn.conformance.functions.report import summarise, summary
+from polyattn.conformance.reference.textbook import textbook
 from polyattn.dialects import scaled_dot_product_attention
+from polyattn.dialects.flash_attn import flash_attn_func
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -63,25 +73,31 @@ def attention_with(*faults):
             scale = 1 / np.sqrt(q.shape[-1])
         if "float32 scale" in faults:
             scale = float(np.float32(scale))
+        if "unscaled" in faults:
+            scale = 1
+        if "scaled by 1 / D" in faults:
+            scale = scale**2
         s = q @ k.mT * scale
         if "negative scale" in faults and scale < 0:
             s = s * np.nan
-        if softcap is not None and "capped last" not in faults:
+        if softcap is not None and not {"capped last", "capped under no mask"} & {*faults}:
             s = softcap * np.tanh(s / softcap)
         if bias is not None:
             if "padded" in faults and bias.shape[-1] < S:
                 bias = np.where(np.arange(S) < 1, bias, -np.inf)
-            s = s + bias
+            s = s + (bias * scale if "scaled bias" in faults else bias)
         if softcap is not None and "capped last" in faults:
             s = softcap * np.tanh(s / softcap)
         if "mask added" in faults and mask is not None:
             s, mask = s + mask, None
+        if "deaf" in faults:
+            mask = None
         i, j = np.arange(L)[:, None], np.arange(S)
         p = i if "top-left" in faults else i + S - L
         left, right = window
         seen = np.ones(s.shape, bool)
         if is_causal:
-            seen &= j <= p
+            seen &= j <= p - ("strict" in faults)
         if left is not None:
             seen &= j >= p - left + ("short left" in faults)
         if right is not None:
@@ -91,6 +107,8 @@ def attention_with(*faults):
         if bias is not None:
             seen &= ~np.isneginf(bias)
         s = np.where(seen, s, np.finfo(wide).min if "mean" in faults else -np.inf)
+        if softcap is not None and "capped under no mask" in faults:
+            s = softcap * np.tanh(s / softcap)
         highest = np.max(s, axis=-1, keepdims=True, initial=-np.inf)
         if "NaN" not in faults:
             highest = np.where(np.isneginf(highest), 0, highest)
@@ -122,9 +140,11 @@ def test_what_is_right_agrees():
 
 TOP_LEFT = "rows count from the first key (query_offset=0)"
 MEAN = "a row without keys is the mean of the values"
-LESS_LEFT = "a window reaches one key less to the left"
-MORE_RIGHT = "a window reaches one key more to the right"
+LESS_LEFT = "rows see one key less to the left"
+MORE_RIGHT = "rows see one key more to the right"
 PADDED = "the last axis of a mask is padded rather than broadcast"
+LEAST = "softcap comes after the mask"
+OF_FALSE = "a mask of False hides no key"
 FAULTS = {
     "causal from the first": (["top-left"], {"is_causal": True, "L": 7, "S": 17}, TOP_LEFT),
     "more rows than keys": (["top-left"], {"is_causal": True, "L": 17, "S": 7}, TOP_LEFT),
@@ -147,6 +167,16 @@ FAULTS = {
     "mask as numbers": (["mask added"], "mask array", "a mask is added as 0 and 1"),
     "padded": (["padded"], "bias (B, 1, L, 1)", PADDED),
     "NaN": (["negative scale"], "scale below 0", "every row is NaN"),
+    "softcap, mask": (["capped under no mask"], "softcap, then mask array", LEAST),
+    "softcap, causal": (["capped under no mask"], "softcap, then causal", LEAST),
+    "softcap, window": (["capped under no mask"], "softcap, then window", LEAST),
+    "softcap, then": (["capped last"], "softcap, then bias", "softcap comes after the bias"),
+    "scaled bias": (["scaled bias"], "scale, then bias", "the scale multiplies the bias too"),
+    "no scale": (["unscaled"], "plain", "scores are not scaled"),
+    "scale of 1 / D": (["scaled by 1 / D"], "causal", "the scale is squared (1 / D)"),
+    "causal, strictly": (["strict"], "causal", "rows see one key less to the right"),
+    "mask of False, inverted": (["inverted"], "mask hides all", OF_FALSE),
+    "mask of False, ignored": (["deaf"], "mask hides all", OF_FALSE),
 }
 
 
@@ -158,6 +188,34 @@ def test_a_difference_is_interpreted(name):
     finding = check(attention_with(*faults), case)
     assert (finding.status, finding.interpretation) == (DIFFERS, interpretation)
     assert finding.deviation.units > 10
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_sums_in_16_bits_are_named(dtype):
+    case = make_case("sums", dtype=dtype, values="keys of mean 64", L=5, S=257, D=32)
+    finding = check(lambda *arrays: textbook(*arrays)[0], case)
+    assert (finding.status, finding.interpretation) == (DIFFERS, f"computed in {dtype}")
+
+
+@pytest.mark.parametrize(
+    "cases", [ESSENTIAL, pytest.param(CASES, marks=pytest.mark.slow)], ids=["few", "all"]
+)
+def test_every_pair_of_meanings_of_every_case_is_a_call(cases):
+    """The textbook evaluates each: one row of the scores, once for all cases that ask the same."""
+    asked = set()
+    for case in cases.values():
+        shapes = case.L > case.S, 0 in (*case.score_shape, case.D, case.value_size)
+        for names, call in interpretations_of(_in_plain_terms(*case.arguments())):
+            if (key := (case.features, names, case.poison is None, shapes)) in asked:
+                continue
+            asked.add(key)
+            call.pop("computed in", None)
+            with np.errstate(all="ignore"):
+                output, _ = textbook(**call, rows=case.rows and case.rows[:1])
+            assert output.shape[-1] == case.value_size, names
+    alone = {name for _, names, *_ in asked for name in names if len(names) == 1}
+    assert alone == INTERPRETATIONS.keys() or cases is ESSENTIAL
+    assert sum(len(names) == 2 for _, names, *_ in asked) > 2000
 
 
 def test_an_unexplained_difference_has_no_interpretation():
@@ -191,6 +249,131 @@ def test_a_function_that_raises():
 
     finding = check(refuse, CASES["plain"])
     assert finding[:3] == (RAISES, None, "TypeError: not these")
+
+
+async def later(query, key, value):
+    return query
+
+
+def one_by_one(query, key, value):
+    yield query
+
+
+NO_ARRAYS = {
+    "None": (lambda *x: None, "TypeError: it returns None, and not an array"),
+    "generator": (one_by_one, "TypeError: it returns a value of type generator, and not an array"),
+    "coroutine": (later, "TypeError: it returns a value of type coroutine, and not an array"),
+    "number": (lambda *x: 0.5, "TypeError: it returns a value of type float, and not an array"),
+    "no output": (lambda *x: (), "TypeError: it returns a value of type tuple, and not an array"),
+    "objects": (lambda *x: np.array([None]), "TypeError: it returns an array of object"),
+    "exit": (lambda *x: sys.exit("no GPU"), "SystemExit: it calls sys.exit('no GPU')"),
+}
+
+
+@pytest.mark.parametrize("name", NO_ARRAYS)
+@pytest.mark.filterwarnings("error")
+def test_what_returns_no_array_raises_in_every_case_and_ends_no_report(name):
+    function, said = NO_ARRAYS[name]
+
+    def given(query, key, value):
+        return function(query, key, value)
+
+    rows = summarise(given, ESSENTIAL.values(), np.array, np.asarray)
+    found = [f for row in rows for f in row.findings.values() if f.status != NO_ARGUMENT]
+    assert len(found) > 30
+    assert {(f.status, f.error) for f in found} == {(RAISES, said)}
+
+
+def test_outputs_of_parts_that_do_not_fit_together_are_said():
+    finding = check_parts(lambda *x: np.float32(0), CASES["plain"], np.array, np.asarray, of_item)
+    assert finding.error == "ValueError: the outputs of the parts do not fit together"
+
+
+def test_a_function_that_is_a_little_off_is_reported_to_the_end():
+    def off(query, key, value, mask=None, bias=None, is_causal=False, window=(None, None)):
+        options = {"mask": mask, "bias": bias, "is_causal": is_causal, "window": window}
+        return (1.01 * attention_with()(query, key, value, **options)).astype(query.dtype)
+
+    cases = [CASES[name] for name in ("plain", "nan under mask array", "nan seen through a window")]
+    rows = summarise(off, cases, np.array, np.asarray)
+    by_name = {row.name: row for row in rows}
+    assert by_name["float32"].interpretations == {"": 1}
+    assert by_name["NaN and infinity"].interpretations == {"": 2}
+
+
+# ---- what a kernel author writes by mistake ----------------------------------------------------
+
+
+def report_on(function):
+    """Return the remarks of the quick report by row."""
+    rows = summarise(function, ESSENTIAL.values(), np.array, np.asarray)
+    return {row.name: summary(row)[2] for row in rows}
+
+
+def test_a_softcap_after_the_mask_is_found_by_the_quick_choice():
+    def kernel(query, key, value, attn_mask=None, is_causal=False, softcap=None):
+        names = {"mask" if attn_mask is not None and attn_mask.dtype == bool else "bias": attn_mask}
+        options = {"is_causal": is_causal, "softcap": softcap, **names}
+        return attention_with("capped under no mask")(query, key, value, **options)
+
+    found = report_on(kernel)
+    assert found["softcap"] == found["mask"] == found["causal"] == ""
+    assert found["order of the steps"].startswith(f"softcap comes after the bias (1); {LEAST} (2)")
+
+
+def test_a_kernel_of_heads_after_length_is_told_so():
+    def kernel(query, key, value, is_causal=False, scale=None):
+        swapped = (np.swapaxes(x, -3, -2) for x in (query, key, value))
+        output = attention_with()(*swapped, is_causal=is_causal, scale=scale)
+        return np.swapaxes(output, -3, -2)
+
+    found = report_on(kernel)
+    for row in ("causal", "scale", "grouped_heads", "float16", "float64", "memory layouts"):
+        assert re.fullmatch(r"heads come after length \(\d\)", found[row]), row
+
+
+def test_a_kernel_that_returns_a_tuple_is_told_so_and_both_are_looked_at():
+    def kernel(query, key, value, is_causal=False):
+        output, lse = attention_partial(query, key, value, is_causal=is_causal)
+        return output, lse / np.log(2.0)
+
+    found = report_on(kernel)
+    assert found["causal"] == "it returns a tuple of 2 (1)"
+    assert found["logsumexp"].startswith("the logsumexp is in base 2 (3)")
+    right = report_on(attention_partial)
+    assert right["logsumexp"] == ""
+
+
+def test_a_kernel_that_takes_masks_as_arrays_is_given_no_function():
+    def kernel(query, key, value, mask=None, **others):
+        assert not callable(mask)
+        return attention_with()(query, key, value, mask=mask)
+
+    assert check(kernel, CASES["mask function"]).missing == "mask as a function"
+    assert check(kernel, CASES["mask array"]).status == AGREES
+    assert check(attention, CASES["mask function"]).status == AGREES
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (lambda lse: lse / np.log(2.0), "the logsumexp is in base 2"),
+        (lambda lse: np.where(np.isneginf(lse), np.inf, lse), "inf"),
+        (lambda lse: lse[..., None], "the logsumexp has another shape"),
+        (lambda lse: lse + 1, ""),
+    ],
+)
+def test_the_logsumexp_of_a_known_signature_is_looked_at(wrong, said):
+    @functools.wraps(flash_attn_func)
+    def kernel(q, k, v, *, return_attn_probs=False, **options):
+        output, lse, _ = flash_attn_func(q, k, v, return_attn_probs=True, **options)
+        return (output, wrong(lse), None) if return_attn_probs else output
+
+    name = "causal, L > S" if said == "inf" else "causal"
+    finding = check_logsumexp(kernel, CASES[name], np.array, np.asarray)
+    said = "the logsumexp of a row without keys is inf" if said == "inf" else said
+    assert (finding.status, finding.interpretation) == (DIFFERS, said)
+    assert check(kernel, CASES[name])[0::4] == (AGREES, "")
 
 
 @pytest.mark.slow
@@ -275,7 +458,7 @@ def test_load():
         (":norm", "got ':norm'"),
         ("numpy:", "got 'numpy:'"),
         (".numpy:norm", "'.numpy' cannot be imported"),
-        ("no_such_module:norm", "'no_such_module' cannot be imported: No module named"),
+        ("no_such_module:norm", "cannot be imported: ModuleNotFoundError: No module named"),
         ("no_such_module.py:norm", "leave out the .py"),
         ("numpy:no_such.norm", "'numpy' has no 'no_such.norm'"),
         ("numpy:matmull", "did you mean 'matmul'"),
@@ -285,6 +468,13 @@ def test_load():
 def test_load_says_what_is_wrong(spec, reason):
     with pytest.raises(ValueError, match=re.escape(reason)):
         load(spec)
+
+
+def test_a_module_that_ends_the_process_is_refused(tmp_path, monkeypatch):
+    (tmp_path / "a_script_that_ends.py").write_text("import sys; sys.exit(3)", encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ValueError, match=r"imported: SystemExit: it calls sys.exit\(3\)"):
+        load("a_script_that_ends:attend")
 
 
 # ---- the page ----------------------------------------------------------------------------------
@@ -316,8 +506,8 @@ def test_the_page_says_what_is_found(peer):
 
 
 KNOWN = {
-    "flash_attn:flash_attn_func": {"causal", "window", "softcap", "scale", "grouped_heads"},
-    "flash_attn_interface:flash_attn_func": {"causal", "window", "softcap", "scale"},
+    "flash_attn:flash_attn_func": {"causal", "window", "softcap", "grouped_heads", "logsumexp"},
+    "flash_attn_interface:flash_attn_func": {"causal", "window", "softcap", "scale", "logsumexp"},
     **{
         name: {"causal", "window", "scale", "caches and pages", "items by themselves"}
         for name in (

@@ -153,8 +153,11 @@ class Without(polyattn.plugin.Kernel):
 def test_an_undeclared_dtype_or_device_is_refused():
     with pytest.raises(polyattn.UnsupportedError, match="it does not take float64"):
         attention(*[strict(X.astype("f8"))] * 3, backend="acme")
-    with pytest.raises(polyattn.UnsupportedError, match=r"it does not run on .*device2"):
+    with pytest.raises(polyattn.UnsupportedError, match=r"it does not run on .*device2") as refused:
         attention(*[strict(X, BEYOND)] * 3, backend="acme")
+    listed = registry.spec_of("acme").devices
+    assert f"the spec of acme lists {', '.join(listed)};" in str(refused.value)
+    assert f"add devices={(*listed, str(BEYOND))} there" in str(refused.value)
     # The core serves the call if the backend is not named.
     assert chosen(*[strict(X.astype("f8"))] * 3) == ("array-api", "dense")
 

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import links
 import looks
 import moved
 import native
+import numpy as np
 import pytest
 import repository
 import written
@@ -25,7 +27,8 @@ from docutils.utils import new_document
 from PIL import Image
 
 from polyattn import attention
-from polyattn.conformance import CASES
+from polyattn.conformance import CASES, ESSENTIAL
+from polyattn.conformance.functions.report import summarise, summary
 from polyattn.conformance.reference.tolerance import exact
 from polyattn.plugin import FEATURES
 
@@ -339,6 +342,21 @@ def test_the_example_passes_the_suite(plugin):
     assert re.search(r"\d{3,} passed", done.stdout), done.stdout
 
 
+def test_the_function_of_the_page_is_told_what_the_page_shows():
+    code, shown = re.search(
+        r"```python\n(import numpy as np\n\n\ndef attend.*?)```.*?mine:attend --quick\n(.*?)```",
+        WRITING,
+        re.DOTALL,
+    ).groups()
+    made = {}
+    exec(code, made)
+    rows = summarise(made["attend"], ESSENTIAL.values(), np.array, np.asarray)
+    found = {row.name: summary(row)[::2] for row in rows}
+    cells = re.findall(r"^  (\w+) +(\d of \d) +\S+ *(.*)$", shown, re.MULTILINE)
+    assert [name for name, *_ in cells] == ["causal", "lengths"]
+    assert all(found[name] == (agree, remark) for name, agree, remark in cells)
+
+
 @pytest.mark.slow
 def test_the_example_is_a_backend_like_any_other(plugin):
     done = plugin("-m", "polyattn", "explain", "--shape", "2,8,128,64", "--backend", "einsum")
@@ -447,3 +465,23 @@ def test_the_table_of_the_compiled_kernel_names_what_is_there():
             for file in files
         )
         assert all(re.search(rf"\b{name}\(", text) for name in quoted - files), row
+
+
+@pytest.mark.skipif(not shutil.which("bash"), reason="the commands are of a shell")
+def test_the_commands_of_the_page_install_the_wheel_where_the_clone_is_not(tmp_path):
+    page = (DOCS / "start.md").read_text(encoding="utf-8")
+    build, install = re.findall(r"^\$ (pip wheel .*|pip install \"\$.*)$", page, flags=re.MULTILINE)
+    command = shlex.join([sys.executable, "-m", "pip"])
+    # Without a network: the environment has what builds it, and no dependency is installed.
+    settings = {"NO_INDEX": "1", "NO_DEPS": "1", "NO_BUILD_ISOLATION": "0", "TARGET": "site"}
+    environment = os.environ | {f"PIP_{name}": value for name, value in settings.items()}
+
+    def run(line):
+        given = {"cwd": tmp_path, "env": environment, "timeout": 120, "text": True}
+        script = f'pip() {{ {command} "$@"; }}; {line}'
+        done = subprocess.run(["bash", "-c", script], check=True, capture_output=True, **given)
+        return done.stdout + done.stderr
+
+    run(build.replace(" . ", f" {shlex.quote(str(ROOT))} "))
+    assert "does not provide" not in run(install)  # the extra of its name
+    assert (tmp_path / "site" / "polyattn" / "__init__.py").exists()

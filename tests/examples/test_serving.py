@@ -25,7 +25,8 @@ def test_each_text_is_what_it_is_by_itself(batching, kind):
     to, _ = library(kind)
 
     def model(like):
-        return nn.Transformer.init(50, 32, 4, 2, like=like, rotary=nn.Rotary(8), seed=1)
+        shared = {"like": like, "is_causal": True, "rotary": nn.Rotary(8)}
+        return nn.Transformer.init(50, 32, 4, 2, **shared, seed=1)
 
     rng = np.random.default_rng(0)
     prompt = rng.integers(0, 50, 21).tolist()

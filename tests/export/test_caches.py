@@ -18,7 +18,7 @@ TOKENS = 5
 @functools.cache
 def transformer(layers=2, **options):
     given = {"rotary": nn.Rotary(8), "key_heads": 2} | options
-    return nn.Transformer.init(50, 32, 4, layers, like=LIKE, **given)
+    return nn.Transformer.init(50, 32, 4, layers, like=LIKE, is_causal=True, **given)
 
 
 def inputs(model, capacity="S", batch="B"):
@@ -26,13 +26,11 @@ def inputs(model, capacity="S", batch="B"):
 
 
 def step(model, opset=24, lengths=(), **options):
-    options = {"is_causal": True} | options
     return export(model, inputs(model, *lengths), dtype="int64", options=options, opset=opset)
 
 
 def decode(exported, run, model, capacity=12, **options):
     """Yield the logits of each step, by a runtime and by NumPy."""
-    options = {"is_causal": True} | options
     names = [output.name for output in exported.graph.output]
     memory, layers = np.zeros((2, 2, capacity, 8), np.float32), range(len(model.stack.blocks))
     state = {f"caches.{layer}.{kind}": memory for layer in layers for kind in ("key", "value")}

@@ -47,7 +47,7 @@ DECOMPOSED = {
 
 
 def test_a_function_around_a_model_is_told_to_pass_the_model():
-    model = polyattn.nn.Transformer.init(50, 32, 4, 1, like=np.zeros(1, np.float32))
+    model = polyattn.nn.Transformer.init(50, 32, 4, 1, like=np.zeros(1, np.float32), is_causal=True)
     with pytest.raises(
         TypeError, match=r"parameters are of numpy, .*: pass the model itself to po"
     ):
@@ -288,8 +288,9 @@ def test_a_write_that_fails_leaves_an_older_model_as_it_was(tmp_path, monkeypatc
 def test_a_model_has_one_node_for_each_layer_and_its_weights_by_name():
     nn = polyattn.nn
     like = np.zeros(1, np.float32)
-    transformer = nn.Transformer.init(50, 32, 4, 2, like=like, rotary=nn.Rotary(8))
-    model = export(transformer, {"ids": ("B", "L")}, dtype="int64", options={"is_causal": True})
+    rotary = nn.Rotary(8)
+    transformer = nn.Transformer.init(50, 32, 4, 2, like=like, is_causal=True, rotary=rotary)
+    model = export(transformer, {"ids": ("B", "L")}, dtype="int64")
     assert kinds(model).count("Attention") == 2
     assert "If" not in kinds(model)  # a product is one node
     weights = {w.name: onnx.numpy_helper.to_array(w) for w in model.graph.initializer}
@@ -299,7 +300,7 @@ def test_a_model_has_one_node_for_each_layer_and_its_weights_by_name():
     for shape in ((1, 3), (2, 11)):
         ids = np.random.default_rng(0).integers(0, 50, shape)
         (logits,) = by_onnxruntime(model)({"ids": ids})
-        assert abs(logits - transformer(ids, is_causal=True)).max() < 2e-6
+        assert abs(logits - transformer(ids)).max() < 2e-6
 
 
 def test_the_command_line_writes_a_model_and_says_what_it_became(tmp_path, capsys):
@@ -331,9 +332,8 @@ def test_the_command_line_checks_the_folder_and_the_packages_first(tmp_path, cap
 
 def test_weights_that_a_model_cannot_hold_are_written_beside_it(tmp_path, monkeypatch):
     nn = polyattn.nn
-    transformer = nn.Transformer.init(50, 32, 4, 1, like=np.zeros(1, np.float32))
-    inputs, options = {"ids": ("B", "L")}, {"is_causal": True}
-    call = functools.partial(export, transformer, inputs, dtype="int64", options=options)
+    transformer = nn.Transformer.init(50, 32, 4, 1, like=np.zeros(1, np.float32), is_causal=True)
+    call = functools.partial(export, transformer, {"ids": ("B", "L")}, dtype="int64")
     size = sum(array.nbytes for array in transformer.parameters().values())
     monkeypatch.setattr("polyattn.export.weights.LARGEST", size - 1)
     with pytest.raises(ValueError, match=f"weights take {size:,} bytes, .* pass file='mo"):
@@ -351,7 +351,7 @@ def test_weights_that_a_model_cannot_hold_are_written_beside_it(tmp_path, monkey
         assert np.array_equal(onnx.numpy_helper.to_array(one), parameters[one.name])
     ids = np.array([[5, 7, 11], [2, 3, 0]])
     (logits,) = by_onnxruntime(str(file))({"ids": ids})
-    assert abs(logits - transformer(ids, **options)).max() < 2e-6
+    assert abs(logits - transformer(ids)).max() < 2e-6
 
 
 def test_a_file_holds_weights_that_fit(tmp_path):

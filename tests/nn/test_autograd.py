@@ -12,7 +12,7 @@ IDS = np.random.default_rng(4).integers(0, 11, size=(2, 6))
 
 def model_of(like, blocks=1, **options):
     shared = {"positions": 8, "key_heads": 2, "rotary": nn.Rotary(6), "tied": True, "seed": 7}
-    return nn.Transformer.init(11, 24, 4, blocks, like=like, **shared | options)
+    return nn.Transformer.init(11, 24, 4, blocks, like=like, is_causal=True, **shared | options)
 
 
 def loss_of(logits, xp):

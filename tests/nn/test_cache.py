@@ -37,7 +37,7 @@ def _pytrees():
 
 
 def model_of(to, blocks=2, **options):
-    options = {"positions": 16, "seed": 2} | options
+    options = {"is_causal": True, "positions": 16, "seed": 2} | options
     return nn.Transformer.init(11, 24, 4, blocks, like=to(np.zeros(1, np.float32)), **options)
 
 

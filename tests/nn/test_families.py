@@ -58,7 +58,7 @@ MODELS = [
 def inputs_of(name):
     """Return what a model of transformers takes, what the same one here takes, and its options."""
     if name in DECODERS:
-        return {"input_ids": IDS}, IDS, {"is_causal": True}
+        return {"input_ids": IDS}, IDS, {}
     if name == "vit":
         return {"pixel_values": SEEN}, SEEN, {}
     if name == "whisper":
@@ -128,6 +128,22 @@ def test_a_model_is_transformers_own(made, tmp_path, name, head, kind):
         close(found[at], expected[at], wider)
 
 
+@pytest.mark.parametrize("name", DECODERS)
+def test_a_decoder_is_causal_unless_its_config_or_the_call_says_otherwise(made, name):
+    theirs = made(name, DECODERS[name] | {"is_causal": False})
+    ahead = outputs_of(theirs)
+    model = loaded(theirs)
+    near(model(IDS), ahead)
+    with pytest.raises(ValueError, match="the model is not causal"):
+        nn.generate(model, IDS, 1)
+    model = loaded(theirs, is_causal=True)
+    assert all(block.attention.is_causal for block in model.stack.blocks)
+    assert np.abs(model(IDS) - ahead).max() > 0.01
+    if not any(block.attention.window for block in model.stack.blocks):
+        near(model(IDS, is_causal=False), ahead)
+    near(loaded(theirs, is_causal=None)(IDS), ahead)  # null
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gemma3_text", "smollm3", "olmo2"])
 @pytest.mark.parametrize("kind", KINDS)
@@ -135,8 +151,8 @@ def test_a_decoder_reads_caches_on_every_library(made, name, kind):
     to, back = library(kind)
     theirs = made(name, DECODERS[name])
     model = nn.load.model(theirs.state_dict(), theirs.config.to_dict(), like=to(FLOAT32))
-    _, caches = model(to(IDS[:, :9]), caches=model.caches(16, batch=(2,)), is_causal=True)
-    found, _ = model(to(IDS[:, 9:]), caches=caches, is_causal=True)
+    _, caches = model(to(IDS[:, :9]), caches=model.caches(16, batch=(2,)))
+    found, _ = model(to(IDS[:, 9:]), caches=caches)
     close(back(found), outputs_of(theirs)[:, 9:], WIDER.get(name, 2e-6))
 
 
@@ -148,6 +164,9 @@ ROPES = {
     "linear": {"rope_type": "linear", "factor": 4.0},
     "dynamic": {"rope_type": "dynamic", "factor": 4.0},
     "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8},
+    "yarn of null": {
+        "rope_type": "yarn", "factor": None, "original_max_position_embeddings": 8,
+    },
     "yarn told": {
         "rope_type": "yarn", "factor": 8.0, "beta_fast": 4.0, "beta_slow": 2.0, "mscale": 0.7,
         "mscale_all_dim": 0.4, "original_max_position_embeddings": 16,
@@ -184,8 +203,8 @@ def test_rotary_scaling_is_transformers_own(made, rope, length, told):
     expected = outputs_of(theirs, ids)
     longer = {"length": length} if rope == "dynamic" and told else {}
     model = nn.load.model(theirs.state_dict(), theirs.config.to_dict(), like=FLOAT32, **longer)
-    near(model(ids, is_causal=True), expected)
-    near(model(ids, is_causal=True, positions=range(length)), expected)
+    near(model(ids), expected)
+    near(model(ids, positions=range(length)), expected)
 
 
 def compiled(kind, function):
@@ -200,7 +219,7 @@ def test_dynamic_scaling_follows_the_length_in_a_compiled_function(made, kind):
     to, back = library(kind)
     theirs = rotated(made, "dynamic", num_hidden_layers=1)
     model = loaded(theirs, to(FLOAT32))
-    run = compiled(kind, lambda ids: model(ids, is_causal=True))
+    run = compiled(kind, lambda ids: model(ids))
     for length in (9, 40):  # without scaling, and with
         ids = np.random.default_rng(5).integers(0, 50, (1, length))
         near(back(run(to(ids.astype(np.int32)))), outputs_of(theirs, ids))
@@ -214,14 +233,14 @@ def test_dynamic_scaling_follows_a_cache_as_in_transformers(made):
         with torch.no_grad():
             expected = theirs(torch.from_numpy(ids), past_key_values=cached, use_cache=True)
         cached = expected.past_key_values
-        found, caches = model(ids, caches=caches, is_causal=True)
+        found, caches = model(ids, caches=caches)
         near(found, expected.logits)
 
 
 def test_rotary_scaling_under_its_old_names_is_understood(made):
     theirs = rotated(made, "linear")
     old = {"rope_theta": 10000.0, "rope_scaling": {"type": "linear", "factor": 4.0}}
-    near(loaded(theirs, rope_parameters=None, **old)(IDS, is_causal=True), outputs_of(theirs))
+    near(loaded(theirs, rope_parameters=None, **old)(IDS), outputs_of(theirs))
 
 
 # ---- names of weights ---------------------------------------------------------------------------
@@ -262,7 +281,7 @@ def test_a_tied_model_may_be_stored_under_the_name_of_its_output_map(made):
     state["lm_head.weight"] = state.pop("transformer.wte.weight")
     config = gpt2.config.to_dict()
     model = nn.load.model(state, config, like=FLOAT32)
-    close(model(IDS, is_causal=True), outputs_of(gpt2))
+    close(model(IDS), outputs_of(gpt2))
     del config["tie_word_embeddings"]  # whose default is true
     bare = nn.load.model(state, config, like=FLOAT32, logits=False)
     np.testing.assert_array_equal(bare.embedding.weight, model.embedding.weight)
@@ -276,7 +295,7 @@ def test_a_base_model_has_logits_if_the_embedding_is_tied_or_is_told_how_it_is_l
     gpt2, llama = (made(name, DECODERS[name]) for name in ("gpt2", "llama"))
     state = gpt2.transformer.state_dict()
     bare = nn.load.model(state, gpt2.config.to_dict(), like=FLOAT32)
-    close(bare(IDS, is_causal=True), outputs_of(gpt2))
+    close(bare(IDS), outputs_of(gpt2))
     with pytest.raises(ValueError, match=r"lm_head\.weight: missing.* pass logits=False"):
         nn.load.model(llama.model.state_dict(), llama.config.to_dict(), like=FLOAT32)
 
@@ -307,13 +326,13 @@ READ = {
     "gpt2": (
         "model_type n_embd n_layer n_head n_inner vocab_size n_positions layer_norm_epsilon"
         " activation_function scale_attn_weights scale_attn_by_inverse_layer_idx"
-        " add_cross_attention tie_word_embeddings"
+        " add_cross_attention tie_word_embeddings is_causal"
     ),
     "llama": (
         "model_type hidden_size num_hidden_layers num_attention_heads num_key_value_heads head_dim"
         " intermediate_size vocab_size rms_norm_eps hidden_act attention_bias mlp_bias rope_theta"
         " rope_parameters rope_scaling partial_rotary_factor max_position_embeddings"
-        " original_max_position_embeddings tie_word_embeddings"
+        " original_max_position_embeddings tie_word_embeddings is_causal"
     ),
     "mistral": "sliding_window layer_types",
     "qwen2 with windows": "use_sliding_window sliding_window max_window_layers layer_types",
@@ -418,6 +437,8 @@ def rope(kind, **more):
         ),
         ("llama", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor is"),
         ("llama", rope("yarn", truncate=False), "truncate is False"),
+        ("llama", rope("yarn", truncate=None), "truncate is None"),
+        ("llama", {"rope_parameters": {"rope_type": "yarn"}}, "config has no factor"),
         (
             "llama",
             {"head_dim": 5} | rope("linear"),

@@ -69,7 +69,7 @@ def test_every_library_generates_the_same_tokens(made, name):
 @pytest.mark.slow  # each operation is compiled for each length
 def test_jax_needs_no_compiled_step():
     to, back = library("jax")
-    model = nn.Transformer.init(9, 8, 2, 1, like=to(FLOAT32), positions=8)
+    model = nn.Transformer.init(9, 8, 2, 1, like=to(FLOAT32), is_causal=True, positions=8)
     ids = to(np.asarray([1, 2], dtype=np.int32))
     found = back(nn.generate(model, ids, 2))
     expected = np.argmax(model(to(found[:-1]), is_causal=True)[1:], axis=-1)
@@ -81,7 +81,7 @@ def fixed(*probabilities):
     n = len(probabilities)
     embedding = nn.Embedding(np.zeros((n, 1)))
     output = nn.Linear(np.zeros((1, n)), np.log(probabilities))
-    block = nn.EncoderBlock.init(1, 1, like=np.zeros(1))
+    block = nn.EncoderBlock.init(1, 1, like=np.zeros(1), is_causal=True)
     return nn.Transformer(embedding, nn.Stack((block,)), output=output)
 
 
@@ -124,7 +124,7 @@ def test_a_sequence_draws_the_same_samples_whatever_is_beside_it():
 
 
 def test_logits_of_float64_are_compared_in_float64():
-    model = nn.Transformer.init(50, 8, 2, 1, like=np.zeros(1))
+    model = nn.Transformer.init(50, 8, 2, 1, like=np.zeros(1), is_causal=True)
     last, weight = model.hidden(IDS, is_causal=True)[0, -1], np.zeros((8, 50))
     weight[:, 3], weight[:, 7] = last, last * (1 + 1e-12)
     model = model.with_parameters(model.parameters() | {"output.weight": weight})
@@ -170,7 +170,7 @@ PROMPTS = [[5, 7, 1, 2, 8, 3, 3], [4], [1, 2, 3]]
 
 
 def small(to, **settings):
-    return nn.Transformer.init(9, 8, 2, 1, like=to(FLOAT32), seed=3, **settings)
+    return nn.Transformer.init(9, 8, 2, 1, like=to(FLOAT32), is_causal=True, seed=3, **settings)
 
 
 @pytest.mark.parametrize(
@@ -228,7 +228,8 @@ def test_caches_of_any_kind_hold_the_tokens_before_the_prompt(kind):
         assert found[0] == alone[2:].tolist()
 
 
-SHORT = nn.Transformer.init(9, 8, 2, 1, like=FLOAT32, positions=8)
+SHORT = nn.Transformer.init(9, 8, 2, 1, like=FLOAT32, is_causal=True, positions=8)
+AHEAD = nn.Transformer.init(9, 8, 2, 1, like=FLOAT32, is_causal=False)
 HALVES = fixed(0.5, 0.5)
 ONE = np.zeros((1, 1), dtype=np.int64)
 
@@ -287,6 +288,8 @@ ONE = np.zeros((1, 1), dtype=np.int64)
             ValueError,
             "no logits: load a decoder with logits=True; an encoder, .* nothing to generate",
         ),
+        ({"model": AHEAD}, ValueError, "not causal: pass is_causal=True here, or .*False and"),
+        ({"model": AHEAD, "is_causal": None}, ValueError, "the model is not causal"),
     ],
 )
 def test_an_argument_that_cannot_be_is_refused(options, error, said):

@@ -20,8 +20,8 @@ def to(request):
 def models(to):
     """Yield a model with rotary positions, and one with learned positions and segments."""
     like = to(FLOAT32)
-    yield nn.Transformer.init(9, 8, 2, 1, like=like, rotary=nn.Rotary(4))
-    model = nn.Transformer.init(9, 8, 2, 1, like=like, positions=12)
+    yield nn.Transformer.init(9, 8, 2, 1, like=like, is_causal=True, rotary=nn.Rotary(4))
+    model = nn.Transformer.init(9, 8, 2, 1, like=like, is_causal=True, positions=12)
     segments = nn.Embedding.init(3, 8, like=like, seed=1)
     yield nn.Transformer(model.embedding, model.stack, model.positions, segments)
 

@@ -47,8 +47,10 @@ def joined(layer, output):
 
 
 def gpt(like, **options):
-    shared = {"like": like, "positions": 16, "key_heads": 2, "gated": True, "activation": "silu"}
-    return nn.Transformer.init(11, 24, 4, 2, **shared | options)
+    shared = {"like": like, "is_causal": True, "positions": 16, "key_heads": 2}
+    return nn.Transformer.init(
+        *(11, 24, 4, 2), **shared | {"gated": True, "activation": "silu"} | options
+    )
 
 
 def test_a_seed_gives_the_same_weights_to_the_last_bit_in_every_library(library):
@@ -114,7 +116,7 @@ def test_a_module_prints_its_parts_with_their_shapes_and_says_alike_ones_once():
         "  embedding: Embedding(weight: (11, 24) float32)",
         "  stack: Stack()",
         "    blocks[0–1]: EncoderBlock(pre_norm=True)",
-        "      attention: MultiHeadAttention(heads=4, key_heads=2, head_size=6)",
+        "      attention: MultiHeadAttention(heads=4, key_heads=2, head_size=6, is_causal=True)",
     ]
     other = nn.EncoderBlock.init(24, 2, like=np.zeros(1))
     mixed = repr(nn.Stack((*gpt(np.zeros(1)).stack.blocks, other)))
@@ -339,7 +341,7 @@ WRONG = np.ones((3, 4))
         (lambda: MHA(24, 4, fused=True, context_size=5, like=X), ValueError, "one size"),
         (lambda: MHA(24, 4, windw=(1, 0), like=X), TypeError, "'windw'"),
         (
-            lambda: nn.MultiHeadAttention(None, None, None, None, 4, 4, 6),
+            lambda: nn.MultiHeadAttention(None, None, None, None, 4, 4, 6, is_causal=False),
             ValueError,
             "or only fused",
         ),
@@ -465,6 +467,48 @@ def test_blocks_add_what_they_compute_before_or_after_the_norm(norm):
     close(block(X), block.feed_forward_norm(y + block.feed_forward(y)), 1e-12)
 
 
+CAUSAL = MHA(24, 4, key_heads=2, is_causal=True, like=X)
+
+
+def test_a_layer_is_causal_as_it_was_made_unless_a_call_says_otherwise():
+    ahead = replace(CAUSAL, is_causal=False)
+    for given in ({}, {"is_causal": None}, {"is_causal": True}):
+        close(CAUSAL(X, **given), ahead(X, is_causal=True), 0)
+        close(CAUSAL(X, **given)[:, :3], CAUSAL(X[:, :3]), 1e-12)
+        assert not np.triu(CAUSAL.weights(X, **given), 1).any()
+    for given in ({}, {"is_causal": None}, {"is_causal": False}):
+        close(ahead(X, **given), CAUSAL(X, is_causal=False), 0)
+        assert np.triu(ahead.weights(X, **given), 1).any()
+    assert MHA(24, 4, like=X).is_causal is False
+    assert "is_causal=True" in repr(CAUSAL)
+    assert "is_causal=False" in repr(ahead)
+
+
+@pytest.mark.parametrize("kind", [nn.KVCache, nn.PagedCache, nn.QuantizedCache])
+def test_a_causal_layer_is_causal_over_a_cache(kind):
+    whole = CAUSAL(X)
+    cache, found = CAUSAL.cache(16, like=X, batch=(2,), kind=kind), []
+    for start, stop in ((0, 4), (4, 5), (5, 7)):
+        some, cache = CAUSAL(X[:, start:stop], cache=cache)
+        found.append(some)
+    close(np.concatenate(found, axis=1), whole, 1e-12)
+
+
+def test_models_and_layers_from_parts_say_whether_they_are_causal():
+    for make in (
+        lambda: nn.Transformer.init(9, 8, 2, 1, like=X),
+        lambda: nn.MultiHeadAttention(None, None, None, None, 4, 4, 6, PLAIN.query),
+    ):
+        with pytest.raises(
+            TypeError, match="missing 1 required keyword-only argument: 'is_causal'"
+        ):
+            make()
+    for given, expected in (({}, True), ({"is_causal": False}, False)):
+        block = nn.DecoderBlock.init(24, 4, like=X, **given)
+        assert block.attention.is_causal is expected
+        assert block.cross_attention.is_causal is False
+
+
 def test_decoder_blocks_are_causal_and_read_the_context():
     block = nn.DecoderBlock.init(24, 4, context_size=20, like=X)
     found = block(X, CONTEXT)
@@ -478,7 +522,7 @@ def test_decoder_blocks_are_causal_and_read_the_context():
 
 def test_the_weights_of_a_decoder_block_are_of_its_causal_self_attention():
     like = np.zeros(1)
-    model = nn.Transformer.init(9, 8, 2, 1, like=like, cross=True)
+    model = nn.Transformer.init(9, 8, 2, 1, like=like, is_causal=True, cross=True)
     context, keep = np.ones((2, 5, 8)), np.arange(5) < 3
     (found,) = model.weights(np.asarray([[1, 2, 3]] * 2), context, context_mask=keep)
     assert found.shape == (2, 2, 3, 3)
@@ -486,7 +530,7 @@ def test_the_weights_of_a_decoder_block_are_of_its_causal_self_attention():
 
 
 def test_a_mask_of_the_tokens_of_each_item_is_told_its_axes():
-    model = nn.Transformer.init(9, 8, 2, 1, like=np.zeros(1))
+    model = nn.Transformer.init(9, 8, 2, 1, like=np.zeros(1), is_causal=False)
     keep = np.arange(5) < np.asarray([[3], [5]])
     with pytest.raises(ValueError, match=r": write mask\[:, None, None, :\] for the keys of each"):
         model(np.ones((2, 5), np.int64), mask=keep)
@@ -511,8 +555,9 @@ def test_a_backend_and_a_kernel_are_of_both_attentions_of_a_decoder(monkeypatch)
 def test_a_whole_transformer_of_encoder_and_decoder(library):
     to, back = library
     like, sines = to(float32([0])), nn.Sinusoidal(24)
-    encoder = nn.Transformer.init(11, 24, 4, 2, like=like, positions=sines, logits=False)
-    decoder = nn.Transformer.init(13, 24, 4, 2, like=like, positions=sines, cross=True, seed=1)
+    shared = {"like": like, "positions": sines}
+    encoder = nn.Transformer.init(11, 24, 4, 2, **shared, is_causal=False, logits=False)
+    decoder = nn.Transformer.init(13, 24, 4, 2, **shared, is_causal=True, cross=True, seed=1)
     source, target = to(IDS), to(IDS[:, :5])
     memory = encoder(source)
     assert tuple(memory.shape) == (2, 7, 24)
@@ -527,7 +572,8 @@ def test_a_whole_transformer_of_encoder_and_decoder(library):
 
 def test_a_post_norm_model_has_no_last_norm_and_segments_and_norm_after_the_embedding():
     like = np.zeros(1)
-    model = nn.Transformer.init(11, 24, 4, 1, like=like, positions=9, pre_norm=False, logits=False)
+    settings = {"is_causal": False, "positions": 9, "pre_norm": False, "logits": False}
+    model = nn.Transformer.init(11, 24, 4, 1, like=like, **settings)
     assert model.stack.norm is None
     kinds, norm = nn.Embedding.init(2, 24, like=like, seed=8), nn.LayerNorm.init(24, like=like)
     model = nn.Transformer(
@@ -541,7 +587,7 @@ def test_a_post_norm_model_has_no_last_norm_and_segments_and_norm_after_the_embe
 
 def test_logits_are_tied_to_the_embedding_or_have_a_map_of_their_own():
     like = np.zeros(1)
-    tied = nn.Transformer.init(11, 24, 4, 1, like=like, tied=True)
+    tied = nn.Transformer.init(11, 24, 4, 1, like=like, is_causal=True, tied=True)
     assert tied.output is None
     vectors = tied.stack(tied.embedding(IDS))
     close(tied(IDS), vectors @ tied.embedding.weight.T, 1e-12)

@@ -9,6 +9,7 @@ from optional import jax, jnp, make_fx, torch, turn_halves, turn_neighbours
 
 from polyattn import nn, scores
 from polyattn._base.arrays import library_of
+from polyattn.integrations.jax import register
 from polyattn.nn.positions import Placed
 
 RNG = np.random.default_rng(6)
@@ -207,10 +208,89 @@ def test_the_layers_of_a_model_share_angles(monkeypatch, dynamic):
     model, calls = model.with_parameters(model.parameters()), []  # whose encodings are equal
     inner = nn.Rotary._angles_of
 
-    def count(rotary, xp, positions, like):
+    def count(rotary, xp, positions, *others):
         calls.append(isinstance(positions, Placed))
-        return inner(rotary, xp, positions, like)
+        return inner(rotary, xp, positions, *others)
 
     monkeypatch.setattr(nn.Rotary, "_angles_of", count)
     np.testing.assert_array_equal(model(ids, positions=positions), expected)
     assert calls == [False, False, True, True, True]
+
+
+# ---- the length of each item --------------------------------------------------------------------
+
+IDS, LENGTHS = RNG.integers(0, 11, (2, 8)), np.asarray([7, 3])
+
+
+def dynamic_model(like):
+    """Return a model whose rates have changed at 7 tokens, and at 3 as well, but less."""
+    return nn.Transformer.init(
+        *(11, 16, 2, 2), like=like, is_causal=True, scale=8.0, rotary=nn.Rotary(8, dynamic=(9.0, 2))
+    )
+
+
+def alone(model, ids, length):
+    """Return the logits of a prompt of this length, and of the token after it, in a cache."""
+    first, caches = model(ids[:, :length], caches=model.caches(9, batch=(1,)))
+    return first, model(ids[:, 7:], caches=caches)[0]
+
+
+def step(model, ids, caches, counts=None, **positions):
+    return model(ids, caches=caches, counts=counts, **positions)
+
+
+def in_pages(model, ids, positions=({}, {}), step=step, counts=LENGTHS):
+    """Return the same of both items, whose prompts are padded to one length."""
+    caches = model.caches(9, batch=(2,), kind=nn.PagedCache, page=4)
+    prompts, caches = step(model, ids[:, :7], caches, counts, **positions[0])
+    return prompts, step(model, ids[:, 7:], caches, **positions[1])[0]
+
+
+def in_compiled_pages(model, ids):
+    counts = library_of(ids).xp.asarray(LENGTHS)
+    if library_of(ids).name == "torch":
+        compiled = torch.compile(step, backend="eager", fullgraph=True)
+    else:
+        register()
+        compiled = jax.jit(step)
+    return in_pages(model, ids, step=compiled, counts=counts)
+
+
+PROMPTS = {"key_lengths": LENGTHS, "query_offset": 0}  # padded, without a cache
+WAYS = {
+    "pages": in_pages,
+    "pages, positions": lambda model, ids: in_pages(
+        model, ids, ({"positions": range(7)}, {"positions": LENGTHS[:, None]})
+    ),
+    "compiled pages": in_compiled_pages,
+    "lengths": lambda model, ids: (model(ids[:, :7], **PROMPTS),),
+    "lengths, positions": lambda model, ids: (model(ids[:, :7], positions=range(7), **PROMPTS),),
+    "positions": lambda model, ids: (
+        model(ids[:, :7], positions=np.minimum(np.arange(7), LENGTHS[:, None] - 1)),
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "way"),
+    [
+        *(("numpy", way) for way in WAYS if "compiled" not in way),
+        ("torch", "pages, positions"),
+        *((kind, way) for kind in ("torch", "jax") for way in ("compiled pages", "lengths")),
+    ],
+)
+def test_the_rates_of_dynamic_scaling_are_those_of_each_item_alone(kind, way):
+    to, back = LIBRARIES[kind]
+    ids, own = to(IDS), dynamic_model(np.zeros(1, np.float32))
+    found = WAYS[way](dynamic_model(to(np.zeros(1, np.float32))), ids)
+    for item, length in enumerate(LENGTHS):
+        expected = alone(own, IDS[item : item + 1], length)
+        for one, other in zip(found, expected, strict=False):
+            shown = back(one)[item, : other.shape[1]]
+            np.testing.assert_allclose(shown, other[0], rtol=0, atol=1e-4)
+
+
+def test_lengths_that_are_no_number_for_each_item_are_refused():
+    model = dynamic_model(np.zeros(1))
+    with pytest.raises(ValueError, match=r"key_lengths must have an .* for each item.*\(3,\)"):
+        model(IDS, key_lengths=[1, 2, 3])

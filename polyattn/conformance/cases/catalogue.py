@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
-from itertools import combinations, cycle, pairwise
+from itertools import combinations, cycle, pairwise, product
 from typing import Any
 
 import numpy as np
@@ -311,6 +311,13 @@ LAYOUTS: Group = {
     for name in (*ARRAYS, "mask")
 }
 
+# Two options whose order shows. They are six, so that the turns of the dtypes do not change.
+AFTER_SOFTCAP = ("bias", "mask array", "causal", "window", "sinks")
+IN_ORDER: Group = {
+    f"{one}, then {other}": PAIRED[one] | PAIRED[other]
+    for one, other in (("scale", "bias"), *product(["softcap"], AFTER_SOFTCAP))
+}
+
 #: The topics, with the cases that each show one sentence of the semantics.
 TOPICS: dict[str, Group] = {
     "formula": PAIRED | ALONE,
@@ -320,6 +327,7 @@ TOPICS: dict[str, Group] = {
     "NaN and infinity": POISONED,
     "lengths": {},
     "memory layouts": LAYOUTS,
+    "order of the steps": IN_ORDER,
     TOPIC: CACHES,
 }
 
@@ -386,7 +394,7 @@ ESSENTIAL = {
     name: CASES[name]
     for name in (
         *("plain", "plain, float16", "plain, bfloat16", "plain, float64"),
-        *(PAIRED | EMPTY_ROWS | NO_ROWS | ADVERSARIAL),
+        *(PAIRED | EMPTY_ROWS | NO_ROWS | ADVERSARIAL | IN_ORDER),
         *(name for name in POISONED if name.startswith("nan ") or "seen" in name),
         *(name for name in LAYOUTS if name.endswith("plain")),
         *("score_mod hides keys", "outliers, float16", "many", *STEPS, "alibi value", "pages"),

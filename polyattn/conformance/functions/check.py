@@ -19,11 +19,23 @@ from polyattn._core.call.parts import arrays_in
 from polyattn.conformance.cases.cache_cases import Arguments, of_item
 from polyattn.conformance.cases.case import Case, bits, with_arrays
 from polyattn.conformance.checks.target import Target
-from polyattn.conformance.functions.interpretations import Options, interpret
+from polyattn.conformance.functions.interpretations import interpret
 from polyattn.conformance.functions.serving import Function, NoArgumentError
-from polyattn.conformance.functions.signatures import in_our_words
+from polyattn.conformance.functions.signatures import (
+    RETURNS_LOGSUMEXP,
+    arguments_for,
+    in_our_words,
+    parameters_of,
+    without_idle,
+)
 from polyattn.conformance.reference.oracle import Array
-from polyattn.conformance.reference.tolerance import Deviation, deviation, output_yardstick
+from polyattn.conformance.reference.tolerance import (
+    Deviation,
+    Yardstick,
+    deviation,
+    logsumexp_yardstick,
+    output_yardstick,
+)
 
 __all__ = [
     "AGREES",
@@ -58,7 +70,7 @@ class Finding(NamedTuple):
     interpretation : str
         The other meaning that a differing result agrees with; empty if none was found.
     remark : str
-        What else is to say of a result, such as that parts by themselves have other bits.
+        What else is to say of a result, such as that it is a tuple.
     """
 
     status: str
@@ -99,9 +111,9 @@ def load(spec: str) -> Function:
         raise ValueError(refusal)
     try:
         function: Any = importlib.import_module(module)
-    except (ImportError, TypeError) as error:  # TypeError: a relative name
-        hint = "; leave out the .py" if module.endswith(".py") else ""
-        raise ValueError(f"the module {module!r} cannot be imported: {error}{hint}") from error
+    except (Exception, SystemExit) as error:  # it may raise anything, and call sys.exit
+        why = _text(error) + "; leave out the .py" * module.endswith(".py")
+        raise ValueError(f"the module {module!r} cannot be imported: {why}") from error
     try:
         function = functools.reduce(getattr, name.split("."), function)
     except AttributeError as error:
@@ -139,85 +151,6 @@ _ON_TENSORS = (
     *("flash_attn", "flash_attn_interface", "flashinfer"),
     *("torch", "transformers", "xformers"),
 )
-#: The parameters of torch's function, which has no signature to inspect.
-_OF_TORCH = frozenset(["attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa"])
-
-
-def _parameters(function: Function) -> tuple[frozenset[str], bool]:
-    """Return the parameters of a function, and whether it has ``**kwargs``."""
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):
-        return _OF_TORCH, False
-    by_name = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    return frozenset(by_name), any(p.kind == p.VAR_KEYWORD for p in parameters)
-
-
-def arguments_for(function: Function, options: Options, *, grouped: bool = False) -> Options:
-    """Return options of `polyattn.attention` as the keyword arguments of a function.
-
-    An option goes to the parameter with its name. A mask array and a bias without such a parameter
-    go to `attn_mask`; both together become the bias, -inf where the mask is False. The other
-    options go to ``**kwargs``.
-
-    Parameters
-    ----------
-    function : callable
-        The function.
-    options : dict
-        The options.
-    grouped : bool
-        Whether `enable_gqa` is needed: there are fewer key/value heads than query heads.
-
-    Returns
-    -------
-    dict
-
-    Raises
-    ------
-    NoArgumentError
-        If there is no parameter for an option; the message names all such options.
-    """
-    names, others = _parameters(function)
-    left = dict(options)
-    keywords = {name: left.pop(name) for name in options if name in names}
-    if "attn_mask" in names:
-        mask = None if callable(left.get("mask")) else left.pop("mask", None)
-        bias = left.pop("bias", None)
-        if mask is not None and bias is not None:
-            keywords["attn_mask"] = np.where(mask, bias, np.asarray(-np.inf, bias.dtype))
-        elif mask is not None or bias is not None:
-            keywords["attn_mask"] = bias if mask is None else mask
-    if left and not others:
-        function_of = {"mask": "mask as a function"} if callable(left.get("mask")) else {}
-        raise NoArgumentError(", ".join(function_of.get(name, name) for name in left))
-    if grouped and "enable_gqa" in names:
-        keywords["enable_gqa"] = True
-    return keywords | left
-
-
-#: The features that an option can require, where their names differ.
-_FEATURES_OF = {
-    "is_causal": ("causal",),
-    "mask": ("mask", "mask_mod", "mask_expression"),
-    "query_offset": ("query_offset", "query_offset_array"),
-    "key_lengths": ("mask_expression",),
-    "scale": ("scale", "score_norm"),
-    "score_mod": ("score_mod", "score_expression"),
-}
-
-
-def _needed(function: Function, case: Case, options: Options) -> Options:
-    """Return the options without those that change nothing and have no parameter."""
-    names, others = _parameters(function)
-    return {
-        name: option
-        for name, option in options.items()
-        if others
-        or name in names
-        or name == "layout"
-        or not case.features.isdisjoint(_FEATURES_OF.get(name, (name,)))
-    }
 
 
 def check_callable(
@@ -230,13 +163,7 @@ def check_callable(
     function : callable
         A function of query, key and value, with options named as in torch's
         `scaled_dot_product_attention` or in `polyattn.attention`, see `arguments_for`; or one with
-        a signature of another library: `jax.nn`'s or Keras' `dot_product_attention`, xformers'
-        `memory_efficient_attention`, MLX's `scaled_dot_product_attention`, FlashAttention's
-        `flash_attn_func`, `flash_attn_varlen_func` or `flash_attn_with_kvcache`, torch's
-        `varlen_attn`, FlashInfer's `single_decode_with_kv_cache` or
-        `BatchDecodeWithPagedKVCacheWrapper`, JAX's `paged_attention` of Pallas, transformers'
-        `sdpa_attention_forward`, or the inputs and attributes of ONNX Runtime's
-        GroupQueryAttention.
+        the signature of a dialect or of a function over caches or pages.
     case : Case
         The call.
     to : callable
@@ -265,11 +192,37 @@ def check_callable(
     """
     if "dropout" in case.features:
         raise ValueError(f"{case}: other functions draw different dropout masks")
-    try:
-        output, is_written = _run(in_our_words(function), case, case.arguments(), to, back)
-    except Exception as error:
-        return _failed(error)
-    return _judge(case, output, is_written)
+    ran = _run(in_our_words(function), case, case.arguments(), to, back)
+    if isinstance(ran, Finding):
+        return ran
+    return _judge(case, ran.output, output_yardstick, ran.wrong)._replace(remark=ran.remark)
+
+
+def check_logsumexp(
+    function: Function, case: Case, to: Callable[[Any], Any], back: Callable[[Any], Any]
+) -> Finding:
+    """Check the logsumexp of a function, the second of the tuple that it returns when asked."""
+    function = in_our_words(function)
+    asked = RETURNS_LOGSUMEXP & parameters_of(function)[0]
+    ran = _run(function, case, case.arguments(), to, back, dict.fromkeys(asked, True))
+    if isinstance(ran, Finding) and (asked or ran.status != RAISES):
+        return ran
+    if isinstance(ran, Finding) or ran.logsumexp is None:
+        return Finding(NO_ARGUMENT, missing="logsumexp")
+    found = _with_heads_first(ran.logsumexp, case)
+    readings = {
+        "the logsumexp is in base 2": found * np.log(2.0),
+        "the logsumexp of a row without keys is inf": np.where(found == np.inf, -np.inf, found),
+    }
+    return _judge(case, found, logsumexp_yardstick, readings=readings)
+
+
+def _with_heads_first(x: Array, case: Case) -> Array:
+    """Return a logsumexp (B, H, L), of (B, L, H) or of packed sequences (H, B L)."""
+    B, H, L = *case.batch, case.H, case.L  # noqa: N806
+    if x.shape == (B, L, H):
+        return np.swapaxes(x, 1, 2)
+    return np.swapaxes(x.reshape(H, B, L), 0, 1) if x.shape == (H, B * L) else x
 
 
 def check_parts(
@@ -279,51 +232,92 @@ def check_parts(
     """Check a function with the items or the rows of a case, each in a call by itself."""
     arguments, function = case.arguments(), in_our_words(function)
     count, axis = (case.batch[0], 0) if part is of_item else (case.L, -2)
+    outputs = []
+    for given in (arguments, *(part(arguments, n) for n in range(count))):
+        ran = _run(function, case, given, to, back)
+        if isinstance(ran, Finding):
+            return ran
+        outputs.append(ran.output)
     try:
-        whole, _ = _run(function, case, arguments, to, back)
-        parts = [_run(function, case, part(arguments, n), to, back)[0] for n in range(count)]
-    except Exception as error:
-        return _failed(error)
-    joined = np.concatenate(parts, axis)
-    remark = "" if bits(joined) == bits(whole) else "other bits than together"
-    return _judge(case, joined, False)._replace(remark=remark)
+        joined = np.concatenate(outputs[1:], axis)
+    except ValueError:
+        return Finding(RAISES, error="ValueError: the outputs of the parts do not fit together")
+    remark = "" if bits(joined) == bits(outputs[0]) else "other bits than together"
+    return _judge(case, joined, output_yardstick)._replace(remark=remark)
+
+
+class _Ran(NamedTuple):
+    """What a function returned, as arrays of NumPy."""
+
+    output: Array
+    logsumexp: Array | None
+    wrong: tuple[str, ...]  # what is wrong beside the numbers
+    remark: str
 
 
 def _run(
     function: Function, case: Case, arguments: Arguments, to: Callable[[Any], Any],
-    back: Callable[[Any], Any],
-) -> tuple[Array, bool]:  # fmt: skip
-    """Return the output of a function, and whether it wrote to an argument."""
+    back: Callable[[Any], Any], others: dict[str, Any] | None = None,
+) -> _Ran | Finding:  # fmt: skip
+    """Run a function, perhaps with other options; return a finding if there is no output."""
     arrays, options = arguments
-    options = _needed(function, case, options)
-    options = arguments_for(function, options, grouped="grouped_heads" in case.features)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        inputs = [to(x) for x in arrays]
-        keywords = {name: with_arrays(option, to) for name, option in options.items()}
-        held = inputs + [x for option in keywords.values() for x in arrays_in(option)]
-        before = [bits(back(x)) for x in held]
-        output = np.array(back(function(*inputs, **keywords)))
-        return output, before != [bits(back(x)) for x in held]
-
-
-def _failed(error: Exception) -> Finding:
-    if isinstance(error, NoArgumentError):
+    try:
+        options = without_idle(function, case.features, options)
+        options = arguments_for(function, options, grouped="grouped_heads" in case.features)
+        options |= others or {}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            inputs = [to(x) for x in arrays]
+            keywords = {name: with_arrays(option, to) for name, option in options.items()}
+            held = inputs + [x for option in keywords.values() for x in arrays_in(option)]
+            before = [bits(back(x)) for x in held]
+            returned = function(*inputs, **keywords)
+            many = isinstance(returned, (tuple, list)) and len(returned)
+            first, second, *_ = (*returned, None) if many else (returned, None)
+            output = _as_array(first, back)
+            logsumexp = _as_array(second, back) if hasattr(second, "shape") else None
+            wrong = ["an input is written to"] * (before != [bits(back(x)) for x in held])
+    except NoArgumentError as error:
         return Finding(NO_ARGUMENT, missing=str(error))
+    except (Exception, SystemExit) as error:
+        return Finding(RAISES, error=_text(error))
+    wrong += [f"the output is {output.dtype}"] * (output.dtype != case.dtype)
+    remark = f"it returns a tuple of {many}" if many else ""
+    return _Ran(output, logsumexp, tuple(wrong), remark)
+
+
+def _as_array(returned: Any, back: Callable[[Any], Any]) -> Array:
+    """Return a result as an array of NumPy, or raise for what is none."""
+    if not hasattr(returned, "shape"):
+        if inspect.iscoroutine(returned):
+            returned.close()  # it would warn that nobody awaits it
+        what = "None" if returned is None else f"a value of type {type(returned).__name__}"
+        raise TypeError(f"it returns {what}, and not an array")
+    array = np.array(back(returned))
+    if array.dtype.kind in "OSU":
+        raise TypeError(f"it returns an array of {array.dtype}")
+    return array
+
+
+def _text(error: BaseException) -> str:
+    """Return the type and the first line of an error; in words where it ends the process."""
+    if isinstance(error, SystemExit):
+        return f"SystemExit: it calls sys.exit({error.code!r})"
     line = next(iter(str(error).strip().splitlines()), "")
-    return Finding(RAISES, error=f"{type(error).__name__}: {line}")
+    return f"{type(error).__name__}: {line}"
 
 
-def _judge(case: Case, output: Array, written: bool) -> Finding:
-    yard = output_yardstick(case)
-    off = deviation(output, yard, f"{case}: output")
-    wrong = ["an input is written to"] if written else []
-    if output.dtype != case.dtype:
-        wrong.append(f"the output is {output.dtype}")
-    if yard.of(output).shape != yard.exact.shape:
-        wrong.append("the output has another shape")
+def _judge(
+    case: Case, result: Array, yardstick: Callable[..., Yardstick], wrong: tuple[str, ...] = (),
+    readings: dict[str, Array] | None = None,
+) -> Finding:  # fmt: skip
+    """Return the finding of a result; `readings` are the same in other words, by what they say."""
+    yard, what = yardstick(case), "logsumexp" if readings else "output"
+    off = deviation(result, yard, f"{case}: {what}")
+    if yard.of(result).shape != yard.exact.shape:
+        wrong = (*wrong, f"the {what} has another shape")
     elif off.fault is not None:
-        wrong.append(interpret(case, output))
-    if not wrong:
-        return Finding(AGREES, off)
-    return Finding(DIFFERS, off, interpretation="; ".join(filter(None, wrong)))
+        read = (n for n, x in (readings or {}).items() if deviation(x, yard, "").fault is None)
+        wrong = (*wrong, next(read, "") or interpret(case, result, yardstick))
+    meaning = "; ".join(filter(None, wrong))
+    return Finding(DIFFERS if wrong else AGREES, off, interpretation=meaning)

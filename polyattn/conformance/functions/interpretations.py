@@ -9,360 +9,339 @@ the textbook formula evaluate that call, so that every interpretation has its ow
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from functools import partial
-from itertools import chain, combinations
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from polyattn._core.call.options import OPTIONS
-from polyattn.conformance.cases.case import Case
+from polyattn._core.expressions.replacements import ScaleRule
+from polyattn.conformance.cases.case import ARRAYS, MOST_SCORES, Case
 from polyattn.conformance.reference.expressions import Rows, in_one_piece, plainly
-from polyattn.conformance.reference.oracle import Array, heads_first, lift
+from polyattn.conformance.reference.oracle import Array, factor_of, heads_first, lift
 from polyattn.conformance.reference.textbook import hidden_keys
-from polyattn.conformance.reference.tolerance import deviation, output_yardstick
+from polyattn.conformance.reference.tolerance import Yardstick, deviation, output_yardstick
 
-Options = dict[str, Any]
-Arguments = tuple[tuple[Array, Array, Array], Options]
-
-
-class Interpretation(NamedTuple):
-    """Another meaning of a call, as the call that has its result by our semantics."""
-
-    name: str  # a sentence
-    applies: Callable[[Case], bool]  # whether it can change the result of a case
-    call: Callable[[Arguments], Arguments] = lambda arguments: arguments
-    dtype: str | None = None  # to compute in; None for that of the semantics
+#: The arguments of a call by name: query, key, value and options; "computed in" is a dtype.
+Call = dict[str, Any]
+#: Returns the arguments that another meaning gives instead; None where it changes no result.
+Change = Callable[[Call], Call | None]
 
 
 @dataclass(frozen=True)
 class _Interpreted(Case):
-    """A case with its arguments changed by interpretations."""
+    """A case with its arguments changed by interpretations, which are named."""
 
-    interpretations: tuple[Interpretation, ...] = ()
+    interpretations: tuple[str, ...] = ()
 
-    def arguments(self, poisoned: bool = True) -> Arguments:
-        arguments = _in_plain_terms(super().arguments(poisoned))
-        for interpretation in self.interpretations:
-            arguments = interpretation.call(arguments)
-        return arguments
+    def arguments(self, poisoned: bool = True) -> tuple[tuple[Array, Array, Array], Call]:
+        call = _in_plain_terms(*super().arguments(poisoned))
+        for name in self.interpretations:
+            call |= INTERPRETATIONS[name](call) or {}
+        call.pop("computed in", None)
+        query, key, value = (call.pop(name) for name in ARRAYS)
+        return (query, key, value), call
 
 
 @np.errstate(all="ignore")
-def interpret(case: Case, output: Array, most: int = 2) -> str:
+def interpret(
+    case: Case, result: Array, yardstick: Callable[..., Yardstick] = output_yardstick, most: int = 2
+) -> str:
     """Return the interpretations, at most `most` together, that a result agrees with, or ""."""
-    applicable = [other for other in INTERPRETATIONS if other.applies(case)]
     own = {field.name: getattr(case, field.name) for field in fields(case)}
-    together = (combinations(applicable, n) for n in range(1, most + 1))
-    for interpretations in chain.from_iterable(together):
-        dtype = next((r.dtype for r in interpretations if r.dtype), None)
-        yard = output_yardstick(_Interpreted(**own, interpretations=interpretations), dtype)
-        if deviation(output, yard, "").fault is None:
-            return " and ".join(interpretation.name for interpretation in interpretations)
+    for names, call in interpretations_of(_in_plain_terms(*case.arguments()), most):
+        yard = yardstick(_Interpreted(**own, interpretations=names), call.get("computed in"))
+        if deviation(result, yard, "").fault is None:
+            return " and ".join(names)
     return ""
 
 
-def _has_dtype(dtype: str, case: Case) -> bool:
-    return case.dtype == dtype
+def interpretations_of(call: Call, most: int = 2) -> Iterator[tuple[tuple[str, ...], Call]]:
+    """Yield other meanings of a call: names, and what is called, first one and then two together.
+
+    The second is a meaning of what is called by the first.
+    """
+    names = list(INTERPRETATIONS)
+    level: list[tuple[tuple[str, ...], Call]] = [((), call)]
+    for _ in range(most):
+        level = [
+            ((*before, name), changed | other)
+            for before, changed in level
+            for name in (names[names.index(before[-1]) + 1 :] if before else names)
+            if (other := INTERPRETATIONS[name](changed)) is not None
+        ]
+        yield from level
 
 
-def _option(case: Case, name: str) -> Any:
-    return dict(case.options).get(name)
+def _in_plain_terms(arrays: tuple[Array, Array, Array], options: Call) -> Call:
+    """Return the arguments of a call by name, without mask and score expressions."""
+    call = dict(zip(ARRAYS, arrays, strict=True)) | options
+    batch, H, L, S = _lengths(call)
+    rows = Rows(batch, (H, L, S), _offset(call))
+    mask, score_mod = plainly(call.get("mask"), call.get("score_mod"), rows)
+    return call | {"mask": mask, "score_mod": score_mod}
 
 
-def _changed(**options: Any) -> Callable[[Arguments], Arguments]:
-    return lambda arguments: (arguments[0], arguments[1] | options)
-
-
-def _lengths(arguments: Arguments) -> tuple[tuple[int, ...], int, int, int]:
+def _lengths(call: Call) -> tuple[tuple[int, ...], int, int, int]:
     """Return the batch, H, L and S of a call."""
-    (query, key, value), options = arguments
-    layout = options.get("layout", "...HLD")
-    q, k, v = (heads_first(x, layout) for x in (query, key, value))
-    k, v = (in_one_piece(x, options.get("block_table")) for x in (k, v))
+    q, k, v = (heads_first(call[name], call.get("layout", "...HLD")) for name in ARRAYS)
+    k, v = (in_one_piece(x, call.get("block_table")) for x in (k, v))
     q, k, v = (x.shape for x in (q, k, v))
     return np.broadcast_shapes(q[:-3], k[:-3], v[:-3]), q[-3], q[-2], k[-2]
 
 
-def _offset(arguments: Arguments) -> Any:
+def _offset(call: Call) -> Any:
     """Return the position of the first row of a call."""
-    offset, L = arguments[1].get("query_offset"), _lengths(arguments)[2]
-    return _ends(arguments) - L if offset is None else offset
+    offset, L = call.get("query_offset"), _lengths(call)[2]
+    return _ends(call) - L if offset is None else offset
 
 
-def _ends(arguments: Arguments) -> Any:
+def _ends(call: Call) -> Any:
     """Return the number of keys of each item."""
-    lengths = arguments[1].get("key_lengths")
-    return np.asarray(_lengths(arguments)[3] if lengths is None else lengths)
+    lengths = call.get("key_lengths")
+    return np.asarray(_lengths(call)[3] if lengths is None else lengths)
 
 
-def _in_plain_terms(arguments: Arguments) -> Arguments:
-    """Return the same call without mask and score expressions."""
-    arrays, options = arguments
-    batch, H, L, S = _lengths(arguments)
-    rows = Rows(batch, (H, L, S), _offset(arguments))
-    mask, score_mod = plainly(options.get("mask"), options.get("score_mod"), rows)
-    return arrays, options | {"mask": mask, "score_mod": score_mod}
-
-
-def _spread(arguments: Arguments, x: Any) -> Array:
+def _spread(call: Call, x: Any) -> Array:
     """Broadcast to (batch, H, L, S) with a flat batch, as index functions expect."""
-    batch, H, L, S = _lengths(arguments)
+    batch, H, L, S = _lengths(call)
     return np.broadcast_to(x, (*batch, H, L, S)).reshape(math.prod(batch), H, L, S)
 
 
-def _visible(arguments: Arguments) -> Array:
+def _bias(call: Call) -> Array:
+    """Return the bias, or zeros, (batch, H, L, S)."""
+    return _spread(call, np.zeros(()) if call.get("bias") is None else call["bias"])
+
+
+def _visible(call: Call) -> Array:
     """Return which keys each row sees, (batch, H, L, S), without `score_mod`."""
-    options = arguments[1]
-    batch, H, L, S = _lengths(arguments)
+    batch, H, L, S = _lengths(call)
     b, h, i, j = np.ogrid[: math.prod(batch), :H, :L, :S]
-    offset, ends = (np.broadcast_to(f(arguments), batch).ravel() for f in (_offset, _ends))
-    mask = options.get("mask")
+    offset, ends = (np.broadcast_to(f(call), batch).ravel() for f in (_offset, _ends))
+    mask = call.get("mask")
     if mask is not None and not callable(mask):
-        mask = _spread(arguments, mask)
-    band = options.get("is_causal"), options.get("window")
-    seen: Array = np.ones((math.prod(batch), H, L, S), bool)
+        mask = _spread(call, mask)
+    band = call.get("is_causal"), call.get("window")
+    seen: Array = ~np.isneginf(lift(_bias(call)))
     seen &= ~hidden_keys(mask, *band, offset, ends, (b, h, i, j))
-    if (bias := options.get("bias")) is not None:
-        seen &= ~np.isneginf(lift(_spread(arguments, bias)))
     return seen
 
 
-def _empty_rows(score: float) -> Callable[[Arguments], Arguments]:
+#: A call in which no key is hidden from a row by its place.
+_ANYWHERE: Call = {"is_causal": False, "window": None, "query_offset": None}
+
+
+def _of(name: str, give: Callable[[Call], Call]) -> Change:
+    """Return a change that applies to calls with an option."""
+    return lambda call: None if call.get(name) is None else give(call)
+
+
+def _without(name: str, default: Any, call: Call) -> Call | None:
+    return None if call.get(name) is None else {name: default}
+
+
+def _hides(call: Call) -> bool:
+    """Return whether a key may be hidden from a row."""
+    given = (call.get(name) is not None for name in ("mask", "bias", "window"))
+    return bool(call.get("is_causal")) or any(given)
+
+
+def _factor(call: Call) -> float:
+    """Return the factor of the products of a query and a key; -1 where it is no plain scale."""
+    scale, D = call.get("scale"), call["query"].shape[-1]
+    is_rule = isinstance(scale, ScaleRule) or call.get("similarity") is not None
+    return -1.0 if is_rule else float(factor_of(scale, None, D, 0))
+
+
+def _empty_rows(score: float, call: Call) -> Call | None:
     """Let rows without a key see all keys, except those with a bias of -inf if others remain."""
+    if not _hides(call) or call.get("sinks") is not None or not _lengths(call)[3]:
+        return None
+    seen, mod, bias = _visible(call), call.get("score_mod"), _bias(call)
+    empty: Array = ~np.any(seen, -1)
+    left = ~np.isneginf(lift(bias))
+    seen |= empty[..., None] & (left | ~np.any(left, -1, keepdims=True))
 
-    def call(arguments: Arguments) -> Arguments:
-        arrays, options = arguments
-        seen, mod, bias = _visible(arguments), options.get("score_mod"), options.get("bias")
-        empty: Array = ~np.any(seen, -1)
-        left = seen if bias is None else ~np.isneginf(lift(_spread(arguments, bias)))
-        seen |= empty[..., None] & (left | ~np.any(left, -1, keepdims=True))
+    def score_mod(s: Any, *at: Any) -> Any:
+        s = (s if mod is None else mod(s, *at)) + bias[at].astype(s.dtype)
+        return np.where(empty[at[:3]], np.asarray(score, s.dtype), s)
 
-        def score_mod(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
-            s = s if mod is None else mod(s, b, h, i, j)
-            return np.where(empty[b, h, i], np.asarray(score, s.dtype), s)
-
-        changed: Options = {"mask": lambda *at: seen[at], "score_mod": score_mod}
-        if bias is not None:
-            batch, *ends = _lengths(arguments)
-            bias = np.where(empty[..., None], np.asarray(0, bias.dtype), _spread(arguments, bias))
-            changed["bias"] = bias.reshape(*batch, *ends)
-        positions = {"is_causal": False, "window": None, "query_offset": None}
-        return arrays, options | positions | changed
-
-    return call
+    return _ANYWHERE | {"mask": lambda *at: seen[at], "score_mod": score_mod, "bias": None}
 
 
-def _softcap_after_bias(arguments: Arguments) -> Arguments:
-    arrays, options = arguments
-    bias, c = _spread(arguments, options["bias"]), options["softcap"]
+def _softcap_later(than_mask: bool, call: Call) -> Call | None:
+    """Cap scores with their bias; later than the mask, hidden ones have the least that is left."""
+    c, bias = call.get("softcap"), _bias(call)
+    applies = _hides(call) if than_mask else call.get("bias") is not None
+    if c is None or call.get("score_mod") is not None or not applies:
+        return None
+    seen = _visible(call) if than_mask else _spread(call, True)
 
-    def score_mod(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
-        return c * np.tanh((s + bias[b, h, i, j].astype(s.dtype)) / c)
+    def score_mod(s: Any, *at: Any) -> Any:
+        capped = c * np.tanh((s + bias[at].astype(s.dtype)) / c)
+        return np.where(seen[at], capped, np.asarray(-c, s.dtype))
 
-    return arrays, options | {"bias": None, "softcap": None, "score_mod": score_mod}
-
-
-def _heads_in_turn(arguments: Arguments) -> Arguments:
-    (query, key, value), options = arguments
-    axis = -2 if options.get("layout") == "...LHD" else -3
-    times = query.shape[axis] // key.shape[axis]
-    key, value = (np.concatenate([x] * times, axis) for x in (key, value))
-    return (query, key, value), options
+    shown = _ANYWHERE | {"mask": None, "key_lengths": None} if than_mask else {}
+    return shown | {"bias": None, "softcap": None, "score_mod": score_mod}
 
 
-def _mask_inverted(arguments: Arguments) -> Arguments:
-    mask = arguments[1]["mask"]
-    inverted = (lambda *at: np.logical_not(mask(*at))) if callable(mask) else ~mask
-    return arguments[0], arguments[1] | {"mask": inverted}
+def _heads_in_turn(call: Call) -> Call | None:
+    axis = -2 if call.get("layout") == "...LHD" else -3
+    H, G = (call[name].shape[axis] if call[name].ndim > 2 else 1 for name in ("query", "key"))
+    if not 1 < G < H:
+        return None
+    return {name: np.concatenate([call[name]] * (H // G), axis) for name in ("key", "value")}
 
 
-def _mask_added(arguments: Arguments) -> Arguments:
-    arrays, options = arguments
-    bias, dtype = options.get("bias"), arrays[0].dtype
-    bias = options["mask"].astype(dtype) + (np.asarray(0, dtype) if bias is None else bias)
-    return arrays, options | {"mask": None, "bias": bias}
+def _heads_after_length(call: Call) -> Call | None:
+    """Take heads for rows where the options fit such a call, and all rows are checked."""
+    fitting = ("is_causal", "window", "scale", "softcap", *ARRAYS)
+    others = [name for name, x in call.items() if x is not None and name not in fitting]
+    batch, H, L, S = _lengths(call)
+    few = 0 < math.prod((*batch, H, L, S)) <= MOST_SCORES
+    fits = call["query"].ndim > 2 and few and L % S == 0 and not others
+    return {"layout": "...LHD"} if fits else None
 
 
-def _last_axis_padded(arguments: Arguments) -> Arguments:
-    first = np.arange(_lengths(arguments)[-1]) == 0
-    options: Options = {name: arguments[1].get(name) for name in ("mask", "bias")}
-    if _is_one_key_wide(options["bias"]):
-        hidden = np.asarray(-np.inf, options["bias"].dtype)
-        options["bias"] = np.where(first, options["bias"], hidden)
-    if _is_one_key_wide(options["mask"]):
-        options["mask"] = options["mask"] & first
-    return arguments[0], arguments[1] | options
+def _mask_of_false(call: Call) -> Call | None:
+    """Show all where nothing tells a mask that is ignored from one that is inverted."""
+    mask = call.get("mask")
+    return {"mask": None} if isinstance(mask, np.ndarray) and not mask.any() else None
 
 
-def _is_one_key_wide(x: Any) -> bool:
-    return isinstance(x, np.ndarray) and x.shape[-1] == 1
+def _mask_inverted(call: Call) -> Call:
+    mask = call["mask"]
+    return {"mask": (lambda *at: np.logical_not(mask(*at))) if callable(mask) else ~mask}
 
 
-def _all_nan(arguments: Arguments) -> Arguments:
-    return arguments[0], arguments[1] | {"score_mod": lambda s, *_: s * np.asarray(np.nan, s.dtype)}
+def _mask_added(call: Call) -> Call | None:
+    mask, bias, dtype = call.get("mask"), call.get("bias"), call["query"].dtype
+    if mask is None or callable(mask):
+        return None
+    added = mask.astype(dtype)
+    return {"mask": None, "bias": added if bias is None else added + bias}
 
 
-def _all_poisoned(arguments: Arguments) -> Arguments:
+def _last_axis_padded(call: Call) -> Call | None:
+    S = _lengths(call)[3]
+    changed: Call = {}
+    for name, hidden in (("mask", False), ("bias", -np.inf)):
+        x = call.get(name)
+        if S > 1 and isinstance(x, np.ndarray) and x.shape[-1] == 1:
+            changed[name] = np.where(np.arange(S) == 0, x, np.asarray(hidden, x.dtype))
+    return changed or None
+
+
+def _all_poisoned(call: Call) -> Call | None:
     """Let every row see the infinities of the values, or NaN without infinities."""
-    (query, key, value), options = arguments
-    spoilt = value[~np.isfinite(lift(value))]
-    poison = spoilt[0] if spoilt.size else np.asarray(np.nan, value.dtype)
+    query, key, value = (lift(call[name]) for name in ARRAYS)
+    spoilt = value[~np.isfinite(value)]
+    if not np.isfinite(query).all() or (not spoilt.size and np.isfinite(key).all()):
+        return None
+    value = np.full_like(call["value"], spoilt[0] if spoilt.size else np.nan)
+    changed = {"query": call["query"] * 0, "key": np.zeros_like(call["key"]), "value": value}
     hiding = ("mask", "bias", "window", "score_mod", "sinks")
-    options = options | dict.fromkeys(hiding) | {"is_causal": False}
-    return (query * 0, np.zeros_like(key), np.full_like(value, poison)), options
+    return dict.fromkeys(hiding) | {"is_causal": False} | changed
 
 
-def _nan_queries_hidden(arguments: Arguments) -> Arguments:
-    query, seen = arguments[0][0], _visible(arguments)
-    rows = np.isfinite(lift(heads_first(query, arguments[1].get("layout", "...HLD"))[..., :1]))
-    seen &= _spread(arguments, rows)
-    return arguments[0], arguments[1] | {"mask": lambda *at: seen[at]}
+def _nan_queries_hidden(call: Call) -> Call | None:
+    query = np.isfinite(lift(heads_first(call["query"], call.get("layout", "...HLD"))))
+    if query.all():
+        return None
+    seen = _visible(call) & _spread(call, query[..., :1])
+    return {"mask": lambda *at: seen[at]}
 
 
-def _float32_scale(root: bool) -> Callable[[Arguments], Arguments]:
-    def call(arguments: Arguments) -> Arguments:
-        arrays, options = arguments
-        scale = options.get("scale")
-        scale = 1 / np.sqrt(np.float32(arrays[0].shape[-1])) if scale is None else np.float32(scale)
-        scale = float(np.sqrt(scale)) ** 2 if root else float(scale)
-        return arrays, options | {"scale": scale}
-
-    return call
+def _rescaled(power: int, call: Call) -> Call | None:
+    scale = _factor(call)
+    return {"scale": scale**power} if scale > 0 else None
 
 
-def _windows() -> Iterable[Interpretation]:
-    """Yield windows that are wider or narrower by one key."""
-    ends = {"to the left": (1, 0), "to the right": (0, 1), "to either side": (1, 1)}
-    for by, how in ((-1, "less"), (1, "more")):
-        for where, (left, right) in ends.items():
-
-            def applies(case: Case, left: int = left, right: int = right) -> bool:
-                low, high = _option(case, "window") or (None, None)
-                return not (left and low is None) and not (right and high is None)
-
-            def call(arguments: Arguments, left: int = by * left, right: int = by * right) -> Any:
-                low, high = arguments[1]["window"]
-                low = None if low is None else low + left
-                high = None if high is None else high + right
-                return arguments[0], arguments[1] | {"window": (low, high)}
-
-            yield Interpretation(f"a window reaches one key {how} {where}", applies, call)
+def _float32_scale(root: bool, call: Call) -> Call | None:
+    scale, D = call.get("scale"), call["query"].shape[-1]
+    if call["query"].dtype != np.float64 or _factor(call) < 0:
+        return None
+    scale = 1 / np.sqrt(np.float32(D)) if scale is None else np.float32(scale)
+    return {"scale": float(np.sqrt(scale)) ** 2 if root else float(scale)}
 
 
-def _one_key(more: int) -> Callable[[Arguments], Arguments]:
-    """Let items have one key more or less."""
-
-    def call(arguments: Arguments) -> Arguments:
-        ends = np.clip(_ends(arguments) + more, 0, _lengths(arguments)[3])
-        return arguments[0], arguments[1] | {"key_lengths": ends}
-
-    return call
-
-
-def _pages_in_order(arguments: Arguments) -> Arguments:
-    table = arguments[1]["block_table"]
-    return arguments[0], arguments[1] | {"block_table": np.arange(table.size).reshape(table.shape)}
+def _window_by(left: int, right: int, call: Call) -> Call | None:
+    """Move the ends of a window, which is_causal also is."""
+    low, high = call.get("window") or (None, None)
+    if call.get("is_causal"):
+        high = 0 if high is None else min(high, 0)
+    if (left and low is None) or (right and high is None):
+        return None
+    window = low if low is None else low + left, high if high is None else high + right
+    return {"window": window, "is_causal": False}
 
 
-def _ignored() -> Iterable[Interpretation]:
-    """Yield the interpretations that ignore an option."""
-    for name, option in OPTIONS.items():
-        if name == "block_table":  # without it there are no keys
-            continue
-
-        def applies(case: Case, name: str = name) -> bool:
-            return _option(case, name) is not None
-
-        yield Interpretation(f"{name} is ignored", applies, _changed(**{name: option.default}))
+def _lengths_by(more: int, call: Call) -> Call:
+    return {"key_lengths": np.clip(_ends(call) + more, 0, _lengths(call)[3])}
 
 
-_DTYPES = ("float64", "float16", "bfloat16")
-_HIDING = frozenset(["causal", "window", "mask", "mask_mod", "mask_expression", "bias"])
+def _pages_in_order(call: Call) -> Call:
+    table = call["block_table"]
+    return {"block_table": np.arange(table.size).reshape(table.shape)}
+
+
+def _from_the_first(call: Call) -> Call | None:
+    placed = call.get("is_causal") or call.get("window")
+    L, S = _lengths(call)[2:]
+    return {"query_offset": 0} if placed and L != S and call.get("query_offset") is None else None
+
+
+def _computed_in(narrow: str, call: Call) -> Call | None:
+    """Compute float64 in float32, and 16 bits in themselves."""
+    wide = {"float32": "float64"}.get(narrow, narrow)
+    return {"computed in": narrow} if call["query"].dtype == wide else None
+
+
+_SIDES = {"to the left": (1, 0), "to the right": (0, 1), "to either side": (1, 1)}
+_MORE = {"less": -1, "more": 1}
 
 #: The other meanings; two together are applied in this order.
-INTERPRETATIONS = (
-    Interpretation(
-        "rows count from the first key (query_offset=0)",
-        lambda case: bool(
-            case.L != case.S
-            and _option(case, "query_offset") is None
-            and (_option(case, "is_causal") or _option(case, "window"))
-        ),
-        _changed(query_offset=0),
+INTERPRETATIONS: dict[str, Change] = {
+    "rows count from the first key (query_offset=0)": _from_the_first,
+    "a hidden NaN or infinity reaches the row": _all_poisoned,
+    "a row whose query is NaN is 0": _nan_queries_hidden,
+    "heads come after length": _heads_after_length,
+    **{
+        f"rows see one key {how} {where}": partial(_window_by, left * by, right * by)
+        for how, by in _MORE.items()
+        for where, (left, right) in _SIDES.items()
+    },
+    **{
+        f"items have one key {how}": _of("key_lengths", partial(_lengths_by, by))
+        for how, by in _MORE.items()
+    },
+    "pages are read in the order of the pool": _of("block_table", _pages_in_order),
+    "query head h reads key/value head h % G": _heads_in_turn,
+    "a mask of False hides no key": _mask_of_false,
+    "True in a mask leaves a key out": _of("mask", _mask_inverted),
+    "a mask is added as 0 and 1": _mask_added,
+    "softcap comes after the bias": partial(_softcap_later, False),
+    "softcap comes after the mask": partial(_softcap_later, True),
+    "the scale multiplies the bias too": _of(
+        "bias", lambda call: {"bias": lift(call["bias"]) * abs(_factor(call))}
     ),
-    Interpretation(
-        "a hidden NaN or infinity reaches the row",
-        lambda case: case.poison is not None and "query" not in case.poison_in,
-        _all_poisoned,
-    ),
-    Interpretation(
-        "a row whose query is NaN is 0",
-        lambda case: case.poison is not None and "query" in case.poison_in,
-        _nan_queries_hidden,
-    ),
-    *_windows(),
-    *(
-        Interpretation(
-            f"items have one key {how}",
-            lambda case: _option(case, "key_lengths") is not None,
-            _one_key(more),
-        )
-        for more, how in ((1, "more"), (-1, "less"))
-    ),
-    Interpretation(
-        "pages are read in the order of the pool",
-        lambda case: case.page is not None,
-        _pages_in_order,
-    ),
-    Interpretation(
-        "query head h reads key/value head h % G",
-        lambda case: "grouped_heads" in case.features and case.G != 1,
-        _heads_in_turn,
-    ),
-    Interpretation(
-        "True in a mask leaves a key out",
-        lambda case: _option(case, "mask") is not None,
-        _mask_inverted,
-    ),
-    Interpretation("a mask is added as 0 and 1", lambda case: "mask" in case.features, _mask_added),
-    Interpretation(
-        "softcap comes after the bias",
-        lambda case: {"softcap", "bias"} <= case.features and "score_mod" not in case.features,
-        _softcap_after_bias,
-    ),
-    *_ignored(),
-    *(
-        Interpretation(
-            f"a row without keys is {what}",
-            lambda case: (
-                case.S > 0 and "sinks" not in case.features and bool(_HIDING & case.features)
-            ),
-            _empty_rows(score),
-        )
-        for what, score in (("the mean of the values", 0.0), ("NaN", math.nan))
-    ),
-    Interpretation(
-        "the last axis of a mask is padded rather than broadcast",
-        lambda case: (
-            case.S > 1
-            and any(_is_one_key_wide(case.arguments()[1].get(name)) for name in ("mask", "bias"))
-        ),
-        _last_axis_padded,
-    ),
-    *(
-        Interpretation(
-            f"the {what} is rounded to float32",
-            lambda case: case.dtype == "float64" and (_option(case, "scale") or 0) >= 0,
-            _float32_scale(root),
-        )
-        for what, root in (("scale", False), ("root of the scale", True))
-    ),
-    Interpretation("every row is NaN", lambda case: True, _all_nan),
-    *(
-        Interpretation(f"computed in {narrow}", partial(_has_dtype, dtype), dtype=narrow)
-        for dtype, narrow in zip(_DTYPES, ("float32", "float16", "bfloat16"), strict=True)
-    ),
-)
+    "scores are not scaled": partial(_rescaled, 0),
+    "the scale is squared (1 / D)": partial(_rescaled, 2),
+    **{
+        f"{name} is ignored": partial(_without, name, option.default)
+        for name, option in OPTIONS.items()
+        if name != "block_table"  # without it there are no keys
+    },
+    "a row without keys is the mean of the values": partial(_empty_rows, 0.0),
+    "a row without keys is NaN": partial(_empty_rows, math.nan),
+    "the last axis of a mask is padded rather than broadcast": _last_axis_padded,
+    "the scale is rounded to float32": partial(_float32_scale, False),
+    "the root of the scale is rounded to float32": partial(_float32_scale, True),
+    "every row is NaN": lambda call: {"score_mod": lambda s, *_: s * np.asarray(np.nan, s.dtype)},
+    **{
+        f"computed in {narrow}": partial(_computed_in, narrow)
+        for narrow in ("float32", "float16", "bfloat16")
+    },
+}

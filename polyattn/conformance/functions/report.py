@@ -21,6 +21,7 @@ from polyattn.conformance.functions.check import (
     RAISES,
     Finding,
     check_callable,
+    check_logsumexp,
     check_parts,
 )
 from polyattn.conformance.functions.serving import Function
@@ -75,12 +76,15 @@ _KINDS = {
     **{"rank": "arrays", "layout": "arrays"},
     **dict.fromkeys(DTYPES, "dtype"),
     **{name: "topic" for name in TOPICS if name != "formula"},
-    **{"items by themselves": "parts", "rows by themselves": "parts"},
+    **{"logsumexp": "parts", "items by themselves": "parts", "rows by themselves": "parts"},
 }
-#: The rows of parts: what makes one, and the names of the cases.
-_PARTS: dict[str, tuple[Any, tuple[str, ...]]] = {
-    "items by themselves": (of_item, ("plain", "cache, new rows", "pages, new rows")),
-    "rows by themselves": (of_row, ("cache, new rows", "pages, new rows")),
+_ROWS = ("cache, new rows", "pages, new rows")
+_ONE_THING = ("scale", "softcap", "causal", "grouped heads", "sinks", "mask hides some rows")
+#: The rows of other checks: which, and the names of the cases.
+_OTHERS: dict[str, tuple[Callable[..., Finding], tuple[str, ...]]] = {
+    "logsumexp": (check_logsumexp, ("plain", *_ONE_THING)),
+    "items by themselves": (partial(check_parts, part=of_item), ("plain", *_ROWS)),
+    "rows by themselves": (partial(check_parts, part=of_row), _ROWS),
 }
 
 
@@ -115,10 +119,8 @@ def _checks(cases: dict[str, Case]) -> Iterator[tuple[Case, str, Callable[..., F
         row = _row_of(case)
         if row is not None:
             yield case, row, check_callable
-    for row, (part, names) in _PARTS.items():
-        for name in names:
-            if name in cases:
-                yield cases[name], row, partial(check_parts, part=part)
+    for row, (check, names) in _OTHERS.items():
+        yield from ((cases[name], row, check) for name in names if name in cases)
 
 
 def summarise(

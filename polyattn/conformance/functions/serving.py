@@ -43,8 +43,8 @@ def starts_of(lengths: Sequence[int]) -> list[int]:
 
 def packed(
     function: Function, arrays: Sequence[Array], lengths: Any, given: dict[str, Any], names: Any
-) -> Array:
-    """Call a function of packed sequences with a batch, (B, L, H, D), and return one."""
+) -> Any:
+    """Call a function of packed sequences with a batch, (B, L, H, D)."""
     q, k, v = arrays
     xp, (B, L), table = library_of(q).xp, q.shape[:2], given.get("block_table")
     numbers = numbers_of(lengths, B, k.shape[1])
@@ -56,8 +56,7 @@ def packed(
         given["seqused_k"] = integers(numbers, q)
     starts = (integers(starts_of(x), q) for x in ([L] * B, numbers))
     flat = xp.reshape(q, (B * L, *q.shape[2:]))
-    output = function(flat, k, v, *starts, L, max(numbers, default=0), **given)
-    return xp.reshape(output, (B, L, *output.shape[1:]))
+    return function(flat, k, v, *starts, L, max(numbers, default=0), **given)
 
 
 def _check(query: Array, *, one_row: bool = False) -> Any:

@@ -1,4 +1,4 @@
-"""Call functions with the signatures of the dialects by the names of `polyattn.attention`."""
+"""Call functions by the names of `polyattn.attention`: their own, torch's or a dialect's."""
 
 from __future__ import annotations
 
@@ -7,9 +7,99 @@ import inspect
 import math
 from typing import Any
 
+import numpy as np
+
 from polyattn._base.arrays import Array, library_of
 from polyattn.conformance.functions.serving import ADAPTERS, Function, NoArgumentError, packed
 from polyattn.dialects._names import NAMES, Names
+
+Options = dict[str, Any]
+#: The parameters by which functions are asked for the logsumexp, beside the output.
+RETURNS_LOGSUMEXP = frozenset(
+    ("return_attn_probs", "return_softmax_lse", "return_lse", "return_residual")
+)
+#: The parameters of torch's function, which has no signature to inspect.
+_OF_TORCH = frozenset(["attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa"])
+
+
+def parameters_of(function: Function) -> tuple[frozenset[str], bool]:
+    """Return the parameters of a function, and whether it has ``**kwargs``."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return _OF_TORCH, False
+    by_name = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    return frozenset(by_name), any(p.kind == p.VAR_KEYWORD for p in parameters)
+
+
+def arguments_for(function: Function, options: Options, *, grouped: bool = False) -> Options:
+    """Return options of `polyattn.attention` as the keyword arguments of a function.
+
+    An option goes to the parameter with its name. A mask array and a bias without such a parameter
+    go to `attn_mask`; both together become the bias, -inf where the mask is False. The other
+    options go to ``**kwargs``. A mask that is a function goes to `mask` only beside a `score_mod`:
+    elsewhere that is an array.
+
+    Parameters
+    ----------
+    function : callable
+        The function.
+    options : dict
+        The options.
+    grouped : bool
+        Whether `enable_gqa` is needed: there are fewer key/value heads than query heads.
+
+    Returns
+    -------
+    dict
+
+    Raises
+    ------
+    NoArgumentError
+        If there is no parameter for an option; the message names all such options.
+    """
+    names, others = parameters_of(function)
+    left = dict(options)
+    if callable(left.get("mask")) and "mask" in names and "score_mod" not in names:
+        names, others = names - {"mask"}, False
+    keywords = {name: left.pop(name) for name in options if name in names}
+    if "attn_mask" in names:
+        mask = None if callable(left.get("mask")) else left.pop("mask", None)
+        bias = left.pop("bias", None)
+        if mask is not None and bias is not None:
+            keywords["attn_mask"] = np.where(mask, bias, np.asarray(-np.inf, bias.dtype))
+        elif mask is not None or bias is not None:
+            keywords["attn_mask"] = bias if mask is None else mask
+    if left and not others:
+        function_of = {"mask": "mask as a function"} if callable(left.get("mask")) else {}
+        raise NoArgumentError(", ".join(function_of.get(name, name) for name in left))
+    if grouped and "enable_gqa" in names:
+        keywords["enable_gqa"] = True
+    return keywords | left
+
+
+#: The features that an option can require, where their names differ.
+_FEATURES_OF = {
+    "is_causal": ("causal",),
+    "mask": ("mask", "mask_mod", "mask_expression"),
+    "query_offset": ("query_offset", "query_offset_array"),
+    "key_lengths": ("mask_expression",),
+    "scale": ("scale", "score_norm"),
+    "score_mod": ("score_mod", "score_expression"),
+}
+
+
+def without_idle(function: Function, features: frozenset[str], options: Options) -> Options:
+    """Return the options without those that change nothing and have no parameter."""
+    names, others = parameters_of(function)
+    return {
+        name: option
+        for name, option in options.items()
+        if others
+        or name in names
+        or name == "layout"
+        or not features.isdisjoint(_FEATURES_OF.get(name, (name,)))
+    }
 
 
 def in_our_words(function: Function) -> Function:
@@ -27,9 +117,11 @@ def in_our_words(function: Function) -> Function:
     names = next((n for n in NAMES.values() if n.marks <= given.keys()), None)
     if names is None:
         return function
-    names = names._replace(options={o: n for o, n in names.options.items() if n in given})
+    options = {ours: theirs for ours, theirs in names.options.items() if theirs in given}
+    options |= {name: name for name in RETURNS_LOGSUMEXP & given.keys()}
+    names = names._replace(options=options)
     call = functools.partial(_call, function, names, frozenset(given))
-    ours = ["query", "key", "value", "layout", *names.options]
+    ours = ["query", "key", "value", "layout", *options]
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
     parameters = [inspect.Parameter(name, kind) for name in ours]
     call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -39,7 +131,7 @@ def in_our_words(function: Function) -> Function:
 def _call(
     function: Function, names: Names, known: frozenset[str], *arrays: Array,
     layout: str = "...HLD", **options: Any,
-) -> Array:  # fmt: skip
+) -> Any:  # fmt: skip
     if any(len(x.shape) != 4 for x in arrays):
         raise NoArgumentError("arrays of another rank than 4")
     if callable(options.get("mask")):
@@ -64,10 +156,12 @@ def _call(
         given["attn_bias"] = _as_bias(given["attn_bias"], *inputs[:2])
     if "enable_gqa" in known:
         given["enable_gqa"] = inputs[0].shape[-2] != inputs[1].shape[-2]
+    run = functools.partial(packed, function, inputs, lengths, given, known)
+    output = run() if names.packed else function(*inputs, **given)
+    output, *others = output if isinstance(output, tuple) else (output,)
     if names.packed:
-        return turned(packed(function, inputs, lengths, given, known))
-    output = function(*inputs, **given)
-    return turned(output[0] if isinstance(output, tuple) else output)
+        output = xp.reshape(output, (*inputs[0].shape[:2], *output.shape[1:]))
+    return (turned(output), *others) if others else turned(output)
 
 
 def _causal(names: Names, options: dict[str, Any]) -> dict[str, Any]:

@@ -158,9 +158,9 @@ def output_yardstick(case: Case, dtype: str | None = None) -> Yardstick:
 
 
 @cache
-def logsumexp_yardstick(case: Case) -> Yardstick:
-    """Return the yardstick of the logsumexp, in the dtype of its accumulation."""
-    dtype = accumulation_dtype(case.dtype)
+def logsumexp_yardstick(case: Case, dtype: str | None = None) -> Yardstick:
+    """Return the yardstick of the logsumexp, in the dtype of its accumulation or another."""
+    dtype = dtype or accumulation_dtype(case.dtype)
     _, logsumexp, _, _, condition = exact(case)
     results = [logsumexp for _, logsumexp in evaluations(case, dtype)]
     yard = yardstick(logsumexp, condition, 0, results, dtype)

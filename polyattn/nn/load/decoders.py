@@ -211,6 +211,7 @@ def _attention(
     query_bias, output_bias = (_biased(settings, x) for x in (row.query_bias, row.output_bias))
     scale = settings.number("query_pre_attn_scalar") ** -0.5 if row.gemma else None
     softcap = _softcap(row, settings, "attn_logit_softcapping")
+    causal = settings.flag("is_causal")
     width, key_width = heads * head_size, key_heads * head_size
     widths = [width, key_width, key_width]
 
@@ -231,9 +232,10 @@ def _attention(
         return MultiHeadAttention(
             *(None, None, None, output, heads, key_heads, head_size, fused),
             **norms,
+            is_causal=causal,
             scale=scale,
             softcap=softcap,
-            window=None if window is None else (window - 1, 0),
+            window=None if window is None else (window - 1, 0) if causal else (window, window),
         )
 
     return make
@@ -289,6 +291,7 @@ def _plan_gpt2(settings: Settings, blocks: Blocks, wanted: Wanted) -> Plan:
     inner = settings.whole("n_inner", 4 * size)
     epsilon = settings.number("layer_norm_epsilon", 1e-5)
     activation = settings.activation("activation_function", "gelu_new")
+    causal = settings.flag("is_causal")
     layers = settings.whole("n_layer")
     tokens, positions = settings.whole("vocab_size"), settings.whole("n_positions", 1024)
     output, tied = output_map(settings, wanted, size, tokens)
@@ -300,8 +303,9 @@ def _plan_gpt2(settings: Settings, blocks: Blocks, wanted: Wanted) -> Plan:
     def block(name: str) -> EncoderBlock:
         output = conv(f"{name}.attn.c_proj", size, size)
         fused = conv(f"{name}.attn.c_attn", size, 3 * size)
+        maps = None, None, None, output
         return EncoderBlock(
-            MultiHeadAttention(None, None, None, output, heads, heads, size // heads, fused),
+            MultiHeadAttention(*maps, heads, heads, size // heads, fused, is_causal=causal),
             FeedForward(
                 conv(f"{name}.mlp.c_fc", size, inner),
                 conv(f"{name}.mlp.c_proj", inner, size),
@@ -328,7 +332,7 @@ DECODERS = {
         _plan_gpt2,
         prefix="transformer.",
         skip=r"h\.\d+\.attn\.(bias|masked_bias)|(score|multiple_choice_head)\..*",
-        defaults={"tie_word_embeddings": True},
+        defaults={"is_causal": True, "tie_word_embeddings": True},
         refused={
             "scale_attn_weights": True,
             "scale_attn_by_inverse_layer_idx": False,
@@ -341,7 +345,7 @@ DECODERS = {
             partial(_plan_decoder, row),
             prefix="model.",
             skip=r"(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq|(score|qa_outputs)\..*",
-            defaults=row.defaults,
+            defaults={"is_causal": True, **row.defaults},
             refused=row.refused,
         )
         for name, row in ROWS.items()

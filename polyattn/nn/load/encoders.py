@@ -85,9 +85,9 @@ def _block(
     if biases:
         query, key, value = (linear(x, size, size, b) for x, b in zip(maps, biases, strict=True))
     fused = None if biases else joined_linear(maps, size, [size, size, size])
-    merge = linear(output, size, size)
+    given = (query, key, value, linear(output, size, size), heads, heads, size // heads, fused)
     return EncoderBlock(
-        MultiHeadAttention(query, key, value, merge, heads, heads, size // heads, fused),
+        MultiHeadAttention(*given, is_causal=False),
         FeedForward(linear(up, size, inner), linear(down, inner, size), activation=activation),
         layer_norm(first, size, epsilon),
         layer_norm(second, size, epsilon),
@@ -150,6 +150,7 @@ def _plan_modernbert(settings: Settings, blocks: Blocks, wanted: Wanted) -> Plan
         return EncoderBlock(
             MultiHeadAttention(
                 *(None, None, None, output, heads, heads, size // heads, fused),
+                is_causal=False,
                 window=(reach, reach) if kind_of(number) == SLIDING else None,
             ),
             FeedForward(up, linear(f"{name}.mlp.Wo", inner, size, inner_biased), gate, activation),

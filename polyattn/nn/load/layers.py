@@ -47,7 +47,7 @@ def torch_attention(
     -------
     MultiHeadAttention
         The layer; batch axes come first whatever ``batch_first`` was. It takes torch's query, key
-        and value, in this order.
+        and value, in this order, and ``is_causal=`` in a call, as torch's does.
 
     Raises
     ------
@@ -143,6 +143,7 @@ def _torch_attention(
     if check_int("heads", heads) < 1 or size % heads:
         raise ValueError(f"{heads} heads do not divide the layer's size of {size}")
     rest: dict[str, Any] = {"heads": heads, "key_heads": heads, "head_size": size // heads}
+    rest["is_causal"] = False  # in torch the calls say it
     rest["output"] = linear(f"{prefix}out_proj", size, size, f"{prefix}out_proj.bias" in weights)
     bias = f"{prefix}in_proj_bias"
     if fused:
@@ -242,7 +243,7 @@ def keras_attention(
         vector(bias, outputs) if "query/bias" in arrays else None,
     )
     maps = (query, key, value, output)
-    layer = MultiHeadAttention(*maps, heads, heads, head_size, window=window)
+    layer = MultiHeadAttention(*maps, heads, heads, head_size, is_causal=False, window=window)
     return fill(layer, arrays, like=like, origin="a keras.layers.MultiHeadAttention")
 
 

@@ -58,8 +58,8 @@ def model(
     Returns
     -------
     Transformer
-        A decoder from token ids to logits, to be called with ``is_causal=True``; or an encoder to
-        the last hidden states, from token ids, from the pixels of images, (..., C, height, width),
+        A decoder from token ids to logits, which is causal by itself; or an encoder to the last
+        hidden states, from token ids, from the pixels of images, (..., C, height, width),
         or from spectrograms, (..., bands, T). Padding needs a ``mask``, such as
         ``mask=attention_mask[:, None, None, :] == 1``.
 

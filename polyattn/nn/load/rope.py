@@ -47,7 +47,8 @@ def rotary(
     trained = settings.whole("original_max_position_embeddings", trained)
     if kind == "default":
         return lambda: Rotary(size, base)
-    factor = rope.number("factor")
+    null = kind == "yarn" and "factor" in rope.nulls
+    factor = rope.number("factor", longest / trained if null else None)
     if kind == "yarn":
         return _yarn(rope, size, base, factor, trained)
     if kind == "llama3":

@@ -27,6 +27,7 @@ class Settings:
 
     def __init__(self, config: Mapping[str, Any], origin: str = "config") -> None:
         self._config = {name: value for name, value in config.items() if value is not None}
+        self.nulls = config.keys() - self._config.keys()  # given as null, which may have a meaning
         self._origin = origin
 
     def __len__(self) -> int:
@@ -104,7 +105,8 @@ class Settings:
 
     def only(self, name: str, supported: Any) -> None:
         """Refuse a setting that differs from its default, the one supported value."""
-        value = self._config.get(name, supported)
+        null = supported is True and name in self.nulls  # which transformers takes for False
+        value = self._config.get(name, None if null else supported)
         if value != supported:
             raise ValueError(
                 f"{self._origin}: {name} is {reprlib.repr(value)}; polyattn.nn supports"
