@@ -318,6 +318,8 @@ def additive(weight: Array) -> Similarity:
 def long_sequence() -> ScaleRule:
     """Scale by 1 / (√D · √S), which flattens the weights as the number of keys grows.
 
+    S is ``key_lengths`` where that is an integer. Lengths of each item are refused beside it.
+
     Returns
     -------
     ScaleRule

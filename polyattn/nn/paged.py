@@ -19,7 +19,8 @@ from polyattn._base.arguments import check_int
 from polyattn._base.arrays import Array, facts_of, index_range, is_array, library_of, numbers_like
 from polyattn._base.host import is_host
 from polyattn._base.tracing import is_transformed
-from polyattn.nn.cache import checked_tokens, is_writable, zeros
+from polyattn.nn.cache import checked_tokens
+from polyattn.nn.memory import is_writable, zeros
 from polyattn.nn.pages import (
     Ledger,
     Plan,

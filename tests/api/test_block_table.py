@@ -185,6 +185,17 @@ def test_gradients_are_those_of_the_pool(to):
         assert np.allclose(np.asarray(of), pool, rtol=0, atol=limit)
 
 
+@pytest.mark.parametrize("to", TO)
+@pytest.mark.parametrize("sizes", [(D, 0), (0, E), (0, 0)])
+def test_gradients_of_pools_whose_vectors_have_no_numbers(to, sizes):
+    pools = [to(np.ones((PAGES, G, PAGE, size), np.float32)) for size in sizes]
+    query = to(np.ones((len(TABLE), H, L, sizes[0]), np.float32))
+    output, pullback = attention_vjp(query, *pools, block_table=TABLE, key_lengths=LENGTHS)
+    found = pullback(output * 0 + 1)[:3]
+    assert [tuple(x.shape) for x in found] == [tuple(x.shape) for x in (query, *pools)]
+    assert (np.asarray(found[2])[used().any(1)] != 0).any() == (sizes[1] > 0)
+
+
 def test_torch_and_numpy_have_one_gradient():
     call = {"block_table": TABLE, "key_lengths": LENGTHS}
     tensors = [torch.tensor(x, requires_grad=True) for x in (QUERY, *POISONED)]

@@ -36,9 +36,9 @@ def scattered(gradient: Array, operands: Operands, pool: Array) -> Array:
     xp, (_, heads, page, size) = library_of(gradient).xp, pool.shape
     table, _ = _used_pages(operands, page)
     *batch, count = table.shape
-    parts = xp.reshape(gradient, (*batch, heads, count, page, size))
-    parts = xp.reshape(xp.moveaxis(parts, -3, -4), (-1, heads, page, size))
     numbers, zero = xp.reshape(table, (-1,)), index_range(xp, 0, 1, gradient)
+    parts = xp.reshape(gradient, (*batch, heads, count, page, size))
+    parts = xp.reshape(xp.moveaxis(parts, -3, -4), (*numbers.shape, heads, page, size))
     whole = xp.astype(xp.broadcast_to(zero, pool.shape), gradient.dtype)  # always a copy
     if hasattr(whole, "at"):  # JAX and MLX
         return whole.at[numbers].add(parts)
