@@ -4,6 +4,7 @@ Each is the test that must fail, a name, a file, texts and what replaces them.
 """
 
 AUTOCAST = "tests/backends/test_torch_autocast.py::"
+CHECKS = "tests/dialects/test_checks.py::"
 BACKWARD = "tests/backends/test_numpy_backward.py::"
 CORNERS = "tests/api/test_corners.py::test_an_axis_without_entries"
 DASK = "tests/backends/test_dask.py::"
@@ -494,6 +495,35 @@ MUTATIONS = (
     ("tests/dialects/test_flash_attn.py::test_packed_queries_and_new_keys_of_a_cache",
      "all packed queries rotated by the first positions", "polyattn/dialects/_kvcache.py",
      "lengths=part(rotation.lengths, n)", "lengths=part(rotation.lengths, 0)"),
+    (CHECKS + "test_a_cache_is_not_written_before_all_is_checked[scale-numpy]",
+     "a cache that is written before its check", "polyattn/dialects/_kvcache.py",
+     "    compute = prepared(",
+     "    cache.key[places] = key\n    compute = prepared("),
+    (CHECKS + "test_no_sequence_of_many_is_written_before_all_are_checked",
+     "a sequence of a cache written before the next is checked", "polyattn/dialects/_kvcache.py",
+     "calls.append(checked(part(q, n, ends), written, its, turned, **more))",
+     "found = with_kvcache(part(q, n, ends), written, its, turned, **more)\n"
+     "        calls.append(lambda found=found: found)"),
+    (CHECKS + "test_shapes_that_would_broadcast_or_be_cut_are_refused[negative page]",
+     "a page of a table that is not there", "polyattn/dialects/_packed.py",
+     "check_pages(table, used, *key.shape[:2])",
+     "pass"),
+    (CHECKS + "test_shapes_that_would_broadcast_or_be_cut_are_refused[jax: batch]",
+     "shapes of a dialect that broadcast", "polyattn/dialects/_shared.py",
+     "fits = fits and known.setdefault(axis, length) == length",
+     "fits = fits and (length == 1 or known.setdefault(axis, length) == length)"),
+    ("tests/dialects/test_install.py::test_flash_attention_3_comes_by_name",
+     "FlashAttention 3 installed unasked", "polyattn/dialects/flash_attn/_install.py",
+     'packages = packages or ("flash_attn",)',
+     "packages = packages or tuple(_DISTRIBUTIONS)"),
+    ("tests/dialects/test_install.py::test_private_functions_join_parts_of_the_keys",
+     "gradients of a part by its own logsumexp", "polyattn/dialects/flash_attn/_steps.py",
+     "    found = attention_backward(q, k, v, partial,",
+     "    partial = Partial(*dense(\n"
+     "        q, k, v, softmax_scale, causal, window, softcap, logsumexp=True\n"
+     "    ))\n"
+     "    partial = partial._replace(logsumexp=xp.permute_dims(partial.logsumexp, (0, 2, 1)))\n"
+     "    found = attention_backward(q, k, v, partial,"),
     # parts of the scores
     (PARTS + "test_an_expression_that_does_not_say_is_refused_by_name",
      "an unknown expression in a part", "polyattn/_core/expressions/expression.py",

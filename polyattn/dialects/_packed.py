@@ -57,6 +57,8 @@ def from_pages(
 ) -> tuple[Array, Array, Packed]:
     """Return a pool of pages as packed arrays, where a sequence begins at `first` in its pages."""
     xp = library_of(key, "key").xp
+    if used is not None and not any(first or ()):
+        check_pages(table, used, *key.shape[:2])
     # Entries beyond the length of a sequence may hold anything.
     least, most = (numbers_like(xp, n, table.dtype, table) for n in (0, key.shape[0] - 1))
     indices = xp.reshape(xp.minimum(xp.maximum(table, least), most), (-1,))
@@ -64,6 +66,31 @@ def from_pages(
     batch, length = table.shape[0], table.shape[1] * key.shape[1]
     starts = [n * length + (first[n] if first else 0) for n in range(batch)]
     return *flat, Packed([*starts, batch * length], used)
+
+
+def check_pages(table: Array, used: Any, pages: int, page: int) -> None:
+    """Raise if a table on the host names a page that is not there, for the used keys of an item."""
+    if not is_on_host(table) or not is_on_host(used):
+        return
+    if 0 in table.shape or 0 <= int(table.min()) <= int(table.max()) < pages:
+        return  # all of it, which is found in less time
+    xp = library_of(table).xp
+    ends = used if isinstance(used, int) else numbers_like(xp, used, table.dtype, table)[:, None]
+    begun = index_range(xp, 0, table.shape[1], table) * page < ends
+    wrong = table[begun & ((table < 0) | (table >= pages))]
+    if wrong.shape[0]:
+        raise ValueError(
+            f"a table must name pages from 0 to {pages - 1} for the keys of a sequence; got"
+            f" {int(wrong[0])}"
+        )
+
+
+def is_on_host(numbers: Any) -> bool:
+    """Return whether numbers can be read without a wait."""
+    if isinstance(numbers, (int, list)):
+        return True
+    is_cpu = str(getattr(numbers, "device", "cpu")) == "cpu"
+    return is_cpu and library_of(numbers).name in ("numpy", "torch") and _is_readable(numbers)
 
 
 def chunked(positions: Array, columns: Array, chunk: int) -> masks.Mask:
@@ -96,7 +123,7 @@ def _one_by_one(
     xp: Any, arrays: Arrays, rows: Packed, keys: Packed, rule: Rule, options: Any
 ) -> list[Array]:
     query, key, _ = arrays
-    own, other = _spans("query", rows, query), _spans("key", keys, key)
+    own, other = spans_of("query", rows, query), spans_of("key", keys, key)
     if len(own) != len(other):
         raise ValueError(f"query has {len(own)} sequences, and key {len(other)}")
     runs = _runs(own, other, query.shape[0])
@@ -128,7 +155,7 @@ def _run(xp: Any, arrays: Arrays, run: list[Run], rule: Rule, options: Any) -> l
     return [xp.reshape(x, (total, *x.shape[2:])) for x in _results(parts, rule, given)]
 
 
-def _spans(name: str, packed: Packed, array: Array) -> list[tuple[int, int]]:
+def spans_of(name: str, packed: Packed, array: Array) -> list[tuple[int, int]]:
     """Return the start and the number of used tokens of each sequence."""
     starts, total = numbers_of(packed.starts), array.shape[0]
     lengths = [stop - start for start, stop in itertools.pairwise(starts)]
@@ -181,7 +208,7 @@ def _runs(
 # ---- one call for all --------------------------------------------------------------------------
 
 
-def _places(xp: Any, packed: Packed, total: int, like: Array) -> tuple[Array, Array, Array]:
+def places_of(xp: Any, packed: Packed, total: int, like: Array) -> tuple[Array, Array, Array]:
     """Return the sequence of each token, −1 if not used, its position, and all lengths."""
     tokens = index_range(xp, 0, total, like)
 
@@ -203,8 +230,8 @@ def _at_once(
     xp: Any, arrays: Arrays, rows: Packed, keys: Packed, rule: Rule, options: Any
 ) -> tuple[Array, ...]:
     query, key, _ = arrays
-    own, position, many_rows = _places(xp, rows, query.shape[0], query)
-    other, place, many_keys = _places(xp, keys, key.shape[0], query)
+    own, position, many_rows = places_of(xp, rows, query.shape[0], query)
+    other, place, many_keys = places_of(xp, keys, key.shape[0], query)
     sequence = xp.maximum(own, xp.zeros_like(own))
     if not rule.from_first:
         position = position + xp.take(many_keys - many_rows, sequence, axis=0)

@@ -6,7 +6,7 @@ from polyattn import masks
 from polyattn._api.attention import attention
 from polyattn._api.partial import Partial, attention_partial
 from polyattn._base.arrays import Array
-from polyattn.dialects._shared import with_all_axes
+from polyattn.dialects._shared import check_axes, shape_of, with_all_axes
 
 __all__ = ["dot_product_attention"]
 __dir__ = __all__.copy
@@ -53,7 +53,14 @@ def dot_product_attention(
     >>> dot_product_attention(x, x, x, local_window_size=(2, 0)).shape
     (2, 5, 8, 64)
     """
-    window, rank = local_window_size, len(query.shape)
+    window, rank = local_window_size, len(shape_of(query, "query"))
+    batch = "B" if rank == 4 else ""
+    check_axes(
+        {} if batch else {"B": 1},
+        query=(query, batch + "LHD"), key=(key, batch + "SGD"), value=(value, batch + "SGE"),
+        query_seq_lengths=(query_seq_lengths, "B"),
+        key_value_seq_lengths=(key_value_seq_lengths, "B"),
+    )  # fmt: skip
     padding = [
         n if n is None or rank == 4 else n[0] for n in (key_value_seq_lengths, query_seq_lengths)
     ]

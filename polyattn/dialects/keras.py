@@ -6,7 +6,7 @@ from typing import Any
 
 from polyattn._api.attention import attention
 from polyattn._base.arrays import Array, cast, library_of
-from polyattn.dialects._shared import with_all_axes
+from polyattn.dialects._shared import check_axes, with_all_axes
 
 __all__ = ["dot_product_attention"]
 __dir__ = __all__.copy
@@ -50,9 +50,7 @@ def dot_product_attention(
     >>> dot_product_attention(x, x, x, is_causal=True).shape
     (2, 5, 8, 64)
     """
-    for name, array in (("query", query), ("key", key), ("value", value)):
-        if len(array.shape) != 4:
-            raise ValueError(f"{name} must have 4 axes, as (B, L, H, D); got {tuple(array.shape)}")
+    check_axes(query=(query, "BLHD"), key=(key, "BSGD"), value=(value, "BSGE"))
     options: dict[str, Any] = {"query_offset": 0} if is_causal else {}
     if mask is not None:
         xp = library_of(mask, "mask").xp

@@ -9,7 +9,7 @@ from polyattn import masks
 from polyattn._api.attention import attention
 from polyattn._api.weights import attention_weights
 from polyattn._base.arrays import Array, cast, facts_of, index_range, library_of
-from polyattn.dialects._shared import both, mask_or_bias, pair
+from polyattn.dialects._shared import both, check_axes, integers, mask_or_bias, pair, shape_of
 
 __all__ = ["OnnxAttention", "onnx_attention"]
 __dir__ = __all__.copy
@@ -101,12 +101,18 @@ def onnx_attention(
     if before is not None and nonpad_kv_seqlen is not None:
         raise ValueError("give past_key or nonpad_kv_seqlen, not both")
     xp = library_of(Q, "Q").xp
-    packed = len(Q.shape) == 3
+    packed = len(shape_of(Q, "Q")) == 3
     if packed:
+        check_axes(Q=(Q, "BLX"), K=(K, "BSY"), V=(V, "BSZ"))
         if q_num_heads is None or kv_num_heads is None:
             raise ValueError("inputs of rank 3 need q_num_heads and kv_num_heads")
         Q = _split_heads(xp, Q, q_num_heads)  # noqa: N806
         K, V = _split_heads(xp, K, kv_num_heads), _split_heads(xp, V, kv_num_heads)  # noqa: N806
+    nonpad_kv_seqlen = integers("nonpad_kv_seqlen", nonpad_kv_seqlen, Q)
+    check_axes(
+        Q=(Q, "BHLD"), K=(K, "BGSD"), V=(V, "BGSE"), past_key=(past_key, "BGPD"),
+        past_value=(past_value, "BGPE"), nonpad_kv_seqlen=(nonpad_kv_seqlen, "B"),
+    )  # fmt: skip
     past = 0
     if before is not None:
         past = before[0].shape[-2]
