@@ -22,11 +22,11 @@ from polyattn.plugin import (
     Operands,
     Problem,
     Residuals,
+    why_too_large,
 )
 from polyattn_cupy import graphs, loading, plans
 from polyattn_cupy.arrays import empty_result, made_bias, ready
 from polyattn_cupy.cudnn_gradients import gradients
-from polyattn_cupy.masks import LARGEST_MADE
 from polyattn_cupy.problem_graphs import band_of, bias_shape, graph_of, needs_bias
 
 # Gradients have vectors of at most this size.
@@ -117,9 +117,7 @@ def _static_reasons(problem: Problem) -> list[str]:
         reasons.append("it caps scores only if no key is hidden and no bias added")
     if problem.softcap is not None and "logsumexp" in problem.features:
         reasons.append("its tanh is too inexact for the logsumexp of capped scores")
-    if made > LARGEST_MADE:
-        reasons.append(f"it would need a bias of {made:,} elements, above {LARGEST_MADE:,}")
-    return reasons
+    return [*reasons, *filter(None, [why_too_large(made)])]
 
 
 def _reasons_against_gradients(problem: Problem) -> list[str]:

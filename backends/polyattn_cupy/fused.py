@@ -20,12 +20,13 @@ from polyattn.plugin import (
     Operands,
     Problem,
     Residuals,
+    why_too_large,
 )
 from polyattn_cupy import rows
 from polyattn_cupy.arrays import empty_result
 from polyattn_cupy.blocks import Block, begin, blocks, record_of, stacked
 from polyattn_cupy.fused_gradients import gradients
-from polyattn_cupy.masks import LARGEST_MADE, mask_shape, with_mask_array
+from polyattn_cupy.masks import mask_shape, with_mask_array
 from polyattn_cupy.products import Matrices, multiply, why_no_cublas
 
 # float16 weights are scaled by this: otherwise those of a long row would be in the range where
@@ -58,9 +59,7 @@ class Fused(Kernel):
         if problem.scale == 0:
             reasons.append("it takes no scale of 0, for which cuBLAS ignores NaN in query and key")
         made = math.prod(mask_shape(problem) or (0,))
-        if made > LARGEST_MADE:
-            reasons.append(f"it would need a mask of {made:,} elements, above {LARGEST_MADE:,}")
-        return reasons
+        return [*reasons, *filter(None, [why_too_large(made)])]
 
     def __call__(
         self, problem: Problem, operands: Operands, backend: Backend

@@ -9,9 +9,6 @@ import numpy as np
 
 from polyattn.plugin import Backend, Operands, Problem, made_shape, visible_keys
 
-# A mask or bias of more elements than this (256 MiB in float32) would cost more than it saves.
-LARGEST_MADE = 2**26
-
 
 @lru_cache(maxsize=256)
 def mask_shape(problem: Problem) -> tuple[int, ...] | None:

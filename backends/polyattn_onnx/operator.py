@@ -23,6 +23,7 @@ from polyattn.plugin import (
     one_batch_axis,
     score_axes,
     visible_keys,
+    why_too_large,
     with_rank,
 )
 
@@ -30,8 +31,6 @@ from polyattn.plugin import (
 FIRST, LAST = 23, 25
 #: The first opset with the input nonpad_kv_seqlen, and the first with the attributes of windows.
 COUNTS, WINDOWS = 24, 25
-#: A mask of more elements than this costs more to build than the node saves.
-LARGEST_MADE_MASK = 2**26
 #: The features whose mask differs by head, and those that may differ by batch item.
 BY_HEAD = frozenset({"score_expression", "sinks"})
 BY_ITEM = frozenset({"bias", "mask", "mask_expression", "mask_mod", "query_offset_array"})
@@ -115,8 +114,7 @@ class Operator(Kernel):
         if problem.score_spec is not None and not problem.score_spec.is_additive:
             reasons.append("it can add to the scores, and score_mod= changes them otherwise")
         made = _made(problem, self.opset(problem))
-        if made > LARGEST_MADE_MASK:
-            reasons.append(f"it would need a mask of {made:,} elements to be built")
+        reasons += filter(None, [why_too_large(made)])
         return reasons
 
     def output(self, problem: Problem, operands: Operands, output: Array, xp: Any) -> Array:

@@ -20,6 +20,7 @@ from polyattn.plugin import (
     one_batch_axis,
     reason_against_batch,
     visible_scores,
+    why_too_large,
 )
 from polyattn_torch.attn_mask import attn_mask, made_mask, on_keys
 from polyattn_torch.device_info import describe_device
@@ -31,10 +32,6 @@ from polyattn_torch.quirks import refusals
 from polyattn_torch.route import plain_options, route_of, why_no_engine
 from polyattn_torch.selftest import TESTED, self_test
 from polyattn_torch.workarounds import EngineInputs, apply_workarounds, undo_workarounds
-
-# Building a mask of more elements than this (64 MiB of bool) costs more than sdpa saves: the kernel
-# tiled skips what the mask would hide.
-LARGEST_MADE_MASK = 2**26
 
 # With a mask, torch's engine on the CPU computes every score. The mask is made first: an element of
 # it, and the float that the engine makes of a bool, takes 0.8 of the time of a score of one head,
@@ -76,8 +73,7 @@ class Sdpa(Kernel):
             reasons.append(in_export)
         route = route_of(problem)
         made = made_mask(problem, route.keys, banded=route.banded)
-        if made > LARGEST_MADE_MASK:
-            reasons.append(f"it would need a mask of {made:,} elements to be built")
+        reasons += filter(None, [why_too_large(made)])
         if problem.device_kind in TESTED and not reasons:
             failure = self_test(problem.device_kind, self)
             reasons += [] if failure is None else [failure]

@@ -47,8 +47,9 @@ class Request(NamedTuple):
 class _Here(ModuleType):
     """The names that `use_backend` chooses for the code that reads them.
 
-    torch.compile cannot trace ContextVar.get (pytorch#186449). It reads an attribute of a module as
-    a constant, and its guard reads it again in the task that calls the program.
+    torch.compile, at least of 2.9 to 2.13, cannot trace ContextVar.get (pytorch#186449). It reads
+    an attribute of a module as a constant, and its guard reads it again in the task that calls the
+    program.
     """
 
     @property

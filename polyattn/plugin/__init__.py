@@ -82,6 +82,7 @@ from polyattn._core.tiles.visibility import (
     score_axes,
     visible_keys,
     visible_scores,
+    why_too_large,
 )
 from polyattn.plugin.backend import Backend, Kernel, undeclared, unrounded
 from polyattn.plugin.primitives import BackendPrimitives
@@ -157,6 +158,7 @@ __all__ = [
     "unrounded",
     "visible_keys",
     "visible_scores",
+    "why_too_large",
     "with_rank",
 ]
 __dir__ = __all__.copy
