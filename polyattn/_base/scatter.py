@@ -37,9 +37,9 @@ def write(whole: Any, at: tuple[Any, ...], values: Any) -> None:
 def scatter_add(whole: Any, numbers: Array, parts: Array) -> Array:
     """Return an array with parts added at numbers of its first axis; it may write to the array."""
     if hasattr(whole, "at"):  # JAX and MLX
-        return whole.at[numbers].add(parts)  # type: ignore[no-any-return]
+        return whole.at[numbers].add(parts)
     if hasattr(whole, "index_add"):  # torch
-        return whole.index_add(0, numbers, parts)  # type: ignore[no-any-return]
+        return whole.index_add(0, numbers, parts)
     for number in range(parts.shape[0]):
         whole[int(numbers[number]), ...] += parts[number, ...]
-    return whole  # type: ignore[no-any-return]
+    return whole

@@ -372,10 +372,12 @@ GRADIENTS_REFUSED = {
         ("sizes up to 256; got (264, 264)", ((1, 4, 264), (1, 6, 264), (1, 6, 264)), {}),
         ("sizes up to 256; got (16, 264)", (*FEW[:2], (1, 6, 264)), {}),
         ("no gradients of one query with one key", ((1, 1, 16),) * 3, {}),
-        ("no gradients of capped scores", FEW, {"softcap": 2.0}),
-        ("of a bias in 16 bits only", FEW, {"bias": np.zeros((4, 6), "float16")}),
+        ("it computes softcap, and has no gradient", FEW, {"softcap": 2.0}),
+        ("it computes bias, and has no gradient", FEW, {"bias": np.zeros((4, 6), "float16")}),
     ],
-    "fused": [("it computes no gradient of a bias", FEW, {"bias": np.zeros((4, 6), "float16")})],
+    "fused": [
+        ("it computes bias, and has no gradient", FEW, {"bias": np.zeros((4, 6), "float16")})
+    ],
 }
 
 
