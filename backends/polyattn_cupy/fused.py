@@ -57,10 +57,13 @@ class Fused(Kernel):
         reasons = [] if missing is None else [missing]
         if problem.scale == 0:
             reasons.append("it takes no scale of 0, for which cuBLAS ignores NaN in query and key")
+        return reasons
+
+    def only_on_request(self, problem: Problem) -> str | None:
         made = math.prod(mask_shape(problem) or (0,))
         if made > LARGEST_MADE:
-            reasons.append(f"it would need a mask of {made:,} elements, above {LARGEST_MADE:,}")
-        return reasons
+            return f"it would need a mask of {made:,} elements, above {LARGEST_MADE:,}"
+        return None
 
     def __call__(
         self, problem: Problem, operands: Operands, backend: Backend

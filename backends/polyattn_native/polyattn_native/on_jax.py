@@ -24,6 +24,7 @@ from polyattn.plugin import (
     undeclared,
     with_rank,
 )
+from polyattn_native.kernel import Native
 from polyattn_native.scores import is_supported
 from polyattn_native.visible import Ranges, kind_of
 from polyattn_native.xla_operands import Arrays
@@ -42,16 +43,8 @@ class NativeOnJax(Kernel):
     """The kernel for arrays of NumPy as a custom call of XLA."""
 
     name = "native"
-    features = frozenset({
-        "batch_broadcast", "bias", "block_table", "causal", "dropout", "grouped_heads", "logsumexp",
-        "mask", "mask_expression", "query_offset", "query_offset_array", "scale",
-        "score_expression", "sinks", "softcap", "value_size", "window",
-    })  # fmt: skip
-    differentiates: ClassVar = dict.fromkeys(("backward", "jvp"), frozenset({
-        "batch_broadcast", "bias", "causal", "dropout", "grouped_heads", "mask", "mask_expression",
-        "query_offset", "query_offset_array", "scale", "score_expression", "sinks", "softcap",
-        "value_size", "window",
-    }))  # fmt: skip
+    features = Native.features
+    differentiates: ClassVar = Native.differentiates
     batch_invariant = True
     takes_empty = False
     devices = frozenset({"cpu"})
