@@ -280,7 +280,7 @@ class QuantizedCache:
         ValueError
             If there is a normalizer: only softmax has a logsumexp, which joins parts.
         """
-        query = autocast({"query": query})["query"]
+        query = autocast({"query": query}, ("query",))["query"]
         xp, (rows,) = library_of(query, "query").xp, in_sums(query)
         if self._is_plain(query, options):
             with quiet(library_of(query).name):
