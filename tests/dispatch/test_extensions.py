@@ -516,3 +516,16 @@ def test_a_compiled_call_has_it(give):
     tensor = torch.from_numpy(X)
     compiled = torch.compile(lambda x: attention(x, x, x), backend="eager", fullgraph=True)
     assert (compiled(tensor) == 7).all()
+
+
+@pytest.mark.slow
+def test_a_compiled_call_has_what_it_allows(give):
+    give(spec({"torch": "fast_kernels:Fast"}), allowed=False)
+    tensor = torch.from_numpy(X)
+    for backend, sevens in ((None, False), ("+fast", True), ("torch,+fast,-sdpa", True)):
+        call = torch.compile(
+            lambda x, backend=backend: attention(x, x, x, backend=backend),
+            backend="eager",
+            fullgraph=True,
+        )
+        assert bool((call(tensor) == 7).all()) == sevens
