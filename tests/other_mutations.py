@@ -593,7 +593,7 @@ MUTATIONS = (
      '"chosen" if not slower else "on request"'),
     (PLUGINS + "test_what_a_kernel_cannot_do_and_where_another_is_better_are_shown_both",
      "explain shows what a kernel cannot do alone", "polyattn/_dispatch/select.py",
-     "asks = not undeclared(kernel, problem.features) if explains else not (reasons or requested)",
+     "asks = not unknown if explains else not (reasons or requested)",
      "asks = not (reasons or requested)"),
     ("tests/dispatch/test_registry.py::test_a_kernel_that_breaks_the_contract_is_refused",
      "a derivative declared as a feature", "polyattn/_dispatch/contract.py",

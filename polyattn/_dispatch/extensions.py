@@ -101,17 +101,17 @@ def names() -> tuple[str, ...]:
 
 
 @constant_when_traced
-def absent(backend: str, kernel: str | None) -> tuple[tuple[str, str], ...]:
-    """Return the extensions whose kernels did not join a backend, each with the reason.
+def absent(backend: str, kernel: str | None) -> tuple[tuple[str, bool, str], ...]:
+    """Return the extensions whose kernels did not join a backend: if allowed, and the reason.
 
     Of those without a spec nobody knows whether they are for it: only the one that is named.
     """
     reasons = [
-        (one.name, one.absent.get(backend) or (one.failure if kernel == one.name else None))
+        (one, one.absent.get(backend) or (one.failure if kernel == one.name else None))
         for one in _extensions
         if kernel in (None, one.name)
     ]
-    return tuple((name, reason) for name, reason in reasons if reason is not None)
+    return tuple((one.name, one.allowed, reason) for one, reason in reasons if reason is not None)
 
 
 def failures() -> Iterator[tuple[str, str]]:

@@ -134,7 +134,7 @@ def _try_candidates(
         origins = {k.name: extensions.plugin_of(stem, k.name) for k in placement.kernels}
         against = {one: requested.against(one, *plugin) for one, plugin in origins.items()}
         unnamed = tuple([k for k in placement.kernels if against[k.name] is None])
-        absent = _absent(name, requested_kernel)
+        absent = _absent(name, requested_kernel, requested)
         candidates += absent
         for kernel in kernels:
             problem_of_kernel = _for_kernel(kernel, placement.problem)
@@ -177,12 +177,15 @@ def _lacks_derivative(call: Call, problem: Problem, placement: Placement) -> boo
     return not differentiates and (isinstance(score, str) or not given)
 
 
-def _absent(name: str, requested: str | Kernel | None) -> list[Candidate]:
+def _absent(name: str, kernel: str | Kernel | None, requested: Request) -> list[Candidate]:
     """Return the kernels of other distributions that are for a backend and did not join it."""
-    if isinstance(requested, Kernel) or name == registry.ARRAY_API:  # which none can join
+    if isinstance(kernel, Kernel) or name == registry.ARRAY_API:  # which none can join
         return []
-    absent = extensions.absent(name.partition(":")[0], requested)
-    return [Candidate(name, kernel, "unavailable", (reason,)) for kernel, reason in absent]
+    return [
+        Candidate(name, one, "not allowed" if held and not kernel else "unavailable", (reason,))
+        for one, is_allowed, reason in extensions.absent(name.partition(":")[0], kernel)
+        for held in [requested.against(one, one, is_allowed)]
+    ]
 
 
 def _described(
@@ -236,8 +239,9 @@ def _judge(
     if held and (requested is None or (held[0] == "refused" and requested == kernel.name)):
         return Candidate(backend, kernel.name, held[0], held[1:])
     reasons = reasons_against(kernel, problem)
-    # Whether another is better is asked where it decides, and for `explain`.
-    asks = not undeclared(kernel, problem.features) if explains else not (reasons or requested)
+    # Whether another is better is asked where it decides, and for `explain` where it can be told.
+    unknown = undeclared(kernel, problem.features) or (reasons and problem.is_symbolic)
+    asks = not unknown if explains else not (reasons or requested)
     slower = kernel.only_on_request(problem) if asks else None
     status = "refused" if reasons else "chosen" if requested or not slower else "on request"
     return Candidate(backend, kernel.name, status, tuple(reasons), slower)

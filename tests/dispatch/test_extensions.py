@@ -254,7 +254,7 @@ def test_kernels_that_cannot_join_affect_nothing_else(give, text, reason, monkey
 def test_a_place_among_the_array_api_kernels_is_before_all_of_them(give):
     give(spec({"torch": "fast_kernels:Fast"}, before={"torch": "dense"}))
     assert names("torch") == ["paged", "sdpa", "flex", "tiled", "dense"]
-    ((_, reason),) = extensions.absent("torch", "fast")
+    ((_, _, reason),) = extensions.absent("torch", "fast")
     assert reason == "torch has no place before 'dense': name one of paged, sdpa, flex, tiled"
 
 
@@ -375,6 +375,14 @@ def test_what_is_not_allowed_differentiates_nothing(give):
     plan = planned_call(*describe(X, X, X), None, None).plan
     assert "second" in names()
     assert plan.with_feature("jvp").kernel.name == "dense"
+
+
+def test_what_is_broken_and_not_allowed_is_no_news_of_a_call(give):
+    give(spec({"numpy": "no_such_module:Fast"}), allowed=False)
+    attention(X, X, X)  # a warning would be an error
+    *_, last = explain(X, X, X).candidates
+    assert (last.kernel, last.status) == ("fast", "not allowed")
+    assert "cannot be loaded: ModuleNotFoundError" in last.text
 
 
 def test_polyattn_native_is_ours(give, install):

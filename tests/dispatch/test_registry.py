@@ -266,6 +266,7 @@ def test_a_backend_whose_namespaces_match_no_arrays_is_not_available(named, monk
 
 def test_a_backend_that_cannot_be_loaded_is_named_in_one_warning(monkeypatch, plugins):
     monkeypatch.setitem(sys.modules, "acme", types.SimpleNamespace())
+    monkeypatch.setenv("POLYATTN_ACME", "1")
     monkeypatch.setattr("polyattn._dispatch.registry._warned", set())
     plugins(acme=SPEC)
     x, reason = strict(X), "it cannot be loaded: AttributeError: .*AcmeBackend"

@@ -369,7 +369,7 @@ def test_the_example_is_a_backend_like_any_other(plugin):
     done = plugin("-m", "polyattn", "explain", *long, "--backend", "einsum")
     assert re.search(r"einsum +einsum +on request .*5,000 keys are too many", done.stdout)
     done = plugin("-m", "polyattn", "explain", *long, "--backend", "einsum", "--kernel", "einsum")
-    shown = re.search(r"--kernel einsum\n\.\.\.\n(.*?)```", WRITING, re.DOTALL)[1]
+    shown = re.search(r"```text\n(  einsum .*?)```", WRITING, re.DOTALL)[1]
     assert shown.strip() in done.stdout
 
 
