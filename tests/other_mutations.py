@@ -17,6 +17,7 @@ FORKS = "tests/base/test_forks.py::"
 FUNCTIONS = "tests/conformance/test_functions.py::"
 LOAD = "tests/nn/test_load.py::"
 PARTS = "tests/expressions/test_parts.py::"
+PLUGINS = "tests/dispatch/test_extensions.py::"
 REPORT = "tests/conformance/test_report.py::"
 SELECT = "tests/dispatch/test_select.py::"
 STRATEGIES = "tests/parallel/test_strategies.py::"
@@ -566,6 +567,34 @@ MUTATIONS = (
      "a feature that is added forward only", "polyattn/_kernels/backward.py",
      '"score_mod", "score_norm", "similarity", "sinks", "softcap",',
      '"score_mod", "score_norm", "similarity", "sinks",'),
+    (PLUGINS + "test_what_others_install_runs_once_it_is_named_or_allowed",
+     "a kernel of others that runs unnamed", "polyattn/_dispatch/request.py",
+     'if is_allowed or f"+{plugin}" in self.names:',
+     "if True:"),
+    ("tests/dispatch/test_registry.py::test_the_core_serves_its_library_until_it_is_allowed",
+     "a backend of others that serves unnamed", "polyattn/_dispatch/select.py",
+     "allowed = name in requested.backends or registry.is_allowed(stem)",
+     "allowed = True"),
+    (PLUGINS + "test_what_is_not_allowed_differentiates_nothing",
+     "gradients by a kernel that is not allowed", "polyattn/_dispatch/select.py",
+     "_replace(problem=problem_of_kernel, kernels=unnamed)",
+     "_replace(problem=problem_of_kernel)"),
+    (PLUGINS + "test_what_is_left_out_does_not_run_by_its_name",
+     "a kernel that is left out runs by its name", "polyattn/_dispatch/select.py",
+     'if held and (requested is None or (held[0] == "refused" and requested == kernel.name)):',
+     "if held and requested is None:"),
+    (PLUGINS + "test_polyattn_native_is_ours",
+     "the compiled kernel is not ours", "polyattn/_dispatch/entries.py",
+     'OURS = ("polyattn", "polyattn-native")',
+     'OURS = ("polyattn",)'),
+    ("tests/backends/test_torch_masks.py::test_a_mask_that_is_large_is_made_where_the_kernel_is_named",
+     "a named kernel is left for a faster one", "polyattn/_dispatch/select.py",
+     '"chosen" if requested or not slower else "on request"',
+     '"chosen" if not slower else "on request"'),
+    (PLUGINS + "test_what_a_kernel_cannot_do_and_where_another_is_better_are_shown_both",
+     "explain shows what a kernel cannot do alone", "polyattn/_dispatch/select.py",
+     "asks = not unknown if explains else not (reasons or requested)",
+     "asks = not (reasons or requested)"),
     ("tests/dispatch/test_registry.py::test_a_kernel_that_breaks_the_contract_is_refused",
      "a derivative declared as a feature", "polyattn/_dispatch/contract.py",
      "known = FEATURES.keys() - DERIVATIVES.keys()",

@@ -58,6 +58,10 @@ class Cudnn(Kernel):
             return [missing]
         return _static_reasons(problem) or _device_reasons(problem)
 
+    def only_on_request(self, problem: Problem) -> str | None:
+        made = math.prod(bias_shape(problem)) if needs_bias(problem) else 0
+        return why_too_large(made)
+
     def remark(self, problem: Problem) -> str | None:
         """Return the versions of cuDNN and its frontend."""
         return ", ".join(" ".join(item) for item in sorted(loading.versions().items()))
@@ -112,12 +116,12 @@ def _static_reasons(problem: Problem) -> list[str]:
         reasons.append(f"it takes only a scale above 0; got {problem.scale}")
     if "backward" in problem.features:
         reasons += _reasons_against_gradients(problem)
-    made = math.prod(bias_shape(problem)) if needs_bias(problem) else 0
-    if problem.softcap is not None and (made or band_of(problem) is not None):
+    hides = needs_bias(problem) or band_of(problem) is not None
+    if problem.softcap is not None and hides:
         reasons.append("it caps scores only if no key is hidden and no bias added")
     if problem.softcap is not None and "logsumexp" in problem.features:
         reasons.append("its tanh is too inexact for the logsumexp of capped scores")
-    return [*reasons, *filter(None, [why_too_large(made)])]
+    return reasons
 
 
 def _reasons_against_gradients(problem: Problem) -> list[str]:

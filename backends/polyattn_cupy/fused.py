@@ -58,8 +58,11 @@ class Fused(Kernel):
         reasons = [] if missing is None else [missing]
         if problem.scale == 0:
             reasons.append("it takes no scale of 0, for which cuBLAS ignores NaN in query and key")
+        return reasons
+
+    def only_on_request(self, problem: Problem) -> str | None:
         made = math.prod(mask_shape(problem) or (0,))
-        return [*reasons, *filter(None, [why_too_large(made)])]
+        return why_too_large(made)
 
     def __call__(
         self, problem: Problem, operands: Operands, backend: Backend

@@ -113,9 +113,12 @@ class Operator(Kernel):
             reasons.append(empty)
         if problem.score_spec is not None and not problem.score_spec.is_additive:
             reasons.append("it can add to the scores, and score_mod= changes them otherwise")
-        made = _made(problem, self.opset(problem))
-        reasons += filter(None, [why_too_large(made)])
         return reasons
+
+    def only_on_request(self, problem: Problem) -> str | None:
+        """Leave calls to other kernels for which a large mask would be built."""
+        made = _made(problem, self.opset(problem))
+        return why_too_large(made)
 
     def output(self, problem: Problem, operands: Operands, output: Array, xp: Any) -> Array:
         """Return the node's output, of rank 4, as a kernel's, in the dtype of the query."""

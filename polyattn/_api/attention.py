@@ -133,7 +133,7 @@ def attention(
         A backend, ``name`` or ``name:device``, or an ordered list: the first that is installed and
         supports the call runs; no other is tried. The arrays move there and the result moves back.
         ``auto`` is the arrays' own library. By default `use_backend`, then ``POLYATTN_BACKEND``,
-        then the arrays' own library decides.
+        then the arrays' own library decides. ``+name`` allows a plugin, ``-name`` leaves one out.
     kernel : str or polyattn.plugin.Kernel, optional
         The only kernel to try: the name of one of the backend's, or a kernel object.
 

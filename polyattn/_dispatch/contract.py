@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Mapping, Set
-from typing import TypeVar
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from polyattn._base.arguments import did_you_mean
 from polyattn._core.call.features import DERIVATIVES
@@ -13,6 +14,32 @@ from polyattn.plugin import FEATURES, BackendSpec, Kernel, KernelSpec
 from polyattn.plugin.spec import API_VERSION
 
 Spec = TypeVar("Spec", BackendSpec, KernelSpec)
+
+
+@dataclass
+class Plugin(Generic[Spec]):
+    """What an entry point leads to: a spec, or the reason why there is none."""
+
+    name: str
+    distribution: str
+    spec: Spec | None = None
+    failure: str | None = None
+    allowed: bool = False  # to run unnamed
+
+    def read(self, entry: Entry, owner: str | None, kind: type[Spec]) -> None:
+        """Read the spec, unless a distribution owns the name, or the user leaves the plugin out."""
+        if owner is not None:
+            self.name = f"{entry.name} ({entry.distribution})"
+            self.failure = entry.flaw or (
+                f"its name {entry.name!r} is taken already, by {owner}: rename one, or uninstall it"
+            )
+            return
+        self.allowed, self.failure = entry.standing()
+        spec = self.failure or read_spec(entry, kind)
+        if isinstance(spec, str):
+            self.failure = spec
+        else:
+            self.spec = spec
 
 
 def read_spec(entry: Entry, kind: type[Spec]) -> Spec | str:
@@ -35,13 +62,6 @@ def read_spec(entry: Entry, kind: type[Spec]) -> Spec | str:
     if spec.name != entry.name:
         return f"its spec is named {spec.name!r} and its entry point {entry.name!r}"
     return spec
-
-
-def taken(entry: Entry, owner: str) -> str:
-    """Return the reason against an entry point whose name another distribution has."""
-    return entry.flaw or (
-        f"its name {entry.name!r} is taken already, by {owner}: rename one, or uninstall it"
-    )
 
 
 def missing(spec: BackendSpec | KernelSpec) -> str | None:

@@ -1,4 +1,4 @@
-"""Read the entry points of plugins, one distribution at a time.
+"""Read the entry points of plugins, one distribution at a time, and what the user says of them.
 
 `importlib.metadata.entry_points` raises if it cannot parse one line of one distribution, in any
 group.
@@ -6,6 +6,8 @@ group.
 
 from __future__ import annotations
 
+import os
+import re
 from importlib.metadata import (
     Distribution,
     EntryPoint,
@@ -16,6 +18,10 @@ from importlib.metadata import (
 from typing import NamedTuple
 
 BACKENDS, KERNELS = GROUPS = ("polyattn.backends", "polyattn.kernels")
+# Whose plugins run unnamed. To install those of others changes no call until they are allowed.
+OURS = ("polyattn", "polyattn-native")
+# Variables that have a meaning of their own.
+_RESERVED = ("POLYATTN_BACKEND", "POLYATTN_NATIVE_ISA", "POLYATTN_NUM_THREADS")
 
 
 class Entry(NamedTuple):
@@ -30,6 +36,25 @@ class Entry(NamedTuple):
     def load(self) -> object:
         """Import the module and return the object that the entry point names."""
         return EntryPoint(self.name, self.value, self.group).load()
+
+    def standing(self) -> tuple[bool, str | None]:
+        """Return whether the plugin may run unnamed, and the reason if it is left out."""
+        variable = variable_of(self.name)
+        if variable in _RESERVED:
+            return False, f"{variable} would leave it out, and means something else: rename it"
+        value = os.environ.get(variable, "")
+        if value not in ("", "0", "1"):
+            raise ValueError(
+                f"{variable} must be 0, which leaves out {self.name}, or 1, which lets it run"
+                f" unnamed, or not be set; it is {value!r}"
+            )
+        reason = f"{variable}=0 leaves it out" if value == "0" else None
+        return self.distribution in OURS or value == "1", reason
+
+
+def variable_of(name: str) -> str:
+    """Return the environment variable that leaves out a plugin, or allows it."""
+    return "POLYATTN_" + re.sub(r"\W", "_", name).upper()
 
 
 def entries() -> list[Entry]:

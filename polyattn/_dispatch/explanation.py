@@ -20,11 +20,21 @@ class Candidate:
     backend: str  # with its device if one was requested
     kernel: str | None  # None if the backend was refused before its kernels were examined
     # "chosen"; "next" if it could run but another comes first; "on request" if it runs only when
-    # kernel= names it; "refused"; or "unavailable" if the backend cannot be loaded here.
+    # kernel= names it; "not allowed" if it is of another distribution, and nobody allowed it;
+    # "refused"; or "unavailable" if the backend cannot be loaded here.
     status: str
-    reasons: tuple[str, ...] = ()  # why it was refused, or runs only on request
+    reasons: tuple[str, ...] = ()  # why it cannot run, or may not
+    on_request: str | None = None  # why another kernel is better, although this one can run
     remark: str | None = None  # the kernel's note about how it would run
     origin: str | None = None  # the distribution that it comes from, if not its backend's own
+
+    @property
+    def text(self) -> str:
+        """The reasons against it, why another is better, and the remark."""
+        slower = self.on_request
+        if slower and self.status != "on request":
+            slower = f"only on request: {slower}"
+        return "; ".join(filter(None, (*self.reasons, slower, self.remark)))
 
     @property
     def title(self) -> str:
@@ -128,11 +138,6 @@ class Explanation:
 
     def _cells(self) -> list[tuple[str, ...]]:
         return [
-            (
-                c.backend,
-                c.title,
-                "CHOSEN" if c.status == "chosen" else c.status,
-                "; ".join(c.reasons) or c.remark or "",
-            )
+            (c.backend, c.title, "CHOSEN" if c.status == "chosen" else c.status, c.text)
             for c in self.candidates
         ]

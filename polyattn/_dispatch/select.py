@@ -23,7 +23,7 @@ from polyattn._dispatch.explanation import Candidate, Explanation
 from polyattn._dispatch.placement import Placement, Refusal, check_one_place, find_placement
 from polyattn._dispatch.plan import Plan, reasons_against
 from polyattn._dispatch.request import AUTO, Names, Request, check_known
-from polyattn.plugin import Backend, Kernel
+from polyattn.plugin import Backend, Kernel, undeclared
 
 
 def select(
@@ -46,6 +46,7 @@ def explain_selection(
 ) -> Explanation:
     """Return the decision with all candidates; `xp` is None if only shapes are known."""
     _, candidates = _try_candidates(call, problem, requested, kernel, xp, all_candidates=True)
+    candidates.sort(key=lambda candidate: candidate.status == "not allowed")
     return Explanation(call, problem, str(requested), tuple(candidates))
 
 
@@ -92,7 +93,7 @@ def _error(
     kind = BackendUnavailableError if explanation.unavailable else UnsupportedError
     subject = f"kernel={kernel.name if isinstance(kernel, Kernel) else kernel!r} cannot"
     if kernel is None:
-        subject = f"no backend {'that was asked for' if requested.names else 'here'} can"
+        subject = f"no backend {'that was asked for' if requested.backends else 'here'} can"
     # Line by line, since torch.compile cannot trace the text of a value inside a string.
     error = kind("\n".join([f"{subject} take this call", *explanation.lines()]))
     error.explanation = explanation
@@ -114,8 +115,13 @@ def _try_candidates(
         check_one_place(call)
     plan: Plan | None = None
     candidates: list[Candidate] = []
-    for name, is_fallback in _expanded(requested.names or (AUTO,), problem.library):
+    for name, is_fallback in _expanded(requested.backends or (AUTO,), problem.library):
         if is_fallback and plan is not None:
+            continue
+        stem = name.partition(":")[0]
+        allowed = name in requested.backends or registry.is_allowed(stem)
+        if (held := requested.against(stem, stem, allowed)) is not None:
+            candidates.append(Candidate(name, None, held[0], held[1:]))
             continue
         placement = find_placement(call, problem, name, xp)
         if isinstance(placement, Refusal):
@@ -125,19 +131,25 @@ def _try_candidates(
             candidates.append(Candidate(name, None, "refused", (_NO_DERIVATIVE,)))
             continue
         kernels = _matching(placement.kernels, requested_kernel)
-        absent = _absent(name, requested_kernel)
+        origins = {k.name: extensions.plugin_of(stem, k.name) for k in placement.kernels}
+        against = {one: requested.against(one, *plugin) for one, plugin in origins.items()}
+        unnamed = tuple([k for k in placement.kernels if against[k.name] is None])
+        absent = _absent(name, requested_kernel, requested)
         candidates += absent
         for kernel in kernels:
             problem_of_kernel = _for_kernel(kernel, placement.problem)
+            held = against.get(kernel.name)
             candidate = _judge(
-                name, kernel, problem_of_kernel, requested_kernel is not None, plan is not None
+                name, kernel, problem_of_kernel, held, requested_kernel, all_candidates
             )
             if all_candidates:
+                if plan is not None and candidate.status == "chosen":
+                    candidate = replace(candidate, status="next")
                 copies = problem_of_kernel is not placement.problem
                 candidate = _described(candidate, kernel, problem_of_kernel, copies)
             candidates.append(candidate)
             if candidate.status == "chosen":
-                chosen = placement._replace(problem=problem_of_kernel)
+                chosen = placement._replace(problem=problem_of_kernel, kernels=unnamed)
                 plan = Plan(kernel, chosen, call.query.device, set())
                 if not all_candidates:
                     return plan, candidates
@@ -165,12 +177,15 @@ def _lacks_derivative(call: Call, problem: Problem, placement: Placement) -> boo
     return not differentiates and (isinstance(score, str) or not given)
 
 
-def _absent(name: str, requested: str | Kernel | None) -> list[Candidate]:
+def _absent(name: str, kernel: str | Kernel | None, requested: Request) -> list[Candidate]:
     """Return the kernels of other distributions that are for a backend and did not join it."""
-    if isinstance(requested, Kernel) or name == registry.ARRAY_API:  # which none can join
+    if isinstance(kernel, Kernel) or name == registry.ARRAY_API:  # which none can join
         return []
-    absent = extensions.absent(name.partition(":")[0], requested)
-    return [Candidate(name, kernel, "unavailable", (reason,)) for kernel, reason in absent]
+    return [
+        Candidate(name, one, "not allowed" if held and not kernel else "unavailable", (reason,))
+        for one, is_allowed, reason in extensions.absent(name.partition(":")[0], kernel)
+        for held in [requested.against(one, one, is_allowed)]
+    ]
 
 
 def _described(
@@ -218,12 +233,15 @@ def _for_kernel(kernel: Kernel, problem: Problem) -> Problem:
 
 
 def _judge(
-    backend: str, kernel: Kernel, problem: Problem, is_requested: bool, has_plan: bool
-) -> Candidate:
+    backend: str, kernel: Kernel, problem: Problem, held: tuple[str, str] | None,
+    requested: str | Kernel | None, explains: bool,
+) -> Candidate:  # fmt: skip
+    if held and (requested is None or (held[0] == "refused" and requested == kernel.name)):
+        return Candidate(backend, kernel.name, held[0], held[1:])
     reasons = reasons_against(kernel, problem)
-    if reasons:
-        return Candidate(backend, kernel.name, "refused", tuple(reasons))
-    condition = None if is_requested else kernel.only_on_request(problem)
-    if condition is not None:
-        return Candidate(backend, kernel.name, "on request", (condition,))
-    return Candidate(backend, kernel.name, "next" if has_plan else "chosen")
+    # Whether another is better is asked where it decides, and for `explain` where it can be told.
+    unknown = undeclared(kernel, problem.features) or (reasons and problem.is_symbolic)
+    asks = not unknown if explains else not (reasons or requested)
+    slower = kernel.only_on_request(problem) if asks else None
+    status = "refused" if reasons else "chosen" if requested or not slower else "on request"
+    return Candidate(backend, kernel.name, status, tuple(reasons), slower)

@@ -79,12 +79,15 @@ class Kernel:
     def reasons_against(self, problem: Problem) -> list[str]:
         """Return the reasons why the kernel cannot compute a problem whose features it declares.
 
-        Each is a clause about the kernel.
+        Each is a clause about the kernel. That another is faster is for `only_on_request`.
         """
         return []
 
     def only_on_request(self, problem: Problem) -> str | None:
-        """Return why the kernel runs only if ``kernel=`` names it; None if it need not be named."""
+        """Return why another kernel is better, so that this one runs only if ``kernel=`` names it.
+
+        None if it need not be named. `explain` asks it beside `reasons_against`.
+        """
         return None
 
     def reads_quantized(self, problem: Problem) -> bool:

@@ -86,7 +86,8 @@ class KernelSpec:
     Parameters
     ----------
     name : str
-        Its name. ``POLYATTN_<NAME>=0`` in the environment leaves the kernels out.
+        Its name. In the environment, ``POLYATTN_<NAME>=1`` allows the kernels to run unnamed, and 0
+        leaves them out.
     kernels : mapping of str to str or tuple of str
         For each backend, by name, the import path of a `Kernel` subclass, ``"module:Class"``,
         called without arguments when the backend is loaded; or those of several, best first.

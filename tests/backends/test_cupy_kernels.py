@@ -355,8 +355,6 @@ REFUSED = {
         ("it caps scores only", SHAPES, {"softcap": 2.0, "is_causal": True}),
         ("caps scores only", SHAPES, {"softcap": 2.0, "mask": (100, 300)}),
         ("its tanh is too inexact", SHAPES, {"softcap": 2.0, "logsumexp": True}),
-        ("a mask of 67,174,400 elements, above 67,108,864", *TOO_LARGE),
-        ("a mask of 67,174,400 elements, above 67,108,864", LARGE, {"mask": BY_ROW}),
         ("sinks", SHAPES, {"sinks": (8,)}),
         ("dropout", SHAPES, {"dropout": (0.5, 1)}),
         ("score_mod", SHAPES, {"score_mod": lambda s, *_: s}),
@@ -364,8 +362,15 @@ REFUSED = {
     "fused": [
         ("it takes no empty arrays", EMPTY, {}),
         ("it takes no scale of 0", FEW, {"scale": 0.0}),
-        ("a mask of 67,174,400 elements, above 67,108,864", LARGE, {"mask": BY_ROW}),
     ],
+}
+MADE = "it would need a mask of 67,174,400 elements, above 67,108,864"
+ON_REQUEST = {
+    "cudnn": [
+        (MADE, *TOO_LARGE),
+        (MADE, LARGE, {"mask": BY_ROW}),
+    ],
+    "fused": [(MADE, LARGE, {"mask": BY_ROW})],
 }
 GRADIENTS_REFUSED = {
     "cudnn": [
@@ -391,6 +396,16 @@ def test_refusals(kernel, reason, shapes, options):
     facts = {"library": "numpy", "device": "cpu", "dtype": "float16"} | options
     (candidate,) = explain(*shapes, backend="host", kernel=kernel, **facts).candidates
     assert reason in " ".join(candidate.reasons)
+
+
+@pytest.mark.parametrize(("kernel", "reason", "shapes", "options"), of_both(ON_REQUEST))
+@pytest.mark.usefixtures("ran")
+def test_what_they_make_is_of_any_size_if_they_are_named(kernel, reason, shapes, options):
+    facts = {"library": "numpy", "device": "cpu", "dtype": "float16", "backend": "host"} | options
+    (named,) = explain(*shapes, kernel=kernel, **facts).candidates
+    assert (named.status, named.reasons, named.on_request) == ("chosen", (), reason)
+    (unnamed,) = (c for c in explain(*shapes, **facts).candidates if c.kernel == kernel)
+    assert (unnamed.status, unnamed.on_request) == ("on request", reason)
 
 
 @pytest.mark.parametrize(("kernel", "reason", "shapes", "options"), of_both(GRADIENTS_REFUSED))

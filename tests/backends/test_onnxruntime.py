@@ -140,6 +140,8 @@ def test_a_made_mask_counts_heads_and_items_that_differ(monkeypatch, options, el
         monkeypatch.setattr("polyattn._core.tiles.visibility.LARGEST_MADE", largest)
         explanation = explain(shape, shape, shape, backend="onnxruntime", **options)
         assert explanation.chosen.kernel == ("node" if largest == elements else "dense")
+        named = explain(shape, shape, shape, backend="onnxruntime", kernel="node", **options)
+        assert (named.chosen.on_request is None) == (largest == elements)
 
 
 @pytest.mark.parametrize("dtype", [">f2", ">f4", ">f8"])

@@ -11,6 +11,8 @@ from optional import torch
 
 import polyattn
 from polyattn import attention, attention_backward, explain
+from polyattn._api.run import planned_call
+from polyattn._core.call.describe import describe
 from polyattn._dispatch import entries, extensions, registry
 from polyattn.bench import machine
 from polyattn.bench.contender import contenders
@@ -75,13 +77,16 @@ class Exits(Fast):
 
 
 @pytest.fixture
-def give(install, tmp_path):
-    """Return a function that installs kernels by the text of their spec."""
+def give(install, tmp_path, monkeypatch):
+    """Return a function that installs kernels by the text of their spec, and allows them."""
     (tmp_path / "fast_kernels.py").write_text(KERNELS)
 
-    def give(spec=SPEC, lines=None, distribution="speedy"):
+    def give(spec=SPEC, lines=None, distribution="speedy", allowed=True):
         (tmp_path / f"{distribution}.py").write_text(spec)
         lines = lines or [f"fast = {distribution}:SPEC"]
+        for name in [line.partition(" =")[0].upper() for line in lines if allowed]:
+            if name not in ("BACKEND", "NUM-THREADS"):
+                monkeypatch.setenv(f"POLYATTN_{name}", "1")
         install(distribution, lines, "Name: {}\nVersion: 1.0", entries.KERNELS)
 
     give.folder = tmp_path
@@ -249,7 +254,7 @@ def test_kernels_that_cannot_join_affect_nothing_else(give, text, reason, monkey
 def test_a_place_among_the_array_api_kernels_is_before_all_of_them(give):
     give(spec({"torch": "fast_kernels:Fast"}, before={"torch": "dense"}))
     assert names("torch") == ["paged", "sdpa", "flex", "tiled", "dense"]
-    ((_, reason),) = extensions.absent("torch", "fast")
+    ((_, _, reason),) = extensions.absent("torch", "fast")
     assert reason == "torch has no place before 'dense': name one of paged, sdpa, flex, tiled"
 
 
@@ -308,20 +313,13 @@ def test_the_environment_leaves_kernels_out(give, monkeypatch):
         attention(X, X, X, kernel="fast")
 
 
-@pytest.mark.parametrize("value", ["", "1"])
-def test_the_environment_may_ask_for_kernels(give, monkeypatch, value):
-    give()
-    monkeypatch.setenv("POLYATTN_FAST", value)
-    assert names()[0] == "fast"
-
-
 def test_a_wrong_value_in_the_environment_is_refused_until_it_is_corrected(give, monkeypatch):
     give()
     monkeypatch.setenv("POLYATTN_FAST", "no")
     for _ in range(2):
         with pytest.raises(ValueError, match=r"POLYATTN_FAST must be 0, .* or 1, .*; it is 'no'"):
             attention(X, X, X)
-    monkeypatch.delenv("POLYATTN_FAST")
+    monkeypatch.setenv("POLYATTN_FAST", "1")
     assert (attention(X, X, X) == 7).all()
 
 
@@ -330,6 +328,141 @@ def test_a_name_whose_variable_means_something_else_is_refused(give, monkeypatch
     give(spec({"numpy": "fast_kernels:Fast"}, name=name), [f"{name} = speedy:SPEC"])
     monkeypatch.setenv("POLYATTN_BACKEND", "numpy")
     assert reasons()[f"kernels {name}"].endswith("means something else: rename it")
+
+
+# ---- what runs unnamed -------------------------------------------------------------------------
+
+
+def left_out(name):
+    return pytest.raises(polyattn.UnsupportedError, match=f"'-{name}' leaves it out")
+
+
+def test_what_others_install_runs_once_it_is_named_or_allowed(give, monkeypatch):
+    give(allowed=False)
+    usual = attention(X, X, X, kernel="small")
+    assert (attention(X, X, X) == usual).all()
+    *_, last = explain(X, X, X).candidates
+    assert (last.kernel, last.origin, last.status) == ("fast", "speedy", "not allowed")
+    assert "POLYATTN_FAST=1 or backend='+fast' allows it" in str(explain(X, X, X))
+    assert (attention(X, X, X, kernel="fast") == 7).all()
+    assert (attention(X, X, X, backend="+fast") == 7).all()
+    assert (attention(X, X, X, backend="numpy,+fast") == 7).all()
+    with polyattn.use_backend("+fast"):
+        assert (attention(X, X, X) == 7).all()
+    monkeypatch.setenv("POLYATTN_BACKEND", "+fast")
+    assert (attention(X, X, X) == 7).all()
+    assert (attention(X, X, X, backend="auto") == usual).all()
+
+
+def test_what_is_not_allowed_is_asked_nothing(give):
+    asks = KERNELS.replace(
+        '["it takes one batch axis"] if len(problem.batch) != 1 else []', "1 / 0"
+    )
+    give(allowed=False)
+    (give.folder / "fast_kernels.py").write_text(asks)
+    assert explain(X, X, X).chosen.kernel == "small"
+    with pytest.raises(ZeroDivisionError):
+        explain(X, X, X, backend="+fast")
+
+
+def test_what_is_not_allowed_differentiates_nothing(give):
+    second = KERNELS.replace(
+        'name = "second"', 'name = "second"\n    differentiates = {"jvp": None}'
+    )
+    jvp = second.replace("None}", 'frozenset({"causal"})}')
+    give(spec({"numpy": "fast_kernels:Second"}), allowed=False)
+    (give.folder / "fast_kernels.py").write_text(jvp)
+    plan = planned_call(*describe(X, X, X), None, None).plan
+    assert "second" in names()
+    assert plan.with_feature("jvp").kernel.name == "dense"
+
+
+def test_what_is_broken_and_not_allowed_is_no_news_of_a_call(give):
+    give(spec({"numpy": "no_such_module:Fast"}), allowed=False)
+    attention(X, X, X)  # a warning would be an error
+    *_, last = explain(X, X, X).candidates
+    assert (last.kernel, last.status) == ("fast", "not allowed")
+    assert "cannot be loaded: ModuleNotFoundError" in last.text
+
+
+def test_polyattn_native_is_ours(give, install):
+    (give.folder / "ours.py").write_text(SPEC)
+    install("polyattn_native", ["fast = ours:SPEC"], "Name: polyattn-native", entries.KERNELS)
+    assert (attention(X, X, X) == 7).all()
+
+
+def test_the_list_says_how_to_allow_what_is_not(give):
+    give(allowed=False)
+    (row,) = (info for info in polyattn.list_backends() if info.name == "numpy")
+    assert row.waiting == (
+        "fast: it is not polyattn's, and runs if it is named: POLYATTN_FAST=1 or backend='+fast'"
+        " allows it",
+    )
+    assert row.waiting[0] in " ".join(str(polyattn.list_backends()).split())
+
+
+@pytest.mark.parametrize(
+    ("sign", "chosen"),
+    [
+        ("-fast", ("numpy", "small")),
+        ("-fast,-small", ("numpy", "dense")),
+        ("-numpy", ("array-api", "dense")),
+    ],
+)
+def test_a_name_with_a_minus_is_left_out(give, sign, chosen):
+    give()
+    with polyattn.use_backend(sign):
+        explanation = explain(X, X, X)
+        attention(X, X, X)
+    assert (explanation.chosen.backend, explanation.chosen.kernel) == chosen
+    assert f"'{sign[:5]}" in str(explanation)
+    assert "leaves it out" in str(explanation)
+
+
+def test_what_is_left_out_does_not_run_by_its_name(give):
+    give()
+    with left_out("fast"):
+        attention(X, X, X, kernel="fast", backend="-fast")
+    with left_out("small"):
+        attention(X, X, X, kernel="small", backend="-small")
+    with left_out("numpy"):
+        attention(X, X, X, backend="numpy,-numpy")
+    own = next(k for k in registry.kernels_of(registry.loaded("numpy")) if k.name == "fast")
+    assert (attention(X, X, X, kernel=own, backend="-fast") == 7).all()
+
+
+@pytest.mark.parametrize(
+    ("signs", "message"),
+    [
+        ("+fats", "no plugin or kernel is named as in '\\+fats'; did you mean 'fast'"),
+        ("-smal", "no plugin or kernel is named as in '-smal'; did you mean 'small'"),
+        ("numpy,+", "a backend's name is missing"),
+    ],
+)
+def test_a_sign_of_nothing_is_refused(give, signs, message):
+    give(allowed=False)
+    with pytest.raises(ValueError, match=message):
+        attention(X, X, X, backend=signs)
+
+
+@pytest.mark.parametrize("tool", [Target, lambda name: list(contenders(name))])
+def test_a_tool_for_a_backend_takes_no_sign(give, tool):
+    give()
+    with pytest.raises(ValueError, match="name"):
+        tool("+fast")
+
+
+def test_what_a_kernel_cannot_do_and_where_another_is_better_are_shown_both(give):
+    give()
+    rank_5 = X[None]
+    refused = explain(rank_5, rank_5, rank_5, is_causal=True).candidates[0]
+    assert refused.reasons == ("it takes one batch axis",)
+    assert refused.on_request == "it is wrong where it masks"
+    assert refused.text == "it takes one batch axis; only on request: it is wrong where it masks"
+    named = explain(X, X, X, is_causal=True, kernel="fast").chosen
+    assert named.text == "only on request: it is wrong where it masks; it is all sevens"
+    undeclared = explain(X, X, X, is_causal=True, softcap=2.0).candidates[0]
+    assert (undeclared.status, undeclared.on_request) == ("refused", None)
 
 
 OTHER = """
@@ -391,3 +524,16 @@ def test_a_compiled_call_has_it(give):
     tensor = torch.from_numpy(X)
     compiled = torch.compile(lambda x: attention(x, x, x), backend="eager", fullgraph=True)
     assert (compiled(tensor) == 7).all()
+
+
+@pytest.mark.slow
+def test_a_compiled_call_has_what_it_allows(give):
+    give(spec({"torch": "fast_kernels:Fast"}), allowed=False)
+    tensor = torch.from_numpy(X)
+    for backend, sevens in ((None, False), ("+fast", True), ("torch,+fast,-sdpa", True)):
+        call = torch.compile(
+            lambda x, backend=backend: attention(x, x, x, backend=backend),
+            backend="eager",
+            fullgraph=True,
+        )
+        assert bool((call(tensor) == 7).all()) == sevens

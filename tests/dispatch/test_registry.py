@@ -73,7 +73,8 @@ SPEC = BackendSpec(
 
 @pytest.fixture
 def acme(monkeypatch, plugins):
-    """Register the plugin for the length of a test, and return its backend."""
+    """Register the plugin for the length of a test, allow it, and return its backend."""
+    monkeypatch.setenv("POLYATTN_ACME", "1")
     monkeypatch.setitem(sys.modules, "acme", types.SimpleNamespace(AcmeBackend=AcmeBackend))
     plugins(acme=SPEC)
     assert "acme" in registry.names()
@@ -91,6 +92,23 @@ def test_it_serves_its_library_by_default(acme):
     assert chosen(x, x, x) == ("acme", "plain")
     np.testing.assert_allclose(np.asarray(attention(x, x, x)), attention(X, X, X), atol=1e-6)
     assert acme.ran
+
+
+def test_the_core_serves_its_library_until_it_is_allowed(acme, monkeypatch, plugins):
+    monkeypatch.delenv("POLYATTN_ACME")
+    plugins(acme=SPEC)
+    x = strict(X)
+    assert chosen(x, x, x) == ("array-api", "dense")
+    *_, last = explain(x, x, x).candidates
+    assert (last.backend, last.status) == ("acme", "not allowed")
+    assert "POLYATTN_ACME=1 or backend='+acme' allows it" in last.reasons[0]
+    for backend in ("acme", "+acme", "auto,+acme"):
+        assert chosen(x, x, x, backend=backend) == ("acme", "plain")
+    assert "POLYATTN_ACME=1" in str(polyattn.list_backends())
+    monkeypatch.setenv("POLYATTN_ACME", "0")
+    plugins(acme=SPEC)
+    with pytest.raises(polyattn.BackendUnavailableError, match="POLYATTN_ACME=0 leaves it out"):
+        attention(x, x, x, backend="acme")
 
 
 @pytest.mark.parametrize(
@@ -248,6 +266,7 @@ def test_a_backend_whose_namespaces_match_no_arrays_is_not_available(named, monk
 
 def test_a_backend_that_cannot_be_loaded_is_named_in_one_warning(monkeypatch, plugins):
     monkeypatch.setitem(sys.modules, "acme", types.SimpleNamespace())
+    monkeypatch.setenv("POLYATTN_ACME", "1")
     monkeypatch.setattr("polyattn._dispatch.registry._warned", set())
     plugins(acme=SPEC)
     x, reason = strict(X), "it cannot be loaded: AttributeError: .*AcmeBackend"

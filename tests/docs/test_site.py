@@ -367,7 +367,10 @@ def test_the_example_is_a_backend_like_any_other(plugin):
     assert re.search(r"einsum +dense +CHOSEN", done.stdout)
     long = ("--shape", "1,1,1,64", "--key-shape", "1,1,5000,64")
     done = plugin("-m", "polyattn", "explain", *long, "--backend", "einsum")
-    assert "5,000 keys are too many" in done.stdout
+    assert re.search(r"einsum +einsum +on request .*5,000 keys are too many", done.stdout)
+    done = plugin("-m", "polyattn", "explain", *long, "--backend", "einsum", "--kernel", "einsum")
+    shown = re.search(r"```text\n(  einsum .*?)```", WRITING, re.DOTALL)[1]
+    assert shown.strip() in done.stdout
 
 
 @pytest.fixture
@@ -390,7 +393,13 @@ def with_short(tmp_path):
         return subprocess.run(
             [sys.executable, "-c", code],
             cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1", **variables},
+            env={
+                **os.environ,
+                "PYTHONPATH": str(tmp_path),
+                "OMP_NUM_THREADS": "1",
+                "POLYATTN_SHORT": "1",
+                **variables,
+            },
             capture_output=True,
             text=True,
             timeout=120,
@@ -403,8 +412,11 @@ def test_the_kernel_for_another_backend_runs_where_the_page_says(with_short):
     step = ("explain", "--shape", "1,8,1,64", "--key-shape", "1,8,500,64")
     out = with_short(step, ("explain", "--shape", "1,8,100,64")).stdout
     assert re.search(r"numpy +short \(polyattn-short\) +CHOSEN", out)
-    assert re.search(r"numpy +short .* refused +it holds all scores of a head, and 10,000", out)
+    assert re.search(r"numpy +short .* on request +it holds all scores of a head, and 10,000", out)
     assert "short" not in with_short(step, POLYATTN_SHORT="0").stdout
+    assert re.search(
+        r"small +CHOSEN(.|\n)*short .* not allowed", with_short(step, POLYATTN_SHORT="").stdout
+    )
 
 
 @pytest.mark.slow
