@@ -17,7 +17,6 @@ from polyattn.plugin import (
     Problem,
     Span,
     band,
-    length_of,
     made_shape,
     may_have_empty_rows,
     one_batch_axis,
@@ -25,6 +24,7 @@ from polyattn.plugin import (
     visible_keys,
     with_rank,
 )
+from polyattn.plugin.internal import length_of
 
 #: The opsets of the oldest and the newest version of the operator.
 FIRST, LAST = 23, 25

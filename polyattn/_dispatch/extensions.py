@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from polyattn._base.arguments import did_you_mean
 from polyattn._base.settings import reader_of
 from polyattn._base.tracing import constant_when_traced
-from polyattn._dispatch.contract import flaw_of, missing, read_spec, taken
+from polyattn._dispatch.contract import flaw_of, read_spec, taken, unusable
 from polyattn._dispatch.entries import Entry
 from polyattn.plugin import Backend, Kernel, KernelSpec
 
@@ -86,7 +86,7 @@ def join(name: str, backend: Backend, closing: Sequence[str]) -> None:
         if spec is None or name not in spec.kernels:
             continue
         try:
-            reason = missing(spec) or _misplaced(spec, name, places)
+            reason = unusable(spec, extension.distribution) or _misplaced(spec, name, places)
             kernels = () if reason else spec.load(name)
             names = [kernel.name for kernel in backend.kernels]
             reason = reason or flaw_of(kernels) or _clash(kernels, (*names, *closing))

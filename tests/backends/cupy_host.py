@@ -103,7 +103,7 @@ class _Entry:
     name, value, distribution, flaw, group = "host", "here:SPEC", "here", None, entries.BACKENDS
 
     def load(self):
-        return BackendSpec("host", ("host",), "here:HostBackend", (), "", devices=("cuda",))
+        return BackendSpec("host", ("host",), "here:HostBackend", (), "", 3, devices=("cuda",))
 
 
 def register(monkeypatch, kernel):

@@ -16,12 +16,13 @@ from polyattn.bench import machine
 from polyattn.bench.contender import contenders
 from polyattn.conformance import CASES, Target
 from polyattn.conformance.report import run
+from polyattn.plugin import CONTRACT_VERSION
 
 RNG = np.random.default_rng(0)
 X = RNG.standard_normal((2, 4, 5, 8), dtype=np.float32)
 SPEC = """
 from polyattn.plugin import KernelSpec
-SPEC = KernelSpec("fast", {"numpy": "fast_kernels:Fast"}, (), "pip install fast")
+SPEC = KernelSpec("fast", {"numpy": "fast_kernels:Fast"}, (), "pip install fast", 3)
 """
 KERNELS = """
 import numpy as np
@@ -86,11 +87,12 @@ def give(install, tmp_path):
     return give
 
 
-def spec(kernels, name="fast", requires=(), **more):
+def spec(kernels, name="fast", requires=(), version=CONTRACT_VERSION, **more):
     """Return the text of a module with this spec."""
     return (
         "from polyattn.plugin import KernelSpec\n"
-        f"SPEC = KernelSpec({name!r}, {kernels!r}, {requires!r}, 'pip install fast', **{more!r})"
+        f"SPEC = KernelSpec({name!r}, {kernels!r}, {requires!r}, 'pip install fast', {version!r},"
+        f" **{more!r})"
     )
 
 
@@ -182,7 +184,12 @@ def test_they_follow_the_kernels_that_a_backend_has_for_a_while(give, monkeypatc
         ("raise SystemExit(3)", "its plugin cannot be imported: SystemExit: 3"),
         ("SPEC = 3", "its entry point speedy:SPEC is not a KernelSpec"),
         (spec({}, name="slow"), "its spec is named 'slow' and its entry point 'fast'"),
-        (spec({}, api_version=1), "it was written for version 1 of the plugin contract"),
+        (spec({}, version="3"), "TypeError: contract_version must be a number, such as 3; got '3'"),
+        (spec({}, colour="red"), "'colour'; this polyattn has version 3 of the plugin contract"),
+        (
+            "from polyattn.plugin import KernelSpec\nSPEC = KernelSpec('fast', {}, (), '')",
+            "'contract_version'; this polyattn has version 3 of the plugin contract",
+        ),
         (spec([]), "TypeError: kernels must map backends, by name; got []"),
         (spec({}, before="small"), "TypeError: before must map backends, by name; got 'small'"),
         (spec({}, requires="numpy"), "TypeError: requires must be a tuple of strings; got 'numpy'"),
@@ -215,6 +222,16 @@ def test_a_spec_that_is_broken_affects_nothing_else(give, text, reason):
         (
             spec({"numpy": "fast_kernels:Fast"}, requires=("no_such_library", "numpy")),
             "no_such_library is not installed: pip install fast",
+        ),
+        (
+            spec({"numpy": "fast_kernels:Fast"}, version=2),
+            "it was written for version 2, and this polyattn has version 3 of the plugin contract:"
+            " upgrade speedy",
+        ),
+        (
+            spec({"numpy": "fast_kernels:Fast"}, version=4),
+            "it was written for version 4, and this polyattn has version 3 of the plugin contract:"
+            " upgrade polyattn",
         ),
         (
             spec({"numpy": "fast_kernels:Fast"}, before={"numpy": "smal"}),
@@ -329,7 +346,7 @@ def test_a_name_whose_variable_means_something_else_is_refused(give, monkeypatch
 
 OTHER = """
 from polyattn.plugin import Backend, BackendSpec
-SPEC = BackendSpec("other", ("array_api_strict",), "other:Other", (), "")
+SPEC = BackendSpec("other", ("array_api_strict",), "other:Other", (), "", 3)
 
 class Other(Backend):
     def __init__(self):

@@ -292,6 +292,9 @@ def test_an_error_while_running_is_not_retried_elsewhere(monkeypatch):
 # ---- plugins that are missing or broken ----
 
 
+VERSION = "this polyattn has version 3 of the plugin contract"
+
+
 def _spec(name="acme", **changes):
     facts = {
         "name": name,
@@ -299,6 +302,7 @@ def _spec(name="acme", **changes):
         "implementation": "no_such_module:Backend",
         "requires": (),
         "install": "pip install acme",
+        "contract_version": 3,
     }
     return polyattn.plugin.BackendSpec(**{**facts, **changes})
 
@@ -311,7 +315,8 @@ def _spec(name="acme", **changes):
             "no_such_library is not installed: pip install acme",
         ),
         (_spec(), "it cannot be loaded: ModuleNotFoundError"),
-        (_spec(api_version=1), "version 1 of the plugin contract"),
+        (_spec(contract_version=2), f"for version 2, and {VERSION}: upgrade acme"),
+        (_spec(contract_version=4), f"for version 4, and {VERSION}: upgrade polyattn"),
         (_spec(name="emca"), "named 'emca'"),
         (ImportError("broken"), "its plugin cannot be imported: ImportError: broken"),
         (SystemExit(3), "its plugin cannot be imported: SystemExit: 3"),
@@ -334,12 +339,15 @@ def test_a_missing_module_is_not_installed():
     assert not any(map(contract.is_installed, ("no_such_library", "no_such.library", "")))
 
 
-def test_the_core_serves_the_library_of_a_broken_plugin(plugins):
-    plugins(acme=_spec())
+@pytest.mark.parametrize(
+    ("changes", "reason"), [({}, "cannot be loaded"), ({"contract_version": 2}, VERSION)]
+)
+def test_the_core_serves_the_library_of_a_broken_plugin(plugins, changes, reason):
+    plugins(acme=_spec(**changes))
     strict = array_api_strict.asarray(X)
     explanation = explain(strict, strict, strict)
     assert explanation.chosen.backend == "array-api"
-    assert "cannot be loaded" in str(explanation)
+    assert reason in str(explanation)
 
 
 def test_other_plugins_cannot_replace_ours(plugins):
