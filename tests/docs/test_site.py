@@ -334,14 +334,6 @@ def plugin(tmp_path_factory):
     return run
 
 
-@pytest.mark.slow
-def test_the_example_passes_the_suite(plugin):
-    pytest_quietly = ("-m", "pytest", "-q", "-p", "no:cacheprovider")
-    done = plugin(*pytest_quietly, PLUGIN / "tests" / "test_conformance.py", "-k", "not tiled")
-    assert done.returncode == 0, done.stdout[-3000:]
-    assert re.search(r"\d{3,} passed", done.stdout), done.stdout
-
-
 def test_the_function_of_the_page_is_told_what_the_page_shows():
     code, shown = re.search(
         r"```python\n(import numpy as np\n\n\ndef attend.*?)```.*?mine:attend --quick\n(.*?)```",
