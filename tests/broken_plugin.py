@@ -4,7 +4,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from polyattn.plugin import Backend, BackendSpec, Kernel
+from polyattn.plugin import CONTRACT_VERSION, Backend, BackendSpec, Kernel
 from polyattn.plugin.dense import Dense
 
 
@@ -326,6 +326,6 @@ SPEC = BackendSpec(
     implementation="broken_plugin:BrokenBackend",
     requires=("decimal",),
     install="pip install broken",
-    contract_version=3,
+    contract_version=CONTRACT_VERSION,
     dtypes=("float16", "float32", "float64"),
 )

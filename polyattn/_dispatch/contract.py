@@ -25,8 +25,9 @@ def read_spec(entry: Entry, kind: type[Spec]) -> Spec | str:
         raise
     except BaseException as error:  # SystemExit, or a panic of an extension module in Rust
         reason = f"its plugin cannot be imported: {type(error).__name__}: {error}"
-        is_of_spec = isinstance(error, TypeError) and f"{kind.__name__}.__init__()" in str(error)
-        return f"{reason}; {_VERSION}" if is_of_spec else reason  # a field of another version
+        # A field of the spec, or a name, that another version has.
+        of_contract = any(x in reason for x in (f"{kind.__name__}.__init__()", "polyattn.plugin"))
+        return f"{reason}; {_VERSION}" if of_contract else reason
     if not isinstance(spec, kind):
         return f"its entry point {entry.value} is not a {kind.__name__}"
     if spec.name != entry.name:

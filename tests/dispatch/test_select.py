@@ -292,7 +292,8 @@ def test_an_error_while_running_is_not_retried_elsewhere(monkeypatch):
 # ---- plugins that are missing or broken ----
 
 
-VERSION = "this polyattn has version 3 of the plugin contract"
+CONTRACT = polyattn.plugin.CONTRACT_VERSION
+VERSION = f"this polyattn has version {CONTRACT} of the plugin contract"
 
 
 def _spec(name="acme", **changes):
@@ -302,7 +303,7 @@ def _spec(name="acme", **changes):
         "implementation": "no_such_module:Backend",
         "requires": (),
         "install": "pip install acme",
-        "contract_version": 3,
+        "contract_version": CONTRACT,
     }
     return polyattn.plugin.BackendSpec(**{**facts, **changes})
 
@@ -315,8 +316,14 @@ def _spec(name="acme", **changes):
             "no_such_library is not installed: pip install acme",
         ),
         (_spec(), "it cannot be loaded: ModuleNotFoundError"),
-        (_spec(contract_version=2), f"for version 2, and {VERSION}: upgrade acme"),
-        (_spec(contract_version=4), f"for version 4, and {VERSION}: upgrade polyattn"),
+        (
+            _spec(contract_version=CONTRACT - 1),
+            f"for version {CONTRACT - 1}, and {VERSION}: upgrade acme",
+        ),
+        (
+            _spec(contract_version=CONTRACT + 1),
+            f"for version {CONTRACT + 1}, and {VERSION}: upgrade polyattn",
+        ),
         (_spec(name="emca"), "named 'emca'"),
         (ImportError("broken"), "its plugin cannot be imported: ImportError: broken"),
         (SystemExit(3), "its plugin cannot be imported: SystemExit: 3"),
@@ -340,7 +347,7 @@ def test_a_missing_module_is_not_installed():
 
 
 @pytest.mark.parametrize(
-    ("changes", "reason"), [({}, "cannot be loaded"), ({"contract_version": 2}, VERSION)]
+    ("changes", "reason"), [({}, "cannot be loaded"), ({"contract_version": 1}, VERSION)]
 )
 def test_the_core_serves_the_library_of_a_broken_plugin(plugins, changes, reason):
     plugins(acme=_spec(**changes))
