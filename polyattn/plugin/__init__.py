@@ -42,6 +42,7 @@ A `KernelSpec` in the group ``polyattn.kernels`` adds kernels to backends that e
 from __future__ import annotations
 
 from polyattn._base.arrays import Array, sum_to, with_rank
+from polyattn._base.forks import CUT_BY_FORK
 from polyattn._base.host import native
 from polyattn._base.progress import progress
 from polyattn._base.quantized import Quantized
@@ -78,7 +79,7 @@ from polyattn.plugin.spec import CONTRACT_VERSION, BackendSpec, KernelSpec
 __all__ = [  # noqa: RUF022 -- in the groups of the reference, in the order of need
     # The spec and the backend.
     "CONTRACT_VERSION", "BackendSpec", "KernelSpec", "Backend", "BackendPrimitives",
-    "native", "progress", "thread_count",
+    "native", "progress", "thread_count", "CUT_BY_FORK",
     # The kernel, and the records that it receives and returns.
     "Kernel", "FEATURES", "Problem", "Operands", "Quantized", "Residuals", "Cotangents", "Tangents",
     "Gradients", "Array", "undeclared", "in_one_piece", "one_batch_axis", "with_rank", "sum_to",

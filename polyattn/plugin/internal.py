@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from polyattn._base.arrays import length_of, namespace_of
+from polyattn._base.forks import forkable_lock
 from polyattn._base.slices import Slice
 from polyattn._core.call.options import GRADIENT_ARRAYS, GRADIENT_EXPRESSIONS, OPTIONS
 from polyattn._core.call.parts import map_arrays, options_of, options_of_part
@@ -15,8 +16,8 @@ from polyattn.plugin.backend import unrounded
 
 __all__ = [
     "GRADIENT_ARRAYS", "GRADIENT_EXPRESSIONS", "OPTIONS", "Part", "Slice", "SoftmaxState",
-    "axes_of_last", "fold_heads", "full_span", "initial_state", "is_full", "length_of",
-    "map_arrays", "namespace_of", "normalize", "options_of", "options_of_part", "or_zero",
-    "reason_against_batch", "unfold_heads", "unrounded", "visible_scores",
+    "axes_of_last", "fold_heads", "forkable_lock", "full_span", "initial_state", "is_full",
+    "length_of", "map_arrays", "namespace_of", "normalize", "options_of", "options_of_part",
+    "or_zero", "reason_against_batch", "unfold_heads", "unrounded", "visible_scores",
 ]  # fmt: skip
 __dir__ = __all__.copy
