@@ -4,8 +4,8 @@ from typing import ClassVar
 
 import numpy as np
 
-from polyattn._kernels.dense_kernel import Dense
-from polyattn.plugin import Backend, BackendSpec, Kernel
+from polyattn.plugin import CONTRACT_VERSION, Backend, BackendSpec, Kernel
+from polyattn.plugin.dense import Dense
 
 
 def only(derivative):
@@ -326,5 +326,6 @@ SPEC = BackendSpec(
     implementation="broken_plugin:BrokenBackend",
     requires=("decimal",),
     install="pip install broken",
+    contract_version=CONTRACT_VERSION,
     dtypes=("float16", "float32", "float64"),
 )

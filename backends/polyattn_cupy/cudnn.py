@@ -22,8 +22,8 @@ from polyattn.plugin import (
     Operands,
     Problem,
     Residuals,
-    why_too_large,
 )
+from polyattn.plugin.internal import why_too_large
 from polyattn_cupy import graphs, loading, plans
 from polyattn_cupy.arrays import empty_result, made_bias, ready
 from polyattn_cupy.cudnn_gradients import gradients

@@ -20,8 +20,8 @@ from polyattn.plugin import (
     Operands,
     Problem,
     Residuals,
-    why_too_large,
 )
+from polyattn.plugin.internal import why_too_large
 from polyattn_cupy import rows
 from polyattn_cupy.arrays import empty_result
 from polyattn_cupy.blocks import Block, begin, blocks, record_of, stacked

@@ -17,15 +17,14 @@ from polyattn.plugin import (
     Problem,
     Span,
     band,
-    length_of,
     made_shape,
     may_have_empty_rows,
     one_batch_axis,
     score_axes,
     visible_keys,
-    why_too_large,
     with_rank,
 )
+from polyattn.plugin.internal import length_of, why_too_large
 
 #: The opsets of the oldest and the newest version of the operator.
 FIRST, LAST = 23, 25

@@ -11,17 +11,8 @@ import math
 
 import torch.nn.functional as F
 
-from polyattn.plugin import (
-    Array,
-    Backend,
-    Kernel,
-    Operands,
-    Problem,
-    one_batch_axis,
-    reason_against_batch,
-    visible_scores,
-    why_too_large,
-)
+from polyattn.plugin import Array, Backend, Kernel, Operands, Problem, one_batch_axis
+from polyattn.plugin.internal import reason_against_batch, visible_scores, why_too_large
 from polyattn_torch.attn_mask import attn_mask, made_mask, on_keys
 from polyattn_torch.device_info import describe_device
 from polyattn_torch.engine_report import report_engine

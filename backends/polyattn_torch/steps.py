@@ -8,8 +8,6 @@ from typing import Any, NamedTuple
 import torch
 
 from polyattn.plugin import (
-    GRADIENT_ARRAYS,
-    GRADIENT_EXPRESSIONS,
     Backend,
     Cotangents,
     Expression,
@@ -23,8 +21,8 @@ from polyattn.plugin import (
     Span,
     Tangents,
     undeclared,
-    unrounded,
 )
+from polyattn.plugin.internal import GRADIENT_ARRAYS, GRADIENT_EXPRESSIONS, unrounded
 from polyattn_torch.autograd import (
     Optionals,
     Tensors,

@@ -20,7 +20,7 @@ from polyattn._core.call.operands import Cotangents, Residuals, Tangents, mapped
 from polyattn._core.call.options import AUTOCAST
 from polyattn._core.expressions.expression import Expression
 from polyattn._core.expressions.replacements import ScaleRule
-from polyattn.plugin import unrounded
+from polyattn.plugin.backend import unrounded
 
 
 @with_our_names()

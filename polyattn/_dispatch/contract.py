@@ -10,9 +10,9 @@ from typing import Generic, TypeVar
 from polyattn._base.arguments import did_you_mean
 from polyattn._core.call.features import DERIVATIVES
 from polyattn._dispatch.entries import Entry
-from polyattn.plugin import FEATURES, BackendSpec, Kernel, KernelSpec
-from polyattn.plugin.spec import API_VERSION
+from polyattn.plugin import CONTRACT_VERSION, FEATURES, BackendSpec, Kernel, KernelSpec
 
+_VERSION = f"this polyattn has version {CONTRACT_VERSION} of the plugin contract"
 Spec = TypeVar("Spec", BackendSpec, KernelSpec)
 
 
@@ -51,21 +51,23 @@ def read_spec(entry: Entry, kind: type[Spec]) -> Spec | str:
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # SystemExit, or a panic of an extension module in Rust
-        return f"its plugin cannot be imported: {type(error).__name__}: {error}"
+        reason = f"its plugin cannot be imported: {type(error).__name__}: {error}"
+        # A field of the spec, or a name, that another version has.
+        of_contract = any(x in reason for x in (f"{kind.__name__}.__init__()", "polyattn.plugin"))
+        return f"{reason}; {_VERSION}" if of_contract else reason
     if not isinstance(spec, kind):
         return f"its entry point {entry.value} is not a {kind.__name__}"
-    if spec.api_version != API_VERSION:
-        return (
-            f"it was written for version {spec.api_version} of the plugin contract and this is"
-            f" version {API_VERSION}: install releases that fit together"
-        )
     if spec.name != entry.name:
         return f"its spec is named {spec.name!r} and its entry point {entry.name!r}"
     return spec
 
 
-def missing(spec: BackendSpec | KernelSpec) -> str | None:
-    """Return which modules that a spec requires are not installed, and how to get them."""
+def unusable(spec: BackendSpec | KernelSpec, distribution: str) -> str | None:
+    """Return why a plugin cannot run here, by its spec alone, and what to do; or None."""
+    if spec.contract_version != CONTRACT_VERSION:
+        older = distribution if spec.contract_version < CONTRACT_VERSION else "polyattn"
+        written = f"it was written for version {spec.contract_version}"
+        return f"{written}, and {_VERSION}: upgrade {older}"
     absent = [module for module in spec.requires if not is_installed(module)]
     return f"{', '.join(absent)} is not installed: {spec.install}" if absent else None
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from polyattn._base.arguments import did_you_mean
 from polyattn._base.tracing import constant_when_traced
-from polyattn._dispatch.contract import Plugin, flaw_of, missing
+from polyattn._dispatch.contract import Plugin, flaw_of, unusable
 from polyattn._dispatch.entries import Entry
 from polyattn.plugin import Backend, Kernel, KernelSpec
 
@@ -53,7 +53,8 @@ def join(name: str, backend: Backend, closing: Sequence[str]) -> None:
         spec = extension.spec
         if spec is None or name not in spec.kernels:
             continue
-        place, reason = spec.before.get(name, places[0]), missing(spec)
+        place = spec.before.get(name, places[0])
+        reason = unusable(spec, extension.distribution)
         if reason is None and place not in places:
             reason = f"{name} has no place before {place!r}: name one of {', '.join(places)}"
         try:

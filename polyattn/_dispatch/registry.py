@@ -14,7 +14,7 @@ from polyattn._base.arrays import is_namespace
 from polyattn._base.forks import forkable_lock, hold_during_forks
 from polyattn._base.tracing import constant_when_traced
 from polyattn._dispatch import extensions
-from polyattn._dispatch.contract import Plugin, flaw_of, missing
+from polyattn._dispatch.contract import Plugin, flaw_of, unusable
 from polyattn._dispatch.entries import KERNELS, Entry, entries
 from polyattn._dispatch.errors import BackendUnavailableError
 from polyattn._dispatch.standard import StandardBackend
@@ -112,7 +112,7 @@ def load(name: str) -> str | None:
         plugin = _find()[name]
         if plugin.backend is None and plugin.failure is None and plugin.spec is not None:
             try:
-                plugin.failure = missing(plugin.spec)
+                plugin.failure = unusable(plugin.spec, plugin.distribution)
                 if plugin.failure is None:
                     backend = plugin.spec.load()
                     plugin.failure = flaw_of(backend.kernels) or _unmatched(plugin.spec, backend)

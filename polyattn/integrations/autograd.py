@@ -24,21 +24,14 @@ from polyattn import UnsupportedError
 from polyattn._base.arrays import Array, Library, RecordedError, is_array, quiet
 from polyattn._base.forks import forkable_lock
 from polyattn._core.call.operands import mapped, named_arrays
+from polyattn._core.call.options import GRADIENT_ARRAYS, GRADIENT_EXPRESSIONS
 from polyattn._core.call.pages import in_one_piece
 from polyattn._core.expressions.expression import Expression, has_function
 from polyattn._core.expressions.scores import Chain, Function, Score, as_score
 from polyattn._kernels.dense_kernel import Dense
 from polyattn.integrations import autograd_functions
-from polyattn.plugin import (
-    GRADIENT_ARRAYS,
-    GRADIENT_EXPRESSIONS,
-    Backend,
-    Cotangents,
-    Operands,
-    Residuals,
-    Tangents,
-    unrounded,
-)
+from polyattn.plugin import Backend, Cotangents, Operands, Residuals, Tangents
+from polyattn.plugin.backend import unrounded
 
 
 class Recorder:

@@ -102,7 +102,7 @@ class HostBackend(Backend):
 
 class _Entry(entries.Entry):
     def load(self):
-        return BackendSpec("host", ("host",), "here:HostBackend", (), "", devices=("cuda",))
+        return BackendSpec("host", ("host",), "here:HostBackend", (), "", 3, devices=("cuda",))
 
 
 def register(monkeypatch, kernel):

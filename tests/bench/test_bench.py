@@ -53,7 +53,7 @@ class Acme(Backend):
 
 
 SPEC = BackendSpec(
-    "acme", ("numpy",), "acme:Acme", (), "pip install acme", ("cpu", "npu"), ("float32",)
+    "acme", ("numpy",), "acme:Acme", (), "pip install acme", 3, ("cpu", "npu"), ("float32",)
 )
 
 

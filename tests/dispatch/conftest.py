@@ -34,7 +34,9 @@ def plugins(monkeypatch):
 
 GOOD = """
 from polyattn.plugin import BackendSpec
-SPEC = BackendSpec("good", ("good",), "good:Backend", ("no_such_library",), "pip install good")
+SPEC = BackendSpec(
+    "good", ("good",), "good:Backend", ("no_such_library",), "pip install good", 3
+)
 """
 
 

@@ -18,14 +18,18 @@ from polyattn.bench import machine
 from polyattn.bench.contender import contenders
 from polyattn.conformance import CASES, Target
 from polyattn.conformance.report import run
+from polyattn.plugin import CONTRACT_VERSION
 
 pytestmark = pytest.mark.without_native  # whose kernels join the same lists
 
 RNG = np.random.default_rng(0)
 X = RNG.standard_normal((2, 4, 5, 8), dtype=np.float32)
+VERSION = f"this polyattn has version {CONTRACT_VERSION} of the plugin contract"
 SPEC = """
-from polyattn.plugin import KernelSpec
-SPEC = KernelSpec("fast", {"numpy": "fast_kernels:Fast"}, (), "pip install fast")
+from polyattn.plugin import CONTRACT_VERSION, KernelSpec
+SPEC = KernelSpec(
+    "fast", {"numpy": "fast_kernels:Fast"}, (), "pip install fast", CONTRACT_VERSION
+)
 """
 KERNELS = """
 import numpy as np
@@ -93,11 +97,12 @@ def give(install, tmp_path, monkeypatch):
     return give
 
 
-def spec(kernels, name="fast", requires=(), **more):
+def spec(kernels, name="fast", requires=(), version=CONTRACT_VERSION, **more):
     """Return the text of a module with this spec."""
     return (
         "from polyattn.plugin import KernelSpec\n"
-        f"SPEC = KernelSpec({name!r}, {kernels!r}, {requires!r}, 'pip install fast', **{more!r})"
+        f"SPEC = KernelSpec({name!r}, {kernels!r}, {requires!r}, 'pip install fast', {version!r},"
+        f" **{more!r})"
     )
 
 
@@ -189,7 +194,13 @@ def test_they_follow_the_kernels_that_a_backend_has_for_a_while(give, monkeypatc
         ("raise SystemExit(3)", "its plugin cannot be imported: SystemExit: 3"),
         ("SPEC = 3", "its entry point speedy:SPEC is not a KernelSpec"),
         (spec({}, name="slow"), "its spec is named 'slow' and its entry point 'fast'"),
-        (spec({}, api_version=1), "it was written for version 1 of the plugin contract"),
+        (spec({}, version="3"), "TypeError: contract_version must be a number, such as 3; got '3'"),
+        ("from polyattn.plugin import Colour", f"; {VERSION}"),
+        (spec({}, colour="red"), f"'colour'; {VERSION}"),
+        (
+            "from polyattn.plugin import KernelSpec\nSPEC = KernelSpec('fast', {}, (), '')",
+            f"'contract_version'; {VERSION}",
+        ),
         (spec([]), "TypeError: kernels must map backends, by name; got []"),
         (spec({}, before="small"), "TypeError: before must map backends, by name; got 'small'"),
         (spec({}, requires="numpy"), "TypeError: requires must be a tuple of strings; got 'numpy'"),
@@ -222,6 +233,14 @@ def test_a_spec_that_is_broken_affects_nothing_else(give, text, reason):
         (
             spec({"numpy": "fast_kernels:Fast"}, requires=("no_such_library", "numpy")),
             "no_such_library is not installed: pip install fast",
+        ),
+        (
+            spec({"numpy": "fast_kernels:Fast"}, version=CONTRACT_VERSION - 1),
+            f"it was written for version {CONTRACT_VERSION - 1}, and {VERSION}: upgrade speedy",
+        ),
+        (
+            spec({"numpy": "fast_kernels:Fast"}, version=CONTRACT_VERSION + 1),
+            f"it was written for version {CONTRACT_VERSION + 1}, and {VERSION}: upgrade polyattn",
         ),
         (
             spec({"numpy": "fast_kernels:Fast"}, before={"numpy": "smal"}),
@@ -467,7 +486,7 @@ def test_what_a_kernel_cannot_do_and_where_another_is_better_are_shown_both(give
 
 OTHER = """
 from polyattn.plugin import Backend, BackendSpec
-SPEC = BackendSpec("other", ("array_api_strict",), "other:Other", (), "")
+SPEC = BackendSpec("other", ("array_api_strict",), "other:Other", (), "", 3)
 
 class Other(Backend):
     def __init__(self):

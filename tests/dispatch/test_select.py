@@ -297,6 +297,10 @@ def test_an_error_while_running_is_not_retried_elsewhere(monkeypatch):
 # ---- plugins that are missing or broken ----
 
 
+CONTRACT = polyattn.plugin.CONTRACT_VERSION
+VERSION = f"this polyattn has version {CONTRACT} of the plugin contract"
+
+
 def _spec(name="acme", **changes):
     facts = {
         "name": name,
@@ -304,6 +308,7 @@ def _spec(name="acme", **changes):
         "implementation": "no_such_module:Backend",
         "requires": (),
         "install": "pip install acme",
+        "contract_version": CONTRACT,
     }
     return polyattn.plugin.BackendSpec(**{**facts, **changes})
 
@@ -317,7 +322,14 @@ def _spec(name="acme", **changes):
             "no_such_library is not installed: pip install acme",
         ),
         (_spec(), "it cannot be loaded: ModuleNotFoundError"),
-        (_spec(api_version=1), "version 1 of the plugin contract"),
+        (
+            _spec(contract_version=CONTRACT - 1),
+            f"for version {CONTRACT - 1}, and {VERSION}: upgrade acme",
+        ),
+        (
+            _spec(contract_version=CONTRACT + 1),
+            f"for version {CONTRACT + 1}, and {VERSION}: upgrade polyattn",
+        ),
         (_spec(name="emca"), "named 'emca'"),
         (ImportError("broken"), "its plugin cannot be imported: ImportError: broken"),
         (SystemExit(3), "its plugin cannot be imported: SystemExit: 3"),
@@ -340,13 +352,16 @@ def test_a_missing_module_is_not_installed():
     assert not any(map(contract.is_installed, ("no_such_library", "no_such.library", "")))
 
 
-def test_the_core_serves_the_library_of_a_broken_plugin(plugins, monkeypatch):
+@pytest.mark.parametrize(
+    ("changes", "reason"), [({}, "cannot be loaded"), ({"contract_version": 1}, VERSION)]
+)
+def test_the_core_serves_the_library_of_a_broken_plugin(plugins, monkeypatch, changes, reason):
     monkeypatch.setenv("POLYATTN_ACME", "1")
-    plugins(acme=_spec())
+    plugins(acme=_spec(**changes))
     strict = array_api_strict.asarray(X)
     explanation = explain(strict, strict, strict)
     assert explanation.chosen.backend == "array-api"
-    assert "cannot be loaded" in str(explanation)
+    assert reason in str(explanation)
 
 
 def test_other_plugins_cannot_replace_ours(plugins):
