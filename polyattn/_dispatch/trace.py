@@ -1,0 +1,245 @@
+"""Count the calls of a program by their plans: which kernels run, how often and for how long."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from html import escape
+from time import perf_counter
+from typing import Any, NamedTuple, TypeVar
+
+from polyattn._base.html_page import html_table
+from polyattn._base.text_table import table
+from polyattn._base.tracing import constant_when_traced, is_compiling, known_length
+from polyattn._core.call.facts import Call
+from polyattn._core.call.features import DERIVATIVES
+from polyattn._core.call.problem import Problem
+from polyattn._dispatch.explanation import Candidate
+from polyattn.plugin import Backend
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+#: The traces that are open, of all threads. An empty list costs a call one look.
+open_traces: list[Trace] = []
+
+
+class CallCount(NamedTuple):
+    """Calls that are alike, the kernel that ran them, and how many there were."""
+
+    function: str  #: "forward", "backward", "jvp" or "weights"
+    library: str  #: of the query
+    device: str  #: that the kernel ran on; empty if it is not known
+    dtype: str
+    query: tuple[int | None, ...]  #: its shape; None for a length that is open in a program
+    key: tuple[int | None, ...]
+    value: tuple[int | None, ...] | None  #: a call for weights has none
+    needs: frozenset[str]  #: of the kernel, beyond the plain formula
+    backend: str  #: with its device if one was requested
+    kernel: str
+    refused: tuple[Candidate, ...]  #: what was tried before the kernel, with the reasons against it
+    traced: bool  #: whether these calls were only traced, for a program or graph that runs later
+    count: int = 0
+    seconds: float | None = None  #: of all of them together, if they were timed
+
+    def of_kernel(
+        self, kernel: str, problem: Problem, refused: tuple[Candidate, ...]
+    ) -> CallCount:
+        """Return the call with the features of another problem, by another kernel."""
+        function = _function(problem, self.value is None)
+        return self._replace(
+            function=function, kernel=kernel, needs=problem.features, refused=refused
+        )
+
+    def __str__(self) -> str:
+        _, function, *facts, kernel, refused = self.cells()
+        return f"{function}: {', '.join(facts)}: {kernel}{refused and f', after {refused}'}"
+
+    def cells(self) -> tuple[str, ...]:
+        """Return the facts as cells of a table."""
+        shapes = [str(shape) for shape in (self.query, self.key, self.value) if shape is not None]
+        return (
+            f"{self.count:,}{' traced' if self.traced else ''}",
+            self.function,
+            " ".join(shapes),
+            f"{self.dtype}, {self.library}{self.device and f' on {self.device}'}",
+            ", ".join(sorted(self.needs)) or "-",
+            f"{self.backend} {self.kernel}",
+            "; ".join(f"{c.kernel or c.backend}: {', '.join(c.reasons)}" for c in self.refused),
+        )
+
+
+_TITLES = ("calls", "function", "query, key, value", "arrays", "needs", "kernel", "tried before it")
+
+
+class Trace:
+    """The calls that were made while a trace was open; it prints as a table.
+
+    Attributes
+    ----------
+    times : bool
+        Whether calls are timed.
+    """
+
+    def __init__(self, times: bool) -> None:
+        self.times = times
+        self._counts: dict[CallCount, tuple[int, float | None]] = {}
+        self._lock = threading.RLock()  # a signal handler may make a call too
+
+    def add(self, call: CallCount, seconds: float | None = None) -> None:
+        """Count a call."""
+        with self._lock:
+            count, total = self._counts.get(call, (0, None))
+            self._counts[call] = count + 1, total if seconds is None else (total or 0) + seconds
+
+    @property
+    def calls(self) -> tuple[CallCount, ...]:
+        """The calls so far, in the order in which the first of each kind was made."""
+        with self._lock:
+            found = list(self._counts.items())
+        return tuple([call._replace(count=n, seconds=total) for call, (n, total) in found])
+
+    def as_dicts(self) -> list[dict[str, object]]:
+        """Return the calls in plain types, for JSON."""
+        return [
+            call._asdict()
+            | {"needs": sorted(call.needs), "refused": [one.as_dict() for one in call.refused]}
+            for call in self.calls
+        ]
+
+    def __str__(self) -> str:
+        return "\n".join([self._head(), *table(self._rows(), right=(0, 1) if self.times else (0,))])
+
+    def __repr__(self) -> str:
+        return f"<Trace: {self._head()}; print it for the kernels>"
+
+    def _repr_html_(self) -> str:
+        return f"<p>{escape(self._head())}</p>" + html_table(self._rows())
+
+    def _head(self) -> str:
+        calls = self.calls
+        return f"{sum(call.count for call in calls):,} calls of {len(calls)} kinds"
+
+    def _rows(self) -> list[tuple[str, ...]]:
+        rows = [_TITLES, *(call.cells() for call in self.calls)]
+        if not self.times:
+            return rows
+        seconds = ["-" if x.seconds is None else f"{x.seconds:.4f}" for x in self.calls]
+        timed = zip(rows, ["seconds", *seconds], strict=True)
+        return [(row[0], cell, *row[1:]) for row, cell in timed]
+
+
+@contextmanager
+def trace(*, time: bool = False) -> Iterator[Trace]:
+    """Count the calls of attention that the process makes inside the block, by their kernels.
+
+    The calls of all threads and tasks count, those of layers, dialects, ranks and dask's threads
+    too, and so do gradients and weights that polyattn computes. A call under ``jax.jit`` or
+    ``torch.compile`` counts when the program is traced, not when it runs; a program that was
+    compiled before is not seen.
+
+    Parameters
+    ----------
+    time : bool
+        Whether to add up the wall time of the kernels. Each call then waits for its device, before
+        and after it, so the program as a whole may be slower.
+
+    Yields
+    ------
+    Trace
+        The calls so far. It prints as a table; its `calls` are a tuple of named tuples, and
+        ``as_dicts()`` is for JSON.
+
+    See Also
+    --------
+    explain : Explain which kernel one call would run, with all candidates.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import polyattn
+    >>> x = np.ones((8, 5, 64), dtype=np.float32)
+    >>> with polyattn.trace() as trace:
+    ...     for _ in range(3):
+    ...         _ = polyattn.attention(x, x, x, backend="numpy", kernel="tiled", is_causal=True)
+    >>> call, = trace.calls
+    >>> call.count, call.kernel, sorted(call.needs)
+    (3, 'tiled', ['causal'])
+    """
+    opened = Trace(time)
+    open_traces.append(opened)
+    try:
+        yield opened
+    finally:
+        open_traces.remove(opened)
+
+
+@constant_when_traced
+def is_traced() -> bool:
+    """Return whether a trace is open; a program of torch.compile keeps the answer."""
+    return bool(open_traces)
+
+
+def counted(run: _F, backend: Backend, call: CallCount) -> _F:
+    """Count a call in the traces that are open, and return how to run its kernel: timed if asked.
+
+    ``run`` is a method of the backend.
+    """
+    if is_compiling():
+        shapes = {name: getattr(call, name) for name in ("query", "key", "value")}
+        known = {n: x and tuple(map(known_length, x)) for n, x in shapes.items()}
+        _add_traced(*call._replace(traced=True, **known))
+        return run
+    traces = tuple(open_traces)
+    if call.traced or not any([trace.times for trace in traces]):
+        for one in traces:
+            one.add(call)
+        return run
+    return functools.partial(_timed, traces, call, backend, run)  # type: ignore[return-value]
+
+
+@constant_when_traced
+def _add_traced(*facts: Any) -> None:
+    for one in tuple(open_traces):
+        one.add(CallCount(*facts))
+
+
+def _timed(
+    traces: tuple[Trace, ...], call: CallCount, backend: Backend, run: _F, *given: Any
+) -> Any:
+    backend.synchronize(call.device or None)
+    start = perf_counter()
+    try:
+        return run(*given)
+    finally:
+        backend.synchronize(call.device or None)
+        seconds = perf_counter() - start
+        for one in traces:
+            one.add(call, seconds if one.times else None)
+
+
+def count_of(
+    call: Call, problem: Problem, device: str, candidates: Sequence[Candidate]
+) -> CallCount:
+    """Return the facts of a call, with a count of 0; the last of the candidates was chosen."""
+    *refused, chosen = candidates
+    return CallCount(
+        _function(problem, call.value is None),
+        call.query.library,
+        device,
+        problem.dtype,
+        call.query.shape,
+        call.key.shape,
+        None if call.value is None else call.value.shape,
+        problem.features,
+        chosen.backend,
+        str(chosen.kernel),
+        tuple(refused),
+        problem.traced,
+    )
+
+
+def _function(problem: Problem, is_weights: bool) -> str:
+    derivative = next((name for name in DERIVATIVES if name in problem.features), None)
+    return derivative or ("weights" if is_weights else "forward")
