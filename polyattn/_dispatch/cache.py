@@ -21,7 +21,7 @@ from polyattn._core.call.problem import Problem, examine
 from polyattn._dispatch.plan import Plan
 from polyattn._dispatch.request import Request
 from polyattn._dispatch.select import select
-from polyattn._dispatch.trace import open_traces
+from polyattn._dispatch.trace import open_traces, run_counted
 from polyattn.plugin import Backend, Kernel
 
 _CAPACITY = 4096
@@ -39,8 +39,10 @@ class CachedCall(NamedTuple):
         """Return the output of the call with other arrays of the same classes."""
         if self.direct is not None:
             backend, kernel, problem = self.direct
-            run = self.plan.counted(backend.run) if open_traces else backend.run
-            return run(kernel, problem, operands)[0]
+            if open_traces:
+                count = self.plan.count
+                return run_counted(count, backend, backend.run, kernel, problem, operands)[0]
+            return backend.run(kernel, problem, operands)[0]
         return as_called(self.call, *self.plan.run(heads_first(self.call, operands)))[0]
 
     @classmethod

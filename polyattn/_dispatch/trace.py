@@ -20,9 +20,11 @@ from polyattn._dispatch.explanation import Candidate
 from polyattn.plugin import Backend
 
 _F = TypeVar("_F", bound=Callable[..., Any])
+T = TypeVar("T")
 
 #: The traces that are open, of all threads. An empty list costs a call one look.
 open_traces: list[Trace] = []
+_timed_traces: list[Trace] = []  # those of them that want the time
 
 
 class CallCount(NamedTuple):
@@ -70,6 +72,7 @@ class CallCount(NamedTuple):
         )
 
 
+_MOST_KNOWN = 4096
 _TITLES = ("calls", "function", "query, key, value", "arrays", "needs", "kernel", "tried before it")
 
 
@@ -84,21 +87,31 @@ class Trace:
 
     def __init__(self, times: bool) -> None:
         self.times = times
-        self._counts: dict[CallCount, tuple[int, float | None]] = {}
+        self._numbers: dict[CallCount, list[float]] = {}  # how many there were, and their seconds
+        #: The numbers by the object of a plan: its hash takes longer than the rest of a count. The
+        #: object is kept here, so that no other has its id.
+        self._known: dict[int, tuple[CallCount, list[float]]] = {}
         self._lock = threading.RLock()  # a signal handler may make a call too
 
-    def add(self, call: CallCount, seconds: float | None = None) -> None:
+    def add(self, call: CallCount, seconds: float = 0.0) -> None:
         """Count a call."""
         with self._lock:
-            count, total = self._counts.get(call, (0, None))
-            self._counts[call] = count + 1, total if seconds is None else (total or 0) + seconds
+            numbers = self._numbers.setdefault(call, [0, 0.0])
+            numbers[0] += 1
+            numbers[1] += seconds
 
     @property
     def calls(self) -> tuple[CallCount, ...]:
         """The calls so far, in the order in which the first of each kind was made."""
         with self._lock:
-            found = list(self._counts.items())
-        return tuple([call._replace(count=n, seconds=total) for call, (n, total) in found])
+            found = [(call, *numbers) for call, numbers in self._numbers.items()]
+        timed = [self.times and not call.traced for call, *_ in found]
+        return tuple(
+            [
+                call._replace(count=int(count), seconds=seconds if is_timed else None)
+                for (call, count, seconds), is_timed in zip(found, timed, strict=True)
+            ]
+        )
 
     def as_dicts(self) -> list[dict[str, object]]:
         """Return the calls in plain types, for JSON."""
@@ -168,11 +181,14 @@ def trace(*, time: bool = False) -> Iterator[Trace]:
     (3, 'tiled', ['causal'])
     """
     opened = Trace(time)
-    open_traces.append(opened)
+    lists = (open_traces, _timed_traces) if time else (open_traces,)
+    for one in lists:
+        one.append(opened)
     try:
         yield opened
     finally:
-        open_traces.remove(opened)
+        for one in lists:
+            one.remove(opened)
 
 
 @constant_when_traced
@@ -191,12 +207,7 @@ def counted(run: _F, backend: Backend, call: CallCount) -> _F:
         known = {n: x and tuple(map(known_length, x)) for n, x in shapes.items()}
         _add_traced(*call._replace(traced=True, **known))
         return run
-    traces = tuple(open_traces)
-    if call.traced or not any([trace.times for trace in traces]):
-        for one in traces:
-            one.add(call)
-        return run
-    return functools.partial(_timed, traces, call, backend, run)  # type: ignore[return-value]
+    return functools.partial(run_counted, call, backend, run)  # type: ignore[return-value]
 
 
 @constant_when_traced
@@ -205,18 +216,25 @@ def _add_traced(*facts: Any) -> None:
         one.add(CallCount(*facts))
 
 
+def run_counted(call: CallCount, backend: Backend, run: Callable[..., T], *given: Any) -> T:
+    """Run a kernel by a method of its backend, and count the call in the traces that are open."""
+    if _timed_traces and not call.traced:
+        found, seconds = _timed(call.device or None, backend, run, *given)
+    else:
+        found, seconds = run(*given), 0.0
+    for one in tuple(open_traces):
+        one.add(call, seconds)
+    return found
+
+
 def _timed(
-    traces: tuple[Trace, ...], call: CallCount, backend: Backend, run: _F, *given: Any
-) -> Any:
-    backend.synchronize(call.device or None)
+    device: str | None, backend: Backend, run: Callable[..., T], *given: Any
+) -> tuple[T, float]:
+    backend.synchronize(device)
     start = perf_counter()
-    try:
-        return run(*given)
-    finally:
-        backend.synchronize(call.device or None)
-        seconds = perf_counter() - start
-        for one in traces:
-            one.add(call, seconds if one.times else None)
+    found = run(*given)
+    backend.synchronize(device)
+    return found, perf_counter() - start
 
 
 def count_of(
