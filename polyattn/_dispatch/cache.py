@@ -40,8 +40,8 @@ class CachedCall(NamedTuple):
         if self.direct is not None:
             backend, kernel, problem = self.direct
             if open_traces:
-                count = self.plan.count
-                return run_counted(count, backend, backend.run, kernel, problem, operands)[0]
+                kind = self.plan.kind
+                return run_counted(kind, backend, backend.run, kernel, problem, operands)[0]
             return backend.run(kernel, problem, operands)[0]
         return as_called(self.call, *self.plan.run(heads_first(self.call, operands)))[0]
 

@@ -60,7 +60,7 @@ class Plan(NamedTuple):
     kernel: Kernel
     placement: Placement
     query_device: str
-    count: CallCount  #: the call and its kernel, as a trace counts them
+    kind: CallCount  #: the call and its kernel, as a trace counts them
     #: The results whose arrays were checked, of the caller's own kernel: method and features.
     checked: set[tuple[str, frozenset[str]]]
 
@@ -73,15 +73,15 @@ class Plan(NamedTuple):
         for kernel in (self.kernel, *placement.kernels):
             reasons = reasons_against(kernel, problem)
             if not reasons:
-                count = self.count.of_kernel(kernel.name, problem, tuple(refused.values()))
-                return self._replace(kernel=kernel, placement=placement, count=count)
-            name = self.count.backend
+                kind = self.kind.of_kernel(kernel.name, problem, tuple(refused.values()))
+                return self._replace(kernel=kernel, placement=placement, kind=kind)
+            name = self.kind.backend
             refused[kernel.name] = Candidate(name, kernel.name, "refused", tuple(reasons))
         return None
 
     def counted(self, run: _F) -> _F:
-        """Return how to run the kernel by a method of its backend: counted where a trace is open."""
-        return counted(run, self.placement.backend, self.count) if is_traced() else run
+        """Return a method that runs the kernel, which also counts the call if a trace is open."""
+        return counted(self.kind, self.placement.backend, run) if is_traced() else run
 
     def run(self, operands: Operands) -> tuple[Array, Array | None]:
         """Run the kernel, and return output and logsumexp where the query is."""

@@ -24,7 +24,7 @@ from polyattn._dispatch.explanation import Candidate, Explanation
 from polyattn._dispatch.placement import Placement, Refusal, check_one_place, find_placement
 from polyattn._dispatch.plan import Plan, reasons_against
 from polyattn._dispatch.request import AUTO, Names, Request, check_known
-from polyattn._dispatch.trace import count_of
+from polyattn._dispatch.trace import kind_of
 from polyattn.plugin import Backend, Kernel
 
 _log = logging.getLogger("polyattn")
@@ -39,7 +39,7 @@ def select(
         explanation = Explanation(call, problem, str(requested), tuple(candidates))
         raise _error(explanation, kernel, requested)
     if not is_compiling() and _log.isEnabledFor(logging.DEBUG):
-        _log.debug("new plan: %s", plan.count)
+        _log.debug("new plan: %s", plan.kind)
     return plan
 
 
@@ -140,8 +140,8 @@ def _try_candidates(
             candidates.append(candidate)
             if candidate.status == "chosen":
                 chosen = placement._replace(problem=problem_of_kernel)
-                count = count_of(call, problem, chosen.problem.device, candidates)
-                plan = Plan(kernel, chosen, call.query.device, count, set())
+                kind = kind_of(call, problem, chosen.problem.device, candidates)
+                plan = Plan(kernel, chosen, call.query.device, kind, set())
                 if not all_candidates:
                     return plan, candidates
         if not kernels and not absent:

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from html import escape
+from itertools import groupby
 from time import perf_counter
 from typing import Any, NamedTuple, TypeVar
 
@@ -19,7 +20,7 @@ from polyattn._core.call.problem import Problem
 from polyattn._dispatch.explanation import Candidate
 from polyattn.plugin import Backend
 
-_F = TypeVar("_F", bound=Callable[..., Any])
+F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
 
 #: The traces that are open, of all threads. An empty list costs a call one look.
@@ -42,12 +43,10 @@ class CallCount(NamedTuple):
     kernel: str
     refused: tuple[Candidate, ...]  #: what was tried before the kernel, with the reasons against it
     traced: bool  #: whether these calls were only traced, for a program or graph that runs later
-    count: int = 0
+    count: int = 0  # type: ignore[assignment]  # rather than the method of a tuple
     seconds: float | None = None  #: of all of them together, if they were timed
 
-    def of_kernel(
-        self, kernel: str, problem: Problem, refused: tuple[Candidate, ...]
-    ) -> CallCount:
+    def of_kernel(self, kernel: str, problem: Problem, refused: tuple[Candidate, ...]) -> CallCount:
         """Return the call with the features of another problem, by another kernel."""
         function = _function(problem, self.value is None)
         return self._replace(
@@ -60,11 +59,12 @@ class CallCount(NamedTuple):
 
     def cells(self) -> tuple[str, ...]:
         """Return the facts as cells of a table."""
-        shapes = [str(shape) for shape in (self.query, self.key, self.value) if shape is not None]
+        given = [shape for shape in (self.query, self.key, self.value) if shape is not None]
+        alike = [(shape, len(list(group))) for shape, group in groupby(given)]
         return (
             f"{self.count:,}{' traced' if self.traced else ''}",
             self.function,
-            " ".join(shapes),
+            " ".join([f"{shape}{f' ×{number}' if number > 1 else ''}" for shape, number in alike]),
             f"{self.dtype}, {self.library}{self.device and f' on {self.device}'}",
             ", ".join(sorted(self.needs)) or "-",
             f"{self.backend} {self.kernel}",
@@ -72,12 +72,11 @@ class CallCount(NamedTuple):
         )
 
 
-_MOST_KNOWN = 4096
 _TITLES = ("calls", "function", "query, key, value", "arrays", "needs", "kernel", "tried before it")
 
 
 class Trace:
-    """The calls that were made while a trace was open; it prints as a table.
+    """The calls that returned while a trace was open; it prints as a table.
 
     Attributes
     ----------
@@ -87,10 +86,7 @@ class Trace:
 
     def __init__(self, times: bool) -> None:
         self.times = times
-        self._numbers: dict[CallCount, list[float]] = {}  # how many there were, and their seconds
-        #: The numbers by the object of a plan: its hash takes longer than the rest of a count. The
-        #: object is kept here, so that no other has its id.
-        self._known: dict[int, tuple[CallCount, list[float]]] = {}
+        self._numbers: dict[CallCount, list[Any]] = {}  # how many there were, and their seconds
         self._lock = threading.RLock()  # a signal handler may make a call too
 
     def add(self, call: CallCount, seconds: float = 0.0) -> None:
@@ -102,16 +98,13 @@ class Trace:
 
     @property
     def calls(self) -> tuple[CallCount, ...]:
-        """The calls so far, in the order in which the first of each kind was made."""
+        """The calls so far, in the order in which the first of each kind returned."""
         with self._lock:
             found = [(call, *numbers) for call, numbers in self._numbers.items()]
-        timed = [self.times and not call.traced for call, *_ in found]
-        return tuple(
-            [
-                call._replace(count=int(count), seconds=seconds if is_timed else None)
-                for (call, count, seconds), is_timed in zip(found, timed, strict=True)
-            ]
-        )
+        return tuple([call._replace(count=n, seconds=self._timed(call, t)) for call, n, t in found])
+
+    def _timed(self, call: CallCount, seconds: float) -> float | None:
+        return seconds if self.times and not call.traced else None
 
     def as_dicts(self) -> list[dict[str, object]]:
         """Return the calls in plain types, for JSON."""
@@ -145,18 +138,18 @@ class Trace:
 
 @contextmanager
 def trace(*, time: bool = False) -> Iterator[Trace]:
-    """Count the calls of attention that the process makes inside the block, by their kernels.
+    """Count the calls of attention that return inside the block, by what decides their kernel.
 
-    The calls of all threads and tasks count, those of layers, dialects, ranks and dask's threads
-    too, and so do gradients and weights that polyattn computes. A call under ``jax.jit`` or
-    ``torch.compile`` counts when the program is traced, not when it runs; a program that was
-    compiled before is not seen.
+    The calls of all threads and tasks of the process count, those of layers, dialects, ranks and
+    dask's threads too, and so do gradients and weights that polyattn computes. A call under
+    ``jax.jit`` or ``torch.compile`` counts when the program is traced, not when it runs; a program
+    that was compiled before is not seen.
 
     Parameters
     ----------
     time : bool
-        Whether to add up the wall time of the kernels. Each call then waits for its device, before
-        and after it, so the program as a whole may be slower.
+        Whether to add up the wall time of the kernels. Each call then waits for its device before
+        its kernel and after it, so the program as a whole may take longer.
 
     Yields
     ------
@@ -197,15 +190,12 @@ def is_traced() -> bool:
     return bool(open_traces)
 
 
-def counted(run: _F, backend: Backend, call: CallCount) -> _F:
-    """Count a call in the traces that are open, and return how to run its kernel: timed if asked.
-
-    ``run`` is a method of the backend.
-    """
+def counted(call: CallCount, backend: Backend | None, run: F) -> F:
+    """Return a method of a backend as one that counts the call when it has run."""
     if is_compiling():
-        shapes = {name: getattr(call, name) for name in ("query", "key", "value")}
-        known = {n: x and tuple(map(known_length, x)) for n, x in shapes.items()}
-        _add_traced(*call._replace(traced=True, **known))
+        lengths: dict[str, Any] = {name: getattr(call, name) for name in ("query", "key", "value")}
+        known = {name: x and tuple(map(known_length, x)) for name, x in lengths.items()}
+        _add_traced(*call._replace(**known, traced=True))
         return run
     return functools.partial(run_counted, call, backend, run)  # type: ignore[return-value]
 
@@ -216,9 +206,9 @@ def _add_traced(*facts: Any) -> None:
         one.add(CallCount(*facts))
 
 
-def run_counted(call: CallCount, backend: Backend, run: Callable[..., T], *given: Any) -> T:
+def run_counted(call: CallCount, backend: Backend | None, run: Callable[..., T], *given: Any) -> T:
     """Run a kernel by a method of its backend, and count the call in the traces that are open."""
-    if _timed_traces and not call.traced:
+    if _timed_traces and backend is not None and not call.traced:
         found, seconds = _timed(call.device or None, backend, run, *given)
     else:
         found, seconds = run(*given), 0.0
@@ -237,7 +227,7 @@ def _timed(
     return found, perf_counter() - start
 
 
-def count_of(
+def kind_of(
     call: Call, problem: Problem, device: str, candidates: Sequence[Candidate]
 ) -> CallCount:
     """Return the facts of a call, with a count of 0; the last of the candidates was chosen."""

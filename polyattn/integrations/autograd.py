@@ -135,7 +135,7 @@ def _on_boxes(function: Any, problem: Any, *given: Any) -> Any:
 
 def _counted_on_boxes(plan: Any, kernel: Kernel, method: str, *given: Any) -> Any:
     """Call a method of such a kernel in place of the kernel of a plan, and count the call."""
-    plan = plan._replace(count=plan.count._replace(kernel=kernel.name))
+    plan = plan._replace(kind=plan.kind._replace(kernel=kernel.name))
     return _on_boxes(plan.counted(getattr(kernel, method)), plan.placement.problem, *given)
 
 
