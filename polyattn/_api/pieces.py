@@ -65,7 +65,7 @@ def attention_over_pieces(
             if length is not None:
                 own["key_lengths"] = length
             if not isinstance(keys, Quantized):
-                partial = attention_partial(query, keys, values, **own)
+                partial = attention_partial(query, keys, values, dtype=problem.accumulator, **own)
             else:
                 found = attention_over_integers(query, keys, values, **own)
                 if found is None:

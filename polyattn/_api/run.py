@@ -8,11 +8,15 @@ import typing
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-from polyattn._base.arrays import Array, library_of
+from polyattn._base.arrays import Array, ArrayFacts, as_facts, library_of
+from polyattn._base.autocast import autocast
+from polyattn._core.call.describe import describe
 from polyattn._core.call.facts import Call
 from polyattn._core.call.key import call_key
 from polyattn._core.call.layout import as_called, heads_first
 from polyattn._core.call.operands import Operands
+from polyattn._core.call.options import AUTOCAST
+from polyattn._core.call.pages import on_used_pages
 from polyattn._dispatch.cache import CachedCall, cached_call, planned
 from polyattn._dispatch.plan import Plan
 from polyattn._dispatch.request import request
@@ -43,8 +47,32 @@ def planned_call(
     backend: str | Sequence[str] | None,
     kernel: str | Kernel | None,
 ) -> PlannedCall:
-    """Examine a described call and select a kernel."""
-    return PlannedCall(call, operands, plan_of(call, operands.query, backend, kernel))
+    """Examine a described call and select a kernel, over used pages only where the host knows."""
+    plan = plan_of(call, operands.query, backend, kernel)
+    at, problem = plan.placement.backend, plan.placement.problem
+    is_copied = call.block_table is not None and "block_table" not in problem.features
+    # A kernel whose bits do not depend on the batch gets no other keys by its longest item.
+    if is_copied and at and not (plan.placement.moved or plan.kernel.batch_invariant):
+        numbers = operands.key_lengths, operands.block_table
+        if at.is_eager(operands.query) and at.is_plain(*numbers):
+            cut, operands = on_used_pages(call, operands)
+            if cut is not call:
+                call, plan = cut, plan_of(cut, operands.query, backend, kernel)
+    return PlannedCall(call, operands, plan)
+
+
+def prepared(
+    query: Array, key: ArrayFacts, value: ArrayFacts, *, logsumexp: bool, **options: Any
+) -> Callable[[Array, Array], tuple[Array, Array | None]]:
+    """Check and plan a call whose keys and values are not there yet; return what computes it."""
+    arguments = autocast({"query": query, "key": key, "value": value, **options}, AUTOCAST)
+    planned = planned_call(*describe(**arguments, logsumexp=logsumexp, facts=as_facts), None, None)
+
+    def computed(key: Array, value: Array) -> tuple[Array, Array | None]:
+        arrays = autocast({"key": key, "value": value}, AUTOCAST)
+        return planned._replace(operands=planned.operands._replace(**arrays)).run()
+
+    return computed
 
 
 def plan_of(

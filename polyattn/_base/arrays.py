@@ -314,8 +314,10 @@ def are_one_length(one: Any, other: Any) -> bool:
 
 
 def clip(xp: Any, array: Array, low: Any, high: Any) -> Array:
-    """Limit the numbers of an array; array_api_compat's function waits for CuPy's device."""
-    return array.clip(low, high) if library_of(array).name == "cupy" else xp.clip(array, low, high)
+    """Limit the numbers of an array."""
+    # array_api_compat's function waits for CuPy's device, and takes no lengths of torch.compile.
+    own = library_of(array).name in ("cupy", "torch")
+    return array.clip(low, high) if own else xp.clip(array, low, high)
 
 
 def cast(xp: Any, array: Array, dtype: Any) -> Array:

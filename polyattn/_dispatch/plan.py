@@ -7,11 +7,13 @@ from typing import Any, NamedTuple, TypeVar
 
 from polyattn._base.arrays import Array, Recorder, facts_of, is_array, library_of, recorders
 from polyattn._base.tracing import is_compiling
+from polyattn._core.call.features import COUNTING
 from polyattn._core.call.gradients import Gradients
 from polyattn._core.call.operands import Operands
 from polyattn._core.call.options import GRADIENT_ARRAYS
 from polyattn._core.call.problem import Problem
 from polyattn._core.expressions.expression import Expression
+from polyattn._core.expressions.indices import INDEX_LIMIT
 from polyattn._dispatch.explanation import Candidate
 from polyattn._dispatch.placement import Placement
 from polyattn._dispatch.trace import CallCount, counted, is_traced
@@ -31,6 +33,9 @@ def reasons_against(kernel: Kernel, problem: Problem) -> list[str]:
         return reasons
     if problem.is_empty and not kernel.takes_empty:
         return ["it takes no empty arrays"]
+    longest = max(length or 0 for length in problem.scores[-2:])
+    if longest > INDEX_LIMIT and (counted := problem.features & COUNTING - kernel.counts_far):
+        return [f"for {', '.join(sorted(counted))} it counts to 2**30, and S or L is {longest:,}"]
     reasons = kernel.reasons_against(problem)
     if not isinstance(reasons, list):
         raise TypeError(

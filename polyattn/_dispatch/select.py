@@ -40,6 +40,10 @@ def select(
         raise _error(explanation, kernel, requested)
     if not is_compiling() and _log.isEnabledFor(logging.DEBUG):
         _log.debug("new plan: %s", plan.kind)
+    for one in () if requested.may_move else candidates:
+        if one.status == "unavailable":
+            source = f"the kernels {one.kernel} for {one.backend}" if one.kernel else one.backend
+            registry.warn_once(source, one.reasons[0], plan.kernel.name)
     return plan
 
 

@@ -194,7 +194,7 @@ def counted(call: CallCount, backend: Backend | None, run: F) -> F:
     """Return a method of a backend as one that counts the call when it has run."""
     if is_compiling():
         lengths: dict[str, Any] = {name: getattr(call, name) for name in ("query", "key", "value")}
-        known = {name: x and tuple(map(known_length, x)) for name, x in lengths.items()}
+        known: Any = {name: x and tuple(map(known_length, x)) for name, x in lengths.items()}
         _add_traced(*call._replace(**known, traced=True))
         return run
     return functools.partial(run_counted, call, backend, run)  # type: ignore[return-value]

@@ -8,7 +8,15 @@ from polyattn._api.attention import attention
 from polyattn._api.partial import attention_partial
 from polyattn._base.arrays import Array, index_range, library_of
 from polyattn.dialects._packed import Packed, Rule, chunked, from_pages, packed_attention
-from polyattn.dialects._shared import alibi, bounds, dropout_of
+from polyattn.dialects._shared import (
+    alibi,
+    bounds,
+    check_axes,
+    dropout_of,
+    integers,
+    scaled,
+    shape_of,
+)
 
 #: The window that bounds nothing, as it is written in the signatures.
 NO_WINDOW = (-1, -1)
@@ -26,25 +34,51 @@ def attended(q: Array, k: Array, v: Array, options: dict[str, Any], logsumexp: b
     """Return attention of arrays (B, L, H, D), with the logsumexp, (B, H, L), if asked for."""
     if not logsumexp:
         return attention(q, k, v, layout="...LHD", **options)
-    output, total = attention_partial(q, k, v, layout="...LHD", **options)
+    return heads_first(*attention_partial(q, k, v, layout="...LHD", **options))
+
+
+def heads_first(output: Array, total: Array) -> tuple[Array, Array]:
+    """Return the output and a logsumexp (B, L, H) as (B, H, L)."""
     return output, library_of(total).xp.permute_dims(total, (0, 2, 1))
 
 
 def dense(
     q: Array, k: Array, v: Array, scale: float | None, causal: bool, window: Any, softcap: float,
-    *, dropout: float = 0.0, slopes: Array | None = None, chunk: int = 0, logsumexp: bool = False,
+    *, dropout: float = 0.0, slopes: Array | None = None, chunk: int = 0, qv: Array | None = None,
+    logsumexp: bool = False,
 ) -> Any:  # fmt: skip
     """Return attention of arrays (B, L, H, D), with the logsumexp, (B, H, L), if asked for."""
+    qv, (q, scale) = scaled(qv, scale)[0], scaled(q, scale)
+    options = dense_options(q, k, v, scale, causal, window, softcap, slopes, chunk, qv)
+    if dropout:
+        options["dropout"] = dropout_of(q, dropout)
+    return attended(joined(q, qv), joined(k, None if qv is None else v), v, options, logsumexp)
+
+
+def dense_options(
+    q: Array, k: Array, v: Array, scale: float | None, causal: bool, window: Any, softcap: float,
+    slopes: Array | None = None, chunk: int = 0, qv: Array | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """Check the shapes of arrays (B, L, H, D), and return the options of `attention`."""
+    check_axes(q=(q, "BLHD"), k=(k, "BSGD"), v=(v, "BSGE"), qv=(qv, "BLHE"), **of_slopes(slopes))
     options = options_of(scale, softcap)
     if causal:
         options["is_causal"] = True
     if window is not NO_WINDOW and (near := bounds(window)):
         options["window"] = near
-    if dropout:
-        options["dropout"] = dropout_of(q, dropout)
     if slopes is not None or chunk:
         options |= by_position(q, k.shape[1], k.shape[1] - q.shape[1], slopes, chunk)
-    return attended(q, k, v, options, logsumexp)
+    return options
+
+
+def of_slopes(slopes: Array | None) -> dict[str, tuple[Array | None, str]]:
+    """Return the axes of the slopes of ALiBi, for `check_axes`."""
+    return {"alibi_slopes": (slopes, "H" if len(getattr(slopes, "shape", ())) == 1 else "BH")}
+
+
+def joined(one: Array, other: Array | None) -> Array:
+    """Return an array with the vectors of another, if there is one, after its own."""
+    return one if other is None else library_of(one).xp.concat((one, other), axis=-1)
 
 
 def by_position(
@@ -66,16 +100,26 @@ def varlen(
     q: Array, k: Array, v: Array, rows: Packed, keys: Packed,
     scale: float | None, causal: bool, window: Any, softcap: float,
     *, dropout: float = 0.0, slopes: Array | None = None, chunk: int = 0,
-    table: Array | None = None, logsumexp: bool = False,
+    qv: Array | None = None, table: Any = None, logsumexp: bool = False,
 ) -> Any:  # fmt: skip
     """Return attention of packed arrays (T, H, D), with the logsumexp, (H, T), if asked for."""
+    tokens = "S" if table is None else "NP"  # of all sequences, or of each page
+    check_axes(
+        {"B": shape_of(rows.starts, "cu_seqlens_q")[0] - 1},
+        q=(q, "THD"), k=(k, tokens + "GD"), v=(v, tokens + "GE"), qv=(qv, "THE"),
+        seqused_q=(rows.used, "B"), seqused_k=(keys.used, "B"), block_table=(table, "BM"),
+        **of_slopes(slopes),
+    )  # fmt: skip
+    near = bounds(window) or (None, None)
+    if qv is not None:
+        q, k = joined(q, qv), joined(k, v)
+    q, scale = scaled(q, scale)
     options = options_of(scale, softcap)
     if dropout:
         options["dropout"] = dropout_of(q, dropout)
     if table is not None:
-        ends: Any = keys.starts
+        ends = integers("cu_seqlens_k", keys.starts, q)
         used = ends[1:] - ends[:-1] if keys.used is None else keys.used
-        k, v, keys = from_pages(k, v, table, used)
-    near = bounds(window) or (None, None)
+        k, v, keys = from_pages(k, v, integers("block_table", table, q), used)
     rule = Rule(bool(causal), near, chunk=chunk, slopes=slopes, logsumexp=logsumexp)
     return packed_attention(q, k, v, rows, keys, rule, **options)

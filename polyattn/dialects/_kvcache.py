@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
-import numbers
+from collections.abc import Callable
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from polyattn import masks
-from polyattn._base.arrays import Array, cast, index_range, library_of
+from polyattn._api.run import prepared
+from polyattn._base.arrays import Array, ArrayFacts, facts_of, index_range, library_of
+from polyattn._base.slices import spans
 from polyattn._base.tracing import is_transformed
-from polyattn.dialects._flash import attended, by_position, options_of
-from polyattn.dialects._packed import numbers_of
-from polyattn.dialects._shared import bounds
+from polyattn.dialects._flash import (
+    attended,
+    by_position,
+    heads_first,
+    joined,
+    of_slopes,
+    options_of,
+)
+from polyattn.dialects._packed import check_pages, is_on_host, numbers_of
+from polyattn.dialects._rotary import positions_from, rotated
+from polyattn.dialects._shared import bounds, check_axes, integers, scaled, shape_of
 
 #: The libraries whose arrays can be written in place.
 _MUTABLE = ("numpy", "torch", "cupy")
@@ -32,43 +43,60 @@ class Rotation(NamedTuple):
 
     tables: tuple[Array, Array] | None
     interleaved: bool
-    lengths: Array | None = None  # the first positions, if they are not the lengths of the cache
+    lengths: Any = None  # the first positions; None for the lengths of the cache
 
 
 def with_kvcache(
+    q: Array, new: tuple[Array, Array] | None, cache: Cache, rotation: Rotation, **options: Any
+) -> Any:
+    """Write the new keys and values, and return attention of q, (B, L, H, D), to all of them."""
+    return checked(q, new, cache, rotation, **options)()
+
+
+def checked(
     q: Array, new: tuple[Array, Array] | None, cache: Cache, rotation: Rotation, *,
     scale: float | None, causal: bool, window: Any, softcap: float, slopes: Array | None = None,
     chunk: int = 0, qv: Array | None = None, logsumexp: bool = False,
-) -> Any:  # fmt: skip
-    """Write the new keys and values, and return attention of q, (B, L, H, D), to all of them."""
+) -> Callable[[], Any]:  # fmt: skip
+    """Check all of a call, and return what writes and computes."""
     near = bounds(window)
-    if isinstance(cache.lengths, numbers.Integral):
-        cache = cache._replace(lengths=int(cache.lengths))
-    _check(new, cache, rotation)
+    cache, rotation = _placed_and_checked(
+        q, new, cache, rotation, {"qv": (qv, "BLHE"), **of_slopes(slopes)}
+    )
     if new is not None:
-        key, value = new
-        key = _rotated(key, rotation, cache.lengths, moves=True)
-        q = _rotated(q, rotation, cache.lengths, moves=bool(causal or near))
-        _write(cache, key, value)
+        facts = _facts_when_written(new, cache)
+        key, value = _rotated(new[0], rotation, moves=True), new[1]
+        q = _rotated(q, rotation, moves=bool(causal or near))
+        places = _slots(cache, key.shape[1], q.shape[0])
         cache = cache._replace(lengths=cache.lengths + key.shape[1])
-    keys, values = (_read(cache, pool, q.shape[0]) for pool in (cache.key, cache.value))
-    if qv is not None:
-        q, keys, scale = with_qv(q, keys, values, qv, scale)
+    (q, scale), capacity = scaled(joined(q, qv), scale), _capacity(cache)
+    lengths = capacity if cache.lengths is None else cache.lengths
     options = options_of(scale, softcap) | {"is_causal": bool(causal), "window": near}
-    many = keys.shape[1] * (1 if cache.table is None else cache.table.shape[1])
-    lengths = many if cache.lengths is None else cache.lengths
-    if isinstance(lengths, int) and cache.table is None and lengths != many:
-        raise ValueError(
-            f"cache_seqlens must be from 0 to the {cache.key.shape[1]} tokens of a sequence in"
-            f" k_cache; got {lengths}"
-        )
+    many = lengths if isinstance(lengths, int) and cache.table is None else capacity
     options |= by_position(q, many, lengths - q.shape[1], slopes, chunk, cache.leftpad)
     if cache.table is not None or not isinstance(lengths, int):
         options |= {"key_lengths": lengths, "block_table": cache.table}
     if cache.leftpad is not None:
         after = ~masks.prefix(cache.leftpad)
         options["mask"] = options["mask"] & after if chunk else after
-    return attended(q, keys, values, options, logsumexp)
+
+    def arrays() -> tuple[Array, Array]:
+        keys, values = (_read(cache, pool, q.shape[0]) for pool in cache[:2])
+        return joined(keys, None if qv is None else values), values
+
+    if new is None:
+        return lambda: attended(q, *arrays(), options, logsumexp)
+    lead = (q.shape[0], many) if cache.table is None else cache.key.shape[:2]
+    sizes = zip(facts, (q.shape[-1], value.shape[-1]), strict=True)
+    arrays_then = [one._replace(shape=(*lead, key.shape[2], size)) for one, size in sizes]
+    compute = prepared(q, *arrays_then, layout="...LHD", logsumexp=logsumexp, **options)
+
+    def write_and_compute() -> Any:
+        cache.key[places], cache.value[places] = key, value
+        output, total = compute(*arrays())
+        return heads_first(output, total) if logsumexp else output
+
+    return write_and_compute
 
 
 def with_packed(
@@ -78,20 +106,28 @@ def with_packed(
 ) -> Any:  # fmt: skip
     """Return `with_kvcache` of packed queries, (T, H, D), or of packed new keys, or of both."""
     library = library_of(q, "q")
+    shape_of(q, "q")  # which refuses a nested tensor
     if library.traced or is_transformed():
         raise NotImplementedError(
             "cu_seqlens_q and cu_seqlens_k_new are read by the host, which cannot read them in a"
             " traced program: pass q, k and v padded, (B, L, H, D)"
         )
     ends, other = (None if x is None else numbers_of(x) for x in (ends_q, ends_new))
+    own, added = ("B{}" if x is None else "{}" for x in (ends, other))
+    key, value = new or (None, None)
+    check_axes(
+        q=(q, own.format("LHD")), qv=(qv, own.format("LHE")),
+        k=(key, added.format("NGD")), v=(value, added.format("NGE")),
+    )  # fmt: skip
     _check_ends("cu_seqlens_q", ends, "q", q)
-    _check_ends("cu_seqlens_k_new", other, "k", None if new is None else new[0])
+    _check_ends("cu_seqlens_k_new", other, "k", key)
+    cache, rotation = _placed(cache, rotation, q)
     has_own_pools = cache.items is None and cache.table is None
     given = {
         "cu_seqlens_q": None if ends is None else len(ends) - 1,
         "cu_seqlens_k_new": None if other is None else len(other) - 1,
         "q": q.shape[0] if ends is None else None,
-        "k": new[0].shape[0] if new is not None and other is None else None,
+        "k": key.shape[0] if key is not None and other is None else None,
         "page_table": None if cache.table is None else cache.table.shape[0],
         "cache_batch_idx": None if cache.items is None else cache.items.shape[0],
     }
@@ -109,14 +145,22 @@ def with_packed(
             return x
         return x[n : n + 1, ...] if ends is None else x[ends[n] : ends[n + 1], ...][None, ...]
 
-    results = []
-    for n in range(count):
+    def rows(x: Array | None) -> list[Any]:
+        """Return the queries of each sequence as a batch of one, which have one gradient."""
+        if x is None:
+            return [None] * count
+        cut = spans(x, [(at, end - at) for at, end in pairwise(ends or range(count + 1))])
+        return cut if ends is None else [one[None, ...] for one in cut]
+
+    calls = []
+    for n, (own_q, own_qv) in enumerate(zip(rows(q), rows(qv), strict=True)):
         pools = [part(x, n) if has_own_pools else x for x in cache[:2]]
-        own = Cache(*pools, *(part(x, n) for x in cache[2:]))
+        its = Cache(*pools, *(part(x, n) for x in cache[2:]))
         turned = rotation._replace(lengths=part(rotation.lengths, n))
-        added = None if new is None else (part(new[0], n, other), part(new[1], n, other))
-        more = {"qv": part(qv, n, ends), "logsumexp": True, **options}
-        results.append(with_kvcache(part(q, n, ends), added, own, turned, **more))
+        written = None if new is None else (part(key, n, other), part(value, n, other))
+        more = {"qv": own_qv, "logsumexp": True, **options}
+        calls.append(checked(own_q, written, its, turned, **more))
+    results = [call() for call in calls]  # nothing is written before all are checked
     axes = (0, 0) if ends is None else (1, 2)  # of the items, or of the rows
     joined = (
         library.xp.concat(parts, axis=axis)
@@ -127,10 +171,8 @@ def with_packed(
 
 
 def _check_ends(name: str, ends: list[int] | None, of: str, array: Array | None) -> None:
-    if ends is None:
+    if ends is None or array is None:
         return
-    if array is None:
-        raise ValueError(f"{name} needs {of}")
     if len(ends) < 2 or [0, *sorted(ends), array.shape[0]] != [ends[0], *ends, ends[-1]]:
         raise ValueError(
             f"{name} must rise from 0 to the {array.shape[0]} tokens of {of}, with the end of one"
@@ -138,17 +180,48 @@ def _check_ends(name: str, ends: list[int] | None, of: str, array: Array | None)
         )
 
 
-def with_qv(
-    q: Array, k: Array, v: Array, qv: Array, scale: float | None
-) -> tuple[Array, Array, float]:
-    """Return query, key and scale such that the products with the values are in the scores too."""
-    xp = library_of(q, "q").xp
-    size = q.shape[-1] + qv.shape[-1]
-    joined = (xp.concat(pair, axis=-1) for pair in ((q, qv), (k, v)))
-    return *joined, size**-0.5 if scale is None else scale
+def _placed_and_checked(
+    q: Array, new: tuple[Array, Array] | None, cache: Cache, rotation: Rotation,
+    more: dict[str, Any],
+) -> tuple[Cache, Rotation]:  # fmt: skip
+    """Check shapes, dtypes and numbers of the host; return numbers as integers or arrays."""
+    _check_combination(new, cache, rotation)
+    cache, rotation = _placed(cache, rotation, q)
+    lengths, first = (_for_all(x, q) for x in (cache.lengths, rotation.lengths))
+    if lengths is not cache.lengths:
+        cache = cache._replace(lengths=lengths)
+    key, value = new or (None, None)
+    cos, sin = rotation.tables or (None, None)
+    check_axes(
+        q=(q, "BLHD"), k_cache=(cache.key, "CSGD"), v_cache=(cache.value, "CSGE"),
+        k=(key, "BNGD"), v=(value, "BNGE"), rotary_cos=(cos, "RF"), rotary_sin=(sin, "RF"),
+        cache_seqlens=(None if isinstance(lengths, int) else lengths, "B"),
+        rotary_seqlens=(None if isinstance(first, int) else first, "B"),
+        cache_batch_idx=(cache.items, "B"), cache_leftpad=(cache.leftpad, "B"),
+        block_table=(cache.table, "BM"), **more,
+    )  # fmt: skip
+    if cos is not None and 2 * cos.shape[1] > q.shape[3]:
+        raise ValueError(
+            f"rotary_cos of {tuple(cos.shape)} rotates more than the {q.shape[3]} of q"
+        )
+    count, capacity = cache.key.shape[0], _capacity(cache)
+    if cache.items is not None:
+        _check_range("cache_batch_idx", cache.items, count - 1, f"k_cache has {count} items")
+    elif cache.table is None and count < q.shape[0]:
+        raise ValueError(f"{q.shape[0]} sequences for the {count} items of k_cache")
+    length = 0 if key is None else key.shape[1]
+    if new is not None or isinstance(lengths, int):
+        added = f", {length} of them new" if length else ""
+        why = f"k_cache holds {capacity} tokens of a sequence{added}"
+        _check_range("cache_seqlens", lengths, capacity - length, why)
+    if new is not None and cache.table is not None:
+        check_pages(cache.table, lengths + length, count, cache.key.shape[1])
+    if cos is not None:
+        rotation = rotation._replace(lengths=lengths if first is None else first)
+    return cache, rotation
 
 
-def _check(new: tuple[Array, Array] | None, cache: Cache, rotation: Rotation) -> None:
+def _check_combination(new: tuple[Array, Array] | None, cache: Cache, rotation: Rotation) -> None:
     if rotation.tables is not None and new is None:
         raise ValueError("rotary_cos and rotary_sin need k and v, the new keys and values")
     if cache.table is not None and cache.items is not None:
@@ -166,36 +239,58 @@ def _check(new: tuple[Array, Array] | None, cache: Cache, rotation: Rotation) ->
         )
 
 
-def _places(cache_lengths: Any, length: int, like: Array) -> Array:
-    """Return the positions of new tokens, shape (B or 1, L)."""
-    xp = library_of(like).xp
-    steps = index_range(xp, 0, length, like)[None, :]
-    if isinstance(cache_lengths, int):
-        return steps + cache_lengths
-    return steps + cast(xp, cache_lengths, steps.dtype)[:, None]
+def _facts_when_written(new: tuple[Array, Array], cache: Cache) -> list[ArrayFacts]:
+    """Return the facts of keys and values in the cache, which a write neither casts nor moves."""
+    found = []
+    for name, x, pool in zip(("k", "v"), new, cache[:2], strict=True):
+        one, own = facts_of(x, name), facts_of(pool, f"{name}_cache")
+        if one[:3] != own[:3]:
+            kinds = (" ".join(facts[:3]) for facts in (own, one))
+            raise TypeError("{} must be as {}_cache, {}; got {}".format(name, name, *kinds))
+        found.append(own._replace(requires_grad=own.requires_grad or one.requires_grad))
+    return found
 
 
-def _write(cache: Cache, key: Array, value: Array) -> None:
+def _check_range(name: str, given: Any, most: int, why: str) -> None:
+    """Raise unless numbers that the host can read are from 0 to the greatest."""
+    if not is_on_host(given) or 0 in getattr(given, "shape", ()):
+        return
+    ends = (given,) if isinstance(given, int) else (int(given.min()), int(given.max()))
+    if wrong := [n for n in ends if not 0 <= n <= most]:
+        raise ValueError(f"{name} must be from 0 to {most}, since {why}; got {wrong[0]}")
+
+
+def _placed(cache: Cache, rotation: Rotation, q: Array) -> tuple[Cache, Rotation]:
+    """Return lengths and places as integers or as arrays beside q."""
+    names = ("cache_seqlens", "cache_batch_idx", "cache_leftpad", "block_table")
+    placed = (integers(name, given, q) for name, given in zip(names, cache[2:], strict=True))
+    if rotation.lengths is not None:
+        first = integers("rotary_seqlens", rotation.lengths, q)
+        rotation = rotation._replace(lengths=first)
+    return Cache(*cache[:2], *placed), rotation
+
+
+def _for_all(lengths: Any, q: Array) -> Any:
+    """Return an array without axes as one (B,), any other lengths as they are."""
+    if getattr(lengths, "shape", None) != ():
+        return lengths
+    return library_of(q).xp.broadcast_to(lengths[None], (q.shape[0],))
+
+
+def _capacity(cache: Cache) -> int:
+    """Return how many tokens of a sequence the cache holds."""
+    return int(cache.key.shape[1]) * (1 if cache.table is None else int(cache.table.shape[1]))
+
+
+def _slots(cache: Cache, length: int, batch: int) -> tuple[Array, Array]:
+    """Return the indices of the slots for so many new tokens of each sequence."""
     xp = library_of(cache.key).xp
-    places, table = _places(cache.lengths, key.shape[1], cache.key), cache.table
-    size = min(cache.key.shape[1], cache.value.shape[1])
-    capacity = size * (1 if table is None else table.shape[1])
-    on_host = str(getattr(cache.key, "device", "cpu")) == "cpu" and not is_transformed()
-    if on_host and 0 not in places.shape:
-        first, last = int(xp.min(places)), int(xp.max(places))
-        if first < 0:
-            raise ValueError(f"cache_seqlens must be at least 0; got {first}")
-        if last >= capacity:
-            raise ValueError(
-                f"the cache holds {capacity} tokens of a sequence, and the new ones end at"
-                f" {last + 1}: make k_cache and v_cache larger"
-            )
-    items = index_range(xp, 0, key.shape[0], cache.key)[:, None]
-    if table is not None:
-        where = table[items, places // size], places % size
-    else:
-        where = items if cache.items is None else cache.items[:, None], places
-    cache.key[where], cache.value[where] = key, value
+    places = positions_from(cache.lengths, length, cache.key)
+    items = index_range(xp, 0, batch, cache.key)[:, None]
+    if cache.table is not None:
+        size = cache.key.shape[1]
+        return cache.table[items, places // size], places % size
+    return items if cache.items is None else cache.items[:, None], places
 
 
 def _read(cache: Cache, pool: Array, batch: int) -> Array:
@@ -209,22 +304,9 @@ def _read(cache: Cache, pool: Array, batch: int) -> Array:
     return pool[:, : cache.lengths, ...] if isinstance(cache.lengths, int) else pool
 
 
-def _rotated(x: Array, rotation: Rotation, lengths: Any, *, moves: bool) -> Array:
+def _rotated(x: Array, rotation: Rotation, *, moves: bool) -> Array:
     """Return x, (B, L, H, D), rotated by its positions; by the first one if it does not move."""
     if rotation.tables is None:
         return x
-    xp = library_of(x).xp
-    first = lengths if rotation.lengths is None else rotation.lengths
-    places = _places(first, x.shape[1] if moves else 1, x)
-    half = rotation.tables[0].shape[-1]
-    flat, wide = xp.reshape(places, (-1,)), xp.float64 if x.dtype == xp.float64 else xp.float32
-    cos, sin = (
-        cast(xp, xp.reshape(xp.take(table, flat, axis=0), (*places.shape, 1, half)), wide)
-        for table in rotation.tables
-    )
-    axis, shape = (-1, (half, 2)) if rotation.interleaved else (-2, (2, half))
-    pairs = xp.reshape(cast(xp, x[..., : 2 * half], wide), (*x.shape[:-1], *shape))
-    one, other = (pairs[..., n] if axis == -1 else pairs[..., n, :] for n in (0, 1))
-    turned = xp.stack((one * cos - other * sin, one * sin + other * cos), axis=axis)
-    turned = cast(xp, xp.reshape(turned, (*x.shape[:-1], 2 * half)), x.dtype)
-    return xp.concat((turned, x[..., 2 * half :]), axis=-1) if 2 * half < x.shape[-1] else turned
+    places = positions_from(rotation.lengths, x.shape[1] if moves else 1, x)
+    return rotated(x, rotation.tables, places, rotation.interleaved)

@@ -15,6 +15,7 @@ from polyattn._api.attention import attention
 from polyattn._api.partial import attention_partial
 from polyattn._base.arguments import short
 from polyattn._base.arrays import Array, cast, index_range, library_of, numbers_like
+from polyattn._base.slices import spans
 from polyattn._base.tracing import is_recording, is_transformed
 from polyattn.dialects._shared import alibi, lowered
 
@@ -57,6 +58,12 @@ def from_pages(
 ) -> tuple[Array, Array, Packed]:
     """Return a pool of pages as packed arrays, where a sequence begins at `first` in its pages."""
     xp = library_of(key, "key").xp
+    if used is not None and not any(first or ()):
+        check_pages(table, used, *key.shape[:2])
+    if used is not None and _is_readable(used):
+        used = numbers_of(used)
+        ends = map(sum, zip(used, first or itertools.repeat(0), strict=False))
+        table = table[:, : -(-max(ends, default=0) // key.shape[1])]
     # Entries beyond the length of a sequence may hold anything.
     least, most = (numbers_like(xp, n, table.dtype, table) for n in (0, key.shape[0] - 1))
     indices = xp.reshape(xp.minimum(xp.maximum(table, least), most), (-1,))
@@ -64,6 +71,31 @@ def from_pages(
     batch, length = table.shape[0], table.shape[1] * key.shape[1]
     starts = [n * length + (first[n] if first else 0) for n in range(batch)]
     return *flat, Packed([*starts, batch * length], used)
+
+
+def check_pages(table: Array, used: Any, pages: int, page: int) -> None:
+    """Raise if a table on the host names a page that is not there, for the used keys of an item."""
+    if not is_on_host(table) or not is_on_host(used):
+        return
+    if 0 in table.shape or 0 <= int(table.min()) <= int(table.max()) < pages:
+        return  # all of it, which is found in less time
+    xp = library_of(table).xp
+    ends = used if isinstance(used, int) else numbers_like(xp, used, table.dtype, table)[:, None]
+    begun = index_range(xp, 0, table.shape[1], table) * page < ends
+    wrong = table[begun & ((table < 0) | (table >= pages))]
+    if wrong.shape[0]:
+        raise ValueError(
+            f"a table must name pages from 0 to {pages - 1} for the keys of a sequence; got"
+            f" {int(wrong[0])}"
+        )
+
+
+def is_on_host(numbers: Any) -> bool:
+    """Return whether numbers can be read without a wait."""
+    if isinstance(numbers, (int, list)):
+        return True
+    is_cpu = str(getattr(numbers, "device", "cpu")) == "cpu"
+    return is_cpu and library_of(numbers).name in ("numpy", "torch") and _is_readable(numbers)
 
 
 def chunked(positions: Array, columns: Array, chunk: int) -> masks.Mask:
@@ -96,11 +128,14 @@ def _one_by_one(
     xp: Any, arrays: Arrays, rows: Packed, keys: Packed, rule: Rule, options: Any
 ) -> list[Array]:
     query, key, _ = arrays
-    own, other = _spans("query", rows, query), _spans("key", keys, key)
+    own, other = spans_of("query", rows, query), spans_of("key", keys, key)
     if len(own) != len(other):
         raise ValueError(f"query has {len(own)} sequences, and key {len(other)}")
-    runs = _runs(own, other, query.shape[0])
-    pieces = [_run(xp, arrays, run, rule, options) for run in runs]
+    runs = list(_runs(own, other, query.shape[0]))
+    of_query = [(at, len(run) * n) for run in runs for _, (at, n), _ in run[:1]]
+    of_key = [(at, len(run) * n) for run in runs for _, _, (at, n) in run[:1]]
+    cut = zip(*map(spans, arrays, (of_query, of_key, of_key)), strict=True)
+    pieces = [_run(xp, parts, run, rule, options) for parts, run in zip(cut, runs, strict=True)]
     return [
         parts[0] if len(parts) == 1 else xp.concat(parts, axis=0)
         for parts in zip(*pieces, strict=True)
@@ -110,10 +145,7 @@ def _one_by_one(
 def _run(xp: Any, arrays: Arrays, run: list[Run], rule: Rule, options: Any) -> list[Array]:
     """Return the rows of neighbouring sequences of one length, which are a batch."""
     (first, rows, keys), count = run[0], len(run)
-    parts = [
-        xp.reshape(x[at : at + count * n, ...], (count, n, *x.shape[1:]))
-        for x, (at, n) in zip(arrays, (rows, keys, keys), strict=True)
-    ]
+    parts = [xp.reshape(x, (count, x.shape[0] // count, *x.shape[1:])) for x in arrays]
     offset = 0 if rule.from_first else keys[1] - rows[1]
     given = {"is_causal": rule.causal, "window": rule.window, "query_offset": offset, **options}
     if rule.slopes is not None:
@@ -128,7 +160,7 @@ def _run(xp: Any, arrays: Arrays, run: list[Run], rule: Rule, options: Any) -> l
     return [xp.reshape(x, (total, *x.shape[2:])) for x in _results(parts, rule, given)]
 
 
-def _spans(name: str, packed: Packed, array: Array) -> list[tuple[int, int]]:
+def spans_of(name: str, packed: Packed, array: Array) -> list[tuple[int, int]]:
     """Return the start and the number of used tokens of each sequence."""
     starts, total = numbers_of(packed.starts), array.shape[0]
     lengths = [stop - start for start, stop in itertools.pairwise(starts)]
@@ -161,7 +193,7 @@ def _runs(
 ) -> Iterator[list[Run]]:
     """Yield neighbours of one length, without gaps between them; rows of no sequence see no key."""
     run: list[Run] = []
-    done = 0  # rows that are yielded or in the run
+    done = end = 0  # the rows that are yielded or in the run, and the end of their keys
     for number, ((start, length), own) in enumerate(zip(rows, keys, strict=True)):
         following = [(at + len(run) * n, n) for at, n in run[0][1:]] if run else []
         if run and [(start, length), own] != following:
@@ -169,19 +201,19 @@ def _runs(
             run = []
         if length:
             if start > done:
-                yield [(0, (done, start - done), (0, 0))]
+                yield [(0, (done, start - done), (end, 0))]
             run.append((number, (start, length), own))
-            done = start + length
+            done, end = start + length, sum(own)
     if run:
         yield run
     if done < total or not done:
-        yield [(0, (done, total - done), (0, 0))]
+        yield [(0, (done, total - done), (end, 0))]
 
 
 # ---- one call for all --------------------------------------------------------------------------
 
 
-def _places(xp: Any, packed: Packed, total: int, like: Array) -> tuple[Array, Array, Array]:
+def places_of(xp: Any, packed: Packed, total: int, like: Array) -> tuple[Array, Array, Array]:
     """Return the sequence of each token, −1 if not used, its position, and all lengths."""
     tokens = index_range(xp, 0, total, like)
 
@@ -203,8 +235,8 @@ def _at_once(
     xp: Any, arrays: Arrays, rows: Packed, keys: Packed, rule: Rule, options: Any
 ) -> tuple[Array, ...]:
     query, key, _ = arrays
-    own, position, many_rows = _places(xp, rows, query.shape[0], query)
-    other, place, many_keys = _places(xp, keys, key.shape[0], query)
+    own, position, many_rows = places_of(xp, rows, query.shape[0], query)
+    other, place, many_keys = places_of(xp, keys, key.shape[0], query)
     sequence = xp.maximum(own, xp.zeros_like(own))
     if not rule.from_first:
         position = position + xp.take(many_keys - many_rows, sequence, axis=0)

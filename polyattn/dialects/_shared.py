@@ -3,12 +3,79 @@
 from __future__ import annotations
 
 import functools
+import numbers
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from polyattn import scores
-from polyattn._base.arrays import Array, cast, facts_of, library_of
+from polyattn._base.arguments import check_int
+from polyattn._base.arrays import Array, accumulator_of, cast, facts_of, is_array, library_of
+from polyattn._base.host import as_array, destination_of, is_host, is_sequence, is_unreadable
+from polyattn._base.tracing import is_compiling, know_torch
+
+
+def shape_of(array: Any, name: str) -> tuple[Any, ...]:
+    """Return the shape of an array, or of numbers of the host; a nested tensor has none."""
+    shape = None if getattr(array, "is_nested", False) else getattr(array, "shape", None)
+    if shape is None:
+        # What is no array, and a nested tensor, are refused.
+        shape = as_array(name, array).shape if is_sequence(array) else facts_of(array, name).shape
+    return shape
+
+
+def check_axes(lengths: dict[str, Any] | None = None, /, **arrays: tuple[Any, str]) -> None:
+    """Raise unless each array has the axes of its letters, and each letter one length.
+
+    A digit is its own length, and None is no array.
+    """
+    known = () if lengths is None else tuple(lengths.items())
+    shapes = [
+        (name, axes, shape_of(array, name))
+        for name, (array, axes) in arrays.items()
+        if array is not None
+    ]
+    if not (know_torch() and is_compiling()):  # which would trace through the cache
+        try:
+            return _agree(known, *shapes)
+        except TypeError:  # a symbolic length is not hashable
+            pass
+    _agree.__wrapped__(known, *shapes)
+
+
+@functools.lru_cache(4096)
+def _agree(lengths: Iterable[tuple[str, Any]], *shapes: tuple[str, str, tuple[Any, ...]]) -> None:
+    known = {"1": 1, "2": 2, "3": 3, **dict(lengths)}
+    for name, axes, shape in shapes:
+        fits = len(shape) == len(axes)
+        for axis, length in zip(axes, shape, strict=False):
+            if isinstance(length, int):  # not traced
+                fits = fits and known.setdefault(axis, length) == length
+        if not fits:
+            letters = [axis for axis in dict.fromkeys(axes) if axis.isalpha() and axis in known]
+            raise ValueError(
+                f"{name} must have the shape ({', '.join(axes)}), where"
+                f" {', '.join(f'{axis} is {known[axis]}' for axis in letters)}; got {tuple(shape)}"
+            )
+
+
+def integers(name: str, given: Any, like: Array) -> Any:
+    """Return integers of the host or of the library of an array, placed beside it; or an int."""
+    if given is None or isinstance(given, int):
+        return given
+    if isinstance(given, numbers.Integral):
+        return int(given)
+    array, destination = as_array(name, given), None
+    if is_host(array):
+        destination = destination_of(like)
+    array = array if destination is None else destination.put(name, array)
+    facts, own = facts_of(array, name), library_of(like).name
+    if "int" not in facts.dtype or facts.library != own:
+        raise TypeError(
+            f"{name} must hold integers, in an array of {own} or of the host; got {facts.dtype} of"
+            f" {facts.library}"
+        )
+    return array
 
 
 def dropout_of(query: Array, rate: float) -> tuple[float, Any] | None:
@@ -29,6 +96,17 @@ def _seed(query: Array, rate: float) -> Any:
         f"dropout_p={rate!r} needs the random generator of torch or NumPy, and query is of"
         f" {library.name}: call polyattn.attention with dropout=({rate!r}, seed)"
     )
+
+
+def scaled(query: Array | None, scale: Any) -> tuple[Any, Any]:
+    """Return query and scale: an array without axes, which may be traced, multiplies the query."""
+    if query is None or not is_array(scale) or tuple(scale.shape):
+        return query, scale
+    if is_host(scale):
+        return query, scale if is_unreadable(scale) else scale.item()
+    facts, xp = facts_of(query, "query"), library_of(query).xp
+    product = cast(xp, query, getattr(xp, accumulator_of(facts.dtype))) * scale
+    return cast(xp, product, query.dtype), 1.0
 
 
 def both(*masks: Array | None) -> Array | None:
@@ -67,7 +145,10 @@ def bounds(window: Any) -> tuple[int | None, int | None] | None:
     """Return a window whose ends are −1 (or None) for no bound; None if it bounds nothing."""
     if window is None:
         return None
-    left, right = (None if n is None or n < 0 else int(n) for n in window)
+    if not isinstance(window, (tuple, list)) or len(window) != 2:
+        raise TypeError(f"window_size must be a pair of integers (left, right); got {window!r}")
+    ends = (n if n is None else check_int("an end of window_size", n) for n in window)
+    left, right = (None if n is None or n < 0 else n for n in ends)
     return None if left is None and right is None else (left, right)
 
 

@@ -9,9 +9,9 @@ from typing import Any
 
 from polyattn._base.arrays import Array
 from polyattn.dialects._flash import NO_WINDOW, dense, varlen
-from polyattn.dialects._kvcache import Cache, Rotation, with_kvcache, with_packed, with_qv
+from polyattn.dialects._kvcache import Cache, Rotation, with_kvcache, with_packed
 from polyattn.dialects._packed import Packed
-from polyattn.dialects._shared import pair
+from polyattn.dialects._shared import check_axes, pair, shape_of
 
 __all__ = [
     "flash_attn_func",
@@ -64,11 +64,9 @@ def flash_attn_func(
     (2, 5, 8, 64)
     """
     _refuse(q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
-    if qv is not None:
-        q, k, softmax_scale = with_qv(q, k, v, qv, softmax_scale)
     return dense(
         q, k, v, softmax_scale, causal, window_size, softcap,
-        chunk=attention_chunk, logsumexp=return_attn_probs,
+        chunk=attention_chunk, qv=qv, logsumexp=return_attn_probs,
     )  # fmt: skip
 
 
@@ -81,7 +79,8 @@ def flash_attn_qkvpacked_func(
     return_attn_probs: bool = False,
 ) -> Any:  # fmt: skip
     """Compute attention of one array, (B, L, 3, H, D), or (B, L, H + 2 G, D) with `num_heads_q`."""
-    if len(qkv.shape) == 5:
+    if len(shape_of(qkv, "qkv")) == 5:
+        check_axes(qkv=(qkv, "BL3HD"))
         q, k, v = (qkv[:, :, n, ...] for n in range(3))
     elif num_heads_q is None or not 0 < num_heads_q < qkv.shape[2]:
         raise ValueError(f"a qkv of shape {tuple(qkv.shape)} needs num_heads_q, the query heads")
@@ -108,12 +107,10 @@ def flash_attn_varlen_func(
 ) -> Any:  # fmt: skip
     """Compute attention of packed sequences; rows that `seqused_q` leaves out are 0."""
     _refuse(q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
-    if qv is not None:
-        q, k, softmax_scale = with_qv(q, k, v, qv, softmax_scale)
     return varlen(
         q, k, v, Packed(cu_seqlens_q, seqused_q), Packed(cu_seqlens_k, seqused_k),
         softmax_scale, causal, window_size, softcap,
-        chunk=attention_chunk, logsumexp=return_attn_probs,
+        chunk=attention_chunk, qv=qv, logsumexp=return_attn_probs,
     )  # fmt: skip
 
 
@@ -133,7 +130,8 @@ def flash_attn_with_kvcache(
     """Compute attention over a cache, after new keys and values are written into it.
 
     Rotation begins at `rotary_seqlens`, if given; `page_table` is the block_table of FlashAttention
-    2. With `cu_seqlens_q`, q is packed, (T, H, D), as qv is; with `cu_seqlens_k_new`, k and v are.
+    2. With `cu_seqlens_q`, q is packed, (T, H, D), as qv is; with `cu_seqlens_k_new`, which has no
+    effect without k and v, these are.
 
     Returns
     -------
@@ -149,6 +147,7 @@ def flash_attn_with_kvcache(
         "scale": softmax_scale, "causal": causal, "window": window_size, "softcap": softcap,
         "chunk": attention_chunk, "qv": qv, "logsumexp": return_softmax_lse,
     }  # fmt: skip
+    cu_seqlens_k_new = None if k is None else cu_seqlens_k_new
     if cu_seqlens_q is None and cu_seqlens_k_new is None:
         return with_kvcache(*given, **options)
     return with_packed(*given, cu_seqlens_q, cu_seqlens_k_new, **options)

@@ -6,7 +6,7 @@ from typing import Any
 
 from polyattn._api.attention import attention
 from polyattn._base.arrays import Array
-from polyattn.dialects._shared import mask_or_bias
+from polyattn.dialects._shared import check_axes, mask_or_bias
 
 __all__ = ["scaled_dot_product_attention"]
 __dir__ = __all__.copy
@@ -45,9 +45,10 @@ def scaled_dot_product_attention(
     >>> scaled_dot_product_attention(x, x, x, scale=0.125, mask="causal").shape
     (2, 8, 5, 64)
     """
+    check_axes(q=(q, "BHLD"), k=(k, "BGSD"), v=(v, "BGSE"), sinks=(sinks, "H"))
     options: dict[str, Any] = {"scale": scale, "sinks": sinks}
     if isinstance(mask, str):
         if mask != "causal":
             raise ValueError(f'mask must be "causal" or an array; got {mask!r}')
         return attention(q, k, v, is_causal=True, **options)
-    return attention(q, k, v, **options, **mask_or_bias(mask, len(q.shape)))
+    return attention(q, k, v, **options, **mask_or_bias(mask, 4))

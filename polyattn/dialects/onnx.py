@@ -9,7 +9,7 @@ from polyattn import masks
 from polyattn._api.attention import attention
 from polyattn._api.weights import attention_weights
 from polyattn._base.arrays import Array, cast, facts_of, index_range, library_of
-from polyattn.dialects._shared import both, mask_or_bias, pair
+from polyattn.dialects._shared import both, check_axes, integers, mask_or_bias, pair, shape_of
 
 __all__ = ["OnnxAttention", "onnx_attention"]
 __dir__ = __all__.copy
@@ -101,12 +101,18 @@ def onnx_attention(
     if before is not None and nonpad_kv_seqlen is not None:
         raise ValueError("give past_key or nonpad_kv_seqlen, not both")
     xp = library_of(Q, "Q").xp
-    packed = len(Q.shape) == 3
+    packed = len(shape_of(Q, "Q")) == 3
     if packed:
+        check_axes(Q=(Q, "BLX"), K=(K, "BSY"), V=(V, "BSZ"))
         if q_num_heads is None or kv_num_heads is None:
             raise ValueError("inputs of rank 3 need q_num_heads and kv_num_heads")
         Q = _split_heads(xp, Q, q_num_heads)  # noqa: N806
         K, V = _split_heads(xp, K, kv_num_heads), _split_heads(xp, V, kv_num_heads)  # noqa: N806
+    nonpad_kv_seqlen = integers("nonpad_kv_seqlen", nonpad_kv_seqlen, Q)
+    check_axes(
+        Q=(Q, "BHLD"), K=(K, "BGSD"), V=(V, "BGSE"), past_key=(past_key, "BGPD"),
+        past_value=(past_value, "BGPE"), nonpad_kv_seqlen=(nonpad_kv_seqlen, "B"),
+    )  # fmt: skip
     past = 0
     if before is not None:
         past = before[0].shape[-2]
@@ -114,14 +120,18 @@ def onnx_attention(
     keys = K.shape[-2]
     given = mask_or_bias(None if attn_mask is None else _padded(xp, attn_mask, keys), 4)
     offset: Any = past
+    padding: Any = None
     if nonpad_kv_seqlen is not None:
         offset = nonpad_kv_seqlen - Q.shape[-2]
         real = index_range(xp, 0, keys, K) < xp.reshape(nonpad_kv_seqlen, (-1, 1, 1, 1))
+        padding = masks.padding(nonpad_kv_seqlen)  # which hides NaN on all kernels
+        padding = padding & masks.dense(given["mask"]) if "mask" in given else padding
         given["mask"] = both(given.get("mask"), real)
     window = tuple(None if end < 0 else end for end in (left_window_size, right_window_size))
     options = {"is_causal": bool(is_causal), "window": window, "query_offset": offset, **given}
     options |= {"scale": scale, "softcap": softcap or None}
-    output = attention(Q, K, cast(xp, V, Q.dtype), kernel=kernel, **options)
+    seen = options if padding is None else options | {"mask": padding}
+    output = attention(Q, K, cast(xp, V, Q.dtype), kernel=kernel, **seen)
     mode = qk_matmul_output_mode
     step = None if mode is None else _step(xp, Q, K, mode, options)
     return OnnxAttention(_join_heads(xp, output) if packed else output, K, V, step)

@@ -9,7 +9,7 @@ from polyattn._api.weights import attention_weights
 from polyattn._base.arrays import Array, facts_of, library_of
 from polyattn.dialects._flash import NO_WINDOW, varlen
 from polyattn.dialects._packed import Packed
-from polyattn.dialects._shared import both, dropout_of, mask_or_bias
+from polyattn.dialects._shared import both, check_axes, dropout_of, mask_or_bias, scaled, shape_of
 
 __all__ = ["multi_head_attention_forward", "scaled_dot_product_attention", "varlen_attn"]
 __dir__ = __all__.copy
@@ -35,8 +35,9 @@ def scaled_dot_product_attention(
         of `query`, so ``torch.manual_seed`` repeats a call, or from ``numpy.random``. Torch's
         function drops other weights: these are those that `polyattn.attention` drops for the seed.
     is_causal : bool
-        Whether row i sees the keys j <= i.
-    scale : float, optional
+        Whether row i sees only the keys j <= i. With `attn_mask` both count, as in torch's fused
+        kernel of the CPU; its other kernels raise.
+    scale : float or Array without axes, optional
         Multiplies the scores; 1/√D by default.
     enable_gqa : bool
         Whether G may be less than H.
@@ -49,8 +50,8 @@ def scaled_dot_product_attention(
     Raises
     ------
     ValueError
-        If `attn_mask` and `is_causal` are both given, heads differ without `enable_gqa`, or the
-        lengths of a causal_lower_right are not those of the call.
+        If `is_causal` is given with a CausalBias, heads differ without `enable_gqa`, or the lengths
+        of a causal_lower_right are not those of the call.
     NotImplementedError
         If `dropout_p` is not 0 and `query` is neither of torch nor of NumPy, whose generators give
         the seed.
@@ -63,18 +64,18 @@ def scaled_dot_product_attention(
     >>> scaled_dot_product_attention(x, x, x, is_causal=True).shape
     (2, 8, 5, 64)
     """
-    dropout = dropout_of(query, dropout_p)
-    if attn_mask is not None and is_causal:
-        raise ValueError("give attn_mask or is_causal, not both")
-    shapes = [tuple(array.shape) for array in (query, key)]
+    shapes = [shape_of(query, "query"), shape_of(key, "key")]
     if not enable_gqa and min(map(len, shapes)) > 2:
         _check_same_heads(shapes[0][-3], shapes[1][-3])
-    if is_causal:
-        masks: dict[str, Any] = {"is_causal": is_causal, "query_offset": 0}
-    elif type(attn_mask).__name__ == "CausalBias":
+    if type(attn_mask).__name__ == "CausalBias":
+        if is_causal:
+            raise ValueError("give a CausalBias as attn_mask or is_causal, not both")
         masks = _causal_bias(attn_mask, (shapes[0][-2], shapes[1][-2]))
     else:
         masks = mask_or_bias(attn_mask, max(map(len, shapes)))
+        masks |= {"is_causal": True, "query_offset": 0} if is_causal else {}
+    dropout = dropout_of(query, dropout_p)
+    query, scale = scaled(query, scale)
     return attention(query, key, value, scale=scale, dropout=dropout, **masks)
 
 
@@ -139,7 +140,7 @@ def varlen_attn(
         If heads differ without `enable_gqa`, or lengths are missing.
     """
     if not enable_gqa:
-        _check_same_heads(query.shape[-2], key.shape[-2])
+        _check_same_heads(shape_of(query, "query")[-2], shape_of(key, "key")[-2])
     if block_table is not None and seqused_k is None:
         raise ValueError("block_table needs seqused_k, the lengths of the sequences")
     if block_table is None and cu_seq_k is None:
@@ -213,16 +214,28 @@ def multi_head_attention_forward(
     if is_causal and attn_mask is None:
         raise ValueError("is_causal is a hint about attn_mask, which is missing: pass it too")
     xp = library_of(query, "query").xp
-    is_batched = len(query.shape) == 3
-    if not is_batched:
-        query, key, value = (x[:, None, :] for x in (query, key, value))
-        key_padding_mask = None if key_padding_mask is None else key_padding_mask[None, :]
-    length, batch, size = query.shape
+    length, *some, size = shape_of(query, "query")
+    batch = some[0] if some else 1
     if size != embed_dim_to_check or size % num_heads:
         raise ValueError(
             f"query has vectors of {size} for embed_dim_to_check={embed_dim_to_check} and"
             f" num_heads={num_heads}, which must divide it"
         )
+    own, keys = "B" if some else "", "S" if static_k is None else "T"
+    of_mask = "L" if len(getattr(attn_mask, "shape", ())) == 2 else "NL"
+    check_axes(
+        {"M": size, "W": 3 * size, "N": batch * num_heads, "C": size // num_heads},
+        query=(query, f"L{own}M"), key=(key, f"S{own}X"), value=(value, f"S{own}Y"),
+        in_proj_weight=(in_proj_weight, "WM"), in_proj_bias=(in_proj_bias, "W"),
+        bias_k=(bias_k, "11M"), bias_v=(bias_v, "11M"), out_proj_weight=(out_proj_weight, "MM"),
+        out_proj_bias=(out_proj_bias, "M"), q_proj_weight=(q_proj_weight, "MM"),
+        k_proj_weight=(k_proj_weight, "MX"), v_proj_weight=(v_proj_weight, "MY"),
+        static_k=(static_k, "NTC"), static_v=(static_v, "NTC"),
+        key_padding_mask=(key_padding_mask, own + keys), attn_mask=(attn_mask, of_mask + keys),
+    )  # fmt: skip
+    if not some:
+        query, key, value = (x[:, None, :] for x in (query, key, value))
+        key_padding_mask = None if key_padding_mask is None else key_padding_mask[None, :]
     separate = (q_proj_weight, k_proj_weight, v_proj_weight)
     weights = separate if use_separate_proj_weight else _thirds(in_proj_weight)
     if any(weight is None for weight in weights):
@@ -260,7 +273,7 @@ def multi_head_attention_forward(
     if need_weights:
         shown = attention_weights(q, k, **options)
         shown = xp.astype(xp.mean(shown, axis=1) if average_attn_weights else shown, query.dtype)
-    if not is_batched:
+    if not some:
         output, shown = output[:, 0, :], None if shown is None else shown[0, ...]
     return output, shown
 

@@ -11,7 +11,6 @@ Importing this module is not needed: the first box that polyattn meets imports i
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,6 +22,7 @@ from autograd.tracer import getval, isbox
 
 from polyattn import UnsupportedError
 from polyattn._base.arrays import Array, Library, RecordedError, is_array, quiet
+from polyattn._base.forks import forkable_lock
 from polyattn._core.call.operands import mapped, named_arrays
 from polyattn._core.call.pages import in_one_piece
 from polyattn._core.expressions.expression import Expression, has_function
@@ -77,7 +77,7 @@ def _with_whole_keys(plan: Any, operands: Operands) -> tuple[Any, Operands]:
 # ---- functions in score_mod --------------------------------------------------------------------
 
 # Kernels call functions from several threads, and autograd counts its traces without a lock.
-_one_at_a_time = threading.RLock()
+_one_at_a_time = forkable_lock()
 
 
 def _with_derivatives(plan: Any, operands: Operands) -> tuple[Any, Operands]:

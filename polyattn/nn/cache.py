@@ -2,8 +2,9 @@
 
 A cache is immutable. If its arrays are writable, the next cache writes to the same memory. Only one
 cache may do so: a second one that would write to the same place copies the memory, and so does one
-that was made from the user's arrays. If arrays are not writable (JAX, a graph of gradients), the
-next cache consists of new arrays of the same shape, so that a compiled step is compiled once.
+that was made from the user's arrays. Tokens that were taken back are overwritten if nothing else
+holds the memory. If arrays are not writable (JAX, a graph of gradients), the next cache consists of
+new arrays of the same shape, so that a compiled step is compiled once.
 """
 
 from __future__ import annotations
@@ -18,38 +19,15 @@ from polyattn._base.arrays import (
     ArrayFacts,
     cast,
     facts_of,
-    index_range,
     is_array,
-    is_recorded,
     length_of,
     library_of,
     numbers_like,
     with_rank,
 )
-from polyattn._base.tracing import autocast_dtype, is_autocast_on, is_compiling, torch_transforms
+from polyattn._base.tracing import autocast_dtype, is_autocast_on, is_compiling
+from polyattn.nn.memory import Buffer, is_writable, zeros
 from polyattn.nn.shapes import with_rows
-
-
-class _Buffer:
-    """Arrays that a cache allocated, and how far the caches that share them have written."""
-
-    def __init__(self, key: Array, value: Array, filled: int) -> None:
-        self.key, self.value = key, value
-        self.ends = {filled}  # empty while a cache writes
-
-    def claim(self, cache: KVCache, at: int) -> bool:
-        """Return whether the cache may write from `at` on; only one cache may."""
-        if self.key is not cache.key or self.value is not cache.value:
-            return False  # a cache derived from this one, with other arrays
-        try:
-            self.ends.remove(at)  # atomic, so that only one thread succeeds
-        except KeyError:
-            return False
-        return True
-
-    def __reduce__(self) -> tuple[type, tuple[()]]:
-        """Copy and pickle as None: whether the new arrays share memory is unknown."""
-        return type(None), ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,7 +54,7 @@ class KVCache:
     length: int | Array = 0
     first: int = 0
     dropped: int = 0
-    buffer: _Buffer | None = field(default=None, repr=False, compare=False)
+    buffer: Buffer | None = field(default=None, repr=False, compare=False)
 
     @classmethod
     def init(
@@ -129,8 +107,8 @@ class KVCache:
             number = like[(0,) * len(like.shape)]
         example = xp.broadcast_to(number, (*batch, heads, 1, 1))
         key, value = (zeros(example, lead[-1], width) for width in widths)
-        # torch.compile cannot return a _Buffer.
-        return cls(key, value, buffer=None if is_compiling() else _Buffer(key, value, 0))
+        # torch.compile cannot return a Buffer.
+        return cls(key, value, buffer=None if is_compiling() else Buffer(key, value, 0))
 
     @property
     def capacity(self) -> int:
@@ -212,55 +190,40 @@ class KVCache:
 
     def _write_to_memory(self, key: Array, value: Array) -> KVCache:
         more, at, cache = key.shape[-2], self.first + self.length, self
-        if self.buffer is None or at + more > self.capacity or not self.buffer.claim(self, at):
-            cache, at = self._copy_to_buffer(more), self.length
+        length, buffer = self.length + more, self.buffer
+        if buffer is None or at + more > self.capacity or not buffer.claim(self, at):
+            cache, at = self._enlarged(more), self.length
+            buffer = Buffer(cache.key, cache.value, length)
         cache.key[..., at : at + more, :] = key
         cache.value[..., at : at + more, :] = value
-        assert cache.buffer is not None
-        cache.buffer.ends.add(at + more)
         # Directly: `replace` takes 18 times as long, and longer than the copy of a token.
-        length = self.length + more
-        return KVCache(cache.key, cache.value, length, cache.first, cache.dropped, cache.buffer)
-
-    def _copy_to_buffer(self, more: int) -> KVCache:
-        """Return a copy with room for more tokens, whose memory this thread has claimed."""
-        capacity, memory = self._enlarged(more), []
-        for filled in (self.keys, self.values):
-            new = zeros(filled, capacity, filled.shape[-1])
-            new[..., : self.length, :] = filled
-            memory.append(new)
-        buffer = _Buffer(memory[0], memory[1], self.length + more)
-        return replace(self, key=memory[0], value=memory[1], first=0, buffer=buffer)
+        following = KVCache(cache.key, cache.value, length, cache.first, cache.dropped, buffer)
+        buffer.ends.add(at + more)  # now that the tokens have a cache
+        return following
 
     def _replace_memory(self, key: Array, value: Array) -> KVCache:
         """Return a cache of new arrays, made without writing to an array."""
-        first, memory = self.first, [self.key, self.value]
-        length = self.length + length_of(key, -2)
-        if not is_array(self.length) and first + length > self.capacity:
-            unused = self._enlarged(key.shape[-2]) - self.length
-            memory = [
-                library_of(filled).xp.concat(
-                    (filled, zeros(filled, unused, filled.shape[-1])), axis=-2
-                )
-                for filled in (self.keys, self.values)
-            ]
-            first = 0
-        key, value = (
-            with_rows(array, rows, first + self.length)
-            for array, rows in zip(memory, (key, value), strict=True)
-        )
-        # A graph of gradients may hold the new arrays, so no cache may write to them.
-        return replace(self, key=key, value=value, length=length, first=first, buffer=None)
+        cache, more = self, length_of(key, -2)
+        if not is_array(self.length) and self.first + self.length + more > self.capacity:
+            cache = self._enlarged(more)
+        return overwritten(cache, (key, value), more)
 
-    def _enlarged(self, more: int) -> int:
-        """Return the capacity, doubled until more tokens fit."""
+    def _enlarged(self, more: int) -> KVCache:
+        """Return a copy, its capacity doubled until more tokens fit."""
         capacity = max(self.capacity, 16)
         while capacity < self.length + more:
             capacity *= 2
-        return capacity
+
+        def enlarged(x: Array) -> Array:
+            xp, shape = library_of(x).xp, (*x.shape[:-2], capacity - self.length, x.shape[-1])
+            return xp.concat((x, xp.broadcast_to(zeros(x, 1, x.shape[-1]), shape)), axis=-2)
+
+        return replace(self, key=enlarged(self.keys), value=enlarged(self.values), first=0)
 
     def truncate(self, length: int) -> KVCache:
         """Return a cache of the first `length` tokens; this cache does not change.
+
+        The next `append` copies the memory if anything else holds it, such as this cache.
 
         Parameters
         ----------
@@ -306,12 +269,12 @@ class KVCache:
         )
 
 
-def zeros(like: Array, capacity: int, width: int) -> Array:
-    """Return zeros in new memory, shape (..., capacity, width) with the leading axes of `like`."""
-    xp = library_of(like).xp
-    zero = xp.reshape(index_range(xp, 0, 1, like), (1,) * len(like.shape)) * 0
-    whole = xp.broadcast_to(zero, (*like.shape[:-2], capacity, width))
-    return xp.astype(whole, like.dtype)  # always a copy
+def overwritten(cache: KVCache, rows: tuple[Array, Array], more: int | Array) -> KVCache:
+    """Return a cache of new arrays with rows at its end, of which so many count."""
+    pairs, at = zip((cache.key, cache.value), rows, strict=True), cache.first + cache.length
+    key, value = (with_rows(memory, new, at) for memory, new in pairs)
+    # A graph of gradients may hold the new arrays, so no cache may write to them.
+    return replace(cache, key=key, value=value, length=cache.length + more, buffer=None)
 
 
 def checked_tokens(
@@ -373,16 +336,3 @@ def _is_cast(memory: Array) -> bool:
     facts = facts_of(memory)
     kind = facts.device.partition(":")[0]
     return facts.library == "torch" and autocast_dtype(kind) is not None
-
-
-def is_writable(new: list[Array], memory: list[Array]) -> bool:
-    """Return whether rows can be written without breaking a trace or a graph of gradients."""
-    library = library_of(memory[0])
-    if library.name != "torch":
-        recorded = any(is_recorded(array) for array in (*new, *memory))
-        return library.name in ("numpy", "cupy") and not recorded
-    if is_compiling() or torch_transforms():
-        return False
-    # Memory made in inference mode cannot be written to outside of it.
-    outside = any(array.is_inference() for array in memory) and not new[0].is_inference()
-    return not (outside or any(array.requires_grad for array in (*new, *memory)))

@@ -25,7 +25,7 @@ from polyattn.nn.ids import check_range
 from polyattn.nn.layers import Embedding
 from polyattn.nn.models import Transformer
 from polyattn.nn.paged import PagedCache
-from polyattn.nn.pages import on_host, sent
+from polyattn.nn.pages import Ledger, on_host, sent
 
 
 @with_our_names("cache", "counts", "positions", "segments")
@@ -235,6 +235,13 @@ def _first_caches(
             raise ValueError(
                 f"a compiled step cannot enlarge a cache: {before + new - 1} tokens need a capacity"
                 f" of as many; got {cache.capacity}"
+            )
+        table = cache._on_host() if isinstance(cache, PagedCache) else None
+        counts = steps - 1 + (prompts.shape[-1] if kept is None else kept)
+        if table and Ledger(table).place(table, 0 * table.lengths + counts, 0) is None:
+            raise ValueError(
+                f"a compiled step cannot add pages, and the {table.total} of this cache are too"
+                " few: give a cache that was made with a larger capacity, or more pages="
             )
     return given
 

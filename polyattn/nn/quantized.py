@@ -22,6 +22,7 @@ from polyattn._base.arguments import check_int
 from polyattn._base.arrays import (
     Array,
     cast,
+    clip,
     facts_of,
     index_range,
     is_array,
@@ -29,11 +30,13 @@ from polyattn._base.arrays import (
     library_of,
     quiet,
 )
+from polyattn._base.autocast import autocast
 from polyattn._base.quantized import Quantized
 from polyattn._base.tracing import is_autocast_on, is_compiling
 from polyattn._dispatch.request import request
-from polyattn.nn.cache import KVCache, checked_tokens, known, zeros
+from polyattn.nn.cache import KVCache, checked_tokens, known, overwritten
 from polyattn.nn.integers import attention_of_row, in_sums, quantized, sums
+from polyattn.nn.memory import zeros
 from polyattn.nn.shapes import as_array, with_last_axes
 
 #: Numbers of a piece of the keys that become floats at once: some MB, which stay in a CPU's cache.
@@ -116,13 +119,10 @@ class QuantizedCache:
         xp = library_of(like, "like").xp
         one = like[(slice(1),) * len(like.shape)]
         kinds = [xp.astype(one, getattr(xp, name)) for name in ("int8", sums(like))]
-        codes = KVCache.init(
-            heads, size, blocks * block, like=kinds[0], batch=batch, value_size=widths[1]
-        )
+        own: Any = {"batch": batch, "value_size": widths[1]}
+        codes = KVCache.init(heads, size, blocks * block, like=kinds[0], **own)
         steps = KVCache.init(heads, size, blocks, like=kinds[1], batch=batch, value_size=block)
-        recent = KVCache.init(
-            heads, size, window + block, like=like, batch=batch, value_size=widths[1]
-        )
+        recent = KVCache.init(heads, size, window + block - 1, like=like, **own)
         return cls(codes, steps, recent, window, block)
 
     @property
@@ -139,11 +139,18 @@ class QuantizedCache:
     @property
     def capacity(self) -> int:
         """Number of tokens that fit into the memory."""
-        return self.codes.capacity + self.recent.capacity
+        return (self._room + 1) * self.block + self.window - 1
+
+    @property
+    def _room(self) -> int:
+        """Number of blocks that fit into the memory of integers and of steps."""
+        return min(self.codes.capacity // self.block, self.steps.capacity)
 
     @property
     def _memory(self) -> tuple[Array, Array]:
-        return self.recent.key, self.recent.value
+        """The newest tokens' memory, as much as may be in use: with one more a block is full."""
+        most = self.window + self.block - 1
+        return self.recent.key[..., :most, :], self.recent.value[..., :most, :]
 
     @property
     def next_position(self) -> int | Array:
@@ -173,7 +180,8 @@ class QuantizedCache:
         TypeError
             If the library or dtype differs.
         """
-        key, value = checked_tokens(self._memory, self.recent.key.shape[:-2], key, value)
+        memory = self.recent.key, self.recent.value
+        key, value = checked_tokens(memory, memory[0].shape[:-2], key, value)
         if any(facts_of(new).requires_grad or is_recorded(new) for new in (key, value)):
             raise ValueError(
                 "a quantised cache has no gradient with respect to keys and values: detach them, or"
@@ -187,21 +195,18 @@ class QuantizedCache:
         if not blocks:
             return replace(self, recent=recent.append(key, value, query=query))
         xp = library_of(key).xp
-        tokens = [
-            xp.concat((old, new), axis=-2)
-            for old, new in ((recent.keys, key), (recent.values, value))
-        ]
-        codes, steps = self._with_integers(tokens, blocks)
+        pairs = (recent.keys, key), (recent.values, value)
+        tokens = [xp.concat(pair, axis=-2) for pair in pairs]
+        integers, of_integers = self._quantized(tokens, blocks)
+        codes, steps = self.codes.append(*integers), self.steps.append(*of_integers)
         rest = [array[..., blocks * size :, :] for array in tokens]
         return replace(self, codes=codes, steps=steps, recent=self._with_recent(*rest))
 
-    def _with_integers(self, tokens: Sequence[Array], blocks: int) -> tuple[KVCache, KVCache]:
-        """Return the integers and steps with the first blocks of tokens at the end."""
+    def _quantized(self, tokens: Sequence[Array], blocks: int) -> Iterator[tuple[Array, Array]]:
+        """Return the first blocks of keys and values as integers, and the steps of both."""
         whole = [array[..., : blocks * self.block, :] for array in tokens]
-        (key, of_key), (value, of_value) = (
-            quantized(array, self.block, axis) for array, axis in zip(whole, (-2, -1), strict=True)
-        )
-        return self.codes.append(key, value), self.steps.append(of_key, of_value)
+        pairs = zip(whole, (-2, -1), strict=True)
+        return zip(*[quantized(array, self.block, axis) for array, axis in pairs], strict=True)
 
     def _append_traced(self, key: Array, value: Array) -> QuantizedCache:
         """Return a cache with more tokens, by shapes that follow from no length.
@@ -214,13 +219,13 @@ class QuantizedCache:
         recent = KVCache(memory[0], memory[1], self.recent.length).append(key, value)
         over = recent.length - self.window
         full = (xp.clip(over, 0) if is_array(over) else max(over, 0)) // size
-        codes, steps = self._with_integers((recent.key, recent.value), (more + size - 1) // size)
-        rows = index_range(xp, 0, self.recent.capacity, key) + full * size
+        codes, steps = self._quantized((recent.key, recent.value), (more + size - 1) // size)
+        rows = index_range(xp, 0, self.window + size - 1, key) + full * size
         rest = [xp.take(array, rows, axis=-2) for array in (recent.key, recent.value)]
         return replace(
             self,
-            codes=replace(codes, length=self.codes.length + full * size),
-            steps=replace(steps, length=self.steps.length + full),
+            codes=overwritten(self.codes, codes, full * size),
+            steps=overwritten(self.steps, steps, full),
             recent=KVCache(rest[0], rest[1], recent.length - full * size),
         )
 
@@ -275,8 +280,8 @@ class QuantizedCache:
         ValueError
             If there is a normalizer: only softmax has a logsumexp, which joins parts.
         """
-        xp, dtype = library_of(query, "query").xp, sums(query)
-        rows = cast(xp, query, getattr(xp, dtype))
+        query = autocast({"query": query}, ("query",))["query"]
+        xp, (rows,) = library_of(query, "query").xp, in_sums(query)
         if self._is_plain(query, options):
             with quiet(library_of(query).name):
                 return cast(xp, self._of_newest(rows, options), query.dtype)
@@ -332,7 +337,7 @@ class QuantizedCache:
         numbers = max(size, self.codes.value.shape[-1]) * self.block * math.prod(lead)
         blocks, most = known(self.steps.length), max(PIECE // max(numbers, 1), 1)
         if self._is_traced:
-            blocks = self.steps.capacity
+            blocks = self._room
             most = max(most, -(-blocks // TRACED_PIECES))
         for first in range(0, blocks, most):
             yield first, min(first + most, blocks)
@@ -354,7 +359,7 @@ class QuantizedCache:
         coded = as_array(self.codes.length, self.recent.key)
         xp = library_of(coded).xp
         for piece in self._float_pieces():
-            count = xp.clip(coded - piece.start, 0, piece.key.shape[-2])
+            count = clip(xp, coded - piece.start, 0, piece.key.shape[-2])
             yield piece._replace(length=count)
         yield Piece(coded, *in_sums(*self._memory))
 

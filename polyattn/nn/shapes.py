@@ -37,6 +37,8 @@ def rows_of(table: Array, ids: Array) -> Array:
 
 def with_rows(memory: Array, rows: Array, at: int | Array) -> Array:
     """Return `memory` with `rows` in place of those from `at` on."""
+    if rows.shape[-2] == 0:
+        return memory
     if library_of(memory).traced and not is_compiling():
         written = backend_of(memory).with_rows(memory, rows, at)
         if written is not None:

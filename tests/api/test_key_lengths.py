@@ -18,6 +18,7 @@ from polyattn import (
     parallel,
     scores,
 )
+from polyattn.integrations.jax import register
 
 rng = np.random.default_rng(0)
 B, H, G, L, S, D = 4, 4, 2, 3, 9, 8
@@ -46,6 +47,68 @@ def test_lengths_of_any_integers(dtype):
     lengths = LENGTHS.astype(dtype)
     output = attention(QUERY, KEY, VALUE, key_lengths=lengths, is_causal=True)
     assert np.allclose(output, one_by_one(is_causal=True), rtol=0, atol=1e-14)
+
+
+SCALES = {
+    "alone": {},
+    "a softcap": {"softcap": 2.0, "is_causal": True},
+    "cosine": {"similarity": scores.cosine()},
+}
+
+
+@pytest.mark.parametrize("options", SCALES)
+@pytest.mark.parametrize("length", [0, 4, 9])
+def test_the_scale_of_long_sequences_is_that_of_the_length(options, length):
+    options = SCALES[options] | {"scale": scores.long_sequence()}
+    expected = one_by_one(lengths=[length] * B, **options)
+    for n in (9, length):  # one after another: no plan of another length runs
+        output = attention(QUERY, KEY, VALUE, key_lengths=n, **options)
+    np.testing.assert_allclose(output, expected, atol=1e-14)
+    cut = [da.from_array(x, chunks=(2, 2, 3, -1)) for x in (QUERY, KEY, VALUE)]
+    found = attention(*cut, key_lengths=length, **options).compute()
+    np.testing.assert_allclose(found, expected, atol=1e-13)
+
+    def on_each_rank(ranks):
+        part = slice(3 * ranks.rank, 3 * ranks.rank + 3)
+        own = {"key_lengths": length, "strategy": "decode", **options}
+        return parallel.attention(QUERY, KEY[:, :, part], VALUE[:, :, part], over=ranks, **own)
+
+    for output in parallel.run_threads(3, on_each_rank):
+        np.testing.assert_allclose(output, expected, atol=1e-13)
+
+
+def test_it_is_refused_where_each_item_has_a_length():
+    options, token = {"scale": scores.long_sequence()}, KEY[:, :, :1]
+    said = r"is one number for all items.* multiply the query of an item by its length \*\* -0.5"
+    for backend in ("numpy", "torch", "jax", "dask", "onnxruntime"):
+        with pytest.raises(ValueError, match=said):
+            attention(QUERY, KEY, VALUE, key_lengths=LENGTHS, backend=backend, **options)
+    with pytest.raises(ValueError, match=said):
+        parallel.run_threads(
+            1,
+            lambda ranks: parallel.attention(
+                QUERY, KEY, VALUE, over=ranks, key_lengths=LENGTHS, **options
+            ),
+        )
+    paged = nn.PagedCache.init(G, D, 16, items=B, like=token).append(token, token)
+    with pytest.raises(ValueError, match=said):
+        attention(QUERY[:, :, :1], paged.keys, paged.values, **paged.options(options))
+    register()
+    token = jnp.asarray(token)
+    for kind in (nn.KVCache, nn.QuantizedCache):
+        cache = kind.init(G, D, 16, like=token, batch=(B,)).append(token, token)
+
+        def step(cache, query):
+            if isinstance(cache, nn.QuantizedCache):
+                return cache.attention(query, **options)
+            return attention(query, cache.keys, cache.values, **cache.options(options))
+
+        step(cache, jnp.asarray(QUERY[:, :, :1]))
+        with pytest.raises(ValueError, match=said):
+            jax.jit(step)(cache, jnp.asarray(QUERY[:, :, :1]))
+    scaled = QUERY * np.maximum(LENGTHS, 1)[:, None, None, None] ** -0.5
+    output = attention(scaled, KEY, VALUE, key_lengths=LENGTHS)
+    np.testing.assert_allclose(output, one_by_one(**options), atol=1e-14)
 
 
 def test_lengths_of_the_host_go_with_any_library():

@@ -247,6 +247,24 @@ def test_a_cache_takes_other_dtypes_under_autocast_only():
         cache.append(Q, K)
 
 
+@pytest.mark.parametrize("rows", [1, 6])
+@pytest.mark.parametrize("to", [torch.float32, torch.float64, HALF])
+def test_a_quantised_cache_follows_autocast_as_a_cache_does(rows, to):
+    query, key, value = (x.to(to) for x in (Q[:, :, -rows:], K, V))
+    settings = {"like": key, "batch": (2,)}
+    cache = nn.QuantizedCache.init(4, 8, 8, window=2, block=4, **settings).append(key, value)
+    other = nn.KVCache.init(4, 8, 8, **settings).append(key, value)
+    hidden = BIAS[-rows:].clone()
+    hidden[:, 1] = torch.finfo(torch.float32).min  # −inf in bfloat16
+    options = {"is_causal": True, "bias": hidden.to(to)}
+    with torch.autocast("cpu", dtype=BRAIN):
+        found = cache.attention(query, **options)
+        expected = attention(query, other.keys, other.values, **options)
+        plain = cache.attention(query)
+    assert found.dtype == plain.dtype == expected.dtype
+    torch.testing.assert_close(found, expected, atol=3e-2, rtol=3e-2)
+
+
 FIRST_CALL = """
 import torch, polyattn
 q = torch.ones(1, 2, 4, 8)

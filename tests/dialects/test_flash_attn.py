@@ -1,8 +1,6 @@
 """FlashAttention's functions on any array, against a formula written from its documentation."""
 
 import contextlib
-import importlib.metadata
-import importlib.util
 import itertools
 import math
 
@@ -185,6 +183,49 @@ def test_gradients_of_varlen_are_those_of_one_by_one():
         torch.testing.assert_close(one_, other, atol=1e-12, rtol=0)
 
 
+def uses(array, result):
+    """Return how many steps of the graph of a result read an array: so many gradients are added."""
+    seen, waiting, count = set(), [result.grad_fn], 0
+    while waiting:
+        node = waiting.pop()
+        for other, _ in () if node in seen else node.next_functions:
+            count += getattr(other, "variable", None) is array
+            waiting += [] if other is None else [other]
+        seen.add(node)
+    return count
+
+
+def test_varlen_copies_the_used_columns_of_a_table(monkeypatch):
+    from polyattn.dialects import _flash
+
+    copied, compute = [], _flash.packed_attention
+    monkeypatch.setattr(
+        _flash, "packed_attention", lambda *x, **o: copied.append(len(x[1])) or compute(*x, **o)
+    )
+    pool, ends = normal(6, 4, G, D), np.array([0, 7, 8])
+    table = np.array([[3, 1] + [-1] * 50, [0] + [99] * 51])
+    fa2.flash_attn_varlen_func(normal(8, H, D), pool, pool, ends, ends, block_table=table)
+    assert copied == [2 * 2 * 4]
+
+
+def test_packed_sequences_have_one_gradient():
+    """A slice for each has one each, as long as the whole: sequences times tokens."""
+    ends = torch.tensor([0, 2, 3, 3, 6, 10])
+    q, k, v = (torch.randn(n, 2, 8, requires_grad=True) for n in (12, 11, 11))
+    output = fa2.flash_attn_varlen_func(q, k, v, ends, ends, 4, 4)
+    assert [uses(x, output) for x in (q, k, v)] == [1, 1, 1]
+    cache = torch.randn(2, 5, 8, 2, 8).unbind()
+    rows, qv = (torch.randn(10, 2, 8, requires_grad=True) for _ in range(2))
+    output = fa3.flash_attn_with_kvcache(rows, *cache, qv=qv, cu_seqlens_q=ends)
+    assert [uses(x, output) for x in (rows, qv)] == [1, 1]
+
+
+def test_packed_sequences_have_one_gradient_on_jax():
+    x, ends = jax.numpy.ones((10, 2, 8)), [0, 2, 3, 3, 6, 10]
+    gradient = jax.grad(lambda x: fa2.flash_attn_varlen_func(x, x, x, ends, ends, 4, 4).sum())
+    assert " pad[" not in str(jax.make_jaxpr(gradient)(x))
+
+
 def test_a_run_of_equal_lengths_is_one_call(monkeypatch):
     from polyattn.dialects import _packed
 
@@ -205,7 +246,12 @@ def test_a_run_of_equal_lengths_is_one_call(monkeypatch):
         ([0, 5, 9], [0, 5, 10], None, "of key must lie one after another in its 9 tokens"),
         ([0, 5, 9], [-1, 5, 9], None, "of key must lie one after another"),
         ([0, 5, 9], [0, 5, 9], [6, 3], r"of query must .*, of which \[6, 3\] are used"),
-        ([0, 5, 9], [0, 5, 9], [3], "of query must"),
+        (
+            [0, 5, 9],
+            [0, 5, 9],
+            [3],
+            r"seqused_q must have the shape \(B\), where B is 2; got \(1,\)",
+        ),
         ([0, 5, 9], [0, 9], None, "query has 2 sequences, and key 1"),
     ],
 )
@@ -449,7 +495,6 @@ def test_kvcache(name, library):
         ({"cu_seqlens_q": [0]}, "one sequence at least"),
         ({"cu_seqlens_q": [0, 1, 2, 3, 6]}, "4 sequences for the 3 items of k_cache"),
         ({"cu_seqlens_q": [0, 1, 6], "cache_batch_idx": [1]}, "differ: cu_seqlens_q 2, cache_"),
-        ({"cu_seqlens_k_new": [0, 3]}, "needs k"),
     ],
     ids=str,
 )
@@ -536,9 +581,12 @@ def test_a_cache_of_jax_is_read_and_not_written():
     [
         ({"k": 1}, "both k and v"),
         ({"k": 1, "v": 1}, "k and v need cache_seqlens"),
-        ({"k": 1, "v": 1, "cache_seqlens": 6}, "holds 6 tokens .* end at 7: make k_cache"),
-        ({"k": 1, "v": 1, "cache_seqlens": -1}, "cache_seqlens must be at least 0; got -1"),
-        ({"cache_seqlens": 7}, "from 0 to the 6 tokens of a sequence in k_cache; got 7"),
+        (
+            {"k": 1, "v": 1, "cache_seqlens": 6},
+            "to 5, since k_cache holds 6 .*, 1 of them new; got 6",
+        ),
+        ({"k": 1, "v": 1, "cache_seqlens": -1}, "cache_seqlens must be from 0 .*; got -1"),
+        ({"cache_seqlens": 7}, "from 0 to 6, since k_cache holds 6 tokens of a sequence; got 7"),
         ({"rotary_cos": 1, "cache_seqlens": 2}, "both rotary_cos and rotary_sin"),
         ({"rotary_cos": 1, "rotary_sin": 1}, "rotary_cos and rotary_sin need k and v"),
         ({"cache_batch_idx": 1, "block_table": 1}, "block_table or cache_batch_idx"),
@@ -583,65 +631,3 @@ def test_padding_has_gradients():
     assert torch.autograd.gradcheck(both, x)
     assert fa2.index_put_first_axis(torch.zeros(0, 3), torch.zeros(0, dtype=int), 4).shape == (4, 3)
     close(fa2.index_first_axis(x, torch.tensor([1])).detach(), x[1:].detach())
-
-
-# ---- install -----------------------------------------------------------------------------------
-
-
-def test_install_is_found_and_undone():
-    names = ["flash_attn", "flash_attn_interface", "flash_attn.bert_padding"]
-    with fa2.install():
-        import flash_attn
-        import flash_attn_interface
-        from flash_attn.bert_padding import pad_input
-        from flash_attn.flash_attn_interface import flash_attn_varlen_func
-
-        assert (flash_attn, flash_attn_interface) == (fa2, fa3)
-        assert (pad_input, flash_attn_varlen_func) == (fa2.pad_input, fa2.flash_attn_varlen_func)
-        assert all(importlib.util.find_spec(name) for name in names)
-        for name in ("flash_attn", "flash-attn"):
-            assert importlib.metadata.version(name) == flash_attn.__version__
-        assert importlib.metadata.version("flash_attn_3") == "3.0.0"
-        assert importlib.metadata.packages_distributions()["flash_attn"] == ["flash-attn"]
-        with pytest.raises(RuntimeError, match="flash_attn is installed already"):
-            fa2.install()
-    assert importlib.util.find_spec("flash_attn") is None
-    with pytest.raises(importlib.metadata.PackageNotFoundError):
-        importlib.metadata.version("flash_attn")
-    installed = fa2.install()
-    installed.close()
-    installed.close()
-    assert importlib.util.find_spec("flash_attn_interface") is None
-
-
-def test_install_refuses_beside_the_real_one(tmp_path, monkeypatch):
-    (tmp_path / "flash_attn_interface.py").write_text("")
-    monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(RuntimeError, match="flash_attn_interface is installed already"):
-        fa2.install()
-
-
-@pytest.mark.needs("torch", "transformers")
-def test_transformers_runs_its_own_code_on_these_functions(monkeypatch):
-    """It asks for the package before it imports it, and calls with padding and without."""
-    from transformers import modeling_flash_attention_utils as utils
-    from transformers.utils import import_utils
-
-    for name, value in vars(utils).items():
-        if name.startswith(("_flash", "_pad_fn", "_unpad_fn", "_process", "_loaded")):
-            monkeypatch.setattr(utils, name, value)  # what the first call changes
-    monkeypatch.setattr(utils, "is_flash_attn_2_available", lambda: True)
-    x = torch.randn(2, 5, 4, 8)
-    mask = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]])
-    own, call = torch.nn.functional.scaled_dot_product_attention, utils._flash_attention_forward
-    with fa2.install():
-        available = import_utils._is_package_available("flash_attn", return_version=True)
-        assert available == (True, "2.8.3")
-        assert not import_utils.is_flash_attn_2_available.__wrapped__()  # which asks for a GPU
-        for given in (None, mask):
-            found = call(x, x, x, given, 5, is_causal=True, attn_implementation="flash_attention_2")
-            for n, length in ((0, 5), (1, 5 if given is None else 3)):
-                part = x[n, :length].transpose(0, 1)
-                expected = own(part, part, part, is_causal=True).transpose(0, 1)
-                torch.testing.assert_close(found[n, :length], expected)
-        assert utils._flash_fn is fa2.flash_attn_func

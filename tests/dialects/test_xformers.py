@@ -92,7 +92,7 @@ def test_arrays_of_three_and_five_axes_and_a_bias_to_add():
     found = memory_efficient_attention(*alone, bias[:, 0], output_dtype=np.float32)
     assert found.dtype == np.float32
     np.testing.assert_allclose(found, expected_of_one(alone, bias[:, :1]), atol=1e-6)
-    with pytest.raises(ValueError, match=r"3 to 5 axes.*got \(5, 8\)"):
+    with pytest.raises(ValueError, match=r"shape \(B, L, H, D\).*got \(5, 8\)"):
         memory_efficient_attention(q[0, :, 0], k[0, :, 0], v[0, :, 0])
 
 

@@ -39,6 +39,7 @@ EXAMPLE = "needs the example of a plugin, with which tests/docs/test_site.py run
 LEFT_OUT = {
     "polyattn explain --shape 2,8,128,64 --backend einsum": EXAMPLE,
     "polyattn check einsum --kernel einsum": EXAMPLE,
+    "polyattn check --callable mine:attend --quick": "tests/docs/test_site.py",
 }
 
 

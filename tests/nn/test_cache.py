@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from optional import jax, jnp, torch
 
-from polyattn import masks, nn, scores
+from polyattn import attention, masks, nn, scores
 from polyattn.integrations.jax import register
 from polyattn.nn import cache as cache_module
 
@@ -188,12 +188,179 @@ def test_a_slid_cache_decodes_a_window_as_the_full_pass_does(library):
     np.testing.assert_allclose(np.concatenate(found, axis=1), full, atol=2e-5)
 
 
+CACHES = {
+    "KVCache": {},
+    "KVCache without memory": {"capacity": 0},
+    "PagedCache": {"items": 2, "page": 4},
+    "no window": {"window": 0, "block": 4},
+    "no float": {"window": 0, "block": 1},
+}
+
+
+def cache_of(kind, like, capacity=8):
+    options = {"like": like, "capacity": capacity} | CACHES[kind]
+    if kind == "PagedCache":
+        return nn.PagedCache.init(3, 4, **options)
+    create = nn.QuantizedCache if "window" in options else nn.KVCache
+    return create.init(3, 4, batch=(2,), **options)
+
+
+@pytest.mark.parametrize("kind", CACHES)
+@pytest.mark.parametrize("library", ["numpy", "torch", "jax", "strict"], indirect=True)
+def test_no_rows_may_be_appended(library, kind):
+    to, back = library
+    whole, query, none = (to(TOKENS[:, :, :count].astype(np.float32)) for count in (8, 1, 0))
+    cache = cache_of(kind, whole).append(none, none)
+    full = cache.append(whole, whole).append(none, none)
+    for one, count in ((full, 8), (full.truncate(0), 0), (full.truncate(0).append(none, none), 0)):
+        if isinstance(one, nn.QuantizedCache):
+            found, most = one.attention(query), 0.05
+        else:
+            found, most = attention(query, one.keys, one.values, **one.options({})), 1e-5
+        tokens = TOKENS[:, :, :count]
+        np.testing.assert_allclose(
+            back(found), attention(TOKENS[:, :, :1], tokens, tokens), atol=most
+        )
+
+
+def test_no_rows_have_a_gradient():
+    tokens = torch.zeros(2, 3, 0, 4, requires_grad=True)
+    cache = filled(torch.tensor, 3).append(tokens.double(), tokens.double())
+    more = cache.append(torch.tensor(TOKEN).requires_grad_(), torch.tensor(TOKEN))
+    more.truncate(0).append(tokens.double(), tokens.double()).key.sum().backward()
+    assert more.length == 4
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+@pytest.mark.parametrize("kind", [kind for kind in CACHES if "without" not in kind])
+@pytest.mark.parametrize("name", ["jax", "torch"])
+def test_the_last_token_that_fits_is_right_in_a_compiled_step(name, kind):
+    def step(cache, key, query):
+        cache = cache.append(key, key)
+        if isinstance(cache, nn.QuantizedCache):
+            return cache.attention(query), cache
+        return attention(query, cache.keys, cache.values, **cache.options({})), cache
+
+    compiled = jax.jit(step) if name == "jax" else torch.compile(step, backend="eager")
+    to = jnp.asarray if name == "jax" else torch.tensor
+    for capacity in (6, 7):  # the second with lengths that torch.compile leaves open
+        cache = cache_of(kind, to(TOKEN.astype(np.float32)), capacity)
+        other = cache_of(kind, TOKEN.astype(np.float32), capacity)
+        for number in range(cache.capacity):
+            key, query = RNG.normal(size=(2, 2, 3, 1, 4)).astype(np.float32)
+            found, cache = compiled(cache, to(key), to(query))
+            expected, other = step(other, key, query)
+            np.testing.assert_allclose(np.asarray(found), expected, atol=1e-5, err_msg=str(number))
+        assert cache.capacity == number + 1
+
+
 def test_memory_that_can_be_written_to_is_shared_until_it_is_full():
     cache = filled(np.asarray, 3)
     more = TOKENS[:, :, 3:4]
     following = cache.append(more, more)
     assert np.shares_memory(following.key, cache.key)
     assert not np.shares_memory(cache.append(more, more).key, cache.key)
+
+
+def draft(to, number, count=3):
+    tokens = to(np.full((2, 3, count, 4), number, TOKENS.dtype))
+    return tokens, tokens + 1
+
+
+WRITTEN = ["numpy", "torch", "torch on a device"]
+
+
+@pytest.mark.parametrize("library", WRITTEN, indirect=True)
+@pytest.mark.parametrize("slid", [0, 2])
+def test_drafts_that_were_taken_back_are_overwritten_without_a_copy(library, slid):
+    to, back = library
+    cache, expected = filled(to, 4, capacity=64).slide(4 - slid), TOKENS[:, :, slid:4]
+    buffer = cache.buffer
+    for number in range(5):
+        cache = cache.append(*draft(to, number)).truncate(cache.length + 1)
+        expected = np.concatenate([expected, np.full((2, 3, 1, 4), number)], axis=2)
+        holds(back, cache, expected)
+    assert cache.buffer is buffer
+    cache = cache.truncate(2)
+    cache = cache.append(*draft(to, 9))
+    assert cache.buffer is buffer
+    holds(back, cache, np.concatenate([expected[:, :, :2], np.full((2, 3, 3, 4), 9)], axis=2))
+
+
+def numpy_of_torch(cache):
+    arrays = (torch.from_numpy(array.numpy()) for array in (cache.key, cache.value))
+    return nn.KVCache(*arrays, cache.length)
+
+
+OTHERS = {
+    "the older cache": lambda cache: cache,
+    "a longer one": lambda cache: cache.truncate(5),
+    "one that slid": lambda cache: cache.slide(3),
+    "a copy": copy.copy,
+    "one of the arrays": lambda cache: nn.KVCache(cache.key, cache.value, cache.length),
+    "views": lambda cache: nn.KVCache(cache.keys, cache.values, cache.length),
+    "views of views": lambda c: nn.KVCache(c.keys[:, 1:][:, :], c.values[:, 1:], c.length),
+    "pickle": lambda cache: pickled_without_a_copy(cache),
+    "detached": lambda c: nn.KVCache(c.key.detach(), c.value.detach(), c.length),
+    "numpy of torch": numpy_of_torch,
+    "tree map": lambda cache: jax.tree.map(lambda leaf: leaf, cache),
+}
+OF_TENSORS = ("detached", "numpy of torch")
+
+
+@pytest.mark.parametrize(
+    ("library", "other"),
+    [
+        *(("numpy", other) for other in OTHERS if other not in OF_TENSORS),
+        *(("torch", other) for other in OTHERS),
+    ],
+    indirect=["library"],
+)
+def test_what_was_taken_back_stays_where_anything_else_holds_it(library, other):
+    to, back = library
+    cache = filled(to, 6)
+    kept = OTHERS[other](cache)
+    before = back(kept.keys).copy()
+    cache = cache.truncate(2)
+    following = cache.append(*draft(to, 9))
+    np.testing.assert_array_equal(back(kept.keys), before)
+    holds(back, following, np.concatenate([TOKENS[:, :, :2], np.full((2, 3, 3, 4), 9)], axis=2))
+
+
+@pytest.mark.parametrize("library", WRITTEN[:2], indirect=True)
+@pytest.mark.parametrize("seed", range(4))
+def test_no_cache_of_a_tree_sees_tokens_of_another(library, seed):
+    to, back = library
+    rng = np.random.default_rng(seed)
+    first = nn.KVCache.init(3, 4, 40, batch=(2,), like=to(TOKEN))
+    live = [(first, np.zeros((2, 3, 0, 4)))]
+    del first
+    for number in range(150):
+        place = int(rng.integers(len(live)))
+        cache, tokens = live[place]
+        act = rng.choice(["append", "truncate", "slide", "drafts"])
+        if act == "append":
+            count = int(rng.integers(4))
+            following = cache.append(*draft(to, number, count))
+            tokens = np.concatenate([tokens, np.full((2, 3, count, 4), number)], axis=2)
+        elif act == "drafts":
+            following = cache.append(*draft(to, number)).truncate(cache.length + 1)
+            tokens = np.concatenate([tokens, np.full((2, 3, 1, 4), number)], axis=2)
+        elif act == "truncate":
+            length = int(rng.integers(cache.length + 1))
+            following, tokens = cache.truncate(length), tokens[:, :, :length]
+        else:
+            window = int(rng.integers(12))
+            following = cache.slide(window)
+            tokens = tokens[:, :, max(tokens.shape[2] - window, 0) :]
+        if rng.random() < 0.6:
+            live.pop(place)
+        live.append((following, tokens))
+        del cache, following
+        live = live[-4:]
+        for one, expected in live:
+            holds(back, one, expected)
 
 
 class Slow(np.ndarray):
@@ -204,11 +371,13 @@ class Slow(np.ndarray):
         super().__setitem__(where, rows)
 
 
-def test_of_threads_that_follow_one_cache_each_has_its_own_tokens(monkeypatch):
+@pytest.mark.parametrize("taken_back", [0, 3])
+def test_of_threads_that_follow_one_cache_each_has_its_own_tokens(monkeypatch, taken_back):
     zeros = cache_module.zeros
     monkeypatch.setattr(cache_module, "zeros", lambda *args: zeros(*args).view(Slow))
     tokens = [TOKEN + number for number in range(8)]
-    cache, start = filled(np.asarray, 2), Barrier(len(tokens), timeout=60)
+    cache = filled(np.asarray, 2 + taken_back).truncate(2)
+    start = Barrier(len(tokens), timeout=60)
 
     def follow(new):
         start.wait()

@@ -228,6 +228,18 @@ def test_caches_of_any_kind_hold_the_tokens_before_the_prompt(kind):
         assert found[0] == alone[2:].tolist()
 
 
+def test_a_compiled_step_is_refused_where_pages_lack():
+    model = nn.Transformer.init(9, 8, 2, 1, like=FLOAT32, is_causal=True, tied=True)
+    ids, settings = np.asarray([[1, 4, 3]]), {"batch": (1,), "kind": nn.PagedCache, "page": 2}
+    caches = model.caches(4, **settings)
+    _, grown = model(np.asarray([[5, 7, 1, 4, 3]]), caches=caches)
+    assert grown[0].capacity == 8  # in a table for 4 pages, of which the pool has 3
+    with pytest.raises(ValueError, match=r"cannot add pages, and the 4 of this .*, or more pages="):
+        nn.generate(model, ids, 1, caches=grown, jit=lambda step: 1 / 0)
+    found = nn.generate(model, ids[:, :1], 1, caches=grown, jit=lambda step: step)
+    assert found.shape == (1, 2)
+
+
 SHORT = nn.Transformer.init(9, 8, 2, 1, like=FLOAT32, is_causal=True, positions=8)
 AHEAD = nn.Transformer.init(9, 8, 2, 1, like=FLOAT32, is_causal=False)
 HALVES = fixed(0.5, 0.5)

@@ -24,8 +24,8 @@ READ = ["numpy", "torch", "strict"]  # JAX compiles each length
 
 def made(to, steps, dtype=np.float32, **settings):
     """Return a cache after so many tokens at a time."""
-    settings = {"window": 4, "block": 8, "value_size": E, "batch": (B,)} | settings
-    cache = nn.QuantizedCache.init(G, D, 16, like=to(np.zeros(1, dtype)), **settings)
+    settings = {"window": 4, "block": 8, "value_size": E, "batch": (B,), "capacity": 16} | settings
+    cache = nn.QuantizedCache.init(G, D, like=to(np.zeros(1, dtype)), **settings)
     start = 0
     for stop in np.cumsum(steps).tolist():
         new = (to(np.ascontiguousarray(x[:, :, start:stop], dtype)) for x in (KEYS, VALUES))
@@ -72,7 +72,7 @@ OPTIONS = {
     "window and a softcap": {"is_causal": True, "window": (9, 0), "softcap": 3.0},
     "mask of positions": {"mask": masks.causal() & (masks.window(5, 0) | masks.prefix(3))},
     "mask array": {"mask": RNG.random((B, 1, 1, 70)) < 0.5},
-    "bias": {"bias": RNG.standard_normal((H, 3, 70)).astype(np.float32)},
+    "bias": {"bias": RNG.standard_normal((1, H, 3, 70)).astype(np.float32)},
     "ALiBi": {"is_causal": True, "score_mod": scores.alibi(H)},
     "sinks": {"sinks": np.array([1.0, 2, 3, 4], np.float32)},
     "lengths": {"is_causal": True, "key_lengths": np.array([3, 66])},
@@ -239,7 +239,7 @@ def test_shapes_without_lengths_give_the_same(monkeypatch, name):
     expected = made(np.asarray, steps, np.float64).attention(QUERIES, **options)
     monkeypatch.setattr(nn.QuantizedCache, "_is_traced", True)
     monkeypatch.setattr(quantized, "PIECE", 400)
-    cache = made(np.asarray, steps, np.float64)
+    cache = made(np.asarray, steps, np.float64, capacity=64)
     assert (cache.codes.length, cache.recent.length) == (64, 6)
     for option in options.keys() & {"mask", "bias"}:
         if isinstance(options[option], np.ndarray):  # for each slot of the memory
@@ -248,6 +248,31 @@ def test_shapes_without_lengths_give_the_same(monkeypatch, name):
                 options[option], [*ends, (0, cache.capacity - 70)], constant_values=1
             )
     np.testing.assert_allclose(cache.attention(QUERIES, **options), expected, atol=1e-12)
+
+
+@pytest.mark.parametrize("window", [0, 1, 3])
+@pytest.mark.parametrize("block", [1, 4, 5])
+@pytest.mark.parametrize("capacity", [0, 1, 16])
+def test_all_tokens_that_the_capacity_promises_fit(monkeypatch, window, block, capacity):
+    settings = {"window": window, "block": block}
+    query = QUERIES[:, :, :1].astype(np.float32)
+    for before in (0, 2 * capacity + 9):  # which make it grow, and not to whole blocks
+        begun = made(np.asarray, [before], capacity=capacity, **settings)
+        assert begun.capacity >= max(capacity, before)
+        for count in (1, 3):
+            one = other = begun
+            for start in range(before, begun.capacity, count):
+                stop = min(start + count, begun.capacity)
+                rows = np.arange(start, stop) % 70
+                new = [x[:, :, rows].astype(np.float32) for x in (KEYS, VALUES)]
+                other = other.append(*new)
+                with monkeypatch.context() as traced:
+                    traced.setattr(nn.QuantizedCache, "_is_traced", True)
+                    one = one.append(*new)
+                    found = one.attention(query, is_causal=True)
+                assert (one.length, one.capacity) == (stop, begun.capacity)
+                expected = other.attention(query, is_causal=True)
+                np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
 def compiled_steps(step, counts, to, back):
@@ -302,6 +327,17 @@ def test_a_step_of_torch_is_compiled_once():
     step = torch.compile(decoded, fullgraph=True, backend=keep)
     compiled_steps(step, [11] + [1] * 8, *LIBRARIES["torch"])
     assert len(graphs) == 2
+
+
+def test_parts_are_joined_in_float32_under_autocast(monkeypatch):
+    monkeypatch.setattr(quantized, "PIECE", 1)
+    cache = made(torch.tensor, [70], window=0, block=1)
+    arrays = [torch.tensor(x, dtype=torch.float32) for x in (QUERIES, *floats(cache))]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found, expected = cache.attention(arrays[0]), attention(*arrays)
+    assert found.dtype == torch.bfloat16
+    error = (found.float() - expected.float()).abs().amax((0, 1, 2))
+    assert (error <= 2**-8 * expected.float().abs().amax((0, 1, 2))).all()  # once rounded
 
 
 @pytest.mark.parametrize("number", [np.nan, -np.inf])

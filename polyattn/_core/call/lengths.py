@@ -21,7 +21,14 @@ from polyattn._base.host import as_array, is_host, is_unreadable
 from polyattn._core.call.facts import axes_of
 from polyattn._core.expressions.masks import Mask, as_mask
 from polyattn._core.expressions.patterns import CachePadding, Padding
+from polyattn._core.expressions.replacements import LongSequence
 from polyattn._core.expressions.scores import Score
+
+_LENGTH_OF_EACH = (
+    "scale=scores.long_sequence() is one number for all items, and key_lengths as an array (as of a"
+    " PagedCache, or in a traced function) has one for each: give an integer as key_lengths, or in"
+    " place of the scale multiply the query of an item by its length ** -0.5"
+)
 
 
 def move_lengths(
@@ -43,6 +50,10 @@ def move_lengths(
     if len(query.shape) < 2 or len(key.shape) < (2 if table is None else 4):
         return  # `examine` refuses the call
     _check_numbers(given, key, table, layout, shares[1])
+    if isinstance(values.get("scale"), LongSequence):
+        if not isinstance(lengths, int):
+            raise ValueError(_LENGTH_OF_EACH)
+        values["scale"] = LongSequence(lengths)
     lengths = _as_integers(lengths)
     is_newest = "query_offset" not in values
     padding = (CachePadding if is_newest else Padding)(lengths)

@@ -188,9 +188,10 @@ def _with_numbers(call: Call, letters: Letters) -> Letters:
 
 def _scale(given: Any, default: float, key_length: int | None) -> float:
     if isinstance(given, LongSequence):
-        if key_length is None:
+        keys = key_length if given.keys is None else given.keys
+        if keys is None:
             raise ValueError(f"scale={given!r} needs a key length that is known")
-        return default / math.sqrt(max(key_length, 1))
+        return default / math.sqrt(max(keys, 1))
     return default if given is None or isinstance(given, ByNorm) else float(given)
 
 

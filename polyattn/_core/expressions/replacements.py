@@ -239,6 +239,7 @@ class ScaleRule(Expression):
 @dataclass(frozen=True, eq=False, repr=False)
 class LongSequence(ScaleRule):
     name: ClassVar[str] = "long_sequence"
+    keys: int | None = None  # S by default
 
 
 @dataclass(frozen=True, eq=False, repr=False)

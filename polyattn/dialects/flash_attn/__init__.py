@@ -6,15 +6,22 @@ either find it here.
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from polyattn._base.arrays import Array
 from polyattn.dialects._flash import NO_WINDOW, dense, varlen
 from polyattn.dialects._kvcache import Cache, Rotation, with_kvcache
 from polyattn.dialects._packed import Packed
-from polyattn.dialects._shared import pair
+from polyattn.dialects._shared import check_axes, pair
 from polyattn.dialects.flash_attn import bert_padding
 from polyattn.dialects.flash_attn._install import VERSION, install
+from polyattn.dialects.flash_attn._steps import (
+    _flash_attn_backward,
+    _flash_attn_forward,
+    _flash_attn_varlen_backward,
+    _flash_attn_varlen_forward,
+)
 from polyattn.dialects.flash_attn.bert_padding import (
     index_first_axis,
     index_put_first_axis,
@@ -40,6 +47,13 @@ __all__ = [
 __dir__ = __all__.copy
 
 __version__ = VERSION
+
+# What code takes from the submodule of FlashAttention that has all of these functions.
+flash_attn_interface = sys.modules[__name__]
+_wrapped_flash_attn_forward = _flash_attn_forward
+_wrapped_flash_attn_backward = _flash_attn_backward
+_wrapped_flash_attn_varlen_forward = _flash_attn_varlen_forward
+_wrapped_flash_attn_varlen_backward = _flash_attn_varlen_backward
 
 
 def flash_attn_func(
@@ -106,6 +120,7 @@ def flash_attn_kvpacked_func(
     alibi_slopes: Array | None = None, deterministic: bool = False, return_attn_probs: bool = False,
 ) -> Any:  # fmt: skip
     """Compute attention as `flash_attn_func`, of keys and values in one array, (B, S, 2, G, D)."""
+    check_axes(kv=(kv, "BS2GD"))
     return flash_attn_func(
         q, kv[:, :, 0, ...], kv[:, :, 1, ...],
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
@@ -120,6 +135,7 @@ def flash_attn_qkvpacked_func(
     alibi_slopes: Array | None = None, deterministic: bool = False, return_attn_probs: bool = False,
 ) -> Any:  # fmt: skip
     """Compute attention as `flash_attn_func`, of q, k and v in one array, (B, L, 3, H, D)."""
+    check_axes(qkv=(qkv, "BL3HD"))
     return flash_attn_kvpacked_func(
         qkv[:, :, 0, ...], qkv[:, :, 1:, ...],
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
@@ -188,6 +204,7 @@ def flash_attn_varlen_kvpacked_func(
     alibi_slopes: Array | None = None, deterministic: bool = False, return_attn_probs: bool = False,
 ) -> Any:  # fmt: skip
     """Compute attention as `flash_attn_varlen_func`, of k and v in one array, (U, 2, G, D)."""
+    check_axes(kv=(kv, "S2GD"))
     return flash_attn_varlen_func(
         q, kv[:, 0, ...], kv[:, 1, ...], cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
@@ -202,6 +219,7 @@ def flash_attn_varlen_qkvpacked_func(
     alibi_slopes: Array | None = None, deterministic: bool = False, return_attn_probs: bool = False,
 ) -> Any:  # fmt: skip
     """Compute attention as `flash_attn_varlen_func`, of q, k and v in one array, (T, 3, H, D)."""
+    check_axes(qkv=(qkv, "T3HD"))
     return flash_attn_varlen_kvpacked_func(
         qkv[:, 0, ...], qkv[:, 1:, ...], cu_seqlens, cu_seqlens, max_seqlen, max_seqlen,
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
@@ -236,7 +254,7 @@ def flash_attn_with_kvcache(
         from `cache_seqlens` on; q too if `causal` or a window is given, and otherwise all of q by
         the first of them.
     cache_seqlens : int or Array of int, optional
-        Number of keys of each sequence before the new ones, shape (B,); by default all.
+        Number of keys of each sequence before the new ones, shape (B,), or of all; by default all.
     cache_batch_idx : Array of int, optional
         The item of the cache of each sequence, shape (B,).
     cache_leftpad : Array of int, optional
@@ -264,7 +282,7 @@ def flash_attn_with_kvcache(
     NotImplementedError
         If `k` is given and the arrays of the library cannot be written, such as those of JAX.
     ValueError
-        If arguments do not go together, or the cache is too small.
+        If arguments do not go together, or the cache is too small. It is as it was then.
 
     Examples
     --------

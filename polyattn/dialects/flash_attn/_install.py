@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import importlib.metadata
 import importlib.util
 import sys
 from collections.abc import Iterator
 from importlib.abc import MetaPathFinder
+from types import ModuleType
 from typing import Any
 
 #: The version of FlashAttention 2 whose documentation these functions follow.
@@ -23,6 +25,9 @@ _MODULES = {
     "flash_attn": _HERE + "flash_attn",
     "flash_attn.flash_attn_interface": _HERE + "flash_attn",
     "flash_attn.bert_padding": _HERE + "flash_attn.bert_padding",
+    "flash_attn.ops": _HERE + "flash_attn.ops",
+    "flash_attn.ops.triton": _HERE + "flash_attn.ops.triton",
+    "flash_attn.ops.triton.rotary": _HERE + "flash_attn.ops.triton.rotary",
     "flash_attn_interface": _HERE + "flash_attn_interface",
 }
 
@@ -43,23 +48,36 @@ class _Distribution(importlib.metadata.Distribution):
 class _Installed(MetaPathFinder, contextlib.ExitStack):
     """The modules in their places, until `close`; it answers `importlib.metadata` too."""
 
+    packages: tuple[str, ...] = ()
+
     def find_spec(self, *_: Any) -> None:
         return None  # the modules are in ``sys.modules``
 
     def find_distributions(self, context: Any) -> Iterator[importlib.metadata.Distribution]:
         asked = context.name and context.name.replace("_", "-").lower()
-        for module, (name, _) in _DISTRIBUTIONS.items():
+        for module in self.packages:
+            name, _ = _DISTRIBUTIONS[module]
             if asked in (None, name, module.replace("_", "-")):
                 yield _Distribution(module)
 
 
-def install() -> contextlib.ExitStack:
-    """Let ``import flash_attn`` and ``import flash_attn_interface`` find these functions.
+def install(*packages: str, tuples: bool = False) -> contextlib.ExitStack:
+    """Let ``import flash_attn`` find these functions.
 
     `importlib.util.find_spec`, `importlib.metadata.version` and ``packages_distributions`` answer
-    as if FlashAttention 2 and 3 were installed. Code that asks for a GPU besides, as transformers
-    does for ``attn_implementation="flash_attention_2"``, still refuses: there, set
+    as if FlashAttention were installed. Code that asks for a GPU besides, as transformers does for
+    ``attn_implementation="flash_attention_2"``, still refuses: there, set
     ``attn_implementation="polyattn"``.
+
+    Parameters
+    ----------
+    *packages : {"flash_attn", "flash_attn_interface"}
+        FlashAttention 2, FlashAttention 3, or both; by default FlashAttention 2. Code that can use
+        both prefers 3 where it finds it.
+    tuples : bool
+        Whether functions of `flash_attn_interface` but that for caches always return
+        ``(output, logsumexp)``. Those of before August 2025 do, and code of that time takes the
+        first of the two: without it, ``output, _ = flash_attn_varlen_func(...)`` takes two rows.
 
     Returns
     -------
@@ -68,8 +86,12 @@ def install() -> contextlib.ExitStack:
 
     Raises
     ------
+    NotImplementedError
+        If another package is asked for, such as ``flash_attn.cute``, FlashAttention 4.
     RuntimeError
         If a real FlashAttention is installed, or these modules already are.
+    ValueError
+        If `tuples` is given without `flash_attn_interface`.
 
     Examples
     --------
@@ -79,15 +101,36 @@ def install() -> contextlib.ExitStack:
     >>> flash_attn_func is flash_attn.flash_attn_func
     True
     """
-    for name in _DISTRIBUTIONS:
+    packages = packages or ("flash_attn",)
+    for name in packages:
+        if name not in _DISTRIBUTIONS:
+            raise NotImplementedError(
+                "install() brings flash_attn and flash_attn_interface, FlashAttention 2 and 3; got"
+                f" {name!r}"
+            )
         if name in sys.modules or importlib.util.find_spec(name) is not None:
             raise RuntimeError(
                 f"{name} is installed already: uninstall it, or close what install() returned"
             )
+    if tuples and "flash_attn_interface" not in packages:
+        raise ValueError("tuples=True is about flash_attn_interface: name it too")
     installed = _Installed()
+    installed.packages = packages
     for name, own in _MODULES.items():
-        sys.modules[name] = importlib.import_module(own)
-        installed.callback(sys.modules.pop, name, None)
+        if name.partition(".")[0] in packages:
+            module = importlib.import_module(own)
+            is_older = tuples and name == "flash_attn_interface"
+            sys.modules[name] = _with_tuples(module) if is_older else module
+            installed.callback(sys.modules.pop, name, None)
     sys.meta_path.append(installed)
     installed.callback(sys.meta_path.remove, installed)
     return installed
+
+
+def _with_tuples(module: ModuleType) -> ModuleType:
+    """Return the module of FlashAttention 3 with functions that return the logsumexp too."""
+    older = ModuleType(module.__name__)
+    vars(older).update(vars(module))
+    for name in ("flash_attn_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_func"):
+        setattr(older, name, functools.partial(getattr(module, name), return_attn_probs=True))
+    return older

@@ -5,10 +5,27 @@ The contents of a mask decide shapes, so that no traced program can take padding
 
 from __future__ import annotations
 
-from polyattn._base.arrays import Array, cast, index_range, library_of, numbers_like
+import importlib
+from typing import Any
 
-__all__ = ["index_first_axis", "index_put_first_axis", "pad_input", "unpad_input"]
+from polyattn._base.arrays import Array, cast, index_range, library_of, numbers_like
+from polyattn.dialects._shared import check_axes, shape_of
+
+__all__ = [
+    "index_first_axis",
+    "index_put_first_axis",
+    "pad_input",
+    "unpad_input",
+    "unpad_input_for_concatenated_sequences",
+]
 __dir__ = __all__.copy
+
+
+def __getattr__(name: str) -> Any:
+    """Return a function of einops that code imports from here."""
+    if name in ("rearrange", "repeat"):
+        return getattr(importlib.import_module("einops"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def index_first_axis(input: Array, indices: Array) -> Array:
@@ -18,7 +35,8 @@ def index_first_axis(input: Array, indices: Array) -> Array:
 
 def index_put_first_axis(values: Array, indices: Array, first_axis_dim: int) -> Array:
     """Return zeros, (N, ...), whose rows `indices`, all different, are `values`, (T, ...)."""
-    xp, count = library_of(values, "values").xp, values.shape[0]
+    check_axes({"T": shape_of(values, "values")[0]}, indices=(indices, "T"))
+    xp, count = library_of(values).xp, values.shape[0]
     zero = numbers_like(xp, 0, values.dtype, values)
     values = xp.concat((values, xp.broadcast_to(zero, (1, *values.shape[1:]))), axis=0)
     # By a look-up, which every library differentiates.
@@ -28,6 +46,18 @@ def index_put_first_axis(values: Array, indices: Array, first_axis_dim: int) -> 
     order = xp.concat((order, index_range(xp, count, count + 1, values)), axis=0)
     chosen = xp.where(stop > place, place, numbers_like(xp, count, place.dtype, values))
     return xp.take(values, xp.take(order, chosen, axis=0), axis=0)
+
+
+class IndexFirstAxis:
+    """Hold `index_first_axis` as a function of torch.autograd is held."""
+
+    apply = staticmethod(index_first_axis)
+
+
+class IndexPutFirstAxis:
+    """Hold `index_put_first_axis` likewise."""
+
+    apply = staticmethod(index_put_first_axis)
 
 
 def unpad_input(
@@ -48,14 +78,41 @@ def unpad_input(
         The tokens, (T, ...), their indices in the flat batch, (T,), where each sequence begins,
         (B + 1,) of int32, the length of the longest, and the number of tokens of each, (B,).
     """
-    xp = library_of(hidden_states, "hidden_states").xp
-    tokens = attention_mask != 0
+    _check(hidden_states, attention_mask=attention_mask, unused_mask=unused_mask)
+    xp, tokens = library_of(hidden_states).xp, attention_mask != 0
     kept = tokens if unused_mask is None else tokens | (unused_mask != 0)
     lengths, used = (xp.sum(cast(xp, x, xp.int32), axis=-1, dtype=xp.int32) for x in (kept, tokens))
+    return *_unpadded(xp, hidden_states, kept, lengths), used
+
+
+def unpad_input_for_concatenated_sequences(
+    hidden_states: Array, attention_mask_in_length: Array
+) -> tuple[Array, Array, Array, int]:
+    """Return what `unpad_input` does but the last, where items hold several sequences.
+
+    The mask, (B, S), has the lengths of the sequences of each item, and 0 after them.
+    """
+    _check(hidden_states, attention_mask_in_length=attention_mask_in_length)
+    xp = library_of(hidden_states).xp
+    given = cast(xp, attention_mask_in_length, xp.int32)
+    kept = index_range(xp, 0, given.shape[1], given) < xp.sum(given, axis=-1, keepdims=True)
+    lengths = xp.reshape(given, (-1,))
+    lengths = xp.take(lengths, xp.nonzero(lengths)[0], axis=0)
+    return _unpadded(xp, hidden_states, kept, lengths)
+
+
+def _check(hidden_states: Array, **masks: Array | None) -> None:
+    shape = shape_of(hidden_states, "hidden_states")
+    check_axes(dict(zip("BS", shape, strict=False)), **{n: (x, "BS") for n, x in masks.items()})
+
+
+def _unpadded(
+    xp: Any, hidden_states: Array, kept: Array, lengths: Array
+) -> tuple[Array, Array, Array, int]:
     indices = xp.nonzero(xp.reshape(kept, (-1,)))[0]
     ends = xp.concat((xp.zeros_like(lengths[:1]), xp.cumulative_sum(lengths, dtype=xp.int32)))
     flat = xp.reshape(hidden_states, (-1, *hidden_states.shape[2:]))
-    return index_first_axis(flat, indices), indices, ends, int(xp.max(lengths)), used
+    return index_first_axis(flat, indices), indices, ends, int(xp.max(lengths))
 
 
 def pad_input(hidden_states: Array, indices: Array, batch: int, seqlen: int) -> Array:

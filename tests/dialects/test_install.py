@@ -1,0 +1,277 @@
+"""Programs that import flash_attn find these modules, whole or not at all, in every form of import.
+
+Each form is one that a public program has; results are compared with plain formulas of torch.
+"""
+
+import importlib
+import importlib.metadata
+import importlib.util
+import sys
+import types
+
+import numpy as np
+import pytest
+from optional import torch
+
+from polyattn.dialects import flash_attn as fa2
+from polyattn.dialects import flash_attn_interface as fa3
+
+
+def test_install_is_found_and_undone():
+    names = ["flash_attn", "flash_attn.bert_padding", "flash_attn.ops.triton.rotary"]
+    with fa2.install():
+        import flash_attn
+        from flash_attn.bert_padding import pad_input
+        from flash_attn.flash_attn_interface import flash_attn_varlen_func
+
+        assert flash_attn is fa2
+        assert (pad_input, flash_attn_varlen_func) == (fa2.pad_input, fa2.flash_attn_varlen_func)
+        assert all(importlib.util.find_spec(name) for name in names)
+        for name in ("flash_attn", "flash-attn"):
+            assert importlib.metadata.version(name) == flash_attn.__version__
+        assert importlib.metadata.packages_distributions()["flash_attn"] == ["flash-attn"]
+        with pytest.raises(RuntimeError, match="flash_attn is installed already"):
+            fa2.install()
+    assert not [name for name in sys.modules if name.startswith("flash_attn")]
+    assert importlib.util.find_spec("flash_attn") is None
+    with pytest.raises(importlib.metadata.PackageNotFoundError):
+        importlib.metadata.version("flash_attn")
+    installed = fa2.install()
+    installed.close()
+    installed.close()
+    assert importlib.util.find_spec("flash_attn") is None
+
+
+def test_flash_attention_3_comes_by_name():
+    """Programs prefer it where they find it, and expect its results of one time or the other."""
+    x = np.random.default_rng(0).standard_normal((2, 3, 4, 8))
+    with fa2.install():
+        assert importlib.util.find_spec("flash_attn_interface") is None
+        with pytest.raises(importlib.metadata.PackageNotFoundError):
+            importlib.metadata.version("flash_attn_3")
+    with fa2.install("flash_attn_interface"):
+        import flash_attn_interface
+
+        assert flash_attn_interface is fa3
+        assert importlib.util.find_spec("flash_attn") is None
+        assert importlib.metadata.version("flash_attn_3") == "3.0.0"
+    with fa2.install("flash_attn", "flash_attn_interface", tuples=True):
+        import flash_attn_interface
+
+        assert importlib.util.find_spec("flash_attn_interface")
+        assert sys.modules["flash_attn"] is fa2
+        ends = np.array([0, 3, 6])
+        output, lse = flash_attn_interface.flash_attn_func(x, x, x, causal=True)
+        packed, total = flash_attn_interface.flash_attn_varlen_func(
+            *[x.reshape(6, 4, 8)] * 3, ends, ends, max_seqlen_q=3, max_seqlen_k=3, causal=True
+        )
+        np.testing.assert_allclose(packed.reshape(x.shape), output, atol=1e-12)
+        assert (lse.shape, total.shape) == ((2, 4, 3), (4, 6))
+        three = flash_attn_interface.flash_attn_qkvpacked_func(np.stack([x] * 3, 2), causal=True)
+        np.testing.assert_array_equal(three[0], output)
+        assert flash_attn_interface.flash_attn_with_kvcache(x, x, x).shape == x.shape
+    assert fa3.flash_attn_func(x, x, x).shape == x.shape
+    with pytest.raises(ValueError, match="tuples=True is about flash_attn_interface: name it"):
+        fa2.install(tuples=True)
+    with pytest.raises(
+        NotImplementedError, match=r"flash_attn and flash_.*; got 'flash_attn.cute'"
+    ):
+        fa2.install("flash_attn", "flash_attn.cute")
+    assert importlib.util.find_spec("flash_attn") is None
+
+
+def test_install_refuses_beside_the_real_one(tmp_path, monkeypatch):
+    (tmp_path / "flash_attn_interface.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(RuntimeError, match="flash_attn_interface is installed already"):
+        fa2.install("flash_attn", "flash_attn_interface")
+
+
+FORMS = """
+import flash_attn; f = flash_attn.flash_attn_interface.flash_attn_func
+import flash_attn.flash_attn_interface as m; f = m.flash_attn_func
+from flash_attn import flash_attn_interface; f = flash_attn_interface.flash_attn_func
+from flash_attn.flash_attn_interface import flash_attn_func as f, _flash_attn_forward
+from flash_attn.flash_attn_interface import flash_attn_func as f, _flash_attn_backward
+from flash_attn.flash_attn_interface import flash_attn_func as f, _flash_attn_varlen_forward
+from flash_attn.flash_attn_interface import flash_attn_func as f, _wrapped_flash_attn_backward
+from flash_attn import flash_attn_func as f; from flash_attn.bert_padding import IndexFirstAxis
+import flash_attn.ops.triton.rotary; f = flash_attn.flash_attn_func
+from flash_attn.ops.triton.rotary import apply_rotary; from flash_attn import flash_attn_func as f
+""".strip().splitlines()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_form_of_import_resolves(form):
+    with fa2.install():
+        found = {}
+        exec(form, found)
+    assert found["f"] is fa2.flash_attn_func
+
+
+ABSENT = """
+flash_attn_interface
+flash_attn_2_cuda
+flash_attn.cute
+flash_attn.layers.rotary
+flash_attn.modules.mha
+flash_attn.losses.cross_entropy
+flash_attn.ops.rms_norm
+""".strip().splitlines()
+
+
+@pytest.mark.parametrize("name", ABSENT)
+def test_what_is_absent_is_an_import_error(name):
+    """Which programs that can do without catch."""
+    with fa2.install(), pytest.raises(ImportError):
+        importlib.import_module(name)
+
+
+def test_functions_of_einops_are_those_of_einops(monkeypatch):
+    from polyattn.dialects.flash_attn import bert_padding
+
+    stand_in = types.SimpleNamespace(rearrange=max, repeat=min)
+    monkeypatch.setitem(sys.modules, "einops", stand_in)
+    assert (bert_padding.rearrange, bert_padding.repeat) == (max, min)
+    monkeypatch.setitem(sys.modules, "einops", None)
+    with pytest.raises(ImportError, match="einops"):
+        exec("from polyattn.dialects.flash_attn.bert_padding import rearrange")
+    with pytest.raises(ImportError, match="cannot import name 'nothing'"):
+        exec("from polyattn.dialects.flash_attn.bert_padding import nothing")
+
+
+@pytest.mark.needs("torch")
+def test_a_protein_model_with_packed_sequences():
+    """It takes bert_padding for the whole package, and rotates queries and keys in place."""
+    torch.manual_seed(0)
+    qkv, mask = torch.randn(2, 5, 3, 4, 8, dtype=torch.float64), torch.ones(2, 5, dtype=torch.bool)
+    mask[1, 3:] = False
+    angles = torch.randn(5, 4, dtype=torch.float64)
+
+    def turned(x):  # (L, H, D), halves
+        cos, sin = (f(angles[: len(x)])[:, None] for f in (torch.cos, torch.sin))
+        one, other = x.chunk(2, -1)
+        return torch.cat((one * cos - other * sin, one * sin + other * cos), -1)
+
+    with fa2.install():
+        from flash_attn import flash_attn_varlen_qkvpacked_func
+        from flash_attn.bert_padding import pad_input, unpad_input
+        from flash_attn.ops.triton.rotary import apply_rotary
+
+        tokens, indices, ends, longest, _ = unpad_input(qkv, mask)
+        for n in (0, 1):
+            apply_rotary(
+                tokens[:, n], angles.cos(), angles.sin(), cu_seqlens=ends, max_seqlen=longest,
+                inplace=True,
+            )  # fmt: skip
+        output = flash_attn_varlen_qkvpacked_func(tokens, ends, longest)
+        output = pad_input(output, indices, 2, 5)
+    for n, length in ((0, 5), (1, 3)):
+        q, k, v = qkv[n, :length].unbind(1)
+        expected = torch.nn.functional.scaled_dot_product_attention(
+            *(x.transpose(0, 1) for x in (turned(q), turned(k), v))
+        ).transpose(0, 1)
+        torch.testing.assert_close(output[n, :length], expected)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rotation_of_padded_and_packed_tokens(interleaved):
+    rng = np.random.default_rng(0)
+    x, angles = rng.standard_normal((2, 3, 4, 10)), rng.standard_normal((7, 4))
+    cos, sin, first = np.cos(angles), np.sin(angles), np.array([4, 1])
+    pairs = np.arange(8).reshape(4, 2) if interleaved else np.arange(8).reshape(2, 4).T
+    expected = x.copy()
+    for n in range(2):
+        turn = np.exp(1j * angles[first[n] + np.arange(3)])[:, None]
+        numbers = (x[n][..., pairs[:, 0]] + 1j * x[n][..., pairs[:, 1]]) * turn
+        expected[n][..., pairs[:, 0]], expected[n][..., pairs[:, 1]] = numbers.real, numbers.imag
+    from polyattn.dialects.flash_attn.ops.triton.rotary import apply_rotary
+
+    found = apply_rotary(x, cos, sin, first, interleaved=interleaved)
+    np.testing.assert_allclose(found, expected, atol=1e-12)
+    ends = np.array([0, 3, 6])
+    packed = apply_rotary(x.reshape(6, 4, 10), cos, sin, first, ends, 3, interleaved)
+    np.testing.assert_allclose(packed.reshape(x.shape), expected, atol=1e-12)
+    back = apply_rotary(found, cos, sin, [4, 1], interleaved=interleaved, conjugate=True)
+    np.testing.assert_allclose(back, x, atol=1e-12)
+    same = apply_rotary(x, cos, sin, interleaved=interleaved, inplace=True)
+    assert same is x
+    with pytest.raises(ValueError, match=r"seqlen_offsets must have the shape \(B\), where B is 2"):
+        apply_rotary(x, cos, sin, np.array([1]))
+
+
+@pytest.mark.needs("torch")
+def test_private_functions_join_parts_of_the_keys():
+    """As ring attention calls them: the gradients of a part, from the logsumexp of the whole."""
+    torch.manual_seed(0)
+    shapes = ((6, 4), (9, 2), (9, 2))
+    q, k, v = (torch.randn(2, n, h, 8, dtype=torch.float64, requires_grad=True) for n, h in shapes)
+    output, weights = fa2.flash_attn_func(q, k, v, softcap=2.0), torch.randn(2, 6, 4, 8)
+    expected = torch.autograd.grad((output * weights).sum(), (q, k, v))
+    whole = (0.0, None, False, -1, -1, 2.0, None, False)
+    with torch.no_grad():
+        out, lse, drops, state = fa2._flash_attn_forward(q, k, v, *whole)
+        torch.testing.assert_close(out, output)
+        assert (drops, state) == (None, None)
+        found = [torch.zeros_like(x) for x in (q, k, v)]
+        for part in (slice(0, 4), slice(4, 9)):
+            dq, dk, dv = torch.empty_like(q), *(x[:, part] for x in found[1:])
+            sums = fa2._flash_attn_backward(
+                weights.double(), q, k[:, part], v[:, part], out, lse, dq, dk, dv, *whole
+            )
+            found[0] += dq
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)
+    torch.testing.assert_close(sums, (weights * out).sum(-1).transpose(1, 2))
+    with pytest.raises(NotImplementedError, match="dropout_p is for the public functions"):
+        fa2._flash_attn_forward(q, k, v, 0.1, None, True)
+    with pytest.raises(ValueError, match="dk must have the shape"):
+        fa2._flash_attn_backward(weights.double(), q, k, v, out, lse, dq, dk, v, *whole)
+
+
+@pytest.mark.needs("torch")
+@pytest.mark.parametrize("of_items", [False, True])
+def test_private_functions_of_packed_sequences(of_items):
+    torch.manual_seed(0)
+    shapes = ((6, 4), (9, 2), (9, 2))
+    q, k, v = (torch.randn(n, h, 8, dtype=torch.float64, requires_grad=True) for n, h in shapes)
+    ends = [torch.tensor(x, dtype=torch.int32) for x in ([0, 2, 5, 5, 6], [0, 4, 6, 8, 9])]
+    slopes = torch.rand((4, 4) if of_items else 4, dtype=torch.float64)
+    output = fa2.flash_attn_varlen_func(q, k, v, *ends, 3, 4, causal=True, alibi_slopes=slopes)
+    weights = torch.randn_like(output)
+    expected = torch.autograd.grad((output * weights).sum(), (q, k, v))
+    options = (*ends, 3, 4, 0.0, None, True, -1, -1, 0.0, slopes)
+    with torch.no_grad():
+        out, lse, _, _ = fa2._flash_attn_varlen_forward(q, k, v, *options)
+        found = [torch.empty_like(x) for x in (q, k, v)]
+        sums = fa2._flash_attn_varlen_backward(weights, q, k, v, out, lse, *found, *options)
+    torch.testing.assert_close(out, output)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)
+    torch.testing.assert_close(sums, (weights * out).sum(-1).T)
+
+
+@pytest.mark.needs("torch", "transformers")
+def test_transformers_runs_its_own_code_on_these_functions(monkeypatch):
+    """It asks for the package before it imports it, and calls with padding and without."""
+    from transformers import modeling_flash_attention_utils as utils
+    from transformers.utils import import_utils
+
+    for name, value in vars(utils).items():
+        if name.startswith(("_flash", "_pad_fn", "_unpad_fn", "_process", "_loaded")):
+            monkeypatch.setattr(utils, name, value)  # what the first call changes
+    monkeypatch.setattr(utils, "is_flash_attn_2_available", lambda: True)
+    x = torch.randn(2, 5, 4, 8)
+    mask = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]])
+    own, call = torch.nn.functional.scaled_dot_product_attention, utils._flash_attention_forward
+    with fa2.install():
+        available = import_utils._is_package_available("flash_attn", return_version=True)
+        assert available == (True, "2.8.3")
+        assert not import_utils.is_flash_attn_2_available.__wrapped__()  # which asks for a GPU
+        for given in (None, mask):
+            found = call(x, x, x, given, 5, is_causal=True, attn_implementation="flash_attention_2")
+            for n, length in ((0, 5), (1, 5 if given is None else 3)):
+                part = x[n, :length].transpose(0, 1)
+                expected = own(part, part, part, is_causal=True).transpose(0, 1)
+                torch.testing.assert_close(found[n, :length], expected)
+        assert utils._flash_fn is fa2.flash_attn_func
