@@ -31,10 +31,6 @@ class Candidate(NamedTuple):
         """The kernel, with the distribution that it comes from."""
         return f"{self.kernel} ({self.origin})" if self.origin else self.kernel or ""
 
-    def as_dict(self) -> dict[str, object]:
-        """Return the fields in plain types, for JSON."""
-        return self._asdict() | {"reasons": list(self.reasons)}
-
 
 @dataclass(frozen=True, repr=False)
 class Explanation:
@@ -89,7 +85,7 @@ class Explanation:
             "selected_by": self.source,
             "chosen": self.chosen
             and {"backend": self.chosen.backend, "kernel": self.chosen.kernel},
-            "candidates": [c.as_dict() for c in self.candidates],
+            "candidates": [c._asdict() | {"reasons": list(c.reasons)} for c in self.candidates],
         }
 
     def _values(self) -> dict[str, object]:

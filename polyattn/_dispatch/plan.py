@@ -74,14 +74,14 @@ class Plan(NamedTuple):
         problem = self.placement.problem
         problem = problem._replace(features=problem.features | {feature})
         placement = self.placement._replace(problem=problem)
-        refused: dict[str, Candidate] = {}
+        kind = self.kind._replace(needs=problem.features)
+        tried: dict[str, Candidate] = {}
         for kernel in (self.kernel, *placement.kernels):
-            reasons = reasons_against(kernel, problem)
+            reasons = tuple(reasons_against(kernel, problem))
             if not reasons:
-                kind = self.kind.of_kernel(kernel.name, problem, tuple(refused.values()))
+                kind = kind._replace(kernel=kernel.name, refused=tuple(tried.values()))
                 return self._replace(kernel=kernel, placement=placement, kind=kind)
-            name = self.kind.backend
-            refused[kernel.name] = Candidate(name, kernel.name, "refused", tuple(reasons))
+            tried[kernel.name] = Candidate(kind.backend, kernel.name, "refused", reasons)
         return None
 
     def counted(self, run: _F) -> _F:

@@ -24,7 +24,7 @@ from polyattn._dispatch.explanation import Candidate, Explanation
 from polyattn._dispatch.placement import Placement, Refusal, check_one_place, find_placement
 from polyattn._dispatch.plan import Plan, reasons_against
 from polyattn._dispatch.request import AUTO, Names, Request, check_known
-from polyattn._dispatch.trace import kind_of
+from polyattn._dispatch.trace import CallCount
 from polyattn.plugin import Backend, Kernel
 
 _log = logging.getLogger("polyattn")
@@ -144,7 +144,11 @@ def _try_candidates(
             candidates.append(candidate)
             if candidate.status == "chosen":
                 chosen = placement._replace(problem=problem_of_kernel)
-                kind = kind_of(call, problem, chosen.problem.device, candidates)
+                kind = CallCount(
+                    problem.library, chosen.problem.device, problem.dtype, call.query.shape,
+                    call.key.shape, call.value and call.value.shape, problem.features, name,
+                    kernel.name, tuple(candidates[:-1]), problem.traced,
+                )  # fmt: skip
                 plan = Plan(kernel, chosen, call.query.device, kind, set())
                 if not all_candidates:
                     return plan, candidates

@@ -35,8 +35,9 @@ def test_calls_are_counted_by_what_decides_their_kernel():
             attention(X, X[:, :2, :50], X[:, :2, :50, :3], is_causal=True)
         attention(X[0, 0], X[0, 0], X[0, 0])
     causal, flat = trace.calls
-    assert causal[:7] == (
-        "forward", "numpy", "cpu", "float32", (2, 4, 64, 8), (2, 2, 50, 8), (2, 2, 50, 3),
+    assert causal.function == "forward"
+    assert causal[:6] == (
+        "numpy", "cpu", "float32", (2, 4, 64, 8), (2, 2, 50, 8), (2, 2, 50, 3),
     )  # fmt: skip
     assert causal.needs == {"causal", "grouped_heads", "value_size"}
     assert (causal.backend, causal.kernel) == ("numpy", "tiled")
@@ -51,17 +52,16 @@ def test_it_prints_as_a_table_and_is_data_for_json():
     with polyattn.trace() as trace:
         attention(X, X, X, is_causal=True)
         attention(X, X, X, normalizer=polyattn.scores.sparsemax(), backend="numpy")
-    head, titles, first, second = str(trace).splitlines()
-    assert head == "2 calls of 2 kinds"
+    titles, first, second = str(trace).splitlines()
     assert titles.split("  ")[1:3] == ["calls", "function"]
     assert first.endswith("numpy tiled  small: it is for rows that see all keys")
     assert second.endswith("; tiled: it does not compute normalizer")
     assert repr(trace) == "<Trace: 2 calls of 2 kinds; print it for the kernels>"
     assert "<td>numpy dense</td>" in trace._repr_html_()
-    plain, sparse = json.loads(json.dumps(trace.as_dicts()))
-    assert (plain["query"], plain["needs"], plain["count"]) == ([2, 4, 64, 8], ["causal"], 1)
-    assert [one["kernel"] for one in sparse["refused"]] == ["small", "tiled"]
-    assert sparse["refused"][1]["reasons"] == ["it does not compute normalizer"]
+    sparse = trace.calls[1]._asdict() | {"needs": sorted(trace.calls[1].needs)}
+    refused = json.loads(json.dumps(sparse))["refused"]
+    assert [one[1] for one in refused] == ["small", "tiled"]
+    assert refused[1][2:4] == ["refused", ["it does not compute normalizer"]]
 
 
 def test_derivatives_and_weights_are_calls_too():
