@@ -85,8 +85,8 @@ class Plan(NamedTuple):
         return None
 
     def counted(self, run: _F) -> _F:
-        """Return a method that runs the kernel, which also counts the call if a trace is open."""
-        return counted(self.kind, self.placement.backend, run) if is_traced() else run
+        """Return a method that runs the kernel as one that counts the call when it has run."""
+        return counted(self.kind, self.placement.backend, run)
 
     def run(self, operands: Operands) -> tuple[Array, Array | None]:
         """Run the kernel, and return output and logsumexp where the query is."""
@@ -94,7 +94,8 @@ class Plan(NamedTuple):
         if recorder is not None:
             return recorder.run(self, operands)  # type: ignore[no-any-return]
         backend, given = self._moved(operands)
-        found = self.counted(backend.run)(self.kernel, self.placement.problem, *given)
+        run = self.counted(backend.run) if is_traced() else backend.run
+        found = run(self.kernel, self.placement.problem, *given)
         self._check_result("run", found, given[0])
         return self._moved_back(found, operands.query)  # type: ignore[no-any-return]
 
@@ -104,7 +105,8 @@ class Plan(NamedTuple):
         if recorder is not None:
             return recorder.call("backward", self, operands, residuals, cotangents)  # type: ignore[no-any-return]
         backend, given = self._moved(operands, residuals, cotangents)
-        found = self.counted(backend.run_backward)(self.kernel, self.placement.problem, *given)
+        run = self.counted(backend.run_backward) if is_traced() else backend.run_backward
+        found = run(self.kernel, self.placement.problem, *given)
         self._check_gradients(found, given[0])
         return self._moved_back(found, operands.query)  # type: ignore[no-any-return]
 
@@ -114,7 +116,8 @@ class Plan(NamedTuple):
         if recorder is not None:
             return recorder.call("jvp", self, operands, residuals, tangents)  # type: ignore[no-any-return]
         backend, given = self._moved(operands, residuals, tangents)
-        found = self.counted(backend.run_jvp)(self.kernel, self.placement.problem, *given)
+        run = self.counted(backend.run_jvp) if is_traced() else backend.run_jvp
+        found = run(self.kernel, self.placement.problem, *given)
         self._check_result("jvp", found, given[0])
         return self._moved_back(found, operands.query)  # type: ignore[no-any-return]
 
@@ -124,7 +127,8 @@ class Plan(NamedTuple):
         if recorder is not None:
             return recorder.call("weights", self, operands, logsumexp)  # type: ignore[no-any-return]
         backend, given = self._moved(operands, logsumexp)
-        found = self.counted(backend.run_weights)(self.kernel, self.placement.problem, *given)
+        run = self.counted(backend.run_weights) if is_traced() else backend.run_weights
+        found = run(self.kernel, self.placement.problem, *given)
         return self._moved_back(found, operands.query)  # type: ignore[no-any-return]
 
     def _moved(self, operands: Operands, *others: Any) -> tuple[Backend, tuple[Any, ...]]:
