@@ -159,8 +159,8 @@ def is_traced() -> bool:
 def counted(call: CallCount, backend: Backend | None, run: F) -> F:
     """Return a method of a backend as one that counts the call when it has run."""
     if is_compiling():
-        shapes = [x and tuple(map(known_length, x)) for x in (call.query, call.key, call.value)]
-        _add(*call[:3], *shapes, *call[6:10], True)
+        q, k, v = [x and tuple(map(known_length, x)) for x in (call.query, call.key, call.value)]
+        _add(*call._replace(query=q or (), key=k or (), value=v, traced=True))
         return run
     return functools.partial(run_counted, call, backend, run)  # type: ignore[return-value]
 
