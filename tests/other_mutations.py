@@ -20,6 +20,7 @@ PARTS = "tests/expressions/test_parts.py::"
 PLUGINS = "tests/dispatch/test_extensions.py::"
 REPORT = "tests/conformance/test_report.py::"
 SELECT = "tests/dispatch/test_select.py::"
+TRACE = "tests/dispatch/test_trace.py::"
 STRATEGIES = "tests/parallel/test_strategies.py::"
 WEIGHTS = (
     "tests/backends/test_numpy_backward.py::"
@@ -471,6 +472,26 @@ MUTATIONS = (
      "a kernel called against its refusal", "polyattn/plugin/backend.py",
      "return problem if kernel.reasons_against(exact) else exact",
      "return exact"),
+    (TRACE + "test_calls_are_counted_by_what_decides_their_kernel",
+     "a repeated call that a trace does not count", "polyattn/_dispatch/cache.py",
+     "            if open_traces:",
+     "            if not open_traces:"),
+    (TRACE + "test_a_program_that_was_compiled_without_a_trace_is_not_compiled_again",
+     "a program that is compiled again when a trace opens", "polyattn/_dispatch/trace.py",
+     "@constant_when_traced\ndef is_traced",
+     "def is_traced"),
+    (TRACE + "test_a_trace_counts_while_it_is_open_and_traces_may_overlap",
+     "a trace that counts after its block", "polyattn/_dispatch/trace.py",
+     "            one.remove(opened)",
+     "            pass"),
+    (TRACE + "test_time_waits_for_the_device_around_each_call_where_it_is_asked_for",
+     "a time without the work of the device", "polyattn/_dispatch/trace.py",
+     "    wait = backend.synchronize if _timed_traces and not call.traced else None",
+     "    wait = None"),
+    (TRACE + "test_autograd_calls_count_with_the_kernel_that_ran",
+     "a gradient counted as its forward call", "polyattn/_dispatch/plan.py",
+     "kind = self.kind._replace(needs=problem.features)",
+     "kind = self.kind"),
     (SELECT + "test_gradients_of_16_bits_select_once",
      "a plan of gradients forgotten", "polyattn/_dispatch/cache.py",
      "            return _plan(call, requested, kernel, xp)",
@@ -514,8 +535,8 @@ MUTATIONS = (
      "longest > 2 * INDEX_LIMIT and"),
     (SELECT + "test_a_result_that_is_not_what_a_kernel_must_return_is_refused",
      "results of a kernel not checked", "polyattn/_dispatch/plan.py",
-     "is_new = self._is_handed_in and",
-     "is_new = False and"),
+     "return (method, self.placement.problem.features) not in self.checked",
+     "return False"),
     (FIT + "[a bias of shape (4, 5, 7)]",
      "a bias that is guessed", "polyattn/_core/call/checks.py",
      "        if isinstance(array, ArrayFacts):\n            check_shape",

@@ -60,6 +60,7 @@ OUTSIDE = {
     "_base.slices": {"jax"},  # for a slice whose start JAX traces
     "_base.progress": {"tqdm"},
     "_base.streams": {"tqdm"},
+    "_base.tracing": {"torch"},  # imported while torch.compile traces a call
     "parallel": {"cupy", "jax", "mpi4py", "torch"},  # each in a module of its own
     "nn": {"numpy"},  # whose bit generator draws the first parameters of a layer
 }

@@ -21,6 +21,7 @@ from polyattn._core.call.problem import Problem, examine
 from polyattn._dispatch.plan import Plan
 from polyattn._dispatch.request import Request
 from polyattn._dispatch.select import select
+from polyattn._dispatch.trace import open_traces, run_counted
 from polyattn.plugin import Backend, Kernel
 
 _CAPACITY = 4096
@@ -38,6 +39,9 @@ class CachedCall(NamedTuple):
         """Return the output of the call with other arrays of the same classes."""
         if self.direct is not None:
             backend, kernel, problem = self.direct
+            if open_traces:
+                kind = self.plan.kind
+                return run_counted(kind, backend, backend.run, kernel, problem, operands)[0]
             return backend.run(kernel, problem, operands)[0]
         return as_called(self.call, *self.plan.run(heads_first(self.call, operands)))[0]
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from html import escape
+from typing import NamedTuple
 
 from polyattn._base.html_page import html_table
 from polyattn._base.text_table import paragraph, table
@@ -13,8 +14,7 @@ from polyattn._core.call.problem import Problem
 from polyattn._core.expressions.expression import Expression
 
 
-@dataclass(frozen=True)
-class Candidate:
+class Candidate(NamedTuple):
     """A kernel of a backend, or a backend refused as a whole, and its status."""
 
     backend: str  # with its device if one was requested
@@ -95,7 +95,7 @@ class Explanation:
             "selected_by": self.source,
             "chosen": self.chosen
             and {"backend": self.chosen.backend, "kernel": self.chosen.kernel},
-            "candidates": [asdict(c) | {"reasons": list(c.reasons)} for c in self.candidates],
+            "candidates": [c._asdict() | {"reasons": list(c.reasons)} for c in self.candidates],
         }
 
     def _values(self) -> dict[str, object]:

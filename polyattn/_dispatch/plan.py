@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, TypeVar
 
 from polyattn._base.arrays import Array, Recorder, facts_of, is_array, library_of, recorders
 from polyattn._base.tracing import is_compiling
@@ -14,9 +14,13 @@ from polyattn._core.call.options import GRADIENT_ARRAYS
 from polyattn._core.call.problem import Problem
 from polyattn._core.expressions.expression import Expression
 from polyattn._core.expressions.indices import INDEX_LIMIT
+from polyattn._dispatch.explanation import Candidate
 from polyattn._dispatch.placement import Placement
+from polyattn._dispatch.trace import CallCount, counted, is_traced
 from polyattn._dispatch.transfer import move_operands, move_results, mover_back
 from polyattn.plugin import Backend, Kernel, undeclared
+
+_F = TypeVar("_F", bound=Callable[..., Any])
 
 
 def reasons_against(kernel: Kernel, problem: Problem) -> list[str]:
@@ -61,6 +65,7 @@ class Plan(NamedTuple):
     kernel: Kernel
     placement: Placement
     query_device: str
+    kind: CallCount  #: the call and its kernel, as a trace counts them
     #: The results whose arrays were checked, of the caller's own kernel: method and features.
     checked: set[tuple[str, frozenset[str]]]
 
@@ -69,10 +74,19 @@ class Plan(NamedTuple):
         problem = self.placement.problem
         problem = problem._replace(features=problem.features | {feature})
         placement = self.placement._replace(problem=problem)
+        kind = self.kind._replace(needs=problem.features)
+        tried: dict[str, Candidate] = {}
         for kernel in (self.kernel, *placement.kernels):
-            if not reasons_against(kernel, problem):
-                return self._replace(kernel=kernel, placement=placement)
+            reasons = tuple(reasons_against(kernel, problem))
+            if not reasons:
+                kind = kind._replace(kernel=kernel.name, refused=tuple(tried.values()))
+                return self._replace(kernel=kernel, placement=placement, kind=kind)
+            tried[kernel.name] = Candidate(kind.backend, kernel.name, "refused", reasons)
         return None
+
+    def counted(self, run: _F) -> _F:
+        """Return a method that runs the kernel as one that counts the call when it has run."""
+        return counted(self.kind, self.placement.backend, run)
 
     def run(self, operands: Operands) -> tuple[Array, Array | None]:
         """Run the kernel, and return output and logsumexp where the query is."""
@@ -80,7 +94,8 @@ class Plan(NamedTuple):
         if recorder is not None:
             return recorder.run(self, operands)  # type: ignore[no-any-return]
         backend, given = self._moved(operands)
-        found = backend.run(self.kernel, self.placement.problem, *given)
+        run = self.counted(backend.run) if is_traced() else backend.run
+        found = run(self.kernel, self.placement.problem, *given)
         self._check_result("run", found, given[0])
         return self._moved_back(found, operands.query)  # type: ignore[no-any-return]
 
@@ -90,7 +105,8 @@ class Plan(NamedTuple):
         if recorder is not None:
             return recorder.call("backward", self, operands, residuals, cotangents)  # type: ignore[no-any-return]
         backend, given = self._moved(operands, residuals, cotangents)
-        found = backend.run_backward(self.kernel, self.placement.problem, *given)
+        run = self.counted(backend.run_backward) if is_traced() else backend.run_backward
+        found = run(self.kernel, self.placement.problem, *given)
         self._check_gradients(found, given[0])
         return self._moved_back(found, operands.query)  # type: ignore[no-any-return]
 
@@ -100,7 +116,8 @@ class Plan(NamedTuple):
         if recorder is not None:
             return recorder.call("jvp", self, operands, residuals, tangents)  # type: ignore[no-any-return]
         backend, given = self._moved(operands, residuals, tangents)
-        found = backend.run_jvp(self.kernel, self.placement.problem, *given)
+        run = self.counted(backend.run_jvp) if is_traced() else backend.run_jvp
+        found = run(self.kernel, self.placement.problem, *given)
         self._check_result("jvp", found, given[0])
         return self._moved_back(found, operands.query)  # type: ignore[no-any-return]
 
@@ -110,7 +127,8 @@ class Plan(NamedTuple):
         if recorder is not None:
             return recorder.call("weights", self, operands, logsumexp)  # type: ignore[no-any-return]
         backend, given = self._moved(operands, logsumexp)
-        found = backend.run_weights(self.kernel, self.placement.problem, *given)
+        run = self.counted(backend.run_weights) if is_traced() else backend.run_weights
+        found = run(self.kernel, self.placement.problem, *given)
         return self._moved_back(found, operands.query)  # type: ignore[no-any-return]
 
     def _moved(self, operands: Operands, *others: Any) -> tuple[Backend, tuple[Any, ...]]:

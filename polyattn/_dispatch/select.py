@@ -7,11 +7,12 @@ static facts decide: shapes, dtypes, devices and options, never the values of an
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from polyattn._base.arrays import is_namespace
+from polyattn._base.tracing import is_compiling
 from polyattn._core.call.facts import Call
 from polyattn._core.call.features import DERIVATIVES
 from polyattn._core.call.problem import Problem
@@ -23,7 +24,10 @@ from polyattn._dispatch.explanation import Candidate, Explanation
 from polyattn._dispatch.placement import Placement, Refusal, check_one_place, find_placement
 from polyattn._dispatch.plan import Plan, reasons_against
 from polyattn._dispatch.request import AUTO, Names, Request, check_known
+from polyattn._dispatch.trace import CallCount
 from polyattn.plugin import Backend, Kernel, undeclared
+
+_log = logging.getLogger("polyattn")
 
 
 def select(
@@ -34,6 +38,8 @@ def select(
     if plan is None:
         explanation = Explanation(call, problem, str(requested), tuple(candidates))
         raise _error(explanation, kernel, requested)
+    if not is_compiling() and _log.isEnabledFor(logging.DEBUG):
+        _log.debug("new plan: %s", plan.kind)
     for one in () if requested.may_move else candidates:
         if one.status == "unavailable":
             source = f"the kernels {one.kernel} for {one.backend}" if one.kernel else one.backend
@@ -150,7 +156,12 @@ def _try_candidates(
             candidates.append(candidate)
             if candidate.status == "chosen":
                 chosen = placement._replace(problem=problem_of_kernel, kernels=unnamed)
-                plan = Plan(kernel, chosen, call.query.device, set())
+                kind = CallCount(
+                    problem.library, chosen.problem.device, problem.dtype, call.query.shape,
+                    call.key.shape, call.value and call.value.shape, problem.features, name,
+                    kernel.name, tuple(candidates[:-1]), problem.traced,
+                )  # fmt: skip
+                plan = Plan(kernel, chosen, call.query.device, kind, set())
                 if not all_candidates:
                     return plan, candidates
         if not kernels and not absent:
@@ -196,7 +207,7 @@ def _described(
     remarks: list[str | None] = []
     if candidate.status in ("chosen", "next"):
         remarks = [_COPIES_PAGES if copies_pages else None, kernel.remark(problem)]
-    return replace(candidate, origin=origin, remark="; ".join(filter(None, remarks)) or None)
+    return candidate._replace(origin=origin, remark="; ".join(filter(None, remarks)) or None)
 
 
 _COPIES_PAGES = "it gets copies of the pages, in one piece"

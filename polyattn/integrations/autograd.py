@@ -49,13 +49,13 @@ class Recorder:
         try:
             result = _attention(call, *call.arrays)
         except RecordedError:  # a function reads boxes that are no argument
-            return _on_boxes(Dense(), plan.placement.problem, operands)
+            return _counted_on_boxes(plan, Dense(), "__call__", operands)
         return (result[0], result[1]) if call.is_pair else (result, None)
 
     def call(self, method: str, plan: Any, *given: Any) -> Any:
         """Compute weights or a derivative by the formula on the boxes."""
         kernel = plan.kernel if method == "weights" else Dense()
-        return _on_boxes(getattr(kernel, method), plan.placement.problem, *given)
+        return _counted_on_boxes(plan, kernel, method, *given)
 
 
 def _with_whole_keys(plan: Any, operands: Operands) -> tuple[Any, Operands]:
@@ -123,6 +123,12 @@ def _on_boxes(function: Any, problem: Any, *given: Any) -> Any:
     )
     with quiet("numpy"):
         return function(problem, *given, _OnBoxes(autograd_functions))
+
+
+def _counted_on_boxes(plan: Any, kernel: Kernel, method: str, *given: Any) -> Any:
+    """Call a method of such a kernel in place of the kernel of a plan, and count the call."""
+    plan = plan._replace(kind=plan.kind._replace(kernel=kernel.name))
+    return _on_boxes(plan.counted(getattr(kernel, method)), plan.placement.problem, *given)
 
 
 def _unboxed(mask: Any) -> Any:
