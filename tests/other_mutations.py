@@ -135,6 +135,10 @@ MUTATIONS = (
      "numbers that are not finite made integers", "polyattn/nn/integers.py",
      "if is_host(steps) and not xp.all(xp.isfinite(steps)):",
      "if False:"),
+    ("tests/api/test_other_arrays.py::test_the_message_says_whose_it_is[autograd]",
+     "boxes of autograd taken for a library of the standard", "polyattn/_base/refused.py",
+     '("autograd", "ArrayBox")',
+     '("autograd", "Box of none")'),
     (INTEGERS + "[causal]",
      "keys of a piece counted from its first", "polyattn/_api/pieces.py",
      "Slice(start, keys.shape[-2])",
@@ -779,10 +783,5 @@ MUTATIONS = (
     ("tests/nn/test_paged_cache.py::test_a_pool_put_in_place_of_one_is_not_written_to[value]",
      "a pool of the user's written to", "polyattn/nn/paged.py",
      " and memory.value is self.value",
-     ""),
-    ("tests/integrations/test_autograd.py::"
-     "test_integers_become_floats_where_a_derivative_is_recorded[query]",
-     "integers read where autograd records", "polyattn/_api/pieces.py",
-     " or recorder_of(operands) is not None",
      ""),
 )  # fmt: skip
