@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from html import escape
 
-from polyattn._base.html_page import html_table
+from polyattn._base.html_table import html_table
 from polyattn._base.text_table import paragraph, table
 from polyattn._core.call.facts import Call
 from polyattn._core.call.options import OPTIONS
