@@ -229,7 +229,7 @@ def _write_json(results: Any, file: Path) -> None:
 def _write_plot(results: Any, file: Path) -> None:
     from polyattn.bench import picture
 
-    with replacing(file.parent, [file.name]) as made:
+    with replacing(file.parent, file.name) as made:
         picture.draw(results).savefig(made / file.name, dpi=picture.DPI)
 
 
