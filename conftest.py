@@ -11,7 +11,8 @@ import pytest
 # In a run of the suite from another folder, tests/ is not on the path.
 pytest_plugins = ["optional"] if find_spec("optional") else []
 
-# The package is tested without the compiled kernel; `make test` runs the kernel's tests apart.
+# The package is tested without the compiled kernel; `make test` then runs the kernel's tests, and
+# some of the package's with it.
 # A device of torch is registered once in a process, and importlib would import its module again.
 collect_ignore_glob = ["tests/far_device.py"]
 if os.environ.setdefault("POLYATTN_NATIVE", "0") == "0":
@@ -71,6 +72,8 @@ def pytest_collection_finish():
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses
 def pytest_collection_modifyitems(items):
     """Put what the suites do with one case side by side; mark what covers the slow tests."""
+    if os.environ["POLYATTN_NATIVE"] != "0":
+        items[:] = [item for item in items if not item.get_closest_marker("without_native")]
     places = {}
 
     def place(item):

@@ -14,8 +14,10 @@ import numbers
 from collections.abc import Callable
 from typing import Any
 
+from polyattn._base.arguments import check_int
 from polyattn._base.arrays import Array, is_array
 from polyattn._base.host import as_array
+from polyattn._base.tracing import as_number
 from polyattn._core.expressions.replacements import (
     Additive,
     ByNorm,
@@ -59,6 +61,7 @@ __dir__ = __all__.copy
 
 
 def _above_zero(name: str, value: Any) -> float:
+    value = as_number(name, value)
     real = isinstance(value, numbers.Real) and not isinstance(value, bool)
     try:
         number = float(value) if real else math.nan
@@ -138,16 +141,10 @@ def alibi(slopes: int | Array) -> Score:
     (8, 5, 64)
     """
     slopes = as_array("scores.alibi: slopes", slopes)
-    # NumPy's integers are arrays too.
-    counted = isinstance(slopes, numbers.Integral) and not isinstance(slopes, bool)
-    if is_array(slopes) and not counted:
+    if is_array(slopes) and len(slopes.shape):  # NumPy's integers are arrays too
         return Alibi(slopes)
-    if not counted or slopes < 1:
-        raise TypeError(
-            "scores.alibi takes the number of query heads, or an array of a slope for each; got"
-            f" {slopes!r}"
-        )
-    return Alibi(int(slopes))
+    kinds = "the number of query heads, or an array of a slope for each"
+    return Alibi(check_int("scores.alibi: slopes", slopes, kinds, least=1))
 
 
 def relative_bias(table: Array, *, bidirectional: bool = True, max_distance: int = 128) -> Score:
@@ -185,18 +182,18 @@ def relative_bias(table: Array, *, bidirectional: bool = True, max_distance: int
             "scores.relative_bias takes an array of shape (buckets, H) with a known number of"
             f" buckets; got {getattr(table, 'shape', None) or table!r}"
         )
-    if not isinstance(bidirectional, bool) or not isinstance(max_distance, numbers.Integral):
+    if not isinstance(bidirectional, bool):
         raise TypeError(
-            "scores.relative_bias: bidirectional must be True or False and max_distance an integer;"
-            f" got {bidirectional!r} and {max_distance!r}"
+            f"scores.relative_bias: bidirectional must be True or False; got {bidirectional!r}"
         )
+    max_distance = check_int("scores.relative_bias: max_distance", max_distance)
     exact = table.shape[0] // (4 if bidirectional else 2)
     if exact < 1 or max_distance <= exact:
         raise ValueError(
             f"scores.relative_bias needs at least {4 if bidirectional else 2} buckets and a"
             f" max_distance above {exact}; got {table.shape[0]} and {max_distance!r}"
         )
-    return RelativeBias(table, bidirectional, int(max_distance))
+    return RelativeBias(table, bidirectional, max_distance)
 
 
 def function(rule: Callable[..., Array], derivative: Callable[..., Array] | None = None) -> Score:
@@ -273,6 +270,7 @@ def distance(p: int = 2) -> Similarity:
     >>> scores.distance(p=1)
     scores.distance(1)
     """
+    p = as_number("scores.distance: p", p)
     if not isinstance(p, numbers.Real) or p not in (1, 2) or isinstance(p, bool):
         raise ValueError(f"scores.distance: p must be 1 or 2; got {p!r}")
     return Distance(int(p))

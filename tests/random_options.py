@@ -34,7 +34,7 @@ def random_options(
     if perhaps():
         given["dropout"] = (0.3, draw.randint(0, 2**60), (1, 2, 3, draw.randint(0, 9)))
     if perhaps(0.3):
-        lead = draw.choice([(), (h,), (b, 1), (b, h)])
+        lead = draw.choice([(), (1, h), (b, 1), (b, h)])
         bias = rng.standard_normal((*lead, draw.choice([1, rows]), draw.choice([1, keys])))
         bias[rng.random(bias.shape) < 0.2] = -np.inf
         given["bias"] = bias.astype("float32")

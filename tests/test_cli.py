@@ -63,7 +63,7 @@ def test_backends_says_what_is_missing_and_how_to_install_it(capsys, monkeypatch
 EVERYTHING = """
 --shape 2,8,128,64 --key-shape 2,2,256,64 --value-shape 2,2,256,32 --dtype bfloat16
 --library torch --causal --window 31,0 --query-offset 5 --scale 0.1 --softcap 30
---mask-shape 128,256 --bias-shape 8,1,1 --sinks --logsumexp --backend torch --json
+--mask-shape 128,256 --bias-shape 1,8,1,1 --sinks --logsumexp --backend torch --json
 """
 
 

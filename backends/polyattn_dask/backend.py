@@ -36,6 +36,7 @@ class Chunked(Kernel):
     })  # fmt: skip
     # The kernels of the parts differentiate, and refuse what they do not.
     differentiates: ClassVar = {"backward": features}
+    counts_far = frozenset({"causal", "window"})
 
     def reasons_against(self, problem: Problem) -> list[str]:
         if problem.dropout_start is None:

@@ -62,7 +62,7 @@ def offset_as_array(problem: Problem, x: Operands, tile: int) -> tuple[Problem, 
 
 def length_as_array(length: int) -> Array:
     """Return a length of a mask as an array, so that a new length compiles nothing."""
-    return on_device(min(length, OFFSET_LIMIT), "int32")
+    return on_device(min(length, 2**30), "int32")
 
 
 def without_numbers(problem: Problem) -> tuple[Problem, dict[str, Array]]:

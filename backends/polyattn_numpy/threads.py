@@ -15,10 +15,11 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from queue import SimpleQueue
 from typing import Any, TypeVar
+from weakref import WeakSet
 
 from threadpoolctl import ThreadpoolController
 
-from polyattn.plugin import progress
+from polyattn.plugin import CUT_BY_FORK, forkable_lock, progress
 
 T = TypeVar("T")
 
@@ -29,7 +30,7 @@ class Exclusive:
     # An interrupt between two instructions at the end of a `with` block would leave it taken.
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()
+        self._lock = forkable_lock()
 
     def run(self, action: Callable[[], T]) -> T:
         """Return the result of an action that no other thread may do at the same time."""
@@ -152,7 +153,6 @@ class Blas:
 
     def forget_holders(self) -> None:
         """Remove the limit in a forked process, which has no other threads."""
-        self._one_at_a_time = Exclusive()
         for limit in (self._of_process, getattr(self._of_threads, "limit", None)):
             if limit is not None:
                 limit.holders.clear()
@@ -179,13 +179,14 @@ class Job:
 
     # Its progress is lengths of growing lists, so that a wait can be interrupted and repeated.
 
-    def __init__(self, work: Callable[[], None]) -> None:
-        self._work = work
+    def __init__(self, work: Callable[[], None], state: Shared) -> None:
+        self._work, self._state = work, state
         self._closed = False
         self._begun: list[None] = []
         self._ended: list[None] = []
         self._wake: SimpleQueue[None] = SimpleQueue()
         self.errors: list[BaseException] = []
+        _jobs.add(self)
 
     def help(self) -> None:
         """Do the work, unless the job is finished."""
@@ -204,6 +205,14 @@ class Job:
         self._closed = True
         while len(self._ended) < len(self._begun):
             self._wake.get()
+
+    def lose_threads(self) -> None:
+        """Stop in the child of a fork, if it lacks a thread that has started."""
+        if len(self._ended) < len(self._begun):
+            self._state.stopped = True
+            self.errors.append(RuntimeError(CUT_BY_FORK))
+            self._ended = self._begun
+            self._wake.put(None)
 
 
 class Pool:
@@ -239,12 +248,15 @@ class Pool:
 
 blas = Blas(numpys_blas)
 _pool = Pool()
+_jobs: WeakSet[Job] = WeakSet()
 
 
 def _after_fork() -> None:
     global _pool
     _pool = Pool()
     blas.forget_holders()
+    for job in _jobs:
+        job.lose_threads()
 
 
 if hasattr(os, "register_at_fork"):
@@ -295,7 +307,7 @@ def each(work: Callable[[T], None], items: Sequence[T], threads: int, state: Sha
 
     if threads > 1 and not blas.libraries():
         threads = 1  # BLAS's threads, which cannot be limited, would compete with ours
-    job = Job(drain)
+    job = Job(drain, state)
 
     def drain_together() -> None:
         try:

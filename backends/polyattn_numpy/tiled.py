@@ -63,6 +63,7 @@ class Tiled(Kernel):
     })}  # fmt: skip
     batch_invariant = True
     tile = 2**18
+    counts_far = frozenset({"causal", "window"})
 
     def only_on_request(self, problem: Problem) -> str | None:
         """Leave small calls to the dense kernel."""

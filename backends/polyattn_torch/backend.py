@@ -16,6 +16,7 @@ import torch
 from polyattn.plugin import Array, Backend, Kernel, Operands, Problem
 from polyattn_torch.autograd import autocast_disabled, in_forward_mode, is_autocast_enabled
 from polyattn_torch.flex import Flex
+from polyattn_torch.lengths import by_lengths
 from polyattn_torch.onnx_export import exported_opset
 from polyattn_torch.onnx_node import IN_EXPORT
 from polyattn_torch.paged import Paged
@@ -131,19 +132,19 @@ class TorchBackend(Backend):
         return output, like.new_empty(problem.scores[:-1], dtype=accumulator)
 
     def is_eager(self, array: Array) -> bool:
-        """Return whether this is an ordinary tensor on the CPU."""
+        """Return whether this is an ordinary tensor on the CPU, and nobody records operations."""
         return (
             array.device.type == "cpu"
             and type(array) in (torch.Tensor, torch.nn.Parameter)
             and not torch.compiler.is_compiling()
+            and torch._C._get_tracing_state() is None  # jit.trace, and export by it
+            and not torch._C._len_torch_dispatch_stack()  # make_fx
         )
 
     def is_plain(self, *arrays: Array) -> bool:
         """Return whether tensors are ordinary ones, and no derivative is recorded."""
         return super().is_plain(*arrays) and not (
             torch._C._are_functorch_transforms_active()
-            or torch._C._get_tracing_state() is not None  # jit.trace, and export by it
-            or torch._C._len_torch_dispatch_stack()  # make_fx
             or in_forward_mode()
             or (torch.is_grad_enabled() and any(array.requires_grad for array in arrays))
         )
@@ -169,6 +170,12 @@ class TorchBackend(Backend):
         if is_autocast_enabled(kind):
             with torch.autocast(kind, enabled=False):
                 return self.run(kernel, problem, operands)
+        if problem.mask_spec is not None:
+            found = by_lengths(kernel, problem, operands, self)
+            if found is not None:
+                return found
+            if not kernel.poison_safe:  # nor is it a step: its engine records what it does
+                return super().run(kernel, problem, operands)
         if problem.requires_grad or problem.transforms:
             step = step_of(kernel, problem, operands, self)
             if step is not None:

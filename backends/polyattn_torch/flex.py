@@ -36,7 +36,10 @@ except ImportError:  # torch 2.9 and before
     AuxRequest = None  # type: ignore[assignment, misc]
 
 WITHOUT_GRADIENT = {"cpu": "the CPU", "mps": "MPS"}
-HAS_TRITON = importlib.util.find_spec("triton") is not None
+try:
+    HAS_TRITON = importlib.util.find_spec("triton") is not None
+except ValueError:  # a module without a spec that a program put in its place
+    HAS_TRITON = False
 
 # From this many scores on (64 MiB of float32: L = S = 1024 with 16 heads) a call on CUDA is worth
 # compiling for. A single row is not: each length would be compiled again.

@@ -89,7 +89,8 @@ def attention(
         function ``mask(b, h, i, j)`` of index arrays. The other keys are absent, whatever they or
         their values hold.
     bias : Array of float, optional
-        Added to the scores; broadcasts to (..., H, L, S). Where it is −inf the key is absent.
+        Added to the scores; broadcasts to (..., H, L, S), of that rank or of at most 2. Where it is
+        −inf the key is absent.
     is_causal : bool
         Whether row i sees only the keys j <= i + `query_offset`.
     window : tuple of (int or None, int or None), optional

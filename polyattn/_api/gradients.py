@@ -10,7 +10,7 @@ from polyattn._api.attention import AttentionOptions, attention
 from polyattn._api.names import with_our_names
 from polyattn._api.partial import Partial, attention_partial
 from polyattn._api.run import plan_of, planned_call
-from polyattn._base.arrays import Array, cast, facts_of, is_array, library_of
+from polyattn._base.arrays import Array, cast, facts_of, is_array, library_of, quiet
 from polyattn._base.autocast import autocast
 from polyattn._base.host import destination_of
 from polyattn._core.call import layout
@@ -214,8 +214,14 @@ def _with_residuals(
         output = attention(query, key, value, **options)
         return output, Partial(output, None)
     partial = unrounded_partial(query, key, value, **options)
-    library = library_of(partial.output)
-    return cast(library.xp, partial.output, query.dtype), partial
+    return _rounded(partial.output, query.dtype), partial
+
+
+def _rounded(array: Array, dtype: Any) -> Array:
+    """Return a result in the dtype of an argument, without NumPy's warnings about its range."""
+    library = library_of(array)
+    with quiet(library.name):
+        return cast(library.xp, array, dtype)
 
 
 def as_given(
@@ -246,7 +252,7 @@ def _in_dtype(name: str, gradient: Array, given: Any, before: Any, accumulates: 
     # Numbers of the host have none of the library's dtypes.
     if not is_array(given) or library_of(given).xp is not library_of(gradient).xp:
         return gradient
-    return cast(library_of(gradient).xp, gradient, given.dtype)
+    return _rounded(gradient, given.dtype)
 
 
 def _in_expression(
@@ -334,7 +340,7 @@ def attention_jvp(
     plan = plan_of(call, operands.query, backend, kernel)
     result = plan.jvp(layout.heads_first(call, operands), *records)
     tangent, _ = layout.as_called(call, *result)
-    return output, cast(library_of(tangent).xp, tangent, output.dtype)
+    return output, _rounded(tangent, output.dtype)
 
 
 def _of_operands(name: str, given: Any) -> dict[str, Any]:

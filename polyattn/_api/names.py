@@ -82,7 +82,10 @@ def with_our_names(*beside: str) -> Callable[[_F], _F]:
     """Let a function, with names `beside` its parameters, refuse another name by its own."""
 
     def decorate(function: _F) -> _F:
-        own = frozenset((*inspect.signature(function).parameters, *beside))
+        parameters = inspect.signature(function).parameters
+        own = frozenset((*parameters, *beside))
+        kinds = [parameter.kind for parameter in parameters.values()]
+        most = kinds.count(inspect.Parameter.POSITIONAL_OR_KEYWORD)
         takes_options = "options" in own
 
         @functools.wraps(function)
@@ -91,6 +94,11 @@ def with_our_names(*beside: str) -> Callable[[_F], _F]:
             for name in kwargs:
                 if name not in own and not (takes_options and (name in OPTIONS or name in BESIDE)):
                     raise _unknown(function.__name__, name, own | {*OPTIONS, *BESIDE})
+            if len(args) > most and "query" in own:
+                raise TypeError(
+                    f"{function.__name__}() takes {most} arguments by position, got {len(args)}:"
+                    " pass mask= and all other options by name"
+                )
             return function(*args, **kwargs)
 
         return cast(_F, call)

@@ -16,6 +16,7 @@ from polyattn._core.call.key import call_key
 from polyattn._core.call.layout import as_called, heads_first
 from polyattn._core.call.operands import Operands
 from polyattn._core.call.options import AUTOCAST
+from polyattn._core.call.pages import on_used_pages
 from polyattn._dispatch.cache import CachedCall, cached_call, planned
 from polyattn._dispatch.plan import Plan
 from polyattn._dispatch.request import request
@@ -46,8 +47,18 @@ def planned_call(
     backend: str | Sequence[str] | None,
     kernel: str | Kernel | None,
 ) -> PlannedCall:
-    """Examine a described call and select a kernel."""
-    return PlannedCall(call, operands, plan_of(call, operands.query, backend, kernel))
+    """Examine a described call and select a kernel, over used pages only where the host knows."""
+    plan = plan_of(call, operands.query, backend, kernel)
+    at, problem = plan.placement.backend, plan.placement.problem
+    is_copied = call.block_table is not None and "block_table" not in problem.features
+    # A kernel whose bits do not depend on the batch gets no other keys by its longest item.
+    if is_copied and at and not (plan.placement.moved or plan.kernel.batch_invariant):
+        numbers = operands.key_lengths, operands.block_table
+        if at.is_eager(operands.query) and at.is_plain(*numbers):
+            cut, operands = on_used_pages(call, operands)
+            if cut is not call:
+                call, plan = cut, plan_of(cut, operands.query, backend, kernel)
+    return PlannedCall(call, operands, plan)
 
 
 def prepared(

@@ -67,8 +67,8 @@ def attention_weights(
     rows, heads : slice, int or sequence of int, optional
         The query rows and query heads to compute; all by default.
     top : int, optional
-        Number of largest weights of each row to return, from 1 to S. If S is 0, no weights are
-        returned for any number.
+        Number of largest weights of each row to return, from 1 to S; of equal weights above 0, the
+        smaller key comes first. If S is 0, no weights are returned for any number.
     per_key : bool
         Whether to return, for each key, the sum of its weights over the rows.
     **options

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable
 from itertools import islice
 from typing import Any
 
-from polyattn._base.arrays import is_array, library_of
-from polyattn._base.tracing import is_compiling
+from polyattn._base.arrays import as_facts, is_array, library_of
+from polyattn._base.tracing import as_number, is_compiling, is_of_numpy, traced_tensor
 
 #: How many of many things a message lists.
 FEW = 20
@@ -52,7 +52,15 @@ def did_you_mean(name: str, names: Iterable[str]) -> str:
 
 def got(value: Any) -> str:
     """Return the end of a message, which quotes the caller's value."""
-    return f"got {value!r}"
+    return f"got {_traced(value) if is_compiling() else repr(value)}"
+
+
+def _traced(value: Any) -> str:
+    """Return a value as text while torch.compile traces it: then a tensor has no repr."""
+    if isinstance(value, (tuple, list)):
+        return f"({', '.join([_traced(one) for one in value])})"
+    value = traced_tensor(value) if is_of_numpy(type(value)) else value
+    return str(as_facts(value)) if is_array(value) else repr(value)
 
 
 def short(text: Any, most: int = 80) -> str:
@@ -71,6 +79,7 @@ def few(texts: Iterable[str], number: int, separator: str = ", ") -> str:
 
 def check_int(name: str, value: Any, kinds: str = "an integer", *, least: int | None = None) -> int:
     """Return an integer of any type, at least `least`, as a Python integer, or raise."""
+    value = as_number(name, value)
     try:
         number = None if isinstance(value, bool) else operator.index(value)
     except TypeError:
@@ -93,6 +102,7 @@ def check_window(value: Any) -> WindowSize:
         raise TypeError(f"{hint}; {got(value)}")
     ends = []
     for end in value:
+        end = as_number("an end of window", end)
         try:
             ends.append(None if end is None else check_int("an end", end))
         except TypeError:

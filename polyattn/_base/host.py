@@ -20,7 +20,7 @@ from polyattn._base.arrays import (
     library_of,
     numbers_like,
 )
-from polyattn._base.tracing import constant_when_traced, is_compiling, know_torch
+from polyattn._base.tracing import is_compiling, is_of_numpy, know_torch
 
 #: Arrays of floats and bools with more entries are not placed.
 MOST_PLACED = 2**16
@@ -35,17 +35,12 @@ def is_sequence(thing: Any) -> bool:
 
 def is_host(thing: Any) -> bool:
     """Return whether this is an array or a number of NumPy."""
-    return _of_numpy(type(thing))
+    return is_of_numpy(type(thing))
 
 
 def is_unreadable(thing: Any) -> bool:
     """Return whether this is an array of NumPy that torch.compile traces, which has no dtype."""
     return is_host(thing) and know_torch() and is_compiling()
-
-
-@constant_when_traced
-def _of_numpy(cls: type) -> bool:
-    return any(c.__module__ == "numpy" and c.__name__ in ("ndarray", "generic") for c in cls.mro())
 
 
 def native(array: Any) -> Any:

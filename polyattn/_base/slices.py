@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from polyattn._base.arrays import Array, index_range, library_of
@@ -59,8 +60,26 @@ def _zeros(like: Array, axis: int, length: int) -> Array:
 
 def split(array: Array, count: int, axis: int = -2) -> list[Array]:
     """Return equal parts of an array along an axis."""
+    if count == 1:
+        return [array]
     length = array.shape[axis] // count
-    return [take(array, axis, n * length, length) for n in range(count)]
+    return spans(array, [(n * length, length) for n in range(count)], axis)
+
+
+def spans(array: Array, given: Sequence[tuple[int, int]], axis: int = 0) -> list[Array]:
+    """Return spans (start, length) of an axis, none of which begins before the last one ends.
+
+    By a split where the library has it: a split has one gradient, where each slice has an array of
+    zeros as long as the whole.
+    """
+    library, axis = library_of(array), axis % len(array.shape)
+    edges = [edge for start, length in given for edge in (start, start + length)]
+    if library.name == "torch":
+        sizes = [stop - start for start, stop in pairwise((0, *edges, array.shape[axis]))]
+        return list(array.split(sizes, axis)[1::2])
+    if hasattr(library.xp, "split"):
+        return list(library.xp.split(array, edges, axis)[1::2])
+    return [take(array, axis, start, length) for start, length in given]
 
 
 def joined(parts: Sequence[Array], axis: int = -2) -> Array:

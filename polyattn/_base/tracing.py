@@ -63,6 +63,29 @@ def traced_tensor(array: Any) -> Any:
     return _torch().as_tensor(array)
 
 
+def as_number(name: str, value: Any) -> Any:
+    """Return a scalar of NumPy, which torch.compile traces as a tensor, as a Python number.
+
+    Anything else stays as it is. A program is compiled anew for another number.
+    """
+    if not is_compiling() or not is_of_numpy(type(value)):
+        return value
+    tensor = traced_tensor(value)
+    dtype = _name_of(tensor.dtype)
+    if tensor.ndim or dtype in ("float64", "int64"):  # torch reads no other numbers
+        return value if tensor.ndim else tensor.item()
+    raise TypeError(
+        f"{name} is a NumPy scalar of dtype {dtype}, which torch.compile does not read: pass a"
+        " scalar of Python"
+    )
+
+
+@constant_when_traced
+def is_of_numpy(cls: type) -> bool:
+    """Return whether a class is that of NumPy's arrays or numbers."""
+    return any(c.__module__ == "numpy" and c.__name__ in ("ndarray", "generic") for c in cls.mro())
+
+
 def as_constant(number: float) -> float:
     """Return a float that torch.compile may hold as a symbol as a constant, compiled for each.
 

@@ -6,10 +6,12 @@ from typing import Any, NamedTuple
 
 from polyattn._base.arrays import Array, facts_of, is_array, library_of
 from polyattn._base.tracing import is_compiling
+from polyattn._core.call.features import COUNTING
 from polyattn._core.call.gradients import Gradients
 from polyattn._core.call.operands import Operands
 from polyattn._core.call.options import GRADIENT_ARRAYS
 from polyattn._core.call.problem import Problem
+from polyattn._core.expressions.indices import INDEX_LIMIT
 from polyattn._dispatch.placement import Placement
 from polyattn._dispatch.transfer import move_operands, move_results, mover_back
 from polyattn.plugin import Backend, Kernel, undeclared
@@ -25,6 +27,9 @@ def reasons_against(kernel: Kernel, problem: Problem) -> list[str]:
         return reasons
     if problem.is_empty and not kernel.takes_empty:
         return ["it takes no empty arrays"]
+    longest = max(length or 0 for length in problem.scores[-2:])
+    if longest > INDEX_LIMIT and (counted := problem.features & COUNTING - kernel.counts_far):
+        return [f"for {', '.join(sorted(counted))} it counts to 2**30, and S or L is {longest:,}"]
     reasons = kernel.reasons_against(problem)
     if not isinstance(reasons, list):
         raise TypeError(

@@ -6,11 +6,12 @@ its reason is kept for messages. All functions are safe under threads.
 
 from __future__ import annotations
 
-import threading
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
 from polyattn._base.arrays import is_namespace
+from polyattn._base.forks import forkable_lock, hold_during_forks
 from polyattn._base.tracing import constant_when_traced
 from polyattn._dispatch import extensions
 from polyattn._dispatch.contract import flaw_of, missing, read_spec, taken
@@ -38,10 +39,12 @@ class Registered:
     backend: Backend | None = None
 
 
-_lock = threading.RLock()
+_lock = forkable_lock()
+hold_during_forks(_lock)
 # Filled once under the lock, and read without it: torch.compile cannot trace a lock.
 _plugins: dict[str, Registered] = {}
 _array_api: dict[str, Backend] = {}
+_warned: set[str] = set()
 
 
 def _find() -> dict[str, Registered]:
@@ -125,6 +128,15 @@ def load(name: str) -> str | None:
             except BaseException as error:  # SystemExit and others, as in `_read`
                 plugin.failure = f"it cannot be loaded: {type(error).__name__}: {error}"
         return plugin.failure
+
+
+@constant_when_traced
+def warn_once(source: str, reason: str, kernel: str) -> None:
+    """Warn that a plugin which would serve the arrays unasked cannot, and that a kernel does."""
+    text = f"{source} cannot be used: {reason}. The kernel {kernel} runs, which may be much slower"
+    if source not in _warned:
+        _warned.add(source)
+        warnings.warn(text, RuntimeWarning, stacklevel=2)
 
 
 def _unmatched(spec: BackendSpec, backend: Backend) -> str | None:

@@ -5,13 +5,13 @@ The argument wins over the innermost context, which wins over the variable, read
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import ModuleType
 from typing import NamedTuple
 
 from polyattn._base.arguments import did_you_mean
+from polyattn._base.forks import forkable_lock
 from polyattn._base.settings import Context, reader_of
 from polyattn._dispatch import registry
 from polyattn._dispatch.errors import UnknownBackendError
@@ -62,7 +62,7 @@ _context: Context[Names] = Context("polyattn_backend")
 _here = _Here("here")
 _blocks_open = 0
 _any_block_open = False  # torch.compile guards on this rather than on the number
-_blocks_lock = threading.Lock()
+_blocks_lock = forkable_lock()
 
 
 @contextmanager

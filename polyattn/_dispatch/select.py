@@ -34,6 +34,10 @@ def select(
     if plan is None:
         explanation = Explanation(call, problem, str(requested), tuple(candidates))
         raise _error(explanation, kernel, requested)
+    for one in () if requested.may_move else candidates:
+        if one.status == "unavailable":
+            source = f"the kernels {one.kernel} for {one.backend}" if one.kernel else one.backend
+            registry.warn_once(source, one.reasons[0], plan.kernel.name)
     return plan
 
 

@@ -48,7 +48,9 @@ class Tiled(Dense):
 
     def reasons_against(self, problem: Problem) -> list[str]:
         """Return why there are no tiles."""
-        return ["its tiles need lengths that are known"] if problem.is_symbolic else []
+        if all(isinstance(length, int) for length in problem.scores):
+            return []
+        return ["its tiles need lengths that are known"]  # in torch.jit.trace they are tensors
 
     def only_on_request(self, problem: Problem) -> str | None:
         """Return why `dense` is preferred: with one tile it does the same with less overhead."""

@@ -5,7 +5,9 @@ Memory is needed for the result and for a few arrays of one block of rows.
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -25,6 +27,9 @@ from polyattn._core.tiles.online_softmax import (
 from polyattn._kernels.dense import COMPUTED, dropped, reasons_against_lengths, scores
 from polyattn._kernels.tiled import Tiled, most_scores, widened
 from polyattn.plugin import Backend, Kernel
+
+#: Up to so many largest weights, one maximum after another takes less time than to sort all keys.
+MOST_MAXIMA = 16
 
 
 @dataclass(frozen=True)
@@ -74,8 +79,8 @@ class Weights(Kernel):
     ) -> tuple[Array, Array | None]:  # fmt: skip
         xp: Any = backend.xp
         spans = self.rows or (Span(0, problem.query_length),)
+        count = sum([span.length for span in spans]) if self.rows else problem.query_length
         if 0 in problem.scores:
-            count = sum([span.length for span in spans])
             kept = problem.key_length if self.top is None else self.top
             nothing = _nothing(problem._replace(value_size=kept), x, xp, count)
             if self.top is not None:
@@ -86,15 +91,19 @@ class Weights(Kernel):
             row = math.prod(problem.batch) * problem.heads * problem.key_length
             size = max(1, most_scores(problem, self.tile) // row)
             blocks = tuple([block for span in spans for block in span.split(size)])
-        found = [
+        found = (
             self._look(weigh(problem, x, logsumexp, backend, rows, heads), xp) for rows in blocks
-        ]
+        )
         if self.per_key:
-            total = found[0][0]
-            for sums, _ in found[1:]:
-                total = total + sums
-            return total, None
-        return _joined(xp, found, -2)
+            return functools.reduce(operator.add, [sums for sums, _ in found]), None
+        if self.top is not None:
+            return _joined(xp, list(found), -2)
+        # Allocated first where arrays can be written to, so that too large a result fails at once.
+        whole = problem._replace(
+            query_length=count, value_size=problem.key_length, features=frozenset()
+        )
+        like = cast(xp, x.query[..., :0, :], getattr(xp, problem.accumulator))
+        return backend.stack_rows(whole, like, found)
 
     def _look(self, weights: Array, xp: Any) -> tuple[Array, Array | None]:
         """Reduce the weights of a block of rows to the part that the caller wants."""
@@ -102,9 +111,21 @@ class Weights(Kernel):
             return xp.sum(weights, axis=-2), None
         if self.top is None:
             return weights, None
-        # + 0 makes a copy: a view would keep the order of all keys in memory.
-        keys = xp.argsort(weights, axis=-1, descending=True)[..., : self.top] + 0
+        keys = _largest(xp, weights, self.top)
         return xp.take_along_axis(weights, keys, axis=-1), keys
+
+
+def _largest(xp: Any, weights: Array, count: int) -> Array:
+    """Return the keys of the largest weights of each row; of equal ones the first."""
+    if count > MOST_MAXIMA:
+        # + 0 makes a copy: a view would keep the order of all keys in memory.
+        return xp.argsort(weights, axis=-1, descending=True)[..., :count] + 0
+    columns = index_range(xp, 0, weights.shape[-1], weights)
+    found = [xp.argmax(weights, axis=-1, keepdims=True)]
+    for _ in range(count - 1):
+        weights = xp.where(columns == found[-1], -math.inf, weights)
+        found.append(xp.argmax(weights, axis=-1, keepdims=True))
+    return xp.concat(found, axis=-1)
 
 
 def _nothing(problem: Problem, x: Operands, xp: Any, rows: int) -> Array:

@@ -150,7 +150,7 @@ def _measure(options: argparse.Namespace) -> int:
                 _print(table.group(results, rows, titles))
                 bar.update(len(rows))
         results.interrupted = False
-        _print(table.footer(titles))
+        _print(table.footer(results, titles))
     except KeyboardInterrupt:
         complain(f"polyattn bench: interrupted after {len(results.rows)} rows")
     finally:  # also after an error, such as a closed pipe

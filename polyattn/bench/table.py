@@ -20,6 +20,12 @@ LEGEND = (
     " matrix product's and of the roofline; error: the largest against float64; memory: peak,"
     " without inputs and output."
 )
+# A rate so far above a limit shows that the limit is wrong.
+WRONG = 1.2
+LIMIT_IS_WRONG = (
+    " A dash in product or roof: the call was faster than the limit, which was measured while the"
+    " machine was busy, or is that of the memory for arrays in a cache."
+)
 
 
 def head(results: Results) -> list[str]:
@@ -51,11 +57,13 @@ def group(results: Results, rows: Sequence[Timing], names: Iterable[str]) -> lis
     return [line for row in rows for line in _row(results, row, room)] + [""]
 
 
-def footer(names: Iterable[str]) -> list[str]:
+def footer(results: Results, names: Iterable[str]) -> list[str]:
     """Return the lines below the rows."""
     left_out = ", ".join(SPARE[: _columns_left_out(_room(names))])
     narrow = f" Not shown, for lack of width: {left_out}." if left_out else ""
-    return _wrapped(LEGEND + narrow, "  ")
+    shares = [of(row) for row in results.rows for of in (results.of_product, results.of_roof)]
+    wrong = LIMIT_IS_WRONG if max(filter(None, shares), default=0) > WRONG else ""
+    return _wrapped(LEGEND + wrong + narrow, "  ")
 
 
 def _room(names: Iterable[str]) -> int:
@@ -127,7 +135,7 @@ def _size(memory: int | None) -> str:
 
 def share(part: float | None) -> str:
     """Return a share as a percentage with at least two digits."""
-    if part is None:
+    if part is None or part > WRONG:
         return "-"
     return f"{part:.0%}" if part >= 0.0995 else f"{part:.1%}"
 

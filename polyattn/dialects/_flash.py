@@ -8,7 +8,15 @@ from polyattn._api.attention import attention
 from polyattn._api.partial import attention_partial
 from polyattn._base.arrays import Array, index_range, library_of
 from polyattn.dialects._packed import Packed, Rule, chunked, from_pages, packed_attention
-from polyattn.dialects._shared import alibi, bounds, check_axes, dropout_of, integers, shape_of
+from polyattn.dialects._shared import (
+    alibi,
+    bounds,
+    check_axes,
+    dropout_of,
+    integers,
+    scaled,
+    shape_of,
+)
 
 #: The window that bounds nothing, as it is written in the signatures.
 NO_WINDOW = (-1, -1)
@@ -40,6 +48,7 @@ def dense(
     logsumexp: bool = False,
 ) -> Any:  # fmt: skip
     """Return attention of arrays (B, L, H, D), with the logsumexp, (B, H, L), if asked for."""
+    qv, (q, scale) = scaled(qv, scale)[0], scaled(q, scale)
     options = dense_options(q, k, v, scale, causal, window, softcap, slopes, chunk, qv)
     if dropout:
         options["dropout"] = dropout_of(q, dropout)
@@ -104,6 +113,7 @@ def varlen(
     near = bounds(window) or (None, None)
     if qv is not None:
         q, k = joined(q, qv), joined(k, v)
+    q, scale = scaled(q, scale)
     options = options_of(scale, softcap)
     if dropout:
         options["dropout"] = dropout_of(q, dropout)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from polyattn import masks
 from polyattn._api.run import prepared
 from polyattn._base.arrays import Array, ArrayFacts, facts_of, index_range, library_of
+from polyattn._base.slices import spans
 from polyattn._base.tracing import is_transformed
 from polyattn.dialects._flash import (
     attended,
@@ -19,7 +21,7 @@ from polyattn.dialects._flash import (
 )
 from polyattn.dialects._packed import check_pages, is_on_host, numbers_of
 from polyattn.dialects._rotary import positions_from, rotated
-from polyattn.dialects._shared import bounds, check_axes, integers, shape_of
+from polyattn.dialects._shared import bounds, check_axes, integers, scaled, shape_of
 
 #: The libraries whose arrays can be written in place.
 _MUTABLE = ("numpy", "torch", "cupy")
@@ -67,7 +69,7 @@ def checked(
         q = _rotated(q, rotation, moves=bool(causal or near))
         places = _slots(cache, key.shape[1], q.shape[0])
         cache = cache._replace(lengths=cache.lengths + key.shape[1])
-    q, capacity = joined(q, qv), _capacity(cache)
+    (q, scale), capacity = scaled(joined(q, qv), scale), _capacity(cache)
     lengths = capacity if cache.lengths is None else cache.lengths
     options = options_of(scale, softcap) | {"is_causal": bool(causal), "window": near}
     many = lengths if isinstance(lengths, int) and cache.table is None else capacity
@@ -143,14 +145,21 @@ def with_packed(
             return x
         return x[n : n + 1, ...] if ends is None else x[ends[n] : ends[n + 1], ...][None, ...]
 
+    def rows(x: Array | None) -> list[Any]:
+        """Return the queries of each sequence as a batch of one, which have one gradient."""
+        if x is None:
+            return [None] * count
+        cut = spans(x, [(at, end - at) for at, end in pairwise(ends or range(count + 1))])
+        return cut if ends is None else [one[None, ...] for one in cut]
+
     calls = []
-    for n in range(count):
+    for n, (own_q, own_qv) in enumerate(zip(rows(q), rows(qv), strict=True)):
         pools = [part(x, n) if has_own_pools else x for x in cache[:2]]
         its = Cache(*pools, *(part(x, n) for x in cache[2:]))
         turned = rotation._replace(lengths=part(rotation.lengths, n))
         written = None if new is None else (part(key, n, other), part(value, n, other))
-        more = {"qv": part(qv, n, ends), "logsumexp": True, **options}
-        calls.append(checked(part(q, n, ends), written, its, turned, **more))
+        more = {"qv": own_qv, "logsumexp": True, **options}
+        calls.append(checked(own_q, written, its, turned, **more))
     results = [call() for call in calls]  # nothing is written before all are checked
     axes = (0, 0) if ends is None else (1, 2)  # of the items, or of the rows
     joined = (

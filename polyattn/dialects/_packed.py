@@ -15,6 +15,7 @@ from polyattn._api.attention import attention
 from polyattn._api.partial import attention_partial
 from polyattn._base.arguments import short
 from polyattn._base.arrays import Array, cast, index_range, library_of, numbers_like
+from polyattn._base.slices import spans
 from polyattn._base.tracing import is_recording, is_transformed
 from polyattn.dialects._shared import alibi, lowered
 
@@ -59,6 +60,10 @@ def from_pages(
     xp = library_of(key, "key").xp
     if used is not None and not any(first or ()):
         check_pages(table, used, *key.shape[:2])
+    if used is not None and _is_readable(used):
+        used = numbers_of(used)
+        ends = map(sum, zip(used, first or itertools.repeat(0), strict=False))
+        table = table[:, : -(-max(ends, default=0) // key.shape[1])]
     # Entries beyond the length of a sequence may hold anything.
     least, most = (numbers_like(xp, n, table.dtype, table) for n in (0, key.shape[0] - 1))
     indices = xp.reshape(xp.minimum(xp.maximum(table, least), most), (-1,))
@@ -126,8 +131,11 @@ def _one_by_one(
     own, other = spans_of("query", rows, query), spans_of("key", keys, key)
     if len(own) != len(other):
         raise ValueError(f"query has {len(own)} sequences, and key {len(other)}")
-    runs = _runs(own, other, query.shape[0])
-    pieces = [_run(xp, arrays, run, rule, options) for run in runs]
+    runs = list(_runs(own, other, query.shape[0]))
+    of_query = [(at, len(run) * n) for run in runs for _, (at, n), _ in run[:1]]
+    of_key = [(at, len(run) * n) for run in runs for _, _, (at, n) in run[:1]]
+    cut = zip(*map(spans, arrays, (of_query, of_key, of_key)), strict=True)
+    pieces = [_run(xp, parts, run, rule, options) for parts, run in zip(cut, runs, strict=True)]
     return [
         parts[0] if len(parts) == 1 else xp.concat(parts, axis=0)
         for parts in zip(*pieces, strict=True)
@@ -137,10 +145,7 @@ def _one_by_one(
 def _run(xp: Any, arrays: Arrays, run: list[Run], rule: Rule, options: Any) -> list[Array]:
     """Return the rows of neighbouring sequences of one length, which are a batch."""
     (first, rows, keys), count = run[0], len(run)
-    parts = [
-        xp.reshape(x[at : at + count * n, ...], (count, n, *x.shape[1:]))
-        for x, (at, n) in zip(arrays, (rows, keys, keys), strict=True)
-    ]
+    parts = [xp.reshape(x, (count, x.shape[0] // count, *x.shape[1:])) for x in arrays]
     offset = 0 if rule.from_first else keys[1] - rows[1]
     given = {"is_causal": rule.causal, "window": rule.window, "query_offset": offset, **options}
     if rule.slopes is not None:
@@ -188,7 +193,7 @@ def _runs(
 ) -> Iterator[list[Run]]:
     """Yield neighbours of one length, without gaps between them; rows of no sequence see no key."""
     run: list[Run] = []
-    done = 0  # rows that are yielded or in the run
+    done = end = 0  # the rows that are yielded or in the run, and the end of their keys
     for number, ((start, length), own) in enumerate(zip(rows, keys, strict=True)):
         following = [(at + len(run) * n, n) for at, n in run[0][1:]] if run else []
         if run and [(start, length), own] != following:
@@ -196,13 +201,13 @@ def _runs(
             run = []
         if length:
             if start > done:
-                yield [(0, (done, start - done), (0, 0))]
+                yield [(0, (done, start - done), (end, 0))]
             run.append((number, (start, length), own))
-            done = start + length
+            done, end = start + length, sum(own)
     if run:
         yield run
     if done < total or not done:
-        yield [(0, (done, total - done), (0, 0))]
+        yield [(0, (done, total - done), (end, 0))]
 
 
 # ---- one call for all --------------------------------------------------------------------------

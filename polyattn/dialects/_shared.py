@@ -10,8 +10,8 @@ from typing import Any
 
 from polyattn import scores
 from polyattn._base.arguments import check_int
-from polyattn._base.arrays import Array, cast, facts_of, library_of
-from polyattn._base.host import as_array, destination_of, is_host, is_sequence
+from polyattn._base.arrays import Array, accumulator_of, cast, facts_of, is_array, library_of
+from polyattn._base.host import as_array, destination_of, is_host, is_sequence, is_unreadable
 from polyattn._base.tracing import is_compiling, know_torch
 
 
@@ -96,6 +96,17 @@ def _seed(query: Array, rate: float) -> Any:
         f"dropout_p={rate!r} needs the random generator of torch or NumPy, and query is of"
         f" {library.name}: call polyattn.attention with dropout=({rate!r}, seed)"
     )
+
+
+def scaled(query: Array | None, scale: Any) -> tuple[Any, Any]:
+    """Return query and scale: an array without axes, which may be traced, multiplies the query."""
+    if query is None or not is_array(scale) or tuple(scale.shape):
+        return query, scale
+    if is_host(scale):
+        return query, scale if is_unreadable(scale) else scale.item()
+    facts, xp = facts_of(query, "query"), library_of(query).xp
+    product = cast(xp, query, getattr(xp, accumulator_of(facts.dtype))) * scale
+    return cast(xp, product, query.dtype), 1.0
 
 
 def both(*masks: Array | None) -> Array | None:

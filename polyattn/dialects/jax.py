@@ -6,7 +6,7 @@ from polyattn import masks
 from polyattn._api.attention import attention
 from polyattn._api.partial import Partial, attention_partial
 from polyattn._base.arrays import Array
-from polyattn.dialects._shared import check_axes, shape_of, with_all_axes
+from polyattn.dialects._shared import check_axes, scaled, shape_of, with_all_axes
 
 __all__ = ["dot_product_attention"]
 __dir__ = __all__.copy
@@ -16,7 +16,8 @@ def dot_product_attention(
     query: Array, key: Array, value: Array, bias: Array | None = None, mask: Array | None = None,
     *, scale: float | None = None, is_causal: bool = False,
     query_seq_lengths: Array | None = None, key_value_seq_lengths: Array | None = None,
-    local_window_size: int | tuple[int, int] | None = None, return_residual: bool = False,
+    local_window_size: int | tuple[int, int] | None = None, implementation: str | None = None,
+    return_residual: bool = False,
 ) -> Array | Partial:  # fmt: skip
     """Compute attention as `jax.nn.dot_product_attention` is called.
 
@@ -28,7 +29,7 @@ def dot_product_attention(
         Added to the scores; broadcasts to (B, H, L, S), so one of rank 3 is per head.
     mask : Array of bool, optional
         True where a key takes part; broadcasts to (B, H, L, S), so one of rank 3 is per head.
-    scale : float, optional
+    scale : float or Array without axes, optional
         Multiplies the scores; 1/√D by default.
     is_causal : bool
         Whether row i sees the keys j <= i.
@@ -37,6 +38,8 @@ def dot_product_attention(
         other rows is 0.
     local_window_size : int or tuple of int, optional
         Number of keys that a row sees before and after its position; an integer is for both sides.
+    implementation : str, optional
+        Ignored: the kernel is chosen as for `polyattn.attention`.
     return_residual : bool
         Whether to return the logsumexp too, (B, L, H), in float32 at least.
 
@@ -68,6 +71,7 @@ def dot_product_attention(
     if any(lengths is not None for lengths in padding):
         real = masks.padding(*padding)
         mask = real if mask is None else real & masks.dense(mask)
+    query, scale = scaled(query, scale)
     call = attention_partial if return_residual else attention
     return call(
         query, key, value, scale=scale, is_causal=is_causal, query_offset=0, layout="...LHD",

@@ -6,7 +6,7 @@ from typing import Any
 
 from polyattn._api.attention import attention
 from polyattn._base.arrays import Array, cast, library_of
-from polyattn.dialects._shared import check_axes, with_all_axes
+from polyattn.dialects._shared import check_axes, scaled, with_all_axes
 
 __all__ = ["dot_product_attention"]
 __dir__ = __all__.copy
@@ -28,7 +28,7 @@ def dot_product_attention(
     mask : Array of bool, optional
         True, or not 0, where a key takes part; broadcasts to (B, H, L, S). It may be given with
         `bias` and `is_causal`.
-    scale : float, optional
+    scale : float or Array without axes, optional
         Multiplies the scores; 1/√D by default.
     is_causal : bool
         Whether row i sees the keys j <= i.
@@ -55,6 +55,7 @@ def dot_product_attention(
     if mask is not None:
         xp = library_of(mask, "mask").xp
         options["mask"] = with_all_axes(cast(xp, mask, xp.bool), 4, "mask")
+    query, scale = scaled(query, scale)
     return attention(
         query, key, value, layout="...LHD", scale=scale, is_causal=bool(is_causal),
         bias=with_all_axes(bias, 4, "bias"), softcap=attn_logits_soft_cap, **options,

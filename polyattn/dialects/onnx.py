@@ -120,14 +120,18 @@ def onnx_attention(
     keys = K.shape[-2]
     given = mask_or_bias(None if attn_mask is None else _padded(xp, attn_mask, keys), 4)
     offset: Any = past
+    padding: Any = None
     if nonpad_kv_seqlen is not None:
         offset = nonpad_kv_seqlen - Q.shape[-2]
         real = index_range(xp, 0, keys, K) < xp.reshape(nonpad_kv_seqlen, (-1, 1, 1, 1))
+        padding = masks.padding(nonpad_kv_seqlen)  # which hides NaN on all kernels
+        padding = padding & masks.dense(given["mask"]) if "mask" in given else padding
         given["mask"] = both(given.get("mask"), real)
     window = tuple(None if end < 0 else end for end in (left_window_size, right_window_size))
     options = {"is_causal": bool(is_causal), "window": window, "query_offset": offset, **given}
     options |= {"scale": scale, "softcap": softcap or None}
-    output = attention(Q, K, cast(xp, V, Q.dtype), kernel=kernel, **options)
+    seen = options if padding is None else options | {"mask": padding}
+    output = attention(Q, K, cast(xp, V, Q.dtype), kernel=kernel, **seen)
     mode = qk_matmul_output_mode
     step = None if mode is None else _step(xp, Q, K, mode, options)
     return OnnxAttention(_join_heads(xp, output) if packed else output, K, V, step)

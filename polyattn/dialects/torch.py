@@ -9,7 +9,7 @@ from polyattn._api.weights import attention_weights
 from polyattn._base.arrays import Array, facts_of, library_of
 from polyattn.dialects._flash import NO_WINDOW, varlen
 from polyattn.dialects._packed import Packed
-from polyattn.dialects._shared import both, check_axes, dropout_of, mask_or_bias, shape_of
+from polyattn.dialects._shared import both, check_axes, dropout_of, mask_or_bias, scaled, shape_of
 
 __all__ = ["multi_head_attention_forward", "scaled_dot_product_attention", "varlen_attn"]
 __dir__ = __all__.copy
@@ -35,8 +35,9 @@ def scaled_dot_product_attention(
         of `query`, so ``torch.manual_seed`` repeats a call, or from ``numpy.random``. Torch's
         function drops other weights: these are those that `polyattn.attention` drops for the seed.
     is_causal : bool
-        Whether row i sees the keys j <= i.
-    scale : float, optional
+        Whether row i sees only the keys j <= i. With `attn_mask` both count, as in torch's fused
+        kernel of the CPU; its other kernels raise.
+    scale : float or Array without axes, optional
         Multiplies the scores; 1/√D by default.
     enable_gqa : bool
         Whether G may be less than H.
@@ -49,8 +50,8 @@ def scaled_dot_product_attention(
     Raises
     ------
     ValueError
-        If `attn_mask` and `is_causal` are both given, heads differ without `enable_gqa`, or the
-        lengths of a causal_lower_right are not those of the call.
+        If `is_causal` is given with a CausalBias, heads differ without `enable_gqa`, or the lengths
+        of a causal_lower_right are not those of the call.
     NotImplementedError
         If `dropout_p` is not 0 and `query` is neither of torch nor of NumPy, whose generators give
         the seed.
@@ -63,18 +64,18 @@ def scaled_dot_product_attention(
     >>> scaled_dot_product_attention(x, x, x, is_causal=True).shape
     (2, 8, 5, 64)
     """
-    if attn_mask is not None and is_causal:
-        raise ValueError("give attn_mask or is_causal, not both")
     shapes = [shape_of(query, "query"), shape_of(key, "key")]
     if not enable_gqa and min(map(len, shapes)) > 2:
         _check_same_heads(shapes[0][-3], shapes[1][-3])
-    if is_causal:
-        masks: dict[str, Any] = {"is_causal": is_causal, "query_offset": 0}
-    elif type(attn_mask).__name__ == "CausalBias":
+    if type(attn_mask).__name__ == "CausalBias":
+        if is_causal:
+            raise ValueError("give a CausalBias as attn_mask or is_causal, not both")
         masks = _causal_bias(attn_mask, (shapes[0][-2], shapes[1][-2]))
     else:
         masks = mask_or_bias(attn_mask, max(map(len, shapes)))
+        masks |= {"is_causal": True, "query_offset": 0} if is_causal else {}
     dropout = dropout_of(query, dropout_p)
+    query, scale = scaled(query, scale)
     return attention(query, key, value, scale=scale, dropout=dropout, **masks)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from polyattn._api.attention import attention
 from polyattn._base.arrays import Array, cast, is_array, library_of
 from polyattn.dialects._packed import Packed, Rule, from_pages, packed_attention
-from polyattn.dialects._shared import check_axes, dropout_of, shape_of, with_all_axes
+from polyattn.dialects._shared import check_axes, dropout_of, scaled, shape_of, with_all_axes
 
 __all__ = ["memory_efficient_attention"]
 __dir__ = __all__.copy
@@ -45,7 +45,7 @@ def memory_efficient_attention(
         of a class in `xformers.ops.fmha.attn_bias`, known by its name and its fields.
     p : float
         The rate at which weights are dropped; the seed comes from the generator of torch or NumPy.
-    scale : float, optional
+    scale : float or Array without axes, optional
         Multiplies the scores; 1/√D by default.
     op : object, optional
         Ignored: the kernel is chosen as for `polyattn.attention`.
@@ -77,6 +77,7 @@ def memory_efficient_attention(
     check_axes(query=(query, f"BL{own}D"), key=(key, f"BS{other}D"), value=(value, f"BS{other}E"))
     shape = (*query.shape[:-1], value.shape[-1])
     rule = None if attn_bias is None else _rule_of(attn_bias)
+    query, scale = scaled(query, scale)
     options: dict[str, Any] = {"scale": scale, "dropout": dropout_of(query, p)}
     arrays = [_one_axis_of_heads(xp, x) for x in (query, key, value)]
     if rule is not None and hasattr(attn_bias, "q_seqinfo"):

@@ -9,7 +9,6 @@ consists of new arrays of the same shape.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from threading import RLock
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
@@ -17,6 +16,7 @@ import numpy as np
 
 from polyattn._base.arguments import check_int
 from polyattn._base.arrays import Array, facts_of, index_range, is_array, library_of, numbers_like
+from polyattn._base.forks import forkable_lock
 from polyattn._base.host import is_host
 from polyattn._base.tracing import is_transformed
 from polyattn.nn.cache import checked_tokens
@@ -42,7 +42,7 @@ class _Memory:
     def __init__(self, key: Array, value: Array, ledger: Ledger) -> None:
         self.key, self.value, self.ledger = key, value, ledger
         self.users: WeakSet[PagedCache] = WeakSet()
-        self.lock = RLock()
+        self.lock = forkable_lock()
 
     def place(self, table: Table, counts: Any, m: int) -> Plan | None:
         """Return where new tokens go, if need be in pages that no cache has any more."""

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from polyattn._base.arrays import Array, library_of
+from polyattn._base.forks import forkable_lock
 from polyattn._base.slices import take
 from polyattn.parallel.communicator import Communicator
 from polyattn.parallel.layout import check_size
@@ -19,7 +20,7 @@ class _Mail:
 
     def __init__(self, size: int, timeout: float) -> None:
         self.size, self.timeout = size, timeout
-        self.changed = threading.Condition()
+        self.changed = threading.Condition(forkable_lock())
         self.boxes: defaultdict[tuple[int, int], deque[Any]] = defaultdict(deque)
         self.failed: tuple[int, BaseException] | None = None
 

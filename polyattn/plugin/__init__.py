@@ -41,6 +41,7 @@ A `KernelSpec` in the group ``polyattn.kernels`` adds kernels to backends that e
 from __future__ import annotations
 
 from polyattn._base.arrays import Array, length_of, namespace_of, sum_to, with_rank
+from polyattn._base.forks import CUT_BY_FORK, forkable_lock
 from polyattn._base.host import native
 from polyattn._base.progress import progress
 from polyattn._base.quantized import Quantized
@@ -88,6 +89,7 @@ from polyattn.plugin.spec import BackendSpec, KernelSpec
 from polyattn.plugin.tools import BackendTools
 
 __all__ = [
+    "CUT_BY_FORK",
     "FEATURES",
     "GRADIENT_ARRAYS",
     "GRADIENT_EXPRESSIONS",
@@ -128,6 +130,7 @@ __all__ = [
     "empty_rows",
     "finite_bias",
     "fold_heads",
+    "forkable_lock",
     "full_span",
     "in_one_piece",
     "initial_state",

@@ -12,6 +12,7 @@ from polyattn._core.call.features import DERIVATIVES, NOT_IN_DERIVATIVES
 from polyattn._core.call.gradients import Gradients
 from polyattn._core.call.operands import Cotangents, Operands, Residuals, Tangents
 from polyattn._core.call.problem import Problem
+from polyattn._core.tiles.visibility import without_padding
 from polyattn.plugin.primitives import BackendPrimitives
 from polyattn.plugin.tools import BackendTools
 
@@ -34,7 +35,8 @@ class Kernel:
         gradients the method `backward` returns, under ``"jvp"`` those whose directional derivatives
         `jvp` returns. A derivative that is not a key is not computed at all.
     poison_safe : bool
-        Whether NaN or ±inf in a masked key or value leaves the row unchanged.
+        Whether NaN or ±inf in a masked key or value leaves the row unchanged. If not, `__call__`
+        gets 0 beyond the lengths of a mask.
     rounds_once : bool
         Whether gradients are sums in float32, or float64 for float64 inputs, that are rounded once,
         with weights that have the bits of the forward pass. Otherwise they lose digits where keys
@@ -52,6 +54,8 @@ class Kernel:
         empty set, where the installed library lacks what it calls: `reasons_against` says so.
     only_on : mapping of str to frozenset of str
         Features that it computes only on some kinds of device, with these kinds.
+    counts_far : frozenset of str
+        Features that it computes right also beyond 2**30 rows or keys, of those that count them.
     tile : int or None
         For a kernel that works in tiles, the largest number of scores in one. The kernel reads it
         in each call: `polyattn.conformance` sets it low on a copy, so that small arrays have many
@@ -69,6 +73,7 @@ class Kernel:
     compiles: ClassVar[bool] = False
     devices: ClassVar[frozenset[str] | None] = None
     only_on: ClassVar[Mapping[str, frozenset[str]]] = {}
+    counts_far: ClassVar[frozenset[str]] = frozenset()
     tile: int | None = None
 
     def reasons_against(self, problem: Problem) -> list[str]:
@@ -251,8 +256,10 @@ class Backend(BackendPrimitives, BackendTools):
     def run(
         self, kernel: Kernel, problem: Problem, operands: Operands
     ) -> tuple[Array, Array | None]:
-        """Run a kernel in the context of `shield`."""
+        """Run a kernel in the context of `shield`, with 0 beyond lengths if NaN there counts."""
         with self.shield(problem, operands):
+            if not kernel.poison_safe:
+                operands = without_padding(problem, operands, self.xp)
             return kernel(problem, operands, self)
 
     def run_backward(

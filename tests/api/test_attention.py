@@ -184,6 +184,15 @@ WRONG = {
     "a mask of rank 3": (
         ValueError, {"mask": np.ones((4, 5, 7), bool)}, "(4, 5, 7)", "mask[:, None]", "mask[None]",
     ),
+    **{
+        f"a bias of shape {shape}": (ValueError, {"bias": np.ones(shape)}, f"bias {shape}", *hints)
+        for shape, *hints in (
+            ((4, 5, 7), "could be batch or heads", "bias[:, None]", "bias[None]"),
+            ((2, 5, 7), "could be batch or heads", "bias[:, None]", "bias[None]"),
+            ((2, 7), "bias[:, None, None, :]"),
+        )
+    },
+    "a number for sinks": (TypeError, {"sinks": 0.0}, "sinks must be an array along H", "got 0.0"),
     "a mask of rank 3 in an expression": (
         ValueError, {"mask": masks.causal() | np.ones((4, 5, 7), bool)}, "could be batch or heads",
     ),
@@ -289,6 +298,11 @@ WRONG = {
 def test_what_does_not_fit_is_refused(name):
     error, options, *pieces = WRONG[name]
     refused(error, *pieces, **options)
+
+
+def test_a_mask_by_position_is_told_its_name():
+    with pytest.raises(TypeError, match="takes 3 arguments by position, got 4: pass mask="):
+        attention(Q, K, V, np.ones((5, 7), bool))
 
 
 def test_what_fits_barely_is_taken():

@@ -22,6 +22,7 @@ from polyattn import (
     parallel,
     scores,
 )
+from polyattn._core.call import layout
 from polyattn_numpy.tiled import Tiled
 
 rng = np.random.default_rng(0)
@@ -264,6 +265,50 @@ def test_kernels_that_get_copies_are_named():
     chosen = explain(*trained, block_table=TABLE, key_lengths=LENGTHS).chosen
     assert "copies of the pages" in chosen.remark
     assert "copies" not in str(explain(QUERY, QUERY, QUERY))
+
+
+@pytest.mark.parametrize(
+    ("options", "columns"),
+    [
+        ({}, 3),
+        ({"is_causal": True, "softcap": 2.0}, 3),
+        ({"score_mod": scores.alibi(H)}, 3),
+        ({"is_causal": True, "window": (1, 0)}, 2),
+        ({"window": (1, 0), "query_offset": LENGTHS - L}, 3),
+        ({"window": (1, 0), "dropout": (0.5, 1)}, 3),
+        ({"bias": np.ones(64 * PAGE)}, 64),
+        ({"score_mod": scores.alibi(H), "is_causal": True}, 3),
+    ],
+    ids=str,
+)
+def test_copies_are_of_the_columns_that_rows_may_see(options, columns, monkeypatch):
+    """An item begins in its window, so a cache that slides costs its window, not all its tokens."""
+    shapes, copy = [], layout.in_one_piece
+    monkeypatch.setattr(
+        layout, "in_one_piece", lambda x: shapes.append(tuple(x.block_table.shape)) or copy(x)
+    )
+    table = np.concatenate([TABLE, np.full((len(TABLE), 61), -1)], axis=1)
+    arrays = [torch.tensor(x) for x in (QUERY, *POISONED)]
+    found = attention(*arrays, block_table=table, key_lengths=torch.tensor(LENGTHS), **options)
+    assert shapes == [(len(TABLE), columns)]
+    call = {"block_table": table, "key_lengths": LENGTHS}
+    expected = attention(QUERY, *POISONED, kernel=tiled(64), **call, **options)
+    assert np.allclose(found, expected, rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize(
+    ("items", "lengths"),
+    [((), 9), ((2,), 9), ((2,), [9]), ((2, 2), 9), ((2, 2), [[9], [5]]), ((2, 2), [9, 5])],
+    ids=str,
+)
+def test_lengths_and_tables_of_other_axes_are_cut(items, lengths):
+    table = np.tile(np.arange(8), (*items, 1))
+    lengths = lengths if lengths == 9 else np.array(lengths)
+    query = rng.standard_normal((*items, H, 1, D))
+    call = {"block_table": table, "key_lengths": lengths, "window": (3, 0)}
+    expected = attention(query, *POOLS, kernel=tiled(64), **call)
+    arrays = [torch.tensor(x) for x in (query, *POOLS)]
+    assert np.allclose(attention(*arrays, **call), expected, rtol=0, atol=1e-13)
 
 
 def test_array_api_tiles_get_whole_keys():

@@ -301,6 +301,20 @@ def test_a_kernel_gets_the_dtype_of_sums_only_if_it_takes_it(library, way, kind)
     assert seen == {"float16"}
 
 
+@pytest.mark.parametrize("kernel", [None, "dense"])
+@pytest.mark.parametrize("options", [{}, {"sinks": np.zeros(2, "float16")}], ids=str)
+def test_derivatives_of_16_bits_are_quiet(options, kernel):
+    """What float16 cannot hold becomes 0 or ±inf, as in the output."""
+    x = (np.random.default_rng(0).standard_normal((3, 2, 6, 8)) * 30).astype("float16")
+    with np.errstate(all="raise"):
+        output, pullback = attention_vjp(*x, kernel=kernel, **options)
+        gradients = pullback(np.full_like(output, 6e4))
+        _, tangent = attention_jvp(tuple(x), tuple(10 * x), kernel=kernel, **options)
+    assert np.isinf(gradients.value).any()
+    assert (gradients.query == 0).any()
+    assert np.isfinite(tangent).all()
+
+
 def test_gradients_print_their_shapes_and_are_a_tuple():
     x = np.ones((2, 3, 4), np.float32)
     gradients = attention_vjp(x, x, x, score_mod=scores.alibi(np.ones(2)))[1](x)

@@ -17,7 +17,7 @@ def test_arrays_stay_on_a_device_of_array_api_strict(kernel):
     device = array_api_strict.Device("device1")
     options = {
         "mask": RNG.random((2, 1, 6, 9)) > 0.3,
-        "bias": RNG.standard_normal((4, 6, 9), dtype=np.float32),
+        "bias": RNG.standard_normal((1, 4, 6, 9), dtype=np.float32),
         "sinks": RNG.standard_normal(4, dtype=np.float32),
         "query_offset": np.array([1, 3]),
     }

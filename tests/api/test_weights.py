@@ -16,6 +16,8 @@ from polyattn import (
     merge,
     scores,
 )
+from polyattn._dispatch import registry
+from polyattn._kernels.weights import MOST_MAXIMA
 from polyattn.conformance.cases.generators import bent
 
 B, H, G, L, S, D = 2, 4, 2, 9, 13, 6
@@ -215,6 +217,41 @@ def test_no_array_of_all_scores_is_made_where_it_is_not_asked_for(asked):
     finally:
         tracemalloc.stop()
     assert peak < 32 * 2**20
+
+
+@pytest.mark.parametrize("asked", [{}, {"heads": 1}], ids=str)
+@pytest.mark.parametrize("library", LIBRARIES[:2], ids=str)
+def test_all_weights_are_allocated_before_any_is_computed(asked, library, monkeypatch):
+    def full(self, problem, like):
+        made.append((*problem.scores[:-1], problem.value_size))
+        raise MemoryError
+
+    made, x = [], library.to(np.zeros((2, 4, 2048, 8), np.float32))
+    monkeypatch.setattr(type(registry.first_serving(library.name)), "empty_result", full)
+    monkeypatch.setattr("polyattn._kernels.weights.weigh", None)
+    with pytest.raises(MemoryError):
+        attention_weights(x, x, **asked)
+    assert made == [(2, 1 if asked else 4, 2048, 2048)]
+
+
+def test_no_block_is_held_beside_all_weights():
+    x = np.zeros((4, 2048, 8), np.float32)
+    tracemalloc.start()
+    try:
+        result = attention_weights(x, x)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 1.6 * result.nbytes
+
+
+@pytest.mark.parametrize("top", [MOST_MAXIMA, MOST_MAXIMA + 1])
+@pytest.mark.parametrize("library", LIBRARIES, ids=str)
+def test_of_equal_weights_the_smaller_key_comes_first(library, top):
+    key = RNG.integers(0, 2, (1, 1, 4 * top, 1)).astype(np.float32)
+    found = attention_weights(library.to(np.ones_like(key[:, :, :1])), library.to(key), top=top)
+    order = np.argsort(-key[0, 0, :, 0], kind="stable")[:top]
+    np.testing.assert_array_equal(library.back(found.keys)[0, 0, 0], order)
 
 
 @pytest.mark.parametrize(

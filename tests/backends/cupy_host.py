@@ -87,6 +87,7 @@ class HostBackend(Backend):
     def __init__(self):
         functions = dict(vars(array_api_compat.numpy))
         functions["arange"] = lambda *args, **options: at_home(np.arange(*args, **options))
+        functions["where"] = lambda *args: at_home(np.where(*args))
         super().__init__(types.SimpleNamespace(**functions))
 
     def devices(self):

@@ -141,7 +141,7 @@ def test_the_bias():
         bias = node.inputs["bias"]
         assert (list(bias.dim), list(bias.stride)) == ([2, 1, 1, 300], [304, 304, 304, 1])
         assert TYPES[bias.data_type] == "float32"
-    bias = told(SHAPES, mask=(2, 1, 1, 300), bias=(8, 1, 300)).inputs["bias"]
+    bias = told(SHAPES, mask=(2, 1, 1, 300), bias=(1, 8, 1, 300)).inputs["bias"]
     assert (list(bias.dim), list(bias.stride)) == ([2, 8, 1, 300], [2432, 304, 304, 1])
 
 
@@ -205,7 +205,7 @@ DIFFERENT = [
     {"mask": (300,)},
     {"key_lengths": (2,)},
     {"bias": (100, 300)},
-    {"bias": (8, 100, 300)},
+    {"bias": (1, 8, 100, 300)},
     {"key": (2, 4, 300, 64), "value": (2, 4, 300, 64)},
     {"value": (2, 2, 300, 32)},
 ]

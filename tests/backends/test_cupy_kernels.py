@@ -409,3 +409,15 @@ def test_what_it_refuses_the_tiles_compute(kernel, ran):
     output, pullback = attention_vjp(*arrays, backend="host", softcap=2.0)
     assert pullback(output).query.shape == (1, 2, 5, 12)
     assert not ran()
+
+
+@pytest.mark.parametrize("kernel", ["cudnn", "fused"])
+def test_nan_beyond_a_length_has_no_effect(kernel, ran):
+    q, k, v = (randn(2, 2, n, 8, dtype="float16") for n in (3, 6, 6))
+    spoilt, lengths = [x.copy() for x in (k, v)], np.array([4, 2])
+    for x in spoilt:
+        x[0, :, 4:], x[1, :, 2:] = np.nan, np.inf
+    options = {"key_lengths": lengths, "is_causal": True}
+    found = attention(q, *spoilt, backend="host", kernel=kernel, **options)
+    expected = attention(q, k, v, kernel="dense", **options)
+    assert np.allclose(found, expected, rtol=0, atol=4e-3)

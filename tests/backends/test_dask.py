@@ -73,7 +73,7 @@ OPTIONS = {
     },
     "a table of tiles": {
         "mask": masks.compile(lambda b, h, i, j: i // 8 == j // 8, L, S, tile=4),
-        "bias": RNG.normal(size=(H, 1, S)),
+        "bias": RNG.normal(size=(1, H, 1, S)),
     },
     "whole rows": {"normalizer": scores.sparsemax(), "is_causal": True},
 }

@@ -12,7 +12,7 @@ import torch
 
 import polyattn
 from polyattn import attention, attention_partial, explain, masks
-from polyattn_jax import cudnn, layout
+from polyattn_jax import cudnn, layout, operands
 from polyattn_jax.backend import JaxBackend
 from polyattn_jax.layout import ON_CPU, block_sizes, loops
 from polyattn_jax.xla import Xla, compiled
@@ -30,7 +30,7 @@ OPTIONS = {
     "offset an item": {"is_causal": True, "query_offset": np.array([0, 7])},
     "softcap": {"softcap": 1.5},
     "mask": {"mask": RNG.random((37, 41)) > 0.5},
-    "bias": {"bias": draw(4, 37, 41)},
+    "bias": {"bias": draw(1, 4, 37, 41)},
     "sinks": {"sinks": draw(4)},
     "score_mod": {"score_mod": lambda s, b, h, i, j: s - 0.1 * abs(i - j) * (h + 1)},
     "mask_mod": {"mask": lambda b, h, i, j: (i + j + b) % 3 != 0},
@@ -96,6 +96,10 @@ def test_memory_is_for_a_tile_and_grows_with_the_length_alone(is_causal):
     assert backward < 24 * 2**20
     assert forward < 2.2 * sizes[2048][0]
     assert backward < 2.2 * sizes[2048][1]
+
+
+def test_a_length_that_is_given_to_a_program_keeps_its_number():
+    assert int(operands.length_as_array(2**30)) == 2**30
 
 
 def test_keys_that_no_row_sees_are_not_gone_over():

@@ -68,7 +68,7 @@ def by_similarity(x):
 
 
 CALLS = {
-    "scores": (by_scores, {"slopes": draw(4), "bias": draw(4, 10, 13), "sinks": draw(4)}),
+    "scores": (by_scores, {"slopes": draw(4), "bias": draw(1, 4, 10, 13), "sinks": draw(4)}),
     "similarity": (by_similarity, {"weight": draw(2), "bias": draw(10, 1), "key": KEY[0]}),
 }
 

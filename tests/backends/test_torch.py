@@ -36,6 +36,7 @@ def close(one, other, **tolerance):
 # ---- sdpa ----
 
 
+@pytest.mark.without_native
 def test_sdpa_is_causal_only_where_it_means_the_same(monkeypatch):
     seen = []
     genuine = F.scaled_dot_product_attention
@@ -59,6 +60,7 @@ def test_sdpa_keeps_a_float32_bias_of_16_bit_scores_exact():
     )
 
 
+@pytest.mark.without_native
 def test_a_mask_too_large_to_make_goes_to_tiled():
     shape = (1, 1, 16384, 64)
     explanation = explain(shape, shape, shape, window=(100, 0), library="torch")
@@ -67,6 +69,7 @@ def test_a_mask_too_large_to_make_goes_to_tiled():
     assert explain(shape, shape, shape, is_causal=True, library="torch").chosen.kernel == "sdpa"
 
 
+@pytest.mark.without_native
 def test_a_bias_that_is_trained_is_not_made_as_large_as_the_scores():
     x, bias = torch.ones(1, 16, 2048, 4), torch.ones(1, 1, 1, 2048)
     options = {"bias": bias, "is_causal": True}
@@ -75,6 +78,7 @@ def test_a_bias_that_is_trained_is_not_made_as_large_as_the_scores():
     assert explain(x, x, x, **options).chosen.kernel == "tiled"
 
 
+@pytest.mark.without_native
 def test_a_mask_function_too_large_to_tabulate_goes_to_tiled():
     shape = (2, 4, 4096, 64)
     rule = {"mask": lambda b, h, i, j: i >= j}
@@ -370,6 +374,7 @@ def test_rows_that_see_nothing_have_gradients_of_zero():
         assert not torch.autograd.grad(nothing.sum(), q)[0].any()
 
 
+@pytest.mark.without_native
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
 def test_a_forward_derivative_and_a_batch_of_calls_get_kernels_that_have_them():
     def call(q):
@@ -421,6 +426,7 @@ def test_a_call_on_a_device_is_left_by_results_only():
     assert str(output.device) == DEVICE
 
 
+@pytest.mark.without_native
 def test_devices_are_named_as_torch_names_them():
     row = next(info for info in polyattn.list_backends() if info.name == "torch")
     assert row.devices[0] == "cpu"
@@ -470,7 +476,7 @@ def test_lengths_need_no_range_but_that_of_the_keys():
     attention(Q, K, V, **options)  # to plan takes ranges too
     with Operations() as found:
         attention(Q, K, V, **options)
-    assert found.names.count("arange") == 1
+    assert found.names.count("arange") == 2  # one to fill with 0 what is beyond them
 
 
 def test_blocks_of_rows_fit_the_caches_of_the_threads(monkeypatch):
@@ -496,3 +502,39 @@ def test_what_is_traced_holds_for_other_numbers(similarity):
     graph = make_fx(call, tracing_mode="real")(*arrays)
     for traced in (graph, torch.jit.trace(call, arrays, check_trace=False)):
         torch.testing.assert_close(traced(*others), call(*others))
+
+
+LENGTHS = torch.tensor([2, 5])
+TRACED = {
+    "causal": {"is_causal": True, "softcap": 2.0},
+    "expression": {"mask": masks.causal() | masks.prefix(2)},
+    "window": {"window": (1, 0), "sinks": torch.ones(4)},
+    "array": {"mask": torch.eye(6, 9, dtype=torch.bool)},
+    "function": {"mask": lambda b, h, i, j: i >= j},
+    "lengths": {"score_mod": scores.alibi(4)},
+}
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize("name", TRACED)
+@pytest.mark.parametrize("kernel", [None, "dense", "tiled"])
+def test_a_masked_call_is_traced_without_a_look_at_numbers(name, kernel):
+    def call(query, key, value, lengths):
+        given = {"mask": masks.padding(lengths)} if name == "lengths" else {}
+        return attention(query, key, value, kernel=kernel, **TRACED[name], **given)
+
+    arrays = Q, K, V, LENGTHS
+    others = Q + 1, K, V.clone(), LENGTHS + 3
+    if kernel is not None:  # torch's own engine lets it through
+        others[2][..., 5, :] = torch.inf  # no look at the example says that all is finite
+    graph = make_fx(call, tracing_mode="real")(*arrays)
+    close(graph(*others), call(*others), equal_nan=True)
+    if kernel != "tiled":  # whose tiles are of one length
+        traced = torch.jit.trace(call, arrays, check_trace=False)
+        close(traced(*others), call(*others), equal_nan=True)
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
+def test_tiles_are_not_traced_for_lengths_that_may_change():
+    with pytest.raises(polyattn.UnsupportedError, match="its tiles need lengths that are known"):
+        torch.jit.trace(lambda q: attention(q, K, V, is_causal=True, kernel="tiled"), Q)

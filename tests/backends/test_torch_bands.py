@@ -32,7 +32,7 @@ BANDS = {
     "no key": (3, {"window": (1, 1), "query_offset": 900}),
     "a mask of keys": (7, {"window": (9, 0), "mask": torch.arange(S) % 3 > 0}),
     "a mask value": (L, {"window": (9, 0), "query_offset": 40, "mask": masks.segments(ROWS, KEYS)}),
-    "a bias": (7, {"window": (9, 0), "bias": randn(4, 1, S), "mask": masks.padding(LENGTHS)}),
+    "a bias": (7, {"window": (9, 0), "bias": randn(1, 4, 1, S), "mask": masks.padding(LENGTHS)}),
     "a bias of one": (7, {"window": (9, 0), "bias": randn(7, 1)}),
     "an offset of each item": (7, {"window": (9, 0), "query_offset": LENGTHS}),
 }
@@ -114,6 +114,7 @@ def blocks_of(b, h, i, j):
     return (i // 100 + j // 100) % 2 == 0
 
 
+@pytest.mark.without_native
 @pytest.mark.parametrize(
     ("rows", "keys", "options", "kernel"),
     [
@@ -146,12 +147,14 @@ def test_a_mask_that_hides_much_goes_to_tiled(rows, keys, options, kernel):
         assert cuda.chosen.kernel == "sdpa"
 
 
+@pytest.mark.without_native
 @pytest.mark.parametrize(("heads", "kernel"), [(1, "tiled"), (8, "sdpa")])
 def test_many_heads_share_what_a_mask_costs(heads, kernel):
     shapes = (1, heads, 4096, 64), (1, heads, 8192, 64), (1, heads, 8192, 64)
     assert explain(*shapes, library="torch", is_causal=True).chosen.kernel == kernel
 
 
+@pytest.mark.without_native
 @pytest.mark.parametrize(("trained", "kernel"), [("bias", "tiled"), ("query", "sdpa")])
 def test_a_bias_that_is_trained_goes_to_tiled_sooner(trained, kernel):
     x = {name: torch.zeros(1, 1, 2048, 8) for name in ("query", "key", "value")}

@@ -1,7 +1,9 @@
 """Random calls under torch.compile with lengths and sizes that change, whatever the strides are."""
 
 import random
+import re
 
+import numpy as np
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
@@ -114,3 +116,67 @@ def test_a_rate_of_dropout_that_changes_is_not_an_old_one():
     for number in (0.25, 0.5, 0.75):
         compiled(torch.ones(1, 2, 6, 8), number)
     assert counter.frame_count == 3
+
+
+TABLE = torch.arange(8.0).reshape(4, 2)
+#: Options of a number, as a function of a scalar of NumPy.
+SCALARS = {
+    "scale": (np.float64, lambda n: {"scale": n}),
+    "softcap": (np.float64, lambda n: {"softcap": n}),
+    "an integer for a scale": (np.int64, lambda n: {"scale": n}),
+    "rate": (np.float64, lambda n: {"dropout": (n / 8, 3)}),
+    "seed": (np.int64, lambda n: {"dropout": (0.5, n)}),
+    "window": (np.int64, lambda n: {"window": (n, 0)}),
+    "offset": (np.int32, lambda n: {"query_offset": n, "is_causal": True}),
+    "lengths": (np.uint8, lambda n: {"key_lengths": n}),
+    "temperature": (np.float64, lambda n: {"score_mod": lambda: scores.temperature(n)}),
+    "distance": (np.int64, lambda n: {"similarity": lambda: scores.distance(n)}),
+    "largest distance": (
+        np.int64, lambda n: {"score_mod": lambda: scores.relative_bias(TABLE, max_distance=n)},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SCALARS)
+def test_a_scalar_of_numpy_is_a_number_in_a_program(name):
+    (kind, options), x = SCALARS[name], torch.randn(1, 2, 6, 8)
+    torch.compiler.reset()
+
+    def call(x, given):
+        return attention(x, x, x, **{n: v() if callable(v) else v for n, v in given.items()})
+
+    compiled = torch.compile(call, fullgraph=True, backend="eager")
+    for number in (2, 1) if name == "distance" else (2, 3):
+        given = options(kind(number))
+        torch.testing.assert_close(compiled(x, given), call(x, given))
+
+
+def test_a_call_that_no_kernel_takes_says_why_in_a_program():
+    rule, x = scores.alibi(torch.ones(2)), torch.ones(1, 2, 6, 8)
+    compiled = torch.compile(
+        lambda x: attention(x, x, x, score_mod=rule, kernel="sdpa"), fullgraph=True
+    )
+    torch.compiler.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="does not compute score_expression"):
+        compiled(x)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"scale": np.float32(2)}, "scale is a NumPy scalar of dtype float32"),
+        (
+            {"is_causal": np.bool_(1)},
+            "dtype bool, which torch.compile does not read: pass a scalar of Python",
+        ),
+        ({"window": (np.int32(2), 0)}, "an end of window is a NumPy scalar of dtype int32"),
+        ({"softcap": torch.tensor(2.0)}, "softcap must be a number; got () float32"),
+        ({"dropout": (torch.tensor(0.5), 3)}, "dropout rate must be a number; got () float32"),
+        ({"dropout": (0.5, torch.ones(2))}, "must be one integer; got (0.5, (2,) float32)"),
+    ],
+)
+def test_what_a_program_does_not_read_is_refused_by_name(options, words):
+    compiled = torch.compile(lambda x: attention(x, x, x, **options), fullgraph=True)
+    torch.compiler.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=re.escape(words)):
+        compiled(torch.ones(1, 2, 6, 8))

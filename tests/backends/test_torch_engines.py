@@ -492,6 +492,7 @@ def test_an_engine_whose_operator_is_absent_is_not_called(on, monkeypatch, name,
     assert "does not have it" in getattr(engines, engine).reason_against(asked, HOPPER)
 
 
+@pytest.mark.without_native
 def test_without_engines_the_logsumexp_is_left_to_the_array_api_kernels(on, monkeypatch):
     on(CPU)
     assert explain(Q, K, V, logsumexp=True).chosen.kernel == "sdpa"
@@ -932,6 +933,7 @@ def chosen(*arrays, **options):
     return explain(*arrays, **options).chosen
 
 
+@pytest.mark.without_native
 def test_explain_names_the_engine():
     assert chosen(Q, K, K).remark == "torch's engine: flash"
     assert "torch's engine: flash" in str(explain(Q, K, K))
@@ -962,6 +964,7 @@ def test_the_remark_follows_what_sdpa_would_be_given(monkeypatch):
     assert causal[1]["enable_gqa"] is False
 
 
+@pytest.mark.without_native
 def test_a_remark_never_raises_and_never_computes(monkeypatch):
     def refuse(*_, **__):
         raise RuntimeError("out of memory")

@@ -39,7 +39,7 @@ OPTIONS = {
     "causal": {"is_causal": True},
     "softcap": {"softcap": 1.5},
     "window": WINDOW,
-    "bias": {"bias": (2, 3, 5)},
+    "bias": {"bias": (1, 2, 3, 5)},
     "sinks": {"sinks": (2,), "is_causal": True},
     "slopes": {"slopes": (2,)},
 }
@@ -158,7 +158,7 @@ def test_gradients_of_16_bits_are_rounded_once_operation_by_operation(name, monk
     monkeypatch.setattr(Weights, "tile", 8 * 65 * 9)
     shapes = {
         **{"query": (2, 8, 65, 8), "key": (2, 2, 65, 8), "value": (2, 2, 65, 8)},
-        **{"bias": (8, 1, 65), "sinks": (8,), "table": (32, 8)},
+        **{"bias": (1, 8, 1, 65), "sinks": (8,), "table": (32, 8)},
     }
     given = {name: torch.randn(shape).bfloat16() for name, shape in shapes.items()}
     along = torch.randn(2, 8, 65, 65).bfloat16()

@@ -162,13 +162,22 @@ def printed(report):
 
 
 def test_the_table_fits_a_terminal_and_stands_in_columns():
-    lines = printed(REPORT) + table.footer(TIMES)
+    lines = printed(REPORT) + table.footer(REPORT, TIMES)
     assert max(map(len, lines)) <= 100
     assert all(line.isascii() for line in lines)
     rows = [line for line in lines if re.match(r" +(256|512) ", line) and "left out" not in line]
     assert len(rows) == 5
     assert len({len(line) for line in rows}) == 1
     assert len(rows[0]) == len(next(line for line in lines if "quartiles  GFLOP/s" in line))
+
+
+def test_a_share_far_above_the_limit_is_a_dash_with_a_line_below():
+    wrong = changed(peaks=[Peak("numpy", "cpu", 2e9, 2e10), PEAKS[1]])
+    assert wrong.of_product(wrong.rows[0]) > table.WRONG
+    assert table.cells(wrong, wrong.rows[0])[6:8] == ("-", "-")
+    assert "faster than the limit" in " ".join(table.footer(wrong, TIMES))
+    right = changed(peaks=[Peak(peak.backend, peak.device, 2e14, 2e14) for peak in PEAKS])
+    assert "faster than the limit" not in " ".join(table.footer(right, TIMES))
 
 
 @pytest.mark.parametrize(
@@ -184,7 +193,7 @@ def test_the_table_leaves_out_what_a_narrow_terminal_has_no_room_for(width, left
     assert [name for name in table.COLUMNS if name not in titles] == ["rate", *left_out]
     (row,) = (line.split() for line in lines if re.match(" +256 +numpy", line))
     assert len(row) == len(titles) + ("memory" in titles)  # a size is two words
-    said = " ".join(" ".join(table.footer(TIMES)).split())
+    said = " ".join(" ".join(table.footer(REPORT, TIMES)).split())
     assert ("Not shown, for lack of width: " + ", ".join(left_out) in said) == bool(left_out)
     assert max(map(len, compare(REPORT, REPORT))) <= width
 

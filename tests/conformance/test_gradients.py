@@ -47,7 +47,7 @@ EXAMPLES = {
     },
     "softcap, score_mod, bias, scale": {
         **{"softcap": 1.5, "score_mod": bent, "scale": -0.7},
-        "bias": normal("H1S"),
+        "bias": normal("1H1S"),
     },
     "mask value, score value, offset array": {
         "mask": Generated(composed),

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from optional import jnp
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 from polyattn import attention, use_backend
@@ -19,6 +20,7 @@ Q, K, V = (torch.randn(2, h, n, 8, generator=RNG) for h, n in ((4, 6), (4, 9), (
         {},
         {"is_causal": True},
         {"scale": 0.3},
+        {"scale": torch.tensor(0.3)},
         {"attn_mask": torch.rand(6, 9, generator=RNG) > 0.5},
         {"attn_mask": torch.rand(4, 6, 9, generator=RNG) > 0.5},
         {"attn_mask": torch.randn(2, 1, 6, 9, generator=RNG)},
@@ -34,6 +36,15 @@ def test_torch(options, heads):
     on_numpy = {n: x.numpy() if isinstance(x, torch.Tensor) else x for n, x in options.items()}
     output = scaled_dot_product_attention(*(x.numpy() for x in (Q, k, v)), **on_numpy, **gqa)
     np.testing.assert_allclose(output, expected, atol=2e-6)
+
+
+@pytest.mark.parametrize("mask", [torch.rand(6, 9) > 0.5, torch.randn(2, 1, 6, 9)])
+def test_a_mask_and_causal_both_count_as_in_the_fused_kernel_of_torch(mask):
+    mask[..., 0] = True  # no row is empty
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        expected = torch.nn.functional.scaled_dot_product_attention(Q, K, V, mask, 0.0, True)
+    found = scaled_dot_product_attention(Q, K, V, mask, is_causal=True)
+    torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize(
@@ -61,8 +72,8 @@ def test_a_causal_bias_of_other_lengths_or_for_others_is_refused():
 def test_what_torch_refuses_or_only_torch_can_do():
     with pytest.raises(ValueError, match="enable_gqa=True"):
         scaled_dot_product_attention(Q, K[:, :2], V[:, :2])
-    with pytest.raises(ValueError, match="not both"):
-        scaled_dot_product_attention(Q, K, V, torch.ones(6, 9, dtype=torch.bool), is_causal=True)
+    with pytest.raises(ValueError, match="CausalBias as attn_mask or is_causal, not both"):
+        scaled_dot_product_attention(Q, K, V, causal_upper_left(6, 9), is_causal=True)
     with pytest.raises(NotImplementedError, match=r"query is of jax.*dropout=\(0\.1, seed\)"):
         scaled_dot_product_attention(*(jnp.asarray(x) for x in (Q, K, V)), dropout_p=0.1)
     state = torch.get_rng_state()

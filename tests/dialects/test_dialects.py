@@ -1,5 +1,6 @@
 """Other conventions through ours: ONNX's own test vectors, and JAX's function by its side."""
 
+import functools
 import importlib
 import warnings
 
@@ -7,9 +8,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 from libraries import LIBRARIES
-from optional import jax, jnp
+from optional import jax, jnp, torch
 
-from polyattn.dialects import dot_product_attention, onnx_attention
+from polyattn.dialects import dot_product_attention, flash_attn, keras, onnx_attention
+from polyattn.dialects.flash_attn import flash_attn_with_kvcache
+from polyattn.dialects.torch import varlen_attn
+from polyattn.dialects.xformers import memory_efficient_attention
 
 
 def onnx_cases():
@@ -75,6 +79,7 @@ OPTIONS = {
     "window": {"local_window_size": 2},
     "window of two": {"local_window_size": (3, 1), "is_causal": True},
     "lengths": ENDS,
+    "scale without axes": {"scale": np.array(0.3, "f4"), "implementation": "xla"},
 }  # fmt: skip
 WITHOUT_A_BATCH = (
     {"is_causal": True, "key_value_seq_lengths": np.array([4])},
@@ -85,7 +90,7 @@ WITHOUT_A_BATCH = (
 def test_jax():
     """Jitted at once: JAX compiles for a quarter of a second else, each time."""
     own, arrays = dot_product_attention, [x[0] for x in BTNH]
-    in_jax = ("mask per head", "window of two", "lengths")
+    in_jax = ("mask per head", "window of two", "lengths", "scale without axes")
 
     def traced(*btnh):
         given = {
@@ -113,6 +118,41 @@ def test_jax():
 
 
 X = np.ones((2, 4, 5, 8), np.float32)
+_ENDS = np.array([0, 3, 6])
+#: Functions of query, key, value (B, L, H, D) and a scale.
+SCALED = {
+    "keras": lambda *x: keras.dot_product_attention(*x[:3], scale=x[3]),
+    "xformers": lambda *x: memory_efficient_attention(*x[:3], scale=x[3]),
+    "flash_attn": lambda *x: flash_attn.flash_attn_func(*x[:3], softmax_scale=x[3]),
+    "a cache": lambda *x: flash_attn.flash_attn_with_kvcache(*x[:3], softmax_scale=x[3]),
+    "packed": lambda *x: flash_attn.flash_attn_varlen_func(
+        *[x[n][0, ...] for n in range(3)], _ENDS, _ENDS, 3, 3, softmax_scale=x[3]
+    ),
+    "varlen_attn": lambda *x: varlen_attn(
+        *[x[n][0, ...] for n in range(3)], _ENDS, _ENDS, 3, 3, scale=x[3]
+    ),
+}
+
+
+@pytest.mark.parametrize("library", LIBRARIES, ids=str)
+@pytest.mark.parametrize("name", SCALED)
+def test_a_scale_may_be_an_array_without_axes(name, library):
+    x = [_rng.standard_normal((2, 6, 4, 8), dtype=np.float32) for _ in "qkv"]
+    found = SCALED[name](*map(library.to, x), library.to(np.array(0.3, "f4")))
+    np.testing.assert_allclose(library.back(found), SCALED[name](*x, 0.3), atol=2e-6)
+
+
+def test_a_scale_that_jax_traces_has_a_gradient():
+    x = [jnp.asarray(x) for x in BTNH]
+
+    def total(function, scale):
+        return (function(*x, scale=scale / jnp.sqrt(8)) ** 2).sum()
+
+    own, theirs = (
+        jax.jit(jax.grad(functools.partial(total, function)))(0.9)
+        for function in (dot_product_attention, jax.nn.dot_product_attention)
+    )
+    np.testing.assert_allclose(own, theirs, rtol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -152,3 +192,29 @@ def test_the_steps_of_onnx_lead_to_the_output(name):
     weights = np.exp(steps[2] - steps[2].max(-1, keepdims=True))
     np.testing.assert_allclose(steps[3], weights / weights.sum(-1, keepdims=True), atol=2e-6)
     np.testing.assert_allclose(steps[3] @ np.repeat(inputs[2], 2, axis=1), output.Y, atol=2e-6)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("name", ["flash_attn", "jax", "onnx"])
+def test_nan_in_unwritten_slots_has_no_effect_on_torch(name, masked):
+    query, lengths = torch.randn(3, 2, 4, 8), torch.tensor([5, 2, 7])
+    caches = [torch.randn(3, 9, 2, 8) for _ in range(2)]
+    spoilt = [x.clone() for x in caches]
+    for b, n in enumerate(lengths.tolist()):
+        for x in spoilt:
+            x[b, n:] = torch.nan
+
+    def call(key, value):
+        if name == "flash_attn":
+            pad = torch.tensor([1, 0, 2]) if masked else None
+            options = {"cache_seqlens": lengths, "cache_leftpad": pad, "causal": True}
+            return flash_attn_with_kvcache(query, key, value, **options)
+        mask = torch.arange(9) != 1 if masked else None
+        if name == "jax":
+            rows = torch.tensor([2, 1, 2]) if masked else None
+            options = {"key_value_seq_lengths": lengths, "query_seq_lengths": rows}
+            return dot_product_attention(query, key, value, mask=mask, **options)
+        arrays = (x.transpose(1, 2) for x in (query, key, value))
+        return onnx_attention(*arrays, mask, nonpad_kv_seqlen=lengths, is_causal=1).Y
+
+    torch.testing.assert_close(call(*spoilt), call(*caches))

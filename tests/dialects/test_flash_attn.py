@@ -183,6 +183,49 @@ def test_gradients_of_varlen_are_those_of_one_by_one():
         torch.testing.assert_close(one_, other, atol=1e-12, rtol=0)
 
 
+def uses(array, result):
+    """Return how many steps of the graph of a result read an array: so many gradients are added."""
+    seen, waiting, count = set(), [result.grad_fn], 0
+    while waiting:
+        node = waiting.pop()
+        for other, _ in () if node in seen else node.next_functions:
+            count += getattr(other, "variable", None) is array
+            waiting += [] if other is None else [other]
+        seen.add(node)
+    return count
+
+
+def test_varlen_copies_the_used_columns_of_a_table(monkeypatch):
+    from polyattn.dialects import _flash
+
+    copied, compute = [], _flash.packed_attention
+    monkeypatch.setattr(
+        _flash, "packed_attention", lambda *x, **o: copied.append(len(x[1])) or compute(*x, **o)
+    )
+    pool, ends = normal(6, 4, G, D), np.array([0, 7, 8])
+    table = np.array([[3, 1] + [-1] * 50, [0] + [99] * 51])
+    fa2.flash_attn_varlen_func(normal(8, H, D), pool, pool, ends, ends, block_table=table)
+    assert copied == [2 * 2 * 4]
+
+
+def test_packed_sequences_have_one_gradient():
+    """A slice for each has one each, as long as the whole: sequences times tokens."""
+    ends = torch.tensor([0, 2, 3, 3, 6, 10])
+    q, k, v = (torch.randn(n, 2, 8, requires_grad=True) for n in (12, 11, 11))
+    output = fa2.flash_attn_varlen_func(q, k, v, ends, ends, 4, 4)
+    assert [uses(x, output) for x in (q, k, v)] == [1, 1, 1]
+    cache = torch.randn(2, 5, 8, 2, 8).unbind()
+    rows, qv = (torch.randn(10, 2, 8, requires_grad=True) for _ in range(2))
+    output = fa3.flash_attn_with_kvcache(rows, *cache, qv=qv, cu_seqlens_q=ends)
+    assert [uses(x, output) for x in (rows, qv)] == [1, 1]
+
+
+def test_packed_sequences_have_one_gradient_on_jax():
+    x, ends = jax.numpy.ones((10, 2, 8)), [0, 2, 3, 3, 6, 10]
+    gradient = jax.grad(lambda x: fa2.flash_attn_varlen_func(x, x, x, ends, ends, 4, 4).sum())
+    assert " pad[" not in str(jax.make_jaxpr(gradient)(x))
+
+
 def test_a_run_of_equal_lengths_is_one_call(monkeypatch):
     from polyattn.dialects import _packed
 

@@ -17,6 +17,8 @@ from polyattn.bench.contender import contenders
 from polyattn.conformance import CASES, Target
 from polyattn.conformance.report import run
 
+pytestmark = pytest.mark.without_native  # whose kernels join the same lists
+
 RNG = np.random.default_rng(0)
 X = RNG.standard_normal((2, 4, 5, 8), dtype=np.float32)
 SPEC = """
@@ -222,9 +224,11 @@ def test_a_spec_that_is_broken_affects_nothing_else(give, text, reason):
         ),
     ],
 )
-def test_kernels_that_cannot_join_affect_nothing_else(give, text, reason):
+def test_kernels_that_cannot_join_affect_nothing_else(give, text, reason, monkeypatch):
     give(text)
-    assert reason in reasons()["kernels fast for numpy"]
+    monkeypatch.setattr(registry, "_warned", set())
+    with pytest.warns(RuntimeWarning, match=f"kernels fast for numpy .*{re.escape(reason)}"):
+        assert reason in reasons()["kernels fast for numpy"]
     assert names() == ["small", "tiled", "dense"]
     for backend, error in (
         (None, polyattn.UnsupportedError),
@@ -260,6 +264,7 @@ def test_what_one_backend_cannot_have_another_can(give):
     assert (listed["numpy"], listed["torch"]) == (None, None)
 
 
+@pytest.mark.filterwarnings("ignore:the kernels fast for numpy")
 def test_a_backend_whose_kernels_cannot_be_set_is_left_as_it_is(give, monkeypatch):
     backend = type(registry.loaded("numpy")) if registry.load("numpy") is None else None
     own = backend.kernels

@@ -4,6 +4,8 @@ The plugin serves array-api-strict, which has three devices without any hardware
 """
 
 import dataclasses
+import importlib.util
+import re
 import sys
 import types
 
@@ -242,6 +244,28 @@ def test_a_backend_whose_namespaces_match_no_arrays_is_not_available(named, monk
     assert info.reason.endswith("did you mean 'array_api_strict'?")
     with pytest.raises(polyattn.BackendUnavailableError, match="no namespace of arrays"):
         attention(X, X, X, backend="acme")
+
+
+def test_a_backend_that_cannot_be_loaded_is_named_in_one_warning(monkeypatch, plugins):
+    monkeypatch.setitem(sys.modules, "acme", types.SimpleNamespace())
+    monkeypatch.setattr("polyattn._dispatch.registry._warned", set())
+    plugins(acme=SPEC)
+    x, reason = strict(X), "it cannot be loaded: AttributeError: .*AcmeBackend"
+    with pytest.warns(RuntimeWarning, match=f"^acme cannot be used: {reason}.* kernel dense runs"):
+        attention(x, x, x)
+    attention(*[strict(X[:1])] * 3)  # a new plan, without a second warning
+    (info,) = (info for info in polyattn.list_backends() if info.name == "acme")
+    for text in (info.reason, str(explain(x, x, x))):
+        assert re.search(reason, text)
+
+
+@pytest.mark.needs("torch")
+def test_a_stub_in_place_of_triton_does_no_harm(monkeypatch):
+    monkeypatch.setitem(sys.modules, "triton", types.ModuleType("triton"))
+    spec = importlib.util.find_spec("polyattn_torch.flex")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert not module.HAS_TRITON
 
 
 @pytest.mark.usefixtures("acme")

@@ -83,6 +83,7 @@ def test_autograd_differentiates_by_operations_what_a_kernel_does_not():
 # ---- the three channels ----
 
 
+@pytest.mark.without_native
 def test_the_arrays_decide_by_default():
     assert chosen() == ("numpy", "small")
     for make, expected in {
@@ -249,6 +250,7 @@ def test_a_context_holds_in_one_thread():
 # ---- lists ----
 
 
+@pytest.mark.without_native
 @pytest.mark.needs("torch")
 def test_the_first_backend_that_supports_the_call_runs():
     assert chosen(backend="torch:cuda,numpy") == ("numpy", "small")
@@ -257,6 +259,7 @@ def test_the_first_backend_that_supports_the_call_runs():
     assert chosen(backend=" torch:cuda , numpy ") == ("numpy", "small")
 
 
+@pytest.mark.without_native
 @pytest.mark.needs("torch")
 def test_the_requested_kernel_is_part_of_the_decision():
     assert [chosen(kernel=k)[1] for k in ("dense", "tiled", None)] == ["dense", "tiled", "small"]
@@ -268,6 +271,7 @@ def test_no_backend_outside_the_list_runs():
         attention(X, X, X, backend="torch:cuda")
 
 
+@pytest.mark.without_native
 def test_auto_in_a_list_stands_for_the_automatic_choice():
     assert chosen(backend="torch:cuda,auto") == ("numpy", "small")
     strict = array_api_strict.asarray(X)
@@ -279,6 +283,7 @@ def test_auto_moves_no_array():
         attention(X, torch.from_numpy(X), X, backend="auto")
 
 
+@pytest.mark.without_native
 @pytest.mark.needs("torch")
 def test_an_error_while_running_is_not_retried_elsewhere(monkeypatch):
     registry.load("torch")
@@ -303,6 +308,7 @@ def _spec(name="acme", **changes):
     return polyattn.plugin.BackendSpec(**{**facts, **changes})
 
 
+@pytest.mark.without_native
 @pytest.mark.parametrize(
     ("spec", "reason"),
     [
@@ -413,6 +419,37 @@ def test_callbacks_get_arrays_of_the_callers_library():
         output = attention(X, X, X, backend="torch", **options)
         np.testing.assert_allclose(output, reference(**options), atol=1e-6)
     assert seen == {np.ndarray}
+
+
+COUNTED = [
+    {"is_causal": True, "dropout": (0.5, 1)},
+    {"window": (10, 0), "key_lengths": 2**30},
+    {"window": (10, 0), "query_offset": (1,)},
+    {"mask": masks.global_tokens(2**30 + 2)},
+    {"mask": lambda b, h, i, j: j > i},
+    {"score_mod": scores.alibi([0.5])},
+]
+
+
+@pytest.mark.parametrize("library", ["numpy", "torch", "jax", "array_api_strict"])
+@pytest.mark.parametrize("options", COUNTED, ids=lambda options: str([*options]))
+def test_a_kernel_that_counts_in_32_bits_gets_no_longer_sequence(library, options):
+    pytest.importorskip(library)
+    shapes = (1, 1, 2, 4), *[(1, 1, 2**30 + 1, 4)] * 2
+    explanation = explain(*shapes, library=library, **options)
+    assert explanation.chosen is None
+    assert "it counts to 2**30, and S or L is 1,073,741,825" in str(explanation)
+    assert explain(*shapes, library=library).chosen is not None
+
+
+def test_keys_beyond_what_a_kernel_counts_are_refused_by_name():
+    query, key = np.zeros((1, 2, 1), "float32"), np.zeros((1, 1, 1), "float32")
+    far = np.broadcast_to(key, (1, 2**31 + 9, 1))  # without memory
+    with pytest.raises(polyattn.UnsupportedError, match="for mask_expression it counts to 2"):
+        attention(query, far, far, window=(10, 0), key_lengths=2**31)
+    one = torch.zeros(1, 1, 1).expand(1, 2**31 + 9, 1)
+    with pytest.raises(polyattn.UnsupportedError, match="for mask_expression, window it counts"):
+        attention(torch.zeros(1, 2, 1), one, one, window=(10, 0), key_lengths=2**31)
 
 
 def test_arrays_of_several_libraries_move_to_a_named_backend():
@@ -546,6 +583,7 @@ def test_array_api_moves_no_array():
 # ---- explain ----
 
 
+@pytest.mark.without_native
 def test_explain_from_shapes_agrees_with_arrays():
     tensor = torch.from_numpy(X)
     options = {"is_causal": True, "softcap": 3.0}
@@ -589,6 +627,7 @@ def test_explain_refuses_malformed_shapes():
             explain(shape, shape, shape)
 
 
+@pytest.mark.without_native
 @pytest.mark.needs("torch")
 def test_explain_moves_no_array(monkeypatch):
     registry.load("torch")
@@ -596,6 +635,7 @@ def test_explain_moves_no_array(monkeypatch):
     assert chosen(backend="torch") == ("torch", "sdpa")
 
 
+@pytest.mark.without_native
 def test_an_explanation_prints_as_a_table():
     text = str(explain(SHAPE, SHAPE, SHAPE, backend="torch:cuda,numpy", window=(1, 0)))
     lines = text.splitlines()

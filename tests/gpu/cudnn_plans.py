@@ -77,7 +77,7 @@ CASES = {
         {"key_lengths": (2,), "is_causal": True},
         YES,
     ),
-    "bias": ((LONG, GROUPED, GROUPED), {"bias": (8, 512, 512)}, YES),
+    "bias": ((LONG, GROUPED, GROUPED), {"bias": (1, 8, 512, 512)}, YES),
     "bias of an item": ((SHORT, GROUPED, GROUPED), {"bias": (2, 8, 100, 512)}, YES),
     "softcap": ((LONG, GROUPED, GROUPED), {"softcap": 30.0}, YES),
     "size 12": (((2, 8, 77, 12),) * 3, {}, "multiple of 8"),

@@ -81,7 +81,7 @@ CALLS = {
     "key lengths, decode": (1, 777, 2, {"key_lengths": np.array([600, 1]), "is_causal": True}),
     "documents": (192, 192, 2, {"mask": masks.segments(np.arange(192) // 50) & masks.causal()}),
     "bias that hides": (130, 192, 2, {"bias": np.where(HIDDEN, 0, -np.inf).astype("float32")}),
-    "bias": (130, 256, 2, {"bias": randn(8, 130, 256, dtype="float32")}),
+    "bias": (130, 256, 2, {"bias": randn(1, 8, 130, 256, dtype="float32")}),
     "bias for all, causal": (192, 192, 2, {"bias": randn(192, 192), "is_causal": True}),
     "bias of keys": (130, 192, 8, {"bias": randn(2, 1, 1, 192, dtype="float32")}),
 }

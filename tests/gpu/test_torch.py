@@ -76,7 +76,7 @@ OPTIONS = {
     "scale": {"scale": 0.2, "is_causal": True},
     "mask": {"mask": torch.rand(2, 1, 130, 195, generator=RNG) > 0.4},
     "rows masked": {"mask": (torch.arange(130) % 3 > 0)[:, None].expand(130, 195)},
-    "bias": {"bias": torch.randn(8, 130, 195, generator=RNG)},
+    "bias": {"bias": torch.randn(1, 8, 130, 195, generator=RNG)},
 }
 
 

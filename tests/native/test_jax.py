@@ -158,7 +158,7 @@ def test_vmap_equals_a_loop_and_is_one_call(axes: Any, options: dict[str, Any]) 
 
 
 @pytest.mark.parametrize(
-    ("axis", "shape"), [(None, (4, 1, 11)), (0, (11, 11)), (0, (2, 1, 11, 11))], ids=str
+    ("axis", "shape"), [(None, (1, 4, 1, 11)), (0, (11, 11)), (0, (2, 1, 11, 11))], ids=str
 )
 def test_gradients_of_a_bias_are_the_librarys_also_under_vmap(axis: Any, shape: Any) -> None:
     x = small(3, 2, 4, 11, 8)
@@ -308,6 +308,40 @@ def test_a_new_offset_length_or_seed_compiles_nothing() -> None:
     assert _attend._cache_size() == before
 
 
+def test_it_computes_without_jit_and_says_where_a_nan_comes_from() -> None:
+    x = small(2, 4, 10, 8)
+
+    def attend(x: Any) -> Any:
+        return polyattn.attention(x, x, x, is_causal=True, kernel="native")
+
+    def loss(x: Any) -> Any:
+        return (attend(x) ** 2).sum()
+
+    functions = attend, jax.grad(loss), jax.vmap(attend), lambda x: jax.jvp(attend, (x,), (x,))[1]
+    for function in functions:
+        wanted = function(x)
+        for quietly in (jax.disable_jit(), jax.debug_nans(True), jax.debug_infs(True)):
+            with quietly:
+                np.testing.assert_allclose(function(x), wanted, atol=1e-6)
+    x *= jnp.nan
+    with jax.debug_nans(True), pytest.raises(FloatingPointError, match="polyattn_native"):
+        attend(x)
+
+
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"score_mod": scores.alibi(4)}])
+def test_an_axis_of_length_0_may_be_mapped(options: Any) -> None:
+    x = small(0, 4, 10, 8)
+
+    def attend(x: Any, y: Any) -> Any:
+        return polyattn.attention(x, y, y, **options)
+
+    for y, axis in ((x, 0), (small(4, 10, 8), None)):
+        mapped = jax.vmap(attend, in_axes=(0, axis))
+        assert mapped(x, y).shape == jax.jit(mapped)(x, y).shape == x.shape
+        gradients = jax.grad(lambda x, y: mapped(x, y).sum(), (0, 1))(x, y)  # noqa: B023
+        assert [gradient.shape for gradient in gradients] == [x.shape, y.shape]
+
+
 def test_what_it_does_not_take_is_left_to_xla() -> None:
     x = small(2, 4, 10, 8)
     late = scores.alibi(4) >> scores.temperature(2.0)
@@ -403,10 +437,15 @@ for one, other in zip(back(jnp.asarray(x)), (gradients.query, gradients.key, gra
 def test_it_computes_where_jax_does_not_let_it_ask_for_devices() -> None:
     fresh(
         """
-import types
-import jax, jax.numpy as jnp
-jax._src.dispatch = types.ModuleType("dispatch")
-import polyattn
+import sys, types
+import jax, jax.interpreters.xla, jax.numpy as jnp
+genuine = sys.modules["jax._src.dispatch"]
+other = sys.modules["jax._src.dispatch"] = types.ModuleType("dispatch")
+vars(other).update(vars(genuine))
+del other.prim_requires_devices_during_lowering
+import polyattn, polyattn_native.xla_program as program
+assert program.primitive not in genuine.prim_requires_devices_during_lowering
+sys.modules["jax._src.dispatch"] = genuine
 x = jnp.ones((2, 4, 8, 8))
 call = jax.jit(lambda x: polyattn.attention(x, x, x, kernel="native"))
 assert "@polyattn_attend" in call.lower(x).as_text()

@@ -215,6 +215,21 @@ def test_positions_may_be_far_away_and_far_apart(options: str, offset: Any) -> N
     np.testing.assert_allclose(results[1], results[0], atol=1e-6)
 
 
+@pytest.mark.parametrize("keys", [2**30 + 100, 2**31 + 100, 2**32 + 100])
+def test_rows_see_keys_beyond_32_bits(keys: int, isa: str) -> None:
+    query, one = np.zeros((1, 3, 1), "float32"), np.ones((1, 1, 1), "float32")
+    far = np.broadcast_to(one, (1, keys, 1))  # without memory
+    for options, seen in (
+        ({"window": (10, 0)}, [11, 11, 11]),
+        ({"window": (10, 1)}, [12, 12, 11]),
+        ({"window": (10, 0), "query_offset": keys - 1}, [11, 10, 9]),
+        ({"window": (5, None), "is_causal": True}, [6, 6, 6]),
+    ):
+        for kernel in (native.Native(), "tiled"):
+            found = polyattn.attention_partial(query, far, far, **options, kernel=kernel)
+            np.testing.assert_allclose(np.exp(found.logsumexp[0]), seen, rtol=1e-6)
+
+
 def test_a_gradient_of_16_bits_may_have_any_strides() -> None:
     rng = np.random.default_rng(11)
     x, moved = (rng.standard_normal(shape).astype("float16") for shape in ((2, 5, 4), (2, 4, 5)))
@@ -286,6 +301,26 @@ def test_bits_depend_neither_on_threads_nor_on_other_rows(dtype: str, isa: str) 
         assert getattr(of_one, name)[1:].tobytes() == getattr(of_item, name).tobytes(), name
 
 
+@pytest.mark.parametrize("group", [3, 5, 6, 7])
+@pytest.mark.parametrize("axes", [(), (2, 1)], ids=["(L, S)", "(B, 1, L, S)"])
+def test_heads_of_a_group_add_to_a_bias_in_one_order(
+    group: int, axes: tuple[int, ...], isa: str
+) -> None:
+    # Half of the rows of the key head end inside a position.
+    rng = np.random.default_rng(3)
+    shapes = (2, group, 100, 64), (2, 1, 300, 64), (2, 1, 300, 64), (*axes, 100, 300)
+    q, k, v, bias = (rng.standard_normal(shape).astype("float32") for shape in shapes)
+    _, vjp = polyattn.attention_vjp(q, k, v, bias=bias, kernel=native.Native())
+
+    def bits(threads: int) -> list[bytes]:
+        with polyattn.use_threads(threads):
+            found = vjp(q)
+        return [found.bias.tobytes(), found.key.tobytes()]
+
+    one = bits(1)
+    assert all(bits(2) == one for _ in range(20))
+
+
 def test_a_hidden_number_that_is_not_finite_changes_nothing(isa: str) -> None:
     rng = np.random.default_rng(4)
     q, k, v = (rng.standard_normal((1, 2, 90, 33)).astype("float32") for _ in range(3))
@@ -331,6 +366,17 @@ def run_program(body: str) -> str:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def test_a_long_bias_of_another_dtype_has_one_axis(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(call, "MADE", 100)
+    rng = np.random.default_rng(3)
+    q, k, v = rng.standard_normal((3, 2, 33, 8)).astype("float32")
+    bias = rng.standard_normal(33)
+    found, pullback = polyattn.attention_vjp(q, k, v, bias=bias, kernel="native")
+    wanted, reference = polyattn.attention_vjp(q, k, v, bias=bias, kernel="dense")
+    np.testing.assert_allclose(found, wanted, atol=1e-5)
+    np.testing.assert_allclose(pullback(found).bias, reference(found).bias, atol=1e-5)
 
 
 def test_the_share_that_is_done_grows_to_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:

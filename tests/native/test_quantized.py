@@ -22,7 +22,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "none": {},
     "window": {"is_causal": True, "window": (270, 0), "softcap": 3.0},
     "array": {"mask": RNG.random((B, 1, 40, S)) < 0.5},
-    "made": {"mask": masks.dilated(3), "bias": RNG.standard_normal((H, 40, S)).astype("float32")},
+    "made": {
+        "mask": masks.dilated(3),
+        "bias": RNG.standard_normal((1, H, 40, S)).astype("float32"),
+    },
     "ALiBi": {"is_causal": True, "score_mod": scores.alibi(H), "scale": -0.3},
     "sinks": {"sinks": RNG.standard_normal(H)},
     "lengths": {"is_causal": True, "key_lengths": np.array([3, 300])},

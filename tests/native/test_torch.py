@@ -82,7 +82,7 @@ def options() -> dict[str, dict[str, Any]]:
         "padding": {"mask": masks.padding(torch.tensor([7, 30]))},
         "segments": {"mask": masks.segments(torch.arange(33) // 9, torch.arange(40) // 9)},
         "made mask": {"mask": masks.dense(seen) | masks.prefix(torch.tensor([2, 5]))},
-        "bias": {"bias": torch.randn(4, 33, 40)},
+        "bias": {"bias": torch.randn(1, 4, 33, 40)},
         "bias in bfloat16": {"bias": torch.randn(33, 40).bfloat16()},
         "sinks": {"sinks": torch.randn(4)},
         "softcap": {"softcap": 2.0},
@@ -272,6 +272,36 @@ def test_what_records_operations_sees_them() -> None:
                                attention(k.repeat(1, 2, 1, 1)[:, :, :33], k, v))  # fmt: skip
 
 
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+def test_a_model_of_jit_trace_has_neither_numbers_nor_lengths_of_the_example() -> None:
+    q, k, v = arrays()
+    others = arrays(rows=7, keys=11)
+    for options in ({}, {"is_causal": True}, {"window": (9, 2), "softcap": 2.0}):
+
+        def call(q: Any, k: Any, v: Any, given: Any = options) -> Any:
+            return attention(q, k, v, **given)
+
+        traced = torch.jit.trace(call, (q, k, v), check_trace=False)
+        torch.testing.assert_close(traced(*others), call(*others))
+
+
+def test_numpy_warns_of_no_number_that_torch_would_not_warn_of() -> None:
+    q, k, v = arrays()
+    unlike = torch.linspace(0, 1, 4, dtype=torch.float64) * torch.finfo(torch.float64).min
+    options: Any
+    for options in (
+        {"bias": unlike[:, None, None].expand(4, 33, 40)},
+        {"bias": unlike[:, None, None].expand(4, 1, 2**18), "key": torch.ones(1, 2, 2**18, 24)},
+        {"sinks": unlike},
+        {"score_mod": scores.alibi(torch.full((4,), torch.inf))},
+    ):
+        key = options.pop("key", k)
+        value = v if key is k else key
+        for one in (q, q * torch.nan, q * torch.inf):
+            pullback = polyattn.attention_vjp(one, key, value, kernel=KERNEL, **options)[1]
+            pullback(torch.full((*one.shape[:-1], value.shape[-1]), torch.inf))
+
+
 def test_tensors_without_numbers_are_refused() -> None:
     with torch._subclasses.FakeTensorMode():
         x = torch.ones(2, 3, 4)
@@ -291,7 +321,7 @@ COMPILED: dict[str, Any] = {
     },
     "what has gradients": {
         "window": (7, 2), "scale": 0.4, "query_offset": 5, "softcap": 3.0,
-        "bias": torch.linspace(0, 1, 4)[:, None, None], "sinks": torch.linspace(0, 1, 4),
+        "bias": torch.linspace(0, 1, 4)[None, :, None, None], "sinks": torch.linspace(0, 1, 4),
     },
 }  # fmt: skip
 

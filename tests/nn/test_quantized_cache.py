@@ -72,7 +72,7 @@ OPTIONS = {
     "window and a softcap": {"is_causal": True, "window": (9, 0), "softcap": 3.0},
     "mask of positions": {"mask": masks.causal() & (masks.window(5, 0) | masks.prefix(3))},
     "mask array": {"mask": RNG.random((B, 1, 1, 70)) < 0.5},
-    "bias": {"bias": RNG.standard_normal((H, 3, 70)).astype(np.float32)},
+    "bias": {"bias": RNG.standard_normal((1, H, 3, 70)).astype(np.float32)},
     "ALiBi": {"is_causal": True, "score_mod": scores.alibi(H)},
     "sinks": {"sinks": np.array([1.0, 2, 3, 4], np.float32)},
     "lengths": {"is_causal": True, "key_lengths": np.array([3, 66])},

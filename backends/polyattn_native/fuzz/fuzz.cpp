@@ -2,6 +2,7 @@
 //
 // The seeds of the calls are SEED to SEED + COUNT - 1. It prints the seed of the first wrong call,
 // and then exits with 1. Without the name of an instruction set, each call takes one of all.
+// `fuzz SEED COUNT sums` makes only calls whose tasks add to the same numbers, and compares their bits.
 #include <stdio.h>
 #if !defined(_WIN32)
 #include <sys/wait.h>
@@ -28,11 +29,12 @@ struct Case {
     Array query, key, value, key_steps, value_steps, output, logsumexp, first, stop, mask, bias[2], sinks;
     Array output_gradient, logsumexp_gradient, query_gradient, key_gradient, value_gradient, delta, softcap_gradient;
     Array bias_gradient[2];
+    const bool of_sums;  // of gradients to which several tasks add; any numbers, not those of the formula
     Array query_tangent, key_tangent, value_tangent, bias_tangent, sinks_tangent, output_tangent, logsumexp_tangent;
     std::vector<int64_t> positions;
     std::vector<int32_t> table;
 
-    explicit Case(uint64_t seed) : random{seed} {
+    explicit Case(uint64_t seed, bool adds = false) : random{seed}, of_sums(adds) {
         function = random.one_of({ATTEND, ATTEND, DIFFERENTIATE, PUSH_FORWARD});
         kind = random.one_of({FLOAT32, FLOAT32, FLOAT64, FLOAT16, BFLOAT16});
         sums = kind == FLOAT64 ? FLOAT64 : FLOAT32;
@@ -47,6 +49,12 @@ struct Case {
         call.head_size = random.between(1, random.one_of<int64_t>({8, 72, 300}));
         call.value_size = random.between(1, random.one_of<int64_t>({8, 72, 300}));
         if (size > 40) call.items = 1, call.heads = call.key_heads = random.between(1, 2);
+        if (of_sums) {
+            function = DIFFERENTIATE, call.page = 0;
+            call.heads = call.key_heads * random.between(1, 8);
+            call.rows = random.between(1, 100), call.keys = random.between(1, 300);
+            call.head_size = random.between(1, 16), call.value_size = random.between(1, 16);
+        }
         call.dtype = kind;
         call.scale = random.one_of({1.0, 0.3, -0.2}) / sqrt((double)call.head_size);
         if (function == ATTEND && random.chance(0.1)) call.scale *= 1000;
@@ -424,7 +432,8 @@ void push_forward(const Case& x, std::vector<Expected>& to, double& largest) {
 }
 
 void Case::add_gradients() {
-    add_results(*this);
+    if (of_sums) logsumexp.fill([&] { return 6 + random.normal(); });
+    else add_results(*this);
     output_gradient = made(call.output_gradient, sums, with_items(of_output()));
     if (random.chance(0.5)) logsumexp_gradient = made(call.logsumexp_gradient, sums, by_row());
     query_gradient = made(call.query_gradient, sums, of_query());
@@ -433,10 +442,16 @@ void Case::add_gradients() {
     delta = made(call.delta, sums, by_row());
     if (call.softcap != 0) softcap_gradient = made(call.softcap_gradient, sums, by_row());
     for (int n = 0; n < 2; ++n) {
-        if (!random.chance(0.3)) continue;
+        if (!random.chance(of_sums ? 0.8 : 0.3)) continue;
+        PolyattnArray& view = call.bias_gradient[n];
+        if (of_sums && random.chance(0.2)) {  // numbers by distance
+            bias_gradient[n] = made(view, sums, {call.items, call.heads, 1, call.rows + call.keys - 1});
+            view.data = (char*)view.data + (call.rows - 1) * bytes_of(sums), view.row = -1;
+            continue;
+        }
         std::vector<int64_t> shape = some(of_scores());
         if (shape[2] < call.rows || shape[3] < call.keys) shape[0] = call.items, shape[1] = call.heads;
-        bias_gradient[n] = made(call.bias_gradient[n], sums, shape, true);
+        bias_gradient[n] = made(view, sums, shape, true);
     }
     call.adds = random.chance(0.3);
 }
@@ -497,20 +512,21 @@ bool compare(Expected& expected, double tolerance, bool drops, const char* name,
     return same;
 }
 
-// Whether a random call is right on one thread, and has the same bits on more.
-bool is_right(uint64_t seed) {
+// Whether a random call is right on one thread, and has the same bits on more; only the latter if of sums.
+bool is_right(uint64_t seed, bool of_sums = false) {
     static const char* const names[3][7] = {{"output", "logsumexp"},
                                             {"query's gradient", "key's gradient", "value's gradient", "delta",
                                              "softcap's gradient", "first bias's gradient", "second bias's gradient"},
                                             {"output's tangent", "logsumexp's tangent"}};
-    Case x(seed);
+    Case x(seed, of_sums);
     std::vector<Array> written = x.written();
     std::vector<Expected> expected(written.begin(), written.end());
     double largest = 1;
-    (x.function == ATTEND ? attend : x.function == DIFFERENTIATE ? differentiate : push_forward)(x, expected, largest);
-    std::vector<std::vector<char>> before, bits[2];
+    auto* formula = x.function == ATTEND ? attend : x.function == DIFFERENTIATE ? differentiate : push_forward;
+    if (!of_sums) formula(x, expected, largest);
+    std::vector<std::vector<char>> before, bits;
     for (const Array& array : written) before.push_back(array ? array.bytes() : std::vector<char>());
-    for (int run = 0; run < 2; ++run) {
+    for (int run = 0; run < (of_sums ? 5 : 2); ++run) {
         for (size_t n = 0; n < written.size(); ++n) {
             if (written[n]) written[n].restore(before[n]);
         }
@@ -520,16 +536,19 @@ bool is_right(uint64_t seed) {
         int status;
         while ((status = compute(x, call, &state)) == 1) {}
         if (status != 0 || state) return printf("seed %llu: status %d\n", (unsigned long long)seed, status), false;
-        for (const Array& array : written) bits[run].push_back(array ? array.bytes() : std::vector<char>());
+        for (size_t n = 0; n < written.size(); ++n) {
+            if (run == 0) bits.push_back(written[n] ? written[n].bytes() : std::vector<char>());
+            if (!written[n] || written[n].bytes() == bits[n]) continue;
+            const char* name = names[x.function][n];
+            return printf("seed %llu: bits of %s on more threads\n", (unsigned long long)seed, name), false;
+        }
     }
     for (size_t n = 0; n < written.size(); ++n) {
-        if (!written[n]) continue;
+        if (!written[n] || of_sums) continue;
         const char* name = names[x.function][n];
         double tolerance = (x.sums == FLOAT32 ? 2e-6 : 1e-14) * (x.function == ATTEND ? 2 : 20) * (1 + largest);
         if (x.function == ATTEND && n == 0) tolerance += x.kind == FLOAT16 ? 5.5e-4 : x.kind == BFLOAT16 ? 4.5e-3 : 0;
         if (!compare(expected[n], tolerance, x.call.has_dropout, name, seed)) return false;
-        if (bits[0][n] != bits[1][n])
-            return printf("seed %llu: bits of %s on more threads\n", (unsigned long long)seed, name), false;
         if (!written[n].keeps_gaps(before[n]))
             return printf("seed %llu: written beside %s\n", (unsigned long long)seed, name), false;
     }
@@ -613,14 +632,16 @@ int main(int count_of_words, char** words) {
     const std::string known = std::string(polyattn_instruction_sets()) + " ";
     for (size_t at = 0, end; (end = known.find(' ', at)) != std::string::npos; at = end + 1)
         sets.push_back(known.substr(at, end - at));
-    if (count_of_words > 3) sets = {words[3]};
+    const bool only_sums = count_of_words > 3 && strcmp(words[3], "sums") == 0;
+    if (count_of_words > 3 && !only_sums) sets = {words[3]};
     for (uint64_t n = seed; n < seed + count; ++n) {
         const std::string& set = sets[(size_t)(n % sets.size())];
         if (!polyattn_use(set.c_str())) return printf("%s is not known here\n", set.c_str()), 2;
-        const bool right = n % 97 == 96   ? ends(n, (Function)(n / 97 % 3))
-                           : n % 97 == 48 ? are_right(n)
-                           : n % 97 == 72 ? is_right_in_child(n)
-                                          : is_right(n);
+        const bool right = only_sums || n % 97 % 12 == 6 ? is_right(n, true)
+                           : n % 97 == 96                ? ends(n, (Function)(n / 97 % 3))
+                           : n % 97 == 48                ? are_right(n)
+                           : n % 97 == 72                ? is_right_in_child(n)
+                                                         : is_right(n);
         if (!right) return printf("%s: seed %llu is wrong\n", set.c_str(), (unsigned long long)n), 1;
     }
     printf("%llu calls by %sare right\n", (unsigned long long)count, known.c_str());

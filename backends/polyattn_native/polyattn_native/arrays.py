@@ -14,6 +14,8 @@ from polyattn_native.library import CArray
 
 #: Bounds of positions and of numbers that are added to them: their sums fit into 64 bits.
 FAR = 2**61
+#: Numbers may be of any size, also those of torch, which does not warn.
+QUIETLY = np.errstate(all="ignore")
 
 
 def describe(to: CArray, array: Any, batch: tuple[int, ...], made: list[Any]) -> None:
@@ -53,6 +55,14 @@ def lay_out(
     for n, step in zip(batch, steps, strict=True):
         offsets = np.add.outer(offsets, np.arange(n, dtype=np.int64) * step)
     return np.ascontiguousarray(offsets.reshape(-1))
+
+
+def converted(array: Any, dtype: Any) -> Any:
+    """Return an array in a dtype, without a warning of numbers that it does not hold."""
+    if array.dtype == dtype:
+        return array
+    with np.errstate(all="ignore"):
+        return np.asarray(array, dtype)
 
 
 def readable(array: Any, dtype: Any = None) -> Any:

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from polyattn.plugin import Operands, Problem, Quantized, Span, progress
-from polyattn_native.arrays import describe, offsets_of, readable, readable_view
+from polyattn.plugin import CUT_BY_FORK, Operands, Problem, Quantized, Span, progress
+from polyattn_native.arrays import converted, describe, offsets_of, readable, readable_view
 from polyattn_native.library import DTYPES, CArray, CCall, library
 from polyattn_native.scores import ByDistance, by_distance, scale_and_rest
 from polyattn_native.visible import array_of, bytes_per_row, ends_of_band, visible
@@ -95,7 +95,13 @@ class NativeCall:
         if x.sinks is not None:
             call.sinks = self.by_head(x.sinks)
         self._add_masks()
-        self._add_biases()
+        self.made_bias: Any = None
+        self.bias_place = int(bool(self.rest))
+        if self.rest:
+            self.distances = by_distance(problem, x, self.rest)
+            self._add_distances(call.bias[0], self.distances)
+        if x.bias is not None:
+            self._add_bias(x.bias)
 
     @property
     def address(self) -> Any:
@@ -125,7 +131,7 @@ class NativeCall:
 
     def by_head(self, numbers: Any) -> int:
         """Return the address of a number for each head."""
-        numbers = np.require(numbers, self.accumulator, ["C", "A"])
+        numbers = np.require(converted(numbers, self.accumulator), None, ["C", "A"])
         self.keep.append(numbers)
         address: int = numbers.ctypes.data
         return address
@@ -169,22 +175,13 @@ class NativeCall:
         if seen.array is not None:
             self.array("mask", np.asarray(seen.array).view(np.uint8))
 
-    def _add_biases(self) -> None:
-        self.made_bias = None
-        self.bias_place = 0
-        if self.rest:
-            self.bias_place = 1
-            self.distances = by_distance(self.problem, self.x, self.rest)
-            self._add_distances(self.call.bias[0], self.distances)
-        bias = self.x.bias
-        if bias is None:
-            return
+    def _add_bias(self, bias: Any) -> None:
         if bias.dtype == self.accumulator or bias.nbytes <= MADE:
-            array = readable_view(np.asarray(bias, self.accumulator))
+            array = readable_view(converted(bias, self.accumulator))
             describe(self.call.bias[self.bias_place], array, self.problem.batch, self.offsets)
             self.keep.append(array)
         else:
-            self.made_bias = bias
+            self.made_bias = np.atleast_2d(bias)
 
     def bias_gradient(self) -> Any:
         """Add and return zeros to which the gradient of ``bias=`` is added."""
@@ -253,7 +250,7 @@ class NativeCall:
             bias = self.made_bias
             if bias.shape[-2] != 1:
                 bias = bias[..., rows.start : rows.stop, :]
-            bias = np.asarray(bias, self.accumulator)
+            bias = converted(bias, self.accumulator)
             describe(part.bias[self.bias_place], bias, self.problem.batch, self.of_part)
             self.of_part.append(bias)
         return part
@@ -282,7 +279,7 @@ def run(function: Any, *arguments: Any, show: Callable[[float], None]) -> int:
 
 def _checked(status: int) -> int:
     if status < 0:
-        raise MemoryError(NO_MEMORY)
+        raise RuntimeError(CUT_BY_FORK) if status == -2 else MemoryError(NO_MEMORY)
     return status
 
 

@@ -20,7 +20,7 @@ from polyattn.plugin import (
     sum_to,
     thread_count,
 )
-from polyattn_native.arrays import DATA, is_readable, knows_addresses, numbers, readable
+from polyattn_native.arrays import DATA, QUIETLY, is_readable, knows_addresses, numbers, readable
 from polyattn_native.call import NativeCall, Ready
 from polyattn_native.library import library
 from polyattn_native.scores import is_supported
@@ -51,6 +51,7 @@ class Native(Kernel):
     }))  # fmt: skip
     batch_invariant = True
     takes_empty = False
+    counts_far = frozenset({"causal", "window"})
 
     def __init__(self) -> None:
         # By problem and kind of arrays. The problem is kept too, so that its id stays its own.
@@ -118,6 +119,7 @@ class Native(Kernel):
             native.rows_of("logsumexp", logsumexp)
         return native
 
+    @QUIETLY
     def backward(
         self, problem: Problem, operands: Operands, residuals: Residuals, cotangents: Cotangents,
         backend: Backend,
@@ -162,6 +164,7 @@ class Native(Kernel):
             softcap=None if softcap is None else np.asarray(softcap.sum(), dtype),
         )
 
+    @QUIETLY
     def jvp(
         self, problem: Problem, operands: Operands, residuals: Residuals, tangents: Tangents,
         backend: Backend,

@@ -24,7 +24,7 @@ from polyattn.plugin import (
     undeclared,
     with_rank,
 )
-from polyattn_native.scores import is_supported
+from polyattn_native.kernel import Native
 from polyattn_native.visible import Ranges, kind_of
 from polyattn_native.xla_operands import Arrays
 from polyattn_native.xla_program import Fallback, gradients, run
@@ -38,10 +38,9 @@ KEPT = frozenset(("logsumexp", "sinks", "bias", "dropout", "mask", "softcap", "s
 OFTEN_NEW = range(-(2**31), 2**31)
 
 
-class NativeOnJax(Kernel):
+class NativeOnJax(Native):
     """The kernel for arrays of NumPy as a custom call of XLA."""
 
-    name = "native"
     features = frozenset({
         "batch_broadcast", "bias", "block_table", "causal", "dropout", "grouped_heads", "logsumexp",
         "mask", "mask_expression", "query_offset", "query_offset_array", "scale",
@@ -52,30 +51,24 @@ class NativeOnJax(Kernel):
         "query_offset", "query_offset_array", "scale", "score_expression", "sinks", "softcap",
         "value_size", "window",
     }))  # fmt: skip
-    batch_invariant = True
-    takes_empty = False
     devices = frozenset({"cpu"})
+    reads_quantized = Kernel.reads_quantized
 
     def reasons_against(self, problem: Problem) -> list[str]:
         """Return why a call is left to XLA."""
-        reasons = []
+        reasons = super().reasons_against(problem)
         if not all(isinstance(length, int) for length in problem.scores):
             reasons.append("it is compiled for lengths, and these are symbolic")
         if not problem.device and (kind := default_kind()) != "cpu":
             reasons.append(f"it runs on cpu only, and JAX would put this on {kind}")
-        kinds = (
-            [] if problem.mask_spec is None else list(map(kind_of, problem.mask_spec.conditions))
-        )
+        conditions = () if problem.mask_spec is None else problem.mask_spec.conditions
+        kinds = list(map(kind_of, conditions))
         if kinds.count("dense") > 1 or not RANGES.issuperset(set(kinds) - {"dense"}):
             reasons.append("it takes an array and masks by position and lengths only")
-        if not is_supported(problem):
-            reasons.append("it computes temperatures and then biases by distance only")
         # What is traced may be differentiated, by the rules of this kernel.
         missing = undeclared(self, problem.features | {"jvp"}) if problem.traced else None
         if missing is not None:
             reasons.append(missing)
-        if "backward" in problem.features and problem.scale == 0:
-            reasons.append("it computes no gradient of a scale of 0")
         return reasons
 
     def __call__(
@@ -114,9 +107,7 @@ class NativeOnJax(Kernel):
 def default_kind() -> str:
     """Return the platform of the default device."""
     chosen: Any = jax.config.jax_default_device  # type: ignore[attr-defined]
-    if chosen is None:
-        return jax.default_backend()
-    return str(getattr(chosen, "platform", chosen))
+    return jax.default_backend() if chosen is None else str(getattr(chosen, "platform", chosen))
 
 
 @functools.lru_cache

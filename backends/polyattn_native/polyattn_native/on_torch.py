@@ -51,13 +51,8 @@ FEW_TRAINED_BIASED = 2**18
 FEW_OF_BFLOAT16 = 2**15
 
 
-def _has_tiles() -> bool:
-    """Return whether the processor multiplies tiles of bfloat16 (AMX), which only torch uses."""
-    supported: Any = getattr(torch.cpu, "_is_amx_tile_supported", None)
-    return bool(supported is not None and supported())
-
-
-_HAS_TILES = _has_tiles()
+# Whether the processor multiplies tiles of bfloat16 (AMX), which only torch uses.
+_HAS_TILES: bool = getattr(torch.cpu, "_is_amx_tile_supported", bool)()
 
 
 class NativeOnTorch(Native):
@@ -74,7 +69,7 @@ class NativeOnTorch(Native):
         reasons = super().reasons_against(problem)
         if torch.compiler.is_compiling():
             return reasons + torch_operators.reasons_against(problem)
-        if problem.traced:
+        if problem.traced or torch._C._get_tracing_state() is not None:
             reasons.append("it reads tensors, and these have no numbers")
         if "vmap" in problem.transforms:
             reasons.append("it has no rule for torch.func.vmap")
@@ -101,8 +96,8 @@ class NativeOnTorch(Native):
 
     def reads_quantized(self, problem: Problem) -> bool:
         """Return whether tensors have numbers, and nobody records what is done to them."""
-        is_read = not torch.compiler.is_compiling() and not _is_recorded()
-        return is_read and super().reads_quantized(problem)
+        is_traced = torch.compiler.is_compiling() or _is_recorded()
+        return not is_traced and super().reads_quantized(problem)
 
     def __call__(
         self, problem: Problem, operands: Operands, backend: Backend
@@ -227,15 +222,12 @@ def _in_numpy(x: Operands) -> Operands:
     def array(_: str, thing: Any) -> Any:
         return _array(thing) if isinstance(thing, torch.Tensor) else thing
 
-    options: dict[str, Any] = {
-        name: field.map(array) if isinstance(field, Expression) else array(name, field)
-        for name, field in zip(x._fields[3:], x[3:], strict=True)
-    }
     arrays: list[Any] = [
         Quantized(*map(_array, one)) if isinstance(one, Quantized) else _array(one, as_bits=True)
         for one in x[:3]
     ]
-    return Operands(*arrays, **options)
+    rest = [one.map(array) if isinstance(one, Expression) else array("", one) for one in x[3:]]
+    return Operands(*arrays, *rest)
 
 
 def _numbers(group: Any) -> Any:

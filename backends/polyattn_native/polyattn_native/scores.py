@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from polyattn.plugin import Array, Operands, PointIndices, Problem
-from polyattn_native.arrays import offsets_of
+from polyattn_native.arrays import QUIETLY, offsets_of
 from polyattn_native.visible import kind_of
 
 # Where positions end: farther ones count as this.
@@ -70,6 +70,7 @@ class ByDistance(NamedTuple):
         return [one for part in self.parts for one in part.pullback(of_row, self.at, of_row)[1]]
 
 
+@QUIETLY
 def by_distance(problem: Problem, x: Operands, rest: list[Any]) -> ByDistance:
     """Return what modifications add by the distance of a key from its row."""
     rows, keys, dtype = problem.query_length, problem.key_length, np.dtype(problem.accumulator)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from typing import Any
 
 import jax.numpy as jnp
 
-from polyattn.plugin import Array, Operands, Problem, in_one_piece
+from polyattn.plugin import Array, Operands, Problem, in_one_piece, with_rank
 from polyattn_native.xla_scores import expression, shapes_of
 
 Arrays = dict[str, Array]
@@ -17,15 +19,11 @@ POOLS = ("key", "value")
 def operands(problem: Problem, arrays: Arrays) -> tuple[Problem, Operands]:
     """Return a call of the library as one of a kernel, which reads whole keys and one mask."""
     arrays = without_pages(arrays, arrays)
-    mask = arrays.get("mask")
-    column = jnp.arange(problem.key_length, dtype="int32")
-    column = column.reshape((1,) * (len(problem.batch) + 2) + (-1,))
-    if "first" in arrays:
-        seen = column >= arrays["first"]
-        mask = seen if mask is None else mask & seen
-    if "stop" in arrays:
-        seen = column < arrays["stop"]
-        mask = seen if mask is None else mask & seen
+    column = with_rank(jnp.arange(problem.key_length, dtype="int32"), len(problem.batch) + 3)
+    ends = {"first": operator.ge, "stop": operator.lt}
+    conditions = [sees(column, arrays[name]) for name, sees in ends.items() if name in arrays]
+    conditions += [arrays["mask"]] if "mask" in arrays else []
+    mask = functools.reduce(operator.and_, conditions) if conditions else None
     features = (problem.features - {"mask"}) | {"logsumexp"}
     features |= set() if mask is None else {"mask"}
     features |= {"causal"} if problem.is_causal else set()

@@ -7,7 +7,9 @@ call, and programs for other devices, for several of them, or to be exported.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import importlib
 import inspect
 import math
 from collections.abc import Iterable
@@ -17,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad as untyped_ad
-from jax.interpreters import batching, mlir
+from jax.interpreters import batching, mlir, xla
 
 from polyattn.plugin import (
     Array,
@@ -46,9 +48,7 @@ ffi: Any = jax.ffi
 
 primitive: Any = Primitive("polyattn_native")
 primitive.multiple_results = True
-primitive.def_impl(
-    lambda *arrays, **about: jax.jit(functools.partial(primitive.bind, **about))(*arrays)
-)
+primitive.def_impl(functools.partial(xla.apply_primitive, primitive))
 
 
 class Fallback:
@@ -101,8 +101,8 @@ class Fallback:
         x = x._replace(**whole)
         found: Any = self.kernel.backward(problem, x, residuals, cotangents, self.backend)
         delta = jnp.sum(residuals.output.astype(output.dtype) * output, axis=-1, keepdims=True)
-        results: list[Any] = [found.query, found.key, found.value]
-        results.append(delta if logsumexp is None else delta - logsumexp)
+        delta = delta if logsumexp is None else delta - logsumexp
+        results: list[Any] = [found.query, found.key, found.value, delta]
         if problem.softcap is not None:  # of the rows only their sum is used
             results.append(jnp.full(delta.shape, found.softcap / math.prod(delta.shape)))
         if of_bias is not None:
@@ -142,10 +142,8 @@ def _varying_alike(arrays: Iterable[Array]) -> list[Array]:
 
 def _varying(array: Array) -> frozenset[str]:
     kind: Any = jax.typeof(array)
-    if hasattr(kind, "manual_axis_type"):
-        kind = kind.manual_axis_type
-        return frozenset(kind.varying)
-    return getattr(kind, "vma", frozenset())  # until JAX 0.9
+    manual: Any = getattr(kind, "manual_axis_type", None)
+    return frozenset(getattr(kind, "vma", ()) if manual is None else manual.varying)  # until 0.9
 
 
 def _vary(array: Array, axes: tuple[str, ...]) -> Array:
@@ -166,7 +164,9 @@ def _shapes(
     query: Any, *arrays: Any, function: str, problem: Problem, names: tuple[str, ...], **about: Any
 ) -> list[Any]:
     found = result_shapes(function, problem, names).values()
-    return [query.update(shape=shape, dtype=jnp.dtype(dtype)) for shape, dtype in found]
+    return [
+        query.update(shape=shape, dtype=jnp.dtype(dtype), weak_type=False) for shape, dtype in found
+    ]
 
 
 @functools.cache
@@ -236,17 +236,11 @@ def _is_of_one_device(context: Any) -> bool:
     return set(context.mesh.axis_names) <= set(getattr(context, "manual_axes", ()))
 
 
-def _ask_for_devices() -> None:
-    """Let the lowering know the devices, also for what the other kernel has in it."""
-    try:  # JAX has no public way; without this one it tells less, and more is left to XLA
-        from jax._src import dispatch
-
-        dispatch.prim_requires_devices_during_lowering.add(primitive)
-    except (ImportError, AttributeError):
-        pass
-
-
-_ask_for_devices()
+# Let the lowering know the devices, also for what the other kernel has in it. JAX has no public
+# way; without this one it tells less, and more is left to XLA.
+with contextlib.suppress(ImportError, AttributeError):
+    dispatch: Any = importlib.import_module("jax._src.dispatch")
+    dispatch.prim_requires_devices_during_lowering.add(primitive)
 # And JAX caches by other facts; older versions cache nothing.
 _options: dict[str, Any] = {}
 if "cacheable" in inspect.signature(mlir.register_lowering).parameters:
@@ -259,18 +253,18 @@ mlir.register_lowering(primitive, _lower, platform="cpu", **_options)
 
 
 def _batch(arrays: Any, axes: Any, **about: Any) -> tuple[Any, Any]:
-    """Add a batch axis; what has none, or counts the items, is left to the other kernel."""
+    """Add a batch axis; what has none, is empty or counts the items is left to the other kernel."""
     problem = about["problem"]
     named = list(zip(about["names"], arrays, axes, strict=True))
     sums_items = about["function"] == "differentiate" and bool(trained(problem))
     is_split = any(axis is not None for name, _, axis in named if _has_no_batch(name))
-    if problem.dropout or sums_items or is_split:
+    size = next(array.shape[axis] for _, array, axis in named if axis is not None)
+    if problem.dropout or sums_items or is_split or size == 0:
         found = jax.vmap(functools.partial(_as_program, **about), axes)(*arrays)
         return found, [0] * len(found)
     if "table" in about["names"] and any(a is not None for n, _, a in named if n in POOLS):
         found = jax.vmap(functools.partial(_of_copies, **about), axes)(*arrays)
         return found, [0] * len(found)
-    size = next(array.shape[axis] for _, array, axis in named if axis is not None)
 
     def moved(name: str, array: Array, axis: int | None) -> Array:
         if name == "bias_gradient":
@@ -315,10 +309,8 @@ def _jvp(primals: Any, tangents: Any, **about: Any) -> tuple[Any, Any]:
     moved = {f"{name}_tangent": tangent.astype(exact.dtype) for name, tangent in moved.items()}
     given = arrays | {"output": output, "logsumexp": logsumexp} | moved
     of_output, of_logsumexp = run("push_forward", problem, fallback, given)
-    return [output.astype(problem.dtype), logsumexp], [
-        of_output.astype(problem.dtype),
-        of_logsumexp,
-    ]
+    output, of_output = output.astype(problem.dtype), of_output.astype(problem.dtype)
+    return [output, logsumexp], [of_output, of_logsumexp]
 
 
 ad.primitive_jvps[primitive] = _jvp

@@ -56,10 +56,17 @@ private:
     // its sums do not depend on the batch.
     static int64_t parts_of(const PolyattnCall& call) {
         for (const PolyattnArray& bias : call.bias_gradient) {  // rows of both parts would add to a number
-            if (bias.data && (bias.row == 0 || bias.row == -1)) return 1;
+            if (bias.data && (bias.row == 0 || Turns::is_by_distance(bias))) return 1;
         }
         const int64_t rows = call.rows * (call.heads / call.key_heads), group = GROUP * 2 * width;
         return call.key_heads < 4 && !call.is_part && rows > group ? 2 : 1;
+    }
+    // A part begins with a position: the heads of one may add to the same numbers of a bias, and turns do
+    // not order the parts of a key head.
+    static int64_t first_row_of(int64_t part, const PolyattnCall& call) {
+        const int64_t heads = call.heads / call.key_heads, size = GROUP * 2 * width;
+        const int64_t groups = (call.rows * heads + size - 1) / size;
+        return least(groups * part / parts_of(call) * size / heads, call.rows) * heads;
     }
     static char* parts_in(void* shared, const PolyattnCall& call, const Work& work) {
         return (char*)shared + Turns::size(call, work.tasks);
@@ -88,15 +95,13 @@ private:
     // ---- tasks, groups, blocks ----
 
     void begin(int64_t number) {
-        const int64_t parts = parts_of(call), group = call.heads / call.key_heads;
-        const int64_t pair = number / parts, size = work_.rows;
-        const int64_t rows = call.rows * group, groups = (rows + size - 1) / size;
+        const int64_t parts = parts_of(call), pair = number / parts;
         task->number = number;
         task->item = pair / call.key_heads;
         task->key_head = pair % call.key_heads;
         task->part = number % parts;
-        task->next_row = groups * task->part / parts * size;
-        task->stop_row = least(groups * (task->part + 1) / parts * size, rows);
+        task->next_row = first_row_of(task->part, call);
+        task->stop_row = first_row_of(task->part + 1, call);
         task->panels = 0;
         if (task->part == 0 && !call.adds) {
             for (int64_t key = 0; key < call.keys; ++key) {
@@ -111,9 +116,7 @@ private:
 
     // Where the gradients of a key and of its value are added up.
     T* part_sums() const {
-        const int64_t pair = task->item * call.key_heads + task->key_head;
-        const int64_t before = pair * (parts_of(call) - 1) + task->part - 1;
-        return (T*)parts_in(work_.shared_memory, call, work_) + before * size_of_part(call);
+        return (T*)parts_in(work_.shared_memory, call, work_) + task->number / 2 * size_of_part(call);
     }
     T* key_row(int64_t key) const {
         if (task->part) return part_sums() + key * call.head_size;
@@ -125,19 +128,15 @@ private:
     }
 
     static void join_parts(const PolyattnCall& call, const Work& work, void* shared) {
-        const int64_t parts = parts_of(call);
         const T* sums = (const T*)parts_in(shared, call, work);
-        for (int64_t pair = 0; pair < call.items * call.key_heads; ++pair) {
+        const int64_t pairs = (parts_of(call) - 1) * call.items * call.key_heads;
+        for (int64_t pair = 0; pair < pairs; ++pair) {
             const int64_t item = pair / call.key_heads, head = pair % call.key_heads;
-            for (int64_t part = 1; part < parts; ++part) {
-                for (int64_t key = 0; key < call.keys; ++key) {
-                    add(sums + key * call.head_size, call.head_size, at<T>(call.key_gradient, item, head, key));
-                }
-                sums += call.keys * call.head_size;
-                for (int64_t key = 0; key < call.keys; ++key) {
-                    add(sums + key * call.value_size, call.value_size, at<T>(call.value_gradient, item, head, key));
-                }
-                sums += call.keys * call.value_size;
+            for (int64_t key = 0; key < call.keys; ++key, sums += call.head_size) {
+                add(sums, call.head_size, at<T>(call.key_gradient, item, head, key));
+            }
+            for (int64_t key = 0; key < call.keys; ++key, sums += call.value_size) {
+                add(sums, call.value_size, at<T>(call.value_gradient, item, head, key));
             }
         }
     }

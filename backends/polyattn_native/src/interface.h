@@ -72,8 +72,9 @@ typedef struct {
 #define POLYATTN_API __attribute__((visibility("default")))
 #endif
 
-// Compute; 0 once all is written, 1 after some 30 ms, to be called again, -1 without memory. `state`
-// points to a null pointer at first, and belongs to the call until it is done.
+// Compute; 0 once all is written, 1 after some 30 ms, to be called again, -1 without memory, -2 in the
+// child of a fork amid the call, some of whose threads are in the parent only. `state` points to a null
+// pointer at first, and belongs to the call until it is done.
 POLYATTN_API int polyattn_attend(const PolyattnCall* call, void** state);
 POLYATTN_API int polyattn_differentiate(const PolyattnCall* call, void** state);
 POLYATTN_API int polyattn_push_forward(const PolyattnCall* call, void** state);

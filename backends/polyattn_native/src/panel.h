@@ -34,15 +34,13 @@ inline Range keys_of_row(const PolyattnCall& call, int64_t item, int64_t head, i
 
 // Rows are counted over the query heads that share a key head: those of one position are adjacent.
 template <typename T> struct Panel {
-    typedef typename Lanes<T>::Int Int;
     static constexpr int width = Lanes<T>::width;
 
     int count;          // vectors: 1 or 2
     int used;           // rows; the lanes after them repeat the last
     int64_t first_row;  // the number of the first
     Range some, every;  // the keys that some row sees, and those that each sees
-    Int first[2 * width], stop[2 * width];
-    int64_t head[2 * width], row[2 * width];
+    int64_t first[2 * width], stop[2 * width], head[2 * width], row[2 * width];
     T maximum[2 * width], total[2 * width];
     bool has_output;
 
@@ -62,8 +60,8 @@ template <typename T> struct Panel {
             row[lane] = r / group;
             head[lane] = key_head * group + r % group;
             Range keys = keys_of_row(call, item, head[lane], row[lane]);
-            first[lane] = (Int)keys.first;
-            stop[lane] = (Int)keys.stop;
+            first[lane] = keys.first;
+            stop[lane] = keys.stop;
             some = {least(some.first, keys.first), most(some.stop, keys.stop)};
             every = {most(every.first, keys.first), least(every.stop, keys.stop)};
             maximum[lane] = -infinity<T>();

@@ -77,6 +77,9 @@ struct Scratch {
 
 // ---- a call under way ----
 
+// How many forks led to this process since the library was loaded.
+int forks = 0;
+
 struct Run {
     PolyattnCall call;
     Work work;
@@ -86,9 +89,16 @@ struct Run {
     std::atomic<bool> stop{false};
     int places = 0;  // for more threads; under the pool's lock, as active is
     int active = 0;
+    const int began = forks;
     fenv_t arithmetic;  // of the caller: how it rounds, and whether it flushes small numbers to 0
 
     Run(const PolyattnCall& c, const Work& w) : call(c), work(w), scratch(w.scratch) { fegetenv(&arithmetic); }
+
+    // In the child of a fork, whether threads had begun to work: they are in the parent only.
+    bool is_cut() {
+        if (began != forks) is_shared = false;
+        return began != forks && active > 0;
+    }
 
     bool begin_next(void* memory) {
         const int64_t task = next.fetch_add(1, std::memory_order_relaxed);
@@ -199,7 +209,7 @@ struct Process {
         pthread_atfork(nullptr, nullptr, [] {
             memset(storage[1], 0, sizeof(Pool));
             pool = new (storage[pool == (Pool*)storage[0]]) Pool;
-            kept.lent = false;
+            ++forks;
         });
 #endif
     }
@@ -240,6 +250,9 @@ int run_tasks(const PolyattnCall& call, Work (*make)(const PolyattnCall&), void*
         }
         const int64_t helpers = (work.tasks < call.threads ? work.tasks : call.threads) - 1;
         run->is_shared = helpers > 0 && pool->offer(*run, (int)helpers);
+    } else if (run->is_cut()) {
+        close(run, state);
+        return -2;
     }
     state = run;
     const Clock::time_point deadline = Clock::now() + QUANTUM;
@@ -267,6 +280,7 @@ void cancel_tasks(void*& state) {
     Run* run = (Run*)state;
     if (!run) return;
     run->stop = true;
+    run->is_cut();  // then nothing is to wait for
     if (run->is_shared) {
         while (!pool->wait(*run, Clock::now() + QUANTUM)) {}
     }

@@ -247,11 +247,15 @@ template <typename T> void hide_outside(const Panel<T>& panel, Range keys, T* sc
     typedef typename Lanes<T>::Int Int;
     const int lanes = panel.lanes();
     for (int v = 0; v < lanes; v += width) {
-        Ints<T> first = load_ints<T>(panel.first + v), stop = load_ints<T>(panel.stop + v);
+        Ints<T> first, stop;  // from the first key of the block, so that 32 bits hold them
+        for (int lane = 0; lane < width; ++lane) {
+            first[lane] = (Int)clamp(panel.first[v + lane] - keys.first, 0, BLOCK);
+            stop[lane] = (Int)clamp(panel.stop[v + lane] - keys.first, 0, BLOCK);
+        }
         for (int64_t key = keys.first; key < keys.stop; ++key) {
             if (key >= panel.every.first && key < panel.every.stop) continue;
             T* score = scores + (key - keys.first) * lanes + v;
-            Ints<T> at = Ints<T>{} + (Int)key;
+            Ints<T> at = Ints<T>{} + (Int)(key - keys.first);
             Ints<T> seen = (at >= first) & (at < stop);
             store<T>(score, select<T>(seen, load(score), all<T>(-infinity<T>())));
         }

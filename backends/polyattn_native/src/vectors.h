@@ -27,16 +27,12 @@ template <typename T> struct Lanes {
     typedef T Vector __attribute__((vector_size(POLYATTN_BYTES)));
     typedef Int Ints __attribute__((vector_size(POLYATTN_BYTES)));
     typedef T Loose __attribute__((vector_size(POLYATTN_BYTES), aligned(sizeof(T)), may_alias));
-    typedef Int LooseInts __attribute__((vector_size(POLYATTN_BYTES), aligned(sizeof(T)), may_alias));
 };
 template <typename T> using Vector = typename Lanes<T>::Vector;
 template <typename T> using Ints = typename Lanes<T>::Ints;
 
 template <typename T> INLINE Vector<T> load(const T* p) { return *(const typename Lanes<T>::Loose*)p; }
 template <typename T> INLINE void store(T* p, Vector<T> v) { *(typename Lanes<T>::Loose*)p = v; }
-template <typename T> INLINE Ints<T> load_ints(const typename IntOf<T>::type* p) {
-    return *(const typename Lanes<T>::LooseInts*)p;
-}
 template <typename T> INLINE Vector<T> all(T x) { return x - Vector<T>{}; }
 
 template <typename T> INLINE Vector<T> select(Ints<T> where, Vector<T> yes, Vector<T> no) { return where ? yes : no; }

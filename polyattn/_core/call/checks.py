@@ -11,7 +11,7 @@ from polyattn._core.call.facts import Call, Letters, axes_of
 from polyattn._core.call.features import DTYPES
 from polyattn._core.call.operands import named_arrays
 from polyattn._core.call.options import GRADIENT_NUMBERS, OPTIONS, with_gradient
-from polyattn._core.expressions.indices import check_broadcasts, check_mask_shape
+from polyattn._core.expressions.indices import check_shape_of_scores
 
 
 def check_dtypes(call: Call) -> None:
@@ -134,18 +134,15 @@ def _shape_error(call: Call, reason: str, hint: str = "") -> ValueError:
 
 def check_operand_shapes(call: Call, scores: Shape) -> None:
     rank = max(2, *(len(facts.shape) for _, facts in call.operands()))
-    if isinstance(call.mask, ArrayFacts):
-        check_mask_shape("mask", call.mask.shape, scores[-rank:])
-    for name in with_gradient("array"):
-        extra = getattr(call, name)
-        if extra is not None and OPTIONS[name].axes == "H":
-            if extra.shape != (scores[-3],):
-                raise ValueError(
-                    f"{name} must hold one number per query head, shape ({scores[-3]},); got"
-                    f" {extra.shape}"
-                )
-        elif extra is not None:
-            check_broadcasts(name, extra.shape, scores[-rank:])
+    for name, option in OPTIONS.items():
+        array = getattr(call, name)
+        if option.axes == ".HLS" and isinstance(array, ArrayFacts):
+            check_shape_of_scores(name, array.shape, scores[-rank:])
+        elif option.axes == "H" and array is not None and array.shape != (scores[-3],):
+            raise ValueError(
+                f"{name} must hold one number per query head, shape ({scores[-3]},); got"
+                f" {array.shape}"
+            )
     _check_results(call, scores, rank)
     _check_tangents(call)
     if isinstance(call.query_offset, ArrayFacts):

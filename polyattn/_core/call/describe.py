@@ -9,6 +9,7 @@ import numbers
 from collections.abc import Callable
 from typing import Any
 
+from polyattn._base.arguments import got
 from polyattn._base.arrays import Array, ArrayFacts, are_one_length, facts_of, is_array
 from polyattn._base.host import Destination, as_array, destination_of, is_host
 from polyattn._base.tracing import as_constant, torch_transforms
@@ -77,6 +78,9 @@ def _checked(options: dict[str, Any], destination: Destination | None) -> dict[s
         option = OPTIONS[name]
         if given is option.default:
             continue
+        if option.gradient == "array" and isinstance(given, numbers.Real):
+            axes = ", ".join(option.axes or "").strip(" .,")
+            raise TypeError(f"{name} must be an array along {axes} of the scores; {got(given)}")
         if option.axes is not None or isinstance(given, Expression):
             given = placed(name, given, destination)
         values[name] = option.read(given)

@@ -128,3 +128,5 @@ NOT_IN_DERIVATIVES = frozenset([name for name, one in FEATURES.items() if not on
 
 #: Features that can mask keys.
 MASKING = frozenset([name for name, feature in FEATURES.items() if feature.hides_keys])
+#: Features that count rows or keys.
+COUNTING = MASKING - {"bias", "mask"} | {"dropout", "query_offset_array"}

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from polyattn._base.arguments import check_int, check_signature, check_window, got
 from polyattn._base.arrays import as_facts, is_array, library_of
-from polyattn._base.tracing import as_constant
+from polyattn._base.tracing import as_constant, as_number
 from polyattn._core.expressions.expression import Expression
 from polyattn._core.expressions.masks import Mask
 from polyattn._core.expressions.replacements import Normalizer, ScaleRule, Similarity
@@ -25,6 +25,7 @@ FROM_ZERO: Start = (0, 0, 0, 0)
 
 
 def check_causal(value: Any) -> bool:
+    value = as_number("is_causal", value)
     if isinstance(value, bool) or type(value).__name__ in ("bool_", "bool"):
         return bool(value)
     raise TypeError(f"is_causal must be True or False; {got(value)}")
@@ -33,6 +34,7 @@ def check_causal(value: Any) -> bool:
 def check_finite(
     name: str, value: Any, what: str = "a number", advice: Callable[[Any], str] = lambda value: ""
 ) -> float:
+    value = as_number(name, value)
     if not isinstance(value, (int, float, numbers.Real)) or isinstance(value, bool):
         raise TypeError(f"{name} must be {what}; {got(value)}{advice(value)}")
     try:
@@ -164,7 +166,7 @@ def check_dropout(value: Any) -> tuple[float, Any, Any]:
             f" (rate, seed, start); {got(value)}"
         )
     start = _check_start(value[2]) if len(value) == 3 else FROM_ZERO
-    rate, seed = check_finite("dropout rate", value[0]), value[1]
+    rate, seed = check_finite("dropout rate", value[0]), as_number("dropout seed", value[1])
     if not 0 <= rate < 1:
         raise ValueError(f"a dropout rate must be in [0, 1); {got(value)}")
     # What NumPy holds can be read, and then goes with arrays of any library.

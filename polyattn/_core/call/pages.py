@@ -7,8 +7,41 @@ from __future__ import annotations
 
 from typing import Any
 
-from polyattn._base.arrays import Array, index_range, library_of, with_rank
+from polyattn._base.arrays import Array, clip, facts_of, index_range, library_of, with_rank
+from polyattn._core.call.facts import Call, axes_of
 from polyattn._core.call.operands import Operands
+from polyattn._core.expressions.patterns import CachePadding, Padding
+
+
+def on_used_pages(call: Call, x: Operands) -> tuple[Call, Operands]:
+    """Return a call, whose lengths can be read, over the columns of its table that rows may see.
+
+    If all goes by the distance to the row, an item begins in its window. The call stays as it is if
+    something else has a number for each key.
+    """
+    table: Any = x.block_table
+    lengths: Any = x.key_lengths
+    if call.bias is not None or not isinstance(x.mask, Padding):
+        return call, x
+    xp, many, (left, _) = library_of(table).xp, table.shape[-1], call.window or (None, None)
+    (_, _, rows, _), (_, _, page, _) = (axes_of(y.shape, call.layout) for y in call[:2])
+    by_distance = isinstance(x.mask, CachePadding) and x.score_mod is None and not call.dropout
+    first = 0 * lengths
+    moves = by_distance and left is not None and not isinstance(x.query_offset, int)
+    if moves:
+        first = clip(xp, (lengths - rows - left) // page, 0, many)
+    count = max([1, *xp.reshape(-(-lengths // page) - first, (-1,)).tolist()])
+    if count >= many:
+        return call, x
+    first = (first + 0 * table[..., 0])[..., None]
+    columns = clip(xp, first + index_range(xp, 0, count, table), 0, many - 1)
+    changed = {"block_table": xp.take_along_axis(table + 0 * first, columns, axis=-1)}
+    if moves:
+        lengths = lengths - first[..., 0] * page
+        changed |= {"key_lengths": lengths, "query_offset": lengths - rows}
+        x = x._replace(mask=CachePadding(lengths))
+    facts: dict[str, Any] = {name: facts_of(y, name) for name, y in changed.items()}
+    return call._replace(**facts), x._replace(**changed)
 
 
 def gathered(pool: Array, operands: Operands) -> Array:

@@ -199,10 +199,11 @@ class Expression:
         return hash((type(self), *(_key(getattr(self, name)) for name in self.__match_args__)))
 
     def __repr__(self) -> str:
-        fields = [(name, getattr(self, name)) for name in self.__match_args__]
-        while fields and _same(fields[-1][1], getattr(type(self), fields[-1][0], _NOTHING)):
-            fields.pop()
-        given = [shown(field) for _, field in fields]
+        cls, names = type(self), list(self.__match_args__)
+        # A class has the defaults of its fields as attributes.
+        while names and hasattr(cls, n := names[-1]) and _same(getattr(self, n), getattr(cls, n)):
+            names.pop()
+        given = [shown(getattr(self, name)) for name in names]
         return f"{self.module}.{self.name}({', '.join(given)})"
 
 
@@ -218,10 +219,6 @@ def _note_carried(name: str, field: Any, found: list[tuple[str, Any]]) -> None:
 
 def _is_traced(value: Expression) -> bool:
     return any(is_array(thing) and facts_of(thing).traced for _, thing in value.carried())
-
-
-# Unequal to every field.
-_NOTHING = object()
 
 
 def has_function(value: Any) -> bool:

@@ -54,25 +54,20 @@ def saturating_sum(offset: Any, shift: int, xp: Any, dtype: Any, limit: int = IN
     return offset + half + (shift - half)
 
 
-def check_mask_shape(name: str, mask: tuple[int, ...], scores: tuple[int, ...]) -> None:
-    """Raise unless a mask array broadcasts to the scores, in one way only."""
-    if 2 < len(mask) < len(scores) and any(length != 1 for length in mask[:-2]):
+def check_shape_of_scores(name: str, shape: tuple[int, ...], scores: tuple[int, ...]) -> None:
+    """Raise unless a mask or bias broadcasts to the scores, in one way only."""
+    given = "bias" if name == "bias" else "mask"
+    if 2 < len(shape) < len(scores) and any(length != 1 for length in shape[:-2]):
         raise ValueError(
-            f"{name} {mask} has {len(mask)} axes for scores {scores}, so its first could be batch"
-            " or heads: write mask[:, None] for a mask per batch item, mask[None] for one per head"
+            f"{name} {shape} has {len(shape)} axes for scores {scores}, so its first could be batch"
+            f" or heads: write {given}[:, None] for a {given} per batch item, {given}[None] for one"
+            " per head"
         )
-    hint = ""
-    if len(scores) > 3 and mask == (scores[0], scores[-1]):
-        hint = ": write mask[:, None, None, :] for the keys of each batch item"
-    check_broadcasts(name, mask, scores, hint)
-
-
-def check_broadcasts(
-    name: str, shape: tuple[int, ...], scores: tuple[int, ...], hint: str = ""
-) -> None:
-    """Raise unless an array broadcasts to the scores."""
     if len(shape) > len(scores) or broadcast_shapes(shape, scores) != scores:
         letters = "L, S" if len(scores) == 2 else "..., H, L, S"
+        hint = ""
+        if len(scores) > 3 and shape == (scores[0], scores[-1]):
+            hint = f": write {given}[:, None, None, :] for the keys of each batch item"
         raise ValueError(
             f"{name} {shape} does not broadcast to the scores ({letters}) = {scores}{hint}"
         )

@@ -20,7 +20,7 @@ from polyattn._core.expressions.indices import (
     PointIndices,
     ScoreDims,
     ScoreIndices,
-    check_mask_shape,
+    check_shape_of_scores,
 )
 
 
@@ -204,7 +204,7 @@ class Dense(Mask):
             raise TypeError(
                 f"masks.dense takes a bool array, True where a key takes part; got {facts}"
             )
-        check_mask_shape("masks.dense:", facts.shape, dims.scores)
+        check_shape_of_scores("masks.dense:", facts.shape, dims.scores)
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -18,6 +18,7 @@ from polyattn._base.arrays import Array, broadcast_shapes, with_rank
 from polyattn._base.span import Span
 from polyattn._core.call.operands import Operands
 from polyattn._core.call.problem import Problem
+from polyattn._core.expressions.patterns import Padding
 from polyattn._core.tiles.axes import one_batch_axis
 from polyattn._core.tiles.band import band
 from polyattn._core.tiles.indices import Indices
@@ -131,6 +132,22 @@ def score_axes(problem: Problem, array: Array, xp: Any) -> Array:
     if all(isinstance(length, int) and length == 1 for length in lead):
         return array[(*(0,) * (len(lead) - 1), ...)]
     return one_batch_axis(problem, array, xp)
+
+
+def without_padding(problem: Problem, x: Operands, xp: Any) -> Operands:
+    """Return operands with 0 in keys and values beyond the lengths of the mask, where NaN may be.
+
+    For an engine that multiplies the weight 0 of a hidden key by its value.
+    """
+    conditions = getattr(x.mask, "conditions", ()) if x.block_table is None else ()
+    lengths = [one.key_lengths for one in conditions if isinstance(one, Padding)]
+    for length in lengths:
+        if length is not None:
+            at = Indices(problem, xp, x, Span(0, problem.query_length), Span(0, problem.key_length))
+            used = xp.matrix_transpose(at.column < at.per_item(length))
+            key, value = (xp.where(used, one, xp.zeros_like(one)) for one in (x.key, x.value))
+            x = x._replace(key=key, value=value)
+    return x
 
 
 # ---- rows without keys ----

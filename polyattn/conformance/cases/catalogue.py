@@ -91,7 +91,7 @@ ALONE: Group = {
     "mask function of j": {"mask": lambda b, h, i, j: j < 7},
     "segments": {"mask": lambda b, h, i, j: i // 4 == j // 4},
     "bias (L, S)": {"bias": normal("LS")},
-    "bias (H, 1, S)": {"bias": normal("H1S")},
+    "bias (1, H, 1, S)": {"bias": normal("1H1S")},
     "bias (B, 1, L, 1)": {"bias": normal("B1L1")},
     "bias of float32": {"bias": normal("LS", "float32")},
     "bias of float64": {"bias": normal("LS", "float64")},

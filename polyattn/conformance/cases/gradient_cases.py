@@ -37,9 +37,9 @@ OWN = {
         ),
         # With so many heads, small tiles cut the keys of each.
         make_case(
-            "eight heads, softcap and bias (H, L, 1)",
+            "eight heads, softcap and bias (1, H, L, 1)",
             **{"batch": (1,), "H": 8, "L": 5, "S": 33, "softcap": 1.5},
-            bias=normal("HL1"),
+            bias=normal("1HL1"),
         ),
         make_case(
             "nan in the queries of empty rows",
@@ -67,7 +67,7 @@ NAMES = (
     "plain",
     "padding mask",
     "mask (L, 1)",
-    "bias (H, 1, S)",
+    "bias (1, H, 1, S)",
     "bias (B, 1, L, 1)",
     "bias as mask",
     "sink of -inf",
@@ -142,7 +142,7 @@ BY_DIFFERENCES = (
     *("normalizer x causal and bias", "normalizer x dropout", "sigmoid", "S = 0, similarity"),
     *("nan under a mask value, similarity", "nan under a mask value, score norm"),
     *("nan under a mask value, normalizer", "nan under a mask, many steps"),
-    *("eight heads, softcap and bias (H, L, 1)", "nan in the queries of empty rows"),
+    *("eight heads, softcap and bias (1, H, L, 1)", "nan in the queries of empty rows"),
     "S = 0, sinks",
 )
 

@@ -1,0 +1,66 @@
+"""Calls over the keys that items have, where lengths on the CPU can be read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from polyattn.plugin import Array, Backend, Kernel, Operands, Problem
+
+# Items of unlike lengths with more numbers have a call each: to copy them with 0 behind the shorter
+# ones, which an engine needs that is not safe from NaN, takes longer.
+MANY_NUMBERS = 2**15
+
+
+def by_lengths(
+    kernel: Kernel, problem: Problem, x: Operands, backend: Backend
+) -> tuple[Array, Array | None] | None:
+    """Return the result by calls over fewer keys; None if there is nothing to leave out."""
+    numbers = _lengths(kernel, problem, x, backend)
+    if numbers is None or max(numbers) == 0:
+        return None
+    longest, offsets = max(numbers), [problem.query_offset]
+    if problem.query_offset is None:
+        offsets = x.query_offset.reshape(-1).tolist()  # type: ignore[union-attr]
+    is_one = len({*numbers}) == len({*offsets}) == 1
+    size = problem.key_heads * longest * (problem.head_size + problem.value_size)
+    share = kernel.poison_safe or size <= MANY_NUMBERS or min(numbers) == 0
+    if not is_one and (share or len(problem.batch) != 1 or "batch_broadcast" in problem.features):
+        if longest == problem.key_length:
+            return None
+        return backend.run(kernel, *_cut(problem, x, longest))
+    features = problem.features - {"mask_expression", "query_offset_array"}
+    problem = problem._replace(mask_spec=None, query_offset=offsets[0], features=features)
+    x = x._replace(mask=None, query_offset=None)
+    if is_one:
+        return backend.run(kernel, *_cut(problem, x, longest))
+    found = []
+    for n, arrays in enumerate(zip(*[one.split(1) for one in x[:3]], strict=True)):
+        own = problem._replace(batch=(1,), query_offset=offsets[n % len(offsets)])
+        part = _cut(own, Operands(*arrays), numbers[n % len(numbers)])
+        found.append(backend.run(kernel, *part))
+    outputs, logsumexps = zip(*found, strict=True)
+    return torch.cat(outputs), None if logsumexps[0] is None else torch.cat(logsumexps)
+
+
+def _lengths(kernel: Kernel, problem: Problem, x: Operands, backend: Backend) -> list[int] | None:
+    """Return the length of each item, or of all, if keys behind them can be left out."""
+    mask: Any = x.mask
+    lengths = getattr(mask, "key_lengths", None)  # of a mask of lengths only
+    if lengths is None or mask.query_lengths is not None or x.bias is not None:
+        return None
+    goes_by_lengths = kernel.batch_invariant or x.block_table is not None
+    if goes_by_lengths or kernel.compiles or problem.transforms or 0 in problem.batch:
+        return None
+    arrays = [one for one in (lengths, x.query_offset) if isinstance(one, torch.Tensor)]
+    if not (backend.is_eager(x.query) and backend.is_plain(*arrays)):
+        return None
+    numbers = [lengths] if isinstance(lengths, int) else lengths.reshape(-1).tolist()
+    return [min(max(n, 0), problem.key_length) for n in numbers]
+
+
+def _cut(problem: Problem, x: Operands, length: int) -> tuple[Problem, Operands]:
+    """Return a call over its first keys."""
+    key, value = (one[..., :length, :] for one in (x.key, x.value))
+    return problem._replace(key_length=length), x._replace(key=key, value=value)

@@ -1,0 +1,109 @@
+"""torch's kernels read no key beyond a length, whatever it holds."""
+
+import math
+
+import numpy as np
+import pytest
+from optional import torch
+
+from polyattn import attention, masks, scores
+from polyattn._kernels import dense
+from polyattn_torch import lengths as by_lengths
+
+F = torch.nn.functional
+B, H, G, L, S, D = 4, 4, 2, 3, 300, 16
+torch.manual_seed(0)
+QUERY, KEY, VALUE = (torch.randn(B, n, m, D) for n, m in ((H, L), (G, S), (G, S)))
+LENGTHS = {
+    "one": torch.full((B,), 130),
+    "a number": 130,
+    "unlike": torch.tensor([130, 7, 99, 300], dtype=torch.int32),
+    "none": torch.tensor([130, 0, 99, 5]),
+    "beyond": torch.tensor([130, 400, -1, 5]),
+    "of all": torch.tensor([130]),
+}
+OPTIONS = {
+    "nothing": {},
+    "causal": {"is_causal": True},
+    "window": {"window": (20, 0)},
+    "offset": {"is_causal": True, "query_offset": torch.tensor([5, 80, 200, 7])},
+    "a number": {"is_causal": True, "query_offset": 50},
+    "bias": {"bias": torch.randn(H, L, S)},
+    "of keys": {"score_mod": scores.alibi(H) >> scores.softcap(9.0), "sinks": torch.randn(H)},
+    "function": {"score_mod": lambda s, b, h, i, j: s + 0.01 * j * b},
+}
+
+
+def numbers(given):
+    return torch.as_tensor(given).clamp(0, S).expand(B).tolist()
+
+
+def poisoned(lengths, **options):
+    """Return arrays with NaN and infinities beyond the lengths."""
+    key, value = KEY.clone(), VALUE.clone()
+    for b, n in enumerate(numbers(lengths)):
+        key[b, :, n:], value[b, :, n:] = math.nan, math.inf
+    for one in (key, value):
+        one.requires_grad_(options.get("grad", False))
+    return QUERY, key, value
+
+
+@pytest.mark.parametrize("few", [0, 2**60], ids=["a call for each", "one call"])
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("lengths", LENGTHS)
+def test_what_lies_beyond_a_length_reaches_nothing(lengths, option, few, monkeypatch):
+    monkeypatch.setattr(by_lengths, "MANY_NUMBERS", few)
+    lengths, options = LENGTHS[lengths], OPTIONS[option]
+    clean = [x.double().numpy() for x in (QUERY, KEY, VALUE)]
+    newest = {"query_offset": np.asarray(lengths) + np.zeros(B, int) - L}
+    given = {n: np.asarray(x) if torch.is_tensor(x) else x for n, x in (newest | options).items()}
+    expected = attention(*clean, key_lengths=np.array(numbers(lengths)), **given)
+    found = attention(*poisoned(lengths), key_lengths=lengths, **options)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=3e-6)
+    leaves = poisoned(lengths, grad=True)
+    recorded = attention(*leaves, key_lengths=lengths, **options)
+    np.testing.assert_allclose(recorded.detach(), expected, rtol=0, atol=3e-6)
+    recorded.sum().backward()
+    for leaf in leaves[1:]:
+        for b, n in enumerate(numbers(lengths)):
+            assert torch.isfinite(leaf.grad[b]).all()
+            assert not leaf.grad[b, :, n:].any()
+
+
+def test_what_lies_beyond_reaches_nothing_in_a_program_and_beside_another_mask():
+    unlike = LENGTHS["unlike"]
+    arrays, seen = poisoned(unlike), masks.padding(unlike) & ~masks.prefix(2)
+    compiled = torch.compile(attention, backend="eager", fullgraph=True)
+    expected = attention(QUERY, KEY, VALUE, mask=seen, kernel="dense")
+    torch.testing.assert_close(compiled(*arrays, mask=seen), expected)
+    torch.testing.assert_close(attention(*arrays, mask=seen), expected)
+    recorded = torch.fx.experimental.proxy_tensor.make_fx(
+        lambda *x: attention(*x, key_lengths=unlike)
+    )(*arrays)
+    expected = attention(QUERY, KEY, VALUE, key_lengths=unlike, kernel="dense")
+    torch.testing.assert_close(recorded(*arrays), expected)
+
+
+@pytest.mark.parametrize("lengths", ["one", "a number", "unlike", "of all"])
+def test_the_engine_gets_the_keys_that_an_item_has_and_no_mask(lengths, monkeypatch):
+    monkeypatch.setattr(by_lengths, "MANY_NUMBERS", 0)
+    given, calls, function = LENGTHS[lengths], [], F.scaled_dot_product_attention
+
+    def spy(q, k, v, *, attn_mask=None, **options):
+        calls.append((*k.shape[::2], attn_mask))
+        return function(q, k, v, attn_mask=attn_mask, **options)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", spy)
+    attention(QUERY, KEY, VALUE, key_lengths=given)
+    wanted = [(1, n, None) for n in numbers(given)] if lengths == "unlike" else [(B, 130, None)]
+    assert calls == wanted
+
+
+@pytest.mark.parametrize("kernel", ["dense", "tiled"])
+def test_other_kernels_get_the_keys_up_to_the_longest_length(kernel, monkeypatch):
+    widths, scores_of = [], dense.scores
+    monkeypatch.setattr(
+        dense, "scores", lambda *x, **o: widths.append(x[4].shape[-2]) or scores_of(*x, **o)
+    )
+    attention(QUERY, KEY, VALUE, key_lengths=torch.tensor([7, 99, 5, 0]), kernel=kernel)
+    assert sum(widths) == 99

@@ -1,0 +1,185 @@
+"""The child of a fork: every lock is free there, and a call that was under way ends."""
+
+import ast
+import os
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+
+ROOT = Path(__file__).resolve().parents[2]
+#: What holds a lock, or threads that wait for one.
+MAKERS = {
+    *("Lock", "RLock", "allocate_lock", "Condition", "Semaphore", "BoundedSemaphore", "Event"),
+    *("Barrier", "Queue", "LifoQueue", "PriorityQueue", "SimpleQueue", "ThreadPoolExecutor"),
+}
+#: Where one is made, and why the child of a fork does not wait for it.
+MADE = {
+    ("polyattn/_base/forks.py", "RLock"): "it is made anew",
+    ("polyattn/parallel/threads.py", "Condition"): "its lock is made anew",
+    ("backends/polyattn_numpy/threads.py", "SimpleQueue"): "the pool is made anew, and calls end",
+}
+KERNELS = ["tiled"] if os.environ["POLYATTN_NATIVE"] == "0" else ["tiled", "native"]
+QUIET = "-W", "ignore::DeprecationWarning"  # of forks beside threads, in Python 3.12
+START = """
+import os, signal, sys, threading, time
+import numpy as np
+import polyattn
+def in_child(action):
+    child = os.fork()
+    if child:
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    signal.alarm(20)
+    try:
+        os._exit(action() or 0)
+    except BaseException as error:
+        print(error, file=sys.stderr)
+        os._exit(1)
+"""
+
+
+def test_every_lock_is_made_by_one_function():
+    made = set()
+    for folder in ("polyattn", "polyattn_command", "backends"):
+        for file in (ROOT / folder).rglob("*.py"):
+            for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+                name = getattr(node, "attr", getattr(node, "id", None))
+                if isinstance(node, ast.alias):
+                    name = node.name
+                if name in MAKERS:
+                    made.add((file.relative_to(ROOT).as_posix(), name))
+    assert made == set(MADE)
+
+
+def test_locks_that_another_thread_holds_are_free(run_python):
+    said = run_python(
+        START
+        + """
+from polyattn._base import forks
+from polyattn.parallel.threads import _Mail
+x = np.ones((1, 1, 8))
+cache = polyattn.nn.PagedCache.init(1, 8, 4, items=1, page=2, like=x)
+cache = cache.append(x[None], x[None])
+polyattn.attention(x, x, x)
+mail = _Mail(2, 1.0)
+forks.PATIENCE = 0.1
+locks, seen = {}, set()
+
+def look(thing, path):
+    if id(thing) in seen:
+        return
+    seen.add(id(thing))
+    if hasattr(thing, "acquire"):
+        locks[path] = thing
+    elif isinstance(thing, dict):
+        for name, one in list(thing.items()):
+            look(one, f"{path}.{name}")
+    elif type(thing).__module__.startswith("polyattn") and hasattr(thing, "__dict__"):
+        look(vars(thing), path)
+
+for name, module in list(sys.modules.items()):
+    if name.startswith("polyattn"):
+        look(vars(module), name)
+look({"cache": cache, "mail": mail}, "")
+held = threading.Event()
+
+def hold():
+    for lock in locks.values():
+        lock.acquire()
+    held.set()
+    time.sleep(60)
+
+threading.Thread(target=hold, daemon=True).start()
+held.wait()
+
+def check():
+    taken = [path for path, lock in locks.items() if not lock.acquire(False)]
+    assert not taken, taken
+    polyattn.attention(x[:, :, :4], x[:, :, :4], x, backend="numpy")
+    mail.send(0, 1, x)
+
+print(len(locks), in_child(check))
+""",
+        *QUIET,
+    )
+    count, status = map(int, said.split())
+    assert status == 0
+    assert count >= 5
+
+
+def test_a_lock_of_the_forking_thread_stays_its_own(run_python):
+    said = run_python(
+        START
+        + """
+from polyattn._dispatch import registry, request
+with registry._lock, request._blocks_lock:
+    print(in_child(lambda: registry._lock.release() or request._blocks_lock.release()))
+print(in_child(lambda: polyattn.attention(*np.ones((3, 1, 8))) is None))
+""",
+        *QUIET,
+    )
+    assert said.split() == ["0", "0"]
+
+
+def test_a_fork_waits_while_a_backend_is_loaded(run_python, tmp_path):
+    (tmp_path / "slowly.py").write_text("import time\ntime.sleep(1)\n")
+    said = run_python(
+        START
+        + f"""
+sys.path.insert(0, {str(tmp_path)!r})
+from polyattn._dispatch import registry
+registry.missing = lambda spec: __import__("slowly") and None
+threading.Thread(target=registry.load, args=("numpy",)).start()
+while "slowly" not in sys.modules:
+    time.sleep(0.01)
+print(in_child(lambda: registry.load("numpy")))
+""",
+        *QUIET,
+    )
+    assert said.split() == ["0"]
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_fork_amid_a_call_ends_it_or_lets_it_end(kernel, threads, run_python):
+    said = run_python(
+        START
+        + f"""
+rng = np.random.default_rng(0)
+x = rng.standard_normal((1, 8, 3000, 64), np.float32)
+short = x[:, :, :300]
+attend = polyattn.attention
+few = attend(short, short, short)
+children = []
+
+def fork(number, frame):
+    child = os.fork()
+    if child:
+        children.append(child)
+        return
+    signal.alarm(20)
+    assert (few == attend(short, short, short)).all()
+
+signal.signal(signal.SIGUSR1, fork)
+parent = os.getpid()
+os.environ["POLYATTN_NUM_THREADS"] = "{threads}"
+whole = attend(x, x, x, kernel="{kernel}")
+begun = time.perf_counter()
+attend(x, x, x, kernel="{kernel}")
+half = (time.perf_counter() - begun) / 2
+threading.Timer(half, os.kill, (parent, signal.SIGUSR1)).start()
+status = 0
+while not children and not status:
+    try:
+        right = (attend(x, x, x, kernel="{kernel}") == whole).all()
+    except RuntimeError as error:
+        right = "the process was forked amid this call" in str(error) and {threads} > 1
+    status = 1 if not right else 2 if os.getpid() != parent else 0
+if os.getpid() != parent:
+    os._exit(status - 2)
+print(status, *[os.waitstatus_to_exitcode(os.waitpid(one, 0)[1]) for one in children])
+""",
+        *QUIET,
+    )
+    assert said.split() == ["0", "0"]
