@@ -37,8 +37,7 @@ def affine(x: Array, weight: Array, bias: Array | None) -> Array:
     """Return x · weight + bias, of shapes (..., inputs), (inputs, outputs) and (outputs,)."""
     matmul = namespace_of(x).matmul
     few = not _is_numpys(x) or x.size <= BLOCK_ROWS * x.shape[-1]
-    parameters = (weight,) if bias is None else (weight, bias)
-    if few or x.dtype != weight.dtype or not all(map(_is_numpys, parameters)):
+    if few or x.dtype != weight.dtype:
         y = matmul(x, weight)
         return y if bias is None else y + beside(y, bias)
 

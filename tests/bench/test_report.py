@@ -96,7 +96,7 @@ def test_a_share_of_the_roof_is_of_the_memorys_where_that_is_lower():
     [
         ("no json", "was not written by polyattn bench --json"),
         ("[1]", "was not written by"),
-        ('{"format": "other", "version": 1}', "was not written by"),
+        ('{"format": "other", "version": 9}', "was not written by"),
         ('{"format": "polyattn bench", "version": 1}', "was not written by"),
         ('{"format": "polyattn bench", "version": 9}', "has version 9, and this polyattn reads"),
     ],
@@ -107,48 +107,6 @@ def test_a_file_of_others_is_refused_by_its_name(text, message, tmp_path):
     with pytest.raises(ValueError, match=message) as caught:
         read(file)
     assert str(file) in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [
-        ('"seconds": 0.004', '"seconds": NaN'),
-        ('"seconds": 0.004', '"seconds": -1'),
-        ('"seconds": 0.004', '"seconds": "fast"'),
-        ('"seconds": 0.004', '"seconds": null'),
-        ('"seconds": 0.004', '"seconds": 0.1'),  # above the quartile
-        ('"low": 0.0036', '"low": 1e-300'),
-        ('"length": 256', '"length": 0'),
-        ('"length": 256', '"length": true'),
-        ('"kernel": "tiled"', '"kernel": ["tiled"]'),
-        ('"cores": 2', '"cores": 2.5'),
-        ('"memory": 17179869184', f'"memory": {10**400}'),
-        ('"causal": true', '"causal": "no"'),
-        ('"window": [', '"window": [1,'),
-        ('"product": 200000000000.0', '"product": "fast"'),
-        ('"interrupted": false', '"interrupted": 0'),
-        ('"command": "polyattn', '"command": null, "was": "polyattn'),
-        ('"version": 1', '"version": [1]'),
-        ('"load": 0.1', '"load": "high"'),
-        ('"load": 0.1', f'"load": {10**400}'),
-        ('"libraries": {', '"libraries": [], "was": {'),
-        ('"peaks": [', '"peaks": [' + 100_000 * "["),
-    ],
-)
-def test_a_file_that_was_changed_is_refused(before, after, tmp_path):
-    text, file = REPORT.as_json(), tmp_path / "a.json"
-    assert before in text
-    file.write_text(text.replace(before, after, 1), encoding="utf-8")
-    with pytest.raises(ValueError, match="was not written by polyattn bench --json"):
-        read(file)
-
-
-def test_texts_of_a_file_stay_in_their_line_and_are_no_commands_of_the_terminal(tmp_path):
-    file = tmp_path / "a.json"
-    text = REPORT.as_json().replace("Processor <1>", "one\\u001b[31m\\ntwo")
-    file.write_text(text.replace('"numpy"', '"num\\npy"'), encoding="utf-8")
-    assert read(file).machine.processor == "one?[31m?two"
-    assert read(file).rows[0].backend == "num?py"
 
 
 # ---- the table ----
@@ -174,7 +132,8 @@ def test_the_table_fits_a_terminal_and_stands_in_columns():
 def test_a_share_far_above_the_limit_is_a_dash_with_a_line_below():
     wrong = changed(peaks=[Peak("numpy", "cpu", 2e9, 2e10), PEAKS[1]])
     assert wrong.of_product(wrong.rows[0]) > table.WRONG
-    assert table.cells(wrong, wrong.rows[0])[6:8] == ("-", "-")
+    (line,) = table.group(wrong, wrong.rows[:1], TIMES)[:-1]
+    assert re.search(r"  16\.8 +- +- +3\.2e-07 ", line)
     assert "faster than the limit" in " ".join(table.footer(wrong, TIMES))
     right = changed(peaks=[Peak(peak.backend, peak.device, 2e14, 2e14) for peak in PEAKS])
     assert "faster than the limit" not in " ".join(table.footer(right, TIMES))

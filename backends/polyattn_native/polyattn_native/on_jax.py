@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -41,16 +41,6 @@ OFTEN_NEW = range(-(2**31), 2**31)
 class NativeOnJax(Native):
     """The kernel for arrays of NumPy as a custom call of XLA."""
 
-    features = frozenset({
-        "batch_broadcast", "bias", "block_table", "causal", "dropout", "grouped_heads", "logsumexp",
-        "mask", "mask_expression", "query_offset", "query_offset_array", "scale",
-        "score_expression", "sinks", "softcap", "value_size", "window",
-    })  # fmt: skip
-    differentiates: ClassVar = dict.fromkeys(("backward", "jvp"), frozenset({
-        "batch_broadcast", "bias", "causal", "dropout", "grouped_heads", "mask", "mask_expression",
-        "query_offset", "query_offset_array", "scale", "score_expression", "sinks", "softcap",
-        "value_size", "window",
-    }))  # fmt: skip
     devices = frozenset({"cpu"})
     reads_quantized = Kernel.reads_quantized
 
