@@ -55,8 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             complain(f"{name}: {about}")
         return 1
     finally:
-        settle(sys.stdout)
-        settle(sys.stderr)
+        settle()
 
 
 def _run(arguments: list[str]) -> int:

@@ -36,8 +36,7 @@ ROOMS = {
     "dialects": {"_base", "masks", "scores", "_api"},
     "nn": {"_base", "_core.expressions", "scores", "_dispatch", "_api"},
     "parallel": {"_base", "_core.expressions", "_core.call", "_api"},
-    "integrations": {"_base", "_core.expressions", "_core.call", "masks", "plugin", "_kernels",
-        "_api", "__init__", "nn", "parallel"},
+    "integrations": {"_base", "_core.call", "masks", "plugin", "_api", "nn", "parallel"},
     "bench": {"_base", "_core.call", "plugin", "_dispatch", "_api", "__init__"},
     "conformance": {"_base", "_core.expressions", "_core.call", "_core.tiles", "masks", "scores",
         "plugin", "_dispatch", "__init__", "dialects"},
@@ -56,7 +55,7 @@ OUTSIDE = {
     "conformance": TESTING,
     "export": {"numpy"},
     "_base.host": {"numpy"},  # imported when a sequence, or an array of NumPy, is placed
-    "integrations": {"autograd", "jax", "mlx", "ndonnx", "numpy", "spox", "torch", "transformers"},
+    "integrations": {"jax", "mlx", "ndonnx", "numpy", "spox", "torch", "transformers"},
     "_base.slices": {"jax"},  # for a slice whose start JAX traces
     "_base.progress": {"tqdm"},
     "_base.streams": {"tqdm"},

@@ -201,7 +201,7 @@ def _check_alike(partials: tuple[Partial, ...]) -> None:
 
 
 def _merge_two(left: Partial, right: Partial) -> Partial:
-    xp = namespace_of(*left, *right)
+    xp = namespace_of(left.output)
     top = xp.maximum(left.logsumexp, right.logsumexp)
     # If both are empty, there is nothing to subtract: −inf − −inf is NaN.
     shift = xp.where(top == -math.inf, xp.zeros_like(top), top)

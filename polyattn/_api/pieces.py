@@ -16,7 +16,6 @@ from polyattn._core.call.describe import describe
 from polyattn._core.call.parts import options_of, options_of_part
 from polyattn._core.call.problem import examine
 from polyattn._core.expressions.parts import Part
-from polyattn._dispatch.plan import recorder_of
 
 
 class Piece(NamedTuple):
@@ -92,10 +91,7 @@ def attention_over_integers(
         return None
     call, operands = describe(query, key, value, **options, logsumexp=True, facts=_facts)
     plan = plan_of(call, query, backend, kernel)
-    # What is recorded is differentiated, by kernels that read floats.
-    if plan.placement.moved or recorder_of(operands) is not None:
-        return None
-    if not plan.kernel.reads_quantized(plan.placement.problem):
+    if plan.placement.moved or not plan.kernel.reads_quantized(plan.placement.problem):
         return None
     return Partial(*PlannedCall(call, operands, plan).run())
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import NamedTuple
 
-from polyattn._base.html_page import html_table
+from polyattn._base.html_table import html_table
 from polyattn._base.text_table import paragraph, table
 from polyattn._core.call.facts import Call
 from polyattn._core.call.options import OPTIONS

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 
-from polyattn._base.html_page import html_table
+from polyattn._base.html_table import html_table
 from polyattn._base.text_table import table
 from polyattn._dispatch import extensions, registry
 from polyattn._dispatch.request import request

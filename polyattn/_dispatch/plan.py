@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
-from polyattn._base.arrays import Array, Recorder, facts_of, is_array, library_of, recorders
+from polyattn._base.arrays import Array, facts_of, is_array, library_of
 from polyattn._base.tracing import is_compiling
 from polyattn._core.call.features import COUNTING
 from polyattn._core.call.gradients import Gradients
 from polyattn._core.call.operands import Operands
 from polyattn._core.call.options import GRADIENT_ARRAYS
 from polyattn._core.call.problem import Problem
-from polyattn._core.expressions.expression import Expression
 from polyattn._core.expressions.indices import INDEX_LIMIT
 from polyattn._dispatch.explanation import Candidate
 from polyattn._dispatch.placement import Placement
@@ -90,9 +89,6 @@ class Plan(NamedTuple):
 
     def run(self, operands: Operands) -> tuple[Array, Array | None]:
         """Run the kernel, and return output and logsumexp where the query is."""
-        recorder = recorder_of(operands)
-        if recorder is not None:
-            return recorder.run(self, operands)  # type: ignore[no-any-return]
         backend, given = self._moved(operands)
         run = self.counted(backend.run) if is_traced() else backend.run
         found = run(self.kernel, self.placement.problem, *given)
@@ -101,9 +97,6 @@ class Plan(NamedTuple):
 
     def backward(self, operands: Operands, residuals: Any, cotangents: Any) -> Gradients:
         """Run the backward pass of the kernel, and return the gradients where the query is."""
-        recorder = recorder_of(operands, (residuals, cotangents))
-        if recorder is not None:
-            return recorder.call("backward", self, operands, residuals, cotangents)  # type: ignore[no-any-return]
         backend, given = self._moved(operands, residuals, cotangents)
         run = self.counted(backend.run_backward) if is_traced() else backend.run_backward
         found = run(self.kernel, self.placement.problem, *given)
@@ -112,9 +105,6 @@ class Plan(NamedTuple):
 
     def jvp(self, operands: Operands, residuals: Any, tangents: Any) -> tuple[Array, Array | None]:
         """Run the directional derivative of the kernel, and return it where the query is."""
-        recorder = recorder_of(operands, (residuals, tangents))
-        if recorder is not None:
-            return recorder.call("jvp", self, operands, residuals, tangents)  # type: ignore[no-any-return]
         backend, given = self._moved(operands, residuals, tangents)
         run = self.counted(backend.run_jvp) if is_traced() else backend.run_jvp
         found = run(self.kernel, self.placement.problem, *given)
@@ -123,9 +113,6 @@ class Plan(NamedTuple):
 
     def weights(self, operands: Operands, logsumexp: Array | None) -> tuple[Array, Array | None]:
         """Run a kernel of weights, and return what it does where the query is."""
-        recorder = recorder_of(operands, (logsumexp,))
-        if recorder is not None:
-            return recorder.call("weights", self, operands, logsumexp)  # type: ignore[no-any-return]
         backend, given = self._moved(operands, logsumexp)
         run = self.counted(backend.run_weights) if is_traced() else backend.run_weights
         found = run(self.kernel, self.placement.problem, *given)
@@ -215,16 +202,3 @@ class Plan(NamedTuple):
             f"the kernel {self.kernel.name} must return its {what} as an array of {library},"
             f" {shape} {dtype}; it returned {got}"
         )
-
-
-def recorder_of(operands: Operands, others: Iterable[Any] = ()) -> Recorder | None:
-    """Return the recorder of what a call is given, if an array has one."""
-    if not recorders:
-        return None
-    things: list[Any] = list(operands)
-    for value in operands:
-        if isinstance(value, Expression):
-            things += [thing for _, thing in value.carried()]
-    for record in others:
-        things += record if isinstance(record, tuple) else [record]
-    return next((recorders[type(thing)] for thing in things if type(thing) in recorders), None)

@@ -150,7 +150,7 @@ def _try_candidates(
             )
             if all_candidates:
                 if plan is not None and candidate.status == "chosen":
-                    candidate = replace(candidate, status="next")
+                    candidate = candidate._replace(status="next")
                 copies = problem_of_kernel is not placement.problem
                 candidate = _described(candidate, kernel, problem_of_kernel, copies)
             candidates.append(candidate)

@@ -26,7 +26,6 @@ from polyattn._base.arrays import (
     facts_of,
     index_range,
     is_array,
-    is_recorded,
     library_of,
     quiet,
 )
@@ -182,7 +181,7 @@ class QuantizedCache:
         """
         memory = self.recent.key, self.recent.value
         key, value = checked_tokens(memory, memory[0].shape[:-2], key, value)
-        if any(facts_of(new).requires_grad or is_recorded(new) for new in (key, value)):
+        if any(facts_of(new).requires_grad for new in (key, value)):
             raise ValueError(
                 "a quantised cache has no gradient with respect to keys and values: detach them, or"
                 " give a KVCache"

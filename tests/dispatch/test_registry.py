@@ -369,14 +369,12 @@ def reasons():
     "line",
     ["acme", "acme pkg:SPEC", "acme = pkg:", "acme = pkg:SPEC; one", "numpy: pkg:SPEC"],
 )
-def test_a_malformed_line_is_listed_and_does_not_affect_others(install, line):
-    install("polyattn-acme", ["other = pkg:SPEC", "# ours", "", line, "last = pkg:SPEC"])
+def test_a_malformed_line_is_listed_and_affects_no_other_distribution(install, line):
+    install("polyattn-acme", ["other = pkg:SPEC", "# ours", "", line])
     install("polyattn-good", ["# ours", "", "good = good:SPEC [extra]"])
     install("elsewhere", ["malformed"], group="console_scripts")
     listed = reasons()
-    bad = UNREADABLE.format("polyattn-acme").removeprefix("the ")
-    assert listed["polyattn-acme"] == f"the line {line!r} in the {bad}"
-    assert {"other", "last"} <= listed.keys()
+    assert listed["polyattn-acme"] == UNREADABLE.format("polyattn-acme")
     assert listed["good"] == "no_such_library is not installed: pip install good"
     assert listed["numpy"] is None
     with pytest.raises(polyattn.UnknownBackendError, match="did you mean 'good'"):
@@ -391,15 +389,13 @@ def test_an_entry_that_names_a_module_only_is_listed_with_its_line(install):
 def test_a_file_with_bytes_that_are_not_utf8(install):
     install("polyattn-acme", b"acme = pkg:SPEC\n[other]\n\xff")
     assert reasons()["polyattn-acme"] == UNREADABLE.format("polyattn-acme")
-    assert "acme" in reasons()
 
 
 @pytest.mark.parametrize("metadata", [None, "Version: 1.0"])
 def test_a_distribution_without_a_name_is_listed_by_its_folder(install, tmp_path, metadata):
     install("polyattn-acme", ["acme"], metadata)
     name = f"an unnamed distribution in {tmp_path}"
-    bad = UNREADABLE.format(name).removeprefix("the ")
-    assert reasons()[name] == f"the line 'acme' in the {bad}"
+    assert reasons()[name] == UNREADABLE.format(name)
 
 
 def test_a_taken_name_is_listed_with_its_distribution(install):
@@ -414,11 +410,12 @@ def test_a_taken_name_is_listed_with_its_distribution(install):
 
 def test_a_distribution_hides_one_of_its_name_later_on_the_path(install, tmp_path, monkeypatch):
     install("acme", ["old = pkg:SPEC"])
-    above = tmp_path / "above"
-    for name in ("acme", "empty"):
-        (above / f"{name}-2.0.dist-info").mkdir(parents=True)
-        (above / f"{name}-2.0.dist-info/METADATA").write_text(f"Name: {name}")
-    monkeypatch.syspath_prepend(above)
+    info = tmp_path / "above/acme-2.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Name: acme")
+    (info / "entry_points.txt").write_text("[polyattn.backends]\nnew = pkg:SPEC")
+    monkeypatch.syspath_prepend(tmp_path / "above")
+    assert "new" in reasons()
     assert "old" not in reasons()
 
 
