@@ -10,7 +10,7 @@ from itertools import groupby
 from time import perf_counter
 from typing import Any, NamedTuple, TypeVar
 
-from polyattn._base.html_page import html_table
+from polyattn._base.html_table import html_table
 from polyattn._base.text_table import table
 from polyattn._base.tracing import constant_when_traced, is_compiling, known_length
 from polyattn._core.call.features import DERIVATIVES
