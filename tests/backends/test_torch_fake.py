@@ -134,6 +134,11 @@ def choice(kind, name):
         for one in explanation.candidates
         if one.status == "refused" and one.kernel in ("sdpa", "flex")
     ]
+    said += [
+        f"sdpa only on request: {one.on_request}"
+        for one in explanation.candidates
+        if one.kernel == "sdpa" and one.on_request
+    ]
     return "; ".join(said)
 
 
