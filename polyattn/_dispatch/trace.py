@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import groupby
 from time import perf_counter
 from typing import Any, NamedTuple, TypeVar
 
+from polyattn._base.forks import forkable_lock
 from polyattn._base.html_table import html_table
 from polyattn._base.text_table import table
 from polyattn._base.tracing import constant_when_traced, is_compiling, known_length
@@ -79,7 +79,7 @@ class Trace:
     def __init__(self, times: bool) -> None:
         self._times = times
         self._numbers: dict[CallCount, list[Any]] = {}  # how many there were, and their seconds
-        self._lock = threading.RLock()  # a signal handler may make a call too
+        self._lock = forkable_lock()  # which a signal handler may take again
 
     def add(self, call: CallCount, seconds: float = 0.0) -> None:
         """Count a call."""

@@ -129,7 +129,7 @@ def test_a_fork_waits_while_a_backend_is_loaded(run_python, tmp_path):
         + f"""
 sys.path.insert(0, {str(tmp_path)!r})
 from polyattn._dispatch import registry
-registry.missing = lambda spec: __import__("slowly") and None
+registry.unusable = lambda spec, distribution: __import__("slowly") and None
 threading.Thread(target=registry.load, args=("numpy",)).start()
 while "slowly" not in sys.modules:
     time.sleep(0.01)

@@ -205,22 +205,6 @@ def test_threads_and_tasks_lose_no_count_while_other_traces_open_and_close():
     assert min(found) >= 1
 
 
-def test_autograd_calls_count_with_the_kernel_that_ran():
-    autograd = pytest.importorskip("autograd")
-    weights = polyattn.attention_weights
-    with polyattn.trace() as trace:
-        autograd.grad(lambda x: attention(x, X, X).sum())(X)
-        autograd.grad(lambda x: weights(x, X)[..., 0].sum())(X)
-        autograd.grad(lambda x: attention(X * x, X, X, score_mod=lambda s, *at: s * x).sum())(2.0)
-    found = [(one.function, one.kernel, one.count) for one in trace.calls]
-    assert found == [
-        ("forward", "tiled", 1),
-        ("backward", "tiled", 1),
-        ("weights", "weights", 1),
-        ("forward", "dense", 1),
-    ]
-
-
 # ---- programs that run later ---------------------------------------------------------------------
 
 
