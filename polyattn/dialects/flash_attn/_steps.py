@@ -60,8 +60,8 @@ def _flash_attn_backward(
     """
     window = window_size_left, window_size_right
     options = dense_options(q, k, v, softmax_scale, causal, window, softcap, alibi_slopes)
-    check_axes(q=(q, "BLHD"), dq=(dq, "BLHD"), softmax_lse=(softmax_lse, "BHL"))
-    check_axes(k=(k, "BSGD"), v=(v, "BSGE"), dk=(dk, "BSGD"), dv=(dv, "BSGE"))
+    check_axes("q BLHD, dq BLHD, softmax_lse BHL", q, dq, softmax_lse)
+    check_axes("k BSGD, v BSGE, dk BSGD, dv BSGE", k, v, dk, dv)
     _refuse(dropout_p=dropout_p)
     xp = library_of(q).xp
     partial = Partial(out, xp.permute_dims(softmax_lse, (0, 2, 1)))

@@ -35,7 +35,7 @@ def index_first_axis(input: Array, indices: Array) -> Array:
 
 def index_put_first_axis(values: Array, indices: Array, first_axis_dim: int) -> Array:
     """Return zeros, (N, ...), whose rows `indices`, all different, are `values`, (T, ...)."""
-    check_axes({"T": shape_of(values, "values")[0]}, indices=(indices, "T"))
+    check_axes("indices T", indices, T=shape_of(values, "values")[0])
     xp, count = library_of(values).xp, values.shape[0]
     zero = numbers_like(xp, 0, values.dtype, values)
     values = xp.concat((values, xp.broadcast_to(zero, (1, *values.shape[1:]))), axis=0)
@@ -103,7 +103,11 @@ def unpad_input_for_concatenated_sequences(
 
 def _check(hidden_states: Array, **masks: Array | None) -> None:
     shape = shape_of(hidden_states, "hidden_states")
-    check_axes(dict(zip("BS", shape, strict=False)), **{n: (x, "BS") for n, x in masks.items()})
+    check_axes(
+        ", ".join(f"{name} BS" for name in masks),
+        *masks.values(),
+        **dict(zip("BS", shape, strict=False)),
+    )
 
 
 def _unpadded(
