@@ -287,8 +287,7 @@ MUTATIONS = (
      "if is_copied and at and not (", "if not at and not ("),
     (PAGES + "test_copies_are_of_the_columns_that_rows_may_see",
      "pages before the windows copied", "polyattn/_core/call/pages.py",
-     "first = clip(xp, (lengths - rows - left) // page, 0, many)",
-     "first = 0 * lengths"),
+     "clip(xp, (lengths - rows - left) // page, 0, many) if moves", "0 * lengths if moves"),
     (PAGES + "test_copies_are_of_the_columns_that_rows_may_see",
      "a page left out in which a window begins", "polyattn/_core/call/pages.py",
      "(lengths - rows - left) // page, 0, many)",
@@ -595,8 +594,8 @@ MUTATIONS = (
      "    cache.key[places] = key\n    compute = prepared("),
     (CHECKS + "test_no_sequence_of_many_is_written_before_all_are_checked",
      "a sequence of a cache written before the next is checked", "polyattn/dialects/_kvcache.py",
-     "calls.append(checked(part(q, n, ends), written, its, turned, **more))",
-     "found = with_kvcache(part(q, n, ends), written, its, turned, **more)\n"
+     "calls.append(checked(own_q, written, its, turned, **more))",
+     "found = with_kvcache(own_q, written, its, turned, **more)\n"
      "        calls.append(lambda found=found: found)"),
     (CHECKS + "test_shapes_that_would_broadcast_or_be_cut_are_refused[negative page]",
      "a page of a table that is not there", "polyattn/dialects/_packed.py",

@@ -61,8 +61,8 @@ def prepared(
 ) -> Callable[[Array, Array], tuple[Array, Array | None]]:
     """Check and plan a call whose keys and values are not there yet; return what computes it."""
     arguments = autocast({"query": query, "key": key, "value": value, **options})
-    call, operands = describe(**arguments, logsumexp=logsumexp, facts=as_facts)
-    plan = plan_of(call, operands.query, None, None)
+    described = describe(**arguments, logsumexp=logsumexp, facts=as_facts)
+    call, operands, plan = _planned(*described, None, None)
 
     def computed(key: Array, value: Array) -> tuple[Array, Array | None]:
         return run(call, operands._replace(**autocast({"key": key, "value": value})), plan)
