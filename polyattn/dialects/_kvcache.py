@@ -226,14 +226,14 @@ def _check_combination(new: tuple[Array, Array] | None, cache: Cache, rotation: 
 
 
 def _facts_when_written(new: tuple[Array, Array], cache: Cache) -> list[ArrayFacts]:
-    """Return the facts of keys and values in the cache, which a write neither casts nor moves."""
+    """Return facts of keys and values for the cache, which a write neither casts nor moves."""
     found = []
     for name, x, pool in zip(("k", "v"), new, cache[:2], strict=True):
         one, own = facts_of(x, name), facts_of(pool, f"{name}_cache")
         if one[:3] != own[:3]:
             kinds = (" ".join(facts[:3]) for facts in (own, one))
             raise TypeError("{} must be as {}_cache, {}; got {}".format(name, name, *kinds))
-        found.append(own._replace(requires_grad=own.requires_grad or one.requires_grad))
+        found.append(own if own.requires_grad else one)
     return found
 
 
@@ -248,9 +248,11 @@ def _check_range(name: str, given: Any, most: int, why: str) -> None:
 
 def _placed(cache: Cache, rotation: Rotation, q: Array) -> tuple[Cache, Rotation]:
     """Return lengths and places as integers or as arrays beside q."""
+    given = (*cache[2:], rotation.lengths)
+    if all(x is None or type(x) is int for x in given):
+        return cache, rotation
     names = ("cache_seqlens", "cache_batch_idx", "cache_leftpad", "block_table", "rotary_seqlens")
-    given = zip(names, (*cache[2:], rotation.lengths), strict=True)
-    *placed, first = [x if x is None else integers(name, x, q) for name, x in given]
+    *placed, first = (integers(name, x, q) for name, x in zip(names, given, strict=True))
     return Cache(*cache[:2], *placed), Rotation(*rotation[:2], first)
 
 
