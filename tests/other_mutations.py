@@ -587,15 +587,15 @@ MUTATIONS = (
      "if leftpad is not None:  # the first", "if False:  # the first"),
     ("tests/dialects/test_flash_attn.py::test_packed_queries_and_new_keys_of_a_cache",
      "all packed queries rotated by the first positions", "polyattn/dialects/_kvcache.py",
-     "lengths=part(rotation.lengths, n)", "lengths=part(rotation.lengths, 0)"),
+     "_replace(lengths=first)", "_replace(lengths=parts(rotation.lengths)[0])"),
     (CHECKS + "test_a_cache_is_not_written_before_all_is_checked[scale-numpy]",
      "a cache that is written before its check", "polyattn/dialects/_kvcache.py",
      "    compute = prepared(",
      "    cache.key[places] = key\n    compute = prepared("),
     (CHECKS + "test_no_sequence_of_many_is_written_before_all_are_checked",
      "a sequence of a cache written before the next is checked", "polyattn/dialects/_kvcache.py",
-     "calls.append(checked(own_q, written, its, turned, **more))",
-     "found = with_kvcache(own_q, written, its, turned, **more)\n"
+     "calls.append(checked(x, written, Cache(*pools, *its), turned, logsumexp=True, **more))",
+     "found = with_kvcache(x, written, Cache(*pools, *its), turned, logsumexp=True, **more)\n"
      "        calls.append(lambda found=found: found)"),
     (CHECKS + "test_shapes_that_would_broadcast_or_be_cut_are_refused[negative page]",
      "a page of a table that is not there", "polyattn/dialects/_packed.py",

@@ -140,27 +140,21 @@ def with_packed(
     if has_own_pools and count > cache.key.shape[0]:
         raise ValueError(f"{count} sequences for the {cache.key.shape[0]} items of k_cache")
 
-    def part(x: Any, n: int, ends: list[int] | None = None) -> Any:
-        """Return what belongs to a sequence as a batch of one."""
+    def parts(x: Any, ends: list[int] | None = None) -> list[Any]:
+        """Return what belongs to each sequence as a batch of one; the parts have one gradient."""
         if not getattr(x, "shape", ()):  # None, or one number for all
-            return x
-        return x[n : n + 1, ...] if ends is None else x[ends[n] : ends[n + 1], ...][None, ...]
-
-    def rows(x: Array | None) -> list[Any]:
-        """Return the queries of each sequence as a batch of one, which have one gradient."""
-        if x is None:
-            return [None] * count
+            return [x] * count
         cut = spans(x, [(at, end - at) for at, end in pairwise(ends or range(count + 1))])
         return cut if ends is None else [one[None, ...] for one in cut]
 
+    own_parts = (parts(q, ends), parts(qv, ends), parts(key, other), parts(value, other))
+    places = map(parts, (rotation.lengths, *cache[2:]))
     calls = []
-    for n, (own_q, own_qv) in enumerate(zip(rows(q), rows(qv), strict=True)):
-        pools = [part(x, n) if has_own_pools else x for x in cache[:2]]
-        its = Cache(*pools, *(part(x, n) for x in cache[2:]))
-        turned = rotation._replace(lengths=part(rotation.lengths, n))
-        written = None if new is None else (part(key, n, other), part(value, n, other))
-        more = {"qv": own_qv, "logsumexp": True, **options}
-        calls.append(checked(own_q, written, its, turned, **more))
+    for n, (x, x_v, k, v, first, *its) in enumerate(zip(*own_parts, *places, strict=True)):
+        pools = [x[n : n + 1, ...] if has_own_pools else x for x in cache[:2]]
+        written = None if new is None else (k, v)
+        turned, more = rotation._replace(lengths=first), {"qv": x_v, **options}
+        calls.append(checked(x, written, Cache(*pools, *its), turned, logsumexp=True, **more))
     results = [call() for call in calls]  # nothing is written before all are checked
     axes = (0, 0) if ends is None else (1, 2)  # of the items, or of the rows
     joined = (
