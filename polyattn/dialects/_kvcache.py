@@ -118,8 +118,7 @@ def with_packed(
     ends, other = (None if x is None else numbers_of(x) for x in (ends_q, ends_new))
     own, added = ("B" if x is None else "" for x in (ends, other))
     key, value = new or (None, None)
-    axes = f"q {own}LHD, qv {own}LHE, k {added}NGD, v {added}NGE"
-    check_axes(axes, q, qv, key, value)
+    check_axes(f"q {own}LHD, qv {own}LHE, k {added}NGD, v {added}NGE", q, qv, key, value)
     _check_ends("cu_seqlens_q", ends, "q", q)
     _check_ends("cu_seqlens_k_new", other, "k", key)
     cache, rotation = _placed(cache, rotation, q)
@@ -198,7 +197,8 @@ def _check_shapes_and_numbers(
         why = f"k_cache holds {capacity} tokens of a sequence{added}"
         _check_range("cache_seqlens", cache.lengths, capacity - length, why)
     if new is not None and cache.table is not None:
-        check_pages(cache.table, cache.lengths + length, count, cache.key.shape[1])
+        used: Any = cache.lengths
+        check_pages(cache.table, used + length, count, cache.key.shape[1])
 
 
 def _check_combination(new: tuple[Array, Array] | None, cache: Cache, rotation: Rotation) -> None:

@@ -67,10 +67,11 @@ def integers(name: str, given: Any, like: Array) -> Any:
         return given
     if isinstance(given, numbers.Integral):
         return int(given)
-    array, destination = as_array(name, given), None
-    if is_host(array):
-        destination = destination_of(like)
-    array = array if destination is None else destination.put(name, array)
+    array = given
+    if type(given) is not type(like):
+        array = as_array(name, given)
+        destination = destination_of(like) if is_host(array) else None
+        array = array if destination is None else destination.put(name, array)
     facts, own = facts_of(array, name), library_of(like).name
     if "int" not in facts.dtype or facts.library != own:
         raise TypeError(

@@ -90,13 +90,15 @@ def _flash_attn_varlen_backward(
             (dout, q, k, v, out, dq, dk, dv), (rows, rows, keys, keys, rows, rows, keys, keys),
             strict=True,
         )  # fmt: skip
-        *arrays, dq_, dk_, dv_ = (x if x is None else x[at, ...][None, ...] for x, at in given)
+        dout_, q_, k_, v_, out_, dq_, dk_, dv_ = (
+            x if x is None else x[at, ...][None, ...] for x, at in given
+        )
         slopes: Any = alibi_slopes
         if slopes is not None and len(slopes.shape) == 2:
             slopes = slopes[n : n + 1, :]
         sums[:, rows] = _flash_attn_backward(
-            *arrays, softmax_lse[None, :, rows], dq_, dk_, dv_, dropout_p, softmax_scale, causal,
-            window_size_left, window_size_right, softcap, slopes,
+            dout_, q_, k_, v_, out_, softmax_lse[None, :, rows], dq_, dk_, dv_, dropout_p,
+            softmax_scale, causal, window_size_left, window_size_right, softcap, slopes,
         )[0, ...]  # fmt: skip
     return sums
 
