@@ -30,7 +30,7 @@ class Cache(NamedTuple):
 
     key: Array  # (B', S, G, D), or with a table (pages, page, G, D)
     value: Array
-    lengths: int | Array | None = None
+    lengths: Any = None  # (B,), or an integer for all
     items: Array | None = None  # (B,), the item of the cache for each sequence
     leftpad: Array | None = None  # (B,), the first key of each sequence
     table: Array | None = None  # (B, pages)
@@ -197,8 +197,7 @@ def _check_shapes_and_numbers(
         why = f"k_cache holds {capacity} tokens of a sequence{added}"
         _check_range("cache_seqlens", cache.lengths, capacity - length, why)
     if new is not None and cache.table is not None:
-        used: Any = cache.lengths
-        check_pages(cache.table, used + length, count, cache.key.shape[1])
+        check_pages(cache.table, cache.lengths + length, count, cache.key.shape[1])
 
 
 def _check_combination(new: tuple[Array, Array] | None, cache: Cache, rotation: Rotation) -> None:
