@@ -77,7 +77,7 @@ def imported(path: str) -> Any:
 
 def cell(kernel: Kernel, feature: str) -> str:
     """Return a mark if a kernel computes a feature, or the devices where it does."""
-    if feature not in kernel.features:
+    if feature not in kernel.features | kernel.differentiates.keys():
         return ""
     return ", ".join(sorted(kernel.only_on.get(feature, (YES,))))
 

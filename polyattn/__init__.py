@@ -27,6 +27,7 @@ from polyattn._dispatch.errors import (
 from polyattn._dispatch.explanation import Explanation
 from polyattn._dispatch.listing import list_backends
 from polyattn._dispatch.request import use_backend
+from polyattn._dispatch.trace import trace
 
 __version__: str  # of the last tag, which the installed metadata has
 
@@ -51,6 +52,7 @@ __all__ = [
     "merge",
     "scores",
     "show_progress",
+    "trace",
     "use_backend",
     "use_threads",
 ]

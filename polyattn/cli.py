@@ -55,8 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             complain(f"{name}: {about}")
         return 1
     finally:
-        settle(sys.stdout)
-        settle(sys.stderr)
+        settle()
 
 
 def _run(arguments: list[str]) -> int:
@@ -126,7 +125,8 @@ def _add_explain(commands: Any) -> None:
         help="which kernel would run for given shapes, and why no other",
         description="Show which kernel attention would run for arrays of these shapes, and why each"
         " other one would not. Nothing is computed. In the table, next marks the kernel that would"
-        " run if those above could not, and on request one that runs only if --kernel names it.",
+        " run if those above could not, on request one that runs only if --kernel names it, and not"
+        " allowed one of another distribution.",
         epilog="example: polyattn explain --shape 2,8,1024,64 --key-shape 2,2,1024,64 --causal"
         " --library torch",
     )

@@ -1,15 +1,22 @@
 """A plugin that is wrong on purpose: a kernel for each way to break a promise."""
 
+from typing import ClassVar
+
 import numpy as np
 
-from polyattn._kernels.dense_kernel import Dense
-from polyattn.plugin import Backend, BackendSpec, Kernel
+from polyattn.plugin import CONTRACT_VERSION, Backend, BackendSpec, Kernel
+from polyattn.plugin.dense import Dense
+
+
+def only(derivative):
+    """What a kernel differentiates that has one of the derivatives of the formula."""
+    return {derivative: Dense.differentiates[derivative]}
 
 
 class Sabotaged(Dense):
     """The formula, of which one promise is not kept."""
 
-    features = Dense.features - {"backward", "jvp"}
+    differentiates: ClassVar = {}
 
     def __init__(self, name, sabotage, **declared):
         self.name, self.sabotage = name, sabotage
@@ -65,7 +72,7 @@ class DropsBackward(Dense):
     """Finds no gradient by the keys."""
 
     name = "drops_backward"
-    features = Dense.features - {"jvp"}
+    differentiates: ClassVar = only("backward")
 
     def backward(self, *given):
         found = super().backward(*given)
@@ -76,7 +83,7 @@ class DropsJvp(Dense):
     """Takes the output for its tangent."""
 
     name = "drops_jvp"
-    features = Dense.features - {"backward"}
+    differentiates: ClassVar = only("jvp")
 
     def jvp(self, problem, operands, residuals, tangents, backend):
         return residuals
@@ -274,7 +281,7 @@ class NoLogsumexp(Dense):
     """Declares logsumexp, and has a reason against each."""
 
     name = "no_logsumexp"
-    features = Dense.features - {"backward", "jvp"}
+    differentiates: ClassVar = {}
 
     def reasons_against(self, problem):
         return ["it keeps none"] if "logsumexp" in problem.features else []
@@ -284,7 +291,7 @@ class NoBackward(Dense):
     """Declares backward, and has a reason against each."""
 
     name = "no_backward"
-    features = Dense.features - {"jvp"}
+    differentiates: ClassVar = only("backward")
 
     def reasons_against(self, problem):
         return ["it has no way back"] if "backward" in problem.features else []
@@ -294,7 +301,8 @@ class NoMethod(Kernel):
     """Declares backward, and has no such method."""
 
     name = "no_method"
-    features = Dense.features - {"jvp"}
+    features = Dense.features
+    differentiates: ClassVar = only("backward")
 
     def __call__(self, problem, operands, backend):
         return Dense()(problem, operands, backend)
@@ -318,5 +326,6 @@ SPEC = BackendSpec(
     implementation="broken_plugin:BrokenBackend",
     requires=("decimal",),
     install="pip install broken",
+    contract_version=CONTRACT_VERSION,
     dtypes=("float16", "float32", "float64"),
 )

@@ -23,7 +23,6 @@ ALIASES = (
     {
         "F": "torch.nn.functional",
         "TorchBackend": "polyattn_torch.backend:TorchBackend",
-        "anp": "autograd.numpy",
         "da": "dask.array",
         "flex": "torch.nn.attention.flex_attention",
         "jnp": "jax.numpy",

@@ -35,6 +35,7 @@ MODULES = [
         "polyattn.parallel",
         "polyattn.plot",
         "polyattn.plugin",
+        "polyattn.plugin.dense",
         "polyattn.scores",
     )
 ]

@@ -27,6 +27,7 @@ ROOMS = {
     "scores": {"_base", "_core.expressions"},
     "plugin": {"_base", "_core.expressions", "_core.call", "_core.tiles"},
     "_kernels": {"_base", "_core.expressions", "_core.call", "_core.tiles", "plugin"},
+    "plugin.dense": {"_kernels"},
     "_dispatch": {"_base", "_core.expressions", "_core.call", "plugin", "_kernels"},
     "_api": {"_base", "_core.expressions", "_core.call", "plugin", "_kernels", "_dispatch"},
     "__init__": {"_base", "_core.expressions", "_core.call", "masks", "scores", "_dispatch",
@@ -35,14 +36,16 @@ ROOMS = {
     "dialects": {"_base", "masks", "scores", "_api"},
     "nn": {"_base", "_core.expressions", "scores", "_dispatch", "_api"},
     "parallel": {"_base", "_core.expressions", "_core.call", "_api"},
-    "integrations": {"_base", "_core.expressions", "_core.call", "masks", "plugin", "_kernels",
-        "_api", "__init__", "nn", "parallel"},
+    "integrations": {"_base", "_core.call", "masks", "plugin", "_api", "nn", "parallel"},
     "bench": {"_base", "_core.call", "plugin", "_dispatch", "_api", "__init__"},
     "conformance": {"_base", "_core.expressions", "_core.call", "_core.tiles", "masks", "scores",
         "plugin", "_dispatch", "__init__", "dialects"},
     "export": {"_base", "_dispatch", "__init__", "nn"},
     "cli": {"_base", "_dispatch", "__init__", "bench", "conformance", "export"},
 }  # fmt: skip
+#: What any plugin imports, and what those of polyattn's own wheel import beside it.
+CONTRACT = {"polyattn.plugin", "polyattn.plugin.dense"}
+INTERNAL = "polyattn.plugin.internal"
 #: Modules from elsewhere that a room may import beside the standard library.
 OUTSIDE = {
     "__init__": {"polyattn_command"},
@@ -52,10 +55,11 @@ OUTSIDE = {
     "conformance": TESTING,
     "export": {"numpy"},
     "_base.host": {"numpy"},  # imported when a sequence, or an array of NumPy, is placed
-    "integrations": {"autograd", "jax", "mlx", "ndonnx", "numpy", "spox", "torch", "transformers"},
+    "integrations": {"jax", "mlx", "ndonnx", "numpy", "spox", "torch", "transformers"},
     "_base.slices": {"jax"},  # for a slice whose start JAX traces
     "_base.progress": {"tqdm"},
     "_base.streams": {"tqdm"},
+    "_base.tracing": {"torch"},  # imported while torch.compile traces a call
     "parallel": {"cupy", "jax", "mpi4py", "torch"},  # each in a module of its own
     "nn": {"numpy"},  # whose bit generator draws the first parameters of a layer
 }
@@ -144,12 +148,28 @@ def test_a_plugin_imports_the_contract_only_and_reads_no_private_name_of_the_cor
     for file in BACKENDS.rglob("*.py"):
         for module, name in imports_of(file):
             if module.partition(".")[0] == "polyattn":
-                assert module == "polyattn.plugin", f"{file}: {module} {name}"
+                assert module in CONTRACT | {INTERNAL}, f"{file}: {module} {name}"
         attributes = {node.attr for node in nodes_of(file) if isinstance(node, ast.Attribute)}
         own = {node.name for node in nodes_of(file) if isinstance(node, ast.FunctionDef)}
         private = {name for name in attributes - own if name[0] == "_" != name[1]}
         read = {name for name in private if f"self.{name} =" in core}
         assert not read, f"{file}: {read}"
+
+
+def test_other_distributions_import_the_contract_alone():
+    examples = ROOT.parent / "examples" / "plugin" / "polyattn_einsum"
+    files = [*examples.glob("*.py"), *(BACKENDS / "polyattn_native").rglob("*.py")]
+    for file in [*files, ROOT.parent / "tests" / "broken_plugin.py"]:
+        ours = {module for module, _ in imports_of(file) if module.startswith("polyattn.")}
+        assert ours <= CONTRACT, file
+
+
+def test_the_contract_is_short_and_what_is_internal_is_imported():
+    contract, internal = (importlib.import_module(m).__all__ for m in ("polyattn.plugin", INTERNAL))
+    assert len(set(contract)) == len(contract) <= 45
+    imported = {n for x in BACKENDS.rglob("*.py") for m, n in imports_of(x) if m == INTERNAL}
+    assert imported == set(internal)
+    assert not imported & set(contract)
 
 
 def test_the_words_of_the_glossary_are_names_in_the_code():

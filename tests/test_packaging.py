@@ -4,6 +4,7 @@ import importlib.metadata
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -154,14 +155,18 @@ def test_every_extra_names_no_plain_cupy():
     )
 
 
+def build(source, folder):
+    """Build the wheel of a project."""
+    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
+    subprocess.run(command, cwd=source, check=True, capture_output=True, timeout=120)
+    (built,) = folder.glob("*.whl")
+    return built
+
+
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
     """Build the wheel."""
-    folder = tmp_path_factory.mktemp("wheel")
-    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
-    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=120)
-    (built,) = folder.glob("*.whl")
-    return built
+    return build(ROOT, tmp_path_factory.mktemp("wheel"))
 
 
 def test_the_wheel_holds_the_packages_and_nothing_else(wheel):
@@ -173,6 +178,40 @@ def test_the_wheel_holds_the_packages_and_nothing_else(wheel):
     assert tops == {Path(p).name for p in packages} | {info}
     assert f"{info}/licenses/LICENSE" in names
     assert {f"{top}/py.typed" for top in tops - {info}} <= set(names)
+
+
+def unpacked(wheel, folder):
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(folder)
+
+
+@pytest.mark.slow
+def test_a_plugin_is_built_and_tested_from_the_wheel_alone(wheel, tmp_path):
+    """The example passes its own suite, and the wrong kernels load; no source is on the path."""
+    site, plugin = tmp_path / "site", tmp_path / "plugin"
+    shutil.copytree(ROOT / "examples" / "plugin", plugin)
+    for one in (wheel, build(plugin, tmp_path)):
+        unpacked(one, site)
+    shutil.copy(ROOT / "tests" / "broken_plugin.py", site)
+    shutil.rmtree(plugin / "polyattn_einsum")
+    path = os.pathsep.join([str(site), *(p for p in sys.path if p.endswith("-packages"))])
+    environment = {**os.environ, "PYTHONPATH": path, "POLYATTN_NATIVE": "0"}
+
+    def run(*command):
+        # -S: no .pth file adds the folder of the sources.
+        command = [sys.executable, "-S", *command]
+        return subprocess.run(
+            command, cwd=plugin, env=environment, capture_output=True, text=True, timeout=300
+        )
+
+    code = "import polyattn, polyattn_einsum, broken_plugin as b; b.BrokenBackend()\n"
+    done = run("-c", code + "print(polyattn.__file__, polyattn_einsum.__file__)")
+    assert [Path(x).parents[1] for x in done.stdout.split()] == [site, site], done.stderr
+    listed = run("-m", "polyattn", "explain", "--shape", "2,8,128,64", "--backend", "einsum")
+    assert re.search(r"einsum +einsum +CHOSEN", listed.stdout), listed.stdout + listed.stderr
+    done = run("-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "not tiled")
+    assert done.returncode == 0, done.stdout[-2000:]
+    assert re.search(r"\d{3,} passed", done.stdout), done.stdout[-2000:]
 
 
 EXAMPLE = """

@@ -8,6 +8,7 @@ all values, and is corrected afterwards.
 from __future__ import annotations
 
 import math
+from typing import ClassVar
 
 import cupy
 import numpy as np
@@ -22,10 +23,10 @@ from polyattn.plugin import (
     Problem,
     Residuals,
 )
+from polyattn.plugin.internal import why_too_large
 from polyattn_cupy import graphs, loading, plans
 from polyattn_cupy.arrays import empty_result, made_bias, ready
 from polyattn_cupy.cudnn_gradients import gradients
-from polyattn_cupy.masks import LARGEST_MADE
 from polyattn_cupy.problem_graphs import band_of, bias_shape, graph_of, needs_bias
 
 # Gradients have vectors of at most this size.
@@ -37,10 +38,15 @@ class Cudnn(Kernel):
 
     name = "cudnn"
     features = frozenset({
-        "backward", "batch_broadcast", "bias", "causal", "grouped_heads", "logsumexp", "mask",
+        "batch_broadcast", "bias", "causal", "grouped_heads", "logsumexp", "mask",
         "mask_expression", "mask_mod", "query_offset", "query_offset_array", "scale", "softcap",
         "value_size", "window",
     })  # fmt: skip
+    # It has the gradient of a bias in 16 bits only.
+    differentiates: ClassVar = {"backward": frozenset({
+        "batch_broadcast", "causal", "grouped_heads", "mask", "mask_expression", "mask_mod",
+        "query_offset", "query_offset_array", "scale", "value_size", "window",
+    })}  # fmt: skip
     # A bias does not hide NaN, and a weight of 0 is multiplied by the value, which may be NaN.
     poison_safe = False
     rounds_once = False
@@ -51,6 +57,10 @@ class Cudnn(Kernel):
         if missing is not None:
             return [missing]
         return _static_reasons(problem) or _device_reasons(problem)
+
+    def only_on_request(self, problem: Problem) -> str | None:
+        made = math.prod(bias_shape(problem)) if needs_bias(problem) else 0
+        return why_too_large(made)
 
     def remark(self, problem: Problem) -> str | None:
         """Return the versions of cuDNN and its frontend."""
@@ -106,13 +116,11 @@ def _static_reasons(problem: Problem) -> list[str]:
         reasons.append(f"it takes only a scale above 0; got {problem.scale}")
     if "backward" in problem.features:
         reasons += _reasons_against_gradients(problem)
-    made = math.prod(bias_shape(problem)) if needs_bias(problem) else 0
-    if problem.softcap is not None and (made or band_of(problem) is not None):
+    hides = needs_bias(problem) or band_of(problem) is not None
+    if problem.softcap is not None and hides:
         reasons.append("it caps scores only if no key is hidden and no bias added")
     if problem.softcap is not None and "logsumexp" in problem.features:
         reasons.append("its tanh is too inexact for the logsumexp of capped scores")
-    if made > LARGEST_MADE:
-        reasons.append(f"it would need a bias of {made:,} elements, above {LARGEST_MADE:,}")
     return reasons
 
 
@@ -125,10 +133,6 @@ def _reasons_against_gradients(problem: Problem) -> list[str]:
         )
     if problem.scores[-2:] == (1, 1):
         reasons.append("it computes no gradients of one query with one key")
-    if problem.softcap is not None:
-        reasons.append("it computes no gradients of capped scores")
-    if problem.bias is not None:
-        reasons.append("it computes the gradient of a bias in 16 bits only")
     return reasons
 
 

@@ -57,9 +57,9 @@ def gradients(
         of_query, of_key = of_query + shares[0], of_key + shares[1]
     of_query = summed(problem, of_query, x.query.shape)
     return Gradients(
-        of_query,
-        summed(problem, of_key, x.key.shape),
-        summed(problem, of_value, x.value.shape),
+        query=of_query,
+        key=summed(problem, of_key, x.key.shape),
+        value=summed(problem, of_value, x.value.shape),
         # query · its gradient = Σ gradient of the score · score, and the scale is above 0.
         scale=backend.xp.sum(of_query * x.query.astype(np.float32)) / problem.scale,
     )

@@ -7,7 +7,7 @@ into weights in place, and cuBLAS multiplies these with the values.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 import cupy
 
@@ -21,11 +21,12 @@ from polyattn.plugin import (
     Problem,
     Residuals,
 )
+from polyattn.plugin.internal import why_too_large
 from polyattn_cupy import rows
 from polyattn_cupy.arrays import empty_result
 from polyattn_cupy.blocks import Block, begin, blocks, record_of, stacked
 from polyattn_cupy.fused_gradients import gradients
-from polyattn_cupy.masks import LARGEST_MADE, mask_shape, with_mask_array
+from polyattn_cupy.masks import mask_shape, with_mask_array
 from polyattn_cupy.products import Matrices, multiply, why_no_cublas
 
 # float16 weights are scaled by this: otherwise those of a long row would be in the range where
@@ -38,10 +39,14 @@ class Fused(Kernel):
 
     name = "fused"
     features = frozenset({
-        "backward", "batch_broadcast", "bias", "causal", "grouped_heads", "logsumexp", "mask",
+        "batch_broadcast", "bias", "causal", "grouped_heads", "logsumexp", "mask",
         "mask_expression", "mask_mod", "query_offset", "query_offset_array", "scale", "sinks",
         "softcap", "value_size", "window",
     })  # fmt: skip
+    differentiates: ClassVar = {"backward": frozenset({
+        "batch_broadcast", "causal", "grouped_heads", "mask", "mask_expression", "mask_mod",
+        "query_offset", "query_offset_array", "scale", "sinks", "softcap", "value_size", "window",
+    })}  # fmt: skip
     # A weight of 0 is multiplied by the value of the masked key, which may be NaN.
     poison_safe = False
     rounds_once = False
@@ -53,12 +58,11 @@ class Fused(Kernel):
         reasons = [] if missing is None else [missing]
         if problem.scale == 0:
             reasons.append("it takes no scale of 0, for which cuBLAS ignores NaN in query and key")
-        if "backward" in problem.features and problem.bias is not None:
-            reasons.append("it computes no gradient of a bias")
-        made = math.prod(mask_shape(problem) or (0,))
-        if made > LARGEST_MADE:
-            reasons.append(f"it would need a mask of {made:,} elements, above {LARGEST_MADE:,}")
         return reasons
+
+    def only_on_request(self, problem: Problem) -> str | None:
+        made = math.prod(mask_shape(problem) or (0,))
+        return why_too_large(made)
 
     def __call__(
         self, problem: Problem, operands: Operands, backend: Backend

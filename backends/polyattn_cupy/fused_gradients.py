@@ -68,9 +68,9 @@ def gradients(
         )
     )
     return Gradients(
-        of_query,
-        of_key,
-        of_value,
+        query=of_query,
+        key=of_key,
+        value=of_value,
         sinks=_of_sinks(x, logsumexp, delta, xp),
         # query · its gradient = Σ gradient of the score · score, and the scale is not 0.
         scale=xp.sum(of_query * x.query.astype(real)) / problem.scale,

@@ -9,9 +9,6 @@ import numpy as np
 
 from polyattn.plugin import Backend, Operands, Problem, made_shape, visible_keys
 
-# A mask or bias of more elements than this (256 MiB in float32) would cost more than it saves.
-LARGEST_MADE = 2**26
-
 
 @lru_cache(maxsize=256)
 def mask_shape(problem: Problem) -> tuple[int, ...] | None:
@@ -28,7 +25,7 @@ def mask_shape(problem: Problem) -> tuple[int, ...] | None:
     few = problem._replace(batch=tuple(batch), heads=heads, query_length=rows, key_length=keys)
     mask = spec.map(lambda _, facts: np.zeros(short(facts.shape), facts.dtype))
     like = np.zeros(0)
-    x = Operands(like, like, like, mask, query_offset=np.zeros((*few.batch, 1, 1, 1), int))
+    x = Operands(like, like, like, mask=mask, query_offset=np.zeros((*few.batch, 1, 1, 1), int))
     seen = visible_keys(few, x, xp, banded=False)
     assert seen is not None
     whole = problem.scores[-seen.ndim :]

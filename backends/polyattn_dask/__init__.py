@@ -1,6 +1,6 @@
 """Dask arrays, by their chunks. This module must not import dask."""
 
-from polyattn.plugin import BackendSpec
+from polyattn.plugin import CONTRACT_VERSION, BackendSpec
 
 SPEC = BackendSpec(
     name="dask",
@@ -8,5 +8,6 @@ SPEC = BackendSpec(
     implementation="polyattn_dask.backend:DaskBackend",
     requires=("dask", "dask.array"),
     install='pip install "dask[array]"',
+    contract_version=CONTRACT_VERSION,
     accepts=("numpy", "cupy"),
 )

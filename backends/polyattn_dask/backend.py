@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import array_api_compat.dask.array as xp
 import dask.array as da
@@ -29,11 +29,13 @@ class Chunked(Kernel):
 
     name = "chunked"
     features = frozenset({
-        "backward", "batch_broadcast", "bias", "causal", "dropout", "grouped_heads", "logsumexp",
-        "mask", "mask_expression", "mask_mod", "normalizer", "query_offset", "query_offset_array",
-        "scale", "score_expression", "score_mod", "score_norm", "similarity", "sinks", "softcap",
+        "batch_broadcast", "bias", "causal", "dropout", "grouped_heads", "logsumexp", "mask",
+        "mask_expression", "mask_mod", "normalizer", "query_offset", "query_offset_array", "scale",
+        "score_expression", "score_mod", "score_norm", "similarity", "sinks", "softcap",
         "value_size", "window",
     })  # fmt: skip
+    # The kernels of the parts differentiate, and refuse what they do not.
+    differentiates: ClassVar = {"backward": features}
     counts_far = frozenset({"causal", "window"})
 
     def reasons_against(self, problem: Problem) -> list[str]:

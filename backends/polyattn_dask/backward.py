@@ -8,7 +8,8 @@ from __future__ import annotations
 import operator
 from typing import Any, NamedTuple
 
-from polyattn.plugin import OPTIONS, Cotangents, Gradients, Operands, Problem, Residuals
+from polyattn.plugin import Cotangents, Gradients, Operands, Problem, Residuals
+from polyattn.plugin.internal import OPTIONS
 from polyattn_dask.cut import Cut, cut
 from polyattn_dask.grid import Axes, Chunks, key_axis
 from polyattn_dask.layer import Layer, Place, Task

@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 from typing import Any, NamedTuple
 
-from polyattn.plugin import Array, Expression, Operands, Problem, Slice, map_arrays, options_of
+from polyattn.plugin import Array, Expression, Operands, Problem
+from polyattn.plugin.internal import Slice, map_arrays, options_of
 from polyattn_dask.grid import (
     Axes,
     Chunks,

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 
 import dask.array as da
 
-from polyattn.plugin import OPTIONS, Part, Problem, Slice, Span, axes_of_last
+from polyattn.plugin import Problem, Span
+from polyattn.plugin.internal import OPTIONS, Part, Slice, axes_of_last
 
 Chunks = tuple[tuple[int, ...], ...]
 #: The axis of the grid that each axis of an array follows: the number of a batch axis, H, L, S, G

@@ -15,7 +15,8 @@ from typing import Any
 
 from array_api_compat import array_namespace, device
 
-from polyattn.plugin import Array, Expression, Gradients, Part, Slice, map_arrays, options_of_part
+from polyattn.plugin import Array, Expression, Gradients
+from polyattn.plugin.internal import Part, Slice, map_arrays, options_of_part
 
 Blocks = Sequence[Array]
 #: Key, value, place of the first key, and options of one call.

@@ -1,6 +1,6 @@
 """JAX on CPU, CUDA and TPU. This module must not import JAX."""
 
-from polyattn.plugin import BackendSpec
+from polyattn.plugin import CONTRACT_VERSION, BackendSpec
 
 SPEC = BackendSpec(
     name="jax",
@@ -8,5 +8,6 @@ SPEC = BackendSpec(
     implementation="polyattn_jax.backend:JaxBackend",
     requires=("jax",),
     install='pip install "polyattn[jax]"',
+    contract_version=CONTRACT_VERSION,
     devices=("cpu", "cuda", "rocm", "tpu", "metal"),
 )

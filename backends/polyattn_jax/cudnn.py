@@ -58,7 +58,8 @@ class Cudnn(Kernel):
         self, problem: Problem, operands: Operands, backend: Backend
     ) -> tuple[Array, Array | None]:
         """Return the output."""
-        return compiled(problem, Operands(*operands[:5])), None  # up to the bias
+        query, key, value, mask, bias = operands[:5]
+        return compiled(problem, Operands(query, key, value, mask=mask, bias=bias)), None
 
 
 def mismatches(problem: Problem) -> list[str]:
@@ -97,8 +98,8 @@ def trial(problem: Problem) -> list[str]:
         array(*problem.scores[:-1], problem.head_size),
         array(*keys, problem.head_size),
         array(*keys, problem.value_size),
-        None if problem.mask is None else array(*problem.mask, dtype="bool"),
-        None if problem.bias is None else array(*problem.bias),
+        mask=None if problem.mask is None else array(*problem.mask, dtype="bool"),
+        bias=None if problem.bias is None else array(*problem.bias),
     )
     try:
         jax.eval_shape(functools.partial(attend, problem), x)

@@ -29,6 +29,12 @@ from polyattn_jax.mesh import varying_like
 from polyattn_jax.operands import with_expressions
 from polyattn_jax.tangent import OperandTangents, attend_tangents
 
+#: The features of the calls that the rule differentiates.
+DIFFERENTIATED = frozenset({
+    "batch_broadcast", "bias", "causal", "dropout", "grouped_heads", "mask", "mask_expression",
+    "mask_mod", "query_offset", "query_offset_array", "scale", "score_expression", "score_mod",
+    "similarity", "sinks", "softcap", "value_size", "window",
+})  # fmt: skip
 Results = tuple[Array, Array]
 #: The operands that may be expressions, or their specs, by name.
 Expressions = dict[str, Any]

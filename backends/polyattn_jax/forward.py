@@ -9,12 +9,9 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from polyattn.plugin import (
-    Array,
-    Operands,
-    Problem,
+from polyattn.plugin import Array, Operands, Problem, Span
+from polyattn.plugin.internal import (
     SoftmaxState,
-    Span,
     fold_heads,
     initial_state,
     normalize,

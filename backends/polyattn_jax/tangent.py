@@ -15,16 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from polyattn.plugin import (
-    Array,
-    Operands,
-    Problem,
-    Residuals,
-    fold_heads,
-    or_zero,
-    unfold_heads,
-    with_rank,
-)
+from polyattn.plugin import Array, Operands, Problem, Residuals, with_rank
+from polyattn.plugin.internal import fold_heads, or_zero, unfold_heads
 from polyattn_jax.explicit import arrays_of, with_arrays
 from polyattn_jax.sweep import Body, Rows, Tile, sweep
 from polyattn_jax.tile import (

@@ -21,10 +21,9 @@ from polyattn.plugin import (
     Operands,
     Problem,
     Span,
-    fold_heads,
-    unfold_heads,
     with_rank,
 )
+from polyattn.plugin.internal import fold_heads, unfold_heads
 from polyattn_jax.explicit import Explicit
 
 # Entries of vectors that a similarity sums at a time.

@@ -8,7 +8,7 @@ for all scales, softcaps, lengths and, where the scores fit a tile, offsets.
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 
@@ -22,8 +22,14 @@ from polyattn.plugin import (
     Problem,
     Residuals,
     Tangents,
+    undeclared,
 )
-from polyattn_jax.differentiate import attend_backward, attend_differentiably, attend_jvp
+from polyattn_jax.differentiate import (
+    DIFFERENTIATED,
+    attend_backward,
+    attend_differentiably,
+    attend_jvp,
+)
 from polyattn_jax.layout import most_scores
 from polyattn_jax.operands import (
     explicit,
@@ -41,11 +47,12 @@ class Xla(Kernel):
     name = "xla"
     # Without normalizers and norms of scores, which need a whole row at once.
     features = frozenset({
-        "backward", "batch_broadcast", "bias", "causal", "dropout", "grouped_heads", "jvp",
-        "logsumexp", "mask", "mask_expression", "mask_mod", "query_offset", "query_offset_array",
-        "scale", "score_expression", "score_mod", "similarity", "sinks", "softcap", "value_size",
-        "window",
+        "batch_broadcast", "bias", "causal", "dropout", "grouped_heads", "logsumexp", "mask",
+        "mask_expression", "mask_mod", "query_offset", "query_offset_array", "scale",
+        "score_expression", "score_mod", "similarity", "sinks", "softcap", "value_size", "window",
     })  # fmt: skip
+    # Gradients are the transposed tangents, so that one list has both.
+    differentiates: ClassVar = dict.fromkeys(("backward", "jvp"), DIFFERENTIATED)
     # On an accelerator, which waits for the host between tiles; see `most_scores` for a CPU.
     tile = 2**25
 
@@ -53,7 +60,9 @@ class Xla(Kernel):
         """Return why the loops of a problem cannot be laid out."""
         if not all(isinstance(length, int) for length in problem.scores):
             return ["it lays out tiles by lengths, and these are symbolic"]
-        return []
+        # What is traced may be differentiated, by the rule of this kernel.
+        missing = undeclared(self, problem.features | {"jvp"}) if problem.traced else None
+        return [] if missing is None else [missing]
 
     def only_on_request(self, problem: Problem) -> str | None:
         """Ask for jax.jit where a function masks or scores: it may change between calls."""

@@ -1,6 +1,6 @@
 """polyattn's plugin for MLX."""
 
-from polyattn.plugin import BackendSpec
+from polyattn.plugin import CONTRACT_VERSION, BackendSpec
 
 SPEC = BackendSpec(
     name="mlx",
@@ -8,5 +8,6 @@ SPEC = BackendSpec(
     implementation="polyattn_mlx.backend:MlxBackend",
     requires=("mlx",),
     install="pip install 'polyattn[mlx]', or mlx[cuda13] for CUDA",
+    contract_version=CONTRACT_VERSION,
     devices=("cpu", "gpu"),
 )

@@ -12,7 +12,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from polyattn.plugin import Array, Backend, Operands, Problem, namespace_of, or_zero
+from polyattn.plugin import Array, Backend, Operands, Problem
+from polyattn.plugin.internal import namespace_of, or_zero
 from polyattn_mlx.fast import Fast
 
 

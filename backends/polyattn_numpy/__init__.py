@@ -1,6 +1,6 @@
 """NumPy on the CPU. This module must not import NumPy."""
 
-from polyattn.plugin import BackendSpec
+from polyattn.plugin import CONTRACT_VERSION, BackendSpec
 
 SPEC = BackendSpec(
     name="numpy",
@@ -8,4 +8,5 @@ SPEC = BackendSpec(
     implementation="polyattn_numpy.backend:NumpyBackend",
     requires=("numpy",),
     install="pip install polyattn",
+    contract_version=CONTRACT_VERSION,
 )

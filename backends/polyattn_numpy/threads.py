@@ -19,7 +19,8 @@ from weakref import WeakSet
 
 from threadpoolctl import ThreadpoolController
 
-from polyattn.plugin import CUT_BY_FORK, forkable_lock, progress
+from polyattn.plugin import CUT_BY_FORK, progress
+from polyattn.plugin.internal import forkable_lock
 
 T = TypeVar("T")
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from functools import partial, reduce
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -52,11 +52,15 @@ class Tiled(Kernel):
     name = "tiled"
     # Without normalizers and norms of scores, which need a whole row at once.
     features = frozenset({
-        "backward", "batch_broadcast", "bias", "block_table", "causal", "dropout", "grouped_heads",
-        "logsumexp", "mask", "mask_expression", "mask_mod", "query_offset", "query_offset_array",
-        "scale", "score_expression", "score_mod", "similarity", "sinks", "softcap", "value_size",
-        "window",
+        "batch_broadcast", "bias", "block_table", "causal", "dropout", "grouped_heads", "logsumexp",
+        "mask", "mask_expression", "mask_mod", "query_offset", "query_offset_array", "scale",
+        "score_expression", "score_mod", "similarity", "sinks", "softcap", "value_size", "window",
     })  # fmt: skip
+    differentiates: ClassVar = {"backward": frozenset({
+        "batch_broadcast", "bias", "causal", "dropout", "grouped_heads", "mask", "mask_expression",
+        "mask_mod", "query_offset", "query_offset_array", "scale", "score_expression", "score_mod",
+        "similarity", "sinks", "softcap", "value_size", "window",
+    })}  # fmt: skip
     batch_invariant = True
     tile = 2**18
     counts_far = frozenset({"causal", "window"})

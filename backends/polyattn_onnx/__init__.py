@@ -1,6 +1,6 @@
 """polyattn's plugin for graphs of ONNX, as ndonnx builds them."""
 
-from polyattn.plugin import BackendSpec
+from polyattn.plugin import CONTRACT_VERSION, BackendSpec
 
 SPEC = BackendSpec(
     name="onnx",
@@ -8,6 +8,7 @@ SPEC = BackendSpec(
     implementation="polyattn_onnx.backend:OnnxBackend",
     requires=("ndonnx", "onnx", "spox"),
     install="pip install 'polyattn[onnx]'",
+    contract_version=CONTRACT_VERSION,
     devices=("graph", "opset"),
     dtypes=("float16", "float32", "float64"),
 )

@@ -10,18 +10,8 @@ import spox
 import spox.opset.ai.onnx.v21 as op
 import spox.opset.ai.onnx.v24 as op24
 
-from polyattn.plugin import (
-    Array,
-    Backend,
-    Kernel,
-    Operands,
-    Problem,
-    Residuals,
-    Tangents,
-    length_of,
-    namespace_of,
-    native,
-)
+from polyattn.plugin import Array, Backend, Kernel, Operands, Problem, Residuals, Tangents, native
+from polyattn.plugin.internal import length_of, namespace_of
 from polyattn_onnx.group_query import GroupQuery
 from polyattn_onnx.model import model_of
 from polyattn_onnx.operator import Operator

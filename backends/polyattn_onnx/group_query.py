@@ -11,16 +11,8 @@ import onnx
 import spox
 from onnx import TensorProto, helper, numpy_helper
 
-from polyattn.plugin import (
-    Array,
-    Backend,
-    CachePadding,
-    Kernel,
-    Operands,
-    Problem,
-    length_of,
-    one_batch_axis,
-)
+from polyattn.plugin import Array, Backend, CachePadding, Kernel, Operands, Problem, one_batch_axis
+from polyattn.plugin.internal import length_of
 
 DOMAIN = "com.microsoft"
 

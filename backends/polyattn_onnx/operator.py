@@ -17,7 +17,6 @@ from polyattn.plugin import (
     Problem,
     Span,
     band,
-    length_of,
     made_shape,
     may_have_empty_rows,
     one_batch_axis,
@@ -25,13 +24,12 @@ from polyattn.plugin import (
     visible_keys,
     with_rank,
 )
+from polyattn.plugin.internal import length_of, why_too_large
 
 #: The opsets of the oldest and the newest version of the operator.
 FIRST, LAST = 23, 25
 #: The first opset with the input nonpad_kv_seqlen, and the first with the attributes of windows.
 COUNTS, WINDOWS = 24, 25
-#: A mask of more elements than this costs more to build than the node saves.
-LARGEST_MADE_MASK = 2**26
 #: The features whose mask differs by head, and those that may differ by batch item.
 BY_HEAD = frozenset({"score_expression", "sinks"})
 BY_ITEM = frozenset({"bias", "mask", "mask_expression", "mask_mod", "query_offset_array"})
@@ -114,10 +112,12 @@ class Operator(Kernel):
             reasons.append(empty)
         if problem.score_spec is not None and not problem.score_spec.is_additive:
             reasons.append("it can add to the scores, and score_mod= changes them otherwise")
-        made = _made(problem, self.opset(problem))
-        if made > LARGEST_MADE_MASK:
-            reasons.append(f"it would need a mask of {made:,} elements to be built")
         return reasons
+
+    def only_on_request(self, problem: Problem) -> str | None:
+        """Leave calls to other kernels for which a large mask would be built."""
+        made = _made(problem, self.opset(problem))
+        return why_too_large(made)
 
     def output(self, problem: Problem, operands: Operands, output: Array, xp: Any) -> Array:
         """Return the node's output, of rank 4, as a kernel's, in the dtype of the query."""

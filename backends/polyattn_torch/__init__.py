@@ -1,6 +1,6 @@
 """PyTorch on CPU, CUDA and MPS. This module must not import torch."""
 
-from polyattn.plugin import BackendSpec
+from polyattn.plugin import CONTRACT_VERSION, BackendSpec
 
 SPEC = BackendSpec(
     name="torch",
@@ -8,5 +8,6 @@ SPEC = BackendSpec(
     implementation="polyattn_torch.backend:TorchBackend",
     requires=("torch",),
     install='pip install "polyattn[torch]"',
+    contract_version=CONTRACT_VERSION,
     devices=("cpu", "cuda", "mps", "xpu", "meta"),
 )

@@ -83,7 +83,7 @@ def _shape_of_expression(problem: Problem, keys: Span) -> tuple[int, ...] | None
 
     mask = problem.mask_spec.map(lambda _, facts: stand_in(*facts.shape, dtype=facts.dtype))
     like, offset = stand_in(0), stand_in(*problem.batch, 1, 1, 1)
-    x = Operands(like, like, like, mask, None, offset, None, None)
+    x = Operands(like, like, like, mask=mask, query_offset=offset)
     made = visible_keys(problem, x, xp, keys, banded=False)
     return None if made is None else tuple(made.shape)
 

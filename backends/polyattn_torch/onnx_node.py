@@ -34,7 +34,7 @@ class OnnxNode(Operator):
         from_first = not problem.is_causal or problem.query_offset == 0
         if is_plain and from_first and len(problem.batch) == 1 and problem.dtype == "float32":
             return "torch's exporter makes this node of scaled_dot_product_attention"
-        return None
+        return super().only_on_request(problem)
 
     def __call__(
         self, problem: Problem, operands: Operands, backend: Backend

@@ -11,16 +11,8 @@ import math
 
 import torch.nn.functional as F
 
-from polyattn.plugin import (
-    Array,
-    Backend,
-    Kernel,
-    Operands,
-    Problem,
-    one_batch_axis,
-    reason_against_batch,
-    visible_scores,
-)
+from polyattn.plugin import Array, Backend, Kernel, Operands, Problem, one_batch_axis
+from polyattn.plugin.internal import reason_against_batch, visible_scores, why_too_large
 from polyattn_torch.attn_mask import attn_mask, made_mask, on_keys
 from polyattn_torch.device_info import describe_device
 from polyattn_torch.engine_report import report_engine
@@ -28,13 +20,9 @@ from polyattn_torch.engines import aligned
 from polyattn_torch.fused import recorded, takes
 from polyattn_torch.onnx_node import reason_in_export
 from polyattn_torch.quirks import refusals
-from polyattn_torch.route import route_and_options, route_of, why_no_engine
+from polyattn_torch.route import Route, route_and_options, route_of, why_no_engine
 from polyattn_torch.selftest import TESTED, self_test
 from polyattn_torch.workarounds import EngineInputs, apply_workarounds, undo_workarounds
-
-# Building a mask of more elements than this (64 MiB of bool) costs more than sdpa saves: the kernel
-# tiled skips what the mask would hide.
-LARGEST_MADE_MASK = 2**26
 
 # With a mask, torch's engine on the CPU computes every score. The mask is made first: an element of
 # it, and the float that the engine makes of a bool, takes 0.8 of the time of a score of one head,
@@ -61,7 +49,7 @@ class Sdpa(Kernel):
     rounds_once = False
 
     def reasons_against(self, problem: Problem) -> list[str]:
-        """Return why torch would compute another result, or use too much memory."""
+        """Return why torch would compute another result."""
         reason = reason_against_batch(problem)
         if reason is not None:
             return [reason]
@@ -74,20 +62,20 @@ class Sdpa(Kernel):
         in_export = reason_in_export(problem)
         if in_export is not None:
             reasons.append(in_export)
-        route = route_of(problem)
-        made = made_mask(problem, route.keys, banded=route.banded)
-        if made > LARGEST_MADE_MASK:
-            reasons.append(f"it would need a mask of {made:,} elements to be built")
         if problem.device_kind in TESTED and not reasons:
             failure = self_test(problem.device_kind, self)
             reasons += [] if failure is None else [failure]
         return reasons
 
     def only_on_request(self, problem: Problem) -> str | None:
-        """Leave vmap to other kernels, and masks that hide so much that `tiled` is faster."""
+        """Leave vmap to other kernels, and masks that are large or for which `tiled` is faster."""
         if "vmap" in problem.transforms:  # torch has no batching rule for sdpa on the CPU
             return "torch.func.vmap would call it item by item"
-        return _why_tiled(problem)
+        if problem.is_symbolic:
+            return None
+        route = route_of(problem)
+        made = made_mask(problem, route.keys, banded=route.banded)
+        return why_too_large(made) or _why_tiled(problem, route, made)
 
     def remark(self, problem: Problem) -> str | None:
         """Name the engine that torch would use."""
@@ -133,12 +121,10 @@ class Sdpa(Kernel):
         return output, logsumexp
 
 
-def _why_tiled(problem: Problem) -> str | None:
+def _why_tiled(problem: Problem, route: Route, made: int) -> str | None:
     """Return why the kernel `tiled` is faster than torch's engine on the CPU with its mask."""
-    if problem.device_kind != "cpu" or problem.is_symbolic:
+    if problem.device_kind != "cpu":
         return None
-    route = route_of(problem)
-    made = made_mask(problem, route.keys, banded=route.banded)
     problem = on_keys(problem, route.keys)
     rows, computed = problem.query_length, problem.query_length * problem.key_length
     if made < computed:  # there is no mask, or a given one, or one of few numbers

@@ -8,8 +8,6 @@ from typing import Any, NamedTuple
 import torch
 
 from polyattn.plugin import (
-    GRADIENT_ARRAYS,
-    GRADIENT_EXPRESSIONS,
     Backend,
     Cotangents,
     Expression,
@@ -22,8 +20,9 @@ from polyattn.plugin import (
     Score,
     Span,
     Tangents,
-    unrounded,
+    undeclared,
 )
+from polyattn.plugin.internal import GRADIENT_ARRAYS, GRADIENT_EXPRESSIONS, unrounded
 from polyattn_torch.autograd import (
     Optionals,
     Tensors,
@@ -91,7 +90,7 @@ class KernelStep:
         named: dict[str, Any] = {
             name: moved[slot.number]
             for name in GRADIENT_ARRAYS
-            if isinstance(slot := getattr(self._template, name), Slot)
+            if isinstance(slot := getattr(self._template, name, None), Slot)
         }
         rest = [n for n, one in enumerate(moved) if one is not None]
         if len(rest) > sum(one is not None for one in named.values()):  # those of expressions
@@ -119,16 +118,15 @@ class KernelStep:
         return _changed(self._template, filled)
 
     def _constants(self, wanted: Sequence[bool]) -> list[str]:
+        slots = {name: getattr(self._template, name, None) for name in GRADIENT_ARRAYS}
         return [
-            name
-            for name in GRADIENT_ARRAYS
-            if isinstance(slot := getattr(self._template, name), Slot) and not wanted[slot.number]
+            n for n, slot in slots.items() if isinstance(slot, Slot) and not wanted[slot.number]
         ]
 
     def _by_slot(self, gradients: Gradients) -> dict[int, torch.Tensor]:
         found: dict[int, torch.Tensor] = {}
         for name in GRADIENT_ARRAYS:
-            slot = getattr(self._template, name)
+            slot = getattr(self._template, name, None)
             if isinstance(slot, Slot):
                 found[slot.number] = getattr(gradients, name)
         for name in GRADIENT_EXPRESSIONS:
@@ -145,7 +143,7 @@ def step_of(
 ) -> tuple[KernelStep, list[torch.Tensor], bool] | None:
     """Return the step of a call, its tensors and whether it asks for a logsumexp, or None."""
     # None for a call that autograd does not record, or records operation by operation.
-    if not is_recorded(problem) or not kernel.features >= {"backward", "jvp"}:
+    if not is_recorded(problem) or undeclared(kernel, problem.features | {"backward", "jvp"}):
         return None
     if problem.normalizer is not None or _needs_operations(problem, x, backend):
         return None

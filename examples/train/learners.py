@@ -1,10 +1,9 @@
-"""Train one model in three libraries, each with its own gradients and optimizer.
+"""Train one model in two libraries, each with its own gradients and optimizer.
 
 Requirements: all start with the same weights and take the same steps for the same batches, so that
 losses and texts agree to within rounding.
 """
 
-import math
 from typing import Any, Protocol
 
 import numpy as np
@@ -108,68 +107,6 @@ class Torch:
         return decode
 
 
-class Numpy:
-    """The model in NumPy: autograd differentiates, and a few lines optimize."""
-
-    def __init__(self, letters: int) -> None:
-        from autograd import value_and_grad
-
-        self._model = gpt(letters, np.zeros(1, np.float32))
-        self._parameters = self._model.parameters()
-        self._loss_and_gradients = value_and_grad(self._loss)
-        self._moments: dict[str, Any] = dict.fromkeys(self._parameters, (0.0, 0.0))
-        self._steps = 0
-
-    def step(self, windows: Ids, rate: float) -> float:
-        before, gradients = self._loss_and_gradients(self._parameters, windows)
-        self._parameters = self._updated(gradients, rate)
-        return float(before)
-
-    def _updated(self, gradients: dict[str, Any], rate: float) -> dict[str, Any]:
-        """Return new parameters by AdamW, from gradients cut to a largest norm."""
-        self._steps += 1
-        norm = math.sqrt(sum(float(np.vdot(g, g)) for g in gradients.values()))
-        updated = {}
-        for name, parameter in self._parameters.items():
-            gradient = gradients[name] * min(1.0, LARGEST / (norm + 1e-6))
-            powers = gradient, gradient * gradient
-            moments = zip(BETAS, self._moments[name], powers, strict=True)
-            self._moments[name] = [b * old + (1 - b) * new for b, old, new in moments]
-            mean, square = (
-                moment / (1 - beta**self._steps)
-                for beta, moment in zip(BETAS, self._moments[name], strict=True)
-            )
-            step = mean / (np.sqrt(square) + 1e-8)
-            updated[name] = (1 - rate * DECAY) * parameter - rate * step
-        return updated
-
-    def loss(self, windows: Ids) -> float:
-        return float(self._loss(self._parameters, windows))
-
-    def _loss(self, parameters: Any, windows: Ids) -> Any:
-        import autograd.numpy as anp
-
-        logits = self._model.with_parameters(parameters)(windows[:, :-1])
-        logits = logits.reshape((-1, logits.shape[-1]))
-        chosen = logits[np.arange(len(logits)), windows[:, 1:].ravel()]
-        # No letter's logit is so large that its exponential overflows.
-        return anp.sum(anp.log(anp.sum(anp.exp(logits), axis=1)) - chosen) / chosen.size
-
-    def logits(self, ids: Ids) -> NDArray[np.float32]:
-        return self._model.with_parameters(self._parameters)(ids, window=WINDOW)
-
-    def decoder(self, capacity: int) -> Decoder:
-        model = self._model.with_parameters(self._parameters)
-        caches = model.caches(capacity)
-
-        def decode(ids: Ids) -> NDArray[np.float32]:
-            nonlocal caches
-            logits, caches = model(ids, caches=caches, window=WINDOW)
-            return logits[-1]
-
-        return decode
-
-
 class Jax:
     """The model in JAX: differentiated and compiled functions of a dictionary of arrays."""
 
@@ -235,8 +172,4 @@ class Jax:
         return decode
 
 
-LEARNERS: dict[str, type[Torch] | type[Jax] | type[Numpy]] = {
-    "torch": Torch,
-    "jax": Jax,
-    "numpy": Numpy,
-}
+LEARNERS: dict[str, type[Torch] | type[Jax]] = {"torch": Torch, "jax": Jax}

@@ -25,7 +25,7 @@ from train.writing import write  # noqa: E402
 BATCH, RATE, LAST_RATE, WARMING = 12, 4e-3, 1e-4, 50  # windows, learning rates, steps
 TARGET = 1.8
 LOOKS = 8  # how often the held-out text is evaluated
-NEEDS = {"torch": ("torch",), "jax": ("jax", "optax"), "numpy": ("autograd",)}
+NEEDS = {"torch": ("torch",), "jax": ("jax", "optax")}
 BLUE, VERMILION = "#0072b2", "#d55e00"  # Okabe and Ito's
 
 
@@ -60,8 +60,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__.partition("\n")[0],
-        epilog="needs: pip install torch matplotlib tqdm; instead of torch, jax and optax for JAX,"
-        " or autograd for NumPy",
+        epilog="needs: pip install torch matplotlib tqdm; instead of torch, jax and optax for JAX",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument

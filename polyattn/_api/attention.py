@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypedDict, TypeVar
+from typing import TypedDict, TypeVar, cast
 
 from polyattn._api.names import with_our_names
-from polyattn._api.run import compute, with_cached_calls
+from polyattn._api.run import planned_call, run_planned
 from polyattn._base.arrays import Array
 from polyattn._base.autocast import autocast
 from polyattn._core.call.describe import describe
-from polyattn._core.call.options import Start
+from polyattn._core.call.options import AUTOCAST, Start
 from polyattn._core.expressions.masks import Mask
 from polyattn._core.expressions.replacements import Normalizer, ScaleRule, Similarity
 from polyattn._core.expressions.scores import Score
@@ -42,7 +42,7 @@ class AttentionOptions(TypedDict, total=False):
 A = TypeVar("A")  # the type of the query, which the result has
 
 
-@with_cached_calls
+@run_planned
 @with_our_names()
 def attention(
     query: A,
@@ -133,7 +133,7 @@ def attention(
         A backend, ``name`` or ``name:device``, or an ordered list: the first that is installed and
         supports the call runs; no other is tried. The arrays move there and the result moves back.
         ``auto`` is the arrays' own library. By default `use_backend`, then ``POLYATTN_BACKEND``,
-        then the arrays' own library decides.
+        then the arrays' own library decides. ``+name`` allows a plugin, ``-name`` leaves one out.
     kernel : str or polyattn.plugin.Kernel, optional
         The only kernel to try: the name of one of the backend's, or a kernel object.
 
@@ -183,7 +183,7 @@ def attention(
         "normalizer": normalizer,
     }  # fmt: skip
     given = {name: value for name, value in options.items() if value is not None}
-    arguments = autocast({"query": query, "key": key, "value": value, **given})
+    arguments = autocast({"query": query, "key": key, "value": value, **given}, AUTOCAST)
+    # From here on the options go by their table, `OPTIONS`.
     described = describe(**arguments, is_causal=is_causal, layout=layout)
-    result: tuple[A, Array | None] = compute(*described, backend, kernel)
-    return result[0]
+    return cast(A, planned_call(*described, backend, kernel))  # `run_planned` returns its output

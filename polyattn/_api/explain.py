@@ -13,7 +13,7 @@ from polyattn._base.autocast import autocast, casts
 from polyattn._base.span import Span
 from polyattn._core.call.describe import describe
 from polyattn._core.call.features import DTYPES
-from polyattn._core.call.options import OPTIONS
+from polyattn._core.call.options import AUTOCAST, OPTIONS
 from polyattn._core.call.problem import Problem, examine
 from polyattn._core.expressions.masks import Mask
 from polyattn._dispatch.explanation import Explanation
@@ -107,8 +107,8 @@ def explain(
     call, operands = describe(*arrays, **arguments, logsumexp=logsumexp, facts=as_facts)
     if only_shapes:
         check_possible(call.query.library, call.query.device)
-    changed = tuple(casts(call._asdict()))
-    call = call._replace(**autocast(call._asdict()))
+    changed = tuple(casts(call._asdict(), AUTOCAST))
+    call = call._replace(**autocast(call._asdict(), AUTOCAST))
     check_kernel(kernel)
     requested = request(backend)
     if isinstance(operands.mask, Mask) and isinstance(call.mask, Mask):

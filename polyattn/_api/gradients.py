@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Unpack
 
 from polyattn._api.attention import AttentionOptions, attention
 from polyattn._api.names import with_our_names
 from polyattn._api.partial import Partial, attention_partial
-from polyattn._api.run import compute, plan_of
+from polyattn._api.run import plan_of, planned_call
 from polyattn._base.arrays import Array, cast, facts_of, is_array, library_of, quiet
 from polyattn._base.autocast import autocast
 from polyattn._base.host import destination_of
@@ -17,10 +17,10 @@ from polyattn._core.call import layout
 from polyattn._core.call.describe import describe, placed
 from polyattn._core.call.gradients import Gradients
 from polyattn._core.call.operands import Cotangents, Residuals, Tangents, mapped
-from polyattn._core.call.options import GRADIENT_ARRAYS
+from polyattn._core.call.options import AUTOCAST
 from polyattn._core.expressions.expression import Expression
 from polyattn._core.expressions.replacements import ScaleRule
-from polyattn.plugin import unrounded
+from polyattn.plugin.backend import unrounded
 
 
 @with_our_names()
@@ -100,7 +100,7 @@ def attention_backward(
         raise TypeError(f"into must be Gradients; got a {type(into).__name__}")
     given: dict[str, Any] = {"query": query, "key": key, "value": value, **options}
     cotangents = Cotangents(output=output_gradient, logsumexp=logsumexp_gradient)
-    return _backward(given, autocast(given), partial, cotangents, into)
+    return _backward(given, autocast(given, AUTOCAST), partial, cotangents, into)
 
 
 def _backward(
@@ -122,7 +122,7 @@ def _backward(
     turn = functools.partial(layout.result_heads_first, call)
     plan = plan_of(call, operands.query, backend, kernel)
     records = mapped(residuals, turn), mapped(cotangents, turn)
-    found = plan.run(layout.heads_first(call, operands), *records, method="run_backward")
+    found = plan.backward(layout.heads_first(call, operands), *records)
     found = layout.gradients_as_called(call, operands, found)
     if isinstance(call.scale, ScaleRule):
         found = found._replace(scale=None)
@@ -173,7 +173,7 @@ def attention_vjp(
     (8, 5, 64)
     """
     given: dict[str, Any] = {"query": query, "key": key, "value": value, **options}
-    arguments = autocast(given)
+    arguments = autocast(given, AUTOCAST)
     output, partial = _with_residuals(**arguments)
 
     def pullback(output_gradient: Array, logsumexp_gradient: Array | None = None) -> Gradients:
@@ -203,7 +203,7 @@ def unrounded_partial(
         problem = plan.placement.problem
         if unrounded(plan.kernel, problem) is not problem:
             return attention_partial(query, key, value, dtype="float32", **options)
-    return Partial(*compute(call, operands, backend, kernel))
+    return Partial(*planned_call(call, operands, backend, kernel).run())
 
 
 def _with_residuals(
@@ -275,10 +275,7 @@ def _in_expression(
 @with_our_names()
 def attention_jvp(
     primals: Sequence[Array],
-    tangents: Sequence[Array | None],
-    *,
-    bias_tangent: Array | None = None,
-    sinks_tangent: Array | None = None,
+    tangents: Sequence[Array | None] | Mapping[str, Array | None],
     **options: Unpack[AttentionOptions],
 ) -> tuple[Array, Array]:
     """Compute attention and its directional derivative: forward mode.
@@ -287,10 +284,10 @@ def attention_jvp(
     ----------
     primals : sequence of Array
         Query, key and value, as for `attention`.
-    tangents : sequence of (Array or None)
+    tangents : sequence of (Array or None), or mapping of str to (Array or None)
         The direction: the tangents of query, key and value, in their shapes and dtypes; None for 0.
-    bias_tangent, sinks_tangent : Array, optional
-        The tangents of `bias` and `sinks`; 0 by default.
+        Or the tangents of arguments by name, those of `bias` and `sinks` too, as in
+        ``{"query": query_tangent, "bias": bias_tangent}``; 0 for each that is not named.
     **options
         As for `attention`.
 
@@ -319,17 +316,13 @@ def attention_jvp(
     >>> bool(np.allclose(tangent, output))  # linear in the values
     True
     """
-    for name, given in (("primals", primals), ("tangents", tangents)):
-        if not isinstance(given, (tuple, list)) or len(given) != 3:
-            raise TypeError(f"{name} must be those of query, key and value; got {_listed(given)}")
+    given = _of_operands("primals", primals)
     moved = {
         f"{name}_tangent": tangent
-        for name, tangent in zip(
-            GRADIENT_ARRAYS, (*tangents, bias_tangent, sinks_tangent), strict=True
-        )
+        for name, tangent in _tangents_by_name(tangents).items()
         if tangent is not None
     }
-    arguments = autocast(dict(zip(GRADIENT_ARRAYS, primals, strict=False)) | moved | dict(options))
+    arguments = autocast(given | moved | dict(options), AUTOCAST)
     moved = {name: arguments.pop(name) for name in moved}
     output, partial = _with_residuals(**arguments)
     if not moved:
@@ -345,12 +338,25 @@ def attention_jvp(
         mapped(tangents, functools.partial(layout.tangent_heads_first, call, operands)),
     )
     plan = plan_of(call, operands.query, backend, kernel)
-    result = plan.run(layout.heads_first(call, operands), *records, method="run_jvp")
+    result = plan.jvp(layout.heads_first(call, operands), *records)
     tangent, _ = layout.as_called(call, *result)
     return output, _rounded(tangent, output.dtype)
 
 
-def _listed(given: Any) -> str:
-    return (
-        f"{len(given)} of them" if isinstance(given, (tuple, list)) else f"a {type(given).__name__}"
-    )
+def _of_operands(name: str, given: Any) -> dict[str, Any]:
+    """Return a sequence of three as those of query, key and value, or raise."""
+    if not isinstance(given, (tuple, list)) or len(given) != 3:
+        is_listed = isinstance(given, (tuple, list))
+        got = f"{len(given)} of them" if is_listed else f"a {type(given).__name__}"
+        raise TypeError(f"{name} must be those of query, key and value; got {got}")
+    return dict(zip(("query", "key", "value"), given, strict=True))
+
+
+def _tangents_by_name(tangents: Any) -> Mapping[str, Any]:
+    if not isinstance(tangents, Mapping):
+        return _of_operands("tangents", tangents)
+    for name in tangents:
+        if name not in Tangents._fields:
+            known = ", ".join(Tangents._fields)
+            raise TypeError(f"tangents may be those of {known}; got one of {name!r}")
+    return tangents

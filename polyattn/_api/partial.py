@@ -12,7 +12,7 @@ from typing import NamedTuple, Unpack
 
 from polyattn._api.attention import AttentionOptions
 from polyattn._api.names import with_our_names
-from polyattn._api.run import compute
+from polyattn._api.run import planned_call
 from polyattn._base.arrays import (
     Array,
     accumulator_of,
@@ -25,6 +25,7 @@ from polyattn._base.arrays import (
 from polyattn._base.autocast import autocast
 from polyattn._core.call.describe import describe
 from polyattn._core.call.features import DTYPES
+from polyattn._core.call.options import AUTOCAST
 
 
 class Partial(NamedTuple):
@@ -92,12 +93,12 @@ def attention_partial(
     >>> output.shape, logsumexp.shape
     ((8, 5, 64), (8, 5))
     """
-    arguments = autocast({"query": query, "key": key, "value": value, **options})
+    arguments = autocast({"query": query, "key": key, "value": value, **options}, AUTOCAST)
     if dtype is not None:
         arguments |= _in_dtype(dtype, {name: arguments[name] for name in ("query", "key", "value")})
     backend, kernel = arguments.pop("backend", None), arguments.pop("kernel", None)
     described = describe(**arguments, logsumexp=True)
-    return Partial(*compute(*described, backend, kernel))
+    return Partial(*planned_call(*described, backend, kernel).run())
 
 
 def _in_dtype(dtype: str, arrays: dict[str, Array]) -> dict[str, Array]:
@@ -200,7 +201,7 @@ def _check_alike(partials: tuple[Partial, ...]) -> None:
 
 
 def _merge_two(left: Partial, right: Partial) -> Partial:
-    xp = namespace_of(*left, *right)
+    xp = namespace_of(left.output)
     top = xp.maximum(left.logsumexp, right.logsumexp)
     # If both are empty, there is nothing to subtract: −inf − −inf is NaN.
     shift = xp.where(top == -math.inf, xp.zeros_like(top), top)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from polyattn._api.partial import Partial, attention_partial, merge
-from polyattn._api.run import plan_of, run
+from polyattn._api.run import PlannedCall, plan_of
 from polyattn._base.arrays import Array, ArrayFacts, as_facts, facts_of
 from polyattn._base.quantized import Quantized
 from polyattn._base.slices import Slice
@@ -16,7 +16,6 @@ from polyattn._core.call.describe import describe
 from polyattn._core.call.parts import options_of, options_of_part
 from polyattn._core.call.problem import examine
 from polyattn._core.expressions.parts import Part
-from polyattn._dispatch.plan import recorder_of
 
 
 class Piece(NamedTuple):
@@ -92,12 +91,9 @@ def attention_over_integers(
         return None
     call, operands = describe(query, key, value, **options, logsumexp=True, facts=_facts)
     plan = plan_of(call, query, backend, kernel)
-    # What is recorded is differentiated, by kernels that read floats.
-    if plan.placement.moved or recorder_of(operands) is not None:
+    if plan.placement.moved or not plan.kernel.reads_quantized(plan.placement.problem):
         return None
-    if not plan.kernel.reads_quantized(plan.placement.problem):
-        return None
-    return Partial(*run(call, operands, plan))
+    return Partial(*PlannedCall(call, operands, plan).run())
 
 
 def _facts(array: Any, name: str) -> ArrayFacts:

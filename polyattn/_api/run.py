@@ -6,9 +6,8 @@ import functools
 import operator
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
-from polyattn._api.names import BESIDE
 from polyattn._base.arrays import Array, ArrayFacts, as_facts, library_of
 from polyattn._base.autocast import autocast
 from polyattn._core.call.describe import describe
@@ -16,7 +15,7 @@ from polyattn._core.call.facts import Call
 from polyattn._core.call.key import call_key
 from polyattn._core.call.layout import as_called, heads_first
 from polyattn._core.call.operands import Operands
-from polyattn._core.call.options import OPTIONS
+from polyattn._core.call.options import AUTOCAST
 from polyattn._core.call.pages import on_used_pages
 from polyattn._dispatch.cache import CachedCall, cached_call, planned
 from polyattn._dispatch.plan import Plan
@@ -25,24 +24,30 @@ from polyattn._dispatch.select import check_kernel
 from polyattn.plugin import Kernel
 
 _F = TypeVar("_F", bound=Callable[..., Any])
-_OPTIONS = frozenset((*OPTIONS, *BESIDE))
 _OPERANDS = frozenset(Operands._fields[3:])
 
 
-def compute(
+class PlannedCall(NamedTuple):
+    """A described call, and the whole decision about it."""
+
+    call: Call
+    operands: Operands
+    plan: Plan
+
+    def run(self) -> tuple[Array, Array | None]:
+        """Return the output and the logsumexp in the layout of the call."""
+        reads_pages = "block_table" in self.plan.placement.problem.features
+        given = heads_first(self.call, self.operands, reads_pages=reads_pages)
+        return as_called(self.call, *self.plan.run(given))
+
+
+def planned_call(
     call: Call,
     operands: Operands,
     backend: str | Sequence[str] | None,
     kernel: str | Kernel | None,
-) -> tuple[Array, Array | None]:
-    """Examine a described call, select a kernel, and run it."""
-    return run(*_planned(call, operands, backend, kernel))
-
-
-def _planned(
-    call: Call, operands: Operands, backend: Any, kernel: Any
-) -> tuple[Call, Operands, Plan]:
-    """Return a call and its plan: over the used pages only, where the host can read which."""
+) -> PlannedCall:
+    """Examine a described call and select a kernel, over used pages only where the host knows."""
     plan = plan_of(call, operands.query, backend, kernel)
     at, problem = plan.placement.backend, plan.placement.problem
     is_copied = call.block_table is not None and "block_table" not in problem.features
@@ -52,20 +57,20 @@ def _planned(
         if at.is_eager(operands.query) and at.is_plain(*numbers):
             cut, operands = on_used_pages(call, operands)
             if cut is not call:
-                return cut, operands, plan_of(cut, operands.query, backend, kernel)
-    return call, operands, plan
+                call, plan = cut, plan_of(cut, operands.query, backend, kernel)
+    return PlannedCall(call, operands, plan)
 
 
 def prepared(
     query: Array, key: ArrayFacts, value: ArrayFacts, *, logsumexp: bool, **options: Any
 ) -> Callable[[Array, Array], tuple[Array, Array | None]]:
     """Check and plan a call whose keys and values are not there yet; return what computes it."""
-    arguments = autocast({"query": query, "key": key, "value": value, **options})
-    described = describe(**arguments, logsumexp=logsumexp, facts=as_facts)
-    call, operands, plan = _planned(*described, None, None)
+    arguments = autocast({"query": query, "key": key, "value": value, **options}, AUTOCAST)
+    planned = planned_call(*describe(**arguments, logsumexp=logsumexp, facts=as_facts), None, None)
 
     def computed(key: Array, value: Array) -> tuple[Array, Array | None]:
-        return run(call, operands._replace(**autocast({"key": key, "value": value})), plan)
+        arrays = autocast({"key": key, "value": value}, AUTOCAST)
+        return planned._replace(operands=planned.operands._replace(**arrays)).run()
 
     return computed
 
@@ -78,36 +83,26 @@ def plan_of(
     return planned(call, request(backend), kernel, library_of(query).xp)
 
 
-def run(call: Call, operands: Operands, plan: Plan) -> tuple[Array, Array | None]:
-    """Run a plan; return the output and the logsumexp in the layout of the call."""
-    reads_pages = "block_table" in plan.placement.problem.features
-    return as_called(call, *plan.run(heads_first(call, operands, reads_pages=reads_pages)))
+def run_planned(function: _F) -> _F:
+    """Let `attention` return the output of the call that it plans.
 
-
-def with_cached_calls(function: _F) -> _F:
-    """Let `attention` run a call at once if one of the same key has run.
-
-    What was checked then holds now: whatever a check looks at is in the key. A call whose
-    description converts an argument is described each time.
+    A call is not planned if one of the same key has run. What was checked then holds now: whatever
+    a check looks at is in the key. A call whose description converts an argument is described each
+    time.
     """
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         key = call_key(args, kwargs)
         if key is None:
-            return function(*args, **kwargs)
-        found = cached_call(key, request(kwargs.get("backend")))
-        given = _operands(args, kwargs)
+            return function(*args, **kwargs).run()[0]
+        found, given = cached_call(key, request(kwargs.get("backend"))), _operands(args, kwargs)
         if found:
             return found[0].run(given)
-        if not kwargs.keys() <= _OPTIONS:
-            return function(*args, **kwargs)  # which names the argument that it does not take
-        backend, kernel = kwargs.pop("backend", None), kwargs.pop("kernel", None)
-        described, operands = describe(*args, **kwargs)
-        described, operands, plan = _planned(described, operands, backend, kernel)
-        output, _ = run(described, operands, plan)
-        if all(map(operator.is_, given, operands)):
-            found.append(CachedCall.of(described, plan))
+        new: PlannedCall = function(*args, **kwargs)
+        output, _ = new.run()
+        if all(map(operator.is_, given, new.operands)):
+            found.append(CachedCall.of(new.call, new.plan))
         return output
 
     return typing.cast(_F, call)

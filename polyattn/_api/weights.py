@@ -13,6 +13,7 @@ from polyattn._base.autocast import autocast
 from polyattn._base.span import Span
 from polyattn._core.call.describe import describe
 from polyattn._core.call.layout import heads_first, is_flat, result_heads_first
+from polyattn._core.call.options import AUTOCAST
 from polyattn._core.call.problem import examine
 from polyattn._dispatch.request import request
 from polyattn._dispatch.select import select
@@ -105,7 +106,7 @@ def attention_weights(
     array([[[0.2, 0.2]]], dtype=float32)
     """
     check_names("attention_weights", options, without=("kernel",))
-    arguments = autocast({"query": query, "key": key, "value": None, **options})
+    arguments = autocast({"query": query, "key": key, "value": None, **options}, AUTOCAST)
     backend = arguments.pop("backend", None)
     call, operands = describe(**arguments, for_weights=True)
     if logsumexp is not None:
@@ -123,7 +124,7 @@ def attention_weights(
         raise ValueError("top and per_key cannot be given together")
     plan = select(call, problem, request(backend), kernel, library_of(operands.query).xp)
     known = None if logsumexp is None else result_heads_first(call, "logsumexp", logsumexp)
-    weights, keys = plan.run(heads_first(call, operands), known, method="run_weights")
+    weights, keys = plan.weights(heads_first(call, operands), known)
     if is_flat(call):
         weights, keys = weights[0, ...], None if keys is None else keys[0, ...]
     return weights if keys is None else TopWeights(weights, keys)

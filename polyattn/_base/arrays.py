@@ -10,7 +10,7 @@ import contextlib
 import importlib
 import sys
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import array_api_compat
 
@@ -21,24 +21,6 @@ Array = Any
 Chunks = tuple[tuple[int, ...], ...]
 
 
-class Recorder(Protocol):
-    """The part of an integration that knows arrays which record what is done to them.
-
-    Such an array is a box around an array with numbers. Its library is that of the numbers, so that
-    boxes and plain arrays mix, and all that is decided by facts is decided as for plain arrays.
-    """
-
-    def value(self, array: Array) -> Array:
-        """Return the array with the numbers."""
-
-    def run(self, method: str, plan: Any, *given: Any) -> Any:
-        """Call a method of a `Plan`, and record how its results depend on what it is given."""
-
-
-class RecordedError(TypeError):
-    """The error of a function that reads a recorded array and was called with plain ones."""
-
-
 class Library(NamedTuple):
     """The library of a class of arrays."""
 
@@ -46,7 +28,6 @@ class Library(NamedTuple):
     xp: Any  # the array API namespace
     traced: bool = False  # whether these arrays are traced, lazy, or wrappers without own memory
     strided: Any = None  # the layout of an ordinary array, if the library has several
-    recorder: Recorder | None = None  # of arrays that record operations, to differentiate them
 
 
 class ArrayFacts(NamedTuple):
@@ -66,7 +47,6 @@ class ArrayFacts(NamedTuple):
 
 # Modules that know the arrays of a library: imported when the first is seen. Each has a `LIBRARY`.
 _INTEGRATED = {
-    ("autograd", "ArrayBox"): "polyattn.integrations.autograd",
     ("mlx", "array"): "polyattn.integrations.mlx",
     ("ndonnx", "Array"): "polyattn.integrations.ndonnx",
 }
@@ -76,8 +56,6 @@ _libraries: dict[type, Library] = {}
 _dtype_names: dict[str, dict[Any, str]] = {}
 #: The library of tensors of torch, by whether their class has its own dispatch.
 _tensors: dict[bool, Library] = {}
-#: The recorder of each class of arrays that has one, once an array of it was seen.
-recorders: dict[type, Recorder] = {}
 
 _SHORT_NAMES = {"jax.numpy": "jax", "dask.array": "dask", "mlx.core": "mlx"}
 LONG_NAMES = {short: long for long, short in _SHORT_NAMES.items()}
@@ -93,8 +71,6 @@ def library_of(array: Array, name: str = "array") -> Library:
             raise TypeError(f"{name} {reason.format(name)}")
         dispatches = _tensor_dispatches(cls)
         library = _standard_library(array, name) if dispatches is None else _tensors[dispatches]
-        if library.recorder is not None:
-            recorders[cls] = library.recorder
         _libraries[cls] = library
     return library
 
@@ -108,26 +84,9 @@ def is_namespace(library: str) -> bool:
     return hasattr(module, "matmul") and hasattr(module, "asarray")
 
 
-def is_recorded(array: Array) -> bool:
-    """Return whether the array records operations, so that functions must return new arrays."""
-    return library_of(array).recorder is not None
-
-
-def check_not_recorded(function: str, result: Array, xp: Any) -> None:
-    """Raise if what a function returned is of another namespace, which records operations."""
-    library = library_of(result)
-    if library.recorder is not None and library.xp is not xp:
-        raise RecordedError(
-            f"{function} reads an array that is differentiated, and query, key and value are not:"
-            " the gradient would be lost. Pass that array in bias=, or in an expression such as"
-            " scores.relative_bias(array)"
-        )
-
-
-def namespace_of(*arrays: Array) -> Any:
-    """Return the standard's namespace for arrays of one library, with what polyattn adds to it."""
-    libraries = [library_of(array) for array in arrays]
-    return next((x.xp for x in libraries if x.recorder is not None), libraries[0].xp)
+def namespace_of(array: Array) -> Any:
+    """Return the standard's namespace for arrays of this library, with what polyattn adds to it."""
+    return library_of(array).xp
 
 
 def _names(cls: type) -> list[tuple[str, str]]:
@@ -193,8 +152,6 @@ def _dtype_name(library: str, dtype: Any) -> str:
 def facts_of(array: Array, name: str = "array") -> ArrayFacts:
     """Return the facts of `array`; errors refer to the array as `name`."""
     library = library_of(array, name)
-    if library.recorder is not None:
-        return facts_of(library.recorder.value(array), name)
     if library.strided is not None and array.is_nested:
         raise TypeError(
             f"{name} is a nested tensor: put its parts after one another along the length, and pass"

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from polyattn._base.arrays import ArrayFacts, as_facts, cast, is_array, library_of
 from polyattn._base.tracing import autocast_dtype, is_autocast_on, know_torch
 
-#: The arguments of attention that torch casts. Its own function has no sinks and no expressions.
-_OF_ATTENTION = (
-    *("query", "key", "value", "bias"),
-    *("query_tangent", "key_tangent", "value_tangent", "bias_tangent"),
-)
 
-
-def casts(arguments: Mapping[str, Any], names: tuple[str, ...] = _OF_ATTENTION) -> dict[str, str]:
+def casts(arguments: Mapping[str, Any], names: Sequence[str]) -> dict[str, str]:
     """Return the dtypes to which autocast casts arguments or their facts, by name: often empty."""
     found: dict[str, str] = {}
     if not (know_torch() and is_autocast_on()):
@@ -33,7 +27,7 @@ def casts(arguments: Mapping[str, Any], names: tuple[str, ...] = _OF_ATTENTION) 
     return found
 
 
-def autocast(arguments: dict[str, Any], names: tuple[str, ...] = _OF_ATTENTION) -> dict[str, Any]:
+def autocast(arguments: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
     """Return arguments as autocast gives them to a function of torch."""
     found = casts(arguments, names)
     if not found:

@@ -6,6 +6,8 @@ REFUSED = {
     " numpy.asarray({0})",
     ("numpy", "MaskedArray"): "is a masked array, whose mask would be lost; pass {0}.data, and say"
     " with mask= which keys take part",
+    ("autograd", "ArrayBox"): "is a box of autograd, which differentiates no attention by itself:"
+    " register attention_vjp with it, as docs/how-to/gradients.md shows",
     ("torch", "MaskedTensor"): "is a masked tensor, whose mask would be lost; pass"
     " {0}.get_data(), and say with mask= which keys take part",
     ("torch", "CausalBias"): "is torch's CausalBias, which is not an array: pass is_causal=True,"

@@ -8,22 +8,15 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from polyattn._base.text_table import printable
 
 
 def open_streams() -> None:
-    """Let a stream that is closed be the null device, and a letter that one lacks be a ?."""
-    # A file that is opened later would get the number of a closed stream, and with it all output.
-    number = 0
-    while number <= 2:
-        number = os.open(os.devnull, os.O_RDWR)
-    os.close(number)
-    if sys.stdout is None:
-        sys.stdout = io.TextIOWrapper(io.FileIO(1, "w", closefd=False), encoding="utf-8")
-    if sys.stderr is None:
-        sys.stderr = io.TextIOWrapper(io.FileIO(2, "w", closefd=False), encoding="utf-8")
+    """Let a stream that is closed be one in memory, and a letter that one lacks be a ?."""
+    sys.stdout = sys.stdout or io.StringIO()
+    sys.stderr = sys.stderr or io.StringIO()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             # A stream that is not buffered fails in argparse, which hides that.
@@ -57,12 +50,13 @@ def naming(file: str | Path) -> Iterator[None]:
         raise
 
 
-def settle(stream: TextIO) -> None:
+def settle() -> None:
     """Discard what a stream cannot write: Python would report it as it ends, by another code."""
-    try:
-        stream.flush()
-    except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def progress(work: Iterable[Any] | None = None, *, unit: str, total: int | None = None) -> Any:

@@ -21,6 +21,7 @@ from polyattn._core.call.problem import Problem, examine
 from polyattn._dispatch.plan import Plan
 from polyattn._dispatch.request import Request
 from polyattn._dispatch.select import select
+from polyattn._dispatch.trace import open_traces, run_counted
 from polyattn.plugin import Backend, Kernel
 
 _CAPACITY = 4096
@@ -38,6 +39,9 @@ class CachedCall(NamedTuple):
         """Return the output of the call with other arrays of the same classes."""
         if self.direct is not None:
             backend, kernel, problem = self.direct
+            if open_traces:
+                kind = self.plan.kind
+                return run_counted(kind, backend, backend.run, kernel, problem, operands)[0]
             return backend.run(kernel, problem, operands)[0]
         return as_called(self.call, *self.plan.run(heads_first(self.call, operands)))[0]
 
@@ -57,9 +61,19 @@ def planned(call: Call, requested: Request, kernel: str | Kernel | None, xp: Any
             if isinstance(kernel, Kernel):
                 return Plan(kernel, *_without_kernel(call, requested, ref(kernel), xp))
             return _plan(call, requested, kernel, xp)
-        except TypeError:  # a symbolic length or a kernel that is not hashable, or a wrong call
-            pass
+        except TypeError:
+            if _is_hashable(call, kernel):
+                raise  # it is about the call
     return select(call, examine(call), requested, kernel, xp)
+
+
+def _is_hashable(*things: Any) -> bool:
+    """Return whether things can be a key: symbolic lengths and some kernels cannot."""
+    try:
+        hash(things)
+    except TypeError:
+        return False
+    return True
 
 
 @lru_cache(_CAPACITY)

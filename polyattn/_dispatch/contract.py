@@ -3,15 +3,43 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Set
-from typing import TypeVar
+from collections.abc import Mapping, Set
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from polyattn._base.arguments import did_you_mean
+from polyattn._core.call.features import DERIVATIVES
 from polyattn._dispatch.entries import Entry
-from polyattn.plugin import FEATURES, BackendSpec, Kernel, KernelSpec
-from polyattn.plugin.spec import API_VERSION
+from polyattn.plugin import CONTRACT_VERSION, FEATURES, BackendSpec, Kernel, KernelSpec
 
+_VERSION = f"this polyattn has version {CONTRACT_VERSION} of the plugin contract"
 Spec = TypeVar("Spec", BackendSpec, KernelSpec)
+
+
+@dataclass
+class Plugin(Generic[Spec]):
+    """What an entry point leads to: a spec, or the reason why there is none."""
+
+    name: str
+    distribution: str
+    spec: Spec | None = None
+    failure: str | None = None
+    allowed: bool = False  # to run unnamed
+
+    def read(self, entry: Entry, owner: str | None, kind: type[Spec]) -> None:
+        """Read the spec, unless a distribution owns the name, or the user leaves the plugin out."""
+        if owner is not None:
+            self.name = f"{entry.name} ({entry.distribution})"
+            self.failure = entry.flaw or (
+                f"its name {entry.name!r} is taken already, by {owner}: rename one, or uninstall it"
+            )
+            return
+        self.allowed, self.failure = entry.standing()
+        spec = self.failure or read_spec(entry, kind)
+        if isinstance(spec, str):
+            self.failure = spec
+        else:
+            self.spec = spec
 
 
 def read_spec(entry: Entry, kind: type[Spec]) -> Spec | str:
@@ -23,28 +51,23 @@ def read_spec(entry: Entry, kind: type[Spec]) -> Spec | str:
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # SystemExit, or a panic of an extension module in Rust
-        return f"its plugin cannot be imported: {type(error).__name__}: {error}"
+        reason = f"its plugin cannot be imported: {type(error).__name__}: {error}"
+        # A field of the spec, or a name, that another version has.
+        of_contract = any(x in reason for x in (f"{kind.__name__}.__init__()", "polyattn.plugin"))
+        return f"{reason}; {_VERSION}" if of_contract else reason
     if not isinstance(spec, kind):
         return f"its entry point {entry.value} is not a {kind.__name__}"
-    if spec.api_version != API_VERSION:
-        return (
-            f"it was written for version {spec.api_version} of the plugin contract and this is"
-            f" version {API_VERSION}: install releases that fit together"
-        )
     if spec.name != entry.name:
         return f"its spec is named {spec.name!r} and its entry point {entry.name!r}"
     return spec
 
 
-def taken(entry: Entry, owner: str) -> str:
-    """Return the reason against an entry point whose name another distribution has."""
-    return entry.flaw or (
-        f"its name {entry.name!r} is taken already, by {owner}: rename one, or uninstall it"
-    )
-
-
-def missing(spec: BackendSpec | KernelSpec) -> str | None:
-    """Return which modules that a spec requires are not installed, and how to get them."""
+def unusable(spec: BackendSpec | KernelSpec, distribution: str) -> str | None:
+    """Return why a plugin cannot run here, by its spec alone, and what to do; or None."""
+    if spec.contract_version != CONTRACT_VERSION:
+        older = distribution if spec.contract_version < CONTRACT_VERSION else "polyattn"
+        written = f"it was written for version {spec.contract_version}"
+        return f"{written}, and {_VERSION}: upgrade {older}"
     absent = [module for module in spec.requires if not is_installed(module)]
     return f"{', '.join(absent)} is not installed: {spec.install}" if absent else None
 
@@ -61,10 +84,18 @@ def flaw(kernel: Kernel) -> str | None:
     """Return how a kernel breaks the contract, or None."""
     if not isinstance(getattr(kernel, "name", None), str):
         return "has no name"
-    if not isinstance(kernel.features, Set):
-        return f"must declare its features as a set; got {kernel.features!r}"
-    for feature in sorted(kernel.features - frozenset(FEATURES)):
-        return f"declares an unknown feature {feature!r}{did_you_mean(feature, FEATURES)}"
+    of_derivatives = kernel.differentiates
+    if not isinstance(of_derivatives, Mapping) or of_derivatives.keys() - DERIVATIVES.keys():
+        names = " and ".join(map(repr, DERIVATIVES))
+        return f"must map {names} to the features it differentiates; got {of_derivatives!r}"
+    known = FEATURES.keys() - DERIVATIVES.keys()
+    for features in (kernel.features, *of_derivatives.values()):
+        if not isinstance(features, Set):
+            return f"must declare its features as a set; got {features!r}"
+        for feature in sorted(features - known):
+            if feature in DERIVATIVES:
+                return f"must declare {feature!r} in differentiates, not in features"
+            return f"declares an unknown feature {feature!r}{did_you_mean(feature, known)}"
     return None
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from html import escape
+from typing import NamedTuple
 
-from polyattn._base.html_page import html_table
+from polyattn._base.html_table import html_table
 from polyattn._base.text_table import paragraph, table
 from polyattn._core.call.facts import Call
 from polyattn._core.call.options import OPTIONS
@@ -13,18 +14,27 @@ from polyattn._core.call.problem import Problem
 from polyattn._core.expressions.expression import Expression
 
 
-@dataclass(frozen=True)
-class Candidate:
+class Candidate(NamedTuple):
     """A kernel of a backend, or a backend refused as a whole, and its status."""
 
     backend: str  # with its device if one was requested
     kernel: str | None  # None if the backend was refused before its kernels were examined
     # "chosen"; "next" if it could run but another comes first; "on request" if it runs only when
-    # kernel= names it; "refused"; or "unavailable" if the backend cannot be loaded here.
+    # kernel= names it; "not allowed" if it is of another distribution, and nobody allowed it;
+    # "refused"; or "unavailable" if the backend cannot be loaded here.
     status: str
-    reasons: tuple[str, ...] = ()  # why it was refused, or runs only on request
+    reasons: tuple[str, ...] = ()  # why it cannot run, or may not
+    on_request: str | None = None  # why another kernel is better, although this one can run
     remark: str | None = None  # the kernel's note about how it would run
     origin: str | None = None  # the distribution that it comes from, if not its backend's own
+
+    @property
+    def text(self) -> str:
+        """The reasons against it, why another is better, and the remark."""
+        slower = self.on_request
+        if slower and self.status != "on request":
+            slower = f"only on request: {slower}"
+        return "; ".join(filter(None, (*self.reasons, slower, self.remark)))
 
     @property
     def title(self) -> str:
@@ -85,7 +95,7 @@ class Explanation:
             "selected_by": self.source,
             "chosen": self.chosen
             and {"backend": self.chosen.backend, "kernel": self.chosen.kernel},
-            "candidates": [asdict(c) | {"reasons": list(c.reasons)} for c in self.candidates],
+            "candidates": [c._asdict() | {"reasons": list(c.reasons)} for c in self.candidates],
         }
 
     def _values(self) -> dict[str, object]:
@@ -128,11 +138,6 @@ class Explanation:
 
     def _cells(self) -> list[tuple[str, ...]]:
         return [
-            (
-                c.backend,
-                c.title,
-                "CHOSEN" if c.status == "chosen" else c.status,
-                "; ".join(c.reasons) or c.remark or "",
-            )
+            (c.backend, c.title, "CHOSEN" if c.status == "chosen" else c.status, c.text)
             for c in self.candidates
         ]

@@ -7,9 +7,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 
-from polyattn._base.html_page import html_table
+from polyattn._base.html_table import html_table
 from polyattn._base.text_table import table
 from polyattn._dispatch import extensions, registry
+from polyattn._dispatch.request import request
 
 
 def described(hardware: Mapping[str, str | int]) -> str:
@@ -36,6 +37,7 @@ class BackendInfo:
     #: Of each kernel that joined the backend, the distribution that it comes from.
     origins: dict[str, str] = field(default_factory=dict)
     faults: tuple[str, ...] = ()  # those of its library that its kernels avoid
+    waiting: tuple[str, ...] = ()  # what of it does not run unnamed, and why
 
     def device(self, name: str) -> str:
         """Return a device's name and its hardware, as the table shows them."""
@@ -79,7 +81,7 @@ class BackendTable(tuple[BackendInfo, ...]):
             info.name,
             ", ".join(f"{k} {v}" for k, v in info.versions.items()) or "-",
             ", ".join(map(info.device, info.devices)) or "the arrays' own",
-            "; ".join([", ".join(map(info.kernel, info.kernels)), *info.faults]),
+            "; ".join([", ".join(map(info.kernel, info.kernels)), *info.faults, *info.waiting]),
         )
 
     def as_dicts(self) -> list[dict[str, object]]:
@@ -133,7 +135,14 @@ def _available(name: str) -> BackendInfo:
     hardware = {device: backend.hardware(device) for device in devices}
     origins = extensions.origins(name)
     faults = backend.faults()
-    return BackendInfo(name, True, versions, devices, hardware, kernels, None, origins, faults)
+    serves = name in registry.serving(registry.spec_of(name).namespaces[0])
+    plugins = {name: (name, registry.is_allowed(name) or not serves)}
+    plugins |= {kernel: extensions.plugin_of(name, kernel) for kernel in kernels}
+    held = {one: request(None).against(one, *plugin) for one, plugin in plugins.items()}
+    return BackendInfo(
+        name, True, versions, devices, hardware, kernels, None, origins, faults,
+        tuple(f"{one}: {why[1]}" for one, why in held.items() if why),
+    )  # fmt: skip
 
 
 def _versions(modules: tuple[str, ...]) -> dict[str, str]:

@@ -2,31 +2,60 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 
-from polyattn._base.arrays import Array, Recorder, facts_of, is_array, library_of, recorders
+from polyattn._base.arrays import Array, facts_of, is_array, library_of
 from polyattn._base.tracing import is_compiling
 from polyattn._core.call.features import COUNTING
 from polyattn._core.call.gradients import Gradients
 from polyattn._core.call.operands import Operands
 from polyattn._core.call.options import GRADIENT_ARRAYS
 from polyattn._core.call.problem import Problem
-from polyattn._core.expressions.expression import Expression
 from polyattn._core.expressions.indices import INDEX_LIMIT
+from polyattn._dispatch.explanation import Candidate
 from polyattn._dispatch.placement import Placement
+from polyattn._dispatch.trace import CallCount, counted, is_traced
 from polyattn._dispatch.transfer import move_operands, move_results, mover_back
-from polyattn.plugin import Kernel
+from polyattn.plugin import Backend, Kernel, undeclared
+
+_F = TypeVar("_F", bound=Callable[..., Any])
 
 
 def reasons_against(kernel: Kernel, problem: Problem) -> list[str]:
-    """Return the reasons why a kernel cannot compute a problem whose features it declares."""
+    """Return the reasons why a kernel cannot compute a problem."""
+    missing = undeclared(kernel, problem.features)
+    if missing is not None:
+        return [missing]
+    reasons = _device_reasons(kernel, problem)
+    if reasons:
+        return reasons
     if problem.is_empty and not kernel.takes_empty:
         return ["it takes no empty arrays"]
     longest = max(length or 0 for length in problem.scores[-2:])
     if longest > INDEX_LIMIT and (counted := problem.features & COUNTING - kernel.counts_far):
         return [f"for {', '.join(sorted(counted))} it counts to 2**30, and S or L is {longest:,}"]
-    return kernel.reasons_against(problem)
+    reasons = kernel.reasons_against(problem)
+    if not isinstance(reasons, list):
+        raise TypeError(
+            f"reasons_against of the kernel {kernel.name} must return a list of strings; it"
+            f" returned {reasons!r}"
+        )
+    return reasons
+
+
+def _device_reasons(kernel: Kernel, problem: Problem) -> list[str]:
+    """Return the reasons why a kernel does not support the problem's device, if it is known."""
+    here = problem.device_kind
+    kinds_of = {"": kernel.devices or None} | {
+        f: kernel.only_on.get(f) for f in sorted(problem.features)
+    }
+    return [
+        f"it {f'computes {feature}' if feature else 'runs'} on {', '.join(sorted(kinds))} only, and"
+        f" this call is on {here}"
+        for feature, kinds in kinds_of.items()
+        if here and kinds is not None and here not in kinds
+    ]
 
 
 class Plan(NamedTuple):
@@ -35,6 +64,7 @@ class Plan(NamedTuple):
     kernel: Kernel
     placement: Placement
     query_device: str
+    kind: CallCount  #: the call and its kernel, as a trace counts them
     #: The results whose arrays were checked, of the caller's own kernel: method and features.
     checked: set[tuple[str, frozenset[str]]]
 
@@ -43,48 +73,84 @@ class Plan(NamedTuple):
         problem = self.placement.problem
         problem = problem._replace(features=problem.features | {feature})
         placement = self.placement._replace(problem=problem)
+        kind = self.kind._replace(needs=problem.features)
+        tried: dict[str, Candidate] = {}
         for kernel in (self.kernel, *placement.kernels):
-            if problem.features <= kernel.features and not reasons_against(kernel, problem):
-                return self._replace(kernel=kernel, placement=placement)
+            reasons = tuple(reasons_against(kernel, problem))
+            if not reasons:
+                kind = kind._replace(kernel=kernel.name, refused=tuple(tried.values()))
+                return self._replace(kernel=kernel, placement=placement, kind=kind)
+            tried[kernel.name] = Candidate(kind.backend, kernel.name, "refused", reasons)
         return None
 
-    def run(self, operands: Operands, *others: Any, method: str = "run") -> Any:
-        """Run the kernel by a method of its backend, and return the result where the query is.
+    def counted(self, run: _F) -> _F:
+        """Return a method that runs the kernel as one that counts the call when it has run."""
+        return counted(self.kind, self.placement.backend, run)
 
-        The method is ``run``, ``run_backward``, ``run_jvp`` or ``run_weights``.
-        """
-        recorder = recorder_of(operands, others)
-        if recorder is not None:
-            return recorder.run(method, self, operands, *others)
+    def run(self, operands: Operands) -> tuple[Array, Array | None]:
+        """Run the kernel, and return output and logsumexp where the query is."""
+        backend, given = self._moved(operands)
+        run = self.counted(backend.run) if is_traced() else backend.run
+        found = run(self.kernel, self.placement.problem, *given)
+        self._check_result("run", found, given[0])
+        return self._moved_back(found, operands.query)  # type: ignore[no-any-return]
+
+    def backward(self, operands: Operands, residuals: Any, cotangents: Any) -> Gradients:
+        """Run the backward pass of the kernel, and return the gradients where the query is."""
+        backend, given = self._moved(operands, residuals, cotangents)
+        run = self.counted(backend.run_backward) if is_traced() else backend.run_backward
+        found = run(self.kernel, self.placement.problem, *given)
+        self._check_gradients(found, given[0])
+        return self._moved_back(found, operands.query)  # type: ignore[no-any-return]
+
+    def jvp(self, operands: Operands, residuals: Any, tangents: Any) -> tuple[Array, Array | None]:
+        """Run the directional derivative of the kernel, and return it where the query is."""
+        backend, given = self._moved(operands, residuals, tangents)
+        run = self.counted(backend.run_jvp) if is_traced() else backend.run_jvp
+        found = run(self.kernel, self.placement.problem, *given)
+        self._check_result("jvp", found, given[0])
+        return self._moved_back(found, operands.query)  # type: ignore[no-any-return]
+
+    def weights(self, operands: Operands, logsumexp: Array | None) -> tuple[Array, Array | None]:
+        """Run a kernel of weights, and return what it does where the query is."""
+        backend, given = self._moved(operands, logsumexp)
+        run = self.counted(backend.run_weights) if is_traced() else backend.run_weights
+        found = run(self.kernel, self.placement.problem, *given)
+        return self._moved_back(found, operands.query)  # type: ignore[no-any-return]
+
+    def _moved(self, operands: Operands, *others: Any) -> tuple[Backend, tuple[Any, ...]]:
+        """Return the backend, and what the kernel is given, moved to where it runs."""
         backend, _, problem, moved = self.placement
         if backend is None:
             raise RuntimeError("a plan made from shapes only cannot run")
-        given = (operands, *others)
-        if moved:
-            x = move_operands(operands, moved, backend, problem, self.query_device)
-            given = (x, *[move_results(one, moved, backend, problem) for one in others])
-        found = getattr(backend, method)(self.kernel, problem, *given)
-        # Only the first arrays: what a kernel returns depends on static facts.
-        is_new = self._is_handed_in and (method, problem.features) not in self.checked
-        if method == "run_backward":
-            self._check_gradients(found, given[0], is_new)
-        elif method != "run_weights":
-            self._check_result(found, given[0], is_new)
-        if is_new:
-            self.checked.add((method, problem.features))
-        if "query" not in moved:
+        if not moved:
+            return backend, (operands, *others)
+        x = move_operands(operands, moved, backend, problem, self.query_device)
+        return backend, (x, *[move_results(one, moved, backend, problem) for one in others])
+
+    def _moved_back(self, found: Any, query: Array) -> Any:
+        backend, _, problem, moved = self.placement
+        if "query" not in moved or backend is None:
             return found
-        back = mover_back(operands.query, backend, problem, self.query_device)
+        back = mover_back(query, backend, problem, self.query_device)
 
         def moved_back(one: Any) -> Any:
             if isinstance(one, list):
                 return [moved_back(array) for array in one]
             return None if one is None else back(one)
 
-        results = map(moved_back, found)
-        return Gradients(*results) if method == "run_backward" else tuple(results)
+        if isinstance(found, Gradients):
+            return Gradients(**{name: moved_back(one) for name, one in found._asdict().items()})
+        return tuple(map(moved_back, found))
 
-    def _check_result(self, result: Any, operands: Operands, is_new: bool) -> None:
+    def _is_new(self, method: str) -> bool:
+        """Whether to check arrays: of the caller's own kernel, which nobody has tested, once."""
+        # Only the first arrays, because what a kernel returns depends on static facts.
+        if self.kernel in self.placement.kernels or is_compiling():
+            return False
+        return (method, self.placement.problem.features) not in self.checked
+
+    def _check_result(self, method: str, result: Any, operands: Operands) -> None:
         """Raise if the result of the kernel breaks the contract."""
         if not isinstance(result, tuple) or len(result) != 2:
             raise TypeError(
@@ -93,7 +159,7 @@ class Plan(NamedTuple):
             )
         if result[1] is None and "logsumexp" in self.placement.problem.features:
             raise TypeError(f"the kernel {self.kernel.name} declares logsumexp and returned None")
-        if is_new:
+        if self._is_new(method):
             problem = self.placement.problem
             rows, accumulator = problem.scores[:-1], problem.accumulator
             dtype = accumulator if "jvp" in problem.features else problem.dtype
@@ -101,27 +167,24 @@ class Plan(NamedTuple):
             self._check_array("output", result[0], query, dtype, (*rows, problem.value_size))
             if result[1] is not None:
                 self._check_array("logsumexp", result[1], query, accumulator, rows)
+            self.checked.add((method, problem.features))
 
-    @property
-    def _is_handed_in(self) -> bool:
-        """Whether the kernel is the caller's own, whose results nobody has tested."""
-        return self.kernel not in self.placement.kernels and not is_compiling()
-
-    def _check_gradients(self, found: Any, operands: Operands, is_new: bool) -> None:
+    def _check_gradients(self, found: Any, operands: Operands) -> None:
         """Raise if the gradients of the kernel break the contract."""
         if not isinstance(found, Gradients):
             raise TypeError(
                 f"backward of the kernel {self.kernel.name} must return Gradients; it returned a"
                 f" {type(found).__name__}"
             )
-        if not is_new:
+        if not self._is_new("backward"):
             return
         problem, query = self.placement.problem, operands.query
         for name in GRADIENT_ARRAYS:
-            argument, gradient = getattr(operands, name), getattr(found, name)
+            argument, gradient = getattr(operands, name, None), getattr(found, name, None)
             if argument is not None and not (gradient is None and name in problem.constants):
                 what, shape = f"gradient of {name}", facts_of(argument).shape
                 self._check_array(what, gradient, query, problem.accumulator, shape)
+        self.checked.add(("backward", problem.features))
 
     def _check_array(
         self, what: str, array: Any, query: Array, dtype: str, shape: tuple[int | None, ...]
@@ -139,16 +202,3 @@ class Plan(NamedTuple):
             f"the kernel {self.kernel.name} must return its {what} as an array of {library},"
             f" {shape} {dtype}; it returned {got}"
         )
-
-
-def recorder_of(operands: Operands, others: Iterable[Any] = ()) -> Recorder | None:
-    """Return the recorder of what a call is given, if an array has one."""
-    if not recorders:
-        return None
-    things: list[Any] = list(operands)
-    for value in operands:
-        if isinstance(value, Expression):
-            things += [thing for _, thing in value.carried()]
-    for record in others:
-        things += record if isinstance(record, tuple) else [record]
-    return next((recorders[type(thing)] for thing in things if type(thing) in recorders), None)

@@ -14,7 +14,7 @@ from polyattn._base.arrays import is_namespace
 from polyattn._base.forks import forkable_lock, hold_during_forks
 from polyattn._base.tracing import constant_when_traced
 from polyattn._dispatch import extensions
-from polyattn._dispatch.contract import flaw_of, missing, read_spec, taken
+from polyattn._dispatch.contract import Plugin, flaw_of, unusable
 from polyattn._dispatch.entries import KERNELS, Entry, entries
 from polyattn._dispatch.errors import BackendUnavailableError
 from polyattn._dispatch.standard import StandardBackend
@@ -29,13 +29,9 @@ _ARRAY_API_KERNELS: tuple[Kernel, ...] = (Tiled(), Dense())
 
 
 @dataclass
-class Registered:
+class Registered(Plugin[BackendSpec]):
     """A plugin: its spec or the reason why it has none, and its backend once loaded."""
 
-    name: str
-    distribution: str
-    spec: BackendSpec | None = None
-    failure: str | None = None
     backend: Backend | None = None
 
 
@@ -50,12 +46,15 @@ _warned: set[str] = set()
 def _find() -> dict[str, Registered]:
     if not _plugins:
         plugins: dict[str, Registered] = {}
+        owners = {ARRAY_API: "polyattn"}
         # polyattn's plugins first, so that no other can take their names; broken entries last.
         listed = sorted(entries(), key=_rank)
         for entry in listed:
             if entry.group != KERNELS:
-                plugin = _read(entry, plugins.get(entry.name))
+                plugin = Registered(entry.name, entry.distribution)
+                plugin.read(entry, owners.get(entry.name), BackendSpec)
                 plugins.setdefault(plugin.name, plugin)
+                owners.setdefault(plugin.name, plugin.distribution)
         extensions.find([entry for entry in listed if entry.group == KERNELS], plugins)
         _plugins.update(plugins)  # at once: an interrupt leaves all or nothing
     return _plugins
@@ -63,21 +62,6 @@ def _find() -> dict[str, Registered]:
 
 def _rank(entry: Entry) -> tuple[bool, bool, str]:
     return entry.distribution != "polyattn", entry.flaw is not None, entry.name
-
-
-def _read(entry: Entry, first: Registered | None) -> Registered:
-    """Return the plugin of an entry point; `first` is the plugin that already has its name."""
-    plugin = Registered(entry.name, entry.distribution)
-    if first is not None or entry.name == ARRAY_API:
-        plugin.name = f"{entry.name} ({entry.distribution})"
-        plugin.failure = taken(entry, "polyattn" if first is None else first.distribution)
-        return plugin
-    spec = read_spec(entry, BackendSpec)
-    if isinstance(spec, str):
-        plugin.failure = spec
-    else:
-        plugin.spec = spec
-    return plugin
 
 
 @constant_when_traced
@@ -88,8 +72,21 @@ def names() -> tuple[str, ...]:
 
 
 @constant_when_traced
+def kernel_names() -> tuple[str, ...]:
+    """Return the names of the kernels of all backends that can be loaded."""
+    backends = [loaded(name) for name in names() if load(name) is None]
+    return tuple(kernel.name for backend in backends for kernel in kernels_of(backend))
+
+
+@constant_when_traced
+def is_allowed(name: str) -> bool:
+    """Return whether a backend, by its name in `names`, may run unnamed."""
+    return name == ARRAY_API or _find()[name].allowed
+
+
+@constant_when_traced
 def serving(library: str) -> tuple[str, ...]:
-    """Return the plugins that run unnamed on this library's arrays: polyattn's, or else others."""
+    """Return the plugins that serve this library's arrays unnamed: polyattn's, or else others."""
     with _lock:
         specs = [(p, p.spec) for p in _find().values() if p.spec and not p.spec.only_on_request]
     serving = [plugin for plugin, spec in specs if library in spec.namespaces]
@@ -115,7 +112,7 @@ def load(name: str) -> str | None:
         plugin = _find()[name]
         if plugin.backend is None and plugin.failure is None and plugin.spec is not None:
             try:
-                plugin.failure = missing(plugin.spec)
+                plugin.failure = unusable(plugin.spec, plugin.distribution)
                 if plugin.failure is None:
                     backend = plugin.spec.load()
                     plugin.failure = flaw_of(backend.kernels) or _unmatched(plugin.spec, backend)
@@ -155,8 +152,8 @@ def _unmatched(spec: BackendSpec, backend: Backend) -> str | None:
 @constant_when_traced
 def accepted(name: str) -> tuple[str, ...]:
     """Return the libraries whose arrays may be options of a call, by a plugin that has a spec."""
-    spec = _plugins[name].spec
-    return () if spec is None else spec.accepts
+    spec, allowed = _plugins[name].spec, _plugins[name].allowed
+    return spec.accepts if spec is not None and allowed else ()
 
 
 def usable(name: str, wanted: str = "") -> tuple[Backend, str | None]:

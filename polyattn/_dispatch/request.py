@@ -1,6 +1,8 @@
 """The backends that a call requests: by argument, by context, or by environment variable.
 
-The argument wins over the innermost context, which wins over the variable, read at call time.
+The argument wins over the innermost context, which wins over the variable, read at call time. A
+name with a sign is no backend to go to: ``+name`` lets a plugin run unnamed, ``-name`` leaves it
+or a kernel out.
 """
 
 from __future__ import annotations
@@ -13,10 +15,12 @@ from typing import NamedTuple
 from polyattn._base.arguments import did_you_mean
 from polyattn._base.forks import forkable_lock
 from polyattn._base.settings import Context, reader_of
-from polyattn._dispatch import registry
+from polyattn._dispatch import extensions, registry
+from polyattn._dispatch.entries import variable_of
 from polyattn._dispatch.errors import UnknownBackendError
 
 AUTO = "auto"
+SIGNS = "+-"
 VARIABLE = "POLYATTN_BACKEND"
 _variable = reader_of(VARIABLE)
 
@@ -30,9 +34,24 @@ class Request(NamedTuple):
     channel: str = "arrays"
 
     @property
+    def backends(self) -> Names:
+        """The names of backends."""
+        return tuple([name for name in self.names if name[0] not in SIGNS])
+
+    @property
     def may_move(self) -> bool:
         """Whether a backend is named, so that arrays may move to it."""
-        return any(name != AUTO for name in self.names)
+        return any(name != AUTO for name in self.backends)
+
+    def against(self, name: str, plugin: str, is_allowed: bool) -> tuple[str, str] | None:
+        """Return the status of a backend or kernel that does not run unnamed, and the reason."""
+        for one in (name, plugin):
+            if f"-{one}" in self.names:
+                return "refused", f"'-{one}' leaves it out"
+        if is_allowed or f"+{plugin}" in self.names:
+            return None
+        how = f"{variable_of(plugin)}=1 or backend='+{plugin}' allows it"
+        return "not allowed", f"it is not polyattn's, and runs if it is named: {how}"
 
     def __str__(self) -> str:
         names = ",".join(self.names)
@@ -47,8 +66,9 @@ class Request(NamedTuple):
 class _Here(ModuleType):
     """The names that `use_backend` chooses for the code that reads them.
 
-    torch.compile cannot trace ContextVar.get (pytorch#186449). It reads an attribute of a module as
-    a constant, and its guard reads it again in the task that calls the program.
+    torch.compile, at least of 2.9 to 2.13, cannot trace ContextVar.get (pytorch#186449). It reads
+    an attribute of a module as a constant, and its guard reads it again in the task that calls the
+    program.
     """
 
     @property
@@ -76,7 +96,8 @@ def use_backend(*names: str) -> Iterator[None]:
     ----------
     *names : str
         Backends in order, as ``name`` or ``name:device``; one string may hold several with commas.
-        ``auto`` is the arrays' own library, which is the default.
+        ``auto`` is the arrays' own library, which is the default. ``+name`` lets a plugin run
+        unnamed that is not polyattn's, and ``-name`` leaves out a plugin or a kernel.
 
     Yields
     ------
@@ -134,7 +155,7 @@ def parse(backend: str | Sequence[str], source: str = "backend=") -> Names:
             f"a backend is named by a string such as 'numpy' or 'torch:cuda'; got {backend!r}"
         )
     names = tuple(name.strip() for item in items for name in item.split(","))
-    if not names or "" in names:
+    if not names or not all(name.lstrip(SIGNS) for name in names):
         raise ValueError(f"a backend's name is missing in {source}{backend!r}")
     return names
 
@@ -142,7 +163,12 @@ def parse(backend: str | Sequence[str], source: str = "backend=") -> Names:
 def check_known(requested: Request) -> None:
     """Raise if no plugin has one of the requested names."""
     known = (*registry.names(), registry.ARRAY_API, AUTO)
-    for name in requested.names:
+    for name in set(requested.names).difference(requested.backends):
+        plugins = (*registry.names(), *extensions.names())
+        if name[1:] not in plugins and name[1:] not in (kernels := registry.kernel_names()):
+            hint = did_you_mean(name[1:], (*plugins, *kernels))
+            raise UnknownBackendError(f"no plugin or kernel is named as in {name!r}{hint or '.'}")
+    for name in requested.backends:
         stem, _, device = name.partition(":")
         if stem == AUTO and device:
             raise UnknownBackendError(

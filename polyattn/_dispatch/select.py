@@ -7,12 +7,14 @@ static facts decide: shapes, dtypes, devices and options, never the values of an
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from polyattn._base.arrays import is_namespace
+from polyattn._base.tracing import is_compiling
 from polyattn._core.call.facts import Call
+from polyattn._core.call.features import DERIVATIVES
 from polyattn._core.call.problem import Problem
 from polyattn._core.expressions.scores import Chain, Function
 from polyattn._dispatch import extensions, registry
@@ -22,7 +24,10 @@ from polyattn._dispatch.explanation import Candidate, Explanation
 from polyattn._dispatch.placement import Placement, Refusal, check_one_place, find_placement
 from polyattn._dispatch.plan import Plan, reasons_against
 from polyattn._dispatch.request import AUTO, Names, Request, check_known
-from polyattn.plugin import Backend, Kernel
+from polyattn._dispatch.trace import CallCount
+from polyattn.plugin import Backend, Kernel, undeclared
+
+_log = logging.getLogger("polyattn")
 
 
 def select(
@@ -33,6 +38,8 @@ def select(
     if plan is None:
         explanation = Explanation(call, problem, str(requested), tuple(candidates))
         raise _error(explanation, kernel, requested)
+    if not is_compiling() and _log.isEnabledFor(logging.DEBUG):
+        _log.debug("new plan: %s", plan.kind)
     for one in () if requested.may_move else candidates:
         if one.status == "unavailable":
             source = f"the kernels {one.kernel} for {one.backend}" if one.kernel else one.backend
@@ -45,6 +52,7 @@ def explain_selection(
 ) -> Explanation:
     """Return the decision with all candidates; `xp` is None if only shapes are known."""
     _, candidates = _try_candidates(call, problem, requested, kernel, xp, all_candidates=True)
+    candidates.sort(key=lambda candidate: candidate.status == "not allowed")
     return Explanation(call, problem, str(requested), tuple(candidates))
 
 
@@ -91,7 +99,7 @@ def _error(
     kind = BackendUnavailableError if explanation.unavailable else UnsupportedError
     subject = f"kernel={kernel.name if isinstance(kernel, Kernel) else kernel!r} cannot"
     if kernel is None:
-        subject = f"no backend {'that was asked for' if requested.names else 'here'} can"
+        subject = f"no backend {'that was asked for' if requested.backends else 'here'} can"
     # Line by line, since torch.compile cannot trace the text of a value inside a string.
     error = kind("\n".join([f"{subject} take this call", *explanation.lines()]))
     error.explanation = explanation
@@ -113,8 +121,13 @@ def _try_candidates(
         check_one_place(call)
     plan: Plan | None = None
     candidates: list[Candidate] = []
-    for name, is_fallback in _expanded(requested.names or (AUTO,), problem.library):
+    for name, is_fallback in _expanded(requested.backends or (AUTO,), problem.library):
         if is_fallback and plan is not None:
+            continue
+        stem = name.partition(":")[0]
+        allowed = name in requested.backends or registry.is_allowed(stem)
+        if (held := requested.against(stem, stem, allowed)) is not None:
+            candidates.append(Candidate(name, None, held[0], held[1:]))
             continue
         placement = find_placement(call, problem, name, xp)
         if isinstance(placement, Refusal):
@@ -124,20 +137,31 @@ def _try_candidates(
             candidates.append(Candidate(name, None, "refused", (_NO_DERIVATIVE,)))
             continue
         kernels = _matching(placement.kernels, requested_kernel)
-        absent = _absent(name, requested_kernel)
+        origins = {k.name: extensions.plugin_of(stem, k.name) for k in placement.kernels}
+        against = {one: requested.against(one, *plugin) for one, plugin in origins.items()}
+        unnamed = tuple([k for k in placement.kernels if against[k.name] is None])
+        absent = _absent(name, requested_kernel, requested)
         candidates += absent
         for kernel in kernels:
             problem_of_kernel = _for_kernel(kernel, placement.problem)
+            held = against.get(kernel.name)
             candidate = _judge(
-                name, kernel, problem_of_kernel, requested_kernel is not None, plan is not None
+                name, kernel, problem_of_kernel, held, requested_kernel, all_candidates
             )
             if all_candidates:
+                if plan is not None and candidate.status == "chosen":
+                    candidate = candidate._replace(status="next")
                 copies = problem_of_kernel is not placement.problem
                 candidate = _described(candidate, kernel, problem_of_kernel, copies)
             candidates.append(candidate)
             if candidate.status == "chosen":
-                chosen = placement._replace(problem=problem_of_kernel)
-                plan = Plan(kernel, chosen, call.query.device, set())
+                chosen = placement._replace(problem=problem_of_kernel, kernels=unnamed)
+                kind = CallCount(
+                    problem.library, chosen.problem.device, problem.dtype, call.query.shape,
+                    call.key.shape, call.value and call.value.shape, problem.features, name,
+                    kernel.name, tuple(candidates[:-1]), problem.traced,
+                )  # fmt: skip
+                plan = Plan(kernel, chosen, call.query.device, kind, set())
                 if not all_candidates:
                     return plan, candidates
         if not kernels and not absent:
@@ -155,7 +179,7 @@ _NO_DERIVATIVE = (
 
 def _lacks_derivative(call: Call, problem: Problem, placement: Placement) -> bool:
     """Return whether the derivative of a score function is needed and cannot be had."""
-    if problem.features.isdisjoint(("backward", "jvp")) or "score_mod" not in problem.features:
+    if problem.features.isdisjoint(DERIVATIVES) or "score_mod" not in problem.features:
         return False
     backend, score = placement.backend, call.score_mod
     parts = score.parts if isinstance(score, Chain) else (score,)
@@ -164,12 +188,15 @@ def _lacks_derivative(call: Call, problem: Problem, placement: Placement) -> boo
     return not differentiates and (isinstance(score, str) or not given)
 
 
-def _absent(name: str, requested: str | Kernel | None) -> list[Candidate]:
+def _absent(name: str, kernel: str | Kernel | None, requested: Request) -> list[Candidate]:
     """Return the kernels of other distributions that are for a backend and did not join it."""
-    if isinstance(requested, Kernel) or name == registry.ARRAY_API:  # which none can join
+    if isinstance(kernel, Kernel) or name == registry.ARRAY_API:  # which none can join
         return []
-    absent = extensions.absent(name.partition(":")[0], requested)
-    return [Candidate(name, kernel, "unavailable", (reason,)) for kernel, reason in absent]
+    return [
+        Candidate(name, one, "not allowed" if held and not kernel else "unavailable", (reason,))
+        for one, is_allowed, reason in extensions.absent(name.partition(":")[0], kernel)
+        for held in [requested.against(one, one, is_allowed)]
+    ]
 
 
 def _described(
@@ -180,7 +207,7 @@ def _described(
     remarks: list[str | None] = []
     if candidate.status in ("chosen", "next"):
         remarks = [_COPIES_PAGES if copies_pages else None, kernel.remark(problem)]
-    return replace(candidate, origin=origin, remark="; ".join(filter(None, remarks)) or None)
+    return candidate._replace(origin=origin, remark="; ".join(filter(None, remarks)) or None)
 
 
 _COPIES_PAGES = "it gets copies of the pages, in one piece"
@@ -208,7 +235,7 @@ def _for_kernel(kernel: Kernel, problem: Problem) -> Problem:
     """Return the problem that a kernel gets: without pages if it reads none."""
     # It then gets their keys in one piece. So do all derivatives. Chunks of dask are not gathered.
     features = problem.features
-    has_gradients = not features.isdisjoint(("backward", "jvp"))
+    has_gradients = not features.isdisjoint(DERIVATIVES)
     has_gradients = has_gradients or problem.requires_grad or bool(problem.transforms)
     reads = "block_table" in kernel.features and not has_gradients
     if reads or "block_table" not in features or problem.library == "dask":
@@ -217,35 +244,15 @@ def _for_kernel(kernel: Kernel, problem: Problem) -> Problem:
 
 
 def _judge(
-    backend: str, kernel: Kernel, problem: Problem, is_requested: bool, has_plan: bool
-) -> Candidate:
-    missing = sorted(problem.features - kernel.features)
-    if missing:
-        reasons = [f"it does not compute {', '.join(missing)}"]
-    else:
-        reasons = _device_reasons(kernel, problem) or reasons_against(kernel, problem)
-        if not isinstance(reasons, list):
-            raise TypeError(
-                f"reasons_against of the kernel {kernel.name} must return a list of strings; it"
-                f" returned {reasons!r}"
-            )
-    if reasons:
-        return Candidate(backend, kernel.name, "refused", tuple(reasons))
-    condition = None if is_requested else kernel.only_on_request(problem)
-    if condition is not None:
-        return Candidate(backend, kernel.name, "on request", (condition,))
-    return Candidate(backend, kernel.name, "next" if has_plan else "chosen")
-
-
-def _device_reasons(kernel: Kernel, problem: Problem) -> list[str]:
-    """Return the reasons why a kernel does not support the problem's device, if it is known."""
-    here = problem.device_kind
-    kinds_of = {"": kernel.devices or None} | {
-        f: kernel.only_on.get(f) for f in sorted(problem.features)
-    }
-    return [
-        f"it {f'computes {feature}' if feature else 'runs'} on {', '.join(sorted(kinds))} only, and"
-        f" this call is on {here}"
-        for feature, kinds in kinds_of.items()
-        if here and kinds is not None and here not in kinds
-    ]
+    backend: str, kernel: Kernel, problem: Problem, held: tuple[str, str] | None,
+    requested: str | Kernel | None, explains: bool,
+) -> Candidate:  # fmt: skip
+    if held and (requested is None or (held[0] == "refused" and requested == kernel.name)):
+        return Candidate(backend, kernel.name, held[0], held[1:])
+    reasons = reasons_against(kernel, problem)
+    # Whether another is better is asked where it decides, and for `explain` where it can be told.
+    unknown = undeclared(kernel, problem.features) or (reasons and problem.is_symbolic)
+    asks = not unknown if explains else not (reasons or requested)
+    slower = kernel.only_on_request(problem) if asks else None
+    status = "refused" if reasons else "chosen" if requested or not slower else "on request"
+    return Candidate(backend, kernel.name, status, tuple(reasons), slower)

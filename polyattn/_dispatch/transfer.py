@@ -139,7 +139,7 @@ def convert_like(array: Array, like: Array) -> Array:
 
 
 def as_float64(array: Array) -> Any:
-    """Return an array of floats, which may be recorded, as float64 in NumPy."""
+    """Return an array of floats, which may require a gradient, as float64 in NumPy."""
     plain = array.detach() if hasattr(array, "detach") else array
     xp = library_of(plain).xp
     wide = plain if plain.dtype == xp.float64 else cast(xp, plain, xp.float32)

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from polyattn._base.arrays import Array, cast, with_rank
 from polyattn._base.span import Span
+from polyattn._core.call.features import DERIVATIVES
 from polyattn._core.call.operands import Operands
 from polyattn._core.call.problem import Problem
 from polyattn._core.tiles.axes import part_of, reason_against_batch, scaled, unfold_heads
@@ -21,10 +22,10 @@ from polyattn.plugin import Backend
 
 #: The features that the steps below compute: a new one is not among them before its step is.
 COMPUTED = frozenset({
-    "backward", "batch_broadcast", "bias", "causal", "dropout", "grouped_heads", "jvp", "logsumexp",
-    "mask", "mask_expression", "mask_mod", "normalizer", "query_offset", "query_offset_array",
-    "scale", "score_expression", "score_mod", "score_norm", "similarity", "sinks", "softcap",
-    "value_size", "window",
+    "batch_broadcast", "bias", "causal", "dropout", "grouped_heads", "logsumexp", "mask",
+    "mask_expression", "mask_mod", "normalizer", "query_offset", "query_offset_array", "scale",
+    "score_expression", "score_mod", "score_norm", "similarity", "sinks", "softcap", "value_size",
+    "window",
 })  # fmt: skip
 
 
@@ -135,5 +136,5 @@ def reasons_against_lengths(problem: Problem) -> list[str]:
     reason = reason_against_batch(problem)
     if reason is not None:
         return [reason]
-    names = ", ".join(sorted(problem.features & {"backward", "jvp"}))
+    names = ", ".join(sorted(problem.features & DERIVATIVES.keys()))
     return [f"it computes {names} only for known lengths"] if names else []

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from polyattn._base.arrays import Array
 from polyattn._core.call.gradients import Gradients
 from polyattn._core.call.operands import Cotangents, Operands, Residuals, Tangents
 from polyattn._core.call.problem import Problem
 from polyattn._core.tiles.axes import ungrouped
-from polyattn._kernels.backward import gradients
+from polyattn._kernels import backward, jvp
 from polyattn._kernels.dense import COMPUTED, attention, reasons_against_lengths
-from polyattn._kernels.jvp import pushforward
 from polyattn.plugin import Backend, Kernel
 
 
@@ -18,6 +19,7 @@ class Dense(Kernel):
 
     name = "dense"
     features = COMPUTED
+    differentiates: ClassVar = {"backward": backward.DIFFERENTIATED, "jvp": jvp.DIFFERENTIATED}
 
     def reasons_against(self, problem: Problem) -> list[str]:
         """Return what cannot be computed of lengths that are unknown."""
@@ -41,7 +43,7 @@ class Dense(Kernel):
     ) -> Gradients:  # fmt: skip
         """Return the gradients, with memory for one tile beside them."""
         sizes = self.block_sizes(problem)
-        return gradients(problem, operands, residuals, cotangents, backend, *sizes)
+        return backward.gradients(problem, operands, residuals, cotangents, backend, *sizes)
 
     def jvp(
         self, problem: Problem, operands: Operands, residuals: Residuals, tangents: Tangents,
@@ -49,4 +51,4 @@ class Dense(Kernel):
     ) -> tuple[Array, Array]:  # fmt: skip
         """Return the tangents of output and logsumexp, with memory for one tile beside them."""
         sizes = self.block_sizes(problem)
-        return pushforward(problem, operands, residuals, tangents, backend, *sizes)
+        return jvp.pushforward(problem, operands, residuals, tangents, backend, *sizes)

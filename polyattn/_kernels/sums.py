@@ -9,6 +9,7 @@ from polyattn._base.arrays import Array, cast, is_array, sum_to
 from polyattn._base.span import Span
 from polyattn._core.call.gradients import Gradients
 from polyattn._core.call.operands import Operands
+from polyattn._core.call.options import GRADIENT_ARRAYS
 from polyattn._core.call.problem import Problem
 from polyattn._core.expressions.expression import Expression
 
@@ -26,7 +27,7 @@ class GradientSums:
 
     def wants(self, name: str) -> bool:
         """Return whether the gradient of query, key, value, bias or sinks is asked for."""
-        return getattr(self._x, name) is not None and name not in self._problem.constants
+        return getattr(self._x, name, None) is not None and name not in self._problem.constants
 
     def add(self, name: str, gradient: Array, rows: Span, columns: Span) -> None:
         """Add what a tile gives to the gradient of an operand, or to that of a number."""
@@ -58,15 +59,14 @@ class GradientSums:
             self._add(("scale", 0, 0), xp.sum(product))
             query = query * problem.scale
         return Gradients(
-            query,
-            self._joined("key"),
-            self._joined("value"),
-            self._joined("bias") if self.wants("bias") else None,
-            self._joined("sinks") if self.wants("sinks") else None,
-            self._carried(x.score_mod, "score_mod"),
-            self._carried(x.similarity, "similarity"),
-            self._number("scale"),
-            None if problem.softcap is None else self._number("softcap"),
+            query=query,
+            key=self._joined("key"),
+            value=self._joined("value"),
+            **{name: self._joined(name) for name in GRADIENT_ARRAYS[3:] if self.wants(name)},
+            score_mod=self._carried(x.score_mod, "score_mod"),
+            similarity=self._carried(x.similarity, "similarity"),
+            scale=self._number("scale"),
+            softcap=None if problem.softcap is None else self._number("softcap"),
         )
 
     def _axes(self, name: str) -> list[int | None]:

@@ -13,7 +13,7 @@ from polyattn._base.arrays import Array, facts_of, is_array
 from polyattn._base.span import Span
 from polyattn._base.tracing import is_compiling
 from polyattn._core.call.operands import Operands
-from polyattn._core.call.options import GRADIENT_EXPRESSIONS
+from polyattn._core.call.options import GRADIENT_ARRAYS, GRADIENT_EXPRESSIONS, OPTIONS
 from polyattn._core.call.problem import Problem
 from polyattn._core.expressions.expression import Expression
 from polyattn._core.tiles.axes import scaled
@@ -109,14 +109,19 @@ def widened(problem: Problem, x: Operands, xp: Any) -> Operands:
         narrow = is_array(thing) and facts_of(thing).dtype in ("float16", "bfloat16")
         return xp.astype(thing, xp.float32) if narrow else thing
 
-    fields = {name: wide(name, getattr(x, name)) for name in ("key", "value", "sinks")}
-    if x.bias is not None and 1 in (1, 1, *x.bias.shape)[-2:]:
-        fields["bias"] = wide("bias", x.bias)
+    shared = [name for name in GRADIENT_ARRAYS[1:] if _is_shared(name, getattr(x, name))]
+    fields = {name: wide(name, getattr(x, name)) for name in shared}
     for name in GRADIENT_EXPRESSIONS:
         expression = getattr(x, name)
         if isinstance(expression, Expression):
             fields[name] = expression.map(wide)
     return x._replace(**fields)
+
+
+def _is_shared(name: str, array: Array | None) -> bool:
+    """Return whether more than one tile may be given the same entry of an array."""
+    by_tile = name in OPTIONS and str(OPTIONS[name].axes).endswith("LS")
+    return array is not None and not (by_tile and 1 not in (1, 1, *array.shape)[-2:])
 
 
 def _most_rows(problem: Problem) -> int:

@@ -37,7 +37,7 @@ class Weights(Kernel):
     """The weight of each key for each row."""
 
     name: ClassVar[str] = "weights"
-    features = COMPUTED - {"backward", "jvp"}
+    features = COMPUTED
 
     # The rows and heads to return, in order; None for all, empty where the call has none.
     rows: tuple[Span, ...] | None = None

@@ -56,7 +56,6 @@ def add_options(add: Callable[..., Any], window: Callable[[str], tuple[int | Non
         help="time budget, without loading libraries (default: %(default)g)",
     )  # fmt: skip
     add("--plot", type=Path, metavar="FILE.png", help="plot rates and the roofline against length")
-    add("--html", type=Path, metavar="FILE", help="write the results as a page")
     add("--json", type=Path, metavar="FILE", help="write the results for --compare")
     add(
         "--compare", type=Path, nargs=2, metavar=("A.json", "B.json"),
@@ -110,22 +109,22 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _check_files(options: argparse.Namespace) -> None:
-    written = {f"--{name}": getattr(options, name) for name in ("plot", "html", "json")}
+    written = {f"--{name}": getattr(options, name) for name in ("plot", "json")}
     for option, file in written.items():
         if file is None:
             continue
         if options.compare is not None:
             raise ValueError(f"--compare measures nothing, so {option} has nothing to write")
         check_file(option, file)
-        if option != "--json":
-            try:
-                require_matplotlib()
-            except ImportError as error:
-                raise ValueError(f"{option}: {error}") from None
-        if option == "--plot" and file.suffix.lower() not in (".png", ".svg", ".pdf"):
-            raise ValueError(f"--plot writes .png, .svg or .pdf; got {file}")
-        if list(written.values()).count(file) > 1:
-            raise ValueError(f"{file} is given twice: name a different file for each option")
+    if options.plot is not None:
+        try:
+            require_matplotlib()
+        except ImportError as error:
+            raise ValueError(f"--plot: {error}") from None
+        if options.plot.suffix.lower() not in (".png", ".svg", ".pdf"):
+            raise ValueError(f"--plot writes .png, .svg or .pdf; got {options.plot}")
+        if options.plot == options.json:
+            raise ValueError(f"{options.plot} is given twice: name a different file for --json")
 
 
 def _measure(options: argparse.Namespace) -> int:
@@ -210,7 +209,7 @@ def _write(results: Any, options: argparse.Namespace) -> bool:
     """Write the files that the options name; return whether all were written."""
     if results.interrupted and not results.rows:  # older results are better than none
         return False
-    ways = {"json": _write_json, "plot": _write_plot, "html": _write_html}
+    ways = {"json": _write_json, "plot": _write_plot}
     written = True
     for name, write in ways.items():
         file = getattr(options, name)
@@ -230,14 +229,8 @@ def _write_json(results: Any, file: Path) -> None:
 def _write_plot(results: Any, file: Path) -> None:
     from polyattn.bench import picture
 
-    with replacing(file.parent, [file.name]) as made:
+    with replacing(file.parent, file.name) as made:
         picture.draw(results).savefig(made / file.name, dpi=picture.DPI)
-
-
-def _write_html(results: Any, file: Path) -> None:
-    from polyattn.bench import picture
-
-    write_file(file, picture.page(results))
 
 
 def _print(lines: Sequence[str]) -> None:

@@ -13,7 +13,7 @@ from polyattn._api.explain import explain
 from polyattn._base.arrays import namespace_of
 from polyattn._dispatch import registry
 from polyattn._dispatch.errors import UnsupportedError
-from polyattn._dispatch.request import parse
+from polyattn._dispatch.request import SIGNS, parse
 from polyattn.bench.workload import Workload
 from polyattn.plugin import Array, Backend
 
@@ -97,10 +97,8 @@ def contenders(names: str | Iterable[str]) -> list[Contender]:
 
 def _named(name: str) -> Iterator[Contender]:
     stem, _, wanted = name.partition(":")
-    if stem == "auto":
-        raise ValueError(
-            "auto follows the arrays of a call, and there are none here: name backends"
-        )
+    if stem == "auto" or stem[0] in SIGNS:
+        raise ValueError(f"{stem} is of a call on arrays, and there are none here: name backends")
     shape = (1, 2)
     explain(shape, shape, shape, backend=stem)  # refuses an unknown name
     if stem == registry.ARRAY_API:

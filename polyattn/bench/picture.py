@@ -1,4 +1,4 @@
-"""Plot rates against length, with the roofline of each device; and write the results as a page.
+"""Plot rates against length, with the roofline of each device.
 
 Lines differ in marker and in colour, also for readers with a colour vision deficiency. Labels do
 not overlap. pyplot does not keep the figure.
@@ -8,15 +8,12 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterable, Sequence
-from html import escape
-from io import StringIO
 from typing import Any
 
 from polyattn._base.extras import require_matplotlib
-from polyattn._base.html_page import html_page, html_table
 from polyattn.bench.peaks import roof
 from polyattn.bench.report import Results, Timing
-from polyattn.bench.table import LEGEND, cells, rate_unit, roof_texts, titles
+from polyattn.bench.table import rate_unit
 
 DPI = 130
 # Okabe and Ito's colours without black, which the roofs have; yellow, faint on white, is last.
@@ -56,32 +53,6 @@ def draw(results: Results) -> Any:
     axes.grid(alpha=0.25, which="both")
     axes.set_title("\n".join(_title(results)), fontsize="small", loc="left")
     return figure
-
-
-def svg(results: Results) -> str:
-    """Return the figure as an SVG element."""
-    matplotlib, text = require_matplotlib(), StringIO()
-    with matplotlib.rc_context({"svg.hashsalt": "polyattn"}):  # the same ids each time
-        draw(results).savefig(text, format="svg", metadata={"Date": None})
-    return text.getvalue()[text.getvalue().index("<svg") :]
-
-
-def page(results: Results) -> str:
-    """Return the results as an HTML page: the picture, the rows of the table and the facts."""
-    stopped = '<p class="bad">The run was interrupted.</p>\n' if results.interrupted else ""
-    rows = [
-        (*titles(results), "note"),
-        *((*cells(results, row), row.note or "") for row in results.rows),
-    ]
-    roofs = {f"roof of {device}": text for device, text in roof_texts(results).items()}
-    facts = results.machine.facts() | roofs | {"repeat": results.command}
-    body = (
-        f'<p class="soft">{escape(str(results.workload))}</p>\n{stopped}'
-        f'<figure role="img" aria-label="Rates against length">{svg(results)}</figure>\n'
-        f'<div class="scroll">{html_table(rows, bars="roof")}</div>\n<p>{escape(LEGEND)}</p>\n'
-        f"{html_table([('measured on', ''), *facts.items()])}"
-    )
-    return html_page("polyattn bench", str(results.workload), body)
 
 
 def _line(axes: Any, results: Results, rows: Sequence[Timing], scale: float, **look: Any) -> None:

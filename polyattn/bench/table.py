@@ -37,28 +37,18 @@ def head(results: Results) -> list[str]:
 
 def heading(results: Results, names: Iterable[str]) -> list[str]:
     """Return the lines above the rows: the roof of each device and the column titles."""
+    unit, scale = rate_unit(results)
     lines = [
         line
-        for device, text in roof_texts(results).items()
-        for line in fact("roof", f"{device}: {text}")
-    ]
-    return [*lines, "", _line(titles(results), _room(names))]
-
-
-def titles(results: Results) -> tuple[str, ...]:
-    """Return the titles of all columns."""
-    unit, _ = rate_unit(results)
-    return ("length", "backend", "kernel", *(unit if name == "rate" else name for name in COLUMNS))
-
-
-def roof_texts(results: Results) -> dict[str, str]:
-    """Return the measured limits of each device as text."""
-    unit, scale = rate_unit(results)
-    return {
-        device: f"{digits(peak.product / scale)} {unit} in a matrix product ({peak.backend}),"
-        f" {digits(peak.bandwidth / 1e9)} GB/s"
         for device, peak in results.roofs.items()
-    }
+        for line in fact(
+            "roof",
+            f"{device}: {digits(peak.product / scale)} {unit} in a matrix product"
+            f" ({peak.backend}), {digits(peak.bandwidth / 1e9)} GB/s",
+        )
+    ]
+    titles = "length", "backend", "kernel", *(unit if x == "rate" else x for x in COLUMNS)
+    return [*lines, "", _line(titles, _room(names))]
 
 
 def group(results: Results, rows: Sequence[Timing], names: Iterable[str]) -> list[str]:
@@ -83,20 +73,18 @@ def _room(names: Iterable[str]) -> int:
 def _row(results: Results, row: Timing, room: int) -> list[str]:
     if row.seconds is None:
         return _wrapped(row.note or "", f"  {row.length:>6}  {row.backend:<{room}}  ")
-    line = _line(cells(results, row), room)
+    line = _line(_cells(results, row), room)
     return [line] if row.note is None else [line, *fact("", row.note)]
 
 
-def cells(results: Results, row: Timing) -> tuple[str, ...]:
-    """Return the cells of a row, empty ones in place of times that it lacks."""
-    first = str(row.length), row.backend, row.kernel or ""
-    if row.seconds is None:
-        return (*first, *("" for _ in COLUMNS))
+def _cells(results: Results, row: Timing) -> tuple[str, ...]:
     middle, low, high = row.spread
     _, scale = rate_unit(results)
     rate, of_product, of_roof = results.rate(row), results.of_product(row), results.of_roof(row)
     return (
-        *first,
+        str(row.length),
+        row.backend,
+        row.kernel or "",
         duration(middle),
         f"{duration(low)}-{duration(high)}",
         digits((rate or 0) / scale),

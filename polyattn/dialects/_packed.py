@@ -120,7 +120,7 @@ def _is_readable(numbers: Any) -> bool:
     if library.name == "dask":
         raise TypeError("the lengths of sequences must be known: compute() those of dask first")
     # Each length would be another program of JAX.
-    is_eager = library.name != "jax" and not library.traced and library.recorder is None
+    is_eager = library.name != "jax" and not library.traced
     return is_eager and not is_transformed() and not is_recording()
 
 

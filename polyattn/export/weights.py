@@ -45,7 +45,7 @@ def store(model: Any, weights: Mapping[str, Any], file: Path | None) -> None:
         return
     # The weights first: a new model must not read old ones. A model has text in UTF-8.
     data = f"{file.name.encode(errors='replace').decode()}.data"
-    with replacing(file.parent, [data, file.name] if is_large else [file.name]) as made:
+    with replacing(file.parent, *([data] if is_large else []), file.name) as made:
         if is_large:
             model.graph.initializer.extend(_written(weights, made / data))
         (made / file.name).write_bytes(model.SerializeToString())

@@ -66,7 +66,7 @@ def _is_readable(array: Array, may_wait: bool) -> bool:
     if is_transformed() or is_recording():
         return False
     library = library_of(array)
-    if library.traced or library.recorder is not None:
+    if library.traced:
         return False
     if library.name == "jax":  # which computes an array while the caller goes on
         if not may_wait:

@@ -346,5 +346,5 @@ class Embedding(Module):
         Array
             Shape (..., tokens).
         """
-        xp = namespace_of(x, self.weight)
+        xp = namespace_of(x)
         return xp.matmul(x, xp.matrix_transpose(self.weight))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from polyattn._base.arrays import Array, index_range, is_recorded, library_of
+from polyattn._base.arrays import Array, index_range, library_of
 from polyattn._base.tracing import is_compiling, torch_transforms
 
 
@@ -74,8 +74,7 @@ def is_writable(new: list[Array], memory: list[Array]) -> bool:
     """Return whether rows can be written without breaking a trace or a graph of gradients."""
     library = library_of(memory[0])
     if library.name != "torch":
-        recorded = any(is_recorded(array) for array in (*new, *memory))
-        return library.name in ("numpy", "cupy") and not recorded
+        return library.name in ("numpy", "cupy")
     if is_compiling() or torch_transforms():
         return False
     # Memory made in inference mode cannot be written to outside of it.

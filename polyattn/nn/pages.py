@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from polyattn._base import scatter
 from polyattn._base.arrays import Array, clip, index_range, is_array, library_of, numbers_like
 from polyattn._base.host import is_host
 from polyattn._base.tracing import is_recording, is_transformed
@@ -213,25 +214,16 @@ def write(pool: Any, rows: Array, plan: Plan) -> None:
     """Write new rows (B, G, m, size) to a pool."""
     (old, new), (pages, slots) = plan.copied, plan.places
     if new.shape[0]:
-        pool[new] = pool[old]
-    pool[pages, :, slots] = library_of(rows).xp.permute_dims(rows, (0, 2, 1, 3))
+        scatter.write(pool, (new,), pool[old])
+    by_token = library_of(rows).xp.permute_dims(rows, (0, 2, 1, 3))
+    scatter.write(pool, (pages, slice(None), slots), by_token)
 
 
 def written(pool: Any, rows: Array, plan: Plan) -> Array:
     """Return a pool with new rows, in new memory."""
     (old, new), (pages, slots) = plan.copied, plan.places
-    library, new_pool = library_of(pool), pool
-    if library.name == "jax":
-        if new.shape[0]:
-            new_pool = pool.at[new].set(pool[old])
-        return new_pool.at[pages, :, slots].set(library.xp.permute_dims(rows, (0, 2, 1, 3)))
-    new_pool = pool + 0
-    if library.name in ("numpy", "cupy", "torch", "mlx"):
-        write(new_pool, rows, plan)
-        return new_pool
-    for number in range(new.shape[0]):
-        new_pool[int(new[number]), ...] = pool[int(old[number]), ...]
-    for item, token in np.ndindex(*pages.shape):
-        place = int(pages[item, token]), slice(None), int(slots[item, token])
-        new_pool[(*place, slice(None))] = rows[item, :, token, :]
-    return new_pool
+    if new.shape[0]:
+        xp = library_of(pool).xp
+        pool = scatter.scatter(pool, (new,), xp.take(pool, old, axis=0))
+    by_token = library_of(rows).xp.permute_dims(rows, (0, 2, 1, 3))
+    return scatter.scatter(pool, (pages, slice(None), slots), by_token)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from polyattn._base.arrays import Array, is_recorded, library_of, namespace_of
+from polyattn._base.arrays import Array, library_of, namespace_of
 from polyattn._dispatch.transfer import backend_of
 from polyattn.nn.shapes import beside
 
@@ -25,8 +25,6 @@ def by_rows(function: Callable[[Array], Array], x: Array) -> Array:
     if not _is_numpys(x) or x.nbytes <= BLOCK_BYTES:
         return function(x)
     row = function(x.reshape(-1, x.shape[-1])[:1])
-    if is_recorded(row):  # by a parameter of the function
-        return function(x)
 
     def write(rows: Array, out: Array) -> None:
         out[...] = function(rows)
@@ -37,10 +35,9 @@ def by_rows(function: Callable[[Array], Array], x: Array) -> Array:
 
 def affine(x: Array, weight: Array, bias: Array | None) -> Array:
     """Return x · weight + bias, of shapes (..., inputs), (inputs, outputs) and (outputs,)."""
-    matmul = namespace_of(x, weight).matmul
+    matmul = namespace_of(x).matmul
     few = not _is_numpys(x) or x.size <= BLOCK_ROWS * x.shape[-1]
-    parameters = (weight,) if bias is None else (weight, bias)
-    if few or x.dtype != weight.dtype or not all(map(_is_numpys, parameters)):
+    if few or x.dtype != weight.dtype:
         y = matmul(x, weight)
         return y if bias is None else y + beside(y, bias)
 
@@ -53,7 +50,7 @@ def affine(x: Array, weight: Array, bias: Array | None) -> Array:
 
 
 def _is_numpys(array: Array) -> bool:
-    return library_of(array).name == "numpy" and not is_recorded(array)
+    return library_of(array).name == "numpy"
 
 
 def _in_blocks(

@@ -26,7 +26,6 @@ from polyattn._base.arrays import (
     facts_of,
     index_range,
     is_array,
-    is_recorded,
     library_of,
     quiet,
 )
@@ -182,7 +181,7 @@ class QuantizedCache:
         """
         memory = self.recent.key, self.recent.value
         key, value = checked_tokens(memory, memory[0].shape[:-2], key, value)
-        if any(facts_of(new).requires_grad or is_recorded(new) for new in (key, value)):
+        if any(facts_of(new).requires_grad for new in (key, value)):
             raise ValueError(
                 "a quantised cache has no gradient with respect to keys and values: detach them, or"
                 " give a KVCache"
@@ -280,7 +279,7 @@ class QuantizedCache:
         ValueError
             If there is a normalizer: only softmax has a logsumexp, which joins parts.
         """
-        query = autocast({"query": query})["query"]
+        query = autocast({"query": query}, ("query",))["query"]
         xp, (rows,) = library_of(query, "query").xp, in_sums(query)
         if self._is_plain(query, options):
             with quiet(library_of(query).name):

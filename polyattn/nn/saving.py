@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+import shutil
 import warnings
 from collections.abc import Iterable, Mapping
 from itertools import zip_longest
@@ -43,7 +44,8 @@ def save(
         A model of a family that `load.model` reads, of any library.
     folder : path
         Where to write; it is made if there is none. Files of these names are replaced, symbolic
-        links too, and an index of other files is removed. If anything fails, all is as before.
+        links too, and an index of other files is removed. If one cannot be written, all are as
+        before.
     config : mapping or path
         The settings of the model, with its ``model_type``, or the folder that they are read from.
 
@@ -82,12 +84,15 @@ def save(
     path.mkdir(parents=True, exist_ok=True)
     for name in (*FILES, INDEX):
         check_file("nn.save", path / name)
-    with replacing(path, FILES, removed=[INDEX]) as made:
+    with replacing(path, *FILES) as made:
         try:
             safetensors.save_file(arrays, made / FILES[0], metadata={"format": "pt"})
         except imported("safetensors", "safetensors").SafetensorError as error:
             raise OSError(f"{path / FILES[0]} cannot be written: {error}") from error
         (made / FILES[1]).write_text(text + "\n", encoding="utf-8")
+        # safetensors lets only the owner read its file.
+        shutil.copymode(made / FILES[1], made / FILES[0])
+    (path / INDEX).unlink(missing_ok=True)
 
 
 def _stored_arrays(model: Transformer, config: Mapping[str, Any], origin: str) -> dict[str, Any]:

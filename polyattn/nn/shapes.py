@@ -43,7 +43,7 @@ def with_rows(memory: Array, rows: Array, at: int | Array) -> Array:
         written = backend_of(memory).with_rows(memory, rows, at)
         if written is not None:
             return written
-    xp = namespace_of(memory, rows)
+    xp = namespace_of(memory)
     indices = index_range(xp, 0, memory.shape[-2], memory) - at
     new = (indices >= 0) & (indices < rows.shape[-2])
     spread = xp.take(rows, xp.where(new, indices, xp.zeros_like(indices)), axis=-2)

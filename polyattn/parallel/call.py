@@ -15,7 +15,7 @@ from polyattn._base.slices import Slice
 from polyattn._core.call.describe import describe
 from polyattn._core.call.facts import Call
 from polyattn._core.call.gradients import Gradients
-from polyattn._core.call.options import option_of
+from polyattn._core.call.options import AUTOCAST, option_of
 from polyattn._core.call.parts import arrays_in, options_of, options_of_part
 from polyattn._core.call.problem import Problem, examine
 from polyattn._core.expressions.expression import Expression
@@ -222,7 +222,7 @@ def described(
     }
     shares = (size if shares_rows else 1, size)
     call, operands = describe(*arrays.values(), **options, facts=as_facts, shares=shares)
-    call = _of_whole(call._replace(**autocast(call._asdict())), size, layout, shares_rows)
+    call = _of_whole(call._replace(**autocast(call._asdict(), AUTOCAST)), size, layout, shares_rows)
     problem = examine(call)
     return ParallelCall(
         problem=problem,

@@ -12,6 +12,7 @@ from polyattn._base.arguments import check_shape
 from polyattn._base.arrays import Array, ArrayFacts, is_array, library_of
 from polyattn._base.autocast import autocast
 from polyattn._core.call.gradients import Gradients
+from polyattn._core.call.options import AUTOCAST
 from polyattn.parallel.agreement import check_one_call
 from polyattn.parallel.choice import ParallelExplanation, chosen, examined
 from polyattn.parallel.layout import check_size
@@ -258,7 +259,7 @@ def _task(
 ) -> tuple[Task, list[Array], bool]:
     """Return what this rank has to do, its arrays with an axis of heads, and if that was added."""
     ranks = communicator_of(over)
-    options = autocast({"query": query, "key": key, "value": value, **options})
+    options = autocast({"query": query, "key": key, "value": value, **options}, AUTOCAST)
     given = {name: options.pop(name) for name in ("query", "key", "value")}
     check_one_call(ranks, given, {"strategy": strategy, "layout": layout, **options})
     flat = all(is_array(x) and len(x.shape) == 2 for x in given.values())

@@ -13,7 +13,8 @@ have `Kernel` objects, better primitives for the array-API kernels, and device p
 
     SPEC = BackendSpec(
         name="acme", namespaces=("acme",), implementation="polyattn_acme.backend:AcmeBackend",
-        requires=("acme",), install="pip install polyattn-acme", devices=("cpu", "npu"),
+        requires=("acme",), install="pip install polyattn-acme", contract_version=3,
+        devices=("cpu", "npu"),
     )
 
     # polyattn_acme/backend.py
@@ -40,38 +41,27 @@ A `KernelSpec` in the group ``polyattn.kernels`` adds kernels to backends that e
 
 from __future__ import annotations
 
-from polyattn._base.arrays import Array, length_of, namespace_of, sum_to, with_rank
-from polyattn._base.forks import CUT_BY_FORK, forkable_lock
+from polyattn._base.arrays import Array, sum_to, with_rank
+from polyattn._base.forks import CUT_BY_FORK
 from polyattn._base.host import native
 from polyattn._base.progress import progress
 from polyattn._base.quantized import Quantized
-from polyattn._base.slices import Slice
 from polyattn._base.span import Span
 from polyattn._base.threads import thread_count
 from polyattn._core.call.features import FEATURES
 from polyattn._core.call.gradients import Gradients
 from polyattn._core.call.operands import Cotangents, Operands, Residuals, Tangents
-from polyattn._core.call.options import GRADIENT_ARRAYS, GRADIENT_EXPRESSIONS, OPTIONS
 from polyattn._core.call.pages import in_one_piece
-from polyattn._core.call.parts import map_arrays, options_of, options_of_part
 from polyattn._core.call.problem import Problem
 from polyattn._core.expressions.expression import Expression
 from polyattn._core.expressions.indices import PointIndices, saturating_sum
 from polyattn._core.expressions.masks import Mask
-from polyattn._core.expressions.parts import Part, axes_of_last
 from polyattn._core.expressions.patterns import CachePadding
 from polyattn._core.expressions.scores import Score
-from polyattn._core.tiles.axes import fold_heads, one_batch_axis, reason_against_batch, unfold_heads
-from polyattn._core.tiles.band import band, column_span, full_span, is_full
+from polyattn._core.tiles.axes import one_batch_axis
+from polyattn._core.tiles.band import band, column_span
 from polyattn._core.tiles.coverage import TileGrid, TileQuery, combined_mask
 from polyattn._core.tiles.indices import Indices
-from polyattn._core.tiles.online_softmax import (
-    SoftmaxState,
-    combine,
-    initial_state,
-    normalize,
-    or_zero,
-)
 from polyattn._core.tiles.visibility import (
     band_from,
     cleared,
@@ -81,81 +71,26 @@ from polyattn._core.tiles.visibility import (
     may_have_empty_rows,
     score_axes,
     visible_keys,
-    visible_scores,
 )
-from polyattn.plugin.backend import Backend, Kernel, unrounded
+from polyattn.plugin.backend import Backend, Kernel, undeclared
 from polyattn.plugin.primitives import BackendPrimitives
-from polyattn.plugin.spec import BackendSpec, KernelSpec
-from polyattn.plugin.tools import BackendTools
+from polyattn.plugin.spec import CONTRACT_VERSION, BackendSpec, KernelSpec
 
-__all__ = [
-    "CUT_BY_FORK",
-    "FEATURES",
-    "GRADIENT_ARRAYS",
-    "GRADIENT_EXPRESSIONS",
-    "OPTIONS",
-    "Array",
-    "Backend",
-    "BackendPrimitives",
-    "BackendSpec",
-    "BackendTools",
-    "CachePadding",
-    "Cotangents",
-    "Expression",
-    "Gradients",
-    "Indices",
-    "Kernel",
-    "KernelSpec",
-    "Mask",
-    "Operands",
-    "Part",
-    "PointIndices",
-    "Problem",
-    "Quantized",
-    "Residuals",
-    "Score",
-    "Slice",
-    "SoftmaxState",
-    "Span",
-    "Tangents",
-    "TileGrid",
-    "TileQuery",
-    "axes_of_last",
-    "band",
-    "band_from",
-    "cleared",
-    "column_span",
-    "combine",
-    "combined_mask",
-    "empty_rows",
-    "finite_bias",
-    "fold_heads",
-    "forkable_lock",
-    "full_span",
-    "in_one_piece",
-    "initial_state",
-    "is_full",
-    "length_of",
-    "made_shape",
-    "map_arrays",
-    "may_have_empty_rows",
-    "namespace_of",
-    "native",
-    "normalize",
-    "one_batch_axis",
-    "options_of",
-    "options_of_part",
-    "or_zero",
-    "progress",
-    "reason_against_batch",
-    "saturating_sum",
-    "score_axes",
-    "sum_to",
-    "thread_count",
-    "unfold_heads",
-    "unrounded",
-    "visible_keys",
-    "visible_scores",
-    "with_rank",
-]
-__dir__ = __all__.copy
+__all__ = [  # noqa: RUF022 -- in the groups of the reference, in the order of need
+    # The spec and the backend.
+    "CONTRACT_VERSION", "BackendSpec", "KernelSpec", "Backend", "BackendPrimitives",
+    "native", "progress", "thread_count", "CUT_BY_FORK",
+    # The kernel, and the records that it receives and returns.
+    "Kernel", "FEATURES", "Problem", "Operands", "Quantized", "Residuals", "Cotangents", "Tangents",
+    "Gradients", "Array", "undeclared", "in_one_piece", "one_batch_axis", "with_rank", "sum_to",
+    # Masks and score rules.
+    "Mask", "Score", "Expression", "CachePadding", "Indices", "PointIndices", "band", "band_from",
+    "score_axes", "made_shape", "visible_keys", "may_have_empty_rows", "empty_rows", "cleared",
+    "finite_bias", "saturating_sum",
+    # Tiles.
+    "Span", "column_span", "combined_mask", "TileGrid", "TileQuery",
+]  # fmt: skip
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
 from polyattn._base import arrays
 from polyattn._base.arrays import Array
+from polyattn._core.call.features import DERIVATIVES, NOT_IN_DERIVATIVES
 from polyattn._core.call.gradients import Gradients
 from polyattn._core.call.operands import Cotangents, Operands, Residuals, Tangents
 from polyattn._core.call.problem import Problem
 from polyattn._core.tiles.visibility import without_padding
 from polyattn.plugin.primitives import BackendPrimitives
-from polyattn.plugin.tools import BackendTools
 
 
 class Kernel:
@@ -29,6 +29,10 @@ class Kernel:
         Its name in ``kernel=``.
     features : frozenset of str
         Those of `FEATURES` that it computes exactly as the semantics define.
+    differentiates : mapping of str to frozenset of str
+        The features of the calls whose derivatives it computes: under ``"backward"`` those whose
+        gradients the method `backward` returns, under ``"jvp"`` those whose directional derivatives
+        `jvp` returns. A derivative that is not a key is not computed at all.
     poison_safe : bool
         Whether NaN or ±inf in a masked key or value leaves the row unchanged. If not, `__call__`
         gets 0 beyond the lengths of a mask.
@@ -59,6 +63,7 @@ class Kernel:
 
     name: ClassVar[str]
     features: ClassVar[frozenset[str]] = frozenset()
+    differentiates: ClassVar[Mapping[str, frozenset[str]]] = {}
     poison_safe: ClassVar[bool] = True
     rounds_once: ClassVar[bool] = True
     batch_invariant: ClassVar[bool] = False
@@ -73,12 +78,15 @@ class Kernel:
     def reasons_against(self, problem: Problem) -> list[str]:
         """Return the reasons why the kernel cannot compute a problem whose features it declares.
 
-        Each is a clause about the kernel.
+        Each is a clause about the kernel. That another is faster is for `only_on_request`.
         """
         return []
 
     def only_on_request(self, problem: Problem) -> str | None:
-        """Return why the kernel runs only if ``kernel=`` names it; None if it need not be named."""
+        """Return why another kernel is better, so that this one runs only if ``kernel=`` names it.
+
+        None if it need not be named. `explain` asks it beside `reasons_against`.
+        """
         return None
 
     def reads_quantized(self, problem: Problem) -> bool:
@@ -114,7 +122,7 @@ class Kernel:
         self, problem: Problem, operands: Operands, residuals: Residuals, cotangents: Cotangents,
         backend: Backend,
     ) -> Gradients:  # fmt: skip
-        """Compute the gradients of a call, for a kernel that declares ``"backward"``.
+        """Compute the gradients of a call whose features `differentiates` declares.
 
         The logsumexp may be that of more keys than are given; the weights follow from it. The
         gradients have the accumulator's dtype and the shapes of the operands; `score_mod` and
@@ -126,7 +134,7 @@ class Kernel:
         self, problem: Problem, operands: Operands, residuals: Residuals, tangents: Tangents,
         backend: Backend,
     ) -> tuple[Array, Array | None]:  # fmt: skip
-        """Compute a directional derivative, for a kernel that declares ``"jvp"``.
+        """Compute the directional derivative of a call whose features `differentiates` declares.
 
         Returns
         -------
@@ -148,6 +156,22 @@ class Kernel:
         raise NotImplementedError
 
 
+def undeclared(kernel: Kernel, features: frozenset[str]) -> str | None:
+    """Return what a kernel does not declare of the features that a call needs, or None."""
+    lacking = features - kernel.features - kernel.differentiates.keys()
+    if lacking:
+        return f"it does not compute {', '.join(sorted(lacking))}"
+    for derivative in sorted(features & DERIVATIVES.keys()):
+        lacking = features - kernel.differentiates[derivative]
+        lacking -= DERIVATIVES.keys() | NOT_IN_DERIVATIVES
+        if lacking:
+            return (
+                f"it computes {', '.join(sorted(lacking))}, and has no {DERIVATIVES[derivative]} of"
+                f" calls with {'it' if len(lacking) == 1 else 'them'}"
+            )
+    return None
+
+
 def unrounded(kernel: Kernel, problem: Problem) -> Problem:
     """Return the problem whose output a kernel gives to its own gradient.
 
@@ -160,7 +184,7 @@ def unrounded(kernel: Kernel, problem: Problem) -> Problem:
     return problem if kernel.reasons_against(exact) else exact
 
 
-class Backend(BackendPrimitives, BackendTools):
+class Backend(BackendPrimitives):
     """A library on its hardware: devices, primitives and kernels.
 
     These methods work for any library that follows the standard. A plugin overrides those that it
@@ -262,3 +286,59 @@ class Backend(BackendPrimitives, BackendTools):
         """Run the kernel of `polyattn.attention_weights`, as `run` does."""
         with self.shield(problem, operands):
             return kernel.weights(problem, operands, logsumexp, self)
+
+    # ---- for the listing, the benchmark and layers: no call of attention needs them ----
+
+    def hardware(self, device: str) -> dict[str, str | int]:
+        """Return known facts of a device: ``name``, ``memory`` in bytes, ``compute_capability``."""
+        return {}
+
+    def engines(self) -> dict[str, str]:
+        """Return the versions of available engines that kernels call, such as cuDNN, by name."""
+        return {}
+
+    def faults(self) -> tuple[str, ...]:
+        """Return the known faults of the installed library that kernels avoid, each a sentence."""
+        return ()
+
+    def synchronize(self, device: str | None = None) -> None:
+        """Wait until all work on a device, by default the default one, is done."""
+
+    def compile(self, function: Callable[..., Array]) -> Callable[..., Array]:
+        """Return a function in the form that users of the library would call: compiled, if usual.
+
+        `polyattn bench` times the result.
+        """
+        return function
+
+    def peak_memory(
+        self, device: str | None, function: Callable[..., Array], *arrays: Array
+    ) -> int | None:
+        """Return the bytes that a call needs on a device at the peak, beside its arrays and result.
+
+        The function is a result of `compile`, already called with these arrays. None if the library
+        does not count bytes. For the CPU, the operating system is asked instead.
+        """
+        return None
+
+    def reshape_last(self, array: Array, number: int, lengths: tuple[int, ...]) -> Array:
+        """Replace the last `number` axes of an array, whose others may be of unknown length."""
+        raise NotImplementedError("this library has no arrays of unknown length")
+
+    def rows(self, table: Array, ids: Array) -> Array:
+        """Return rows of a table (n, size), at ids whose shape may be unknown."""
+        raise NotImplementedError("this library has no arrays of unknown length")
+
+    def with_rows(self, memory: Array, rows: Array, at: Array) -> Array | None:
+        """Return the memory of a cache with rows in place of those from a number on.
+
+        The memory is (..., capacity, size), the rows (..., n, size), and the number is an array
+        without axes, known only where it is computed. None if the library has no operation for
+        this.
+        """
+        return None
+
+    def each(self, work: Callable[[Any], None], items: Sequence[Any]) -> None:
+        """Call a function on every item, in any order, on as many threads as attention uses."""
+        for item in items:
+            work(item)

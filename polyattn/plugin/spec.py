@@ -10,7 +10,13 @@ from dataclasses import dataclass, field
 from polyattn._core.call.features import DTYPES
 from polyattn.plugin.backend import Backend, Kernel
 
-API_VERSION = 2
+#: The version of the contract: of `polyattn.plugin`, and of what polyattn asks of a plugin.
+CONTRACT_VERSION = 3
+
+
+def _check_version(version: object) -> None:
+    if type(version) is not int:
+        raise TypeError(f"contract_version must be a number, such as 3; got {version!r}")
 
 
 @dataclass(frozen=True)
@@ -32,6 +38,9 @@ class BackendSpec:
         Modules without which it cannot run.
     install : str
         The command that installs them.
+    contract_version : int
+        The `CONTRACT_VERSION` of the polyattn that it was written for, as a number: a polyattn with
+        another version does not run it.
     devices : tuple of str
         Kinds of device it can run on: the text of ``array.device``, up to a colon.
     dtypes : tuple of str
@@ -41,8 +50,6 @@ class BackendSpec:
         mask: they are passed as they are.
     only_on_request : bool
         Whether it runs only if a call names it, and never because the arrays are of its library.
-    api_version : int
-        The version of this contract that it was written for.
 
     Raises
     ------
@@ -57,13 +64,14 @@ class BackendSpec:
     implementation: str
     requires: tuple[str, ...]
     install: str
+    contract_version: int
     devices: tuple[str, ...] = ("cpu",)
     dtypes: tuple[str, ...] = DTYPES
     accepts: tuple[str, ...] = ()
     only_on_request: bool = False
-    api_version: int = API_VERSION
 
     def __post_init__(self) -> None:
+        _check_version(self.contract_version)
         for name in ("namespaces", "requires", "devices", "dtypes", "accepts"):
             value = getattr(self, name)
             if not isinstance(value, tuple) or not all(isinstance(item, str) for item in value):
@@ -86,7 +94,8 @@ class KernelSpec:
     Parameters
     ----------
     name : str
-        Its name. ``POLYATTN_<NAME>=0`` in the environment leaves the kernels out.
+        Its name. In the environment, ``POLYATTN_<NAME>=1`` allows the kernels to run unnamed, and 0
+        leaves them out.
     kernels : mapping of str to str or tuple of str
         For each backend, by name, the import path of a `Kernel` subclass, ``"module:Class"``,
         called without arguments when the backend is loaded; or those of several, best first.
@@ -94,11 +103,12 @@ class KernelSpec:
         Modules without which they cannot run.
     install : str
         The command that installs them.
+    contract_version : int
+        The `CONTRACT_VERSION` of the polyattn that it was written for, as a number: a polyattn with
+        another version does not run it.
     before : mapping of str to str
         For a backend, by name, the kernel of its list before which they stand, by default the
         first: one of its own, or the first array-API kernel to stand after all of its own.
-    api_version : int
-        The version of this contract that they were written for.
 
     Raises
     ------
@@ -112,10 +122,11 @@ class KernelSpec:
     kernels: Mapping[str, str | tuple[str, ...]]
     requires: tuple[str, ...]
     install: str
+    contract_version: int
     before: Mapping[str, str] = field(default_factory=dict)
-    api_version: int = API_VERSION
 
     def __post_init__(self) -> None:
+        _check_version(self.contract_version)
         if not isinstance(self.requires, tuple):
             raise TypeError(f"requires must be a tuple of strings; got {self.requires!r}")
         for name in ("kernels", "before"):

@@ -9,7 +9,6 @@ from optional import torch
 
 import polyattn
 from polyattn import attention, masks, scores
-from polyattn._api import run
 from polyattn._core.call.describe import describe
 from polyattn._core.call.key import call_key
 from polyattn._dispatch.cache import forget
@@ -38,10 +37,8 @@ def no_calls():
 def described(monkeypatch):
     """Return a list that grows with each call that is described."""
     calls = []
-    for module in (run, sys.modules["polyattn._api.attention"]):
-        monkeypatch.setattr(
-            module, "describe", lambda *a, **k: calls.append(a) or describe(*a, **k)
-        )
+    module = sys.modules["polyattn._api.attention"]
+    monkeypatch.setattr(module, "describe", lambda *a, **k: calls.append(a) or describe(*a, **k))
     return calls
 
 

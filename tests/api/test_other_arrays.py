@@ -4,7 +4,7 @@ import h5py
 import numpy as np
 import pandas
 import pytest
-from optional import array_api_strict, xarray, zarr
+from optional import array_api_strict, autograd, xarray, zarr
 
 from polyattn import UnsupportedError, attention, attention_vjp
 
@@ -30,6 +30,10 @@ GIVEN = {
     "tensorflow": (
         lambda folder: foreign("tensorflow.python", "Tensor"),
         ["tensorflow.Tensor", "numpy.asarray(query)", "ends the gradient"],
+    ),
+    "autograd": (
+        lambda folder: autograd.tracer.new_box(X, 0, None),
+        ["query is a box of autograd", "register attention_vjp"],
     ),
     "list": (lambda folder: X.tolist(), ["query is a list", "numpy.asarray(query)"]),
 }

@@ -100,17 +100,18 @@ class HostBackend(Backend):
         return np.asarray(array)
 
 
-class _Entry:
-    name, value, distribution, flaw, group = "host", "here:SPEC", "here", None, entries.BACKENDS
-
+class _Entry(entries.Entry):
     def load(self):
-        return BackendSpec("host", ("host",), "here:HostBackend", (), "", devices=("cuda",))
+        return BackendSpec("host", ("host",), "here:HostBackend", (), "", 3, devices=("cuda",))
 
 
 def register(monkeypatch, kernel):
     """Have the kernel, on the host, as the backend `host` for the length of a test."""
     genuine = registry.entries
-    monkeypatch.setattr(registry, "entries", lambda: [_Entry(), *genuine()])
+    monkeypatch.setenv("POLYATTN_HOST", "1")
+    monkeypatch.setattr(
+        registry, "entries", lambda: [_Entry("host", "here:SPEC", "here"), *genuine()]
+    )
     monkeypatch.setitem(sys.modules, "host", array_api_compat.numpy)
     monkeypatch.setitem(sys.modules, "here", types.SimpleNamespace(HostBackend=HostBackend))
     monkeypatch.setattr(HostBackend, "kernels", (kernel,))

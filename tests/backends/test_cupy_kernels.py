@@ -355,8 +355,6 @@ REFUSED = {
         ("it caps scores only", SHAPES, {"softcap": 2.0, "is_causal": True}),
         ("caps scores only", SHAPES, {"softcap": 2.0, "mask": (100, 300)}),
         ("its tanh is too inexact", SHAPES, {"softcap": 2.0, "logsumexp": True}),
-        ("a bias of 67,174,400 elements, above 67,108,864", *TOO_LARGE),
-        ("a bias of 67,174,400 elements, above 67,108,864", LARGE, {"mask": BY_ROW}),
         ("sinks", SHAPES, {"sinks": (8,)}),
         ("dropout", SHAPES, {"dropout": (0.5, 1)}),
         ("score_mod", SHAPES, {"score_mod": lambda s, *_: s}),
@@ -364,18 +362,27 @@ REFUSED = {
     "fused": [
         ("it takes no empty arrays", EMPTY, {}),
         ("it takes no scale of 0", FEW, {"scale": 0.0}),
-        ("a mask of 67,174,400 elements, above 67,108,864", LARGE, {"mask": BY_ROW}),
     ],
+}
+MADE = "it would need a mask of 67,174,400 elements, above 67,108,864"
+ON_REQUEST = {
+    "cudnn": [
+        (MADE, *TOO_LARGE),
+        (MADE, LARGE, {"mask": BY_ROW}),
+    ],
+    "fused": [(MADE, LARGE, {"mask": BY_ROW})],
 }
 GRADIENTS_REFUSED = {
     "cudnn": [
         ("sizes up to 256; got (264, 264)", ((1, 4, 264), (1, 6, 264), (1, 6, 264)), {}),
         ("sizes up to 256; got (16, 264)", (*FEW[:2], (1, 6, 264)), {}),
         ("no gradients of one query with one key", ((1, 1, 16),) * 3, {}),
-        ("no gradients of capped scores", FEW, {"softcap": 2.0}),
-        ("of a bias in 16 bits only", FEW, {"bias": np.zeros((4, 6), "float16")}),
+        ("it computes softcap, and has no gradient", FEW, {"softcap": 2.0}),
+        ("it computes bias, and has no gradient", FEW, {"bias": np.zeros((4, 6), "float16")}),
     ],
-    "fused": [("it computes no gradient of a bias", FEW, {"bias": np.zeros((4, 6), "float16")})],
+    "fused": [
+        ("it computes bias, and has no gradient", FEW, {"bias": np.zeros((4, 6), "float16")})
+    ],
 }
 
 
@@ -389,6 +396,16 @@ def test_refusals(kernel, reason, shapes, options):
     facts = {"library": "numpy", "device": "cpu", "dtype": "float16"} | options
     (candidate,) = explain(*shapes, backend="host", kernel=kernel, **facts).candidates
     assert reason in " ".join(candidate.reasons)
+
+
+@pytest.mark.parametrize(("kernel", "reason", "shapes", "options"), of_both(ON_REQUEST))
+@pytest.mark.usefixtures("ran")
+def test_what_they_make_is_of_any_size_if_they_are_named(kernel, reason, shapes, options):
+    facts = {"library": "numpy", "device": "cpu", "dtype": "float16", "backend": "host"} | options
+    (named,) = explain(*shapes, kernel=kernel, **facts).candidates
+    assert (named.status, named.reasons, named.on_request) == ("chosen", (), reason)
+    (unnamed,) = (c for c in explain(*shapes, **facts).candidates if c.kernel == kernel)
+    assert (unnamed.status, unnamed.on_request) == ("on request", reason)
 
 
 @pytest.mark.parametrize(("kernel", "reason", "shapes", "options"), of_both(GRADIENTS_REFUSED))

@@ -112,12 +112,13 @@ def test_gradients_in_tiles_are_those_of_the_formula(name):
 def test_the_kernel_has_the_derivatives_itself():
     options, more = CALLS["similarity"]
     x = {"query": QUERY, "key": KEY, "value": VALUE} | more
-    moved = {"primals": of_operands(x), "tangents": (QUERY[::-1], None, VALUE[::-1])}
+    tangents = {"query": QUERY[::-1], "value": VALUE[::-1], "bias": x["bias"]}
+    moved = {"primals": of_operands(x), "tangents": tangents}
 
     def derivatives(x, along, moved, kernel=None):
         given = options(x) | {"softcap": 1.5, "kernel": kernel}
         _, pullback = attention_vjp(*of_operands(x), **given)
-        _, tangent = attention_jvp(**moved, bias_tangent=x["bias"], **given)
+        _, tangent = attention_jvp(**moved, **given)
         gradients = pullback(along)
         numbers = {"softcap": gradients.softcap, "scale": gradients.scale}
         return by_name(gradients) | numbers | {"tangent": tangent}

@@ -119,7 +119,7 @@ def test_a_mask_is_not_made_at_any_size():
     shape = (1, 2**14, 8)
     explanation = explain(shape, shape, shape, window=(5, 0), backend="onnxruntime")
     assert explanation.chosen.kernel == "tiled"
-    assert "a mask of 268,435,456 elements to be built" in str(explanation)
+    assert "a mask of 268,435,456 elements, above 67,108,864" in str(explanation)
     whole = explain(shape, shape, shape, is_causal=True, backend="onnxruntime")
     assert whole.chosen.kernel == "node"
 
@@ -137,9 +137,11 @@ def test_a_mask_is_not_made_at_any_size():
 def test_a_made_mask_counts_heads_and_items_that_differ(monkeypatch, options, elements):
     shape = (2, 3, 4, 8)
     for largest in (elements, elements - 1)[: elements + 1]:
-        monkeypatch.setattr("polyattn_onnx.operator.LARGEST_MADE_MASK", largest)
+        monkeypatch.setattr("polyattn._core.tiles.visibility.LARGEST_MADE", largest)
         explanation = explain(shape, shape, shape, backend="onnxruntime", **options)
         assert explanation.chosen.kernel == ("node" if largest == elements else "dense")
+        named = explain(shape, shape, shape, backend="onnxruntime", kernel="node", **options)
+        assert (named.chosen.on_request is None) == (largest == elements)
 
 
 @pytest.mark.parametrize("dtype", [">f2", ">f4", ">f8"])

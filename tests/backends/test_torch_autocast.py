@@ -128,12 +128,12 @@ def test_all_functions_follow():
         equal(tuple(attention_partial(Q, K, V)), tuple(partial))
         wide = attention_partial(Q, K, V, dtype="float32").output
         equal(attention_weights(Q, K), attention_weights(*cast[:2]))
-        moved = attention_jvp((Q, K, V), (Q, None, V), bias=BIAS, bias_tangent=BIAS)
+        moved = attention_jvp((Q, K, V), {"query": Q, "value": V, "bias": BIAS}, bias=BIAS)
         found = attention_backward(Q, K, V, partial, cast[0])
     equal(wide, attention_partial(*cast, dtype="float32").output)
-    tangents = (cast[0], None, cast[2])
     bias = BIAS.to(BRAIN)
-    equal(moved, attention_jvp(cast, tangents, bias=bias, bias_tangent=bias))
+    tangents = {"query": cast[0], "value": cast[2], "bias": bias}
+    equal(moved, attention_jvp(cast, tangents, bias=bias))
     assert {x.dtype for x in found[:3]} == {torch.float32}
     want = attention_backward(*cast, partial, cast[0])
     equal([x.to(BRAIN) for x in found[:3]], list(want[:3]))

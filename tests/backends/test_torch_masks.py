@@ -133,6 +133,20 @@ def test_a_mask_value_too_large_to_make_goes_to_tiled():
     assert "a mask of 268,435,456 elements" in refused
 
 
+def test_a_mask_that_is_large_is_made_where_the_kernel_is_named(monkeypatch):
+    monkeypatch.setattr("polyattn._core.tiles.visibility.LARGEST_MADE", L * S - 1)
+    options = {"mask": masks.segments(ROWS[0], KEYS[0])}
+    left = explain(Q, K, V, **options)
+    assert left.chosen.kernel != "sdpa"
+    (status,) = (c.status for c in left.candidates if c.kernel == "sdpa")
+    assert status == "on request"
+    named = explain(Q, K, V, kernel="sdpa", **options).chosen
+    assert (named.kernel, named.reasons) == ("sdpa", ())
+    assert f"it would need a mask of {L * S:,} elements" in named.on_request
+    found = attention(Q, K, V, kernel="sdpa", **options)
+    close(found, attention(Q, K, V, kernel="dense", **options))
+
+
 # ---- flex ----
 
 

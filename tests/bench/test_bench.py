@@ -53,7 +53,7 @@ class Acme(Backend):
 
 
 SPEC = BackendSpec(
-    "acme", ("numpy",), "acme:Acme", (), "pip install acme", ("cpu", "npu"), ("float32",)
+    "acme", ("numpy",), "acme:Acme", (), "pip install acme", 3, ("cpu", "npu"), ("float32",)
 )
 
 
@@ -61,7 +61,7 @@ SPEC = BackendSpec(
 def acme(monkeypatch):
     """Register a backend for the length of a test, and return it."""
     backend = Acme()
-    plugin = registry.Registered("acme", "acme", SPEC, None, backend)
+    plugin = registry.Registered("acme", "acme", SPEC, backend=backend)
     known = {name: registry._find()[name] for name in registry.names()}
     monkeypatch.setattr(registry, "_plugins", {**known, "acme": plugin})
     return backend

@@ -17,7 +17,7 @@ from polyattn._api.names import BESIDE
 from polyattn._base.span import Span
 from polyattn._core.call import describe as describing
 from polyattn._core.call import problem as examining
-from polyattn._core.call.features import FEATURES, Feature
+from polyattn._core.call.features import DERIVATIVES, FEATURES, NOT_IN_DERIVATIVES, Feature
 from polyattn._core.call.options import OPTIONS, Option
 from polyattn._core.call.parts import options_of, options_of_part
 from polyattn._core.expressions.parts import Part
@@ -99,7 +99,7 @@ def with_field(record, name):
 def temperature(monkeypatch):
     """Add an option that is a number, as its recipe says, but for the step of the formula."""
     monkeypatch.setitem(OPTIONS, "temperature", Option("temperature", float))
-    feature = Feature("temperature=", lambda call, problem: problem.temperature is not None)
+    feature = Feature("temperature=", lambda call, letters: call.temperature is not None)
     monkeypatch.setitem(FEATURES, "temperature", feature)
     for module, record in ((describing, describing.Call), (examining, examining.Problem)):
         monkeypatch.setattr(module, record.__name__, with_field(record, "temperature"))
@@ -114,7 +114,10 @@ def refused():
 def test_the_formula_computes_a_new_option_only_once_it_names_it():
     computed = runpy.run_path(dense.__file__)["COMPUTED"]  # as at an import after the new row
     # The formula gets keys in one piece.
-    assert computed == dense.COMPUTED == FEATURES.keys() - {"temperature", "block_table"}
+    known = FEATURES.keys() - {"temperature", "block_table", *DERIVATIVES}
+    assert computed == dense.COMPUTED == known
+    for differentiated in Dense.differentiates.values():
+        assert differentiated == known - NOT_IN_DERIVATIVES
 
 
 @pytest.mark.usefixtures("temperature")

@@ -1,6 +1,7 @@
 """Gradients: the formula for them is right, the kernels agree with it, and a failure says where."""
 
 import math
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -206,7 +207,7 @@ class Detached(Dense):
     """Computes the right output, and no gradient by the keys."""
 
     name = "detached"
-    features = Dense.features - {"backward"}
+    differentiates: ClassVar = {"jvp": Dense.differentiates["jvp"]}
 
     def __call__(self, problem, operands, backend):
         return super().__call__(problem, operands._replace(key=operands.key.detach()), backend)
@@ -216,7 +217,7 @@ class WithoutGraph(Dense):
     """Computes the right output, and nothing else."""
 
     name = "without graph"
-    features = Dense.features - {"backward"}
+    differentiates: ClassVar = {"jvp": Dense.differentiates["jvp"]}
 
     def __call__(self, problem, operands, backend):
         return super().__call__(problem, operands, backend)[0].detach(), None

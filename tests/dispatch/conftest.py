@@ -8,18 +8,13 @@ import pytest
 from polyattn._dispatch import cache, entries, extensions, registry
 
 
-class _Entry:
-    """An entry point of a plugin that is not installed."""
-
-    value, distribution, flaw, group = "acme:SPEC", "acme", None, entries.BACKENDS
-
-    def __init__(self, name, spec):
-        self.name, self._spec = name, spec
+class _Entry(entries.Entry):
+    """An entry point of a plugin that is not installed, and gives its spec as the value."""
 
     def load(self):
-        if isinstance(self._spec, BaseException):
-            raise self._spec
-        return self._spec
+        if isinstance(self.value, BaseException):
+            raise self.value
+        return self.value
 
 
 @pytest.fixture
@@ -28,7 +23,7 @@ def plugins(monkeypatch):
     installed = registry.entries
 
     def register(**specs):
-        more = [_Entry(name, spec) for name, spec in specs.items()]
+        more = [_Entry(name, spec, "acme") for name, spec in specs.items()]
         monkeypatch.setattr(registry, "entries", lambda: [*more, *installed()])
         monkeypatch.setattr(registry, "_plugins", {})
         cache.forget()
@@ -39,7 +34,9 @@ def plugins(monkeypatch):
 
 GOOD = """
 from polyattn.plugin import BackendSpec
-SPEC = BackendSpec("good", ("good",), "good:Backend", ("no_such_library",), "pip install good")
+SPEC = BackendSpec(
+    "good", ("good",), "good:Backend", ("no_such_library",), "pip install good", 3
+)
 """
 
 

@@ -11,19 +11,25 @@ from optional import torch
 
 import polyattn
 from polyattn import attention, attention_backward, explain
+from polyattn._api.run import planned_call
+from polyattn._core.call.describe import describe
 from polyattn._dispatch import entries, extensions, registry
 from polyattn.bench import machine
 from polyattn.bench.contender import contenders
 from polyattn.conformance import CASES, Target
 from polyattn.conformance.report import run
+from polyattn.plugin import CONTRACT_VERSION
 
 pytestmark = pytest.mark.without_native  # whose kernels join the same lists
 
 RNG = np.random.default_rng(0)
 X = RNG.standard_normal((2, 4, 5, 8), dtype=np.float32)
+VERSION = f"this polyattn has version {CONTRACT_VERSION} of the plugin contract"
 SPEC = """
-from polyattn.plugin import KernelSpec
-SPEC = KernelSpec("fast", {"numpy": "fast_kernels:Fast"}, (), "pip install fast")
+from polyattn.plugin import CONTRACT_VERSION, KernelSpec
+SPEC = KernelSpec(
+    "fast", {"numpy": "fast_kernels:Fast"}, (), "pip install fast", CONTRACT_VERSION
+)
 """
 KERNELS = """
 import numpy as np
@@ -31,7 +37,8 @@ from polyattn.plugin import Gradients, Kernel
 
 class Fast(Kernel):
     name = "fast"
-    features = frozenset({"causal", "logsumexp", "backward"})
+    features = frozenset({"causal", "logsumexp"})
+    differentiates = {"backward": frozenset({"causal"})}
 
     def reasons_against(self, problem):
         return ["it takes one batch axis"] if len(problem.batch) != 1 else []
@@ -46,7 +53,8 @@ class Fast(Kernel):
         return 0 * operands.query + 7, 0 * operands.query[..., 0]
 
     def backward(self, problem, operands, residuals, cotangents, backend):
-        return Gradients(*[0 * x + 7 for x in operands[:3]], None, None)
+        query, key, value = (0 * x + 7 for x in operands[:3])
+        return Gradients(query=query, key=key, value=value)
 
 class Second(Fast):
     name = "second"
@@ -73,24 +81,28 @@ class Exits(Fast):
 
 
 @pytest.fixture
-def give(install, tmp_path):
-    """Return a function that installs kernels by the text of their spec."""
+def give(install, tmp_path, monkeypatch):
+    """Return a function that installs kernels by the text of their spec, and allows them."""
     (tmp_path / "fast_kernels.py").write_text(KERNELS)
 
-    def give(spec=SPEC, lines=None, distribution="speedy"):
+    def give(spec=SPEC, lines=None, distribution="speedy", allowed=True):
         (tmp_path / f"{distribution}.py").write_text(spec)
         lines = lines or [f"fast = {distribution}:SPEC"]
+        for name in [line.partition(" =")[0].upper() for line in lines if allowed]:
+            if name not in ("BACKEND", "NUM-THREADS"):
+                monkeypatch.setenv(f"POLYATTN_{name}", "1")
         install(distribution, lines, "Name: {}\nVersion: 1.0", entries.KERNELS)
 
     give.folder = tmp_path
     return give
 
 
-def spec(kernels, name="fast", requires=(), **more):
+def spec(kernels, name="fast", requires=(), version=CONTRACT_VERSION, **more):
     """Return the text of a module with this spec."""
     return (
         "from polyattn.plugin import KernelSpec\n"
-        f"SPEC = KernelSpec({name!r}, {kernels!r}, {requires!r}, 'pip install fast', **{more!r})"
+        f"SPEC = KernelSpec({name!r}, {kernels!r}, {requires!r}, 'pip install fast', {version!r},"
+        f" **{more!r})"
     )
 
 
@@ -182,7 +194,13 @@ def test_they_follow_the_kernels_that_a_backend_has_for_a_while(give, monkeypatc
         ("raise SystemExit(3)", "its plugin cannot be imported: SystemExit: 3"),
         ("SPEC = 3", "its entry point speedy:SPEC is not a KernelSpec"),
         (spec({}, name="slow"), "its spec is named 'slow' and its entry point 'fast'"),
-        (spec({}, api_version=1), "it was written for version 1 of the plugin contract"),
+        (spec({}, version="3"), "TypeError: contract_version must be a number, such as 3; got '3'"),
+        ("from polyattn.plugin import Colour", f"; {VERSION}"),
+        (spec({}, colour="red"), f"'colour'; {VERSION}"),
+        (
+            "from polyattn.plugin import KernelSpec\nSPEC = KernelSpec('fast', {}, (), '')",
+            f"'contract_version'; {VERSION}",
+        ),
         (spec([]), "TypeError: kernels must map backends, by name; got []"),
         (spec({}, before="small"), "TypeError: before must map backends, by name; got 'small'"),
         (spec({}, requires="numpy"), "TypeError: requires must be a tuple of strings; got 'numpy'"),
@@ -217,6 +235,14 @@ def test_a_spec_that_is_broken_affects_nothing_else(give, text, reason):
             "no_such_library is not installed: pip install fast",
         ),
         (
+            spec({"numpy": "fast_kernels:Fast"}, version=CONTRACT_VERSION - 1),
+            f"it was written for version {CONTRACT_VERSION - 1}, and {VERSION}: upgrade speedy",
+        ),
+        (
+            spec({"numpy": "fast_kernels:Fast"}, version=CONTRACT_VERSION + 1),
+            f"it was written for version {CONTRACT_VERSION + 1}, and {VERSION}: upgrade polyattn",
+        ),
+        (
             spec({"numpy": "fast_kernels:Fast"}, before={"numpy": "smal"}),
             "numpy has no place before 'smal': name one of small, tiled, dense",
         ),
@@ -247,7 +273,7 @@ def test_kernels_that_cannot_join_affect_nothing_else(give, text, reason, monkey
 def test_a_place_among_the_array_api_kernels_is_before_all_of_them(give):
     give(spec({"torch": "fast_kernels:Fast"}, before={"torch": "dense"}))
     assert names("torch") == ["paged", "sdpa", "flex", "tiled", "dense"]
-    ((_, reason),) = extensions.absent("torch", "fast")
+    ((_, _, reason),) = extensions.absent("torch", "fast")
     assert reason == "torch has no place before 'dense': name one of paged, sdpa, flex, tiled"
 
 
@@ -295,7 +321,7 @@ def test_entry_points_that_are_broken_are_listed(give):
     listed = reasons()
     line = "the line 'fast = speedy' must be of the form name = module:object"
     assert listed["kernels fast"] == line
-    assert listed["two"].startswith("the line 'fast' in the entry points of two cannot be read")
+    assert listed["two"].startswith("the entry points of two cannot be read: ")
 
 
 def test_the_environment_leaves_kernels_out(give, monkeypatch):
@@ -306,20 +332,13 @@ def test_the_environment_leaves_kernels_out(give, monkeypatch):
         attention(X, X, X, kernel="fast")
 
 
-@pytest.mark.parametrize("value", ["", "1"])
-def test_the_environment_may_ask_for_kernels(give, monkeypatch, value):
-    give()
-    monkeypatch.setenv("POLYATTN_FAST", value)
-    assert names()[0] == "fast"
-
-
 def test_a_wrong_value_in_the_environment_is_refused_until_it_is_corrected(give, monkeypatch):
     give()
     monkeypatch.setenv("POLYATTN_FAST", "no")
     for _ in range(2):
         with pytest.raises(ValueError, match=r"POLYATTN_FAST must be 0, .* or 1, .*; it is 'no'"):
             attention(X, X, X)
-    monkeypatch.delenv("POLYATTN_FAST")
+    monkeypatch.setenv("POLYATTN_FAST", "1")
     assert (attention(X, X, X) == 7).all()
 
 
@@ -330,9 +349,144 @@ def test_a_name_whose_variable_means_something_else_is_refused(give, monkeypatch
     assert reasons()[f"kernels {name}"].endswith("means something else: rename it")
 
 
+# ---- what runs unnamed -------------------------------------------------------------------------
+
+
+def left_out(name):
+    return pytest.raises(polyattn.UnsupportedError, match=f"'-{name}' leaves it out")
+
+
+def test_what_others_install_runs_once_it_is_named_or_allowed(give, monkeypatch):
+    give(allowed=False)
+    usual = attention(X, X, X, kernel="small")
+    assert (attention(X, X, X) == usual).all()
+    *_, last = explain(X, X, X).candidates
+    assert (last.kernel, last.origin, last.status) == ("fast", "speedy", "not allowed")
+    assert "POLYATTN_FAST=1 or backend='+fast' allows it" in str(explain(X, X, X))
+    assert (attention(X, X, X, kernel="fast") == 7).all()
+    assert (attention(X, X, X, backend="+fast") == 7).all()
+    assert (attention(X, X, X, backend="numpy,+fast") == 7).all()
+    with polyattn.use_backend("+fast"):
+        assert (attention(X, X, X) == 7).all()
+    monkeypatch.setenv("POLYATTN_BACKEND", "+fast")
+    assert (attention(X, X, X) == 7).all()
+    assert (attention(X, X, X, backend="auto") == usual).all()
+
+
+def test_what_is_not_allowed_is_asked_nothing(give):
+    asks = KERNELS.replace(
+        '["it takes one batch axis"] if len(problem.batch) != 1 else []', "1 / 0"
+    )
+    give(allowed=False)
+    (give.folder / "fast_kernels.py").write_text(asks)
+    assert explain(X, X, X).chosen.kernel == "small"
+    with pytest.raises(ZeroDivisionError):
+        explain(X, X, X, backend="+fast")
+
+
+def test_what_is_not_allowed_differentiates_nothing(give):
+    second = KERNELS.replace(
+        'name = "second"', 'name = "second"\n    differentiates = {"jvp": None}'
+    )
+    jvp = second.replace("None}", 'frozenset({"causal"})}')
+    give(spec({"numpy": "fast_kernels:Second"}), allowed=False)
+    (give.folder / "fast_kernels.py").write_text(jvp)
+    plan = planned_call(*describe(X, X, X), None, None).plan
+    assert "second" in names()
+    assert plan.with_feature("jvp").kernel.name == "dense"
+
+
+def test_what_is_broken_and_not_allowed_is_no_news_of_a_call(give):
+    give(spec({"numpy": "no_such_module:Fast"}), allowed=False)
+    attention(X, X, X)  # a warning would be an error
+    *_, last = explain(X, X, X).candidates
+    assert (last.kernel, last.status) == ("fast", "not allowed")
+    assert "cannot be loaded: ModuleNotFoundError" in last.text
+
+
+def test_polyattn_native_is_ours(give, install):
+    (give.folder / "ours.py").write_text(SPEC)
+    install("polyattn_native", ["fast = ours:SPEC"], "Name: polyattn-native", entries.KERNELS)
+    assert (attention(X, X, X) == 7).all()
+
+
+def test_the_list_says_how_to_allow_what_is_not(give):
+    give(allowed=False)
+    (row,) = (info for info in polyattn.list_backends() if info.name == "numpy")
+    assert row.waiting == (
+        "fast: it is not polyattn's, and runs if it is named: POLYATTN_FAST=1 or backend='+fast'"
+        " allows it",
+    )
+    assert row.waiting[0] in " ".join(str(polyattn.list_backends()).split())
+
+
+@pytest.mark.parametrize(
+    ("sign", "chosen"),
+    [
+        ("-fast", ("numpy", "small")),
+        ("-fast,-small", ("numpy", "dense")),
+        ("-numpy", ("array-api", "dense")),
+    ],
+)
+def test_a_name_with_a_minus_is_left_out(give, sign, chosen):
+    give()
+    with polyattn.use_backend(sign):
+        explanation = explain(X, X, X)
+        attention(X, X, X)
+    assert (explanation.chosen.backend, explanation.chosen.kernel) == chosen
+    assert f"'{sign[:5]}" in str(explanation)
+    assert "leaves it out" in str(explanation)
+
+
+def test_what_is_left_out_does_not_run_by_its_name(give):
+    give()
+    with left_out("fast"):
+        attention(X, X, X, kernel="fast", backend="-fast")
+    with left_out("small"):
+        attention(X, X, X, kernel="small", backend="-small")
+    with left_out("numpy"):
+        attention(X, X, X, backend="numpy,-numpy")
+    own = next(k for k in registry.kernels_of(registry.loaded("numpy")) if k.name == "fast")
+    assert (attention(X, X, X, kernel=own, backend="-fast") == 7).all()
+
+
+@pytest.mark.parametrize(
+    ("signs", "message"),
+    [
+        ("+fats", "no plugin or kernel is named as in '\\+fats'; did you mean 'fast'"),
+        ("-smal", "no plugin or kernel is named as in '-smal'; did you mean 'small'"),
+        ("numpy,+", "a backend's name is missing"),
+    ],
+)
+def test_a_sign_of_nothing_is_refused(give, signs, message):
+    give(allowed=False)
+    with pytest.raises(ValueError, match=message):
+        attention(X, X, X, backend=signs)
+
+
+@pytest.mark.parametrize("tool", [Target, lambda name: list(contenders(name))])
+def test_a_tool_for_a_backend_takes_no_sign(give, tool):
+    give()
+    with pytest.raises(ValueError, match="name"):
+        tool("+fast")
+
+
+def test_what_a_kernel_cannot_do_and_where_another_is_better_are_shown_both(give):
+    give()
+    rank_5 = X[None]
+    refused = explain(rank_5, rank_5, rank_5, is_causal=True).candidates[0]
+    assert refused.reasons == ("it takes one batch axis",)
+    assert refused.on_request == "it is wrong where it masks"
+    assert refused.text == "it takes one batch axis; only on request: it is wrong where it masks"
+    named = explain(X, X, X, is_causal=True, kernel="fast").chosen
+    assert named.text == "only on request: it is wrong where it masks; it is all sevens"
+    undeclared = explain(X, X, X, is_causal=True, softcap=2.0).candidates[0]
+    assert (undeclared.status, undeclared.on_request) == ("refused", None)
+
+
 OTHER = """
 from polyattn.plugin import Backend, BackendSpec
-SPEC = BackendSpec("other", ("array_api_strict",), "other:Other", (), "")
+SPEC = BackendSpec("other", ("array_api_strict",), "other:Other", (), "", 3)
 
 class Other(Backend):
     def __init__(self):
@@ -389,3 +543,16 @@ def test_a_compiled_call_has_it(give):
     tensor = torch.from_numpy(X)
     compiled = torch.compile(lambda x: attention(x, x, x), backend="eager", fullgraph=True)
     assert (compiled(tensor) == 7).all()
+
+
+@pytest.mark.slow
+def test_a_compiled_call_has_what_it_allows(give):
+    give(spec({"torch": "fast_kernels:Fast"}), allowed=False)
+    tensor = torch.from_numpy(X)
+    for backend, sevens in ((None, False), ("+fast", True), ("torch,+fast,-sdpa", True)):
+        call = torch.compile(
+            lambda x, backend=backend: attention(x, x, x, backend=backend),
+            backend="eager",
+            fullgraph=True,
+        )
+        assert bool((call(tensor) == 7).all()) == sevens

@@ -9,6 +9,7 @@ import sys
 import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from typing import ClassVar
 
 import ml_dtypes
 import numpy as np
@@ -18,6 +19,7 @@ from optional import array_api_strict, da, jax, jnp, torch
 import polyattn
 from polyattn import (
     attention,
+    attention_jvp,
     attention_partial,
     attention_vjp,
     explain,
@@ -43,6 +45,39 @@ def chosen(*arrays, **options):
     arrays = arrays or (X, X, X)
     candidate = explain(*arrays, **options).chosen
     return candidate.backend, candidate.kernel
+
+
+# ---- what a kernel declares ----
+
+
+class Half(Dense):
+    """Computes a softcap, and differentiates it in forward mode only."""
+
+    name = "half"
+    features = frozenset({"causal", "logsumexp", "softcap"})
+    differentiates: ClassVar = {"backward": frozenset({"causal"}), "jvp": features}
+
+    def backward(self, problem, *given):
+        return super().backward(problem._replace(softcap=None), *given)
+
+
+def test_a_kernel_differentiates_what_it_declares_and_no_more():
+    output, pullback = attention_vjp(X, X, X, is_causal=True, kernel=Half())
+    np.testing.assert_allclose(pullback(X).query, attention_vjp(X, X, X, is_causal=True)[1](X)[0])
+    assert attention_jvp((X, X, X), (X, X, X), softcap=2.0, kernel=Half())[0].shape == output.shape
+    _, pullback = attention_vjp(X, X, X, softcap=2.0, kernel=Half())
+    with pytest.raises(polyattn.UnsupportedError, match="computes softcap, and has no gradient of"):
+        pullback(X)
+    with pytest.raises(polyattn.UnsupportedError, match="it does not compute bias"):
+        attention_vjp(X, X, X, bias=X[..., :5], kernel=Half())
+
+
+@pytest.mark.needs("torch")
+def test_autograd_differentiates_by_operations_what_a_kernel_does_not():
+    x, y = (torch.tensor(X, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    attention(x, x, x, softcap=2.0, kernel=Half()).sum().backward()
+    attention(y, y, y, softcap=2.0).sum().backward()
+    np.testing.assert_allclose(x.grad, y.grad, atol=1e-12)
 
 
 # ---- the three channels ----
@@ -262,6 +297,10 @@ def test_an_error_while_running_is_not_retried_elsewhere(monkeypatch):
 # ---- plugins that are missing or broken ----
 
 
+CONTRACT = polyattn.plugin.CONTRACT_VERSION
+VERSION = f"this polyattn has version {CONTRACT} of the plugin contract"
+
+
 def _spec(name="acme", **changes):
     facts = {
         "name": name,
@@ -269,6 +308,7 @@ def _spec(name="acme", **changes):
         "implementation": "no_such_module:Backend",
         "requires": (),
         "install": "pip install acme",
+        "contract_version": CONTRACT,
     }
     return polyattn.plugin.BackendSpec(**{**facts, **changes})
 
@@ -282,7 +322,14 @@ def _spec(name="acme", **changes):
             "no_such_library is not installed: pip install acme",
         ),
         (_spec(), "it cannot be loaded: ModuleNotFoundError"),
-        (_spec(api_version=1), "version 1 of the plugin contract"),
+        (
+            _spec(contract_version=CONTRACT - 1),
+            f"for version {CONTRACT - 1}, and {VERSION}: upgrade acme",
+        ),
+        (
+            _spec(contract_version=CONTRACT + 1),
+            f"for version {CONTRACT + 1}, and {VERSION}: upgrade polyattn",
+        ),
         (_spec(name="emca"), "named 'emca'"),
         (ImportError("broken"), "its plugin cannot be imported: ImportError: broken"),
         (SystemExit(3), "its plugin cannot be imported: SystemExit: 3"),
@@ -305,12 +352,16 @@ def test_a_missing_module_is_not_installed():
     assert not any(map(contract.is_installed, ("no_such_library", "no_such.library", "")))
 
 
-def test_the_core_serves_the_library_of_a_broken_plugin(plugins):
-    plugins(acme=_spec())
+@pytest.mark.parametrize(
+    ("changes", "reason"), [({}, "cannot be loaded"), ({"contract_version": 1}, VERSION)]
+)
+def test_the_core_serves_the_library_of_a_broken_plugin(plugins, monkeypatch, changes, reason):
+    monkeypatch.setenv("POLYATTN_ACME", "1")
+    plugins(acme=_spec(**changes))
     strict = array_api_strict.asarray(X)
     explanation = explain(strict, strict, strict)
     assert explanation.chosen.backend == "array-api"
-    assert "cannot be loaded" in str(explanation)
+    assert reason in str(explanation)
 
 
 def test_other_plugins_cannot_replace_ours(plugins):

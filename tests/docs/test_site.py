@@ -26,7 +26,7 @@ from docutils import nodes
 from docutils.utils import new_document
 from PIL import Image
 
-from polyattn import attention
+from polyattn import UnsupportedError, attention, attention_vjp
 from polyattn.conformance import CASES, ESSENTIAL
 from polyattn.conformance.functions.report import summarise, summary
 from polyattn.conformance.reference.tolerance import exact
@@ -334,14 +334,6 @@ def plugin(tmp_path_factory):
     return run
 
 
-@pytest.mark.slow
-def test_the_example_passes_the_suite(plugin):
-    pytest_quietly = ("-m", "pytest", "-q", "-p", "no:cacheprovider")
-    done = plugin(*pytest_quietly, PLUGIN / "tests" / "test_conformance.py", "-k", "not tiled")
-    assert done.returncode == 0, done.stdout[-3000:]
-    assert re.search(r"\d{3,} passed", done.stdout), done.stdout
-
-
 def test_the_function_of_the_page_is_told_what_the_page_shows():
     code, shown = re.search(
         r"```python\n(import numpy as np\n\n\ndef attend.*?)```.*?mine:attend --quick\n(.*?)```",
@@ -367,7 +359,10 @@ def test_the_example_is_a_backend_like_any_other(plugin):
     assert re.search(r"einsum +dense +CHOSEN", done.stdout)
     long = ("--shape", "1,1,1,64", "--key-shape", "1,1,5000,64")
     done = plugin("-m", "polyattn", "explain", *long, "--backend", "einsum")
-    assert "5,000 keys are too many" in done.stdout
+    assert re.search(r"einsum +einsum +on request .*5,000 keys are too many", done.stdout)
+    done = plugin("-m", "polyattn", "explain", *long, "--backend", "einsum", "--kernel", "einsum")
+    shown = re.search(r"```text\n(  einsum .*?)```", WRITING, re.DOTALL)[1]
+    assert shown.strip() in done.stdout
 
 
 @pytest.fixture
@@ -390,7 +385,13 @@ def with_short(tmp_path):
         return subprocess.run(
             [sys.executable, "-c", code],
             cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1", **variables},
+            env={
+                **os.environ,
+                "PYTHONPATH": str(tmp_path),
+                "OMP_NUM_THREADS": "1",
+                "POLYATTN_SHORT": "1",
+                **variables,
+            },
             capture_output=True,
             text=True,
             timeout=120,
@@ -403,8 +404,11 @@ def test_the_kernel_for_another_backend_runs_where_the_page_says(with_short):
     step = ("explain", "--shape", "1,8,1,64", "--key-shape", "1,8,500,64")
     out = with_short(step, ("explain", "--shape", "1,8,100,64")).stdout
     assert re.search(r"numpy +short \(polyattn-short\) +CHOSEN", out)
-    assert re.search(r"numpy +short .* refused +it holds all scores of a head, and 10,000", out)
+    assert re.search(r"numpy +short .* on request +it holds all scores of a head, and 10,000", out)
     assert "short" not in with_short(step, POLYATTN_SHORT="0").stdout
+    assert re.search(
+        r"small +CHOSEN(.|\n)*short .* not allowed", with_short(step, POLYATTN_SHORT="").stdout
+    )
 
 
 @pytest.mark.slow
@@ -413,34 +417,72 @@ def test_the_kernel_for_another_backend_passes_the_suite(with_short):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-FIRST = re.search(
-    r"```python\nimport numpy as np\n\nfrom polyattn.plugin.*?```", WRITING, re.DOTALL
-)[0]
+def block(beginning):
+    """Return the Python of the page that begins like this."""
+    return re.search(rf"```python\n({re.escape(beginning)}.*?)```", WRITING, re.DOTALL)[1]
+
+
+@pytest.fixture
+def check(tmp_path):
+    """Return a function that checks the plugin with another module for its backend."""
+
+    def check(backend, *arguments):
+        shutil.copytree(PLUGIN / "polyattn_einsum", tmp_path / "polyattn_einsum")
+        (tmp_path / "polyattn_einsum" / "backend.py").write_text(backend, encoding="utf-8")
+        info = tmp_path / "polyattn_einsum-0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: polyattn-einsum\nVersion: 0\n")
+        (info / "entry_points.txt").write_text(
+            "[polyattn.backends]\neinsum = polyattn_einsum:SPEC\n"
+        )
+        return subprocess.run(
+            [sys.executable, "-m", "polyattn", "check", "einsum", *arguments],
+            env={**os.environ, "PYTHONPATH": str(tmp_path)},
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=900,
+        )
+
+    return check
 
 
 @pytest.mark.slow
-def test_the_first_version_on_the_page_fails_as_the_page_says(tmp_path):
-    shutil.copytree(PLUGIN / "polyattn_einsum", tmp_path / "polyattn_einsum")
-    first = FIRST.removeprefix("```python\n").removesuffix("```")
-    (tmp_path / "polyattn_einsum" / "backend.py").write_text(first, encoding="utf-8")
-    info = tmp_path / "polyattn_einsum-0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: polyattn-einsum\nVersion: 0\n")
-    (info / "entry_points.txt").write_text("[polyattn.backends]\neinsum = polyattn_einsum:SPEC\n")
-    done = subprocess.run(
-        [sys.executable, "-m", "polyattn", "check", "einsum", "--kernel", "einsum"],
-        env={**os.environ, "PYTHONPATH": str(tmp_path)},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
+def test_the_first_version_on_the_page_fails_as_the_page_says(check):
+    done = check(block("import numpy as np\n\nfrom polyattn.plugin"), "--kernel", "einsum")
     shown = re.search(r"check einsum --kernel einsum\n(.*?)```", WRITING, re.DOTALL)[1]
     lines = [line for line in shown.splitlines() if line.strip() != "..."]
     assert len(lines) > 3
     for line in lines:
         pattern = re.escape(line).replace(re.escape("..."), r"\d+ of \d+")
         assert any(re.fullmatch(pattern, one) for one in done.stdout.splitlines()), line
+
+
+TRAINED = "from polyattn.plugin import Gradients\n"
+
+
+@pytest.mark.slow
+def test_the_gradients_of_the_page_pass_the_suite(check):
+    final = (PLUGIN / "polyattn_einsum" / "backend.py").read_text(encoding="utf-8")
+    done = check(final + block(TRAINED) + "\nEinsumBackend.kernels = (Trained(),)\n")
+    assert done.returncode == 0, done.stdout
+    assert re.search(r"^  backward +[\d.]+ ", done.stdout, re.MULTILINE), done.stdout
+
+
+def test_the_kernels_of_the_page_differentiate_what_it_says():
+    made = {}
+    final = (PLUGIN / "polyattn_einsum" / "backend.py").read_text(encoding="utf-8")
+    exec(final + block(TRAINED) + block("from polyattn.plugin.dense import Dense"), made)
+    x = np.random.default_rng(0).standard_normal((1, 2, 3, 4))
+    _, vjp = attention_vjp(x, x, x, is_causal=True, kernel=made["Trained"]())
+    (said,) = re.findall(r"second half raises `(it .*?)`", WRITING)
+    with pytest.raises(UnsupportedError, match=said):
+        vjp(x)
+    rounded, vjp = attention_vjp(x, x, x, softcap=2.0, kernel=made["Rounded"]())
+    key = x.astype("float16").astype("float64")
+    np.testing.assert_allclose(rounded, attention(x, key, x, softcap=2.0), rtol=1e-12)
+    with pytest.raises(UnsupportedError, match="does not compute backward"):
+        vjp(x)
 
 
 @pytest.mark.slow

@@ -16,7 +16,8 @@ from polyattn._core.expressions.indices import PointIndices
 from polyattn._core.expressions.masks import Mask
 from polyattn._core.expressions.parts import Part
 from polyattn._core.expressions.scores import Score
-from polyattn.plugin import Slice, Span, TileQuery
+from polyattn.plugin import Span, TileQuery
+from polyattn.plugin.internal import Slice
 
 BATCH, H, L, S, OFFSET = (2, 3), 4, 21, 26, 3
 RNG = np.random.default_rng(5)

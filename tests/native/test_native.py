@@ -137,21 +137,20 @@ def test_random_tangents_equal_those_of_the_formula(seed: int, isa: str) -> None
     options = random_options(seed, b, h, rows, keys)
     tangents = [strided(rng, x.shape, dtype) if draw.random() < 0.7 else None for x in arrays]
     more = {
-        f"{name}_tangent": rng.standard_normal(options[name].shape).astype("float32")
+        name: rng.standard_normal(options[name].shape).astype("float32")
         for name in ("bias", "sinks")
         if name in options
     }
 
     def derivative(kernel: Any, as_type: str) -> Any:
         def cast(given: dict[str, Any]) -> dict[str, Any]:
-            floats = ("sinks", "bias", *more)
+            floats = ("sinks", "bias")
             return {n: np.asarray(x, as_type) if n in floats else x for n, x in given.items()}
 
         primals = [np.asarray(x, as_type) for x in arrays]
         along = [None if x is None else np.asarray(x, as_type) for x in tangents]
-        result = polyattn.attention_jvp(
-            primals, along, **cast(more), **cast(options), kernel=kernel
-        )
+        along = dict(zip(("query", "key", "value"), along, strict=True)) | cast(more)
+        result = polyattn.attention_jvp(primals, along, **cast(options), kernel=kernel)
         return result[1]
 
     wanted, found = derivative("dense", "float64"), derivative(native.Native(), dtype)

@@ -61,3 +61,15 @@ def test_a_temperature_and_biases_by_distance_are_computed():
     late = scores.alibi(2) >> scores.temperature(2.0)
     chosen = explain(X, X, X, score_mod=late).chosen
     assert chosen.kernel != "native"
+
+
+def test_the_masks_that_narrow_ranges_are_named_as_their_functions():
+    from polyattn_native.visible import _NARROWED_BY, kind_of
+
+    made = {
+        "window": masks.window(1, 0),
+        "prefix": masks.prefix(1),
+        "padding": masks.padding([1]),
+        "segments": masks.segments(np.zeros(2, int)),
+    }
+    assert {name: kind_of(mask) for name, mask in made.items()} == {n: n for n in _NARROWED_BY}

@@ -18,8 +18,8 @@ from polyattn.plugin import (
     may_have_empty_rows,
     score_axes,
     visible_keys,
-    visible_scores,
 )
+from polyattn.plugin.internal import visible_scores
 
 WINDOWS = [(None, None), (None, 0), (3, 0), (0, None), (2, 5), (400, 1), (None, 2)]
 LENGTHS = list(itertools.product((1, 4, 9), (1, 5, 9)))

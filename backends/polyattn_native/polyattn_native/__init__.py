@@ -11,5 +11,6 @@ SPEC = KernelSpec(
     },
     requires=("numpy",),
     install="pip install polyattn-native",
+    contract_version=3,
     before={"jax": "xla"},
 )

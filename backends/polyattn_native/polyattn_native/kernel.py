@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -40,10 +40,15 @@ class Native(Kernel):
 
     name = "native"
     features = frozenset({
-        "backward", "batch_broadcast", "bias", "block_table", "causal", "dropout", "grouped_heads",
-        "jvp", "logsumexp", "mask", "mask_expression", "query_offset", "query_offset_array",
-        "scale", "score_expression", "sinks", "softcap", "value_size", "window",
+        "batch_broadcast", "bias", "block_table", "causal", "dropout", "grouped_heads", "logsumexp",
+        "mask", "mask_expression", "query_offset", "query_offset_array", "scale",
+        "score_expression", "sinks", "softcap", "value_size", "window",
     })  # fmt: skip
+    differentiates: ClassVar = dict.fromkeys(("backward", "jvp"), frozenset({
+        "batch_broadcast", "bias", "causal", "dropout", "grouped_heads", "mask", "mask_expression",
+        "query_offset", "query_offset_array", "scale", "score_expression", "sinks", "softcap",
+        "value_size", "window",
+    }))  # fmt: skip
     batch_invariant = True
     takes_empty = False
     counts_far = frozenset({"causal", "window"})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,7 @@ from polyattn.plugin import (
     Tangents,
     band,
     in_one_piece,
+    undeclared,
     with_rank,
 )
 from polyattn_native.kernel import Native
@@ -40,6 +41,17 @@ OFTEN_NEW = range(-(2**31), 2**31)
 class NativeOnJax(Native):
     """The kernel for arrays of NumPy as a custom call of XLA."""
 
+    # Its own lists: what the library computes, XLA's programs may not pass on.
+    features = frozenset({
+        "batch_broadcast", "bias", "block_table", "causal", "dropout", "grouped_heads", "logsumexp",
+        "mask", "mask_expression", "query_offset", "query_offset_array", "scale",
+        "score_expression", "sinks", "softcap", "value_size", "window",
+    })  # fmt: skip
+    differentiates: ClassVar = dict.fromkeys(("backward", "jvp"), frozenset({
+        "batch_broadcast", "bias", "causal", "dropout", "grouped_heads", "mask", "mask_expression",
+        "query_offset", "query_offset_array", "scale", "score_expression", "sinks", "softcap",
+        "value_size", "window",
+    }))  # fmt: skip
     devices = frozenset({"cpu"})
     reads_quantized = Kernel.reads_quantized
 
@@ -54,6 +66,10 @@ class NativeOnJax(Native):
         kinds = list(map(kind_of, conditions))
         if kinds.count("dense") > 1 or not RANGES.issuperset(set(kinds) - {"dense"}):
             reasons.append("it takes an array and masks by position and lengths only")
+        # What is traced may be differentiated, by the rules of this kernel.
+        missing = undeclared(self, problem.features | {"jvp"}) if problem.traced else None
+        if missing is not None:
+            reasons.append(missing)
         return reasons
 
     def __call__(

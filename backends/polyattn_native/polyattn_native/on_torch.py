@@ -161,7 +161,8 @@ class NativeOnTorch(Native):
         of_numpy: Any = super().backward
         given = _in_numpy(operands), _numbers(residuals), _numbers(cotangents)
         found = of_numpy(problem, *given, backend)
-        return Gradients(*_tensors(found))._replace(score_mod=_tensors(found.score_mod))
+        named = zip(found._fields, _tensors(found), strict=True)
+        return Gradients(**dict(named))._replace(score_mod=_tensors(found.score_mod))
 
     def jvp(
         self, problem: Problem, operands: Operands, residuals: Residuals, tangents: Tangents,

@@ -69,11 +69,11 @@ def differentiate(
     found = torch.ops.polyattn_native.differentiate(*given, *_arguments(problem, x), of_bias)
     query, key, value, bias, sinks = found
     return Gradients(
-        query,
-        key,
-        value,
-        bias if of_bias else None,
-        None if x.sinks is None else sinks,
+        query=query,
+        key=key,
+        value=value,
+        bias=bias if of_bias else None,
+        sinks=None if x.sinks is None else sinks,
         score_mod=[],
         similarity=[],
     )
@@ -106,11 +106,12 @@ def register(
     def gradients(
         output: Any, logsumexp: Any, of_output: Any, of_logsumexp: Any, *arguments: Any
     ) -> tuple[Any, ...]:
-        given = Residuals(output, logsumexp), Cotangents(of_output, of_logsumexp)
+        residuals = Residuals(output=output, logsumexp=logsumexp)
+        cotangents = Cotangents(output=of_output, logsumexp=of_logsumexp)
         problem, x = _call(*arguments[:-1])
         if not arguments[-1]:  # whether the gradient of the bias is asked for
             problem = problem._replace(constants=frozenset(["bias"]))
-        found = differentiate(problem, x, *given)[:5]
+        found = differentiate(problem, x, residuals, cotangents)[:5]
         return tuple([logsumexp.new_empty(0) if one is None else one for one in found])
 
     for name, compute, fake in (

@@ -6,6 +6,7 @@ is read where it lies. All others are computed as an array, for some rows at a t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import reduce
 from operator import and_
 from typing import Any, NamedTuple
@@ -84,8 +85,8 @@ class Ranges:
 
     def add(self, mask: Mask) -> bool:
         """Narrow the ranges by a mask; return False if it does not leave ranges."""
-        narrow = getattr(self, f"_by_{kind_of(mask)}", None)
-        return narrow is not None and narrow(mask) is not False
+        narrow = _NARROWED_BY.get(kind_of(mask))
+        return narrow is not None and narrow(self, mask) is not False
 
     def _narrow(self, first: Any, stop: Any) -> None:
         xp, keys = self.xp, self.problem.key_length
@@ -156,6 +157,15 @@ class Ranges:
             ]
         )
         return True
+
+
+# By the name of the function that makes the mask; the others narrow nothing.
+_NARROWED_BY: dict[str, Callable[[Ranges, Any], bool | None]] = {
+    "window": Ranges._by_window,
+    "prefix": Ranges._by_prefix,
+    "padding": Ranges._by_padding,
+    "segments": Ranges._by_segments,
+}
 
 
 def array_of(problem: Problem, x: Operands, rows: Span) -> Any:

@@ -37,7 +37,7 @@ def operands(problem: Problem, arrays: Arrays) -> tuple[Problem, Operands]:
     seed: Any = (arrays["seed_low"], arrays["seed_high"]) if "seed_low" in arrays else None
     query, key, value = arrays["query"], arrays["key"], arrays["value"]
     return problem, Operands(
-        query, key, value, mask, bias, sinks=arrays.get("sinks"), seed=seed,
+        query, key, value, mask=mask, bias=bias, sinks=arrays.get("sinks"), seed=seed,
         dropout_start=arrays.get("start"), query_offset=arrays.get("positions"),
         score_mod=expression(problem, [arrays[name] for name in shapes_of(problem)]),
     )  # fmt: skip

@@ -65,7 +65,7 @@ class Fallback:
         problem, x = operands(problem, arrays)
         if function == "attend":
             return _in_columns(self.kernel(problem, x, self.backend))
-        residuals = Residuals(arrays["output"], arrays["logsumexp"][..., 0])
+        residuals = Residuals(output=arrays["output"], logsumexp=arrays["logsumexp"][..., 0])
         if function == "push_forward":
             given = {n: arrays.get(f"{n}_tangent") for n in DIFFERENTIABLE}
             return _in_columns(
@@ -89,7 +89,8 @@ class Fallback:
         self, problem: Problem, x: Operands, residuals: Residuals, arrays: Arrays, of_bias: Any
     ) -> list[Array]:
         output, logsumexp = arrays["output_gradient"], arrays.get("logsumexp_gradient")
-        cotangents = Cotangents(output, None if logsumexp is None else logsumexp[..., 0])
+        of_logsumexp = None if logsumexp is None else logsumexp[..., 0]
+        cotangents = Cotangents(output=output, logsumexp=of_logsumexp)
         whole: dict[str, Any] = {
             name: jnp.broadcast_to(array, (*problem.batch, *array.shape[-3:]))
             for name, array in (("query", x.query), ("key", x.key), ("value", x.value))

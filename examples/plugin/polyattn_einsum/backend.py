@@ -15,11 +15,11 @@ class Einsum(Kernel):
     # A weight of 0 times NaN is NaN, so a NaN in a masked value would reach the row.
     poison_safe = False
 
-    def reasons_against(self, problem):
-        """Return the reasons why the kernel cannot compute a problem whose features it declares."""
+    def only_on_request(self, problem):
+        """Return why another kernel is better for a problem that this one can compute, or None."""
         if problem.key_length > 4096:
-            return [f"it holds all scores at once, and {problem.key_length:,} keys are too many"]
-        return []
+            return f"it holds all scores at once, and {problem.key_length:,} keys are too many"
+        return None
 
     def __call__(self, problem, operands, backend):
         """Return output and logsumexp."""

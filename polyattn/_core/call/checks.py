@@ -5,14 +5,12 @@ A check sees shapes, dtypes, libraries and options, never the values of an array
 
 from __future__ import annotations
 
-from typing import Any
-
 from polyattn._base.arguments import Shape
 from polyattn._base.arrays import ArrayFacts, accumulator_of, broadcast_shapes
-from polyattn._core.call.facts import Call, axes_of
+from polyattn._core.call.facts import Call, Letters, axes_of
 from polyattn._core.call.features import DTYPES
 from polyattn._core.call.operands import named_arrays
-from polyattn._core.call.options import GRADIENT_NUMBERS
+from polyattn._core.call.options import GRADIENT_NUMBERS, OPTIONS, with_gradient
 from polyattn._core.expressions.indices import check_shape_of_scores
 
 
@@ -38,7 +36,8 @@ def check_dtypes(call: Call) -> None:
         else:
             hint = "True takes part, False does not: pass mask != 0 or mask == 0, as you mean it"
         raise TypeError(f"mask must be a bool array or a function; got dtype {dtype}: {hint}")
-    for name, extra in (("bias", call.bias), ("sinks", call.sinks)):
+    for name in with_gradient("array"):
+        extra = getattr(call, name)
         if extra is not None and extra.dtype not in DTYPES:
             hint = "; a bool array goes in mask=" if extra.dtype == "bool" else ""
             raise TypeError(f"{name} must be a float array; got dtype {extra.dtype}{hint}")
@@ -79,7 +78,7 @@ def check_range(call: Call) -> None:
             )
 
 
-def common_shape(call: Call) -> tuple[Any, ...]:
+def common_shape(call: Call) -> Letters:
     for name, facts in call.operands():
         if len(facts.shape) < 2:
             raise _shape_error(call, f"{name} needs at least the axes length and size; got")
@@ -119,7 +118,7 @@ def common_shape(call: Call) -> tuple[Any, ...]:
             f"batch axes must be equal or 1 to broadcast; got {q_batch}, {k_batch}, {v_batch}:",
         )
     key_length = value_length if key_length is None else key_length
-    return batch, heads, key_heads, query_length, key_length, head_size, value_size
+    return Letters(batch, heads, key_heads, query_length, key_length, head_size, value_size)
 
 
 def _shape_error(call: Call, reason: str, hint: str = "") -> ValueError:
@@ -135,14 +134,15 @@ def _shape_error(call: Call, reason: str, hint: str = "") -> ValueError:
 
 def check_operand_shapes(call: Call, scores: Shape) -> None:
     rank = max(2, *(len(facts.shape) for _, facts in call.operands()))
-    for name, array in (("mask", call.mask), ("bias", call.bias)):
-        if isinstance(array, ArrayFacts):
+    for name, option in OPTIONS.items():
+        array = getattr(call, name)
+        if option.axes == ".HLS" and isinstance(array, ArrayFacts):
             check_shape_of_scores(name, array.shape, scores[-rank:])
-    if call.sinks is not None and call.sinks.shape != (scores[-3],):
-        raise ValueError(
-            f"sinks must hold one number per query head, shape ({scores[-3]},); got"
-            f" {call.sinks.shape}"
-        )
+        elif option.axes == "H" and array is not None and array.shape != (scores[-3],):
+            raise ValueError(
+                f"{name} must hold one number per query head, shape ({scores[-3]},); got"
+                f" {array.shape}"
+            )
     _check_results(call, scores, rank)
     _check_tangents(call)
     if isinstance(call.query_offset, ArrayFacts):
@@ -185,8 +185,9 @@ def _check_results(call: Call, scores: Shape, rank: int) -> None:
 
 def _check_tangents(call: Call) -> None:
     for name, tangent in [] if call.tangents is None else named_arrays(call.tangents):
-        of = getattr(call, name.removesuffix("_tangent"))
+        argument = name.removesuffix("_tangent")
+        of = getattr(call, argument)
         if of is None or (tangent.shape, tangent.dtype) != (of.shape, of.dtype):
             raise ValueError(
-                f"{name} must have the shape and dtype of its argument, {of}; got {tangent}"
+                f"the tangent of {argument} must have its shape and dtype, {of}; got {tangent}"
             )

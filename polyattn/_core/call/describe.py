@@ -97,7 +97,7 @@ def _described(name: str, value: Any, facts: Callable[[Any, str], ArrayFacts]) -
             return value.spec(facts)
         if callable(value):
             return FUNCTION
-    is_number = option.axes is None or (name == "query_offset" and isinstance(value, int))
+    is_number = option.axes is None or (option.host_integer and isinstance(value, int))
     return value if is_number else facts(value, name)
 
 
@@ -134,8 +134,9 @@ def placed(name: str, given: Any, destination: Destination | None) -> Any:
         return given
     if isinstance(given, Expression):
         return given.placed(destination)
-    is_integer = name in ("query_offset", "key_lengths") and isinstance(given, numbers.Integral)
-    return destination.put(name, given) if is_host(given) and not is_integer else given
+    if name in OPTIONS and OPTIONS[name].host_integer and isinstance(given, numbers.Integral):
+        return given
+    return destination.put(name, given) if is_host(given) else given
 
 
 def _move_band(values: dict[str, Any]) -> None:

@@ -89,6 +89,20 @@ class Call(NamedTuple):
         return found
 
 
+class Letters(NamedTuple):
+    """The lengths and numbers of a call, in the letters of the semantics."""
+
+    batch: Shape  #: broadcast
+    heads: int  #: H
+    key_heads: int  #: G
+    query_length: int  #: L
+    key_length: int  #: S
+    head_size: int  #: D
+    value_size: int  #: E
+    query_offset: int | None = None
+    scale: float = 1.0
+
+
 def axes_of(shape: Shape, layout: str) -> tuple[Shape, int, int, int]:
     """Return batch axes, heads, length and size of query, key or value in the caller's layout."""
     if len(shape) == 2:

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import opcode
-import sys
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from polyattn._base.arrays import Array, facts_of, is_array
-from polyattn._base.tracing import is_compiling
 from polyattn._core.expressions.expression import Expression
 
 
@@ -37,25 +33,9 @@ class Gradients(NamedTuple):
     scale: Array | None = None
     softcap: Array | None = None
 
-    def __iter__(self) -> Iterator[Any]:
-        if is_compiling():
-            return tuple.__iter__(self)
-        # Python's own error says only that there are too many values.
-        caller = sys._getframe(1)
-        code, at = caller.f_code.co_code, caller.f_lasti
-        if code[at] == _UNPACK and code[at + 1] != len(self):
-            raise ValueError(
-                f"Gradients has {len(self)} fields, of all arguments: write query, key, value ="
-                " gradients[:3], or gradients.query"
-            )
-        return tuple.__iter__(self)
-
     def __repr__(self) -> str:
         there = [(name, x) for name, x in zip(self._fields, self, strict=True) if x is not None]
         return f"Gradients({', '.join(f'{name}: {_shown(x)}' for name, x in there)})"
-
-
-_UNPACK = opcode.opmap["UNPACK_SEQUENCE"]
 
 
 def _shown(gradient: Any) -> str:

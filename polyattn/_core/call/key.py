@@ -13,6 +13,7 @@ from typing import Any
 from polyattn._base.arrays import Array
 from polyattn._base.autocast import casts
 from polyattn._base.tracing import constant_when_traced, is_autocast_on, is_transformed, know_torch
+from polyattn._core.call.options import AUTOCAST
 
 CallKey = tuple[Any, ...]  # hashable
 
@@ -34,7 +35,9 @@ def call_key(operands: Sequence[Any], options: Mapping[str, Any]) -> CallKey | N
     if read is None or type(key) is not kind or type(value) is not kind or is_transformed():
         return None
     try:
-        if is_autocast_on() and casts({"query": query, "key": key, "value": value, **options}):
+        if is_autocast_on() and casts(
+            {"query": query, "key": key, "value": value, **options}, AUTOCAST
+        ):
             return None
         found: CallKey = (kind, read(query), read(key), read(value))
         for name, option in options.items():

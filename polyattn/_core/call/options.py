@@ -31,11 +31,12 @@ def check_causal(value: Any) -> bool:
     raise TypeError(f"is_causal must be True or False; {got(value)}")
 
 
-def check_finite(name: str, value: Any) -> float:
+def check_finite(
+    name: str, value: Any, what: str = "a number", advice: Callable[[Any], str] = lambda value: ""
+) -> float:
     value = as_number(name, value)
     if not isinstance(value, (int, float, numbers.Real)) or isinstance(value, bool):
-        rules = ", or a rule such as scores.long_sequence()" if name == "scale" else ""
-        raise TypeError(f"{name} must be a number{rules}; {got(value)}{_advice(name, value)}")
+        raise TypeError(f"{name} must be {what}; {got(value)}{advice(value)}")
     try:
         number = float(value)
     except OverflowError:
@@ -45,11 +46,9 @@ def check_finite(name: str, value: Any) -> float:
     return as_constant(number)
 
 
-def _advice(name: str, value: Any) -> str:
-    """Return what to do with what is no number."""
-    if name == "scale":
-        return ". An array can scale query itself"
-    if name != "softcap" or not is_array(value):
+def _softcap_advice(value: Any) -> str:
+    """Return how to write a softcap that is an array."""
+    if not is_array(value):
         return ""
     rule = "score_mod=lambda s, b, h, i, j: softcap * tanh(s / softcap)"
     if library_of(value).traced:
@@ -60,7 +59,7 @@ def _advice(name: str, value: Any) -> str:
 
 
 def check_softcap(value: Any) -> float:
-    number = check_finite("softcap", value)
+    number = check_finite("softcap", value, advice=_softcap_advice)
     if number <= 0:
         raise ValueError(f"softcap must be above 0; {got(value)}. None means no cap")
     return number
@@ -70,7 +69,8 @@ def check_scale(value: Any) -> float | ScaleRule:
     if isinstance(value, ScaleRule):
         return value
     _check_place("scale", value)
-    return check_finite("scale", value)
+    what = "a number, or a rule such as scores.long_sequence()"
+    return check_finite("scale", value, what, lambda _: ". An array can scale query itself")
 
 
 def check_offset(value: Any) -> Any:
@@ -218,8 +218,12 @@ class Option(NamedTuple):
     #: The last axes of the scores that its array follows, after a dot if batch axes may come before
     #: them; None if it takes no array. A dash is an axis that scores have not.
     axes: str | None = None
+    #: Whether an integer of the host stands for an array, and is not placed beside the query.
+    host_integer: bool = False
     #: The dtype of an array that is given to `explain` by its shape; that of the query if None.
     dtype: str | None = None
+    #: Whether torch.autocast casts it. torch's own function has no sinks and no expressions.
+    autocast: bool = False
     #: What has a gradient: its "array", the arrays "carried" by its expression, or its "number".
     gradient: str | None = None
     default: Any = None
@@ -230,12 +234,12 @@ OPTIONS: dict[str, Option] = {
     option.name: option
     for option in (
         Option("mask", check_mask, kind=Mask, axes=".HLS", dtype="bool"),
-        Option("bias", axes=".HLS", gradient="array"),
+        Option("bias", axes=".HLS", autocast=True, gradient="array"),
         Option("is_causal", check_causal, default=False),
         Option("window", check_window),
-        Option("query_offset", check_offset, axes=".", dtype="int64"),
+        Option("query_offset", check_offset, axes=".", host_integer=True, dtype="int64"),
         # `describe` turns it into a mask and the offset, so that no kernel is told of it.
-        Option("key_lengths", check_key_lengths, axes=".", dtype="int64"),
+        Option("key_lengths", check_key_lengths, axes=".", host_integer=True, dtype="int64"),
         Option("block_table", check_block_table, axes=".-", dtype="int64"),
         Option("scale", check_scale, kind=ScaleRule, gradient="number"),
         Option("softcap", check_softcap, gradient="number"),
@@ -252,6 +256,10 @@ def with_gradient(what: str) -> tuple[str, ...]:
     """Return the names of the options of which this has a gradient."""
     return tuple([name for name, option in OPTIONS.items() if option.gradient == what])
 
+
+#: The arguments that torch.autocast casts, and their tangents.
+AUTOCAST = ("query", "key", "value", *[name for name, row in OPTIONS.items() if row.autocast])
+AUTOCAST += tuple([f"{name}_tangent" for name in AUTOCAST])
 
 #: The arguments that are arrays with a gradient, the options whose expressions carry such, and the
 #: options that are a number with one.

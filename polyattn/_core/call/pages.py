@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from polyattn._base.arrays import Array, clip, facts_of, index_range, library_of, with_rank
+from polyattn._base.scatter import scatter_add
 from polyattn._core.call.facts import Call, axes_of
 from polyattn._core.call.operands import Operands
 from polyattn._core.expressions.patterns import CachePadding, Padding
@@ -72,13 +73,7 @@ def scattered(gradient: Array, operands: Operands, pool: Array) -> Array:
     parts = xp.reshape(gradient, (*batch, heads, count, page, size))
     parts = xp.reshape(xp.moveaxis(parts, -3, -4), (*numbers.shape, heads, page, size))
     whole = xp.astype(xp.broadcast_to(zero, pool.shape), gradient.dtype)  # always a copy
-    if hasattr(whole, "at"):  # JAX and MLX
-        return whole.at[numbers].add(parts)
-    if hasattr(whole, "index_add"):  # torch
-        return whole.index_add(0, numbers, parts)
-    for number in range(parts.shape[0]):
-        whole[int(numbers[number]), ...] += parts[number, ...]
-    return whole
+    return scatter_add(whole, numbers, parts)
 
 
 def _used_pages(operands: Operands, page: int) -> tuple[Array, Array]:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from polyattn._base.arguments import Shape, WindowSize
 from polyattn._base.arrays import ArrayFacts, Chunks, accumulator_of
 from polyattn._core.call import checks
-from polyattn._core.call.facts import Call, axes_of
+from polyattn._core.call.facts import Call, Letters, axes_of
 from polyattn._core.call.features import FEATURES, MASKING, default_scale, newest_offset
 from polyattn._core.call.layout import chunks_heads_first, positions_matter
 from polyattn._core.call.options import FROM_ZERO, OPTIONS, Start
@@ -134,15 +134,6 @@ class Problem(NamedTuple):
         return not self.features.isdisjoint(MASKING)
 
 
-# The options that a problem has in another form, or has not; it has the others as they are.
-_REWRITTEN = frozenset(
-    (
-        *("mask", "bias", "window", "query_offset", "key_lengths", "block_table", "scale"),
-        *("score_mod", "sinks", "similarity"),
-    )
-)
-
-
 def examine(call: Call) -> Problem:
     """Check a call as a whole and return its Problem."""
     checks.check_dtypes(call)
@@ -151,50 +142,48 @@ def examine(call: Call) -> Problem:
     page = None if call.block_table is None else axes_of(call.key.shape, call.layout)[2]
     call = call.with_whole_keys()
     checks.check_range(call)
-    batch, heads, key_heads, *lengths_and_sizes = checks.common_shape(call)
-    query_length, key_length, head_size, value_size = lengths_and_sizes
-    scores = (*batch, heads, query_length, key_length)
+    letters = _with_numbers(call, checks.common_shape(call))
+    scores = (*letters.batch, letters.heads, letters.query_length, letters.key_length)
     checks.check_operand_shapes(call, scores)
-    offset = call.query_offset if positions_matter(call) else None
-    if offset is None:
-        offset = newest_offset(call, query_length, key_length)
     arrays = call.arrays()
     traced = any(facts.traced for _, facts in arrays)
-    problem = Problem(
-        library=call.query.library,
-        device=call.query.device,
-        dtype=call.query.dtype,
-        batch=batch,
-        heads=heads,
-        key_heads=key_heads,
-        query_length=query_length,
-        key_length=key_length,
-        head_size=head_size,
-        value_size=value_size,
-        window=call.window or (None, None),
-        query_offset=None if isinstance(offset, ArrayFacts) else offset,
-        scale=_scale(call.scale, default_scale(call, head_size), key_length),
-        mask=call.mask.shape if isinstance(call.mask, ArrayFacts) else None,
-        bias=None if call.bias is None else call.bias.shape,
-        bias_dtype=None if call.bias is None else call.bias.dtype,
-        features=frozenset(),
-        requires_grad=any(facts.requires_grad for _, facts in arrays),
-        trained=frozenset([name for name, facts in arrays if facts.requires_grad]),
-        transforms=call.transforms,
-        traced=traced,
-        mask_spec=call.mask if isinstance(call.mask, Mask) else None,
-        score_spec=call.score_mod if isinstance(call.score_mod, Score) else None,
-        similarity_spec=call.similarity,
-        score_norm=call.scale if isinstance(call.scale, ByNorm) else None,
-        dropout_start=None if isinstance(call.dropout_start, ArrayFacts) else call.dropout_start,
-        chunks=chunks_heads_first(call),
-        layout=call.layout if traced else "...HLD",
-        page=page,
-        **{name: getattr(call, name) for name in OPTIONS if name not in _REWRITTEN},
-    )
+    stated: dict[str, Any] = letters._asdict() | {
+        "library": call.query.library,
+        "device": call.query.device,
+        "dtype": call.query.dtype,
+        "window": call.window or (None, None),
+        "mask": call.mask.shape if isinstance(call.mask, ArrayFacts) else None,
+        "bias": None if call.bias is None else call.bias.shape,
+        "bias_dtype": None if call.bias is None else call.bias.dtype,
+        "features": frozenset([n for n, one in FEATURES.items() if one.needs(call, letters)]),
+        "requires_grad": any(facts.requires_grad for _, facts in arrays),
+        "trained": frozenset([name for name, facts in arrays if facts.requires_grad]),
+        "transforms": call.transforms,
+        "traced": traced,
+        "mask_spec": call.mask if isinstance(call.mask, Mask) else None,
+        "score_spec": call.score_mod if isinstance(call.score_mod, Score) else None,
+        "similarity_spec": call.similarity,
+        "score_norm": call.scale if isinstance(call.scale, ByNorm) else None,
+        "dropout_start": None if isinstance(call.dropout_start, ArrayFacts) else call.dropout_start,
+        "chunks": chunks_heads_first(call),
+        "layout": call.layout if traced else "...HLD",
+        "page": page,
+    }
+    # The other options are in a problem as they are in the call.
+    alike = [name for name in OPTIONS if name in Problem._fields and name not in stated]
+    problem = Problem(**stated, **{name: getattr(call, name) for name in alike})
     _check_values(call, problem)
-    needed = [name for name, feature in FEATURES.items() if feature.needs(call, problem)]
-    return problem._replace(features=frozenset(needed))
+    return problem
+
+
+def _with_numbers(call: Call, letters: Letters) -> Letters:
+    """Return the letters with the offset, None if an array gives it, and the scale."""
+    offset = call.query_offset if positions_matter(call) else None
+    if offset is None:
+        offset = newest_offset(call, letters)
+    scale = _scale(call.scale, default_scale(call, letters), letters.key_length)
+    number = None if isinstance(offset, ArrayFacts) else offset
+    return letters._replace(query_offset=number, scale=scale)
 
 
 def _scale(given: Any, default: float, key_length: int | None) -> float:

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 from typing import Any, ClassVar, TypeVar
 
-from polyattn._base.arrays import ArrayFacts, facts_of, is_array, is_recorded, library_of
+from polyattn._base.arrays import ArrayFacts, facts_of, is_array, library_of
 from polyattn._base.host import Destination, is_host, memory_of
 from polyattn._base.tracing import is_compiling
 from polyattn._core.expressions.parts import Part
@@ -267,7 +267,7 @@ def shown(field: Any) -> str:
 def _shown_array(array: Any) -> str:
     facts = facts_of(array)
     module = "jax.numpy" if facts.library == "jax" else facts.library
-    known = not (facts.traced or is_recorded(array)) and facts.device != "meta"
+    known = not facts.traced and facts.device != "meta"
     # An empty list does not show the lengths of the axes inside it.
     if not known or math.prod(facts.shape) > MOST_PRINTED or 0 in facts.shape[:-1]:
         return f"<{facts.shape} {facts.dtype} of {module}>"

@@ -74,6 +74,17 @@ def _triangle(longest: int, rows: int, keys: int) -> int:
     return whole * keys + count * (2 * longest - count + 1) // 2
 
 
+#: A mask of more elements than this, 64 MiB of bools, costs more to make than an engine saves.
+LARGEST_MADE = 2**26
+
+
+def why_too_large(elements: int) -> str | None:
+    """Return why no mask of so many elements is made, or None if one can be."""
+    if elements <= LARGEST_MADE:
+        return None
+    return f"it would need a mask of {elements:,} elements, above {LARGEST_MADE:,}"
+
+
 def made_shape(problem: Problem, *, banded: bool, mask: Shape | None = None) -> Shape | None:
     """Return the shape of the mask that must be made for a call; arrays that exist do not count.
 

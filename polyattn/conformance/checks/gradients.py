@@ -247,11 +247,9 @@ def check_jvp(target: Target, variant: KernelVariant, case: Case) -> dict[str, D
     arguments, along = target.arguments(case), differences.direction(case)
     before = checks.bits_of(target, arguments)
     tangents = {name: target.to(along[name][0]) for name in GRADIENT_ARRAYS if name in along}
-    first = [tangents.pop(name) for name in ("query", "key", "value")]
-    moved = {f"{name}_tangent": tangent for name, tangent in tangents.items()}
 
     def run(*arrays: Any, **options: Any) -> Any:
-        return attention_jvp(arrays, first, **moved, **options)[1]
+        return attention_jvp(arrays, tangents, **options)[1]
 
     what = f"{case}: tangent of the output"
     with checks.name_case(what, kernel):

@@ -22,6 +22,7 @@ from polyattn._core.call.features import DTYPES
 from polyattn._core.call.parts import arrays_in
 from polyattn._dispatch import extensions, registry
 from polyattn._dispatch.explanation import Explanation
+from polyattn._dispatch.request import SIGNS
 from polyattn.conformance.cases.case import Case, with_arrays
 from polyattn.plugin import Kernel
 
@@ -83,7 +84,7 @@ class Target:
         transform: Callable[..., Any] | None = None,
     ) -> None:
         stem, _, device = backend.partition(":")
-        if "," in backend or stem == "auto":
+        if "," in backend or stem == "auto" or stem[:1] in SIGNS:
             raise ValueError(f"one backend is checked at a time, by its name; got {backend!r}")
         shape = (1, 2)
         explain(shape, shape, shape, backend=stem)  # refuses an unknown name
@@ -167,9 +168,9 @@ class Target:
         return frozenset(device.partition(":")[0] for device in at_hand)
 
     def declared(self, kernel: Kernel) -> frozenset[str]:
-        """Return the features that a kernel declares for the checked kinds of device."""
+        """Return the features and derivatives that a kernel declares for the checked devices."""
         elsewhere = {f for f, kinds in kernel.only_on.items() if not kinds & self.kinds}
-        return frozenset(kernel.features) - elsewhere
+        return kernel.features | kernel.differentiates.keys() - elsewhere
 
     def arguments(self, case: Case) -> tuple[list[Any], dict[str, Any]]:
         """Make query, key and value of a case, and its options, in the library."""

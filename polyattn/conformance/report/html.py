@@ -1,4 +1,4 @@
-"""Write the report as an HTML page."""
+"""Write the report as an HTML page, which is one file and loads nothing."""
 
 from __future__ import annotations
 
@@ -9,10 +9,35 @@ from html import escape
 from itertools import groupby
 
 import polyattn
-from polyattn._base.html_page import html_page
 from polyattn.conformance.functions.check import AGREES
 from polyattn.conformance.functions.report import Row, summary
 from polyattn.conformance.report.report import ROWS, Cell, Report, Section, cell_text
+
+_STYLE = """
+:root { color-scheme: light dark; --ink: #1c2430; --soft: #667085; --line: #d9dee7; --paper: #fff;
+  --good: 152 45% 42%; --bad: #b42318; --bad-paper: #fde8e6 }
+@media (prefers-color-scheme: dark) { :root { --ink: #e6e9ef; --soft: #98a2b3; --line: #333b49;
+  --paper: #14181f; --good: 152 45% 45%; --bad: #ff8a80; --bad-paper: #4a1f1b } }
+body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper);
+  max-width: 70rem; margin: 2rem auto; padding: 0 1rem }
+h1 { font-size: 1.5rem; margin-bottom: .2rem } h2 { font-size: 1.15rem; margin: 2.2rem 0 .5rem }
+p, li { max-width: 46rem } .soft { color: var(--soft) }
+.verdict { font-weight: 600 } .verdict.bad { color: var(--bad) }
+.scroll { overflow-x: auto } table { border-collapse: collapse; font-size: .88rem }
+th, td { padding: .28rem .7rem; border-bottom: 1px solid var(--line); text-align: left;
+  white-space: nowrap; font-variant-numeric: tabular-nums } th { font-weight: 600 }
+thead th { position: sticky; top: 0; background: var(--paper) } tbody th { font-weight: 400 }
+tbody th small { display: block; color: var(--soft); white-space: normal; max-width: 20rem }
+tr.group th { padding-top: 1rem; color: var(--soft); font-size: .78rem; letter-spacing: .06em;
+  text-transform: uppercase; border-bottom-color: var(--ink) }
+td { --share: .4 }
+td.agrees { background: hsl(var(--good) / var(--share)) }
+td.refused, td.note { color: var(--soft) } td.wide { white-space: normal; min-width: 22rem }
+td.fails { background: var(--bad-paper); color: var(--bad); font-weight: 600 }
+.legend span { display: inline-block; padding: 0 .5rem; margin-right: .2rem }
+summary { color: var(--bad); margin-top: 1rem } code { font-size: .82rem; overflow-wrap: anywhere }
+ol { font-size: .88rem }
+"""
 
 _INTRO = """
 <p>Each row is a feature, a dtype or a corner case of attention; each column is a kernel. A number
@@ -73,7 +98,12 @@ def _whole(verdict: str, bad: bool, body: str) -> str:
         f'<p class="soft">polyattn {polyattn.__version__}, {escape(where)}, {when}</p>\n'
         f'<p class="verdict{" bad" if bad else ""}">{verdict}.</p>\n'
     )
-    return html_page("polyattn check", verdict, head + body)
+    return (
+        f'<!doctype html>\n<html lang="en">\n<meta charset="utf-8">\n'
+        f'<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>polyattn check: {escape(verdict)}</title>\n<style>{_STYLE}</style>\n"
+        f"<h1>polyattn check</h1>\n{head}{body}\n</html>\n"
+    )
 
 
 def _table(heads: Iterable[object], lines: Iterable[str]) -> str:

@@ -1,0 +1,45 @@
+"""Write to an array at indices, in new memory: once for all libraries."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from polyattn._base.arrays import Array, library_of
+
+# The libraries whose arrays can be written in place, at arrays of indices.
+_WRITABLE = ("cupy", "mlx", "numpy", "torch")
+
+
+def scatter(whole: Any, at: tuple[Any, ...], values: Any) -> Array:
+    """Return an array with values at places, each an array of integers or a whole axis."""
+    if library_of(whole).name == "jax":
+        written: Array = whole.at[at].set(values)
+        return written
+    new = whole + 0
+    write(new, at, values)
+    return new
+
+
+def write(whole: Any, at: tuple[Any, ...], values: Any) -> None:
+    """Write values to an array at places, as `scatter` does."""
+    if library_of(whole).name in _WRITABLE:
+        whole[at] = values
+        return
+    # The standard knows one place at a time.
+    shape = next(one.shape for one in at if not isinstance(one, slice))
+    for number in range(math.prod(shape)):
+        index = tuple([number // math.prod(shape[n + 1 :]) % size for n, size in enumerate(shape)])
+        place = [one if isinstance(one, slice) else int(one[index]) for one in at]
+        whole[(*place, ...)] = values[(*index, ...)]
+
+
+def scatter_add(whole: Any, numbers: Array, parts: Array) -> Array:
+    """Return an array with parts added at numbers of its first axis; it may write to the array."""
+    if hasattr(whole, "at"):  # JAX and MLX
+        return whole.at[numbers].add(parts)
+    if hasattr(whole, "index_add"):  # torch
+        return whole.index_add(0, numbers, parts)
+    for number in range(parts.shape[0]):
+        whole[int(numbers[number]), ...] += parts[number, ...]
+    return whole
