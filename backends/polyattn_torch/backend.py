@@ -16,7 +16,7 @@ import torch
 from polyattn.plugin import Array, Backend, Kernel, Operands, Problem
 from polyattn_torch.autograd import autocast_disabled, in_forward_mode, is_autocast_enabled
 from polyattn_torch.flex import Flex
-from polyattn_torch.lengths import by_lengths
+from polyattn_torch.lengths import calls_by_lengths
 from polyattn_torch.onnx_export import exported_opset
 from polyattn_torch.onnx_node import IN_EXPORT
 from polyattn_torch.paged import Paged
@@ -171,11 +171,14 @@ class TorchBackend(Backend):
             with torch.autocast(kind, enabled=False):
                 return self.run(kernel, problem, operands)
         if problem.mask_spec is not None:
-            found = by_lengths(kernel, problem, operands, self)
-            if found is not None:
-                return found
-            if not kernel.poison_safe:  # nor is it a step: its engine records what it does
-                return super().run(kernel, problem, operands)
+            calls = calls_by_lengths(kernel, problem, operands, self)
+            if len(calls) > 1:
+                outputs, sums = zip(*[self.run(kernel, *call) for call in calls], strict=True)
+                return torch.cat(outputs), None if sums[0] is None else torch.cat(sums)
+            problem, operands = calls[0]
+        if problem.mask_spec is not None and not kernel.poison_safe:
+            # Nor is it a step: its engine records what it does.
+            return super().run(kernel, problem, operands)
         if problem.requires_grad or problem.transforms:
             step = step_of(kernel, problem, operands, self)
             if step is not None:

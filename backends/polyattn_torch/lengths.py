@@ -6,20 +6,20 @@ from typing import Any
 
 import torch
 
-from polyattn.plugin import Array, Backend, Kernel, Operands, Problem
+from polyattn.plugin import Backend, Kernel, Operands, Problem
 
 # Items of unlike lengths with more numbers have a call each: to copy them with 0 behind the shorter
 # ones, which an engine needs that is not safe from NaN, takes longer.
 MANY_NUMBERS = 2**15
 
 
-def by_lengths(
+def calls_by_lengths(
     kernel: Kernel, problem: Problem, x: Operands, backend: Backend
-) -> tuple[Array, Array | None] | None:
-    """Return the result by calls over fewer keys; None if there is nothing to leave out."""
+) -> list[tuple[Problem, Operands]]:
+    """Return the call over the keys that items have, or a call for each item."""
     numbers = _lengths(kernel, problem, x, backend)
     if numbers is None or max(numbers) == 0:
-        return None
+        return [(problem, x)]
     longest, offsets = max(numbers), [problem.query_offset]
     if problem.query_offset is None:
         offsets = x.query_offset.reshape(-1).tolist()  # type: ignore[union-attr]
@@ -27,21 +27,17 @@ def by_lengths(
     size = problem.key_heads * longest * (problem.head_size + problem.value_size)
     share = kernel.poison_safe or size <= MANY_NUMBERS or min(numbers) == 0
     if not is_one and (share or len(problem.batch) != 1 or "batch_broadcast" in problem.features):
-        if longest == problem.key_length:
-            return None
-        return backend.run(kernel, *_cut(problem, x, longest))
+        return [_cut(problem, x, longest)]
     features = problem.features - {"mask_expression", "query_offset_array"}
     problem = problem._replace(mask_spec=None, query_offset=offsets[0], features=features)
     x = x._replace(mask=None, query_offset=None)
     if is_one:
-        return backend.run(kernel, *_cut(problem, x, longest))
-    found = []
+        return [_cut(problem, x, longest)]
+    calls = []
     for n, arrays in enumerate(zip(*[one.split(1) for one in x[:3]], strict=True)):
         own = problem._replace(batch=(1,), query_offset=offsets[n % len(offsets)])
-        part = _cut(own, Operands(*arrays), numbers[n % len(numbers)])
-        found.append(backend.run(kernel, *part))
-    outputs, logsumexps = zip(*found, strict=True)
-    return torch.cat(outputs), None if logsumexps[0] is None else torch.cat(logsumexps)
+        calls.append(_cut(own, Operands(*arrays), numbers[n % len(numbers)]))
+    return calls
 
 
 def _lengths(kernel: Kernel, problem: Problem, x: Operands, backend: Backend) -> list[int] | None:
@@ -62,5 +58,7 @@ def _lengths(kernel: Kernel, problem: Problem, x: Operands, backend: Backend) ->
 
 def _cut(problem: Problem, x: Operands, length: int) -> tuple[Problem, Operands]:
     """Return a call over its first keys."""
+    if length == problem.key_length:
+        return problem, x
     key, value = (one[..., :length, :] for one in (x.key, x.value))
     return problem._replace(key_length=length), x._replace(key=key, value=value)

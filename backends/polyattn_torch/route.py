@@ -43,12 +43,12 @@ def route_of(problem: Problem) -> Route:
         return _route(problem)
 
 
-def plain_options(problem: Problem) -> dict[str, Any] | None:
-    """Return torch's options if tensors go to its function as they are, otherwise None."""
+def route_and_options(problem: Problem) -> tuple[Route, dict[str, Any] | None]:
+    """Return the route, and torch's options if tensors go to its function as they are."""
     if is_compiling():
-        return None
+        return _route(problem), None
     global _latest
-    latest, options = _latest
+    latest, route, options = _latest
     # By identity: a problem has many fields to hash, and a repeated call has the same object.
     if latest is not problem:
         route, options = route_of(problem), None
@@ -57,11 +57,11 @@ def plain_options(problem: Problem) -> dict[str, Any] | None:
             options = {name: True for name, is_given in given.items() if is_given}
             if "scale" in problem.features:
                 options["scale"] = problem.scale
-        _latest = problem, options
-    return options
+        _latest = problem, route, options
+    return route, options
 
 
-_latest: tuple[Problem | None, dict[str, Any] | None] = None, None
+_latest: Any = None, None, None
 
 
 def _route(problem: Problem) -> Route:

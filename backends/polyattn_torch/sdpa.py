@@ -20,7 +20,7 @@ from polyattn_torch.engines import aligned
 from polyattn_torch.fused import recorded, takes
 from polyattn_torch.onnx_node import reason_in_export
 from polyattn_torch.quirks import refusals
-from polyattn_torch.route import Route, plain_options, route_of, why_no_engine
+from polyattn_torch.route import Route, route_and_options, route_of, why_no_engine
 from polyattn_torch.selftest import TESTED, self_test
 from polyattn_torch.workarounds import EngineInputs, apply_workarounds, undo_workarounds
 
@@ -89,10 +89,9 @@ class Sdpa(Kernel):
         query, key, value = operands[:3]
         if query.is_cuda:  # torch's engines do not look at addresses
             query, key, value = aligned(query), aligned(key), aligned(value)
-        options = plain_options(problem)
+        route, options = route_and_options(problem)
         if options is not None:
             return F.scaled_dot_product_attention(query, key, value, **options), None
-        route = route_of(problem)
         mask, empty, logsumexp = None, None, None
         if route.masked:
             mask = attn_mask(problem, operands, route.keys, banded=route.banded)

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 _F = TypeVar("_F", bound=Callable[..., Any])
 #: Torch and what is asked of it in each call, once a tensor was seen.
 _torch_parts: dict[str, Any] = {}
+_of_numpy: dict[type, bool] = {}
 
 
 def constant_when_traced(function: _F) -> _F:
@@ -83,7 +84,10 @@ def as_number(name: str, value: Any) -> Any:
 @constant_when_traced
 def is_of_numpy(cls: type) -> bool:
     """Return whether a class is that of NumPy's arrays or numbers."""
-    return any(c.__module__ == "numpy" and c.__name__ in ("ndarray", "generic") for c in cls.mro())
+    if cls not in _of_numpy:
+        own = ("ndarray", "generic")
+        _of_numpy[cls] = any(c.__module__ == "numpy" and c.__name__ in own for c in cls.mro())
+    return _of_numpy[cls]
 
 
 def as_constant(number: float) -> float:

@@ -60,7 +60,8 @@ def dense_options(
     slopes: Array | None = None, chunk: int = 0, qv: Array | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Check the shapes of arrays (B, L, H, D), and return the options of `attention`."""
-    check_axes(q=(q, "BLHD"), k=(k, "BSGD"), v=(v, "BSGE"), qv=(qv, "BLHE"), **of_slopes(slopes))
+    axes = "q BLHD, k BSGD, v BSGE, qv BLHE, alibi_slopes H|BH"
+    check_axes(axes, q, k, v, qv, slopes)
     options = options_of(scale, softcap)
     if causal:
         options["is_causal"] = True
@@ -69,11 +70,6 @@ def dense_options(
     if slopes is not None or chunk:
         options |= by_position(q, k.shape[1], k.shape[1] - q.shape[1], slopes, chunk)
     return options
-
-
-def of_slopes(slopes: Array | None) -> dict[str, tuple[Array | None, str]]:
-    """Return the axes of the slopes of ALiBi, for `check_axes`."""
-    return {"alibi_slopes": (slopes, "H" if len(getattr(slopes, "shape", ())) == 1 else "BH")}
 
 
 def joined(one: Array, other: Array | None) -> Array:
@@ -105,10 +101,10 @@ def varlen(
     """Return attention of packed arrays (T, H, D), with the logsumexp, (H, T), if asked for."""
     tokens = "S" if table is None else "NP"  # of all sequences, or of each page
     check_axes(
-        {"B": shape_of(rows.starts, "cu_seqlens_q")[0] - 1},
-        q=(q, "THD"), k=(k, tokens + "GD"), v=(v, tokens + "GE"), qv=(qv, "THE"),
-        seqused_q=(rows.used, "B"), seqused_k=(keys.used, "B"), block_table=(table, "BM"),
-        **of_slopes(slopes),
+        f"q THD, k {tokens}GD, v {tokens}GE, qv THE, seqused_q B, seqused_k B, block_table BM,"
+        " alibi_slopes H|BH",
+        q, k, v, qv, rows.used, keys.used, table, slopes,
+        B=shape_of(rows.starts, "cu_seqlens_q")[0] - 1,
     )  # fmt: skip
     near = bounds(window) or (None, None)
     if qv is not None:

@@ -11,20 +11,18 @@ from polyattn._api.run import prepared
 from polyattn._base.arrays import Array, ArrayFacts, facts_of, index_range, library_of
 from polyattn._base.slices import spans
 from polyattn._base.tracing import is_transformed
-from polyattn.dialects._flash import (
-    attended,
-    by_position,
-    heads_first,
-    joined,
-    of_slopes,
-    options_of,
-)
+from polyattn.dialects._flash import attended, by_position, heads_first, joined, options_of
 from polyattn.dialects._packed import check_pages, is_on_host, numbers_of
 from polyattn.dialects._rotary import positions_from, rotated
 from polyattn.dialects._shared import bounds, check_axes, integers, scaled, shape_of
 
 #: The libraries whose arrays can be written in place.
 _MUTABLE = ("numpy", "torch", "cupy")
+_AXES = (
+    "q BLHD, k_cache CSGD, v_cache CSGE, k BNGD, v BNGE, rotary_cos RF, rotary_sin RF,"
+    " cache_seqlens B, rotary_seqlens B, cache_batch_idx B, cache_leftpad B, block_table BM,"
+    " qv BLHE, alibi_slopes H|BH"
+)
 
 
 class Cache(NamedTuple):
@@ -32,7 +30,7 @@ class Cache(NamedTuple):
 
     key: Array  # (B', S, G, D), or with a table (pages, page, G, D)
     value: Array
-    lengths: int | Array | None = None
+    lengths: Any = None  # (B,), or an integer for all
     items: Array | None = None  # (B,), the item of the cache for each sequence
     leftpad: Array | None = None  # (B,), the first key of each sequence
     table: Array | None = None  # (B, pages)
@@ -60,20 +58,25 @@ def checked(
 ) -> Callable[[], Any]:  # fmt: skip
     """Check all of a call, and return what writes and computes."""
     near = bounds(window)
-    cache, rotation = _placed_and_checked(
-        q, new, cache, rotation, {"qv": (qv, "BLHE"), **of_slopes(slopes)}
-    )
+    _check_combination(new, cache, rotation)
+    cache, rotation = _placed(cache, rotation, q)
+    if getattr(cache.lengths, "shape", None) == ():
+        same = library_of(q).xp.broadcast_to(cache.lengths[None], (q.shape[0],))
+        cache = cache._replace(lengths=same)
+    _check_shapes_and_numbers(q, new, cache, rotation, qv, slopes)
     if new is not None:
         facts = _facts_when_written(new, cache)
-        key, value = _rotated(new[0], rotation, moves=True), new[1]
-        q = _rotated(q, rotation, moves=bool(causal or near))
+        first = cache.lengths if rotation.lengths is None else rotation.lengths
+        key, value = _rotated(new[0], rotation, first, moves=True), new[1]
+        q = _rotated(q, rotation, first, moves=bool(causal or near))
         places = _slots(cache, key.shape[1], q.shape[0])
         cache = cache._replace(lengths=cache.lengths + key.shape[1])
     (q, scale), capacity = scaled(joined(q, qv), scale), _capacity(cache)
     lengths = capacity if cache.lengths is None else cache.lengths
     options = options_of(scale, softcap) | {"is_causal": bool(causal), "window": near}
     many = lengths if isinstance(lengths, int) and cache.table is None else capacity
-    options |= by_position(q, many, lengths - q.shape[1], slopes, chunk, cache.leftpad)
+    if slopes is not None or chunk:
+        options |= by_position(q, many, lengths - q.shape[1], slopes, chunk, cache.leftpad)
     if cache.table is not None or not isinstance(lengths, int):
         options |= {"key_lengths": lengths, "block_table": cache.table}
     if cache.leftpad is not None:
@@ -113,12 +116,9 @@ def with_packed(
             " traced program: pass q, k and v padded, (B, L, H, D)"
         )
     ends, other = (None if x is None else numbers_of(x) for x in (ends_q, ends_new))
-    own, added = ("B{}" if x is None else "{}" for x in (ends, other))
+    own, added = ("B" if x is None else "" for x in (ends, other))
     key, value = new or (None, None)
-    check_axes(
-        q=(q, own.format("LHD")), qv=(qv, own.format("LHE")),
-        k=(key, added.format("NGD")), v=(value, added.format("NGE")),
-    )  # fmt: skip
+    check_axes(f"q {own}LHD, qv {own}LHE, k {added}NGD, v {added}NGE", q, qv, key, value)
     _check_ends("cu_seqlens_q", ends, "q", q)
     _check_ends("cu_seqlens_k_new", other, "k", key)
     cache, rotation = _placed(cache, rotation, q)
@@ -139,27 +139,21 @@ def with_packed(
     if has_own_pools and count > cache.key.shape[0]:
         raise ValueError(f"{count} sequences for the {cache.key.shape[0]} items of k_cache")
 
-    def part(x: Any, n: int, ends: list[int] | None = None) -> Any:
-        """Return what belongs to a sequence as a batch of one."""
+    def parts(x: Any, ends: list[int] | None = None) -> list[Any]:
+        """Return what belongs to each sequence as a batch of one; the parts have one gradient."""
         if not getattr(x, "shape", ()):  # None, or one number for all
-            return x
-        return x[n : n + 1, ...] if ends is None else x[ends[n] : ends[n + 1], ...][None, ...]
-
-    def rows(x: Array | None) -> list[Any]:
-        """Return the queries of each sequence as a batch of one, which have one gradient."""
-        if x is None:
-            return [None] * count
+            return [x] * count
         cut = spans(x, [(at, end - at) for at, end in pairwise(ends or range(count + 1))])
         return cut if ends is None else [one[None, ...] for one in cut]
 
+    own_parts = (parts(q, ends), parts(qv, ends), parts(key, other), parts(value, other))
+    places = map(parts, (rotation.lengths, *cache[2:]))
     calls = []
-    for n, (own_q, own_qv) in enumerate(zip(rows(q), rows(qv), strict=True)):
-        pools = [part(x, n) if has_own_pools else x for x in cache[:2]]
-        its = Cache(*pools, *(part(x, n) for x in cache[2:]))
-        turned = rotation._replace(lengths=part(rotation.lengths, n))
-        written = None if new is None else (part(key, n, other), part(value, n, other))
-        more = {"qv": own_qv, "logsumexp": True, **options}
-        calls.append(checked(own_q, written, its, turned, **more))
+    for n, (x, x_v, k, v, first, *its) in enumerate(zip(*own_parts, *places, strict=True)):
+        pools = [x[n : n + 1, ...] if has_own_pools else x for x in cache[:2]]
+        written = None if new is None else (k, v)
+        turned, more = rotation._replace(lengths=first), {"qv": x_v, **options}
+        calls.append(checked(x, written, Cache(*pools, *its), turned, logsumexp=True, **more))
     results = [call() for call in calls]  # nothing is written before all are checked
     axes = (0, 0) if ends is None else (1, 2)  # of the items, or of the rows
     joined = (
@@ -180,26 +174,14 @@ def _check_ends(name: str, ends: list[int] | None, of: str, array: Array | None)
         )
 
 
-def _placed_and_checked(
-    q: Array, new: tuple[Array, Array] | None, cache: Cache, rotation: Rotation,
-    more: dict[str, Any],
-) -> tuple[Cache, Rotation]:  # fmt: skip
-    """Check shapes, dtypes and numbers of the host; return numbers as integers or arrays."""
-    _check_combination(new, cache, rotation)
-    cache, rotation = _placed(cache, rotation, q)
-    lengths, first = (_for_all(x, q) for x in (cache.lengths, rotation.lengths))
-    if lengths is not cache.lengths:
-        cache = cache._replace(lengths=lengths)
+def _check_shapes_and_numbers(
+    q: Array, new: tuple[Array, Array] | None, cache: Cache, rotation: Rotation, *more: Array | None
+) -> None:
+    """Raise unless shapes agree, and numbers of the host are in the cache."""
     key, value = new or (None, None)
     cos, sin = rotation.tables or (None, None)
-    check_axes(
-        q=(q, "BLHD"), k_cache=(cache.key, "CSGD"), v_cache=(cache.value, "CSGE"),
-        k=(key, "BNGD"), v=(value, "BNGE"), rotary_cos=(cos, "RF"), rotary_sin=(sin, "RF"),
-        cache_seqlens=(None if isinstance(lengths, int) else lengths, "B"),
-        rotary_seqlens=(None if isinstance(first, int) else first, "B"),
-        cache_batch_idx=(cache.items, "B"), cache_leftpad=(cache.leftpad, "B"),
-        block_table=(cache.table, "BM"), **more,
-    )  # fmt: skip
+    lengths, first = (None if isinstance(x, int) else x for x in (cache.lengths, rotation.lengths))
+    check_axes(_AXES, q, *cache[:2], key, value, cos, sin, lengths, first, *cache[3:], *more)
     if cos is not None and 2 * cos.shape[1] > q.shape[3]:
         raise ValueError(
             f"rotary_cos of {tuple(cos.shape)} rotates more than the {q.shape[3]} of q"
@@ -210,15 +192,12 @@ def _placed_and_checked(
     elif cache.table is None and count < q.shape[0]:
         raise ValueError(f"{q.shape[0]} sequences for the {count} items of k_cache")
     length = 0 if key is None else key.shape[1]
-    if new is not None or isinstance(lengths, int):
+    if new is not None or isinstance(cache.lengths, int):
         added = f", {length} of them new" if length else ""
         why = f"k_cache holds {capacity} tokens of a sequence{added}"
-        _check_range("cache_seqlens", lengths, capacity - length, why)
+        _check_range("cache_seqlens", cache.lengths, capacity - length, why)
     if new is not None and cache.table is not None:
-        check_pages(cache.table, lengths + length, count, cache.key.shape[1])
-    if cos is not None:
-        rotation = rotation._replace(lengths=lengths if first is None else first)
-    return cache, rotation
+        check_pages(cache.table, cache.lengths + length, count, cache.key.shape[1])
 
 
 def _check_combination(new: tuple[Array, Array] | None, cache: Cache, rotation: Rotation) -> None:
@@ -240,14 +219,14 @@ def _check_combination(new: tuple[Array, Array] | None, cache: Cache, rotation: 
 
 
 def _facts_when_written(new: tuple[Array, Array], cache: Cache) -> list[ArrayFacts]:
-    """Return the facts of keys and values in the cache, which a write neither casts nor moves."""
+    """Return facts of keys and values for the cache, which a write neither casts nor moves."""
     found = []
     for name, x, pool in zip(("k", "v"), new, cache[:2], strict=True):
         one, own = facts_of(x, name), facts_of(pool, f"{name}_cache")
         if one[:3] != own[:3]:
             kinds = (" ".join(facts[:3]) for facts in (own, one))
             raise TypeError("{} must be as {}_cache, {}; got {}".format(name, name, *kinds))
-        found.append(own._replace(requires_grad=own.requires_grad or one.requires_grad))
+        found.append(own if own.requires_grad else one)
     return found
 
 
@@ -262,19 +241,12 @@ def _check_range(name: str, given: Any, most: int, why: str) -> None:
 
 def _placed(cache: Cache, rotation: Rotation, q: Array) -> tuple[Cache, Rotation]:
     """Return lengths and places as integers or as arrays beside q."""
-    names = ("cache_seqlens", "cache_batch_idx", "cache_leftpad", "block_table")
-    placed = (integers(name, given, q) for name, given in zip(names, cache[2:], strict=True))
-    if rotation.lengths is not None:
-        first = integers("rotary_seqlens", rotation.lengths, q)
-        rotation = rotation._replace(lengths=first)
-    return Cache(*cache[:2], *placed), rotation
-
-
-def _for_all(lengths: Any, q: Array) -> Any:
-    """Return an array without axes as one (B,), any other lengths as they are."""
-    if getattr(lengths, "shape", None) != ():
-        return lengths
-    return library_of(q).xp.broadcast_to(lengths[None], (q.shape[0],))
+    given = (*cache[2:], rotation.lengths)
+    if all(x is None or type(x) is int for x in given):
+        return cache, rotation
+    names = ("cache_seqlens", "cache_batch_idx", "cache_leftpad", "block_table", "rotary_seqlens")
+    *placed, first = (integers(name, x, q) for name, x in zip(names, given, strict=True))
+    return Cache(*cache[:2], *placed), Rotation(*rotation[:2], first)
 
 
 def _capacity(cache: Cache) -> int:
@@ -282,8 +254,10 @@ def _capacity(cache: Cache) -> int:
     return int(cache.key.shape[1]) * (1 if cache.table is None else int(cache.table.shape[1]))
 
 
-def _slots(cache: Cache, length: int, batch: int) -> tuple[Array, Array]:
+def _slots(cache: Cache, length: int, batch: int) -> tuple[Any, Any]:
     """Return the indices of the slots for so many new tokens of each sequence."""
+    if isinstance(cache.lengths, int) and cache.items is cache.table is None:
+        return slice(batch), slice(cache.lengths, cache.lengths + length)
     xp = library_of(cache.key).xp
     places = positions_from(cache.lengths, length, cache.key)
     items = index_range(xp, 0, batch, cache.key)[:, None]
@@ -304,9 +278,9 @@ def _read(cache: Cache, pool: Array, batch: int) -> Array:
     return pool[:, : cache.lengths, ...] if isinstance(cache.lengths, int) else pool
 
 
-def _rotated(x: Array, rotation: Rotation, *, moves: bool) -> Array:
+def _rotated(x: Array, rotation: Rotation, first: Any, *, moves: bool) -> Array:
     """Return x, (B, L, H, D), rotated by its positions; by the first one if it does not move."""
     if rotation.tables is None:
         return x
-    places = positions_from(rotation.lengths, x.shape[1] if moves else 1, x)
+    places = positions_from(first, x.shape[1] if moves else 1, x)
     return rotated(x, rotation.tables, places, rotation.interleaved)

@@ -13,7 +13,7 @@ def positions_from(first: Any, length: int, like: Array) -> Array:
     steps = index_range(xp, 0, length, like)[None, :]
     if isinstance(first, int):
         return steps + first
-    return steps + cast(xp, first, steps.dtype)[:, None]
+    return steps + xp.reshape(cast(xp, first, steps.dtype), (-1, 1))
 
 
 def rotated(x: Array, tables: tuple[Array, Array], places: Array, interleaved: bool) -> Array:

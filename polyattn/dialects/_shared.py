@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import numbers
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from polyattn import scores
@@ -17,40 +17,42 @@ from polyattn._base.tracing import is_compiling, know_torch
 
 def shape_of(array: Any, name: str) -> tuple[Any, ...]:
     """Return the shape of an array, or of numbers of the host; a nested tensor has none."""
-    shape = None if getattr(array, "is_nested", False) else getattr(array, "shape", None)
-    if shape is None:
-        # What is no array, and a nested tensor, are refused.
-        shape = as_array(name, array).shape if is_sequence(array) else facts_of(array, name).shape
-    return shape
+    if is_sequence(array):
+        return tuple(as_array(name, array).shape)
+    if getattr(array, "is_nested", False) or not hasattr(array, "shape"):
+        facts_of(array, name)  # which refuses it
+    return tuple(array.shape)
 
 
-def check_axes(lengths: dict[str, Any] | None = None, /, **arrays: tuple[Any, str]) -> None:
+def check_axes(axes: str, /, *arrays: Any, **lengths: int) -> None:
     """Raise unless each array has the axes of its letters, and each letter one length.
 
-    A digit is its own length, and None is no array.
+    Axes are as in "q BLHD, slopes H|BH". A digit is its own length, and None is no array.
     """
-    known = () if lengths is None else tuple(lengths.items())
-    shapes = [
-        (name, axes, shape_of(array, name))
-        for name, (array, axes) in arrays.items()
-        if array is not None
-    ]
     if not (know_torch() and is_compiling()):  # which would trace through the cache
         try:
-            return _agree(known, *shapes)
-        except TypeError:  # a symbolic length is not hashable
+            return _agree(axes, *[x if x is None else x.shape for x in arrays], **lengths)
+        except (AttributeError, RuntimeError, TypeError):  # numbers, nested or symbolic lengths
             pass
-    _agree.__wrapped__(known, *shapes)
+    named = zip(axes.split(", "), arrays, strict=True)
+    shapes = [x if x is None else shape_of(x, name.split()[0]) for name, x in named]
+    _agree.__wrapped__(axes, *shapes, is_symbolic=True, **lengths)
 
 
 @functools.lru_cache(4096)
-def _agree(lengths: Iterable[tuple[str, Any]], *shapes: tuple[str, str, tuple[Any, ...]]) -> None:
-    known = {"1": 1, "2": 2, "3": 3, **dict(lengths)}
-    for name, axes, shape in shapes:
+def _agree(given: str, *shapes: Any, is_symbolic: bool = False, **lengths: int) -> None:
+    known = {"1": 1, "2": 2, "3": 3, **lengths}
+    for (name, forms), shape in zip(map(str.split, given.split(", ")), shapes, strict=True):
+        if shape is None:
+            continue
+        axes, *others = reversed(forms.split("|"))
+        axes = next((one for one in others if len(one) == len(shape)), axes)
         fits = len(shape) == len(axes)
         for axis, length in zip(axes, shape, strict=False):
-            if isinstance(length, int):  # not traced
+            if isinstance(length, int):
                 fits = fits and known.setdefault(axis, length) == length
+            elif not is_symbolic:
+                raise TypeError
         if not fits:
             letters = [axis for axis in dict.fromkeys(axes) if axis.isalpha() and axis in known]
             raise ValueError(
@@ -65,10 +67,11 @@ def integers(name: str, given: Any, like: Array) -> Any:
         return given
     if isinstance(given, numbers.Integral):
         return int(given)
-    array, destination = as_array(name, given), None
-    if is_host(array):
-        destination = destination_of(like)
-    array = array if destination is None else destination.put(name, array)
+    array = given
+    if type(given) is not type(like):
+        array = as_array(name, given)
+        destination = destination_of(like) if is_host(array) else None
+        array = array if destination is None else destination.put(name, array)
     facts, own = facts_of(array, name), library_of(like).name
     if "int" not in facts.dtype or facts.library != own:
         raise TypeError(
@@ -100,7 +103,7 @@ def _seed(query: Array, rate: float) -> Any:
 
 def scaled(query: Array | None, scale: Any) -> tuple[Any, Any]:
     """Return query and scale: an array without axes, which may be traced, multiplies the query."""
-    if query is None or not is_array(scale) or tuple(scale.shape):
+    if scale is None or query is None or not is_array(scale) or tuple(scale.shape):
         return query, scale
     if is_host(scale):
         return query, scale if is_unreadable(scale) else scale.item()
@@ -147,6 +150,8 @@ def bounds(window: Any) -> tuple[int | None, int | None] | None:
         return None
     if not isinstance(window, (tuple, list)) or len(window) != 2:
         raise TypeError(f"window_size must be a pair of integers (left, right); got {window!r}")
+    if tuple(window) == (-1, -1):
+        return None
     ends = (n if n is None else check_int("an end of window_size", n) for n in window)
     left, right = (None if n is None or n < 0 else n for n in ends)
     return None if left is None and right is None else (left, right)

@@ -80,7 +80,7 @@ def flash_attn_qkvpacked_func(
 ) -> Any:  # fmt: skip
     """Compute attention of one array, (B, L, 3, H, D), or (B, L, H + 2 G, D) with `num_heads_q`."""
     if len(shape_of(qkv, "qkv")) == 5:
-        check_axes(qkv=(qkv, "BL3HD"))
+        check_axes("qkv BL3HD", qkv)
         q, k, v = (qkv[:, :, n, ...] for n in range(3))
     elif num_heads_q is None or not 0 < num_heads_q < qkv.shape[2]:
         raise ValueError(f"a qkv of shape {tuple(qkv.shape)} needs num_heads_q, the query heads")

@@ -57,12 +57,11 @@ def dot_product_attention(
     (2, 5, 8, 64)
     """
     window, rank = local_window_size, len(shape_of(query, "query"))
-    batch = "B" if rank == 4 else ""
+    own = "B" if rank == 4 else ""
     check_axes(
-        {} if batch else {"B": 1},
-        query=(query, batch + "LHD"), key=(key, batch + "SGD"), value=(value, batch + "SGE"),
-        query_seq_lengths=(query_seq_lengths, "B"),
-        key_value_seq_lengths=(key_value_seq_lengths, "B"),
+        f"query {own}LHD, key {own}SGD, value {own}SGE, query_seq_lengths B,"
+        " key_value_seq_lengths B",
+        query, key, value, query_seq_lengths, key_value_seq_lengths, **({} if own else {"B": 1}),
     )  # fmt: skip
     padding = [
         n if n is None or rank == 4 else n[0] for n in (key_value_seq_lengths, query_seq_lengths)

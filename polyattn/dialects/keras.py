@@ -50,7 +50,7 @@ def dot_product_attention(
     >>> dot_product_attention(x, x, x, is_causal=True).shape
     (2, 5, 8, 64)
     """
-    check_axes(query=(query, "BLHD"), key=(key, "BSGD"), value=(value, "BSGE"))
+    check_axes("query BLHD, key BSGD, value BSGE", query, key, value)
     options: dict[str, Any] = {"query_offset": 0} if is_causal else {}
     if mask is not None:
         xp = library_of(mask, "mask").xp

@@ -45,7 +45,7 @@ def scaled_dot_product_attention(
     >>> scaled_dot_product_attention(x, x, x, scale=0.125, mask="causal").shape
     (2, 8, 5, 64)
     """
-    check_axes(q=(q, "BHLD"), k=(k, "BGSD"), v=(v, "BGSE"), sinks=(sinks, "H"))
+    check_axes("q BHLD, k BGSD, v BGSE, sinks H", q, k, v, sinks)
     options: dict[str, Any] = {"scale": scale, "sinks": sinks}
     if isinstance(mask, str):
         if mask != "causal":

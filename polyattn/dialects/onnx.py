@@ -103,16 +103,14 @@ def onnx_attention(
     xp = library_of(Q, "Q").xp
     packed = len(shape_of(Q, "Q")) == 3
     if packed:
-        check_axes(Q=(Q, "BLX"), K=(K, "BSY"), V=(V, "BSZ"))
+        check_axes("Q BLX, K BSY, V BSZ", Q, K, V)
         if q_num_heads is None or kv_num_heads is None:
             raise ValueError("inputs of rank 3 need q_num_heads and kv_num_heads")
         Q = _split_heads(xp, Q, q_num_heads)  # noqa: N806
         K, V = _split_heads(xp, K, kv_num_heads), _split_heads(xp, V, kv_num_heads)  # noqa: N806
     nonpad_kv_seqlen = integers("nonpad_kv_seqlen", nonpad_kv_seqlen, Q)
-    check_axes(
-        Q=(Q, "BHLD"), K=(K, "BGSD"), V=(V, "BGSE"), past_key=(past_key, "BGPD"),
-        past_value=(past_value, "BGPE"), nonpad_kv_seqlen=(nonpad_kv_seqlen, "B"),
-    )  # fmt: skip
+    axes = "Q BHLD, K BGSD, V BGSE, past_key BGPD, past_value BGPE, nonpad_kv_seqlen B"
+    check_axes(axes, Q, K, V, past_key, past_value, nonpad_kv_seqlen)
     past = 0
     if before is not None:
         past = before[0].shape[-2]

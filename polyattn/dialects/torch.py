@@ -222,16 +222,15 @@ def multi_head_attention_forward(
             f" num_heads={num_heads}, which must divide it"
         )
     own, keys = "B" if some else "", "S" if static_k is None else "T"
-    of_mask = "L" if len(getattr(attn_mask, "shape", ())) == 2 else "NL"
     check_axes(
-        {"M": size, "W": 3 * size, "N": batch * num_heads, "C": size // num_heads},
-        query=(query, f"L{own}M"), key=(key, f"S{own}X"), value=(value, f"S{own}Y"),
-        in_proj_weight=(in_proj_weight, "WM"), in_proj_bias=(in_proj_bias, "W"),
-        bias_k=(bias_k, "11M"), bias_v=(bias_v, "11M"), out_proj_weight=(out_proj_weight, "MM"),
-        out_proj_bias=(out_proj_bias, "M"), q_proj_weight=(q_proj_weight, "MM"),
-        k_proj_weight=(k_proj_weight, "MX"), v_proj_weight=(v_proj_weight, "MY"),
-        static_k=(static_k, "NTC"), static_v=(static_v, "NTC"),
-        key_padding_mask=(key_padding_mask, own + keys), attn_mask=(attn_mask, of_mask + keys),
+        f"query L{own}M, key S{own}X, value S{own}Y, in_proj_weight WM, in_proj_bias W, bias_k 11M,"
+        " bias_v 11M, out_proj_weight MM, out_proj_bias M, q_proj_weight MM, k_proj_weight MX,"
+        " v_proj_weight MY, static_k NTC, static_v NTC,"
+        f" key_padding_mask {own}{keys}, attn_mask L{keys}|NL{keys}",
+        query, key, value, in_proj_weight, in_proj_bias, bias_k, bias_v, out_proj_weight,
+        out_proj_bias, q_proj_weight, k_proj_weight, v_proj_weight, static_k, static_v,
+        key_padding_mask, attn_mask,
+        M=size, W=3 * size, N=batch * num_heads, C=size // num_heads,
     )  # fmt: skip
     if not some:
         query, key, value = (x[:, None, :] for x in (query, key, value))

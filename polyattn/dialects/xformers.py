@@ -74,7 +74,7 @@ def memory_efficient_attention(
     """
     xp = library_of(query, "query").xp
     own, other = {3: ("", ""), 5: ("HI", "FG")}.get(len(shape_of(query, "query")), ("H", "G"))
-    check_axes(query=(query, f"BL{own}D"), key=(key, f"BS{other}D"), value=(value, f"BS{other}E"))
+    check_axes(f"query BL{own}D, key BS{other}D, value BS{other}E", query, key, value)
     shape = (*query.shape[:-1], value.shape[-1])
     rule = None if attn_bias is None else _rule_of(attn_bias)
     query, scale = scaled(query, scale)

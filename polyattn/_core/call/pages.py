@@ -27,19 +27,18 @@ def on_used_pages(call: Call, x: Operands) -> tuple[Call, Operands]:
     xp, many, (left, _) = library_of(table).xp, table.shape[-1], call.window or (None, None)
     (_, _, rows, _), (_, _, page, _) = (axes_of(y.shape, call.layout) for y in call[:2])
     by_distance = isinstance(x.mask, CachePadding) and x.score_mod is None and not call.dropout
-    first = 0 * lengths
     moves = by_distance and left is not None and not isinstance(x.query_offset, int)
-    if moves:
-        first = clip(xp, (lengths - rows - left) // page, 0, many)
+    first: Any = clip(xp, (lengths - rows - left) // page, 0, many) if moves else 0
     count = max([1, *xp.reshape(-(-lengths // page) - first, (-1,)).tolist()])
     if count >= many:
         return call, x
-    first = (first + 0 * table[..., 0])[..., None]
-    columns = clip(xp, first + index_range(xp, 0, count, table), 0, many - 1)
-    changed = {"block_table": xp.take_along_axis(table + 0 * first, columns, axis=-1)}
+    changed = {"block_table": table[..., :count]}
     if moves:
+        first = (first + 0 * table[..., 0])[..., None]
+        columns = clip(xp, first + index_range(xp, 0, count, table), 0, many - 1)
         lengths = lengths - first[..., 0] * page
-        changed |= {"key_lengths": lengths, "query_offset": lengths - rows}
+        changed = {"key_lengths": lengths, "query_offset": lengths - rows}
+        changed["block_table"] = xp.take_along_axis(table + 0 * first, columns, axis=-1)
         x = x._replace(mask=CachePadding(lengths))
     facts: dict[str, Any] = {name: facts_of(y, name) for name, y in changed.items()}
     return call._replace(**facts), x._replace(**changed)

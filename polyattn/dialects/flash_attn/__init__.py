@@ -120,7 +120,7 @@ def flash_attn_kvpacked_func(
     alibi_slopes: Array | None = None, deterministic: bool = False, return_attn_probs: bool = False,
 ) -> Any:  # fmt: skip
     """Compute attention as `flash_attn_func`, of keys and values in one array, (B, S, 2, G, D)."""
-    check_axes(kv=(kv, "BS2GD"))
+    check_axes("kv BS2GD", kv)
     return flash_attn_func(
         q, kv[:, :, 0, ...], kv[:, :, 1, ...],
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
@@ -135,7 +135,7 @@ def flash_attn_qkvpacked_func(
     alibi_slopes: Array | None = None, deterministic: bool = False, return_attn_probs: bool = False,
 ) -> Any:  # fmt: skip
     """Compute attention as `flash_attn_func`, of q, k and v in one array, (B, L, 3, H, D)."""
-    check_axes(qkv=(qkv, "BL3HD"))
+    check_axes("qkv BL3HD", qkv)
     return flash_attn_kvpacked_func(
         qkv[:, :, 0, ...], qkv[:, :, 1:, ...],
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
@@ -204,7 +204,7 @@ def flash_attn_varlen_kvpacked_func(
     alibi_slopes: Array | None = None, deterministic: bool = False, return_attn_probs: bool = False,
 ) -> Any:  # fmt: skip
     """Compute attention as `flash_attn_varlen_func`, of k and v in one array, (U, 2, G, D)."""
-    check_axes(kv=(kv, "S2GD"))
+    check_axes("kv S2GD", kv)
     return flash_attn_varlen_func(
         q, kv[:, 0, ...], kv[:, 1, ...], cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
@@ -219,7 +219,7 @@ def flash_attn_varlen_qkvpacked_func(
     alibi_slopes: Array | None = None, deterministic: bool = False, return_attn_probs: bool = False,
 ) -> Any:  # fmt: skip
     """Compute attention as `flash_attn_varlen_func`, of q, k and v in one array, (T, 3, H, D)."""
-    check_axes(qkv=(qkv, "T3HD"))
+    check_axes("qkv T3HD", qkv)
     return flash_attn_varlen_kvpacked_func(
         qkv[:, 0, ...], qkv[:, 1:, ...], cu_seqlens, cu_seqlens, max_seqlen, max_seqlen,
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,

@@ -58,11 +58,11 @@ def _flash_attn_backward(
 
     Output and logsumexp may be those over more keys than these.
     """
+    _refuse(dropout_p=dropout_p)
     window = window_size_left, window_size_right
     options = dense_options(q, k, v, softmax_scale, causal, window, softcap, alibi_slopes)
-    check_axes(q=(q, "BLHD"), dq=(dq, "BLHD"), softmax_lse=(softmax_lse, "BHL"))
-    check_axes(k=(k, "BSGD"), v=(v, "BSGE"), dk=(dk, "BSGD"), dv=(dv, "BSGE"))
-    _refuse(dropout_p=dropout_p)
+    axes = "q BLHD, k BSGD, v BSGE, dq BLHD, dk BSGD, dv BSGE, softmax_lse BHL"
+    check_axes(axes, q, k, v, dq, dk, dv, softmax_lse)
     xp = library_of(q).xp
     partial = Partial(out, xp.permute_dims(softmax_lse, (0, 2, 1)))
     found = attention_backward(q, k, v, partial, dout, layout="...LHD", **options)
@@ -86,15 +86,16 @@ def _flash_attn_varlen_backward(
     own, other = spans_of("q", Packed(cu_seqlens_q), q), spans_of("k", Packed(cu_seqlens_k), k)
     for n, ((row, length), (key, count)) in enumerate(zip(own, other, strict=True)):
         rows, keys = slice(row, row + length), slice(key, key + count)
-        given: list[Any] = [
-            x if x is None else x[at, ...][None, ...]
-            for at, arrays in ((rows, (dout, q, out, dq)), (keys, (k, v, dk, dv)))
-            for x in arrays
-        ]
+        given: Any = zip(
+            (dout, q, k, v, out, dq, dk, dv), (rows, rows, keys, keys, rows, rows, keys, keys),
+            strict=True,
+        )  # fmt: skip
+        dout_, q_, k_, v_, out_, dq_, dk_, dv_ = (
+            x if x is None else x[at, ...][None, ...] for x, at in given
+        )
         slopes: Any = alibi_slopes
         if slopes is not None and len(slopes.shape) == 2:
             slopes = slopes[n : n + 1, :]
-        dout_, q_, out_, dq_, k_, v_, dk_, dv_ = given
         sums[:, rows] = _flash_attn_backward(
             dout_, q_, k_, v_, out_, softmax_lse[None, :, rows], dq_, dk_, dv_, dropout_p,
             softmax_scale, causal, window_size_left, window_size_right, softcap, slopes,

@@ -6,6 +6,7 @@ The contents of a mask decide shapes, so that no traced program can take padding
 from __future__ import annotations
 
 import importlib
+from types import SimpleNamespace
 from typing import Any
 
 from polyattn._base.arrays import Array, cast, index_range, library_of, numbers_like
@@ -35,7 +36,7 @@ def index_first_axis(input: Array, indices: Array) -> Array:
 
 def index_put_first_axis(values: Array, indices: Array, first_axis_dim: int) -> Array:
     """Return zeros, (N, ...), whose rows `indices`, all different, are `values`, (T, ...)."""
-    check_axes({"T": shape_of(values, "values")[0]}, indices=(indices, "T"))
+    check_axes("indices T", indices, T=shape_of(values, "values")[0])
     xp, count = library_of(values).xp, values.shape[0]
     zero = numbers_like(xp, 0, values.dtype, values)
     values = xp.concat((values, xp.broadcast_to(zero, (1, *values.shape[1:]))), axis=0)
@@ -48,16 +49,9 @@ def index_put_first_axis(values: Array, indices: Array, first_axis_dim: int) -> 
     return xp.take(values, xp.take(order, chosen, axis=0), axis=0)
 
 
-class IndexFirstAxis:
-    """Hold `index_first_axis` as a function of torch.autograd is held."""
-
-    apply = staticmethod(index_first_axis)
-
-
-class IndexPutFirstAxis:
-    """Hold `index_put_first_axis` likewise."""
-
-    apply = staticmethod(index_put_first_axis)
+#: The same two as functions of torch.autograd are called.
+IndexFirstAxis = SimpleNamespace(apply=index_first_axis)
+IndexPutFirstAxis = SimpleNamespace(apply=index_put_first_axis)
 
 
 def unpad_input(
@@ -78,7 +72,8 @@ def unpad_input(
         The tokens, (T, ...), their indices in the flat batch, (T,), where each sequence begins,
         (B + 1,) of int32, the length of the longest, and the number of tokens of each, (B,).
     """
-    _check(hidden_states, attention_mask=attention_mask, unused_mask=unused_mask)
+    B, S, *_ = shape_of(hidden_states, "hidden_states")  # noqa: N806
+    check_axes("attention_mask BS, unused_mask BS", attention_mask, unused_mask, B=B, S=S)
     xp, tokens = library_of(hidden_states).xp, attention_mask != 0
     kept = tokens if unused_mask is None else tokens | (unused_mask != 0)
     lengths, used = (xp.sum(cast(xp, x, xp.int32), axis=-1, dtype=xp.int32) for x in (kept, tokens))
@@ -92,18 +87,14 @@ def unpad_input_for_concatenated_sequences(
 
     The mask, (B, S), has the lengths of the sequences of each item, and 0 after them.
     """
-    _check(hidden_states, attention_mask_in_length=attention_mask_in_length)
+    B, S, *_ = shape_of(hidden_states, "hidden_states")  # noqa: N806
+    check_axes("attention_mask_in_length BS", attention_mask_in_length, B=B, S=S)
     xp = library_of(hidden_states).xp
     given = cast(xp, attention_mask_in_length, xp.int32)
     kept = index_range(xp, 0, given.shape[1], given) < xp.sum(given, axis=-1, keepdims=True)
     lengths = xp.reshape(given, (-1,))
     lengths = xp.take(lengths, xp.nonzero(lengths)[0], axis=0)
     return _unpadded(xp, hidden_states, kept, lengths)
-
-
-def _check(hidden_states: Array, **masks: Array | None) -> None:
-    shape = shape_of(hidden_states, "hidden_states")
-    check_axes(dict(zip("BS", shape, strict=False)), **{n: (x, "BS") for n, x in masks.items()})
 
 
 def _unpadded(

@@ -47,9 +47,9 @@ def apply_rotary(
     xp, first = library_of(x, "x").xp, integers("seqlen_offsets", seqlen_offsets, x)
     ends = integers("cu_seqlens", cu_seqlens, x)
     check_axes(
-        None if ends is None else {"B": ends.shape[0] - 1},
-        x=(x, "BLHD" if ends is None else "THD"), cos=(cos, "RF"), sin=(sin, "RF"),
-        seqlen_offsets=(None if isinstance(first, int) else first, "B"),
+        f"x {'BLHD' if ends is None else 'THD'}, cos RF, sin RF, seqlen_offsets B",
+        x, cos, sin, None if isinstance(first, int) else first,
+        **({} if ends is None else {"B": ends.shape[0] - 1}),
     )  # fmt: skip
     rows = x
     if ends is None:
