@@ -5,6 +5,7 @@ What they guard is written at once, because an interrupt may come at any time: s
 
 from __future__ import annotations
 
+import logging  # noqa: F401 -- first: its lock must be taken after ours, which an import may need
 import os
 import threading
 from typing import Any

@@ -260,7 +260,8 @@ class Backend(BackendPrimitives):
     ) -> tuple[Array, Array | None]:
         """Run a kernel in the context of `shield`, with 0 beyond lengths if NaN there counts."""
         with self.shield(problem, operands):
-            if not kernel.poison_safe:
+            # A node of a graph reads the memory itself: to put 0 there would copy it at each run.
+            if not kernel.poison_safe and self.computes:
                 operands = without_padding(problem, operands, self.xp)
             return kernel(problem, operands, self)
 
