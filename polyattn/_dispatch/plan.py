@@ -13,7 +13,6 @@ from polyattn._core.call.operands import Operands
 from polyattn._core.call.options import GRADIENT_ARRAYS
 from polyattn._core.call.problem import Problem
 from polyattn._core.expressions.indices import INDEX_LIMIT
-from polyattn._dispatch.explanation import Candidate
 from polyattn._dispatch.placement import Placement
 from polyattn._dispatch.trace import CallCount, counted, is_traced
 from polyattn._dispatch.transfer import move_operands, move_results, mover_back
@@ -73,14 +72,9 @@ class Plan(NamedTuple):
         problem = self.placement.problem
         problem = problem._replace(features=problem.features | {feature})
         placement = self.placement._replace(problem=problem)
-        kind = self.kind._replace(needs=problem.features)
-        tried: dict[str, Candidate] = {}
         for kernel in (self.kernel, *placement.kernels):
-            reasons = tuple(reasons_against(kernel, problem))
-            if not reasons:
-                kind = kind._replace(kernel=kernel.name, refused=tuple(tried.values()))
-                return self._replace(kernel=kernel, placement=placement, kind=kind)
-            tried[kernel.name] = Candidate(kind.backend, kernel.name, "refused", reasons)
+            if not reasons_against(kernel, problem):
+                return self._replace(kernel=kernel, placement=placement)
         return None
 
     def counted(self, run: _F) -> _F:
