@@ -122,7 +122,7 @@ class Kernel:
         self, problem: Problem, operands: Operands, residuals: Residuals, cotangents: Cotangents,
         backend: Backend,
     ) -> Gradients:  # fmt: skip
-        """Compute the gradients of a call whose features `differentiates` declares.
+        """Compute the gradients of a call whose features ``differentiates`` declares.
 
         The logsumexp may be that of more keys than are given; the weights follow from it. The
         gradients have the accumulator's dtype and the shapes of the operands; `score_mod` and
@@ -134,7 +134,7 @@ class Kernel:
         self, problem: Problem, operands: Operands, residuals: Residuals, tangents: Tangents,
         backend: Backend,
     ) -> tuple[Array, Array | None]:  # fmt: skip
-        """Compute the directional derivative of a call whose features `differentiates` declares.
+        """Compute the directional derivative of a call whose features ``differentiates`` declares.
 
         Returns
         -------

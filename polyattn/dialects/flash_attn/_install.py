@@ -75,7 +75,7 @@ def install(*packages: str, tuples: bool = False) -> contextlib.ExitStack:
         FlashAttention 2, FlashAttention 3, or both; by default FlashAttention 2. Code that can use
         both prefers 3 where it finds it.
     tuples : bool
-        Whether functions of `flash_attn_interface` but that for caches always return
+        Whether functions of ``flash_attn_interface`` but that for caches always return
         ``(output, logsumexp)``. Those of before August 2025 do, and code of that time takes the
         first of the two: without it, ``output, _ = flash_attn_varlen_func(...)`` takes two rows.
 
@@ -91,7 +91,7 @@ def install(*packages: str, tuples: bool = False) -> contextlib.ExitStack:
     RuntimeError
         If a real FlashAttention is installed, or these modules already are.
     ValueError
-        If `tuples` is given without `flash_attn_interface`.
+        If `tuples` is given without ``flash_attn_interface``.
 
     Examples
     --------
