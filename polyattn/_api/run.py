@@ -86,8 +86,8 @@ def plan_of(
 def run_planned(function: _F) -> _F:
     """Let `attention` return the output of the call that it plans.
 
-    A call is not planned if one of the same key has run. What was checked then holds now: whatever
-    a check looks at is in the key. A call whose description converts an argument is described each
+    A call with the key of an earlier call reuses its plan. The earlier checks still hold: the key
+    has whatever a check looks at. A call whose description converts an argument is described each
     time.
     """
 

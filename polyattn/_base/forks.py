@@ -1,6 +1,7 @@
 """Locks in the child of a fork, which has only the thread that forked.
 
-What they guard is written at once, because an interrupt may come at any time: so it is whole there.
+Guarded data is replaced in one step, because an interrupt may come at any time. So the child finds
+it consistent.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ def split(array: Array, count: int, axis: int = -2) -> list[Array]:
 
 
 def spans(array: Array, given: Sequence[tuple[int, int]], axis: int = 0) -> list[Array]:
-    """Return spans (start, length) of an axis, none of which begins before the last one ends.
+    """Return non-overlapping spans (start, length) of an axis, in order.
 
     By a split where the library has it: a split has one gradient, where each slice has an array of
     zeros as long as the whole.

@@ -14,7 +14,7 @@ from polyattn._base.text_table import printable
 
 
 def open_streams() -> None:
-    """Let a stream that is closed be one in memory, and a letter that one lacks be a ?."""
+    """Replace closed streams by memory, and print ? for letters that a stream cannot encode."""
     sys.stdout = sys.stdout or io.StringIO()
     sys.stderr = sys.stderr or io.StringIO()
     for stream in (sys.stdout, sys.stderr):

@@ -37,7 +37,7 @@ class BackendInfo:
     #: Of each kernel that joined the backend, the distribution that it comes from.
     origins: dict[str, str] = field(default_factory=dict)
     faults: tuple[str, ...] = ()  # those of its library that its kernels avoid
-    waiting: tuple[str, ...] = ()  # what of it does not run unnamed, and why
+    waiting: tuple[str, ...] = ()  # its kernels that run only if named, each with why
 
     def device(self, name: str) -> str:
         """Return a device's name and its hardware, as the table shows them."""

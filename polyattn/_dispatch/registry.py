@@ -129,7 +129,7 @@ def load(name: str) -> str | None:
 
 @constant_when_traced
 def warn_once(source: str, reason: str, kernel: str) -> None:
-    """Warn that a plugin which would serve the arrays unasked cannot, and that a kernel does."""
+    """Warn once that the default plugin of the arrays failed, and name the kernel that runs."""
     text = f"{source} cannot be used: {reason}. The kernel {kernel} runs, which may be much slower"
     if source not in _warned:
         _warned.add(source)

@@ -1,8 +1,8 @@
 """The backends that a call requests: by argument, by context, or by environment variable.
 
 The argument wins over the innermost context, which wins over the variable, read at call time. A
-name with a sign is no backend to go to: ``+name`` lets a plugin run unnamed, ``-name`` leaves it
-or a kernel out.
+name with a sign does not select a backend: ``+name`` allows a plugin to run unnamed, ``-name`` leaves
+it or a kernel out.
 """
 
 from __future__ import annotations

@@ -115,8 +115,8 @@ class Trace:
 def trace(*, time: bool = False) -> Iterator[Trace]:
     """Count the calls of attention that return inside the block, by what decides their kernel.
 
-    The calls of all threads and tasks of the process count, through whatever function. A call under
-    ``jax.jit`` or ``torch.compile`` counts when the program is traced, not when it runs.
+    It counts the calls of all threads and tasks of the process, by every public function. A call
+    under ``jax.jit`` or ``torch.compile`` counts when the program is traced, not when it runs.
 
     Parameters
     ----------

@@ -38,7 +38,7 @@ class MultiHeadAttention(Module):
     head_size : int
         D, the size of queries and keys.
     is_causal : bool
-        Whether a token sees none after it, in a call that does not say.
+        Whether a token sees no later token, unless a call passes ``is_causal``.
     query_norm, key_norm : LayerNorm, RMSNorm or None
         Normalisation of queries and keys, before `rotary`: of each head's, or of all heads' at
         once if the norm has their size.

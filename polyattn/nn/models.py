@@ -99,7 +99,7 @@ class Transformer(Module):
         size, heads, like, seed, norm
             As for `EncoderBlock.init`.
         is_causal : bool
-            Whether a token sees none after it: True for a decoder, False for an encoder.
+            Whether a token sees no later token: True for a decoder, False for an encoder.
         positions : int, Sinusoidal or LearnedPositions, optional
             The number of learned positions, or the vectors to add.
         cross : bool

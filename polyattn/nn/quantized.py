@@ -147,7 +147,7 @@ class QuantizedCache:
 
     @property
     def _memory(self) -> tuple[Array, Array]:
-        """The newest tokens' memory, as much as may be in use: with one more a block is full."""
+        """Memory of the newest tokens: the most that is used before a block is full."""
         most = self.window + self.block - 1
         return self.recent.key[..., :most, :], self.recent.value[..., :most, :]
 

@@ -54,7 +54,7 @@ class Kernel:
     only_on : mapping of str to frozenset of str
         Features that it computes only on some kinds of device, with these kinds.
     counts_far : frozenset of str
-        Features that it computes right also beyond 2**30 rows or keys, of those that count them.
+        The features that count rows or keys, and that it computes beyond 2**30 of them too.
     tile : int or None
         For a kernel that works in tiles, the largest number of scores in one. The kernel reads it
         in each call: `polyattn.conformance` sets it low on a copy, so that small arrays have many
@@ -258,7 +258,7 @@ class Backend(BackendPrimitives):
     def run(
         self, kernel: Kernel, problem: Problem, operands: Operands
     ) -> tuple[Array, Array | None]:
-        """Run a kernel in the context of `shield`, with 0 beyond lengths if NaN there counts."""
+        """Run a kernel in the context of `shield`; zero the padding if it is not poison-safe."""
         with self.shield(problem, operands):
             # A node of a graph reads the memory itself: to put 0 there would copy it at each run.
             if not kernel.poison_safe and self.computes:

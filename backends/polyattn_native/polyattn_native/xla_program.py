@@ -236,8 +236,8 @@ def _is_of_one_device(context: Any) -> bool:
     return set(context.mesh.axis_names) <= set(getattr(context, "manual_axes", ()))
 
 
-# Let the lowering know the devices, also for what the other kernel has in it. JAX has no public
-# way; without this one it tells less, and more is left to XLA.
+# Ask JAX to pass the devices to the lowering. There is no public API; without this the lowering
+# knows less, and leaves more calls to XLA.
 with contextlib.suppress(ImportError, AttributeError):
     dispatch: Any = importlib.import_module("jax._src.dispatch")
     dispatch.prim_requires_devices_during_lowering.add(primitive)
@@ -253,7 +253,7 @@ mlir.register_lowering(primitive, _lower, platform="cpu", **_options)
 
 
 def _batch(arrays: Any, axes: Any, **about: Any) -> tuple[Any, Any]:
-    """Add a batch axis; what has none, is empty or counts the items is left to the other kernel."""
+    """Add a batch axis; leave calls without one, empty ones and sums over items to the other."""
     problem = about["problem"]
     named = list(zip(about["names"], arrays, axes, strict=True))
     sums_items = about["function"] == "differentiate" and bool(trained(problem))

@@ -70,7 +70,7 @@ class Finding(NamedTuple):
     interpretation : str
         The other meaning that a differing result agrees with; empty if none was found.
     remark : str
-        What else is to say of a result, such as that it is a tuple.
+        A remark about the result, such as that it is a tuple.
     """
 
     status: str
@@ -300,7 +300,7 @@ def _as_array(returned: Any, back: Callable[[Any], Any]) -> Array:
 
 
 def _text(error: BaseException) -> str:
-    """Return the type and the first line of an error; in words where it ends the process."""
+    """Return the type and first line of an error, or what sys.exit was called with."""
     if isinstance(error, SystemExit):
         return f"SystemExit: it calls sys.exit({error.code!r})"
     line = next(iter(str(error).strip().splitlines()), "")

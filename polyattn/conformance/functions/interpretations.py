@@ -206,7 +206,7 @@ def _heads_after_length(call: Call) -> Call | None:
 
 
 def _mask_of_false(call: Call) -> Call | None:
-    """Show all where nothing tells a mask that is ignored from one that is inverted."""
+    """Show all keys where an ignored mask and an inverted one give the same result."""
     mask = call.get("mask")
     return {"mask": None} if isinstance(mask, np.ndarray) and not mask.any() else None
 

@@ -75,9 +75,9 @@ def install(*packages: str, tuples: bool = False) -> contextlib.ExitStack:
         FlashAttention 2, FlashAttention 3, or both; by default FlashAttention 2. Code that can use
         both prefers 3 where it finds it.
     tuples : bool
-        Whether functions of ``flash_attn_interface`` but that for caches always return
-        ``(output, logsumexp)``. Those of before August 2025 do, and code of that time takes the
-        first of the two: without it, ``output, _ = flash_attn_varlen_func(...)`` takes two rows.
+        Whether the functions of ``flash_attn_interface``, except that for caches, return
+        ``(output, logsumexp)``, as they did before August 2025. Code of that time takes the first
+        item: without this, ``output, _ = flash_attn_varlen_func(...)`` takes two rows.
 
     Returns
     -------
