@@ -1,7 +1,7 @@
 """The backends that a call requests: by argument, by context, or by environment variable.
 
 The argument wins over the innermost context, which wins over the variable, read at call time. A
-name with a sign does not select a backend: ``+name`` allows a plugin to run unnamed, ``-name`` leaves
+name with a sign selects no backend: ``+name`` allows a plugin to run unnamed, ``-name`` leaves
 it or a kernel out.
 """
 
