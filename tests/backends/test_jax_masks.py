@@ -69,7 +69,7 @@ OPTIONS = {
     "additive": lambda to: {"similarity": scores.additive(to(WEIGHT)), "softcap": 2.0},
     "dropout": lambda to: {"dropout": (0.4, 2**40 + 3), "mask": masks.causal() | masks.prefix(5)},
 }
-SCORES = draw(H, L, S)
+SCORES = draw(1, H, L, S)
 COMPILED = masks.compile(masks.window(6, 1) | masks.prefix(4), L, S, tile=8)
 #: Those with a function of the caller's, which is not compiled but inside of jax.jit.
 CALLED = ("rule", "chained")

@@ -171,7 +171,7 @@ for name in parallel.choice.STRATEGIES:
 def layer():
     one = nn.MultiHeadAttention.init(8, heads=4, seed=0, like=Q)
     x = Q[:, 0]
-    query, key, value = one._project((x, None, None), None, None)
+    query, key, value = one._project((x, None, None), None, None, None)
     near(one(x, head_scale=F), one._merge(attention(scaled(query, F), key, value)))
 
 

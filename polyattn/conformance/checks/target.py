@@ -170,7 +170,7 @@ class Target:
     def declared(self, kernel: Kernel) -> frozenset[str]:
         """Return the features and derivatives that a kernel declares for the checked devices."""
         elsewhere = {f for f, kinds in kernel.only_on.items() if not kinds & self.kinds}
-        return kernel.features | kernel.differentiates.keys() - elsewhere
+        return (kernel.features | kernel.differentiates.keys()) - elsewhere
 
     def arguments(self, case: Case) -> tuple[list[Any], dict[str, Any]]:
         """Make query, key and value of a case, and its options, in the library."""
