@@ -176,13 +176,12 @@ class TorchBackend(Backend):
                 outputs, sums = zip(*[self.run(kernel, *call) for call in calls], strict=True)
                 return torch.cat(outputs), None if sums[0] is None else torch.cat(sums)
             problem, operands = calls[0]
-        if problem.mask_spec is not None and not kernel.poison_safe:
-            # Nor is it a step: its engine records what it does.
-            return super().run(kernel, problem, operands)
         if problem.requires_grad or problem.transforms:
             step = step_of(kernel, problem, operands, self)
             if step is not None:
                 return run_step(*step)
+        if problem.mask_spec is not None and not kernel.poison_safe:
+            return super().run(kernel, problem, operands)
         return kernel(problem, operands, self)
 
     def shield(

@@ -11,6 +11,11 @@ from polyattn.plugin import Backend, Kernel, Operands, Problem
 # Items of unlike lengths with more numbers have a call each: to copy them with 0 behind the shorter
 # ones, which an engine needs that is not safe from NaN, takes longer.
 MANY_NUMBERS = 2**15
+# What a call of one item is told of; the rest goes by the items of the whole.
+_OF_AN_ITEM = frozenset({
+    "causal", "grouped_heads", "logsumexp", "mask_expression", "query_offset",
+    "query_offset_array", "scale", "softcap", "value_size", "window",
+})  # fmt: skip
 
 
 def calls_by_lengths(
@@ -26,18 +31,27 @@ def calls_by_lengths(
     is_one = len({*numbers}) == len({*offsets}) == 1
     size = problem.key_heads * longest * (problem.head_size + problem.value_size)
     share = kernel.poison_safe or size <= MANY_NUMBERS or min(numbers) == 0
-    if not is_one and (share or len(problem.batch) != 1 or "batch_broadcast" in problem.features):
-        return [_cut(problem, x, longest)]
+    if not is_one and (share or len(problem.batch) != 1 or problem.features - _OF_AN_ITEM):
+        return _declared(kernel, problem, x, [_cut(problem, x, longest)])
+    whole = problem, x
     features = problem.features - {"mask_expression", "query_offset_array"}
     problem = problem._replace(mask_spec=None, query_offset=offsets[0], features=features)
     x = x._replace(mask=None, query_offset=None)
     if is_one:
-        return [_cut(problem, x, longest)]
+        return _declared(kernel, *whole, [_cut(problem, x, longest)])
     calls = []
     for n, arrays in enumerate(zip(*[one.split(1) for one in x[:3]], strict=True)):
         own = problem._replace(batch=(1,), query_offset=offsets[n % len(offsets)])
         calls.append(_cut(own, Operands(*arrays), numbers[n % len(numbers)]))
-    return calls
+    return _declared(kernel, *whole, calls)
+
+
+def _declared(
+    kernel: Kernel, problem: Problem, x: Operands, calls: list[tuple[Problem, Operands]]
+) -> list[tuple[Problem, Operands]]:
+    """Return the calls, or the whole one if a call needs what the kernel does not declare."""
+    declares = all(own.features <= kernel.features for own, _ in calls)
+    return calls if declares else [(problem, x)]
 
 
 def _lengths(kernel: Kernel, problem: Problem, x: Operands, backend: Backend) -> list[int] | None:
@@ -57,8 +71,13 @@ def _lengths(kernel: Kernel, problem: Problem, x: Operands, backend: Backend) ->
 
 
 def _cut(problem: Problem, x: Operands, length: int) -> tuple[Problem, Operands]:
-    """Return a call over its first keys."""
-    if length == problem.key_length:
-        return problem, x
+    """Return a call over its first keys, whose offset may be another than that of the newest."""
     key, value = (one[..., :length, :] for one in (x.key, x.value))
-    return problem._replace(key_length=length), x._replace(key=key, value=value)
+    features, newest = problem.features - {"query_offset"}, length - problem.query_length
+    if problem.query_offset not in (None, newest):
+        if features.isdisjoint(("causal", "window", "mask_expression", "score_expression")):
+            problem = problem._replace(query_offset=newest)
+        else:
+            features |= {"query_offset"}
+    problem = problem._replace(key_length=length, features=features)
+    return problem, x._replace(key=key, value=value)

@@ -59,7 +59,10 @@ class KernelStep:
         dtype, operands = getattr(torch, problem.dtype), self._operands(tensors)
         query, key, value = (x.to(dtype) for x in (operands.query, operands.key, operands.value))
         operands = operands._replace(query=query, key=key, value=value)
-        results: Any = self._kernel(problem, operands, self._backend)
+        if self._kernel.poison_safe:
+            results: Any = self._kernel(problem, operands, self._backend)
+        else:
+            results = Backend.run(self._backend, self._kernel, problem, operands)
         found: Tensors = results
         return found
 

@@ -15,7 +15,7 @@ from polyattn._base.forks import forkable_lock, hold_during_forks
 from polyattn._base.tracing import constant_when_traced
 from polyattn._dispatch import extensions
 from polyattn._dispatch.contract import Plugin, flaw_of, unusable
-from polyattn._dispatch.entries import KERNELS, Entry, entries
+from polyattn._dispatch.entries import KERNELS, OURS, Entry, entries
 from polyattn._dispatch.errors import BackendUnavailableError
 from polyattn._dispatch.standard import StandardBackend
 from polyattn._kernels.dense_kernel import Dense
@@ -61,7 +61,7 @@ def _find() -> dict[str, Registered]:
 
 
 def _rank(entry: Entry) -> tuple[bool, bool, str]:
-    return entry.distribution != "polyattn", entry.flaw is not None, entry.name
+    return entry.distribution not in OURS, entry.flaw is not None, entry.name
 
 
 @constant_when_traced
@@ -73,8 +73,9 @@ def names() -> tuple[str, ...]:
 
 @constant_when_traced
 def kernel_names() -> tuple[str, ...]:
-    """Return the names of the kernels of all backends that can be loaded."""
-    backends = [loaded(name) for name in names() if load(name) is None]
+    """Return the names of the kernels of the backends that are loaded, without loading others."""
+    with _lock:
+        backends = [p.backend for p in _find().values() if p.backend is not None]
     return tuple(kernel.name for backend in backends for kernel in kernels_of(backend))
 
 

@@ -64,7 +64,7 @@ class CallCount(NamedTuple):
             f"{self.dtype}, {self.library}{self.device and f' on {self.device}'}",
             ", ".join(sorted(self.needs)) or "-",
             f"{self.backend} {self.kernel}",
-            "; ".join(f"{c.kernel or c.backend}: {', '.join(c.reasons)}" for c in self.refused),
+            "; ".join(f"{c.kernel or c.backend}: {c.text}" for c in self.refused),
         )
 
 

@@ -315,3 +315,14 @@ def test_lengths_and_tables_of_other_axes_are_cut(items, lengths):
 def test_array_api_tiles_get_whole_keys():
     found = paged(kernel=tiles_of(8), is_causal=True)
     assert np.allclose(found, one_by_one(is_causal=True), rtol=0, atol=1e-13)
+
+
+@pytest.mark.needs("torch")
+def test_a_length_beyond_the_table_hides_nothing_also_in_a_window():
+    table = torch.tensor([[0, 1, 2, 3], [4, 5, 6, 7]])
+    pools = [torch.from_numpy(pool) for pool in POOLS]
+    query, lengths = torch.ones(2, H, 3, D, dtype=torch.float64), torch.tensor([20, 3])
+    whole = [pool[table].movedim(1, 2).reshape(2, G, 16, pool.shape[-1]) for pool in pools]
+    found = attention(query, *pools, block_table=table, key_lengths=lengths, window=(2, 0))
+    wanted = attention(query, *whole, key_lengths=lengths, window=(2, 0))
+    torch.testing.assert_close(found, wanted)

@@ -8,6 +8,7 @@ from optional import torch
 
 from polyattn import attention, masks, scores
 from polyattn._kernels import dense
+from polyattn._kernels.dense_kernel import Dense
 from polyattn_torch import lengths as by_lengths
 
 F = torch.nn.functional
@@ -108,3 +109,64 @@ def test_other_kernels_get_the_keys_up_to_the_longest_length(kernel, monkeypatch
     )
     attention(QUERY, KEY, VALUE, key_lengths=torch.tensor([7, 99, 5, 0]), kernel=kernel)
     assert sum(widths) == 99
+
+
+class Unsafe(Dense):
+    """The formula, as a kernel that may multiply what is hidden by 0."""
+
+    name = "unsafe"
+    poison_safe = False
+
+
+class WithoutOffsets(Unsafe):
+    """It aligns causal rows to the newest query, whatever the offset."""
+
+    name = "without_offsets"
+    features = frozenset({"causal", "mask_expression", "logsumexp"})
+
+    def __call__(self, problem, operands, backend):
+        assert problem.query_offset == problem.key_length - problem.query_length
+        return super().__call__(problem, operands, backend)
+
+
+LONG = [torch.randn(2, 4, 300, 32, generator=torch.Generator().manual_seed(n)) for n in range(3)]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"sinks": torch.arange(4.0)},
+        {"score_mod": scores.alibi(4)},
+        {"score_mod": lambda s, b, h, i, j: s * (b + 1)},
+        {"dropout": (0.3, 5)},
+    ],
+    ids=["sinks", "alibi", "by item", "dropout"],
+)
+def test_items_of_unlike_lengths_keep_what_goes_by_the_whole_call(options):
+    query, lengths = LONG[0][..., :8, :], torch.tensor([100, 290])
+    found, wanted = (
+        attention(query, *LONG[1:], key_lengths=lengths, kernel=kernel, **options)
+        for kernel in (Unsafe(), "dense")
+    )
+    torch.testing.assert_close(found, wanted, atol=2e-5, rtol=2e-5)
+
+
+def test_a_kernel_that_is_cut_gets_no_offset_that_it_does_not_declare():
+    query, key, value = LONG[0][..., :8, :], *LONG[1:]
+    given = {"key_lengths": 16, "query_offset": 292, "is_causal": True}
+    found = attention(query, key, value, kernel=WithoutOffsets(), **given)
+    torch.testing.assert_close(found, attention(query, key, value, kernel="dense", **given))
+
+
+def test_a_kernel_with_derivatives_keeps_them_beside_a_mask():
+    class Opaque(Unsafe):
+        def __call__(self, *given):
+            with torch.no_grad():
+                return super().__call__(*given)
+
+    grads = []
+    for kernel in (Opaque(), "dense"):
+        query = LONG[0][..., :8, :].clone().requires_grad_()
+        attention(query, *LONG[1:], mask=masks.prefix(3), kernel=kernel).sum().backward()
+        grads.append(query.grad)
+    torch.testing.assert_close(*grads)

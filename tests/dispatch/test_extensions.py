@@ -410,6 +410,16 @@ def test_polyattn_native_is_ours(give, install):
     assert (attention(X, X, X) == 7).all()
 
 
+def test_no_other_distribution_takes_the_name_of_ours(give, install):
+    (give.folder / "ours.py").write_text(SPEC)
+    install("aaa", ["fast = no_such:SPEC"], "Name: aaa", entries.KERNELS)
+    install("polyattn_native", ["fast = ours:SPEC"], "Name: polyattn-native", entries.KERNELS)
+    assert (attention(X, X, X) == 7).all()
+    assert ("kernels fast (aaa)", "its name 'fast' is taken already, by polyattn-native") in [
+        (title, reason.partition(":")[0]) for title, reason in extensions.failures()
+    ]
+
+
 def test_the_list_says_how_to_allow_what_is_not(give):
     give(allowed=False)
     (row,) = (info for info in polyattn.list_backends() if info.name == "numpy")
@@ -460,8 +470,20 @@ def test_what_is_left_out_does_not_run_by_its_name(give):
 )
 def test_a_sign_of_nothing_is_refused(give, signs, message):
     give(allowed=False)
+    registry.load("numpy")
     with pytest.raises(ValueError, match=message):
         attention(X, X, X, backend=signs)
+
+
+def test_what_is_left_out_may_be_absent_and_loads_nothing(run_python):
+    said = run_python("""
+import sys, numpy as np, polyattn
+x = np.ones((1, 3, 4))
+with polyattn.use_backend("-sdpa,-no_such_kernel_here"):
+    polyattn.attention(x, x, x)
+print([name for name in ("torch", "jax", "dask") if name in sys.modules])
+""")
+    assert said.split() == ["[]"]
 
 
 @pytest.mark.parametrize("tool", [Target, lambda name: list(contenders(name))])

@@ -498,3 +498,9 @@ for one, other in zip(of_slopes("native")(jnp.ones(4), x), of_slopes("xla")(jnp.
 """,
         XLA_FLAGS=os.environ["XLA_FLAGS"] + " --xla_force_host_platform_device_count=2",
     )
+
+
+def test_it_counts_no_further_than_32_bits() -> None:
+    from polyattn_native.on_jax import NativeOnJax
+
+    assert NativeOnJax.counts_far == frozenset()

@@ -53,6 +53,7 @@ class NativeOnJax(Native):
         "value_size", "window",
     }))  # fmt: skip
     devices = frozenset({"cpu"})
+    counts_far = Kernel.counts_far
     reads_quantized = Kernel.reads_quantized
 
     def reasons_against(self, problem: Problem) -> list[str]:

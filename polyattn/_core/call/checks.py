@@ -187,7 +187,9 @@ def _check_tangents(call: Call) -> None:
     for name, tangent in [] if call.tangents is None else named_arrays(call.tangents):
         argument = name.removesuffix("_tangent")
         of = getattr(call, argument)
-        if of is None or (tangent.shape, tangent.dtype) != (of.shape, of.dtype):
+        if of is None:
+            raise ValueError(f"there is a tangent of {argument}, and no {argument} in the call")
+        if (tangent.shape, tangent.dtype) != (of.shape, of.dtype):
             raise ValueError(
                 f"the tangent of {argument} must have its shape and dtype, {of}; got {tangent}"
             )

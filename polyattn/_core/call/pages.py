@@ -26,6 +26,8 @@ def on_used_pages(call: Call, x: Operands) -> tuple[Call, Operands]:
         return call, x
     xp, many, (left, _) = library_of(table).xp, table.shape[-1], call.window or (None, None)
     (_, _, rows, _), (_, _, page, _) = (axes_of(y.shape, call.layout) for y in call[:2])
+    if max(xp.reshape(lengths, (-1,)).tolist(), default=0) > many * page:
+        return call, x  # such a length hides nothing
     by_distance = isinstance(x.mask, CachePadding) and x.score_mod is None and not call.dropout
     moves = by_distance and left is not None and not isinstance(x.query_offset, int)
     first: Any = clip(xp, (lengths - rows - left) // page, 0, many) if moves else 0
