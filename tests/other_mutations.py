@@ -276,7 +276,7 @@ MUTATIONS = (
      "(parents[..., None] == index) & (index < row)",
      "(parents[..., None] == index)"),
     # pages
-    (PAGES + "test_pages_equal_keys_in_one_piece[nothing-tensor]",
+    (PAGES + "test_unused_slots_are_copied_as_0",
      "what fills unused slots", "polyattn/_core/call/pages.py",
      "return xp.where(used[..., None, :, None], found, xp.zeros_like(found))",
      "return found"),
@@ -581,7 +581,7 @@ MUTATIONS = (
      "for derivative in ():"),
     (SELECT + "test_autograd_differentiates_by_operations_what_a_kernel_does_not",
      "autograd by a kernel that has no such gradient", "backends/polyattn_torch/steps.py",
-     'if not is_recorded(problem) or undeclared(kernel, problem.features | {"backward", "jvp"}):',
+     "if not is_recorded(problem) or undeclared(kernel, problem.features | asked):",
      "if not is_recorded(problem):"),
     ("tests/call/test_options.py::test_the_formula_computes_a_new_option_only_once_it_names_it",
      "a feature that is added forward only", "polyattn/_kernels/backward.py",

@@ -96,7 +96,8 @@ class KernelStep:
             if isinstance(slot := getattr(self._template, name, None), Slot)
         }
         rest = [n for n, one in enumerate(moved) if one is not None]
-        if len(rest) > sum(one is not None for one in named.values()):  # those of expressions
+        has_others = len(rest) > sum(one is not None for one in named.values())  # of expressions
+        if has_others or undeclared(self._kernel, self.problem.features | {"jvp"}):
             return moved_along(
                 lambda tensors: tuple(self.result(tensors, by_operations=True)), [tensors], [moved]
             )
@@ -146,7 +147,8 @@ def step_of(
 ) -> tuple[KernelStep, list[torch.Tensor], bool] | None:
     """Return the step of a call, its tensors and whether it asks for a logsumexp, or None."""
     # None for a call that autograd does not record, or records operation by operation.
-    if not is_recorded(problem) or undeclared(kernel, problem.features | {"backward", "jvp"}):
+    asked = {"backward"} | ({"jvp"} & problem.transforms)
+    if not is_recorded(problem) or undeclared(kernel, problem.features | asked):
         return None
     if problem.normalizer is not None or _needs_operations(problem, x, backend):
         return None

@@ -102,13 +102,16 @@ def names() -> tuple[str, ...]:
 
 
 @constant_when_traced
-def absent(backend: str, kernel: str | None) -> tuple[tuple[str, bool, str], ...]:
+def absent(
+    backend: str, kernel: str | None, names: Sequence[str] = ()
+) -> tuple[tuple[str, bool, str], ...]:
     """Return the extensions whose kernels did not join a backend: if allowed, and the reason.
 
-    Of those without a spec nobody knows whether they are for it: only the one that is named.
+    Of those without a spec nobody knows whether they are for it: only the ones that are named.
     """
+    asked = {kernel, *(name[1:] for name in names if name.startswith("+"))}
     reasons = [
-        (one, one.absent.get(backend) or (one.failure if kernel == one.name else None))
+        (one, one.absent.get(backend) or (one.failure if one.name in asked else None))
         for one in _extensions
         if kernel in (None, one.name)
     ]

@@ -194,7 +194,9 @@ def _absent(name: str, kernel: str | Kernel | None, requested: Request) -> list[
         return []
     return [
         Candidate(name, one, "not allowed" if held and not kernel else "unavailable", (reason,))
-        for one, is_allowed, reason in extensions.absent(name.partition(":")[0], kernel)
+        for one, is_allowed, reason in extensions.absent(
+            name.partition(":")[0], kernel, requested.names
+        )
         for held in [requested.against(one, one, is_allowed)]
     ]
 

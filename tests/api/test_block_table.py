@@ -23,6 +23,8 @@ from polyattn import (
     scores,
 )
 from polyattn._core.call import layout
+from polyattn._core.call.operands import Operands
+from polyattn._core.call.pages import gathered
 from polyattn_numpy.tiled import Tiled
 
 rng = np.random.default_rng(0)
@@ -326,3 +328,12 @@ def test_a_length_beyond_the_table_hides_nothing_also_in_a_window():
     found = attention(query, *pools, block_table=table, key_lengths=lengths, window=(2, 0))
     wanted = attention(query, *whole, key_lengths=lengths, window=(2, 0))
     torch.testing.assert_close(found, wanted)
+
+
+def test_unused_slots_are_copied_as_0():
+    """Kernels get copies of the pages, and not every kernel leaves out what is hidden."""
+    x = Operands.of_options(block_table=TABLE, key_lengths=LENGTHS)
+    found = gathered(np.full_like(POOLS[0], np.nan), x)
+    used = np.arange(found.shape[-2]) < LENGTHS[:, None]
+    np.testing.assert_array_equal(np.isnan(found).all((1, 3)), used)
+    assert (found[~np.isnan(found)] == 0).all()

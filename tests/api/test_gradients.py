@@ -189,7 +189,12 @@ def test_bad_input(change, error, message):
         ),
         ((None, (None,) * 2), {}, TypeError, "tangents must be those of .* got 2 of them"),
         ((None, (np.zeros(3), None, None)), {}, ValueError, "the tangent of query must have its"),
-        ((None, {"bias": np.zeros(3)}), {}, ValueError, "a tangent of bias, and no bias in the call"),
+        (
+            (None, {"bias": np.zeros(3)}),
+            {},
+            ValueError,
+            "a tangent of bias, and no bias in the call",
+        ),
         ((None, {"scale": 1.0}), {}, TypeError, "may be those of query, .* got one of 'scale'"),
     ],
 )

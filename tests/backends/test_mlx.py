@@ -84,9 +84,10 @@ def test_rows_without_keys_are_0_and_have_gradients_of_0():
 
 
 def test_a_gradient_does_not_pass_through_the_maximum():
-    target = Target("mlx")
-    (dense,) = (variant for variant in target.kernels if variant.kernel.name == "dense")
-    assert check_gradients(target, dense, GRADIENT_CASES["decode"])
+    softmax = MlxBackend().softmax
+    given = mx.array([[1.0, 2.0, 0.5]])
+    gradient = mx.grad(lambda x: mx.sum(softmax(x)[0]))(given)
+    np.testing.assert_allclose(np.asarray(gradient), np.asarray(softmax(given)[0]), rtol=1e-6)
 
 
 def test_gradients_of_16_bits_in_tiles_are_rounded_once():

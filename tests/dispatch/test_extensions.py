@@ -420,6 +420,13 @@ def test_no_other_distribution_takes_the_name_of_ours(give, install):
     ]
 
 
+def test_a_plugin_that_is_allowed_and_broken_is_told(install):
+    install("broken", ["broken = no_such_module:SPEC"], "Name: broken", entries.KERNELS)
+    with pytest.warns(RuntimeWarning, match="the kernels broken for numpy cannot be used"):
+        attention(X, X, X, backend="+broken")
+    assert "no_such_module" in str(explain(X, X, X, backend="+broken"))
+
+
 def test_the_list_says_how_to_allow_what_is_not(give):
     give(allowed=False)
     (row,) = (info for info in polyattn.list_backends() if info.name == "numpy")

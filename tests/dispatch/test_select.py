@@ -80,6 +80,24 @@ def test_autograd_differentiates_by_operations_what_a_kernel_does_not():
     np.testing.assert_allclose(x.grad, y.grad, atol=1e-12)
 
 
+@pytest.mark.needs("torch")
+def test_autograd_runs_the_backward_pass_of_a_kernel_that_has_no_other():
+    class Opaque(Dense):
+        name = "opaque"
+        differentiates: ClassVar = {"backward": Dense.differentiates["backward"]}
+
+        def __call__(self, *given):
+            with torch.no_grad():
+                return super().__call__(*given)
+
+    found = []
+    for kernel in (Opaque(), None):
+        x = torch.tensor(X, dtype=torch.float64, requires_grad=True)
+        attention(x, x, x, softcap=2.0, kernel=kernel).sum().backward()
+        found.append(x.grad)
+    np.testing.assert_allclose(*found, atol=1e-12)
+
+
 # ---- the three channels ----
 
 

@@ -239,7 +239,7 @@ def test_shapes_without_lengths_give_the_same(monkeypatch, name):
     expected = made(np.asarray, steps, np.float64).attention(QUERIES, **options)
     monkeypatch.setattr(nn.QuantizedCache, "_is_traced", True)
     monkeypatch.setattr(quantized, "PIECE", 400)
-    cache = made(np.asarray, steps, np.float64, capacity=64)
+    cache = made(np.asarray, steps, np.float64, capacity=96)
     assert (cache.codes.length, cache.recent.length) == (64, 6)
     for option in options.keys() & {"mask", "bias"}:
         if isinstance(options[option], np.ndarray):  # for each slot of the memory
