@@ -63,7 +63,8 @@ class Half(Dense):
 
 def test_a_kernel_differentiates_what_it_declares_and_no_more():
     output, pullback = attention_vjp(X, X, X, is_causal=True, kernel=Half())
-    np.testing.assert_allclose(pullback(X).query, attention_vjp(X, X, X, is_causal=True)[1](X)[0])
+    wanted = attention_vjp(X, X, X, is_causal=True)[1](X).query
+    np.testing.assert_allclose(pullback(X).query, wanted, atol=1e-5)
     assert attention_jvp((X, X, X), (X, X, X), softcap=2.0, kernel=Half())[0].shape == output.shape
     _, pullback = attention_vjp(X, X, X, softcap=2.0, kernel=Half())
     with pytest.raises(polyattn.UnsupportedError, match="computes softcap, and has no gradient of"):

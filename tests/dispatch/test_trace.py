@@ -29,6 +29,7 @@ def total(trace):
     return sum(calls.count for calls in trace.calls)
 
 
+@pytest.mark.without_native
 def test_calls_are_counted_by_what_decides_their_kernel():
     with polyattn.trace() as trace:
         for _ in range(3):
@@ -48,6 +49,7 @@ def test_calls_are_counted_by_what_decides_their_kernel():
     assert (flat.query, flat.needs, flat.count) == ((64, 8), set(), 1)
 
 
+@pytest.mark.without_native
 def test_it_prints_as_a_table_and_is_data_for_json():
     with polyattn.trace() as trace:
         attention(X, X, X, is_causal=True)
@@ -64,6 +66,7 @@ def test_it_prints_as_a_table_and_is_data_for_json():
     assert refused[1][2:4] == ["refused", ["it does not compute normalizer"]]
 
 
+@pytest.mark.without_native
 def test_derivatives_and_weights_are_calls_too():
     with polyattn.trace() as trace:
         partial = polyattn.attention_partial(X, X, X)
@@ -292,6 +295,7 @@ def test_time_waits_for_the_device_around_each_call_where_it_is_asked_for(monkey
 # ---- the logger ----------------------------------------------------------------------------------
 
 
+@pytest.mark.without_native
 def test_the_logger_has_a_line_for_each_new_plan(caplog):
     cache.forget()
     with caplog.at_level(logging.DEBUG, "polyattn"):
