@@ -164,12 +164,15 @@ def check_known(requested: Request) -> None:
     """Raise if no plugin has one of the requested names."""
     known = (*registry.names(), registry.ARRAY_API, AUTO)
     for name in set(requested.names).difference(requested.backends):
-        signed = {*registry.names(), *extensions.names()}
-        signed |= set() if name[0] == "+" else {*registry.kernel_names()}
-        hint = did_you_mean(name[1:], sorted(signed))
-        # What is to be left out may be absent, or a kernel of a backend that is not loaded.
-        if name[1:] not in signed and (hint or name[0] == "+"):
-            raise UnknownBackendError(f"no plugin or kernel is named as in {name!r}{hint or '.'}")
+        signed = (*registry.names(), *extensions.names())
+        if name[1:] not in signed and name[0] == "-":
+            signed = (*signed, *registry.kernel_names())
+        if name[1:] not in signed:
+            hint = did_you_mean(name[1:], signed)
+            # What is to be left out may be absent, or a kernel of a backend that is not loaded.
+            if hint or name[0] == "+":
+                hint = hint or "."
+                raise UnknownBackendError(f"no plugin or kernel is named as in {name!r}{hint}")
     for name in requested.backends:
         stem, _, device = name.partition(":")
         if stem == AUTO and device:

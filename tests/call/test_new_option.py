@@ -134,4 +134,4 @@ def test_a_derivative_in_reverse_mode_leaves_forward_mode_refused(tmp_path):
 
 def test_a_derivative_that_is_declared_and_not_there_is_found(tmp_path):
     found = outcomes(tmp_path, DECLARED, CARELESS)
-    assert {"jvp", "gradients_of_parallel_ring"} <= wrong(found)
+    assert "jvp" in wrong(found)  # and a gradient has no field in `Gradients`
