@@ -18,7 +18,7 @@ Spec = TypeVar("Spec", BackendSpec, KernelSpec)
 
 @dataclass
 class Plugin(Generic[Spec]):
-    """What an entry point leads to: a spec, or the reason why there is none."""
+    """The spec that an entry point names, or the reason why there is none."""
 
     name: str
     distribution: str
@@ -63,7 +63,7 @@ def read_spec(entry: Entry, kind: type[Spec]) -> Spec | str:
 
 
 def unusable(spec: BackendSpec | KernelSpec, distribution: str) -> str | None:
-    """Return why a plugin cannot run here, by its spec alone, and what to do; or None."""
+    """Return why the spec of a plugin says that it cannot run here, and what to do; or None."""
     if spec.contract_version != CONTRACT_VERSION:
         older = distribution if spec.contract_version < CONTRACT_VERSION else "polyattn"
         written = f"it was written for version {spec.contract_version}"

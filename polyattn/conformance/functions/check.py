@@ -247,7 +247,7 @@ def check_parts(
 
 
 class _Ran(NamedTuple):
-    """What a function returned, as arrays of NumPy."""
+    """The results of a function, as arrays of NumPy."""
 
     output: Array
     logsumexp: Array | None

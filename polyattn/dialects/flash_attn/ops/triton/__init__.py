@@ -1,3 +1,3 @@
-"""What code imports from `flash_attn.ops.triton`, computed without Triton."""
+"""The part of `flash_attn.ops.triton` that code imports, computed without Triton."""
 
 from polyattn.dialects.flash_attn.ops.triton import rotary as rotary
