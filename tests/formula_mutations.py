@@ -105,7 +105,7 @@ MUTATIONS = (
      "meet & (low == high) & (least == most)", "meet"),
     ("a window turned round", PATTERNS, "at.column >= at.position(-self.left)",
      "at.column >= at.position(self.left)"),
-    ("dilated from the first key", PATTERNS, "at.away_from_row(self.step)",
+    ("dilated from the first key", PATTERNS, "at.relative_position(self.step)",
      "at.column % min(self.step, INDEX_LIMIT)"),
     ("global tokens are seen and do not see", PATTERNS,
      "(at.column == token) | (at.position() == token)", "at.column == token"),

@@ -53,7 +53,7 @@ def gradients(
         tiles = keys.split(column_block)
         for columns, masked in visible_tiles(problem, x, backend, rows, tiles):
             # Without a name here, so that one tile is let go before the next is computed.
-            _Tile(
+            _TilePullback(
                 problem, x, backend, block,
                 score_tile(problem, x, backend, block, columns, masked), total,
             ).add(output, delta)  # fmt: skip
@@ -79,7 +79,7 @@ def _of_results(
 
 
 @dataclass
-class _Tile:
+class _TilePullback:
     """A tile of scores, and the sums that its gradients are added to."""
 
     problem: Problem

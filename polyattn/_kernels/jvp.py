@@ -37,7 +37,7 @@ def pushforward(
 ) -> tuple[Array, Array]:
     """Return the tangents of output and logsumexp, in the accumulator's dtype, by tiles."""
     xp, output = backend.xp, residuals.output
-    call = _Call(problem, x, residuals, tangents, backend)
+    call = _Pushforward(problem, x, residuals, tangents, backend)
     rows = Span(0, problem.query_length).split(row_block)
     found = [call.of_rows(some, column_block) for some in rows]
     if not found:
@@ -48,7 +48,7 @@ def pushforward(
 
 
 @dataclass
-class _Call:
+class _Pushforward:
     """A call and the direction of its derivative."""
 
     problem: Problem
@@ -82,26 +82,26 @@ class _Call:
             value, s = part_of(problem, x.value, columns, xp), tile.scores.final
             tangent = tangent + weighted_sum(problem, backend, t, s, value)
             if tangents.value is not None:
-                moved = part_of(problem, tangents.value, columns, xp)
-                tangent = tangent + weighted_sum(problem, backend, weights, s, moved)
+                value_tangent = part_of(problem, tangents.value, columns, xp)
+                tangent = tangent + weighted_sum(problem, backend, weights, s, value_tangent)
         return tangent - mean * output, mean[..., 0]
 
     def _of_scores(self, block: RowBlock, tile: Scored) -> Array:
         """Return the tangent of a tile of scores, 0 where a key is absent."""
         problem, x, backend, tangents = self.problem, self.x, self.backend, self.tangents
         xp, rows, query, key = backend.xp, block.rows, block.query, tile.key
-        moved_query, moved_key = xp.zeros_like(query), xp.zeros_like(key)
+        query_tangent, key_tangent = xp.zeros_like(query), xp.zeros_like(key)
         if tangents.query is not None:
-            moved_query = scaled(problem, tangents.query[..., rows.start : rows.stop, :], xp)
+            query_tangent = scaled(problem, tangents.query[..., rows.start : rows.stop, :], xp)
         if tangents.key is not None:
-            moved_key = part_of(problem, tangents.key, tile.columns, xp)
+            key_tangent = part_of(problem, tangents.key, tile.columns, xp)
         if x.similarity is None:
-            t = backend.matmul(moved_query, xp.matrix_transpose(key))
-            t = t + backend.matmul(query, xp.matrix_transpose(moved_key))
+            t = backend.matmul(query_tangent, xp.matrix_transpose(key))
+            t = t + backend.matmul(query, xp.matrix_transpose(key_tangent))
             t = unfold_heads(problem, t, xp)
         else:
-            key, moved_key = (with_rank(one, len(query.shape)) for one in (key, moved_key))
-            t = x.similarity.pushforward(query, key, moved_query, moved_key, backend)
+            key, key_tangent = (with_rank(one, len(query.shape)) for one in (key, key_tangent))
+            t = x.similarity.pushforward(query, key, query_tangent, key_tangent, backend)
             t = problem.scale * unfold_heads(problem, t, xp)
         zeros = xp.zeros_like(tile.weights)
         if problem.score_norm is not None:

@@ -66,7 +66,9 @@ SCORES = {
 
 def cut_before(expression, part):
     """The expression over a part, given arrays that are cut already."""
-    return expression.apart().map_arrays(lambda axes, x: part.array(x, axes)).part(part)
+    return (
+        expression.with_array_per_axis().map_arrays(lambda axes, x: part.array(x, axes)).part(part)
+    )
 
 
 def cut_from_whole(expression, part):
@@ -87,7 +89,7 @@ def indices(shape, first=(0, 0, 0), flat=None, lib=np):
 def inside(part, lib=np):
     """The indices of a part, counted from its own first ones."""
     own = tuple(span.length for span in part.items)
-    offset = part.counted(lib.full(BATCH, OFFSET), -part.away).reshape(-1)
+    offset = part.counted(lib.full(BATCH, OFFSET), -part.offset_shift).reshape(-1)
     return PointIndices(
         *indices((*own, *(s.length for s in part[2:5])), lib=lib), offset=offset, batch=own
     )
@@ -160,14 +162,14 @@ def coverage(part, mask, offset, lib, first=(0, 0)):
 
 
 def coverage_there(part, mask):
-    return coverage(part, mask.part(part), part.counted(OFFSET, -part.away), jnp)
+    return coverage(part, mask.part(part), part.counted(OFFSET, -part.offset_shift), jnp)
 
 
 @pytest.mark.parametrize("name", [n for n in MASKS if "rule" not in n])
 def test_a_mask_knows_as_much_of_the_tiles_of_a_part(name):
     part, mask = PARTS[0], MASKS[name]
     whole = coverage(part._replace(items=WHOLE.items), mask, OFFSET, np, part.first[2:])
-    found = [coverage(part, mask.part(part), OFFSET + part.away, np)]
+    found = [coverage(part, mask.part(part), OFFSET + part.offset_shift, np)]
     if name != "compiled":  # whose table is not read at a traced place
         found += with_traced_starts(part, coverage_there, mask)
     for any_visible, all_visible in found:
@@ -201,14 +203,14 @@ def test_a_score_is_changed_in_a_part_as_it_is_there(name, part):
 
 @pytest.mark.parametrize("part", PARTS, ids=PLACES)
 @pytest.mark.parametrize("axes", [".HLS", ".S", "-H"])
-def test_the_gradient_of_the_entries_is_placed_where_they_were(axes, part):
+def test_the_gradient_of_a_part_is_padded_with_zeros(axes, part):
     shape = {".HLS": (*BATCH, H, 1, S), ".S": (*BATCH, S), "-H": (7, H)}[axes]
     whole = RNG.normal(size=shape)
     entries = part.array(whole, axes)
     weights = RNG.normal(size=entries.shape)
-    placed = part.placed(weights, whole, axes)
-    assert placed.shape == whole.shape
-    np.testing.assert_allclose((placed * whole).sum(), (weights * entries).sum())
+    padded = part.padded(weights, whole, axes)
+    assert padded.shape == whole.shape
+    np.testing.assert_allclose((padded * whole).sum(), (weights * entries).sum())
 
 
 def classes(cls=Expression):

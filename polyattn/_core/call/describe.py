@@ -18,7 +18,7 @@ from polyattn._core.call.lengths import move_lengths
 from polyattn._core.call.operands import Operands
 from polyattn._core.call.options import OPTIONS
 from polyattn._core.expressions.expression import FUNCTION, Expression
-from polyattn._core.expressions.masks import And, Dense, Mask, Rule
+from polyattn._core.expressions.masks import And, DenseMask, Mask, RuleMask
 from polyattn._core.expressions.patterns import Band
 from polyattn._core.expressions.scores import Chain, Function, Score, Softcap
 
@@ -52,7 +52,7 @@ def describe(
         _move_band(values)
     described = {name: _described(name, value, facts) for name, value in values.items()}
     if "dropout" in values:
-        _take_dropout_apart(described, values, facts)
+        _split_dropout(described, values, facts)
     # By keyword to `__new__`: to the class itself it takes twice as long.
     call = Call.__new__(
         Call,
@@ -101,7 +101,7 @@ def _described(name: str, value: Any, facts: Callable[[Any, str], ArrayFacts]) -
     return value if is_number else facts(value, name)
 
 
-def _take_dropout_apart(
+def _split_dropout(
     described: dict[str, Any], values: dict[str, Any], facts: Callable[[Any, str], ArrayFacts]
 ) -> None:
     """Take dropout apart: its rate, its seed, and where its hash begins."""
@@ -155,8 +155,8 @@ def _move_band(values: dict[str, Any]) -> None:
         values["mask"] = And(tuple(rest))
     elif rest:
         only: Any = rest[0]
-        only = only.array if isinstance(only, Dense) else only
-        values["mask"] = only.function if isinstance(only, Rule) else only
+        only = only.array if isinstance(only, DenseMask) else only
+        values["mask"] = only.function if isinstance(only, RuleMask) else only
 
 
 def _least(one: int | None, other: int | None) -> int | None:

@@ -48,7 +48,7 @@ class Call(NamedTuple):
     tangents: Tangents | None = None
 
     def with_whole_keys(self) -> Call:
-        """Return the call with keys and values in one piece, if they are in pages."""
+        """Return the call over gathered keys and values, if they are in pages."""
         if self.block_table is None:
             return self
         *batch, pages = self.block_table.shape
@@ -62,11 +62,11 @@ class Call(NamedTuple):
         changed: dict[str, Any] = {"key": whole(self.key)}
         if self.value is not None:
             changed["value"] = whole(self.value)
-        moved = {} if self.tangents is None else self.tangents._asdict()
-        for name in changed:
-            if moved.get(name) is not None and moved[name].shape == getattr(self, name).shape:
-                moved[name] = whole(moved[name])
-        tangents = None if self.tangents is None else self.tangents._replace(**moved)
+        tangents = self.tangents
+        if tangents is not None:
+            given = {name: getattr(tangents, name) for name in changed}
+            paged = [n for n, x in given.items() if x and x.shape == getattr(self, n).shape]
+            tangents = tangents._replace(**{name: whole(given[name]) for name in paged})
         return self._replace(**changed, tangents=tangents)
 
     def operands(self) -> list[tuple[str, ArrayFacts]]:

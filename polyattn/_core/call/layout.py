@@ -113,9 +113,9 @@ def positions_matter(call: Call) -> bool:
 
 def keeps_axes(call: Call) -> bool:
     """Return whether the caller's axes are those that a kernel knows, in arguments and results."""
-    is_moved = call.layout == "...LHD" or isinstance(call.query_offset, ArrayFacts)
-    is_moved = is_moved or None in (*call.query.shape, *call.key.shape)
-    return not is_moved and 2 not in _ranks(call)
+    if call.layout == "...LHD" or isinstance(call.query_offset, ArrayFacts):
+        return False
+    return None not in (*call.query.shape, *call.key.shape) and 2 not in _ranks(call)
 
 
 def is_flat(call: Call) -> bool:

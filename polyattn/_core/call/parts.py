@@ -35,7 +35,7 @@ def options_of_part(given: Mapping[str, Any], part: Part) -> dict[str, Any]:
 
 def _of_part(option: Option, value: Any, part: Part) -> Any:
     if option.name == "query_offset":
-        return part.counted(value, -part.away)
+        return part.counted(value, -part.offset_shift)
     if option.name == "dropout":
         rate, seed, start = value
         return rate, seed, _sums(start, part.first)
@@ -45,7 +45,7 @@ def _of_part(option: Option, value: Any, part: Part) -> Any:
         if option.axes is None:
             raise TypeError(f"{option.name} cannot be cut: it has no axes in the table of options")
         return part.array(value, option.axes)
-    return part.moved(value) if callable(value) else value
+    return part.shifted(value) if callable(value) else value
 
 
 def _sums(start: Any, first: tuple[Any, ...]) -> Any:

@@ -114,7 +114,7 @@ def by_rows(
         return [function(query, key, *more)]
     # Distances of p = 1 are 1.7 times as fast by blocks, others and sparsemax 1.2 times.
     # A pass reads one entry of all keys, which must be next to one another.
-    key = _entries_apart(key, backend.xp)
+    key = _contiguous_entries(key, backend.xp)
     cut = [[array[..., i.start : i.stop, :] for array in (query, *more)] for i in blocks]
     return [function(query, key, *more) for query, *more in cut]
 
@@ -124,7 +124,7 @@ def joined(xp: Any, blocks: Sequence[Array]) -> Array:
     return blocks[0] if len(blocks) == 1 else xp.concat(blocks, axis=-2)
 
 
-def _entries_apart(vectors: Array, xp: Any) -> Array:
+def _contiguous_entries(vectors: Array, xp: Any) -> Array:
     """Return vectors (..., n, D) in memory with the axes (..., D, n)."""
     size = vectors.shape[-1]
     entries = [vectors[..., d] for d in range(size)]

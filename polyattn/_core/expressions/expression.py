@@ -115,9 +115,11 @@ class Expression:
             _note_carried(name, getattr(self, name), found)
         return found
 
-    def apart(self: V) -> V:
+    def with_array_per_axis(self: V) -> V:
         """Return an equal expression in which an array follows one axis of the scores only."""
-        return self._rebuilt(lambda _, x: x.apart() if isinstance(x, Expression) else x)
+        return self._rebuilt(
+            lambda _, x: x.with_array_per_axis() if isinstance(x, Expression) else x
+        )
 
     def with_lengths(self: V, change: Callable[[int], Any]) -> V:
         """Return the expression with each length replaced that is one number for all items."""
@@ -170,7 +172,7 @@ class Expression:
                 return field.part(part)
             if is_array(field):
                 return part.array(field, self._axes_of(name))
-            return part.moved(field) if callable(field) else field
+            return part.shifted(field) if callable(field) else field
 
         return self._rebuilt(changed)
 

@@ -139,7 +139,7 @@ class ScoreIndices(Protocol):
     def position(self, shift: int = 0) -> Array:
         """Return the positions of the rows among the keys, plus `shift`."""
 
-    def away_from_row(self, modulus: int | None = None) -> Array:
+    def relative_position(self, modulus: int | None = None) -> Array:
         """Return key minus position, or only its remainder by `modulus`."""
 
     def per_item(self, numbers: int | Array) -> Any:
@@ -234,7 +234,7 @@ class PointIndices:
         by = saturating_sum(offset, shift, self.xp, self.column.dtype)
         return self.row if isinstance(by, int) and by == 0 else self.row + by
 
-    def away_from_row(self, modulus: int | None = None) -> Array:
+    def relative_position(self, modulus: int | None = None) -> Array:
         """Return key minus position, or only its remainder by `modulus`."""
         if modulus is None:
             return self.column - self.position()

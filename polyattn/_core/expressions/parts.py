@@ -39,7 +39,7 @@ class Part(NamedTuple):
     offset: Any = 0
 
     @property
-    def away(self) -> Any:
+    def offset_shift(self) -> Any:
         """The number that is added to the query offset of the whole."""
         return self.rows.start - self.columns.start
 
@@ -94,7 +94,7 @@ class Part(NamedTuple):
                 array = take(array, axis, start, length)
         return array
 
-    def placed(self, gradient: Array, whole: Array, axes: str) -> Array:
+    def padded(self, gradient: Array, whole: Array, axes: str) -> Array:
         """Return the gradient of a whole array, 0 outside the part: the transpose of `array`."""
         for axis, (start, _) in self._slices(axes, len(gradient.shape)):
             gradient = place(gradient, axis, start, whole.shape[axis])
@@ -120,13 +120,13 @@ class Part(NamedTuple):
         found = saturating_sum(numbers, shift, library.xp, dtype, limit)
         return found if isinstance(first, int) else found - first
 
-    def moved(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def shifted(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function of (b, h, i, j) or (score, b, h, i, j) that counts from the part."""
         begins = all(map(_is_zero, self.first))
-        return function if begins and self._has_all_items else _Moved(function, self)
+        return function if begins and self._has_all_items else _ShiftedFunction(function, self)
 
 
-class _Moved:
+class _ShiftedFunction:
     """A function of the indices of a part; a class, so that it can be pickled."""
 
     def __init__(self, function: Callable[..., Any], part: Part) -> None:
@@ -135,11 +135,11 @@ class _Moved:
     def __call__(self, *given: Any) -> Any:
         *scores, b, h, i, j = given
         part = self._part
-        moved = [
+        shifted = [
             index if _is_zero(first) else index + first
             for index, first in zip((h, i, j), part.first[1:], strict=True)
         ]
-        return self._function(*scores, part.item(b), *moved)
+        return self._function(*scores, part.item(b), *shifted)
 
 
 def _is_zero(start: Any) -> bool:

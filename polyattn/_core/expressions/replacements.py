@@ -52,7 +52,12 @@ class Similarity(Expression):
         raise NotImplementedError
 
     def pushforward(
-        self, query: Array, key: Array, moved_query: Array, moved_key: Array, backend: Primitives
+        self,
+        query: Array,
+        key: Array,
+        query_tangent: Array,
+        key_tangent: Array,
+        backend: Primitives,
     ) -> Array:
         """Return the derivative along tangents, (..., l, s), which may be NaN for an absent key."""
         raise NotImplementedError
@@ -83,12 +88,17 @@ class Cosine(Similarity):
         return unit_slope(query, of_query, xp), unit_slope(key, of_key, xp), []
 
     def pushforward(
-        self, query: Array, key: Array, moved_query: Array, moved_key: Array, backend: Primitives
+        self,
+        query: Array,
+        key: Array,
+        query_tangent: Array,
+        key_tangent: Array,
+        backend: Primitives,
     ) -> Array:
         xp, matmul = backend.xp, backend.matmul
         first, second = unit(query, backend), unit(key, backend)
-        of_first = unit_slope(query, moved_query, xp)
-        turned = xp.matrix_transpose(unit_slope(key, moved_key, xp))
+        of_first = unit_slope(query, query_tangent, xp)
+        turned = xp.matrix_transpose(unit_slope(key, key_tangent, xp))
         return matmul(of_first, xp.matrix_transpose(second)) + matmul(first, turned)
 
 
@@ -137,27 +147,32 @@ class Distance(Similarity):
         return stacked(xp, of_query, of_key, gradient)
 
     def pushforward(
-        self, query: Array, key: Array, moved_query: Array, moved_key: Array, backend: Primitives
+        self,
+        query: Array,
+        key: Array,
+        query_tangent: Array,
+        key_tangent: Array,
+        backend: Primitives,
     ) -> Array:
         xp, matmul = backend.xp, backend.matmul
         if self.p == 2:
             along_query, along_key = (
-                xp.sum(x * moved, axis=-1, keepdims=True)
-                for x, moved in ((query, moved_query), (key, moved_key))
+                xp.sum(x * tangent, axis=-1, keepdims=True)
+                for x, tangent in ((query, query_tangent), (key, key_tangent))
             )
-            across = matmul(moved_query, xp.matrix_transpose(key))
-            across = across + matmul(query, xp.matrix_transpose(moved_key))
+            across = matmul(query_tangent, xp.matrix_transpose(key))
+            across = across + matmul(query, xp.matrix_transpose(key_tangent))
             change = along_query + xp.matrix_transpose(along_key) - across
             return -change * self._over_root(query, key, backend)
 
-        def block(query: Array, key: Array, moved_query: Array) -> Array:
+        def block(query: Array, key: Array, query_tangent: Array) -> Array:
             def step(d: Any, q: Array, k: Array) -> Array:
-                change = moved_query[..., :, d, None] - moved_key[..., None, :, d]
+                change = query_tangent[..., :, d, None] - key_tangent[..., None, :, d]
                 return sign(xp, q - k) * change
 
             return backend.over_size(step, query, key)
 
-        return -joined(xp, by_rows(backend, block, query, key, moved_query))
+        return -joined(xp, by_rows(backend, block, query, key, query_tangent))
 
     def _over_root(self, query: Array, key: Array, backend: Primitives) -> Array:
         """Return 1 over the distance of each query and key, 0 where they are the same."""
@@ -205,20 +220,25 @@ class Additive(Similarity):
         return *stacked(xp, of_query, of_key, gradient), carried
 
     def pushforward(
-        self, query: Array, key: Array, moved_query: Array, moved_key: Array, backend: Primitives
+        self,
+        query: Array,
+        key: Array,
+        query_tangent: Array,
+        key_tangent: Array,
+        backend: Primitives,
     ) -> Array:
         xp = backend.xp
         weight = cast(xp, self.weight, query.dtype)
 
-        def block(query: Array, key: Array, moved_query: Array) -> Array:
+        def block(query: Array, key: Array, query_tangent: Array) -> Array:
             def step(d: Any, q: Array, k: Array) -> Array:
                 bent = xp.tanh(q + k)
-                change = moved_query[..., :, d, None] + moved_key[..., None, :, d]
+                change = query_tangent[..., :, d, None] + key_tangent[..., None, :, d]
                 return weight[d] * (1 - bent * bent) * change
 
             return backend.over_size(step, query, key)
 
-        return joined(xp, by_rows(backend, block, query, key, moved_query))
+        return joined(xp, by_rows(backend, block, query, key, query_tangent))
 
     def check(self, head_size: int) -> None:
         facts: ArrayFacts = self.weight

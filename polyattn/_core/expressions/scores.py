@@ -169,12 +169,12 @@ class Alibi(Score):
         if isinstance(first, int):
             return Alibi(_default_slopes(self.slopes)[first : first + length])
         # Slopes at a traced start would be an array, and have a gradient.
-        rule = part.moved(lambda s, *at: self.apply(s, _indices_of_whole(part, *at)))
+        rule = part.shifted(lambda s, *at: self.apply(s, _indices_of_whole(part, *at)))
         return Function(rule, lambda s, *at: library_of(s).xp.ones_like(s))
 
     @staticmethod
     def _far(at: ScoreIndices, dtype: Any) -> Array:
-        return cast(at.xp, at.xp.abs(at.away_from_row()), dtype)
+        return cast(at.xp, at.xp.abs(at.relative_position()), dtype)
 
     def _slopes(self, at: ScoreIndices, dtype: Any) -> Array:
         if is_array(self.slopes):
@@ -253,7 +253,7 @@ class RelativeBias(Score):
         return gradient, [into_heads(xp, xp.stack(sums), at.head, heads)]
 
     def _bucket(self, at: ScoreIndices) -> Array:
-        return self.bucket(at.away_from_row(), self.table.shape[0], at.xp)
+        return self.bucket(at.relative_position(), self.table.shape[0], at.xp)
 
     def bucket(self, away: Array, buckets: int, xp: Any) -> Array:
         """Return the bucket of keys at these distances after their rows."""

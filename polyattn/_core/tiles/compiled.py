@@ -59,7 +59,7 @@ class Compiled(Mask):
         ):
             return inner  # its tiles are not those of the table
         cut = TileTable(self.size, self.shape, self.any_visible, self.all_visible).of_part(part)
-        lengths = part.rows.length, part.columns.length, self.query_offset + part.away
+        lengths = part.rows.length, part.columns.length, self.query_offset + part.offset_shift
         return Compiled(inner, *lengths, cut.size, cut.shape, cut.any_visible, cut.all_visible)
 
     def check(self, dims: ScoreDims) -> None:
