@@ -210,7 +210,7 @@ MUTATIONS = (
      "a scale by the memory of keys", "polyattn/_core/call/lengths.py",
      'values["scale"] = LongSequence(lengths)',
      "pass"),
-    (LENGTHS + "test_it_is_refused_where_each_item_has_a_length",
+    (LENGTHS + "test_the_scale_of_long_sequences_is_refused_where_each_item_has_a_length",
      "a scale by the longest of all items", "polyattn/_core/call/lengths.py",
      "raise ValueError(_LENGTH_OF_EACH)",
      "lengths = None"),

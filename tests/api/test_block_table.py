@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from libraries import tiles_of
 
 from polyattn import (
     UnsupportedError,
@@ -78,12 +77,6 @@ def test_pages_equal_keys_in_one_piece(to, options):
     assert np.allclose(found, one_by_one(**options), rtol=0, atol=1e-14)
 
 
-def test_pages_equal_keys_in_one_piece_on_jax():
-    with jax.enable_x64(True):
-        found = np.asarray(paged(jnp.asarray, **OPTIONS[-1]))
-    assert np.allclose(found, one_by_one(**OPTIONS[-1]), rtol=0, atol=1e-14)
-
-
 def tiled(tile):
     kernel = Tiled()
     kernel.tile = tile
@@ -113,16 +106,6 @@ def test_an_item_ends_in_the_page_in_which_a_later_tile_begins():
     found = attention(query, pool, pool, kernel="tiled", **call)
     expected = attention(query, pool, pool, kernel="dense", **call)
     assert np.allclose(found, expected, rtol=0, atol=1e-13)
-
-
-@pytest.mark.parametrize("size", [1e3, np.nan, np.inf])
-def test_large_scores_and_what_a_row_sees_reach_it_only(size):
-    pools = tuple(pool.copy() for pool in POISONED)
-    pools[0][7, :, 1] = size  # a key of the first item only
-    found = paged(pools=pools, kernel=tiled(2**18))
-    expected = paged(pools=pools, kernel="dense")
-    assert np.allclose(found, expected, rtol=0, atol=1e-13, equal_nan=True)
-    assert np.isfinite(found[1:]).all()
 
 
 def test_pages_of_16_bits_and_of_other_strides():
@@ -199,16 +182,6 @@ def test_gradients_of_pools_whose_vectors_have_no_numbers(to, sizes):
     assert (np.asarray(found[2])[used().any(1)] != 0).any() == (sizes[1] > 0)
 
 
-def test_torch_and_numpy_have_one_gradient():
-    call = {"block_table": TABLE, "key_lengths": LENGTHS}
-    tensors = [torch.tensor(x, requires_grad=True) for x in (QUERY, *POISONED)]
-    attention(*tensors, **call).sum().backward()
-    output, pullback = attention_vjp(QUERY, *POISONED, **call)
-    found = pullback(np.ones_like(output))
-    for tensor, gradient in zip(tensors, found[:3], strict=True):
-        assert np.allclose(tensor.grad.numpy(), gradient, rtol=0, atol=1e-13)
-
-
 def test_the_siblings_take_pages():
     call = {"block_table": TABLE, "key_lengths": LENGTHS}
     output, logsumexp = attention_partial(QUERY, *POISONED, **call)
@@ -247,12 +220,6 @@ def test_what_is_refused():
         parallel.run_threads(
             1, lambda ranks: parallel.attention(QUERY, *POOLS, over=ranks, block_table=TABLE)
         )
-
-
-def test_small_calls_are_explained_by_shape():
-    found = explain((6, 4, 3, 8), (9, 2, 4, 8), (9, 2, 4, 8), block_table=(6, 3), key_lengths=(6,))
-    assert found.problem.key_length == 12
-    assert found.problem.batch == (6,)
 
 
 def test_kernels_that_get_copies_are_named():
@@ -312,11 +279,6 @@ def test_lengths_and_tables_of_other_axes_are_cut(items, lengths):
     expected = attention(query, *POOLS, kernel=tiled(64), **call)
     arrays = [torch.tensor(x) for x in (query, *POOLS)]
     assert np.allclose(attention(*arrays, **call), expected, rtol=0, atol=1e-13)
-
-
-def test_array_api_tiles_get_whole_keys():
-    found = paged(kernel=tiles_of(8), is_causal=True)
-    assert np.allclose(found, one_by_one(is_causal=True), rtol=0, atol=1e-13)
 
 
 @pytest.mark.needs("torch")

@@ -90,31 +90,21 @@ def test_each_array_of_a_repeated_call_is_its_own(x, name, monkeypatch):
 CHANGES = {
     "dtype": ((X.astype("f8"),) * 3, {}),
     "byte order": ((X.astype(">f4"),) * 3, {}),
-    "one dtype": ((X, X.astype("f8"), X), {}),
-    "one length": ((X, X[:, :, :3], X), {}),
     "lengths": ((X, X[:, :, :3], X[:, :, :3]), {}),
     "rank": ((X[0, 0],) * 3, {}),
     "library": ((T,) * 3, {}),
-    "one library": ((X, T, X), {}),
     "class": ((np.ma.masked_array(X),) * 3, {}),
     "True for 1": ((X,) * 3, {"scale": True}),
     "1 for True": ((X,) * 3, {"is_causal": 1}),
-    "None for False": ((X,) * 3, {"is_causal": None}),
     "a bool in a window": ((X,) * 3, {"window": (True, 0)}),
-    "a list for a window": ((X,) * 3, {"window": [1, 0]}),
-    "a dtype of a mask": ((X,) * 3, {"mask": SEEN.astype("f4")}),
     "a shape of a mask": ((X,) * 3, {"mask": SEEN[:3]}),
     "a rule for a mask": ((X,) * 3, {"mask": masks.window(1, 0)}),
     "a rule for scores": ((X,) * 3, {"score_mod": scores.alibi(4)}),
-    "another name": ((X,) * 3, {"causal": True}),
     "another backend": ((X,) * 3, {"backend": "torch"}),
     "no backend": ((X,) * 3, {"backend": "no_such"}),
-    "no kernel": ((X,) * 3, {"kernel": "no_such"}),
-    "too few": ((X, X), {}),
     "too many": ((X,) * 4, {}),
     "dropout": ((X,) * 3, {"dropout": (0.5, 3)}),
     "nested": ((torch.nested.nested_tensor([T[0], T[1]], layout=torch.jagged),) * 3, {}),
-    "sparse": ((T.to_sparse(),) * 3, {}),
     "meta": ((T.to("meta"), T, T), {}),
 }
 
@@ -217,20 +207,6 @@ def test_a_tensor_that_requires_grad_is_another_call():
     assert call_key((leaf, T, T), {}) != call_key((T, T, T), {})
     attention(leaf, T, T, **options).sum().backward()
     assert leaf.grad is not None
-
-
-def test_arrays_of_cupy_have_a_key_by_their_device():
-    device_of = pytest.importorskip("cupy").cuda.Device  # whose objects have no hash
-
-    class Stand:
-        def __init__(self, device=0):
-            self.dtype, self.shape, self.device = X.dtype, X.shape, device_of(device)
-
-    Stand.__module__, Stand.__qualname__ = "cupy", "ndarray"
-    one, other = Stand(), Stand(1)
-    hash(call_key((one, one, one), {}))
-    assert call_key((one, one, one), {}) == call_key((Stand(), one, one), {}) is not None
-    assert call_key((one, one, one), {}) != call_key((other, one, one), {})
 
 
 def test_the_choice_of_a_backend_is_seen(monkeypatch):

@@ -7,10 +7,9 @@ import types
 
 import numpy as np
 import pytest
-from optional import da
 
 import polyattn
-from polyattn import attention, attention_partial, attention_weights, explain, masks, nn, parallel
+from polyattn import attention, explain, masks
 from polyattn import scores as rules
 from polyattn._api.attention import AttentionOptions
 from polyattn._api.names import BESIDE
@@ -26,7 +25,6 @@ from polyattn._core.expressions.parts import Part
 from polyattn._dispatch import registry
 from polyattn._kernels import dense
 from polyattn._kernels.dense_kernel import Dense
-from polyattn.parallel.choice import STRATEGIES
 
 X = np.random.default_rng(0).standard_normal((2, 4, 4, 8), dtype=np.float32)
 SEEN = np.tril(np.ones((4, 4), bool))
@@ -137,56 +135,6 @@ def test_each_kernel_refuses_a_new_option_by_name(backend):
     reasons = [c for c in found.candidates if c.kernel is not None]
     assert reasons
     assert all("temperature" in " ".join(c.reasons) for c in reasons)
-
-
-@pytest.mark.usefixtures("temperature")
-def test_each_front_door_refuses_a_new_option_by_name():
-    for function in (attention, attention_partial, attention_weights):
-        arrays = (X, X) if function is attention_weights else (X, X, X)
-        with refused():
-            function(*arrays, temperature=2.0)
-    layer = nn.MultiHeadAttention.init(8, heads=2, seed=0, like=X)
-    with refused():
-        layer(X, temperature=2.0)
-
-
-@pytest.mark.usefixtures("temperature")
-def test_dask_refuses_a_new_option_by_name_or_gives_it_to_each_part(monkeypatch):
-    from polyattn_dask.backend import Chunked
-
-    x = da.from_array(X, chunks=(1, 2, 2, 8))
-    with refused():
-        attention_partial(x, x, x, temperature=2.0)
-    monkeypatch.setattr(Chunked, "features", Chunked.features | {"temperature"})
-    graph = attention_partial(x, x, x, temperature=2.0, kernel="chunked").output
-    with refused():
-        graph.compute(scheduler="sync")
-
-
-@pytest.mark.usefixtures("temperature")
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_parallel_refuses_a_new_option_by_name_or_gives_it_to_each_part(strategy, monkeypatch):
-    given = []
-
-    def on_each_rank(ranks):
-        size = X.shape[-2] // ranks.size
-        keys = X[..., ranks.rank * size : (ranks.rank + 1) * size, :]
-        part = X if strategy == "decode" else keys
-        parallel.attention(part, keys, keys, over=ranks, strategy=strategy, temperature=2.0)
-
-    with refused():
-        parallel.run_threads(2, on_each_rank)
-    monkeypatch.setattr(Dense, "features", Dense.features | {"temperature"})
-    run = Dense.__call__
-
-    def noted(self, problem, operands, backend):
-        given.append(problem.temperature)
-        return run(self, problem, operands, backend)
-
-    monkeypatch.setattr(Dense, "__call__", noted)
-    parallel.run_threads(2, on_each_rank)
-    assert given
-    assert set(given) == {2.0}
 
 
 @pytest.mark.usefixtures("temperature")

@@ -253,27 +253,6 @@ def test_a_mask_function_may_return_a_plain_bool():
     assert not attention(x, x, x, mask=lambda b, h, i, j: False).any()
 
 
-def test_merge_refuses_what_does_not_fit():
-    x = randn(2, 5, 4)
-    one = attention_partial(x, x, x)
-    with pytest.raises(TypeError, match="at least one"):
-        polyattn.merge()
-    with pytest.raises(ValueError, match="one shape"):
-        polyattn.merge(one, attention_partial(x[:1], x[:1], x[:1]))
-    with pytest.raises(ValueError, match="without the last axis"):
-        polyattn.merge((one.output, one.logsumexp[..., None]))
-    with pytest.raises(TypeError, match="one dtype"):
-        polyattn.merge(one, attention_partial(*(3 * [x.astype("f8")])))
-    with pytest.raises(TypeError, match="one library"):
-        polyattn.merge(one, tuple(map(torch.from_numpy, one)))
-    for integers in ((x.astype(int), one.logsumexp), (one.output, one.logsumexp.astype(int))):
-        with pytest.raises(TypeError, match="one of the dtypes float16"):
-            polyattn.merge(integers)
-    for no_partial in (None, 3, x, (x,), (x, x, x), [one, one], {}):
-        with pytest.raises(TypeError, match=r"merge\(\*partials\)"):
-            polyattn.merge(no_partial)
-
-
 FAR = [2**31 - 1, 2**40, sys.maxsize, 2**70]
 
 
