@@ -1,7 +1,5 @@
 """The derivatives of expressions, against torch's derivatives of the expressions."""
 
-from typing import ClassVar
-
 import numpy as np
 import pytest
 from libraries import EVERYWHERE, LIBRARIES, TORCH
@@ -11,7 +9,6 @@ from polyattn import explain, scores
 from polyattn._base.arrays import is_array, library_of
 from polyattn._base.span import Span
 from polyattn._core.call.operands import Operands
-from polyattn._core.expressions.derivatives import unit
 from polyattn._core.expressions.scores import as_score
 from polyattn._core.tiles.indices import Indices
 from polyattn.plugin import BackendPrimitives
@@ -172,29 +169,6 @@ def test_a_function_without_a_derivative_says_so():
     words = r"scores.function\(squared\) has no derivative: give it one, scores.function\(f, deriv"
     with pytest.raises(TypeError, match=words):
         as_score(squared).pullback(SCORES, tile(np.array), GRADIENT)
-
-
-def test_a_function_is_its_rule_and_its_derivative():
-    value = scores.function(squared, derivative=twice)
-    assert repr(value) == "scores.function(squared, twice)"
-    assert value == scores.function(squared, twice)
-    assert hash(value) == hash(scores.function(squared, twice))
-    assert value != scores.function(squared)
-    assert [name for name, _ in value.carried()] == ["rule", "derivative"]
-    assert [name for name, _ in scores.function(squared).carried()] == ["rule"]
-
-
-@pytest.mark.parametrize(
-    ("rule", "derivative", "words"),
-    [
-        (squared, 2.0, "derivative must be a function .* got 2.0"),
-        (squared, scores.softcap(1.0), "derivative must be a function .* got scores.softcap"),
-        (scores.softcap(1.0), twice, "a derivative goes with a function .* got scores.softcap"),
-    ],
-)
-def test_what_is_no_function_has_no_derivative(rule, derivative, words):
-    with pytest.raises(TypeError, match=words):
-        scores.function(rule, derivative)
 
 
 def test_a_function_alone_keeps_its_derivative():
@@ -373,30 +347,3 @@ def test_the_pullbacks_of_norms_and_normalizers_have_derivatives_themselves():
         ),
     ):
         assert torch.autograd.gradcheck(forward, (s, gradient), atol=1e-5, fast_mode=True)
-
-
-class Counted(np.ndarray):
-    """An array that notes the results as large as itself."""
-
-    large: ClassVar[list[str]] = []
-
-    def __array_ufunc__(self, ufunc, method, *inputs, **options):
-        result = getattr(ufunc, method)(*(np.asarray(x) for x in inputs), **options)
-        if result.shape == self.shape and result.shape[-1] > 1:
-            self.large.append(ufunc.__name__)
-        return result.view(Counted)
-
-
-@pytest.mark.parametrize(
-    ("is_plain", "passes"),
-    [(True, ["divide"]), (False, ["divide", "multiply", "divide"])],
-    ids=["plain", "others"],
-)
-def test_unit_vectors_take_few_passes_that_write_arrays_of_their_size(
-    monkeypatch, is_plain, passes
-):
-    primitives = BackendPrimitives(library_of(QUERY).xp)
-    monkeypatch.setattr(primitives, "is_plain", lambda *_: is_plain)
-    monkeypatch.setattr(Counted, "large", [])
-    unit(QUERY.view(Counted), primitives)
-    assert Counted.large == passes

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from optional import jax, jnp
 
-from polyattn import attention_weights, masks, scores
+from polyattn import masks, scores
 from polyattn._base.arrays import is_array
 from polyattn._core.expressions.expression import Expression
 from polyattn._core.expressions.indices import PointIndices
@@ -266,15 +266,3 @@ def test_an_expression_that_does_not_say_is_refused_by_name():
     for change in (lambda x: x.part(WHOLE), lambda x: x.arrays()):
         with pytest.raises(TypeError, match=r"masks.chosen cannot be cut .* no axes for `keys`"):
             change(masks.causal() | Undeclared(np.ones(S, bool)))
-
-
-def test_a_slope_for_each_head_is_that_of_the_number_of_heads():
-    x = RNG.normal(size=(6, 5, 4))
-    whole = Part((), (), Slice(0, 6), Slice(0, 5), Slice(0, 5))
-    for heads in (Slice(0, 6), Slice(2, 3)):
-        part, own = whole._replace(heads=heads), slice(heads.start, heads.stop)
-        expected = attention_weights(x, x, score_mod=scores.alibi(6))[own]
-        found = attention_weights(x[own], x[own], score_mod=scores.alibi(6).part(part))
-        np.testing.assert_allclose(found, expected, rtol=1e-12)
-    with pytest.raises(ValueError, match="3 slopes for 6"):
-        attention_weights(x, x, score_mod=scores.alibi(6).part(part))

@@ -8,7 +8,7 @@ import pytest
 from libraries import EVERYWHERE, Library, tiles_of
 from optional import jax, jnp, torch
 
-from polyattn import attention, attention_partial
+from polyattn import attention
 from polyattn._base.arrays import namespace_of
 from polyattn._core.tiles.dropout import keep_mask, keep_mask_by_word, philox
 
@@ -25,21 +25,8 @@ RATE, SEED = 0.3, 2**40 + 17
 
 # Of kat_vectors in Random123, the authors' own: counter, key, words.
 PUBLISHED = [
-    (
-        (0, 0, 0, 0),
-        (0, 0),
-        (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8),
-    ),
-    (
-        (0xFFFFFFFF, 0xFFFFFFFF, 0xFFFFFFFF, 0xFFFFFFFF),
-        (0xFFFFFFFF, 0xFFFFFFFF),
-        (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD),
-    ),
-    (
-        (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
-        (0xA4093822, 0x299F31D0),
-        (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
-    ),
+    ((0,) * 4, (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+    ((2**32 - 1,) * 4, (2**32 - 1,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
 ]
 
 
@@ -115,13 +102,6 @@ def test_a_seed_may_be_an_array(library):
     np.testing.assert_array_equal(output != 0, expected(12345) != 0)
 
 
-def test_other_seeds_drop_others():
-    outputs = [attention(QUERY, KEY, VALUE, dropout=(RATE, s)) != 0 for s in (0, 1, 2**32, 2**63)]
-    for n, one in enumerate(outputs):
-        for other in outputs[:n]:
-            assert 0.3 < np.mean(one != other) < 0.55
-
-
 def test_the_share_that_is_dropped_is_the_rate():
     b, h, i = (
         np.arange(n).reshape(shape)
@@ -132,27 +112,6 @@ def test_the_share_that_is_dropped_is_the_rate():
         share = keep_mask(xp, by_word, np.arange(64)).mean()
         spread = (rate * (1 - rate) / (4 * 4 * 64 * 256)) ** 0.5
         assert abs(share - (1 - rate)) < 5 * spread
-
-
-def test_a_rate_of_zero_changes_no_bit():
-    x = RNG.normal(size=(2, 5, 8))
-    np.testing.assert_array_equal(attention(x, x, x, dropout=(0.0, 1)), attention(x, x, x))
-
-
-def test_the_logsumexp_knows_nothing_of_it():
-    x = RNG.normal(size=(2, 5, 8))
-    without, dropped = (
-        attention_partial(x, x, x, kernel="dense", dropout=dropout) for dropout in (None, (0.5, 1))
-    )
-    np.testing.assert_array_equal(dropped.logsumexp, without.logsumexp)
-
-
-def test_a_masked_key_stays_absent_and_a_row_without_keys_zero():
-    value = np.where(np.arange(S)[:, None] == 4, np.nan, VALUE)
-    mask = (np.arange(S) != 4) & (np.arange(L)[:, None] > 1)
-    output = attention(QUERY, KEY, value, mask=mask, dropout=(RATE, SEED))
-    assert np.all(np.isfinite(output))
-    assert np.all(output[:, :, :2] == 0)
 
 
 @pytest.mark.parametrize(
