@@ -583,7 +583,7 @@ MUTATIONS = (
      "autograd by a kernel that has no such gradient", "backends/polyattn_torch/steps.py",
      "if not is_recorded(problem) or undeclared(kernel, problem.features | asked):",
      "if not is_recorded(problem):"),
-    ("tests/call/test_options.py::test_the_formula_computes_a_new_option_only_once_it_names_it",
+    ("tests/call/test_options.py::test_a_new_feature_is_computed_only_once_a_kernel_names_it",
      "a feature that is added forward only", "polyattn/_kernels/backward.py",
      '"score_mod", "score_norm", "similarity", "sinks", "softcap",',
      '"score_mod", "score_norm", "similarity", "sinks",'),

@@ -34,33 +34,20 @@ ALIBI_BIAS = np.array([0.5, 0.25, 0.125, 0.0625])
 
 
 class Example(NamedTuple):
-    """What an example gives, with closures over arrays of one library.
-
-    Attributes
-    ----------
-    mask_mods : tuple of callable
-        The mask functions, to be joined.
-    join : callable
-        How: `operator.and_` or `operator.or_`.
-    score_mod : callable or None
-        The score function.
-    value : dict or None
-        Options that mean the same by values of ours, if there are such.
-    """
+    """Functions with closures over arrays of one library, and options of ours that mean the same."""
 
     mask_mods: tuple[Any, ...] = ()
     join: Any = operator.and_
     score_mod: Any = None
     value: dict[str, Any] | None = None
 
-    def mask(self):
-        """The mask as attention takes it: one function, or functions joined as values."""
-        if len(self.mask_mods) < 2:
-            return self.mask_mods[0] if self.mask_mods else None
-        return functools.reduce(self.join, map(masks.rule, self.mask_mods))
-
     def options(self):
-        given = {"mask": self.mask(), "score_mod": self.score_mod}
+        """The options as attention takes them: one function, or functions joined as values."""
+        mask = (
+            functools.reduce(self.join, map(masks.rule, self.mask_mods)) if self.mask_mods else None
+        )
+        given = {"mask": self.mask_mods[0] if len(self.mask_mods) == 1 else mask}
+        given["score_mod"] = self.score_mod
         return {name: option for name, option in given.items() if option is not None}
 
 
@@ -83,14 +70,6 @@ def dilated_sliding_window(b, h, q_idx, kv_idx):
 
 def get_x_y(idx):
     return idx // WIDTH, idx % WIDTH
-
-
-def sasa_mask(b, h, q_idx, kv_idx):
-    q_x, q_y = get_x_y(q_idx)
-    kv_x, kv_y = get_x_y(kv_idx)
-    horizontal_mask = abs(q_x - kv_x) <= REACH
-    vertical_mask = abs(q_y - kv_y) <= REACH
-    return horizontal_mask & vertical_mask
 
 
 def relative_positional(score, b, h, q_idx, kv_idx):
@@ -120,9 +99,6 @@ def examples(to, queries):
         score = score * SOFTCAP
         return score
 
-    def causal_score(score, b, h, q_idx, kv_idx):
-        return xp.where(q_idx >= kv_idx, score, -float("inf"))
-
     def clamped(centre, last):
         centre = xp.where(centre < REACH, REACH, centre)
         return xp.where(centre > last - REACH, last - REACH, centre)
@@ -138,7 +114,6 @@ def examples(to, queries):
     near = masks.window(SLIDING_WINDOW, SLIDING_WINDOW)
     return {
         "causal": Example((causal,), value={"mask": masks.causal()}),
-        "causal by scores": Example(score_mod=causal_score, value={"mask": masks.causal()}),
         "sliding window": Example(
             (sliding_window_causal,), value={"mask": masks.window(SLIDING_WINDOW, 0)}
         ),
@@ -148,13 +123,9 @@ def examples(to, queries):
             value={"mask": masks.prefix(to(PREFIX_LENGTH + 1)) | masks.causal()},
         ),
         "documents": Example((document_masking,), value={"mask": ids}),
-        "causal documents": Example(
-            (document_masking, causal), value={"mask": ids & masks.causal()}
-        ),
         "dilated": Example(
             (dilated_sliding_window,), value={"mask": near & masks.dilated(DILATION)}
         ),
-        "neighbours": Example((sasa_mask,)),
         "NATTEN": Example((natten_mask,)),
         "relative": Example(score_mod=relative_positional),
         "softcap": Example(score_mod=soft_cap, value={"score_mod": scores.softcap(SOFTCAP)}),
