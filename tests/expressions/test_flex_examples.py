@@ -34,7 +34,7 @@ ALIBI_BIAS = np.array([0.5, 0.25, 0.125, 0.0625])
 
 
 class Example(NamedTuple):
-    """Functions with closures over arrays of one library, and options of ours that mean the same."""
+    """Functions over arrays of one library, and options of ours that mean the same."""
 
     mask_mods: tuple[Any, ...] = ()
     join: Any = operator.and_
@@ -43,11 +43,10 @@ class Example(NamedTuple):
 
     def options(self):
         """The options as attention takes them: one function, or functions joined as values."""
-        mask = (
-            functools.reduce(self.join, map(masks.rule, self.mask_mods)) if self.mask_mods else None
-        )
-        given = {"mask": self.mask_mods[0] if len(self.mask_mods) == 1 else mask}
-        given["score_mod"] = self.score_mod
+        mask, *more = self.mask_mods or (None,)
+        for function in more:
+            mask = self.join(masks.rule(mask), masks.rule(function))
+        given = {"mask": mask, "score_mod": self.score_mod}
         return {name: option for name, option in given.items() if option is not None}
 
 
