@@ -91,7 +91,7 @@ class GlobalTokens(Mask):
         origin = block.per_item(self.first)
         some = every = False
         for low, high in ((first, stop - 1), (block.first(), block.last())):
-            for one, other in _runs(self.positions):
+            for one, other in runs_of(self.positions):
                 start, end = one - origin, other - origin
                 some = some | ((low <= end) & (start <= high))
                 every = every | ((start <= low) & (high <= end))
@@ -104,7 +104,7 @@ class GlobalTokens(Mask):
         return f"masks.global_tokens({', '.join(map(str, self.positions))})"
 
 
-def _runs(numbers: tuple[int, ...]) -> list[tuple[int, int]]:
+def runs_of(numbers: tuple[int, ...]) -> list[tuple[int, int]]:
     """Return the first and last of each run of consecutive numbers."""
     runs: list[tuple[int, int]] = []
     for number in sorted({min(number, INDEX_LIMIT) for number in numbers}):
