@@ -169,8 +169,8 @@ class NativeCall:
             if numbers is None:
                 continue
             shape = (*self.problem.batch,) if numbers.shape[0] != 1 else ()
-            by_head = np.ascontiguousarray(numbers).reshape(*shape, 1, numbers.shape[1], 1)
-            self.array(name, by_head)
+            self.array(name, np.ascontiguousarray(numbers).reshape(*shape, *numbers.shape[1:]))
+            self.call.ranges = numbers.shape[3]
         self.made_mask = seen.by_rows
         if seen.array is not None:
             self.array("mask", np.asarray(seen.array).view(np.uint8))

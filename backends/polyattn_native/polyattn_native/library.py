@@ -51,6 +51,7 @@ class CCall(ctypes.Structure):
         ("positions", c_void_p),
         ("first", CArray),
         ("stop", CArray),
+        ("ranges", c_int64),
         ("mask", CArray),
         ("bias", CArray * 2),
         ("sinks", c_void_p),

@@ -35,7 +35,8 @@ private:
         int64_t number, item, key_head, part;
         int64_t next_row, stop_row;
         int panels;    // of the group at hand; 0 before it is begun
-        Range keys;    // that some row of the group sees
+        Ranges ranges;  // of keys that some row of the group sees
+        Range keys;     // from the first to the last of them
         int64_t next;  // the first key of the next block
         bool finite;   // queries and output gradients of the group
     };
@@ -154,7 +155,7 @@ private:
             const int64_t more = (heads - 1 + work_.rows - 1) / work_.rows * blocks;
             if (!turns.is_open(task->number, block + more)) return false;
             add_block({most(task->next, task->keys.first), least(task->next + KEYS, task->keys.stop)});
-            task->next += KEYS;
+            task->next = task->ranges.next(task->next + KEYS, KEYS);
             turns.pass(task->number, block);
             if (task->next < task->keys.stop) return false;
         }
@@ -165,7 +166,7 @@ private:
     }
 
     void begin_group() {
-        task->keys = {call.keys, 0};
+        task->ranges.clear(call);
         task->finite = true;
         const int64_t stop = least(task->next_row + work_.rows, task->stop_row);
         clear(query_columns, work_.rows * columns_of(call.head_size) * 2 * width);
@@ -174,14 +175,14 @@ private:
             Panel<T>& panel = panels[task->panels];
             panel.begin(call, task->item, task->key_head, task->next_row, stop);
             read_rows(panel, task->panels);
-            task->keys.first = least(task->keys.first, panel.some.first);
-            task->keys.stop = most(task->keys.stop, panel.some.stop);
+            task->ranges.add(panel.ranges);
             task->next_row += panel.used;
             ++task->panels;
         }
         clear(query_sums, work_.rows * call.head_size);
         clear(tile.softcap_sums, work_.rows);
-        task->next = task->keys.first / KEYS * KEYS;
+        task->keys = task->ranges.hull();
+        task->next = task->ranges.next(0, KEYS);
     }
 
     void read_rows(const Panel<T>& panel, int number) {

@@ -39,7 +39,8 @@ private:
     struct Task {
         int64_t item, key_head;
         int panels;
-        Range keys;    // that some row sees
+        Ranges ranges;  // of keys that some row sees
+        Range keys;     // from the first to the last of them
         int64_t next;  // the first of the next block
     };
 
@@ -76,19 +77,19 @@ private:
         task->item = pair / call.key_heads;
         task->key_head = pair % call.key_heads;
         task->panels = 0;
-        task->keys = {call.keys, 0};
+        task->ranges.clear(call);
         const int64_t stop = least((chunk + 1) * work_.rows, rows);
         for (int64_t row = chunk * work_.rows; row < stop;) {
             Panel<T>& panel = panels[task->panels];
             panel.begin(call, task->item, task->key_head, row, stop);
             read_query(panel, query_of(task->panels));
-            task->keys.first = least(task->keys.first, panel.some.first);
-            task->keys.stop = most(task->keys.stop, panel.some.stop);
+            task->ranges.add(panel.ranges);
             row += panel.used;
             ++task->panels;
         }
         // Blocks begin at multiples of their size, so that a row's sums do not depend on others.
-        task->next = task->keys.first / BLOCK * BLOCK;
+        task->keys = task->ranges.hull();
+        task->next = task->ranges.next(0, BLOCK);
     }
 
     void read_query(const Panel<T>& panel, T* to) {
@@ -106,7 +107,7 @@ private:
         if (task->next < task->keys.stop) {
             const Range block = {most(task->next, task->keys.first), least(task->next + BLOCK, task->keys.stop)};
             attend_to(block);
-            task->next += BLOCK;
+            task->next = task->ranges.next(task->next + BLOCK, BLOCK);
         }
         if (task->next < task->keys.stop) return false;
         for (int i = 0; i < task->panels; ++i) write(panels[i], output_of(i));
@@ -120,13 +121,11 @@ private:
         int finite = -1;  // not known yet
         for (int i = 0; i < task->panels; ++i) {
             Panel<T>& panel = panels[i];
+            panel.narrow(call, task->item, block);
             const Range seen = {most(block.first, panel.some.first), least(block.stop, panel.some.stop)};
             if (seen.first >= seen.stop) continue;
-            Flags flags = {true, true};
-            if (call.mask.data) {
-                flags = read_mask(call, task->item, panel, seen, bytes);
-                if (i + 1 < task->panels) prefetch_mask(call, task->item, panels[i + 1], seen);
-            }
+            const Flags flags = read_bytes(call, task->item, panel, seen, bytes);
+            if (call.mask.data && i + 1 < task->panels) prefetch_mask(call, task->item, panels[i + 1], seen);
             if (!flags.any) continue;
             const int64_t skipped = seen.first - block.first;
             const Matrix<T> some = keys.after(skipped), some_values = values.after(skipped);

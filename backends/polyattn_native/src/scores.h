@@ -262,6 +262,34 @@ template <typename T> void hide_outside(const Panel<T>& panel, Range keys, T* sc
     }
 }
 
+// Write which keys of a block the ranges of the rows leave as bytes[key][lane], and-ed with those of a mask.
+template <typename T>
+void read_ranges(const PolyattnCall& call, int64_t item, const Panel<T>& panel, Range keys, uint8_t* bytes) {
+    const int lanes = panel.lanes();
+    for (int lane = 0; lane < lanes; ++lane) {
+        int64_t key = keys.first;
+        for (int64_t i = 0; i <= panel.ranges.count; ++i) {
+            Range next = {keys.stop, keys.stop};
+            if (i < panel.ranges.count) next = keys_of_row(call, item, panel.head[lane], panel.row[lane], i);
+            if (next.first >= next.stop && i < panel.ranges.count) continue;
+            for (; key < least(next.first, keys.stop); ++key) bytes[(key - keys.first) * lanes + lane] = 0;
+            for (; key < least(next.stop, keys.stop); ++key) {
+                if (!call.mask.data) bytes[(key - keys.first) * lanes + lane] = 1;
+            }
+        }
+    }
+}
+
+// Which keys of a block are set in the mask and, if a row sees several ranges of it, in those.
+template <typename T>
+Flags read_bytes(const PolyattnCall& call, int64_t item, const Panel<T>& panel, Range keys, uint8_t* bytes) {
+    Flags flags = {true, true};
+    if (call.mask.data) flags = read_mask(call, item, panel, keys, bytes);
+    if (!panel.has_gaps || !flags.any) return flags;
+    read_ranges(call, item, panel, keys, bytes);
+    return {true, false};
+}
+
 // Hide what the rows do not see, also where bytes of a mask are 0; return whether anything may be hidden.
 template <typename T>
 bool hide(const PolyattnCall& call, const Panel<T>& panel, Range keys, bool all_set, const uint8_t* bytes, T* scores) {

@@ -29,6 +29,7 @@ private:
 
     struct Task {
         int64_t item, key_head, next;
+        Range keys;  // that some row sees, from the first to the last
     };
 
     const PolyattnCall& call;
@@ -66,7 +67,8 @@ private:
         task->item = pair / call.key_heads;
         task->key_head = pair % call.key_heads;
         panel->begin(call, task->item, task->key_head, number % chunks * work.rows, rows);
-        task->next = panel->some.first / BLOCK * BLOCK;
+        task->keys = panel->ranges.hull();
+        task->next = panel->ranges.next(0, BLOCK);
         const T *rows_of_query[2 * width], *rows_of_tangent[2 * width];
         for (int lane = 0; lane < panel->lanes(); ++lane) {
             const int64_t head = panel->head[lane], row = panel->row[lane];
@@ -86,11 +88,13 @@ private:
     }
 
     bool step() {
-        if (task->next < panel->some.stop) {
-            add({most(task->next, panel->some.first), least(task->next + BLOCK, panel->some.stop)});
-            task->next += BLOCK;
+        if (task->next < task->keys.stop) {
+            const Range block = {most(task->next, task->keys.first), least(task->next + BLOCK, task->keys.stop)};
+            panel->narrow(call, task->item, block);
+            add({most(block.first, panel->some.first), least(block.stop, panel->some.stop)});
+            task->next = panel->ranges.next(task->next + BLOCK, BLOCK);
         }
-        if (task->next < panel->some.stop) return false;
+        if (task->next < task->keys.stop) return false;
         write();
         return true;
     }
@@ -105,8 +109,8 @@ private:
 
     void add(Range seen) {
         const int64_t count = seen.stop - seen.first;
-        Flags flags = {true, true};
-        if (call.mask.data) flags = read_mask(call, task->item, *panel, seen, bytes);
+        if (count <= 0) return;
+        const Flags flags = read_bytes(call, task->item, *panel, seen, bytes);
         if (!flags.any) return;
         const Matrix<T> keys = block(call.key, seen, call.head_size, key_block);
         multiply_rows_of(*panel, count, keys, query, call.head_size, weights);

@@ -39,14 +39,15 @@ template <typename T> struct Tile {
 
     // Write the part of a panel, and add the shares to the gradients of biases; return whether any key is
     // hidden.
-    bool write(const PolyattnCall& call, int64_t item, int number, const Panel<T>& panel, Range block, Matrix<T> keys,
+    bool write(const PolyattnCall& call, int64_t item, int number, Panel<T>& panel, Range block, Matrix<T> keys,
                Matrix<T> values, const T* query, const T* gradient) {
         const int lanes = panel.lanes();
         const int64_t count = block.stop - block.first, size = count * lanes;
         T *p = weights_of(number), *g = shares_of(number);
+        panel.narrow(call, item, block);
         const Range seen = {most(block.first, panel.some.first), least(block.stop, panel.some.stop)};
         Flags flags = {true, true};
-        if (seen.first < seen.stop && call.mask.data) flags = read_mask(call, item, panel, block, bytes);
+        if (seen.first < seen.stop) flags = read_bytes(call, item, panel, block, bytes);
         if (seen.first >= seen.stop || !flags.any) {
             for (int64_t i = 0; i < size; ++i) p[i] = g[i] = (T)-0.0;
             return true;

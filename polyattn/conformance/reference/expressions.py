@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from polyattn._core.expressions import masks, patterns, scores
+from polyattn._core.expressions import masks, patterns, scores, tree
 from polyattn._core.tiles import compiled
 
 Array = np.ndarray[Any, Any]
@@ -102,7 +102,7 @@ def _sees(mask: masks.Mask, rows: Rows, b: Any, h: Any, i: Any, j: Any) -> Any:
             return rows.each(query_ids, L)[b, i] == rows.each(keys, S)[b, j]
         case patterns.Positions(query_positions, key_positions, within):
             return _sees_by_position(within, rows, b, i, j, query_positions, key_positions)
-        case patterns.Tree(ancestors):
+        case tree.Tree(ancestors):
             past = p - i
             table = np.zeros((*ancestors.shape[:-1], S + abs(past).max() + L), bool)
             table[..., :L] = ancestors
