@@ -124,15 +124,18 @@ private:
             panel.narrow(call, task->item, block);
             const Range seen = {most(block.first, panel.some.first), least(block.stop, panel.some.stop)};
             if (seen.first >= seen.stop) continue;
-            const Flags flags = read_bytes(call, task->item, panel, seen, bytes);
-            if (call.mask.data && i + 1 < task->panels) prefetch_mask(call, task->item, panels[i + 1], seen);
+            Flags flags = {true, true};
+            if (call.mask.data) {
+                flags = read_mask(call, task->item, panel, seen, bytes);
+                if (i + 1 < task->panels) prefetch_mask(call, task->item, panels[i + 1], seen);
+            }
             if (!flags.any) continue;
             const int64_t skipped = seen.first - block.first;
             const Matrix<T> some = keys.after(skipped), some_values = values.after(skipped);
             if (i == 0 && !copies(call)) multiply_ahead(panel, some, some_values, seen);
             else multiply_rows_of(panel, seen.stop - seen.first, some, query_of(i), call.head_size, scores);
             adjust(panel, seen);
-            const bool hides = hide(call, panel, seen, flags.all, bytes, scores);
+            const bool hides = hide(call, task->item, panel, seen, flags.all, bytes, scores);
             if (hides && finite < 0) finite = is_finite(values, block.stop - block.first, call.value_size);
             weigh(panel, seen, some_values, output_of(i), hides && !finite);
         }

@@ -110,12 +110,13 @@ private:
     void add(Range seen) {
         const int64_t count = seen.stop - seen.first;
         if (count <= 0) return;
-        const Flags flags = read_bytes(call, task->item, *panel, seen, bytes);
+        Flags flags = {true, true};
+        if (call.mask.data) flags = read_mask(call, task->item, *panel, seen, bytes);
         if (!flags.any) return;
         const Matrix<T> keys = block(call.key, seen, call.head_size, key_block);
         multiply_rows_of(*panel, count, keys, query, call.head_size, weights);
         differentiate_scores(keys, seen, count);
-        const bool hides = hide(call, *panel, seen, flags.all, bytes, weights);
+        const bool hides = hide(call, task->item, *panel, seen, flags.all, bytes, weights);
         if (call.has_dropout) read_dropout(call, task->item, *panel, seen, bytes);
         weigh(count);
         const Matrix<T> values = block(call.value, seen, call.value_size, value_block);

@@ -47,7 +47,7 @@ template <typename T> struct Tile {
         panel.narrow(call, item, block);
         const Range seen = {most(block.first, panel.some.first), least(block.stop, panel.some.stop)};
         Flags flags = {true, true};
-        if (seen.first < seen.stop) flags = read_bytes(call, item, panel, block, bytes);
+        if (seen.first < seen.stop && call.mask.data) flags = read_mask(call, item, panel, block, bytes);
         if (seen.first >= seen.stop || !flags.any) {
             for (int64_t i = 0; i < size; ++i) p[i] = g[i] = (T)-0.0;
             return true;
@@ -61,7 +61,7 @@ template <typename T> struct Tile {
         for (const PolyattnArray& bias : call.bias) {
             if (bias.data) add_bias<T>(bias, item, panel, block, p);
         }
-        const bool hides = hide(call, panel, block, flags.all, bytes, p);
+        const bool hides = hide(call, item, panel, block, flags.all, bytes, p);
         if (call.has_dropout) {
             read_dropout(call, item, panel, block, bytes);
             keep_set<T>(g, size, bytes, 0);
