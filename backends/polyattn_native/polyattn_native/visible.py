@@ -89,7 +89,9 @@ def _ends(problem: Problem, x: Operands, mask: Mask) -> tuple[Any, Any] | None:
     if offset is None:
         offset = np.asarray(x.query_offset)[..., 0, 0, 0]
     lengths = problem.query_length, problem.key_length
-    known = _known_ends if not mask.carried() and isinstance(offset, int) else _known_ends.__wrapped__
+    known = (
+        _known_ends if not mask.carried() and isinstance(offset, int) else _known_ends.__wrapped__
+    )
     return known(mask, lengths, offset, problem.batch, problem.heads)
 
 
