@@ -316,7 +316,7 @@ def additive(weight: Array) -> Similarity:
 def long_sequence() -> ScaleRule:
     """Scale by 1 / (√D · √S), which flattens the weights as the number of keys grows.
 
-    S is ``key_lengths`` where that is an integer. Lengths of each item are refused beside it.
+    S is ``key_lengths`` if that is an integer; an array of lengths is refused.
 
     Returns
     -------

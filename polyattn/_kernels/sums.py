@@ -30,7 +30,7 @@ class GradientSums:
         return getattr(self._x, name, None) is not None and name not in self._problem.constants
 
     def add(self, name: str, gradient: Array, rows: Span, columns: Span) -> None:
-        """Add what a tile gives to the gradient of an operand, or to that of a number."""
+        """Accumulate a tile's share of the gradient of an operand, or of a number."""
         shape, first = list(getattr(self._x, name).shape) if hasattr(self._x, name) else [], [0, 0]
         if list(gradient.shape) == shape:  # this and that in `_joined`: 0.9 of a small call's time
             self._add((name, 0, 0), gradient)
@@ -41,7 +41,7 @@ class GradientSums:
         self._add((name, first[0], first[1]), sum_to(self._xp, gradient, tuple(shape)))
 
     def add_carried(self, name: str, gradients: Sequence[Array]) -> None:
-        """Add what a tile gives to the gradients of the arrays in an expression."""
+        """Accumulate a tile's share of the gradients of the arrays in an expression."""
         for n, gradient in enumerate(gradients):
             self._add((name, n, 0), gradient)
 
@@ -70,7 +70,7 @@ class GradientSums:
         )
 
     def _axes(self, name: str) -> list[int | None]:
-        """Return the axes of an operand that tiles cut, None where it has no such axis."""
+        """Return the axes of an operand that tiles cut, None for one that it lacks."""
         axes = AXES.get(name, (None, None))
         shape = getattr(self._x, name).shape if name in AXES else ()
         return [a if a is not None and len(shape) >= -a and shape[a] != 1 else None for a in axes]

@@ -48,7 +48,7 @@ class Weights(Kernel):
     tile = Tiled.tile
 
     def reasons_against(self, problem: Problem) -> list[str]:
-        """Return what cannot be computed of lengths that are unknown."""
+        """Return the features that need known lengths."""
         return reasons_against_lengths(problem)
 
     def weights(

@@ -1,4 +1,4 @@
-"""Keys in pages equal keys in one piece, whatever the slots hold that no item uses."""
+"""Paged keys equal contiguous ones, whatever the slots hold that no item uses."""
 
 import re
 
@@ -55,7 +55,7 @@ TO = (np.array, torch.tensor, jnp.asarray, array_api_strict.asarray)
 
 
 def whole(pool, item):
-    """Return the keys of an item in one piece, (G, its length, size)."""
+    """Return the contiguous keys of an item, (G, its length, size)."""
     slots = [pool[TABLE[item, j // PAGE], :, j % PAGE] for j in range(LENGTHS[item])]
     return np.stack(slots, axis=1) if slots else np.zeros((G, 0, pool.shape[-1]))
 
@@ -72,7 +72,7 @@ def paged(to=np.array, pools=POISONED, **options):
 
 @pytest.mark.parametrize("to", [np.array, torch.tensor, array_api_strict.asarray])
 @pytest.mark.parametrize("options", OPTIONS, ids=named)
-def test_pages_equal_keys_in_one_piece(to, options):
+def test_pages_equal_contiguous_keys(to, options):
     found = np.asarray(paged(to, **options))
     assert np.allclose(found, one_by_one(**options), rtol=0, atol=1e-14)
 
@@ -88,7 +88,7 @@ def tiled(tile):
     [*OPTIONS, {"score_mod": scores.alibi(H)}, {"sinks": np.arange(4.0)}, {"dropout": (0.5, 1)}],
     ids=named,
 )
-def test_numpy_reads_pages_where_they_lie(options):
+def test_numpy_reads_pages_in_place(options):
     expected = paged(pools=POOLS, kernel="dense", **options)
     call = {"block_table": TABLE, "key_lengths": LENGTHS} | options
     for tile, pools in ((1, POOLS), (8, POISONED), (64, POOLS), (2**18, POISONED)):

@@ -261,8 +261,10 @@ class Undeclared(Mask):
 
 
 def test_an_expression_that_does_not_say_is_refused_by_name():
-    with pytest.raises(TypeError, match=r"masks.every_third cannot be cut .* has no `axes`"):
+    with pytest.raises(TypeError, match=r"masks.every_third cannot be cut .* does not give `axes`"):
         (masks.causal() & ~Unknown()).part(WHOLE)
     for change in (lambda x: x.part(WHOLE), lambda x: x.arrays()):
-        with pytest.raises(TypeError, match=r"masks.chosen cannot be cut .* no axes for `keys`"):
+        with pytest.raises(
+            TypeError, match=r"masks.chosen cannot be cut .* not give the axes of `keys`"
+        ):
             change(masks.causal() | Undeclared(np.ones(S, bool)))

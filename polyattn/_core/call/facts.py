@@ -1,4 +1,4 @@
-"""The facts of a call, without the contents of its arrays: what checks and plans go by."""
+"""The facts of a call, without the contents of its arrays: checks and plans use only these."""
 
 from __future__ import annotations
 

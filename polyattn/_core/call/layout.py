@@ -33,7 +33,7 @@ def chunks_heads_first(call: Call) -> tuple[tuple[str, Chunks], ...]:
 def heads_first(call: Call, operands: Operands, *, reads_pages: bool = False) -> Operands:
     """Return the operands of a call with the axes that a kernel knows.
 
-    Keys and values in pages become whole, unless the kernel reads them where they lie.
+    Paged keys and values are gathered, unless the kernel reads pages in place.
     """
     changed: dict[str, Any] = {}
     for name, _ in call.operands() if call.layout == "...LHD" or 2 in _ranks(call) else ():

@@ -43,7 +43,9 @@ def _of_part(option: Option, value: Any, part: Part) -> Any:
         return value.part(part)
     if is_array(value):
         if option.axes is None:
-            raise TypeError(f"{option.name} cannot be cut: it has no axes in the table of options")
+            raise TypeError(
+                f"{option.name} cannot be cut: the table of options does not give its axes"
+            )
         return part.array(value, option.axes)
     return part.shifted(value) if callable(value) else value
 

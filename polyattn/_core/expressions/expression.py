@@ -116,7 +116,7 @@ class Expression:
         return found
 
     def with_array_per_axis(self: V) -> V:
-        """Return an equal expression in which an array follows one axis of the scores only."""
+        """Return an equal expression that has an array of its own for each axis of the scores."""
         return self._rebuilt(
             lambda _, x: x.with_array_per_axis() if isinstance(x, Expression) else x
         )
@@ -131,7 +131,7 @@ class Expression:
         """Return the axes of the scores that the array in a field follows."""
         axes = (self.axes or {}).get(field)
         if axes is None:
-            raise TypeError(f"{self._refusal}: its class has no axes for `{field}`")
+            raise TypeError(f"{self._refusal}: its class does not give the axes of `{field}`")
         return axes
 
     @property
@@ -161,11 +161,11 @@ class Expression:
     def part(self, part: Part) -> Any:
         """Return the expression over a part of the scores, counted from its first row and key.
 
-        Its arrays may be cut to the part already. Raises TypeError if the class has no `axes`, so
-        that its meaning in a part is unknown.
+        Its arrays may be cut to the part already. Raises TypeError if the class does not give
+        `axes`, so that its meaning in a part is unknown.
         """
         if self.axes is None:
-            raise TypeError(f"{self._refusal}: its class has no `axes`")
+            raise TypeError(f"{self._refusal}: its class does not give `axes`")
 
         def changed(name: str, field: Any) -> Any:
             if isinstance(field, Expression):

@@ -1,7 +1,8 @@
 """A part of the scores, whose batch items, heads, rows and keys count from its own first ones.
 
-`Expression.part` returns the expression that means in a part what it means there in the whole: its
-arrays cut by the axes of the scores that they follow, and the rest counted anew.
+`Expression.part` returns an expression that shows in the part what the whole expression shows
+there: its arrays are sliced along the axes of the scores that they follow, and the rest counts from
+the part's first row and key.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def axes_of_last(axes: str, rank: int, batch: int) -> tuple[int | str | None, ..
 
 
 class Part(NamedTuple):
-    """Some batch items, heads, rows and keys of the scores; JAX may trace starts but of items."""
+    """Some batch items, heads, rows and keys of the scores; JAX may trace starts, not of items."""
 
     batch: tuple[int, ...]  #: the batch axes of the whole
     items: tuple[Slice, ...]  #: one for each batch axis
@@ -95,7 +96,7 @@ class Part(NamedTuple):
         return array
 
     def padded(self, gradient: Array, whole: Array, axes: str) -> Array:
-        """Return the gradient of a whole array, 0 outside the part: the transpose of `array`."""
+        """Return the gradient of a whole array, padded with 0: the transpose of `array`."""
         for axis, (start, _) in self._slices(axes, len(gradient.shape)):
             gradient = place(gradient, axis, start, whole.shape[axis])
         return gradient
@@ -111,7 +112,7 @@ class Part(NamedTuple):
             return numbers
         if isinstance(numbers, int) and isinstance(first, int):
             return numbers - first
-        # JAX may have no int64. Elsewhere what is far stays far: a window may reach it.
+        # JAX may have no int64. Other libraries keep far positions exact: a window may reach them.
         library = library_of(first if isinstance(numbers, int) else numbers)
         is_narrow = library.name == "jax" and "64" not in str(getattr(numbers, "dtype", ""))
         dtype = library.xp.int32 if is_narrow else library.xp.int64

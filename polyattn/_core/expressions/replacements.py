@@ -81,7 +81,7 @@ class Cosine(Similarity):
 
     def pullback(self, query: Array, key: Array, gradient: Array, backend: Primitives) -> Pullback:
         xp, matmul = backend.xp, backend.matmul
-        # A similarity of what is not finite is not either: its gradient is 0 or NaN.
+        # If a query or key is not finite, neither is the similarity: its gradient is 0 or NaN.
         query, key = finite(xp, query), finite(xp, key)
         of_query = matmul(gradient, unit(key, backend))
         of_key = matmul(xp.matrix_transpose(gradient), unit(query, backend))
@@ -285,7 +285,7 @@ class ByNorm(ScaleRule):
 
 
 class Normalizer(Expression):
-    """A replacement for softmax, which turns scores into weights. It has no logsumexp."""
+    """A replacement for softmax, which turns scores into weights, without a logsumexp."""
 
     module: ClassVar[str] = "scores"
     axes: ClassVar[dict[str, str]] = {}
@@ -295,7 +295,7 @@ class Normalizer(Expression):
         raise NotImplementedError
 
     def pullback(self, weights: Array, gradient: Array, xp: Any) -> Array:
-        """Return the gradient of the scores, 0 where a weight is 0, whatever `gradient` is there.
+        """Return the gradient of the scores, 0 where a weight is 0, whatever `gradient` holds.
 
         The derivative is a symmetric matrix, so a tangent in place of the gradient makes the result
         the forward derivative.
