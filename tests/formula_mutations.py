@@ -124,7 +124,7 @@ MUTATIONS = (
     ("slopes of other heads", STEPS, "head * (-8 / whole) - 8 / whole,", "head * (-8 / whole),"),
     ("far keys share no bucket", STEPS, "for k in range(1, spread):",
      "for k in range(1, spread - 1):"),
-    ("keys before and after share buckets", STEPS, "found + each, found)", "found, found)"),
+    ("keys before and after share buckets", STEPS, "bucket + each, bucket)", "bucket, bucket)"),
     ("a softcap in a chain not divided by", STEPS, "tanh(scores / self.cap)", "tanh(scores)"),
     ("temperature turned round", STEPS, "scores / self.t", "scores * self.t"),
     ("keys not of length one", REPLACEMENTS, "xp.matrix_transpose(unit(key, backend))",

@@ -122,11 +122,11 @@ def _backward(
     turn = functools.partial(layout.result_heads_first, call)
     plan = plan_of(call, operands.query, backend, kernel)
     records = mapped(residuals, turn), mapped(cotangents, turn)
-    found = plan.backward(layout.heads_first(call, operands), *records)
-    found = layout.gradients_as_called(call, operands, found)
+    gradients = plan.backward(layout.heads_first(call, operands), *records)
+    gradients = layout.gradients_as_called(call, operands, gradients)
     if isinstance(call.scale, ScaleRule):
-        found = found._replace(scale=None)
-    return as_given(found, given, into)
+        gradients = gradients._replace(scale=None)
+    return as_given(gradients, given, into)
 
 
 def _facts(name: str, array: Any) -> Any:
@@ -225,11 +225,11 @@ def _rounded(array: Array, dtype: Any) -> Array:
 
 
 def as_given(
-    found: Gradients, arguments: dict[str, Any], into: Gradients | None = None
+    gradients: Gradients, arguments: dict[str, Any], into: Gradients | None = None
 ) -> Gradients:
     """Return the gradients in the dtypes of the arguments, or added, and those of expressions."""
     changed: dict[str, Any] = {}
-    for name, gradient in zip(found._fields, found, strict=True):
+    for name, gradient in zip(gradients._fields, gradients, strict=True):
         given, before = arguments.get(name), None if into is None else getattr(into, name)
         if isinstance(gradient, list):
             changed[name] = _in_expression(name, given, gradient, before, into is not None)

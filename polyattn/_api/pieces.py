@@ -66,11 +66,11 @@ def attention_over_pieces(
             if not isinstance(keys, Quantized):
                 partial = attention_partial(query, keys, values, dtype=problem.accumulator, **own)
             else:
-                found = attention_over_integers(query, keys, values, **own)
-                if found is None:
+                of_integers = attention_over_integers(query, keys, values, **own)
+                if of_integers is None:
                     yield from partials(in_floats())
                     continue
-                partial = found
+                partial = of_integers
             given.pop("sinks", None)  # which count once
             yield partial
 

@@ -96,13 +96,13 @@ def run_planned(function: _F) -> _F:
         key = call_key(args, kwargs)
         if key is None:
             return function(*args, **kwargs).run()[0]
-        found, given = cached_call(key, request(kwargs.get("backend"))), _operands(args, kwargs)
-        if found:
-            return found[0].run(given)
+        earlier, given = cached_call(key, request(kwargs.get("backend"))), _operands(args, kwargs)
+        if earlier:
+            return earlier[0].run(given)
         new: PlannedCall = function(*args, **kwargs)
         output, _ = new.run()
         if all(map(operator.is_, given, new.operands)):
-            found.append(CachedCall.of(new.call, new.plan))
+            earlier.append(CachedCall.of(new.call, new.plan))
         return output
 
     return typing.cast(_F, call)

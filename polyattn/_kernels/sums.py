@@ -85,8 +85,8 @@ class GradientSums:
     def _join(self, name: str, array: Array, first: tuple[int, ...]) -> Array:
         """Return the gradient of the part of an operand whose first row and key are given."""
         if len(first) == 2:
-            found = self._sums.get((name, *first))
-            return self._zeros(array) if found is None else found
+            total = self._sums.get((name, *first))
+            return self._zeros(array) if total is None else total
         axis, size = self._axes(name)[len(first)], self._tile_size[len(first)]
         if axis is None:
             return self._join(name, array, (*first, 0))
@@ -98,8 +98,8 @@ class GradientSums:
         return self._xp.concat(parts, axis=axis) if parts else self._zeros(array)
 
     def _number(self, name: str) -> Array:
-        found = self._sums.get((name, 0, 0))
-        return self._xp.sum(self._zeros(self._x.query[..., :0, :])) if found is None else found
+        total = self._sums.get((name, 0, 0))
+        return self._xp.sum(self._zeros(self._x.query[..., :0, :])) if total is None else total
 
     def _zeros(self, like: Array) -> Array:
         return self._xp.zeros_like(like, dtype=getattr(self._xp, self._problem.accumulator))

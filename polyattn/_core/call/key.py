@@ -39,20 +39,20 @@ def call_key(operands: Sequence[Any], options: Mapping[str, Any]) -> CallKey | N
             {"query": query, "key": key, "value": value, **options}, AUTOCAST
         ):
             return None
-        found: CallKey = (kind, read(query), read(key), read(value))
+        parts: CallKey = (kind, read(query), read(key), read(value))
         for name, option in options.items():
             its_kind = type(option)
             if its_kind in _PLAIN:
-                found += name, its_kind, option
+                parts += name, its_kind, option
             elif its_kind is kind:
-                found += name, read(option)
+                parts += name, read(option)
             elif name == "window" and its_kind is tuple and _PLAIN.issuperset(map(type, option)):
-                found += name, option, *map(type, option)
+                parts += name, option, *map(type, option)
             else:
                 return None
     except RuntimeError:  # a nested tensor has no shape
         return None
-    return found
+    return parts
 
 
 _Reader = Callable[[Array], tuple[Hashable, ...]]

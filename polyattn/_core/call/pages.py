@@ -55,11 +55,11 @@ def gathered(pool: Array, operands: Operands) -> Array:
     xp, (_, heads, page, size) = library_of(pool).xp, pool.shape
     table, used = _used_pages(operands, page)
     *batch, count = table.shape
-    found = xp.take(pool, xp.reshape(table, (-1,)), axis=0)
-    found = xp.moveaxis(xp.reshape(found, (*batch, count, heads, page, size)), -4, -3)
-    found = xp.reshape(found, (*batch, heads, count * page, size))
+    keys = xp.take(pool, xp.reshape(table, (-1,)), axis=0)
+    keys = xp.moveaxis(xp.reshape(keys, (*batch, count, heads, page, size)), -4, -3)
+    keys = xp.reshape(keys, (*batch, heads, count * page, size))
     # An unused slot may hold NaN, which not every kernel leaves out under a mask.
-    return xp.where(used[..., None, :, None], found, xp.zeros_like(found))
+    return xp.where(used[..., None, :, None], keys, xp.zeros_like(keys))
 
 
 def in_one_piece(operands: Operands) -> Operands:

@@ -70,12 +70,12 @@ class Part(NamedTuple):
         """Return the flat batch items of the whole, from those of the part."""
         if self._has_all_items:
             return b
-        found: Any = 0
+        flat: Any = 0
         stride = 1
         for length, span in zip(reversed(self.batch), reversed(self.items), strict=True):
-            found = found + (b % span.length + span.start) * stride
+            flat = flat + (b % span.length + span.start) * stride
             b, stride = b // span.length, stride * length
-        return found
+        return flat
 
     def _slices(self, axes: str, rank: int) -> Iterator[tuple[int, Slice]]:
         """Yield the axes of an array that follow an axis of the scores, and their slices."""
@@ -118,8 +118,8 @@ class Part(NamedTuple):
         dtype = library.xp.int32 if is_narrow else library.xp.int64
         limit = INDEX_LIMIT if is_narrow else 2**61
         shift = -first if isinstance(first, int) else 0
-        found = saturating_sum(numbers, shift, library.xp, dtype, limit)
-        return found if isinstance(first, int) else found - first
+        shifted = saturating_sum(numbers, shift, library.xp, dtype, limit)
+        return shifted if isinstance(first, int) else shifted - first
 
     def shifted(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function of (b, h, i, j) or (score, b, h, i, j) that counts from the part."""

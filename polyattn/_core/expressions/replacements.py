@@ -120,8 +120,8 @@ class Distance(Similarity):
     def pullback(self, query: Array, key: Array, gradient: Array, backend: Primitives) -> Pullback:
         xp, matmul = backend.xp, backend.matmul
         if self.p == 1:
-            found = by_rows(backend, partial(self._slopes, xp), query, key, gradient)
-            of_query, of_key = zip(*found, strict=True)
+            of_blocks = by_rows(backend, partial(self._slopes, xp), query, key, gradient)
+            of_query, of_key = zip(*of_blocks, strict=True)
             return joined(xp, of_query), reduce(add, of_key), []
         share = gradient * used(xp, self._over_root(query, key, backend), gradient)
         query, key = finite(xp, query), finite(xp, key)
@@ -199,8 +199,8 @@ class Additive(Similarity):
     def pullback(self, query: Array, key: Array, gradient: Array, backend: Primitives) -> Pullback:
         xp = backend.xp
         weight = cast(xp, self.weight, query.dtype)
-        found = by_rows(backend, partial(self._slopes, xp, weight), query, key, gradient)
-        of_query, of_key, of_weight = zip(*found, strict=True)
+        of_blocks = by_rows(backend, partial(self._slopes, xp, weight), query, key, gradient)
+        of_query, of_key, of_weight = zip(*of_blocks, strict=True)
         return joined(xp, of_query), reduce(add, of_key), [reduce(add, of_weight)]
 
     @staticmethod

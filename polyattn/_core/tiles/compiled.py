@@ -204,7 +204,7 @@ def _table_of(mask: Mask, xp: Any, like: Array | None, dims: ScoreDims, size: in
         return xp.reshape(index_range(xp, first, stop, like), shape)
 
     b, h = indices(0, dims.items, -1, 1, 1, 1), indices(0, heads, -1, 1, 1)
-    found: list[list[Array]] = [[], []]
+    blocks: list[list[Array]] = [[], []]
     lead = (1, 1)
     for block in Span(0, length).split(size):
         rows = indices(*block, -1, 1)
@@ -221,14 +221,14 @@ def _table_of(mask: Mask, xp: Any, like: Array | None, dims: ScoreDims, size: in
         seen = xp.reshape(seen, (1,) * (4 - len(seen.shape)) + tuple(seen.shape))
         lead = seen.shape[:2]
         seen = xp.broadcast_to(seen, (*lead, seen.shape[2], keys))
-        for half, reduce in zip(found, (xp.any, xp.all), strict=True):
+        for half, reduce in zip(blocks, (xp.any, xp.all), strict=True):
             by_key = reduce(seen, axis=2)
             tiles = [
                 reduce(by_key[..., slice(*span)], axis=-1) for span in Span(0, keys).split(size)
             ]
             half.append(xp.reshape(xp.stack(tiles, axis=-1), (-1, len(tiles))))
     down, across = -(-length // size), -(-keys // size)
-    halves = [bytes(_as_list(xp.reshape(xp.stack(half, axis=1), (-1,)))) for half in found]
+    halves = [bytes(_as_list(xp.reshape(xp.stack(half, axis=1), (-1,)))) for half in blocks]
     return TileTable(size, (lead[0], lead[1], down, across), halves[0], halves[1])
 
 
