@@ -116,29 +116,6 @@ def test_one_length_is_known_before_there_are_arrays():
         assert np.allclose(found, expected, rtol=0, atol=1e-14)
 
 
-@pytest.mark.slow
-def test_traced_lengths_compile_once():
-    traces = []
-
-    @jax.jit
-    def step(query, key, value, lengths):
-        traces.append(lengths)
-        return attention(query, key, value, key_lengths=lengths, is_causal=True)
-
-    @torch.compile(fullgraph=True, backend="eager")
-    def torch_step(query, key, value, lengths):
-        return attention(query, key, value, key_lengths=lengths, is_causal=True)
-
-    arrays = [x.astype(np.float32) for x in (QUERY, KEY, VALUE)]
-    tensors = [torch.from_numpy(x) for x in arrays]
-    for lengths in (LENGTHS, LENGTHS[::-1].copy()):
-        expected = one_by_one(lengths=lengths, is_causal=True)
-        assert np.allclose(step(*arrays, lengths), expected, rtol=0, atol=1e-5)
-        found = torch_step(*tensors, torch.from_numpy(lengths))
-        assert np.allclose(found.numpy(), expected, rtol=0, atol=1e-5)
-    assert len(traces) == 1
-
-
 @pytest.mark.parametrize("strategy", ["decode", "ring"])
 def test_ranks_get_their_parts(strategy):
     def on_each_rank(ranks):

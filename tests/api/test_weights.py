@@ -4,8 +4,8 @@ import tracemalloc
 
 import numpy as np
 import pytest
-from libraries import EVERYWHERE, LIBRARIES, NUMPY, Library
-from optional import jax, jnp, torch
+from libraries import EVERYWHERE, LIBRARIES, NUMPY
+from optional import jax, torch
 
 from polyattn import (
     TopWeights,
@@ -143,33 +143,6 @@ def test_a_matrix_is_one_head_without_an_axis():
     known = attention_partial(QUERY[0, 0], KEY[0, 0], KEY[0, 0]).logsumexp
     top = attention_weights(QUERY[0, 0], KEY[0, 0], top=2, logsumexp=known)
     assert top.weights.shape == top.keys.shape == (L, 2)
-
-
-@pytest.mark.parametrize(
-    ("shape", "options", "libraries"),
-    [
-        ((2, 4, 0, 5), {}, (*EVERYWHERE, Library("jax", jnp.asarray, np.asarray))),
-        ((2, 4, 3, 0), {"sinks": np.ones(4, np.float32)}, LIBRARIES),
-        ((0, 4, 3, 5), {"normalizer": scores.sparsemax()}, LIBRARIES),
-        ((2, 0, 3, 5), {"heads": slice(0, 2)}, [NUMPY]),
-    ],
-)
-def test_where_there_are_no_rows_keys_items_or_heads_the_weights_are_empty(
-    shape, options, libraries
-):
-    items, heads, rows, keys = shape
-    count = min(heads, 2) if "heads" in options else heads
-    for library in libraries:
-        query = library.to(np.zeros((items, heads, rows, D), np.float32))
-        key = library.to(np.zeros((items, heads // 2, keys, D), np.float32))
-        given = {k: library.to(x) if isinstance(x, np.ndarray) else x for k, x in options.items()}
-        weights = attention_weights(query, key, **given)
-        assert tuple(weights.shape) == (items, count, rows, keys)
-        sums = library.back(attention_weights(query, key, per_key=True, **given))
-        np.testing.assert_array_equal(sums, np.zeros((items, count, keys), "f4"), strict=True)
-        top = attention_weights(query, key, top=1, **given)
-        shapes = {tuple(top.weights.shape), tuple(top.keys.shape)}
-        assert shapes == {(items, count, rows, min(1, keys))}
 
 
 def test_where_there_are_no_rows_gradients_are_0():

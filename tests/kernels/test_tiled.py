@@ -8,8 +8,6 @@ from libraries import tiles_of, visited_tiles
 
 import polyattn
 from polyattn import attention, attention_partial
-from polyattn._base.span import Span
-from polyattn._core.tiles.band import column_span, is_full
 from polyattn._kernels import tiled
 from polyattn._kernels.tiled import Tiled
 from polyattn._kernels.weights import Weights
@@ -38,33 +36,6 @@ def test_tiles_without_a_visible_key_are_not_visited(monkeypatch):
     assert computed[visible].all()
     assert computed.mean() < 0.5
     assert {banded for _, _, banded in visited} == {True, False}
-
-
-@pytest.mark.parametrize("window", [(None, None), (2, 1), (0, None), (None, 0)])
-@pytest.mark.parametrize("offset", [-4, 0, 3])
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_what_positions_say_of_a_tile_is_what_they_say_of_its_elements(window, offset, is_causal):
-    shape = (7, 4)
-    problem = polyattn.explain(
-        shape, (9, 4), (9, 4), window=window, query_offset=offset, is_causal=is_causal
-    ).problem
-    p, j = np.ogrid[:7, :9]
-    p = p + offset
-    left, right = window
-    visible = np.ones((7, 9), bool)
-    visible &= (j <= p) if is_causal else True
-    visible &= (j >= p - left) if left is not None else True
-    visible &= (j <= p + right) if right is not None else True
-    for first in range(7):
-        for last in range(first, 7):
-            rows = Span(first, last + 1)
-            columns = column_span(problem, rows)
-            outside = np.delete(visible[first : last + 1], np.s_[columns.start : columns.stop], 1)
-            assert not outside.any()
-            for start in range(9):
-                tile = Span(start, min(start + 3, 9))
-                full = visible[first : last + 1, tile.start : tile.stop].all()
-                assert is_full(problem, rows, tile) == full
 
 
 def test_tiles_of_a_narrow_band_are_not_tall(monkeypatch):
