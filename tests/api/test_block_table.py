@@ -108,16 +108,6 @@ def test_an_item_ends_in_the_page_in_which_a_later_tile_begins():
     assert np.allclose(found, expected, rtol=0, atol=1e-13)
 
 
-def test_pages_of_16_bits_and_of_other_strides():
-    half = [x.astype(np.float16) for x in (QUERY, *POISONED)]
-    call = {"block_table": TABLE, "key_lengths": LENGTHS, "is_causal": True}
-    found = attention(*half, kernel=tiled(64), **call)
-    assert np.allclose(found, one_by_one(is_causal=True), rtol=0, atol=5e-3)
-    turned = [np.asfortranarray(x) for x in POISONED]
-    found = attention(QUERY, *turned, kernel=tiled(64), **call)
-    assert np.allclose(found, one_by_one(is_causal=True), rtol=0, atol=1e-13)
-
-
 def test_heads_after_the_slots():
     query, *pools = (np.swapaxes(x, 1, 2) for x in (QUERY, *POISONED))
     call = {"block_table": TABLE, "key_lengths": LENGTHS, "layout": "...LHD"}

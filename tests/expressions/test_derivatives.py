@@ -19,8 +19,6 @@ RNG = np.random.default_rng(7)
 SCORES, GRADIENT, TANGENT = (2 * RNG.normal(size=(B, H, L, S)) for _ in range(3))
 QUERY, KEY, QUERY_TANGENT, KEY_TANGENT = (RNG.normal(size=(B, H, n, D)) for n in (L, S, L, S))
 SLOPES, TABLE, WEIGHT = RNG.random(H), RNG.normal(size=(8, H)), RNG.normal(size=D)
-ROWS, COLUMNS = Span(0, L), Span(0, S)
-OFFSETS = np.array([3, 0])
 CLOSE = {"rtol": 1e-12, "atol": 1e-13}
 # torch itself uses it where it is first asked for a forward derivative.
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
@@ -53,15 +51,12 @@ MADE = {
 }
 
 
-def tile(to, offset=None, rows=ROWS, columns=COLUMNS, **some):
-    """Return the indices of a tile of a call whose arrays `to` makes."""
-    options = {} if offset is None else {"query_offset": to(offset)}
+def tile(to):
+    """Return the indices of all scores of a call whose arrays `to` makes."""
     query, key = to(QUERY), to(KEY)
-    problem = explain(query, key, key, **options, backend="array-api").problem
+    problem = explain(query, key, key, backend="array-api").problem
     operands = Operands(query=query, key=key, value=key)
-    if offset is not None:
-        operands = operands._replace(query_offset=to(offset.reshape(-1, 1, 1, 1)))
-    return Indices(problem, library_of(query).xp, operands, rows, columns, **some)
+    return Indices(problem, library_of(query).xp, operands, Span(0, L), Span(0, S))
 
 
 def arrays_of(expression):
@@ -95,21 +90,6 @@ def assert_all_close(found, expected):
 
 
 # ---- score modifications -----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("library", EVERYWHERE, ids=str)
-@pytest.mark.parametrize("offset", [None, OFFSETS], ids=["", "offsets"])
-@pytest.mark.parametrize("name", MADE)
-def test_the_pullback_of_a_score_value_is_its_gradient(name, offset, library):
-    value = MADE[name](library.to)
-    at = tile(library.to, offset)
-    of_scores, of_arrays = value.pullback(library.to(SCORES), at, library.to(GRADIENT))
-
-    def forward(s, *arrays):
-        return with_arrays(MADE[name](TORCH.to), arrays).apply(s, tile(TORCH.to, offset))
-
-    expected = torch_gradients(forward, [SCORES, *arrays_of(MADE[name](np.asarray))], GRADIENT)
-    assert_all_close(numbers(library, [of_scores, *of_arrays]), expected)
 
 
 @pytest.mark.parametrize("library", EVERYWHERE, ids=str)

@@ -1,7 +1,5 @@
 """Masks and scores at their corners: what is wrong is refused, what is odd means what it says."""
 
-import itertools
-
 import numpy as np
 import pytest
 from libraries import EVERYWHERE, tiles_of
@@ -140,27 +138,6 @@ def test_tiles_are_known_of_such_numbers_in_arrays_too(name, library):
 
 
 KERNELS = ("tiled", "dense")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "kernel"), [*itertools.product(("numpy", "torch"), KERNELS), ("jax", "xla")]
-)
-@pytest.mark.parametrize("dtype", ["int8", "uint8"])
-def test_lengths_and_ids_may_have_a_dtype_that_positions_do_not_fit(name, kernel, dtype):
-    x = np.random.default_rng(1).normal(size=(3, 2, 700, 4)).astype("float32")
-    narrow = np.array([100, 3, 120], dtype)
-    ids = (np.arange(700) // 20).astype(dtype)
-
-    def called(to_lengths):
-        mask = masks.causal() & masks.padding(to_lengths(narrow)) | masks.prefix(to_lengths(narrow))
-        mask = mask & masks.segments(TO[name](ids))
-        arrays = [TO[name](x)] * 3
-        offset = to_lengths(np.array([5, -3, 100], dtype if dtype != "uint8" else "int8"))
-        return attention(*arrays, mask=mask, window=(500, 0), query_offset=offset, kernel=kernel)
-
-    wide = called(lambda lengths: TO[name](lengths.astype("int32")))
-    np.testing.assert_array_equal(np.asarray(called(TO[name])), np.asarray(wide))
 
 
 @pytest.mark.parametrize("dtypes", [("uint16",) * 2, ("uint32",) * 2, ("uint64", "int64")], ids=str)

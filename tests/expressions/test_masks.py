@@ -368,15 +368,6 @@ def test_what_an_option_says_goes_to_that_option():
     assert needs(masks.causal() | checkered).features == {"mask_expression", "mask_mod"}
 
 
-def test_explain_shows_what_was_given_in_place_of_its_arrays():
-    shape = (2, 4, 9, 8)
-    mask = masks.padding(LENGTHS) | masks.rule(checkered) | masks.window(3, None)
-    decision = explain(shape, shape, shape, mask=mask)
-    shown = "masks.padding(<(2,) int64>) | masks.rule(<function>) | masks.window(3, None)"
-    assert f"mask:      {shown}" in str(decision).splitlines()
-    assert decision.as_dict()["values"] == {"mask": shown}
-
-
 # ---- what does not fit the call ---------------------------------------------------------------
 
 X = np.ones((2, 4, 6, 8))
