@@ -129,32 +129,17 @@ class Subclass(np.ndarray):
     """A class of its own, which NumPy's functions take."""
 
 
-def read_only(array):
-    array = array.copy()
-    array.flags.writeable = False
-    return array
-
-
-def unaligned(array):
-    memory = np.zeros(array.nbytes + 1, np.uint8)[1:].view(array.dtype).reshape(array.shape)
-    memory[...] = array
-    return memory
-
-
 #: The forms in which an argument may be given.
 FORMS = {
     "another byte order": lambda x: x.astype(x.dtype.newbyteorder()),
     "backwards in memory": lambda x: x[..., ::-1].copy()[..., ::-1],
     "spaced": lambda x: np.stack([x, x], axis=-1)[..., 0],
     "by columns": np.asfortranarray,
-    "read-only": read_only,
-    "unaligned": unaligned,
     "a subclass": lambda x: x.view(Subclass),
     "masked": np.ma.masked_array,
     "a list": lambda x: x.tolist(),
     "a tuple": lambda x: tuple(x.tolist()),
     "another size": lambda x: x.astype(x.dtype.kind + ("1" if x.dtype.kind == "b" else "8")),
-    "one number": lambda x: x[(0,) * x.ndim],
 }
 FORMED = {
     "query": X, "key": X, "value": X, "mask": SEEN[None, None], "bias": X[:1, :1, :, :4],

@@ -216,24 +216,6 @@ def test_each_item_has_its_own_tree_and_offset(call):
         np.testing.assert_allclose(found[n], expected, atol=1e-14)
 
 
-def test_positions_and_parents_may_be_traced():
-    query, key, value = draw(6, 10, 10)
-    places = np.arange(10)[::-1].copy()
-
-    @jax.jit
-    def call(parents, rows, keys):
-        near = masks.window(4, 0) | masks.prefix(2)
-        mask = masks.tree(parents) & masks.positions(rows, keys, near)
-        return attention(*map(jnp.asarray, (query, key, value)), mask=mask)
-
-    mask = masks.tree(PARENTS) & masks.positions(
-        places[4:], places, masks.window(4, 0) | masks.prefix(2)
-    )
-    expected = attention(query, key, value, mask=mask)
-    found = call(*map(jnp.asarray, (PARENTS, places[4:], places)))
-    np.testing.assert_allclose(found, expected, atol=1e-6)
-
-
 def test_a_traced_parent_that_is_no_earlier_draft_is_none():
     x = draw(3)[0]
     call = jax.jit(lambda parents: attention(*[jnp.asarray(x)] * 3, mask=masks.tree(parents)))
