@@ -36,10 +36,10 @@ RULES = "tests/expressions/test_derivatives.py::"
 BANDS = "tests/backends/test_torch_bands.py::"
 
 CACHE = "tests/nn/test_cache.py::"
-LENGTHS = "tests/api/test_key_lengths.py::"
+LENGTHS = "tests/call/test_lengths.py::"
 NO_MORE = "tests/backends/test_torch_lengths.py::"
-PAGES = "tests/api/test_block_table.py::"
-PLACES = "tests/expressions/test_positions.py::"
+PAGES = "tests/call/test_pages.py::"
+PLACES = "tests/expressions/test_patterns.py::"
 PATTERNS = "polyattn/_core/expressions/patterns.py"
 QUANTIZED = "tests/nn/test_quantized_cache.py::"
 HALF_A_STEP = QUANTIZED + "test_an_entry_is_within_half_a_step_and_the_newest_are_as_they_were"
@@ -520,7 +520,7 @@ MUTATIONS = (
      "a compiled call takes the choice of another task", "polyattn/_dispatch/request.py",
      "return _context.get() or ()",
      "return _here.__dict__.setdefault('names', _context.get() or ())"),
-    ("tests/api/test_cached_calls.py::test_a_repeated_call_takes_each_argument_as_the_first_does",
+    ("tests/api/test_run.py::test_a_repeated_call_takes_each_argument_as_the_first_does",
      "a repeated call skips a conversion", "polyattn/_api/run.py",
      "if all(map(operator.is_, given, new.operands)):",
      "if True:"),
