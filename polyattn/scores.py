@@ -91,12 +91,6 @@ def softcap(cap: float) -> Score:
     References
     ----------
     .. [1] Gemma Team, "Gemma 2", 2024, arXiv:2408.00118, section 2.
-
-    Examples
-    --------
-    >>> from polyattn import scores
-    >>> scores.softcap(30.0)
-    scores.softcap(30.0)
     """
     return Softcap(_above_zero("scores.softcap: cap", cap))
 
@@ -263,12 +257,6 @@ def distance(p: int = 2) -> Similarity:
     Returns
     -------
     Similarity
-
-    Examples
-    --------
-    >>> from polyattn import scores
-    >>> scores.distance(p=1)
-    scores.distance(1)
     """
     p = as_number("scores.distance: p", p)
     if not isinstance(p, numbers.Real) or p not in (1, 2) or isinstance(p, bool):

@@ -144,18 +144,15 @@ def compile(
     (1, 512, 8)
     """
     mask = as_mask(mask)
-    names = ("query_length", "key_length", "heads", "tile")
-    given = (query_length, query_length if key_length is None else key_length, heads, tile)
-    length, keys, heads, size = (
-        check_int(f"masks.compile: {name}", number)
-        for name, number in zip(names, given, strict=True)
+    given = {
+        "query_length": query_length, "heads": heads, "tile": tile,
+        "key_length": query_length if key_length is None else key_length,
+    }  # fmt: skip
+    length, heads, size, keys = (
+        check_int(f"masks.compile: {name}", number, least=1) for name, number in given.items()
     )
     axes = batch if isinstance(batch, tuple) else (batch,)
-    axes = tuple([check_int("masks.compile: batch", number) for number in axes])
-    if min(length, keys, heads, size, *axes) < 1:
-        raise ValueError(
-            f"masks.compile takes lengths and numbers of at least 1; got {(*given, batch)}"
-        )
+    axes = tuple([check_int("masks.compile: batch", number, least=1) for number in axes])
     offset = keys - length
     if query_offset is not None:
         offset = check_int("masks.compile: query_offset", query_offset)
