@@ -48,7 +48,7 @@ class Weights(Kernel):
     tile = Tiled.tile
 
     def reasons_against(self, problem: Problem) -> list[str]:
-        """Return the features that need known lengths."""
+        """Return why the call needs known lengths, if it does."""
         return reasons_against_lengths(problem)
 
     def weights(

@@ -8,7 +8,7 @@ Three steps, here for a call with::
 1. `_checked` checks each option by itself and places numbers of the host beside the query. The
    result is a dict of values by name, without the options that have their defaults.
 2. A part of an expression that another option expresses becomes that option, so every kernel that
-   supports the option supports it. Steps 1 and 2 change the dict; `key_lengths` become a mask too::
+   supports the option supports it; and `key_lengths` become a mask. The dict is then::
 
     mask=masks.padding(array), is_causal=True, score_mod=rule, softcap=30.0, dropout=(0.1, 7, start)
 
