@@ -232,12 +232,13 @@ def test_what_fits_barely_is_taken():
     attention(Q, K, V, mask=np.ones((1, 5, 7), bool))
     assert attention(Q[:, :0], K[:, :0], V[:, :0]).shape == (2, 0, 5, 3)
     attention(Q, K, V, mask=lambda *indices: True, score_mod=lambda s, *indices: s)
+    assert not attention(Q, K, V, mask=lambda *indices: False).any()
     for name in ("scale", "softcap"):
         for value in (1e39, 1e-46):
             attention(*(x.astype("f8") for x in (Q, K, V)), **{name: value})
 
 
-def test_the_advice_for_a_softcap_that_is_an_array_gives_what_a_number_gives():
+def test_the_advice_for_an_array_as_softcap_is_right():
     refused(TypeError, "Pass float(softcap)", softcap=torch.tensor(5.0))
     refused(TypeError, "pass score_mod=", "tanh(s / softcap[h])", softcap=np.ones(4))
     arrays = np.random.default_rng(0).random((3, 4, 5, 8), np.float32)

@@ -148,7 +148,7 @@ def test_no_tangent_is_a_tangent_of_0():
     assert not tangent.any()
 
 
-def test_partials_of_16_bits_keep_their_digits_where_they_are_merged():
+def test_float32_partials_of_16_bits_keep_their_digits():
     query, key, value = (x.astype("float16") for x in draw((2, 4, 8), (2, 64, 8), (2, 64, 5)))
     parts = [slice(n, n + 8) for n in range(0, 64, 8)]
 

@@ -167,7 +167,7 @@ def read(function, arguments, options):
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_a_repeated_call_takes_each_argument_as_the_first_does(name):
+def test_a_cached_call_treats_each_form_of_an_argument_alike(name):
     for (place, plain), form in itertools.product(FORMED.items(), FORMS):
         calls = []
         for given in (FORMS[form](plain), plain):

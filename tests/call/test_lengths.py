@@ -35,7 +35,7 @@ def one_by_one(query=QUERY, key=KEY, value=VALUE, lengths=LENGTHS, **options):
     )
 
 
-def test_a_bias_by_distance_counts_from_the_last_key_of_each_item():
+def test_alibi_counts_from_the_last_key_of_each_item():
     options = {"score_mod": scores.alibi(H)}
     output = attention(QUERY, KEY, VALUE, key_lengths=LENGTHS, **options)
     assert np.allclose(output, one_by_one(**options), rtol=0, atol=1e-14)
@@ -76,7 +76,7 @@ def test_the_scale_of_long_sequences_is_that_of_the_length(options, length):
         np.testing.assert_allclose(output, expected, atol=1e-13)
 
 
-def test_the_scale_of_long_sequences_is_refused_where_each_item_has_a_length():
+def test_the_scale_of_long_sequences_needs_one_length():
     options, token = {"scale": scores.long_sequence()}, KEY[:, :, :1]
     said = r"is one number for all items.* multiply the query of an item by its length \*\* -0.5"
     for backend in ("numpy", "dask", "onnxruntime"):

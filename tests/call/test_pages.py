@@ -272,7 +272,7 @@ def test_lengths_and_tables_of_other_axes_are_cut(items, lengths):
 
 
 @pytest.mark.needs("torch")
-def test_a_length_beyond_the_table_hides_nothing_also_in_a_window():
+def test_a_length_beyond_the_table_hides_nothing():
     table = torch.tensor([[0, 1, 2, 3], [4, 5, 6, 7]])
     pools = [torch.from_numpy(pool) for pool in POOLS]
     query, lengths = torch.ones(2, H, 3, D, dtype=torch.float64), torch.tensor([20, 3])

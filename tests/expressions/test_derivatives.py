@@ -133,7 +133,7 @@ def test_a_pullback_has_derivatives_itself(name):
     assert torch.autograd.gradcheck(forward, inputs, atol=1e-5, fast_mode=True)
 
 
-def test_the_second_derivative_is_not_lost_where_a_gradient_is_0():
+def test_a_gradient_of_0_has_a_second_derivative():
     value, at = scores.softcap(1.5), tile(TORCH.to)
     s, gradient = torch.tensor(SCORES), torch.zeros(SCORES.shape, dtype=torch.float64)
     _, found = torch.func.jvp(
@@ -209,7 +209,7 @@ def test_what_an_absent_key_holds_changes_no_gradient(name, poison, library):
 
 
 @pytest.mark.parametrize("name", ["distance", "distance of 1"])
-def test_the_gradient_of_a_distance_keeps_its_digits_where_vectors_have_much_in_common(name):
+def test_gradients_of_distances_between_close_vectors_keep_their_digits(name):
     given = [(x + mean).astype("float32") for x, mean in ((QUERY, 999), (KEY, 999), (GRADIENT, 0))]
     expected = pulled(LIBRARIES[0], name, *[x.astype("float64") for x in given])
     for one, other in zip(pulled(LIBRARIES[0], name, *given), expected, strict=True):
@@ -217,7 +217,7 @@ def test_the_gradient_of_a_distance_keeps_its_digits_where_vectors_have_much_in_
 
 
 @pytest.mark.parametrize("name", ["distance", "distance of 1"])
-def test_a_row_that_is_not_finite_spoils_the_gradients_of_no_other_row(name):
+def test_a_row_that_is_not_finite_spoils_no_other_row(name):
     query = QUERY.copy()
     query[..., 2, :] = np.nan
     expected = pulled(LIBRARIES[0], name, QUERY, KEY, GRADIENT)[0]
@@ -316,7 +316,7 @@ def test_the_pullback_of_the_norm_is_its_gradient(library):
     np.testing.assert_allclose(library.back(found), expected, **CLOSE)
 
 
-def test_the_pullbacks_of_norms_and_normalizers_have_derivatives_themselves():
+def test_second_derivatives_of_norms_and_normalizers():
     xp, seen = library_of(TORCH.to(SCORES)).xp, TORCH.to(SEEN)
     s, gradient = (torch.tensor(x, requires_grad=True) for x in (SCORES, GRADIENT))
     for forward in (

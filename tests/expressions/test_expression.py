@@ -70,7 +70,7 @@ VALUES = [
 
 
 @pytest.mark.parametrize("value", VALUES, ids=repr)
-def test_a_value_is_what_it_prints_and_a_copy_is_equal_and_hashes_alike(value):
+def test_a_value_evaluates_copies_and_pickles_to_its_equal(value):
     assert eval(repr(value), NAMES) == value
     for again in (copy.copy(value), copy.deepcopy(value), pickle.loads(pickle.dumps(value))):
         assert again == value
@@ -82,7 +82,7 @@ def test_different_values_are_different():
         assert [m for m, other in enumerate(VALUES) if one == other] == [n]
 
 
-def test_arrays_that_lists_cannot_say_print_as_what_they_are_of():
+def test_large_and_empty_arrays_print_as_shapes():
     assert repr(masks.dense(np.zeros((0, 3), bool))) == "masks.dense(<(0, 3) bool of numpy>)"
     assert repr(masks.segments(np.zeros(65, int))) == "masks.segments(<(65,) int64 of numpy>)"
     nothing = masks.dense(np.zeros(0, bool))

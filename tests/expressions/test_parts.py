@@ -137,7 +137,7 @@ def seen(part, mask):
 
 
 @pytest.mark.parametrize("part", PARTS, ids=PLACES)
-def test_masks_show_there_what_they_show_where_the_starts_are_traced(part):
+def test_parts_of_masks_with_traced_starts(part):
     all_found = with_traced_starts(part, seen, *MASKS.values())
     for (name, mask), found in zip(MASKS.items(), all_found, strict=True):
         expected = np.broadcast_to(mask.seen(outside(part)), shape_of(part))

@@ -25,7 +25,7 @@ def call(request):
 
 
 @pytest.mark.parametrize("library", EVERYWHERE, ids=str)
-def test_padding_on_the_left_gives_what_each_prompt_gives_by_itself(library):
+def test_left_padding_equals_each_prompt_alone(library):
     length, lengths = 7, np.array([7, 3, 5])
     query, key, value = RNG.normal(size=(3, 3, H, length, D))
     places = np.arange(length) - (length - lengths)[:, None]
@@ -105,7 +105,7 @@ def test_far_positions_are_compared_without_overflow(call, far):
     np.testing.assert_allclose(call(x[:, :2], x, x, mask=wide), expected)
 
 
-def test_far_positions_are_compared_in_their_dtype_at_narrow_indices():
+def test_far_positions_with_narrow_indices():
     times = np.array([0, 10, 20]) + 1_700_000_000_000
     b, h, i, j = np.ogrid[:1, :1, :3, :3]
     seen = masks.positions(times, times, masks.window(10, 0))(
@@ -128,7 +128,7 @@ def test_far_positions_are_compared_in_their_dtype_at_narrow_indices():
     ],
     ids=str,
 )
-def test_the_largest_number_of_a_dtype_is_a_position_like_others(to, last, kernel, mask, seen):
+def test_the_largest_number_of_a_dtype_is_a_position(to, last, kernel, mask, seen):
     x = draw(3)[0].astype(np.float32)
     places = np.array([0, last - 1, last], np.int64 if last > 2**31 else np.int32)
     mask = masks.positions(to(places[:0:-1]), to(places), mask)

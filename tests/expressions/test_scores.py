@@ -42,7 +42,7 @@ def published_slopes(heads):
     [scores.alibi(H), scores.relative_bias(TABLE), scores.temperature(0.5) >> doubled],
     ids=["alibi", "relative bias", "chain"],
 )
-def test_a_score_value_is_a_score_function_that_counts_from_the_first_key(value):
+def test_a_score_called_as_a_function_has_no_offset(value):
     expected = attention(QUERY, KEY, VALUE, score_mod=value, query_offset=0)
     found = attention(QUERY, KEY, VALUE, score_mod=lambda *given: value(*given))
     np.testing.assert_allclose(found, expected, rtol=1e-12)
@@ -91,7 +91,7 @@ def test_the_cosine_of_small_and_large_vectors_is_exact():
 
 
 @pytest.mark.parametrize("library", ["numpy", "torch"])
-def test_vectors_of_ordinary_size_are_divided_alike_beside_others(library):
+def test_ordinary_vectors_are_divided_alike_with_tiny_and_huge_ones(library):
     to = {"numpy": np.asarray, "torch": torch.from_numpy}[library]
     keys = KEYS.copy()
     keys[:, :, 0], keys[:, :, 1], keys[:, :, 2] = 0, 1e-200, 1e200
@@ -175,6 +175,6 @@ def test_what_an_option_says_goes_to_that_option():
         ({"normalizer": scores.sigmoid(), "sinks": np.zeros(6)}, ValueError, "supports no sinks"),
     ],
 )
-def test_what_does_not_fit_the_call_is_refused_at_the_front_door(options, error, words):
+def test_scores_that_do_not_fit_the_call_are_refused(options, error, words):
     with pytest.raises(error, match=words):
         attention(QUERY, KEY, VALUE, **options)

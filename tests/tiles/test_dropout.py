@@ -51,7 +51,7 @@ TILES += [pytest.param(library, 1, marks=pytest.mark.slow) for library in EVERY]
 
 
 @pytest.mark.parametrize(("library", "tile"), TILES, ids=str)
-def test_the_same_weights_are_dropped_everywhere_and_for_every_tile(library, tile):
+def test_every_library_and_tile_drops_the_same_weights(library, tile):
     arrays = [library.to(x) for x in (QUERY, KEY, VALUE)]
     kernel = "dense" if tile is None else tiles_of(tile)
     options = {"dropout": (RATE, SEED), "kernel": kernel, "backend": "array-api"}
