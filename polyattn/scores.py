@@ -234,14 +234,6 @@ def cosine() -> Similarity:
     References
     ----------
     .. [1] Liu et al., "Swin Transformer V2", 2022, arXiv:2111.09883, section 3.2.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from polyattn import attention, scores
-    >>> x = np.ones((8, 5, 64), dtype=np.float32)
-    >>> attention(x, x, x, similarity=scores.cosine(), scale=10.0).shape
-    (8, 5, 64)
     """
     return Cosine()
 
@@ -275,19 +267,12 @@ def additive(weight: Array) -> Similarity:
     Returns
     -------
     Similarity
+        For ``similarity=``.
 
     References
     ----------
     .. [1] Bahdanau et al., "Neural Machine Translation by Jointly Learning to Align and
        Translate", 2015, arXiv:1409.0473, appendix A.1.2.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from polyattn import attention, scores
-    >>> x, weight = np.ones((8, 5, 64), dtype=np.float32), np.ones(64, dtype=np.float32)
-    >>> attention(x, x, x, similarity=scores.additive(weight)).shape
-    (8, 5, 64)
     """
     weight = as_array("scores.additive: weight", weight)
     if not is_array(weight) or len(weight.shape) != 1:
@@ -324,14 +309,7 @@ def by_norm(factor: float = 1.0) -> ScaleRule:
     Returns
     -------
     ScaleRule
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from polyattn import attention, scores
-    >>> x = np.ones((8, 5, 64), dtype=np.float32)
-    >>> attention(x, x, x, scale=scores.by_norm()).shape
-    (8, 5, 64)
+        For ``scale=``.
     """
     return ByNorm(_above_zero("scores.by_norm: factor", factor))
 
@@ -351,14 +329,6 @@ def sigmoid() -> Normalizer:
     ----------
     .. [1] Ramapuram et al., "Theory, Analysis, and Best Practices for Sigmoid Self-Attention",
        2024, arXiv:2409.04431.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from polyattn import attention, scores
-    >>> x = np.ones((8, 5, 64), dtype=np.float32)
-    >>> attention(x, x, x, normalizer=scores.sigmoid()).shape
-    (8, 5, 64)
     """
     return Sigmoid()
 
@@ -374,13 +344,5 @@ def sparsemax() -> Normalizer:
     References
     ----------
     .. [1] Martins and Astudillo, "From Softmax to Sparsemax", 2016, arXiv:1602.02068.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from polyattn import attention, scores
-    >>> x = np.ones((8, 5, 64), dtype=np.float32)
-    >>> attention(x, x, x, normalizer=scores.sparsemax()).shape
-    (8, 5, 64)
     """
     return Sparsemax()
