@@ -213,7 +213,6 @@ def test_of_equal_weights_the_smaller_key_comes_first(library, top):
         ({"top": 14}, ValueError, "got 14"),
         ({"top": 2, "per_key": True}, ValueError, "cannot be given together"),
         ({"logsumexp": np.zeros((B, H, S), np.float32)}, ValueError, r"\(2, 4, 9\)"),
-        ({"logsumexp": torch.zeros(B, H, L)}, TypeError, "logsumexp one of torch"),
         (
             {"logsumexp": np.zeros((B, H, L), np.float32), "normalizer": scores.sigmoid()},
             ValueError,

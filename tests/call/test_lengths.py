@@ -1,14 +1,11 @@
 """Variable-length keys: what a length means with other options, and which are refused."""
 
+import importlib
 import re
 
-import array_api_strict
-import dask.array as da
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
+from optional import array_api_strict, da, jax, jnp, torch
 
 from polyattn import (
     attention,
@@ -17,7 +14,6 @@ from polyattn import (
     parallel,
     scores,
 )
-from polyattn.integrations.jax import register
 
 rng = np.random.default_rng(0)
 B, H, G, L, S, D = 4, 4, 2, 3, 9, 8
@@ -82,7 +78,7 @@ def test_the_scale_of_long_sequences_needs_one_length():
     for backend in ("numpy", "dask", "onnxruntime"):
         with pytest.raises(ValueError, match=said):
             attention(QUERY, KEY, VALUE, key_lengths=LENGTHS, backend=backend, **options)
-    register()
+    importlib.import_module("polyattn.integrations.jax").register()
     token = jnp.asarray(token)
     cache = nn.KVCache.init(G, D, 16, like=token, batch=(B,)).append(token, token)
 

@@ -2,13 +2,9 @@
 
 import re
 
-import array_api_strict
-import dask.array as da
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
+from optional import array_api_strict, da, jax, jnp, torch
 
 from polyattn import (
     UnsupportedError,

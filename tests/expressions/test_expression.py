@@ -38,7 +38,6 @@ VALUES = [
     *(masks.segments(xp.asarray([0, 1])) for xp in (torch, jax and jax.numpy) if xp),
     masks.dilated(3),
     masks.positions(np.array([0, 1]), np.array([1, 0]), masks.causal() | ~masks.prefix(2)),
-    masks.tree(torch.tensor([-1, 0, 0])),
     masks.tree(np.array([[-1, 0], [-1, -1]])),
     masks.global_tokens(3, 1, 3),
     masks.dense(np.array([[True, False]])),
@@ -55,7 +54,6 @@ VALUES = [
     scores.temperature(np.float32(0.5)),
     scores.alibi(np.int64(8)),
     scores.alibi(np.array([0.1, np.inf, -np.inf], np.float32)),
-    scores.alibi(torch.tensor([0.5, 2.0], dtype=torch.bfloat16)),
     scores.relative_bias(np.ones((4, 2)), bidirectional=False, max_distance=30),
     scores.softcap(3) >> halved >> scores.alibi(2),
     scores.cosine(),
@@ -67,6 +65,11 @@ VALUES = [
     scores.sigmoid(),
     scores.sparsemax(),
 ]
+if torch:
+    VALUES += [
+        masks.tree(torch.tensor([-1, 0, 0])),
+        scores.alibi(torch.tensor([0.5, 2.0], dtype=torch.bfloat16)),
+    ]
 
 
 @pytest.mark.parametrize("value", VALUES, ids=repr)

@@ -85,7 +85,6 @@ def test_invalid_values_are_refused_when_made(make, error, words):
         ({"mask": masks.causal}, r"takes \(\)"),
         ({"mask": masks.causal() & np.ones((L, S))}, "goes in bias="),
         ({"mask": masks.dilated(2) | (lambda b, h, i, j: i - j)}, "dtype int64"),
-        ({"mask": masks.dilated(2) | masks.segments(torch.zeros(L, dtype=int))}, "mask.query_ids"),
     ],
 )
 def test_a_value_in_the_wrong_argument_is_refused(given, words):

@@ -15,7 +15,7 @@ from polyattn import (
 from polyattn.plugin import Score
 from polyattn_numpy.backend import NumpyBackend
 
-BACKENDS = {"numpy": NumpyBackend(), "torch": TorchBackend()}
+BACKENDS = {"numpy": NumpyBackend, "torch": TorchBackend}
 B, H, G, L, S, D = 2, 6, 3, 9, 14, 5
 RNG = np.random.default_rng(11)
 QUERY, KEY, VALUE = (RNG.normal(size=(B, h, n, D)) for h, n in ((H, L), (G, S), (G, S)))
@@ -117,7 +117,7 @@ def test_distances_of_close_vectors_keep_their_digits(library, close, rows):
         key[1, 2] = query[1, 0]
     difference = query.astype(float)[:, :, None] - key.astype(float)[:, None]
     expected = -np.sqrt((difference**2).sum(-1))
-    found = scores.distance().between(to(query), to(key), BACKENDS[library])
+    found = scores.distance().between(to(query), to(key), BACKENDS[library]())
     np.testing.assert_allclose(np.asarray(found), expected, rtol=2e-6)
 
 
