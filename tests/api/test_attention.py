@@ -238,6 +238,7 @@ def test_a_score_function_that_returns_something_else(returned, error, message):
     refused(error, message, score_mod=lambda s, b, h, i, j: returned)
 
 
+@pytest.mark.needs("torch")
 def test_the_error_lists_every_candidate():
     with pytest.raises(polyattn.UnsupportedError) as caught:
         attention(Q, K, V, softcap=2.0, backend="torch,numpy", kernel="sdpa")
@@ -250,6 +251,7 @@ def test_the_error_lists_every_candidate():
 # ---- order of the checks ----
 
 
+@pytest.mark.needs("torch")
 def test_refusals_come_before_any_conversion(monkeypatch):
     assert registry.load("torch") is None
     backend = type(registry.loaded("torch"))
