@@ -777,7 +777,7 @@ MUTATIONS = (
      "print(printable(str(text)), flush=True)",
      "print(str(text), flush=True)"),
     ("tests/bench/test_report.py::test_a_file_of_others_is_refused_by_its_name",
-     "a file of another format read as results", "polyattn/bench/report.py",
+     "a file of another format read as results", "polyattn/bench/results.py",
      "if kind != FORMAT:",
      "if False:"),
     (REPORT + "test_checks_in_a_new_interpreter_run_no_module_of_the_current_folder",

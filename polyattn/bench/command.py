@@ -100,7 +100,7 @@ def run(options: argparse.Namespace) -> int:
     _check_files(options)
     if options.compare is not None:
         from polyattn.bench.compare import compare
-        from polyattn.bench.report import read
+        from polyattn.bench.results import read
 
         a, b = options.compare
         show("\n".join(compare(read(a), read(b), str(a), str(b))))
@@ -129,13 +129,13 @@ def _check_files(options: argparse.Namespace) -> None:
 
 def _measure(options: argparse.Namespace) -> int:
     from polyattn.bench import contender, machine, table
-    from polyattn.bench.report import Results
-    from polyattn.bench.run import measure, measure_peaks
+    from polyattn.bench.measure import measure, measure_peaks
+    from polyattn.bench.results import BenchResults
 
     workload = _workload(options)
     names = contender.everything_here() if options.backends is None else options.backends
     contenders = _supporting(contender.contenders(names), workload, options)
-    results = Results(machine.look(contenders), workload, _command(options, contenders))
+    results = BenchResults(machine.look(contenders), workload, _command(options, contenders))
     titles = [one.name for one in contenders]
     _print(table.head(results))
     deadline = time.perf_counter() + options.seconds

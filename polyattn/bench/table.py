@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 
 from polyattn._base import text_table
 from polyattn.bench.machine import fact
-from polyattn.bench.report import Results, Timing
+from polyattn.bench.results import BenchResults, Timing
 
 WIDTH = 100
 COLUMNS = ("ms", "quartiles", "rate", "product", "roof", "error", "memory")
@@ -28,14 +28,14 @@ LIMIT_IS_WRONG = (
 )
 
 
-def head(results: Results) -> list[str]:
+def head(results: BenchResults) -> list[str]:
     """Return the first lines: the call, the machine and the command to repeat the run."""
     call = text_table.paragraph(f"polyattn bench: {results.workload}")
     lines = [*call, *results.machine.lines()]
     return [*lines, f"  {'repeat':<11}{results.command}"]  # in one line, to be pasted
 
 
-def heading(results: Results, names: Iterable[str]) -> list[str]:
+def heading(results: BenchResults, names: Iterable[str]) -> list[str]:
     """Return the lines above the rows: the roof of each device and the column titles."""
     unit, scale = rate_unit(results)
     lines = [
@@ -51,13 +51,13 @@ def heading(results: Results, names: Iterable[str]) -> list[str]:
     return [*lines, "", _line(titles, _room(names))]
 
 
-def group(results: Results, rows: Sequence[Timing], names: Iterable[str]) -> list[str]:
+def group(results: BenchResults, rows: Sequence[Timing], names: Iterable[str]) -> list[str]:
     """Return the lines of the rows of one length."""
     room = _room(names)
     return [line for row in rows for line in _row(results, row, room)] + [""]
 
 
-def footer(results: Results, names: Iterable[str]) -> list[str]:
+def footer(results: BenchResults, names: Iterable[str]) -> list[str]:
     """Return the lines below the rows."""
     left_out = ", ".join(SPARE[: _columns_left_out(_room(names))])
     narrow = f" Not shown, for lack of width: {left_out}." if left_out else ""
@@ -70,14 +70,14 @@ def _room(names: Iterable[str]) -> int:
     return max(len(name) for name in ("backend", *names))
 
 
-def _row(results: Results, row: Timing, room: int) -> list[str]:
+def _row(results: BenchResults, row: Timing, room: int) -> list[str]:
     if row.seconds is None:
         return _wrapped(row.note or "", f"  {row.length:>6}  {row.backend:<{room}}  ")
     line = _line(_cells(results, row), room)
     return [line] if row.note is None else [line, *fact("", row.note)]
 
 
-def _cells(results: Results, row: Timing) -> tuple[str, ...]:
+def _cells(results: BenchResults, row: Timing) -> tuple[str, ...]:
     middle, low, high = row.spread
     _, scale = rate_unit(results)
     rate, of_product, of_roof = results.rate(row), results.of_product(row), results.of_roof(row)
@@ -118,7 +118,7 @@ def _wrapped(text: str, start: str) -> list[str]:
     return textwrap.wrap(text, width, initial_indent=start, subsequent_indent=" " * len(start))
 
 
-def rate_unit(results: Results) -> tuple[str, float]:
+def rate_unit(results: BenchResults) -> tuple[str, float]:
     """Return the rate unit for the fastest device and its size in operations per second."""
     fastest = max((peak.product for peak in results.roofs.values()), default=0.0)
     return ("TFLOP/s", 1e12) if fastest >= 2e12 else ("GFLOP/s", 1e9)

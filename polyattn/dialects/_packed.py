@@ -31,7 +31,7 @@ class Packed(NamedTuple):
     used: Array | Sequence[int] | None = None  # (B,); None for all tokens up to the next start
 
 
-class Rule(NamedTuple):
+class PositionRule(NamedTuple):
     """The options by position, which count from the start of each sequence."""
 
     causal: bool = False
@@ -43,7 +43,13 @@ class Rule(NamedTuple):
 
 
 def packed_attention(
-    query: Array, key: Array, value: Array, rows: Packed, keys: Packed, rule: Rule, **options: Any
+    query: Array,
+    key: Array,
+    value: Array,
+    rows: Packed,
+    keys: Packed,
+    rule: PositionRule,
+    **options: Any,
 ) -> Any:
     """Return the output, (T, H, E), 0 in rows of no sequence, and the logsumexp by the rule."""
     xp = library_of(query, "query").xp
@@ -103,7 +109,7 @@ def chunked(positions: Array, columns: Array, chunk: int) -> masks.Mask:
     return masks.segments(positions // chunk, columns // chunk)
 
 
-def _results(arrays: Sequence[Array], rule: Rule, options: Any) -> tuple[Array, ...]:
+def _results(arrays: Sequence[Array], rule: PositionRule, options: Any) -> tuple[Array, ...]:
     """Return the output, and the logsumexp if the rule asks for it."""
     if rule.logsumexp:
         return attention_partial(*arrays, layout="...LHD", **options)
@@ -125,7 +131,7 @@ def _is_readable(numbers: Any) -> bool:
 
 
 def _one_by_one(
-    xp: Any, arrays: Arrays, rows: Packed, keys: Packed, rule: Rule, options: Any
+    xp: Any, arrays: Arrays, rows: Packed, keys: Packed, rule: PositionRule, options: Any
 ) -> list[Array]:
     query, key, _ = arrays
     own, other = spans_of("query", rows, query), spans_of("key", keys, key)
@@ -142,7 +148,7 @@ def _one_by_one(
     ]
 
 
-def _run(xp: Any, arrays: Arrays, run: list[Run], rule: Rule, options: Any) -> list[Array]:
+def _run(xp: Any, arrays: Arrays, run: list[Run], rule: PositionRule, options: Any) -> list[Array]:
     """Return the rows of neighbouring sequences of one length, which are a batch."""
     (first, rows, keys), count = run[0], len(run)
     parts = [xp.reshape(x, (count, x.shape[0] // count, *x.shape[1:])) for x in arrays]
@@ -232,7 +238,7 @@ def places_of(xp: Any, packed: Packed, total: int, like: Array) -> tuple[Array, 
 
 
 def _at_once(
-    xp: Any, arrays: Arrays, rows: Packed, keys: Packed, rule: Rule, options: Any
+    xp: Any, arrays: Arrays, rows: Packed, keys: Packed, rule: PositionRule, options: Any
 ) -> tuple[Array, ...]:
     query, key, _ = arrays
     own, position, many_rows = places_of(xp, rows, query.shape[0], query)

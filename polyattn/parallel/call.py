@@ -21,7 +21,7 @@ from polyattn._core.call.problem import Problem, examine
 from polyattn._core.expressions.expression import Expression
 from polyattn._core.expressions.parts import Part
 from polyattn._core.expressions.replacements import ScaleRule
-from polyattn.parallel.layout import check_layout, chunks_of, slots
+from polyattn.parallel.token_layout import check_layout, chunks_of, slots
 
 #: The gradients of options, as lists of arrays: one for the option, or one for each it carries.
 OptionGradients = dict[str, list[Any]]

@@ -13,8 +13,8 @@ from polyattn._base.arrays import Array, cast, library_of
 from polyattn._base.slices import joined, split
 from polyattn.parallel.call import OptionGradients, ParallelCall, add_shares
 from polyattn.parallel.communicator import Communicator
-from polyattn.parallel.layout import slots
 from polyattn.parallel.strategy import Strategy, needs_whole_rows
+from polyattn.parallel.token_layout import slots
 
 
 class Decode(Strategy):

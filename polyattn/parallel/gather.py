@@ -10,8 +10,8 @@ from polyattn._base.slices import joined, place, split, take
 from polyattn._core.expressions.parts import Part
 from polyattn.parallel.call import OptionGradients, ParallelCall, add_shares
 from polyattn.parallel.communicator import Communicator
-from polyattn.parallel.layout import permute, slots, unpermute
 from polyattn.parallel.strategy import Strategy, joined_partials, split_partial
+from polyattn.parallel.token_layout import permute, slots, unpermute
 
 
 class Gather(Strategy):

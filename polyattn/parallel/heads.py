@@ -15,8 +15,8 @@ from polyattn._base.arrays import Array, library_of
 from polyattn._core.expressions.parts import Part
 from polyattn.parallel.call import OptionGradients, ParallelCall
 from polyattn.parallel.communicator import Communicator
-from polyattn.parallel.layout import permute, unpermute
 from polyattn.parallel.strategy import Strategy
+from polyattn.parallel.token_layout import permute, unpermute
 
 
 class Heads(Strategy):

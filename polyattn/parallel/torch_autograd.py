@@ -12,23 +12,23 @@ from typing import Any
 import torch
 
 from polyattn._api.partial import Partial
-from polyattn.parallel.task import Task
+from polyattn.parallel.rank_task import RankTask
 
 
-def attend(task: Task, arrays: list[torch.Tensor]) -> torch.Tensor:
+def attend(task: RankTask, arrays: list[torch.Tensor]) -> torch.Tensor:
     """Return the output of this rank's rows, recorded by autograd."""
     others = task.arrays()
     needed = any(isinstance(x, torch.Tensor) and x.requires_grad for x in (*arrays, *others))
     if not (needed and torch.is_grad_enabled()):
         output: torch.Tensor = task.forward(*arrays, for_gradient=False)[0]
         return output
-    result: torch.Tensor = _Attention.apply(task, *arrays, *others)  # type: ignore[no-untyped-call]
+    result: torch.Tensor = _RankAttention.apply(task, *arrays, *others)  # type: ignore[no-untyped-call]
     return result
 
 
-class _Attention(torch.autograd.Function):
+class _RankAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, task: Task, *arrays: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, task: RankTask, *arrays: torch.Tensor) -> torch.Tensor:
         detached = [array.detach() for array in arrays]
         output: torch.Tensor
         output, saved = task.with_arrays(detached[3:]).forward(*detached[:3])

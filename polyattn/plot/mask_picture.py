@@ -125,7 +125,7 @@ def evaluate(
     tile: int | None = None,
     like: Array | None = None,
     **options: Any,
-) -> tuple[_Call, int, Any, Any]:
+) -> tuple[_MaskCall, int, Any, Any]:
     """Return the call to draw, the size of its tiles, and the kinds of tiles and of scores.
 
     The kinds of scores are None if there are more than `MAX_CELLS`.
@@ -141,7 +141,7 @@ def evaluate(
 # ---- the call to draw --------------------------------------------------------------------------
 
 
-class _Call(NamedTuple):
+class _MaskCall(NamedTuple):
     """The call that a mask is drawn for, and the item and head to draw."""
 
     lengths: tuple[int, int]
@@ -161,7 +161,7 @@ def _call(
     batch: tuple[int, ...] | None = None,
     item: int = 0,
     head: int = 0,
-) -> _Call:
+) -> _MaskCall:
     """Return the call of these options, with what the mask determines in place of others."""
     item, head = check_int("item", item), check_int("head", head)
     known, batches = _known(mask)
@@ -179,7 +179,7 @@ def _call(
     if not 0 <= item < math.prod(common) or head < 0:
         raise ValueError(f"item {item} or head {head} is out of range for batch {common}")
     heads = max(head + 1, known.get("H", 1))
-    return _Call((rows, keys), check_int("query_offset", offset), common, heads, item, head)
+    return _MaskCall((rows, keys), check_int("query_offset", offset), common, heads, item, head)
 
 
 def _first(*numbers: int | None) -> Any:
@@ -217,7 +217,7 @@ def _parts(mask: Mask) -> Iterator[Mask]:
         yield from _parts(part)
 
 
-def _tile_size(mask: Mask, call: _Call) -> int:
+def _tile_size(mask: Mask, call: _MaskCall) -> int:
     tables = (part.size for part in _parts(mask) if isinstance(part, Compiled))
     digits = math.ceil(math.log2(max(call.lengths)))
     return next(tables, 2 ** max(1, min(7, digits - 3), digits - MOST_DIGITS))
@@ -241,7 +241,7 @@ def library_for(value: Expression, like: Array | None = None) -> tuple[Any, Any,
 class _Evaluated:
     """The values of a mask in a call, computed in the mask's library, as NumPy arrays."""
 
-    def __init__(self, mask: Mask, call: _Call, like: Array | None, numpy: Any) -> None:
+    def __init__(self, mask: Mask, call: _MaskCall, like: Array | None, numpy: Any) -> None:
         self._mask, self._call, self._numpy = mask, call, numpy
         self._like, self._xp, self._library = library_for(mask, like)
         destination = None if self._like is None else destination_of(self._like)
@@ -330,7 +330,7 @@ def _draw_grid(axes: Any, tiles: tuple[int, int], size: int) -> None:
     axes.spines[:].set_color(FRAME)
 
 
-def _label(axes: Any, mask: Mask, call: _Call, size: int, counts: tuple[int, ...]) -> None:
+def _label(axes: Any, mask: Mask, call: _MaskCall, size: int, counts: tuple[int, ...]) -> None:
     patches = require_matplotlib("patches")
     axes.set(xlabel="key j", ylabel="query i")
     short = mask.map(lambda name, thing: facts_of(thing) if is_array(thing) else thing)

@@ -12,10 +12,10 @@ from optional import jax, torch
 from polyattn import attention
 from polyattn._dispatch import registry
 from polyattn._dispatch.errors import BackendUnavailableError, UnknownBackendError, UnsupportedError
-from polyattn.bench import exact, memory, peaks, run, timing
+from polyattn.bench import exact, measure, memory, peaks, timing
 from polyattn.bench.contender import Running, contenders, everything_here
 from polyattn.bench.machine import look
-from polyattn.bench.report import Results
+from polyattn.bench.results import BenchResults
 from polyattn.bench.workload import Workload
 from polyattn.plugin import Backend, BackendSpec
 
@@ -27,7 +27,7 @@ LINUX = pytest.mark.skipif(sys.platform != "linux", reason="the system counts no
 def hasty(monkeypatch):
     """Let windows and rests take no time."""
     monkeypatch.setattr(timing, "REST", 0.0)
-    monkeypatch.setattr(run, "REST", 0.0)
+    monkeypatch.setattr(measure, "REST", 0.0)
     monkeypatch.setattr(timing, "WINDOW", 0.0)
 
 
@@ -303,7 +303,7 @@ def test_peaks_take_half_of_the_time_or_the_smallest_arrays(quick, acme, monkeyp
     for seconds, calls in ((1.0, 2 * 4), (64.0, 6 * 4)):
         quick.peaks.clear()
         began = clock[0]
-        run.measure_peaks(quick, everyone, began + seconds, lambda text: None)
+        measure.measure_peaks(quick, everyone, began + seconds, lambda text: None)
         assert len(quick.peaks) == len(everyone) == 4
         assert clock[0] - began == calls
 
@@ -388,13 +388,13 @@ def test_where_nobody_counts_memory_is_not_known(monkeypatch, tmp_path):
 def quick(hasty, monkeypatch):
     """Return a report with a roof of which no measurement was made."""
     monkeypatch.setattr(timing, "MOST", timing.FEWEST)
-    report = Results(look([NUMPY]), Workload(heads=2, key_heads=2, size=8), "polyattn bench")
+    report = BenchResults(look([NUMPY]), Workload(heads=2, key_heads=2, size=8), "polyattn bench")
     report.peaks.append(peaks.Peak("numpy", "cpu", 1e11, 1e10))
     return report
 
 
 def measured(report, everyone, lengths, deadline):
-    return [*run.measure(report, everyone, lengths, deadline, lambda text: None)]
+    return [*measure.measure(report, everyone, lengths, deadline, lambda text: None)]
 
 
 @pytest.mark.slow
@@ -416,7 +416,7 @@ def test_each_length_is_yielded_with_a_row_for_each_backend(quick):
 
 @pytest.mark.slow
 def test_a_backend_that_would_burst_the_budget_sits_out_and_the_row_says_so(quick, monkeypatch):
-    monkeypatch.setattr(run, "LEAST", 0.0)
+    monkeypatch.setattr(measure, "LEAST", 0.0)
     quick.peaks.clear()
     first, second = measured(quick, [NUMPY], (32, 64), 0.0)
     assert first[0].note == "only one call, for lack of time"
@@ -434,9 +434,9 @@ def test_a_first_length_that_not_even_a_product_could_do_in_time_sits_out(quick)
 
 @pytest.mark.slow
 def test_what_a_short_call_took_says_nothing_of_a_much_longer_one(quick, monkeypatch):
-    monkeypatch.setattr(run, "LEAST", 1e-3)
+    monkeypatch.setattr(measure, "LEAST", 1e-3)
     quick.peaks[:] = [peaks.Peak("numpy", "cpu", 1e15, 1e10)]
-    monkeypatch.setattr(Results, "rate", lambda self, row: 1.0)  # as if all were dispatch
+    monkeypatch.setattr(BenchResults, "rate", lambda self, row: 1.0)  # as if all were dispatch
     near, far = measured(quick, [NUMPY], (8, 16), 0.0), measured(quick, [NUMPY], (8, 64), 0.0)
     assert near[1][0].note.startswith("left out")
     assert not (far[1][0].note or "").startswith("left out")
@@ -477,7 +477,7 @@ def raise_memory_error(*given):
 def test_a_backend_without_a_peak_is_measured_all_the_same(quick, acme, monkeypatch):
     monkeypatch.setattr(peaks, "measure", raise_memory_error)
     quick.peaks.clear()
-    run.measure_peaks(quick, [NUMPY], math.inf, lambda text: None)
+    measure.measure_peaks(quick, [NUMPY], math.inf, lambda text: None)
     (rows,) = measured(quick, [NUMPY], (8,), float("inf"))
     assert rows[0].seconds > 0
     assert quick.of_product(rows[0]) is None
@@ -487,7 +487,7 @@ def test_a_backend_without_a_peak_is_measured_all_the_same(quick, acme, monkeypa
 def test_the_budget_is_spent_and_the_longer_a_length_the_more_of_it_it_has():
     left, shares = 1.0, []
     for lengths in (4, 3, 2, 1):
-        shares.append(left * run._share(lengths))
+        shares.append(left * measure._share(lengths))
         left -= shares[-1]
     assert left == pytest.approx(0)
     assert shares == sorted(shares)

@@ -12,11 +12,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from polyattn.bench import command, picture, run, table, timing
+from polyattn.bench import command, measure, picture, table, timing
 from polyattn.bench.compare import compare
 from polyattn.bench.machine import Machine
 from polyattn.bench.peaks import Peak
-from polyattn.bench.report import Results, Timing, read
+from polyattn.bench.results import BenchResults, Timing, read
 from polyattn.bench.workload import Workload
 from polyattn.cli import main
 
@@ -48,7 +48,7 @@ def row(length, backend, **changes):
 
 
 OUT = Timing(512, "array-api", "cpu", note="left out: a call would take about 9 ms")
-REPORT = Results(
+REPORT = BenchResults(
     MACHINE,
     CALL,
     "polyattn bench --backends numpy",
@@ -233,7 +233,7 @@ def test_nothing_in_the_picture_is_written_over_anything_else():
 def test_a_run_that_was_stopped_before_any_time_is_drawn_and_written_too(there):
     report = changed(**there, interrupted=True)
     picture.draw(report).savefig(BytesIO())
-    assert Results.from_dict(json.loads(report.as_json())) == report
+    assert BenchResults.from_dict(json.loads(report.as_json())) == report
 
 
 # ---- comparing ----
@@ -304,10 +304,10 @@ HASTE = ["bench", "--heads", "2", "--size", "8", "--seconds", "1"]
 def hasty(monkeypatch):
     """Let windows and rests take no time, and measure no roof."""
     monkeypatch.setattr(timing, "REST", 0.0)
-    monkeypatch.setattr(run, "REST", 0.0)
+    monkeypatch.setattr(measure, "REST", 0.0)
     monkeypatch.setattr(timing, "WINDOW", 0.0)
     monkeypatch.setattr(
-        run.peaks, "measure", lambda one, *_: Peak(one.name, one.hardware, 1e11, 1e10)
+        measure.peaks, "measure", lambda one, *_: Peak(one.name, one.hardware, 1e11, 1e10)
     )
 
 
@@ -383,7 +383,7 @@ def test_a_run_without_any_time_is_a_failure(hasty, monkeypatch, capsys):
     def start(*arguments):
         raise MemoryError("full")
 
-    monkeypatch.setattr(run, "_start", start)
+    monkeypatch.setattr(measure, "_start", start)
     assert main([*HASTE, "--backends", "numpy", "--lengths", "8"]) == 1
     assert "MemoryError: full" in capsys.readouterr().out
 
@@ -428,7 +428,7 @@ def test_what_is_wrong_is_said_before_anything_is_measured(
     arguments, message, capsys, monkeypatch, tmp_path
 ):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(run, "measure_peaks", lambda *_: pytest.fail("it measures"))
+    monkeypatch.setattr(measure, "measure_peaks", lambda *_: pytest.fail("it measures"))
     try:
         code = main(["bench", *arguments.split()])
     except SystemExit as stop:
@@ -462,7 +462,7 @@ def test_an_interruption_before_the_first_row_leaves_older_results(tmp_path, mon
     def interrupted(*arguments):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("polyattn.bench.run.measure_peaks", interrupted)
+    monkeypatch.setattr("polyattn.bench.measure.measure_peaks", interrupted)
     file = tmp_path / "a.json"
     file.write_text("older", encoding="utf-8")
     assert main(["bench", "--backends", "numpy", "--lengths", "8", "--json", str(file)]) == 130

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 
 from polyattn.bench import peaks
 from polyattn.bench.contender import Contender, Running
-from polyattn.bench.exact import Rows, exact_rows, largest_error
+from polyattn.bench.exact import ExactRows, exact_rows, largest_error
 from polyattn.bench.memory import peak_memory
-from polyattn.bench.report import Results, Timing, number
+from polyattn.bench.results import BenchResults, Timing, number
 from polyattn.bench.table import digits
 from polyattn.bench.timing import FEWEST, REST, alternate, spread_of
 
@@ -45,7 +45,7 @@ class Started(NamedTuple):
 
 
 def measure_peaks(
-    results: Results, contenders: Sequence[Contender], deadline: float, say: Say
+    results: BenchResults, contenders: Sequence[Contender], deadline: float, say: Say
 ) -> None:
     """Measure the hardware rates by each backend; one that fails is skipped.
 
@@ -63,7 +63,7 @@ def measure_peaks(
 
 
 def measure(
-    results: Results,
+    results: BenchResults,
     contenders: Sequence[Contender],
     lengths: Sequence[int],
     deadline: float,
@@ -94,7 +94,7 @@ def measure(
 
 
 def _measure_length(
-    results: Results,
+    results: BenchResults,
     contenders: Sequence[Contender],
     length: int,
     share: float,
@@ -163,11 +163,11 @@ def _timed_rows(
 
 
 def _start(
-    results: Results,
+    results: BenchResults,
     contender: Contender,
     row: Timing,
     arrays: Sequence[Any],
-    exact: list[Rows],
+    exact: list[ExactRows],
 ) -> Started:
     """Run the call of a contender and measure everything except its time."""
     running = contender.start(results.workload, arrays)

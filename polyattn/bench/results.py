@@ -42,7 +42,7 @@ class Timing:
 
 
 @dataclass
-class Results:
+class BenchResults:
     """The results, the machine, and the command to repeat the run."""
 
     machine: Machine
@@ -101,7 +101,7 @@ class Results:
         return json.dumps(self.as_dict(), indent=1, allow_nan=False) + "\n"
 
     @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> Results:
+    def from_dict(cls, data: dict[str, Any]) -> BenchResults:
         """Return the results that `as_dict` describes."""
         names = Timing.__dataclass_fields__
         return cls(
@@ -114,7 +114,7 @@ class Results:
         )
 
 
-def read(file: Path) -> Results:
+def read(file: Path) -> BenchResults:
     """Return the results of a file that ``polyattn bench --json`` wrote."""
     try:
         data = json.loads(file.read_text(encoding="utf-8"))
@@ -122,7 +122,7 @@ def read(file: Path) -> Results:
         if kind != FORMAT:
             raise TypeError(kind)
         if version == VERSION:
-            return Results.from_dict(data)
+            return BenchResults.from_dict(data)
     except OSError as error:
         raise ValueError(f"{file} cannot be read: {error.strerror}") from None
     except (AttributeError, KeyError, TypeError, ValueError):

@@ -12,7 +12,7 @@ from optional import array_api_strict, jnp, torch
 
 from polyattn import attention_weights, masks, plot
 from polyattn.plot.mask_picture import draw_mask
-from polyattn.plot.weights import COLOURS
+from polyattn.plot.weights_picture import COLOURS
 
 matplotlib.use("Agg")
 WORDS = ["the", "cat", "drank", "the", "milk", "because", "it", "was", "so", "sweet"]
