@@ -209,28 +209,21 @@ def _write(results: Any, options: argparse.Namespace) -> bool:
     """Write the files that the options name; return whether all were written."""
     if results.interrupted and not results.rows:  # older results are better than none
         return False
-    ways = {"json": _write_json, "plot": _write_plot}
     written = True
-    for name, write in ways.items():
+    for name in ("json", "plot"):
         file = getattr(options, name)
         try:
-            if file is not None:
-                write(results, file)
+            if file is not None and name == "json":
+                write_file(file, results.as_json())
+            elif file is not None:
+                from polyattn.bench import picture
+
+                with replacing(file.parent, file.name) as made:
+                    picture.draw(results).savefig(made / file.name, dpi=picture.DPI)
         except OSError as error:
             written = False
             complain(f"polyattn bench: --{name} {file}: {reason(error)}")
     return written
-
-
-def _write_json(results: Any, file: Path) -> None:
-    write_file(file, results.as_json())
-
-
-def _write_plot(results: Any, file: Path) -> None:
-    from polyattn.bench import picture
-
-    with replacing(file.parent, file.name) as made:
-        picture.draw(results).savefig(made / file.name, dpi=picture.DPI)
 
 
 def _print(lines: Sequence[str]) -> None:

@@ -14,11 +14,13 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from polyattn.bench import peaks
 from polyattn.bench.contender import Contender, Running
 from polyattn.bench.exact import ExactRows, exact_rows, largest_error
 from polyattn.bench.memory import peak_memory
-from polyattn.bench.results import BenchResults, Timing, number
+from polyattn.bench.results import BenchResults, Timing
 from polyattn.bench.table import digits
 from polyattn.bench.timing import FEWEST, REST, alternate, spread_of
 
@@ -172,11 +174,12 @@ def _start(
     """Run the call of a contender and measure everything except its time."""
     running = contender.start(results.workload, arrays)
     first, output = _timed(running)
-    error = largest_error(running.fetched(output), exact)
+    error = largest_error(np.asarray(contender.backend.fetch(output)), exact)
     del output
     seconds, _ = _timed(running)
     memory = peak_memory(running, results.workload.output_bytes(row.length))
-    row = replace(row, kernel=running.kernel, first=first, error=number(error), memory=memory)
+    finite = error if math.isfinite(error) else None  # JSON lacks infinity and NaN
+    row = replace(row, kernel=running.kernel, first=first, error=finite, memory=memory)
     return Started(running, row, seconds)
 
 

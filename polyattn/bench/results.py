@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -131,8 +130,3 @@ def read(file: Path) -> BenchResults:
         f"{file} has version {version!r}, and this polyattn reads version {VERSION}: compare with"
         " the release that wrote it, or measure again"
     )
-
-
-def number(value: float) -> float | None:
-    """Return the number, or None for infinity and NaN, which JSON lacks."""
-    return value if math.isfinite(value) else None

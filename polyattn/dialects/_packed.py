@@ -1,4 +1,4 @@
-"""Attention over sequences that lie one after another in one array, and over pages of a cache.
+"""Attention over packed sequences (a ragged batch in one array), and over pages of a cache.
 
 Where the host can read the lengths, each run of sequences of one length is a call of its own, which
 spends nothing on the other sequences. A traced program has one call with masks instead.
@@ -179,7 +179,7 @@ def spans_of(name: str, packed: Packed, array: Array) -> list[tuple[int, int]]:
     if len(used) != len(lengths) or edges != sorted(edges):
         lengths_used = "" if packed.used is None else f", of which {short(used)} are used"
         raise ValueError(
-            f"the sequences of {name} must lie one after another in its {total} tokens; they begin"
+            f"the sequences of {name} must be packed in order in its {total} tokens; they begin"
             f" and the last ends at {short(starts)}{lengths_used}"
         )
     return spans

@@ -139,7 +139,7 @@ def _with_heads(xp: Any, bias: Array, query: Array) -> Array:
 def _of_blocks(
     xp: Any, arrays: list[Array], bias: Any, rule: PositionRule, options: dict[str, Any]
 ) -> Array:
-    """Return attention of sequences that lie one after another in a batch of one."""
+    """Return attention of packed sequences, a batch of one."""
     for x in arrays:
         if x.shape[0] != 1:
             name = type(bias).__name__

@@ -72,7 +72,7 @@ class ParallelCall:
         band, offset = self.problem.band, self.problem.query_offset
         if band is None or offset is None:
             return None, None
-        # All chunks are nearer, and JAX, which traces them, has no larger numbers.
+        # All chunks are nearer, and integers of JAX, which traces them, have 32 bits.
         far = self.problem.query_length + self.problem.key_length
         least = None if band.left is None else max(-far, min(far, offset - band.left))
         most = None if band.right is None else max(-far, min(far, offset + band.right))

@@ -31,8 +31,7 @@ class Heads(Strategy):
             reasons.append(f"H = {problem.heads} query heads are not a multiple of {size} ranks")
         elif problem.key_heads % size and size % max(problem.key_heads, 1):
             reasons.append(
-                f"G = {problem.key_heads} key heads and {size} ranks: neither is a multiple of the"
-                " other"
+                f"G = {problem.key_heads} key heads and {size} ranks: one must divide the other"
             )
         return reasons
 

@@ -1,8 +1,8 @@
-"""Gradients of attention over many ranks in torch: one step of autograd for all of it.
+"""Gradients of attention over many ranks in torch: one node of autograd for all of it.
 
 Recorded operation by operation, the graphs of ranks would differ, because each skips what its rows
 do not see. Then autograd calls the backward of a transfer on some ranks only, and they wait for the
-others for ever. As one step, the backward pass of each rank is a second pass of the strategy.
+others for ever. With one node, the backward pass of each rank is a second pass of the strategy.
 """
 
 from __future__ import annotations

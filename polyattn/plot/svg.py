@@ -1,7 +1,7 @@
 """Pictures of masks and scores as SVG, for notebooks: without matplotlib.
 
 Requirements: a picture is small and quickly made; an expression that cannot be evaluated by itself,
-such as one with a traced array, has no picture.
+such as one with a traced array, is shown as code only.
 """
 
 from __future__ import annotations

@@ -243,8 +243,8 @@ def test_a_run_of_equal_lengths_is_one_call(monkeypatch):
     ("ends", "other", "used", "words"),
     [
         ([0, 7, 5, 9], [0, 3, 5, 9], None, r"of query must .* its 9 tokens; .* at \[0, 7, 5, 9\]"),
-        ([0, 5, 9], [0, 5, 10], None, "of key must lie one after another in its 9 tokens"),
-        ([0, 5, 9], [-1, 5, 9], None, "of key must lie one after another"),
+        ([0, 5, 9], [0, 5, 10], None, "of key must be packed in order in its 9 tokens"),
+        ([0, 5, 9], [-1, 5, 9], None, "of key must be packed in order"),
         ([0, 5, 9], [0, 5, 9], [6, 3], r"of query must .*, of which \[6, 3\] are used"),
         (
             [0, 5, 9],

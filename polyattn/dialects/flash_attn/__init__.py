@@ -152,7 +152,7 @@ def flash_attn_varlen_func(
     alibi_slopes: Array | None = None, deterministic: bool = False, return_attn_probs: bool = False,
     block_table: Array | None = None,
 ) -> Any:  # fmt: skip
-    """Compute attention of each of several sequences that lie one after another.
+    """Compute attention of each of several packed sequences (a ragged batch).
 
     Parameters
     ----------
