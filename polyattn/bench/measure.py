@@ -143,12 +143,7 @@ def _timed_rows(
     """Return the rows of started calls, timed for as many rounds as the time allows."""
     each = max(left / max(len(started), 1), LEAST)
     slow = {name for name, one in started.items() if FEWEST * one.seconds > each}
-    failed: dict[str, Exception] = {}
-    calls = {
-        name: _stop_on_error(name, one.running, failed)
-        for name, one in started.items()
-        if name not in slow
-    }
+    calls = {name: one.running for name, one in started.items() if name not in slow}
     expected = {name: one.seconds for name, one in started.items()}
     times = alternate(calls, expected, min(left, most), say)
     rows = {}
@@ -156,10 +151,8 @@ def _timed_rows(
         own = times.get(name, [one.seconds])
         median, low, high = spread_of(own)
         note = "only one call, for lack of time" if name in slow else None
-        rows[name] = (
-            replace(one.row, note=_first_line(failed[name]))
-            if name in failed
-            else replace(one.row, seconds=median, low=low, high=high, rounds=len(own), note=note)
+        rows[name] = replace(
+            one.row, seconds=median, low=low, high=high, rounds=len(own), note=note
         )
     return rows
 
@@ -181,19 +174,6 @@ def _start(
     finite = error if math.isfinite(error) else None  # JSON lacks infinity and NaN
     row = replace(row, kernel=running.kernel, first=first, error=finite, memory=memory)
     return Started(running, row, seconds)
-
-
-def _stop_on_error(name: str, running: Running, failed: dict[str, Exception]) -> Callable[[], None]:
-    """Return the call, wrapped to record its first error and do nothing after it."""
-
-    def call() -> None:
-        if name not in failed:
-            try:
-                running()
-            except Exception as error:
-                failed[name] = error
-
-    return call
 
 
 def _first_line(error: Exception) -> str:
