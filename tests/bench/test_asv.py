@@ -123,21 +123,6 @@ for name in {SUITES!r}:
         assert found.version.isdigit()
 
 
-def test_the_call_is_prepared_once_and_warm_before_it_is_timed():
-    """asv calls `setup` before every sample."""
-    log = []
-
-    class Counted(common.BackendBenchmark):
-        def prepare(self, backend, length):
-            log.append((backend, length))
-            return lambda: log.append("run")
-
-    benchmark = Counted()
-    for _ in range(3):
-        benchmark.setup("numpy", 4)
-    assert log == [("numpy", 4), "run", "run"]
-
-
 @pytest.mark.parametrize(
     ("backend", "is_installed", "has_driver", "reason"),
     [
@@ -156,34 +141,6 @@ def test_what_is_absent_is_skipped_with_a_reason(
     monkeypatch.setattr(libraries, "has_driver", lambda: has_driver)
     with pytest.raises(Skip, match=reason):
         libraries.open_library(backend)
-
-
-def test_a_call_of_torch_waits_for_the_device(monkeypatch):
-    import torch
-
-    log = []
-    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: log.append("done"))
-    library, x = libraries.open_library("torch:cpu"), torch.ones(2)
-    library.device = "cuda"
-
-    def square(x):
-        log.append("queued")
-        return x * x
-
-    library.call(square, x)()
-    library.gradients(square, x, x)()
-    assert log == ["queued", "done"] * 2
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells")
-def test_the_peak_counts_what_the_call_takes_and_frees():
-    def call():
-        first = np.ones(2**23)
-        del first
-        np.ones(2**22)
-
-    # The kernel counts pages in lots.
-    assert 63 * 2**20 <= memory.host_peak(call) < 72 * 2**20
 
 
 # ---- the configuration ----

@@ -6,8 +6,6 @@ import shlex
 import sys
 from dataclasses import replace
 from io import BytesIO
-from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -176,18 +174,6 @@ def test_each_backend_has_a_line_of_its_own_under_the_roof_of_its_device():
     picture.draw(stopped).savefig(BytesIO())
 
 
-def test_labels_of_the_picture_do_not_overlap():
-    lengths = [256, 300, 400, 512, 5000, 5200, 70000]
-    figure = picture.draw(changed(rows=[row(length, "numpy") for length in lengths]))
-    figure.savefig(BytesIO(), dpi=figure.dpi)  # which lays it out
-    axes = figure.axes[0]
-    boxes = [label.get_window_extent() for label in axes.get_xticklabels() if label.get_text()]
-    assert len(boxes) >= 4
-    assert all(left.x1 < right.x0 for left, right in pairwise(boxes))
-    (legend,) = figure.legends
-    assert legend.get_window_extent().y1 < axes.xaxis.label.get_window_extent().y0
-
-
 # ---- comparing ----
 
 
@@ -297,21 +283,6 @@ def test_an_interrupted_run_keeps_its_rows_or_older_results(
     else:
         assert [r.length for r in read(file).rows] == lengths
         assert read(file).interrupted
-
-
-def test_a_file_that_fails_to_be_written_stops_no_other(tmp_path, hasty, capsys, monkeypatch):
-    genuine = Path.write_text
-
-    def write_text(self, *arguments, **options):
-        if self.suffix == ".json":
-            raise OSError(28, "No space left on device")
-        return genuine(self, *arguments, **options)
-
-    monkeypatch.setattr(Path, "write_text", write_text)
-    picture, file = tmp_path / "a.svg", tmp_path / "a.json"
-    assert main([*HASTE, "--lengths", "8", "--json", str(file), "--plot", str(picture)]) == 1
-    assert "--json" in capsys.readouterr().err
-    assert "<svg" in picture.read_text(encoding="utf-8")
 
 
 def test_a_run_without_any_time_is_a_failure(hasty, monkeypatch, capsys):

@@ -224,14 +224,7 @@ def test_a_run_of_equal_lengths_is_one_call(monkeypatch):
     [
         ([0, 7, 5, 9], [0, 3, 5, 9], None, r"of query must .* its 9 tokens; .* at \[0, 7, 5, 9\]"),
         ([0, 5, 9], [0, 5, 10], None, "of key must be packed in order in its 9 tokens"),
-        ([0, 5, 9], [-1, 5, 9], None, "of key must be packed in order"),
         ([0, 5, 9], [0, 5, 9], [6, 3], r"of query must .*, of which \[6, 3\] are used"),
-        (
-            [0, 5, 9],
-            [0, 5, 9],
-            [3],
-            r"seqused_q must have the shape \(B\), where B is 2; got \(1,\)",
-        ),
         ([0, 5, 9], [0, 9], None, "query has 2 sequences, and key 1"),
     ],
 )
@@ -278,8 +271,6 @@ def test_dropout_draws_from_the_generator_of_the_library(library):
     assert not (dropped[:10] == dropped[11:]).all()  # each sequence drops its own
     with pytest.raises(NotImplementedError, match="return_attn_probs with dropout_p"):
         fa2.flash_attn_func(x[None], x[None], x[None], 0.5, return_attn_probs=True)
-    with pytest.raises(NotImplementedError, match="return_attn_probs with dropout_p"):
-        fa2.flash_attn_varlen_func(x, x, x, ends, ends, 10, 10, 0.5, return_attn_probs=True)
 
 
 # ---- FlashAttention 3 --------------------------------------------------------------------------
@@ -548,11 +539,6 @@ def test_a_cache_of_jax_is_read_and_not_written():
     [
         ({"k": 1}, "both k and v"),
         ({"k": 1, "v": 1}, "k and v need cache_seqlens"),
-        (
-            {"k": 1, "v": 1, "cache_seqlens": 6},
-            "to 5, since k_cache holds 6 .*, 1 of them new; got 6",
-        ),
-        ({"k": 1, "v": 1, "cache_seqlens": -1}, "cache_seqlens must be from 0 .*; got -1"),
         ({"cache_seqlens": 7}, "from 0 to 6, since k_cache holds 6 tokens of a sequence; got 7"),
         ({"rotary_cos": 1, "cache_seqlens": 2}, "both rotary_cos and rotary_sin"),
         ({"rotary_cos": 1, "rotary_sin": 1}, "rotary_cos and rotary_sin need k and v"),
