@@ -7,9 +7,9 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from optional import array_api_strict, torch
 
-from polyattn import attention, masks
+from polyattn import attention, masks, plot
 from polyattn._core.expressions.patterns import Band
-from polyattn.plot.mask_picture import COLOURS, EMPTY, FULL, HIDDEN, SEEN, draw_mask
+from polyattn.plot.mask_picture import COLOURS, EMPTY, FULL, HIDDEN, SEEN
 
 matplotlib.use("Agg")
 IDS = np.repeat(np.arange(4), [5, 11, 1, 7])
@@ -23,6 +23,12 @@ def checkered(b, h, i, j):
 @pytest.fixture
 def axes():
     return Figure().add_subplot()
+
+
+def draw_mask(mask, *lengths, axes, **options):
+    """Draw a mask in axes, and return them."""
+    assert plot.mask(mask, *lengths, axes=axes, **options) is axes.figure
+    return axes
 
 
 def shown(axes):
