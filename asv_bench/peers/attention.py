@@ -7,7 +7,7 @@ contender may use the same number of threads. ``python asv_bench/peers/attention
 - `native`, which ``make bench-native`` prints: what the compiled kernel is held to. A row that
   misses its bound is marked;
 - `gradients`; `half`, 16 bits over 32; `jax`, the compiled kernel under `jit` on one thread;
-  `onnxruntime`; `mlx`; and `options`, each over the plain call.
+  `onnxruntime`; and `options`, each over the plain call.
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ from engines import (
     installed,
     kernels,
     on_jax,
-    on_mlx,
     on_onnxruntime,
     on_openvino,
     on_torch,
@@ -234,7 +233,7 @@ def of_passes(cases: Iterable[Case], window: Case) -> list[Row]:
     return [row._replace(passes=passes) for row in found for passes in ("both", "backward")]
 
 
-# ---- half, jax, onnxruntime, mlx and options ---------------------------------------------------
+# ---- half, jax, onnxruntime and options --------------------------------------------------------
 
 
 def of_16_bits(row: Row, threads: int) -> dict[str, Call]:
@@ -345,13 +344,6 @@ TABLES = {
         [*rows([*both(1, 12, 128, 64), *both(1, 12, 512, 64)]), *exported(512), *exported(2048)],
         [*rows(both(1, 4, 128, 64)), *exported(128)],
         by_onnxruntime,
-        rounds=15,
-        error=script.difference,
-    ),
-    "mlx": Table(
-        rows([*both(1, 12, 1024, 64), Case(1, 12, 4, 1024, 1024, 64)], over="bare"),
-        rows(both(1, 4, 128, 64), over="bare"),
-        lambda row, threads: on_mlx(row.case),
         rounds=15,
         error=script.difference,
     ),

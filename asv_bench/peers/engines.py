@@ -117,7 +117,7 @@ def gradients_of_torch(case: Case, along: Array, threads: int, passes: str) -> C
     return lambda: found(attend())
 
 
-# ---- JAX, ONNX Runtime, OpenVINO and MLX -------------------------------------------------------
+# ---- JAX, ONNX Runtime and OpenVINO -------------------------------------------------------------
 
 
 def on_jax(
@@ -213,22 +213,3 @@ def on_openvino(case: Case, threads: int) -> Call:
     request = openvino.compile_model(model, "CPU", settings).create_infer_request()
     feed = dict(enumerate(arrays))
     return lambda: request.infer(feed, share_inputs=True, share_outputs=True)[0]
-
-
-def on_mlx(case: Case) -> dict[str, Call]:
-    """Return MLX's function on its default device, and polyattn's kernel that calls it."""
-    import mlx.core as mx
-
-    arrays, options = case.arguments()
-    given = [mx.array(array) for array in arrays]
-    mx.eval(given)
-    mask = "causal" if case.is_causal else None
-    bare = partial(mx.fast.scaled_dot_product_attention, *given, scale=case.size**-0.5, mask=mask)
-    own = partial(polyattn.attention, *given, kernel="fast", **options)
-
-    def evaluated(call: Call) -> Any:
-        output = call()
-        mx.eval(output)
-        return output
-
-    return {"bare": partial(evaluated, bare), "polyattn": partial(evaluated, own)}
