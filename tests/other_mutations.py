@@ -689,12 +689,12 @@ MUTATIONS = (
      "packages = packages or tuple(_DISTRIBUTIONS)"),
     ("tests/dialects/test_install.py::test_private_functions_join_parts_of_the_keys",
      "gradients of a part by its own logsumexp", "polyattn/dialects/flash_attn/_steps.py",
-     "    found = attention_backward(q, k, v, partial,",
+     "    gradients = attention_backward(q, k, v, partial,",
      "    partial = Partial(*dense(\n"
      "        q, k, v, softmax_scale, causal, window, softcap, logsumexp=True\n"
      "    ))\n"
      "    partial = partial._replace(logsumexp=xp.permute_dims(partial.logsumexp, (0, 2, 1)))\n"
-     "    found = attention_backward(q, k, v, partial,"),
+     "    gradients = attention_backward(q, k, v, partial,"),
     # parts of the scores
     (PARTS + "test_an_expression_that_does_not_say_is_refused_by_name",
      "an unknown expression in a part", "polyattn/_core/expressions/expression.py",

@@ -84,7 +84,7 @@ def check_pages(table: Array, used: Any, pages: int, page: int) -> None:
     if not is_on_host(table) or not is_on_host(used):
         return
     if 0 in table.shape or 0 <= int(table.min()) <= int(table.max()) < pages:
-        return  # all of it, which is found in less time
+        return  # all of it, which takes less time to check
     xp = library_of(table).xp
     ends = used if isinstance(used, int) else numbers_like(xp, used, table.dtype, table)[:, None]
     begun = index_range(xp, 0, table.shape[1], table) * page < ends

@@ -39,14 +39,14 @@ def check_one_call(ranks: Communicator, arrays: dict[str, Array], options: dict[
 
 def _described(arrays: dict[str, Array], options: dict[str, Any]) -> dict[str, str]:
     """Return what decides a call, as text, before anything of it is checked."""
-    found = {}
+    facts = {}
     for name, array in arrays.items():
-        found[f"{name}.shape"] = str(tuple(getattr(array, "shape", ())))
-        found[f"{name}.dtype"] = str(getattr(array, "dtype", type(array).__name__))
+        facts[f"{name}.shape"] = str(tuple(getattr(array, "shape", ())))
+        facts[f"{name}.dtype"] = str(getattr(array, "dtype", type(array).__name__))
     for name in sorted(options.keys() - OWN):
         if options[name] is not None and options[name] is not False:
-            found[name] = _shown(options[name])
-    return found
+            facts[name] = _shown(options[name])
+    return facts
 
 
 def _shown(given: Any) -> str:

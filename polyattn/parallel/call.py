@@ -158,15 +158,16 @@ class ParallelCall:
         """Return the gradients of a block's query, key and value, and of the options."""
         options = self._options(block, sinks=sinks, full=full)
         query, key, value = arrays
-        found = attention_backward(
+        gradients = attention_backward(
             query, key, value, partial, gradient, into=Gradients(), **options, **self.selection
         )
-        return found.query, found.key, found.value, self._shares(found, options, block)
+        shares = self._shares(gradients, options, block)
+        return gradients.query, gradients.key, gradients.value, shares
 
-    def _shares(self, found: Gradients, given: dict[str, Any], block: Part) -> OptionGradients:
+    def _shares(self, gradients: Gradients, given: dict[str, Any], block: Part) -> OptionGradients:
         """Return the gradients of the whole options from those of the options of a block."""
         shares: OptionGradients = {}
-        for name, of in found._asdict().items():
+        for name, of in gradients._asdict().items():
             if of is None or name not in given or (name == "scale" and self.has_scale_rule):
                 continue  # also query, key and value
             whole: Any = self.options[name]

@@ -145,11 +145,11 @@ def chosen(decision: ParallelExplanation) -> Strategy:
 def _candidates(call: ParallelCall, strategy: str) -> list[StrategyCandidate]:
     """Return the strategies that a call may take, in order, each with its status."""
     names = [strategy] if strategy != "auto" else [x for x in STRATEGIES if x != "decode"]
-    found, free = [], True
+    candidates, free = [], True
     refused = {name: STRATEGIES[name].reasons_against(call) for name in names}
     for name in names:
         if refused[name]:
-            found.append(StrategyCandidate(name, "refused", tuple(refused[name])))
+            candidates.append(StrategyCandidate(name, "refused", tuple(refused[name])))
             continue
         passed_over: tuple[str, ...] = ()
         if name == "gather" and "ring" in refused and not refused["ring"]:
@@ -157,8 +157,8 @@ def _candidates(call: ParallelCall, strategy: str) -> list[StrategyCandidate]:
         status = "chosen" if free and not passed_over else "next"
         free = free and status != "chosen"
         pairs, sent = STRATEGIES[name].pairs(call), STRATEGIES[name].bytes_sent(call)
-        found.append(StrategyCandidate(name, status, passed_over, pairs, sent))
-    return found
+        candidates.append(StrategyCandidate(name, status, passed_over, pairs, sent))
+    return candidates
 
 
 def _reasons_to_prefer_a_ring(call: ParallelCall) -> tuple[str, ...]:

@@ -175,11 +175,11 @@ def attention_vjp(
     def pullback(gradient: Array) -> Gradients:
         """Return the gradients from that of this rank's output."""
         check_one_call(task.ranks, {"output_gradient": gradient}, {})
-        found = task.backward(arrays, saved, gradient[None, ...] if flat else gradient)
+        gradients = task.backward(arrays, saved, gradient[None, ...] if flat else gradient)
         if flat:
-            own = {name: getattr(found, name)[0, ...] for name in ("query", "key", "value")}
-            found = found._replace(**own)
-        return as_given(found, given)
+            own = {name: getattr(gradients, name)[0, ...] for name in ("query", "key", "value")}
+            gradients = gradients._replace(**own)
+        return as_given(gradients, given)
 
     return output[0, ...] if flat else output, pullback
 

@@ -57,8 +57,8 @@ class Heads(Strategy):
         own = self._by_heads(call, ranks, arrays)
         (of_output,) = self._exchanged(call, ranks, [gradient])
         block = self._block(call, ranks)
-        *found, shares = call.gradients(own, saved, of_output, block, sinks=True)
-        dq, dk, dv = (self._by_tokens(call, ranks, x) for x in found)
+        *gradients, shares = call.gradients(own, saved, of_output, block, sinks=True)
+        dq, dk, dv = (self._by_tokens(call, ranks, x) for x in gradients)
         times = _repeats(call)
         return dq, _sum_repeats(dk, times), _sum_repeats(dv, times), shares
 

@@ -34,9 +34,9 @@ def attend(task: RankTask, arrays: list[jax.Array]) -> jax.Array:
     def backward(kept: Any, gradient: jax.Array) -> Any:
         arrays, others, saved = kept
         task = static.with_arrays(others)
-        found = task.backward(arrays, Partial(*saved), gradient)
-        of_arrays = [_like(x, of) for x, of in zip(arrays, found[:3], strict=True)]
-        of_others = [_like(x, of) for x, of in zip(others, task.of_arrays(found), strict=True)]
+        gradients = task.backward(arrays, Partial(*saved), gradient)
+        of_arrays = [_like(x, of) for x, of in zip(arrays, gradients[:3], strict=True)]
+        of_others = [_like(x, of) for x, of in zip(others, task.of_arrays(gradients), strict=True)]
         return of_arrays, of_others
 
     attention.defvjp(forward, backward)

@@ -49,8 +49,8 @@ class MPIRanks(Communicator):
         return xp.concat([received[n, ...] for n in range(self.size)], axis=concat)
 
     def gather_bytes(self, message: bytes, like: Array) -> list[bytes]:
-        found: list[bytes] = self._comm.allgather(message)
-        return found
+        messages: list[bytes] = self._comm.allgather(message)
+        return messages
 
 
 def _contiguous(array: Array) -> Array:

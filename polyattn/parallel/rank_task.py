@@ -70,8 +70,8 @@ class RankTask(NamedTuple):
 
     def of_arrays(self, gradients: Gradients) -> list[Array | None]:
         """Return the gradient of each of `arrays`, None for one that has none."""
-        found: list[Array | None] = []
+        of_each: list[Array | None] = []
         for name, given in self.call.options.items():
             count, parts = len(arrays_in(given)), arrays_in(getattr(gradients, name, None))
-            found += parts if len(parts) == count else [None] * count
-        return found
+            of_each += parts if len(parts) == count else [None] * count
+        return of_each

@@ -45,5 +45,5 @@ class _RankAttention(torch.autograd.Function):
         arrays, results = tensors[:-count], tensors[-count:]
         task = ctx.task.with_arrays(arrays[3:])
         saved = Partial(results[0], results[1] if ctx.has_logsumexp else None)
-        found = task.backward(arrays[:3], saved, gradient)
-        return None, found.query, found.key, found.value, *task.of_arrays(found)
+        gradients = task.backward(arrays[:3], saved, gradient)
+        return None, gradients.query, gradients.key, gradients.value, *task.of_arrays(gradients)

@@ -106,11 +106,11 @@ def flash_attn_func(
     """
     if return_attn_probs:
         _refuse_weights(dropout_p)
-    found = dense(
+    results = dense(
         q, k, v, softmax_scale, causal, window_size, softcap,
         dropout=dropout_p, slopes=alibi_slopes, logsumexp=return_attn_probs,
     )  # fmt: skip
-    return (*found, None) if return_attn_probs else found
+    return (*results, None) if return_attn_probs else results
 
 
 def flash_attn_kvpacked_func(
@@ -187,12 +187,12 @@ def flash_attn_varlen_func(
     """
     if return_attn_probs:
         _refuse_weights(dropout_p)
-    found = varlen(
+    results = varlen(
         q, k, v, Packed(cu_seqlens_q), Packed(cu_seqlens_k),
         softmax_scale, causal, window_size, softcap,
         dropout=dropout_p, slopes=alibi_slopes, table=block_table, logsumexp=return_attn_probs,
     )  # fmt: skip
-    return (*found, None) if return_attn_probs else found
+    return (*results, None) if return_attn_probs else results
 
 
 def flash_attn_varlen_kvpacked_func(
