@@ -256,21 +256,6 @@ def test_backends_stand_side_by_side(tmp_path, capsys):
     ]
 
 
-@pytest.mark.parametrize(
-    ("benchmark", "line", "told"),
-    [
-        (("seconds", {}, [0.0123]), 0, "name: 12.3 ms"),
-        (("bytes", {"backend": ["numpy"]}, [2.5e6]), 0, "name, MB (ratio to numpy)"),
-        (("error", {"backend": ["numpy"]}, [2e-7]), 0, "name, error (ratio to numpy)"),
-        (("error", {"backend": ["cupy"]}, [None]), 0, "name: no backend for it is installed"),
-        (("s", TIMES[1], [1.0, None, 2.0, 2.0, None, None]), -1, "2048 - 2 (1.00)"),  # skipped
-    ],
-)
-def test_a_table_is_in_the_unit_that_reads_best(benchmark, line, told, tmp_path):
-    (found,) = report.read(results(tmp_path, name=benchmark))
-    assert " ".join(list(report.lines(found))[line].split()) == told
-
-
 # ---- the run ----
 
 

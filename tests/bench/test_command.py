@@ -10,7 +10,7 @@ from io import BytesIO
 import numpy as np
 import pytest
 
-from polyattn.bench import command, measure, picture, table, timing
+from polyattn.bench import measure, picture, table, timing
 from polyattn.bench.compare import compare
 from polyattn.bench.machine import Machine
 from polyattn.bench.peaks import Peak
@@ -145,13 +145,6 @@ def test_the_table_says_what_was_measured():
     assert "cuda:0: 600 TFLOP/s in a matrix product" in "\n".join(printed(fast))
     line, _ = table.group(REPORT, [row(256, "numpy", memory=None, error=None)], ["numpy"])
     assert re.search(r"  not finite +-$", line)
-
-
-def test_numbers_have_three_digits_and_small_shares_two():
-    told = {0.01234: "0.0123", 1.2345: "1.23", 99.94: "99.9", 1234.5: "1234", 0: "0"}
-    assert {value: table.digits(value) for value in told} == told
-    shares = [table.share(part) for part in (1.06, 0.45, 0.012, 0.0994)]
-    assert shares == ["106%", "45%", "1.2%", "9.9%"]
 
 
 # ---- the picture ----
@@ -312,20 +305,16 @@ def test_a_backend_that_nobody_named_and_that_cannot_sits_out(hasty, capsys):
             "no device 'tpu' here; it has cpu",
             marks=pytest.mark.needs("torch"),
         ),
-        ("--backends auto", "name backends"),
         ("--backends onnx", "'onnx' cannot be timed: it makes a graph"),
         ("--backends array-api:cpu", "without a device; got 'array-api:cpu'"),
         ("--backends numpy,jax --dtype float64", "jax:cpu does not support this call"),
         ("--backends numpy --kernel sdpa", "it has small, tiled, dense"),
-        ("--backends numpy --key-heads 3", "got 8 and 3"),
         ("--backends=", "a backend's name is missing"),
         ("--json /nowhere/a.json", "--json needs a file in an existing folder"),
         ("--plot a.png --json a.png", "name a different file for --json"),
-        ("--plot a.txt", "--plot writes .png, .svg or .pdf; got a.txt"),
         ("--compare a b --json c.json", "--json has nothing to write"),
         ("--compare /nowhere/a /nowhere/b", "/nowhere/a cannot be read"),
         ("--lengths 8:2", "doubling from the first to the last, or 512,1000,2048; got '8:2'"),
-        ("--lengths x", "got 'x'"),
         ("--lengths 0,4", "got '0,4'"),
         ("--batch 0", "a positive integer is required; got '0'"),
         ("--seconds nan", "a positive number of seconds is required; got 'nan'"),
@@ -350,9 +339,3 @@ def test_without_matplotlib_the_command_that_installs_it_is_told(capsys, monkeyp
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert main(["bench", "--plot", str(tmp_path / "a.png")]) == 2
     assert 'pip install "polyattn[plot]"' in capsys.readouterr().err
-
-
-def test_lengths_are_doubled_or_given():
-    assert command._lengths("256:4096") == (256, 512, 1024, 2048, 4096)
-    assert command._lengths("100:399") == (100, 200)
-    assert command._lengths("2048,512,512") == (512, 2048)
