@@ -72,36 +72,26 @@ class BenchResults:
         rate, peak = self.rate(row), self.roofs.get(row.device)
         return None if rate is None or peak is None else rate / limit(peak)
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return everything in plain types, for JSON, with the derived rates and shares."""
-        return {
-            "format": FORMAT,
-            "version": VERSION,
-            "command": self.command,
-            "machine": asdict(self.machine),
-            "workload": asdict(self.workload),
-            "peaks": [asdict(peak) for peak in self.peaks],
-            "rows": [
-                {
-                    **asdict(row),
-                    "flops": self.workload.flops(row.length),
-                    "bytes": self.workload.bytes(row.length),
-                    "rate": self.rate(row),
-                    "of_product": self.of_product(row),
-                    "of_roof": self.of_roof(row),
-                }
-                for row in self.rows
-            ],
-            "interrupted": self.interrupted,
-        }
-
     def as_json(self) -> str:
-        """Return everything as JSON."""
-        return json.dumps(self.as_dict(), indent=1, allow_nan=False) + "\n"
+        """Return everything as JSON, with the derived rates and shares."""
+        derived = [
+            {
+                "flops": self.workload.flops(row.length),
+                "bytes": self.workload.bytes(row.length),
+                "rate": self.rate(row),
+                "of_product": self.of_product(row),
+                "of_roof": self.of_roof(row),
+            }
+            for row in self.rows
+        ]
+        everything = asdict(self)
+        everything["rows"] = [row | of for row, of in zip(everything["rows"], derived, strict=True)]
+        everything = {"format": FORMAT, "version": VERSION, **everything}
+        return json.dumps(everything, indent=1, allow_nan=False) + "\n"
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> BenchResults:
-        """Return the results that `as_dict` describes."""
+        """Return the results that `as_json` writes, from the numbers in it."""
         names = Timing.__dataclass_fields__
         return cls(
             machine=Machine(**data["machine"]),
