@@ -43,14 +43,9 @@ class PositionRule(NamedTuple):
 
 
 def packed_attention(
-    query: Array,
-    key: Array,
-    value: Array,
-    rows: Packed,
-    keys: Packed,
-    rule: PositionRule,
+    query: Array, key: Array, value: Array, rows: Packed, keys: Packed, rule: PositionRule,
     **options: Any,
-) -> Any:
+) -> Any:  # fmt: skip
     """Return the output, (T, H, E), 0 in rows of no sequence, and the logsumexp by the rule."""
     xp = library_of(query, "query").xp
     is_readable = all(one is None or _is_readable(one) for one in (*rows, *keys))
