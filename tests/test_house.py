@@ -11,11 +11,9 @@ PACKAGES = ROOT / "polyattn", ROOT / "backends"
 
 #: Class names that more than one module has, with the reason. A name that is unique has no row.
 SHARED = {
-    "Attention": "to be renamed in backends/polyattn_torch and polyattn/parallel",
     "Band": "to be renamed in backends/polyattn_cupy",
     "Block": "to be renamed in backends/polyattn_cupy, polyattn_jax and polyattn/_base",
-    "Call": "to be renamed in polyattn/conformance and polyattn/plot",
-    "Candidate": "to be renamed in polyattn/parallel",
+    "Call": "to be renamed in polyattn/conformance",
     "Compiled": "to be renamed in backends/polyattn_torch",
     "Cudnn": "to be renamed in backends/polyattn_cupy and polyattn_jax",
     "Engine": "to be renamed in backends/polyattn_cupy and polyattn_torch",
@@ -26,12 +24,9 @@ SHARED = {
     "Plan": "to be renamed in backends/polyattn_cupy and polyattn/nn",
     "Positions": "to be renamed in backends/polyattn_onnx",
     "RelativeBias": "to be renamed in polyattn/nn",
-    "Results": "to be renamed in backends/polyattn_numpy and polyattn/bench",
-    "Rows": "to be renamed in polyattn/bench and polyattn/conformance",
     "SoftmaxState": "to be renamed in backends/polyattn_numpy",
     "Step": "to be renamed in backends/polyattn_numpy, polyattn_torch and polyattn/conformance",
     "Target": "to be renamed in backends/polyattn_dask and polyattn/conformance",
-    "Task": "to be renamed in backends/polyattn_numpy and polyattn/parallel",
     "Tile": "to be renamed in backends/polyattn_jax and polyattn_numpy",
     "Tiled": "to be renamed in backends/polyattn_numpy",
     "Visibility": "to be renamed in backends/polyattn_dask and polyattn_numpy",
