@@ -10,7 +10,7 @@ SLOPES, STEPS = "polyattn/_core/expressions/derivatives.py", "polyattn/_core/exp
 REPLACEMENTS = "polyattn/_core/expressions/replacements.py"
 NUMPY = SWEEP = "backends/polyattn_numpy/backward.py"
 TILES = "backends/polyattn_numpy/tile_gradients.py"
-NUMPY_SUMS = "backends/polyattn_numpy/gradient_sums.py"
+NUMPY_SUMS = "backends/polyattn_numpy/shared_gradients.py"
 ARRAYS = "polyattn/_base/arrays.py"
 
 OF_BIAS = """        if self.total.wants("bias"):

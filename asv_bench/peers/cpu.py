@@ -75,7 +75,7 @@ def rates(window: float, side: int = 512) -> dict[str, float]:
 
     They are those of tiles of so many rows and keys, several in a call of NumPy.
     """
-    from polyattn_numpy import threads
+    from polyattn_numpy import thread_pool
     from polyattn_numpy.scratch import fast_exp2
 
     rng = np.random.default_rng(0)
@@ -87,7 +87,7 @@ def rates(window: float, side: int = 512) -> dict[str, float]:
     gflop = 2 * scores.size * 64 / 1e9
 
     def fastest(work: Callable[[], object]) -> float:
-        return min(threads.blas.held(lambda: script.window(work, window)) for _ in range(3))
+        return min(thread_pool.blas.held(lambda: script.window(work, window)) for _ in range(3))
 
     limits = {
         "query·key GFLOP/s": gflop / fastest(lambda: np.matmul(query, key.mT, weights)),

@@ -13,10 +13,10 @@ import cupy
 import numpy as np
 
 from polyattn.plugin import Array, Backend, Cotangents, Gradients, Operands, Problem, Residuals
-from polyattn_cupy import rows
+from polyattn_cupy import softmax_cuda
 from polyattn_cupy.arrays import summed
-from polyattn_cupy.blocks import Block, begin, blocks, record_of, stacked
 from polyattn_cupy.products import Matrices, multiply
+from polyattn_cupy.score_blocks import ScoreBlock, begin, blocks, record_of, stacked
 
 
 class _Stacks(NamedTuple):
@@ -115,7 +115,7 @@ def _contiguous(array: Array) -> Matrices:
     return Matrices(array.data.ptr, size, length * size, array.dtype.name)
 
 
-def _add_block(problem: Problem, block: Block, x: _Stacks, record: Any) -> None:
+def _add_block(problem: Problem, block: ScoreBlock, x: _Stacks, record: Any) -> None:
     """Add what one block of rows gives to the gradients."""
     pairs, folded, columns = block
     count, height, width = pairs.length, folded.length, columns.length
@@ -132,7 +132,7 @@ def _add_block(problem: Problem, block: Block, x: _Stacks, record: Any) -> None:
     multiply(query, key, scores, (count, height, width, size), transposed="y", factor=scale)
     multiply(output_gradient, value, slopes, (count, height, width, value_size), transposed="y")
     begin(record, block)
-    rows.launch(record, count * height, rows.gradient_name_of(problem.dtype))
+    softmax_cuda.launch(record, count * height, softmax_cuda.gradient_name_of(problem.dtype))
     weights, slopes = scores.holding(problem.dtype), slopes.holding(problem.dtype)
     by_key = (count, width, value_size, height), (count, width, size, height)
     multiply(weights, output_gradient, of_value, by_key[0], transposed="x", adds=True)

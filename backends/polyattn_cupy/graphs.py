@@ -27,7 +27,7 @@ class Tensor(NamedTuple):
     dtype: str
 
 
-class Band(NamedTuple):
+class CudnnBand(NamedTuple):
     """The keys i − left <= j <= i + right; None hides nothing on its side."""
 
     bottom_right: bool  # whether the last row is at the last key, not the first row at the first
@@ -47,7 +47,7 @@ class Graph(NamedTuple):
     output_gradient: Tensor | None  # if these are the gradients
     bias: Tensor | None
     lengths: bool  # whether the numbers of queries and keys are given as arrays
-    band: Band | None
+    band: CudnnBand | None
     scale: float
     softcap: float | None
     logsumexp: bool  # whether it is a result
@@ -130,7 +130,7 @@ def build(graph: Graph, **where: Any) -> Any:
     return plan
 
 
-def _band_options(cudnn: Any, band: Band | None) -> dict[str, Any]:
+def _band_options(cudnn: Any, band: CudnnBand | None) -> dict[str, Any]:
     """Return the options of a node for a band."""
     options: dict[str, Any] = {}
     if band is not None:

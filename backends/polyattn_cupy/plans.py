@@ -20,7 +20,7 @@ from polyattn_cupy.graphs import Graph
 MOST_PLANS = 256
 
 
-class _Plan:
+class _CudnnPlan:
     """A graph that cuDNN supports, compiled when it first runs."""
 
     def __init__(self, graph: Graph, handle: Any) -> None:
@@ -60,13 +60,13 @@ class _Plan:
 # ---- one thread on one device ------------------------------------------------------------------
 
 
-class _Engine:
+class _DeviceHandle:
     """A handle and the plans built with it, of which the least recently used are dropped."""
 
     def __init__(self) -> None:
         self.handle = loading.library().create_handle()
         self.stream: int | None = None
-        self.plans: OrderedDict[Graph, _Plan] = OrderedDict()
+        self.plans: OrderedDict[Graph, _CudnnPlan] = OrderedDict()
 
     def __del__(self) -> None:
         # When Python exits, the driver may be gone already, and has freed everything.
@@ -74,11 +74,11 @@ class _Engine:
         if handle is not None and not sys.is_finalizing():
             loading.library().destroy_handle(handle)
 
-    def plan(self, graph: Graph) -> _Plan:
+    def plan(self, graph: Graph) -> _CudnnPlan:
         """Return the plan of a graph, built if it is new."""
         plan = self.plans.get(graph)
         if plan is None:
-            plan = self.plans[graph] = _Plan(graph, self.handle)
+            plan = self.plans[graph] = _CudnnPlan(graph, self.handle)
             if len(self.plans) > MOST_PLANS:
                 self.plans.popitem(last=False)
         else:
@@ -94,17 +94,17 @@ class _Engine:
 
 class _Local(threading.local):
     def __init__(self) -> None:
-        self.engines: dict[int, _Engine] = {}
+        self.engines: dict[int, _DeviceHandle] = {}
 
 
 _local = _Local()
 
 
-def _engine() -> _Engine:
+def _engine() -> _DeviceHandle:
     device = cupy.cuda.runtime.getDevice()
     engine = _local.engines.get(device)
     if engine is None:
-        engine = _local.engines[device] = _Engine()
+        engine = _local.engines[device] = _DeviceHandle()
     return engine
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from polyattn.plugin import Problem, Span, band_from, made_shape
-from polyattn_cupy.graphs import Band, Graph, Tensor
-from polyattn_cupy.masks import mask_shape
+from polyattn_cupy.graphs import CudnnBand, Graph, Tensor
+from polyattn_cupy.made_masks import mask_shape
 
 # With a bias, cuDNN 9.19 makes NaN of gradients if the last tile of 128 keys is not full
 # and the logsumexp is low (pytorch#196678). With lengths given, it leaves out the rest of the tile.
@@ -20,7 +20,7 @@ MOST_SCORES = 2**29
 
 
 @lru_cache(maxsize=256)
-def band_of(problem: Problem) -> Band | None:
+def band_of(problem: Problem) -> CudnnBand | None:
     """Return the band of causal and window, or None if cuDNN's options cannot express it."""
     offset, last = problem.query_offset, problem.key_length - problem.query_length
     if offset is None or offset not in (0, last):
@@ -33,7 +33,7 @@ def band_of(problem: Problem) -> Band | None:
         return None  # some rows would see no key
     if bottom_right and not problem.masks_by_position_only:
         return None
-    return Band(bottom_right, left, right)
+    return CudnnBand(bottom_right, left, right)
 
 
 @lru_cache(maxsize=256)

@@ -19,9 +19,9 @@ from polyattn.plugin import (
     Residuals,
 )
 from polyattn_dask.backward import gradients
+from polyattn_dask.chunk_weights import weights
 from polyattn_dask.estimate import estimate
 from polyattn_dask.forward import attend
-from polyattn_dask.weights import weights
 
 
 class Chunked(Kernel):

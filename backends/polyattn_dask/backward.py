@@ -13,12 +13,12 @@ from polyattn.plugin.internal import OPTIONS
 from polyattn_dask.cut import Cut, cut
 from polyattn_dask.grid import Axes, Chunks, key_axis
 from polyattn_dask.layer import Layer, Place, Task
-from polyattn_dask.tasks import PullBack
+from polyattn_dask.worker_steps import PullBackStep
 
 RESULTS = ("output", "logsumexp", "output_gradient", "logsumexp_gradient")
 
 
-class Target(NamedTuple):
+class GradientTarget(NamedTuple):
     """A gradient: its name, the axes of its argument, and the chunks of the argument."""
 
     name: str
@@ -48,37 +48,37 @@ def gradients(
     return Gradients(**found)
 
 
-def _targets(call: Cut) -> list[Target]:
+def _targets(call: Cut) -> list[GradientTarget]:
     """Return the gradients of a call."""
     found = []
     for name in ("query", "key", "value"):
         axes, array = call.arrays[name]
-        found.append(Target(name, axes, array.chunks))
+        found.append(GradientTarget(name, axes, array.chunks))
     for option in OPTIONS.values():
         if option.gradient == "number" and isinstance(call.options.get(option.name), float):
-            found.append(Target(option.name))
+            found.append(GradientTarget(option.name))
         elif option.gradient in ("array", "carried"):
             arrays = [x for x in call.option_arrays if x.option == option.name]
             end = ".{}" if option.gradient == "carried" else ""
             found += [
-                Target(option.name + end.format(n), x.axes, x.array.chunks)
+                GradientTarget(option.name + end.format(n), x.axes, x.array.chunks)
                 for n, x in enumerate(arrays)
             ]
     return found
 
 
 def _shares(
-    call: Cut, layer: Layer, targets: list[Target]
-) -> dict[Target, dict[Place, list[Task]]]:
+    call: Cut, layer: Layer, targets: list[GradientTarget]
+) -> dict[GradientTarget, dict[Place, list[Task]]]:
     """Add the tasks of all pairs; return the shares in each block of each gradient."""
-    found: dict[Target, dict[Place, list[Task]]] = {t: {} for t in targets}
+    found: dict[GradientTarget, dict[Place, list[Task]]] = {t: {} for t in targets}
     along = {t.name: axis for t in targets if (axis := key_axis(t.axes)) is not None}
     has_sinks = any(x.option == "sinks" for x in call.option_arrays)
     for at in call.grid.row_blocks():
         results = [call.block(name, at) for name in RESULTS]
         # The sinks have a gradient from rows without keys too.
         for n, group in enumerate(call.groups(at) or [[]] * has_sinks):
-            step = PullBack(call.calls(at, group, n == 0), along)
+            step = PullBackStep(call.calls(at, group, n == 0), along)
             key = layer.add((*at.where, n), *call.task(at, group, step, results))
             for target in targets:
                 if not (n == 0 if target.name == "sinks" else group):

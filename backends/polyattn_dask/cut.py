@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from polyattn.plugin import Array, Expression, Operands, Problem
 from polyattn.plugin.internal import Slice, map_arrays, options_of
+from polyattn_dask.chunk_visibility import ChunkVisibility
 from polyattn_dask.grid import (
     Axes,
     Chunks,
@@ -21,8 +22,7 @@ from polyattn_dask.grid import (
 )
 from polyattn_dask.layer import Key, Layer, Task
 from polyattn_dask.sizes import OptionArray, bytes_of_a_key, grouped, needs_whole_rows
-from polyattn_dask.tasks import Calls
-from polyattn_dask.visibility import Visibility
+from polyattn_dask.worker_steps import Calls
 
 
 class Placeholder(NamedTuple):
@@ -37,7 +37,7 @@ class Cut(NamedTuple):
 
     problem: Problem
     grid: Grid
-    seen: Visibility  # the chunks of keys of each block of rows
+    seen: ChunkVisibility  # the chunks of keys of each block of rows
     arrays: dict[str, tuple[Axes, Any]]  # query, key, value and what is shaped as the results are
     options: dict[str, Any]  # of the whole call, with placeholders
     option_arrays: list[OptionArray]  # in the order of their placeholders
@@ -116,7 +116,7 @@ def cut(problem: Problem, x: Operands, grid: Grid | None = None, **results: Arra
         axes = axes_of(name, array.shape, problem)
         arrays[name] = axes, aligned(array, axes, grid)
     options, found = _options(problem, x, grid)
-    seen = Visibility(problem, x, grid)
+    seen = ChunkVisibility(problem, x, grid)
     return Cut(problem, grid, seen, arrays, options, found, needs_whole_rows(problem))
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dask.utils import format_bytes
 
 from polyattn.plugin import Operands, Problem
+from polyattn_dask.chunk_visibility import ChunkVisibility
 from polyattn_dask.cut import Placeholder
 from polyattn_dask.grid import Grid, axes_along, axes_of, chunks_like, grid_of
 from polyattn_dask.sizes import (
@@ -19,7 +20,6 @@ from polyattn_dask.sizes import (
     query_bytes,
     widths,
 )
-from polyattn_dask.visibility import Visibility
 
 #: With more pairs of chunks to look at, masks are not asked: about a second.
 MOST_LOOKS = 100_000
@@ -34,7 +34,7 @@ def estimate(problem: Problem) -> str | None:
         return None
     grid = grid_of(problem, chunks)
     x = Operands.of_options(mask=problem.mask_spec)
-    visible, arrays = Visibility(problem, x, grid, MOST_LOOKS), _option_arrays(problem)
+    visible, arrays = ChunkVisibility(problem, x, grid, MOST_LOOKS), _option_arrays(problem)
     pairs = tasks = largest = blocks = 0
     for at in grid.row_blocks():
         each = bytes_of_a_key(problem, grid, at, arrays)

@@ -9,7 +9,7 @@ from polyattn_dask.cut import Cut, cut
 from polyattn_dask.grid import Index
 from polyattn_dask.layer import Layer, Task
 from polyattn_dask.sizes import partial_bytes
-from polyattn_dask.tasks import Attend, Join
+from polyattn_dask.worker_steps import AttendStep, JoinStep
 
 
 def attend(problem: Problem, x: Operands) -> tuple[Array, Array | None]:
@@ -40,7 +40,7 @@ def block_of_rows(call: Cut, layer: Layer, at: Index, result: str) -> Task:
 
     def task(columns: list[int], result: str, sinks: bool = True) -> Task:
         calls = call.calls(at, columns, sinks)
-        step = Attend(calls, result, problem.dtype, problem.accumulator)
+        step = AttendStep(calls, result, problem.dtype, problem.accumulator)
         return call.task(at, columns, step)
 
     if len(groups) <= 1:
@@ -50,5 +50,5 @@ def block_of_rows(call: Cut, layer: Layer, at: Index, result: str) -> Task:
         for n, group in enumerate(groups)
     ]
     size = partial_bytes(problem, call.grid, at)
-    keys = layer.tree(("join", *at.where), keys, size, Join("partial", problem.dtype))
-    return (Join(result, problem.dtype), keys)
+    keys = layer.tree(("join", *at.where), keys, size, JoinStep("partial", problem.dtype))
+    return (JoinStep(result, problem.dtype), keys)

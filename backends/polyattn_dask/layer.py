@@ -14,7 +14,7 @@ from dask.highlevelgraph import HighLevelGraph
 
 from polyattn_dask.grid import Chunks
 from polyattn_dask.sizes import BYTES, limit, widths
-from polyattn_dask.tasks import Zeros, add
+from polyattn_dask.worker_steps import Zeros, add
 
 Key = tuple[Any, ...]
 #: The number of a block along each axis of an array.
@@ -43,7 +43,7 @@ class Layer:
     def tree(
         self, where: tuple[Any, ...], keys: list[Key], size: int, step: Callable[..., Any]
     ) -> list[Key]:
-        """Join results of so many bytes until few enough are left for one more join."""
+        """JoinStep results of so many bytes until few enough are left for one more join."""
         width, levels = widths(len(keys), size)
         for level, count in enumerate(levels):
             keys = [

@@ -1,7 +1,8 @@
 """A task whose scores are one tile, by few calls: in short sequences Python is what takes long.
 
-It gives what the fast pass of `sweep` gives, and leaves to it what that pass would find unreliable.
-That pass takes 1.4 to 1.5 times as long with 32 tokens, 1.08 to 1.13 with 128 (12 heads of 64).
+It gives what the fast pass of `forward_sweep` gives, and leaves to it what that pass would find
+unreliable. That pass takes 1.4 to 1.5 times as long with 32 tokens, 1.08 to 1.13 with 128 (12 heads
+of 64).
 """
 
 from __future__ import annotations
@@ -12,13 +13,13 @@ from functools import lru_cache
 import numpy as np
 
 from polyattn.plugin import Array, Problem, Span
-from polyattn_numpy.blocks import Task, Tile, row_sizes
-from polyattn_numpy.online_softmax import weighted_sum
+from polyattn_numpy.forward_sweep import LEAST
 from polyattn_numpy.prepared import PreparedCall
 from polyattn_numpy.scratch import Scratch, ones
-from polyattn_numpy.sweep import LEAST
+from polyattn_numpy.softmax_sums import weighted_sum
 from polyattn_numpy.tile_scores import VECTORS
-from polyattn_numpy.visibility import RegionMask, Visibility
+from polyattn_numpy.tile_visibility import RegionMask, TileVisibility
+from polyattn_numpy.tiling import ScoreTile, ThreadTask, row_sizes
 
 # Features that add only masks to the exponential between the two products.
 TAKEN = frozenset({
@@ -59,7 +60,7 @@ def takes_items_apart(call: PreparedCall) -> bool:
 
 
 def write_at_once(
-    call: PreparedCall, output: Array, logsumexp: Array | None, task: Task, scratch: Scratch
+    call: PreparedCall, output: Array, logsumexp: Array | None, task: ThreadTask, scratch: Scratch
 ) -> bool:
     """Write the output and logsumexp of a task, or return False if a row is unreliable."""
     if task.parts > 1:
@@ -97,14 +98,14 @@ def write_at_once(
     return bool(np.isfinite(weighted).all())
 
 
-def seen_part(call: PreparedCall, task: Task) -> tuple[Span, list[RegionMask]]:
+def seen_part(call: PreparedCall, task: ThreadTask) -> tuple[Span, list[RegionMask]]:
     """Return the keys of a task and the masks of its scores, without the keys that no row sees."""
     columns = task.columns
     if call.mask is None:
         return columns, []
     banded = call.problem.masks_by_position
-    tile = Tile(task.heads, task.rows, columns, banded, columns.length)
-    masks = Visibility(call, task).masks(tile)
+    tile = ScoreTile(task.heads, task.rows, columns, banded, columns.length)
+    masks = TileVisibility(call, task).masks(tile)
     if masks is None:
         return Span(columns.start, columns.start), []
     if len(masks) != 1 or masks[0][1].size != columns.length or not takes_items_apart(call):

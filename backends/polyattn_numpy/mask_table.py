@@ -16,10 +16,10 @@ import array_api_compat.numpy as xp
 import numpy as np
 
 from polyattn.plugin import Array, Indices, Mask, Operands, Problem, Span, TileGrid
-from polyattn_numpy.blocks import (
+from polyattn_numpy.tiling import (
     Region,
-    Task,
-    Tile,
+    ScoreTile,
+    ThreadTask,
     even_count,
     even_size,
     row_sizes,
@@ -66,26 +66,26 @@ class MaskTable(NamedTuple):
         """Whether the items along the last batch axis may have different masks."""
         return bool(self.kinds.shape[-4] != 1)
 
-    def _cells_of(self, task: Task) -> tuple[Array, int]:
+    def _cells_of(self, task: ThreadTask) -> tuple[Array, int]:
         """Return the kinds of a task's cells, (heads or 1, strips, cells), and the first key."""
         rows = Span(task.rows.start // self.strip, -(-task.rows.stop // self.strip))
         columns = Span(task.columns.start // self.cell, -(-task.columns.stop // self.cell))
         kinds = task.view(self.kinds, rows, columns)
         return kinds[0], columns.start * self.cell
 
-    def visible_cells(self, task: Task) -> int:
+    def visible_cells(self, task: ThreadTask) -> int:
         """Return how many cells of a task are not empty, over all its heads and items."""
         kinds, _ = self._cells_of(task)
         return int(np.count_nonzero(kinds)) * task.head_count // len(kinds)
 
-    def tiles(self, task: Task) -> Iterator[Tile]:
+    def tiles(self, task: ThreadTask) -> Iterator[ScoreTile]:
         """Cut a task into tiles of the cells that are not empty."""
         kinds, first = self._cells_of(task)
         count = task.heads.length if kinds.shape[0] == 1 else 1
         for head_kinds, heads in zip(kinds, task.heads.split(count), strict=True):
             yield from self._cut(head_kinds, first, task._replace(heads=heads))
 
-    def _cut(self, kinds: Array, first: int, task: Task) -> Iterator[Tile]:
+    def _cut(self, kinds: Array, first: int, task: ThreadTask) -> Iterator[ScoreTile]:
         """Cut a task whose heads have one mask: first all its rows, then strips of them."""
         seen = kinds != EMPTY
         shared = np.zeros(kinds.shape[1], bool)
@@ -98,7 +98,9 @@ class MaskTable(NamedTuple):
                 strip = task._replace(rows=rows)
                 yield from self._blocks(kinds[number : number + 1], first, Span(start, stop), strip)
 
-    def _blocks(self, kinds: Array, first: int, cells: Span, task: Task) -> Iterator[Tile]:
+    def _blocks(
+        self, kinds: Array, first: int, cells: Span, task: ThreadTask
+    ) -> Iterator[ScoreTile]:
         """Cut a run of cells into tiles: blocks of keys by as many heads as fill a tile."""
         # Of few rows, tiles are wider: each tile costs Python the same. The width does not depend
         # on the other heads of the task, so a head has the same bits without them.
@@ -114,7 +116,7 @@ class MaskTable(NamedTuple):
             area = task.batch.length * task.rows.length * self.group_size * columns.length
             count = even_count(task.heads.length, max(1, self.side**2 // area))
             for heads in task.heads.split(count):
-                yield Tile(heads, task.rows, columns, False, columns.length, regions)
+                yield ScoreTile(heads, task.rows, columns, False, columns.length, regions)
 
     def _regions(self, mixed: Array, start: int, rows: Span, columns: Span) -> Iterator[Region]:
         """Yield the regions of the mixed cells of a tile."""

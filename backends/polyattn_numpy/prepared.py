@@ -10,9 +10,9 @@ import array_api_compat.numpy as xp
 import numpy as np
 
 from polyattn.plugin import Array, Indices, Mask, Operands, Problem, Span, combined_mask
-from polyattn_numpy.blocks import Task, has_few_scores, split_heads
 from polyattn_numpy.mask_table import MaskTable
 from polyattn_numpy.scratch import fast_exp2
+from polyattn_numpy.tiling import ThreadTask, has_few_scores, split_heads
 
 LOG2_E = math.log2(math.e)
 
@@ -35,7 +35,7 @@ class PreparedCall(NamedTuple):
     pages: Array | None  # the pages of each item, (outer..., batch, n)
     lengths: Array | None  # the number of keys of each item in them, (outer..., batch)
 
-    def indices(self, task: Task, heads: Span, rows: Span, columns: Span) -> Indices:
+    def indices(self, task: ThreadTask, heads: Span, rows: Span, columns: Span) -> Indices:
         """Return the indices of some key/value heads, rows and keys of a task."""
         batch, group_size = self.problem.batch or (1,), self.problem.group_size
         flat = 0

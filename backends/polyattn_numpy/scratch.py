@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from polyattn.plugin import Array
-from polyattn_numpy.threads import blas
+from polyattn_numpy.thread_pool import blas
 
 
 class Scratch:

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from polyattn.plugin import Array, Backend, Kernel, Operands, Problem
-from polyattn_numpy.blocks import TINY
 from polyattn_numpy.scratch import ones
+from polyattn_numpy.tiling import TINY
 
 
 class Small(Kernel):

@@ -18,18 +18,18 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from polyattn.plugin import Array, sum_to
-from polyattn_numpy.blocks import Task, Tile
-from polyattn_numpy.online_softmax import product_of_seen
 from polyattn_numpy.prepared import PreparedCall
 from polyattn_numpy.scratch import Scratch, ones
+from polyattn_numpy.softmax_sums import product_of_seen
 from polyattn_numpy.tile_scores import PRIMITIVES, TileScores
-from polyattn_numpy.visibility import RegionMask
+from polyattn_numpy.tile_visibility import RegionMask
+from polyattn_numpy.tiling import ScoreTile, ThreadTask
 
 
-class Step(NamedTuple):
+class TileOperands(NamedTuple):
     """A tile with its operands. Output gradient and value have the additional column."""
 
-    tile: Tile
+    tile: ScoreTile
     masks: list[RegionMask]
     where: Any  # an index of its heads and rows
     query: Array
@@ -60,7 +60,7 @@ class PartialGradients(NamedTuple):
 class TileGradients(TileScores):
     """The gradients that the tiles of a task give, in scratch arrays."""
 
-    def __init__(self, call: PreparedCall, task: Task, scratch: Scratch) -> None:
+    def __init__(self, call: PreparedCall, task: ThreadTask, scratch: Scratch) -> None:
         super().__init__(call, task, scratch)
         problem, x = call.problem, call.x
         self.modified = problem.softcap is not None or x.score_mod is not None
@@ -72,14 +72,14 @@ class TileGradients(TileScores):
         self.factor = self.dtype.type(problem.scale * self.per_scale)
         self.ends_in_keys = call.bias is not None and call.bias.shape[-1] != 1
 
-    def shares(self, step: Step) -> PartialGradients:
+    def shares(self, step: TileOperands) -> PartialGradients:
         """Return what a tile adds to the gradients."""
         shares = self._compute(step, exact=False)
         if self.careful and not shares.are_finite():
             return self._compute(step, exact=True)
         return shares
 
-    def _compute(self, step: Step, *, exact: bool) -> PartialGradients:
+    def _compute(self, step: TileOperands, *, exact: bool) -> PartialGradients:
         """Return the shares; only if exact, whatever hidden keys and values hold."""
         weights, capped, similar = self._scores(step)
         seen = seen_by_key = None
@@ -125,7 +125,7 @@ class TileGradients(TileScores):
 
     # ---- scores ----
 
-    def _scores(self, step: Step) -> tuple[Array, Array | None, Array | None]:
+    def _scores(self, step: TileOperands) -> tuple[Array, Array | None, Array | None]:
         """Return the scores minus the logsumexp; the capped ones; and the similarities."""
         shape, capped = (*step.query.shape[:-1], step.key.shape[2]), None
         s = self.scratch("scores", shape, self.dtype)
@@ -145,7 +145,9 @@ class TileGradients(TileScores):
 
     # ---- gradients of scores ----
 
-    def _weigh_gradient(self, step: Step, weights: Array, gradient: Array, exact: bool) -> Array:
+    def _weigh_gradient(
+        self, step: TileOperands, weights: Array, gradient: Array, exact: bool
+    ) -> Array:
         """Write the gradient of the scores, and return the weights that dropout keeps."""
         if not self.problem.dropout:
             np.matmul(step.output_gradient, step.value.swapaxes(2, 3), gradient)
@@ -163,7 +165,7 @@ class TileGradients(TileScores):
         gradient *= weights
         return dropped
 
-    def _bias_share(self, step: Step, gradient: Array) -> Array | None:
+    def _bias_share(self, step: TileOperands, gradient: Array) -> Array | None:
         """Return the gradient of a tile of the bias, by row where it has no axis of keys."""
         if self.call.bias is None:
             return None
@@ -174,7 +176,7 @@ class TileGradients(TileScores):
         return found if self.linear else np.array(found)
 
     def _through_modification(
-        self, step: Step, capped: Array | None, gradient: Array
+        self, step: TileOperands, capped: Array | None, gradient: Array
     ) -> tuple[Array | None, Sequence[Array]]:
         """Turn a gradient into that before score_mod and softcap; return theirs."""
         of_score: Sequence[Array] = ()
@@ -200,7 +202,7 @@ class TileGradients(TileScores):
         return of_softcap, of_score
 
     def _through_similarity(
-        self, step: Step, similarity: Any, similar: Array, gradient: Array, exact: bool
+        self, step: TileOperands, similarity: Any, similar: Array, gradient: Array, exact: bool
     ) -> tuple[Array, Array, Array, Sequence[Array]]:
         """Return the gradients of query, key, scale and arrays from that of similarities."""
         scale = np.einsum("bkrj,bkrj->bkr", gradient, similar)[..., None]

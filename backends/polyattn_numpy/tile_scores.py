@@ -14,10 +14,10 @@ import array_api_compat.numpy as xp
 import numpy as np
 
 from polyattn.plugin import Array, BackendPrimitives, Indices
-from polyattn_numpy.blocks import Task, Tile
 from polyattn_numpy.prepared import PreparedCall
 from polyattn_numpy.scratch import Scratch
-from polyattn_numpy.visibility import RegionMask, Visibility
+from polyattn_numpy.tile_visibility import RegionMask, TileVisibility
+from polyattn_numpy.tiling import ScoreTile, ThreadTask
 
 PRIMITIVES = BackendPrimitives(xp)
 # For so few rows, products with vectors read each key from memory once and then from the cache.
@@ -32,11 +32,11 @@ _INFINITE = np.float32(2.0**16)
 class TileScores:
     """The scores of a task by tile, in scratch arrays with the axes (b, k, rows · g, key)."""
 
-    def __init__(self, call: PreparedCall, task: Task, scratch: Scratch) -> None:
+    def __init__(self, call: PreparedCall, task: ThreadTask, scratch: Scratch) -> None:
         self.call, self.task, self.problem = call, task, call.problem
         self.scratch = scratch.array
         self.dtype = np.dtype(call.problem.accumulator)
-        self.visibility = Visibility(call, task)
+        self.visibility = TileVisibility(call, task)
         self.key, self.value = call.key, call.value
         if call.pages is None:
             self.key, self.value = task.view(call.key), task.view(call.value)
@@ -91,11 +91,11 @@ class TileScores:
         np.tanh(s, s)
         s *= self.dtype.type((self.problem.softcap or 0) * self.per_nat)
 
-    def _apply_score_mod(self, s: Array, tile: Tile) -> None:
+    def _apply_score_mod(self, s: Array, tile: ScoreTile) -> None:
         modified = self._indices(tile).modified(self._heads_first(s))
         s[...] = self.call.by_row(np.asarray(modified))
 
-    def _hide(self, tile: Tile, masks: list[RegionMask], s: Array) -> Array:
+    def _hide(self, tile: ScoreTile, masks: list[RegionMask], s: Array) -> Array:
         """Set hidden scores to -inf, and return which are seen."""
         by_head = self._by_head(s)
         if self.call.bias is not None:
@@ -105,10 +105,10 @@ class TileScores:
         seen: Array = s != -math.inf
         return seen
 
-    def _indices(self, tile: Tile) -> Indices:
+    def _indices(self, tile: ScoreTile) -> Indices:
         return self.call.indices(self.task, tile.heads, tile.rows, tile.columns)
 
-    def _bias(self, tile: Tile) -> Array:
+    def _bias(self, tile: ScoreTile) -> Array:
         """Return a tile's view of the bias, with the axes (b, k, row, g, key)."""
         task = self.task._replace(heads=tile.heads)
         return task.view(self.call.bias, None, tile.rows, tile.columns).swapaxes(2, 3)

@@ -20,7 +20,7 @@ from polyattn_onnx.operator import Operator
 DEFAULT = 24
 
 
-class Native(Operator):
+class OnnxNode(Operator):
     """One node, of the standard's operator Attention."""
 
     name = "native"
@@ -43,7 +43,7 @@ class Native(Operator):
 class OnnxBackend(Backend):
     """Graphs of ONNX; a device is the opset whose operator Attention may be used."""
 
-    kernels = (Native(), GroupQuery())
+    kernels = (OnnxNode(), GroupQuery())
     computes = False
 
     def __init__(self) -> None:

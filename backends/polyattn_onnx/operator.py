@@ -186,7 +186,7 @@ def _is_filled(problem: Problem) -> bool:
     return isinstance(problem.mask_spec, CachePadding)
 
 
-class Positions(NamedTuple):
+class NodePositions(NamedTuple):
     """The options by position of a node: its facts of these names, or a mask in their place."""
 
     is_causal: bool = False
@@ -195,7 +195,7 @@ class Positions(NamedTuple):
     by_mask: bool = False
 
 
-def _positions(problem: Problem, opset: int) -> Positions:
+def _positions(problem: Problem, opset: int) -> NodePositions:
     """Return what the node of a call does by positions."""
     # Without a number of keys, row 0 is at position 0; with one, the last row is the last of them.
     # Other offsets are left to a mask: the operator defines no positions after the last key.
@@ -204,9 +204,9 @@ def _positions(problem: Problem, opset: int) -> Positions:
     counts = opset >= COUNTS and problem.dtype != "float64"
     is_filled = counts and _is_filled(problem)
     if "sinks" in problem.features:  # their key takes the first position
-        return Positions(by_mask=(low, high) != (None, None))
+        return NodePositions(by_mask=(low, high) != (None, None))
     if low is None and high is None:
-        return Positions(counted=is_filled)
+        return NodePositions(counted=is_filled)
     is_causal = problem.is_causal and high is not None
     left, right = problem.window
     left, right = None if low is None else left, None if high is None or is_causal else right
@@ -215,9 +215,9 @@ def _positions(problem: Problem, opset: int) -> Positions:
     from_end = counts and (is_newest or is_filled)
     is_window = (left, right) != (None, None)
     if not (from_zero or from_end) or (is_window and opset < WINDOWS):
-        return Positions(by_mask=True)
+        return NodePositions(by_mask=True)
     window = tuple(-1 if end is None else min(end, FAR) for end in (left, right))
-    return Positions(is_causal, (window[0], window[1]), counted=not from_zero)
+    return NodePositions(is_causal, (window[0], window[1]), counted=not from_zero)
 
 
 def _scaled(problem: Problem, query: Array, xp: Any) -> tuple[Array, float]:

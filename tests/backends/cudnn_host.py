@@ -12,8 +12,8 @@ import cudnn as frontend
 import numpy as np
 from cupy_host import Device, register, stand_in
 
-from polyattn_cupy import arrays, cudnn, cudnn_gradients, graphs, loading, plans
-from polyattn_cupy.cudnn import Cudnn
+from polyattn_cupy import arrays, cudnn_gradients, cudnn_kernel, graphs, loading, plans
+from polyattn_cupy.cudnn_kernel import CupyCudnn
 
 TYPES = {
     frontend.data_type.HALF: "float16",
@@ -225,14 +225,14 @@ def put_in_place(monkeypatch):
         alloc=lambda size: types.SimpleNamespace(ptr=4096),
         get_current_stream=lambda: types.SimpleNamespace(ptr=library.stream),
     )
-    for module in (arrays, cudnn, cudnn_gradients, plans):
+    for module in (arrays, cudnn_kernel, cudnn_gradients, plans):
         monkeypatch.setattr(module, "cupy", here)
     monkeypatch.setattr(loading, "library", lambda: library)
     monkeypatch.setattr(plans, "_local", plans._Local())
     monkeypatch.setattr(HostGraph, "refusal", None)
     HANDLES.clear()
     forget()
-    register(monkeypatch, Cudnn())
+    register(monkeypatch, CupyCudnn())
     return library
 
 

@@ -13,7 +13,7 @@ from optional import torch
 from polyattn import attention
 from polyattn._base import arrays as base
 from polyattn._dispatch.errors import BackendUnavailableError
-from polyattn_cupy import SPEC, arrays, backend, loading, rows
+from polyattn_cupy import SPEC, arrays, backend, loading, softmax_cuda
 from polyattn_cupy.backend import CupyBackend
 
 NO_DRIVER = pytest.mark.skipif(cupy.cuda.is_available(), reason="there is a GPU here")
@@ -280,5 +280,5 @@ def test_cupy_has_what_its_stand_ins_have():
 def test_a_record_goes_to_a_kernel_by_value():
     from cupy.cuda.function import CNumpyArray
 
-    assert CNumpyArray(np.zeros((), rows.ROWS)) is not None
-    assert np.zeros((), rows.ROWS).size == 1
+    assert CNumpyArray(np.zeros((), softmax_cuda.ROWS)) is not None
+    assert np.zeros((), softmax_cuda.ROWS).size == 1

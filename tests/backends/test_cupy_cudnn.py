@@ -15,7 +15,7 @@ from polyattn import attention, explain, masks
 from polyattn._core.call.problem import examine
 from polyattn.plugin import Cotangents, Operands, Residuals, visible_keys
 from polyattn_cupy import graphs, loading, plans, problem_graphs
-from polyattn_cupy.cudnn import Cudnn
+from polyattn_cupy.cudnn_kernel import CupyCudnn
 
 RNG = np.random.default_rng(0)
 FACTS = {"library": "numpy", "device": "cpu", "dtype": "float16"}
@@ -306,7 +306,7 @@ def test_it_goes_past_execute_where_it_can(library):
         "plans": [None, types.SimpleNamespace(cpp_index=5)],
         "selected_engine": None,
     }
-    plan = object.__new__(plans._Plan)
+    plan = object.__new__(plans._CudnnPlan)
     plan.graph = types.SimpleNamespace(**whole)
     handle = Handle()
     plan._direct()({1: 2}, 3, handle)
@@ -450,11 +450,11 @@ def test_it_tells_the_versions(library):
 
 
 def test_cudnn_is_asked_about_the_gradients(library, monkeypatch):
-    assert not Cudnn().reasons_against(problem_of(SHAPES, gradients=True))
+    assert not CupyCudnn().reasons_against(problem_of(SHAPES, gradients=True))
     (engine,) = plans._local.engines.values()
     (graph,) = engine.plans
     assert graph.output_gradient is not None
     monkeypatch.setattr(library.pygraph, "refusal", "no such gradient")
-    assert Cudnn().reasons_against(problem_of(SQUARE, gradients=True)) == [
+    assert CupyCudnn().reasons_against(problem_of(SQUARE, gradients=True)) == [
         "cuDNN says: no such gradient"
     ]

@@ -73,7 +73,7 @@ CHANGES = {
     ),
     "a band that it refuses": (
         "from polyattn_cupy import graphs, problem_graphs",
-        "problem_graphs.band_of = lambda problem: graphs.Band(True, None, 0)",
+        "problem_graphs.band_of = lambda problem: graphs.CudnnBand(True, None, 0)",
         "gradients .*does not support max_s_q > max_s_kv",
     ),
     "a logsumexp that is not packed": (

@@ -8,8 +8,8 @@ from cublas_host import compiled, put_in_place
 from cupy_checks import agree, gradients_agree
 
 from polyattn import attention, explain
-from polyattn_cupy import blocks, fused, products, rows
-from polyattn_cupy.fused import Fused
+from polyattn_cupy import fused_kernel, products, score_blocks, softmax_cuda
+from polyattn_cupy.fused_kernel import Fused
 
 RNG = np.random.default_rng(0)
 
@@ -26,11 +26,11 @@ def randn(*shape):
 
 def test_the_record_is_the_struct():
     library, _ = compiled()
-    assert rows.ROWS.itemsize == library.size_of_rows()
+    assert softmax_cuda.ROWS.itemsize == library.size_of_rows()
 
 
 def test_keys_of_a_group_are_read_once_and_where_they_are(on_host, monkeypatch):
-    monkeypatch.setattr(blocks.cupy, "ascontiguousarray", None)
+    monkeypatch.setattr(score_blocks.cupy, "ascontiguousarray", None)
     q, k, v = randn(2, 8, 5, 16), randn(2, 2, 11, 24)[..., 3:19], randn(2, 2, 33, 6)[:, :, ::3]
     agree("fused", q, k, v)
     assert on_host.calls == [(11, 20, 16, 4), (6, 20, 11, 4)]
@@ -67,7 +67,7 @@ def test_blocks_cover_each_row_once_within_the_tile(options, tile, members):
     shapes = (3, 2 * members, 13, 8), (3, 2, 40, 8), (3, 2, 40, 8)
     problem = explain(*shapes, library="numpy", device="cpu", **options).problem
     seen = np.zeros((6, 13 * members), int)
-    for block in blocks.blocks(problem, tile):
+    for block in score_blocks.blocks(problem, tile):
         seen[slice(*block.pairs), slice(*block.rows)] += 1
         assert block.pairs.length * block.rows.length * block.columns.length <= max(
             tile, block.columns.length
@@ -79,9 +79,11 @@ def test_blocks_cover_each_row_once_within_the_tile(options, tile, members):
 
 def test_memory_is_for_one_block(on_host, monkeypatch):
     sizes = []
-    genuine = fused.cupy.empty
+    genuine = fused_kernel.cupy.empty
     monkeypatch.setattr(
-        fused.cupy, "empty", lambda shape, dtype: sizes.append(shape) or genuine(shape, dtype)
+        fused_kernel.cupy,
+        "empty",
+        lambda shape, dtype: sizes.append(shape) or genuine(shape, dtype),
     )
     monkeypatch.setattr(Fused, "tile", 400)
     q, k, v = (randn(2, 4, n, size) for n, size in ((32, 5), (50, 5), (50, 6)))
@@ -126,8 +128,10 @@ def test_nvrtc_compiles_every_kernel(architecture):
     from cupy.cuda.compiler import _NVRTCProgram
 
     names = tuple(compiled()[1])
-    program = _NVRTCProgram(rows.SOURCE, "softmax.cu", name_expressions=names, method="cubin")
-    binary, mangled = program.compile((*rows.OPTIONS, f"-arch={architecture}"))
+    program = _NVRTCProgram(
+        softmax_cuda.SOURCE, "softmax.cu", name_expressions=names, method="cubin"
+    )
+    binary, mangled = program.compile((*softmax_cuda.OPTIONS, f"-arch={architecture}"))
     assert binary[:4] == b"\x7fELF"
     assert set(mangled) == set(names)
 
@@ -137,8 +141,8 @@ def test_launch_gives_cupy_what_the_source_takes(monkeypatch):
 
     class RawModule:
         def __init__(self, code, options, name_expressions):
-            assert code == rows.SOURCE
-            assert options == rows.OPTIONS
+            assert code == softmax_cuda.SOURCE
+            assert options == softmax_cuda.OPTIONS
             self.names = name_expressions
 
         def get_function(self, name):
@@ -147,15 +151,15 @@ def test_launch_gives_cupy_what_the_source_takes(monkeypatch):
 
     runtime = types.SimpleNamespace(getDevice=lambda: 7)
     here = types.SimpleNamespace(RawModule=RawModule, cuda=types.SimpleNamespace(runtime=runtime))
-    monkeypatch.setattr(rows, "cupy", here)
-    record = np.zeros((), rows.ROWS)
+    monkeypatch.setattr(softmax_cuda, "cupy", here)
+    record = np.zeros((), softmax_cuda.ROWS)
     for keys in (1, 64, 1000, 4096, 10**6):
         record["keys"] = keys
-        rows.launch(record, 6, rows.name_of("bfloat16", "float64"))
+        softmax_cuda.launch(record, 6, softmax_cuda.name_of("bfloat16", "float64"))
         name, grid, (threads,), args = launched.pop()
         assert name == "softmax<bfloat16, float, double>"
         assert grid == (6,)
         assert args[0] is record
-        assert 32 <= threads <= rows.MOST_THREADS
+        assert 32 <= threads <= softmax_cuda.MOST_THREADS
         assert threads & (threads - 1) == 0
-    rows._kernel.cache_clear()
+    softmax_cuda._kernel.cache_clear()

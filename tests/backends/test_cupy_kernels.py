@@ -30,8 +30,8 @@ from polyattn.conformance.checks import promises
 from polyattn.conformance.checks.cases import check_case
 from polyattn.conformance.checks.gradients import check_backward
 from polyattn.conformance.checks.target import KernelVariant, Target
-from polyattn_cupy.cudnn import Cudnn
-from polyattn_cupy.fused import Fused
+from polyattn_cupy.cudnn_kernel import CupyCudnn
+from polyattn_cupy.fused_kernel import Fused
 
 RNG = np.random.default_rng(0)
 HALVES = ("float16", "bfloat16")
@@ -77,8 +77,8 @@ MOST_SCORES = 20_000
 
 def runs():
     """Yield a kernel, a case and whether tiles are small: a case of each feature and corner."""
-    for kernel in (Fused, Cudnn):
-        dtypes = ("float32",) if kernel is Cudnn else DTYPES["fused"]
+    for kernel in (Fused, CupyCudnn):
+        dtypes = ("float32",) if kernel is CupyCudnn else DTYPES["fused"]
         taken = [case for case in taken_by(kernel, ESSENTIAL) if case.dtype in dtypes]
         for place, case in enumerate(taken):
             long = math.prod(case.score_shape) > MOST_SCORES
@@ -89,7 +89,7 @@ def runs():
 
 def gradient_runs():
     """Yield kernels and cases of gradients, with small tiles and another dtype by turns."""
-    for kernel in (Fused, Cudnn):
+    for kernel in (Fused, CupyCudnn):
         taken = [case for case in taken_by(kernel, BACKWARD_CASES) if not case.rounded_once]
         # Of cases that differ in their dtype one: the kernels compute all in float32.
         taken = {case.name.removesuffix(f", {case.dtype}"): case for case in taken}.values()

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import polyattn
-import polyattn_numpy.tiled as module
+import polyattn_numpy.tiled_kernel as module
 from polyattn import attention_partial, explain, masks
 
 ITEMS, HEADS, GROUPS, LENGTH = 5, 6, 3, 120

@@ -23,8 +23,8 @@ from polyattn.conformance.cases.case import make_case
 from polyattn.conformance.checks.gradients import compare
 from polyattn.conformance.reference.gradients import cotangent
 from polyattn_numpy import backward as backward_module
-from polyattn_numpy import blocks, sequencer
-from polyattn_numpy.tiled import Tiled
+from polyattn_numpy import sequencer, tiling
+from polyattn_numpy.tiled_kernel import NumpyTiled
 
 B, H, G, L, S, D, E = 2, 4, 2, 70, 80, 8, 12
 RNG = np.random.default_rng(11)
@@ -37,7 +37,7 @@ def randn(*shape, seed=0):
 
 
 def of_tiles(tile):
-    kernel = Tiled()
+    kernel = NumpyTiled()
     kernel.tile = tile
     return kernel
 
@@ -71,11 +71,11 @@ BIAS[..., 3, 30:] = BIAS[..., 20, :] = -math.inf
 @pytest.fixture
 def many_tasks(monkeypatch):
     """Let small calls use several threads and many tasks."""
-    monkeypatch.setattr(blocks, "THREAD_WORK", 2**10)
-    monkeypatch.setattr(blocks, "TASK_WORK", 2**16)
-    blocks.tasks.cache_clear()
+    monkeypatch.setattr(tiling, "THREAD_WORK", 2**10)
+    monkeypatch.setattr(tiling, "TASK_WORK", 2**16)
+    tiling.tasks.cache_clear()
     yield
-    blocks.tasks.cache_clear()
+    tiling.tasks.cache_clear()
 
 
 def bits(found):

@@ -62,7 +62,9 @@ def test_the_list_and_explain_name_what_applies(monkeypatch):
     (info,) = (info for info in polyattn.list_backends() if info.name == "numpy")
     assert info.faults == tuple(map(str, faults_of()))
     assert all(fault in str(polyattn.list_backends()) for fault in info.faults)
-    monkeypatch.setattr("polyattn_numpy.tiled.faults_of", lambda **x: faults_of("2.4.0", **x))
+    monkeypatch.setattr(
+        "polyattn_numpy.tiled_kernel.faults_of", lambda **x: faults_of("2.4.0", **x)
+    )
     for size, dtype, named in ((3, "float32", True), (7, "float64", True), (7, "float32", False)):
         shape = (1, 2, 400, size)
         text = str(explain(shape, shape, shape, dtype=dtype, backend="numpy"))

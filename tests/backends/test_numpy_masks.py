@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 import polyattn
-import polyattn_numpy.tiled as module
+import polyattn_numpy.tiled_kernel as module
 from polyattn import attention, attention_partial, attention_weights, masks
-from polyattn_numpy.tiled import Tiled
-from polyattn_numpy.visibility import Visibility
+from polyattn_numpy.tile_visibility import TileVisibility
+from polyattn_numpy.tiled_kernel import NumpyTiled
 
 ITEMS, HEADS, GROUPS, LENGTH, KEYS = 2, 4, 2, 300, 413
 RNG = np.random.default_rng(3)
@@ -66,7 +66,7 @@ TILES = (2**13, 2**14)
 @pytest.fixture(params=TILES)
 def small_tiles(request, monkeypatch):
     """Tiles of which even short arrays have many."""
-    monkeypatch.setattr(Tiled, "tile", request.param)
+    monkeypatch.setattr(NumpyTiled, "tile", request.param)
     return request.param
 
 
@@ -84,7 +84,7 @@ def looks(monkeypatch):
     """Return the list of the calls, tasks and tiles that are gone through."""
     found = []
 
-    class Watched(Visibility):
+    class Watched(TileVisibility):
         def masks(self, tile):
             masks = super().masks(tile)
             if masks is not None:
@@ -92,7 +92,7 @@ def looks(monkeypatch):
             return masks
 
     for file in ("tile_scores", "at_once"):
-        monkeypatch.setattr(f"polyattn_numpy.{file}.Visibility", Watched)
+        monkeypatch.setattr(f"polyattn_numpy.{file}.TileVisibility", Watched)
     return found
 
 
@@ -258,7 +258,7 @@ def test_the_tasks_with_most_visible_tiles_come_first(monkeypatch):
     def note(work, items, threads, state):
         begun.extend(items)
 
-    monkeypatch.setattr(module.threads, "each", note)
+    monkeypatch.setattr(module.thread_pool, "each", note)
     x = randn(1, 1, 4096, 8)
     lengths = np.repeat(np.arange(3), (512, 3072, 512))
     attention(x, x, x, mask=masks.segments(lengths))

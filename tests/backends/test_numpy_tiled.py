@@ -20,9 +20,9 @@ from polyattn import attention, attention_partial, scores
 from polyattn._base.span import Span
 from polyattn._core.expressions.replacements import Distance
 from polyattn._core.tiles.band import column_span
-from polyattn_numpy import threads
-from polyattn_numpy.blocks import tasks, tiles
-from polyattn_numpy.tiled import Tiled
+from polyattn_numpy import thread_pool
+from polyattn_numpy.tiled_kernel import NumpyTiled
+from polyattn_numpy.tiling import tasks, tiles
 
 KERNEL = "tiled"
 OPTIONS = {
@@ -52,7 +52,7 @@ def bits(result):
 
 
 def blas_threads():
-    return [library.get_num_threads() for library in threads.blas.libraries()]
+    return [library.get_num_threads() for library in thread_pool.blas.libraries()]
 
 
 # ---- threads -----------------------------------------------------------------------------------
@@ -109,10 +109,10 @@ def test_callers_own_threads_get_the_same_bits(qkv):
 def two_blas_threads():
     """BLAS with two threads, whatever an earlier test has left it."""
     before = blas_threads()
-    for library in threads.blas.libraries():
+    for library in thread_pool.blas.libraries():
         library.set_num_threads(2)
     yield
-    for library, count in zip(threads.blas.libraries(), before, strict=True):
+    for library, count in zip(thread_pool.blas.libraries(), before, strict=True):
         library.set_num_threads(count)
 
 
@@ -131,7 +131,11 @@ def test_blas_has_its_threads_back(qkv, two_blas_threads):
 
 def test_blas_is_held_and_put_back_by_any_thread(two_blas_threads):
     """The first of two calls that overlap ends first, so that another thread puts it back."""
-    blas, begun, ends = threads.Blas(threads.numpys_blas), threading.Event(), threading.Event()
+    blas, begun, ends = (
+        thread_pool.Blas(thread_pool.numpys_blas),
+        threading.Event(),
+        threading.Event(),
+    )
     held = []
 
     def second():
@@ -163,9 +167,9 @@ def test_first_calls_that_meet_hold_blas_together(two_blas_threads):
 
     def found_slowly():
         time.sleep(next(delays, 0))
-        return threads.numpys_blas()
+        return thread_pool.numpys_blas()
 
-    blas = threads.Blas(found_slowly)
+    blas = thread_pool.Blas(found_slowly)
 
     def work():
         time.sleep(0.1)
@@ -205,8 +209,8 @@ class OnOpenmp(Mkl):
 @pytest.mark.parametrize("kind", [Mkl, OnOpenmp])
 def test_a_number_for_each_thread_is_held_in_all_and_put_back_in_each(kind, monkeypatch):
     mkl, seen = kind(), {}  # the count that each thread sees
-    monkeypatch.setattr(threads, "blas", threads.Blas(lambda: [mkl]))
-    monkeypatch.setattr(threads, "_pool", threads.Pool())
+    monkeypatch.setattr(thread_pool, "blas", thread_pool.Blas(lambda: [mkl]))
+    monkeypatch.setattr(thread_pool, "_pool", thread_pool.Pool())
     all_here = threading.Barrier(4)  # two callers and the two threads that help both
 
     def look(item):
@@ -216,14 +220,14 @@ def test_a_number_for_each_thread_is_held_in_all_and_put_back_in_each(kind, monk
             all_here.wait(30)
 
     def call():
-        threads.each(look, range(3), 3, threads.Shared())
+        thread_pool.each(look, range(3), 3, thread_pool.Shared())
         return mkl.count
 
     with ThreadPoolExecutor(1) as pool:
         elsewhere = pool.submit(call)
         assert call() == elsewhere.result(30) == 2
     assert list(seen.values()) == [1] * 4
-    assert threads.default() == 2
+    assert thread_pool.default() == 2
 
 
 def test_an_error_in_another_thread_comes_out_with_its_traceback(qkv, two_blas_threads):
@@ -247,7 +251,7 @@ def test_an_error_in_another_thread_comes_out_with_its_traceback(qkv, two_blas_t
 def test_an_error_in_the_callers_thread_stops_the_others(qkv, monkeypatch):
     caller, calls, states = threading.current_thread(), [], []
 
-    class Watched(threads.Shared):
+    class Watched(thread_pool.Shared):
         def __init__(self):
             super().__init__()
             states.append(self)
@@ -260,7 +264,7 @@ def test_an_error_in_the_callers_thread_stops_the_others(qkv, monkeypatch):
             time.sleep(0.001)
         return i >= j
 
-    monkeypatch.setattr(threads, "Shared", Watched)
+    monkeypatch.setattr(thread_pool, "Shared", Watched)
 
     with polyattn.use_threads(2), pytest.raises(KeyError, match="here"):
         attention(*qkv, mask=fails_here)
@@ -282,13 +286,13 @@ def test_an_interrupt_stops_a_long_call():
 import os, signal, threading, time
 import numpy as np
 import polyattn
-from polyattn_numpy import threads
+from polyattn_numpy import thread_pool
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a parent in the background ignores it
 x = np.ones((1, 8, 8192, 64), np.float32)
 small = np.ones((1, 8, 600, 64), np.float32)
 with polyattn.use_threads(2):
     polyattn.attention(small, small, small)
-    before = [library.get_num_threads() for library in threads.blas.libraries()]
+    before = [library.get_num_threads() for library in thread_pool.blas.libraries()]
     threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
     start = time.perf_counter()
     try:
@@ -296,8 +300,8 @@ with polyattn.use_threads(2):
             polyattn.attention(x, x, x)
     except KeyboardInterrupt:
         print("interrupted", time.perf_counter() - start)
-    assert [library.get_num_threads() for library in threads.blas.libraries()] == before
-    assert not any(limit.holders for limit in threads.blas.limits())
+    assert [library.get_num_threads() for library in thread_pool.blas.libraries()] == before
+    assert not any(limit.holders for limit in thread_pool.blas.limits())
     print(float(polyattn.attention(small, small, small).max()))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
@@ -313,7 +317,7 @@ def interrupt_at(place, work):
     events = itertools.count()
 
     def trace(frame, event, argument):
-        if frame.f_code.co_filename != threads.__file__:
+        if frame.f_code.co_filename != thread_pool.__file__:
             return None
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
         if event == "opcode" and next(events) == place:
@@ -344,7 +348,7 @@ def test_an_interrupt_between_any_two_instructions_leaves_nothing_held(two_blas_
 
     def call():
         with contextlib.suppress(KeyError):
-            threads.each(work, range(3), min(2, threads.default()), threads.Shared())
+            thread_pool.each(work, range(3), min(2, thread_pool.default()), thread_pool.Shared())
 
     call()
     for place in itertools.count():
@@ -383,7 +387,7 @@ def test_threads_that_cannot_be_started_are_not_needed(qkv, monkeypatch):
     def refuse(thread):
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(threads, "_pool", threads.Pool())
+    monkeypatch.setattr(thread_pool, "_pool", thread_pool.Pool())
     monkeypatch.setattr(threading.Thread, "start", refuse)
     with polyattn.use_threads(3):
         assert np.isfinite(attention(*qkv)).all()
@@ -418,7 +422,7 @@ with polyattn.use_threads(3):
 
 def test_a_fork_amid_a_call_leaves_the_child_no_held_blas(two_blas_threads):
     mkl = Mkl()
-    blas = threads.Blas(lambda: [*threads.numpys_blas(), mkl])
+    blas = thread_pool.Blas(lambda: [*thread_pool.numpys_blas(), mkl])
     before = blas_threads()
     blas._take(object())
     assert {*blas_threads(), mkl.count} == {1}
@@ -430,11 +434,11 @@ def test_a_fork_amid_a_call_leaves_the_child_no_held_blas(two_blas_threads):
 
 
 def test_a_fork_before_any_call_looks_for_no_blas():
-    threads.Blas(pytest.fail).forget_holders()
+    thread_pool.Blas(pytest.fail).forget_holders()
 
 
 def test_blas_that_cannot_be_held_means_one_thread(qkv, monkeypatch):
-    monkeypatch.setattr(threads, "blas", threads.Blas(list))
+    monkeypatch.setattr(thread_pool, "blas", thread_pool.Blas(list))
     seen = set()
 
     def watch(b, h, i, j):
@@ -444,7 +448,7 @@ def test_blas_that_cannot_be_held_means_one_thread(qkv, monkeypatch):
     with polyattn.use_threads(4):
         attention(*qkv, mask=watch)
     assert len(seen) == 1
-    assert threads.default() == 1
+    assert thread_pool.default() == 1
 
 
 def test_a_call_inside_a_call_leaves_it_alone(qkv):
@@ -578,8 +582,8 @@ def test_the_work_of_a_band_grows_with_what_is_visible():
         problem = problem_of(8192, 8192, window=window)
         area = sum(
             part.heads.length * part.rows.length * part.columns.length
-            for task in tasks(problem, Tiled.tile, 1)
-            for part in tiles(problem, task, Tiled.tile)
+            for task in tasks(problem, NumpyTiled.tile, 1)
+            for part in tiles(problem, task, NumpyTiled.tile)
         )
         visible = sum(column_span(problem, Span(row, row + 1)).length for row in range(8192))
         assert area / 2 < most * visible
@@ -597,14 +601,14 @@ def test_the_plugins_own_kernel_stands_in_the_place_of_the_cores():
     assert names == ["small", "tiled", "dense"]
     assert isinstance(
         polyattn._dispatch.registry.kernels_of(polyattn._dispatch.registry.loaded("numpy"))[1],
-        Tiled,
+        NumpyTiled,
     )
 
 
 def test_few_queries_of_many_keys_are_cut_by_keys():
     q, k, v = randn(1, 4, 1, 16), randn(1, 2, 40000, 16, seed=1), randn(1, 2, 40000, 16, seed=2)
     problem = polyattn.explain(q, k, v).problem
-    assert {task.parts for task in tasks(problem, Tiled.tile, 8)} == {5}
+    assert {task.parts for task in tasks(problem, NumpyTiled.tile, 8)} == {5}
 
 
 def test_an_item_is_computed_one_way_in_any_batch():
@@ -707,7 +711,7 @@ print(thread_count())
 
 def test_the_sums_of_parts_of_the_keys_do_not_overflow_together():
     query, value = np.ones((1, 1, 1), np.float32), np.ones((1, 64, 1), np.float32)
-    kernel = Tiled()
+    kernel = NumpyTiled()
     kernel.tile = 2**10  # so that a part has 32 keys
     output, logsumexp = attention_partial(query, 85 * value, value, kernel=kernel)
     np.testing.assert_allclose(output, 1, rtol=1e-6)

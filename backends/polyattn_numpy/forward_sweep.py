@@ -23,12 +23,12 @@ from typing import Literal
 import numpy as np
 
 from polyattn.plugin import Array, Span
-from polyattn_numpy.blocks import Task, Tile
-from polyattn_numpy.online_softmax import SoftmaxState, product_of_seen, weighted_sum
 from polyattn_numpy.prepared import PreparedCall
 from polyattn_numpy.scratch import Scratch, ones
+from polyattn_numpy.softmax_sums import SoftmaxSums, product_of_seen, weighted_sum
 from polyattn_numpy.tile_scores import TileScores, convert
-from polyattn_numpy.visibility import RegionMask
+from polyattn_numpy.tile_visibility import RegionMask
+from polyattn_numpy.tiling import ScoreTile, ThreadTask
 
 # Sums of weights below this may lack weights below float32's range.
 LEAST = 2.0**-20
@@ -40,7 +40,7 @@ class Sweep(TileScores):
     def __init__(
         self,
         call: PreparedCall,
-        task: Task,
+        task: ThreadTask,
         scratch: Scratch,
         kind: Literal["fast", "poison_safe", "stable"] = "fast",
     ) -> None:
@@ -60,14 +60,14 @@ class Sweep(TileScores):
             query = scaled
         np.multiply(query, self.query_factor, out=scaled)
 
-    def run(self) -> SoftmaxState:
+    def run(self) -> SoftmaxSums:
         """Add up all tiles."""
         state = self._start()
         for tile in self.visibility.tiles():
             self._add(state, tile)
         return state
 
-    def reliable_rows(self, state: SoftmaxState) -> Array | bool:
+    def reliable_rows(self, state: SoftmaxSums) -> Array | bool:
         """Return the rows in which a pass without maxima was accurate, or True for all."""
         output, total, parts = state.output, state.total, self.task.parts
         # A sum is finite only if all its terms are, and needs only one pass over them.
@@ -94,7 +94,7 @@ class Sweep(TileScores):
 
     # ---- sums ----
 
-    def _start(self) -> SoftmaxState:
+    def _start(self) -> SoftmaxSums:
         """Return the state before any key."""
         output, total = self._per_row("output", self.problem.value_size), self._per_row("total", 1)
         reference = np.zeros((1, 1, 1, 1), self.dtype)
@@ -105,7 +105,7 @@ class Sweep(TileScores):
         total[...] = 0
         if self.call.x.sinks is not None and self.task.part == 0:
             self._add_sinks(reference, total)
-        return SoftmaxState(output, reference, total)
+        return SoftmaxSums(output, reference, total)
 
     def _add_sinks(self, reference: Array, total: Array) -> None:
         sinks = np.asarray(self.call.x.sinks, self.dtype).reshape(-1, 1, self.group_size, 1)
@@ -117,7 +117,7 @@ class Sweep(TileScores):
         else:
             total.reshape(by_head)[...] = self.exp(sinks * self.dtype.type(self.per_nat))
 
-    def _add(self, state: SoftmaxState, tile: Tile) -> None:
+    def _add(self, state: SoftmaxSums, tile: ScoreTile) -> None:
         """Add the weights and weighted values of a tile to the sums of its rows."""
         heads, (first, last) = self.task.relative(tile)
         where = (slice(None), heads, slice(first * self.group_size, last * self.group_size))
@@ -138,7 +138,7 @@ class Sweep(TileScores):
             elif self.fast:
                 self._weigh(s, part, masks)
             else:
-                tile_state = SoftmaxState(output, state.reference[where], total)
+                tile_state = SoftmaxSums(output, state.reference[where], total)
                 seen = self._weigh_seen(s, part, masks, tile_state)
             np.matmul(s, ones(columns.length, self.dtype), sums)
             if self.problem.dropout:
@@ -170,7 +170,7 @@ class Sweep(TileScores):
         else:
             weighted_sum(s, value, out)
 
-    def _modify(self, s: Array, tile: Tile) -> None:
+    def _modify(self, s: Array, tile: ScoreTile) -> None:
         """Apply softcap, score function and bias to scores by head."""
         if self.problem.softcap is not None:
             self._cap(s)
@@ -179,7 +179,7 @@ class Sweep(TileScores):
         if self.call.bias is not None:
             s += self._bias(tile)
 
-    def _weigh(self, s: Array, tile: Tile, masks: list[RegionMask]) -> None:
+    def _weigh(self, s: Array, tile: ScoreTile, masks: list[RegionMask]) -> None:
         """Turn scores into weights, with no maximum subtracted."""
         by_head = self._by_head(s)
         self._modify(by_head, tile)
@@ -188,7 +188,7 @@ class Sweep(TileScores):
             by_head[where] *= seen
 
     def _weigh_seen(
-        self, s: Array, tile: Tile, masks: list[RegionMask], state: SoftmaxState
+        self, s: Array, tile: ScoreTile, masks: list[RegionMask], state: SoftmaxSums
     ) -> Array:
         """Turn scores into weights, whatever the hidden scores are, and return which are seen."""
         self._modify(self._by_head(s), tile)

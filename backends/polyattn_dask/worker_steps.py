@@ -110,7 +110,7 @@ class Calls:
 
 
 @dataclass(frozen=True)
-class Attend:
+class AttendStep:
     """Attention of a block of query rows over some chunks of keys."""
 
     calls: Calls
@@ -138,7 +138,7 @@ class Attend:
 
 
 @dataclass(frozen=True)
-class Join:
+class JoinStep:
     """The join of partials."""
 
     result: str
@@ -164,7 +164,7 @@ def _finished(partial: Any, result: str, dtype: str) -> Any:
 
 
 @dataclass(frozen=True)
-class Weigh:
+class WeighStep:
     """The weights of a block of query rows over some chunks of keys."""
 
     calls: Calls
@@ -187,12 +187,12 @@ class Weigh:
                 if top is None:
                     return here
                 here = here.weights, here.keys + first
-                found = here if found is None else Top(top)([found, here])
+                found = here if found is None else TopStep(top)([found, here])
         return found
 
 
 @dataclass(frozen=True)
-class Top:
+class TopStep:
     """The largest weights of each row, of those that are the largest over parts of the keys."""
 
     top: int
@@ -209,7 +209,7 @@ class Top:
 
 
 @dataclass(frozen=True)
-class PullBack:
+class PullBackStep:
     """The shares of a block of query rows and some chunks of keys in all gradients."""
 
     calls: Calls

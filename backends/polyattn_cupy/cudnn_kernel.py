@@ -33,7 +33,7 @@ from polyattn_cupy.problem_graphs import band_of, bias_shape, graph_of, needs_bi
 LARGEST_SIZE = 256
 
 
-class Cudnn(Kernel):
+class CupyCudnn(Kernel):
     """cuDNN's attention, through nvidia-cudnn-frontend."""
 
     name = "cudnn"

@@ -16,7 +16,7 @@ from polyattn.plugin.internal import Slice
 from polyattn_dask.grid import Grid, Index, axes_along, axes_of
 
 
-class Visibility:
+class ChunkVisibility:
     """The chunks of keys of each block of query rows."""
 
     # NumPy arrays in a mask are read, dask arrays are not. If the masks would be asked about more
