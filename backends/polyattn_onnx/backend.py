@@ -20,7 +20,7 @@ from polyattn_onnx.operator import Operator
 DEFAULT = 24
 
 
-class OnnxNode(Operator):
+class NdonnxNode(Operator):
     """One node, of the standard's operator Attention."""
 
     name = "native"
@@ -43,7 +43,7 @@ class OnnxNode(Operator):
 class OnnxBackend(Backend):
     """Graphs of ONNX; a device is the opset whose operator Attention may be used."""
 
-    kernels = (OnnxNode(), GroupQuery())
+    kernels = (NdonnxNode(), GroupQuery())
     computes = False
 
     def __init__(self) -> None:
