@@ -57,7 +57,7 @@ class Fused(Kernel):
         missing = why_no_cublas()
         reasons = [] if missing is None else [missing]
         if problem.scale == 0:
-            reasons.append("it takes no scale of 0, for which cuBLAS ignores NaN in query and key")
+            reasons.append("it needs a scale other than 0: for 0 cuBLAS reads neither factor")
         return reasons
 
     def only_on_request(self, problem: Problem) -> str | None:

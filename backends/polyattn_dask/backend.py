@@ -40,7 +40,7 @@ class Chunked(Kernel):
 
     def reasons_against(self, problem: Problem) -> list[str]:
         if problem.dropout_start is None:
-            return ["parts of chunks count on from a start of dropout in numbers, not in an array"]
+            return ["dropout's start must be numbers, not an array"]
         return []
 
     def remark(self, problem: Problem) -> str | None:

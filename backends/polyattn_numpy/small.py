@@ -22,24 +22,23 @@ class Small(Kernel):
         "causal", "grouped_heads", "logsumexp", "query_offset", "scale", "value_size",
     })  # fmt: skip
     batch_invariant = True
+    takes_empty = False
 
     def reasons_against(self, problem: Problem) -> list[str]:
         """Return why a row may not see all keys, or the arrays are not NumPy's own floats."""
         reasons = []
         offset = problem.query_offset
         if problem.is_causal and (offset is None or offset < problem.key_length - 1):
-            reasons.append("it is for rows that see all keys")
+            reasons.append("it needs rows that see all keys")
         if problem.dtype != problem.accumulator:
-            reasons.append("it computes in the dtype of the arrays")
-        if 0 in problem.scores:
-            reasons.append("it needs a key")
+            reasons.append("it supports float32 and float64 only")
         return reasons
 
     def only_on_request(self, problem: Problem) -> str | None:
         """Leave larger calls to tiles."""
         # Decided by the shape of one item, so that an item is computed alike in any batch.
         if problem.heads * problem.query_length * problem.key_length > TINY:
-            return "an item has so many scores that tiles are faster"
+            return "the problem is large: tiles are faster"
         return None
 
     def __call__(

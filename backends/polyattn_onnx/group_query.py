@@ -27,6 +27,7 @@ class GroupQuery(Kernel):
         "causal", "grouped_heads", "mask_expression", "query_offset", "query_offset_array", "scale",
         "sinks", "softcap", "window",
     })  # fmt: skip
+    takes_empty = False
 
     def only_on_request(self, problem: Problem) -> str | None:
         """Return that few runtimes have the operator."""
@@ -43,14 +44,12 @@ class GroupQuery(Kernel):
             return ["it needs key_lengths=, without query_offset= or another mask beside it"]
         shared = getattr(padding.key_lengths, "shape", ()) == ()
         reasons = {
-            "its rows see no later ones: it needs is_causal=True": problem.is_causal or rows == 1,
-            "more rows than one have one number of keys for all items": shared or rows == 1,
-            "it has no float64": problem.dtype != "float64",
-            "its scale is above 0": problem.scale > 0,
-            "its vectors have multiples of 8 elements": problem.head_size % 8 == 0,
-            "it takes one batch axis": len(problem.batch) < 2,
-            "runtimes refuse arrays without elements": 0
-            not in (*problem.scores, problem.head_size),
+            "with several rows it needs is_causal=True": problem.is_causal or rows == 1,
+            "with several rows it needs one length for all items": shared or rows == 1,
+            "it supports float16 and float32 only": problem.dtype != "float64",
+            "it needs a scale above 0": problem.scale > 0,
+            "the head size must be a multiple of 8": problem.head_size % 8 == 0,
+            "it supports at most one batch axis": len(problem.batch) < 2,
         }
         return [reason for reason, holds in reasons.items() if not holds]
 

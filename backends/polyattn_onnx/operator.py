@@ -87,6 +87,7 @@ class Operator(Kernel):
     })  # fmt: skip
     # Every runtime multiplies the weight 0 of a masked key by its value, which may be NaN.
     poison_safe: ClassVar[bool] = False
+    takes_empty: ClassVar[bool] = False  # runtimes refuse empty arrays
 
     def opset(self, problem: Problem) -> int:
         """Return the opset that the node is for: 23, 24 or 25."""
@@ -99,19 +100,17 @@ class Operator(Kernel):
     def reasons_against(self, problem: Problem) -> list[str]:
         """Return what the operator cannot compute, and what ONNX Runtime refuses."""
         reasons = []
-        if 0 in (*problem.scores, problem.head_size, problem.value_size):
-            reasons.append("runtimes refuse arrays without elements")
         if problem.dtype == "float64" and problem.softcap != _rounded(problem.softcap):
             reasons.append("the attribute softcap is a float32, and the call is in float64")
         if problem.is_symbolic and (
             len(problem.batch) > 1 or "batch_broadcast" in problem.features
         ):
-            reasons.append("of lengths that are unknown, it takes one batch axis of all arrays")
+            reasons.append("with symbolic lengths it supports one batch axis, that of all arrays")
         empty = reason_against_empty_rows(problem)
         if empty is not None:
             reasons.append(empty)
         if problem.score_spec is not None and not problem.score_spec.is_additive:
-            reasons.append("it can add to the scores, and score_mod= changes them otherwise")
+            reasons.append("it supports only a score_mod= that adds to the scores")
         return reasons
 
     def only_on_request(self, problem: Problem) -> str | None:

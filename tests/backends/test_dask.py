@@ -466,7 +466,7 @@ def test_parts_of_chunks_count_on_from_the_start_of_dropout():
         np.testing.assert_allclose(
             attention(x, x, x, dropout=dropout, kernel=kernel).compute(), expected
         )
-    with pytest.raises(polyattn.UnsupportedError, match="a start of dropout in numbers"):
+    with pytest.raises(polyattn.UnsupportedError, match="dropout's start must be numbers"):
         attention(x, x, x, dropout=dropout, kernel="chunked")
     expected = attention_weights(*[x.compute()] * 2, dropout=(0.5, 1, (0, 1, 2, 3)))
     np.testing.assert_allclose(attention_weights(x, x, dropout=dropout).compute(), expected)

@@ -27,7 +27,7 @@ def test_a_decoding_step_is_small_and_a_causal_prompt_is_not():
     assert explain(step, cache, cache, is_causal=True).chosen.kernel == "small"
     prompt = explain(cache, cache, cache, is_causal=True)
     assert prompt.chosen.kernel == "dense"
-    assert "it is for rows that see all keys" in str(prompt)
+    assert "it needs rows that see all keys" in str(prompt)
     assert explain(step, cache, cache, dtype="float16").chosen.kernel == "dense"
 
 
