@@ -452,7 +452,7 @@ MUTATIONS = (
      "call = prepare(problem, x, tile, shared.check)\n"
      "    call = call._replace(per_nat=float(np.log2(np.e)), exp=np.exp2) if call.per_nat == 1"
      " else call._replace(per_nat=1.0, exp=np.exp)"),
-    ("tests/backends/test_numpy_tiled.py::test_the_sums_of_parts_of_the_keys_do_not_overflow_together",
+    ("tests/backends/test_numpy_tiled_kernel.py::test_the_sums_of_parts_of_the_keys_do_not_overflow_together",
      "sums of parts that overflow together", "backends/polyattn_numpy/forward_sweep.py",
      ".max / parts",
      ".max"),
@@ -887,7 +887,7 @@ MUTATIONS = (
      "the exponential that overflows", "polyattn/plugin/primitives.py",
      "negative = scores < 0",
      "negative = scores > 0"),
-    ("tests/backends/test_numpy_tiled.py::test_distances_that_underflow_are_computed_once",
+    ("tests/backends/test_numpy_tiled_kernel.py::test_distances_that_underflow_are_computed_once",
      "distances without maxima first", "backends/polyattn_numpy/tiled_kernel.py",
      "similarity is not None and similarity.entrywise",
      "False"),
