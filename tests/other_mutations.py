@@ -445,7 +445,7 @@ MUTATIONS = (
      "a strided negative", "backends/polyattn_numpy/backward.py",
      "self._by_head(self.output_gradient[..., -1:])[...] = -delta",
      "np.negative(delta, self._by_head(self.output_gradient[..., -1:]))"),
-    (WEIGHTS + "[shape1-options1]",
+    (WEIGHTS + "[tiles]",
      "a logsumexp of another form", "backends/polyattn_numpy/backward.py",
      "call = prepare(problem, x, tile, shared.check)",
      # In the unit that the forward pass of this processor does not count in.
