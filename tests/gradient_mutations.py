@@ -153,7 +153,7 @@ MUTATIONS = (
      "for array in map(self._by_head, (dropped,)):"),
     ("sign of the softcap's slope, NumPy", TILES, "capped /= -cap", "capped /= cap"),
     ("the softcap's gradient not divided by it, NumPy", TILES,
-     "gradient, capped)[..., None] / (cap * per_nat)", "gradient, capped)[..., None] / per_nat"),
+     "capped)[..., None] / (cap * exp_factor)", "capped)[..., None] / exp_factor"),
     ("scale missing in a similarity's gradient, NumPy", TILES, "gradient *= self.factor", "pass"),
     ("a bias's gradient overwritten, NumPy", TILES, "found if self.linear else np.array(found)",
      "found"),

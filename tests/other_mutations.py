@@ -448,10 +448,10 @@ MUTATIONS = (
     (WEIGHTS + "[tiles]",
      "a logsumexp of another form", "backends/polyattn_numpy/backward.py",
      "call = prepare(problem, x, tile, shared.check)",
-     # In the unit that the forward pass of this processor does not count in.
+     # With the exponential that the forward pass does not use on this processor.
      "call = prepare(problem, x, tile, shared.check)\n"
-     "    call = call._replace(per_nat=float(np.log2(np.e)), exp=np.exp2) if call.per_nat == 1"
-     " else call._replace(per_nat=1.0, exp=np.exp)"),
+     "    call = call._replace(exp_factor=float(np.log2(np.e)), exp=np.exp2)"
+     " if call.exp_factor == 1 else call._replace(exp_factor=1.0, exp=np.exp)"),
     ("tests/backends/test_numpy_tiled_kernel.py::test_the_sums_of_parts_of_the_keys_do_not_overflow_together",
      "sums of parts that overflow together", "backends/polyattn_numpy/forward_sweep.py",
      ".max / parts",

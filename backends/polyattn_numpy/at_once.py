@@ -73,7 +73,7 @@ def write_at_once(
     batch, heads, group_size, length, size = query.shape
     shape, keys, dtype = (batch, heads, group_size * length), key.shape[-2], key.dtype
     scaled = scratch.array("query", (*shape, size), dtype)
-    factor = call.problem.scale * call.per_nat
+    factor = call.problem.scale * call.exp_factor
     np.multiply(query, dtype.type(factor), out=scaled.reshape(query.shape))
     s = scratch.array("scores", (*shape, keys), dtype)
     np.matmul(scaled, key.swapaxes(-1, -2), out=s)

@@ -133,7 +133,7 @@ class BackwardSweep(TileGradients):
         """Read the queries, and the results with their gradients."""
         self._by_head(self.logsumexp)[...] = self._rows_of(results.logsumexp)
         self.empty = self.logsumexp == -math.inf
-        self.logsumexp *= self.dtype.type(self.per_nat)
+        self.logsumexp *= self.dtype.type(self.exp_factor)
         self.logsumexp[self.empty] = NOTHING
         self._read_query(self.query_factor)
         gradient = self._by_head(self.output_gradient[..., :-1])
@@ -193,14 +193,14 @@ class BackwardSweep(TileGradients):
         where = (slice(None), heads, slice(first * self.group_size, last * self.group_size))
         span = slice(*tile.columns)
         step = TileOperands(
-            tile,
-            masks,
-            where,
-            self.query[where],
-            self.logsumexp[where],
-            self.output_gradient[where],
-            self._block("keys", self.key[:, heads, span]),
-            self._with_ones("values", self.value[:, heads, span]),
+            tile=tile,
+            masks=masks,
+            where=where,
+            query=self.query[where],
+            logsumexp=self.logsumexp[where],
+            output_gradient=self.output_gradient[where],
+            key=self._block("keys", self.key[:, heads, span]),
+            value=self._with_ones("values", self.value[:, heads, span]),
         )
         shares = self.shares(step)
         self._add_to_rows(step, shares)

@@ -112,10 +112,10 @@ class Sweep(TileScores):
         sinks = sinks[slice(*self.task.heads)]
         by_head = (*self.shape, self.group_size, 1)
         if self.stable:
-            reference.reshape(by_head)[...] = sinks * self.dtype.type(self.per_nat)
+            reference.reshape(by_head)[...] = sinks * self.dtype.type(self.exp_factor)
             total.reshape(by_head)[...] = sinks != -math.inf
         else:
-            total.reshape(by_head)[...] = self.exp(sinks * self.dtype.type(self.per_nat))
+            total.reshape(by_head)[...] = self.exp(sinks * self.dtype.type(self.exp_factor))
 
     def _add(self, state: SoftmaxSums, tile: ScoreTile) -> None:
         """Add the weights and weighted values of a tile to the sums of its rows."""
@@ -155,7 +155,7 @@ class Sweep(TileScores):
         return self._block(name, array[:, heads, slice(*columns)])
 
     def _scores(self, query: Array, heads: slice, columns: Span) -> Array:
-        """Return scale · q·k or another similarity, times `per_nat` unless scores are capped."""
+        """Return scale · q·k or another similarity, times `exp_factor` unless scores are capped."""
         s = self.scratch("scores", (*query.shape[:-1], columns.length), self.dtype)
         self._products(query, self._of_tile("keys", self.key, heads, columns), s)
         return s

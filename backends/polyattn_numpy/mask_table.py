@@ -59,7 +59,15 @@ class MaskTable(NamedTuple):
         kinds = some.any(axis=-3).astype(np.int8) + (some & every).all(axis=-3)
         corner = mask.seen(Indices(problem, xp, x, Span(0, 1), Span(0, 1)))
         same = problem.heads == 1 or corner.ndim < 3 or corner.shape[-3] == 1
-        return cls(mask, kinds, strip, cell, side, problem.group_size, same)
+        return cls(
+            mask=mask,
+            kinds=kinds,
+            strip=strip,
+            cell=cell,
+            side=side,
+            group_size=problem.group_size,
+            same_for_all_heads=same,
+        )
 
     @property
     def differs_by_item(self) -> bool:

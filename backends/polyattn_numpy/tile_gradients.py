@@ -27,24 +27,27 @@ from polyattn_numpy.tiling import ScoreTile, ThreadTask
 
 
 class TileOperands(NamedTuple):
-    """A tile with its operands. Output gradient and value have the additional column."""
+    """A tile with its operands; k are its key/value heads, and rows those of all heads of a group.
+
+    Output gradient and value have the additional column.
+    """
 
     tile: ScoreTile
     masks: list[RegionMask]
     where: Any  # an index of its heads and rows
-    query: Array
-    logsumexp: Array
-    output_gradient: Array
-    key: Array
-    value: Array
+    query: Array  # (b, k, rows · g, D), scaled
+    logsumexp: Array  # (b, k, rows · g, 1), times the `exp_factor`
+    output_gradient: Array  # (b, k, rows · g, E + 1)
+    key: Array  # (b, k, keys, D)
+    value: Array  # (b, k, keys, E + 1)
 
 
 class PartialGradients(NamedTuple):
     """What a tile adds to the gradients."""
 
-    query: Array
-    key: Array
-    value: Array
+    query: Array  # (b, k, rows · g, D)
+    key: Array  # (b, k, keys, D)
+    value: Array  # (b, k, keys, E)
     bias: Array | None  # by row where the bias has no axis of keys
     scale: Array | None  # by row; None if it follows from the query's
     softcap: Array | None  # by row
@@ -102,19 +105,25 @@ class TileGradients(TileScores):
         softcap, of_score = self._through_modification(step, capped, gradient)
         similarity = self.call.x.similarity
         if similarity is not None:
-            found = self._through_similarity(step, similarity, similar, gradient, exact)
-        else:
-            by_key = gradient.swapaxes(2, 3)
-            found = (
-                self._product("query share", gradient, seen, step.key),
-                self._product("key share", by_key, seen_by_key, step.query),
-                None,
-                (),
+            query, key, scale, of_similarity = self._through_similarity(
+                step, similarity, similar, gradient, exact
             )
-            if self.linear and self.per_nat != 1:
-                found[1][...] /= self.dtype.type(self.per_nat)
-        query, key, scale, of_similarity = found
-        return PartialGradients(query, key, value, bias, scale, softcap, of_score, of_similarity)
+        else:
+            scale, of_similarity = None, ()
+            query = self._product("query share", gradient, seen, step.key)
+            key = self._product("key share", gradient.swapaxes(2, 3), seen_by_key, step.query)
+            if self.linear and self.exp_factor != 1:
+                key /= self.dtype.type(self.exp_factor)
+        return PartialGradients(
+            query=query,
+            key=key,
+            value=value,
+            bias=bias,
+            scale=scale,
+            softcap=softcap,
+            of_score=of_score,
+            of_similarity=of_similarity,
+        )
 
     def _product(self, name: str, weights: Array, seen: Array | None, x: Array) -> Array:
         """Return weights · x, to which x adds nothing where it is not seen."""
@@ -192,11 +201,11 @@ class TileGradients(TileScores):
             by_head[...] = self.call.by_row(np.asarray(before))
         if self.problem.softcap is None:
             return None, of_score
-        cap, per_nat = map(self.dtype.type, (self.problem.softcap, self.per_nat))
-        of_softcap = np.einsum("bkrj,bkrj->bkr", gradient, capped)[..., None] / (cap * per_nat)
+        cap, exp_factor = map(self.dtype.type, (self.problem.softcap, self.exp_factor))
+        of_softcap = np.einsum("bkrj,bkrj->bkr", gradient, capped)[..., None] / (cap * exp_factor)
         # The slope of c · tanh(x) is c - (c · tanh(x))² / c.
         capped *= capped
-        capped /= -cap * per_nat * per_nat
+        capped /= -cap * exp_factor * exp_factor
         capped += cap
         gradient *= capped
         return of_softcap, of_score

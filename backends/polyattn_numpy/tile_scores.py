@@ -42,10 +42,10 @@ class TileScores:
             self.key, self.value = task.view(call.key), task.view(call.value)
         self.shape = (task.batch.length, task.heads.length, task.rows.length)
         self.group_size = call.problem.group_size
-        self.per_nat, self.exp = call.per_nat, call.exp
+        self.exp_factor, self.exp = call.exp_factor, call.exp
         # A softcap is applied to scores that are divided by it, and gives them their unit.
         cap = self.problem.softcap
-        factor = self.problem.scale * self.per_nat if cap is None else self.problem.scale / cap
+        factor = self.problem.scale * self.exp_factor if cap is None else self.problem.scale / cap
         self.score_factor = self.dtype.type(factor)
         # Other similarities are scaled afterwards: they need not be linear in the query.
         self.query_factor = self.score_factor if call.x.similarity is None else self.dtype.type(1)
@@ -89,7 +89,7 @@ class TileScores:
     def _cap(self, s: Array) -> None:
         """Apply the softcap to scores that were divided by it."""
         np.tanh(s, s)
-        s *= self.dtype.type((self.problem.softcap or 0) * self.per_nat)
+        s *= self.dtype.type((self.problem.softcap or 0) * self.exp_factor)
 
     def _apply_score_mod(self, s: Array, tile: ScoreTile) -> None:
         modified = self._indices(tile).modified(self._heads_first(s))

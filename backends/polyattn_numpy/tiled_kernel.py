@@ -196,7 +196,7 @@ class ResultWriter:
         if self.logsumexp is not None:
             rows = task.view(self.logsumexp, None, task.rows).swapaxes(-2, -3)
             found = np.log(state.total) + state.reference / state.total.dtype.type(
-                self.call.per_nat
+                self.call.exp_factor
             )
             rows[...] = found.reshape(rows.shape)
         total = state.total.reshape(*output.shape[:-1], 1)

@@ -197,7 +197,15 @@ def tasks(
         parts = list(columns.split(part)) or [columns]
         whole = len(parts) == 1
         result += [
-            ThreadTask(index, some_items, some_heads, block, keys, number, len(parts))
+            ThreadTask(
+                outer=index,
+                batch=some_items,
+                heads=some_heads,
+                rows=block,
+                columns=keys,
+                part=number,
+                parts=len(parts),
+            )
             for index in product(*map(range, outer))
             for some_items in Span(0, items).split(batch if whole else 1)
             for some_heads in Span(0, problem.key_heads).split(heads if whole else 1)
