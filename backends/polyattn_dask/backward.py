@@ -1,6 +1,17 @@
 """The gradients on dask arrays: each visible pair of chunks once, and sums of their shares.
 
-The logsumexp is that of whole rows, so the shares of the chunks of keys add up.
+The logsumexp is that of whole rows, so the shares of the chunks of keys add up. For the call that
+`forward` draws, with o the output, its logsumexp and the gradients of both::
+
+    q0 [k0 k1] [v0 v1] o0 ─ PullBackStep ─ (0, 0, 0) ─┬ ("query", None) ─────── query 0
+    q1 [k0 k1] [v0 v1] o1 ─ PullBackStep ─ (0, 1, 0) ─┤
+    q1 [k2]    [v2]    o1 ─ PullBackStep ─ (0, 1, 1) ─┤
+                                                      ├ ("query", None) twice ─ add ─ query 1
+                                                      ├ ("key", 0) twice ────── add ─ key 0
+                                                      └ ("key", 0) of the last ────── key 2
+
+A step returns a dict: the share of each gradient that has an axis of keys by the chunk's number in
+the step, of the others by None. An `itemgetter` takes each share out, and `Layer.sums` adds them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A call on dask arrays, cut by its grid: the blocks that each task reads, and its options."""
+"""A call on dask arrays, rechunked to its grid: the blocks that each task reads, its options."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Placeholder(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """A call on dask arrays that are cut as its grid is."""
+    """A call on dask arrays that are chunked as its grid is."""
 
     problem: Problem
     grid: Grid
@@ -68,13 +68,13 @@ class Cut(NamedTuple):
         """Return the calls of a task."""
         spans = [self.grid.columns[n] for n in columns]
         return Calls(
-            self.options,
-            self.whole_rows,
-            self.grid.part(self.problem, at),
-            tuple([Slice(span.start, span.length) for span in spans]),
-            tuple([key_axis(x.axes) for x in self.option_arrays]),
-            sinks,
-            (self.problem.head_size, self.problem.value_size),
+            options=self.options,
+            whole_rows=self.whole_rows,
+            rows=self.grid.part(self.problem, at),
+            columns=tuple([Slice(span.start, span.length) for span in spans]),
+            along_keys=tuple([key_axis(x.axes) for x in self.option_arrays]),
+            sinks=sinks,
+            sizes=(self.problem.head_size, self.problem.value_size),
         )
 
     def block(self, name: str, at: Index) -> Key | None:

@@ -1,4 +1,20 @@
-"""Attention on dask arrays: a fold over the visible chunks of keys, and a tree of merges."""
+"""Attention on dask arrays: a fold over the visible chunks of keys, and a tree of merges.
+
+The graph of a causal call with 2 chunks of query rows, q0 and q1, and 3 chunks of keys and values.
+The rows of q0 do not see k2. Each task reads at most the group size, here two chunks of keys::
+
+    q0 [k0 k1] [v0 v1] ─ AttendStep("output") ─────────────────────────── output 0
+
+    q1 [k0 k1] [v0 v1] ─ AttendStep("partial") ─ ("fold", 0, 1, 0) ─┐
+                                                                    JoinStep("output") ─ output 1
+    q1 [k2]    [v2]    ─ AttendStep("partial") ─ ("fold", 0, 1, 1) ─┘
+
+A key of the graph has the numbers of the head chunk, the row chunk and the group. Where a row has
+more groups than one task may join, `Layer.tree` puts further JoinSteps ("join", …) between. With a
+logsumexp the last task gives both results, and one `itemgetter` for each array takes it apart.
+
+The steps are in `worker_steps`, what they read in `cut`, and how chunks are grouped in `sizes`.
+"""
 
 from __future__ import annotations
 

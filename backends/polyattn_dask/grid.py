@@ -1,6 +1,6 @@
 """The grid of the scores: the chunks of batch items, heads, rows and keys that a call runs by.
 
-The caller's chunks of the query rows and of the keys stay. Where arrays are cut unlike each other,
+The caller's chunks of the query rows and of the keys stay. Where arrays are chunked differently,
 the query decides, then the key; the others are rechunked.
 """
 
@@ -17,7 +17,7 @@ from polyattn.plugin.internal import OPTIONS, Part, Slice, axes_of_last
 
 Chunks = tuple[tuple[int, ...], ...]
 #: The axis of the grid that each axis of an array follows: the number of a batch axis, H, L, S, G
-#: for the key heads, or None for an axis that is not cut.
+#: for the key heads, or None for an axis that has one chunk.
 Axes = tuple[int | str | None, ...]
 
 

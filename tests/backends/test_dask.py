@@ -21,6 +21,7 @@ from polyattn import (
 )
 from polyattn._base.threads import thread_count
 from polyattn._dispatch import registry
+from polyattn_dask import estimate
 from polyattn_dask.grid import spans_of
 from polyattn_dask.layer import Layer
 from polyattn_dask.sizes import count_groups, grouped
@@ -260,6 +261,13 @@ def test_explain_counts_what_the_graph_reads(name, group):
         assert (counted, made) > (pairs, len(tasks))
     else:
         assert (counted, made) == (pairs, len(tasks))
+
+
+def test_explain_of_bands_looks_at_no_single_pair_of_chunks(monkeypatch):
+    monkeypatch.setattr(estimate, "grouped", None)
+    shape, options = (1, 2**24, 64), {"library": "dask", "chunks": 4096, "is_causal": True}
+    remark = explain(shape, shape, shape, **options).chosen.remark
+    assert remark.startswith("8,390,656 of 16,777,216 pairs of chunks, ")
 
 
 def test_explain_asks_masks_about_a_bounded_number_of_pairs():
