@@ -58,10 +58,10 @@ def made_bias(problem: Problem, x: Operands, backend: Backend) -> tuple[Array, A
     given = None if x.bias is None else x.bias.astype(np.float32)
     visible = visible_keys(problem, x, backend.xp)
     made = finite_bias(visible, given, UNSEEN, np.float32, backend.xp)
-    found, seen = (score_axes(problem, array, backend.xp) for array in made)
+    scores, seen = (score_axes(problem, array, backend.xp) for array in made)
     *outer, keys = bias_shape(problem)
     bias = cupy.empty((*outer, aligned(keys)), np.float32)[..., :keys]
-    bias[...] = found
+    bias[...] = scores
     return bias, seen
 
 

@@ -48,23 +48,23 @@ def gradients(
             (x.query, members), (x.key, 1), (x.value, 1), (cotangents.output, members),
         )
     ]  # fmt: skip
-    found = [cupy.zeros(array.shape, real) for _, array in given[:3]]
+    sums = [cupy.zeros(array.shape, real) for _, array in given[:3]]
     logsumexp, delta = _of_rows(problem, residuals, cotangents, xp)
     of_softcap = None if problem.softcap is None else cupy.empty(delta.shape, real)
     record, pointed = record_of(problem, x, logsumexp=logsumexp, delta=delta, cap_slopes=of_softcap)
     cut = blocks(problem, max(1, tile // 2))
     scores, slopes = (cupy.empty(max(block.size for block in cut), real) for _ in range(2))
     record["scores"], record["slopes"] = scores.data.ptr, slopes.data.ptr
-    stacks = _Stacks(*(stack for stack, _ in given), *map(_contiguous, found))
+    stacks = _Stacks(*(stack for stack, _ in given), *map(_contiguous, sums))
     for block in cut:
         _add_block(problem, block, stacks, record)
     del pointed  # kept alive until here, since the kernel has only their addresses
     of_query, of_key, of_value = (
         summed(problem, array.reshape(-1, heads, length, array.shape[-1]), like.shape)
         for array, like, heads, length in (
-            (found[0], x.query, problem.heads, problem.query_length),
-            (found[1], x.key, problem.key_heads, problem.key_length),
-            (found[2], x.value, problem.key_heads, problem.key_length),
+            (sums[0], x.query, problem.heads, problem.query_length),
+            (sums[1], x.key, problem.key_heads, problem.key_length),
+            (sums[2], x.value, problem.key_heads, problem.key_length),
         )
     )
     return Gradients(

@@ -1,4 +1,4 @@
-"""The computations that cuDNN is asked for, as hashable tuples, and their form for the frontend.
+"""The computations that cuDNN runs, as hashable tuples, and their form for its frontend.
 
 Such a tuple has everything that is compiled into a plan, so a call never gets another call's plan.
 """
@@ -70,10 +70,10 @@ def describe(graph: Graph, **where: Any) -> Any:
             data_type=dtypes[tensor.dtype], uid=uid,
         )  # fmt: skip
 
-    def result(found: Any, uid: int, tensor: Tensor) -> None:
+    def result(made: Any, uid: int, tensor: Tensor) -> None:
         """Make a result of a node one of the graph."""
-        found.set_output(True).set_uid(uid).set_data_type(dtypes[tensor.dtype])
-        found.set_dim(list(tensor.shape)).set_stride(list(tensor.strides))
+        made.set_output(True).set_uid(uid).set_data_type(dtypes[tensor.dtype])
+        made.set_dim(list(tensor.shape)).set_stride(list(tensor.strides))
 
     options = _band_options(cudnn, graph.band) | {
         "q": given(QUERY, "query", graph.query),

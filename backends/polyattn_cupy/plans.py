@@ -61,7 +61,7 @@ class _CudnnPlan:
 
 
 class _DeviceHandle:
-    """A handle and the plans built with it, of which the least recently used are dropped."""
+    """A handle and the plans built with it; the least recently used are dropped."""
 
     def __init__(self) -> None:
         self.handle = loading.library().create_handle()
@@ -122,7 +122,7 @@ def why_unsupported(graph: Graph, device: int) -> str | None:
     with cupy.cuda.Device(device):
         try:
             _engine().plan(graph)
-        except Exception as error:  # of whatever type: cuDNN has no plan
+        except Exception as error:  # the frontend raises several types
             return f"cuDNN says: {loading.first_line(error)}"
     return None
 

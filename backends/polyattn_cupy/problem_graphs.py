@@ -1,4 +1,4 @@
-"""The graphs that cuDNN is asked for, from the facts of a problem and the strides of its arrays."""
+"""cuDNN's graph of a call, from the facts of its problem and the strides of its arrays."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def band_of(problem: Problem) -> CudnnBand | None:
 
 @lru_cache(maxsize=256)
 def needs_bias(problem: Problem) -> bool:
-    """Return whether a bias, mask or band is asked for that cuDNN's options cannot express."""
+    """Return whether a call has a bias, or a mask or band that cuDNN's options cannot express."""
     if not problem.masks_by_position_only:
         return True
     return band_from(problem, 0) != (None, None) and band_of(problem) is None
@@ -128,5 +128,5 @@ def _tensor(shape: tuple[int, ...], dtype: str, strides: tuple[int, ...] | None)
 
 
 def aligned(count: int) -> int:
-    """Round up to a count of elements that ends on the alignment; 16 bits are the smallest."""
+    """Round up to a multiple of 8 elements, which are 16 bytes or more."""
     return -(-count // 8) * 8

@@ -79,7 +79,7 @@ def stacked(problem: Problem, array: Array, group_size: int) -> tuple[Matrices, 
     """Return query, key or value as one stack over items and key/value heads, and its array."""
     length, size = array.shape[-2:]
     array = one_batch_axis(problem, array, cupy)
-    # A copy, if the axes that are merged have no common stride.
+    # A copy, if the merged axes cannot be described by one stride.
     array = array.reshape(-1, group_size * length, size)
     step, pitch, next_to = _strides(array)
     if next_to != 1 or pitch < size or step < 0:

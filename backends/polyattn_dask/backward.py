@@ -48,41 +48,41 @@ def gradients(
     # All tasks of all sums, before the arrays that depend on them.
     dtype = problem.accumulator
     last = {t: layer.sums(t.name, t.chunks, dtype, shares[t]) for t in targets}
-    found: dict[str, Any] = {o.name: [] for o in OPTIONS.values() if o.gradient == "carried"}
+    by_name: dict[str, Any] = {o.name: [] for o in OPTIONS.values() if o.gradient == "carried"}
     for target, tasks in last.items():
         array = layer.array(target.name, target.chunks, dtype, tasks)
         option, _, number = target.name.partition(".")
         if number:
-            found[option].append(array)
+            by_name[option].append(array)
         else:
-            found[option] = array
-    return Gradients(**found)
+            by_name[option] = array
+    return Gradients(**by_name)
 
 
 def _targets(call: Cut) -> list[GradientTarget]:
     """Return the gradients of a call."""
-    found = []
+    targets = []
     for name in ("query", "key", "value"):
         axes, array = call.arrays[name]
-        found.append(GradientTarget(name, axes, array.chunks))
+        targets.append(GradientTarget(name, axes, array.chunks))
     for option in OPTIONS.values():
         if option.gradient == "number" and isinstance(call.options.get(option.name), float):
-            found.append(GradientTarget(option.name))
+            targets.append(GradientTarget(option.name))
         elif option.gradient in ("array", "carried"):
             arrays = [x for x in call.option_arrays if x.option == option.name]
             end = ".{}" if option.gradient == "carried" else ""
-            found += [
+            targets += [
                 GradientTarget(option.name + end.format(n), x.axes, x.array.chunks)
                 for n, x in enumerate(arrays)
             ]
-    return found
+    return targets
 
 
 def _shares(
     call: Cut, layer: Layer, targets: list[GradientTarget]
 ) -> dict[GradientTarget, dict[Place, list[Task]]]:
     """Add the tasks of all pairs; return the shares in each block of each gradient."""
-    found: dict[GradientTarget, dict[Place, list[Task]]] = {t: {} for t in targets}
+    shares: dict[GradientTarget, dict[Place, list[Task]]] = {t: {} for t in targets}
     along = {t.name: axis for t in targets if (axis := key_axis(t.axes)) is not None}
     has_sinks = any(x.option == "sinks" for x in call.option_arrays)
     for at in call.grid.row_blocks():
@@ -98,5 +98,5 @@ def _shares(
                 for m, column in enumerate(group if follows else [0]):
                     place = call.grid.place(target.axes, at._replace(column=column))
                     share = operator.itemgetter((target.name, m if follows else None)), key
-                    found[target].setdefault(place, []).append(share)
-    return found
+                    shares[target].setdefault(place, []).append(share)
+    return shares

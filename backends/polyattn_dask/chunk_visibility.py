@@ -94,7 +94,7 @@ class ChunkVisibility:
 
     def _axes_in(self, mask: Mask) -> set[Any]:
         """Return the batch axes and the heads that the answer depends on."""
-        found = {
+        axes = {
             axis
             for last, array in mask.arrays()
             if _is_numpy(array)
@@ -102,8 +102,8 @@ class ChunkVisibility:
         }
         offset: Any = self._options.query_offset
         if _is_numpy(offset):
-            found |= set(axes_of("query_offset", offset.shape, self._problem))
-        return found - {None, "L", "S"}
+            axes |= set(axes_of("query_offset", offset.shape, self._problem))
+        return axes - {None, "L", "S"}
 
 
 def _is_numpy(thing: Any) -> bool:

@@ -86,7 +86,7 @@ def _all(call: Cut, layer: Layer, *, per_key: bool) -> Array:
 
 def _largest(call: Cut, layer: Layer, top: int) -> tuple[Array, Array]:
     """Return the largest weights of each row and their keys, (..., H, L, top)."""
-    found: dict[Place, Key] = {}
+    largest: dict[Place, Key] = {}
     lengths = lengths_of(call.grid.columns)
     for at in call.grid.row_blocks():
         known, groups = _logsumexp(call, layer, at), call.groups(at)
@@ -104,10 +104,10 @@ def _largest(call: Cut, layer: Layer, top: int) -> tuple[Array, Array]:
         ]
         size = rows_in(call.grid, at) * top * 16
         keys = layer.tree(("top", "join", *at.where), keys, size, TopStep(top))
-        found[at.where] = layer.add(("largest", *at.where), TopStep(top), keys)
+        largest[at.where] = layer.add(("largest", *at.where), TopStep(top), keys)
     chunks = (*call.row_chunks, (top,))
     weights, numbers = (
-        {(*where, 0): (operator.itemgetter(n), key) for where, key in found.items()}
+        {(*where, 0): (operator.itemgetter(n), key) for where, key in largest.items()}
         for n in range(2)
     )
     return (

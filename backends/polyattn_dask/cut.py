@@ -38,7 +38,7 @@ class Cut(NamedTuple):
     problem: Problem
     grid: Grid
     seen: ChunkVisibility  # the chunks of keys of each block of rows
-    arrays: dict[str, tuple[Axes, Any]]  # query, key, value and what is shaped as the results are
+    arrays: dict[str, tuple[Axes, Any]]  # query, key, value, results and their gradients
     options: dict[str, Any]  # of the whole call, with placeholders
     option_arrays: list[OptionArray]  # in the order of their placeholders
     whole_rows: bool  # whether a task needs all the keys of its rows at once
@@ -78,7 +78,7 @@ class Cut(NamedTuple):
         )
 
     def block(self, name: str, at: Index) -> Key | None:
-        """Return the key of a block of one of `arrays`, or None if there is no such array."""
+        """Return the key of a block of one of `arrays`, or None for a missing array."""
         if name not in self.arrays:
             return None
         axes, array = self.arrays[name]
@@ -115,25 +115,25 @@ def cut(problem: Problem, x: Operands, grid: Grid | None = None, **results: Arra
     for name, array in given.items():
         axes = axes_of(name, array.shape, problem)
         arrays[name] = axes, aligned(array, axes, grid)
-    options, found = _options(problem, x, grid)
+    options, option_arrays = _options(problem, x, grid)
     seen = ChunkVisibility(problem, x, grid)
-    return Cut(problem, grid, seen, arrays, options, found, needs_whole_rows(problem))
+    return Cut(problem, grid, seen, arrays, options, option_arrays, needs_whole_rows(problem))
 
 
 def _options(problem: Problem, x: Operands, grid: Grid) -> tuple[dict[str, Any], list[OptionArray]]:
     """Return the options of a call with placeholders, and their arrays."""
-    found: list[OptionArray] = []
+    arrays: list[OptionArray] = []
 
     def placeholder(option: str, last: str | None, array: Any) -> Placeholder:
         if last is None:
             axes = axes_of(option, array.shape, problem)
         else:
             axes = axes_along(last, array.shape, problem)
-        found.append(OptionArray(option, axes, aligned(array, axes, grid)))
+        arrays.append(OptionArray(option, axes, aligned(array, axes, grid)))
         return Placeholder(tuple(array.shape), str(array.dtype))
 
     options: dict[str, Any] = {}
     for name, value in options_of(problem, x).items():
         whole = value.apart() if isinstance(value, Expression) else value
         options[name] = map_arrays(whole, functools.partial(placeholder, name))
-    return options, found
+    return options, arrays

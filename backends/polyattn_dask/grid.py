@@ -119,7 +119,7 @@ def lengths_of(spans: tuple[Span, ...]) -> tuple[int, ...]:
     return tuple([span.length for span in spans])
 
 
-#: The axes of the arguments that are no options, as the table of options has them.
+#: The axes of the other arguments, written as in the table of options.
 _NAMED = {
     "query": ".HL-",
     "key": ".GS-",
@@ -136,7 +136,7 @@ def axes_of(name: str, shape: tuple[int, ...], problem: Problem) -> Axes:
     """Return the axes that an argument follows; one along which it broadcasts is not cut."""
     last = _NAMED[name] if name in _NAMED else OPTIONS[name].axes
     if last is None and shape:
-        raise TypeError(f"{name} cannot be cut: it has no axes in the table of options")
+        raise TypeError(f"{name} cannot be chunked: the table of options lacks its axes")
     return axes_along(last or "", shape, problem)
 
 

@@ -108,8 +108,8 @@ def count_groups(
 
 def widths(count: int, size: int) -> tuple[int, list[int]]:
     """Return how many results a task joins, and how many tasks join them at each level but one."""
-    width, found = max(2, limit() // max(1, size)), []
+    width, levels = max(2, limit() // max(1, size)), []
     while count > width:
         count = -(-count // width)
-        found.append(count)
-    return width, found
+        levels.append(count)
+    return width, levels

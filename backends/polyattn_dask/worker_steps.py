@@ -96,14 +96,14 @@ class Calls:
             yield ChunkCall(keys[n], values[n] if values else None, part.start, options)
 
     def _options(self, columns: Slice, arrays: Iterator[Array]) -> dict[str, Any]:
-        found = {
+        options = {
             name: map_arrays(value, lambda _, placeholder: next(arrays))
             for name, value in self.options.items()
         }
-        offset: Any = found.get("query_offset")
+        offset: Any = options.get("query_offset")
         if getattr(offset, "shape", ()):  # with the axes of the scores, as a kernel gets it
-            found["query_offset"] = offset.reshape(offset.shape[:-3])
-        return options_of_part(found, self.rows._replace(columns=columns))
+            options["query_offset"] = offset.reshape(offset.shape[:-3])
+        return options_of_part(options, self.rows._replace(columns=columns))
 
     def _without_keys(self, query: Array, arrays: Sequence[Blocks]) -> ChunkCall:
         lead = (*(span.length for span in self.rows.items), min(1, query.shape[-3]), 0)
@@ -158,7 +158,7 @@ class JoinStep:
 
 
 def _finished(partial: Any, result: str, dtype: str) -> Any:
-    """Return what is asked of a partial over all keys, the output in a dtype of `Problem`."""
+    """Return a partial over all keys as the result that a step is to give."""
     if result == "partial":
         return partial
     output = partial.output
@@ -255,14 +255,14 @@ def _shares(query: Array, call: ChunkCall, results: Sequence[Array | None]) -> d
     """Return the gradients of one call, by name."""
     polyattn = front()
     output, logsumexp, of_output, of_logsumexp = results
-    found: Gradients = polyattn.attention_backward(
+    gradients: Gradients = polyattn.attention_backward(
         *(query, call.key, call.value, polyattn.Partial(output, logsumexp), of_output),
         logsumexp_gradient=of_logsumexp,
         into=Gradients(),
         **call.options,
     )
     shares: dict[str, Any] = {}
-    for name, share in zip(found._fields, found, strict=True):
+    for name, share in zip(gradients._fields, gradients, strict=True):
         if isinstance(share, Expression):
             arrays = [thing for _, thing in share.carried() if hasattr(thing, "shape")]
             shares |= {f"{name}.{n}": array for n, array in enumerate(arrays)}

@@ -68,16 +68,16 @@ def _misses_what_is_finite() -> bool:
 FAULTS = (
     Fault(
         "negative", (2, 1), (2, 5, 4),
-        "leaves most of an output unwritten whose numbers are 16 bytes apart (of 4 bytes), or 64 "
+        "leaves most of an output unwritten whose stride is 16 bytes (numbers of 4 bytes) or 64 "
         "(of 8)",
-        "its result is copied there",
+        "the result is copied there",
         "seen in NumPy 2.4.6 and 2.5.0 to 2.5.4; right in 2.0.2 and 2.5.5",
         _has_a_row_of_a_bad_step, _negates_wrongly,
     ),
     Fault(
         "isfinite", (2, 0), None,
-        "leaves an output unwritten whose numbers are apart",
-        "it is given none",
+        "leaves a strided output unwritten",
+        "it gets no output",
         "seen in NumPy 2.0.2 to 2.5.5 on AVX-512",
         lambda problem: False, _misses_what_is_finite,
     ),

@@ -77,7 +77,7 @@ class Sweep(TileScores):
         # The sums of the parts of the keys must not overflow when they are added up either.
         most = np.finfo(self.dtype).max / parts
         enough = total >= LEAST
-        # A row that sees no key, and has no sink, has nothing to lose.
+        # A row without visible keys and sinks is reliable: its sums are 0.
         if self.call.x.sinks is None and not enough.all():
             enough |= self.visibility.empty_rows()
         reliable: Array = (
@@ -86,7 +86,7 @@ class Sweep(TileScores):
         return reliable if not reliable.all() else True
 
     def inputs_are_finite(self) -> bool:
-        """Return whether nothing that may be hidden is NaN or infinite, as far as sums can tell."""
+        """Return whether the sums of all keys and values are finite, so that they are."""
         x = self.call.x
         if x.bias is not None or x.score_mod is not None:
             return False

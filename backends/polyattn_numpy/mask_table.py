@@ -2,7 +2,7 @@
 
 The table is made once a call from the coverage that masks report for cells of 128 rows and 64 keys;
 nothing as large as the scores is built for it. How a head is cut depends only on its own mask:
-heads with different masks are cut apart, and items with different masks never share a task.
+heads with different masks are cut separately, and items with different masks never share a task.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ class MaskTable(NamedTuple):
 
 def _runs(flags: Array) -> Iterator[tuple[int, int]]:
     """Yield the start and stop of each run of true flags."""
-    if not len(flags):  # a task whose rows see no key by position has no cells
+    if not len(flags):  # no row of the task sees a key by position
         return iter(())
     edges = (np.flatnonzero(flags[1:] != flags[:-1]) + 1).tolist()
     edges = [0, *edges, len(flags)]

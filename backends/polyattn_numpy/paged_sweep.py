@@ -1,7 +1,10 @@
-"""A pass over keys and values that lie in pages, which are multiplied where they lie.
+"""Attention over paged keys and values, without gathering them.
 
-To copy the pages of a decoding step takes four to five times as long as the step. Slots that an
-item does not use are not read.
+Gathering the pages of a decoding step takes four to five times as long as the step. Slots that an
+item does not use are not read. A tile of 8 keys from the first, with pages of 4 slots::
+
+    table of an item [5, 2, 7, …]   PageSlots(page=5, slots=0:4, columns=0:4)
+    lengths          6              PageSlots(page=2, slots=0:2, columns=4:6)
 """
 
 from __future__ import annotations
@@ -36,7 +39,7 @@ class PagedSweep(Sweep):
         self._last: tuple[Any, list[list[PageSlots]]] = (None, [])
 
     def inputs_are_finite(self) -> bool:
-        return False  # the next pass looks at what is used
+        return False  # the next pass looks only at used slots
 
     def _pieces(self, columns: Span) -> list[list[PageSlots]]:
         """Return the used slots of a tile, page by page, for each item of the task."""
@@ -76,11 +79,11 @@ class PagedSweep(Sweep):
         first = self.task.heads.start
         return slice(first + heads.start, first + heads.stop)
 
-    def _lies_well(self, array: Array) -> bool:
+    def _fits_blas(self, array: Array) -> bool:
         return bool(array.dtype == self.dtype and array.strides[-1] == self.dtype.itemsize)
 
     def _scores(self, query: Array, heads: slice, columns: Span) -> Array:
-        if self.call.x.similarity is not None or not self._lies_well(self.key):
+        if self.call.x.similarity is not None or not self._fits_blas(self.key):
             return super()._scores(query, heads, columns)
         s = self.scratch("scores", (*query.shape[:-1], columns.length), self.dtype)
         heads, key = self._whole(heads), self.key
@@ -97,7 +100,7 @@ class PagedSweep(Sweep):
     def _weigh_values(
         self, s: Array, seen: Array | None, heads: slice, columns: Span, out: Array
     ) -> None:
-        if seen is not None or not self._lies_well(self.value):
+        if seen is not None or not self._fits_blas(self.value):
             super()._weigh_values(s, seen, heads, columns, out)
             return
         heads, value = self._whole(heads), self.value

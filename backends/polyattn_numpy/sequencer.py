@@ -20,7 +20,7 @@ PAUSE = 5e-5
 
 
 class Sequencer:
-    """How far each task has come, and which tasks share a sum."""
+    """Makes tasks add to shared sums in a fixed order."""
 
     # Threads use plain lists without a lock: no interrupt can leave them locked.
 

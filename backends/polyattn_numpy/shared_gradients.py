@@ -84,12 +84,12 @@ class SharedGradients:
         self, number: int, of_score: Sequence[Array], of_similarity: Sequence[Array]
     ) -> None:
         """Add to a task's gradients of the arrays in expressions."""
-        for parts, found in ((self._of_score, of_score), (self._of_similarity, of_similarity)):
+        for parts, shares in ((self._of_score, of_score), (self._of_similarity, of_similarity)):
             if parts[number]:
-                for total, one in zip(parts[number], found, strict=True):
+                for total, one in zip(parts[number], shares, strict=True):
                     total += one
             else:
-                parts[number] += [np.array(one) for one in found]
+                parts[number] += [np.array(one) for one in shares]
 
     # ---- the result ----
 

@@ -46,7 +46,7 @@ def product_of_seen(weights: Array, seen: Array, value: Array) -> Array:
 
 def combine(exp: Any, one: SoftmaxSums, other: SoftmaxSums) -> SoftmaxSums:
     """Return the state of both sets of keys together."""
-    # A sum over no key has no reference, whatever reference it was computed with.
+    # A sum over no keys has the reference -inf, whatever it was computed with.
     one, other = (
         x._replace(reference=np.where(x.total == 0, -math.inf, x.reference)) for x in (one, other)
     )

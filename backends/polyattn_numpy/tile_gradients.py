@@ -5,8 +5,8 @@ output · output gradient over a row, the gradient of a score is p · (output gr
 The second subtraction is part of the product before it: output gradients have one more column, and
 values a column of ones. The first is not, for the scores to have the bits of the forward pass.
 
-A tile is computed fast first: what masks hide is multiplied by 0. If the result is not finite, it
-is computed again with what is hidden left out. So NaN behind a mask changes no bit of the rest.
+A tile is computed fast first: hidden weights are multiplied by 0. If the result is not finite, it
+is computed again without the hidden keys. So NaN behind a mask changes no bit of the rest.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class PartialGradients(NamedTuple):
     of_similarity: Sequence[Array]
 
     def are_finite(self) -> bool:
-        """Return whether no number is NaN or infinite, as far as sums of squares can tell."""
+        """Return whether all sums of squares are finite, so that all numbers are."""
         arrays = [*self[:6], *self.of_score, *self.of_similarity]
         return all(math.isfinite(np.vdot(x, x)) for x in arrays if x is not None)
 
@@ -69,7 +69,7 @@ class TileGradients(TileScores):
         self.modified = problem.softcap is not None or x.score_mod is not None
         # Whether the product of query and key gives the scores, but for the bias.
         self.linear = not self.modified and x.similarity is None
-        # Whether keys that are absent or dropped may hold what is not finite.
+        # Whether hidden or dropped keys may hold NaN or infinity.
         self.careful = problem.masks or problem.dropout > 0
         self.per_scale = 1.0 if problem.softcap is None else 1 / problem.softcap
         self.factor = self.dtype.type(problem.scale * self.per_scale)
@@ -83,7 +83,7 @@ class TileGradients(TileScores):
         return shares
 
     def _compute(self, step: TileOperands, *, exact: bool) -> PartialGradients:
-        """Return the shares; only if exact, whatever hidden keys and values hold."""
+        """Return the shares; if exact, NaN in hidden keys and values does not reach them."""
         weights, capped, similar = self._scores(step)
         seen = seen_by_key = None
         if exact:
@@ -180,9 +180,9 @@ class TileGradients(TileScores):
             return None
         if not self.ends_in_keys:
             return np.matmul(gradient, ones(gradient.shape[-1], self.dtype))
-        found = sum_to(np, self._by_head(gradient), self._bias(step.tile).shape)
+        share = sum_to(np, self._by_head(gradient), self._bias(step.tile).shape)
         # The gradient will be overwritten by that of the scores before they are modified.
-        return found if self.linear else np.array(found)
+        return share if self.linear else np.array(share)
 
     def _through_modification(
         self, step: TileOperands, capped: Array | None, gradient: Array

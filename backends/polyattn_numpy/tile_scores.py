@@ -74,7 +74,7 @@ class TileScores:
         return s.swapaxes(2, 3).reshape(b, k * g, rows, size)
 
     def _products(self, query: Array, key: Array, s: Array) -> Array | None:
-        """Write the scores before any cap, and return the similarities if these are no products."""
+        """Write the scores before any cap, and return other similarities than products."""
         similarity = self.call.x.similarity
         if similarity is not None:
             similar: Array = similarity.between(query, key, PRIMITIVES)

@@ -195,10 +195,10 @@ class ResultWriter:
         output = task.view(self.output, None, task.rows).swapaxes(-2, -3)
         if self.logsumexp is not None:
             rows = task.view(self.logsumexp, None, task.rows).swapaxes(-2, -3)
-            found = np.log(state.total) + state.reference / state.total.dtype.type(
+            logsumexp = np.log(state.total) + state.reference / state.total.dtype.type(
                 self.call.exp_factor
             )
-            rows[...] = found.reshape(rows.shape)
+            rows[...] = logsumexp.reshape(rows.shape)
         total = state.total.reshape(*output.shape[:-1], 1)
         # The output of a row that sees no key is 0, not 0 / 0.
         np.copyto(total, 1, where=total == 0)

@@ -20,7 +20,7 @@ DOMAIN = "com.microsoft"
 class GroupQuery(Kernel):
     """One node over the memory of a cache, which reads no key after the last one."""
 
-    # Its past is the memory, and there are no new keys: those of the rows are in it already.
+    # The operator's past is the memory, which has the keys of the rows; its new keys are empty.
 
     name = "group_query"
     features = frozenset({
@@ -91,7 +91,7 @@ def model_of(problem: Problem) -> onnx.ModelProto:
         **{"zero": np.int64(0), "one": np.int64(1), "none": np.float32(0)},
         **{"start": np.array([0, 0]), "stop": np.array([0, groups * size])},
         **{"axes": np.array([1, 2]), "flat": np.array([0, 0, -1])},
-        "apart": np.array([0, 0, heads, size]),
+        "by_head": np.array([0, 0, heads, size]),
     }
     given = ["rows", "empty", "empty", "key", "value", "last", "most"]
     given += [*[""] * 4, "sinks"] if "sinks" in inputs else []
@@ -105,12 +105,12 @@ def model_of(problem: Problem) -> onnx.ModelProto:
         make("Cast", ["newest"], ["last"], to=TensorProto.INT32),
         make("ReduceMax", ["known"], ["longest"], keepdims=0),
         make("Cast", ["longest"], ["most"], to=TensorProto.INT32),
-        make("GroupQueryAttention", given, ["found"], domain=DOMAIN, **attributes),
+        make("GroupQueryAttention", given, ["attended"], domain=DOMAIN, **attributes),
         # An item without keys, which the operator refuses, is 0.
         make("Greater", ["lengths", "zero"], ["full"]),
         make("Unsqueeze", ["full", "axes"], ["is_full"]),
-        make("Where", ["is_full", "found", "none"], ["joined"]),
-        make("Reshape", ["joined", "apart"], ["split"]),
+        make("Where", ["is_full", "attended", "none"], ["joined"]),
+        make("Reshape", ["joined", "by_head"], ["split"]),
         make("Transpose", ["split"], ["output"], perm=[0, 2, 1, 3]),
     ]
     graph = helper.make_graph(

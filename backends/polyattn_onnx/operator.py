@@ -58,27 +58,27 @@ class Node(NamedTuple):
 
     def attributes(self) -> dict[str, Any]:
         """Return the operator's attributes that are not at their defaults, by name."""
-        found: dict[str, Any] = {"is_causal": int(self.is_causal), "scale": self.scale}
-        found |= {"softcap": self.softcap} if self.softcap else {}
+        attributes: dict[str, Any] = {"is_causal": int(self.is_causal), "scale": self.scale}
+        attributes |= {"softcap": self.softcap} if self.softcap else {}
         for name, size in zip(("left_window_size", "right_window_size"), self.window, strict=True):
-            found |= {name: size} if size >= 0 else {}
-        return found
+            attributes |= {name: size} if size >= 0 else {}
+        return attributes
 
     def arguments(self, inputs: Sequence[Any]) -> list[Any]:
         """Return inputs at their places among the operator's, None between for those it lacks."""
         query, key, value, *more = inputs
         mask = more.pop(0) if self.mask else None
-        found = [query, key, value, mask, None, None, more.pop() if self.counted else None]
-        while found[-1] is None:
-            found.pop()
-        return found
+        arguments = [query, key, value, mask, None, None, more.pop() if self.counted else None]
+        while arguments[-1] is None:
+            arguments.pop()
+        return arguments
 
 
 class Operator(Kernel):
     """A call that is one node, which a subclass runs."""
 
-    # What the operator has no attribute for becomes a mask: causal, windows, mask expressions, and
-    # what ``score_mod=`` adds. Sinks become one more key, of zeros, whose mask they are.
+    # Options without an attribute of the operator become a mask: causal, windows, mask expressions,
+    # and the numbers that ``score_mod=`` adds. Sinks become the mask of one more key, of zeros.
 
     features = frozenset({
         "batch_broadcast", "bias", "causal", "grouped_heads", "mask", "mask_expression", "mask_mod",
@@ -175,7 +175,7 @@ def _made(problem: Problem, opset: int) -> int:
     if problem.features & BY_HEAD and not problem.is_symbolic:
         items = math.prod(problem.batch) if problem.features & BY_ITEM else 1
         return items * math.prod(problem.scores[-3:])
-    whole = (*problem.batch, 1, *problem.scores[-2:])  # ONNX Runtime asks for all rows and keys
+    whole = (*problem.batch, 1, *problem.scores[-2:])  # ONNX Runtime needs all rows and keys
     made = made_shape(problem, banded=_positions(problem, opset).by_mask, mask=whole)
     return 0 if made is None else math.prod(made)
 
@@ -220,7 +220,7 @@ def _positions(problem: Problem, opset: int) -> NodePositions:
 
 
 def _scaled(problem: Problem, query: Array, xp: Any) -> tuple[Array, float]:
-    """Return the query and the attribute scale: a float32 above 0, as runtimes ask for."""
+    """Return the query and the attribute scale, which runtimes need as a float32 above 0."""
     # ONNX Runtime multiplies query and key by its root each, which it rounds to float32.
     scale = problem.scale
     if problem.dtype == "float64":
@@ -241,7 +241,7 @@ def _mask(problem: Problem, x: Operands, xp: Any, *, banded: bool) -> Array | No
         mask = xp.where(seen, added, xp.asarray(-np.inf, dtype=added.dtype))
     if mask is None:
         return None
-    # ONNX Runtime asks for all rows and keys, the operator for none or all batch items.
+    # ONNX Runtime needs all rows and keys, the operator one or all batch items.
     if mask.shape[-2:] != problem.scores[-2:] or None in mask.shape[-2:]:
         whole = (at.row >= 0) & (at.column >= 0)
         zero = xp.asarray(0, dtype=mask.dtype)
@@ -267,7 +267,7 @@ def _with_sinks(
     """Return key and value with one of zeros first, and the mask with its logits, the sinks."""
     # Zeros have the score 0, softcapped or not, and add nothing to the output.
     dtype = getattr(xp, problem.accumulator)
-    # The operands have one batch axis; so have these indices, of which batch items are not asked.
+    # One batch axis, as the operands have; the indices of batch items are not used.
     one = problem._replace(batch=problem.batch[:1])
     at = Indices(one, xp, x, Span(0, problem.query_length), Span(0, problem.key_length))
     if mask is None or mask.dtype == xp.bool:

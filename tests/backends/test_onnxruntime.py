@@ -132,7 +132,7 @@ def test_a_graph_without_numbers_says_what_gives_them():
         found = attention(x, x, x, window=(1, 0), backend="onnx:25")
         assert abs(found - attention(x, x, x, window=(1, 0))).max() < 1e-6
         return
-    with pytest.raises(ValueError, match=r"no numbers until a runtime .* polyattn\.export\.onnx"):
+    with pytest.raises(ValueError, match=r"values only when a runtime .* polyattn\.export\.onnx"):
         attention(x, x, x, window=(1, 0), backend="onnx:25")
 
 
