@@ -16,6 +16,7 @@ from polyattn.plugin import (
     finite_bias,
     one_batch_axis,
     score_axes,
+    sum_to,
     visible_keys,
 )
 from polyattn_cupy.problem_graphs import aligned, bias_shape
@@ -77,13 +78,4 @@ def summed(problem: Problem, gradient: Array, shape: tuple[int, ...]) -> Array:
     """Return a gradient in the shape of its argument, which was broadcast."""
     items, *rest = gradient.shape
     batch = (1,) * len(problem.batch) if items == 1 else problem.batch
-    gradient = gradient.reshape(*batch, *rest)
-    extra = gradient.ndim - len(shape)
-    axes = [
-        axis
-        for axis, length in enumerate(gradient.shape)
-        if length != 1 and (axis < extra or shape[axis - extra] == 1)
-    ]
-    if axes:
-        gradient = gradient.sum(axis=tuple(axes), keepdims=True)
-    return gradient.reshape(shape)
+    return sum_to(cupy, gradient.reshape(*batch, *rest), shape)

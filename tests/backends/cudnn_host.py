@@ -1,4 +1,4 @@
-"""cuDNN on the host: NVIDIA's frontend describes a graph, and NumPy computes it.
+"""cuDNN on the host: NVIDIA's frontend describes a graph, and polyattn's formula computes it.
 
 The frontend's rules for a graph are checked with its own code (`test_cupy_frontend.py`). Here a
 graph has the numbers that its options mean: windows that exclude their left end, bands from either
@@ -13,7 +13,9 @@ import cudnn as frontend
 import numpy as np
 from cupy_host import Device, register, stand_in
 
+from polyattn import Partial, attention_backward, attention_partial
 from polyattn_cupy import arrays, cudnn_gradients, cudnn_kernel, graphs, loading, plans
+from polyattn_cupy.arrays import UNSEEN
 from polyattn_cupy.cudnn_kernel import CupyCudnn
 
 TYPES = {
@@ -92,65 +94,39 @@ def _array(tensor, pointers):
 
 def _attention(given, options):
     """Compute what the frontend's `sdpa` means."""
-    q, k, v = _with_all_heads(given)
-    s = _scores(q, k, given.get("bias"), options)
-    top = s.max(-1, keepdims=True)
-    with np.errstate(invalid="ignore"):
-        weights = np.exp(s - top)  # NaN in a row without keys
-        total = weights.sum(-1, keepdims=True)
-        output = _rounded(weights, q) @ v / total
-        return {graphs.OUTPUT: output, graphs.LOGSUMEXP: top + np.log(total)}
+    arrays, options = _call(given, options)
+    partial = attention_partial(*arrays, **options)
+    return {graphs.OUTPUT: partial.output, graphs.LOGSUMEXP: partial.logsumexp[..., None]}
 
 
 def _gradients(given, options):
     """Compute what the frontend's `sdpa_backward` means."""
-    groups = given["k"].shape[1]
-    q, k, v = _with_all_heads(given)
-    output, of_output = (given[name].astype("float32") for name in ("o", "dO"))
+    arrays, options = _call(given, options)
+    output, along = (given[name].astype("float32") for name in ("o", "dO"))
     assert np.isfinite(given["stats"]).all(), "cuDNN makes NaN of a logsumexp of -inf"
-    for name, length in (("seq_len_q", q.shape[2]), ("seq_len_kv", k.shape[2])):
+    for name, length in (("seq_len_q", output.shape[2]), ("seq_len_kv", arrays[1].shape[2])):
         assert np.all(given.get(name, length) == length)
-    scale = np.float32(options["attn_scale"])
-    p = np.exp(_scores(q, k, given.get("bias"), options) - given["stats"])
-    delta = (of_output * output).sum(-1, keepdims=True)
-    ds = _rounded(p * (of_output @ v.swapaxes(-1, -2) - delta), q)
-    of_key = scale * ds.swapaxes(-1, -2) @ q.astype("float32")
-    of_value = _rounded(p, q).swapaxes(-1, -2) @ of_output
-    return {
-        graphs.QUERY_GRADIENT: scale * ds @ k,
-        graphs.KEY_GRADIENT: _of_groups(of_key, groups),
-        graphs.VALUE_GRADIENT: _of_groups(of_value, groups),
-    }
+    partial = Partial(output, given["stats"][..., 0])
+    found = attention_backward(*arrays, partial, along, **options)
+    names = graphs.QUERY_GRADIENT, graphs.KEY_GRADIENT, graphs.VALUE_GRADIENT
+    return dict(zip(names, found[:3], strict=True))
 
 
-def _with_all_heads(given):
-    """Return query, key and value, the latter two in float32 with the heads of the query."""
-    q, k, v = (given[name] for name in "qkv")
-    members = q.shape[1] // k.shape[1]
-    return q, *(np.repeat(x.astype("float32"), members, axis=1) for x in (k, v))
-
-
-def _scores(q, k, bias, options):
-    """Return scores, −inf for keys outside the band."""
-    s = q.astype("float32") @ k.swapaxes(-1, -2) * np.float32(options["attn_scale"])
+def _call(given, options):
+    """Return query, key and value in float32, and the options of polyattn's formula."""
+    arrays = [given[name].astype("float32") for name in "qkv"]
+    call = {"backend": "numpy", "kernel": "dense", "scale": options["attn_scale"]}
     if "score_mod" in options:
-        s = options["score_mod"](Scores(), s)
-    if bias is not None:
-        assert not (bias < arrays.UNSEEN).any(), "cuDNN has trouble at the ends of float32"
-        s = s + bias
-    i, j = np.indices(s.shape[-2:])
+        call["score_mod"] = lambda s, *_: options["score_mod"](Scores(), s)
+    if "bias" in given:
+        assert not (given["bias"] < UNSEEN).any(), "cuDNN has trouble at the ends of float32"
+        call["bias"] = given["bias"]
+    i, j = np.indices((arrays[0].shape[2], arrays[1].shape[2]))
     if options.get("diagonal_alignment") == frontend.diagonal_alignment.BOTTOM_RIGHT:
-        i = i + s.shape[-1] - s.shape[-2]
-    s = np.where(j > i + options.get("diagonal_band_right_bound", 2**30), -np.inf, s)
-    return np.where(j <= i - options.get("diagonal_band_left_bound", 2**30), -np.inf, s)
-
-
-def _rounded(x, like):
-    return x.astype(like.dtype).astype("float32")
-
-
-def _of_groups(x, groups):
-    return x.reshape(len(x), groups, -1, *x.shape[2:]).sum(2)
+        i = i + j.shape[1] - j.shape[0]
+    left = options.get("diagonal_band_left_bound", 2**30)
+    right = options.get("diagonal_band_right_bound", 2**30)
+    return arrays, call | {"mask": (i - left < j) & (j <= i + right)}
 
 
 class Handle:

@@ -67,6 +67,7 @@ def stand_in(**cuda):
         ascontiguousarray=lambda array: as_host(np.ascontiguousarray(array)),
         where=lambda *args: as_host(np.where(*args)),
         copyto=np.copyto,
+        sum=np.sum,
         cuda=types.SimpleNamespace(
             device=types.SimpleNamespace(get_cublas_handle=lambda: "handle"),
             runtime=types.SimpleNamespace(getDevice=lambda: Device.current),
