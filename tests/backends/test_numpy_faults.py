@@ -14,6 +14,19 @@ from polyattn_numpy.faults import FAULTS, faults_of
 ROOT = Path(polyattn.__file__).parents[1]
 
 
+def negates_wrongly():
+    columns = [np.ones((106, 4), "float32")[:, -1:], np.ones((106, 8))[:, -1:]]
+    return any((np.negative(column, out=column) != -1).any() for column in columns)
+
+
+def misses_finite_numbers():
+    flags = np.zeros((106, 8), bool)
+    return not np.isfinite(np.ones((106, 8), "float32")[:, -1:], out=flags[:, -1:]).all()
+
+
+PRESENT = {"negative": negates_wrongly, "isfinite": misses_finite_numbers}
+
+
 @pytest.mark.parametrize(
     ("release", "names"),
     [
@@ -29,7 +42,7 @@ def test_which_releases_have_which(release, names):
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.function)
 def test_a_row_holds_for_this_release_and_can_go_when_no_supported_one_has_the_fault(fault):
-    assert fault in faults_of(np.__version__) or not fault.is_present()
+    assert fault in faults_of(np.__version__) or not PRESENT[fault.function]()
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     (least,) = (x.removeprefix("numpy>=") for x in project["dependencies"] if "numpy>=" in x)
     assert fault.last is None or fault.last >= tuple(map(int, least.split(".")))
@@ -41,7 +54,6 @@ def test_no_function_with_a_fault_is_given_an_output(root):
     calls = [
         (file.name, node.lineno)
         for file in (ROOT / root).rglob("*.py")
-        if file.name != "faults.py"  # it asks whether they are there
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
         if isinstance(node, ast.Call)
         and getattr(node.func, "attr", "") in names
