@@ -59,13 +59,6 @@ def test_as_many_threads_work_as_are_allowed(qkv, meet):
     assert meet.seen == {threading.current_thread().name}
 
 
-def test_callers_own_threads_get_the_same_bits(qkv):
-    expected = attention(*qkv, is_causal=True)
-    with ThreadPoolExecutor(8) as pool:
-        found = pool.map(lambda _: attention(*qkv, is_causal=True), range(8))
-        assert all(np.array_equal(one, expected) for one in found)
-
-
 def test_the_callers_context_holds_in_every_thread(qkv):
     """NumPy's error state is one; a function that divides by zero must not be reported."""
     with polyattn.use_threads(2), np.errstate(all="raise"):
