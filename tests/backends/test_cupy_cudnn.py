@@ -125,23 +125,6 @@ def test_gradients_start_from_the_logsumexp_that_is_given():
 
 
 @pytest.mark.parametrize(
-    ("options", "shape", "strides"),
-    [
-        ({"mask": (2, 1, 1, 300)}, (2, 1, 1, 300), (304, 304, 304, 1)),
-        (
-            {"mask": (2, 1, 1, 300), "bias": (1, 8, 1, 300)},
-            (2, 8, 1, 300),
-            (2432, 304, 304, 1),
-        ),
-    ],
-)
-@pytest.mark.usefixtures("library")
-def test_a_bias_is_float32_with_aligned_rows(options, shape, strides):
-    expected = (graphs.BIAS, shape, strides, "float32")
-    assert facts(told(SHAPES, **options).inputs["bias"]) == expected
-
-
-@pytest.mark.parametrize(
     ("keys", "options", "given"),
     [
         (192, {"mask": (100, 192)}, True),
@@ -165,10 +148,8 @@ def test_lengths_are_given_where_a_bias_leaves_a_tile_of_keys_unfilled(keys, opt
 EXPRESSIONS = {
     (2, 1, 1, 300): masks.padding(np.array([3, 9])),
     (1, 1, 1, 300): masks.prefix(4),
-    (2, 1, 100, 300): masks.padding(np.array([3, 9]), np.array([9, 3])),
     (1, 1, 100, 300): masks.positions(np.arange(100), np.arange(300))
     | masks.tree(np.array([-1, *range(99)])),
-    (1, 8, 1, 300): masks.dense(np.ones((1, 8, 1, 300), bool)) & masks.prefix(3),
     (2, 8, 100, 300): masks.dense(np.ones((2, 8, 1, 1), bool)) | masks.dilated(2),
 }
 
@@ -254,7 +235,6 @@ def test_the_way_past_execute_needs_all_that_it_reads(lost):
 PARTS = {
     "plain": {},
     "a mask for all": {"mask": RNG.random((2, 4, 9, 40)) > 0.3, "is_causal": True},
-    "a mask of an item": {"mask": RNG.random((2, 1, 9, 40)) > 0.3},
     "a mask of heads": {"mask": np.arange(4)[None, :, None, None] > 0},
 }
 

@@ -154,36 +154,13 @@ def test_some_case_needs_each_declared_feature(kernel):
 
 # ---- what no case has --------------------------------------------------------------------------
 
-MASK = RNG.random((2, 1, 9, 40)) > 0.4
-MASK[1, 0, 3] = False
-GRADIENTS = {
-    "tall, from the first": (40, 9, {"is_causal": True, "query_offset": 0}),
-    "mask and causal": (9, 40, {"mask": MASK, "is_causal": True}),
-    "key lengths": (9, 40, {"key_lengths": np.array([30, 0])}),
-    "a function": (9, 40, {"mask": lambda b, h, i, j: (i + j + h) % 3 > 0}),
-}
-
-
-@pytest.mark.parametrize("name", GRADIENTS)
-@both_kernels
-@pytest.mark.usefixtures("ran")
-def test_gradients_with_that_of_the_logsumexp(kernel, name, monkeypatch):
-    monkeypatch.setattr(Fused, "tile", 100)
-    length, keys, options = GRADIENTS[name]
-    dtype = DTYPES[kernel][list(GRADIENTS).index(name) % 2]
-    found = gradients_agree(kernel, *draw(length, keys, dtype=dtype), **options)
-    if name == "mask and causal":
-        assert not found.query[1, :, 3].any(), "a row without keys"
-
 
 VIEWS = {
     "not aligned": lambda x: x[..., 1:9],
-    "backwards": lambda x: x[..., ::-2],
-    "heads backwards": lambda x: x[:, ::-1],
+    "backwards": lambda x: x[:, ::-1, :, ::-2],
     "transposed": lambda x: x.swapaxes(-1, -2),
     "length before heads": lambda x: x.swapaxes(1, 2),
-    "one row for all": lambda x: np.broadcast_to(x[:, :, :1], x.shape),
-    "one item for all": lambda x: np.broadcast_to(x[:1], x.shape),
+    "one row for all": lambda x: np.broadcast_to(x[:1, :, :1], x.shape),
     "one number for all": lambda x: np.broadcast_to(x[..., :1], x.shape),
 }
 
