@@ -5,8 +5,8 @@ query heads H/G that read one of them. For query (2, 8, L, D) and key (1, 4, S, 
 
     query (2, 4, 2, L, D)   key (2, 4, S, D), broadcast   bias (1, 8, L, S) -> (1, 4, 2, L, S)
 
-The exponential is exp, or exp2 where the processor has it and the scores are only products. Then
-log2(e), the `exp_factor`, multiplies the scores beforehand: exp2(log2(e) · s) = exp(s).
+The exponential is exp, or exp2 where that is faster and nothing changes the scores but a softcap.
+Then the scores are multiplied by the `exp_factor`, log2(e): exp2(log2(e) · s) = exp(s).
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ def cut(array, *chunks):
 
 
 def arrays():
-    """Query, key and value, cut unlike each other: D in two, heads of the value in one."""
+    """Query, key and value, chunked differently: D in two, heads of the value in one."""
     return cut(Q, 1, 4, 13, 8), cut(K, 2, 2, 17, 16), cut(V, 1, 4, 20, 5)
 
 
