@@ -172,16 +172,6 @@ def run(length=4):
 
 
 @pytest.mark.usefixtures("library")
-def test_calls_of_the_same_facts_share_a_plan():
-    arrays = randn(2, 4, 1, 8), randn(2, 2, 9, 8), randn(2, 2, 9, 16)
-    agree("cudnn", *arrays)
-    agree("cudnn", *arrays, mask=RNG.random((2, 1, 1, 9)) > 0.3)
-    agree("cudnn", *(x.astype("bfloat16") for x in arrays))
-    agree("cudnn", *arrays)
-    assert len(plans._engine().plans) == 3
-
-
-@pytest.mark.usefixtures("library")
 def test_the_plan_unused_for_longest_is_dropped(monkeypatch):
     monkeypatch.setattr(plans, "MOST_PLANS", 2)
     for length in (1, 2, 1, 3, 4, 1):

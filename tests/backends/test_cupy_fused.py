@@ -1,7 +1,5 @@
 """What CuPy's fused kernel asks of cuBLAS and of its CUDA source, on the host."""
 
-import types
-
 import numpy as np
 import pytest
 from cublas_host import compiled, put_in_place
@@ -121,21 +119,3 @@ def test_nvrtc_compiles_every_kernel(architecture):
     binary, mangled = program.compile((*softmax_cuda.OPTIONS, f"-arch={architecture}"))
     assert binary[:4] == b"\x7fELF"
     assert set(mangled) == set(names)
-
-
-def test_a_block_of_threads_is_a_power_of_two(monkeypatch):
-    launched = []
-    kernel = types.SimpleNamespace(
-        get_function=lambda name: lambda grid, block, args: launched.append((name, grid, block))
-    )
-    here = types.SimpleNamespace(
-        RawModule=lambda **options: kernel,
-        cuda=types.SimpleNamespace(runtime=types.SimpleNamespace(getDevice=lambda: 7)),
-    )
-    monkeypatch.setattr(softmax_cuda, "cupy", here)
-    record = np.zeros((), softmax_cuda.ROWS)
-    for keys, threads in ((1, 64), (1000, 128), (4096, 512), (10**6, 512)):
-        record["keys"] = keys
-        softmax_cuda.launch(record, 6, softmax_cuda.name_of("bfloat16", "float64"))
-        assert launched.pop() == ("softmax<bfloat16, float, double>", (6,), (threads,))
-    softmax_cuda._kernel.cache_clear()

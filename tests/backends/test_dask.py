@@ -225,19 +225,15 @@ COUNTED = {
         "mask": masks.compile(lambda b, h, i, j: (i // 8 + j // 8) % 8 < 3, 64, tile=8)
         & masks.causal()
     },
-    "a pattern": {"mask": masks.global_tokens(3) | masks.window(5, 0)},
     "outside": {"mask": ~masks.window(20, 20)},
-    "a function": {"mask": lambda b, h, i, j: i >= j},
     "ids of dask": {"mask": masks.segments(cut(BLOCKS, 8)), "is_causal": True},
     "an array of dask": {"mask": cut(np.tri(64, dtype=bool), 8, 8)},
     "whole rows": {
         "mask": masks.compile(lambda b, h, i, j: j // 8 % 2 == 0, 64, tile=8),
         "normalizer": scores.sigmoid(),
     },
-    "whole rows by norm": {"window": (9, 9), "scale": scores.by_norm()},
     # What follows depends on the contents of arrays of NumPy, which the graph reads.
     "ids": {"mask": masks.segments(BLOCKS)},
-    "lengths": {"mask": masks.prefix(np.asarray([20])) & masks.causal()},
     "an array": {"mask": BLOCKS[:, None] == BLOCKS},
     "offsets": {"is_causal": True, "query_offset": np.asarray([-10])},
 }

@@ -161,7 +161,6 @@ def test_a_band_at_an_offset_by_item_is_cut_by_a_table(qkv, looks):
 
 
 WORK = {
-    "segments": (lambda: masks.segments(np.repeat(np.arange(16), 256)), 1 / 16, 1.0),
     "segments, causal": (
         lambda: masks.segments(np.repeat(np.arange(16), 256)) & masks.causal(),
         1 / 32,
@@ -170,7 +169,6 @@ WORK = {
     "padding": (lambda: masks.padding(1024), 1 / 4, 1.0),
     "streaming": (lambda: masks.window(512, 0) | masks.prefix(16), 1 / 8, 1.4),
     "array": (lambda: np.kron(np.eye(4, dtype=bool), np.ones((1024, 1024), bool)), 1 / 4, 1.0),
-    "compiled": (lambda: masks.compile(lambda b, h, i, j: i // 512 == j // 512, 4096), 1 / 8, 1.0),
 }
 
 
