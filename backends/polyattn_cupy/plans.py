@@ -92,28 +92,24 @@ class _DeviceHandle:
             self.stream = stream
 
 
-class _Local(threading.local):
-    def __init__(self) -> None:
-        self.engines: dict[int, _DeviceHandle] = {}
+_of_thread = threading.local()
 
 
-_local = _Local()
-
-
-def _engine() -> _DeviceHandle:
+def device_handle() -> _DeviceHandle:
+    """Return this thread's handle for the current device."""
+    handles: dict[int, _DeviceHandle] = _of_thread.__dict__.setdefault("handles", {})
     device = cupy.cuda.runtime.getDevice()
-    engine = _local.engines.get(device)
-    if engine is None:
-        engine = _local.engines[device] = _DeviceHandle()
-    return engine
+    if device not in handles:
+        handles[device] = _DeviceHandle()
+    return handles[device]
 
 
 def run(graph: Graph, pointers: dict[int, int]) -> None:
     """Compute a graph of arrays at `pointers` on the current device and stream, without waiting."""
-    engine = _engine()
-    plan = engine.plan(graph)
-    engine.use_stream(cupy.cuda.get_current_stream().ptr)
-    plan.run(pointers, engine.handle)
+    on_device = device_handle()
+    plan = on_device.plan(graph)
+    on_device.use_stream(cupy.cuda.get_current_stream().ptr)
+    plan.run(pointers, on_device.handle)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -121,7 +117,7 @@ def why_unsupported(graph: Graph, device: int) -> str | None:
     """Return why cuDNN cannot compute a graph on a device, or None."""
     with cupy.cuda.Device(device):
         try:
-            _engine().plan(graph)
+            device_handle().plan(graph)
         except Exception as error:  # the frontend raises several types
             return f"cuDNN says: {loading.first_line(error)}"
     return None

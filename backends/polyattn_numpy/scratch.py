@@ -30,22 +30,18 @@ class Scratch:
         return array[:size].reshape(shape)
 
 
-class _Free(threading.local):
-    def __init__(self) -> None:
-        self.scratches: list[Scratch] = []
-
-
-_free = _Free()
+_of_thread = threading.local()
 
 
 @contextmanager
 def borrowed_scratch() -> Iterator[Scratch]:
     """Lend this thread's scratch arrays; a call made from inside another one gets its own."""
-    scratch = _free.scratches.pop() if _free.scratches else Scratch()
+    free: list[Scratch] = _of_thread.__dict__.setdefault("free", [])
+    scratch = free.pop() if free else Scratch()
     try:
         yield scratch
     finally:
-        _free.scratches.append(scratch)
+        free.append(scratch)
 
 
 @lru_cache(maxsize=64)

@@ -180,11 +180,6 @@ def _made(problem: Problem, opset: int) -> int:
     return 0 if made is None else math.prod(made)
 
 
-def _is_filled(problem: Problem) -> bool:
-    """Return whether the keys are the memory of a cache, whose last tokens are the rows."""
-    return isinstance(problem.mask_spec, CachePadding)
-
-
 class NodePositions(NamedTuple):
     """The options by position of a node: its facts of these names, or a mask in their place."""
 
@@ -201,7 +196,8 @@ def _positions(problem: Problem, opset: int) -> NodePositions:
     low, high = band(problem)
     # In float64 ONNX Runtime counts the positions of causal rows from the first key regardless.
     counts = opset >= COUNTS and problem.dtype != "float64"
-    is_filled = counts and _is_filled(problem)
+    # Keys that are the memory of a cache, whose last tokens are the rows.
+    is_filled = counts and isinstance(problem.mask_spec, CachePadding)
     if "sinks" in problem.features:  # their key takes the first position
         return NodePositions(by_mask=(low, high) != (None, None))
     if low is None and high is None:

@@ -161,7 +161,7 @@ def put_in_place(monkeypatch):
     for module in (arrays, cudnn_kernel, cudnn_gradients, plans):
         monkeypatch.setattr(module, "cupy", here)
     monkeypatch.setattr(loading, "library", lambda: library)
-    monkeypatch.setattr(plans, "_local", plans._Local())
+    monkeypatch.setattr(plans, "_of_thread", threading.local())
     monkeypatch.setattr(HostGraph, "refusal", None)
     HANDLES.clear()
     forget()

@@ -176,7 +176,7 @@ def test_the_plan_unused_for_longest_is_dropped(monkeypatch):
     monkeypatch.setattr(plans, "MOST_PLANS", 2)
     for length in (1, 2, 1, 3, 4, 1):
         run(length)
-    assert [graph.query.shape[2] for graph in plans._engine().plans] == [4, 1]
+    assert [graph.query.shape[2] for graph in plans.device_handle().plans] == [4, 1]
 
 
 def test_a_handle_follows_the_stream(library):
@@ -240,7 +240,7 @@ def test_gradients_of_many_scores_are_computed_part_by_part(name, most, count, m
         function.cache_clear()
     gradients_agree("cudnn", *arrays, **PARTS[name])
     assert len(HANDLES[0].log) == 2 * count
-    assert len(plans._engine().plans) == 1
+    assert len(plans.device_handle().plans) == 1
     for function in cached:
         function.cache_clear()
 
