@@ -22,7 +22,7 @@ from polyattn_numpy.tile_visibility import RegionMask, TileVisibility
 from polyattn_numpy.tiling import ScoreTile, ThreadTask, row_sizes
 
 # Features that add only masks to the exponential between the two products.
-TAKEN = frozenset({
+SUPPORTED = frozenset({
     "batch_broadcast", "causal", "grouped_heads", "logsumexp", "mask", "mask_expression",
     "mask_mod", "query_offset", "query_offset_array", "scale", "value_size", "window",
 })  # fmt: skip
@@ -34,7 +34,7 @@ SCORES_OF_AN_ITEM = 2**16
 def may_fit_at_once(problem: Problem, tile: int) -> bool:
     """Return whether, by static facts, the scores of each head can be computed as one tile."""
     return (
-        problem.features <= TAKEN
+        problem.features <= SUPPORTED
         and problem.dtype == problem.accumulator
         and 0 not in problem.scores
         and problem.query_length * problem.group_size > VECTORS
@@ -45,7 +45,7 @@ def may_fit_at_once(problem: Problem, tile: int) -> bool:
 
 
 def fits_at_once(call: PreparedCall) -> bool:
-    """Return whether `write_at_once` takes the tasks of a call."""
+    """Return whether `write_at_once` supports a call."""
     return (
         call.table is None
         and call.pages is None
@@ -54,7 +54,7 @@ def fits_at_once(call: PreparedCall) -> bool:
     )
 
 
-def takes_items_apart(call: PreparedCall) -> bool:
+def separates_items(call: PreparedCall) -> bool:
     """Return whether each item is a task of its own, without the keys that its mask hides."""
     return call.x.mask is not None and math.prod(call.problem.scores[-3:]) >= SCORES_OF_AN_ITEM
 
@@ -108,7 +108,7 @@ def seen_part(call: PreparedCall, task: ThreadTask) -> tuple[Span, list[RegionMa
     masks = TileVisibility(call, task).masks(tile)
     if masks is None:
         return Span(columns.start, columns.start), []
-    if len(masks) != 1 or masks[0][1].size != columns.length or not takes_items_apart(call):
+    if len(masks) != 1 or masks[0][1].size != columns.length or not separates_items(call):
         return columns, masks
     mask = masks[0][1]
     (visible,) = mask.reshape(-1).nonzero()

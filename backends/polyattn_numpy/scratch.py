@@ -47,12 +47,12 @@ def borrowed_scratch() -> Iterator[Scratch]:
 @lru_cache(maxsize=64)
 def band_tile(rows: int, columns: int, low: int | None, high: int | None) -> Array:
     """Return which of `columns` keys each of `rows` rows sees, shape (rows, 1, columns)."""
-    away = np.arange(columns) - np.arange(rows)[:, None, None]
-    seen = np.ones(away.shape, bool)
+    distance = np.arange(columns) - np.arange(rows)[:, None, None]
+    seen = np.ones(distance.shape, bool)
     if low is not None:
-        seen &= away >= low
+        seen &= distance >= low
     if high is not None:
-        seen &= away <= high
+        seen &= distance <= high
     return seen
 
 

@@ -59,7 +59,7 @@ class TileVisibility:
         self, table: MaskTable, tile: ScoreTile, regions: tuple[Region, ...]
     ) -> list[RegionMask]:
         """Return the masks of some regions; reuse the previous tile's if only the heads differ."""
-        # Anew for each tile they take up to 1.1 times the time of a call.
+        # Made anew for each tile, they add up to a tenth to the time of a call.
         key = (tile.rows, tile.columns)
         if self._last[0] == key:
             return self._last[1]

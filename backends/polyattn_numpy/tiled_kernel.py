@@ -26,7 +26,7 @@ from polyattn_numpy import thread_pool
 from polyattn_numpy.at_once import (
     fits_at_once,
     may_fit_at_once,
-    takes_items_apart,
+    separates_items,
     write_at_once,
 )
 from polyattn_numpy.backward import gradients
@@ -92,7 +92,7 @@ class NumpyTiled(Kernel):
         call = prepare(problem, operands, self.tile, shared.check)
         result = ResultWriter(call, output, logsumexp)
         table, at_once = call.table, fits_at_once(call)
-        share_items = not (at_once and takes_items_apart(call))
+        share_items = not (at_once and separates_items(call))
         if table is not None:
             share_items = not table.differs_by_item
         cut = tasks(problem, self.tile, count, share_items=share_items)
