@@ -11,25 +11,13 @@ PACKAGES = ROOT / "polyattn", ROOT / "backends"
 
 #: Class names that more than one module has, with the reason. A name that is unique has no row.
 SHARED = {
-    "Band": "to be renamed in backends/polyattn_cupy",
-    "Block": "to be renamed in backends/polyattn_cupy, polyattn_jax and polyattn/_base",
+    "Block": "to be renamed in backends/polyattn_jax and polyattn/_base",
     "Call": "to be renamed in polyattn/conformance",
     "Compiled": "to be renamed in backends/polyattn_torch",
-    "Cudnn": "to be renamed in backends/polyattn_cupy and polyattn_jax",
-    "Engine": "to be renamed in backends/polyattn_cupy and polyattn_torch",
-    "GradientSums": "to be renamed in backends/polyattn_numpy",
     "Gradients": "to be renamed in backends/polyattn_torch",
-    "Native": "to be renamed in backends/polyattn_onnx",
-    "Piece": "to be renamed in backends/polyattn_numpy",
-    "Plan": "to be renamed in backends/polyattn_cupy and polyattn/nn",
-    "Positions": "to be renamed in backends/polyattn_onnx",
+    "Plan": "to be renamed in polyattn/nn",
     "RelativeBias": "to be renamed in polyattn/nn",
-    "SoftmaxState": "to be renamed in backends/polyattn_numpy",
-    "Step": "to be renamed in backends/polyattn_numpy, polyattn_torch and polyattn/conformance",
-    "Target": "to be renamed in backends/polyattn_dask and polyattn/conformance",
-    "Tile": "to be renamed in backends/polyattn_jax and polyattn_numpy",
-    "Tiled": "to be renamed in backends/polyattn_numpy",
-    "Visibility": "to be renamed in backends/polyattn_dask and polyattn_numpy",
+    "Step": "to be renamed in backends/polyattn_torch and polyattn/conformance",
 }
 
 #: The folder of tests of each room whose modules have tests of their names.
