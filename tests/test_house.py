@@ -53,7 +53,6 @@ OWNED_BY = {
     "_base/span": CASES,
     "_base/streams": CLI,
     "_base/text_table": CLI,
-    "_base/threads": "tests/backends/test_numpy_tiled.py",
     "_base/tracing": "tests/backends/test_torch_compiled.py",
     "_core/call/checks": ATTENTION,
     "_core/call/describe": ATTENTION,
