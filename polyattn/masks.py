@@ -82,12 +82,6 @@ def window(left: int | None, right: int | None) -> Mask:
     -------
     Mask
         Row i sees key j where ``p - left <= j <= p + right``, with ``p = i + query_offset``.
-
-    Examples
-    --------
-    >>> from polyattn import masks
-    >>> masks.window(255, 0)
-    masks.window(255, 0)
     """
     return Band(*check_window((left, right)))
 

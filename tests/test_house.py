@@ -2,7 +2,6 @@
 
 import ast
 from collections import defaultdict
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -12,30 +11,13 @@ PACKAGES = ROOT / "polyattn", ROOT / "backends"
 
 #: Class names that more than one module has, with the reason. A name that is unique has no row.
 SHARED = {
-    "Attention": "to be renamed in backends/polyattn_torch and polyattn/parallel",
-    "Band": "to be renamed in backends/polyattn_cupy",
-    "Block": "to be renamed in backends/polyattn_cupy, polyattn_jax and polyattn/_base",
-    "Call": "to be renamed in polyattn/conformance and polyattn/plot",
-    "Candidate": "to be renamed in polyattn/parallel",
+    "Block": "to be renamed in backends/polyattn_jax and polyattn/_base",
+    "Call": "to be renamed in polyattn/conformance",
     "Compiled": "to be renamed in backends/polyattn_torch",
-    "Cudnn": "to be renamed in backends/polyattn_cupy and polyattn_jax",
-    "Engine": "to be renamed in backends/polyattn_cupy and polyattn_torch",
-    "GradientSums": "to be renamed in backends/polyattn_numpy",
     "Gradients": "to be renamed in backends/polyattn_torch",
-    "Native": "to be renamed in backends/polyattn_onnx",
-    "Piece": "to be renamed in backends/polyattn_numpy",
-    "Plan": "to be renamed in backends/polyattn_cupy and polyattn/nn",
-    "Positions": "to be renamed in backends/polyattn_onnx",
+    "Plan": "to be renamed in polyattn/nn",
     "RelativeBias": "to be renamed in polyattn/nn",
-    "Results": "to be renamed in backends/polyattn_numpy and polyattn/bench",
-    "Rows": "to be renamed in polyattn/bench and polyattn/conformance",
-    "SoftmaxState": "to be renamed in backends/polyattn_numpy",
-    "Step": "to be renamed in backends/polyattn_numpy, polyattn_torch and polyattn/conformance",
-    "Target": "to be renamed in backends/polyattn_dask and polyattn/conformance",
-    "Task": "to be renamed in backends/polyattn_numpy and polyattn/parallel",
-    "Tile": "to be renamed in backends/polyattn_jax and polyattn_numpy",
-    "Tiled": "to be renamed in backends/polyattn_numpy",
-    "Visibility": "to be renamed in backends/polyattn_dask and polyattn_numpy",
+    "Step": "to be renamed in backends/polyattn_torch and polyattn/conformance",
 }
 
 #: The folder of tests of each room whose modules have tests of their names.
@@ -66,30 +48,26 @@ OWNED_BY = {
     "_base/progress": "tests/base/test_settings.py",
     "_base/quantized": "tests/conformance/test_quantized.py",
     "_base/refused": "tests/api/test_other_arrays.py",
-    "_base/scatter": "tests/api/test_block_table.py",
+    "_base/scatter": "tests/call/test_pages.py",
     "_base/slices": "tests/expressions/test_parts.py",
     "_base/span": CASES,
     "_base/streams": CLI,
     "_base/text_table": CLI,
-    "_base/threads": "tests/backends/test_numpy_tiled.py",
     "_base/tracing": "tests/backends/test_torch_compiled.py",
     "_core/call/checks": ATTENTION,
     "_core/call/describe": ATTENTION,
     "_core/call/facts": "tests/call/test_options.py",
     "_core/call/features": "tests/call/test_options.py",
     "_core/call/gradients": "tests/api/test_gradients.py",
-    "_core/call/key": "tests/api/test_cached_calls.py",
+    "_core/call/key": "tests/api/test_run.py",
     "_core/call/layout": CASES,
-    "_core/call/lengths": "tests/api/test_key_lengths.py",
     "_core/call/operands": "tests/call/test_options.py",
-    "_core/call/pages": "tests/api/test_block_table.py",
     "_core/call/parts": "tests/expressions/test_parts.py",
     "_core/call/problem": ATTENTION,
     "_core/expressions/coverage": "tests/expressions/test_masks.py",
     "_core/expressions/distances": CASES,
     "_core/expressions/indices": "tests/expressions/test_masks.py",
     "_core/expressions/mask_arrays": "tests/expressions/test_masks.py",
-    "_core/expressions/patterns": "tests/expressions/test_masks.py",
     "_core/expressions/replacements": "tests/expressions/test_derivatives.py",
     "_core/tiles/axes": CASES,
     "_core/tiles/band": CASES,
@@ -105,7 +83,7 @@ OWNED_BY = {
     "_kernels/sums": CASES,
     "_kernels/visible": CASES,
     "_kernels/weights": "tests/api/test_weights.py",
-    "_dispatch/cache": "tests/api/test_cached_calls.py",
+    "_dispatch/cache": "tests/api/test_run.py",
     "_dispatch/contract": REGISTRY,
     "_dispatch/entries": EXTENSIONS,
     "_dispatch/errors": SELECT,
@@ -118,40 +96,26 @@ OWNED_BY = {
     "_dispatch/transfer": "tests/backends/test_torch.py",
     "_api/explain": SELECT,
     "_api/pieces": "tests/nn/test_quantized_cache.py",
-    "_api/run": "tests/api/test_cached_calls.py",
 }
 
 
-@cache
-def places_of_classes():
-    """Return the modules of each class name, without its leading underscore."""
-    places = defaultdict(list)
-    for package in PACKAGES:
-        for file in sorted(package.rglob("*.py")):
-            for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-                if isinstance(node, ast.ClassDef):
-                    places[node.name.lstrip("_")].append(file.relative_to(ROOT).as_posix())
-    return dict(places)
-
-
 def test_a_class_name_is_unique():
-    shared = {name: at for name, at in places_of_classes().items() if len(at) > 1}
+    places = defaultdict(list)  # the modules of each class name, without its leading underscore
+    for file in sorted(file for package in PACKAGES for file in package.rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                places[node.name.lstrip("_")].append(file.relative_to(ROOT).as_posix())
+    shared = {name: at for name, at in places.items() if len(at) > 1}
     assert {name: at for name, at in shared.items() if name not in SHARED} == {}
     assert [name for name in SHARED if name not in shared] == [], "these are unique: no row"
 
 
-def modules(room):
-    """Return the names of the modules of a room."""
-    files = (ROOT / "polyattn" / room).glob("*.py")
-    return sorted(file.stem for file in files if file.stem != "__init__")
-
-
 @pytest.mark.parametrize("room", ROOMS)
 def test_a_module_has_a_test_of_its_name_or_an_owner(room):
-    folder = ROOT / "tests" / ROOMS[room]
-    rows = [row.removeprefix(f"{room}/") for row in OWNED_BY if row.rpartition("/")[0] == room]
-    without = [name for name in modules(room) if not (folder / f"test_{name}.py").exists()]
-    assert sorted(rows) == without, f"OWNED_BY has a row for each module that {folder} does not"
+    folder, rows = ROOT / "tests" / ROOMS[room], {row for row in OWNED_BY if row.startswith(room)}
+    names = {file.stem for file in (ROOT / "polyattn" / room).glob("*.py")} - {"__init__"}
+    without = {f"{room}/{name}" for name in names if not (folder / f"test_{name}.py").exists()}
+    assert rows == without, f"OWNED_BY has a row for each module without a test in {folder}"
 
 
 @pytest.mark.parametrize("owner", sorted({*OWNED_BY.values()}))

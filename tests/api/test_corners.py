@@ -49,25 +49,31 @@ def strictest():
 
 
 @pytest.mark.parametrize(
-    ("heads", "groups", "keys", "sizes"),
-    [(0, 0, 5, (4, 3)), (0, 1, 5, (4, 3)), (4, 2, 0, (4, 3)), (4, 2, 5, (0, 3)), (4, 2, 5, (4, 0))],
-    ids=["no heads", "no query heads", "no keys", "no head size", "no value size"],
+    ("heads", "groups", "rows", "keys", "sizes"),
+    [
+        pytest.param(0, 0, 3, 5, (4, 3), id="no heads"),
+        pytest.param(0, 1, 3, 5, (4, 3), id="no query heads"),
+        pytest.param(4, 2, 0, 5, (4, 3), id="no rows"),
+        pytest.param(4, 2, 3, 0, (4, 3), id="no keys"),
+        pytest.param(4, 2, 3, 5, (0, 3), id="no head size"),
+        pytest.param(4, 2, 3, 5, (4, 0), id="no value size"),
+    ],
 )
 @any_kernel
-def test_an_axis_without_entries(heads, groups, keys, sizes, kernel, library):
+def test_an_axis_without_entries(heads, groups, rows, keys, sizes, kernel, library):
     for with_sinks in (False, True):
-        check_empty(heads, groups, keys, *sizes, with_sinks, kernel, library)
+        check_empty(heads, groups, rows, keys, *sizes, with_sinks, kernel, library)
 
 
-def check_empty(heads, groups, keys, size, value_size, with_sinks, kernel, library):
-    shapes = (2, heads, 3, size), (2, groups, keys, size), (2, groups, keys, value_size)
+def check_empty(heads, groups, rows, keys, size, value_size, with_sinks, kernel, library):
+    shapes = (2, heads, rows, size), (2, groups, keys, size), (2, groups, keys, value_size)
     arrays = [
         library.to(np.full(shape, n)) for n, shape in zip((0.0, 1.0, 1.0), shapes, strict=True)
     ]
     options = {"sinks": library.to(np.zeros(heads))} if with_sinks else {}
     output, pullback = attention_vjp(*arrays, kernel=kernel, **options)
     gradients = pullback(output)
-    assert tuple(output.shape) == (2, heads, 3, value_size)
+    assert tuple(output.shape) == (2, heads, rows, value_size)
     # All scores are 0, and so is the sink: the weights are equal.
     mean = keys / max(1, keys + with_sinks)
     np.testing.assert_allclose(library.back(output), mean, rtol=1e-12)
@@ -76,7 +82,9 @@ def check_empty(heads, groups, keys, size, value_size, with_sinks, kernel, libra
     tangent, _ = attention_jvp(arrays, arrays, kernel=kernel, **options)
     assert tangent.shape == output.shape
     top = attention_weights(*arrays[:2], top=2, **options)
-    assert tuple(top.keys.shape) == (2, heads, 3, min(2, keys))
+    assert tuple(top.keys.shape) == (2, heads, rows, min(2, keys))
+    sums = library.back(attention_weights(*arrays[:2], per_key=True, **options))
+    np.testing.assert_allclose(sums, np.full((2, heads, keys), rows / max(1, keys + with_sinks)))
 
 
 # Functions of score and mask, as users of FlexAttention write them

@@ -1,11 +1,7 @@
 """Random calls, large ones too, against the textbook formula in float64.
 
-Each call is made from its number only. To search for longer than the test does::
-
-    python tests/api/test_random_calls.py 2000
+Each call is made from its number only.
 """
-
-import sys
 
 import numpy as np
 import pytest
@@ -153,17 +149,3 @@ def test_random_calls(library, first):
             check(seed, library)
         except Exception as error:
             raise AssertionError(f"call {seed}: {random_call(seed)[1]}") from error
-
-
-if __name__ == "__main__":
-    failures = 0
-    for seed in range(int(sys.argv[1])):
-        for library in LIBRARIES:
-            try:
-                check(seed, library)
-            except Exception as error:
-                failures += 1
-                arrays, options = random_call(seed)
-                shapes_given = [x.shape for x in arrays]
-                print(f"{library}, call {seed}: {shapes_given} {options}\n  {str(error)[:300]}")
-    print(f"{failures} failures")

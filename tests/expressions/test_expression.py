@@ -29,27 +29,21 @@ NAMES |= {"array_api_strict": array_api_strict}
 VALUES = [
     masks.causal(),
     masks.window(3, None),
-    masks.window(np.int64(3), 0),
     masks.prefix(3),
     masks.padding(3, 2),
     masks.padding(3),
     masks.padding(np.array([3, 4])),
-    masks.padding(np.array([3, 5])),
     masks.prefix(array_api_strict.asarray([3, 4])),
     masks.segments(np.array([0, 1])),
-    masks.segments(np.array([[0, 1]], np.uint8), np.array([1, 2], np.int32)),
     *(masks.segments(xp.asarray([0, 1])) for xp in (torch, jax and jax.numpy) if xp),
     masks.dilated(3),
-    masks.positions(np.array([0, 1]), np.array([1, 0])),
     masks.positions(np.array([0, 1]), np.array([1, 0]), masks.causal() | ~masks.prefix(2)),
-    masks.tree(torch.tensor([-1, 0, 0])),
     masks.tree(np.array([[-1, 0], [-1, -1]])),
     masks.global_tokens(3, 1, 3),
     masks.dense(np.array([[True, False]])),
     masks.dense(np.array(True)),
     masks.rule(later),
     masks.rule(earlier),
-    masks.causal() | masks.prefix(2),
     masks.causal() & masks.prefix(2),
     masks.causal() & masks.window(1, 1) | ~masks.prefix(2) & ~(masks.causal() | masks.dilated(2)),
     masks.compile(later, 6),
@@ -60,7 +54,6 @@ VALUES = [
     scores.temperature(np.float32(0.5)),
     scores.alibi(np.int64(8)),
     scores.alibi(np.array([0.1, np.inf, -np.inf], np.float32)),
-    scores.alibi(torch.tensor([0.5, 2.0], dtype=torch.bfloat16)),
     scores.relative_bias(np.ones((4, 2)), bidirectional=False, max_distance=30),
     scores.softcap(3) >> halved >> scores.alibi(2),
     scores.cosine(),
@@ -72,10 +65,15 @@ VALUES = [
     scores.sigmoid(),
     scores.sparsemax(),
 ]
+if torch:
+    VALUES += [
+        masks.tree(torch.tensor([-1, 0, 0])),
+        scores.alibi(torch.tensor([0.5, 2.0], dtype=torch.bfloat16)),
+    ]
 
 
 @pytest.mark.parametrize("value", VALUES, ids=repr)
-def test_a_value_is_what_it_prints_and_a_copy_is_equal_and_hashes_alike(value):
+def test_a_value_evaluates_copies_and_pickles_to_its_equal(value):
     assert eval(repr(value), NAMES) == value
     for again in (copy.copy(value), copy.deepcopy(value), pickle.loads(pickle.dumps(value))):
         assert again == value
@@ -87,7 +85,7 @@ def test_different_values_are_different():
         assert [m for m, other in enumerate(VALUES) if one == other] == [n]
 
 
-def test_arrays_that_lists_cannot_say_print_as_what_they_are_of():
+def test_large_and_empty_arrays_print_as_shapes():
     assert repr(masks.dense(np.zeros((0, 3), bool))) == "masks.dense(<(0, 3) bool of numpy>)"
     assert repr(masks.segments(np.zeros(65, int))) == "masks.segments(<(65,) int64 of numpy>)"
     nothing = masks.dense(np.zeros(0, bool))

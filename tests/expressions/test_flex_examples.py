@@ -5,7 +5,7 @@ They are of "FlexAttention: The Flexibility of PyTorch with the Performance of F
 image, of its attention-gym. Those that call torch by name call the same function of the arrays'
 library here: `torch.tanh` and `torch.where` are `xp`'s, `torch.abs(x)` and `x.abs()` are `abs(x)`,
 and NATTEN's `clamp` is by `where`. Functions count rows and keys from the first, whatever
-``query_offset=`` is, and masks and scores that are values count from the offset.
+``query_offset=`` is.
 """
 
 import functools
@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from optional import flex, jax, torch
 
-from polyattn import attention, masks, scores
+from polyattn import attention, masks
 from polyattn.conformance import Target, assert_accurate, make_case
 
 pytestmark = pytest.mark.slow
@@ -34,12 +34,11 @@ ALIBI_BIAS = np.array([0.5, 0.25, 0.125, 0.0625])
 
 
 class Example(NamedTuple):
-    """Functions over arrays of one library, and options of ours that mean the same."""
+    """Functions over arrays of one library."""
 
     mask_mods: tuple[Any, ...] = ()
     join: Any = operator.and_
     score_mod: Any = None
-    value: dict[str, Any] | None = None
 
     def options(self):
         """The options as attention takes them: one function, or functions joined as values."""
@@ -75,8 +74,8 @@ def relative_positional(score, b, h, q_idx, kv_idx):
     return score + (q_idx - kv_idx)
 
 
-def examples(to, queries):
-    """All of them, with arrays that `to` makes of NumPy's, for so many queries."""
+def examples(to):
+    """All of them, with arrays that `to` makes of NumPy's."""
     prefix_length, document_id = to(PREFIX_LENGTH), to(DOCUMENT_ID)
     xp = array_api_compat.array_namespace(document_id)
 
@@ -109,34 +108,20 @@ def examples(to, queries):
         vertical_mask = abs(clamped(q_y, WIDTH - 1) - kv_y) <= REACH
         return horizontal_mask & vertical_mask
 
-    ids = masks.segments(to(DOCUMENT_ID[:queries]), document_id)
-    near = masks.window(SLIDING_WINDOW, SLIDING_WINDOW)
     return {
-        "causal": Example((causal,), value={"mask": masks.causal()}),
-        "sliding window": Example(
-            (sliding_window_causal,), value={"mask": masks.window(SLIDING_WINDOW, 0)}
-        ),
-        "prefix LM": Example(
-            (prefix_mask, causal),
-            operator.or_,
-            value={"mask": masks.prefix(to(PREFIX_LENGTH + 1)) | masks.causal()},
-        ),
-        "documents": Example((document_masking,), value={"mask": ids}),
-        "dilated": Example(
-            (dilated_sliding_window,), value={"mask": near & masks.dilated(DILATION)}
-        ),
+        "causal": Example((causal,)),
+        "sliding window": Example((sliding_window_causal,)),
+        "prefix LM": Example((prefix_mask, causal), operator.or_),
+        "documents": Example((document_masking,)),
+        "dilated": Example((dilated_sliding_window,)),
         "NATTEN": Example((natten_mask,)),
         "relative": Example(score_mod=relative_positional),
-        "softcap": Example(score_mod=soft_cap, value={"score_mod": scores.softcap(SOFTCAP)}),
-        "causal ALiBi": Example(
-            (causal,),
-            score_mod=alibi,
-            value={"mask": masks.causal(), "score_mod": scores.alibi(to(ALIBI_BIAS))},
-        ),
+        "softcap": Example(score_mod=soft_cap),
+        "causal ALiBi": Example((causal,), score_mod=alibi),
     }
 
 
-NAMES = tuple(examples(np.asarray, LENGTH))
+NAMES = tuple(examples(np.asarray))
 LENGTHS = {"L = S": (LENGTH, LENGTH), "L < S": (19, LENGTH)}
 
 each_example = pytest.mark.parametrize("name", NAMES)
@@ -157,7 +142,7 @@ def call(name, lengths):
     return make_case(
         f"{name}, {lengths}",
         **{"dtype": "float64", "batch": (B,), "H": H, "L": queries, "S": keys},
-        **examples(np.asarray, queries)[name].options(),
+        **examples(np.asarray)[name].options(),
     )
 
 
@@ -179,20 +164,12 @@ def torchs_own(example, case):
 def test_torchs_own_result_is_that_of_our_oracle(name, lengths):
     """So that what is held to one is held to the other."""
     case = call(name, lengths)
-    assert_accurate(torchs_own(examples(torch.asarray, lengths[0])[name], case), case)
+    assert_accurate(torchs_own(examples(torch.asarray)[name], case), case)
 
 
 @each_shape
 @each_example
 def test_a_published_function_runs_as_it_is(library, name, lengths):
     case = call(name, lengths)
-    arrays, example = map(library.to, case.arguments()[0]), examples(library.to, lengths[0])[name]
+    arrays, example = map(library.to, case.arguments()[0]), examples(library.to)[name]
     assert_accurate(library.back(attention(*arrays, **example.options())), case)
-
-
-@each_shape
-@pytest.mark.parametrize("name", [name for name in NAMES if examples(np.asarray, 1)[name].value])
-def test_the_value_that_means_the_same_gives_the_same(library, name, lengths):
-    case = call(name, lengths)
-    arrays, example = map(library.to, case.arguments()[0]), examples(library.to, lengths[0])[name]
-    assert_accurate(library.back(attention(*arrays, **example.value, query_offset=0)), case)

@@ -137,7 +137,7 @@ def seen(part, mask):
 
 
 @pytest.mark.parametrize("part", PARTS, ids=PLACES)
-def test_masks_show_there_what_they_show_where_the_starts_are_traced(part):
+def test_parts_of_masks_with_traced_starts(part):
     all_found = with_traced_starts(part, seen, *MASKS.values())
     for (name, mask), found in zip(MASKS.items(), all_found, strict=True):
         expected = np.broadcast_to(mask.seen(outside(part)), shape_of(part))
@@ -261,8 +261,10 @@ class Undeclared(Mask):
 
 
 def test_an_expression_that_does_not_say_is_refused_by_name():
-    with pytest.raises(TypeError, match=r"masks.every_third cannot be cut .* has no `axes`"):
+    with pytest.raises(TypeError, match=r"masks.every_third cannot be cut .* does not give `axes`"):
         (masks.causal() & ~Unknown()).part(WHOLE)
     for change in (lambda x: x.part(WHOLE), lambda x: x.arrays()):
-        with pytest.raises(TypeError, match=r"masks.chosen cannot be cut .* no axes for `keys`"):
+        with pytest.raises(
+            TypeError, match=r"masks.chosen cannot be cut .* not give the axes of `keys`"
+        ):
             change(masks.causal() | Undeclared(np.ones(S, bool)))

@@ -1,6 +1,6 @@
 """Dropout: the published generator, the same bits in every library and for every tile."""
 
-from functools import cache, partial
+from functools import partial
 
 import array_api_compat.numpy as xp
 import numpy as np
@@ -11,6 +11,7 @@ from optional import jax, jnp, torch
 from polyattn import attention
 from polyattn._base.arrays import namespace_of
 from polyattn._core.tiles.dropout import keep_mask, keep_mask_by_word, philox
+from polyattn.conformance.reference import philox as philox_reference
 
 JAX = Library("jax", jnp.asarray, np.asarray, ("float32",))
 EVERY = (*EVERYWHERE, JAX)
@@ -30,29 +31,8 @@ PUBLISHED = [
 ]
 
 
-def reference(counter, key):
-    """The generator once more, in Python's own integers."""
-    for number in range(10):
-        if number:
-            key = ((key[0] + 0x9E3779B9) % 2**32, (key[1] + 0xBB67AE85) % 2**32)
-        high, low = divmod(0xD2511F53 * counter[0], 2**32)
-        other_high, other_low = divmod(0xCD9E8D57 * counter[2], 2**32)
-        counter = (other_high ^ counter[1] ^ key[0], other_low, high ^ counter[3] ^ key[1], low)
-    return counter
-
-
-def is_kept(b, h, i, j, seed=SEED, rate=RATE):
-    word = reference((j // 4, i, h, b), (seed % 2**32, seed >> 32))[j % 4]
-    return word >= round(rate * 2**32)
-
-
-@cache
-def expected(seed=SEED, rate=RATE):
-    found = [
-        [[[is_kept(b, h, i, j, seed, rate) for j in range(S)] for i in range(L)] for h in range(H)]
-        for b in range(B)
-    ]
-    return np.array(found) / (1 - rate) / S
+def expected(seed=SEED):
+    return philox_reference.keep_mask(RATE, seed, (B,), (H, L, S)) / (1 - RATE) / S
 
 
 @pytest.mark.parametrize(("counter", "key", "words"), PUBLISHED)
@@ -61,7 +41,7 @@ def test_philox_gives_the_published_words(to, counter, key, words):
     arrays = tuple(to([word]) for word in counter)
     found = philox(namespace_of(arrays[0]), arrays, key)
     assert tuple(int(word[0]) for word in found) == words
-    assert reference(counter, key) == words
+    assert philox_reference.philox(counter, key) == words
 
 
 # JAX compiles each operation for each shape of a tile; small tiles are many.
@@ -71,7 +51,7 @@ TILES += [pytest.param(library, 1, marks=pytest.mark.slow) for library in EVERY]
 
 
 @pytest.mark.parametrize(("library", "tile"), TILES, ids=str)
-def test_the_same_weights_are_dropped_everywhere_and_for_every_tile(library, tile):
+def test_every_library_and_tile_drops_the_same_weights(library, tile):
     arrays = [library.to(x) for x in (QUERY, KEY, VALUE)]
     kernel = "dense" if tile is None else tiles_of(tile)
     options = {"dropout": (RATE, SEED), "kernel": kernel, "backend": "array-api"}

@@ -1,4 +1,4 @@
-"""The facts of a call, without the contents of its arrays: what checks and plans go by."""
+"""The facts of a call, without the contents of its arrays: checks and plans use only these."""
 
 from __future__ import annotations
 
@@ -76,17 +76,17 @@ class Call(NamedTuple):
 
     def arrays(self) -> list[tuple[str, ArrayFacts]]:
         """Return the name and facts of each array; an array in a mask is named ``mask.key_ids``."""
-        found: list[tuple[str, ArrayFacts]] = []
+        arrays: list[tuple[str, ArrayFacts]] = []
         for name, given in zip(self._fields, self, strict=True):
             if given is None:  # as most are
                 continue
             if isinstance(given, ArrayFacts):
-                found.append((name, given))
+                arrays.append((name, given))
             elif isinstance(given, (Mask, Score, Similarity)):
-                found += [(f"{name}.{field}", facts) for field, facts in given.carried()]
+                arrays += [(f"{name}.{field}", facts) for field, facts in given.carried()]
             elif isinstance(given, (Residuals, Cotangents, Tangents)):
-                found += named_arrays(given)
-        return found
+                arrays += named_arrays(given)
+        return arrays
 
 
 class Letters(NamedTuple):

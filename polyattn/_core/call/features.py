@@ -58,7 +58,7 @@ FEATURES: dict[str, Feature] = {
     ),
     "bias": Feature("bias=, added to the scores", lambda c, p: c.bias is not None, hides_keys=True),
     "block_table": Feature(
-        "keys and values where they lie in pages; other kernels get copies in one piece",
+        "paged keys and values, read in place; other kernels get a gathered, contiguous copy",
         lambda c, p: c.block_table is not None,
         in_derivatives=False,
     ),

@@ -81,7 +81,7 @@ class Cosine(Similarity):
 
     def pullback(self, query: Array, key: Array, gradient: Array, backend: Primitives) -> Pullback:
         xp, matmul = backend.xp, backend.matmul
-        # A similarity of what is not finite is not either: its gradient is 0 or NaN.
+        # If a query or key is not finite, neither is the similarity: its gradient is 0 or NaN.
         query, key = finite(xp, query), finite(xp, key)
         of_query = matmul(gradient, unit(key, backend))
         of_key = matmul(xp.matrix_transpose(gradient), unit(query, backend))
@@ -120,8 +120,8 @@ class Distance(Similarity):
     def pullback(self, query: Array, key: Array, gradient: Array, backend: Primitives) -> Pullback:
         xp, matmul = backend.xp, backend.matmul
         if self.p == 1:
-            found = by_rows(backend, partial(self._slopes, xp), query, key, gradient)
-            of_query, of_key = zip(*found, strict=True)
+            of_blocks = by_rows(backend, partial(self._slopes, xp), query, key, gradient)
+            of_query, of_key = zip(*of_blocks, strict=True)
             return joined(xp, of_query), reduce(add, of_key), []
         share = gradient * used(xp, self._over_root(query, key, backend), gradient)
         query, key = finite(xp, query), finite(xp, key)
@@ -199,8 +199,8 @@ class Additive(Similarity):
     def pullback(self, query: Array, key: Array, gradient: Array, backend: Primitives) -> Pullback:
         xp = backend.xp
         weight = cast(xp, self.weight, query.dtype)
-        found = by_rows(backend, partial(self._slopes, xp, weight), query, key, gradient)
-        of_query, of_key, of_weight = zip(*found, strict=True)
+        of_blocks = by_rows(backend, partial(self._slopes, xp, weight), query, key, gradient)
+        of_query, of_key, of_weight = zip(*of_blocks, strict=True)
         return joined(xp, of_query), reduce(add, of_key), [reduce(add, of_weight)]
 
     @staticmethod
@@ -285,7 +285,7 @@ class ByNorm(ScaleRule):
 
 
 class Normalizer(Expression):
-    """A replacement for softmax, which turns scores into weights. It has no logsumexp."""
+    """A replacement for softmax, which turns scores into weights, without a logsumexp."""
 
     module: ClassVar[str] = "scores"
     axes: ClassVar[dict[str, str]] = {}
@@ -295,7 +295,7 @@ class Normalizer(Expression):
         raise NotImplementedError
 
     def pullback(self, weights: Array, gradient: Array, xp: Any) -> Array:
-        """Return the gradient of the scores, 0 where a weight is 0, whatever `gradient` is there.
+        """Return the gradient of the scores, 0 where a weight is 0, whatever `gradient` holds.
 
         The derivative is a symmetric matrix, so a tangent in place of the gradient makes the result
         the forward derivative.

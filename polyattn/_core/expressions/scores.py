@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from polyattn._base.arrays import Array, ArrayFacts, cast, is_array, library_of, numbers_like
 from polyattn._base.host import destination_of
 from polyattn._core.expressions.derivatives import into_heads, used
-from polyattn._core.expressions.expression import RENDERERS, Expression, shown
+from polyattn._core.expressions.expression import Expression, shown
 from polyattn._core.expressions.indices import INDEX_LIMIT, PointIndices, ScoreDims, ScoreIndices
 from polyattn._core.expressions.parts import Part
 
@@ -45,9 +45,6 @@ class Score(Expression):
         score, so a tangent in place of the gradient makes the first result the forward derivative.
         """
         raise NotImplementedError
-
-    def _repr_html_(self) -> str:
-        return str(RENDERERS["html"](self))
 
     def __call__(self, s: Array, b: Array, h: Array, i: Array, j: Array) -> Array:
         destination = destination_of(s) if is_array(s) else None
@@ -107,11 +104,11 @@ class Chain(Score):
         given = [scores]
         for part in self.parts[:-1]:
             given.append(part.apply(given[-1], at))
-        found: list[Array] = []
+        of_arrays: list[Array] = []
         for part, before in zip(reversed(self.parts), reversed(given), strict=True):
             gradient, arrays = part.pullback(before, at, gradient)
-            found = arrays + found
-        return gradient, found
+            of_arrays = arrays + of_arrays
+        return gradient, of_arrays
 
     def __repr__(self) -> str:
         return " >> ".join([repr(part) for part in self.parts])
@@ -262,10 +259,10 @@ class RelativeBias(Score):
         zero = xp.zeros_like(away)
         distance = xp.abs(away) if self.bidirectional else xp.where(away < 0, -away, zero)
         # The steps are whole numbers, because libraries round a logarithm differently.
-        found = xp.where(distance < exact, distance, zero + exact)
+        bucket = xp.where(distance < exact, distance, zero + exact)
         for first in _steps(exact, each, self.max_distance):
-            found = found + cast(xp, distance >= first, away.dtype)
-        return xp.where(away > 0, found + each, found) if self.bidirectional else found
+            bucket = bucket + cast(xp, distance >= first, away.dtype)
+        return xp.where(away > 0, bucket + each, bucket) if self.bidirectional else bucket
 
     def check(self, dims: ScoreDims) -> None:
         facts: ArrayFacts = self.table
@@ -297,13 +294,13 @@ def _steps(exact: int, each: int, most: int) -> list[int]:
     growth = (math.log(most) - math.log(exact)) / spread
     limit = 2 * INDEX_LIMIT - 1  # which no distance reaches
     furthest = math.log(limit)
-    found, n = [], exact
+    steps, n = [], exact
     for k in range(1, spread):
         n = max(n, int(exact * math.exp(min(k * growth, furthest))) - 1)  # as far as floats tell
         while n < limit and n**spread * exact**k < most**k * exact**spread:
             n += 1
-        found.append(min(n, limit))
-    return found
+        steps.append(min(n, limit))
+    return steps
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -155,7 +155,7 @@ class TileGrid(TileQuery):
         """Return whether any and whether all of each block of a mask array holds."""
         xp = self._xp
         seen = with_rank(seen, self._rank)
-        found: list[Array] = []
+        answers: list[Array] = []
         for reduce in (xp.any, xp.all):
             rows = [seen]
             if seen.shape[-2] != 1:
@@ -164,8 +164,8 @@ class TileGrid(TileQuery):
                     for span in Span(0, self.lengths[0]).split(self.tile_size[0])
                 ]
             joined = rows[0] if len(rows) == 1 else xp.concat(rows, axis=-2)
-            found.append(joined if seen.shape[-1] == 1 else self.fold_blocks(joined, 1, reduce))
-        return found[0], found[1]
+            answers.append(joined if seen.shape[-1] == 1 else self.fold_blocks(joined, 1, reduce))
+        return answers[0], answers[1]
 
     def table(self, table: TileTable) -> Coverage:
         """Return the coverage that a table of tiles gives."""

@@ -1,0 +1,192 @@
+"""Measure all backends at all lengths within a time budget.
+
+Lengths are measured in order. The remaining budget is shared among the remaining lengths, more for
+the longer ones. A backend that would exceed its share at a length is left out there, with a note
+in the results.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from polyattn.bench import peaks
+from polyattn.bench.contender import Contender, Running
+from polyattn.bench.exact import ExactRows, exact_rows, largest_error
+from polyattn.bench.memory import peak_memory
+from polyattn.bench.results import BenchResults, Timing
+from polyattn.bench.table import digits
+from polyattn.bench.timing import FEWEST, REST, alternate, spread_of
+
+# Smallest number of calls for a row: to compile, to estimate, for the memory, and the rounds.
+CALLS = 3 + FEWEST
+# Seconds for the rounds of the first of several lengths, so that rows are printed soon.
+SOON = 1.0
+# Budget of a length relative to the previous one.
+GROWTH = 1.5
+# The factor by which a call may be faster than a matrix product measured on a busy machine.
+DOUBT = 10.0
+# Minimum seconds for a backend at a length, so that short calls are never left out.
+LEAST = 1.0
+
+Say = Callable[[str], None]
+
+
+class Started(NamedTuple):
+    """A call that has run once, its row without times, and about how many seconds it takes."""
+
+    running: Running
+    row: Timing
+    seconds: float
+
+
+def measure_peaks(
+    results: BenchResults, contenders: Sequence[Contender], deadline: float, say: Say
+) -> None:
+    """Measure the hardware rates by each backend; one that fails is skipped.
+
+    Half of the time is shared among them. Each measures at least its smallest arrays: the rates of
+    some backends only would be no roof for the others.
+    """
+    end = (time.perf_counter() + deadline) / 2
+    for done, contender in enumerate(contenders):
+        say(f"{contender.name}, a matrix product and a sum")
+        time.sleep(REST)
+        now = time.perf_counter()
+        until = now + (end - now) / (len(contenders) - done)
+        with suppress(Exception):  # such as too little memory: the call may need less
+            results.peaks.append(peaks.measure(contender, results.workload.dtype, until))
+
+
+def measure(
+    results: BenchResults,
+    contenders: Sequence[Contender],
+    lengths: Sequence[int],
+    deadline: float,
+    say: Say,
+) -> Iterator[list[Timing]]:
+    """Add the rows of each length to the results and yield them.
+
+    The `deadline` is a time of `time.perf_counter`; it is kept as far as times can be predicted.
+    """
+    roofs, before = results.roofs, 0
+    bounds = {
+        one.name: DOUBT * roofs[one.hardware].product for one in contenders if one.hardware in roofs
+    }
+    speeds = dict(bounds)  # operations per second at the length before
+    for done, length in enumerate(lengths):
+        if length > 2 * before:  # the speed of much shorter calls predicts little
+            speeds = dict(bounds)
+        before = length
+        share = (deadline - time.perf_counter()) * _share(len(lengths) - done)
+        most = SOON if done == 0 and len(lengths) > 1 else share
+        rows = _measure_length(results, contenders, length, share, most, speeds, say)
+        for row in rows:
+            rate = results.rate(row)
+            if rate is not None:
+                speeds[row.backend] = rate
+        results.rows += rows
+        yield rows
+
+
+def _measure_length(
+    results: BenchResults,
+    contenders: Sequence[Contender],
+    length: int,
+    share: float,
+    most: float,
+    speeds: dict[str, float],
+    say: Say,
+) -> list[Timing]:
+    workload, began = results.workload, time.perf_counter()
+    most_each = max(share / len(contenders), LEAST)
+    rows = {}
+    for one in contenders:
+        foreseen = workload.flops(length) / speeds.get(one.name, math.inf)
+        note = None
+        if CALLS * foreseen > most_each:
+            note = (
+                f"left out: a call would take about {digits(foreseen)} s or more; raise --seconds"
+                " to include it"
+            )
+        rows[one.name] = Timing(length, one.name, one.hardware, note=note)
+    contenders = [one for one in contenders if rows[one.name].note is None]
+    if not contenders:
+        return list(rows.values())
+    try:
+        arrays = workload.arrays(length)
+        exact = exact_rows(workload, arrays, length)
+    except Exception as error:  # such as too little memory
+        return [replace(row, note=row.note or _first_line(error)) for row in rows.values()]
+    started: dict[str, Started] = {}
+    for contender in contenders:
+        name = contender.name
+        say(f"{length}: {name}, first calls")
+        try:
+            started[name] = _start(results, contender, rows[name], arrays, exact)
+        except Exception as error:  # such as too little memory: the others go on
+            rows[name] = replace(rows[name], note=_first_line(error))
+    left = share - (time.perf_counter() - began)
+    rows |= _timed_rows(started, left, most, lambda text: say(f"{length}: {text}"))
+    return list(rows.values())
+
+
+def _timed_rows(
+    started: dict[str, Started], left: float, most: float, say: Say
+) -> dict[str, Timing]:
+    """Return the rows of started calls, timed for as many rounds as the time allows."""
+    each = max(left / max(len(started), 1), LEAST)
+    slow = {name for name, one in started.items() if FEWEST * one.seconds > each}
+    calls = {name: one.running for name, one in started.items() if name not in slow}
+    expected = {name: one.seconds for name, one in started.items()}
+    times = alternate(calls, expected, min(left, most), say)
+    rows = {}
+    for name, one in started.items():
+        own = times.get(name, [one.seconds])
+        median, low, high = spread_of(own)
+        note = "only one call, for lack of time" if name in slow else None
+        rows[name] = replace(
+            one.row, seconds=median, low=low, high=high, rounds=len(own), note=note
+        )
+    return rows
+
+
+def _start(
+    results: BenchResults,
+    contender: Contender,
+    row: Timing,
+    arrays: Sequence[Any],
+    exact: list[ExactRows],
+) -> Started:
+    """Run the call of a contender and measure everything except its time."""
+    running = contender.start(results.workload, arrays)
+    first, output = _timed(running)
+    error = largest_error(np.asarray(contender.backend.fetch(output)), exact)
+    del output
+    seconds, _ = _timed(running)
+    memory = peak_memory(running, results.workload.output_bytes(row.length))
+    finite = error if math.isfinite(error) else None  # JSON lacks infinity and NaN
+    row = replace(row, kernel=running.kernel, first=first, error=finite, memory=memory)
+    return Started(running, row, seconds)
+
+
+def _first_line(error: Exception) -> str:
+    lines = f"{type(error).__name__}: {error}".splitlines()
+    return "".join(char for char in lines[0] if char.isprintable())
+
+
+def _timed(running: Running) -> tuple[float, Any]:
+    start = time.perf_counter()
+    output = running()
+    return time.perf_counter() - start, output
+
+
+def _share(left: int) -> float:
+    """Return the share of the remaining budget for the next of `left` lengths."""
+    return 1 / sum(GROWTH**n for n in range(left))

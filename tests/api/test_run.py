@@ -1,0 +1,223 @@
+"""A repeated call: it skips the description, and what changes in it is seen."""
+
+import itertools
+import sys
+
+import numpy as np
+import pytest
+from optional import torch
+
+import polyattn
+from polyattn import attention, masks, scores
+from polyattn._core.call.describe import describe
+from polyattn._core.call.key import call_key
+from polyattn._dispatch.cache import forget
+
+SHAPE = (2, 4, 4, 8)
+X = np.random.default_rng(0).standard_normal(SHAPE, dtype=np.float32)
+T = torch.from_numpy(X) if torch else None
+needs_torch = pytest.mark.needs("torch")
+LIBRARIES = [pytest.param(X, id="numpy"), pytest.param(T, id="torch", marks=needs_torch)]
+SEEN = np.tril(np.ones((4, 4), bool))
+
+
+def outcome(arguments, options):
+    """Return the output of a call, or its error."""
+    try:
+        result = attention(*arguments, **options)
+    except (TypeError, ValueError, polyattn.BackendError) as error:
+        return type(error), str(error)
+    return type(result), result.dtype, np.asarray(result)
+
+
+@pytest.fixture(autouse=True)
+def no_calls():
+    """Forget the calls of other tests."""
+    forget()
+
+
+def described(monkeypatch):
+    """Return a list that grows with each call that is described."""
+    calls = []
+    module = sys.modules["polyattn._api.attention"]
+    monkeypatch.setattr(module, "describe", lambda *a, **k: calls.append(a) or describe(*a, **k))
+    return calls
+
+
+PLAIN = [
+    {},
+    {"is_causal": True},
+    {"window": (2, 0)},
+    {"scale": 0.5, "softcap": 3.0},
+    {"layout": "...LHD"},
+    {"query_offset": 1, "is_causal": True},
+    {"backend": "numpy"},
+    {"kernel": "dense"},
+]
+
+
+@pytest.mark.parametrize("x", LIBRARIES)
+def test_a_repeated_call_is_not_described_again(x, monkeypatch):
+    calls = described(monkeypatch)
+    for number, options in enumerate(PLAIN, start=1):
+        forget()
+        results = [np.asarray(attention(x, x, x, **options)) for _ in range(3)]
+        other = np.asarray(attention(x + 1, x, x, **options))
+        assert len(calls) == 2 * number - 1
+        forget()
+        np.testing.assert_array_equal(np.asarray(attention(x + 1, x, x, **options)), other)
+        np.testing.assert_array_equal(results[0], results[2])
+
+
+@pytest.mark.parametrize("name", ["mask", "bias", "sinks", "query_offset"])
+@pytest.mark.parametrize("x", LIBRARIES)
+def test_each_array_of_a_repeated_call_is_its_own(x, name, monkeypatch):
+    first = {
+        "mask": SEEN, "bias": X[0, 0, :, :4], "sinks": X[0, 0, 0, :4],
+        "query_offset": np.arange(2),
+    }[name]  # fmt: skip
+    second = ~first if name == "mask" else first + 1
+    if x is T:
+        first, second = torch.from_numpy(first.copy()), torch.from_numpy(second.copy())
+    calls = described(monkeypatch)
+    more = {"is_causal": True} if name == "query_offset" else {}
+    attention(x, x, x, **{name: first}, **more)
+    again = attention(x, x, x, **{name: second}, **more)
+    assert len(calls) == 1
+    forget()
+    want = attention(x, x, x, **{name: second}, **more)
+    np.testing.assert_array_equal(np.asarray(again), np.asarray(want))
+
+
+CHANGES = {
+    "dtype": ((X.astype("f8"),) * 3, {}),
+    "byte order": ((X.astype(">f4"),) * 3, {}),
+    "lengths": ((X, X[:, :, :3], X[:, :, :3]), {}),
+    "rank": ((X[0, 0],) * 3, {}),
+    "class": ((np.ma.masked_array(X),) * 3, {}),
+    "True for 1": ((X,) * 3, {"scale": True}),
+    "1 for True": ((X,) * 3, {"is_causal": 1}),
+    "a bool in a window": ((X,) * 3, {"window": (True, 0)}),
+    "a shape of a mask": ((X,) * 3, {"mask": SEEN[:3]}),
+    "a rule for a mask": ((X,) * 3, {"mask": masks.window(1, 0)}),
+    "a rule for scores": ((X,) * 3, {"score_mod": scores.alibi(4)}),
+    "another backend": ((X,) * 3, {"backend": "torch"}),
+    "no backend": ((X,) * 3, {"backend": "no_such"}),
+    "too many": ((X,) * 4, {}),
+    "dropout": ((X,) * 3, {"dropout": (0.5, 3)}),
+}
+if torch:
+    CHANGES |= {
+        "library": ((T,) * 3, {}),
+        "nested": ((torch.nested.nested_tensor([T[0], T[1]], layout=torch.jagged),) * 3, {}),
+        "meta": ((T.to("meta"), T, T), {}),
+    }
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_changes_in_a_call_is_seen(change):
+    arguments, options = CHANGES[change]
+    want = outcome(arguments, options)
+    forget()
+    for known in ({}, {"is_causal": True}, {"window": (1, 0)}, {"scale": 1}, {"mask": SEEN}):
+        attention(X, X, X, **known)
+        if torch and "mask" not in known:
+            attention(T, T, T, **known)
+    got = outcome(arguments, options)
+    assert got[:2] == want[:2]
+    if len(want) == 3:
+        np.testing.assert_array_equal(got[2], want[2])
+
+
+class Subclass(np.ndarray):
+    """A class of its own, which NumPy's functions take."""
+
+
+#: The forms in which an argument may be given.
+FORMS = {
+    "another byte order": lambda x: x.astype(x.dtype.newbyteorder()),
+    "backwards in memory": lambda x: x[..., ::-1].copy()[..., ::-1],
+    "spaced": lambda x: np.stack([x, x], axis=-1)[..., 0],
+    "by columns": np.asfortranarray,
+    "a subclass": lambda x: x.view(Subclass),
+    "masked": np.ma.masked_array,
+    "a list": lambda x: x.tolist(),
+    "a tuple": lambda x: tuple(x.tolist()),
+    "another size": lambda x: x.astype(x.dtype.kind + ("1" if x.dtype.kind == "b" else "8")),
+}
+FORMED = {
+    "query": X, "key": X, "value": X, "mask": SEEN[None, None], "bias": X[:1, :1, :, :4],
+    "sinks": X[0, 0, 0, :4], "query_offset": np.arange(2, dtype=np.int32),
+}  # fmt: skip
+FUNCTIONS = {
+    "attention": attention,
+    "attention_partial": polyattn.attention_partial,
+    "attention_vjp": lambda *x, **o: polyattn.attention_vjp(*x, **o)[1](X),
+    "attention_jvp": lambda *x, **o: polyattn.attention_jvp(x, x, **o),
+    "attention_weights": lambda q, k, v, **o: polyattn.attention_weights(q, k, **o),
+    "explain": lambda *x, **o: str(polyattn.explain(*x, **o)),
+}
+
+
+def read(function, arguments, options):
+    """Return the bits and classes of the results of a call, or its error."""
+    try:
+        results = function(*arguments, **options)
+    except Exception as error:
+        return type(error), str(error)
+    if not isinstance(results, tuple):
+        results = (results,)
+    return [(type(x), str(np.asarray(x).dtype), np.asarray(x).tobytes()) for x in results]
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_cached_call_treats_each_form_of_an_argument_alike(name):
+    for (place, plain), form in itertools.product(FORMED.items(), FORMS):
+        calls = []
+        for given in (FORMS[form](plain), plain):
+            options = {} if place in ("query", "key", "value") else {place: given}
+            arguments = [given if one == place else X for one in ("query", "key", "value")]
+            if place == "query_offset":
+                options["is_causal"] = True
+            calls.append((FUNCTIONS[name], arguments, options))
+        formed, plain_call = calls
+        forget()
+        first = read(*formed)
+        assert [read(*formed) for _ in range(2)] == [first] * 2, (place, form)
+        forget()
+        known = [read(*plain_call) for _ in range(2)]
+        assert [read(*formed), read(*plain_call)] == [first, known[0]], (place, form)
+
+
+@needs_torch
+def test_a_tensor_that_requires_grad_is_another_call():
+    options = {"softcap": 3.0, "kernel": "tiled"}
+    attention(T, T, T, **options)
+    leaf = T.clone().requires_grad_()
+    assert call_key((leaf, T, T), {}) != call_key((T, T, T), {})
+    attention(leaf, T, T, **options).sum().backward()
+    assert leaf.grad is not None
+
+
+def test_the_choice_of_a_backend_is_seen(monkeypatch):
+    attention(X, X, X)
+    with polyattn.use_backend("torch:cuda"), pytest.raises(polyattn.BackendError):
+        attention(X, X, X)
+    monkeypatch.setenv("POLYATTN_BACKEND", "torch:cuda")
+    with pytest.raises(polyattn.BackendError):
+        attention(X, X, X)
+
+
+@needs_torch
+def test_what_torch_transforms_has_no_key():
+    seen = []
+
+    def function(x):
+        seen.append(call_key((x, x, x), {}))
+        return attention(x, x, x)
+
+    attention(T[0], T[0], T[0])
+    got = torch.func.vmap(function)(T)
+    assert seen == [None]
+    torch.testing.assert_close(got, attention(T, T, T))

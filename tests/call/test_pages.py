@@ -1,0 +1,287 @@
+"""Paged keys equal contiguous ones, whatever the slots hold that no item uses."""
+
+import re
+
+import numpy as np
+import pytest
+from optional import array_api_strict, da, jax, jnp, torch
+
+from polyattn import (
+    UnsupportedError,
+    attention,
+    attention_jvp,
+    attention_partial,
+    attention_vjp,
+    attention_weights,
+    explain,
+    parallel,
+    scores,
+)
+from polyattn._core.call import layout
+from polyattn._core.call.operands import Operands
+from polyattn._core.call.pages import gathered
+from polyattn_numpy.tiled_kernel import NumpyTiled
+
+rng = np.random.default_rng(0)
+H, G, L, D, E, PAGE, PAGES = 4, 2, 3, 8, 6, 4, 9
+# Two items share page 3, one of them twice; lengths are at the edges of a page; −1 and numbers
+# beyond the pool are not read.
+TABLE = np.array([[3, 7, 3], [5, 3, 99], [1, -1, -1], [8, -7, 0], [0, 4, 2], [6, 0, 1]])
+LENGTHS = np.array([11, 5, 4, 3, 8, 0])
+QUERY = rng.standard_normal((len(TABLE), H, L, D))
+POOLS = tuple(rng.standard_normal((PAGES, G, PAGE, size)) for size in (D, E))
+OPTIONS = [{}, {"is_causal": True}, {"window": (4, 0), "softcap": 2.0}]
+
+
+def named(options):
+    return " and ".join(options) or "nothing"
+
+
+def used():
+    """Return which slots of the pools an item uses."""
+    found = np.zeros((PAGES, PAGE), bool)
+    for pages, length in zip(TABLE, LENGTHS, strict=True):
+        for j in range(length):
+            found[pages[j // PAGE], j % PAGE] = True
+    return found
+
+
+POISONED = tuple(np.where(used()[:, None, :, None], pool, np.nan) for pool in POOLS)
+TO = (np.array, torch.tensor, jnp.asarray, array_api_strict.asarray)
+
+
+def whole(pool, item):
+    """Return the contiguous keys of an item, (G, its length, size)."""
+    slots = [pool[TABLE[item, j // PAGE], :, j % PAGE] for j in range(LENGTHS[item])]
+    return np.stack(slots, axis=1) if slots else np.zeros((G, 0, pool.shape[-1]))
+
+
+def one_by_one(**options):
+    items = range(len(TABLE))
+    return np.stack([attention(QUERY[b], *(whole(x, b) for x in POOLS), **options) for b in items])
+
+
+def paged(to=np.array, pools=POISONED, **options):
+    arrays = map(to, (QUERY, *pools))
+    return attention(*arrays, block_table=TABLE, key_lengths=LENGTHS, **options)
+
+
+@pytest.mark.parametrize("to", [np.array, torch.tensor, array_api_strict.asarray])
+@pytest.mark.parametrize("options", OPTIONS, ids=named)
+def test_pages_equal_contiguous_keys(to, options):
+    found = np.asarray(paged(to, **options))
+    assert np.allclose(found, one_by_one(**options), rtol=0, atol=1e-14)
+
+
+def tiled(tile):
+    kernel = NumpyTiled()
+    kernel.tile = tile
+    return kernel
+
+
+@pytest.mark.parametrize(
+    "options",
+    [*OPTIONS, {"score_mod": scores.alibi(H)}, {"sinks": np.arange(4.0)}, {"dropout": (0.5, 1)}],
+    ids=named,
+)
+def test_numpy_reads_pages_in_place(options):
+    expected = paged(pools=POOLS, kernel="dense", **options)
+    call = {"block_table": TABLE, "key_lengths": LENGTHS} | options
+    for tile, pools in ((1, POOLS), (8, POISONED), (64, POOLS), (2**18, POISONED)):
+        kernel = tiled(tile)
+        found = paged(pools=pools, kernel=kernel, **options)
+        assert np.allclose(found, expected, rtol=0, atol=1e-13), tile
+        explained = explain(QUERY, *pools, kernel=kernel, **call)
+        assert "block_table" in explained.problem.features
+
+
+def test_an_item_ends_in_the_page_in_which_a_later_tile_begins():
+    pool, query = rng.standard_normal((34, 8, 64, 2)), rng.standard_normal((2, 8, 1, 2))
+    # Both items share tiles of 368 keys: the second begins in the page of the keys 320 to 383.
+    call = {"block_table": np.arange(34).reshape(2, 17), "key_lengths": np.array([350, 1088])}
+    found = attention(query, pool, pool, kernel="tiled", **call)
+    expected = attention(query, pool, pool, kernel="dense", **call)
+    assert np.allclose(found, expected, rtol=0, atol=1e-13)
+
+
+def test_heads_after_the_slots():
+    query, *pools = (np.swapaxes(x, 1, 2) for x in (QUERY, *POISONED))
+    call = {"block_table": TABLE, "key_lengths": LENGTHS, "layout": "...LHD"}
+    for kernel in (None, "dense", tiled(64)):
+        found = attention(query, *pools, is_causal=True, kernel=kernel, **call)
+        expected = np.swapaxes(one_by_one(is_causal=True), 1, 2)
+        assert np.allclose(found, expected, rtol=0, atol=1e-13)
+
+
+def test_batch_axes_are_those_of_the_table_and_the_query():
+    expected = paged()
+    call = {"block_table": TABLE.reshape(2, 3, 3), "key_lengths": LENGTHS.reshape(2, 3)}
+    for kernel in ("dense", tiled(64)):
+        query = QUERY.reshape(2, 3, H, L, D)
+        found = attention(query, *POISONED, kernel=kernel, **call)
+        assert np.allclose(found.reshape(expected.shape), expected, rtol=0, atol=1e-13)
+        one = attention(QUERY[0], *POISONED, block_table=TABLE[0], key_lengths=11, kernel=kernel)
+        assert np.allclose(one, expected[0], rtol=0, atol=1e-13)
+
+
+def test_each_item_has_the_same_bits_alone():
+    found = paged(kernel=tiled(64))
+    for b in range(len(TABLE)):
+        call = {"block_table": TABLE[b : b + 1], "key_lengths": LENGTHS[b : b + 1]}
+        alone = attention(QUERY[b : b + 1], *POISONED, kernel=tiled(64), **call)
+        assert np.array_equal(alone[0], found[b])
+
+
+@pytest.mark.parametrize("to", TO)
+def test_gradients_are_those_of_the_pool(to):
+    """A page that two items share gets the sum of both, and an unused slot 0."""
+    call = {"block_table": TABLE, "key_lengths": LENGTHS, "is_causal": True}
+
+    def gradients(*arrays):
+        output, pullback = attention_vjp(*arrays, **call)
+        return pullback(output * 0 + 1)[1:3]
+
+    traced = jax.jit(gradients) if to is jnp.asarray else gradients
+    found = traced(*map(to, (QUERY, *POISONED)))
+    expected = [np.zeros_like(pool) for pool in POOLS]
+    for b in range(len(TABLE)):
+        own = QUERY[b], whole(POOLS[0], b), whole(POOLS[1], b)
+        output, pullback = attention_vjp(*own, is_causal=True)
+        gradients = pullback(np.ones_like(output))
+        for j in range(LENGTHS[b]):
+            at = TABLE[b, j // PAGE], slice(None), j % PAGE
+            expected[0][at] += gradients.key[:, j]
+            expected[1][at] += gradients.value[:, j]
+    limit = 1e-5 if to is jnp.asarray else 1e-13
+    for pool, of in zip(expected, found, strict=True):
+        assert np.allclose(np.asarray(of), pool, rtol=0, atol=limit)
+
+
+@pytest.mark.parametrize("to", TO)
+@pytest.mark.parametrize("sizes", [(D, 0), (0, E), (0, 0)])
+def test_gradients_of_pools_whose_vectors_have_no_numbers(to, sizes):
+    pools = [to(np.ones((PAGES, G, PAGE, size), np.float32)) for size in sizes]
+    query = to(np.ones((len(TABLE), H, L, sizes[0]), np.float32))
+    output, pullback = attention_vjp(query, *pools, block_table=TABLE, key_lengths=LENGTHS)
+    found = pullback(output * 0 + 1)[:3]
+    assert [tuple(x.shape) for x in found] == [tuple(x.shape) for x in (query, *pools)]
+    assert (np.asarray(found[2])[used().any(1)] != 0).any() == (sizes[1] > 0)
+
+
+def test_the_siblings_take_pages():
+    call = {"block_table": TABLE, "key_lengths": LENGTHS}
+    output, logsumexp = attention_partial(QUERY, *POISONED, **call)
+    assert np.allclose(output, one_by_one(), rtol=0, atol=1e-14)
+    assert np.isneginf(logsumexp[5]).all()
+    weights = attention_weights(QUERY, POISONED[0], **call)
+    assert weights.shape == (6, H, L, 3 * PAGE)
+    assert not weights[1, ..., 5:].any()
+    _, tangent = attention_jvp((QUERY, *POISONED), (None, None, POISONED[1]), **call)
+    assert np.allclose(tangent, one_by_one(), rtol=0, atol=1e-13)
+
+
+def refused(error, message, arrays=(QUERY, *POOLS), **changes):
+    call = {"block_table": TABLE, "key_lengths": LENGTHS} | changes
+    with pytest.raises(error, match=re.escape(message)):
+        attention(*arrays, **call)
+
+
+def test_what_is_refused():
+    refused(TypeError, "block_table needs key_lengths=", key_lengths=None)
+    refused(TypeError, "block_table must be an integer array", block_table=TABLE.astype(float))
+    refused(ValueError, "key_lengths must be from 0 to S = 12", key_lengths=13)
+    message = "block_table must name pages from 0 to 8 for the keys within key_lengths; got -1"
+    refused(ValueError, message, key_lengths=LENGTHS + 1)
+    flat = (QUERY, POOLS[0][0], POOLS[1][0])
+    message = "with block_table, key and value are at least one page (pages, G, page, D); query"
+    refused(ValueError, message, flat)
+    refused(ValueError, message, (QUERY, POOLS[0][:0], POOLS[1][:0]), key_lengths=0)
+    fewer = (QUERY, POOLS[0], POOLS[1][:8])
+    refused(ValueError, "key and value must have one number of pages;", fewer)
+    shorter = (QUERY, POOLS[0], POOLS[1][:, :, :2])
+    refused(ValueError, "key and value must have one length S; got 12 and 6", shorter)
+    chunked = tuple(map(da.from_array, (QUERY, *POOLS)))
+    refused(UnsupportedError, "it does not compute block_table", chunked)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'block_table'"):
+        parallel.run_threads(
+            1, lambda ranks: parallel.attention(QUERY, *POOLS, over=ranks, block_table=TABLE)
+        )
+
+
+def test_kernels_that_get_copies_are_named():
+    shapes = (6, 4, 3, 8), (9, 2, 4, 8), (9, 2, 4, 8)
+    call = {"block_table": (6, 3), "key_lengths": (6,)}
+    for library in ("numpy", "torch", "jax"):
+        found = explain(*shapes, library=library, **call)
+        remarks = {c.kernel: c.remark or "" for c in found.candidates if c.status != "refused"}
+        assert "it gets copies of the pages, in one piece" in remarks["dense"], library
+    assert not explain(*shapes, kernel="tiled", **call).chosen.remark
+    trained = [torch.tensor(x, requires_grad=True) for x in (QUERY, *POOLS)]
+    chosen = explain(*trained, block_table=TABLE, key_lengths=LENGTHS).chosen
+    assert "copies of the pages" in chosen.remark
+    assert "copies" not in str(explain(QUERY, QUERY, QUERY))
+
+
+@pytest.mark.without_native
+@pytest.mark.parametrize(
+    ("options", "columns"),
+    [
+        ({}, 3),
+        ({"is_causal": True, "softcap": 2.0}, 3),
+        ({"score_mod": scores.alibi(H)}, 3),
+        ({"is_causal": True, "window": (1, 0)}, 2),
+        ({"window": (1, 0), "query_offset": LENGTHS - L}, 3),
+        ({"window": (1, 0), "dropout": (0.5, 1)}, 3),
+        ({"bias": np.ones(64 * PAGE)}, 64),
+        ({"score_mod": scores.alibi(H), "is_causal": True}, 3),
+    ],
+    ids=str,
+)
+def test_copies_are_of_the_columns_that_rows_may_see(options, columns, monkeypatch):
+    """An item begins in its window, so a cache that slides costs its window, not all its tokens."""
+    shapes, copy = [], layout.in_one_piece
+    monkeypatch.setattr(
+        layout, "in_one_piece", lambda x: shapes.append(tuple(x.block_table.shape)) or copy(x)
+    )
+    table = np.concatenate([TABLE, np.full((len(TABLE), 61), -1)], axis=1)
+    arrays = [torch.tensor(x) for x in (QUERY, *POISONED)]
+    found = attention(*arrays, block_table=table, key_lengths=torch.tensor(LENGTHS), **options)
+    assert shapes == [(len(TABLE), columns)]
+    call = {"block_table": table, "key_lengths": LENGTHS}
+    expected = attention(QUERY, *POISONED, kernel=tiled(64), **call, **options)
+    assert np.allclose(found, expected, rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize(
+    ("items", "lengths"),
+    [((), 9), ((2,), 9), ((2,), [9]), ((2, 2), 9), ((2, 2), [[9], [5]]), ((2, 2), [9, 5])],
+    ids=str,
+)
+def test_lengths_and_tables_of_other_axes_are_cut(items, lengths):
+    table = np.tile(np.arange(8), (*items, 1))
+    lengths = lengths if lengths == 9 else np.array(lengths)
+    query = rng.standard_normal((*items, H, 1, D))
+    call = {"block_table": table, "key_lengths": lengths, "window": (3, 0)}
+    expected = attention(query, *POOLS, kernel=tiled(64), **call)
+    arrays = [torch.tensor(x) for x in (query, *POOLS)]
+    assert np.allclose(attention(*arrays, **call), expected, rtol=0, atol=1e-13)
+
+
+@pytest.mark.needs("torch")
+def test_a_length_beyond_the_table_hides_nothing():
+    table = torch.tensor([[0, 1, 2, 3], [4, 5, 6, 7]])
+    pools = [torch.from_numpy(pool) for pool in POOLS]
+    query, lengths = torch.ones(2, H, 3, D, dtype=torch.float64), torch.tensor([20, 3])
+    whole = [pool[table].movedim(1, 2).reshape(2, G, 16, pool.shape[-1]) for pool in pools]
+    found = attention(query, *pools, block_table=table, key_lengths=lengths, window=(2, 0))
+    wanted = attention(query, *whole, key_lengths=lengths, window=(2, 0))
+    torch.testing.assert_close(found, wanted)
+
+
+def test_unused_slots_are_copied_as_0():
+    """Kernels get copies of the pages, and not every kernel leaves out what is hidden."""
+    x = Operands.of_options(block_table=TABLE, key_lengths=LENGTHS)
+    found = gathered(np.full_like(POOLS[0], np.nan), x)
+    used = np.arange(found.shape[-2]) < LENGTHS[:, None]
+    np.testing.assert_array_equal(np.isnan(found).all((1, 3)), used)
+    assert (found[~np.isnan(found)] == 0).all()

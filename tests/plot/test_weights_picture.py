@@ -1,0 +1,306 @@
+"""Pictures of attention show the numbers that they are given, and their labels can be read."""
+
+import importlib
+import itertools
+import math
+
+import matplotlib
+import numpy as np
+import pytest
+from matplotlib.figure import Figure
+from optional import array_api_strict, jnp, torch
+
+from polyattn import attention_weights, masks, plot
+
+matplotlib.use("Agg")
+WORDS = ["the", "cat", "drank", "the", "milk", "because", "it", "was", "so", "sweet"]
+RNG = np.random.default_rng(0)
+
+
+def weights(*lead, rows=5, keys=7, **options):
+    query = RNG.normal(size=(*lead, rows, 8)).astype("float32")
+    key = RNG.normal(size=(*lead, keys, 8)).astype("float32")
+    return attention_weights(query, key, **options)
+
+
+def maps(figure):
+    """The axes that show an image of their own, without the colour bar's."""
+    return [axes for axes in figure.axes if axes.images]
+
+
+def shown(axes):
+    return np.asarray(axes.images[0].get_array())
+
+
+def colours(figure):
+    return [axes.images[0].norm for axes in maps(figure)]
+
+
+def written(axis):
+    """The labels of the ticks that are drawn, in order, with their boxes."""
+    ticks = [tick for tick in axis.get_major_ticks() if tick.label1.get_visible()]
+    first, last = sorted(axis.get_view_interval())
+    labels = [t.label1 for t in ticks if first <= t.get_loc() <= last and t.label1.get_text()]
+    return [(label.get_text(), label.get_window_extent()) for label in labels]
+
+
+# ---- maps of weights ----
+
+
+@pytest.mark.parametrize(
+    ("heads", "numbers"),
+    [
+        (None, range(6)),
+        (2, [2]),
+        (np.int64(-1), [5]),
+        ([4, 0], [4, 0]),
+        (slice(1, 6, 2), [1, 3, 5]),
+    ],
+)
+def test_each_head_has_a_map_of_its_weights(heads, numbers):
+    given = weights(6)
+    figure = plot.attention_map(given, heads=heads)
+    assert [axes.get_title() for axes in maps(figure)] == [f"head {n}" for n in numbers]
+    for number, axes in zip(numbers, maps(figure), strict=True):
+        np.testing.assert_array_equal(shown(axes), given[number])
+
+
+def test_all_heads_have_one_scale_and_one_colour_bar():
+    given = weights(4) * np.asarray([1, 0.5, 0.1, 0.01], "float32")[:, None, None]
+    figure = plot.attention_map(given)
+    assert len(figure.axes) == 5
+    for norm in colours(figure):
+        assert (norm.vmin, norm.vmax) == (0, given.max())
+    assert figure.axes[-1].get_ylabel() == "weight"
+
+
+def test_a_grid_is_about_as_wide_as_high():
+    for heads, across in ((2, 2), (4, 2), (5, 3), (12, 4)):
+        figure = plot.attention_map(weights(heads))
+        assert maps(figure)[0].get_gridspec().ncols == across
+        assert len(maps(figure)) == heads
+
+
+@pytest.mark.parametrize(
+    "to",
+    [
+        lambda x: torch.asarray(x).requires_grad_(),
+        lambda x: torch.asarray(x).to(torch.bfloat16),
+        lambda x: jnp.asarray(x, jnp.bfloat16),
+        array_api_strict.asarray,
+        lambda x: x.astype("float64"),
+    ],
+    ids=["torch with gradients", "torch bfloat16", "jax bfloat16", "strict", "float64"],
+)
+def test_weights_of_every_library_are_drawn_alike(to):
+    given = weights(3)
+    for axes, expected in zip(maps(plot.attention_map(to(given))), given, strict=True):
+        np.testing.assert_allclose(shown(axes), expected, rtol=2**-8)
+    expected = shown(maps(plot.entropy([given]))[0])
+    np.testing.assert_allclose(shown(maps(plot.entropy([to(given)]))[0]), expected, rtol=0.02)
+
+
+def test_rows_that_see_no_key_are_drawn_as_zeros():
+    given = weights(mask=np.arange(5)[:, None] > np.arange(7) + 2)
+    assert not given[:3].any()
+    np.testing.assert_array_equal(shown(maps(plot.attention_map(given))[0]), given)
+    np.testing.assert_array_equal(shown(maps(plot.attention_map(given * 0))[0]), given * 0)
+
+
+def test_small_weights_of_many_keys_are_told_from_none():
+    for keys, power in ((64, 1), (65, 0.5)):
+        assert colours(plot.attention_map(weights(keys=keys)))[0].gamma == power
+    assert colours(plot.attention_map(weights(keys=65), power=1))[0].gamma == 1
+
+
+def test_it_draws_on_axes_that_it_is_given():
+    figure = Figure()
+    grid = figure.subplots(2, 2)
+    given = weights(4)
+    assert plot.attention_map(given, axes=grid) is figure
+    for axes, expected in zip(grid.flat, given, strict=True):
+        np.testing.assert_array_equal(shown(axes), expected)
+    one = Figure().add_subplot(title="mine")
+    assert plot.attention_map(given[0], axes=one) is one.figure
+    assert one.get_title() == "mine"
+    assert (one.get_xlabel(), one.get_ylabel()) == ("key", "query")
+    assert one.figure.get_layout_engine() is not None  # which makes room for labels
+
+
+def test_numbers_are_on_the_axes_in_place_of_tokens():
+    figure = plot.attention_map(weights(rows=40, keys=50), extent=(0, 5, 4, 0))
+    figure.draw_without_rendering()
+    (axes,) = maps(figure)
+    assert [text for text, _ in written(axes.xaxis)] == ["0", "1", "2", "3", "4", "5"]
+    assert [text for text, _ in written(axes.yaxis)] == ["0", "1", "2", "3", "4"]
+    cell = axes.transData.transform([(0.1, 0.0), (0.0, 0.1), (0.0, 0.0)])
+    assert abs(cell[0, 0] - cell[2, 0]) == pytest.approx(abs(cell[1, 1] - cell[2, 1]))
+    with pytest.raises(ValueError, match="extent numbers the axes, and queries and keys name them"):
+        plot.attention_map(weights(), "abcde", extent=(0, 5, 4, 0))
+
+
+# ---- labels ----
+
+
+@pytest.mark.parametrize(
+    ("heads", "length"),
+    [
+        *[(1, 2), (1, 10), (1, 200), (4, 2)],
+        *[pytest.param(*x, marks=pytest.mark.slow) for x in ((12, 10), (12, 200), (16, 200))],
+    ],
+)
+def test_labels_are_as_many_as_there_is_room_for_and_never_overlap(heads, length):
+    tokens = [f"token-number-{n}" for n in range(length)]
+    figure = plot.attention_map(weights(heads, rows=length, keys=length), tokens, tokens)
+    figure.draw_without_rendering()
+    left = [axes for axes in maps(figure) if axes.get_ylabel()]
+    bottom = [axes for axes in maps(figure) if axes.get_xlabel()]
+    assert (len(left), len(bottom)) == {1: (1, 1), 4: (2, 2), 12: (3, 4), 16: (4, 4)}[heads]
+    for axis in [axes.yaxis for axes in left] + [axes.xaxis for axes in bottom]:
+        labels = written(axis)
+        assert len(labels) == length if length <= 10 else 10 <= len(labels) <= 100
+        assert labels[0][0] == "token-number-0"
+        boxes = [box for _, box in labels]
+        assert not any(a.overlaps(b) for a, b in itertools.pairwise(boxes))
+        assert all(figure.bbox.x0 <= b.x0 and b.x1 <= figure.bbox.x1 for b in boxes)
+        assert all(figure.bbox.y0 <= b.y0 and b.y1 <= figure.bbox.y1 for b in boxes)
+
+
+def test_labels_stand_at_their_own_rows_and_keys():
+    figure = plot.attention_map(weights(rows=40, keys=3), list(range(100, 140)), "abc")
+    figure.set_size_inches(2, 2)
+    figure.draw_without_rendering()
+    axes = figure.axes[0]
+    for tick in axes.yaxis.get_major_ticks():
+        assert tick.label1.get_text() == str(100 + tick.get_loc())
+    assert 1 < len(axes.yaxis.get_major_ticks()) < 40
+    assert [text for text, _ in written(axes.xaxis)] == ["a", "b", "c"]
+
+
+def test_labels_show_blanks_are_cut_short_and_are_no_formulas():
+    labels = {
+        " the": "␣the", "  ": "␣␣", "New York ": "New York␣", "\n": "↵", 17: "17",
+        "Donaudampfschifffahrt": "Donaudampfschif…", "$x^2$": r"\$x^2\$",
+    }  # fmt: skip
+    figure = plot.attention_map(weights(rows=7, keys=2), list(labels), ["a", "b"])
+    figure.draw_without_rendering()
+    assert [label for label, _ in written(figure.axes[0].yaxis)] == list(labels.values())
+
+
+# ---- entropy ----
+
+
+def test_entropy_is_that_of_the_formula():
+    given = weights(2, 3)
+    logarithms = np.log2(np.where(given > 0, given, 1))
+    expected = -(given * logarithms).sum(-1).mean(-1)
+    drawn = shown(maps(plot.entropy(given))[0])
+    np.testing.assert_allclose(drawn, expected, rtol=1e-5)
+    given = np.stack([np.eye(8), np.full((8, 8), 1 / 8)]).astype("float32")
+    figure = plot.entropy([given])
+    np.testing.assert_allclose(shown(maps(figure)[0]), [[0, 3]], atol=1e-6)
+    assert (colours(figure)[0].vmin, colours(figure)[0].vmax) == (0, 3)
+
+
+def test_what_goes_to_no_key_and_rows_without_one_are_left_out_of_entropy():
+    whole = weights(1, rows=4)
+    given = np.concatenate([whole * 0.3, np.zeros_like(whole)], axis=1)
+    expected = shown(maps(plot.entropy([whole]))[0])
+    np.testing.assert_allclose(shown(maps(plot.entropy([given]))[0]), expected, rtol=1e-5)
+
+
+def test_a_head_that_sees_nothing_has_no_entropy():
+    figure = plot.entropy([np.stack([np.eye(3), np.zeros((3, 3))])])
+    assert np.ma.getmaskarray(figure.axes[0].images[0].get_array()).tolist() == [[False, True]]
+    assert [text.get_text() for text in figure.axes[0].texts] == ["0.0", "–"]
+
+
+def test_entropy_takes_layers_of_other_lengths():
+    figure = plot.entropy([weights(4, rows=3, keys=9), weights(4, rows=2, keys=16)])
+    assert shown(figure.axes[0]).shape == (2, 4)
+    assert colours(figure)[0].vmax == 4
+    one = Figure().add_subplot()
+    assert plot.entropy(weights(3, 2), axes=one) is one.figure
+
+
+def test_entropies_are_written_in_their_cells_where_there_is_room():
+    given = weights(12, 12, rows=2, keys=4)
+    figure = plot.entropy(given)
+    numbers = [text.get_text() for text in figure.axes[0].texts]
+    assert numbers == [f"{x:.1f}" for x in shown(figure.axes[0]).ravel()]
+    figure.draw_without_rendering()
+    width = figure.axes[0].get_window_extent().width / 12
+    assert all(text.get_window_extent().width < width for text in figure.axes[0].texts)
+    assert not plot.entropy(weights(40, 40, rows=1, keys=2)).axes[0].texts
+
+
+# ---- what holds for all ----
+
+CALLS = {
+    "attention_map": lambda **options: plot.attention_map(weights(), **options),
+    "entropy": lambda **options: plot.entropy(weights(2, 2), **options),
+    "mask": lambda **options: plot.mask(masks.causal(), 8, **options),
+    "Mask.plot": lambda **options: masks.causal().plot(8, **options),
+}
+
+
+def test_nothing_is_left_with_pyplot():
+    from matplotlib import pyplot
+
+    before = pyplot.get_fignums()
+    for name, call in CALLS.items():
+        assert isinstance(call(), Figure)
+        assert pyplot.get_fignums() == before
+        if name != "Mask.plot":
+            axes = Figure().add_subplot()
+            assert call(axes=axes) is axes.figure
+
+
+def test_without_matplotlib_the_error_says_what_to_install(monkeypatch):
+    def missing(module, *rest):
+        if module.startswith("matplotlib"):
+            raise ModuleNotFoundError(f"No module named {module!r}", name=module)
+        return found(module, *rest)
+
+    found = importlib.import_module
+    monkeypatch.setattr(importlib, "import_module", missing)
+    for call in CALLS.values():
+        with pytest.raises(ImportError, match=r'pip install "polyattn\[plot\]"'):
+            call()
+
+
+def test_importing_it_imports_no_matplotlib(run_python):
+    loaded = run_python("import sys, polyattn.plot; print('matplotlib' in sys.modules)")
+    assert loaded.strip() == "False"
+
+
+drawn, layers = plot.attention_map, plot.entropy
+
+
+@pytest.mark.parametrize(
+    ("call", "kind", "says"),
+    [
+        (lambda: drawn(weights(2, 3)), ValueError, r"\(2, 3, 5, 7\): select an item"),
+        (lambda: drawn(np.ones((0, 3))), ValueError, r"must not be empty; got the shape \(0, 3\)"),
+        (lambda: drawn([[1.0]]), TypeError, "weights is a list"),
+        (lambda: drawn(weights() - 0.5), ValueError, "at least 0; got -0.*not scores"),
+        (lambda: drawn(np.full((2, 2), np.nan)), ValueError, "finite and at least 0; got nan"),
+        (lambda: drawn(weights(), WORDS), ValueError, "queries must be 5 tokens.* got 10"),
+        (lambda: drawn(weights(2), heads=2), IndexError, "index 2 is out of range for 2"),
+        (lambda: drawn(weights(), heads=0), ValueError, r"heads=0 needs weights of"),
+        (lambda: drawn(weights(2), power=0), ValueError, "power must be above 0; got 0"),
+        (lambda: drawn(weights(), 5), ValueError, "queries must be 5 tokens.*; got 5"),
+        (lambda: drawn(weights(), extent=(0, 1, 2, 2)), ValueError, r"numbers .* \(0, 1, 2, 2\)"),
+        (lambda: drawn(weights()[:1], extent=(0, math.inf, 1, 0)), ValueError, "extent must be"),
+        (lambda: drawn(weights(3), axes=[None] * 2), ValueError, "each of the 3 heads; got 2"),
+        (lambda: layers(3), TypeError, "weights must be an array, or one for each layer; got 3"),
+        (lambda: layers(weights(2)), ValueError, r"shape \(layers, H, L, S\); got \(2, 5, 7\)"),
+        (lambda: layers([]), ValueError, "must contain a layer"),
+        (lambda: layers([weights(2), -weights(2)]), ValueError, r"weights\[1\] must be finite"),
+        (lambda: layers([weights(2), weights(3)]), ValueError, r"number of heads; got \[2, 3\]"),
+        (lambda: plot.mask("causal"), TypeError, "got a str"),
+    ],
+)
+def test_what_cannot_be_drawn_is_refused(call, kind, says):
+    with pytest.raises(kind, match=says):
+        call()
