@@ -7,8 +7,8 @@ from typing import Any, TypeGuard
 
 from polyattn._base.arrays import Array, as_facts, is_array
 from polyattn.nn.cache import KVCache
-from polyattn.nn.paged import PagedCache
-from polyattn.nn.quantized import QuantizedCache
+from polyattn.nn.paged_cache import PagedCache
+from polyattn.nn.quantized_cache import QuantizedCache
 
 Shape = tuple[int | str, ...]
 Caches = KVCache | tuple[KVCache, ...]

@@ -30,7 +30,7 @@ from polyattn.export.caches import (
     named,
     with_caches,
 )
-from polyattn.export.weights import check_size, store
+from polyattn.export.weight_files import check_size, store
 from polyattn.nn.module import Module
 
 #: The first opset with TensorScatter, which writes to a cache.

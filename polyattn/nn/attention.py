@@ -13,9 +13,9 @@ from polyattn.nn.cache import KVCache, after
 from polyattn.nn.ids import for_each_token
 from polyattn.nn.layers import Linear, Norm, initializer
 from polyattn.nn.module import Initializer, Module
-from polyattn.nn.paged import PagedCache
+from polyattn.nn.paged_cache import PagedCache
 from polyattn.nn.positions import Placed, Rotary
-from polyattn.nn.quantized import QuantizedCache
+from polyattn.nn.quantized_cache import QuantizedCache
 from polyattn.nn.shapes import with_last_axes
 
 Cache = KVCache | PagedCache | QuantizedCache

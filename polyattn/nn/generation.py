@@ -24,8 +24,8 @@ from polyattn.nn.cache import KVCache
 from polyattn.nn.ids import check_range
 from polyattn.nn.layers import Embedding
 from polyattn.nn.models import Transformer
-from polyattn.nn.paged import PagedCache
-from polyattn.nn.pages import Ledger, on_host, sent
+from polyattn.nn.page_plan import Ledger, on_host, sent
+from polyattn.nn.paged_cache import PagedCache
 
 
 @with_our_names("cache", "counts", "positions", "segments")
@@ -187,8 +187,8 @@ def _prompts(ids: Any, lengths: Any, model: Transformer) -> tuple[Array, Any]:
         padded = np.zeros((len(rows), lengths.max()), np.result_type(*rows))
         for row, one in zip(padded, rows, strict=True):
             row[: len(one)] = one
-        beside = destination_of(next(iter(model.parameters().values())))
-        ids = padded if beside is None else beside.put("ids", padded)
+        destination = destination_of(next(iter(model.parameters().values())))
+        ids = padded if destination is None else destination.put("ids", padded)
     xp = library_of(ids, "ids").xp
     if not xp.isdtype(ids.dtype, "integral") or not ids.shape or not ids.shape[-1]:
         raise TypeError(f"ids must be integers of the shape (..., L), L > 0; got {facts_of(ids)}")

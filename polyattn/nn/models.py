@@ -19,7 +19,7 @@ from polyattn.nn.inputs import FrameEmbedding, PatchEmbedding
 from polyattn.nn.layers import Embedding, LayerNorm, Linear, Norm, initializer, widened
 from polyattn.nn.module import Initializer, Module
 from polyattn.nn.positions import LearnedPositions, Placed, RelativeBias, Sinusoidal
-from polyattn.nn.shapes import beside
+from polyattn.nn.shapes import broadcastable
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -282,7 +282,7 @@ class Transformer(Module):
                     self.positions.check(before + length)
                 positions = after(before, positions)
             vectors = self.positions(for_each_token("positions", positions, x), like=x)
-            x = x + beside(x, vectors)
+            x = x + broadcastable(x, vectors)
         if self.segments is not None:
             segments = ids * 0 if segments is None else for_each_token("segments", segments, x)
             x = x + look_up(self.segments.weight, segments, "segment")

@@ -16,7 +16,7 @@ from polyattn.nn.angles import Angles, frequencies_of, ntk_scaling
 from polyattn.nn.ids import for_each_token, look_up
 from polyattn.nn.layers import initializer
 from polyattn.nn.module import Initializer, Module
-from polyattn.nn.shapes import beside, with_last_axes
+from polyattn.nn.shapes import broadcastable, with_last_axes
 
 
 @dataclass(frozen=True, repr=False)
@@ -312,14 +312,14 @@ class Rotary(Module):
         if counts is not None:
             counts = for_each_token("counts or key_lengths", counts, like, "item")
             own = positions = with_rank(positions, len(counts.shape) + 1)
-            indices = beside(own, index_range(xp, 0, own.shape[-1], like))
-            own = xp.where(indices < beside(own, counts[..., None]), own, xp.zeros_like(own))
+            indices = broadcastable(own, index_range(xp, 0, own.shape[-1], like))
+            own = xp.where(indices < broadcastable(own, counts[..., None]), own, xp.zeros_like(own))
         wide = like.dtype if like.dtype == xp.float64 else xp.float32
         length = cast(xp, xp.max(own, axis=-1, keepdims=True), wide)[..., None] + 1
         beyond = xp.where(length > trained, length / trained - 1, xp.zeros_like(length))
         powers = [-2 * n / max(self.size - 2, 1) for n in range(self.size // 2)]
         made = powers, frequencies_of(self.size, self.base)
-        powers, rates = (beside(length, numbers_like(xp, x, wide, like)) for x in made)
+        powers, rates = (broadcastable(length, numbers_like(xp, x, wide, like)) for x in made)
         return cast(xp, positions, wide)[..., None] * (rates * (beyond * factor + 1) ** powers)
 
     def rotate(self, x: Array, cosine: Array, sine: Array) -> Array:
@@ -345,7 +345,7 @@ class Rotary(Module):
             )
         whole = x.shape[-1] == self.size
         rotated = x if whole else x[..., : self.size]
-        cosine, sine = (beside(x, table) for table in (cosine, sine))
+        cosine, sine = (broadcastable(x, table) for table in (cosine, sine))
         half, adjacent = self.size // 2, self.pairing == "neighbours"
         a = rotated[..., ::2] if adjacent else rotated[..., :half]
         b = rotated[..., 1::2] if adjacent else rotated[..., half:]

@@ -19,8 +19,8 @@ from polyattn._base.arrays import Array, facts_of, library_of
 from polyattn._base.files import check_file, replacing
 from polyattn._dispatch.transfer import convert_like
 from polyattn.nn.load.files import imported, read_config
+from polyattn.nn.load.model_plan import Wanted
 from polyattn.nn.load.models import HEAD, family_of
-from polyattn.nn.load.plan import Wanted
 from polyattn.nn.load.stored import Stored
 from polyattn.nn.models import Transformer
 

@@ -278,7 +278,7 @@ def test_a_write_that_fails_leaves_an_older_model_as_it_was(tmp_path, monkeypatc
         self.open("wb").close()
         raise OSError("no space left on device")
 
-    monkeypatch.setattr("polyattn.export.weights.Path.write_bytes", full)
+    monkeypatch.setattr("polyattn.export.weight_files.Path.write_bytes", full)
     with pytest.raises(OSError, match="no space left"):
         export(LINEAR, X, file=file)
     assert [one.name for one in tmp_path.iterdir()] == ["model.onnx"]
@@ -335,7 +335,7 @@ def test_weights_that_a_model_cannot_hold_are_written_beside_it(tmp_path, monkey
     transformer = nn.Transformer.init(50, 32, 4, 1, like=np.zeros(1, np.float32), is_causal=True)
     call = functools.partial(export, transformer, {"ids": ("B", "L")}, dtype="int64")
     size = sum(array.nbytes for array in transformer.parameters().values())
-    monkeypatch.setattr("polyattn.export.weights.LARGEST", size - 1)
+    monkeypatch.setattr("polyattn.export.weight_files.LARGEST", size - 1)
     with pytest.raises(ValueError, match=f"weights take {size:,} bytes, .* pass file='mo"):
         call()
     file = tmp_path / "model.onnx"

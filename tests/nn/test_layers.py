@@ -9,7 +9,7 @@ import scipy.special
 from optional import jax, jnp, torch
 
 from polyattn import attention, masks, nn, scores
-from polyattn.nn.shapes import beside
+from polyattn.nn.shapes import broadcastable
 
 RNG = np.random.default_rng(5)
 X, CONTEXT = RNG.normal(size=(2, 7, 24)), RNG.normal(size=(2, 9, 20))
@@ -227,9 +227,9 @@ def test_activations_keep_their_digits_far_below_0(library, activation):
 
 def test_jax_adds_axes_only_where_it_refuses_another_rank():
     x, bias = jnp.zeros((2, 3, 4)), jnp.zeros(4)
-    assert beside(x, bias).shape == (1, 1, 4)
+    assert broadcastable(x, bias).shape == (1, 1, 4)
     with jax.numpy_rank_promotion("allow"):
-        assert beside(x, bias) is bias
+        assert broadcastable(x, bias) is bias
 
 
 def test_a_gate_multiplies_what_goes_up(library):

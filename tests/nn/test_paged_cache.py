@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from polyattn import attention, nn
 from polyattn._dispatch.transfer import convert_like
 from polyattn.integrations.jax import register
-from polyattn.nn.pages import sent
+from polyattn.nn.page_plan import sent
 
 RNG = np.random.default_rng(3)
 G, D, E, PAGE = 2, 4, 3, 4
@@ -171,7 +171,7 @@ def test_a_step_reads_no_lengths_from_the_device_of_the_cache(monkeypatch):
         read.append(array)
         return convert_like(array, like)
 
-    monkeypatch.setattr("polyattn.nn.pages.convert_like", convert)
+    monkeypatch.setattr("polyattn.nn.page_plan.convert_like", convert)
     twin = Twin(torch.tensor, capacity=2, pages=40).append(3)
     assert len(read) == 2  # the table and the lengths
     for counts in (None, [1, 0, 2], None):

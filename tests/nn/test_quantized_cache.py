@@ -9,7 +9,7 @@ from tiny_models import LIBRARIES
 
 from polyattn import UnknownBackendError, attention, masks, nn, scores, use_backend
 from polyattn.integrations.jax import register
-from polyattn.nn import quantized
+from polyattn.nn import quantized_cache
 
 GUIDE = Path(__file__).resolve().parents[2] / "docs" / "how-to" / "generate.md"
 RNG = np.random.default_rng(5)
@@ -82,7 +82,7 @@ OPTIONS = {
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_attention_is_that_over_what_the_integers_stand_for(monkeypatch, name):
-    monkeypatch.setattr(quantized, "PIECE", 400)  # two blocks
+    monkeypatch.setattr(quantized_cache, "PIECE", 400)  # two blocks
     cache = made(np.asarray, [70], np.float64)
     found = cache.attention(QUERIES, **OPTIONS[name])
     expected = attention(QUERIES, *floats(cache), **OPTIONS[name])
@@ -90,7 +90,7 @@ def test_attention_is_that_over_what_the_integers_stand_for(monkeypatch, name):
 
 
 def test_attention_makes_no_floats_of_all_tokens_at_once(monkeypatch):
-    monkeypatch.setattr(quantized, "PIECE", 400)
+    monkeypatch.setattr(quantized_cache, "PIECE", 400)
     cache = made(np.asarray, [70])
     assert [piece.key.shape[-2] for piece in cache._float_pieces()] == [16] * 4
     assert [piece.key.shape[-2] for piece in cache._pieces()] == [64, 6]
@@ -108,7 +108,7 @@ def test_attention_makes_no_floats_of_all_tokens_at_once(monkeypatch):
 )
 def test_every_library_attends(monkeypatch, library, rows, options):
     to, back = library
-    monkeypatch.setattr(quantized, "PIECE", 400)
+    monkeypatch.setattr(quantized_cache, "PIECE", 400)
     # JAX compiles each length.
     cache = made(to, [13] if to is LIBRARIES["jax"][0] else [30, 1])
     query = np.ascontiguousarray(QUERIES[:, :, :rows])
@@ -238,7 +238,7 @@ def test_shapes_without_lengths_give_the_same(monkeypatch, name):
     steps, options = [20, 1, 49], dict(OPTIONS[name])
     expected = made(np.asarray, steps, np.float64).attention(QUERIES, **options)
     monkeypatch.setattr(nn.QuantizedCache, "_is_traced", True)
-    monkeypatch.setattr(quantized, "PIECE", 400)
+    monkeypatch.setattr(quantized_cache, "PIECE", 400)
     cache = made(np.asarray, steps, np.float64, capacity=96)
     assert (cache.codes.length, cache.recent.length) == (64, 6)
     for option in options.keys() & {"mask", "bias"}:
@@ -330,7 +330,7 @@ def test_a_step_of_torch_is_compiled_once():
 
 
 def test_parts_are_joined_in_float32_under_autocast(monkeypatch):
-    monkeypatch.setattr(quantized, "PIECE", 1)
+    monkeypatch.setattr(quantized_cache, "PIECE", 1)
     cache = made(torch.tensor, [70], window=0, block=1)
     arrays = [torch.tensor(x, dtype=torch.float32) for x in (QUERIES, *floats(cache))]
     with torch.autocast("cpu", dtype=torch.bfloat16):

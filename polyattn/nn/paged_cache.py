@@ -21,7 +21,7 @@ from polyattn._base.host import is_host
 from polyattn._base.tracing import is_transformed
 from polyattn.nn.cache import checked_tokens
 from polyattn.nn.memory import is_writable, zeros
-from polyattn.nn.pages import (
+from polyattn.nn.page_plan import (
     Ledger,
     Plan,
     Table,

@@ -1,4 +1,4 @@
-"""Define Plan: a model whose parameters are names of stored arrays, made from a config."""
+"""Define ModelPlan: a model whose parameters are names of stored arrays, made from a config."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Wanted:
 
 
 @dataclass(frozen=True)
-class Plan:
+class ModelPlan:
     """A model with `Stored` in place of parameters, and the rotary positions of its blocks."""
 
     # The positions are functions, called once the weights are known to fit: a damaged config may
@@ -49,7 +49,7 @@ class Plan:
 class Planner(Protocol):
     """Make a plan from settings, the names of the blocks and what is wanted."""
 
-    def __call__(self, settings: Settings, blocks: Blocks, wanted: Wanted, /) -> Plan: ...
+    def __call__(self, settings: Settings, blocks: Blocks, wanted: Wanted, /) -> ModelPlan: ...
 
 
 @dataclass(frozen=True)
