@@ -24,7 +24,7 @@ from polyattn.nn.cache import KVCache
 from polyattn.nn.ids import check_range
 from polyattn.nn.layers import Embedding
 from polyattn.nn.models import Transformer
-from polyattn.nn.page_plan import Ledger, on_host, sent
+from polyattn.nn.page_plan import Ledger, on_host, to_device
 from polyattn.nn.paged_cache import PagedCache
 
 
@@ -139,7 +139,7 @@ def generate(
     ended, last = np.zeros(batch, dtype=bool), np.zeros(batch, dtype=np.int64)
     grown = np.zeros(batch, dtype=np.int64)
     for number in range(steps):
-        first = None if number or kept is None else sent(kept, held[0].lengths)
+        first = None if number or kept is None else to_device(kept, held[0].lengths)
         logits, held = step(model, new, held, first)
         last = np.where(ended, last, choose(as_float64(logits)))
         new = numbers_like(xp, last[..., None], prompts.dtype, prompts)
@@ -253,7 +253,7 @@ def _joined(whole: Array, length: int, kept: Any) -> Array:
     xp, (items, total) = library_of(whole).xp, whole.shape
     place = np.arange(total) - kept[:, None]
     place = np.where(place < 0, np.arange(total), length + np.minimum(place, total - length - 1))
-    flat = sent(place + np.arange(items)[:, None] * total, index_range(xp, 0, 1, whole))
+    flat = to_device(place + np.arange(items)[:, None] * total, index_range(xp, 0, 1, whole))
     return xp.reshape(xp.take(xp.reshape(whole, (-1,)), xp.reshape(flat, (-1,))), whole.shape)
 
 

@@ -1,6 +1,22 @@
 """Decide which pages new tokens of a PagedCache go to.
 
-A ledger on the host does it where the host can read the table, and `placed` in a trace.
+Pools hold pages of some slots. A table names the pages of each item in the order of its tokens, and
+page 0 takes what is not kept. Here pages have 4 slots; item 1 was forked from item 0, which then
+got one more token, so both have begun page 5. Each gets 3 tokens::
+
+    item  length  table    column of the first new token: 1, in page 5, a begun page
+    0     6       3 5 .    may write on in page 5, whose mark is 2, as is 6 % 4
+    1     5       3 5 .    may not, as 5 % 4 is 1 and another item has written slot 1
+
+Item 0 writes in place, and takes a free page for its last token. Item 1 takes a free page instead
+of page 5, and the tokens of page 5 are copied to it. With 1, 2 and 4 as the free pages::
+
+    item  length  table    places, as page:slot    copied
+    0     9       3 5 1    5:2 5:3 1:0             -
+    1     8       3 2 .    2:1 2:2 2:3             5 to 2
+
+`Ledger.place` does this item by item where the host can read the table. `plan_in_trace` does the
+same for all items at once in a compiled step, which cannot read it.
 """
 
 from __future__ import annotations
@@ -27,7 +43,7 @@ class Table(NamedTuple):
     total: int  # pages of the pools
 
 
-class Plan(NamedTuple):
+class PagePlan(NamedTuple):
     """The places of new tokens."""
 
     table: Array  # (B, n), with the new pages
@@ -36,12 +52,12 @@ class Plan(NamedTuple):
 
 
 class Ledger:
-    """The slots written of each page of a memory and the pages that no cache has, on the host."""
+    """The free pages of a memory, and the mark of each: how many of its slots were written."""
 
     def __init__(self, table: Table) -> None:
         # The memory has one cache, whose table is of NumPy.
         self.page, self.marks = table.page, [0] * table.total
-        slots = slots_used(table.lengths, table.pages, table.page)
+        slots = slots_used(table)
         for page, mark in zip(table.pages.ravel().tolist(), slots.ravel().tolist(), strict=True):
             self.marks[page] = max(self.marks[page], mark if page else 0)
         self.release([table])
@@ -49,45 +65,46 @@ class Ledger:
     def release(self, tables: Iterable[Table]) -> None:
         """Keep the pages that these items have, and free all others."""
         used = {0}  # which takes what is not kept
-        for pages, lengths, page, _ in tables:
-            used.update(pages[slots_used(lengths, pages, page) > 0].tolist())
+        for table in tables:
+            used.update(table.pages[slots_used(table) > 0].tolist())
         self.free = [page for page in range(len(self.marks) - 1, 0, -1) if page not in used]
 
-    def place(self, table: Table, counts: Any, m: int) -> Plan | None:
+    def place(self, table: Table, counts: Any, m: int) -> PagePlan | None:
         """Return where the first of m new tokens of each item go; None if pages lack."""
         # Tables and counts are arrays of NumPy.
-        pages, size, used = table.pages, self.page, 0
-        marks: dict[int, int] = {}
+        pages, size, taken = table.pages, self.page, 0
+        marks: dict[int, int] = {}  # of the pages that these tokens are written to
         copied: list[tuple[int, int]] = []
         for item, (length, count) in enumerate(
             zip(table.lengths.tolist(), counts.tolist(), strict=True)
         ):
-            end, column = length + count, length // size
-            old = int(pages[item, column]) if count and length % size else 0
+            end, first = length + count, length // size
+            begun = int(pages[item, first]) if count and length % size else 0
             # Another item or cache may have written to the slot, or be about to.
-            if old and marks.get(old, self.marks[old]) == length % size:
-                marks[old] = min(end - column * size, size)
-                column += 1
-            for fresh in range(column, -(-end // size)) if count else ():
-                if used == len(self.free):
+            if begun and marks.get(begun, self.marks[begun]) == length % size:
+                marks[begun] = min(end - first * size, size)
+                first += 1
+            for column in range(first, -(-end // size)) if count else ():
+                if taken == len(self.free):
                     return None
-                used += 1
-                new = self.free[-used]
-                marks[new] = min(end - fresh * size, size)
-                if fresh * size < length:
-                    copied.append((old, new))
+                taken += 1
+                new = self.free[-taken]
+                marks[new] = min(end - column * size, size)
+                if column * size < length:
+                    copied.append((begun, new))
                 pages = pages.copy() if pages is table.pages else pages
-                pages[item, fresh] = new
-        for number, mark in marks.items():
-            self.marks[number] = mark
-        del self.free[len(self.free) - used :]
+                pages[item, column] = new
+        for page, mark in marks.items():
+            self.marks[page] = mark
+        del self.free[len(self.free) - taken :]
         token = np.arange(m)
         columns, slots = np.divmod(table.lengths[:, None] + token, size)
         rows = np.arange(len(pages))[:, None]
-        found = pages[rows, np.minimum(columns, pages.shape[1] - 1)]
-        places = np.where(token < counts[:, None], found, 0), slots
+        held = pages[rows, np.minimum(columns, pages.shape[1] - 1)]
         pairs = np.asarray(copied, dtype=np.int64).reshape(-1, 2)
-        return Plan(pages, (pairs[:, 0], pairs[:, 1]), places)
+        return PagePlan(
+            pages, (pairs[:, 0], pairs[:, 1]), (np.where(token < counts[:, None], held, 0), slots)
+        )
 
 
 def widened(table: Table, length: int) -> Table:
@@ -101,7 +118,7 @@ def widened(table: Table, length: int) -> Table:
 
 def with_room(
     pools: tuple[Array, Array], table: Table, counts: Any, m: int
-) -> tuple[tuple[Array, Array], Ledger, Plan]:
+) -> tuple[tuple[Array, Array], Ledger, PagePlan]:
     """Return pools for new memory, with more pages if new tokens need them, and where these go."""
     ledger = Ledger(table)
     plan = ledger.place(table, counts, m)
@@ -123,61 +140,80 @@ def with_pages(pool: Array, total: int) -> Array:
     return xp.concat((pool, more), axis=0)
 
 
-def slots_used(lengths: Array, table: Array, page: int) -> Array:
+def slots_used(table: Table) -> Array:
     """Return how many slots of each page of a table are used, shape (B, n)."""
-    xp = library_of(table).xp
-    starts = index_range(xp, 0, table.shape[1], table)[None, :] * page
-    return clip(xp, lengths[:, None] - starts, 0, page)
+    xp = library_of(table.pages).xp
+    starts = index_range(xp, 0, table.pages.shape[1], table.pages)[None, :] * table.page
+    return clip(xp, table.lengths[:, None] - starts, 0, table.page)
 
 
-def usage(table: Table) -> tuple[Array, Array]:
-    """Return how many slots of each page of the pools are used, and which pages."""
-    pages, lengths, page, total = table
-    xp = library_of(pages).xp
-    slots = xp.reshape(slots_used(lengths, pages, page), (-1, 1))
-    numbers = index_range(xp, 0, total, pages)
-    here = xp.reshape(pages, (-1, 1)) == numbers[None, :]
-    marks = xp.max(xp.where(here, slots, xp.zeros_like(slots)), axis=0)
-    return marks, (marks > 0) | (numbers == 0)
+def plan_in_trace(given: Table, counts: Array, m: int) -> PagePlan:
+    """Return where the first of m new tokens of each item go; page 0 for those without a page."""
+    # Arrays are (B,), a number for each item, unless the end of a line says otherwise.
+    table, lengths, size, total = given
+    xp, columns = library_of(table).xp, table.shape[1]
+    marks, free = _pages_in_use(given)  # (total,) each
+    begun, in_place = _begun_pages(given, counts, marks)
+    first = lengths // size  # column of the first new token
 
-
-def placed(given: Table, counts: Array, m: int) -> Plan:
-    """Return where the first of m new tokens of each item go."""
-    (table, before_them, page, _), (marks, taken) = given, usage(given)
-    xp, (items, columns) = library_of(table).xp, table.shape
+    # Each item takes pages from `first_new` to `end`, of the free ones those after the pages of the
+    # items before: where they begin is a sum.
+    first_new = first + xp.astype(in_place, table.dtype)
+    end = clip(xp, -(-(lengths + counts) // size), 0, columns)
+    end = xp.where(counts > 0, end, first_new)
+    taken = clip(xp, end - first_new, 0, columns)
+    before = xp.where(_is_earlier(table), taken[None, :], xp.zeros_like(table[:, :1]))  # (B, B)
     column = index_range(xp, 0, columns, table)[None, :]
-    lengths, ends = before_them[:, None], (before_them + counts)[:, None]
-    touched = (column * page < ends) & (column * page + page > lengths) & (counts[:, None] > 0)
-    begun = touched & (column * page < lengths)  # at most one of an item
-    none = xp.zeros_like(table)
-    newest = xp.sum(xp.where(begun, table, none), axis=1)
-    # Another item or cache may have written to the slot, or be about to.
-    item = index_range(xp, 0, items, table)
-    before = item[None, :] < item[:, None]
-    rivals = before & (newest[None, :] == newest[:, None]) & (counts[None, :] > 0)
-    is_ours = (xp.take(marks, newest) == before_them % page) & ~xp.any(rivals, axis=1)
-    fresh = touched & ~(begun & is_ours[:, None])
-    numbers = xp.sum(xp.astype(fresh, table.dtype), axis=1)
-    offset = xp.sum(
-        xp.where(before, numbers[None, :], xp.zeros_like(before, dtype=table.dtype)), axis=1
-    )
-    # The new pages of an item are its last touched ones, one after another.
-    last = -(-ends // page)
-    rank = offset[:, None] + column - (last - numbers[:, None])
-    free = xp.astype(xp.argsort(xp.astype(taken, table.dtype), stable=True), table.dtype)
-    place = clip(xp, rank, 0, free.shape[0] - 1)
-    found = xp.reshape(xp.take(free, xp.reshape(place, (-1,))), table.shape)
-    is_free = ~xp.reshape(xp.take(taken, xp.reshape(found, (-1,))), table.shape)
-    found = xp.where(is_free & (place == rank), found, none)
-    new = xp.where(fresh, found, table)
-    copied = [xp.sum(xp.where(begun & fresh, pages, none), axis=1) for pages in (table, new)]
+    number = column + (xp.sum(before, axis=1) - first_new)[:, None]  # (B, n)
+    page = xp.take(free, xp.reshape(clip(xp, number, 0, total - 1), (-1,)))
+    is_new = (column >= first_new[:, None]) & (column < end[:, None])  # (B, n)
+    new = xp.where(is_new, xp.reshape(page, table.shape), table)  # (B, n)
+
+    to = xp.where((begun > 0) & ~in_place, _entries(new, first[:, None])[:, 0], begun * 0)
     token = index_range(xp, 0, m, table)[None, :]
-    at = lengths + token
-    inside = (token < counts[:, None]) & (at < columns * page)
-    cell = item[:, None] * columns + clip(xp, at // page, 0, columns - 1)
-    pages = xp.reshape(xp.take(xp.reshape(new, (-1,)), xp.reshape(cell, (-1,))), at.shape)
-    pages = xp.where(inside, pages, xp.zeros_like(pages))
-    return Plan(new, (copied[0], copied[1]), (pages, at % page))
+    at = lengths[:, None] + token  # (B, m)
+    inside = (token < counts[:, None]) & (at < columns * size)  # (B, m)
+    pages = xp.where(inside, _entries(new, at // size), xp.zeros_like(at))  # (B, m)
+    return PagePlan(new, (xp.where(to > 0, begun, begun * 0), to), (pages, at % size))
+
+
+def _begun_pages(given: Table, counts: Array, marks: Array) -> tuple[Array, Array]:
+    """Return the page that each item has begun, else 0, and whether its tokens go on there."""
+    table, lengths, size, _ = given
+    xp, first = library_of(table).xp, lengths // size
+    is_begun = (counts > 0) & (lengths % size > 0) & (first < table.shape[1])
+    begun = xp.where(is_begun, _entries(table, first[:, None])[:, 0], xp.zeros_like(lengths))
+    # Only those of the first item whose tokens are all that the page holds.
+    may_go_on = is_begun & (xp.take(marks, begun) == lengths % size)
+    is_rival = may_go_on[None, :] & (begun[None, :] == begun[:, None])  # (B, B)
+    return begun, may_go_on & ~xp.any(_is_earlier(table) & is_rival, axis=1)
+
+
+def _is_earlier(table: Array) -> Array:
+    """Return whether an item (columns) comes before another (rows), shape (B, B)."""
+    item = index_range(library_of(table).xp, 0, table.shape[0], table)
+    return item[None, :] < item[:, None]
+
+
+def _pages_in_use(given: Table) -> tuple[Array, Array]:
+    """Return the marks of all pages, and the free pages, after which there are zeros."""
+    xp = library_of(given.pages).xp
+    numbers = index_range(xp, 0, given.total, given.pages)
+    slots = xp.reshape(slots_used(given), (-1, 1))
+    here = xp.reshape(given.pages, (-1, 1)) == numbers[None, :]  # (B n, total)
+    marks = xp.max(xp.where(here, slots, xp.zeros_like(slots)), axis=0)
+    is_used = (marks > 0) | (numbers == 0)
+    pages = xp.argsort(xp.astype(is_used, numbers.dtype), stable=True)  # the free ones first
+    pages = xp.astype(pages, numbers.dtype)
+    return marks, xp.where(xp.take(is_used, pages), xp.zeros_like(pages), pages)
+
+
+def _entries(table: Array, columns: Array) -> Array:
+    """Return the entries of a table at columns (B, m) of its rows; of the last column beyond it."""
+    xp, (items, width) = library_of(table).xp, table.shape
+    rows = index_range(xp, 0, items, table)[:, None] * width
+    cells = xp.reshape(rows + clip(xp, columns, 0, width - 1), (-1,))
+    return xp.reshape(xp.take(xp.reshape(table, (-1,)), cells), columns.shape)
 
 
 def on_host(numbers: Array) -> Any:
@@ -191,14 +227,14 @@ def on_host(numbers: Array) -> Any:
     return convert_like(numbers, np.zeros(0)).astype(np.int64, copy=False)
 
 
-def beside(plan: Plan, like: Array) -> Plan:
-    """Return a plan of NumPy with its arrays beside another."""
-    copied, to, pages, slots = (sent(array, like) for array in (*plan.copied, *plan.places))
-    return Plan(sent(plan.table, like), (copied, to), (pages, slots))
+def plan_on_device(plan: PagePlan, like: Array) -> PagePlan:
+    """Return a plan of NumPy with its arrays in the library and on the device of another."""
+    copied, to, pages, slots = (to_device(array, like) for array in (*plan.copied, *plan.places))
+    return PagePlan(to_device(plan.table, like), (copied, to), (pages, slots))
 
 
-def sent(numbers: Any, like: Array) -> Array:
-    """Return integers of the host beside an array, where possible without a wait for its device."""
+def to_device(numbers: Any, like: Array) -> Array:
+    """Return integers of the host on the device of an array, if possible without a wait for it."""
     library = library_of(like)
     if library.name == "numpy":
         return numbers
@@ -210,8 +246,8 @@ def sent(numbers: Any, like: Array) -> Array:
     return numbers_like(library.xp, numbers, like.dtype, like)
 
 
-def write(pool: Any, rows: Array, plan: Plan) -> None:
-    """Write new rows (B, G, m, size) to a pool."""
+def write_in_place(pool: Any, rows: Array, plan: PagePlan) -> None:
+    """Write new rows (B, G, m, size) to a pool in place."""
     (old, new), (pages, slots) = plan.copied, plan.places
     if new.shape[0]:
         scatter.write(pool, (new,), pool[old])
@@ -219,8 +255,8 @@ def write(pool: Any, rows: Array, plan: Plan) -> None:
     scatter.write(pool, (pages, slice(None), slots), by_token)
 
 
-def written(pool: Any, rows: Array, plan: Plan) -> Array:
-    """Return a pool with new rows, in new memory."""
+def with_written(pool: Any, rows: Array, plan: PagePlan) -> Array:
+    """Return a pool in new memory, with new rows (B, G, m, size) scattered into it."""
     (old, new), (pages, slots) = plan.copied, plan.places
     if new.shape[0]:
         xp = library_of(pool).xp

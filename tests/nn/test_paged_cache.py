@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from polyattn import attention, nn
 from polyattn._dispatch.transfer import convert_like
 from polyattn.integrations.jax import register
-from polyattn.nn.page_plan import sent
+from polyattn.nn.page_plan import Ledger, Table, plan_in_trace, to_device
 
 RNG = np.random.default_rng(3)
 G, D, E, PAGE = 2, 4, 3, 4
@@ -109,6 +109,36 @@ def test_random_histories_hold_what_they_should():
             twins.pop(int(rng.integers(len(twins))))
         for each in twins:
             each.check()
+
+
+def planned(pages, lengths, counts, total, m=3):
+    """The plans of both ways for pages of 4 slots, as lists."""
+    arrays = [np.asarray(x, np.int64) for x in (pages, lengths, counts)]
+    for to, plan in (
+        (np.asarray, lambda table, *new: Ledger(table).place(table, *new)),
+        (jnp.asarray, plan_in_trace),
+    ):
+        pages, lengths, counts = map(to, arrays)
+        table, copied, places = plan(Table(pages, lengths, PAGE, total), counts, m)
+        pairs = {(int(old), int(new)) for old, new in zip(*copied, strict=True)} - {(0, 0)}
+        yield np.asarray(table).tolist(), pairs, np.stack(places).tolist()
+
+
+def test_new_tokens_go_where_the_example_says():
+    for table, copied, (pages, slots) in planned([[3, 5, 0]] * 2, [6, 5], [3, 3], 6):
+        assert table == [[3, 5, 1], [3, 2, 0]]
+        assert copied == {(5, 2)}
+        assert (pages, slots) == ([[5, 5, 1], [2, 2, 2]], [[2, 3, 0], [1, 2, 3]])
+
+
+def test_a_trace_and_the_host_plan_the_same():
+    rng = np.random.default_rng(2)
+    for _ in range(50):
+        own = rng.permutation(np.arange(1, 40))[:12].reshape(3, 4)
+        table = np.take(own, rng.integers(0, 3, 3), axis=0)  # some items are forks
+        lengths, counts = rng.integers(0, 9, 3), rng.integers(0, 6, 3)
+        one, other = planned(table, lengths, counts, 40, m=6)
+        assert one == other
 
 
 def test_pages_of_caches_that_are_gone_are_used_again():
@@ -338,5 +368,5 @@ class Copies(TorchDispatchMode):
 def test_mps_copies_numbers_before_they_are_gone(device, goes_on):
     with FakeTensorMode(allow_non_fake_inputs=True), Copies() as copies:
         like = torch.empty(2, dtype=torch.int64, device=device)
-        assert sent(np.arange(2), like).device.type == device
+        assert to_device(np.arange(2), like).device.type == device
     assert copies.go_on == [goes_on]
