@@ -14,7 +14,7 @@ from polyattn.nn.ids import for_each_token
 from polyattn.nn.layers import Linear, Norm, initializer
 from polyattn.nn.module import Initializer, Module
 from polyattn.nn.paged_cache import PagedCache
-from polyattn.nn.positions import Placed, Rotary
+from polyattn.nn.positions import Rotary, SharedAngles
 from polyattn.nn.quantized_cache import QuantizedCache
 from polyattn.nn.shapes import with_last_axes
 
@@ -315,7 +315,7 @@ class MultiHeadAttention(Module):
     def _project(
         self,
         tokens: tuple[Array, Array | None, Array | None],
-        positions: Array | Placed | None,
+        positions: Array | SharedAngles | None,
         cache: Cache | None,
         counts: Any,
     ) -> tuple[Array, Array, Array]:
@@ -330,7 +330,7 @@ class MultiHeadAttention(Module):
             )
         if len(x.shape) < 2:
             raise ValueError(f"x must have the shape (..., L, size); got {tuple(x.shape)}")
-        if positions is not None and not isinstance(positions, Placed):
+        if positions is not None and not isinstance(positions, SharedAngles):
             positions = for_each_token("positions", positions, x)
         context = x if context is None else context
         query, key, value = self._apply_maps(x, context, context if values is None else values)

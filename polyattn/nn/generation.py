@@ -26,6 +26,7 @@ from polyattn.nn.layers import Embedding
 from polyattn.nn.models import Transformer
 from polyattn.nn.page_plan import Ledger, on_host, to_device
 from polyattn.nn.paged_cache import PagedCache
+from polyattn.nn.positions import LearnedPositions
 
 
 @with_our_names("cache", "counts", "positions", "segments")
@@ -225,7 +226,7 @@ def _first_caches(
         )
     before: Any = given[0].next_position if given else 0
     before = int(on_host(before).max(initial=0)) if is_array(before) else before
-    if model.positions is not None:
+    if isinstance(model.positions, LearnedPositions):
         model.positions.check(before + new - 1)  # nothing follows the last token
     if given is None:
         kind = KVCache if kept is None else PagedCache

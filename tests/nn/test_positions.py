@@ -10,7 +10,7 @@ from optional import jax, jnp, make_fx, torch, turn_halves, turn_neighbours
 from polyattn import nn, scores
 from polyattn._base.arrays import library_of
 from polyattn.integrations.jax import register
-from polyattn.nn.positions import Placed
+from polyattn.nn.positions import SharedAngles
 
 RNG = np.random.default_rng(6)
 X = RNG.normal(size=(2, 3, 5, 16))
@@ -209,7 +209,7 @@ def test_the_layers_of_a_model_share_angles(monkeypatch, dynamic):
     inner = nn.Rotary._angles_of
 
     def count(rotary, xp, positions, *others):
-        calls.append(isinstance(positions, Placed))
+        calls.append(isinstance(positions, SharedAngles))
         return inner(rotary, xp, positions, *others)
 
     monkeypatch.setattr(nn.Rotary, "_angles_of", count)
