@@ -168,8 +168,8 @@ ROPES = {
         "rope_type": "yarn", "factor": None, "original_max_position_embeddings": 8,
     },
     "yarn told": {
-        "rope_type": "yarn", "factor": 8.0, "beta_fast": 4.0, "beta_slow": 2.0, "mscale": 0.7,
-        "mscale_all_dim": 0.4, "original_max_position_embeddings": 16,
+        "rope_type": "yarn", "factor": 8.0, "beta_fast": 4.0, "beta_slow": 2.0,
+        "attention_factor": 1.2, "original_max_position_embeddings": 16,
     },
     "llama3": {
         "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
