@@ -48,7 +48,7 @@ TRACED = QUANTIZED + "test_shapes_without_lengths_give_the_same"
 PAGED = "tests/nn/test_paged_cache.py::test_items_hold_what_was_appended_forked_and_truncated"
 UNLIKE = (
     "tests/nn/test_generate.py::"
-    "test_prompts_of_unlike_lengths_are_continued_as_each_by_itself[numpy-rotary]"
+    "test_prompts_of_different_lengths_are_continued_as_each_by_itself[numpy-rotary]"
 )
 
 MUTATIONS = (

@@ -22,7 +22,7 @@ def are_caches(thing: Any) -> TypeGuard[Caches]:
 
 
 def check_kind(name: str, thing: Any) -> None:
-    """Raise for caches that have no operator."""
+    """Raise for caches of a kind that no operator of ONNX writes to."""
     for one in thing if isinstance(thing, (tuple, list)) else (thing,):
         if isinstance(one, (PagedCache, QuantizedCache)):
             raise TypeError(

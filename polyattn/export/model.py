@@ -1,6 +1,6 @@
 """Write calls and modules as models of ONNX, which other programs run without Python.
 
-A function is called once, with arrays of ndonnx, which record what is done to them. A call of
+A function is called once, with arrays of ndonnx, which record the operations. A call of
 attention becomes one node, the standard's operator Attention, where that computes the same; the
 kernel `dense` writes out the others. `polyattn.explain` tells which.
 """
@@ -173,15 +173,15 @@ def _facts(
 
 def _check_lengths(name: str, shape: Any) -> Shape:
     lengths = shape if isinstance(shape, (tuple, list)) else (0,)
-    found: list[int | str] = []
+    checked: list[int | str] = []
     for n in lengths:
-        found.append(n if isinstance(n, str) else check_int("a length", n))
+        checked.append(n if isinstance(n, str) else check_int("a length", n))
         if not (n.isidentifier() if isinstance(n, str) else 0 < n < 2**63):
             raise ValueError(
                 f"the shape of {name} must hold positive lengths and names, such as"
                 f" ('B', 8, 'L', 64); got {shape!r}"
             )
-    return tuple(found)
+    return tuple(checked)
 
 
 def _check_dtype(what: str, dtype: Any) -> str:

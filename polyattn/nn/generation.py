@@ -53,8 +53,8 @@ def generate(
     model : Transformer
         A decoder with logits, such as ``nn.load.model`` returns for GPT-2 or Llama.
     ids : Array of int, or sequence of sequences of int
-        The prompts, shape (..., L). Prompts of unlike lengths are a list of lists, or an array
-        (B, L) that is padded on the right, with `lengths`.
+        The prompts, shape (..., L). Prompts of different lengths, a ragged batch, are a list of lists,
+        or an array (B, L) that is padded on the right, with `lengths`.
     steps : int
         Number of tokens to add at most.
     lengths : Array of int or sequence of int, optional
@@ -62,7 +62,7 @@ def generate(
     caches : tuple of KVCache, PagedCache or QuantizedCache, optional
         A cache for each block, with the tokens before `ids`, such as ``model.caches(64, batch=(2,),
         kind=nn.PagedCache)``, which has none. By default KVCaches, or PagedCaches for prompts of
-        unlike lengths: only these have a length for each item.
+        different lengths: only these have a length for each item.
     temperature : float
         Divides the logits before a sample is drawn; 0 takes the most likely token.
     top_k : int, optional
@@ -72,7 +72,7 @@ def generate(
         `top_k` leaves.
     seed : int
         Equal seeds draw equal samples in every library, up to the rounding of the logits. Each
-        sequence has its own random numbers, whatever is beside it in the batch.
+        sequence has its own random numbers, whatever else is in the batch.
     stop : int or iterable of int, optional
         Tokens that end a sequence. The rest of its row repeats the token that ended it, and the
         function returns once all sequences have ended.
@@ -149,11 +149,11 @@ def generate(
         ended |= np.isin(last, stops)
         if (on_token is not None and on_token(new[..., 0]) is True) or ended.all():
             break
-    found = _joined(xp.concat(parts, axis=-1), prompts.shape[-1], kept)
+    whole = _joined(xp.concat(parts, axis=-1), prompts.shape[-1], kept)
     if not isinstance(ids, (list, tuple)):
-        return found
+        return whole
     ends = grown + (prompts.shape[-1] if kept is None else kept)
-    rows = convert_like(found, np.zeros(0)).tolist()
+    rows = convert_like(whole, np.zeros(0)).tolist()
     return [row[:end] for row, end in zip(rows, ends.tolist(), strict=True)]
 
 
@@ -221,7 +221,7 @@ def _first_caches(
         raise TypeError(f"caches must hold a cache for each of the {blocks} blocks; {got(caches)}")
     if given and kept is not None and not all(isinstance(one, PagedCache) for one in given):
         raise TypeError(
-            "prompts of unlike lengths need caches with a length for each item: omit caches, or"
+            "prompts of different lengths need caches with a length for each item: omit caches, or"
             " give model.caches(capacity, batch=(B,), kind=nn.PagedCache)"
         )
     before: Any = given[0].next_position if given else 0

@@ -1,4 +1,4 @@
-"""Define PagedCache: keys and values of items of unlike lengths, in pages that items may share.
+"""Define PagedCache: keys and values of a ragged batch, in pages that items may share.
 
 A cache is a value, as KVCache is. Caches of one memory write to slots that no cache has written;
 elsewhere a page is copied before it is written to. Memory knows the caches that use it, so that a
@@ -80,7 +80,7 @@ class PagedCache:
     lengths : Array of int
         Number of tokens of each item, shape (B,).
     start : Array of int, optional
-        Lengths before the newest tokens, where these were unlike numbers of tokens.
+        Lengths before the newest tokens, where the items got different numbers of tokens.
     known : object, optional
         The numbers of the table and the lengths, where the host has them: `append` reads them from
         the arrays otherwise, and waits for their device.
@@ -394,6 +394,6 @@ class PagedCache:
             raise ValueError(f"{what} for each of the {items} items; got {facts}")
 
     def _numbers(self, name: str, given: Any, most: int | None) -> Array:
-        """Return integers beside the lengths."""
+        """Return integers in the library and on the device of the lengths."""
         numbers = self._checked(name, given, most)
         return to_device(numbers, self.lengths) if is_host(numbers) else numbers

@@ -264,7 +264,7 @@ class Rotary(Module):
         like : Array
             An array of the library, device and dtype of the result.
         counts : int, Array of int or sequence of int, optional
-            How many of the first tokens of each item are no padding, for dynamic scaling; then
+            How many of the first tokens of each item are not padding, for dynamic scaling; then
             `like` is as the tokens, (..., L, any size).
 
         Returns
@@ -283,8 +283,8 @@ class Rotary(Module):
         """Return the angles, shape (..., size / 2)."""
         if isinstance(positions, SharedAngles):
             return next(angles for rotary, angles in positions.angles if rotary == self)
-        angles, alike = self._angles, isinstance(positions, range) and counts is None
-        if self.dynamic is not None and alike and not is_compiling():
+        angles, is_range = self._angles, isinstance(positions, range) and counts is None
+        if self.dynamic is not None and is_range and not is_compiling():
             factor, trained = self.dynamic
             if positions.stop > trained:
                 stretch = 1 + factor * (positions.stop / trained - 1)

@@ -53,7 +53,7 @@ def save(
     ------
     ValueError
         If the model is not one of this config, in a parameter's shape or a setting; or if one of
-        the files is there and is no regular file.
+        the files exists and is not a regular file.
     OSError
         If the files cannot be written.
     ImportError

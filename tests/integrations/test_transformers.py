@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from transformers.masking_utils import create_bidirectional_mask, create_causal_mask
+from transformers.masking_utils import create_bidirectional_mask
 
 from polyattn import UnknownBackendError
 from polyattn.integrations import transformers as ours
@@ -166,48 +166,6 @@ def test_logits_are_those_of_eager(family, side, calls):
     close(real(found, side), real(expected, side))
 
 
-@pytest.mark.parametrize("family", LANGUAGE)
-def test_without_the_masks_they_would_differ(family, monkeypatch):
-    """Else the test above would pass with a mask function that hands down nothing."""
-    model, inputs = model_of(family), inputs_of(family, "left")
-    expected = run(model, "eager", **inputs).logits
-    monkeypatch.setitem(transformers.AttentionMaskInterface._global_mapping, "polyattn", nothing)
-    found = run(model, "polyattn", **inputs).logits
-    assert (real(found, "left") - real(expected, "left")).abs().max() > 1e-3
-
-
-def nothing(*arguments, **options):
-    return None
-
-
-@pytest.mark.parametrize(
-    ("family", "option", "without"),
-    [
-        ("gemma2", "softcap", None),
-        ("gpt_oss", "sinks", None),
-        ("t5", "bias", None),
-        ("mistral", "mask", create_causal_mask),
-        ("llama", "scale", 1.0),
-    ],
-)
-def test_what_a_family_is_here_for_matters(family, option, without, monkeypatch):
-    model, inputs = model_of(family), inputs_of(family, "left")
-    expected = run(model, "eager", **inputs).logits
-    attention = ours.attention
-
-    def changed(query, key, value, **options):
-        assert options[option] is not None
-        instead = without
-        if without is create_causal_mask:
-            positions = torch.arange(LENGTH)
-            instead = padding("left").bool()[:, None, None, :] & (positions <= positions[:, None])
-        return attention(query, key, value, **(options | {option: instead}))
-
-    monkeypatch.setattr(ours, "attention", changed)
-    found = run(model, "polyattn", **inputs).logits
-    assert (real(found, "left") - real(expected, "left")).abs().max() > 1e-3
-
-
 # ---- generation ----
 
 
@@ -265,21 +223,19 @@ def test_several_tokens_after_what_a_cache_holds(family, calls):
 # ---- masks ----
 
 
-def test_a_mask_of_padding_alone_has_one_row(calls):
-    run(model_of("bert"), "polyattn", **inputs_of("bert", "left"))
-    assert [tuple(call["mask"].shape) for call in calls] == [(2, 1, 1, LENGTH)] * 2
-
-
-def test_a_mask_that_items_share_is_kept_once(calls):
-    run(model_of("mistral"), "polyattn", input_ids=inputs_of("mistral")["input_ids"])
-    assert [tuple(call["mask"].shape) for call in calls] == [(1, 1, LENGTH, LENGTH)] * 2
-
-
-@pytest.mark.parametrize("family", ["bert", "llama"])
-def test_no_mask_is_made_where_nothing_is_padding(family, calls):
-    run(model_of(family), "polyattn", **inputs_of(family))
-    assert all("mask" not in call for call in calls)
-    assert [call.get("is_causal", False) for call in calls] == [family == "llama"] * 2
+@pytest.mark.parametrize(
+    ("family", "side", "shape"),
+    [
+        ("bert", "left", (2, 1, 1, LENGTH)),
+        ("bert", None, None),
+        ("llama", None, None),
+    ],
+)
+def test_a_mask_is_as_small_as_what_it_hides_allows(family, side, shape, calls):
+    run(model_of(family), "polyattn", **inputs_of(family, side))
+    found = [tuple(call["mask"].shape) if "mask" in call else None for call in calls]
+    assert found == [shape] * 2
+    assert shape or [call.get("is_causal", False) for call in calls] == [family == "llama"] * 2
 
 
 def test_a_mask_keeps_its_rows_for_who_slices_it():
@@ -297,14 +253,6 @@ def test_documents_packed_into_one_sequence_stay_apart():
     expected = run(model, "eager", **packed).logits
     close(run(model, "polyattn", **packed).logits, expected)
     assert (run(model, "eager", input_ids=ids).logits - expected).abs().max() > 1e-3
-
-
-def test_a_mask_of_numbers_is_added():
-    model, inputs = model_of("llama"), inputs_of("llama")
-    added = torch.randn(2, 1, LENGTH, LENGTH, generator=torch.Generator().manual_seed(2))
-    inputs["attention_mask"] = added.masked_fill(torch.ones(LENGTH, LENGTH).triu(1) > 0, -1e30)
-    expected = run(model, "eager", **inputs).logits
-    close(run(model, "polyattn", **inputs).logits, expected)
 
 
 def test_a_mask_of_numbers_and_a_bias_are_both_added():
@@ -339,17 +287,6 @@ def test_bfloat16_is_as_near_to_float32_as_eager_is():
     theirs, found, exact = (real(logits, "left") for logits in (theirs, found, exact))
     assert (found - exact).abs().max() <= 1.5 * (theirs - exact).abs().max()
     close(found, theirs, rtol=0.1, atol=0.1)
-
-
-def test_autocast_brings_query_key_and_value_together():
-    """Rotary positions may leave query and key in float32, and value in bfloat16."""
-    model, inputs = model_of("llama"), inputs_of("llama", "left")
-    x = torch.randn(1, 2, 6, 8)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        theirs, found = (run(model, name, **inputs).logits for name in ("eager", "polyattn"))
-        output, _ = ours._attend(None, None, model, x, x, x.bfloat16(), None)
-    close(real(found, "left"), real(theirs, "left"), rtol=0.1, atol=0.1)
-    assert output.dtype == torch.bfloat16
 
 
 def test_the_output_is_as_eager_hands_it_back():

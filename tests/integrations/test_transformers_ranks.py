@@ -156,7 +156,7 @@ PACKED = packed_sequence_mask_function(torch.zeros(1, 8, dtype=int))
     [
         ({"layout": "zigzag"}, ValueError, "give the model an attention_mask of the whole"),
         ({"padding": torch.ones(1, 8)}, ValueError, r"whole sequence, \(1, 16\).* got \(1, 8\)"),
-        ({"keys": 9}, NotImplementedError, "there is no cache"),
+        ({"keys": 9}, NotImplementedError, "does not support a cache"),
         ({"function": PACKED}, NotImplementedError, "cannot tell packed sequences"),
     ],
 )
@@ -181,5 +181,5 @@ def test_other_masks_are_made_for_the_whole_sequence():
 
 def test_options_that_would_be_wrong_are_refused():
     x = torch.ones(1, 2, 8, 4)
-    with pytest.raises(NotImplementedError, match="with over= polyattn supports no position_bias"):
+    with pytest.raises(NotImplementedError, match="over= does not support position_bias"):
         Ranks(OfThisThread(), "ring", "contiguous").attend(x, x, x, {"position_bias": x})

@@ -140,16 +140,6 @@ def test_a_cache_holds_what_was_appended_and_grows_beyond_its_capacity(library):
     assert grown.capacity >= 9
 
 
-def test_a_cache_is_a_value_and_two_may_follow_one(library):
-    to, back = library
-    cache = filled(to, 3)
-    one, other = to(TOKENS[:, :, 3:4]), to(TOKENS[:, :, 4:5])
-    first, second = cache.append(one, one + 1), cache.append(other, other + 1)
-    holds(back, cache, TOKENS[:, :, :3])
-    holds(back, first, TOKENS[:, :, :4])
-    holds(back, second, TOKENS[:, :, [0, 1, 2, 4]])
-
-
 def test_truncating_takes_back_and_what_follows_spoils_nothing(library):
     to, back = library
     cache = filled(to, 5)
@@ -481,12 +471,6 @@ def test_what_does_not_fit_is_refused(act, error, said):
 def test_a_cache_slides_by_a_number_of_numpy():
     cache = filled(np.asarray, 3).slide(np.int64(2))
     assert {type(x) for x in (cache.length, cache.first, cache.dropped)} == {int}
-
-
-def test_a_stack_has_a_cache_for_each_block():
-    model = model_of(np.asarray)
-    with pytest.raises(ValueError, match="each of the 2 blocks has a cache; got 1 caches"):
-        model(IDS, caches=model.caches(9, batch=(2,))[:1], is_causal=True)
 
 
 @pytest.mark.slow

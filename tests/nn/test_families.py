@@ -9,10 +9,6 @@ from tiny_models import DECODERS, ENCODERS, FAMILIES, FLOAT32, IDS, SENSES, SIZE
 
 from polyattn import nn
 
-# JAX compiles each operation for each shape.
-KINDS = ["numpy", "torch", pytest.param("jax", marks=pytest.mark.slow)]
-
-
 #: What two families are held to without their heads or with caches. In this dtype transformers
 #: itself is up to 3.5e-6 away from the same model in float64: norms of each part, with weights of
 #: about 1, magnify the order of sums. All others are held to 2e-6, and differ by 2e-7.
@@ -144,18 +140,6 @@ def test_a_decoder_is_causal_unless_its_config_or_the_call_says_otherwise(made, 
     near(loaded(theirs, is_causal=None)(IDS), ahead)  # null
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["gemma3_text", "smollm3", "olmo2"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_decoder_reads_caches_on_every_library(made, name, kind):
-    to, back = library(kind)
-    theirs = made(name, DECODERS[name])
-    model = nn.load.model(theirs.state_dict(), theirs.config.to_dict(), like=to(FLOAT32))
-    _, caches = model(to(IDS[:, :9]), caches=model.caches(16, batch=(2,)))
-    found, _ = model(to(IDS[:, 9:]), caches=caches)
-    close(back(found), outputs_of(theirs)[:, 9:], WIDER.get(name, 2e-6))
-
-
 # ---- rotary positions ---------------------------------------------------------------------------
 
 LLAMA = SIZES | {"max_position_embeddings": 16, "num_hidden_layers": 2}
@@ -205,24 +189,6 @@ def test_rotary_scaling_is_transformers_own(made, rope, length, told):
     model = nn.load.model(theirs.state_dict(), theirs.config.to_dict(), like=FLOAT32, **longer)
     near(model(ids), expected)
     near(model(ids, positions=range(length)), expected)
-
-
-def compiled(kind, function):
-    if kind == "torch":
-        return torch.compile(function, backend="eager", fullgraph=True, dynamic=True)
-    return pytest.importorskip("jax").jit(function)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["torch", "jax"])
-def test_dynamic_scaling_follows_the_length_in_a_compiled_function(made, kind):
-    to, back = library(kind)
-    theirs = rotated(made, "dynamic", num_hidden_layers=1)
-    model = loaded(theirs, to(FLOAT32))
-    run = compiled(kind, lambda ids: model(ids))
-    for length in (9, 40):  # without scaling, and with
-        ids = np.random.default_rng(5).integers(0, 50, (1, length))
-        near(back(run(to(ids.astype(np.int32)))), outputs_of(theirs, ids))
 
 
 def test_dynamic_scaling_follows_a_cache_as_in_transformers(made):
@@ -423,9 +389,6 @@ def rope(kind, **more):
         ("bert", {"hidden_act": "mish"}, "hidden_act must be one of gelu.*; got 'mish'"),
         ("bert", {"num_attention_heads": None}, "config has no num_attention_heads"),
         ("bert", {"num_attention_heads": 5}, "num_attention_heads 5 does not divide hidden_size"),
-        ("bert", {"layer_norm_eps": "small"}, "layer_norm_eps must be a positive number.*; got 's"),
-        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is T"),
-        ("gpt2", {"scale_attn_weights": False}, "scale_attn_weights is False"),
         ("gpt2", {"n_layer": 0}, r"n_layer must be a positive integer.*; got 0"),
         ("gpt2", {"tie_word_embeddings": 1}, "tie_word_embeddings must be true or false; got 1"),
         ("llama", rope("longrope", factor=2), "got 'longrope'"),
@@ -435,34 +398,21 @@ def rope(kind, **more):
             {"quantization_config": {"bits": 4, "quant_method": "awq"}},
             r"quantization_config of config: quant_method must be absent: load .* got 'awq'",
         ),
-        ("llama", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor is"),
-        ("llama", rope("yarn", truncate=False), "truncate is False"),
         ("llama", rope("yarn", truncate=None), "truncate is None"),
-        ("llama", {"rope_parameters": {"rope_type": "yarn"}}, "config has no factor"),
-        (
-            "llama",
-            {"head_dim": 5} | rope("linear"),
-            "head_dim must be even, for rotary posi.*; got 5",
-        ),
+        ("llama", rope("yarn", mscale=0.7), "mscale is 0.7"),
+        ("llama", {"head_dim": 5} | rope("linear"), "must be even, for rotary posi.*; got 5"),
         ("llama", {"num_key_value_heads": 3}, "a divisor of num_attention_heads 4; got 3"),
         ("llama", {"rms_norm_eps": float("inf")}, "number in the range of float32; got inf"),
         ("llama", {"rope_parameters": "x"}, "config: rope_parameters must be a mapping of"),
         (
             "llama",
             rope("llama3", high_freq_factor=1.0),
-            r"of config: high_freq_factor must be larger than low_freq_factor, 1\.0; got 1",
+            r"larger than low_freq_factor, 1\.0; got 1",
         ),
         ("llama", rope("yarn", rope_theta=1), "rope_theta must be larger than 1, for yarn; got 1"),
         ("mistral", {"layer_types": ["full_attention"] * 3}, "layer_types is .* None only"),
-        ("phi3", rope("longrope"), "rope_type must be .*longrope"),
         ("phi3", {"partial_rotary_factor": 0.4}, "rotate an even number of the 8 comp.*; got 0.4"),
-        ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention is True"),
-        ("gemma3_text", {"model_type": "gemma3"}, "model_type is 'gemma3'"),
-        ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is 50"),
         ("gemma3_text", {"layer_types": ["linear_attention"] * 3}, "a list of full_attention and "),
-        ("smollm3", {"no_rope_layers": [2, 0, 1]}, "no_rope_layers must be a list of 0 and 1"),
-        ("mpnet", {"relative_attention_num_buckets": 8}, "relative_attention_num_buckets is 8"),
-        ("roberta", {"is_decoder": True}, "is_decoder is True"),
         ("vit", {"patch_size": 5}, "patch_size must be a divisor of image_size 12; got 5"),
     ],
 )

@@ -80,7 +80,7 @@ def _checked(weights: Any) -> str | os.PathLike[str]:
     return weights
 
 
-# ---- what is there instead ---------------------------------------------------------------------
+# ---- files of other kinds -----------------------------------------------------------------------
 
 
 def check_folder(weights: Any) -> None:
@@ -105,7 +105,7 @@ def check_folder(weights: Any) -> None:
 
 
 def _absent(path: Path, advice: str = "", *, is_name: bool = False) -> FileNotFoundError:
-    """Return the error for a file that is not there, or is no file."""
+    """Return the error for a path that does not exist or is not a file."""
     if path.exists():
         advice = f"{'a folder' if path.is_dir() else 'a device or pipe'} has this name"
     elif is_name and HUB_ID.fullmatch(str(path)):
