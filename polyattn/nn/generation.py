@@ -53,8 +53,8 @@ def generate(
     model : Transformer
         A decoder with logits, such as ``nn.load.model`` returns for GPT-2 or Llama.
     ids : Array of int, or sequence of sequences of int
-        The prompts, shape (..., L). Prompts of different lengths, a ragged batch, are a list of lists,
-        or an array (B, L) that is padded on the right, with `lengths`.
+        The prompts, shape (..., L). Prompts of different lengths, a ragged batch, are a list of
+        lists, or an array (B, L) that is padded on the right, with `lengths`.
     steps : int
         Number of tokens to add at most.
     lengths : Array of int or sequence of int, optional
