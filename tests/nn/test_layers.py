@@ -266,6 +266,10 @@ REFUSED = {
     "no axis of tokens": (lambda: PLAIN(X[0, 0]), r"shape \(\.\.\., L, size\); got \(24,\)"),
     "ids without axes": (lambda: TIED(np.asarray(3)), r"shape \(\.\.\., L\); got \(\)"),
     "positions": (lambda: TIED(IDS[:, [0] * 9]), "8 learned positions; got 9 tokens"),
+    "positions after a cache": (
+        lambda: TIED(IDS[:, :2], caches=TIED(IDS, caches=TIED.caches(16, batch=(2,)))[1]),
+        "8 learned positions; got 9 tokens",
+    ),
     "two maps": (
         lambda: nn.Transformer(TIED.embedding, TIED.stack, output=LINEAR, tied=True),
         "give one of them",
@@ -320,13 +324,6 @@ def test_a_norm_has_one_dtype_for_few_rows_and_many():
     assert few == many
 
 
-def test_more_tokens_than_learned_positions_after_a_cache_are_refused():
-    model = gpt(np.zeros(1), positions=8)
-    _, caches = model(IDS, caches=model.caches(16, batch=(2,)), is_causal=True)
-    with pytest.raises(ValueError, match="8 learned positions; got 9 tokens"):
-        model(IDS[:, :2], caches=caches, is_causal=True)
-
-
 # ---- blocks and models -------------------------------------------------------------------------
 
 
@@ -345,16 +342,6 @@ def test_a_layer_is_causal_as_it_was_made_unless_a_call_says_otherwise():
     assert MHA(24, 4, like=X).is_causal is False
     assert "is_causal=True" in repr(CAUSAL)
     assert "is_causal=False" in repr(ahead)
-
-
-@pytest.mark.parametrize("kind", [nn.KVCache, nn.PagedCache, nn.QuantizedCache])
-def test_a_causal_layer_is_causal_over_a_cache(kind):
-    whole = CAUSAL(X)
-    cache, found = CAUSAL.cache(16, like=X, batch=(2,), kind=kind), []
-    for start, stop in ((0, 4), (4, 5), (5, 7)):
-        some, cache = CAUSAL(X[:, start:stop], cache=cache)
-        found.append(some)
-    close(np.concatenate(found, axis=1), whole, 1e-12)
 
 
 def test_only_the_self_attention_of_a_decoder_block_is_causal_and_rotated():
