@@ -114,22 +114,18 @@ class PagedCache:
 
         Parameters
         ----------
-        heads, size : int
-            G and D.
+        heads, size, like, value_size
+            As for `KVCache.init`.
         capacity : int
             Number of tokens that an item may have. The cache grows as needed, except in a traced
             function, where lengths are unknown: tokens beyond the capacity, and those that find no
             free page, are lost there.
         items : int
             B, the number of items.
-        like : Array
-            An array of the library, device and dtype of the keys and values.
         page : int
             Number of tokens of a page.
         pages : int, optional
             Number of pages to allocate memory for; enough for all items by default.
-        value_size : int, optional
-            E, D by default.
 
         Raises
         ------
@@ -223,7 +219,7 @@ class PagedCache:
         counts : Array of int or sequence of int, optional
             How many of them each item keeps, the first ones, shape (B,); all by default.
         query : Array, optional
-            The queries that attend to them. If these need a gradient, nothing is overwritten.
+            As for `KVCache.append`.
 
         Returns
         -------

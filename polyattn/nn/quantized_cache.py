@@ -161,10 +161,8 @@ class QuantizedCache:
 
         Parameters
         ----------
-        key, value : Array
-            Keys and values of n tokens, shapes (..., G, n, D) and (..., G, n, E).
-        query : Array, optional
-            The queries that attend to them. If these need a gradient, nothing is overwritten.
+        key, value, query : Array
+            As for `KVCache.append`.
 
         Returns
         -------
