@@ -262,7 +262,7 @@ def test_a_file_of_bfloat16_is_read_bit_for_bit(gpt2, tmp_path, kind):
         np.testing.assert_array_equal(back(model.embedding.weight).astype(np.float32), expected)
 
 
-PICKLE, ADAPTER = "pytorch_model.bin", "adapter_config.json"
+PICKLE = "pytorch_model.bin"
 PACKED = {"h.0.attn.c_attn.qweight": np.zeros((4, 4), np.int32)}
 
 
@@ -273,7 +273,7 @@ PACKED = {"h.0.attn.c_attn.qweight": np.zeros((4, 4), np.int32)}
         ("folder", "", None, r"there is no .*config\.json: pass config="),
         (PICKLE, PICKLE, "dict", r"is not a \.safetensors file"),
         ("folder", PICKLE, None, r"there is pytorch_model\.bin, a pickle"),
-        ("folder", ADAPTER, None, r"an adapter of PEFT, .*merge_and_unload"),
+        ("folder", PICKLE, "dict", r"there is pytorch_model\.bin, a pickle"),
         ("openai/gpt2", "", None, r"snapshot_download\('openai/gpt2'\)"),
         ("gpt2.safetensors", "", None, r"there is no gpt2\.safetensors$"),
         (PACKED, "", "dict", r"c_attn\.qweight is quantized, as GPTQ and AWQ"),

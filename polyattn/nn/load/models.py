@@ -16,7 +16,7 @@ from polyattn._base.arguments import short
 from polyattn._base.arrays import Array
 from polyattn.nn.load.decoders import DECODERS
 from polyattn.nn.load.encoders import ENCODERS
-from polyattn.nn.load.files import Weights, check_folder, read_config, read_weights
+from polyattn.nn.load.files import Weights, read_config, read_weights
 from polyattn.nn.load.model_plan import Family, ModelPlan, Wanted, embedding_name
 from polyattn.nn.load.settings import Settings
 from polyattn.nn.load.stored import block_names, fill, renamed
@@ -71,7 +71,6 @@ def model(
     FileNotFoundError, ImportError
         If there is no file, or safetensors is not installed to read it.
     """
-    check_folder(weights)
     family, settings = family_of(*read_config(weights, config))
     if logits and family in ENCODERS.values():
         raise ValueError(f"{family.title} is an encoder, which has no logits: leave out logits=")
