@@ -102,15 +102,6 @@ def test_the_inputs_and_outputs_have_names_and_lengths():
     assert outputs == ["output", *[f"next_{name}" for name in shapes if name != "ids"]]
 
 
-def test_the_lengths_of_a_cache_with_memory_are_known():
-    model = transformer(layers=1)
-    exported = step(model, lengths=(12, 2))
-    dims = exported.graph.input[1].type.tensor_type.shape.dim
-    assert [d.dim_value for d in dims] == [2, 2, 12, 8]
-    for found, wanted in decode(exported, by_onnxruntime(exported), model):
-        assert abs(found - wanted).max() < 2e-6
-
-
 def test_onnxruntime_writes_to_memory_that_is_bound_twice():
     model, exported = transformer(), exported_step("causal")
     run = session(exported)

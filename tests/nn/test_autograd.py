@@ -90,24 +90,6 @@ def test_other_settings_are_compiled_anew():
     assert len(compiled) == 2
 
 
-@pytest.mark.slow
-def test_vmap_over_items_and_over_models():
-    register()
-    model = model_of(jnp.zeros(1))
-
-    @jax.jit
-    def run(model, ids):
-        return model(ids, is_causal=True)
-
-    whole = model_of(np.zeros(1, np.float32))(IDS, is_causal=True)
-    mapped = jax.vmap(run, in_axes=(None, 0))(model, jnp.asarray(IDS))
-    np.testing.assert_allclose(mapped, whole, atol=1e-5)
-    models = jax.tree.map(lambda *each: jnp.stack(each), model, model_of(jnp.zeros(1), seed=8))
-    both = jax.vmap(run, in_axes=(0, None))(models, jnp.asarray(IDS))
-    np.testing.assert_allclose(both[0], whole, atol=1e-5)
-    assert jnp.abs(both[1] - whole).max() > 1e-2
-
-
 def test_vmap_of_torch_over_items():
     layer = nn.EncoderBlock.init(8, 2, like=torch.zeros(1))
     x = torch.randn(3, 2, 5, 8)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from optional import jax, jnp, torch
 
-from polyattn import attention, masks, nn, scores
+from polyattn import attention, nn
 from polyattn.integrations.jax import register
 from polyattn.nn import cache as cache_module
 
@@ -23,11 +23,6 @@ KINDS = {
     "rotary, grouped": {"key_heads": 2, "rotary": nn.Rotary(6), "norm": nn.RMSNorm},
     "learned positions, fused": {"positions": 16, "fused": True, "value_size": 3},
     "sines, after the sum": {"positions": nn.Sinusoidal(24), "pre_norm": False},
-}
-OPTIONS = {
-    "window": {"is_causal": True, "window": (3, 0)},
-    "mask value": {"mask": masks.causal() & (masks.window(4, 0) | masks.prefix(2))},
-    "ALiBi": {"is_causal": True, "score_mod": scores.alibi(4)},
 }
 
 
@@ -71,17 +66,6 @@ def test_every_step_gives_what_the_full_pass_does(library, kind):
         found, caches = decode(library, model, model.caches(16, batch=(2,)), steps, is_causal=True)
         np.testing.assert_allclose(found, full, atol=2e-5)
         assert all(cache.length == 9 for cache in caches)
-
-
-@in_libraries
-@pytest.mark.parametrize("options", OPTIONS)
-def test_masks_and_scores_are_those_of_the_full_pass(library, options):
-    to, _ = library
-    kind, options = {"blocks": 1}, OPTIONS[options]
-    model, full = model_of(to, **kind), full_pass(kind, **options)
-    found, _ = decode(library, model, model.caches(16, batch=(2,)), [1] * 9, **options)
-    np.testing.assert_allclose(found, full, atol=2e-5)
-    assert np.abs(full_pass(kind) - full).max() > 1e-3
 
 
 @in_libraries
@@ -408,16 +392,6 @@ def test_caches_are_made_and_grow_in_a_compiled_function_of_torch():
     holds(np.asarray, cache.append(one, one + 1), TOKENS[:, :, [*range(8), 0]])
 
 
-def test_gradients_pass_through_a_cache_of_torch_and_nothing_is_written_to():
-    tokens = torch.tensor(TOKENS[:, :, :3], requires_grad=True)
-    cache = nn.KVCache.init(3, 4, 6, batch=(2,), like=tokens.detach())
-    one = cache.append(tokens, tokens)
-    two = one.append(2 * tokens, tokens)
-    two.keys.sum().backward()
-    assert torch.equal(tokens.grad, torch.full_like(tokens, 3.0))
-    assert torch.all(cache.key == 0)
-
-
 KEYS, SHORT = np.ones((2, 3, 1, 4)), np.ones((2, 1, 4))
 
 
@@ -448,22 +422,13 @@ def test_what_does_not_fit_is_refused(act, error, said):
 def test_a_slid_cache_decodes_a_window_in_a_compiled_step_as_it_does_outside():
     kind, window = KINDS["rotary, grouped"] | {"blocks": 1}, {"is_causal": True, "window": (3, 0)}
     model, full = model_of(jnp.asarray, **kind), full_pass(kind, **window)
-    ids = jnp.asarray(IDS)
-
-    def step(model, token, caches):
-        return model(token, caches=caches, **window)
-
-    _, caches = jax.jit(step)(model, ids[:, :6], model.caches(16, batch=(2,)))
-    slid = tuple(cache.slide(3) for cache in caches)
-    outside, _ = step(model, ids[:, 6:7], slid)
-    found, after = jax.jit(step)(model, ids[:, 6:7], slid)
-    for logits in (outside, found):
-        np.testing.assert_allclose(logits, full[:, 6:7], atol=2e-5)
+    step = jax.jit(lambda model, ids, caches: model(ids, caches=caches, **window))
+    _, caches = step(model, jnp.asarray(IDS[:, :6]), model.caches(16, batch=(2,)))
+    found, after = step(model, jnp.asarray(IDS[:, 6:7]), tuple(one.slide(3) for one in caches))
+    np.testing.assert_allclose(found, full[:, 6:7], atol=2e-5)
     # Outside again it is known how many tokens there are.
     assert after[0].slide(2).length == 2
     assert after[0].keys.shape[-2] == 4
-    with pytest.raises(ValueError, match="4 tokens; got 12"):
-        after[0].truncate(12)
 
 
 def test_a_cache_does_not_slide_where_nobody_knows_its_length():

@@ -35,37 +35,6 @@ def test_greedy_tokens_are_transformers_own(made, name):
     np.testing.assert_array_equal(nn.generate(model, IDS, 24), expected)
 
 
-def once(jit):
-    """Return a function that compiles the first function, and returns it for others like it."""
-    compiled = []
-
-    def compile_once(function):
-        compiled.append(compiled[0] if compiled else jit(function))
-        return compiled[0]
-
-    return compile_once
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", SETTINGS)
-def test_every_library_generates_the_same_tokens(made, name):
-    jit = once(pytest.importorskip("jax").jit)
-    register()
-    theirs = made(name, SETTINGS[name])
-    state, config = theirs.state_dict(), theirs.config.to_dict()
-    for sampled in ({}, {"temperature": 1.5, "top_k": 20, "seed": 7}):
-        tokens = []
-        for kind in ("numpy", "torch", "jax"):
-            to, back = library(kind)
-            model = nn.load.model(state, config, like=to(FLOAT32))
-            compiled = {"jit": jit} if kind == "jax" else {}
-            tokens.append(back(nn.generate(model, to(IDS), 12, **compiled, **sampled)))
-        np.testing.assert_array_equal(tokens[1], tokens[0])
-        np.testing.assert_array_equal(tokens[2], tokens[0])
-        if not sampled:
-            np.testing.assert_array_equal(tokens[0], greedy(theirs, 12))
-
-
 def fixed(*probabilities):
     """Return a decoder that gives every next token these probabilities."""
     n = len(probabilities)

@@ -89,23 +89,16 @@ def test_parameters_are_named_by_where_they_are_and_replaced_by_name():
     assert doubled.stack.blocks[0].feed_forward.activation == "silu"
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        (lambda p: p.pop("embedding.weight"), r"missing: embedding.weight"),
-        (lambda p: p.update(other=np.zeros(1)), r"unknown: other"),
-        (
-            lambda p: p.update({"embedding.weight": np.zeros((2, 2))}),
-            r"embedding.weight has the shape \(11, 24\); got \(2, 2\)",
-        ),
-    ],
-)
-def test_parameters_that_do_not_fit_are_refused_by_name(change, said):
+def test_parameters_that_do_not_fit_are_refused_by_name():
     model = gpt(np.zeros(1))
-    parameters = model.parameters()
-    change(parameters)
-    with pytest.raises(ValueError, match=said):
-        model.with_parameters(parameters)
+    wrong = {"embedding.weight": np.zeros((2, 2))}
+    for parameters, said in (
+        ({}, "missing: .*embedding.weight"),
+        (model.parameters() | {"other": np.zeros(1)}, "unknown: other"),
+        (model.parameters() | wrong, r"embedding.weight has the shape \(11, 24\); got \(2, 2\)"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            model.with_parameters(parameters)
 
 
 def test_a_module_prints_its_parts_with_their_shapes_and_equal_ones_once():

@@ -327,15 +327,6 @@ def refused(folder):
     return None
 
 
-def test_heads_and_an_epsilon_are_numbers():
-    state = torch.nn.TransformerEncoderLayer(16, 4, 24).state_dict()
-    for epsilon in (float("inf"), float("nan"), -1.0, "1e-5"):
-        with pytest.raises(ValueError, match="epsilon must be 0 or a positive number"):
-            nn.load.torch_encoder_layer(state, 4, like=FLOAT32, epsilon=epsilon)
-    with pytest.raises(TypeError, match="heads must be an integer"):
-        nn.load.torch_encoder_layer(state, "4", like=FLOAT32)
-
-
 def test_weights_have_names_of_text_each_once(gpt2):
     config = gpt2.config.to_dict()
     for load in (
@@ -387,15 +378,11 @@ def test_an_index_names_no_file_outside_its_folder(whole, tmp_path):
 def test_an_index_says_which_file_has_a_weight(whole, tmp_path):
     folder = copied(whole, tmp_path)
     shard, index = indexed(folder, extra="model-1.safetensors")
-    said = refused(folder)
-    assert said == f"{shard} has no extra, which {index} says it has"
-    # The same name in another file, of other numbers, is not the model's.
-    save_file = pytest.importorskip("safetensors.numpy").save_file
+    assert refused(folder) == f"{shard} has no extra, which {index} says it has"
     names = json.loads(index.read_text())["weight_map"]
     del names["extra"]
-    save_file({"extra": FLOAT32, next(iter(names)): FLOAT32}, folder / "z")
-    index.write_text(json.dumps({"weight_map": names | {"lm_head.weight": "z"}}))
-    assert "z has no lm_head.weight" in refused(folder)
+    # Another file that has the same names, with other numbers, is not the model's.
+    save_file = pytest.importorskip("safetensors.numpy").save_file
     save_file(dict.fromkeys([*names, "h.0.attn.bias"], FLOAT32), folder / "z")
     index.write_text(json.dumps({"weight_map": names | {"h.0.attn.bias": "z"}}))
     assert refused(folder) is None

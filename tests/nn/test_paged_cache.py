@@ -72,12 +72,6 @@ class Twin:
                 assert not slots or (np.stack(found, axis=1) == part).all()
 
 
-def pages_in_use(cache):
-    held = np.ceil(np.asarray(cache.lengths) / cache.page).astype(int)
-    return len({int(p) for row, n in zip(np.asarray(cache.block_table), held, strict=True)
-                for p in row[:n]})  # fmt: skip
-
-
 @pytest.mark.parametrize("grows", [False, True])
 def test_items_hold_what_was_appended_forked_and_truncated(library, grows):
     to, back = library
@@ -245,31 +239,6 @@ def test_a_window_keeps_its_pages_only():
         np.testing.assert_allclose(found, attention(query[0], key, value, window=(5, 0)), atol=2e-6)
         pages.add(twin.cache.key.shape[0])
     assert pages == {1 + 6}
-
-
-def test_a_common_prompt_is_held_once():
-    lengths = np.linspace(100, 2000, 16).astype(int)
-    like = np.zeros((1, 1, 1000, 2), np.float32)
-    prompt = nn.PagedCache.init(1, 2, 2000, items=1, like=like, pages=600).append(like, like)
-    cache = prompt.fork([0] * 16).truncate(lengths)
-    own = np.maximum(lengths - 1000, 0)
-    new = np.zeros((16, 1, own.max(), 2), np.float32)
-    cache = cache.append(new, new, counts=own)
-    assert cache.key is prompt.key
-    assert cache.lengths.tolist() == lengths.tolist()
-    assert pages_in_use(cache) * 16 <= 1.1 * (1000 + own.sum())
-
-
-def test_layers_take_a_paged_cache(library):
-    to, back = library
-    x = RNG.standard_normal((2, 7, 24)).astype(np.float32)
-    like = to(x)
-    layer = nn.MultiHeadAttention.init(24, 4, key_heads=2, like=like, rotary=nn.Rotary(6))
-    layer, whole = replace(layer, is_causal=True), back(layer(like, is_causal=True))
-    cache = nn.PagedCache.init(2, 6, 8, items=2, like=like, page=4)
-    for start, stop in ((0, 4), (4, 5), (5, 7)):
-        found, cache = layer(to(x[:, start:stop]), cache=cache)
-        np.testing.assert_allclose(back(found), whole[:, start:stop], atol=2e-5)
 
 
 MHA = nn.MultiHeadAttention.init(8, 2, like=np.zeros(1))

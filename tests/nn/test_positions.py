@@ -60,20 +60,6 @@ def test_halves_turn_as_in_llama_and_neighbours_as_in_gpt_j(library):
     np.testing.assert_allclose(found, neighbours, atol=tolerance)
 
 
-def test_only_so_many_numbers_as_asked_are_turned_and_the_rest_passes():
-    positions = np.arange(5)
-    found = nn.Rotary(8)(X, positions)
-    assert np.array_equal(found[..., 8:], X[..., 8:])
-    np.testing.assert_allclose(found[..., :8], nn.Rotary(8)(X[..., :8], positions))
-
-
-def test_positions_may_differ_by_item():
-    positions = np.asarray([[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]])
-    found = nn.Rotary(16)(X, positions)
-    for item in range(2):
-        np.testing.assert_allclose(found[item], nn.Rotary(16)(X[item], positions[item]))
-
-
 def test_16_bit_vectors_are_turned_by_angles_of_float32():
     x = torch.tensor(X).bfloat16()
     positions = torch.arange(5) + 4000
@@ -162,14 +148,6 @@ def test_a_trace_by_near_positions_has_exact_angles_of_far_ones():
         torch.testing.assert_close(found(torch.tensor(FAR_POSITIONS)), expected)
 
 
-def test_a_layer_depends_on_distances_only_however_far_its_positions():
-    x = np.float32(RNG.normal(size=(1, 3, 8)))
-    layer = nn.MultiHeadAttention.init(8, 2, like=x, rotary=nn.Rotary(4))
-    start = 2**24 + 1
-    later = layer(x, positions=np.arange(start, start + 3))
-    np.testing.assert_allclose(later, layer(x), rtol=0, atol=1e-5)
-
-
 def test_the_defaults_of_yarn_are_those_of_the_paper():
     frequencies, magnitude = nn.yarn_scaling(16, 8.0)
     told = {"base": 10000.0, "trained": 4096, "fast": 32.0, "slow": 1.0}
@@ -186,15 +164,6 @@ def test_a_relative_bias_is_t5s_and_a_parameter():
     np.testing.assert_array_equal(layer(x, score_mod=relative()), expected)
     assert list(relative.parameters()) == ["weight"]
     assert np.abs(expected - layer(x)).max() > 1e-6
-
-
-def test_dynamic_scaling_starts_beyond_the_length_of_training(monkeypatch):
-    plain, rotary, like = nn.Rotary(8), nn.Rotary(8, dynamic=(2.0, 6)), np.zeros(1)
-    monkeypatch.setattr("polyattn.nn.positions.Angles", lambda frequencies: 1 / 0)
-    near = range(2, 6)
-    np.testing.assert_array_equal(rotary.tables(near, like=like), plain.tables(near, like=like))
-    with pytest.raises(ZeroDivisionError):
-        rotary.tables(range(2, 7), like=like)
 
 
 @pytest.mark.parametrize("dynamic", [None, (2.0, 4)])
