@@ -267,17 +267,18 @@ def test_a_base_model_has_logits_if_the_embedding_is_tied_or_is_told_how_it_is_l
         nn.load.model(llama.model.state_dict(), llama.config.to_dict(), like=FLOAT32)
 
 
-def test_images_and_sound_of_other_sizes_are_refused(made):
-    theirs = made("vit", SENSES["vit"], "AutoModel")
-    model = nn.load.model(theirs.state_dict(), theirs.config.to_dict(), like=FLOAT32)
-    with pytest.raises(ValueError, match=r"pixels must have the shape .*, 3, 12, 12\).*12, 8\)"):
-        model(SEEN[..., :8])
-    theirs = made("whisper", SENSES["whisper"], "AutoModel")
-    model = nn.load.model(theirs.state_dict(), theirs.config.to_dict(), like=FLOAT32)
-    with pytest.raises(ValueError, match="there are 10 learned positions; got 11 tokens"):
-        model(np.concatenate([HEARD, HEARD[..., :1]], axis=-1))
-    with pytest.raises(ValueError, match="last axis is 18"):
-        model(HEARD[:, :5])
+@pytest.mark.parametrize(
+    ("name", "given", "said"),
+    [
+        ("vit", SEEN[..., :8], r"pixels must have the shape .*, 3, 12, 12\).*12, 8\)"),
+        ("whisper", HEARD.repeat(2, axis=-1), "there are 10 learned positions; got 20 tokens"),
+        ("whisper", HEARD[:, :5], "last axis is 18"),
+    ],
+)
+def test_images_and_sound_of_other_sizes_are_refused(made, name, given, said):
+    model = loaded(made(name, SENSES[name], BASE))
+    with pytest.raises(ValueError, match=said):
+        model(given)
 
 
 # ---- settings of anyone ------------------------------------------------------------------------

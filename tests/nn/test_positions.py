@@ -6,6 +6,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 from optional import jax, jnp, make_fx, torch, turn_halves, turn_neighbours
+from tiny_models import LIBRARIES
 
 from polyattn import nn, scores
 from polyattn._base.arrays import library_of
@@ -14,14 +15,9 @@ from polyattn.nn.positions import SharedAngles
 
 RNG = np.random.default_rng(6)
 X = RNG.normal(size=(2, 3, 5, 16))
-LIBRARIES = {
-    "numpy": (np.asarray, np.asarray),
-    "torch": (torch.tensor, np.asarray),
-    "jax": (jnp.asarray, np.asarray),
-}
 
 
-@pytest.fixture(params=LIBRARIES)
+@pytest.fixture(params=["numpy", "torch", "jax"])
 def library(request):
     return LIBRARIES[request.param]
 
