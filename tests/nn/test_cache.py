@@ -206,14 +206,6 @@ def test_the_last_token_that_fits_is_right_in_a_compiled_step(name, kind):
         assert cache.capacity == number + 1
 
 
-def test_memory_that_can_be_written_to_is_shared_until_it_is_full():
-    cache = filled(np.asarray, 3)
-    more = TOKENS[:, :, 3:4]
-    following = cache.append(more, more)
-    assert np.shares_memory(following.key, cache.key)
-    assert not np.shares_memory(cache.append(more, more).key, cache.key)
-
-
 def draft(to, number, count=3):
     tokens = to(np.full((2, 3, count, 4), number, TOKENS.dtype))
     return tokens, tokens + 1

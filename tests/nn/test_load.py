@@ -98,20 +98,6 @@ def test_a_prefix_picks_one_layer_of_a_larger_model():
         nn.load.torch_encoder_layer(whole.state_dict(), 4, like=x, prefix="layers.2.")
 
 
-@pytest.mark.parametrize("kind", ["numpy", "torch", "jax"])
-def test_parameters_are_in_the_library_device_and_dtype_of_like(kind):
-    to, back = library(kind)
-    state = torch.nn.MultiheadAttention(16, 4, dtype=torch.float64).state_dict()
-    x = to(tokens(2, 3, 16))
-    layer = nn.load.torch_attention(state, 4, like=x)
-    for parameter in layer.parameters().values():
-        assert type(parameter) is type(x)
-        assert parameter.dtype == x.dtype
-    np.testing.assert_array_equal(
-        back(layer.fused.weight), state["in_proj_weight"].numpy().T.astype(np.float32)
-    )
-
-
 def test_parameters_are_copies():
     source = torch.nn.MultiheadAttention(16, 4)
     layer = nn.load.torch_attention(dict(source.named_parameters()), 4, like=torch.zeros(1))

@@ -216,18 +216,6 @@ def test_a_copy_is_a_value_of_its_own(change):
         each.check()
 
 
-def test_attention_over_pages_equals_each_item_by_itself(library):
-    to, back = library
-    twin = Twin(to).append(6, counts=[6, 0, 3]).append(2, counts=[2, 2, 1])
-    query = RNG.standard_normal((3, 2 * G, 2, D)).astype(np.float32)
-    options = twin.cache.options({"is_causal": True})
-    found = back(attention(to(query), twin.cache.keys, twin.cache.values, **options))
-    for item, (tokens, count) in enumerate(zip(twin.tokens, [2, 2, 1], strict=True)):
-        rows, whole = query[item, :, :count], tokens
-        expected = attention(rows, whole[..., :D], whole[..., D:], is_causal=True)
-        np.testing.assert_allclose(found[item, :, :count], expected, atol=2e-6)
-
-
 def test_a_window_keeps_its_pages_only():
     twin, pages = Twin(np.array, items=1, capacity=64, pages=6), set()
     for _ in range(40):
