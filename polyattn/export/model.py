@@ -15,7 +15,6 @@ import numpy
 
 import polyattn
 from polyattn._base.arguments import check_int
-from polyattn._base.arrays import Array
 from polyattn._base.extras import require_onnx
 from polyattn._base.files import check_file
 from polyattn._base.host import native
@@ -116,7 +115,8 @@ def onnx(
     parameters: dict[str, Any] = {}
     called: Any = function
     if isinstance(function, Module):
-        weights = {name: _host(array) for name, array in function.parameters().items()}
+        arrays = function.parameters().items()
+        weights = {n: native(numpy.asarray(backend_of(x).fetch(x))) for n, x in arrays}
         for name, array in weights.items():
             _check_dtype(f"the parameter {name}", str(array.dtype))
         check_size(weights, file)
@@ -207,10 +207,6 @@ def _check_names(*groups: Mapping[str, Any]) -> None:
 
 def _argument(spox: Any, dtype: str, shape: Shape) -> Any:
     return spox.argument(spox.Tensor(numpy.dtype(dtype), tuple(shape)))
-
-
-def _host(array: Array) -> Any:
-    return native(numpy.asarray(backend_of(array).fetch(array)))
 
 
 def _without_copies(model: Any) -> None:

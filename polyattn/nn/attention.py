@@ -353,7 +353,8 @@ class MultiHeadAttention(Module):
         else:
             maps: Any = (self.query, self.key, self.value)
             if self.fused is not None:
-                maps = [_columns(self.fused, part) for part in columns]
+                weight, bias = self.fused.weight, self.fused.bias
+                maps = [Linear(weight[:, c], None if bias is None else bias[c]) for c in columns]
             given = zip(maps, (x, context, values), strict=True)
             query, key, value = (apply(array) for apply, array in given)
         return (
@@ -378,11 +379,6 @@ def _following(query: Array, cache: Cache | None) -> Array | range:
         return range(start, start + length)
     positions = index_range(library_of(query).xp, 0, length, query)
     return after(start, positions)
-
-
-def _columns(linear: Linear, part: slice) -> Linear:
-    bias = None if linear.bias is None else linear.bias[part]
-    return Linear(linear.weight[:, part], bias)
 
 
 def _split(x: Array, heads: int, norm: Norm | None = None) -> Array:
