@@ -259,6 +259,7 @@ PACKED = {"h.0.attn.c_attn.qweight": np.zeros((4, 4), np.int32)}
         ("folder", "", None, r"there is no .*config\.json: pass config="),
         (PICKLE, PICKLE, "dict", r"is not a \.safetensors file"),
         ("folder", PICKLE, None, r"there is pytorch_model\.bin, a pickle"),
+        ("folder", "adapter_config.json", "dict", r"an adapter of PEFT, .*merge_and_unload"),
         ("folder", PICKLE, "dict", r"there is pytorch_model\.bin, a pickle"),
         ("openai/gpt2", "", None, r"snapshot_download\('openai/gpt2'\)"),
         ("gpt2.safetensors", "", None, r"there is no gpt2\.safetensors$"),

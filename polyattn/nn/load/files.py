@@ -29,6 +29,12 @@ def read_weights(weights: Weights) -> Mapping[str, Array]:
         return weights
     path = Path(_checked(weights))
     if path.is_dir():
+        if (path / "adapter_config.json").is_file():
+            raise ValueError(
+                f"{path} has an adapter of PEFT, adapter_config.json, which changes another model:"
+                " merge them by peft.AutoPeftModel.from_pretrained(folder).merge_and_unload()"
+                ".save_pretrained(other), and load that folder"
+            )
         whole, index = path / "model.safetensors", path / "model.safetensors.index.json"
         if index.is_file() and not whole.is_file():  # as transformers chooses
             return _read_shards(index)
