@@ -443,7 +443,7 @@ genuine = sys.modules["jax._src.dispatch"]
 other = sys.modules["jax._src.dispatch"] = types.ModuleType("dispatch")
 vars(other).update(vars(genuine))
 del other.prim_requires_devices_during_lowering
-import polyattn, polyattn_native.xla_program as program
+import polyattn, polyattn_native.xla_primitive as program
 assert program.primitive not in genuine.prim_requires_devices_during_lowering
 sys.modules["jax._src.dispatch"] = genuine
 x = jnp.ones((2, 4, 8, 8))

@@ -169,7 +169,7 @@ private:
         T factor[2 * width];
         if (panel.count == 2) soften<2>(panel, count, factor, careful);
         else soften<1>(panel, count, factor, careful);
-        if (call.has_dropout) {
+        if (call.seed) {
             read_dropout(call, task->item, panel, seen, bytes);
             drop_unset<T>(scores, count * panel.lanes(), bytes);
         }

@@ -42,12 +42,11 @@ typedef struct {
     const int64_t* positions;
     PolyattnArray first, stop;  // int32: row i sees the keys from first to before stop
     PolyattnArray mask;  // uint8: a key takes part where it is not 0
-    PolyattnArray bias[2];  // of the scores' dtype, added after the softcap
+    PolyattnArray bias[2];  // of the scores' dtype, added after the softcap: numbers by distance, and a bias
     const void* sinks;  // (heads), of the scores' dtype
     // Dropout keeps a weight whose word of Philox is at least the threshold.
-    int32_t has_dropout;
-    uint32_t threshold, seed_low, seed_high;
-    uint32_t start[4];  // the item, head, row and key that the counters begin with
+    const uint32_t* seed;  // two words, and the item, head, row and key where counters begin; null for none
+    uint32_t threshold;
     double keep;  // 1 - the rate: by this the output is divided; 1 without dropout
     // The derivative of the call: results, their gradients, and the gradients to write.
     PolyattnArray output_gradient, logsumexp_gradient;
@@ -59,7 +58,7 @@ typedef struct {
     PolyattnArray bias_gradient[2];
     // The directional derivative: the tangents of arguments, of the scores' dtype, null for 0, and
     // those of the results to write.
-    PolyattnArray query_tangent, key_tangent, value_tangent, bias_tangent;
+    PolyattnArray query_tangent, key_tangent, value_tangent, bias_tangent[2];
     const void* sinks_tangent;  // (heads)
     PolyattnArray output_tangent, logsumexp_tangent;
     int32_t is_part;  // whether the call has a part of the rows, and

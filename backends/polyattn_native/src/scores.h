@@ -152,18 +152,19 @@ template <typename T>
 void read_dropout(const PolyattnCall& call, int64_t item, const Panel<T>& panel, Range keys, uint8_t* bytes) {
     constexpr int words = POLYATTN_BYTES / 4;
     const int lanes = panel.lanes();
-    const int64_t shift = call.start[3];
+    const uint32_t* start = call.seed + 2;
+    const int64_t shift = start[3];
     for (int first = 0; first < lanes; first += words) {
         Words rows = {}, heads = {};
         const int filled = lanes - first < words ? lanes - first : words;
         for (int lane = 0; lane < filled; ++lane) {
-            rows[lane] = (uint32_t)(panel.row[first + lane] + call.start[2]);
-            heads[lane] = (uint32_t)(panel.head[first + lane] + call.start[1]);
+            rows[lane] = (uint32_t)(panel.row[first + lane] + start[2]);
+            heads[lane] = (uint32_t)(panel.head[first + lane] + start[1]);
         }
         for (int64_t block = (keys.first + shift) / 4; block * 4 - shift < keys.stop; ++block) {
             Words a = Words{} + (uint32_t)block, b = rows, c = heads;
-            Words d = Words{} + (uint32_t)(item + call.start[0]);
-            uint32_t low = call.seed_low, high = call.seed_high;
+            Words d = Words{} + (uint32_t)(item + start[0]);
+            uint32_t low = call.seed[0], high = call.seed[1];
             UNROLL for (int round = 0; round < 10; ++round) {
                 Words high_a, low_a, high_c, low_c;
                 multiply_words(a, 0xD2511F53, high_a, low_a);

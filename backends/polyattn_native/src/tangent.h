@@ -112,7 +112,7 @@ private:
         multiply_rows_of(*panel, count, keys, query, call.head_size, weights);
         differentiate_scores(keys, seen, count);
         const bool hides = hide(call, *panel, seen, flags.all, bytes, weights);
-        if (call.has_dropout) read_dropout(call, task->item, *panel, seen, bytes);
+        if (call.seed) read_dropout(call, task->item, *panel, seen, bytes);
         weigh(count);
         const Matrix<T> values = block(call.value, seen, call.value_size, value_block);
         const bool careful = hides && !is_finite(values, count, call.value_size);
@@ -142,7 +142,9 @@ private:
         for (const PolyattnArray& bias : call.bias) {
             if (bias.data) add_bias<T>(bias, task->item, *panel, seen, weights);
         }
-        if (call.bias_tangent.data) add_bias<T>(call.bias_tangent, task->item, *panel, seen, shares);
+        for (const PolyattnArray& bias : call.bias_tangent) {
+            if (bias.data) add_bias<T>(bias, task->item, *panel, seen, shares);
+        }
     }
 
     // Scores become weights, and their tangents the products of both; -0 where a key is hidden.
@@ -158,7 +160,7 @@ private:
                 Vector<T> weight = softmax_weights<T>(s, total);
                 Vector<T> share = weight * load(shares + i) + 0;
                 sum += select<T>(is_hidden, Vector<T>{}, share);
-                if (call.has_dropout) {
+                if (call.seed) {
                     const Ints<T> kept = is_set<T>(bytes + i);
                     weight = select<T>(kept, weight / (T)call.keep, Vector<T>{});
                     share = select<T>(kept, share / (T)call.keep, Vector<T>{});

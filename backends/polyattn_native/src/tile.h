@@ -61,7 +61,7 @@ template <typename T> struct Tile {
             if (bias.data) add_bias<T>(bias, item, panel, block, p);
         }
         const bool hides = hide(call, panel, block, flags.all, bytes, p);
-        if (call.has_dropout) {
+        if (call.seed) {
             read_dropout(call, item, panel, block, bytes);
             keep_set<T>(g, size, bytes, 0);
         }
@@ -94,7 +94,7 @@ private:
                     store<T>(raw + i, select<T>(is_hidden, hidden, share));
                     share = share * slope + 0;
                 }
-                if (call.has_dropout) weight = select<T>(is_set<T>(bytes + i), weight, Vector<T>{});
+                if (call.seed) weight = select<T>(is_set<T>(bytes + i), weight, Vector<T>{});
                 store<T>(p + i, select<T>(is_hidden, hidden, weight));
                 store<T>(g + i, select<T>(is_hidden, hidden, share));
             }
