@@ -224,19 +224,6 @@ def test_a_call_with_slopes_may_be_mapped(axis: int | None) -> None:
         close(found, wanted)
 
 
-def test_constant_slopes_leave_a_mapped_gradient_to_the_library() -> None:
-    x, score_mod = small(3, 2, 4, 11, 8), scores.alibi(small(4))
-
-    def gradients(kernel: str) -> Any:
-        def loss(x: Any) -> Any:
-            return jnp.sum(polyattn.attention(x, x, x, score_mod=score_mod, kernel=kernel) ** 2)
-
-        return jax.jit(jax.vmap(jax.grad(loss)))
-
-    assert "dot_general" not in gradients("native").lower(x).as_text()
-    close(gradients("native")(x), gradients("xla")(x))
-
-
 @pytest.mark.parametrize("name", ["sinks", "dropout"])
 def test_what_the_library_has_once_a_call_may_be_mapped_too(name: str) -> None:
     x, given = small(3, 2, 4, 11, 8), {"sinks": small(3, 4), "dropout": jnp.arange(3)}[name]
@@ -498,9 +485,3 @@ for one, other in zip(of_slopes("native")(jnp.ones(4), x), of_slopes("xla")(jnp.
 """,
         XLA_FLAGS=os.environ["XLA_FLAGS"] + " --xla_force_host_platform_device_count=2",
     )
-
-
-def test_it_counts_no_further_than_32_bits() -> None:
-    from polyattn_native.on_jax import NativeOnJax
-
-    assert NativeOnJax.counts_far == frozenset()

@@ -65,9 +65,9 @@ class Native(Kernel):
         """Return why an expression is left to tiles."""
         reasons = []
         if not is_supported(problem):
-            reasons.append("it computes temperatures and then biases by distance only")
+            reasons.append("of score_mod it supports temperatures followed by relative biases")
         if "backward" in problem.features and problem.scale == 0:
-            reasons.append("it computes no gradient of a scale of 0")
+            reasons.append("its gradients need a scale other than 0")
         return reasons
 
     def reads_quantized(self, problem: Problem) -> bool:

@@ -46,7 +46,9 @@ class NativeOnJax(Native):
         reasons = super().reasons_against(problem)
         if not all(isinstance(length, int) for length in problem.scores):
             reasons.append("it is compiled for lengths, and these are symbolic")
-        if not problem.device and (kind := _default_kind()) != "cpu":
+        chosen: Any = jax.config.jax_default_device or jax.default_backend()  # type: ignore[attr-defined]
+        kind = problem.device_kind or getattr(chosen, "platform", chosen)
+        if kind != "cpu":
             reasons.append(f"it runs on cpu only, and JAX would put this on {kind}")
         conditions = () if problem.mask_spec is None else problem.mask_spec.conditions
         kinds = list(map(kind_of, conditions))
@@ -82,12 +84,6 @@ class NativeOnJax(Native):
         if _has_sharding((x, residuals, along)):
             return getattr(fallback.kernel, name)(problem, x, residuals, along, backend)
         return compiled(*prepared(problem, x), fallback, residuals, along)
-
-
-def _default_kind() -> str:
-    """Return the platform of the default device."""
-    chosen: Any = jax.config.jax_default_device  # type: ignore[attr-defined]
-    return jax.default_backend() if chosen is None else str(getattr(chosen, "platform", chosen))
 
 
 @functools.cache

@@ -30,9 +30,9 @@ Shape = tuple[int, ...]
 Results = tuple[tuple[str, Shape, str], ...]  # the name, shape and dtype of each
 #: The functions of the library, and how many products of two arrays each computes.
 PRODUCTS = {"attend": 2, "push_forward": 4, "differentiate": 5}
-#: With a table these lie in pages, and have no batch axes.
+#: With a table these are pages, without batch axes.
 POOLS = ("key", "value")
-#: Arguments of which the call has only the address; they have no batch axes.
+#: Arguments of which the call has only the address, also without batch axes.
 ADDRESSES = ("sinks", "sinks_tangent", "seed")
 #: Results that the library adds to what is there.
 ADDED = ("by_distance_gradient", "bias_gradient")
@@ -86,7 +86,7 @@ def _lay_out(call: CCall, name: str, shape: Shape, order: list[int], problem: Pr
 
 
 def _order_of(problem: Problem, arrays: Arrays, name: str, rank: int) -> list[int]:
-    """Return the axes of an array from the outermost in memory: keys may lie as the caller's."""
+    """Return the axes of an array in the order of their strides: that of keys may be the caller's."""
     axes = list(range(rank))
     is_few = problem.query_length * problem.group_size <= FEW_ROWS or "table" in arrays
     if problem.layout == "...LHD" and name in POOLS and is_few:

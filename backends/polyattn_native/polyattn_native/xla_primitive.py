@@ -55,41 +55,6 @@ class Fallback(NamedTuple):
     kernel: Kernel
     backend: Backend
 
-    def attend(self, problem: Problem, arrays: Arrays, results: Results) -> list[Any]:
-        """Return output and logsumexp."""
-        output, logsumexp = self.kernel(*operands(problem, arrays), self.backend)
-        return [output, None if logsumexp is None else logsumexp[..., None]]
-
-    def push_forward(self, problem: Problem, arrays: Arrays, results: Results) -> list[Any]:
-        """Return the tangents of output and logsumexp."""
-        exact = problem._replace(dtype=problem.accumulator)
-        tangents = {n: arrays[f"{n}_tangent"] for n in arrays if f"{n}_tangent" in arrays}
-        wide = {n: arrays[n].astype(exact.dtype) for n in {*tangents, "query", "key", "value"}}
-        primals = {name: wide[name] for name in tangents}
-        attend = lambda primals: self.attend(exact, arrays | wide | primals, results)  # noqa: E731
-        pushed: list[Any] = jax.jvp(attend, (primals,), (tangents,))[1]
-        return pushed
-
-    def differentiate(self, problem: Problem, arrays: Arrays, results: Results) -> list[Any]:
-        """Return the gradients of arguments in all batch items, and those of each row."""
-        shapes = {name.removesuffix("_gradient"): shape for name, shape, _ in results}
-        whole = {n: jnp.broadcast_to(arrays[n], shapes[n]) for n in arrays if n in shapes}
-        output, along = arrays["output"], arrays["output_gradient"]
-        delta = jnp.sum(output * along, axis=-1, keepdims=True)
-        of_logsumexp = arrays.get("logsumexp_gradient")
-        if of_logsumexp is not None:
-            delta, of_logsumexp = delta - of_logsumexp, of_logsumexp[..., 0]
-        residuals = Residuals(output=output, logsumexp=arrays["logsumexp"][..., 0])
-        cotangents = Cotangents(output=along, logsumexp=of_logsumexp)
-        problem, x = operands(problem, arrays | whole)
-        found = self.kernel.backward(problem, x, residuals, cotangents, self.backend)
-        by_name: dict[str, Any] = found._asdict() | {"delta": delta}
-        if found.score_mod:
-            by_name["by_distance"] = found.score_mod[0]
-        if found.softcap is not None:  # of the rows only their sum is used
-            by_name["softcap"] = jnp.full(delta.shape, found.softcap / math.prod(delta.shape))
-        return [by_name[name] for name in shapes]
-
 
 class LibraryCall(NamedTuple):
     """A function of the library, the names of its arrays, and what can stand in for it."""
@@ -108,10 +73,40 @@ class LibraryCall(NamedTuple):
     def by_program(self, *arrays: Array) -> list[Any]:
         """Return the results by the program of another kernel."""
         named = dict(zip(self.arguments, arrays, strict=True))
-        results: list[Any] = getattr(self.fallback, self.function)(
-            self.problem, named, self.results
-        )
-        return results
+        if self.function == "differentiate":
+            return self._gradients(named)
+        if self.function == "attend":
+            return self._attention(self.problem, named)
+        exact = self.problem._replace(dtype=self.problem.accumulator)
+        tangents = {n: named[f"{n}_tangent"] for n in named if f"{n}_tangent" in named}
+        wide = {n: named[n].astype(exact.dtype) for n in {*tangents, "query", "key", "value"}}
+        primals = {name: wide[name] for name in tangents}
+        attention = lambda primals: self._attention(exact, named | wide | primals)  # noqa: E731
+        return jax.jvp(attention, (primals,), (tangents,))[1]  # type: ignore[no-any-return]
+
+    def _attention(self, problem: Problem, arrays: Arrays) -> list[Any]:
+        kernel, backend = self.fallback
+        output, logsumexp = kernel(*operands(problem, arrays), backend)
+        return [output, logsumexp[..., None]]  # type: ignore[index]
+
+    def _gradients(self, arrays: Arrays) -> list[Any]:
+        kernel, backend = self.fallback
+        shapes = {name.removesuffix("_gradient"): shape for name, shape, _ in self.results}
+        whole = {n: jnp.broadcast_to(arrays[n], shapes[n]) for n in arrays if n in shapes}
+        output, along = arrays["output"], arrays["output_gradient"]
+        delta = jnp.sum(output * along, axis=-1, keepdims=True)
+        of_logsumexp = arrays.get("logsumexp_gradient")
+        if of_logsumexp is not None:
+            delta, of_logsumexp = delta - of_logsumexp, of_logsumexp[..., 0]
+        residuals = Residuals(output=output, logsumexp=arrays["logsumexp"][..., 0])
+        cotangents = Cotangents(output=along, logsumexp=of_logsumexp)
+        call = operands(self.problem, arrays | whole)
+        found = kernel.backward(*call, residuals, cotangents, backend)
+        by_name: dict[str, Any] = found._asdict() | {"delta": delta}
+        by_name["by_distance"] = next(iter(found.score_mod or []), None)
+        if found.softcap is not None:  # of the rows only their sum is used
+            by_name["softcap"] = jnp.full(delta.shape, found.softcap / math.prod(delta.shape))
+        return [by_name[name] for name in shapes]
 
 
 def attend(problem: Problem, fallback: Fallback, arrays: Arrays, suffix: str = "") -> list[Array]:
@@ -127,18 +122,14 @@ def attend(problem: Problem, fallback: Fallback, arrays: Arrays, suffix: str = "
 def gradients(problem: Problem, fallback: Fallback, arrays: Arrays, of: Iterable[str]) -> Arrays:
     """Return the gradients of these arguments, in their shapes, and that of the softcap."""
     rows = (*problem.scores[:-1], 1)
-    shapes = {n: (*problem.batch, *arrays[n].shape[-3:]) for n in ("query", "key", "value")}
-    shapes["delta"] = rows
-    if problem.softcap is not None:
-        shapes["softcap"] = rows
+    names = ("query", "key", "value", *(["by_distance"] if "by_distance" in of else []))
+    shapes = {f"{n}_gradient": (*problem.batch, *arrays[n].shape[-3:]) for n in names}
+    shapes |= {"delta": rows} | ({} if problem.softcap is None else {"softcap_gradient": rows})
     if "bias" in of:
-        shapes["bias"] = shape_of_bias_gradient(problem, arrays["bias"].shape)
-    if "by_distance" in of:
-        shapes["by_distance"] = (*problem.batch, *arrays["by_distance"].shape[-3:])
-    names = {n: n if n == "delta" else f"{n}_gradient" for n in shapes}
-    results = tuple([(names[n], shape, problem.accumulator) for n, shape in shapes.items()])
+        shapes["bias_gradient"] = shape_of_bias_gradient(problem, arrays["bias"].shape)
+    results = tuple([(name, shape, problem.accumulator) for name, shape in shapes.items()])
     found = _run("differentiate", problem, fallback, arrays, results)
-    whole = dict(zip(shapes, found, strict=True))
+    whole = {n.removesuffix("_gradient"): x for n, x in zip(shapes, found, strict=True)}
     given = {name: _summed(whole[name], arrays[name].shape) for name in of if name != "sinks"}
     if "sinks" in of:
         logsumexp, sinks = arrays["logsumexp"], with_rank(arrays["sinks"][:, None, None], len(rows))
@@ -186,24 +177,20 @@ def _shapes(query: Any, *arrays: Any, call: LibraryCall) -> list[Any]:
     return [query.update(**one, weak_type=False) for one in facts]
 
 
-_lower_call: Any = mlir.lower_fun(lambda *x, call: call.by_library(*x), multiple_results=True)
-_lower_program: Any = mlir.lower_fun(lambda *x, call: call.by_program(*x), multiple_results=True)
+_lower_call: Any = mlir.lower_fun(lambda *x, call: call.by_library(*x))
+_lower_program: Any = mlir.lower_fun(lambda *x, call: call.by_program(*x))
 
 
 def _lower(context: Any, *values: Any, call: LibraryCall) -> Any:
-    """Return a custom call, or the program of the kernel that XLA compiles."""
+    """Return a custom call, or the program where XLA is to partition or to export it."""
     module = context.module_context
-    is_exported = module.lowering_parameters.for_export
-    is_program = is_exported or not _is_of_one_device(module.axis_context)
-    return (_lower_program if is_program else _lower_call)(context, *values, call=call)
-
-
-def _is_of_one_device(context: Any) -> bool:
-    """Return whether a program is for one device, or for the part of each, by shard_map."""
-    if hasattr(context, "num_devices"):
-        count = context.num_devices
-        return bool((jax.device_count() if count is None else count) == 1)
-    return set(context.mesh.axis_names) <= set(getattr(context, "manual_axes", ()))
+    devices = module.axis_context
+    if hasattr(devices, "num_devices"):
+        is_whole = (devices.num_devices or jax.device_count()) == 1
+    else:  # in shard_map each device computes its part
+        is_whole = set(devices.mesh.axis_names) <= set(getattr(devices, "manual_axes", ()))
+    is_called = is_whole and not module.lowering_parameters.for_export
+    return (_lower_call if is_called else _lower_program)(context, *values, call=call)
 
 
 # Ask JAX to pass the devices to the lowering. There is no public API; without this the lowering
