@@ -58,7 +58,7 @@ MUTATIONS = (
     ("native: words of dropout backwards", "scores.h",
      "block * 4 + word - shift", "block * 4 + 3 - word - shift"),
     ("native: the first head of dropout", "scores.h",
-     "panel.head[first + lane] + call.start[1]", "panel.head[first + lane]"),
+     "panel.head[first + lane] + start[1]", "panel.head[first + lane]"),
     ("native: a tanh that ends too early", "vectors.h",
      "sizeof(T) == 4 ? 10 : 20", "sizeof(T) == 4 ? 2 : 20"),
     ("native: a term of exp", "vectors.h", "q = q * f + 1.01780860092397e-07;", "q = q * f;"),

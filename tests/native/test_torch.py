@@ -238,14 +238,6 @@ def test_numbers_at_odd_addresses_are_copied(monkeypatch: pytest.MonkeyPatch) ->
     assert addresses == [0] * 8
 
 
-def test_a_subclass_without_its_own_dispatch_is_kept() -> None:
-    class Named(torch.Tensor):
-        pass
-
-    x = [x.as_subclass(Named) for x in arrays()]
-    assert type(attention(*x, kernel=KERNEL)) is Named
-
-
 # ---- what records or compiles ----
 
 

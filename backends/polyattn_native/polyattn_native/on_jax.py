@@ -27,7 +27,7 @@ from polyattn_native.kernel import Native
 from polyattn_native.visible import kind_of
 from polyattn_native.xla_arguments import arguments, by_distance
 from polyattn_native.xla_call import Arrays
-from polyattn_native.xla_primitive import Fallback, attend, gradients
+from polyattn_native.xla_primitive import attend, by_xla, gradients
 
 # Masks that leave each row a first and a last key, whatever their arrays hold.
 RANGES = frozenset(("window", "prefix", "padding"))
@@ -47,8 +47,8 @@ class NativeOnJax(Native):
         if not all(isinstance(length, int) for length in problem.scores):
             reasons.append("it is compiled for lengths, and these are symbolic")
         chosen: Any = jax.config.jax_default_device or jax.default_backend()  # type: ignore[attr-defined]
-        kind = problem.device_kind or getattr(chosen, "platform", chosen)
-        if kind != "cpu":
+        kind = getattr(chosen, "platform", chosen)
+        if not problem.device and kind != "cpu":
             reasons.append(f"it runs on cpu only, and JAX would put this on {kind}")
         conditions = () if problem.mask_spec is None else problem.mask_spec.conditions
         kinds = list(map(kind_of, conditions))
@@ -62,33 +62,30 @@ class NativeOnJax(Native):
         self, problem: Problem, operands: Operands, backend: Backend
     ) -> tuple[Array, Array | None]:
         """Return the output, and the logsumexp if the problem asks for it."""
-        fallback = _fallback(backend)
         if _has_sharding(operands):
-            return fallback.kernel(problem, in_one_piece(operands), backend)
-        output, logsumexp = _attend(*prepared(problem, operands), fallback)
+            return by_xla(backend)(problem, in_one_piece(operands), backend)
+        output, logsumexp = _attend(*prepared(problem, operands), backend)
         return output, logsumexp if "logsumexp" in problem.features else None
 
-    def backward(self, problem: Problem, operands: Operands, *records: Any) -> Gradients:
+    def backward(
+        self, problem: Problem, operands: Operands, residuals: Residuals, cotangents: Cotangents,
+        backend: Backend,
+    ) -> Gradients:  # fmt: skip
         """Return the gradients."""
-        return self._derivative("backward", _backward, problem, operands, *records)
+        if _has_sharding((operands, residuals, cotangents)):
+            return by_xla(backend).backward(problem, operands, residuals, cotangents, backend)
+        found: Gradients = _backward(*prepared(problem, operands), backend, residuals, cotangents)
+        return found
 
-    def jvp(self, problem: Problem, operands: Operands, *records: Any) -> tuple[Array, Array]:
+    def jvp(
+        self, problem: Problem, operands: Operands, residuals: Residuals, tangents: Tangents,
+        backend: Backend,
+    ) -> tuple[Array, Array]:  # fmt: skip
         """Return the tangents of output and logsumexp."""
-        return self._derivative("jvp", _jvp, problem, operands, *records)
-
-    def _derivative(
-        self, name: str, compiled: Any, problem: Problem, x: Operands, residuals: Residuals,
-        along: Cotangents | Tangents, backend: Backend,
-    ) -> Any:  # fmt: skip
-        fallback = _fallback(backend)
-        if _has_sharding((x, residuals, along)):
-            return getattr(fallback.kernel, name)(problem, x, residuals, along, backend)
-        return compiled(*prepared(problem, x), fallback, residuals, along)
-
-
-@functools.cache
-def _fallback(backend: Backend) -> Fallback:
-    return Fallback(next(kernel for kernel in backend.kernels if kernel.name == "xla"), backend)
+        if _has_sharding((operands, residuals, tangents)):
+            return by_xla(backend).jvp(problem, operands, residuals, tangents, backend)
+        output, logsumexp = _jvp(*prepared(problem, operands), backend, residuals, tangents)
+        return output, logsumexp
 
 
 def _has_sharding(arrays: Any) -> bool:
@@ -135,21 +132,21 @@ def _on_device(number: int, shape: tuple[int, ...] = ()) -> Array:
 
 
 @functools.partial(jax.jit, static_argnums=(0, 2))
-def _attend(problem: Problem, x: Operands, fallback: Fallback) -> tuple[Array, Array]:
+def _attend(problem: Problem, x: Operands, backend: Backend) -> tuple[Array, Array]:
     problem, arrays = arguments(problem, x)
-    output, logsumexp = attend(problem, fallback, arrays)
+    output, logsumexp = attend(problem, backend, arrays)
     return output, logsumexp[..., 0]
 
 
 @functools.partial(jax.jit, static_argnums=(0, 2))
 def _backward(
-    problem: Problem, x: Operands, fallback: Fallback, residuals: Residuals, cotangents: Cotangents
+    problem: Problem, x: Operands, backend: Backend, residuals: Residuals, cotangents: Cotangents
 ) -> Gradients:
     call, arrays = arguments(problem, x)
     arrays |= _rows_of(problem, residuals)
     arrays |= {f"{n}_gradient": a for n, a in _rows_of(problem, cotangents).items()}
     names = [n for n in ARRAYS if n in arrays and n not in problem.constants]
-    found = gradients(call, fallback, arrays, names + (["by_distance"] if x.score_mod else []))
+    found = gradients(call, backend, arrays, names + (["by_distance"] if x.score_mod else []))
     score_mod: list[Array] = []
     if x.score_mod:
         pull = jax.vjp(functools.partial(by_distance, problem, x), x.score_mod)[1]
@@ -168,7 +165,7 @@ def _backward(
 
 @functools.partial(jax.jit, static_argnums=(0, 2))
 def _jvp(
-    problem: Problem, x: Operands, fallback: Fallback, residuals: Residuals, tangents: Tangents
+    problem: Problem, x: Operands, backend: Backend, residuals: Residuals, tangents: Tangents
 ) -> tuple[Array, Array]:
     call, arrays = arguments(problem, x)
     given = arrays | _rows_of(problem, residuals)
@@ -176,7 +173,7 @@ def _jvp(
         if tangent is not None:
             shaped = tangent.reshape(arrays[name].shape)
             given[f"{name}_tangent"] = shaped.astype(problem.accumulator)
-    output, logsumexp = attend(call, fallback, given, "_tangent")
+    output, logsumexp = attend(call, backend, given, "_tangent")
     return output, logsumexp[..., 0]
 
 

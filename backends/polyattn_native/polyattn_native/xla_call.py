@@ -36,6 +36,9 @@ POOLS = ("key", "value")
 ADDRESSES = ("sinks", "sinks_tangent", "seed")
 #: Results that the library adds to what is there.
 ADDED = ("by_distance_gradient", "bias_gradient")
+# These functions of JAX have no types.
+ffi: Any = jax.ffi
+struct: Any = jax.ShapeDtypeStruct
 # The most rows of a key head that read keys beside those of other heads: 16 took 0.24 of the time
 # with copies, 512 the same, 1024 and more up to 1.2 (float32, 8 heads of 128).
 FEW_ROWS = 256
@@ -59,9 +62,9 @@ def call_library(function: str, problem: Problem, arrays: Arrays, results: Resul
     places = {name: getattr(CCall, name).offset for name in shapes}
     of_offsets = [places[name] + CArray.offsets.offset for name in offsets]
     names = [name for name, *_ in results]
-    run = jax.ffi.ffi_call(
+    run = ffi.ffi_call(
         f"polyattn_{function}",
-        [jax.ShapeDtypeStruct(shape, dtype) for _, shape, dtype in results],
+        [struct(shape, dtype) for _, shape, dtype in results],
         input_layouts=[*[layouts[name] for name in given], *[[0]] * len(offsets)],
         input_output_aliases={[*given].index(name): names.index(name) for name in zeros},
     )
@@ -86,7 +89,7 @@ def _lay_out(call: CCall, name: str, shape: Shape, order: list[int], problem: Pr
 
 
 def _order_of(problem: Problem, arrays: Arrays, name: str, rank: int) -> list[int]:
-    """Return the axes of an array in the order of their strides: that of keys may be the caller's."""
+    """Return the axes of an array by their strides: the order of keys may be the caller's."""
     axes = list(range(rank))
     is_few = problem.query_length * problem.group_size <= FEW_ROWS or "table" in arrays
     if problem.layout == "...LHD" and name in POOLS and is_few:
@@ -98,5 +101,5 @@ def _order_of(problem: Problem, arrays: Arrays, name: str, rank: int) -> list[in
 def _register() -> None:
     """Tell XLA of the library."""
     for function in PRODUCTS:
-        handler = jax.ffi.pycapsule(getattr(library(), f"polyattn_xla_{function}"))
-        jax.ffi.register_ffi_target(f"polyattn_{function}", handler, platform="cpu")
+        handler = ffi.pycapsule(getattr(library(), f"polyattn_xla_{function}"))
+        ffi.register_ffi_target(f"polyattn_{function}", handler, platform="cpu")

@@ -49,19 +49,18 @@ primitive.multiple_results = True
 primitive.def_impl(functools.partial(xla.apply_primitive, primitive))
 
 
-class Fallback(NamedTuple):
-    """The kernel that XLA compiles, and the backend of a call."""
-
-    kernel: Kernel
-    backend: Backend
+@functools.cache
+def by_xla(backend: Backend) -> Kernel:
+    """Return the kernel that XLA compiles, which computes what the library is not called for."""
+    return next(kernel for kernel in backend.kernels if kernel.name == "xla")
 
 
 class LibraryCall(NamedTuple):
-    """A function of the library, the names of its arrays, and what can stand in for it."""
+    """A function of the library, and the names of its arrays."""
 
     function: str
     problem: Problem
-    fallback: Fallback
+    backend: Backend
     arguments: tuple[str, ...]
     results: Results
 
@@ -85,12 +84,11 @@ class LibraryCall(NamedTuple):
         return jax.jvp(attention, (primals,), (tangents,))[1]  # type: ignore[no-any-return]
 
     def _attention(self, problem: Problem, arrays: Arrays) -> list[Any]:
-        kernel, backend = self.fallback
-        output, logsumexp = kernel(*operands(problem, arrays), backend)
+        kernel = by_xla(self.backend)
+        output, logsumexp = kernel(*operands(problem, arrays), self.backend)
         return [output, logsumexp[..., None]]  # type: ignore[index]
 
     def _gradients(self, arrays: Arrays) -> list[Any]:
-        kernel, backend = self.fallback
         shapes = {name.removesuffix("_gradient"): shape for name, shape, _ in self.results}
         whole = {n: jnp.broadcast_to(arrays[n], shapes[n]) for n in arrays if n in shapes}
         output, along = arrays["output"], arrays["output_gradient"]
@@ -101,7 +99,7 @@ class LibraryCall(NamedTuple):
         residuals = Residuals(output=output, logsumexp=arrays["logsumexp"][..., 0])
         cotangents = Cotangents(output=along, logsumexp=of_logsumexp)
         call = operands(self.problem, arrays | whole)
-        found = kernel.backward(*call, residuals, cotangents, backend)
+        found = by_xla(self.backend).backward(*call, residuals, cotangents, self.backend)
         by_name: dict[str, Any] = found._asdict() | {"delta": delta}
         by_name["by_distance"] = next(iter(found.score_mod or []), None)
         if found.softcap is not None:  # of the rows only their sum is used
@@ -109,17 +107,17 @@ class LibraryCall(NamedTuple):
         return [by_name[name] for name in shapes]
 
 
-def attend(problem: Problem, fallback: Fallback, arrays: Arrays, suffix: str = "") -> list[Array]:
+def attend(problem: Problem, backend: Backend, arrays: Arrays, suffix: str = "") -> list[Array]:
     """Return output and logsumexp (..., H, L, 1), or with a suffix their tangents."""
     dtype = problem.accumulator if suffix else problem.dtype
     results = (
         (f"output{suffix}", (*problem.scores[:-1], problem.value_size), dtype),
         (f"logsumexp{suffix}", (*problem.scores[:-1], 1), problem.accumulator),
     )
-    return _run("push_forward" if suffix else "attend", problem, fallback, arrays, results)
+    return _run("push_forward" if suffix else "attend", problem, backend, arrays, results)
 
 
-def gradients(problem: Problem, fallback: Fallback, arrays: Arrays, of: Iterable[str]) -> Arrays:
+def gradients(problem: Problem, backend: Backend, arrays: Arrays, of: Iterable[str]) -> Arrays:
     """Return the gradients of these arguments, in their shapes, and that of the softcap."""
     rows = (*problem.scores[:-1], 1)
     names = ("query", "key", "value", *(["by_distance"] if "by_distance" in of else []))
@@ -128,7 +126,7 @@ def gradients(problem: Problem, fallback: Fallback, arrays: Arrays, of: Iterable
     if "bias" in of:
         shapes["bias_gradient"] = shape_of_bias_gradient(problem, arrays["bias"].shape)
     results = tuple([(name, shape, problem.accumulator) for name, shape in shapes.items()])
-    found = _run("differentiate", problem, fallback, arrays, results)
+    found = _run("differentiate", problem, backend, arrays, results)
     whole = {n.removesuffix("_gradient"): x for n, x in zip(shapes, found, strict=True)}
     given = {name: _summed(whole[name], arrays[name].shape) for name in of if name != "sinks"}
     if "sinks" in of:
@@ -149,9 +147,9 @@ def _summed(gradient: Array, shape: Shape) -> Array:
 
 
 def _run(
-    function: str, problem: Problem, fallback: Fallback, arrays: Arrays, results: Results
+    function: str, problem: Problem, backend: Backend, arrays: Arrays, results: Results
 ) -> list[Array]:
-    call = LibraryCall(function, problem, fallback, tuple(arrays), results)
+    call = LibraryCall(function, problem, backend, tuple(arrays), results)
     found: list[Array] = primitive.bind(*_varying_alike([*arrays.values()]), call=call)
     return found
 
@@ -224,8 +222,9 @@ def _batch(arrays: Any, axes: Any, call: LibraryCall) -> tuple[Any, Any]:
         for x, axis, one in zip(arrays, axes, whole, strict=True)
     ]
     problem = call.problem._replace(batch=(size, *call.problem.batch))
-    results = tuple([(name, (size, *shape), dtype) for name, shape, dtype in call.results])
-    found = primitive.bind(*given, call=call._replace(problem=problem, results=results))
+    shapes = [(name, (size, *shape), dtype) for name, shape, dtype in call.results]
+    mapped = call._replace(problem=problem, results=tuple(shapes))
+    found = primitive.bind(*given, call=mapped)
     return found, [0] * len(found)
 
 
@@ -247,10 +246,10 @@ def _jvp(primals: Any, tangents: Any, call: LibraryCall) -> tuple[Any, Any]:
     # The derivatives need the output before it is rounded.
     exact = problem._replace(dtype=problem.accumulator)
     wide = arrays | {n: arrays[n].astype(exact.dtype) for n in ("query", "key", "value")}
-    output, logsumexp = attend(exact, call.fallback, wide)
+    output, logsumexp = attend(exact, call.backend, wide)
     given = {f"{name}_tangent": tangent.astype(exact.dtype) for name, tangent in given.items()}
     given |= arrays | {"output": output, "logsumexp": logsumexp}
-    of_output, of_logsumexp = attend(problem, call.fallback, given, "_tangent")
+    of_output, of_logsumexp = attend(problem, call.backend, given, "_tangent")
     output, of_output = output.astype(problem.dtype), of_output.astype(problem.dtype)
     return [output, logsumexp], [of_output, of_logsumexp]
 
@@ -260,15 +259,25 @@ ad.primitive_jvps[primitive] = _jvp
 
 def _transpose(cotangents: Any, *arrays: Any, call: LibraryCall) -> list[Any]:
     """Return the gradients of the tangents that `push_forward` takes."""
-    of_output, of_logsumexp = cotangents
-    pairs = [*zip(call.arguments, arrays, strict=True)]
-    given = {n: x for n, x in pairs if not n.endswith("_tangent")}
-    given["output_gradient"] = ad.instantiate_zeros(of_output)
-    if not isinstance(of_logsumexp, ad.Zero):
-        given["logsumexp_gradient"] = of_logsumexp
-    linear = {n: n.removesuffix("_tangent") for n, x in pairs if ad.is_undefined_primal(x)}
-    found = gradients(call.problem, call.fallback, given, linear.values())
-    return [found.get(linear.get(name, "")) for name in call.arguments]
+    linear = [n for n, x in zip(call.arguments, arrays, strict=True) if ad.is_undefined_primal(x)]
+    named = dict(zip(call.arguments, arrays, strict=True))
+    if call.function == "push_forward":
+        given = {name: x for name, x in named.items() if not name.endswith("_tangent")}
+        given["output_gradient"] = ad.instantiate_zeros(cotangents[0])
+        if not isinstance(cotangents[1], ad.Zero):
+            given["logsumexp_gradient"] = cotangents[1]
+        names = [name.removesuffix("_tangent") for name in linear]
+        found = gradients(call.problem, call.backend, given, names)
+        by_name = {name: found[one] for name, one in zip(linear, names, strict=True)}
+    else:  # the transpose of a transpose
+
+        def program(arrays: Arrays) -> list[Any]:
+            return call.by_program(*(named | arrays).values())
+
+        like = {name: jnp.zeros(named[name].aval.shape, named[name].aval.dtype) for name in linear}
+        whole = [ad.instantiate_zeros(cotangent) for cotangent in cotangents]
+        by_name = jax.linear_transpose(program, like)(whole)[0]
+    return [by_name.get(name) for name in call.arguments]
 
 
 ad.primitive_transposes[primitive] = _transpose
