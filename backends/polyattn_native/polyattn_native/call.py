@@ -12,8 +12,8 @@ import numpy as np
 
 from polyattn.plugin import CUT_BY_FORK, Operands, Problem, Quantized, Span, progress
 from polyattn_native.arrays import converted, describe, offsets_of, readable, readable_view
+from polyattn_native.distance_scores import ByDistance, by_distance, scale_and_rest
 from polyattn_native.library import DTYPES, CArray, CCall, library
-from polyattn_native.scores import ByDistance, by_distance, scale_and_rest
 from polyattn_native.visible import array_of, bytes_per_row, ends_of_band, visible
 
 # The multiply-adds that a thread must have: fewer take less time than to wake it.
@@ -293,16 +293,16 @@ class Ready:
         self._function = library().polyattn_attend_to
         self._is_short = threads_for(self.problem, 2, most=2) == 1
 
-    def run(self, most_threads: Callable[[], int], *places: int | None) -> bool:
-        """Compute, with arrays by the places of the addresses of their data.
+    def run(self, most_threads: Callable[[], int], *pointers: int | None) -> bool:
+        """Compute, with arrays by pointers to the addresses of their data.
 
-        False if numbers do not begin at multiples of their size: then nothing is computed.
+        False if numbers are not aligned: then nothing is computed.
         """
         if self._is_short:
-            return _checked(self._function(self._call, 1, *places, None)) == 0
+            return _checked(self._function(self._call, 1, *pointers, None)) == 0
         threads = threads_for(self.problem, 2, most_threads())
         with progress() as show:
-            return run(self._function, self._call, threads, *places, show=show) == 0
+            return run(self._function, self._call, threads, *pointers, show=show) == 0
 
 
 def _move(array: CArray, size: int, rows: int) -> None:

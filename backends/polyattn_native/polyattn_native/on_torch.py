@@ -128,8 +128,8 @@ class NativeOnTorch(Native):
         if ready is not None and ready.problem is problem:
             addresses = (ctypes.c_void_p * 5)(*[x if x is None else x.data_ptr() for x in arrays])
             start = ctypes.addressof(addresses)
-            places = [start + POINTER * n for n in range(5)]
-            if ready.run(self.threads, *places[:4], None if logsumexp is None else places[4]):
+            pointers = [start + POINTER * n for n in range(5)]
+            if ready.run(self.threads, *pointers[:4], None if logsumexp is None else pointers[4]):
                 return output, logsumexp
         given = [None if one is None else _array(one, as_bits=True) for one in arrays]
         operands = Operands(*given[:3])

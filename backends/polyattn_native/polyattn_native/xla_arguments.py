@@ -29,7 +29,7 @@ from polyattn.plugin import (
     saturating_sum,
     with_rank,
 )
-from polyattn_native.scores import LIMIT, scale_and_rest
+from polyattn_native.distance_scores import LIMIT, scale_and_rest
 from polyattn_native.visible import Ranges, kind_of
 from polyattn_native.xla_call import POOLS, Arrays
 

@@ -69,7 +69,10 @@ def call_library(function: str, problem: Problem, arrays: Arrays, results: Resul
         input_output_aliases={[*given].index(name): names.index(name) for name in zeros},
     )
     order = [*[places[name] for name in given], *of_offsets, *[places[name] for name in names]]
-    attributes = {"call": np.frombuffer(bytes(call), np.int64), "places": np.asarray(order)}
+    attributes = {
+        "call": np.frombuffer(bytes(call), np.int64),
+        "places": np.asarray(order, np.int64),
+    }
     return run(*given.values(), *offsets.values(), **attributes)
 
 

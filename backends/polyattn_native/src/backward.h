@@ -15,7 +15,6 @@
 // columns, whose lanes are elements, they give the gradients of keys and values: query_columns[columns][row][lane].
 // With AVX2 and float32 a panel has 16 lanes: row 20 and element 5 of a query of 64 are queries[1][5][4] and
 // query_columns[0][20][5]; element 37 is query_columns[2][20][5]. A last panel of one vector has half of the lanes.
-//
 // A task adds its groups in order, so the sums do not depend on the number of threads.
 #pragma once
 #include "products.h"

@@ -47,8 +47,7 @@ private:
     const Work& work_;
     State* state;
     Panel<T>* panels;
-    T* queries;                  // [panel][element][lane], times the scale
-    T* outputs;                  // [panel][element][lane], before the division
+    T *queries, *outputs;        // [panel][element][lane]: scale · Q, the output before the division
     T* scores;                   // [key][lane] of a block and a panel, then weights
     T *key_block, *value_block;  // [key][element] of a block that is converted or copied
     uint8_t* bytes;              // [key][lane], of a mask or dropout

@@ -26,8 +26,8 @@ typedef struct {
                                               // derivative has the dtype of scores
     PolyattnArray logsumexp;  // (item, head, row), float32 or float64
     // Keys and values in pages of `page` keys each, if there is a table: the item of `key` and `value` is
-    // then a page, and the pages of an item are a row of the table. Entries beyond the last
-    // page that a row sees are ignored. Only polyattn_attend reads pages.
+    // then a page, and the pages of an item are a row of the table. Entries beyond the last page that a row
+    // sees are ignored. Only polyattn_attend reads pages.
     PolyattnArray table;  // int32: (item, 1, 1, keys / page), its last axis contiguous
     int64_t page;
     // Keys and values of int8, if there are steps: a key times row key / step_keys of its steps, by element, and

@@ -152,7 +152,7 @@ template <typename T>
 void read_dropout(const PolyattnCall& call, int64_t item, const Panel<T>& panel, Range keys, uint8_t* bytes) {
     constexpr int words = POLYATTN_BYTES / 4;
     const int lanes = panel.lanes();
-    const uint32_t* start = call.seed + 2;
+    const uint32_t* start = call.seed + 2;  // the item, head, row and key
     const int64_t shift = start[3];
     for (int first = 0; first < lanes; first += words) {
         Words rows = {}, heads = {};

@@ -14,18 +14,13 @@ xla::Error* error(const xla::Frame& frame, const char* message, int32_t code) {
     return frame.api->create_error(&arguments);
 }
 
-struct Words {
-    const int64_t* data = nullptr;
-    int64_t count = 0;
-};
-
-Words words(const xla::Attributes& attributes, const char* name) {
+// The attribute of a name, or an empty array if it is not one of int64.
+xla::Array words(const xla::Attributes& attributes, const char* name) {
     for (int64_t i = 0; i < attributes.count; ++i) {
         const xla::Text& text = *attributes.names[i];
         if (text.size != std::strlen(name) || std::memcmp(text.data, name, text.size)) continue;
         const xla::Array& array = *(const xla::Array*)attributes.values[i];
-        if (attributes.types[i] != xla::ATTRIBUTE_ARRAY || array.dtype != xla::S64) return {};
-        return {(const int64_t*)array.data, (int64_t)array.size};
+        if (attributes.types[i] == xla::ATTRIBUTE_ARRAY && array.dtype == xla::S64) return array;
     }
     return {};
 }
@@ -43,12 +38,13 @@ bool answers(const xla::Frame& frame) {
 // The attribute "call" is a PolyattnCall without addresses, and "places" are the bytes of it where those of
 // arguments and results belong.
 bool fill(PolyattnCall& call, const xla::Frame& frame) {
-    const Words given = words(frame.attributes, "call"), places = words(frame.attributes, "places");
+    const xla::Array given = words(frame.attributes, "call"), places = words(frame.attributes, "places");
     const xla::Buffers &arguments = frame.arguments, &results = frame.results;
-    if (given.count * 8 != sizeof(call) || places.count != arguments.count + results.count) return false;
+    const int64_t count = arguments.count + results.count;
+    if (given.size * 8 != sizeof(call) || (int64_t)places.size != count) return false;
     std::memcpy(&call, given.data, sizeof(call));
-    for (int64_t i = 0; i < places.count; ++i) {
-        const int64_t place = places.data[i], result = i - arguments.count;
+    for (int64_t i = 0; i < count; ++i) {
+        const int64_t place = ((const int64_t*)places.data)[i], result = i - arguments.count;
         if (place < 0 || (size_t)place > sizeof(call) - sizeof(void*)) return false;
         const xla::Buffer* buffer = result < 0 ? arguments.buffers[i] : results.buffers[result];
         std::memcpy((char*)&call + place, &buffer->data, sizeof(void*));
