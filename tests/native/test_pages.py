@@ -138,15 +138,6 @@ def test_lengths_end_the_work_beside_a_mask_that_is_made() -> None:
     assert np.asarray(seen.stop).reshape(2, -1).max(axis=1).tolist() == [4, 7]
 
 
-def test_batch_axes_are_those_of_query_and_table() -> None:
-    x = Paged(16, rows=2)
-    query, table = x.query[:8].reshape(2, 4, H, 2, D), x.table[-3:-2]
-    given = {"key_lengths": x.lengths[-3], "kernel": "native"}
-    found = polyattn.attention(query, *x.pools, block_table=table, **given)
-    one_piece = [whole[-3] for whole in x.whole]
-    np.testing.assert_array_equal(found, polyattn.attention(query, *one_piece, **given))
-
-
 # ---- tensors ----
 
 
