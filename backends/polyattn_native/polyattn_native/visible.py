@@ -51,7 +51,7 @@ def ends_of_band(problem: Problem) -> tuple[int | None, int | None]:
 
 
 def _is_wide(ends: tuple[int | None, int | None]) -> bool:
-    """Return whether the sum of an end and an offset may lie beyond `FAR` and before the keys."""
+    """Return whether the sum of an end and an offset may be beyond `FAR` and before the keys."""
     return any(end is not None and abs(end) > FAR // 2 for end in ends)
 
 

@@ -6,8 +6,8 @@
 namespace POLYATTN_UNIT {
 
 INLINE int64_t clamp(int64_t x, int64_t low, int64_t high) { return x < low ? low : x > high ? high : x; }
-INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-INLINE int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
+INLINE int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
+INLINE int64_t max(int64_t a, int64_t b) { return a > b ? a : b; }
 
 // Where a row of an array begins.
 INLINE int64_t offset_of(const PolyattnArray& x, int64_t item, int64_t head, int64_t row) {
@@ -28,10 +28,10 @@ inline Range keys_of_row(const PolyattnCall& call, int64_t item, int64_t head, i
     if (call.has_low) keys.first = clamp(position + call.low, 0, call.keys);
     if (call.has_high) keys.stop = clamp(position + call.high + 1, 0, call.keys);
     if (call.first.data) {
-        keys.first = most(keys.first, at<int32_t>(call.first, item, head, row)[range * call.first.column]);
+        keys.first = max(keys.first, at<int32_t>(call.first, item, head, row)[range * call.first.column]);
     }
-    if (call.stop.data) keys.stop = least(keys.stop, at<int32_t>(call.stop, item, head, row)[range * call.stop.column]);
-    return {least(keys.first, keys.stop), keys.stop};
+    if (call.stop.data) keys.stop = min(keys.stop, at<int32_t>(call.stop, item, head, row)[range * call.stop.column]);
+    return {min(keys.first, keys.stop), keys.stop};
 }
 
 // For each range of rows, the keys that some of them see. Those of two ranges may overlap.
@@ -40,12 +40,12 @@ struct Ranges {
     Range of[POLYATTN_RANGES];
 
     void clear(const PolyattnCall& call) {
-        count = most(call.ranges, 1);
+        count = max(call.ranges, 1);
         for (int64_t i = 0; i < count; ++i) of[i] = {call.keys, 0};
     }
     void add(int64_t i, Range keys) {
         if (keys.first >= keys.stop) return;
-        of[i] = {least(of[i].first, keys.first), most(of[i].stop, keys.stop)};
+        of[i] = {min(of[i].first, keys.first), max(of[i].stop, keys.stop)};
     }
     void add(const Ranges& more) {
         for (int64_t i = 0; i < count; ++i) add(i, more.of[i]);
@@ -53,14 +53,14 @@ struct Ranges {
     // From the first to the last key of all.
     Range hull() const {
         Range keys = of[0];
-        for (int64_t i = 1; i < count; ++i) keys = {least(keys.first, of[i].first), most(keys.stop, of[i].stop)};
+        for (int64_t i = 1; i < count; ++i) keys = {min(keys.first, of[i].first), max(keys.stop, of[i].stop)};
         return keys;
     }
     // The first block of `size` keys at or after `from`, where one begins, of which a row may see a key.
     int64_t next(int64_t from, int64_t size) const {
         int64_t found = INT64_MAX;
         for (int64_t i = 0; i < count; ++i) {
-            if (of[i].stop > from) found = least(found, most(from, of[i].first / size * size));
+            if (of[i].stop > from) found = min(found, max(from, of[i].first / size * size));
         }
         return found;
     }
@@ -79,9 +79,10 @@ template <typename T> struct Panel {
     int count;          // vectors: 1 or 2
     int used;           // rows; the lanes after them repeat the last
     int64_t first_row;  // the number of the first
-    Range some, every;  // the keys that some row sees, and those that each sees: of the block at hand,
-    Ranges ranges;      // if rows have several ranges
-    bool has_gaps;      // whether a row sees two ranges of the block
+    // The keys that any row sees, and those that all rows see: of the block at hand, if rows have several ranges.
+    Range any_key, all_keys;
+    Ranges ranges;
+    bool has_gaps;  // whether a row sees two ranges of the block
     int64_t first[2 * width], stop[2 * width], head[2 * width], row[2 * width];
     T maximum[2 * width], total[2 * width];
     bool has_output;
@@ -92,10 +93,10 @@ template <typename T> struct Panel {
         const int64_t group = call.heads / call.key_heads;
         const int64_t left = stop_row - number;
         count = left > width ? 2 : 1;
-        used = (int)least(left, lanes());
+        used = (int)min(left, lanes());
         first_row = number;
-        some = {call.keys, 0};
-        every = {0, call.keys};
+        any_key = {call.keys, 0};
+        all_keys = {0, call.keys};
         has_gaps = has_output = false;
         ranges.clear(call);
         for (int lane = 0; lane < lanes(); ++lane) {
@@ -107,8 +108,8 @@ template <typename T> struct Panel {
             ranges.add(0, keys);
             first[lane] = keys.first;
             stop[lane] = keys.stop;
-            some = {least(some.first, keys.first), most(some.stop, keys.stop)};
-            every = {most(every.first, keys.first), least(every.stop, keys.stop)};
+            any_key = {min(any_key.first, keys.first), max(any_key.stop, keys.stop)};
+            all_keys = {max(all_keys.first, keys.first), min(all_keys.stop, keys.stop)};
             maximum[lane] = -infinity<T>();
             total[lane] = 0;
         }
@@ -118,24 +119,24 @@ template <typename T> struct Panel {
     void narrow(const PolyattnCall& call, int64_t item, Range block) {
         if (ranges.count == 1) return;
         has_gaps = false;
-        some = every = {block.first, block.first};
+        any_key = all_keys = {block.first, block.first};
         if (!ranges.touches(block)) return;
-        some = {block.stop, block.first};
-        every = block;
+        any_key = {block.stop, block.first};
+        all_keys = block;
         for (int lane = 0; lane < lanes(); ++lane) {
             Range found = {block.stop, block.first};
             for (int64_t i = 0; i < ranges.count; ++i) {
                 Range keys = keys_of_row(call, item, head[lane], row[lane], i);
-                keys = {most(keys.first, block.first), least(keys.stop, block.stop)};
+                keys = {max(keys.first, block.first), min(keys.stop, block.stop)};
                 if (keys.first >= keys.stop) continue;
                 has_gaps = has_gaps || found.first < found.stop;
-                found = {least(found.first, keys.first), keys.stop};
+                found = {min(found.first, keys.first), keys.stop};
             }
             if (found.first > found.stop) found.first = found.stop;
             first[lane] = found.first;
             stop[lane] = found.stop;
-            if (found.first < found.stop) some = {least(some.first, found.first), most(some.stop, found.stop)};
-            every = {most(every.first, found.first), least(every.stop, found.stop)};
+            if (found.first < found.stop) any_key = {min(any_key.first, found.first), max(any_key.stop, found.stop)};
+            all_keys = {max(all_keys.first, found.first), min(all_keys.stop, found.stop)};
         }
     }
 };
