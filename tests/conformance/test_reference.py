@@ -13,7 +13,7 @@ from polyattn._base.arrays import facts_of
 from polyattn.conformance import CASES, Target, assert_accurate, oracle
 from polyattn.conformance.cases.expression_cases import STEPS, make_expression_cases
 from polyattn.conformance.checks import cases as checks
-from polyattn.conformance.reference.expressions import Rows, plainly
+from polyattn.conformance.reference.expressions import CallRows, plainly
 from polyattn.conformance.reference.oracle import FLOAT, sparsemax
 from polyattn.conformance.reference.philox import keep_mask, philox
 from polyattn.conformance.reference.textbook import textbook
@@ -143,13 +143,13 @@ TABLES = {
 def test_the_meaning_of_a_mask_is_that_of_its_table(name):
     """Three rows, the newest of five tokens."""
     mask, *expected = TABLES[name]
-    seen, _ = plainly(mask, None, Rows((), (1, 3, 5)))
+    seen, _ = plainly(mask, None, CallRows((), (1, 3, 5)))
     assert ["".join(".1"[int(x)] for x in row) for row in seen[0]] == expected
 
 
 def test_the_meaning_of_a_mask_is_of_each_batch_item_and_its_offset():
     mask = masks.causal() & masks.segments(np.array([[0, 0, 1], [0, 1, 1]]))
-    seen, _ = plainly(mask, None, Rows((2,), (1, 3, 3), np.array([0, -1])))
+    seen, _ = plainly(mask, None, CallRows((2,), (1, 3, 3), np.array([0, -1])))
     assert seen[:, 0].astype(int).tolist() == [
         [[1, 0, 0], [1, 1, 0], [0, 0, 1]],
         [[0, 0, 0], [0, 0, 0], [0, 1, 0]],
@@ -158,7 +158,7 @@ def test_the_meaning_of_a_mask_is_of_each_batch_item_and_its_offset():
 
 def meaning_of(score, heads=1, keys=7):
     """What a score value adds to a score of 0 in the fourth of seven rows, (H, S)."""
-    _, function = plainly(None, score, Rows((), (heads, keys, keys)))
+    _, function = plainly(None, score, CallRows((), (heads, keys, keys)))
     h, j = np.arange(heads)[:, None], np.arange(keys)
     return function(np.zeros((heads, keys)), np.int64(0), h, np.int64(3), j)
 
@@ -192,7 +192,7 @@ def test_a_value_of_an_unknown_kind_is_refused():
     class Odd(scores.Score):
         name = "odd"
 
-    rows = Rows((), (1, 3, 3))
+    rows = CallRows((), (1, 3, 3))
     with pytest.raises(TypeError, match=r"masks.unknown\(\) is not a known mask"):
         plainly(masks.causal() | Unknown(), None, rows)
     with pytest.raises(TypeError, match=r"scores.odd\(\) is not a known score"):

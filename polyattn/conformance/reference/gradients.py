@@ -21,7 +21,7 @@ import numpy as np
 
 from polyattn._core.expressions.scores import Chain, Softcap
 from polyattn.conformance.cases.case import Case
-from polyattn.conformance.reference.expressions import Rows, plainly
+from polyattn.conformance.reference.expressions import CallRows, plainly
 from polyattn.conformance.reference.oracle import (
     Array,
     as_called,
@@ -173,7 +173,7 @@ def steps(case: Case, dtype: Any, how: Order) -> Steps:
     batch = g.shape[:-3]
     ends = np.asarray(options.get("key_lengths", S))
     offset = options.get("query_offset", ends - L)
-    rows = Rows(batch, (H, L, S), offset)
+    rows = CallRows(batch, (H, L, S), offset)
     mask, _ = plainly(options.get("mask"), None, rows)
     b = np.arange(math.prod(batch)).reshape(*batch, 1, 1, 1)
     h, i, j = (np.arange(n).reshape(at) for n, at in ((H, (-1, 1, 1)), (L, (-1, 1)), (S, (-1,))))

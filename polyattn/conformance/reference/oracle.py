@@ -30,7 +30,7 @@ from polyattn._core.expressions.replacements import (
     Similarity,
     Sparsemax,
 )
-from polyattn.conformance.reference.expressions import Rows, in_one_piece, plainly
+from polyattn.conformance.reference.expressions import CallRows, gathered, plainly
 from polyattn.conformance.reference.philox import keep_mask
 
 Array = np.ndarray[Any, Any]
@@ -143,13 +143,13 @@ def oracle(
     """
     a = EXTENDED if extended else FLOAT
     q, k, v = (heads_first(lift(x), layout) for x in (query, key, value))
-    k, v = (in_one_piece(x, block_table) for x in (k, v))
+    k, v = (gathered(x, block_table) for x in (k, v))
     batch = np.broadcast_shapes(q.shape[:-3], k.shape[:-3], v.shape[:-3])
     q, k, v = (np.broadcast_to(x, batch + x.shape[-3:]) for x in (q, k, v))
     (H, L, D), (G, S, E) = q.shape[-3:], v.shape[-3:]
     ends = np.broadcast_to(S if key_lengths is None else key_lengths, batch)
     offsets = np.broadcast_to(ends - L if query_offset is None else query_offset, batch)
-    sampled = Rows(batch, (H, L, S), offsets, rows)
+    sampled = CallRows(batch, (H, L, S), offsets, rows)
     bias = None if bias is None else np.broadcast_to(lift(bias), (*batch, H, L, S))
     mask, score_mod = plainly(mask, score_mod, sampled)
     if mask is not None and not callable(mask):

@@ -261,7 +261,7 @@ def _as_if(target: Target, variant: KernelVariant, case: Case) -> str | None:
         output = target.back(target.call(case, variant.for_case(case)))
         if output.shape != exact(case).output.shape:
             return None
-        meaning = interpret(case, output, most=1)
+        meaning = interpret(case, output)
     except Exception:
         return None
     return f"; as if {meaning}" if meaning else ""
