@@ -211,7 +211,12 @@ def _add_check(commands: Any) -> None:
         " with our argument names",
     )
     add("--kernel", action="append", default=[], metavar="NAME", help="only this; may be repeated")
-    add("--quick", action="store_true", help="one case of each feature and corner case")
+    add(
+        *("--quick", "--essential"),
+        action="store_true",
+        help="the essential cases: one for each feature and corner case",
+    )
+    add("--list", action="store_true", help="print the cases and which kernels run them; run none")
     add("--json", action="store_true", help="print JSON instead of tables")
     add("--html", type=Path, metavar="FILE", help="also write an HTML page")
 
@@ -300,7 +305,7 @@ def _export(options: argparse.Namespace) -> int:
 
 def _check(options: argparse.Namespace) -> int:
     """Return 0 if all results agree, 1 if one does not, 130 if interrupted."""
-    from polyattn.conformance import CASES, ESSENTIAL, Target
+    from polyattn.conformance import CASES, ESSENTIAL, Target, selection
     from polyattn.conformance.checks.frames import print_fatal_errors
     from polyattn.conformance.report import html as page
     from polyattn.conformance.report import run
@@ -316,6 +321,9 @@ def _check(options: argparse.Namespace) -> int:
         targets = [Target(name, options.library) for name in names]
     else:
         targets = run.default_targets(options.library)
+    if options.list:
+        show("\n".join(selection.lines(targets, cases, options.kernel)))
+        return 0
     report = run.run(run.steps(targets, cases, options.kernel), run.described)
     _give(options, _json(report.as_dict()) if options.json else report, page.page(report))
     if report.done < report.total:

@@ -177,7 +177,7 @@ def reported(kernel, cases):
     variant = KernelVariant(kernel)
     section = report.Section(Target("numpy"), (variant,))
     cases = [CASES.get(case, case) for case in cases]
-    found = run.run([run.Step(section, variant, case) for case in cases])
+    found = run.run([run.CheckStep(section, variant, case) for case in cases])
     return found, lambda row: section.cell(row, variant)
 
 
@@ -257,7 +257,7 @@ def test_each_call_without_gradients_is_a_failure():
 
     variant = KernelVariant(Detached())
     section = report.Section(Target("torch"), (variant,))
-    run.run([run.Step(section, variant, "gradients", few=True)])
+    run.run([run.CheckStep(section, variant, "gradients", few=True)])
     assert len(section.failures) == len(section.cell("gradients", variant).failures) > 1
     assert "does not require a gradient" in section.failures[0].text
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -196,27 +196,3 @@ def bits_of(target: Target, arguments: tuple[list[Any], Mapping[str, Any]]) -> d
 def aspects(case: Case) -> frozenset[str]:
     """Return what a case is about: its features or "plain", its dtype and its topic."""
     return (case.features or frozenset({"plain"})) | {case.dtype, case.topic}
-
-
-def covering(
-    target: Target,
-    variant: KernelVariant,
-    cases: Iterable[Case],
-    takes: Callable[[Target, KernelVariant, Case], bool] = takes,
-) -> list[Case]:
-    """Choose a few supported cases that cover every feature, dtype and topic.
-
-    For kernels that compile for seconds in each case.
-    """
-    covers = {case: aspects(case) for case in cases if case.features <= variant.kernel.features}
-    wanted: set[str] = set().union(*covers.values())
-    chosen: list[Case] = []
-    while wanted and covers:
-        best = max(covers, key=lambda case: len(covers[case] & wanted))
-        found = covers.pop(best) & wanted
-        if not found:
-            break
-        if takes(target, variant, best):
-            chosen.append(best)
-            wanted -= found
-    return chosen

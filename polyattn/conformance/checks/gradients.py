@@ -280,13 +280,17 @@ def compare_tangent(case: Case, what: str, found: Any) -> dict[str, Deviation]:
     return deviations
 
 
+#: Says whether a kernel supports a case.
+Taken = Callable[[Target, KernelVariant, Case], bool]
+
+
 class Derivative(NamedTuple):
     """A derivative of calls, by the library's own differentiation or by a kernel."""
 
     name: str  # that of the kernel's method and feature, if it is the kernel's
     cases: Mapping[str, Case]  # the calls that it is checked with
     check: Callable[[Target, KernelVariant, Case], dict[str, Deviation] | None]
-    is_taken: Callable[[Target, KernelVariant, Case], bool]
+    is_taken: Taken
     is_offered: Callable[[Target, KernelVariant], bool]
     otherwise: str  # what a report says where it is not offered
 

@@ -48,12 +48,16 @@ class GivenCall:
     A mask or score expression is replaced by an array or a function of the indices.
     """
 
+    H: int
+    L: int
+    S: int
+
     def __init__(self, arrays: tuple[Array, Array, Array], options: Arguments) -> None:
         self.arguments = dict(zip(ARRAYS, arrays, strict=True)) | options
         q, k, v = (heads_first(x, self.get("layout", "...HLD")) for x in arrays)
         k, v = (gathered(x, self.get("block_table")) for x in (k, v))
         self.batch = np.broadcast_shapes(q.shape[:-3], k.shape[:-3], v.shape[:-3])
-        self.H, self.L, self.S = *q.shape[-3:-1], k.shape[-2]
+        (self.H, self.L), self.S = q.shape[-3:-1], k.shape[-2]
         rows = CallRows(self.batch, (self.H, self.L, self.S), self.offset)
         mask, score_mod = plainly(self.get("mask"), self.get("score_mod"), rows)
         self.arguments |= {"mask": mask, "score_mod": score_mod}
@@ -83,7 +87,8 @@ class GivenCall:
         """Broadcast to (items, H, L, S), with a flat batch, as index functions expect."""
         items = math.prod(self.batch)
         whole = np.broadcast_to(x, (*self.batch, self.H, self.L, self.S))
-        return whole.reshape(items, self.H, self.L, self.S)
+        result: Array = whole.reshape(items, self.H, self.L, self.S)
+        return result
 
     @cached_property
     def bias(self) -> Array:
@@ -100,7 +105,8 @@ class GivenCall:
             mask = self.spread(mask)
         band = self.get("is_causal"), self.get("window")
         seen: Array = ~hidden_keys(mask, *band, offset, ends, indices)
-        return seen & ~np.isneginf(lift(self.bias))
+        seen = seen & ~np.isneginf(lift(self.bias))
+        return seen
 
     @property
     def hides_keys(self) -> bool:
