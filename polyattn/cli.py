@@ -373,7 +373,11 @@ def _check_callable(options: argparse.Namespace, cases: Any) -> int:
     text = "\n".join(lines)
     if options.json:
         text = _json([function_report.as_dict(row) for row in rows])
-    _give(options, text, page.callable_page(options.callable, rows))
+    _give(
+        options,
+        text,
+        page.callable_page(options.callable, function_report.table_rows(rows), differ),
+    )
     return 1 if differ else 0
 
 

@@ -94,7 +94,7 @@ class BackendSuite:
         self, target: Target, variant: KernelVariant
     ) -> None:
         """A kernel takes some case, and each feature that it declares is needed by one."""
-        promises.check_declarations(target, variant, ESSENTIAL | CASES)
+        promises.check_declarations(target, variant)
 
     def test_sizes(self, target: Target, variant: KernelVariant, dtype: str) -> None:
         """Results and gradients are right for every size of vectors and many lengths."""
@@ -172,8 +172,7 @@ class BackendSuite:
 
     def _swept(self, target: Target, variant: KernelVariant) -> list[str]:
         """Return the dtypes in which every size is tried: of kernels that no call compiles."""
-        is_behind = bool(target.own) and variant.kernel not in target.own
-        if not self.thorough or is_behind or is_lazy(target) or variant.kernel.compiles:
+        if not self.thorough or is_lazy(target) or why_few(target, variant, "case"):
             return []
         return [dtype for dtype in ("float32", "float64") if dtype in target.dtypes]
 
@@ -183,7 +182,7 @@ class BackendSuite:
 
     def _params(self, test: str, fill: tuple[None, ...], runs: list[tuple[Any, ...]]) -> list[Any]:
         if not runs:
-            return [pytest.param(*fill, marks=pytest.mark.skip(reason=_WHY_NOT[test]))]
+            return [pytest.param(*fill, marks=pytest.mark.skip(reason=_NOTHING))]
         ids = ["-".join(map(str, run)) for run in runs]
         return [
             pytest.param(*run, id=name, marks=self._marks(f"{test}[{name}]"))
@@ -197,17 +196,7 @@ class BackendSuite:
 
 
 _names: dict[type, set[str]] = {}
-_WHY_NOT = {
-    "test_lazy": "the library is never lazy",
-    "test_gradients": "the library differentiates nothing",
-    "test_backward": "no kernel declares it",
-    "test_jvp": "no kernel declares it",
-    "test_sizes": "the library compiles each shape, or is slow",
-    "test_deterministic": "no kernel declares it",
-    "test_batch_invariant": "no kernel declares it",
-    "test_pages_in_any_order": "no kernel has a logsumexp of keys that end",
-    "test_quantized": "no kernel reads integers",
-}
+_NOTHING = "no kernel declares it, or the library does not allow it"
 
 
 @cache

@@ -79,9 +79,6 @@ FAULTS = {
     "heads after length": Fault("plain", "heads come after length", attend=in_heads_after_length),
     "short window": Fault("window", LESS.format("left"), lambda **given: {"window": (2, 2)}),
     "long window": Fault("window", MORE.format("right"), lambda **given: {"window": (3, 3)}),
-    "wide window": Fault(
-        "window", "rows see one key more to either side", lambda **given: {"window": (4, 3)}
-    ),
     "strictly causal": Fault("causal", LESS.format("right"), lambda **given: {"query_offset": -1}),
     "heads in turn": Fault(
         "grouped heads",
@@ -90,9 +87,6 @@ FAULTS = {
             "key": np.tile(key, (2, 1, 1)),
             "value": np.tile(value, (2, 1, 1)),
         },
-    ),
-    "mask of False": Fault(
-        "mask hides all", "a mask of False hides no key", lambda **given: {"mask": None}
     ),
     "polarity": Fault(
         "mask array", "True in a mask leaves a key out", lambda mask, **given: {"mask": ~mask}

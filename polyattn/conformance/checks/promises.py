@@ -20,6 +20,7 @@ from polyattn._base.arrays import facts_of
 from polyattn._dispatch import registry
 from polyattn.conformance.cases.cache_cases import CACHES, OF_256, of_item
 from polyattn.conformance.cases.case import Case, bits, make_case, with_arrays
+from polyattn.conformance.cases.catalogue import CASES, ESSENTIAL
 from polyattn.conformance.checks import cases as checks
 from polyattn.conformance.checks import gradients, quantized
 from polyattn.conformance.checks.target import KernelVariant, Target
@@ -37,7 +38,13 @@ class Promise(NamedTuple):
     otherwise: str  # what a report says of a kernel that it does not apply to
 
 
-def check_declarations(target: Target, variant: KernelVariant, cases: Mapping[str, Case]) -> None:
+#: The essential ones first: they show most.
+_ALL = ESSENTIAL | CASES
+
+
+def check_declarations(
+    target: Target, variant: KernelVariant, cases: Mapping[str, Case] = _ALL
+) -> None:
     """Check that a kernel supports some case, and one for each feature that it declares."""
     is_taken, idle = False, set(target.declared(variant.kernel))
     for case in checks.cases_for(target, variant, cases):
@@ -275,6 +282,13 @@ def _in_a_new_interpreter(code: str) -> str:
 
 #: The promises by the name of their test in the suite.
 PROMISES = {
+    "every_declared_feature_is_exercised": Promise(
+        "declared features",
+        "the kernel supports a case that needs each feature which it declares",
+        lambda *_: True,
+        check_declarations,
+        "",
+    ),
     "deterministic": Promise(
         "deterministic",
         "the same call twice gives the same bits",

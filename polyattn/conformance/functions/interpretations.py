@@ -226,12 +226,6 @@ def _heads_in_turn(call: GivenCall) -> Arguments | None:
     }
 
 
-def _mask_of_false(call: GivenCall) -> Arguments | None:
-    """Show all keys where an ignored mask and an inverted one give the same result."""
-    mask = call.get("mask")
-    return {"mask": None} if isinstance(mask, np.ndarray) and not mask.any() else None
-
-
 def _mask_inverted(call: GivenCall) -> Arguments | None:
     mask = call.get("mask")
     if callable(mask):
@@ -320,8 +314,6 @@ def _computed_in(narrow: str, call: GivenCall) -> Arguments | None:
     return {"computed in": narrow} if call.dtype == wide else None
 
 
-_SIDES = {"to the left": (1, 0), "to the right": (0, 1), "to either side": (1, 1)}
-
 #: The other meanings, in the order in which they are tried.
 INTERPRETATIONS: dict[str, Change] = {
     "rows count from the first key (query_offset=0)": _from_the_first,
@@ -329,12 +321,11 @@ INTERPRETATIONS: dict[str, Change] = {
     "a row whose query is NaN is 0": _nan_queries_hidden,
     "heads come after length": _heads_after_length,
     **{
-        f"rows see one key {how} {where}": partial(_window_by, left * by, right * by)
+        f"rows see one key {how} to the {side}": partial(_window_by, left * by, right * by)
         for how, by in (("less", -1), ("more", 1))
-        for where, (left, right) in _SIDES.items()
+        for side, left, right in (("left", 1, 0), ("right", 0, 1))
     },
     "query head h reads key/value head h % G": _heads_in_turn,
-    "a mask of False hides no key": _mask_of_false,
     "True in a mask leaves a key out": _mask_inverted,
     "a mask is added as 0 and 1": _mask_added,
     "softcap comes after the bias": partial(_softcap_later, False),

@@ -181,10 +181,7 @@ def _lines(section: Section, so_far: str) -> Iterator[str]:
     yield f"{section.target} ({section.versions})"
     yield ""
     footnotes: dict[str, int] = {}
-    rows = [("", *map(str, section.kernels))]
-    for row in ROWS:
-        rows.append((row.name, *(cell_text(cell, footnotes) for cell in section.row(row.name))))
-    yield from table(rows)
+    yield from table(table_rows(section, footnotes))
     yield ""
     for remark in _remarks(section, footnotes, so_far):
         yield from paragraph(remark, "    ")
@@ -215,6 +212,14 @@ def _failure_lines(failures: list[Failure]) -> Iterator[str]:
         yield from (f"  FAIL {failure}" for failure in alike[:2])
         if len(alike) > 2:
             yield f"       and {len(alike) - 2} more for {charged}; --json and --html list all"
+
+
+def table_rows(section: Section, footnotes: dict[str, int]) -> list[tuple[str, ...]]:
+    """Return the table of a backend, its head first; reasons are added to the footnotes."""
+    rows = [("", *map(str, section.kernels))]
+    for row in ROWS:
+        rows.append((row.name, *(cell_text(cell, footnotes) for cell in section.row(row.name))))
+    return rows
 
 
 def cell_text(cell: Cell, footnotes: dict[str, int]) -> str:

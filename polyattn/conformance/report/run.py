@@ -95,9 +95,6 @@ def run(
     for section in report.sections:
         _charge(section, [f for f in failed if f.section is section])
         _note_what_does_not_apply(section)
-        if report.done == report.total:
-            asked = {f for step in work if isinstance(step.what, Case) for f in step.what.features}
-            _refuse_idle_declarations(section, asked)
     return report
 
 
@@ -186,7 +183,6 @@ def _do_derivative(
         for off in deviations.values():
             cell.add(case.name, off, None)
     if not cell.agreed + len(cell.failures):
-        assert derivative is BY_LIBRARY, _idle(name)
         cell.note = "none supported"
 
 
@@ -235,29 +231,6 @@ def _as_if(target: Target, variant: KernelVariant, case: Case) -> str | None:
     except Exception:
         return None
     return f"; as if {meaning}" if meaning else ""
-
-
-def _refuse_idle_declarations(section: Section, asked: set[str]) -> None:
-    for variant in section.kernels:
-        cells = [section.cell(row.name, variant) for row in ROWS if row.group == "dtypes"]
-        agreed = sum(cell.agreed for cell in cells)
-        if not agreed + sum(len(cell.failures) for cell in cells):
-            if any(cell.refused for cell in cells):
-                text = f"{variant} supports no case"
-                section.failures.append(Failure(str(variant), "plain", text))
-            continue
-        # The logsumexp of every agreeing case was checked.
-        wanted = asked | {"logsumexp"} if agreed else asked
-        for feature in sorted(section.target.declared(variant.kernel) & wanted):
-            cell = section.cell(feature, variant)
-            if not cell.agreed + cell.elsewhere + len(cell.failures):
-                text = _idle(feature)
-                cell.failures.append(text)
-                section.failures.append(Failure(str(variant), feature, text))
-
-
-def _idle(feature: str) -> str:
-    return f"it declares {feature}, but no case that it supports needs it"
 
 
 def _note_what_does_not_apply(section: Section) -> None:
