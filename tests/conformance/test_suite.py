@@ -1,6 +1,5 @@
 """The suite itself: what breaks a promise fails it, and nothing else does."""
 
-import importlib.metadata
 import json
 import re
 import subprocess
@@ -152,9 +151,7 @@ def test_there_is_a_test_for_every_saboteur():
 
 
 def test_the_formula_itself_does_not_fail_beside_them(failures):
-    assert "dense" not in failures
-    assert "tiled" not in failures
-    assert "tiled, small tiles" not in failures
+    assert not failures.keys() & {"dense", "tiled", "tiled, small tiles"}
 
 
 def test_an_expected_failure_is_strict_and_names_a_test(python):
@@ -205,22 +202,10 @@ def test_the_suite_needs_no_code(python):
     assert done.returncode == 0
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("nonesuch", "no plugin provides the backend 'nonesuch'"),
-        ("torch:cuda:7", "has no device 'cuda:7' here"),
-    ],
-)
-def test_a_backend_that_is_asked_for_and_missing_is_an_error(name, message, python):
-    done = python(*PYTEST, *WITHOUT_CODE, name)
+def test_a_backend_that_is_missing_is_an_error(python):
+    done = python(*PYTEST, *WITHOUT_CODE, "nonesuch")
     assert done.returncode not in (0, 5)
-    assert message in done.stdout + done.stderr
-
-
-def test_no_entry_point_brings_the_suite_into_anybodys_pytest():
-    ours = [e for e in importlib.metadata.entry_points(group="pytest11") if "polyattn" in e.value]
-    assert ours == []
+    assert "no plugin provides the backend 'nonesuch'" in done.stdout + done.stderr
 
 
 def test_the_report_finds_the_same(python):
