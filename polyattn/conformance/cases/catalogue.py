@@ -317,16 +317,6 @@ IN_ORDER: Group = {
     for one, other in (("scale", "bias"), *product(["softcap"], AFTER_SOFTCAP))
 }
 
-ACCELERATED: Group = {
-    "16 x 16, causal window": {"is_causal": True, "window": (3, None)},
-    "16 x 16, mask and bias": {"mask": random_mask(), "bias": normal()},
-    "16 x 16, broadcast batch, E != D, expressions": {
-        **{"batch": (2, 1), "key_batch": (1, 3), "value_batch": (2, 3), "E": 24},
-        **STEPS["mask value"],
-        **STEPS["score value"],
-    },
-}
-
 #: The topics, with the cases that each show one sentence of the semantics.
 TOPICS: dict[str, Group] = {
     "formula": PAIRED | ALONE,
@@ -354,12 +344,6 @@ def make_cases() -> Iterator[Case]:
     for name, fields in STEPS.items():
         yield make_case(name, **fields)
     yield from make_long_cases()
-
-
-def make_accelerated_cases() -> Iterator[Case]:
-    """Yield cases that accelerators take: 16 bits, even lengths, vectors of 16 numbers or more."""
-    for name, fields in ACCELERATED.items():
-        yield make_case(name, dtype="bfloat16", L=16, S=16, D=16, **fields)
 
 
 def make_long_cases() -> Iterator[Case]:
@@ -400,7 +384,7 @@ def in_other_dtypes(cases: Iterable[Case]) -> Iterator[Case]:
 #: All cases by name.
 CASES = {
     case.name: sampled(case)
-    for cases in (in_other_dtypes(make_cases()), make_expression_cases(), make_accelerated_cases())
+    for cases in (in_other_dtypes(make_cases()), make_expression_cases())
     for case in cases
 }
 
