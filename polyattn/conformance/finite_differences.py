@@ -75,8 +75,8 @@ def check_gradient(
                 f" got {tuple(gradient.shape)}"
             )
 
-        def at(moved: Array, place: int = place) -> float:
-            result = _numbers(loss(*arguments[:place], moved, *arguments[place + 1 :]))
+        def at(shifted: Array, place: int = place) -> float:
+            result = _numbers(loss(*arguments[:place], shifted, *arguments[place + 1 :]))
             if result.size != 1:
                 raise TypeError(f"loss must return one number; got the shape {result.shape}")
             return float(result.item())

@@ -63,7 +63,7 @@ def chosen(
         return covering(target, variant, applicable, is_taken)
     if test == "case":  # in those that it does not support, the kernel must raise
         return applicable
-    if test in DERIVATIVES:  # a run is cheaper than to ask what is supported
+    if test in DERIVATIVES:  # running a case is cheaper than asking
         return [x for x in applicable if not undeclared(variant.kernel, x.features | {test})]
     return [case for case in applicable if is_taken(target, variant, case)]
 

@@ -133,7 +133,7 @@ class BackendSuite:
     def test_xfails_are_names_of_tests(self) -> None:
         """Every line of `xfails` is about a test that there is."""
         unknown = sorted(set(self.xfails) - _names.get(type(self), set()))
-        assert not unknown, f"xfails names no test of this suite by {', '.join(unknown)}"
+        assert not unknown, f"xfails: no such test: {', '.join(unknown)}"
 
     # ---- which of them there are ----
 

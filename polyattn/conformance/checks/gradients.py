@@ -264,8 +264,8 @@ def compare_tangent(case: Case, what: str, found: Any) -> dict[str, Deviation]:
     """Check a tangent against the gradients, and in float64 against differences."""
     deviations, along = {}, formula.cotangent(case)
     if formula.has_formula(case):
-        moved = differences.direction(case)
-        arrays = {name: moved[name][0] for name in GRADIENT_ARRAYS if name in moved}
+        direction = differences.direction(case)
+        arrays = {name: direction[name][0] for name in GRADIENT_ARRAYS if name in direction}
         yard = formula.adjoint_yardstick(case, arrays)
         off = deviation(np.sum(found * lift(along)), yard, f"{what}, times the cotangent,")
         assert off.fault is None, off.fault

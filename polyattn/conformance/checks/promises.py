@@ -149,7 +149,7 @@ def _supported(target: Target, variant: KernelVariant, declared: str) -> list[tu
 
 
 def has_partials(target: Target, variant: KernelVariant) -> bool:
-    """Return whether a kernel declares what partial results of keys that end need."""
+    """Return whether a kernel declares what partial results of variable-length keys need."""
     return target.declared(variant.kernel) >= {"logsumexp", "mask_expression"}
 
 
@@ -170,7 +170,7 @@ def _calls_of_pages(target: Target, variant: KernelVariant) -> Iterator[tuple[Ca
             kernel, calls = variant.for_case(case), list(_one_page_each(target, variant, case))
             if checks.has_logsumexp(target, kernel, case, calls[0]):
                 yield case, kernel, calls
-    raise AssertionError("it declares logsumexp and mask_expression, but takes no page")
+    raise AssertionError("it declares logsumexp and mask_expression, but supports no case of pages")
 
 
 def _one_page_each(target: Target, variant: KernelVariant, case: Case) -> Iterator[Any]:

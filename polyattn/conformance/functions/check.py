@@ -251,7 +251,7 @@ class _Ran(NamedTuple):
 
     output: Array
     logsumexp: Array | None
-    wrong: tuple[str, ...]  # what is wrong beside the numbers
+    wrong: tuple[str, ...]  # faults other than the numbers
     remark: str
 
 
@@ -287,7 +287,7 @@ def _run(
 
 
 def _as_array(returned: Any, back: Callable[[Any], Any]) -> Array:
-    """Return a result as an array of NumPy, or raise for what is none."""
+    """Return a result as an array of NumPy; raise if it is not an array."""
     if not hasattr(returned, "shape"):
         if inspect.iscoroutine(returned):
             returned.close()  # it would warn that nobody awaits it

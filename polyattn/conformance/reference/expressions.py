@@ -183,13 +183,13 @@ def _published_slopes(heads: int) -> Array:
     return np.asarray(slopes)
 
 
-def _bucket(away: Any, buckets: int, both_ways: bool, most: int) -> Any:
+def _bucket(relative: Any, buckets: int, both_ways: bool, most: int) -> Any:
     """Return T5's bucket by its logarithm, corrected where it rounds below a whole number."""
-    after = away > 0
+    after = relative > 0
     if both_ways:
-        buckets, distance = buckets // 2, abs(away)
+        buckets, distance = buckets // 2, abs(relative)
     else:
-        distance = np.maximum(-away, 0)
+        distance = np.maximum(-relative, 0)
     exact = buckets // 2
     ratio = np.log(np.maximum(distance, exact) / exact) / math.log(most / exact)
     beyond = exact + np.floor(ratio * (buckets - exact) + 1e-9).astype(int)
