@@ -8,12 +8,11 @@ import numpy as np
 import pytest
 from optional import torch
 
-from polyattn import masks, scores
+from polyattn import scores
 from polyattn._base.arrays import facts_of
 from polyattn.conformance import CASES, Target, assert_accurate, oracle
 from polyattn.conformance.cases.expression_cases import STEPS, make_expression_cases
 from polyattn.conformance.checks import cases as checks
-from polyattn.conformance.reference.expressions import CallRows, plainly
 from polyattn.conformance.reference.oracle import FLOAT, sparsemax
 from polyattn.conformance.reference.philox import keep_mask, philox
 from polyattn.conformance.reference.textbook import textbook
@@ -110,20 +109,6 @@ def test_no_item_and_no_page_of_an_item_are_nothing_to_attend_to(items, pages):
     pool, table = np.ones((3, 2, 4, 8)), np.zeros((items, pages), int)
     exact = oracle(np.ones((items, 2, 1, 8)), pool, pool, block_table=table, key_lengths=0)
     np.testing.assert_array_equal(exact.output, np.zeros((items, 2, 1, 8)))
-
-
-def test_a_value_of_an_unknown_kind_is_refused():
-    class Unknown(masks.Mask):
-        name = "unknown"
-
-    class Odd(scores.Score):
-        name = "odd"
-
-    rows = CallRows((), (1, 3, 3))
-    with pytest.raises(TypeError, match=r"masks.unknown\(\) is not a known mask"):
-        plainly(masks.causal() | Unknown(), None, rows)
-    with pytest.raises(TypeError, match=r"scores.odd\(\) is not a known score"):
-        plainly(None, scores.softcap(1.0) >> Odd(), rows)
 
 
 @pytest.mark.slow
