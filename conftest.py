@@ -82,7 +82,7 @@ def pytest_collection_modifyitems(items):
         return places.setdefault(str(case), len(places) + 1) if is_of_suite(case) else 0
 
     items.sort(key=place)
-    deal(items, place)
+    deal(items)
     for item in items:
         if SLOW.match(item.name):
             item.add_marker("slow")
@@ -112,25 +112,31 @@ TURNS = (
 )
 
 
-def deal(items, place):
+def deal(items):
     """Leave each kernel of the suites the essential cases; deal the others among some kernels.
 
-    What is left out is slow, and so are copies of a case in another dtype.
+    They are dealt by their numbers in `CASES`. What a kernel does not get is slow, and so is a copy
+    of a case in another dtype.
     """
     suites = {}
     for item in items:
-        if place(item) and item.originalname in ("test_case", "test_backward"):
-            key = item.cls, item.originalname, str(parameters_of(item)["variant"])
+        given = parameters_of(item)
+        is_test = getattr(item, "originalname", "") in ("test_case", "test_backward")
+        if is_test and is_of_suite(given.get("case")):
+            key = item.cls, item.originalname, str(given["variant"])
             suites.setdefault(key, []).append(item)
-    for (cls, _, kernel), suite in suites.items():
-        if len(suite) < 100:  # the few that cover all others
-            continue
-        from polyattn.conformance import ESSENTIAL
+    # Few cases that cover all others stay as they are.
+    whole = {key: suite for key, suite in suites.items() if len(suite) >= 100}
+    if whole:
+        from polyattn.conformance import CASES, ESSENTIAL
 
+        numbers = {name: number for number, name in enumerate(CASES)}
+    for (cls, _, kernel), suite in whole.items():
         for item in suite:
             case = parameters_of(item)["case"]
-            is_its_turn = TURNS[place(item) % len(TURNS)] == f"{cls.backend} {kernel}"
-            if case.name not in ESSENTIAL and (case.name.endswith(case.dtype) or not is_its_turn):
+            turn = TURNS[numbers.get(case.name, 0) % len(TURNS)]
+            is_dealt = turn == f"{cls.backend} {kernel}" and not case.name.endswith(case.dtype)
+            if case.name not in ESSENTIAL and not is_dealt:
                 item.add_marker("slow")
 
 
