@@ -103,8 +103,8 @@ def check_case(target: Target, variant: KernelVariant, case: Case) -> Outcome:
     logsumexp = None
     if has_logsumexp(target, kernel, case, arguments):
         with name_case(f"{case}: logsumexp", kernel):
-            found = target.call(case, kernel, attention_partial, arguments)
-        logsumexp = check_partial(target, case, found, arguments)
+            partial = target.call(case, kernel, attention_partial, arguments)
+        logsumexp = check_partial(target, case, partial, arguments)
     check_unwritten(target, case, arguments, before)
     return Outcome(off, logsumexp)
 
@@ -116,9 +116,9 @@ def has_logsumexp(target: Target, kernel: Kernel, case: Case, arguments: Any = N
     return target.explain(case, kernel, arguments, logsumexp=True).chosen is not None
 
 
-def check_partial(target: Target, case: Case, found: Any, arguments: Any) -> Deviation:
+def check_partial(target: Target, case: Case, partial: Any, arguments: Any) -> Deviation:
     """Check output and logsumexp of a partial result, and return the error of the logsumexp."""
-    output, logsumexp = found
+    output, logsumexp = partial
     what, yard = f"{case}: output of the partial", output_yardstick(case)
     _check_result(target, what, output, case.dtype, yard, arguments)
     what, yard = f"{case}: logsumexp", logsumexp_yardstick(case)

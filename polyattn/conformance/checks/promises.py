@@ -85,8 +85,8 @@ def check_sizes(target: Target, variant: KernelVariant, dtype: str) -> None:
         checks.check_case(target, variant, replace(case, rows=(0, case.L // 2, case.L - 1)))
         if gradients.differentiates("backward", target, variant, case):
             arguments = target.arguments(case)
-            found = gradients.backward(target, variant.for_case(case), case, arguments)
-            gradients.compare(case, {name: found[name][0] for name in gradient_yardsticks(case)})
+            computed = gradients.backward(target, variant.for_case(case), case, arguments)
+            gradients.compare(case, {name: computed[name][0] for name in gradient_yardsticks(case)})
 
 
 # ---- determinism and batch invariance ----------------------------------------------------------

@@ -65,8 +65,8 @@ def check_quantized(target: Target, variant: KernelVariant) -> None:
         before = checks.bits_of(target, arguments)
         with checks.name_case(str(case), plan.kernel):
             key, value = (Quantized(*pair) for pair in pairs)
-            found = plan.run(operands._replace(key=key, value=value))
-        checks.check_partial(target, case, found, arguments)
+            partial = plan.run(operands._replace(key=key, value=value))
+        checks.check_partial(target, case, partial, arguments)
         checks.check_unwritten(target, case, arguments, before)
 
 

@@ -134,8 +134,8 @@ def _sees_by_position(
     whole = CallRows(rows.batch, (1, many, many), offset=least)
     at = np.ogrid[: b.shape[0], :1, :many, :many]
     seen = np.broadcast_to(_sees(mask, whole, *at), (b.shape[0], 1, many, many))
-    found = seen[b, 0, places[0] - least, np.maximum(places[1], 0)]
-    return found & (places[1] >= 0)
+    visible = seen[b, 0, places[0] - least, np.maximum(places[1], 0)]
+    return visible & (places[1] >= 0)
 
 
 def _function(score: scores.Score, rows: CallRows) -> Callable[..., Any]:
