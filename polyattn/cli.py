@@ -312,6 +312,8 @@ def _check(options: argparse.Namespace) -> int:
 
     if options.html is not None:
         check_file("--html", options.html)
+    if options.list and (options.callable or options.json):
+        raise ValueError("--list prints a table of kernels; leave out --callable and --json")
     cases = ESSENTIAL if options.quick else CASES
     print_fatal_errors()
     if options.callable is not None:

@@ -145,6 +145,7 @@ def lines(
             rows.append((case.name, essential, *ran, about or "plain"))
         yield f"{target}: {len(everything)} cases"
         yield from table(rows)
+        yield "  refused: the kernel must raise.  -: it lacks the dtype, or does not promise this."
         for variant, column in zip(variants, columns, strict=True):
             if LEFT_OUT in column.values():
                 yield f"  {variant} runs few cases: {why_few(target, variant, 'case')}"

@@ -76,6 +76,10 @@ def test_a_page_that_needs_nothing_beside_itself(tmp_path, capsys):
         ("array-api --library nothing", "there is no module 'nothing'"),
         ("array-api --library json", "'json' makes no arrays"),
         ("numpy --callable torch:matmul", "--callable takes the place of a backend"),
+        (
+            "numpy --list --json",
+            "--list prints a table of kernels; leave out --callable and --json",
+        ),
     ],
 )
 def test_wrong_arguments_are_refused_before_any_work(arguments, message, capsys):
