@@ -103,20 +103,23 @@ def pytest_collection_modifyitems(items):
 FIRST_CALL = "test_first_call_from_eight_threads"
 #: Tests of the suites that take long, and show little beside the others.
 SLOW = re.compile(rf"{FIRST_CALL}|test_sizes\[.*(small tiles|float64)")
-#: The kernels that take every case, by turns: see `deal`.
-TURNS = (
-    "numpy tiled",
-    "numpy tiled, small tiles",
-    "array-api dense",
-    "array-api tiled, small tiles",
-)
+#: The kernels that take every case, and the turn of each: see `deal`.
+TURNS = {
+    "numpy tiled": 0,
+    "numpy tiled, small tiles": 1,
+    "array-api dense": 2,
+    "array-api tiled, small tiles": 3,
+    "numpy native": 2,  # in a run of its own
+}
+#: The kernel that has code of its own for each dtype.
+COMPILED = "numpy native"
 
 
 def deal(items):
     """Leave each kernel of the suites the essential cases; deal the others among some kernels.
 
     They are dealt by their numbers in `CASES`. What a kernel does not get is slow, and so is a copy
-    of a case in another dtype.
+    of a case in another dtype, but for the compiled kernel.
     """
     suites = {}
     for item in items:
@@ -131,12 +134,13 @@ def deal(items):
         from polyattn.conformance import CASES, ESSENTIAL
 
         numbers = {name: number for number, name in enumerate(CASES)}
-    for (cls, _, kernel), suite in whole.items():
+    for (cls, _, variant), suite in whole.items():
+        kernel = f"{cls.backend} {variant}"
         for item in suite:
             case = parameters_of(item)["case"]
-            turn = TURNS[numbers.get(case.name, 0) % len(TURNS)]
-            is_dealt = turn == f"{cls.backend} {kernel}" and not case.name.endswith(case.dtype)
-            if case.name not in ESSENTIAL and not is_dealt:
+            is_its_turn = numbers.get(case.name, 0) % 4 == TURNS.get(kernel)
+            is_copy = case.name.endswith(case.dtype) and kernel != COMPILED
+            if case.name not in ESSENTIAL and (is_copy or not is_its_turn):
                 item.add_marker("slow")
 
 
