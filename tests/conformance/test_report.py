@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import os
 import re
 import subprocess
 import sys
@@ -198,6 +199,21 @@ def test_a_failure_is_charged_to_the_feature_that_fails_alone():
     assert report.cell_text(cell("bias"), {}).endswith(", 1 fail elsewhere")
 
 
+def test_the_first_failure_with_a_result_names_its_meaning():
+    class Faint(Deaf):
+        name = "faint"
+
+        def __call__(self, problem, operands, backend):
+            if "bias" not in problem.features:
+                raise RuntimeError("it is too much")
+            return super().__call__(problem, operands, backend)
+
+    found, _ = reported(Faint(), ["softcap", "bias x softcap", "bias"])
+    raised, other = (failure.text for failure in found.sections[0].failures)
+    assert "too much" in raised
+    assert other.endswith("as if softcap is ignored")
+
+
 def test_a_failure_of_two_features_together_is_charged_to_both():
     _, cell = reported(Deaf(), ["bias x softcap", "bias", "plain"])
     assert len(cell("softcap").failures) == len(cell("bias").failures) == 1
@@ -241,6 +257,19 @@ def test_a_declaration_that_nothing_exercises_is_a_failure():
     found, cell = reported(Refusing("sinks"), ["declared features"])
     assert cell("declared features").failures == ["no case that refusing supports needs sinks"]
     assert found.sections[0].failures[0].charged == "declared features"
+
+
+@pytest.mark.slow
+def test_a_terminal_without_the_letters_shows_something():
+    done = subprocess.run(
+        [sys.executable, "-m", "polyattn", *QUICK],
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "in units of eps ? ? w|v|" in done.stdout
 
 
 def test_each_reason_has_one_number():
