@@ -8,16 +8,16 @@ MASKS = "polyattn/_core/expressions/masks.py"
 REPLACEMENTS = "polyattn/_core/expressions/replacements.py"
 RUNNING, ABSENT = "polyattn/_core/tiles/online_softmax.py", "polyattn/_kernels/visible.py"
 NUMPY, INDICES = "backends/polyattn_numpy/backend.py", "polyattn/_core/tiles/indices.py"
-BLOCKS, SWEEP = "backends/polyattn_numpy/blocks.py", "backends/polyattn_numpy/sweep.py"
+BLOCKS, SWEEP = "backends/polyattn_numpy/tiling.py", "backends/polyattn_numpy/forward_sweep.py"
 PATTERNS, TILES = "polyattn/_core/expressions/patterns.py", "polyattn/_core/tiles/coverage.py"
 PLACES = "polyattn/_core/expressions/indices.py"
 STEPS, DROPOUT = "polyattn/_core/expressions/scores.py", "polyattn/_core/tiles/dropout.py"
 TILE_SCORES = "backends/polyattn_numpy/tile_scores.py"
-NUMPY_TILED = "backends/polyattn_numpy/tiled.py"
-NUMPY_SOFTMAX = "backends/polyattn_numpy/online_softmax.py"
+NUMPY_TILED = "backends/polyattn_numpy/tiled_kernel.py"
+NUMPY_SOFTMAX = "backends/polyattn_numpy/softmax_sums.py"
 NUMPY_SMALL = "backends/polyattn_numpy/small.py"
 AT_ONCE = "backends/polyattn_numpy/at_once.py"
-VISIBILITY = "backends/polyattn_numpy/visibility.py"
+VISIBILITY = "backends/polyattn_numpy/tile_visibility.py"
 PREPARED = "backends/polyattn_numpy/prepared.py"
 MASK_TABLE = "backends/polyattn_numpy/mask_table.py"
 LENGTHS = "polyattn/_core/call/lengths.py"
@@ -105,7 +105,7 @@ MUTATIONS = (
      "meet & (low == high) & (least == most)", "meet"),
     ("a window turned round", PATTERNS, "at.column >= at.position(-self.left)",
      "at.column >= at.position(self.left)"),
-    ("dilated from the first key", PATTERNS, "at.away_from_row(self.step)",
+    ("dilated from the first key", PATTERNS, "at.relative_position(self.step)",
      "at.column % min(self.step, INDEX_LIMIT)"),
     ("global tokens are seen and do not see", PATTERNS,
      "(at.column == token) | (at.position() == token)", "at.column == token"),
@@ -124,7 +124,7 @@ MUTATIONS = (
     ("slopes of other heads", STEPS, "head * (-8 / whole) - 8 / whole,", "head * (-8 / whole),"),
     ("far keys share no bucket", STEPS, "for k in range(1, spread):",
      "for k in range(1, spread - 1):"),
-    ("keys before and after share buckets", STEPS, "found + each, found)", "found, found)"),
+    ("keys before and after share buckets", STEPS, "bucket + each, bucket)", "bucket, bucket)"),
     ("a softcap in a chain not divided by", STEPS, "tanh(scores / self.cap)", "tanh(scores)"),
     ("temperature turned round", STEPS, "scores / self.t", "scores * self.t"),
     ("keys not of length one", REPLACEMENTS, "xp.matrix_transpose(unit(key, backend))",

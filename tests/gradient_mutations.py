@@ -10,7 +10,7 @@ SLOPES, STEPS = "polyattn/_core/expressions/derivatives.py", "polyattn/_core/exp
 REPLACEMENTS = "polyattn/_core/expressions/replacements.py"
 NUMPY = SWEEP = "backends/polyattn_numpy/backward.py"
 TILES = "backends/polyattn_numpy/tile_gradients.py"
-NUMPY_SUMS = "backends/polyattn_numpy/gradient_sums.py"
+NUMPY_SUMS = "backends/polyattn_numpy/shared_gradients.py"
 ARRAYS = "polyattn/_base/arrays.py"
 
 OF_BIAS = """        if self.total.wants("bias"):
@@ -82,7 +82,7 @@ MUTATIONS = (
     ("the value's tangent left out", JVP, "if tangents.value is not None:", "if False:"),
     ("the bias's tangent left out", JVP, "if tangents.bias is not None:", "if False:"),
     ("the key's tangent left out", JVP,
-     "t = t + backend.matmul(query, xp.matrix_transpose(moved_key))", "pass"),
+     "t = t + backend.matmul(query, xp.matrix_transpose(key_tangent))", "pass"),
     ("the query's tangent not scaled", JVP, "tangents.query[..., rows.start : rows.stop, :], xp)",
      "tangents.query[..., rows.start : rows.stop, :], xp) / problem.scale"),
     ("the softcap's slope left out of a tangent", JVP, "t = t * (1 - bent * bent)", "pass"),
@@ -153,10 +153,10 @@ MUTATIONS = (
      "for array in map(self._by_head, (dropped,)):"),
     ("sign of the softcap's slope, NumPy", TILES, "capped /= -cap", "capped /= cap"),
     ("the softcap's gradient not divided by it, NumPy", TILES,
-     "gradient, capped)[..., None] / (cap * per_nat)", "gradient, capped)[..., None] / per_nat"),
+     "capped)[..., None] / (cap * exp_factor)", "capped)[..., None] / exp_factor"),
     ("scale missing in a similarity's gradient, NumPy", TILES, "gradient *= self.factor", "pass"),
-    ("a bias's gradient overwritten, NumPy", TILES, "found if self.linear else np.array(found)",
-     "found"),
+    ("a bias's gradient overwritten, NumPy", TILES, "share if self.linear else np.array(share)",
+     "share"),
     ("the softcap's gradient of its bound only, NumPy", NUMPY_SUMS,
      "- scale * problem.scale / problem.softcap", ""),
     ("sinks' gradient without the exponential, NumPy", NUMPY_SUMS, "np.exp(sinks - shift) *",

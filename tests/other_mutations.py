@@ -38,10 +38,10 @@ RULES = "tests/expressions/test_derivatives.py::"
 BANDS = "tests/backends/test_torch_bands.py::"
 
 CACHE = "tests/nn/test_cache.py::"
-LENGTHS = "tests/api/test_key_lengths.py::"
+LENGTHS = "tests/call/test_lengths.py::"
 NO_MORE = "tests/backends/test_torch_lengths.py::"
-PAGES = "tests/api/test_block_table.py::"
-PLACES = "tests/expressions/test_positions.py::"
+PAGES = "tests/call/test_pages.py::"
+PLACES = "tests/expressions/test_patterns.py::"
 PATTERNS = "polyattn/_core/expressions/patterns.py"
 QUANTIZED = "tests/nn/test_quantized_cache.py::"
 HALF_A_STEP = QUANTIZED + "test_an_entry_is_within_half_a_step_and_the_newest_are_as_they_were"
@@ -185,7 +185,7 @@ MUTATIONS = (
      "a fork amid an import", "polyattn/_dispatch/registry.py",
      "hold_during_forks(_lock)", "hold_during_forks(forkable_lock())"),
     (FORKS + "test_a_fork_amid_a_call_ends_it_or_lets_it_end[2-tiled]",
-     "a wait for threads of the parent", "backends/polyattn_numpy/threads.py",
+     "a wait for threads of the parent", "backends/polyattn_numpy/thread_pool.py",
      "        job.lose_threads()", "        pass"),
     # what records operations
     ("tests/backends/test_torch.py::"
@@ -200,7 +200,7 @@ MUTATIONS = (
      "tiles of tensors in place of lengths", "polyattn/_kernels/tiled.py",
      "all(isinstance(length, int) for length in problem.scores)", "None not in problem.scores"),
     # lengths of keys
-    (LENGTHS + "test_a_bias_by_distance_counts_from_the_last_key_of_each_item",
+    (LENGTHS + "test_alibi_counts_from_the_last_key_of_each_item",
      "no offset for score expressions", "polyattn/_core/call/lengths.py",
      'or isinstance(values.get("score_mod"), Score)',
      ""),
@@ -212,7 +212,7 @@ MUTATIONS = (
      "a scale by the memory of keys", "polyattn/_core/call/lengths.py",
      'values["scale"] = LongSequence(lengths)',
      "pass"),
-    (LENGTHS + "test_it_is_refused_where_each_item_has_a_length",
+    (LENGTHS + "test_the_scale_of_long_sequences_needs_one_length",
      "a scale by the longest of all items", "polyattn/_core/call/lengths.py",
      "raise ValueError(_LENGTH_OF_EACH)",
      "lengths = None"),
@@ -239,12 +239,12 @@ MUTATIONS = (
      "given = _GivenIndices(at, at.position() + 0 * rows, keys)"),
     (PLACES + "test_far_positions_are_compared_without_overflow[dense-4611686018427387904]",
      "positions that overflow", PATTERNS,
-     "return _moved(self._rows, shift, self.xp)",
+     "return _shifted(self._rows, shift, self.xp)",
      "return self._rows + max(-(2**62), min(shift, 2**62))"),
     (PLACES + "test_the_order_of_keys_does_not_matter[tiled]",
      "the least position for the greatest", PATTERNS,
-     "return _moved(self._rows[1], shift, self._xp)",
-     "return _moved(self._rows[0], shift, self._xp)"),
+     "return _shifted(self._rows[1], shift, self._xp)",
+     "return _shifted(self._rows[0], shift, self._xp)"),
     (PARTS + "test_a_mask_shows_in_a_part_what_it_shows_there[positions-corner]",
      "positions moved with a part", PATTERNS,
      "self.mask.map_arrays(lambda axes, x: part.array(x, axes))",
@@ -280,13 +280,13 @@ MUTATIONS = (
     # pages
     (PAGES + "test_unused_slots_are_copied_as_0",
      "what fills unused slots", "polyattn/_core/call/pages.py",
-     "return xp.where(used[..., None, :, None], found, xp.zeros_like(found))",
-     "return found"),
-    (PAGES + "test_pages_equal_keys_in_one_piece[nothing-tensor]",
+     "return xp.where(used[..., None, :, None], keys, xp.zeros_like(keys))",
+     "return keys"),
+    (PAGES + "test_pages_equal_contiguous_keys[nothing-tensor]",
      "unused entries of a table read", "polyattn/_core/call/pages.py",
      "return xp.where(begun, table, xp.zeros_like(table)), slots",
      "return table, slots"),
-    (PAGES + "test_pages_equal_keys_in_one_piece[nothing-array]",
+    (PAGES + "test_pages_equal_contiguous_keys[nothing-array]",
      "heads and pages in another order", "polyattn/_core/call/pages.py",
      "page, size)), -4, -3)",
      "page, size)), -4, -4)"),
@@ -332,24 +332,24 @@ MUTATIONS = (
      "a tangent in pages", "polyattn/_core/call/layout.py",
      'is_whole = operands.block_table is None or name == "query_tangent"',
      "is_whole = True"),
-    (PAGES + "test_numpy_reads_pages_where_they_lie[nothing]",
-     "the first slots of a page for those of a tile", "backends/polyattn_numpy/paged.py",
+    (PAGES + "test_numpy_reads_pages_in_place[nothing]",
+     "the first slots of a page for those of a tile", "backends/polyattn_numpy/paged_sweep.py",
      "slice(low - first, high - first)",
      "slice(0, high - low)"),
-    (PAGES + "test_numpy_reads_pages_where_they_lie[nothing]",
-     "slots beyond the length multiplied", "backends/polyattn_numpy/paged.py",
+    (PAGES + "test_numpy_reads_pages_in_place[nothing]",
+     "slots beyond the length multiplied", "backends/polyattn_numpy/paged_sweep.py",
      "min(stop, first + size)",
      "first + size"),
-    (PAGES + "test_numpy_reads_pages_where_they_lie[is_causal]",
-     "keys of the tile before", "backends/polyattn_numpy/paged.py",
+    (PAGES + "test_numpy_reads_pages_in_place[is_causal]",
+     "keys of the tile before", "backends/polyattn_numpy/paged_sweep.py",
      "if self._last[0] != columns:",
      "if self._last[0] is None:"),
-    (PAGES + "test_numpy_reads_pages_where_they_lie[nothing]",
-     "the first heads of a call for those of a task", "backends/polyattn_numpy/paged.py",
+    (PAGES + "test_numpy_reads_pages_in_place[nothing]",
+     "the first heads of a call for those of a task", "backends/polyattn_numpy/paged_sweep.py",
      "first = self.task.heads.start",
      "first = 0"),
     (PAGES + "test_each_item_has_the_same_bits_alone",
-     "the pages of the first item", "backends/polyattn_numpy/paged.py",
+     "the pages of the first item", "backends/polyattn_numpy/paged_sweep.py",
      "at, size = (*self.task.outer, item), self.key.shape[2]",
      "at, size = (*self.task.outer, 0), self.key.shape[2]"),
     (PAGES + "test_what_is_refused",
@@ -447,15 +447,15 @@ MUTATIONS = (
      "a strided negative", "backends/polyattn_numpy/backward.py",
      "self._by_head(self.output_gradient[..., -1:])[...] = -delta",
      "np.negative(delta, self._by_head(self.output_gradient[..., -1:]))"),
-    (WEIGHTS + "[shape1-options1]",
+    (WEIGHTS + "[tiles]",
      "a logsumexp of another form", "backends/polyattn_numpy/backward.py",
      "call = prepare(problem, x, tile, shared.check)",
-     # In the unit that the forward pass of this processor does not count in.
+     # With the exponential that the forward pass does not use on this processor.
      "call = prepare(problem, x, tile, shared.check)\n"
-     "    call = call._replace(per_nat=float(np.log2(np.e)), exp=np.exp2) if call.per_nat == 1"
-     " else call._replace(per_nat=1.0, exp=np.exp)"),
-    ("tests/backends/test_numpy_tiled.py::test_the_sums_of_parts_of_the_keys_do_not_overflow_together",
-     "sums of parts that overflow together", "backends/polyattn_numpy/sweep.py",
+     "    call = call._replace(exp_factor=float(np.log2(np.e)), exp=np.exp2)"
+     " if call.exp_factor == 1 else call._replace(exp_factor=1.0, exp=np.exp)"),
+    ("tests/backends/test_numpy_tiled_kernel.py::test_the_sums_of_parts_of_the_keys_do_not_overflow_together",
+     "sums of parts that overflow together", "backends/polyattn_numpy/forward_sweep.py",
      ".max / parts",
      ".max"),
     (UNROUNDED + "[numpy-of_vjp]",
@@ -522,7 +522,7 @@ MUTATIONS = (
      "a compiled call takes the choice of another task", "polyattn/_dispatch/request.py",
      "return _context.get() or ()",
      "return _here.__dict__.setdefault('names', _context.get() or ())"),
-    ("tests/api/test_cached_calls.py::test_a_repeated_call_takes_each_argument_as_the_first_does",
+    ("tests/api/test_run.py::test_a_cached_call_treats_each_form_of_an_argument_alike",
      "a repeated call skips a conversion", "polyattn/_api/run.py",
      "if all(map(operator.is_, given, new.operands)):",
      "if True:"),
@@ -567,7 +567,7 @@ MUTATIONS = (
      "if True:"),
     ("tests/api/test_weights.py::test_of_equal_weights_the_smaller_key_comes_first[numpy-16]",
      "a maximum that is found twice", "polyattn/_kernels/weights.py",
-     "weights = xp.where(columns == found[-1], -math.inf, weights)",
+     "weights = xp.where(columns == keys[-1], -math.inf, weights)",
      "pass"),
     ("tests/bench/test_command.py::test_a_share_far_above_the_limit_is_a_dash_with_a_line_below",
      "a share of a wrong limit", "polyattn/bench/table.py",
@@ -585,7 +585,7 @@ MUTATIONS = (
      "autograd by a kernel that has no such gradient", "backends/polyattn_torch/steps.py",
      "if not is_recorded(problem) or undeclared(kernel, problem.features | asked):",
      "if not is_recorded(problem):"),
-    ("tests/call/test_options.py::test_the_formula_computes_a_new_option_only_once_it_names_it",
+    ("tests/call/test_options.py::test_a_new_feature_is_computed_only_once_a_kernel_names_it",
      "a feature that is added forward only", "polyattn/_kernels/backward.py",
      '"score_mod", "score_norm", "similarity", "sinks", "softcap",',
      '"score_mod", "score_norm", "similarity", "sinks",'),
@@ -707,7 +707,7 @@ MUTATIONS = (
      "        for low, high in ((first, stop - 1), (block.first(), block.last())):",
      "        return Coverage(True, False)\n"
      "        for low, high in ((first, stop - 1), (block.first(), block.last())):"),
-    (PARTS + "test_the_gradient_of_the_entries_is_placed_where_they_were[.S-middle]",
+    (PARTS + "test_the_gradient_of_a_part_is_padded_with_zeros[.S-middle]",
      "a gradient placed at the start", "polyattn/_core/expressions/parts.py",
      "place(gradient, axis, start, whole.shape[axis])",
      "place(gradient, axis, 0 * start, whole.shape[axis])"),
@@ -717,7 +717,7 @@ MUTATIONS = (
      "None if n == 1 != lengths.get(axis) else axis",
      "None if n == 1 else axis"),
     (DASK + "test_weights[offsets-1-top]",
-     "a key of a graph given twice", "backends/polyattn_dask/weights.py",
+     "a key of a graph given twice", "backends/polyattn_dask/chunk_weights.py",
      'layer.tree(("top", "join", *at.where)',
      'layer.tree(("join", *at.where)'),
     (DASK + "test_two_tasks_of_one_key_are_refused",
@@ -817,11 +817,11 @@ MUTATIONS = (
      "an array placed once for all", "polyattn/_core/expressions/expression.py",
      "if kept is not None and all(copy == memory_of(array) for array, copy in kept[1]):",
      "if kept is not None:"),
-    (PLACES + "test_far_positions_are_compared_in_their_dtype_at_narrow_indices",
+    (PLACES + "test_far_positions_with_narrow_indices",
      "given positions limited as lengths are", PATTERNS,
      "limit = int(xp.iinfo(positions.dtype).max)",
      "limit = INDEX_LIMIT"),
-    (RULES + "test_the_gradient_of_a_distance_keeps_its_digits_where_vectors_have_much_in_common"
+    (RULES + "test_gradients_of_distances_between_close_vectors_keep_their_digits"
      "[distance]",
      "a gradient by vectors far from 0", "polyattn/_core/expressions/replacements.py",
      "query, key = query - mean, key - mean",
@@ -889,8 +889,8 @@ MUTATIONS = (
      "the exponential that overflows", "polyattn/plugin/primitives.py",
      "negative = scores < 0",
      "negative = scores > 0"),
-    ("tests/backends/test_numpy_tiled.py::test_distances_that_underflow_are_computed_once",
-     "distances without maxima first", "backends/polyattn_numpy/tiled.py",
+    ("tests/backends/test_numpy_tiled_kernel.py::test_distances_that_underflow_are_computed_once",
+     "distances without maxima first", "backends/polyattn_numpy/tiled_kernel.py",
      "similarity is not None and similarity.entrywise",
      "False"),
     # windows and numbers on JAX

@@ -76,8 +76,8 @@ def explain(
     attention: query (2, 8, 128, 64), key (2, 8, 128, 64), value (2, 8, 128, 64), float32, numpy ...
     needs:     causal
     selected by backend='numpy'
-      numpy  small  refused  it is for rows that see all keys; only on request: an
-                             item has so many scores that tiles are faster
+      numpy  small  refused  it needs rows that see all keys; only on request: the
+                             problem is large: tiles are faster
       numpy  tiled  CHOSEN
       numpy  dense  next
     """
@@ -122,7 +122,7 @@ def explain(
 
 
 def _notes(problem: Problem, query: Any) -> tuple[str, ...]:
-    """Return what a function of the call may not expect of its indices."""
+    """Return warnings about the indices that a mask or score function gets."""
     if problem.features.isdisjoint(("mask_mod", "score_mod")):
         return ()
     notes = []
