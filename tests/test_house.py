@@ -14,7 +14,6 @@ SHARED = {
     "Block": "to be renamed in backends/polyattn_jax and polyattn/_base",
     "Compiled": "to be renamed in backends/polyattn_torch",
     "Gradients": "to be renamed in backends/polyattn_torch",
-    "Plan": "to be renamed in polyattn/nn",
     "RelativeBias": "to be renamed in polyattn/nn",
 }
 
