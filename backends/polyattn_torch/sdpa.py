@@ -17,7 +17,7 @@ from polyattn_torch.attn_mask import attn_mask, made_mask, on_keys
 from polyattn_torch.device_info import describe_device
 from polyattn_torch.engine_report import report_engine
 from polyattn_torch.engines import aligned
-from polyattn_torch.fused import recorded, takes
+from polyattn_torch.fused_node import recorded, takes
 from polyattn_torch.onnx_node import reason_in_export
 from polyattn_torch.quirks import refusals
 from polyattn_torch.route import Route, route_and_options, route_of, why_no_engine

@@ -10,7 +10,7 @@ from torch.autograd.forward_ad import dual_level, make_dual, unpack_dual
 from polyattn import attention, attention_partial, attention_weights, merge, scores
 from polyattn._kernels.tiled import Tiled
 from polyattn._kernels.weights import Weights
-from polyattn_torch import fused
+from polyattn_torch import fused_node
 
 pytestmark = [
     # torch imports what it deprecates.
@@ -269,14 +269,14 @@ def test_an_empty_output_depends_on_its_bias(empty):
 def test_a_bias_of_16_bits_with_a_gradient_needs_one_forward_pass(monkeypatch):
     query, key, value = (torch.ones(1, 2, 5, 8, dtype=torch.bfloat16) for _ in range(3))
     bias = torch.zeros(5, 5, dtype=torch.bfloat16, requires_grad=True)
-    by_tiles, calls = fused.KernelStep.result, []
+    by_tiles, calls = fused_node.KernelNode.results, []
 
     def counted(*x, **options):
         calls.append(0)
         return by_tiles(*x, **options)
 
-    monkeypatch.setattr(fused.KernelStep, "result", counted)
-    monkeypatch.setattr(fused, "_forward", lambda *_, **options: 1 / 0)
+    monkeypatch.setattr(fused_node.KernelNode, "results", counted)
+    monkeypatch.setattr(fused_node, "_forward", lambda *_, **options: 1 / 0)
     output = attention(query, key, value, bias=bias)
     assert output.dtype == torch.bfloat16
     output.sum().backward()
