@@ -19,7 +19,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from polyattn.plugin import Array, Backend, native
 from polyattn.plugin.internal import or_zero
-from polyattn_jax.cudnn import Cudnn
+from polyattn_jax.cudnn import JaxCudnn
 from polyattn_jax.devices import all_devices, device_of
 from polyattn_jax.forward import visible_product
 from polyattn_jax.tile import PRIMITIVES, product
@@ -36,7 +36,7 @@ ENGINES = {
 class JaxBackend(Backend):
     """JAX arrays, traced ones too, on any of JAX's devices."""
 
-    kernels = (Cudnn(), Xla())
+    kernels = (JaxCudnn(), Xla())
 
     def __init__(self) -> None:
         super().__init__(jnp)
@@ -149,13 +149,13 @@ def _matmul_tangent(primals: tuple[Array, Array], tangents: tuple[Any, Any]) -> 
     """Return product and tangent; what is not finite in `b` has none by `a`."""
     # It is in a key. Where that is seen, the weights and their gradients are NaN too. Where it is
     # hidden, the gradient of its score is 0, and 0 · NaN would spoil that of the query.
-    (a, b), (moved_a, moved_b) = primals, tangents
+    (a, b), (a_tangent, b_tangent) = primals, tangents
     whole = _matmul(a, b)
     parts = []
-    if not isinstance(moved_a, SymbolicZero):
-        parts.append(_matmul(moved_a, jnp.where(jnp.isfinite(b), b, 0)))
-    if not isinstance(moved_b, SymbolicZero):
-        parts.append(_matmul(a, moved_b))
+    if not isinstance(a_tangent, SymbolicZero):
+        parts.append(_matmul(a_tangent, jnp.where(jnp.isfinite(b), b, 0)))
+    if not isinstance(b_tangent, SymbolicZero):
+        parts.append(_matmul(a, b_tangent))
     return whole, sum(parts[1:], parts[0]) if parts else jnp.zeros_like(whole)
 
 

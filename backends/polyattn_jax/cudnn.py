@@ -32,7 +32,7 @@ from polyattn_jax.devices import default_kind
 MASKED = -(2.0**40)
 
 
-class Cudnn(Kernel):
+class JaxCudnn(Kernel):
     """`jax.nn.dot_product_attention` with `implementation="cudnn"`."""
 
     name = "cudnn"

@@ -24,14 +24,7 @@ from polyattn.plugin import (
     Tangents,
     undeclared,
 )
-from polyattn_jax.differentiate import (
-    DIFFERENTIATED,
-    attend_backward,
-    attend_differentiably,
-    attend_jvp,
-)
-from polyattn_jax.layout import most_scores
-from polyattn_jax.operands import (
+from polyattn_jax.array_operands import (
     explicit,
     expressions,
     prepared,
@@ -39,6 +32,13 @@ from polyattn_jax.operands import (
     without_expressions,
     without_numbers,
 )
+from polyattn_jax.differentiate import (
+    DIFFERENTIATED,
+    attend_backward,
+    attend_differentiably,
+    attend_jvp,
+)
+from polyattn_jax.loop_layout import most_scores
 
 
 class Xla(Kernel):

@@ -15,12 +15,12 @@ import torch
 
 from polyattn.plugin import Array, Backend, Kernel, Operands, Problem
 from polyattn_torch.autograd import autocast_disabled, in_forward_mode, is_autocast_enabled
+from polyattn_torch.flash_paged import Paged
 from polyattn_torch.flex import Flex
 from polyattn_torch.kernel_node import node_of, run_node
 from polyattn_torch.lengths import calls_by_lengths
 from polyattn_torch.onnx_export import exported_opset
 from polyattn_torch.onnx_node import IN_EXPORT
-from polyattn_torch.paged import Paged
 from polyattn_torch.sdpa import Sdpa
 from polyattn_torch.workarounds import product
 

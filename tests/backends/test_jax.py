@@ -12,9 +12,9 @@ import torch
 
 import polyattn
 from polyattn import attention, attention_partial, explain, masks
-from polyattn_jax import cudnn, layout, operands
+from polyattn_jax import array_operands, cudnn, loop_layout
 from polyattn_jax.backend import JaxBackend
-from polyattn_jax.layout import ON_CPU, block_sizes, loops
+from polyattn_jax.loop_layout import ON_CPU, block_sizes, loops
 from polyattn_jax.xla import Xla, compiled
 
 RNG = np.random.default_rng(0)
@@ -99,7 +99,7 @@ def test_memory_is_for_a_tile_and_grows_with_the_length_alone(is_causal):
 
 
 def test_a_length_that_is_given_to_a_program_keeps_its_number():
-    assert int(operands.length_as_array(2**30)) == 2**30
+    assert int(array_operands.length_as_array(2**30)) == 2**30
 
 
 def test_keys_that_no_row_sees_are_not_gone_over():
@@ -218,7 +218,7 @@ def test_an_accelerator_has_larger_tiles(options, others, monkeypatch):
         return str(call(x)).count("scan[") - others
 
     assert loops_in("xla") == 2
-    monkeypatch.setattr(layout, "default_kind", lambda: "cuda")
+    monkeypatch.setattr(loop_layout, "default_kind", lambda: "cuda")
     assert loops_in("xla") == 0
     assert loops_in(small_tiles(2**21)) == 2
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from polyattn import attention, attention_partial, explain, masks, scores
-from polyattn_jax.layout import block_sizes, loops
+from polyattn_jax.loop_layout import block_sizes, loops
 from polyattn_jax.xla import Xla, compiled
 
 pytestmark = pytest.mark.slow

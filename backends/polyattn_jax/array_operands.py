@@ -13,7 +13,7 @@ import numpy as np
 
 from polyattn.plugin import Array, Operands, Problem, Span, band
 from polyattn_jax.explicit import Explicit, arrays_of, with_arrays
-from polyattn_jax.layout import block_sizes, has_one_offset
+from polyattn_jax.loop_layout import block_sizes, has_one_offset
 from polyattn_jax.mesh import varying_like
 from polyattn_jax.tile import TileIndices
 
