@@ -223,8 +223,8 @@ class Primitives(BackendPrimitives):
             return self._over_size(term, query, key)
         *batch, rows, size = query.shape
         cut = jnp.moveaxis(query.reshape(*batch, blocks, rows // blocks, size), -3, 0)
-        found = lax.map(lambda block: self._over_size(term, block, key), cut)
-        return jnp.moveaxis(found, 0, -3).reshape(*found.shape[1:-2], rows, found.shape[-1])
+        sums = lax.map(lambda block: self._over_size(term, block, key), cut)
+        return jnp.moveaxis(sums, 0, -3).reshape(*sums.shape[1:-2], rows, sums.shape[-1])
 
     def _over_size(
         self, term: Callable[[Any, Array, Array], Array], query: Array, key: Array

@@ -154,9 +154,9 @@ class TorchBackend(Backend):
     ) -> torch.Tensor:
         """Return the gradient of an array from that of a function of it, by torch.func.vjp."""
         _, pullback = torch.func.vjp(function, array)[:2]
-        (found,) = pullback(gradient)
+        (result,) = pullback(gradient)
         # An absent key has a gradient of 0, whatever the function's slope is there.
-        return torch.where((gradient == 0) & ~torch.isfinite(found), 0.0, found)
+        return torch.where((gradient == 0) & ~torch.isfinite(result), 0.0, result)
 
     def kernels_now(self) -> tuple[Kernel, ...]:
         """Return the kernels; a node of ONNX is one of them in `torch.onnx.export` only."""

@@ -1,7 +1,7 @@
 """Which calls autograd records as one node, and the node of a kernel that has derivatives.
 
-A node is a function of tensors only, so the operands of a call are taken apart: `template_of` lists
-their tensors, those in expressions too, and leaves a numbered `Slot` in place of each::
+A node is a function of tensors only, so `template_of` lists the tensors of the operands, those in
+expressions too, and leaves a numbered `Slot` in place of each::
 
     Operands(query=A, key=B, value=C, score_mod=alibi(D))
     template: Operands(query=Slot 0, key=Slot 1, value=Slot 2, score_mod=alibi(Slot 3))
@@ -78,8 +78,7 @@ class KernelNode(AutogradNode):
             results: Any = self._kernel(problem, operands, self._backend)
         else:
             results = Backend.run(self._backend, self._kernel, problem, operands)
-        found: Tensors = results
-        return found
+        return results  # type: ignore[no-any-return]
 
     def gradients(self, request: GradientRequest) -> tuple[torch.Tensor, ...]:
         """Return the gradients of the tensors that are wanted, in their dtypes."""

@@ -90,63 +90,6 @@ def test_a_mask_function_too_large_to_tabulate_goes_to_tiled():
     assert explain(shape, shape, shape, library="torch", **rule).chosen.kernel == "sdpa"
 
 
-# ---- flex ----
-
-
-@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
-def test_flex_explains_a_mask_function_that_returns_numbers():
-    with pytest.raises(Exception, match="must return a bool array"):
-        attention(Q, K, V, kernel="flex", mask=lambda b, h, i, j: i + j)
-
-
-@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
-@pytest.mark.parametrize(
-    ("returned", "message"),
-    [
-        (lambda s: None, "score_mod must return an array; got None"),
-        (lambda s: [1.0], "score_mod must return an array; got .1.0"),
-        (lambda s: 1.0, "score_mod must return an array; got 1.0"),
-        (lambda s: s > 0, "score_mod must return real numbers"),
-    ],
-)
-def test_flex_explains_a_score_function_that_returns_something_else(returned, message):
-    with pytest.raises(Exception, match=message):
-        attention(Q, K, V, kernel="flex", score_mod=lambda s, b, h, i, j: returned(s))
-
-
-@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_flex_keeps_scores_exact_whatever_a_score_function_returns(dtype):
-    x, added = Q.bfloat16(), (300 + torch.arange(6) / 3).to(dtype)
-    found, expected = (
-        attention(x, x, x, kernel=kernel, score_mod=lambda s, b, h, i, j: s + added[j])
-        for kernel in ("flex", "dense")
-    )
-    torch.testing.assert_close(found, expected, atol=2e-2, rtol=2e-2)
-
-
-def test_flex_waits_to_be_asked():
-    flex = next(c for c in explain(Q, K, V, softcap=1.0).candidates if c.kernel == "flex")
-    assert flex.status == "on request"
-    assert explain(Q, K, V, softcap=1.0, kernel="flex").chosen.kernel == "flex"
-
-
-@pytest.mark.parametrize(
-    ("arrays", "options", "reason"),
-    [
-        ((Q.double(), K.double(), V.double()), {}, "no float64 on the CPU"),
-        ((Q.clone().requires_grad_(), K, V), {}, "no gradient on the CPU"),
-        ((Q[:, :, :0], K, V), {}, "no empty arrays"),
-        ((Q.numpy(), K.numpy(), V.numpy()), {"mask": lambda b, h, i, j: i > j}, "another library"),
-        ((Q, K, V), {"sinks": torch.zeros(4)}, "does not compute sinks"),
-    ],
-)
-def test_flex_says_what_it_cannot(arrays, options, reason):
-    with pytest.raises(polyattn.UnsupportedError, match=reason):
-        attention(*arrays, backend="torch", kernel="flex", **options)
-
-
 # ---- torch.compile ----
 
 

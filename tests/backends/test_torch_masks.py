@@ -4,19 +4,15 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from torch._dynamo.utils import counters
 
-import polyattn
 from polyattn import attention, explain, masks, scores
 from polyattn._core.call.describe import describe
 from polyattn._core.call.layout import heads_first
 from polyattn._core.call.problem import examine
 from polyattn._kernels.tiled import Tiled
-from polyattn.plugin import Span, combined_mask
-from polyattn_torch import block_mask as tiles
+from polyattn.plugin import Span
 from polyattn_torch.attn_mask import attn_mask, made_mask
 from polyattn_torch.backend import TorchBackend
-from polyattn_torch.flex import Flex
 
 pytestmark = pytest.mark.slow
 
@@ -147,113 +143,6 @@ def test_a_mask_that_is_large_is_made_where_the_kernel_is_named(monkeypatch):
     close(found, attention(Q, K, V, kernel="dense", **options))
 
 
-# ---- flex ----
-
-
-@TORCH_JIT
-def test_flex_counts_batch_items_over_several_axes():
-    q, lengths = randn(2, 3, 2, 140, 16), torch.tensor([[100], [140]])
-    mask = masks.padding(lengths) & masks.segments(ids_of(140, 3, 3))
-    both(q, q, q, "flex", mask=mask, bias=randn(2, 1, 2, 1, 140))
-
-
-@TORCH_JIT
-def test_flex_compiles_once_for_masks_of_other_arrays():
-    def call(kernel, number):
-        ids = torch.arange(140) // number
-        return attention(Q[:, :, :140], K[:, :, :140], V[:, :, :140], kernel=kernel,
-                         mask=masks.segments(ids) & masks.causal())  # fmt: skip
-
-    call("flex", 20)
-    made = counters["stats"]["unique_graphs"]
-    for number in (70, 7):
-        close(call("flex", number), call("dense", number))
-    assert counters["stats"]["unique_graphs"] == made
-
-
-def test_flex_on_cuda_is_worth_compiling_for_values_too(monkeypatch):
-    monkeypatch.setattr("polyattn_torch.flex.HAS_TRITON", True)
-    shape = (1, 16, 2**13, 64)
-    ids = torch.empty(2**13, dtype=torch.int64, device="meta")
-    for options in ({"mask": masks.segments(ids)}, {"score_mod": scores.alibi(16)}):
-        problem, _ = described(*[torch.empty(shape, device="meta")] * 3, **options)
-        on_cuda = problem._replace(device="cuda:0")
-        assert Flex().reasons_against(on_cuda) == []
-        assert Flex().only_on_request(on_cuda) is None
-        assert Flex().only_on_request(problem) is not None
-
-
-# ---- the tiles that flex computes ----
-
-
-def tables(q, k, v, **options):
-    """Return what flex is told to compute, and how much of that in full, and the mask itself."""
-    problem, operands = described(q, k, v, **options)
-    mask = combined_mask(problem, operands)
-    told = tiles.block_mask(problem, operands, mask, TORCH.xp)
-    from torch.nn.attention.flex_attention import _ordered_to_dense as dense
-
-    wide = told.kv_indices.shape[-1]
-    some = dense(told.kv_num_blocks, told.kv_indices, wide).bool()
-    full = dense(told.full_kv_num_blocks, told.full_kv_indices, wide).bool()
-    seen = attn_mask(problem, operands, Span(0, S), banded=True)
-    return some, full, seen.expand(*seen.shape[:2], problem.query_length, problem.key_length)
-
-
-def looked_at(seen):
-    """Return which tiles hold any, and which hold all, by looking at each."""
-    across = [part.split(tiles.TILE, -1) for part in seen.split(tiles.TILE, -2)]
-    any_, all_ = (
-        torch.stack([torch.stack([f(f(t, -1), -1) for t in row], -1) for row in across], -2)
-        for f in (torch.any, torch.all)
-    )
-    return any_, all_
-
-
-@pytest.mark.parametrize("case", [*MASKS, "causal", "window", "offsets", "an array"])
-def test_no_tile_is_left_out_and_none_taken_for_full(case):
-    options = {
-        "causal": {"is_causal": True},
-        "window": {"window": (30, 30)},
-        "offsets": {"is_causal": True, "query_offset": LENGTHS},
-        "an array": {"mask": (torch.arange(L)[:, None] < 130).expand(2, 1, L, S)},
-    }.get(case) or {"mask": MASKS[case]}
-    some, full, seen = tables(Q, K, V, **options)
-    any_, all_ = looked_at(seen)
-    assert not (some & full).any()
-    assert not (any_ & ~(some | full)).any()
-    assert not (full & ~all_).any()
-    # Of these the value tells all there is to know.
-    if case not in (
-        "packed", "packed, causal", "sparse", "all but an array", "a table of heads", "positions",
-    ):  # fmt: skip
-        assert torch.equal((some | full).expand_as(any_), any_)
-        assert torch.equal(full.expand_as(all_), all_)
-
-
-def test_tables_are_of_the_axes_that_the_mask_differs_on():
-    shapes = {
-        "packed": (2, 1),
-        "packed, causal": (1, 1),
-        "prefix": (2, 1),
-        "a function": (1, 1),
-        "a function of heads": (2, 4),
-        "a table of heads": (1, 4),
-    }
-    assert {case: tables(Q, K, V, mask=MASKS[case])[0].shape[:2] for case in shapes} == shapes
-
-
-def test_tiles_of_long_sequences_are_known_without_looking_at_each_key():
-    # Of 2³⁸ scores nothing is as large as a row of tiles' scores: it would not fit.
-    length = 2**19
-    q = randn(1, 1, 1, 16).expand(1, 1, length, 16)
-    problem, operands = described(q, q, q, mask=masks.segments(torch.arange(length) // 2**12))
-    mask = combined_mask(problem, operands)
-    told = tiles.block_mask(problem, operands, mask, TORCH.xp)
-    assert (told.full_kv_num_blocks == 32).all()
-    assert not told.kv_num_blocks.any()
-
-
 # ---- torch.compile ----
 
 
@@ -364,11 +253,6 @@ def test_gradients_reach_what_a_score_value_carries(case, kernel):
     )
 
 
-def test_flex_sees_that_a_value_requires_grad():
-    with pytest.raises(polyattn.UnsupportedError, match="no gradient on the CPU"):
-        attention(Q, K, V, kernel="flex", score_mod=scores.alibi(SLOPES.clone().requires_grad_()))
-
-
 # ---- arrays of other libraries ----
 
 
@@ -401,14 +285,3 @@ def test_tensors_take_numpys_ids():
     expected = attention(Q, K, V, mask=masks.segments(ROWS, KEYS))
     close(attention(Q, K, V, backend="torch", **options), expected)
     close(attention(Q, K, V, **options), expected)
-
-
-@TORCH_JIT
-def test_flex_takes_values_of_another_library_but_no_functions():
-    q, k, v = (x.numpy() for x in (Q, K, V))
-    options = {"mask": masks.segments(ROWS.numpy(), KEYS.numpy())}
-    output = attention(q, k, v, backend="torch", kernel="flex", **options)
-    np.testing.assert_allclose(output, attention(q, k, v, **options), rtol=1e-4, atol=1e-5)
-    with pytest.raises(polyattn.UnsupportedError, match="belong to another library"):
-        attention(q, k, v, backend="torch", kernel="flex",
-                  mask=masks.rule(blocks_of) & masks.prefix(3))  # fmt: skip
