@@ -1,6 +1,7 @@
 """PyTorch: how its kernels are called, compile without a break, and mind its own modes."""
 
 import contextlib
+import types
 
 import array_api_compat.torch
 import numpy as np
@@ -206,3 +207,55 @@ def test_a_masked_call_is_traced_without_a_look_at_numbers(name, kernel):
 def test_tiles_are_not_traced_for_lengths_that_may_change():
     with pytest.raises(polyattn.UnsupportedError, match="its tiles need lengths that are known"):
         torch.jit.trace(lambda q: attention(q, K, V, is_causal=True, kernel="tiled"), Q)
+
+
+# ---- devices ----
+
+
+def test_hardware_is_described_as_torch_knows_it(monkeypatch):
+    backend = TorchBackend()
+    assert backend.hardware("cpu") == backend.hardware("cuda:99") == {}
+    properties = types.SimpleNamespace(name="H200", total_memory=2**37, major=9, minor=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    known = {"name": "H200", "memory": 2**37, "compute_capability": "9.0"}
+    assert backend.hardware("cuda:1") == known
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert "compute_capability" not in backend.hardware("cuda:1")
+
+
+@pytest.mark.parametrize(
+    ("cuda", "hip", "number", "engines"),
+    [
+        ("13.0", None, lambda: 92001, {"cuda": "13.0", "cudnn": "9.20.1"}),
+        (None, "6.4", lambda: 92001, {"rocm": "6.4"}),
+        (None, None, lambda: 1 / 0, {}),
+    ],
+)
+def test_engines_have_versions(monkeypatch, cuda, hip, number, engines):
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(torch.backends.cudnn, "version", number)
+    assert TorchBackend().engines() == engines
+
+
+class Foreign:
+    """An array of another library, of which DLPack is all that is known."""
+
+    def __init__(self, tensor):
+        self.tensor, self.dtype = tensor, types.SimpleNamespace(name="float32")
+
+    def __dlpack__(self, **options):
+        return self.tensor.__dlpack__(**options)
+
+    def __dlpack_device__(self):
+        return self.tensor.__dlpack_device__()
+
+
+def test_arrays_of_other_libraries_are_placed_without_a_copy():
+    backend, tensor = TorchBackend(), randn(3, 4)
+    for device in (None, "cpu"):
+        assert backend.place(Foreign(tensor), device).data_ptr() == tensor.data_ptr()
+        assert backend.place(tensor, device) is tensor
+    array = np.ones((2, 3), np.float32)
+    assert backend.place(array, "cpu").data_ptr() == array.ctypes.data
+    assert backend.place(tensor, "meta").device.type == "meta"
