@@ -94,22 +94,6 @@ def test_a_cuda_device_is_described_by_torch(monkeypatch):
     assert device_info._describe_device.__wrapped__("cuda:1").kind == "hip"
 
 
-@pytest.mark.parametrize(
-    ("device", "prefers"),
-    [
-        (HOPPER, True),
-        (BLACKWELL, True),
-        (AMPERE, False),
-        (HOPPER._replace(cudnn=(9, 15, 0)), False),
-        (HOPPER._replace(cudnn=(9, 15, 1)), True),
-        (HOPPER._replace(cudnn=None), False),
-        (HOPPER._replace(capability=(12, 0)), False),
-    ],
-)
-def test_cudnn_comes_first_on_hopper_and_blackwell(device, prefers):
-    assert device.prefers_cudnn is prefers
-
-
 # ---- the workarounds, on the CPU in another's place ----
 
 

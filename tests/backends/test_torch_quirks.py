@@ -14,8 +14,11 @@ from polyattn_torch.sdpa import Sdpa
 DEVICES = {
     "cpu": CPU,
     "ampere": AMPERE,
+    "capability12": HOPPER._replace(capability=(12, 0)),
+    "cudnn9.15.0": HOPPER._replace(cudnn=(9, 15, 0)),  # before torch prefers it
     "hopper": HOPPER,
     "hopper-torch2.10": HOPPER._replace(torch=(2, 10)),
+    "hopper-cudnn9.15.1": HOPPER._replace(cudnn=(9, 15, 1)),
     "hopper-cudnn9.25": HOPPER._replace(cudnn=(9, 25, 0)),
     "blackwell": BLACKWELL,
     "blackwell-cudnn9.26": BLACKWELL._replace(cudnn=(9, 26, 0)),
@@ -90,7 +93,9 @@ PROBLEMS = {
     "no-items-bias-under-grad": square(5, batch=0) | {"bias": (5, 5), "facts": UNDER_GRAD},
     "no-keys-trained": keys(0, rows=5) | {"facts": TRAINED},
 }
-CUDA, MASKED = "ampere hopper* blackwell*", "mask* bias* window* causal-empty-rows* no-*bias*"
+WITHOUT_CUDNN = "ampere capability12 cudnn9.15.0"
+CUDA = f"{WITHOUT_CUDNN} hopper* blackwell*"
+MASKED = "mask* bias* window* causal-empty-rows* no-*bias*"
 #: Where each quirk holds, and nowhere else in the two tables: on these devices, for these
 #: problems. A word is a pattern, and one with ! leaves out.
 HOLDS = {
@@ -104,7 +109,7 @@ HOLDS = {
     ("pytorch#193893", Workaround.REPEAT_HEADS): [("blackwell", "grouped")],
     ("pytorch#191937", Workaround.CONTIGUOUS): [(CUDA, "*-S65")],
     ("pytorch#162588", Workaround.REFUSE): [
-        ("ampere", "mask-of-2^32*"), ("hopper* blackwell*", "mask-of-2^32-float32")
+        (WITHOUT_CUDNN, "mask-of-2^32*"), ("hopper* blackwell*", "mask-of-2^32-float32")
     ],
     ("pytorch#174861", Workaround.REFUSE): [("mps-torch2.10", "*")],
     ("pytorch#195910", Workaround.EXPLICIT_MASK): [
