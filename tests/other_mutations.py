@@ -306,10 +306,10 @@ MUTATIONS = (
      "a table of packed sequences read to its end", "polyattn/dialects/_packed.py",
      "if used is not None and _is_readable(used):", "if False:"),
     # lengths on torch
-    (NO_MORE + "test_what_lies_beyond_a_length_reaches_nothing[unlike-nothing-one call]",
+    (NO_MORE + "test_what_lies_beyond_a_length_reaches_nothing[ragged-nothing-one call]",
      "NaN beyond a length for an engine", "polyattn/_core/tiles/visibility.py",
      "if isinstance(one, Padding)]", "if False]"),
-    (NO_MORE + "test_what_lies_beyond_a_length_reaches_nothing[unlike-offset-a call for each]",
+    (NO_MORE + "test_what_lies_beyond_a_length_reaches_nothing[ragged-offset-a call for each]",
      "the position of the first item for all", "backends/polyattn_torch/lengths.py",
      "offsets[n % len(offsets)]", "offsets[0]"),
     (NO_MORE + "test_the_engine_gets_the_keys_that_an_item_has_and_no_mask",

@@ -24,8 +24,6 @@ def draw(*shape):
 QUERY, KEY, VALUE = draw(B, H, L, D), draw(B, G, S, D), draw(B, G, S, D)
 LENGTHS, OFFSETS = np.array([9, 26]), np.array([0, 7])
 QUERY_IDS, KEY_IDS = np.sort(RNG.integers(0, 5, (B, L))), np.sort(RNG.integers(0, 5, (B, S)))
-ARRAY = RNG.random((H, L, S)) < 0.1
-ARRAY[:, 8:24, 8:32] = False
 SLOPES, TABLE, WEIGHT = abs(draw(H)), draw(32, H), draw(D)
 
 
@@ -39,13 +37,8 @@ def doubled(score, b, h, i, j):
 
 #: Options by a function of the arrays that they carry.
 OPTIONS = {
-    "padding": lambda to: {"mask": masks.padding(to(LENGTHS), to(LENGTHS[::-1]))},
     "segments": lambda to: {"mask": masks.causal() & masks.segments(to(QUERY_IDS), to(KEY_IDS))},
-    "dense and bias": lambda to: {
-        "mask": masks.dense(to(ARRAY[0])) & masks.prefix(30), "bias": to(SCORES)
-    },
     "rule": lambda to: {"mask": masks.rule(checkered) & masks.padding(to(LENGTHS))},
-    "compiled": lambda to: {"mask": COMPILED},
     "chained": lambda to: {
         "score_mod": scores.temperature(2.0) >> scores.relative_bias(to(TABLE)) >> doubled
     },
@@ -53,8 +46,6 @@ OPTIONS = {
     "additive": lambda to: {"similarity": scores.additive(to(WEIGHT)), "softcap": 2.0},
     "dropout": lambda to: {"dropout": (0.4, 2**40 + 3), "mask": masks.causal() | masks.prefix(5)},
 }  # fmt: skip
-SCORES = draw(1, H, L, S)
-COMPILED = masks.compile(masks.window(6, 1) | masks.prefix(4), L, S, tile=8)
 #: Those with a function of the caller's, which is not compiled but inside of jax.jit.
 CALLED = ("rule", "chained")
 
@@ -89,20 +80,6 @@ def test_a_call_with_a_function_in_a_value_is_not_compiled_by_itself():
     for name, make in OPTIONS.items():
         kernel = explain(q, k, v, **make(jnp.asarray)).chosen.kernel
         assert kernel == ("dense" if name in CALLED else "xla")
-
-
-@pytest.mark.parametrize("name", ["segments", "compiled", "dense and bias", "padding"])
-def test_what_a_value_in_an_empty_tile_holds_changes_nothing(name):
-    options = OPTIONS[name](jnp.asarray)
-    absent = attention(
-        jnp.zeros_like(QUERY), jnp.asarray(KEY), jnp.ones((B, G, S, S)) * 0 + jnp.eye(S), **options
-    )
-    unseen = np.asarray(absent).reshape(-1, S).max(0) == 0
-    spoilt = np.where(unseen[:, None], np.nan, VALUE)
-    ours = attention(
-        jnp.asarray(QUERY), jnp.asarray(KEY), jnp.asarray(spoilt), kernel=small_tiles(), **options
-    )
-    np.testing.assert_allclose(ours, expected_of(name).output, atol=5e-6)
 
 
 # ---- gradients and vmap ------------------------------------------------------------------------
