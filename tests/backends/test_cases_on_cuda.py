@@ -18,7 +18,7 @@ from polyattn_torch.device_info import DeviceInfo
 KERNELS = {
     "flex": (flex.Flex, flex.Flex().reasons_against, CASES),
     "paged": (flash_paged.Paged, flash_paged.Paged().reasons_against, CASES),
-    "jax cudnn": (jax_cudnn.Cudnn, jax_cudnn.mismatches, ESSENTIAL),
+    "jax cudnn": (jax_cudnn.JaxCudnn, jax_cudnn.mismatches, ESSENTIAL),
     "cupy cudnn": (cupy_cudnn.Cudnn, cupy_cudnn._static_reasons, CASES),
 }
 
