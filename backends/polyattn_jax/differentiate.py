@@ -78,9 +78,9 @@ def attend_jvp(
 
 
 def _each(change: Callable[[Any], Any], x: Operands) -> OperandTangents:
-    """Return what a function makes of each array of operands, or of each of their tangents.
+    """Apply a change to each array of operands without expressions, or to each of their tangents.
 
-    An operand is an array, or a list of those of an expression; a function has a dict in the list,
+    An operand is an array, or a list of those of an expression. In the list a function has a dict
     of the arrays that it uses.
     """
 
@@ -138,13 +138,10 @@ def attend_backward(
         scale=None if problem.similarity_spec is None else number,
         softcap=None if problem.softcap is None else number,
     )
-    direct = cotangents.logsumexp
-    along = (
-        cotangents.output.astype(problem.accumulator),
-        jnp.zeros_like(residuals.logsumexp)
-        if direct is None
-        else direct.astype(problem.accumulator),
-    )
+    of_logsumexp = cotangents.logsumexp
+    if of_logsumexp is None:
+        of_logsumexp = jnp.zeros_like(residuals.logsumexp)
+    along = tuple(one.astype(problem.accumulator) for one in (cotangents.output, of_logsumexp))
     (gradients,) = jax.linear_transpose(run, zeros)(varying_like(along, given))
     return _gradients(problem, x, gradients)
 

@@ -63,10 +63,10 @@ def attend_tangents(
 class _BlockRows(NamedTuple):
     """What the tiles of a block of rows share."""
 
-    query: Array
+    query: Array  # scaled, (..., G, H // G · l, D), as are the next and the tangent
     finite_query: Array
-    logsumexp: Array
-    output: Array
+    logsumexp: Array  # (..., H, l, 1), 0 for a row that sees no key
+    output: Array  # (..., H, l, E)
     query_tangent: Array | None
 
 

@@ -2,18 +2,18 @@
 
 A `LoopBody` computes; `over_tiles` decides which tiles it gets::
 
-    for block in blocks of rows:                         # lax.map
-        shared, state = body.start(block, rows)
-        for tile in tiles of keys:                       # lax.scan
-            if the tile is needed:                       # lax.cond
-                state = body.add(state, shared, tile)
-        results of the rows = body.finish(state, shared)
+    for rows in blocks of rows:                                # lax.map
+        block, state = body.start(rows, count)
+        for tile in tiles of keys:                             # lax.scan
+            if the tile is needed:                             # lax.cond
+                state = body.add(state, block, tile)
+        results = body.finish(state, block)
 
-`loop_layout` lists the tiles of each block; equal blocks share a loop::
+`loop_layout` lists the first key of each tile of a block. Blocks of a loop visit equally many, so
+S stands for no tile. Two causal blocks and tiles of 8 keys, of S = 16::
 
-              keys 0   1   2   3
-    block 0    [ #   .   .   . ]   first_keys (0, S): S stands for no tile
-    block 1    [ #   #   .   . ]   first_keys (0, 1)
+    block of rows 0-7     # .     first_keys (0, 16)
+    block of rows 8-15    # #     first_keys (0, 8)
 """
 
 from __future__ import annotations
