@@ -38,7 +38,7 @@ def save(path, seed=0):
 def export_large(path, seed=0):
     path.mkdir(exist_ok=True)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("polyattn.export.weights.LARGEST", 0)
+        patch.setattr("polyattn.export.weight_files.LARGEST", 0)
         linear = nn.Linear.init(4, 3, like=LIKE, seed=seed)
         export(linear, {"x": ("B", 4 + 0 * seed)}, file=path / "model.onnx")
 
@@ -188,7 +188,7 @@ def test_names_of_250_bytes_that_are_not_utf8(tmp_path, monkeypatch):
     linear = nn.Linear.init(4, 3, like=LIKE)
     export(linear, {"x": ("B", 4)}, file=folder / ODD)
     assert (folder / ODD).is_file()
-    monkeypatch.setattr("polyattn.export.weights.LARGEST", 0)
+    monkeypatch.setattr("polyattn.export.weight_files.LARGEST", 0)
     export(linear, {"x": ("B", 4)}, file=folder / ODD)
     assert len(list(folder.glob("*.data"))) == 1
     with replacing(folder, "a" * 255) as made:

@@ -11,8 +11,6 @@ from polyattn._core.call.problem import examine
 from polyattn.plugin import (
     Span,
     band_from,
-    cleared,
-    empty_rows,
     finite_bias,
     made_shape,
     may_have_empty_rows,
@@ -123,14 +121,3 @@ def test_a_mask_gets_the_four_axes_of_an_engine(batch):
         assert (np.broadcast_to(found, whole.shape) == whole).all()
         assert found.shape == (found.shape[0], *((1, 1, *shape)[-3:]))
         assert found.shape[0] == (items if np.prod(shape[:-3]) > 1 else 1)
-
-
-def test_rows_without_keys_are_cleared():
-    mask = np.array([[True, False], [False, False]])
-    empty = empty_rows(mask, np)
-    assert (empty == empty_rows(np.where(mask, -5.0, -np.inf), np)).all()
-    output, logsumexp = cleared(np.ones((2, 3), np.float16), np.ones(2, np.float32), empty, np)
-    assert (output == [[1] * 3, [0] * 3]).all()
-    assert (logsumexp == [1, -np.inf]).all()
-    assert (output.dtype, logsumexp.dtype) == (np.float16, np.float32)
-    assert cleared(output, None, empty, np)[1] is None
