@@ -63,6 +63,7 @@ OWNED_BY = {
     "_core/expressions/distances": CASES,
     "_core/expressions/indices": "tests/expressions/test_masks.py",
     "_core/expressions/mask_arrays": "tests/expressions/test_masks.py",
+    "_core/expressions/tree": "tests/expressions/test_patterns.py",
     "_core/expressions/replacements": "tests/expressions/test_derivatives.py",
     "_core/tiles/axes": CASES,
     "_core/tiles/band": CASES,
