@@ -89,10 +89,11 @@ def origins(backend: str) -> dict[str, str]:
 
 
 @constant_when_traced
-def plugin_of(backend: str, kernel: str) -> tuple[str, bool]:
-    """Return the plugin that a kernel comes from, and whether it may run unnamed."""
-    found = (one for one in _extensions if kernel in one.joined.get(backend, ()))
-    return next(((one.name, one.allowed) for one in found), (backend, True))
+def plugins(backend: str) -> tuple[tuple[str, str, bool], ...]:
+    """Return the kernels that joined a backend, each with its plugin, and if that is allowed."""
+    return tuple(
+        [(k, one.name, one.allowed) for one in _extensions for k in one.joined.get(backend, ())]
+    )
 
 
 @constant_when_traced

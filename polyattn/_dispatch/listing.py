@@ -137,7 +137,8 @@ def _available(name: str) -> BackendInfo:
     faults = backend.faults()
     serves = name in registry.serving(registry.spec_of(name).namespaces[0])
     plugins = {name: (name, registry.is_allowed(name) or not serves)}
-    plugins |= {kernel: extensions.plugin_of(name, kernel) for kernel in kernels}
+    plugins |= dict.fromkeys(kernels, (name, True))
+    plugins |= {kernel: (plugin, allowed) for kernel, plugin, allowed in extensions.plugins(name)}
     held = {one: request(None).against(one, *plugin) for one, plugin in plugins.items()}
     return BackendInfo(
         name, True, versions, devices, hardware, kernels, None, origins, faults,

@@ -49,7 +49,8 @@ def find_placement(call: Call, problem: Problem, name: str, xp: Any) -> Placemen
     reason = _reason_against(call, problem, spec, target, moved)
     if reason is not None:
         return Refusal("refused", reason)
-    problem = problem._replace(library=spec.namespaces[0], device=target, converted=bool(moved))
+    if moved or (problem.library, problem.device) != (spec.namespaces[0], target):
+        problem = problem._replace(library=spec.namespaces[0], device=target, converted=bool(moved))
     return Placement(backend, registry.kernels_of(backend), problem, moved)
 
 
@@ -135,7 +136,8 @@ def _reason_against(
 def check_one_place(call: Call) -> None:
     """Raise if the arrays are of several libraries or on several devices."""
     query, library = call.query, call.query.library
-    for name, facts in call.arrays():
+    arrays = call.arrays()
+    for name, facts in arrays:
         if facts.library != library and facts.library not in _accepted(call, name):
             # A query in NumPy follows the others: they may be on a GPU.
             moved, where = ("query", facts) if library == "numpy" else (name, query)
@@ -144,10 +146,9 @@ def check_one_place(call: Call) -> None:
                 f" {_conversion(moved, where)}"
             )
     # An array without a device goes where the others are, and an accepted one stays.
-    ours = [(name, facts) for name, facts in call.arrays() if facts.library == library]
-    placed = [(name, facts) for name, facts in ours if facts.device]
-    for name, facts in placed:
-        first, where = placed[0]
+    on_devices = [one for one in arrays if one[1].library == library and one[1].device]
+    for name, facts in on_devices:
+        first, where = on_devices[0]
         if facts.device != where.device:
             raise ValueError(
                 f"{first} is on {where.device} and {name} on {facts.device}; pass"

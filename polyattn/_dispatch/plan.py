@@ -45,6 +45,8 @@ def reasons_against(kernel: Kernel, problem: Problem) -> list[str]:
 
 def _device_reasons(kernel: Kernel, problem: Problem) -> list[str]:
     """Return the reasons why a kernel does not support the problem's device, if it is known."""
+    if kernel.devices is None and not kernel.only_on:
+        return []
     here = problem.device_kind
     kinds_of = {"": kernel.devices or None} | {
         f: kernel.only_on.get(f) for f in sorted(problem.features)

@@ -45,7 +45,7 @@ class Request(NamedTuple):
 
     def against(self, name: str, plugin: str, is_allowed: bool) -> tuple[str, str] | None:
         """Return the status of a backend or kernel that does not run unnamed, and the reason."""
-        for one in (name, plugin):
+        for one in (name, plugin) if self.names else ():
             if f"-{one}" in self.names:
                 return "refused", f"'-{one}' leaves it out"
         if is_allowed or f"+{plugin}" in self.names:
@@ -162,6 +162,8 @@ def parse(backend: str | Sequence[str], source: str = "backend=") -> Names:
 
 def check_known(requested: Request) -> None:
     """Raise if no plugin has one of the requested names."""
+    if not requested.names:
+        return
     known = (*registry.names(), registry.ARRAY_API, AUTO)
     for name in set(requested.names).difference(requested.backends):
         signed = (*registry.names(), *extensions.names())

@@ -110,6 +110,7 @@ def temperature(monkeypatch):
     monkeypatch.setitem(FEATURES, "temperature", feature)
     for module, record in ((describing, describing.Call), (examining, examining.Problem)):
         monkeypatch.setattr(module, record.__name__, with_field(record, "temperature"))
+    monkeypatch.setattr(examining, "_OPTIONS", (*examining._OPTIONS, "temperature"))
 
 
 def refused():

@@ -251,6 +251,14 @@ def test_a_program_that_was_compiled_without_a_trace_is_not_compiled_again():
     assert torch._dynamo.utils.counters["stats"] == before
 
 
+@pytest.mark.filterwarnings("ignore")  # of torch: about the numbers that decide the kernel
+def test_lengths_under_jit_trace_are_numbers():
+    pytest.importorskip("torch")
+    with polyattn.trace() as trace:
+        torch.jit.trace(lambda x: attention(x, x, x), torch.from_numpy(X), check_trace=False)
+    assert str(only(trace).query) == "(2, 4, 64, 8)"
+
+
 def test_a_program_of_jax_counts_when_it_is_traced():
     pytest.importorskip("jax")
     program, array = jax.jit(lambda x: attention(x, x, x)), jnp.asarray(X)
