@@ -15,7 +15,7 @@ help:  ## this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 20
 
 demo: $(VENV)/.demo $(VENV)/.native  ## two sentences through a real encoder on NumPy, and a picture of it
-	$(BIN)/polyattn demo
+	$(BIN)/python examples/minilm/demo.py
 
 train: $(VENV)/.test  ## a small GPT, trained for two minutes on two cores, writes (TRAIN=--help)
 	$(BIN)/python examples/train/train.py $(TRAIN)

@@ -48,7 +48,6 @@ CONTRACT = {"polyattn.plugin", "polyattn.plugin.dense"}
 INTERNAL = "polyattn.plugin.internal"
 #: Modules from elsewhere that a room may import beside the standard library.
 OUTSIDE = {
-    "__init__": {"polyattn_command"},
     "__main__": {"polyattn_command"},
     "_base.arrays": {"array_api_compat"},
     "bench": {"numpy", "threadpoolctl", "tqdm"},

@@ -16,7 +16,7 @@ BACKENDS, KERNELS = GROUPS = ("polyattn.backends", "polyattn.kernels")
 # Whose plugins run unnamed. To install those of others changes no call until they are allowed.
 OURS = ("polyattn", "polyattn-native")
 # Variables that have a meaning of their own.
-_RESERVED = ("POLYATTN_BACKEND", "POLYATTN_NATIVE_ISA", "POLYATTN_NUM_THREADS")
+RESERVED = ("POLYATTN_BACKEND", "POLYATTN_NATIVE_ISA", "POLYATTN_NUM_THREADS")
 
 
 class Entry(NamedTuple):
@@ -35,7 +35,7 @@ class Entry(NamedTuple):
     def standing(self) -> tuple[bool, str | None]:
         """Return whether the plugin may run unnamed, and the reason if it is left out."""
         variable = variable_of(self.name)
-        if variable in _RESERVED:
+        if variable in RESERVED:
             return False, f"{variable} would leave it out, and means something else: rename it"
         value = os.environ.get(variable, "")
         if value not in ("", "0", "1"):

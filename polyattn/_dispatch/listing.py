@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 
+from polyattn._base.arguments import did_you_mean
 from polyattn._base.html_table import html_table
 from polyattn._base.text_table import table
 from polyattn._dispatch import extensions, registry
+from polyattn._dispatch.entries import RESERVED, variable_of
 from polyattn._dispatch.request import request
 
 
@@ -136,14 +139,23 @@ def _available(name: str) -> BackendInfo:
     origins = extensions.origins(name)
     faults = backend.faults()
     serves = name in registry.serving(registry.spec_of(name).namespaces[0])
-    plugins = {name: (name, registry.is_allowed(name) or not serves)}
-    plugins |= dict.fromkeys(kernels, (name, True))
-    plugins |= {kernel: (plugin, allowed) for kernel, plugin, allowed in extensions.plugins(name)}
-    held = {one: request(None).against(one, *plugin) for one, plugin in plugins.items()}
+    # A kernel may have the name of its backend.
+    listed = [(name, name, registry.is_allowed(name) or not serves)]
+    listed += [(kernel, name, True) for kernel in kernels if kernel not in origins]
+    listed += extensions.plugins(name)
+    withheld = [(one[0], request(None).against(*one)) for one in listed]
     return BackendInfo(
         name, True, versions, devices, hardware, kernels, None, origins, faults,
-        tuple(f"{one}: {why[1]}" for one, why in held.items() if why),
+        tuple(f"{one}: {why[1]}" for one, why in withheld if why),
     )  # fmt: skip
+
+
+def unknown_variables() -> list[str]:
+    """Return a message for each environment variable that is named as ours, and is not."""
+    plugins = (*registry.names(), *extensions.names())
+    known = [*RESERVED, *map(variable_of, plugins)]
+    given = [name for name in os.environ if name.startswith("POLYATTN_") and name not in known]
+    return [f"nothing reads the variable {name}{did_you_mean(name, known)}" for name in given]
 
 
 def _versions(modules: tuple[str, ...]) -> dict[str, str]:

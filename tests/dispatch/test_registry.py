@@ -237,8 +237,8 @@ def kernel_of(**contents):
             "must map 'backward' and 'jvp' to the features it differentiates; got {'reverse'",
         ),
         (
-            kernel_of(name="a", features=frozenset({"casual"})),
-            "unknown feature 'casual'; did you mean 'causal'?",
+            kernel_of(name="a", differentiates={"jvp": frozenset()}),
+            "declares 'jvp' in differentiates, and has no method jvp",
         ),
     ],
 )

@@ -238,7 +238,7 @@ def test_a_build_makes_a_page_of_each_file_that_a_page_leads_to(tmp_path, monkey
 def test_the_page_of_commands_has_the_help_of_each():
     page = written.commands()
     named = re.findall(r"^### polyattn (\w+)\n\n```text\nusage: polyattn (\w+)", page, re.MULTILINE)
-    assert {"backends", "explain", "check", "demo"} <= {name for name, _ in named}
+    assert {"backends", "explain", "check"} <= {name for name, _ in named}
     assert all(title == usage for title, usage in named)
     assert len(named) == page.count("\n### ")
 
