@@ -619,7 +619,7 @@ MUTATIONS = (
      "a plugin of an older contract runs", "polyattn/_dispatch/contract.py",
      "if spec.contract_version != CONTRACT_VERSION:",
      "if spec.contract_version > CONTRACT_VERSION:"),
-    ("tests/dispatch/test_extensions.py::test_kernels_that_cannot_join_affect_nothing_else",
+    (SELECT + "test_a_plugin_that_cannot_be_loaded_says_why",
      "the wrong one to upgrade", "polyattn/_dispatch/contract.py",
      "older = distribution if spec.contract_version < CONTRACT_VERSION",
      "older = distribution if spec.contract_version > CONTRACT_VERSION"),

@@ -4,7 +4,6 @@ The plugin serves array-api-strict, which has three devices without any hardware
 """
 
 import dataclasses
-import importlib.util
 import re
 import sys
 import types
@@ -279,15 +278,6 @@ def test_a_backend_that_cannot_be_loaded_is_named_in_one_warning(monkeypatch, pl
         assert re.search(reason, text)
 
 
-@pytest.mark.needs("torch")
-def test_a_stub_in_place_of_triton_does_no_harm(monkeypatch):
-    monkeypatch.setitem(sys.modules, "triton", types.ModuleType("triton"))
-    spec = importlib.util.find_spec("polyattn_torch.flex")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    assert not module.HAS_TRITON
-
-
 @pytest.mark.usefixtures("acme")
 def test_a_wrapped_callback_may_return_a_bool():
     options = {"backend": "acme", "kernel": "dense"}
@@ -313,15 +303,6 @@ def test_a_kind_of_device_leaves_arrays_on_their_device_of_that_kind(monkeypatch
         placement = find_placement(explanation.call, explanation.problem, name, None)
         assert placement.problem.device == device
         assert len(placement.moved) == moved
-
-
-def test_cupy_devices_are_named_as_in_other_libraries(monkeypatch):
-    class Stub:
-        shape, dtype, device = (2, 3), np.dtype("f4"), types.SimpleNamespace(id=3)
-
-    library = polyattn._base.arrays.Library("cupy", np)
-    monkeypatch.setitem(polyattn._base.arrays._libraries, Stub, library)
-    assert polyattn._base.arrays.facts_of(Stub()).device == "cuda:3"
 
 
 def test_two_namespaces_of_one_package_are_two_libraries():
@@ -384,11 +365,6 @@ def test_a_malformed_line_is_listed_and_affects_no_other_distribution(install, l
 def test_an_entry_that_names_a_module_only_is_listed_with_its_line(install):
     install("polyattn-acme", ["acme = pkg"])
     assert reasons()["acme"] == "the line 'acme = pkg' must be of the form name = module:object"
-
-
-def test_a_file_with_bytes_that_are_not_utf8(install):
-    install("polyattn-acme", b"acme = pkg:SPEC\n[other]\n\xff")
-    assert reasons()["polyattn-acme"] == UNREADABLE.format("polyattn-acme")
 
 
 @pytest.mark.parametrize("metadata", [None, "Version: 1.0"])
