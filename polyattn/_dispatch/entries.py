@@ -57,9 +57,11 @@ def entries() -> list[Entry]:
     ours: dict[str, Distribution] = {}
     for installed in distributions():
         # To parse the files of all distributions takes 2 to 3 times as long as to read them.
-        text = _text_of(installed)
-        if any(group in text for group in GROUPS):
-            ours.setdefault(_name_of(installed), installed)  # the first on the path hides others
+        with suppress(Exception):  # a file that is not UTF-8, or an archive that was deleted
+            text = installed.read_text("entry_points.txt") or ""
+            if any(group in text for group in GROUPS):
+                # The first on the path hides others.
+                ours.setdefault(_name_of(installed), installed)
     return [entry for name, installed in ours.items() for entry in _read(installed, name)]
 
 
@@ -76,15 +78,6 @@ def _flaw(one: EntryPoint) -> str | None:
     if one.attr:
         return None
     return f"the line '{one.name} = {one.value}' must be of the form name = module:object"
-
-
-def _text_of(installed: Distribution) -> str:
-    try:
-        return installed.read_text("entry_points.txt") or ""
-    except UnicodeDecodeError as error:
-        return error.object.decode(errors="replace")
-    except Exception:  # for example an archive that was deleted
-        return ""
 
 
 def _name_of(installed: Distribution) -> str:

@@ -9,7 +9,6 @@ from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 
 from polyattn._base.arguments import did_you_mean
-from polyattn._base.html_table import html_table
 from polyattn._base.text_table import table
 from polyattn._dispatch import extensions, registry
 from polyattn._dispatch.entries import RESERVED, variable_of
@@ -61,21 +60,14 @@ class BackendTable(tuple[BackendInfo, ...]):
     __slots__ = ()
 
     def __str__(self) -> str:
-        return "\n".join(table(self._table()))
+        head = ("backend", "library", "devices", "kernels")
+        return "\n".join(table([head, *map(self._row, self)]))
 
     def __repr__(self) -> str:
         here = [info.name for info in self if info.available]
         missing = [info.name for info in self if not info.available]
         lacking = f"; not available: {', '.join(missing)}" if missing else ""
         return f"<BackendTable: {', '.join(here)}{lacking}>"
-
-    def _repr_html_(self) -> str:
-        return html_table(self._table())
-
-    def _table(self) -> list[tuple[str, ...]]:
-        rows: list[tuple[str, ...]] = [("backend", "library", "devices", "kernels")]
-        rows += map(self._row, self)
-        return rows
 
     def _row(self, info: BackendInfo) -> tuple[str, ...]:
         if not info.available:

@@ -89,15 +89,15 @@ def check_possible(library: str, device: str) -> None:
     serving = registry.serving(library)
     if not is_installed(library):
         reason = "; ".join(filter(None, map(registry.load, serving))) or "it is not installed"
-        raise ValueError(f"there can be no array of {library!r}: {reason}")
+        raise ValueError(f"library {library!r} is not usable: {reason}")
     if not serving and not is_namespace(library):
         raise ValueError(
-            f"there can be no array of {library!r}: this module has no arrays that follow the array"
-            f" API standard; name a library such as {', '.join(registry.names()[:3])}"
+            f"library {library!r} is not usable: its arrays do not follow the array API standard;"
+            f" name a library such as {', '.join(registry.names()[:3])}"
         )
     specs = [registry.spec_of(name) for name in serving if registry.load(name) is None]
     if specs and not any(device.partition(":")[0] in spec.devices for spec in specs):
-        raise ValueError(f"there can be no array of {library} on {device!r}")
+        raise ValueError(f"library {library!r} is not usable on {device!r}")
 
 
 def _error(
@@ -234,7 +234,7 @@ def _described(
     return candidate._replace(status=status, origin=origin, remark=remark)
 
 
-_COPIES_PAGES = "it gets copies of the pages, in one piece"
+_COPIES_PAGES = "it gets gathered, contiguous copies of the pages"
 
 
 def _matching(kernels: Sequence[Kernel], requested: str | Kernel | None) -> Sequence[Kernel]:
@@ -256,8 +256,8 @@ def _expanded(names: Names, library: str) -> list[tuple[str, bool]]:
 
 
 def _for_kernel(kernel: Kernel, problem: Problem) -> Problem:
-    """Return the problem that a kernel gets: without pages if it reads none."""
-    # It then gets their keys in one piece. So do all derivatives. Chunks of dask are not gathered.
+    """Return the problem that a kernel gets: without pages unless it reads them in place."""
+    # It then gets gathered keys. So do all derivatives. Chunks of dask are not gathered.
     features = problem.features
     has_gradients = not features.isdisjoint(DERIVATIVES)
     has_gradients = has_gradients or problem.requires_grad or bool(problem.transforms)

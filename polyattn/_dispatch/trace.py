@@ -11,7 +11,6 @@ from typing import Any, NamedTuple, TypeVar
 
 from polyattn._base.arrays import is_array
 from polyattn._base.forks import forkable_lock
-from polyattn._base.html_table import html_table
 from polyattn._base.text_table import table
 from polyattn._base.tracing import constant_when_traced, is_compiling, is_recording, known_length
 from polyattn._core.call.features import DERIVATIVES
@@ -99,19 +98,15 @@ class Trace:
             return tuple([x._replace(count=n, seconds=s) for x, (n, s) in self._numbers.items()])
 
     def __str__(self) -> str:
-        return "\n".join(table(self._rows(), right=(0, 1) if self._times else (0,)))
+        rows = [self._titles, *(call.cells() for call in self.calls)]
+        if self._times:
+            return "\n".join(table(rows, right=(0, 1)))
+        return "\n".join(table([(row[0], *row[2:]) for row in rows], right=(0,)))
 
     def __repr__(self) -> str:
         calls = self.calls
         number = f"{sum(call.count for call in calls):,} calls of {len(calls)} kinds"
         return f"<Trace: {number}; print it for the kernels>"
-
-    def _repr_html_(self) -> str:
-        return html_table(self._rows())
-
-    def _rows(self) -> list[tuple[str, ...]]:
-        rows = [self._titles, *(call.cells() for call in self.calls)]
-        return rows if self._times else [(row[0], *row[2:]) for row in rows]
 
 
 @contextmanager
@@ -189,11 +184,11 @@ def run_counted(call: CallCount, backend: Any, run: Callable[..., Any], *given: 
     if _timed_traces and not call.traced:
         backend.synchronize(call.device or None)
         start = perf_counter()
-        found = run(*given)
+        result = run(*given)
         backend.synchronize(call.device or None)
         seconds = perf_counter() - start
     else:
-        found = run(*given)
+        result = run(*given)
     for one in tuple(open_traces):
         one.add(call, seconds)
-    return found
+    return result

@@ -360,7 +360,7 @@ REFUSED = {
         ("score_mod", SHAPES, {"score_mod": lambda s, *_: s}),
     ],
     "fused": [
-        ("it takes no empty arrays", EMPTY, {}),
+        ("it does not support empty arrays", EMPTY, {}),
         ("it takes no scale of 0", FEW, {"scale": 0.0}),
     ],
 }

@@ -211,7 +211,7 @@ def test_a_spec_that_is_broken_affects_nothing_else(give, text, reason):
         ),
         (
             spec({"numpy": "fast_kernels:Fast"}, before={"numpy": "smal"}),
-            "numpy has no place before 'smal': name one of small, tiled, dense",
+            "before='smal' is not a place in numpy: name one of small, tiled, dense",
         ),
     ],
 )
@@ -241,7 +241,7 @@ def test_a_place_among_the_array_api_kernels_is_before_all_of_them(give):
     give(spec({"torch": "fast_kernels:Fast"}, before={"torch": "dense"}))
     assert names("torch") == ["paged", "sdpa", "flex", "tiled", "dense"]
     ((_, _, reason),) = extensions.absent("torch", "fast")
-    assert reason == "torch has no place before 'dense': name one of paged, sdpa, flex, tiled"
+    assert reason == "before='dense' is not a place in torch: name one of paged, sdpa, flex, tiled"
 
 
 @pytest.mark.needs("torch")

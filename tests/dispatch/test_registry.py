@@ -258,9 +258,9 @@ def test_a_backend_whose_namespaces_match_no_arrays_is_not_available(named, monk
     plugins(acme=dataclasses.replace(SPEC, namespaces=named))
     (info,) = (info for info in polyattn.list_backends() if info.name == "acme")
     first = named[0] if named else ""
-    assert f"its namespaces begin with {first!r}, which is no namespace of arrays" in info.reason
+    assert f"its namespaces begin with {first!r}, which is not a namespace of arrays" in info.reason
     assert info.reason.endswith("did you mean 'array_api_strict'?")
-    with pytest.raises(polyattn.BackendUnavailableError, match="no namespace of arrays"):
+    with pytest.raises(polyattn.BackendUnavailableError, match="not a namespace of arrays"):
         attention(X, X, X, backend="acme")
 
 
