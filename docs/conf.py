@@ -15,7 +15,6 @@ version = release = polyattn.__version__
 
 extensions = [
     "looks",
-    "moved",
     "myst_parser",
     "numpydoc",
     "repository",

@@ -1,36 +1,18 @@
-"""Check a built site: links have targets, nothing loads from elsewhere, search finds pages."""
+"""Check a built site: links have targets, and nothing loads from elsewhere."""
 
 import argparse
-import json
 import re
 import sys
 from collections.abc import Iterator
 from functools import cache
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from urllib.parse import unquote, urlsplit
-
-from sphinx.search.en import SearchEnglish
 
 # Tags whose targets load with the page.
 LOADED = {("img", "src"), ("script", "src"), ("link", "href"), ("source", "src"), ("iframe", "src")}
 FROM_AFAR = re.compile(r"(?:url\(|@import)\s*[\"']?((?:https?:)?//[^\"')]+)")
-
-
-# What people look for, and a page that is among the first three that search finds.
-QUERIES = {
-    "ALiBi": "scores",
-    "attn_mask": "how-to/troubleshooting",
-    "benchmark": "bench",
-    "causal mask": "learn/masks",
-    "dask": "how-to/long-arrays",
-    "flash attention": "learn/cost",
-    "gradient": "how-to/gradients",
-    "install": "start",
-    "residual": "learn/heads",
-    "W_Q": "learn/heads",
-}
 
 
 class Link(NamedTuple):
@@ -90,30 +72,6 @@ def problems(folder: Path) -> Iterator[str]:
             yield f"{file.relative_to(folder)}: {address} is loaded from another site"
 
 
-def search(index: dict[str, Any], query: str) -> list[str]:
-    """Return the pages that have all words of a query, ranked as the site's search ranks them."""
-    words = {SearchEnglish({}).stem(word) for word in re.findall(r"\w+", query.lower())}
-    points: dict[int, dict[str, int]] = {}
-    for table, score in (("terms", 5), ("titleterms", 15)):
-        for word in words:
-            pages = index[table].get(word, [])
-            for number in [pages] if isinstance(pages, int) else pages:
-                points.setdefault(number, {})[word] = score
-    full = [number for number, found in points.items() if len(found) == len(words)]
-    full.sort(key=lambda n: (-max(points[n].values()), index["titles"][n].lower()))
-    return [index["docnames"][number] for number in full]
-
-
-def not_found(folder: Path) -> Iterator[str]:
-    """Yield each query whose page is not among the first results of the site's search."""
-    text = (folder / "searchindex.js").read_text(encoding="utf-8")
-    index = json.loads(text[text.index("(") + 1 : text.rindex(")")])
-    for query, page in QUERIES.items():
-        first = search(index, query)[:3]
-        if page not in first:
-            yield f"search for {query!r} finds {', '.join(first)} before {page}"
-
-
 def main() -> int:
     """Print what is wrong, and return 1 if there is anything."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -121,10 +79,10 @@ def main() -> int:
     folder = parser.parse_args().folder
     if not (folder / "index.html").is_file():
         parser.error(f"{folder} holds no index.html: build the site first, make docs")
-    found = [*problems(folder), *not_found(folder)]
+    found = list(problems(folder))
     print(*found, sep="\n", end="\n" if found else "")
     count = len(list(folder.rglob("*.html")))
-    print(f"{count} pages: {len(found) or 'no'} link{'s' * (len(found) != 1)} or queries wrong")
+    print(f"{count} pages: {len(found) or 'no'} link{'s' * (len(found) != 1)} wrong")
     return 1 if found else 0
 
 

@@ -15,7 +15,7 @@ import pytest
 from _pytest.doctest import MultipleDoctestFailures
 
 LIBRARIES = {
-    "array_api_strict", "autograd", "cudnn", "cupy", "dask", "distributed", "jax",
+    "array_api_strict", "autograd", "cudnn", "cupy", "dask", "distributed", "h5py", "jax",
     "keras", "matplotlib", "mlx", "mpi4py", "ndonnx", "onnx", "onnxruntime", "onnxscript", "optax",
     "safetensors", "spox", "tokenizers", "torch", "transformers", "xarray", "zarr",
 }  # fmt: skip

@@ -81,7 +81,9 @@ def test_files_for_the_host_of_the_repository_say_what_is_true():
     read = {f.name: yaml.safe_load(f.read_text(encoding="utf-8")) for f in files}
     steps = read["checks.yml"]["jobs"]["checks"]["steps"]
     assert steps[-1] == {"run": ".ci/run"}
-    assert f"ruff=={read['.pre-commit-config.yaml']['repos'][0]['rev'][1:]}" in CONSTRAINTS
+    ruff, codespell, *_ = read[".pre-commit-config.yaml"]["repos"]
+    assert f"ruff=={ruff['rev'][1:]}" in CONSTRAINTS
+    assert f"codespell=={codespell['rev'][1:]}" in CONSTRAINTS
     assert read["CITATION.cff"]["license"] == PROJECT["project"]["license"]
     assert read["CITATION.cff"]["repository-code"] == PROJECT["project"]["urls"]["Source"]
     container = json.loads((ROOT / ".devcontainer/devcontainer.json").read_text(encoding="utf-8"))
@@ -146,6 +148,19 @@ def test_the_pythons_that_are_named_are_those_that_are_tested():
     named = re.findall(r"Python :: (3\.\d+)", "\n".join(PROJECT["project"]["classifiers"]))
     assert tested == named
     assert PROJECT["project"]["requires-python"] == f">={named[0]}"
+
+
+def test_the_oldest_versions_that_are_tested_are_the_lower_bounds():
+    extras = PROJECT["project"]["optional-dependencies"]
+    bounded = sum(extras.values(), PROJECT["project"]["dependencies"])
+    bounds = dict(re.findall(r"^([\w-]+)(?:\[\w+\])?>=([\d.]+)", "\n".join(bounded), re.MULTILINE))
+    pins = dict(
+        line.split("==") for line in (ROOT / "tests/oldest.txt").read_text("utf-8").splitlines()[1:]
+    )
+    assert {*pins} - {"jaxlib"} >= {"numpy", "array-api-compat", "threadpoolctl", "tqdm", "jax"}
+    assert pins.pop("jaxlib") == pins["jax"]
+    for name, pin in pins.items():
+        assert f"{bounds[name]}.0.0.".startswith(f"{pin}."), name
 
 
 def test_every_extra_names_no_plain_cupy():

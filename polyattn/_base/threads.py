@@ -59,7 +59,7 @@ def use_threads(count: SupportsIndex) -> Iterator[None]:
     (8, 512, 64)
     """
     wrong = TypeError(f"use_threads takes a number of threads, such as 4; got {count!r}")
-    if isinstance(count, bool):
+    if isinstance(count, bool) or str(getattr(count, "dtype", "")) == "bool":
         raise wrong
     try:
         threads = operator.index(count)

@@ -206,7 +206,7 @@ def test_a_value_of_an_unknown_kind_is_refused():
     ids=str,
 )
 def test_more_digits_change_nothing_that_float64_can_hold(case):
-    """The two arithmetics of the oracle agree: float64's rounding is all that is between them."""
+    """Between the oracle in float64 and in more digits is the rounding of float64."""
     arrays, options = case.arguments()
     plain, extended = (oracle(*arrays, **options, extended=digits) for digits in (False, True))
     eps, tiny = np.finfo(float).eps, np.finfo(float).smallest_subnormal

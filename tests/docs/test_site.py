@@ -10,21 +10,13 @@ import tomllib
 from dataclasses import replace
 from importlib.metadata import entry_points
 from pathlib import Path
-from types import SimpleNamespace
 
 import array_types
 import capabilities
 import links
-import looks
-import moved
-import native
 import numpy as np
 import pytest
-import repository
 import written
-from docutils import nodes
-from docutils.utils import new_document
-from PIL import Image
 
 from polyattn import UnsupportedError, attention, attention_vjp
 from polyattn.conformance import CASES, ESSENTIAL
@@ -95,43 +87,6 @@ def test_the_error_in_float64_is_as_the_semantics_say():
 # ---- the site ----
 
 
-def test_a_page_is_edited_in_the_file_that_it_shows():
-    for page, path in {
-        "learn/heads": "docs/learn/heads.md",
-        "_files/CONTRIBUTING": "CONTRIBUTING.md",
-        "_files/examples/train/README": "examples/train/README.md",
-        "_files/polyattn/masks.py": "polyattn/masks.py",
-    }.items():
-        assert looks.source_of(page) == ROOT / path
-        assert (ROOT / path).is_file()
-
-
-def test_each_command_of_a_console_is_a_block_of_its_own():
-    text = "$ one  # first\n$ two \\\n  more\noutput\n$ three"
-    doctree = new_document("page")
-    doctree += nodes.literal_block(text, text, language="console")
-    doctree += nodes.literal_block("a\nb", "a\nb", language="python")
-    looks.split_consoles(doctree)
-    blocks = [block.astext() for block in doctree.findall(nodes.literal_block)]
-    assert blocks == ["$ one  # first", "$ two \\\n  more\noutput", "$ three", "a\nb"]
-    assert all(block.rawsource == block.astext() for block in doctree.findall(nodes.literal_block))
-
-
-def test_a_picture_is_as_large_as_it_was_drawn_and_a_formula_has_room():
-    doctree = new_document("page")
-    for picture in ("images/mask-causal.png", "images/attention.png", "favicon.svg"):
-        doctree += nodes.image(uri=picture)
-    for cell in ("j <= i", "i + S - L - W < j <= i + S - L"):
-        doctree += nodes.entry("", nodes.paragraph("", "", nodes.literal("", cell)))
-    for parts in ([nodes.Text("(1, 12, 512, 64)")], [nodes.literal("", "W"), nodes.Text(" keys")]):
-        doctree += nodes.entry("", nodes.paragraph("", "", *parts))
-    looks.size_pictures(doctree)
-    looks.mark_formulas(doctree)
-    assert [node.get("width") for node in doctree.findall(nodes.image)] == ["386px", "1600px", None]
-    classes = [node["classes"] for node in doctree.findall(nodes.entry)]
-    assert classes == [["formula"], ["long-formula"], ["formula"], []]
-
-
 def test_every_page_has_its_place_in_the_sidebar_once():
     text = (DOCS / "index.md").read_text(encoding="utf-8")
     trees = "\n".join(re.findall(r"^```\{toctree\}\n(.*?)^```", text, re.S | re.M))
@@ -141,106 +96,6 @@ def test_every_page_has_its_place_in_the_sidebar_once():
     before = text.partition("```{toctree}")[0]
     ours = [name for name in named if not name.startswith("reference/")]
     assert [name for name in ours if f"({name}.md)" not in before] == []
-
-
-def test_pages_have_titles_of_their_own():
-    titles = [page.read_text(encoding="utf-8").partition("\n")[0] for page in PAGES]
-    assert sorted(titles) == sorted(set(titles))
-
-
-def test_the_groups_of_the_sidebar_are_folded_but_for_that_of_the_page():
-    group = '<p class="caption"><span class="caption-text">{}</span></p>\n<ul{}><li>x</li></ul>'
-    folded = looks.GROUP.sub(
-        looks.folded, group.format("A", ' class="current"') + group.format("B", "")
-    )
-    assert re.findall(r"<details( open)?><summary.*?>(\w)<", folded) == [(" open", "A"), ("", "B")]
-
-
-def test_a_page_is_described_by_its_first_sentences():
-    doctree = new_document("page")
-    doctree += nodes.paragraph("", "", nodes.Text('A "mask"\nhides keys.'))
-    context = {"metatags": ""}
-    looks.describe(None, "masks", "page.html", context, doctree)
-    assert 'name="description" content="A &quot;mask&quot; hides keys."' in context["metatags"]
-
-
-def test_an_old_address_leads_to_what_is_there_now(tmp_path):
-    moved.redirect(SimpleNamespace(outdir=tmp_path), None)
-    for old, new in moved.MOVED.items():
-        (found,) = links.page(tmp_path / f"{old}.html").links
-        file, _, anchor = new.partition("#")
-        assert (tmp_path / f"{old}.html").parent.joinpath(found.to.partition("#")[0]).resolve() == (
-            tmp_path / file
-        )
-        page = DOCS / file.replace(".html", ".md")
-        if anchor:
-            assert anchor in re.sub(r"[ -]", "-", page.read_text(encoding="utf-8").lower())
-
-
-def test_the_landing_page_is_the_readme():
-    assert written.readme().startswith("\npolyattn computes attention")
-    assert "<img" not in written.readme()
-    assert "## How fast it is" in written.readme()
-    assert repository.page_of(ROOT / "README.md") == "index"
-
-
-def test_search_prefers_titles_and_wants_all_words():
-    index = {"docnames": ["a", "b"], "titles": ["A", "B"], "titleterms": {"mask": 1}}
-    index["terms"] = {"mask": [0, 1], "causal": 0}
-    assert links.search(index, "masks") == ["b", "a"]
-    assert links.search(index, "causal masks") == ["a"]
-
-
-def test_the_glossary_has_the_words_that_people_look_for_in_order():
-    page = (DOCS / "reference" / "glossary.md").read_text(encoding="utf-8")
-    terms = re.findall(r"^\| (?!term|-)(.+?) \|", page, flags=re.MULTILINE)
-    assert terms == sorted(terms, key=str.casefold)
-    wanted = {"RoPE", "GQA", "MQA", "heatmap", "quantization", "flash attention", "KV cache"}
-    wanted |= {"SDPA", "ALiBi", "softcap", "LSE", "attention sink", "FlexAttention"}
-    assert wanted <= {word for term in terms for word in re.split("[,:] ", term)}
-
-
-def test_links_out_of_the_docs_lead_to_pages_of_the_site():
-    text = "[a](../examples/plugin) [b](../polyattn/masks.py#x) [c](masks.md) [d](gone.md) [e](#f)"
-    assert repository.relinked(text, DOCS) == (
-        "[a](/_files/examples/plugin/README.md) [b](/_files/polyattn/masks.py.md#x)"
-        " [c](/masks.md) [d](gone.md) [e](#f)"
-    )
-    there = ROOT / "examples" / "train"
-    assert repository.relinked("![](loss.png)", there) == "![](/../examples/train/loss.png)"
-    assert repository.home("_files/examples/train/README") == there
-    assert repository.home("learn/heads") == DOCS / "learn"
-
-
-def test_a_build_makes_a_page_of_each_file_that_a_page_leads_to(tmp_path, monkeypatch):
-    docs = tmp_path / "docs"
-    (docs / "_files").mkdir(parents=True)
-    (docs / "_files" / "stale.md").write_text("of an earlier build")
-    (docs / "index.md").write_text("[a](../guide.md) ![b](../picture.png) [c](here.md)")
-    (docs / "here.md").write_text("")
-    (tmp_path / "README.md").write_text("[a](guide.md)")
-    (tmp_path / "guide.md").write_text("[a](code.py) [b](docs/here.md)")
-    (tmp_path / "code.py").write_text("x = 1\n")
-    (tmp_path / "picture.png").write_text("")
-    monkeypatch.setattr(repository, "ROOT", tmp_path)
-    monkeypatch.setattr(repository, "DOCS", docs)
-    repository.make(None)
-    made = sorted(file.name for file in (docs / "_files").iterdir())
-    assert made == ["code.py.md", "guide.md"]
-    assert (
-        "{literalinclude} /../code.py\n:language: python"
-        in (docs / "_files/code.py.md").read_text()
-    )
-    assert repository.pages() == [docs / "here.md", docs / "index.md"]
-
-
-@pytest.mark.slow
-def test_the_page_of_commands_has_the_help_of_each():
-    page = written.commands()
-    named = re.findall(r"^### polyattn (\w+)\n\n```text\nusage: polyattn (\w+)", page, re.MULTILINE)
-    assert {"backends", "explain", "check"} <= {name for name, _ in named}
-    assert all(title == usage for title, usage in named)
-    assert len(named) == page.count("\n### ")
 
 
 def test_the_table_of_errors_says_who_raises_each():
@@ -483,13 +338,6 @@ def test_the_kernels_of_the_page_differentiate_what_it_says():
     np.testing.assert_allclose(rounded, attention(x, key, x, softcap=2.0), rtol=1e-12)
     with pytest.raises(UnsupportedError, match="does not compute backward"):
         vjp(x)
-
-
-@pytest.mark.slow
-def test_a_picture_is_what_its_script_draws(tmp_path):
-    native.main(tmp_path / "drawn.png")
-    with Image.open(tmp_path / "drawn.png") as drawn, Image.open(native.PICTURE) as shown:
-        assert drawn.size == shown.size
 
 
 NATIVE = ROOT / "backends" / "polyattn_native"
