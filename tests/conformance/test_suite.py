@@ -138,7 +138,6 @@ IDLING = {
     "refusing": {"test_every_declared_feature_is_exercised", "test_deterministic"},
     "no_logsumexp": {"test_every_declared_feature_is_exercised", "test_pages_in_any_order"},
     "no_backward": {"test_every_declared_feature_is_exercised"},
-    "no_method": {"test_every_declared_feature_is_exercised", "test_backward"},
 }
 
 
