@@ -182,13 +182,6 @@ def read_only(dense, p, x, backend):
     return output, logsumexp
 
 
-def read_only_partial(dense, p, x, backend):
-    output, logsumexp = dense(p, x, backend)
-    if logsumexp is not None:
-        logsumexp.flags.writeable = False
-    return output, logsumexp
-
-
 WORKSPACE = {}
 
 
@@ -198,11 +191,6 @@ def reusing(dense, p, x, backend):
     kept = WORKSPACE.setdefault((output.shape, output.dtype), output)
     kept[...] = output
     return kept, logsumexp
-
-
-def wide_partial(dense, p, x, backend):
-    output, logsumexp = dense(p, x, backend)
-    return output if logsumexp is None else output.astype(np.float64), logsumexp
 
 
 def offset_of_the_first_item(dense, p, x, backend):
@@ -251,7 +239,7 @@ OTHERS = [
         Sabotaged(sabotage.__name__, sabotage)
         for sabotage in (
             *(noisy, wide_pages, leaky, scribbling, widening, foreign, raising, aliasing),
-            *(read_only, read_only_partial, reusing, wide_partial, offset_of_the_first_item),
+            *(read_only, reusing, offset_of_the_first_item),
             *(deaf_to_score_mod, blind_to_infinity, blind_to_nan_keys, coarse),
         )
     ],

@@ -11,7 +11,7 @@ import pytest
 from optional import da, jax, jnp, torch
 
 import polyattn
-from polyattn import attention, nn, parallel
+from polyattn import attention, parallel
 from polyattn._dispatch import cache
 from polyattn._dispatch.trace import open_traces
 from polyattn.plugin import Kernel
@@ -131,16 +131,6 @@ def test_a_moved_call_says_where_its_kernel_ran():
 # ---- nothing is lost ---------------------------------------------------------------------------
 
 
-def layers():
-    nn.MultiHeadAttention.init(8, 2, like=X)(X[0])
-
-
-def dialect():
-    from polyattn.dialects.torch import scaled_dot_product_attention as sdpa
-
-    sdpa(torch.from_numpy(X), torch.from_numpy(X), torch.from_numpy(X), is_causal=True)
-
-
 def ranks():
     parallel.run_threads(4, lambda over: parallel.attention(X, X, X, over=over, strategy="gather"))
 
@@ -150,25 +140,11 @@ def chunks():
     attention(array, array, array).compute(scheduler="threads")
 
 
-def model():
-    transformers = pytest.importorskip("transformers")
-    from polyattn.integrations import transformers as ours
-
-    ours.register()
-    config = transformers.GPT2Config(
-        vocab_size=9, n_embd=8, n_layer=3, n_head=2, n_positions=8, attn_implementation="polyattn"
-    )
-    transformers.GPT2Model(config).eval()(torch.tensor([[1, 2, 3]]))
-
-
 @pytest.mark.parametrize(
     ("program", "calls", "library"),
     [
-        (layers, {"numpy": 1}, None),
-        (dialect, {"torch": 1}, "torch"),
         (ranks, {"numpy": 4}, None),
         (chunks, {"dask": 1, "numpy": 4}, "dask"),
-        (model, {"torch": 3}, "transformers"),
     ],
     ids=lambda x: getattr(x, "__name__", ""),
 )
@@ -320,11 +296,10 @@ def test_the_logger_has_a_line_for_each_new_plan(caplog):
     assert {record.levelname for record in caplog.records} == {"DEBUG"}
 
 
-def test_the_logger_is_silent_at_other_levels_and_in_programs_and_has_no_handler(caplog):
+def test_the_logger_is_silent_at_other_levels_and_in_programs(caplog):
     cache.forget()
     with caplog.at_level(logging.INFO, "polyattn"):
         attention(X, X, X)
-    assert logging.getLogger("polyattn").handlers == []
     if torch:
         with caplog.at_level(logging.DEBUG, "polyattn"):
             program = torch.compile(lambda x: attention(x, x, x), fullgraph=True, backend="eager")
