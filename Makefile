@@ -142,13 +142,13 @@ bench-regressions: $(VENV)/.bench  ## what is slower in HEAD than in BASE, a com
 	  --attribute rounds=4 $(or $(BENCH),--bench "dispatch|imports|forward|decode") $(BASE) HEAD
 
 bench-cpu: $(VENV)/.test $(VENV)/.bench  ## NumPy's kernel against torch, JAX, ONNX Runtime and the textbook
-	$(BIN)/python asv_bench/peers/cpu.py $(BENCH)
+	$(BIN)/python asv_bench/peers/attention.py cpu $(BENCH)
 
 bench-native: $(VENV)/.test $(VENV)/.bench $(VENV)/.openvino  ## the compiled kernel against its peers, and what it is held to
-	$(BIN)/python asv_bench/peers/native.py $(BENCH)
+	$(BIN)/python asv_bench/peers/attention.py native $(BENCH)
 
 bench-minilm: $(VENV)/.test $(VENV)/.bench  ## a whole encoder on NumPy against transformers
-	$(BIN)/python asv_bench/peers/encoder.py $(BENCH)
+	$(BIN)/python asv_bench/peers/models.py minilm $(BENCH)
 
 bench-masks: $(VENV)/.test $(VENV)/.bench  ## what masks save NumPy's kernel, each against causal (BENCH="--plot FILE.png")
 	$(BIN)/python asv_bench/peers/masks.py $(BENCH)

@@ -30,7 +30,7 @@ smartquotes = False
 nitpicky = True
 # Names in docstrings without a page on this site: those of other libraries, single attributes.
 nitpick_ignore_regex = [
-    ("py:obj", r"(importlib|jax|mlx|numpy|torch)\..*|tqdm|polyattn\.plot\.mask_picture\.draw_mask"),
+    ("py:obj", r"(importlib|jax|mlx|numpy|torch)\..*|tqdm"),
     ("py:obj", "Finding|KVCache|PagedCache|QuantizedCache|check_callable|length|poison_in"),
     ("py:obj", "ids|rotary|scaled_dot_product_attention"),
 ]

@@ -567,7 +567,7 @@ MUTATIONS = (
      "a maximum that is found twice", "polyattn/_kernels/weights.py",
      "weights = xp.where(columns == found[-1], -math.inf, weights)",
      "pass"),
-    ("tests/bench/test_report.py::test_a_share_far_above_the_limit_is_a_dash_with_a_line_below",
+    ("tests/bench/test_command.py::test_a_share_far_above_the_limit_is_a_dash_with_a_line_below",
      "a share of a wrong limit", "polyattn/bench/table.py",
      "if part is None or part > WRONG:",
      "if part is None:"),
@@ -689,12 +689,12 @@ MUTATIONS = (
      "packages = packages or tuple(_DISTRIBUTIONS)"),
     ("tests/dialects/test_install.py::test_private_functions_join_parts_of_the_keys",
      "gradients of a part by its own logsumexp", "polyattn/dialects/flash_attn/_steps.py",
-     "    found = attention_backward(q, k, v, partial,",
+     "    gradients = attention_backward(q, k, v, partial,",
      "    partial = Partial(*dense(\n"
      "        q, k, v, softmax_scale, causal, window, softcap, logsumexp=True\n"
      "    ))\n"
      "    partial = partial._replace(logsumexp=xp.permute_dims(partial.logsumexp, (0, 2, 1)))\n"
-     "    found = attention_backward(q, k, v, partial,"),
+     "    gradients = attention_backward(q, k, v, partial,"),
     # parts of the scores
     (PARTS + "test_an_expression_that_does_not_say_is_refused_by_name",
      "an unknown expression in a part", "polyattn/_core/expressions/expression.py",
@@ -776,8 +776,8 @@ MUTATIONS = (
      "control characters reach the terminal", "polyattn/_base/streams.py",
      "print(printable(str(text)), flush=True)",
      "print(str(text), flush=True)"),
-    ("tests/bench/test_report.py::test_a_file_of_others_is_refused_by_its_name",
-     "a file of another format read as results", "polyattn/bench/report.py",
+    ("tests/bench/test_command.py::test_a_file_of_others_is_refused_by_its_name",
+     "a file of another format read as results", "polyattn/bench/results.py",
      "if kind != FORMAT:",
      "if False:"),
     (REPORT + "test_checks_in_a_new_interpreter_run_no_module_of_the_current_folder",

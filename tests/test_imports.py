@@ -188,7 +188,7 @@ def loaded_after(run_python, code, names):
 def test_no_framework_is_imported_and_nothing_of_the_conformance_suite(run_python):
     code = """
 import numpy as np, polyattn
-import polyattn.cli, polyattn.bench.run, polyattn.plugin, polyattn_numpy, polyattn_torch
+import polyattn.cli, polyattn.bench.measure, polyattn.plugin, polyattn_numpy, polyattn_torch
 import polyattn._dispatch.registry as r; r.names()
 polyattn.explain((2, 3, 4), (2, 3, 4), (2, 3, 4))
 x = np.ones((2, 3, 4)); polyattn.attention(x, x, x)

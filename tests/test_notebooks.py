@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from optional import jax, jnp, torch
 
 import polyattn
-from polyattn import explain, masks, plot, scores
+from polyattn import explain, masks, plot
 
 SHAPE = (2, 8, 16, 4)
 
@@ -43,16 +43,6 @@ def test_a_mask_is_a_picture(to):
 
 def test_the_picture_of_a_long_mask_is_small():
     assert len(picture(masks.compile(masks.window(100, 0), 2048))) < 200
-
-
-@pytest.mark.parametrize("to", [np.asarray, torch.asarray, jnp.asarray])
-def test_a_score_is_a_map_or_a_curve(to):
-    slopes = to(np.full(4, 0.5, np.float32))
-    assert len(picture(scores.alibi(slopes))) > 100
-    _, line = picture(scores.softcap(5.0) >> scores.temperature(2.0))
-    heights = [float(point.split(",")[1]) for point in line.get("points").split()]
-    assert heights == sorted(heights, reverse=True)
-    assert max(heights) < 192 / 2 + 192 / 40 * 2.5 + 0.1  # the cap, over the temperature
 
 
 def test_what_cannot_be_drawn_is_its_code():

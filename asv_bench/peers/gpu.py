@@ -14,6 +14,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,6 +25,7 @@ from polyattn.bench.machine import versions
 
 Array = Any
 Call = Callable[[], Any]
+ENGINE, OURS = "engine", "polyattn"
 
 
 class Case(NamedTuple):
@@ -57,213 +59,140 @@ class Case(NamedTuple):
         rows = self.rows or self.length
         return f"({self.items}, {heads}, {rows}, {self.length}, {self.size}) {self.dtype} {band}"
 
-
-class Contender(NamedTuple):
-    """A bare engine, or polyattn on the same arrays, and how to wait for a result."""
-
-    name: str
-    call: Call
-    wait: Callable[[Any], Any]
+    def arrays(self) -> list[Array]:
+        """Return query, key and value of random numbers, in float32."""
+        rng = np.random.default_rng(0)
+        rows = ((self.heads, self.rows or self.length), *((self.groups, self.length),) * 2)
+        shapes = [(self.items, *lead, self.size) for lead in rows]
+        return [rng.standard_normal(shape, dtype=np.float32) for shape in shapes]
 
 
 CASES = tuple(Case(64, 8, n, 128, c) for n in (4096, 8192, 16384) for c in (True, False))
-HALF = Case(32, 32, 4096, 128, False, "float16")
 TINY = Case(8, 8, 128, 64, True)
 STEPS = tuple(Case(32, 8, n, 128, False, items=b, rows=1) for b, n in ((1, 8192), (32, 8192)))
 ON_CPU = (Case(4, 2, 128, 64, True), Case(4, 2, 128, 64, False))
 STEPS_ON_CPU = (Case(4, 2, 128, 64, False, items=2, rows=1),)
-ENGINE, OURS = "engine", "polyattn"
-
-
-def arrays_of(case: Case) -> list[Array]:
-    """Return query, key and value of random numbers, in float32."""
-    rng = np.random.default_rng(0)
-    rows = ((case.heads, case.rows or case.length), *((case.groups, case.length),) * 2)
-    shapes = [(case.items, *lead, case.size) for lead in rows]
-    return [rng.standard_normal(shape, dtype=np.float32) for shape in shapes]
 
 
 # ---- the contenders ----------------------------------------------------------------------------
 
 
-def torch_contenders(case: Case, device: str) -> Iterator[Contender]:
-    """Yield torch's own function, and polyattn on its tensors."""
+class Pair(NamedTuple):
+    """The bare engine, polyattn on the same arrays, and how to wait for a result."""
+
+    calls: dict[str, Call]
+    wait: Callable[[Any], Any]
+
+
+def on_torch(case: Case, device: str, gradients: bool) -> Pair:
+    """Return torch's own function, and polyattn on its tensors; or both with their gradients."""
     import torch
 
     dtype = getattr(torch, case.dtype)
-    tensors = [torch.from_numpy(x).to(device, dtype) for x in arrays_of(case)]
-    yield from torch_contenders_of(tensors, case, device)
-
-
-def torch_contenders_of(tensors: list[Array], case: Case, device: str) -> Iterator[Contender]:
-    """Yield the contenders on some tensors."""
-    import torch
-
+    tensors = [torch.from_numpy(x).to(device, dtype) for x in case.arrays()]
+    tensors = [x.requires_grad_() for x in tensors] if gradients else tensors
     sdpa = torch.nn.functional.scaled_dot_product_attention
-    grouped, causal = case.heads != case.groups, case.is_causal
+    bare = partial(sdpa, enable_gqa=case.heads != case.groups)
+    functions = {ENGINE: bare, OURS: polyattn.attention}
+    calls = {name: partial(f, *tensors, is_causal=case.is_causal) for name, f in functions.items()}
+    if gradients:
+        along = torch.ones_like(tensors[0])
+        calls = {
+            name: lambda call=call: torch.autograd.grad(call(), tensors, along)
+            for name, call in calls.items()
+        }
+    return Pair(calls, lambda _: device == "cpu" or torch.cuda.synchronize())
 
-    def wait(_: Any) -> None:
-        if device != "cpu":
-            torch.cuda.synchronize()
 
-    yield Contender(ENGINE, lambda: sdpa(*tensors, is_causal=causal, enable_gqa=grouped), wait)
-    yield Contender(OURS, lambda: polyattn.attention(*tensors, is_causal=causal), wait)
-
-
-def jax_functions(case: Case, device: str) -> tuple[list[Array], Any, Any]:
-    """Return the arrays, and attention by cuDNN through `jax.nn`, or XLA on a CPU, and by us."""
+def on_jax(case: Case, device: str, gradients: bool) -> Pair:
+    """Return cuDNN by `jax.nn` under `jit`, or XLA on a CPU, and polyattn under `jit`."""
     import jax
 
     place = jax.local_devices(backend="cpu" if device == "cpu" else "gpu")[0]
-    arrays = [jax.device_put(x, place).astype(case.dtype) for x in arrays_of(case)]
+    arrays = [jax.device_put(x, place).astype(case.dtype) for x in case.arrays()]
     engine = "xla" if device == "cpu" else "cudnn"
 
     def bare(*arrays: Array) -> Array:
         turned = (x.swapaxes(1, 2) for x in arrays)
-        output = jax.nn.dot_product_attention(
-            *turned, is_causal=case.is_causal, implementation=engine
-        )
-        return output.swapaxes(1, 2)
+        attend = partial(jax.nn.dot_product_attention, implementation=engine)
+        return attend(*turned, is_causal=case.is_causal).swapaxes(1, 2)
 
-    return arrays, bare, lambda *arrays: polyattn.attention(*arrays, is_causal=case.is_causal)
+    def gradient(function: Callable[..., Array]) -> Any:
+        return jax.grad(lambda *x: function(*x).astype("float32").sum(), (0, 1, 2))
 
-
-def jax_contenders(case: Case, device: str) -> Iterator[Contender]:
-    """Yield cuDNN by `jax.nn` under jit, or XLA on a CPU, and polyattn under jit."""
-    import jax
-
-    arrays, bare, ours = jax_functions(case, device)
-    for name, function in ((ENGINE, jax.jit(bare)), (OURS, jax.jit(ours))):
-        yield Contender(name, lambda f=function: f(*arrays), jax.block_until_ready)
+    functions = {ENGINE: bare, OURS: partial(polyattn.attention, is_causal=case.is_causal)}
+    calls = {
+        name: partial(jax.jit(gradient(f) if gradients else f), *arrays)
+        for name, f in functions.items()
+    }
+    return Pair(calls, jax.block_until_ready)
 
 
-def torch_gradients(case: Case, device: str) -> Iterator[Contender]:
-    """Yield the forward and backward pass by torch's own function, then those by polyattn."""
-    import torch
-
-    dtype = getattr(torch, case.dtype)
-    tensors = [torch.from_numpy(x).to(device, dtype).requires_grad_() for x in arrays_of(case)]
-    along = torch.ones_like(tensors[0])
-    for contender in torch_contenders_of(tensors, case, device):
-
-        def both(call: Call = contender.call) -> Any:
-            return torch.autograd.grad(call(), tensors, along)
-
-        yield contender._replace(call=both)
-
-
-def jax_gradients(case: Case, device: str) -> Iterator[Contender]:
-    """Yield the gradients of `jax.nn` under jit, and of polyattn."""
-    import jax
-
-    arrays, bare, ours = jax_functions(case, device)
-    for name, function in ((ENGINE, bare), (OURS, ours)):
-
-        def total(*arrays: Array, function: Any = function) -> Array:
-            return function(*arrays).astype("float32").sum()
-
-        gradient = jax.jit(jax.grad(total, (0, 1, 2)))
-        yield Contender(name, lambda f=gradient: f(*arrays), jax.block_until_ready)
-
-
-def cupy_wait(_: Any) -> None:
-    """Wait for the current stream."""
-    import cupy
-
-    cupy.cuda.get_current_stream().synchronize()
-
-
-def cupy_contenders(case: Case, device: str) -> Iterator[Contender]:
-    """Yield cuDNN's plan replayed into one output, and polyattn."""
+def on_cupy(case: Case, device: str, gradients: bool) -> Pair:
+    """Return cuDNN's plan replayed into one output, and polyattn."""
     import cupy
 
     from polyattn_cupy import graphs, plans, problem_graphs
 
-    arrays = [cupy.asarray(x).astype(case.dtype) for x in arrays_of(case)]
+    arrays = [cupy.asarray(x).astype(case.dtype) for x in case.arrays()]
     call = polyattn.explain(*arrays, is_causal=case.is_causal)
     graph = problem_graphs.graph_of(call.problem, *(x.strides for x in arrays))
     output = cupy.empty(arrays[0].shape, arrays[0].dtype)
     names = (graphs.QUERY, graphs.KEY, graphs.VALUE, graphs.OUTPUT)
     pointers = {n: x.data.ptr for n, x in zip(names, (*arrays, output), strict=True)}
-
-    def bare() -> Array:
-        plans.run(graph, pointers)
-        return output
-
-    yield Contender(ENGINE, bare, cupy_wait)
-    yield Contender(OURS, lambda: polyattn.attention(*arrays, is_causal=case.is_causal), cupy_wait)
+    ours = partial(polyattn.attention, *arrays, is_causal=case.is_causal)
+    calls = {ENGINE: partial(plans.run, graph, pointers), OURS: ours}
+    return Pair(calls, lambda _: cupy.cuda.get_current_stream().synchronize())
 
 
-def textbook_contenders(case: Case) -> Iterator[Contender]:
-    """Yield the formula in plain CuPy, polyattn, and its kernel `fused`."""
-    import cupy
-
-    arrays = [cupy.asarray(x).astype(case.dtype) for x in arrays_of(case)]
-
-    def textbook() -> Array:
-        query, key, value = arrays
-        scores = query @ key.swapaxes(-1, -2) / np.sqrt(case.size)
-        weights = cupy.exp(scores - scores.max(axis=-1, keepdims=True))
-        return (weights @ value) / weights.sum(axis=-1, keepdims=True)
-
-    yield Contender("textbook", textbook, cupy_wait)
-    yield Contender(OURS, lambda: polyattn.attention(*arrays), cupy_wait)
-    yield Contender("fused", lambda: polyattn.attention(*arrays, kernel="fused"), cupy_wait)
-
-
-CONTENDERS = {"cupy": cupy_contenders, "torch": torch_contenders, "jax": jax_contenders}
-GRADIENTS = {"torch": torch_gradients, "jax": jax_gradients}
+MAKERS = {"cupy": on_cupy, "torch": on_torch, "jax": on_jax}
 
 
 def libraries(device: str) -> Iterator[str]:
     """Yield the libraries that can use the device."""
-    for name in CONTENDERS:
-        if name == "cupy" and device == "cpu":
-            continue
-        info = {info.name: info for info in polyattn.list_backends()}[name]
-        if info.available and any(d.partition(":")[0] == device for d in info.devices):
+    known = {info.name: info for info in polyattn.list_backends()}
+    for name in MAKERS:
+        kinds = {found.partition(":")[0] for found in known[name].devices}
+        if known[name].available and device in kinds and (name, device) != ("cupy", "cpu"):
             yield name
 
 
 # ---- measuring ---------------------------------------------------------------------------------
 
 
-def measure(
-    contenders: list[Contender], rounds: int, window: float
-) -> dict[str, tuple[float, float]]:
-    """Return the median seconds per call, and the median ratio of the engine's time to it.
+def seconds_of(call: Call, wait: Callable[[Any], Any], calls: int, *, host: bool = False) -> float:
+    """Return seconds per call of a burst of calls, or until the last one returns."""
+    wait(call())
+    start = time.perf_counter()
+    for _ in range(calls):
+        last = call()
+    returned = time.perf_counter()
+    wait(last)
+    return ((returned if host else time.perf_counter()) - start) / calls
 
-    The engine is the first of the contenders.
-    """
-    by_name = {contender.name: contender for contender in contenders}
+
+def measure(pair: Pair, rounds: int, window: float) -> dict[str, tuple[float, float]]:
+    """Return the median seconds per call, and the median ratio of the engine's time to it."""
+    calls, wait = pair
     counts = {}
-    for name, contender in by_name.items():
-        contender.wait(contender.call())  # to warm up
-        counts[name] = max(1, round(window / seconds_of(contender, 1)))
-    *_, times = timing.rounds(by_name, lambda name: seconds_of(by_name[name], counts[name]), rounds)
-    ratios = timing.ratios(times, contenders[0].name)
+    for name, call in calls.items():
+        wait(call())  # to warm up
+        counts[name] = max(1, round(window / seconds_of(call, wait, 1)))
+    *_, times = timing.rounds(
+        calls, lambda name: seconds_of(calls[name], wait, counts[name]), rounds
+    )
+    ratios = timing.ratios(times, ENGINE)
     return {
         name: (statistics.median(seconds), 1 / ratios[name].median)
         for name, seconds in times.items()
     }
 
 
-def seconds_of(contender: Contender, calls: int, *, host: bool = False) -> float:
-    """Return seconds per call of a burst of calls, or until the last one returns."""
-    contender.wait(contender.call())
-    start = time.perf_counter()
-    for _ in range(calls):
-        last = contender.call()
-    returned = time.perf_counter()
-    contender.wait(last)
-    return ((returned if host else time.perf_counter()) - start) / calls
-
-
-def host_times(contenders: list[Contender], rounds: int, calls: int = 50) -> dict[str, float]:
+def host_times(pair: Pair, rounds: int, count: int = 50) -> dict[str, float]:
     """Return the median seconds until a call returns, for a problem too small to wait for."""
-    by_name = {contender.name: contender for contender in contenders}
+    calls, wait = pair
     *_, times = timing.rounds(
-        by_name, lambda name: seconds_of(by_name[name], calls, host=True), rounds
+        calls, lambda name: seconds_of(calls[name], wait, count, host=True), rounds
     )
     return {name: statistics.median(seconds) for name, seconds in times.items()}
 
@@ -276,45 +205,32 @@ def tables(device: str, rounds: int, window: float) -> Iterator[str]:
     on_cpu = device == "cpu"
     cases, tiny, steps = (ON_CPU, ON_CPU[0], STEPS_ON_CPU) if on_cpu else (CASES, TINY, STEPS)
     available = list(libraries(device))
-    yield from table(
-        "TFLOP/s", cases, {n: CONTENDERS[n] for n in available}, device, rounds, window
-    )
+
+    def table(unit: str, cases: tuple[Case, ...], *, gradients: bool = False) -> Iterator[str]:
+        """Yield a table of the engines' rates and ours, in operations, or in bytes of keys."""
+        yield f"| (B, H, L, S, D) | library | engine, {unit} | polyattn, {unit} | of the engine |"
+        yield "|---|---|---|---|---|"
+        for case in cases:
+            for library in available:
+                if gradients and library == "cupy":
+                    continue
+                times = measure(MAKERS[library](case, device, gradients), rounds, window)
+                amount = case.bytes if case.rows else (3.5 if gradients else 1) * case.operations
+                rates = [amount / times[name][0] / 1e12 for name in (ENGINE, OURS)]
+                share = f"{100 * times[OURS][1]:.1f} %"
+                yield f"| {case.text} | {library} | {rates[0]:.3g} | {rates[1]:.3g} | {share} |"
+
+    yield from table("TFLOP/s", cases)
     yield "\nForward and backward together, as 3.5 times the operations of forward:\n"
-    known = {name: GRADIENTS[name] for name in available if name in GRADIENTS}
-    yield from table("TFLOP/s", cases[2:4] or cases, known, device, rounds, window)
+    yield from table("TFLOP/s", cases[2:4] or cases, gradients=True)
     yield "\nA step of decoding, by the bytes of keys and values:\n"
-    yield from table("TB/s", steps, {n: CONTENDERS[n] for n in available}, device, rounds, window)
-    yield ""
-    yield "| host time of a call, µs | engine | polyattn | added |"
+    yield from table("TB/s", steps)
+    yield "\n| host time of a call, µs | engine | polyattn | added |"
     yield "|---|---|---|---|"
     for library in available:
-        host = host_times(list(CONTENDERS[library](tiny, device)), rounds)
+        host = host_times(MAKERS[library](tiny, device, False), rounds)
         engine, ours = (host[name] * 1e6 for name in (ENGINE, OURS))
         yield f"| {library}, {tiny.text} | {engine:.1f} | {ours:.1f} | {ours - engine:.1f} |"
-    if "cupy" in available:
-        yield ""
-        yield "| CuPy, " + HALF.text + " | TFLOP/s | times the textbook's rate |"
-        yield "|---|---|---|"
-        times = measure(list(textbook_contenders(HALF)), rounds, window)
-        for name, (seconds, ratio) in times.items():
-            yield f"| {name} | {HALF.operations / seconds / 1e12:.3g} | {ratio:.1f} |"
-
-
-def table(
-    unit: str, cases: tuple[Case, ...], contenders: dict[str, Any], device: str, rounds: int,
-    window: float,
-) -> Iterator[str]:  # fmt: skip
-    """Yield a table of the engines' rates and ours, in operations, or in bytes of keys."""
-    yield f"| (B, H, L, S, D) | library | engine, {unit} | polyattn, {unit} | of the engine |"
-    yield "|---|---|---|---|---|"
-    for case in cases:
-        for library, make in contenders.items():
-            times = measure(list(make(case, device)), rounds, window)
-            passes = 3.5 if make in GRADIENTS.values() else 1
-            amount = case.bytes if case.rows else passes * case.operations
-            rates = [amount / times[name][0] / 1e12 for name in (ENGINE, OURS)]
-            share = f"{100 * times[OURS][1]:.1f} %"
-            yield f"| {case.text} | {library} | {rates[0]:.3g} | {rates[1]:.3g} | {share} |"
 
 
 def main(arguments: list[str] | None = None) -> int:

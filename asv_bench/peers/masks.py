@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import script
-from cases import kernels
+from engines import kernels
 
 import polyattn
 from polyattn import masks
@@ -70,8 +70,8 @@ def share(mask: Any, length: int) -> float:
 
 
 def main() -> int:
-    """Print the table; draw the plot and write the times if asked."""
-    parser = script.parser(__doc__, 7, "quick", "plot", "json", window=0.0)
+    """Print the tables; draw the plot and write the times if asked."""
+    parser = script.parser(__doc__ or "", 7, "quick", "plot", "json", window=0.0)
     options = script.read(parser)
     length = 1024 if options.quick else LENGTH
     found = cases(length)
@@ -80,71 +80,53 @@ def main() -> int:
     shape = (1, HEADS, length, SIZE)
     arrays = [rng.standard_normal(shape, dtype=np.float32) for _ in range(3)]
     with script.measuring(options, shares=shares) as show:
-        title = f"{HEADS} heads of {SIZE}, {length} tokens"
-        print(f"{title}; times over {REFERENCE}'s, and visible tiles")
-
-        def visible(row: script.Row) -> str:
-            return f" {shares[row.name]:7.1%}"
-
-        # NumPy's own kernel comes last, and is drawn.
+        print(f"{HEADS} heads of {SIZE}, {length} tokens; times over {REFERENCE}'s")
         able = {name: kernels(arrays, {"mask": mask}) for name, mask in found.items()}
-        for kernel in able[REFERENCE]:
+        for kernel in able[REFERENCE]:  # NumPy's own comes last, and is drawn
             calls = {
                 name: partial(polyattn.attention, *arrays, mask=mask, **able[name][kernel])
                 for name, mask in found.items()
                 if kernel in able[name]
             }
-            print(f"\n{kernel}")
-            rows = script.compare(calls, options)
-            about = {"kernel": kernel}
-            show(title, rows, "", digits=3, detail=visible, about=about)
+            results = script.compare(calls, options)
+            show(kernel, results, lambda one: f"  {shares[one.name]:.1%} of the tiles visible")
     if options.plot:
-        seconds = {row.name: row.seconds for row in rows}
+        seconds = {one.name: one.seconds for one in results}
         draw(shares, seconds, options.plot, script.machine(options.threads))
     return 0
 
 
+#: The look of each kind of mask, by how its name begins: Okabe and Ito's colours, and a marker.
+LOOKS = {
+    "full": ("#000000", "s"),
+    REFERENCE: ("#000000", "^"),
+    "window(": ("#0072B2", "o"),
+    "window |": ("#0072B2", "p"),
+    "documents": ("#D55E00", "D"),
+    "uneven": ("#009E73", "v"),
+    "padding": ("#CC79A7", "P"),
+    "compiled": ("#E69F00", "X"),
+    "bool": ("#56B4E9", "*"),
+}
+
+
 def draw(shares: dict[str, float], seconds: dict[str, float], file: Path, where: str) -> None:
     """Draw time against the share of visible tiles, both logarithmic."""
-    # Okabe and Ito's colours, each with a marker of its own.
-    kinds = {
-        "full": ("#000000", "s"),
-        REFERENCE: ("#000000", "^"),
-        "window(": ("#0072B2", "o"),
-        "window |": ("#0072B2", "p"),
-        "documents": ("#D55E00", "D"),
-        "uneven": ("#009E73", "v"),
-        "padding": ("#CC79A7", "P"),
-        "compiled": ("#E69F00", "X"),
-        "bool": ("#56B4E9", "*"),
-    }
-    figure, axis = script.subplots(1, (7.5, 5), where)
-    whole = seconds["full"]
-    ends = (min(shares.values()) * 0.8, 1.0)
-    axis.loglog(
-        ends,
-        [end * whole for end in ends],
-        color="grey",
-        linestyle=":",
-        label="full × share of tiles",
-    )
-    named: set[str] = set()
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7.5, 5), layout="constrained")
+    figure.suptitle(where, fontsize=9)
+    axis, whole = figure.subplots(), seconds["full"]
+    ends = [min(shares.values()) * 0.8, 1.0]
+    line = {"color": "grey", "linestyle": ":", "label": "full × share of tiles"}
+    axis.loglog(ends, [end * whole for end in ends], **line)
     for name, visible in shares.items():
-        kind = next(kind for kind in kinds if name.startswith(kind))
-        colour, marker = kinds[kind]
-        hollow = "causal" in name and name != REFERENCE
-        label = "windows" if kind == "window(" else name
-        axis.loglog(
-            visible,
-            seconds[name],
-            marker=marker,
-            markersize=8,
-            linestyle="",
-            color=colour,
-            markerfacecolor="white" if hollow or kind == "window |" else colour,
-            label=None if label in named else label,
-        )
-        named.add(label)
+        kind = next(kind for kind in LOOKS if name.startswith(kind))
+        colour, marker = LOOKS[kind]
+        is_hollow = kind == "window |" or (name != REFERENCE and "causal" in name)
+        face = "white" if is_hollow else colour
+        style = {"markersize": 8, "linestyle": "", "color": colour, "markerfacecolor": face}
+        axis.loglog(visible, seconds[name], marker=marker, label=name, **style)
     across, up = (0.03, 0.1, 0.3, 1.0), (0.1, 0.2, 0.5, 1, 2, 5)
     axis.set_xticks(across, [f"{tick:.0%}" for tick in across])
     axis.set_yticks(up, [f"{tick:g}" for tick in up])

@@ -1,9 +1,9 @@
 """The overhead of `polyattn.attention` over the bare call that it makes, on very small arrays.
 
 Both run in turns in one process; differences and ratios are of medians. The bare calls are five
-lines of NumPy and torch's `scaled_dot_product_attention`; the compiled kernel has a line of its own
-where it is installed. A second table has the steps of a call, and a third one the whole time of
-calls with options, most of which are described each time.
+lines of NumPy, torch's `scaled_dot_product_attention` and a session of ONNX Runtime; the compiled
+kernel has a line of its own where it is installed. A second table has the steps of a call, and a
+third one the whole time of calls with options, most of which are described each time.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from typing import Any
 
 import numpy as np
 import script
-from cases import kernels, textbook
+from cases import Case
+from engines import installed, kernels, on_onnxruntime, textbook
 
 import polyattn
 from polyattn import masks, scores
@@ -31,6 +32,7 @@ from polyattn._dispatch.request import request
 from polyattn._dispatch.select import select
 
 SHAPE = (1, 1, 16, 16)
+TINY = Case(1, 1, 1, 16, 16, 16)
 
 
 def steps(arrays: list[Any]) -> dict[str, script.Call]:
@@ -74,7 +76,7 @@ def described(arrays: list[Any]) -> dict[str, script.Call]:
 
 def main() -> int:
     """Print a line for each installed library."""
-    parser = script.parser(__doc__, 41, "quick", window=0.02, rest=0.0)
+    parser = script.parser(__doc__ or "", 41, "quick", window=0.02, rest=0.0)
     options = script.read(parser)
     array = np.random.default_rng(0).standard_normal(SHAPE, dtype=np.float32)
     cases: dict[str, tuple[script.Call, list[Any]]] = {"numpy": (textbook, [array] * 3)}
@@ -92,7 +94,11 @@ def main() -> int:
                     "bare": partial(bare, *arrays),
                     "polyattn": partial(polyattn.attention, *arrays, **which),
                 }
-                print(f"{kernel:6}", script.added(script.compare(calls, options)))
+                print(f"{kernel:11}", script.added(script.compare(calls, options)))
+        for name, bare in installed({"onnxruntime": lambda: on_onnxruntime(TINY, 1)}).items():
+            attend = partial(polyattn.attention, *TINY.arguments()[0], backend=name)
+            calls = {"bare": bare, "polyattn": attend}
+            print(f"{name:11}", script.added(script.compare(calls, options)))
         options.window /= 4
         for title, made in {"the steps of a call": steps, "calls with options": described}.items():
             print(f"\n{'microseconds of ' + title:35}" + "".join(f"{name:>8}" for name in cases))

@@ -1,4 +1,4 @@
-"""Shared parts of the scripts in this folder: options, comparisons of calls, and their rows.
+"""Shared parts of the scripts in this folder: options, comparisons of calls, and what is printed.
 
 A script gives the calls to compare, by name. Each round gives every call a window in turn, and a
 ratio is the median over the rounds of one window's time over the reference's in the same round.
@@ -12,7 +12,7 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,6 +29,7 @@ FLAGS: dict[str, dict[str, Any]] = {
     "quick": {"action": "store_true", "help": "one round, of small shapes: no measurement"},
     "threads": {"type": int, "help": "of each contender, 0 for all cores (default: %(default)s)"},
     "cases": {"metavar": "TEXT", "help": "only cases with this text"},
+    "window": {"type": float, "help": "seconds of calls in a round (default: %(default)s)"},
     "json": {"type": Path, "metavar": "FILE", "help": "write the times"},
     "plot": {"type": Path, "metavar": "FILE.png", "help": "draw a plot"},
     "cpu-time": {
@@ -66,13 +67,6 @@ def read(parser: argparse.ArgumentParser, arguments: list[str] | None = None) ->
     return options
 
 
-def chosen(options: Options, cases: Iterable[Any], quick: Iterable[Any]) -> Iterator[Any]:
-    """Yield the cases that are asked for."""
-    for case in quick if options.quick else cases:
-        if options.cases in case.title:
-            yield case
-
-
 def all_threads() -> int:
     """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0))
@@ -81,7 +75,7 @@ def all_threads() -> int:
 # ---- comparisons -------------------------------------------------------------------------------
 
 
-class Row(NamedTuple):
+class Result(NamedTuple):
     """A call: its seconds in each round, their ratio to the reference's, and the largest error."""
 
     name: str
@@ -95,9 +89,8 @@ class Row(NamedTuple):
         return statistics.median(self.times)
 
     def facts(self) -> dict[str, Any]:
-        """Return the row for JSON."""
-        median, low, high = self.ratio
-        ratio = {"ratio": median, "low": low, "high": high}
+        """Return the result for JSON."""
+        ratio = dict(zip(("ratio", "low", "high"), self.ratio, strict=True))
         return {"contender": self.name, "seconds": self.seconds, **ratio, "error": self.error}
 
 
@@ -107,7 +100,7 @@ def compare(
     error: Callable[[Any, Any], float] | None = None,
     exact: Any = None,
     parts: int = 1,
-) -> list[Row]:
+) -> list[Result]:
     """Time calls in turns, over the first; `parts` are those of a call that are timed as one.
 
     An `error` is that of a result against the `exact` one, by default that of the first call.
@@ -124,7 +117,7 @@ def compare(
 
     *_, times = timing.rounds(calls, measure, options.rounds)
     ratios = timing.ratios(times, next(iter(calls)))
-    return [Row(name, own, ratios[name], errors[name]) for name, own in times.items()]
+    return [Result(name, own, ratios[name], errors[name]) for name, own in times.items()]
 
 
 def window(
@@ -139,31 +132,25 @@ def window(
     return timing.window(call, seconds, clock=clock)
 
 
-def timed(call: Call, clock: Callable[[], float] = time.perf_counter) -> tuple[Any, float]:
-    """Return the result of a call, and its seconds."""
-    start = clock()
-    return call(), clock() - start
-
-
 def difference(result: Any, exact: Any) -> float:
     """Return the largest difference of two results."""
     one, other = (np.asarray(x, dtype=np.float32) for x in (result, exact))
     return float(np.abs(one - other).max())
 
 
-# ---- results -----------------------------------------------------------------------------------
+# ---- what is printed ---------------------------------------------------------------------------
 
 
-def machine(threads: int, dtypes: str = "float32") -> str:
+def machine(threads: int) -> str:
     """Describe the processor and the libraries that the times were measured on."""
-    return f"{processor()}, {threads} threads each; {versions()}; {compiled()}; {dtypes}"
+    return f"{processor()}, {threads} threads each; {versions()}; {compiled()}"
 
 
 def compiled() -> str:
     """Return the instruction set of the compiled kernel, or that there is no such kernel."""
     shape = (1, 1)
-    found = polyattn.explain(shape, shape, shape, backend="numpy").candidates
-    if all(one.kernel != "native" or one.status == "unavailable" for one in found):
+    candidates = polyattn.explain(shape, shape, shape, backend="numpy").candidates
+    if all(one.kernel != "native" or one.status == "unavailable" for one in candidates):
         return "without polyattn-native"
     from polyattn_native.library import VARIABLE, instruction_sets, library
 
@@ -171,59 +158,41 @@ def compiled() -> str:
 
 
 @contextlib.contextmanager
-def measuring(
-    options: Options, dtypes: str = "float32", **facts: Any
-) -> Iterator[Callable[..., None]]:
-    """Hold polyattn to the threads, and yield `show`, which prints rows; write JSON at the end."""
-    where = machine(options.threads, dtypes)
-    print(f"{where}; {options.rounds} rounds", flush=True)
-    results: list[dict[str, Any]] = []
+def measuring(options: Options, **facts: Any) -> Iterator[Callable[..., None]]:
+    """Hold polyattn to the threads, and yield `show`, which prints results; write JSON at the end.
 
-    def show(title: str, rows: list[Row], label: str | None = None, **style: Any) -> None:
-        about = style.pop("about", {})
-        text = f"{title:34} " if label is None else label
-        print("\n".join(text + line for line in lines(rows, **style)), flush=True)
-        results.extend({"case": title} | about | row.facts() for row in rows)
+    ``show(title, results, detail)`` prints a line for each: its time, what `detail` tells of it,
+    its ratio with quartiles, and its error.
+    """
+    where = machine(options.threads)
+    print(f"{where}; {options.rounds} rounds", flush=True)
+    written: list[dict[str, Any]] = []
+
+    def show(
+        title: str, results: list[Result], detail: Callable[[Result], str] = lambda result: ""
+    ) -> None:
+        width = max(14, *(len(result.name) for result in results))
+        for one in results:
+            text = f"{title:34} {one.name:{width}} {one.seconds * 1e3:10.3f} ms"
+            median, low, high = (f"{number:.3f}" for number in one.ratio)
+            text += f"  ratio {median} ({low} to {high})"
+            text += "" if one.error is None else f"  error {one.error:.1e}"
+            print(text + detail(one), flush=True)
+        written.extend({"case": title} | result.facts() for result in results)
 
     with polyattn.use_threads(options.threads):
         yield show
     if options.json:
-        write_json(options.json, {"machine": where, **facts, "results": results})
+        text = json.dumps({"machine": where, **facts, "results": written}, indent=1)
+        options.json.write_text(text, encoding="utf-8")
 
 
-def lines(
-    rows: list[Row], detail: Callable[[Row], str] = lambda row: "", digits: int = 2
-) -> Iterator[str]:
-    """Yield a line for each row: time, what else is told, ratio with quartiles, and error."""
-    width = max(14, *(len(row.name) for row in rows))
-    for row in rows:
-        text = f"{row.name:{width}} {row.seconds * 1e3:10.3f} ms{detail(row)}"
-        median, low, high = (f"{number:.{digits}f}" for number in row.ratio)
-        text += f"  ratio {median} ({low} to {high})"
-        yield text if row.error is None else f"{text}  error {row.error:.1e}"
-
-
-def added(rows: list[Row]) -> str:
+def added(results: list[Result]) -> str:
     """Return what the second call adds to the first, in microseconds, with quartiles."""
-    bare, ours = rows
+    bare, ours = results
     spread = timing.spread_of([a - b for a, b in zip(ours.times, bare.times, strict=True)])
     median, low, high = (f"{second * 1e6:.1f}" for second in spread)
     return (
         f"{bare.name} {bare.seconds * 1e6:.1f} µs, {ours.name} {ours.seconds * 1e6:.1f} µs,"
         f" added {median} ({low} to {high}) µs, ratio {ours.ratio.median:.2f}"
     )
-
-
-def write_json(file: Path, times: Any) -> None:
-    """Write times as JSON."""
-    file.write_text(json.dumps(times, indent=1), encoding="utf-8")
-
-
-def subplots(columns: int, size: Sequence[float], title: str) -> tuple[Any, Any]:
-    """Return a figure without a window, and its axes."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=size, layout="constrained")
-    axes = figure.subplots(1, columns, sharey=True)
-    figure.suptitle(title, fontsize=9)
-    return figure, axes

@@ -100,7 +100,7 @@ def run(options: argparse.Namespace) -> int:
     _check_files(options)
     if options.compare is not None:
         from polyattn.bench.compare import compare
-        from polyattn.bench.report import read
+        from polyattn.bench.results import read
 
         a, b = options.compare
         show("\n".join(compare(read(a), read(b), str(a), str(b))))
@@ -129,13 +129,13 @@ def _check_files(options: argparse.Namespace) -> None:
 
 def _measure(options: argparse.Namespace) -> int:
     from polyattn.bench import contender, machine, table
-    from polyattn.bench.report import Results
-    from polyattn.bench.run import measure, measure_peaks
+    from polyattn.bench.measure import measure, measure_peaks
+    from polyattn.bench.results import BenchResults
 
     workload = _workload(options)
     names = contender.everything_here() if options.backends is None else options.backends
     contenders = _supporting(contender.contenders(names), workload, options)
-    results = Results(machine.look(contenders), workload, _command(options, contenders))
+    results = BenchResults(machine.look(contenders), workload, _command(options, contenders))
     titles = [one.name for one in contenders]
     _print(table.head(results))
     deadline = time.perf_counter() + options.seconds
@@ -209,28 +209,21 @@ def _write(results: Any, options: argparse.Namespace) -> bool:
     """Write the files that the options name; return whether all were written."""
     if results.interrupted and not results.rows:  # older results are better than none
         return False
-    ways = {"json": _write_json, "plot": _write_plot}
     written = True
-    for name, write in ways.items():
+    for name in ("json", "plot"):
         file = getattr(options, name)
         try:
-            if file is not None:
-                write(results, file)
+            if file is not None and name == "json":
+                write_file(file, results.as_json())
+            elif file is not None:
+                from polyattn.bench import picture
+
+                with replacing(file.parent, file.name) as made:
+                    picture.draw(results).savefig(made / file.name, dpi=picture.DPI)
         except OSError as error:
             written = False
             complain(f"polyattn bench: --{name} {file}: {reason(error)}")
     return written
-
-
-def _write_json(results: Any, file: Path) -> None:
-    write_file(file, results.as_json())
-
-
-def _write_plot(results: Any, file: Path) -> None:
-    from polyattn.bench import picture
-
-    with replacing(file.parent, file.name) as made:
-        picture.draw(results).savefig(made / file.name, dpi=picture.DPI)
 
 
 def _print(lines: Sequence[str]) -> None:

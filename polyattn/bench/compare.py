@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from polyattn._base.text_table import paragraph, table
 from polyattn.bench.machine import fact
-from polyattn.bench.report import Results, Timing
+from polyattn.bench.results import BenchResults, Timing
 from polyattn.bench.table import digits, duration
 from polyattn.bench.timing import FEWEST
 
@@ -20,7 +20,7 @@ LEGEND = """\
   ~ the range contains 1, so the two may be equally fast."""
 
 
-def compare(first: Results, second: Results, a: str = "A", b: str = "B") -> list[str]:
+def compare(first: BenchResults, second: BenchResults, a: str = "A", b: str = "B") -> list[str]:
     """Return lines with the differences of the machines, then the times and their ratios."""
     ours, theirs = _timed(first), _timed(second)
     if first.workload != second.workload:
@@ -42,7 +42,7 @@ def compare(first: Results, second: Results, a: str = "A", b: str = "B") -> list
     return [*lines, "", *paragraph(LEGEND)]
 
 
-def _timed(results: Results) -> dict[Key, Timing]:
+def _timed(results: BenchResults) -> dict[Key, Timing]:
     return {(row.length, row.backend): row for row in results.rows if row.seconds is not None}
 
 
@@ -59,7 +59,7 @@ def _ratio(a: Timing, b: Timing) -> tuple[float, float, float]:
     return second / first, b_low / a_high, b_high / a_low
 
 
-def _differences(first: Results, second: Results) -> Iterator[str]:
+def _differences(first: BenchResults, second: BenchResults) -> Iterator[str]:
     """Yield the facts in which the machines differ."""
     ours, theirs = first.machine.facts(), second.machine.facts()
     names = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]

@@ -77,10 +77,6 @@ class Running:
         self.contender.backend.synchronize(self.contender.device)
         return output
 
-    def fetched(self, output: Array) -> Any:
-        """Return an output as a NumPy array."""
-        return np.asarray(self.contender.backend.fetch(output))
-
 
 def everything_here() -> list[str]:
     """Return the names of all backends that can be loaded and compute."""
@@ -103,7 +99,9 @@ def _named(name: str) -> Iterator[Contender]:
     explain(shape, shape, shape, backend=stem)  # refuses an unknown name
     if stem == registry.ARRAY_API:
         if wanted:
-            raise ValueError(f"array-api runs on NumPy arrays and takes no device; got {name!r}")
+            raise ValueError(
+                f"array-api runs on NumPy arrays: name it without a device; got {name!r}"
+            )
         yield Contender(
             stem, stem, "numpy", "cpu", "cpu", registry.array_api_backend(namespace_of(np.zeros(0)))
         )
@@ -113,8 +111,7 @@ def _named(name: str) -> Iterator[Contender]:
     library = spec.namespaces[0]
     if not backend.computes:
         raise UnsupportedError(
-            f"the backend {stem!r} makes a graph, which another program runs: there is no call to"
-            " time"
+            f"the backend {stem!r} cannot be timed: it makes a graph, which another program runs"
         )
     if not devices and not wanted:
         yield Contender(stem, stem, library, None, spec.devices[0], backend)

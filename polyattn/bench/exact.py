@@ -12,14 +12,14 @@ from polyattn.bench.workload import Workload
 BLOCKS, ROWS = 4, 16
 
 
-class Rows(NamedTuple):
+class ExactRows(NamedTuple):
     """A block of output rows: its index and its exact values."""
 
     where: tuple[Any, ...]
     values: Any
 
 
-def exact_rows(workload: Workload, arrays: list[Any], length: int) -> list[Rows]:
+def exact_rows(workload: Workload, arrays: list[Any], length: int) -> list[ExactRows]:
     """Return blocks of rows from the whole length, for the first and the last head."""
     query, key, value = arrays
     rows, times = query.shape[-2], workload.heads // workload.key_heads
@@ -38,11 +38,11 @@ def exact_rows(workload: Workload, arrays: list[Any], length: int) -> list[Rows]
                 backend="array-api",
                 kernel="dense",
             )
-            blocks.append(Rows(where, values))
+            blocks.append(ExactRows(where, values))
     return blocks
 
 
-def largest_error(output: Any, exact: list[Rows]) -> float:
+def largest_error(output: Any, exact: list[ExactRows]) -> float:
     """Return the largest difference from the exact rows; NaN if an element is NaN."""
     errors = [np.abs(output[where].astype(np.float64) - values).max() for where, values in exact]
     return float(np.max(errors))

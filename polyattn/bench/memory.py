@@ -50,4 +50,4 @@ def _status(name: str) -> int:
     for line in _STATUS.read_text(encoding="ascii", errors="replace").splitlines():
         if line.startswith(f"{name}:"):
             return int(line.split()[1]) * 1024
-    raise OSError(f"{_STATUS} has no {name}")
+    raise OSError(f"{_STATUS} does not report {name}")

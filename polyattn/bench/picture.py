@@ -12,7 +12,7 @@ from typing import Any
 
 from polyattn._base.extras import require_matplotlib
 from polyattn.bench.peaks import roof
-from polyattn.bench.report import Results, Timing
+from polyattn.bench.results import BenchResults, Timing
 from polyattn.bench.table import rate_unit
 
 DPI = 130
@@ -22,7 +22,7 @@ MARKERS = "osD^vPX*"
 ROOFS = ("--", ":", "-.", (0, (1, 3)))
 
 
-def draw(results: Results) -> Any:
+def draw(results: BenchResults) -> Any:
     """Return a matplotlib figure: a line for each backend, and a band between its quartiles."""
     figures = require_matplotlib("figure")
     figure = figures.Figure(figsize=(7.4, 5.6), layout="constrained")
@@ -55,7 +55,9 @@ def draw(results: Results) -> Any:
     return figure
 
 
-def _line(axes: Any, results: Results, rows: Sequence[Timing], scale: float, **look: Any) -> None:
+def _line(
+    axes: Any, results: BenchResults, rows: Sequence[Timing], scale: float, **look: Any
+) -> None:
     lengths = [row.length for row in rows]
 
     def rates(seconds: Iterable[float | None]) -> list[float]:
@@ -95,7 +97,7 @@ def _ticks(axes: Any, lengths: Sequence[int]) -> None:
     axes.yaxis.set_minor_formatter(plain if narrow else ticker.NullFormatter())
 
 
-def _title(results: Results) -> list[str]:
+def _title(results: BenchResults) -> list[str]:
     machine = results.machine
     where = [machine.processor, f"{machine.cores} cores", *machine.devices.values()]
     libraries = [f"{name} {version}" for name, version in machine.libraries.items()]

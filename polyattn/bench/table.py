@@ -8,11 +8,13 @@ from collections.abc import Iterable, Sequence
 
 from polyattn._base import text_table
 from polyattn.bench.machine import fact
-from polyattn.bench.report import Results, Timing
+from polyattn.bench.results import BenchResults, Timing
 
 WIDTH = 100
-COLUMNS = ("ms", "quartiles", "rate", "product", "roof", "error", "memory")
-WIDTHS = (7, 15, 7, 7, 5, 7, 10)
+# The columns after length, backend and kernel, and their widths.
+COLUMNS = {
+    "ms": 7, "quartiles": 15, "rate": 7, "product": 7, "roof": 5, "error": 7, "memory": 10,
+}  # fmt: skip
 # What a narrow terminal leaves out, the first of them first.
 SPARE = ("product", "roof", "memory")
 LEGEND = (
@@ -28,14 +30,14 @@ LIMIT_IS_WRONG = (
 )
 
 
-def head(results: Results) -> list[str]:
+def head(results: BenchResults) -> list[str]:
     """Return the first lines: the call, the machine and the command to repeat the run."""
     call = text_table.paragraph(f"polyattn bench: {results.workload}")
     lines = [*call, *results.machine.lines()]
     return [*lines, f"  {'repeat':<11}{results.command}"]  # in one line, to be pasted
 
 
-def heading(results: Results, names: Iterable[str]) -> list[str]:
+def heading(results: BenchResults, names: Iterable[str]) -> list[str]:
     """Return the lines above the rows: the roof of each device and the column titles."""
     unit, scale = rate_unit(results)
     lines = [
@@ -51,15 +53,16 @@ def heading(results: Results, names: Iterable[str]) -> list[str]:
     return [*lines, "", _line(titles, _room(names))]
 
 
-def group(results: Results, rows: Sequence[Timing], names: Iterable[str]) -> list[str]:
+def group(results: BenchResults, rows: Sequence[Timing], names: Iterable[str]) -> list[str]:
     """Return the lines of the rows of one length."""
     room = _room(names)
     return [line for row in rows for line in _row(results, row, room)] + [""]
 
 
-def footer(results: Results, names: Iterable[str]) -> list[str]:
+def footer(results: BenchResults, names: Iterable[str]) -> list[str]:
     """Return the lines below the rows."""
-    left_out = ", ".join(SPARE[: _columns_left_out(_room(names))])
+    shown = _fitting(_room(names))
+    left_out = ", ".join(name for name in SPARE if name not in shown)
     narrow = f" Not shown, for lack of width: {left_out}." if left_out else ""
     shares = [of(row) for row in results.rows for of in (results.of_product, results.of_roof)]
     wrong = LIMIT_IS_WRONG if max(filter(None, shares), default=0) > WRONG else ""
@@ -70,14 +73,14 @@ def _room(names: Iterable[str]) -> int:
     return max(len(name) for name in ("backend", *names))
 
 
-def _row(results: Results, row: Timing, room: int) -> list[str]:
+def _row(results: BenchResults, row: Timing, room: int) -> list[str]:
     if row.seconds is None:
         return _wrapped(row.note or "", f"  {row.length:>6}  {row.backend:<{room}}  ")
     line = _line(_cells(results, row), room)
     return [line] if row.note is None else [line, *fact("", row.note)]
 
 
-def _cells(results: Results, row: Timing) -> tuple[str, ...]:
+def _cells(results: BenchResults, row: Timing) -> tuple[str, ...]:
     middle, low, high = row.spread
     _, scale = rate_unit(results)
     rate, of_product, of_roof = results.rate(row), results.of_product(row), results.of_roof(row)
@@ -96,21 +99,21 @@ def _cells(results: Results, row: Timing) -> tuple[str, ...]:
 
 
 def _line(cells: Sequence[str], room: int) -> str:
-    left_out = SPARE[: _columns_left_out(room)]
-    widths = zip(("", "", "", *COLUMNS), (6, -room, -6, *WIDTHS), cells, strict=True)
-    shown = [(width, cell) for name, width, cell in widths if name not in left_out]
-    return text_table.line([cell for _, cell in shown], [width for width, _ in shown])
+    length, backend, kernel, *others = cells
+    values, shown = dict(zip(COLUMNS, others, strict=True)), _fitting(room)
+    texts = [length, backend, kernel, *(values[name] for name in shown)]
+    return text_table.line(texts, [6, -room, -6, *(COLUMNS[name] for name in shown)])
 
 
-def _columns_left_out(room: int) -> int:
-    """Return how many of the spare columns do not fit the terminal."""
-    widths = dict(zip(COLUMNS, WIDTHS, strict=True))
-    excess = sum(2 + n for n in (6, room, 6, *WIDTHS)) - text_table.terminal_width()
-    left_out = 0
-    while excess > 0 and left_out < len(SPARE):
-        excess -= 2 + widths[SPARE[left_out]]
-        left_out += 1
-    return left_out
+def _fitting(room: int) -> list[str]:
+    """Return the columns that fit the terminal beside names of backends of some width."""
+    shown = list(COLUMNS)
+    for name in SPARE:
+        widths = (6, room, 6, *(COLUMNS[x] for x in shown))
+        if sum(2 + width for width in widths) <= text_table.terminal_width():
+            break
+        shown.remove(name)
+    return shown
 
 
 def _wrapped(text: str, start: str) -> list[str]:
@@ -118,7 +121,7 @@ def _wrapped(text: str, start: str) -> list[str]:
     return textwrap.wrap(text, width, initial_indent=start, subsequent_indent=" " * len(start))
 
 
-def rate_unit(results: Results) -> tuple[str, float]:
+def rate_unit(results: BenchResults) -> tuple[str, float]:
     """Return the rate unit for the fastest device and its size in operations per second."""
     fastest = max((peak.product for peak in results.roofs.values()), default=0.0)
     return ("TFLOP/s", 1e12) if fastest >= 2e12 else ("GFLOP/s", 1e9)

@@ -7,7 +7,7 @@ from typing import Any
 from polyattn._api.attention import attention
 from polyattn._api.partial import attention_partial
 from polyattn._base.arrays import Array, index_range, library_of
-from polyattn.dialects._packed import Packed, Rule, chunked, from_pages, packed_attention
+from polyattn.dialects._packed import Packed, PositionRule, chunked, from_pages, packed_attention
 from polyattn.dialects._shared import (
     alibi,
     bounds,
@@ -117,5 +117,5 @@ def varlen(
         ends = integers("cu_seqlens_k", keys.starts, q)
         used = ends[1:] - ends[:-1] if keys.used is None else keys.used
         k, v, keys = from_pages(k, v, integers("block_table", table, q), used)
-    rule = Rule(bool(causal), near, chunk=chunk, slopes=slopes, logsumexp=logsumexp)
+    rule = PositionRule(bool(causal), near, chunk=chunk, slopes=slopes, logsumexp=logsumexp)
     return packed_attention(q, k, v, rows, keys, rule, **options)

@@ -220,14 +220,14 @@ def _check_combination(new: tuple[Array, Array] | None, cache: Cache, rotation: 
 
 def _facts_when_written(new: tuple[Array, Array], cache: Cache) -> list[ArrayFacts]:
     """Return facts of keys and values for the cache, which a write neither casts nor moves."""
-    found = []
+    expected = []
     for name, x, pool in zip(("k", "v"), new, cache[:2], strict=True):
         one, own = facts_of(x, name), facts_of(pool, f"{name}_cache")
         if one[:3] != own[:3]:
             kinds = (" ".join(facts[:3]) for facts in (own, one))
             raise TypeError("{} must be as {}_cache, {}; got {}".format(name, name, *kinds))
-        found.append(own if own.requires_grad else one)
-    return found
+        expected.append(own if own.requires_grad else one)
+    return expected
 
 
 def _check_range(name: str, given: Any, most: int, why: str) -> None:

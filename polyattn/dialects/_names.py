@@ -16,7 +16,7 @@ class Names(NamedTuple):
     options: dict[str, str]  # "attn_mask" is a mask or a bias, by its dtype
     causal: bool | str = True  # the value of is_causal
     no_bound: int | None = None  # the end of a window that bounds nothing
-    packed: bool = False  # whether sequences lie one after another, (T, H, D), between starts
+    packed: bool = False  # whether sequences are packed, (T, H, D), with their starts
 
 
 def _same(*names: str, **others: str) -> dict[str, str]:
@@ -58,7 +58,7 @@ NAMES = {
         frozenset(("local_window_size", "query_seq_lengths")),
         True,
         _same("bias", "mask", "scale", "is_causal", window="local_window_size"),
-        no_bound=2**30,  # it has no word for a side without a bound
+        no_bound=2**30,  # stands for a side without a bound
     ),
     "keras": Names(
         frozenset(("flash_attention", "attn_logits_soft_cap")),

@@ -1,4 +1,4 @@
-"""Attention over sequences that lie one after another in one array, and over pages of a cache.
+"""Attention over packed sequences (a ragged batch in one array), and over pages of a cache.
 
 Where the host can read the lengths, each run of sequences of one length is a call of its own, which
 spends nothing on the other sequences. A traced program has one call with masks instead.
@@ -31,7 +31,7 @@ class Packed(NamedTuple):
     used: Array | Sequence[int] | None = None  # (B,); None for all tokens up to the next start
 
 
-class Rule(NamedTuple):
+class PositionRule(NamedTuple):
     """The options by position, which count from the start of each sequence."""
 
     causal: bool = False
@@ -43,8 +43,9 @@ class Rule(NamedTuple):
 
 
 def packed_attention(
-    query: Array, key: Array, value: Array, rows: Packed, keys: Packed, rule: Rule, **options: Any
-) -> Any:
+    query: Array, key: Array, value: Array, rows: Packed, keys: Packed, rule: PositionRule,
+    **options: Any,
+) -> Any:  # fmt: skip
     """Return the output, (T, H, E), 0 in rows of no sequence, and the logsumexp by the rule."""
     xp = library_of(query, "query").xp
     is_readable = all(one is None or _is_readable(one) for one in (*rows, *keys))
@@ -78,7 +79,7 @@ def check_pages(table: Array, used: Any, pages: int, page: int) -> None:
     if not is_on_host(table) or not is_on_host(used):
         return
     if 0 in table.shape or 0 <= int(table.min()) <= int(table.max()) < pages:
-        return  # all of it, which is found in less time
+        return  # all of it, which takes less time to check
     xp = library_of(table).xp
     ends = used if isinstance(used, int) else numbers_like(xp, used, table.dtype, table)[:, None]
     begun = index_range(xp, 0, table.shape[1], table) * page < ends
@@ -103,7 +104,7 @@ def chunked(positions: Array, columns: Array, chunk: int) -> masks.Mask:
     return masks.segments(positions // chunk, columns // chunk)
 
 
-def _results(arrays: Sequence[Array], rule: Rule, options: Any) -> tuple[Array, ...]:
+def _results(arrays: Sequence[Array], rule: PositionRule, options: Any) -> tuple[Array, ...]:
     """Return the output, and the logsumexp if the rule asks for it."""
     if rule.logsumexp:
         return attention_partial(*arrays, layout="...LHD", **options)
@@ -125,7 +126,7 @@ def _is_readable(numbers: Any) -> bool:
 
 
 def _one_by_one(
-    xp: Any, arrays: Arrays, rows: Packed, keys: Packed, rule: Rule, options: Any
+    xp: Any, arrays: Arrays, rows: Packed, keys: Packed, rule: PositionRule, options: Any
 ) -> list[Array]:
     query, key, _ = arrays
     own, other = spans_of("query", rows, query), spans_of("key", keys, key)
@@ -142,7 +143,7 @@ def _one_by_one(
     ]
 
 
-def _run(xp: Any, arrays: Arrays, run: list[Run], rule: Rule, options: Any) -> list[Array]:
+def _run(xp: Any, arrays: Arrays, run: list[Run], rule: PositionRule, options: Any) -> list[Array]:
     """Return the rows of neighbouring sequences of one length, which are a batch."""
     (first, rows, keys), count = run[0], len(run)
     parts = [xp.reshape(x, (count, x.shape[0] // count, *x.shape[1:])) for x in arrays]
@@ -173,7 +174,7 @@ def spans_of(name: str, packed: Packed, array: Array) -> list[tuple[int, int]]:
     if len(used) != len(lengths) or edges != sorted(edges):
         lengths_used = "" if packed.used is None else f", of which {short(used)} are used"
         raise ValueError(
-            f"the sequences of {name} must lie one after another in its {total} tokens; they begin"
+            f"the sequences of {name} must be packed in order in its {total} tokens; they begin"
             f" and the last ends at {short(starts)}{lengths_used}"
         )
     return spans
@@ -232,7 +233,7 @@ def places_of(xp: Any, packed: Packed, total: int, like: Array) -> tuple[Array, 
 
 
 def _at_once(
-    xp: Any, arrays: Arrays, rows: Packed, keys: Packed, rule: Rule, options: Any
+    xp: Any, arrays: Arrays, rows: Packed, keys: Packed, rule: PositionRule, options: Any
 ) -> tuple[Array, ...]:
     query, key, _ = arrays
     own, position, many_rows = places_of(xp, rows, query.shape[0], query)

@@ -27,7 +27,8 @@ def shape_of(array: Any, name: str) -> tuple[Any, ...]:
 def check_axes(axes: str, /, *arrays: Any, **lengths: int) -> None:
     """Raise unless each array has the axes of its letters, and each letter one length.
 
-    Axes are as in "q BLHD, slopes H|BH". A digit is its own length, and None is no array.
+    Axes are as in "q BLHD, slopes H|BH". A digit is its own length, and None an argument
+    that is not given.
     """
     if not (torch_is_imported() and is_compiling()):  # which would trace through the cache
         try:

@@ -185,11 +185,11 @@ def multi_head_attention_forward(
     training : bool
         Whether to drop weights.
     key_padding_mask : Array, optional
-        Shape (B, S) or (S,); bool, True where a key takes no part, or float, added to the scores.
+        Shape (B, S) or (S,); bool, True where a key is masked, or float, added to the scores.
     need_weights : bool
         Whether to return the weights.
     attn_mask : Array, optional
-        Shape (L, S) or (B·H, L, S); bool, True where a key takes no part, or float, added.
+        Shape (L, S) or (B·H, L, S); bool, True where a key is masked, or float, added.
     use_separate_proj_weight : bool
         Whether the weights of the projections are the following three.
     q_proj_weight, k_proj_weight, v_proj_weight : Array, optional

@@ -6,7 +6,7 @@ from typing import Any
 
 from polyattn._api.attention import attention
 from polyattn._base.arrays import Array, cast, is_array, library_of
-from polyattn.dialects._packed import Packed, Rule, from_pages, packed_attention
+from polyattn.dialects._packed import Packed, PositionRule, from_pages, packed_attention
 from polyattn.dialects._shared import check_axes, dropout_of, scaled, shape_of, with_all_axes
 
 __all__ = ["memory_efficient_attention"]
@@ -93,7 +93,7 @@ def _one_axis_of_heads(xp: Any, x: Array) -> Array:
     return x if len(x.shape) == 4 else xp.reshape(x, (*x.shape[:2], -1, x.shape[-1]))
 
 
-def _rule_of(bias: Any) -> Rule | None:
+def _rule_of(bias: Any) -> PositionRule | None:
     """Return what the class of a bias and its fields mean; None for an array."""
     names = [cls.__name__ for cls in type(bias).__mro__]
     name = next((name for name in names if name in _BIASES), None)
@@ -106,14 +106,14 @@ def _rule_of(bias: Any) -> Rule | None:
         )
     size = getattr(bias, "_window_size", None)
     window = getattr(bias, "window_left", None), getattr(bias, "window_right", None)
-    return Rule(
+    return PositionRule(
         causal="Causal" in name or "Triangular" in name,
         window=window if size is None else (size - 1, 0),
         from_first=not any(word in name for word in ("BottomRight", "Offset", "Padded")),
     )
 
 
-def _of_scores(xp: Any, bias: Any, rule: Rule | None, query: Array) -> dict[str, Any]:
+def _of_scores(xp: Any, bias: Any, rule: PositionRule | None, query: Array) -> dict[str, Any]:
     """Return the options that mean a bias of the whole score matrix."""
     if rule is None:
         return {} if bias is None else {"bias": _with_heads(xp, bias, query)}
@@ -137,9 +137,9 @@ def _with_heads(xp: Any, bias: Array, query: Array) -> Array:
 
 
 def _of_blocks(
-    xp: Any, arrays: list[Array], bias: Any, rule: Rule, options: dict[str, Any]
+    xp: Any, arrays: list[Array], bias: Any, rule: PositionRule, options: dict[str, Any]
 ) -> Array:
-    """Return attention of sequences that lie one after another in a batch of one."""
+    """Return attention of packed sequences, a batch of one."""
     for x in arrays:
         if x.shape[0] != 1:
             name = type(bias).__name__

@@ -4,17 +4,17 @@ Each strategy is written once, over a small `Communicator`. There are communicat
 JAX mesh, a process group of torch, MPI, and threads.
 """
 
-from polyattn.parallel.choice import Candidate, ParallelExplanation
+from polyattn.parallel.choice import ParallelExplanation, StrategyCandidate
 from polyattn.parallel.communicator import Communicator
-from polyattn.parallel.layout import permute, positions, shard, unpermute
+from polyattn.parallel.distributed import attention, attention_vjp, explain
 from polyattn.parallel.over import size_of
-from polyattn.parallel.run import attention, attention_vjp, explain
-from polyattn.parallel.threads import run_threads
+from polyattn.parallel.thread_ranks import run_threads
+from polyattn.parallel.token_layout import permute, positions, shard, unpermute
 
 __all__ = [
-    "Candidate",
     "Communicator",
     "ParallelExplanation",
+    "StrategyCandidate",
     "attention",
     "attention_vjp",
     "explain",

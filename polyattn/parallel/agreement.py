@@ -19,8 +19,6 @@ from polyattn.parallel.communicator import Communicator
 
 #: What each rank may choose for itself.
 OWN = {"backend", "kernel"}
-#: How many ranks of one call, and how many calls, a message shows.
-SHOWN = 3
 
 
 def check_one_call(ranks: Communicator, arrays: dict[str, Array], options: dict[str, Any]) -> None:
@@ -41,14 +39,14 @@ def check_one_call(ranks: Communicator, arrays: dict[str, Array], options: dict[
 
 def _described(arrays: dict[str, Array], options: dict[str, Any]) -> dict[str, str]:
     """Return what decides a call, as text, before anything of it is checked."""
-    found = {}
+    facts = {}
     for name, array in arrays.items():
-        found[f"{name}.shape"] = str(tuple(getattr(array, "shape", ())))
-        found[f"{name}.dtype"] = str(getattr(array, "dtype", type(array).__name__))
+        facts[f"{name}.shape"] = str(tuple(getattr(array, "shape", ())))
+        facts[f"{name}.dtype"] = str(getattr(array, "dtype", type(array).__name__))
     for name in sorted(options.keys() - OWN):
         if options[name] is not None and options[name] is not False:
-            found[name] = _shown(options[name])
-    return found
+            facts[name] = _shown(options[name])
+    return facts
 
 
 def _shown(given: Any) -> str:
@@ -67,32 +65,20 @@ def _shown(given: Any) -> str:
 
 
 def _message(calls: list[dict[str, str]]) -> str:
-    names = dict.fromkeys(name for call in calls for name in call)
-    found = {name: text for name in names if (text := _difference(name, calls))}
-    text = f"all ranks must make the same call; {'; '.join(found.values())}"
-    if found.keys() & {"query.shape", "key.shape", "value.shape"}:
+    """Say in what the call of the first rank differs from that of the next one that does."""
+    first = calls[0]
+    rank = next(rank for rank, call in enumerate(calls) if call != first)
+    other = calls[rank]
+    names = [name for name in {**first, **other} if first.get(name) != other.get(name)]
+    differences = (
+        f"{name} is {first.get(name, 'not given')} on rank 0,"
+        f" {other.get(name, 'not given')} on rank {rank}"
+        for name in names
+    )
+    text = f"all ranks must make the same call; {'; '.join(differences)}"
+    if {"query.shape", "key.shape", "value.shape"} & set(names):
         text += (
             ". Query, key and value have one shape on every rank: if the ranks cannot share a"
             " sequence equally, pad it and hide the padding by masks.padding"
         )
     return text
-
-
-def _difference(name: str, calls: list[dict[str, str]]) -> str:
-    """Return what an argument is on which ranks; nothing if it is the same on all."""
-    ranks: dict[str, list[int]] = {}
-    for rank, call in enumerate(calls):
-        ranks.setdefault(call.get(name, "not given"), []).append(rank)
-    if len(ranks) == 1:
-        return ""
-    return f"{name} is {_few([f'{given} on {_ranks(of)}' for given, of in ranks.items()])}"
-
-
-def _ranks(found: list[int]) -> str:
-    return f"rank {found[0]}" if len(found) == 1 else f"ranks {_few([str(n) for n in found])}"
-
-
-def _few(texts: list[str]) -> str:
-    """Return a list of texts, without the end of a long one."""
-    rest = len(texts) - SHOWN
-    return ", ".join(texts[:SHOWN]) + (f" and {rest} more" if rest > 0 else "")

@@ -21,7 +21,7 @@ from polyattn._core.call.problem import Problem, examine
 from polyattn._core.expressions.expression import Expression
 from polyattn._core.expressions.parts import Part
 from polyattn._core.expressions.replacements import ScaleRule
-from polyattn.parallel.layout import check_layout, chunks_of, slots
+from polyattn.parallel.token_layout import check_layout, chunks_of, slots
 
 #: The gradients of options, as lists of arrays: one for the option, or one for each it carries.
 OptionGradients = dict[str, list[Any]]
@@ -72,7 +72,7 @@ class ParallelCall:
         band, offset = self.problem.band, self.problem.query_offset
         if band is None or offset is None:
             return None, None
-        # All chunks are nearer, and JAX, which traces them, has no larger numbers.
+        # All chunks are nearer, and integers of JAX, which traces them, have 32 bits.
         far = self.problem.query_length + self.problem.key_length
         least = None if band.left is None else max(-far, min(far, offset - band.left))
         most = None if band.right is None else max(-far, min(far, offset + band.right))
@@ -158,15 +158,16 @@ class ParallelCall:
         """Return the gradients of a block's query, key and value, and of the options."""
         options = self._options(block, sinks=sinks, full=full)
         query, key, value = arrays
-        found = attention_backward(
+        gradients = attention_backward(
             query, key, value, partial, gradient, into=Gradients(), **options, **self.selection
         )
-        return found.query, found.key, found.value, self._shares(found, options, block)
+        shares = self._shares(gradients, options, block)
+        return gradients.query, gradients.key, gradients.value, shares
 
-    def _shares(self, found: Gradients, given: dict[str, Any], block: Part) -> OptionGradients:
+    def _shares(self, gradients: Gradients, given: dict[str, Any], block: Part) -> OptionGradients:
         """Return the gradients of the whole options from those of the options of a block."""
         shares: OptionGradients = {}
-        for name, of in found._asdict().items():
+        for name, of in gradients._asdict().items():
             if of is None or name not in given or (name == "scale" and self.has_scale_rule):
                 continue  # also query, key and value
             whole: Any = self.options[name]

@@ -21,7 +21,7 @@ KEYS_THAT_FIT = 2**30
 
 
 @dataclass(frozen=True)
-class Candidate:
+class StrategyCandidate:
     """A strategy and its status for a call.
 
     Attributes
@@ -60,7 +60,7 @@ class ParallelExplanation:
         Which tokens each rank holds.
     source : str
         What chose: the argument ``strategy``.
-    candidates : tuple of Candidate
+    candidates : tuple of StrategyCandidate
         All strategies, in the order in which they were tried.
     call : ParallelCall
         The whole call.
@@ -69,7 +69,7 @@ class ParallelExplanation:
     size: int
     layout: str
     source: str
-    candidates: tuple[Candidate, ...]
+    candidates: tuple[StrategyCandidate, ...]
     call: ParallelCall
 
     @property
@@ -78,7 +78,7 @@ class ParallelExplanation:
         return self.call.visible_pairs
 
     @property
-    def chosen(self) -> Candidate | None:
+    def chosen(self) -> StrategyCandidate | None:
         """The strategy that would run, or None if none can."""
         return next((c for c in self.candidates if c.status == "chosen"), None)
 
@@ -142,14 +142,14 @@ def chosen(decision: ParallelExplanation) -> Strategy:
     )
 
 
-def _candidates(call: ParallelCall, strategy: str) -> list[Candidate]:
+def _candidates(call: ParallelCall, strategy: str) -> list[StrategyCandidate]:
     """Return the strategies that a call may take, in order, each with its status."""
     names = [strategy] if strategy != "auto" else [x for x in STRATEGIES if x != "decode"]
-    found, free = [], True
+    candidates, free = [], True
     refused = {name: STRATEGIES[name].reasons_against(call) for name in names}
     for name in names:
         if refused[name]:
-            found.append(Candidate(name, "refused", tuple(refused[name])))
+            candidates.append(StrategyCandidate(name, "refused", tuple(refused[name])))
             continue
         passed_over: tuple[str, ...] = ()
         if name == "gather" and "ring" in refused and not refused["ring"]:
@@ -157,8 +157,8 @@ def _candidates(call: ParallelCall, strategy: str) -> list[Candidate]:
         status = "chosen" if free and not passed_over else "next"
         free = free and status != "chosen"
         pairs, sent = STRATEGIES[name].pairs(call), STRATEGIES[name].bytes_sent(call)
-        found.append(Candidate(name, status, passed_over, pairs, sent))
-    return found
+        candidates.append(StrategyCandidate(name, status, passed_over, pairs, sent))
+    return candidates
 
 
 def _reasons_to_prefer_a_ring(call: ParallelCall) -> tuple[str, ...]:

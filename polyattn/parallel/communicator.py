@@ -56,8 +56,8 @@ class Communicator:
         """
         xp = library_of(like).xp
         numbers = numbers_like(xp, list(message), xp.uint8, like)
-        found = bytes(self.gather(numbers, 0).tolist())
-        return [found[n : n + len(message)] for n in range(0, len(found), len(message))]
+        gathered = bytes(self.gather(numbers, 0).tolist())
+        return [gathered[n : n + len(message)] for n in range(0, len(gathered), len(message))]
 
     def stack(self, array: Array) -> Array:
         """Return the arrays of all n ranks along a new first axis, shape (n, ...)."""

@@ -1,4 +1,4 @@
-"""Each rank computes all rows over its own keys, and the ranks join what they found.
+"""Each rank computes all rows over its own keys, and the ranks merge their partial results.
 
 For decoding: few rows, and a long cache whose keys are spread over the ranks.
 """
@@ -13,8 +13,8 @@ from polyattn._base.arrays import Array, cast, library_of
 from polyattn._base.slices import joined, split
 from polyattn.parallel.call import OptionGradients, ParallelCall, add_shares
 from polyattn.parallel.communicator import Communicator
-from polyattn.parallel.layout import slots
 from polyattn.parallel.strategy import Strategy, needs_whole_rows
+from polyattn.parallel.token_layout import slots
 
 
 class Decode(Strategy):
@@ -56,7 +56,7 @@ class Decode(Strategy):
     ) -> tuple[Array, Array, Array, OptionGradients]:
         """Return the gradients; all but those of the keys are whole on every rank."""
         query, *keys = arrays
-        found: list[Any] = []
+        per_chunk: list[Any] = []
         shares: OptionGradients = {}
         for number, (at, chunk) in enumerate(self._chunks(call, ranks, keys)):
             *own, share = call.gradients(
@@ -64,11 +64,11 @@ class Decode(Strategy):
             )
             if "sinks" in share:  # through the logsumexp, each rank has them whole
                 share["sinks"] = [x / call.size for x in share["sinks"]]
-            found.append(own)
+            per_chunk.append(own)
             shares = add_shares(shares, share)
-        dq = _sum_over(ranks, sum([own[0] for own in found[1:]], found[0][0]))
+        dq = _sum_over(ranks, sum([own[0] for own in per_chunk[1:]], per_chunk[0][0]))
         shares = {name: [_sum_over(ranks, x) for x in shares[name]] for name in shares}
-        dk, dv = (joined([own[n] for own in found]) for n in (1, 2))
+        dk, dv = (joined([own[n] for own in per_chunk]) for n in (1, 2))
         return dq, dk, dv, shares
 
     def _chunks(self, call: ParallelCall, ranks: Communicator, keys: Any) -> Any:

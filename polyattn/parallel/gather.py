@@ -10,8 +10,8 @@ from polyattn._base.slices import joined, place, split, take
 from polyattn._core.expressions.parts import Part
 from polyattn.parallel.call import OptionGradients, ParallelCall, add_shares
 from polyattn.parallel.communicator import Communicator
-from polyattn.parallel.layout import permute, slots, unpermute
 from polyattn.parallel.strategy import Strategy, joined_partials, split_partial
+from polyattn.parallel.token_layout import permute, slots, unpermute
 
 
 class Gather(Strategy):
@@ -43,18 +43,18 @@ class Gather(Strategy):
         query, *keys = arrays
         everything, count = self._gathered(call, ranks, keys), slots(call.layout)
         rows = split(query, count), split_partial(saved, count), split(gradient, count)
-        found, shares = [], OptionGradients()
+        per_chunk, shares = [], OptionGradients()
         for block, part, partial, of in zip(_blocks(call, ranks), *rows, strict=True):
             own = (part, *_seen(block, everything))
             dq, dk, dv, share = call.gradients(own, partial, of, block, sinks=True)
             start, length = block.columns.start, call.problem.key_length
-            found.append((dq, place(dk, -2, start, length), place(dv, -2, start, length)))
+            per_chunk.append((dq, place(dk, -2, start, length), place(dv, -2, start, length)))
             shares = add_shares(shares, share)
         dk, dv = (
             ranks.scatter_sum(permute(sum(parts[1:], parts[0]), call.size, layout=call.layout), -2)
-            for parts in ([own[n] for own in found] for n in (1, 2))
+            for parts in ([own[n] for own in per_chunk] for n in (1, 2))
         )
-        return joined([own[0] for own in found]), dk, dv, shares
+        return joined([own[0] for own in per_chunk]), dk, dv, shares
 
     def _gathered(self, call: ParallelCall, ranks: Communicator, keys: Any) -> list[Array]:
         return [unpermute(ranks.gather(x, -2), call.size, layout=call.layout) for x in keys]
@@ -62,11 +62,11 @@ class Gather(Strategy):
 
 def _blocks(call: ParallelCall, ranks: Communicator) -> list[Part]:
     """Return own chunks of rows, each with the keys that it may see."""
-    found = []
+    blocks = []
     for rows in call.owned(ranks.rank):
         first, count = call.seen_by(rows)
-        found.append(call.block(rows, first, count=count))
-    return found
+        blocks.append(call.block(rows, first, count=count))
+    return blocks
 
 
 def _seen(block: Part, keys: list[Array]) -> list[Array]:

@@ -15,8 +15,8 @@ from polyattn._base.arrays import Array, library_of
 from polyattn._core.expressions.parts import Part
 from polyattn.parallel.call import OptionGradients, ParallelCall
 from polyattn.parallel.communicator import Communicator
-from polyattn.parallel.layout import permute, unpermute
 from polyattn.parallel.strategy import Strategy
+from polyattn.parallel.token_layout import permute, unpermute
 
 
 class Heads(Strategy):
@@ -31,8 +31,7 @@ class Heads(Strategy):
             reasons.append(f"H = {problem.heads} query heads are not a multiple of {size} ranks")
         elif problem.key_heads % size and size % max(problem.key_heads, 1):
             reasons.append(
-                f"G = {problem.key_heads} key heads and {size} ranks: neither is a multiple of the"
-                " other"
+                f"G = {problem.key_heads} key heads and {size} ranks: one must divide the other"
             )
         return reasons
 
@@ -58,8 +57,8 @@ class Heads(Strategy):
         own = self._by_heads(call, ranks, arrays)
         (of_output,) = self._exchanged(call, ranks, [gradient])
         block = self._block(call, ranks)
-        *found, shares = call.gradients(own, saved, of_output, block, sinks=True)
-        dq, dk, dv = (self._by_tokens(call, ranks, x) for x in found)
+        *gradients, shares = call.gradients(own, saved, of_output, block, sinks=True)
+        dq, dk, dv = (self._by_tokens(call, ranks, x) for x in gradients)
         times = _repeats(call)
         return dq, _sum_repeats(dk, times), _sum_repeats(dv, times), shares
 

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax as untyped_lax
 
+from polyattn._base.arrays import Array
 from polyattn.parallel.communicator import Communicator
 
 lax: Any = untyped_lax
@@ -22,42 +23,37 @@ class JaxAxis(Communicator):
             self.axis, self.size = name, lax.axis_size(name)
         except NameError:
             raise ValueError(
-                f"over={name!r} is no mesh axis here: call it inside jax.shard_map over a mesh that"
-                " has an axis of this name"
+                f"over={name!r} names a mesh axis that is absent here: call it inside jax.shard_map"
+                " over a mesh that has this axis"
             ) from None
 
     @property
-    def rank(self) -> jax.Array:
-        rank: jax.Array = lax.axis_index(self.axis)
-        return rank
+    def rank(self) -> Array:
+        return lax.axis_index(self.axis)
 
     def shift(self, arrays: Sequence[jax.Array], by: int = 1) -> Any:
         pairs = [(rank, (rank + by) % self.size) for rank in range(self.size)]
         return lax.ppermute(tuple(arrays), self.axis, pairs)
 
-    def wait(self, handle: Any) -> Sequence[jax.Array]:
-        arrays: Sequence[jax.Array] = handle
-        return arrays
+    def wait(self, handle: Any) -> Any:
+        return handle
 
-    def gather(self, array: jax.Array, axis: int) -> jax.Array:
-        found: jax.Array = lax.all_gather(array, self.axis, axis=axis % array.ndim, tiled=True)
-        return found
+    def gather(self, array: jax.Array, axis: int) -> Array:
+        return lax.all_gather(array, self.axis, axis=axis % array.ndim, tiled=True)
 
-    def exchange(self, array: jax.Array, split: int, concat: int) -> jax.Array:
+    def exchange(self, array: jax.Array, split: int, concat: int) -> Array:
         split, concat = split % array.ndim, concat % array.ndim
-        found: jax.Array = lax.all_to_all(array, self.axis, split, concat, tiled=True)
-        return found
+        return lax.all_to_all(array, self.axis, split, concat, tiled=True)
 
     def gather_bytes(self, message: bytes, like: jax.Array) -> list[bytes]:
         """Return the message of this program, which all devices run."""
         return [message] * self.size
 
-    def stack(self, array: jax.Array) -> jax.Array:
+    def stack(self, array: jax.Array) -> Array:
         """Return the arrays of all devices, which JAX knows to be the same on each."""
         # An all-gather gives the same numbers, but JAX takes them to differ.
         mine = jnp.arange(self.size).reshape(-1, *[1] * array.ndim) == self.rank
-        found: jax.Array = lax.psum(jnp.where(mine, array, jnp.zeros_like(array)), self.axis)
-        return found
+        return lax.psum(jnp.where(mine, array, jnp.zeros_like(array)), self.axis)
 
     def repeat(self, count: int, step: Callable[[Any, Any], Any], state: Any) -> Any:
         """Return the state after steps 0 to count − 1, compiled as a loop."""

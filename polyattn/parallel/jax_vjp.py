@@ -11,12 +11,12 @@ import jax
 from jax import lax as untyped_lax
 
 from polyattn._api.partial import Partial
-from polyattn.parallel.task import Task
+from polyattn.parallel.rank_task import RankTask
 
 lax: Any = untyped_lax
 
 
-def attend(task: Task, arrays: list[jax.Array]) -> jax.Array:
+def attend(task: RankTask, arrays: list[jax.Array]) -> jax.Array:
     """Return the output of this device's rows."""
     # The rule may close over no array, because the backward pass is traced by itself.
     own, static = task.arrays(), task.without_arrays()
@@ -34,9 +34,9 @@ def attend(task: Task, arrays: list[jax.Array]) -> jax.Array:
     def backward(kept: Any, gradient: jax.Array) -> Any:
         arrays, others, saved = kept
         task = static.with_arrays(others)
-        found = task.backward(arrays, Partial(*saved), gradient)
-        of_arrays = [_like(x, of) for x, of in zip(arrays, found[:3], strict=True)]
-        of_others = [_like(x, of) for x, of in zip(others, task.of_arrays(found), strict=True)]
+        gradients = task.backward(arrays, Partial(*saved), gradient)
+        of_arrays = [_like(x, of) for x, of in zip(arrays, gradients[:3], strict=True)]
+        of_others = [_like(x, of) for x, of in zip(others, task.of_arrays(gradients), strict=True)]
         return of_arrays, of_others
 
     attention.defvjp(forward, backward)
@@ -44,7 +44,7 @@ def attend(task: Task, arrays: list[jax.Array]) -> jax.Array:
     return result
 
 
-def _varying(task: Task, arrays: list[jax.Array], others: list[jax.Array]) -> Any:
+def _varying(task: RankTask, arrays: list[jax.Array], others: list[jax.Array]) -> Any:
     """Return the arrays as ones that differ along the same mesh axes."""
     # So that the gradient of an array which is the same on all devices is summed over them.
     axes: set[str] = set().union(*[_axes(array) for array in (*arrays, *others)])

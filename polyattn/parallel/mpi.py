@@ -27,11 +27,10 @@ class MPIRanks(Communicator):
         requests += [self._comm.Isend(_buffer(x), target, n) for n, x in enumerate(sent)]
         return requests, sent, received  # what is sent must stay alive until it is
 
-    def wait(self, handle: Any) -> Sequence[Array]:
+    def wait(self, handle: Any) -> Any:
         requests, _, received = handle
         MPI.Request.Waitall(requests)
-        result: Sequence[Array] = received
-        return result
+        return received
 
     def gather(self, array: Array, axis: int) -> Array:
         sent = _contiguous(array)
@@ -50,17 +49,17 @@ class MPIRanks(Communicator):
         return xp.concat([received[n, ...] for n in range(self.size)], axis=concat)
 
     def gather_bytes(self, message: bytes, like: Array) -> list[bytes]:
-        found: list[bytes] = self._comm.allgather(message)
-        return found
+        messages: list[bytes] = self._comm.allgather(message)
+        return messages
 
 
 def _contiguous(array: Array) -> Array:
-    """Return an array whose bytes lie in order."""
+    """Return an array as it is if it is contiguous, and otherwise a contiguous copy."""
     return array if array.flags.c_contiguous else array.copy()
 
 
 def _buffer(array: Array) -> Any:
-    # As bytes: MPI has no numbers of 16 bits.
+    # As bytes, since MPI lacks floats of 16 bits.
     return [array.reshape(-1).view("uint8"), MPI.BYTE]
 
 

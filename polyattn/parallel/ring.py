@@ -18,8 +18,8 @@ from polyattn._base.arrays import Array
 from polyattn._base.slices import joined, split
 from polyattn.parallel.call import OptionGradients, ParallelCall, add_shares
 from polyattn.parallel.communicator import Communicator
-from polyattn.parallel.layout import slots
 from polyattn.parallel.strategy import Strategy, joined_partials, needs_whole_rows, split_partial
+from polyattn.parallel.token_layout import slots
 
 
 class Ring(Strategy):

@@ -79,7 +79,7 @@ def joined_partials(parts: Sequence[Partial]) -> Partial:
 def needs_whole_rows(call: ParallelCall) -> list[str]:
     """Return the options that need all keys of a row at once."""
     problem = call.problem
-    found = [] if problem.normalizer is None else [f"normalizer={problem.normalizer!r}"]
+    options = [] if problem.normalizer is None else [f"normalizer={problem.normalizer!r}"]
     if isinstance(problem.score_norm, ByNorm):
-        found.append(f"scale={problem.score_norm!r}")
-    return [f"it joins attention over parts of the keys, and {x} needs whole rows" for x in found]
+        options.append(f"scale={problem.score_norm!r}")
+    return [f"it joins attention over parts of the keys, and {x} needs whole rows" for x in options]

@@ -1,8 +1,8 @@
-"""Gradients of attention over many ranks in torch: one step of autograd for all of it.
+"""Gradients of attention over many ranks in torch: one node of autograd for all of it.
 
 Recorded operation by operation, the graphs of ranks would differ, because each skips what its rows
 do not see. Then autograd calls the backward of a transfer on some ranks only, and they wait for the
-others for ever. As one step, the backward pass of each rank is a second pass of the strategy.
+others for ever. With one node, the backward pass of each rank is a second pass of the strategy.
 """
 
 from __future__ import annotations
@@ -12,23 +12,23 @@ from typing import Any
 import torch
 
 from polyattn._api.partial import Partial
-from polyattn.parallel.task import Task
+from polyattn.parallel.rank_task import RankTask
 
 
-def attend(task: Task, arrays: list[torch.Tensor]) -> torch.Tensor:
+def attend(task: RankTask, arrays: list[torch.Tensor]) -> torch.Tensor:
     """Return the output of this rank's rows, recorded by autograd."""
     others = task.arrays()
     needed = any(isinstance(x, torch.Tensor) and x.requires_grad for x in (*arrays, *others))
     if not (needed and torch.is_grad_enabled()):
         output: torch.Tensor = task.forward(*arrays, for_gradient=False)[0]
         return output
-    result: torch.Tensor = _Attention.apply(task, *arrays, *others)  # type: ignore[no-untyped-call]
+    result: torch.Tensor = _RankAttention.apply(task, *arrays, *others)  # type: ignore[no-untyped-call]
     return result
 
 
-class _Attention(torch.autograd.Function):
+class _RankAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, task: Task, *arrays: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, task: RankTask, *arrays: torch.Tensor) -> torch.Tensor:
         detached = [array.detach() for array in arrays]
         output: torch.Tensor
         output, saved = task.with_arrays(detached[3:]).forward(*detached[:3])
@@ -45,5 +45,5 @@ class _Attention(torch.autograd.Function):
         arrays, results = tensors[:-count], tensors[-count:]
         task = ctx.task.with_arrays(arrays[3:])
         saved = Partial(results[0], results[1] if ctx.has_logsumexp else None)
-        found = task.backward(arrays[:3], saved, gradient)
-        return None, found.query, found.key, found.value, *task.of_arrays(found)
+        gradients = task.backward(arrays[:3], saved, gradient)
+        return None, gradients.query, gradients.key, gradients.value, *task.of_arrays(gradients)

@@ -49,12 +49,11 @@ class TorchGroup(Communicator):
         )
         return works, sent, received  # what is sent must stay alive until it is
 
-    def wait(self, handle: Any) -> Sequence[torch.Tensor]:
+    def wait(self, handle: Any) -> Any:
         works, _, received = handle
         for work in works:
             work.wait()
-        result: Sequence[torch.Tensor] = received
-        return result
+        return received
 
     def gather(self, array: torch.Tensor, axis: int) -> torch.Tensor:
         array = array.contiguous()

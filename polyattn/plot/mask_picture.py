@@ -27,9 +27,7 @@ from polyattn._base.arrays import (
 from polyattn._base.extras import require_matplotlib
 from polyattn._base.host import destination_of, is_host
 from polyattn._core.call.describe import describe
-from polyattn._core.call.operands import Operands
-from polyattn._core.call.problem import Problem, examine
-from polyattn._core.expressions.expression import Expression
+from polyattn._core.call.problem import examine
 from polyattn._core.expressions.indices import PointIndices
 from polyattn._core.expressions.masks import Joined, Mask, Not, as_mask
 from polyattn._core.expressions.parts import axes_of_last
@@ -93,28 +91,16 @@ def mask(
     >>> figure.axes[0].get_title()
     'masks.causal() & masks.window(16, 0)'
     """
-    expression = as_mask(mask)
-    return draw_mask(expression, query_length, key_length, axes=axes, **options).figure
-
-
-def draw_mask(
-    mask: Mask,
-    query_length: int | None = None,
-    key_length: int | None = None,
-    *,
-    axes: Any = None,
-    **options: Any,
-) -> Any:
-    """Draw a mask like `polyattn.plot.mask`, and return the axes."""
     require_matplotlib("figure")
-    call, size, kinds, cells = evaluate(mask, query_length, key_length, **options)
+    expression = as_mask(mask)
+    call, size, kinds, cells = evaluate(expression, query_length, key_length, **options)
     if axes is None:
         axes = require_matplotlib("figure").Figure(**FIGURE).add_subplot()
     _paint(axes, *((kinds, size) if cells is None else (cells, 1)), call.lengths)
     _draw_grid(axes, kinds.shape, size)
     counts = importlib.import_module("numpy").bincount(kinds.ravel(), minlength=4)
-    _label(axes, mask, call, size, counts)
-    return axes
+    _label(axes, expression, call, size, counts)
+    return axes.figure
 
 
 def evaluate(
@@ -125,23 +111,27 @@ def evaluate(
     tile: int | None = None,
     like: Array | None = None,
     **options: Any,
-) -> tuple[_Call, int, Any, Any]:
+) -> tuple[_MaskCall, int, Any, Any]:
     """Return the call to draw, the size of its tiles, and the kinds of tiles and of scores.
 
     The kinds of scores are None if there are more than `MAX_CELLS`.
     """
     call = _call(mask, query_length, key_length, **options)
     size = _tile_size(mask, call) if tile is None else check_int("tile", tile, least=1)
-    evaluated = _Evaluated(mask, call, like, importlib.import_module("numpy"))
-    kinds = evaluated.tiles(size)
+    carried = [thing for _, thing in mask.carried() if is_array(thing)]
+    # An array on another device is preferred to one of the host, and `like` to both.
+    like = next(iter(sorted(carried, key=is_host)), None) if like is None else like
+    destination = None if like is None else destination_of(like)
+    mask = mask if destination is None else mask.placed(destination)
+    kinds = _tiles(mask, call, size, like)
     few = call.lengths[0] * call.lengths[1] <= MAX_CELLS
-    return call, size, kinds, evaluated.cells(kinds, size) if few else None
+    return call, size, kinds, _cells(mask, call, size, like, kinds) if few else None
 
 
 # ---- the call to draw --------------------------------------------------------------------------
 
 
-class _Call(NamedTuple):
+class _MaskCall(NamedTuple):
     """The call that a mask is drawn for, and the item and head to draw."""
 
     lengths: tuple[int, int]
@@ -161,7 +151,7 @@ def _call(
     batch: tuple[int, ...] | None = None,
     item: int = 0,
     head: int = 0,
-) -> _Call:
+) -> _MaskCall:
     """Return the call of these options, with what the mask determines in place of others."""
     item, head = check_int("item", item), check_int("head", head)
     known, batches = _known(mask)
@@ -179,7 +169,7 @@ def _call(
     if not 0 <= item < math.prod(common) or head < 0:
         raise ValueError(f"item {item} or head {head} is out of range for batch {common}")
     heads = max(head + 1, known.get("H", 1))
-    return _Call((rows, keys), check_int("query_offset", offset), common, heads, item, head)
+    return _MaskCall((rows, keys), check_int("query_offset", offset), common, heads, item, head)
 
 
 def _first(*numbers: int | None) -> Any:
@@ -217,7 +207,7 @@ def _parts(mask: Mask) -> Iterator[Mask]:
         yield from _parts(part)
 
 
-def _tile_size(mask: Mask, call: _Call) -> int:
+def _tile_size(mask: Mask, call: _MaskCall) -> int:
     tables = (part.size for part in _parts(mask) if isinstance(part, Compiled))
     digits = math.ceil(math.log2(max(call.lengths)))
     return next(tables, 2 ** max(1, min(7, digits - 3), digits - MOST_DIGITS))
@@ -226,74 +216,57 @@ def _tile_size(mask: Mask, call: _Call) -> int:
 # ---- the values of the mask --------------------------------------------------------------------
 
 
-def library_for(value: Expression, like: Array | None = None) -> tuple[Any, Any, str]:
-    """Return an array that an expression carries, if there is one, its namespace and its library.
+def _tiles(mask: Mask, call: _MaskCall, size: int, like: Array | None) -> Any:
+    """Return which tiles are empty, mixed and full, shape (tiles down, tiles across)."""
+    numpy, xp = importlib.import_module("numpy"), _namespace(like)
+    library, device = (
+        ("numpy", "") if like is None else (library_of(like).name, facts_of(like).device)
+    )
+    query, key = (
+        ArrayFacts(library, "float32", device, (*call.batch, call.heads, length, 1))
+        for length in call.lengths
+    )
+    described, operands = describe(
+        query, key, key, mask=mask, query_offset=call.query_offset, facts=as_facts
+    )
+    grid = TileGrid(examine(described), operands, xp, (size, size), like)
 
-    An array on another device is preferred to one of the host, and `like` to both.
-    """
-    carried = [thing for _, thing in value.carried() if is_array(thing)]
-    like = next(iter(sorted(carried, key=is_host)), None) if like is None else like
-    if like is None:
-        return None, importlib.import_module("array_api_compat.numpy"), "numpy"
-    return like, library_of(like).xp, library_of(like).name
-
-
-class _Evaluated:
-    """The values of a mask in a call, computed in the mask's library, as NumPy arrays."""
-
-    def __init__(self, mask: Mask, call: _Call, like: Array | None, numpy: Any) -> None:
-        self._mask, self._call, self._numpy = mask, call, numpy
-        self._like, self._xp, self._library = library_for(mask, like)
-        destination = None if self._like is None else destination_of(self._like)
-        if destination is not None:
-            self._mask = mask.placed(destination)
-
-    def _problem(self) -> tuple[Problem, Operands]:
-        """Return a call with this mask, checked as attention checks it."""
-        call = self._call
-        device = "" if self._like is None else facts_of(self._like).device
-        query, key = (
-            ArrayFacts(self._library, "float32", device, (*call.batch, call.heads, length, 1))
-            for length in call.lengths
-        )
-
-        described, operands = describe(
-            query, key, key, mask=self._mask, query_offset=call.query_offset, facts=as_facts
-        )
-        return examine(described), operands
-
-    def tiles(self, size: int) -> Any:
-        """Return which tiles are empty, mixed and full, shape (tiles down, tiles across)."""
-        problem, operands = self._problem()
-        grid = TileGrid(problem, operands, self._xp, (size, size), self._like)
-        any_visible, all_visible = (self._selected(flags) for flags in grid.of(self._mask))
-        numpy = self._numpy
-        return numpy.where(all_visible, FULL, numpy.where(any_visible, SEEN, EMPTY))
-
-    def cells(self, kinds: Any, size: int) -> Any:
-        """Return the kind of each score, shape (L, S): that of its tile, or HIDDEN."""
-        call, xp = self._call, self._xp
-        b, h = (self._range(n, n + 1, 1, 1) for n in (call.item, call.head))
-        i, j = self._range(0, call.lengths[0], -1, 1), self._range(0, call.lengths[1], 1, -1)
-        at = PointIndices(b, h, i, j, offset=call.query_offset, batch=call.batch)
-        seen = self._host(xp.broadcast_to(self._mask.seen(at), call.lengths))
-        for axis, length in enumerate(call.lengths):
-            kinds = kinds.repeat(size, axis=axis).take(range(length), axis=axis)
-        return self._numpy.where((kinds == SEEN) & ~seen, HIDDEN, kinds)
-
-    def _range(self, first: int, stop: int, *shape: int) -> Array:
-        return self._xp.reshape(index_range(self._xp, first, stop, self._like), shape)
-
-    def _selected(self, flags: Array) -> Any:
+    def selected(flags: Array) -> Any:
         """Return the flags of the item and head to draw."""
-        lead = (*self._call.batch, self._call.heads)
-        whole = self._numpy.broadcast_to(self._host(flags), (*lead, *flags.shape[-2:]))
-        whole = whole.reshape(-1, self._call.heads, *whole.shape[-2:])
-        return whole[self._call.item, self._call.head]
+        lead = (*call.batch, call.heads)
+        whole = numpy.broadcast_to(_host(flags), (*lead, *flags.shape[-2:]))
+        return whole.reshape(-1, call.heads, *whole.shape[-2:])[call.item, call.head]
 
-    def _host(self, array: Array) -> Any:
-        # tolist() works on every device; NumPy can read the arrays of a library without it.
-        return self._numpy.asarray(array.tolist() if hasattr(array, "tolist") else array)
+    any_visible, all_visible = map(selected, grid.of(mask))
+    return numpy.where(all_visible, FULL, numpy.where(any_visible, SEEN, EMPTY))
+
+
+def _cells(mask: Mask, call: _MaskCall, size: int, like: Array | None, kinds: Any) -> Any:
+    """Return the kind of each score, shape (L, S): that of its tile, or HIDDEN."""
+    xp, (rows, keys) = _namespace(like), call.lengths
+
+    def indices(first: int, stop: int, *shape: int) -> Array:
+        return xp.reshape(index_range(xp, first, stop, like), shape)
+
+    b, h = (indices(n, n + 1, 1, 1) for n in (call.item, call.head))
+    i, j = indices(0, rows, -1, 1), indices(0, keys, 1, -1)
+    at = PointIndices(b, h, i, j, offset=call.query_offset, batch=call.batch)
+    seen = _host(xp.broadcast_to(mask.seen(at), call.lengths))
+    for axis, length in enumerate(call.lengths):
+        kinds = kinds.repeat(size, axis=axis).take(range(length), axis=axis)
+    return importlib.import_module("numpy").where((kinds == SEEN) & ~seen, HIDDEN, kinds)
+
+
+def _namespace(like: Array | None) -> Any:
+    if like is None:
+        return importlib.import_module("array_api_compat.numpy")
+    return library_of(like).xp
+
+
+def _host(array: Array) -> Any:
+    # tolist() works on every device; NumPy can read the arrays of a library without it.
+    numpy = importlib.import_module("numpy")
+    return numpy.asarray(array.tolist() if hasattr(array, "tolist") else array)
 
 
 # ---- drawing -----------------------------------------------------------------------------------
@@ -330,7 +303,7 @@ def _draw_grid(axes: Any, tiles: tuple[int, int], size: int) -> None:
     axes.spines[:].set_color(FRAME)
 
 
-def _label(axes: Any, mask: Mask, call: _Call, size: int, counts: tuple[int, ...]) -> None:
+def _label(axes: Any, mask: Mask, call: _MaskCall, size: int, counts: tuple[int, ...]) -> None:
     patches = require_matplotlib("patches")
     axes.set(xlabel="key j", ylabel="query i")
     short = mask.map(lambda name, thing: facts_of(thing) if is_array(thing) else thing)

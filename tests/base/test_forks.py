@@ -17,7 +17,7 @@ MAKERS = {
 #: Where one is made, and why the child of a fork does not wait for it.
 MADE = {
     ("polyattn/_base/forks.py", "RLock"): "it is made anew",
-    ("polyattn/parallel/threads.py", "Condition"): "its lock is made anew",
+    ("polyattn/parallel/thread_ranks.py", "Condition"): "its lock is made anew",
     ("backends/polyattn_numpy/threads.py", "SimpleQueue"): "the pool is made anew, and calls end",
 }
 KERNELS = ["tiled"] if os.environ["POLYATTN_NATIVE"] == "0" else ["tiled", "native"]
@@ -57,7 +57,7 @@ def test_locks_that_another_thread_holds_are_free(run_python):
         START
         + """
 from polyattn._base import forks
-from polyattn.parallel.threads import _Mail
+from polyattn.parallel.thread_ranks import _Mail
 x = np.ones((1, 1, 8))
 cache = polyattn.nn.PagedCache.init(1, 8, 4, items=1, page=2, like=x)
 cache = cache.append(x[None], x[None])

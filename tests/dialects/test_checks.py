@@ -31,19 +31,15 @@ NEW = {"k": normal(B, 1, G, D), "v": normal(B, 1, G, D), "cache_seqlens": np.arr
 WRONG = {
     "one head": ({"k": normal(B, 1, 1, D)}, r"k must .* \(B, N, G, D\).*G is 2.*got"),
     "a batch of 1": ({"v": normal(1, 1, G, D)}, r"v must .*, where B is 3.*got \(1, 1, 2, 16\)"),
-    "vectors of 1": ({"k": normal(B, 1, G, 1)}, r"D is 16.*got \(3, 1, 2, 1\)"),
     "more values": ({"v": normal(B, 2, G, D)}, r"v must .*N is 1.*got \(3, 2, 2, 16\)"),
     "another dtype": ({"k": NEW["k"].astype("float32")}, "k must be as k_cache, .* float32"),
     "a length": ({"cache_seqlens": np.array([1])}, r"cache_seqlens must .*\(B\), .*got \(1,\)"),
     "floats": ({"cache_seqlens": np.array([1.0, 2, 3])}, "cache_seqlens must hold integers"),
     "too long": ({"cache_seqlens": np.array([1, 8, 3])}, "from 0 to 7.*1 of them new; got 8"),
     "negative": ({"cache_seqlens": [1, -1, 3]}, "cache_seqlens must be from 0 to 7.*; got -1"),
-    "an item": ({"cache_batch_idx": np.array([1])}, r"cache_batch_idx must .*B is 3; got \(1,\)"),
     "no item": ({"cache_batch_idx": np.array([0, 3, 1])}, "from 0 to 2, since k_cache has 3 items"),
-    "a negative item": ({"cache_batch_idx": np.array([0, -1, 1])}, "cache_batch_idx.*got -1"),
     "few sequences": ({"q": normal(5, 1, H, D), "k": normal(5, 1, G, D), "v": normal(5, 1, G, D),
         "cache_seqlens": 1}, "5 sequences for the 3 items"),
-    "padding": ({"cache_leftpad": np.array([1, 2])}, r"cache_leftpad must .*B is 3; got \(2,\)"),
     "heads": ({"q": normal(B, 1, 3, D)}, "multiple of that of key heads; got 3 and 2"),
     "dtype of q": ({"q": normal(B, 1, H, D).astype("float32")}, "must have one dtype"),
     "scale": ({"softmax_scale": "1"}, "scale must be a number"),
@@ -51,12 +47,9 @@ WRONG = {
     "window": ({"window_size": (1.7, 0)}, "an end of window_size must be an integer; got 1.7"),
     "half a window": ({"window_size": (1,)}, r"window_size must be a pair .*; got \(1,\)"),
     "slopes": ({"alibi_slopes": normal(7)}, r"alibi_slopes must .*\(H\), where H is 4; got \(7,\)"),
-    "slopes of items": ({"alibi_slopes": normal(2, H)}, r"alibi_slopes must .*\(B, H\)"),
     "angles": ({"rotary_cos": normal(9, 9), "rotary_sin": normal(9, 9)}, "more than the 16"),
-    "tables": ({"rotary_cos": normal(9, 4), "rotary_sin": normal(9, 3)}, r"rotary_sin .*\(R, F\)"),
     "a page": ({"block_table": TABLE + 3}, "pages from 0 to 2 for the keys of a sequence; got 3"),
     "a negative page": ({"block_table": TABLE - 1}, "for the keys of a sequence; got -1"),
-    "a row of pages": ({"block_table": TABLE[:2]}, r"block_table must .*B is 3.*; got \(2, 2\)"),
 }  # fmt: skip
 
 
@@ -171,7 +164,6 @@ def onnx_packed(*arrays):
 
 REFUSED = {
     "batch": (fa2.flash_attn_func, [Y, Y[:1], Y[:1]], {}, r"k must .*B is 2.*got \(1, 4, 3, 16\)"),
-    "batch of 3": (fa3.flash_attn_func, [Y, Y[:1], Y[:1]], {}, "k must"),
     "qv": (fa3.flash_attn_func, [Y, Y, Y], {"qv": Y[:, :2]}, r"qv must have .*L is 4"),
     "packed in four": (fa2.flash_attn_qkvpacked_func, [normal(2, 5, 4, H, D)], {},
         r"qkv must have the shape \(B, L, 3, H, D\)"),
@@ -185,8 +177,6 @@ REFUSED = {
     "slopes": (fa2.flash_attn_varlen_func, [X, X, X, ENDS, ENDS], {"alibi_slopes": normal(3, H)},
         r"alibi_slopes must .*B is 2"),
     "window": (fa2.flash_attn_varlen_func, [X, X, X, ENDS, ENDS], {"window_size": (1.5, 0)}, "1.5"),
-    "page": (fa2.flash_attn_varlen_func, [X, POOL, POOL, ENDS, ENDS],
-        {"block_table": np.array([[0, 1], [4, 1]])}, "pages from 0 to 3 .*; got 4"),
     "negative page": (fa2.flash_attn_varlen_func, [X, POOL, POOL, ENDS, ENDS],
         {"block_table": np.array([[0, 1], [-1, 1]])}, "pages from 0 to 3 .*; got -1"),
     "pages of values": (fa2.flash_attn_varlen_func, [X, POOL, POOL[:, :2], ENDS, ENDS],
@@ -196,25 +186,19 @@ REFUSED = {
     "padding": (fa2.unpad_input, [normal(2, 5, 4), np.ones((2, 4))], {}, "attention_mask must"),
     "no padding": (fa2.pad_input, [normal(3, 4), np.array([0, 1]), 2, 5], {}, "indices must"),
     "jax: batch": (jax_dialect.dot_product_attention, [Y, Y[:1], Y[:1]], {}, "key must"),
-    "jax: lengths": (jax_dialect.dot_product_attention, [Y, Y, Y],
-        {"key_value_seq_lengths": np.array([2])}, r"key_value_seq_lengths must .*B is 2"),
     "jax: of one": (jax_dialect.dot_product_attention, [Y[0], Y[0], Y[0]],
         {"query_seq_lengths": [2, 3]}, r"query_seq_lengths must .*B is 1; got \(2,\)"),
     "keras: batch": (keras.dot_product_attention, [Y, Y[:1], Y[:1]], {}, "key must"),
-    "mlx: batch": (mlx.scaled_dot_product_attention, [Y, Y[:1], Y[:1]], {"scale": 1.0}, "k must"),
     "mlx: rank": (mlx.scaled_dot_product_attention, [Y[0], Y[0], Y[0]], {"scale": 1.0}, "q must"),
     "onnx: past": (onnx.onnx_attention, [Y, Y[:, :, :2], Y, None, Y[:, :, :2], Y[:, :, :1]], {},
         r"V must .*S is 2"),
-    "onnx: past value": (onnx.onnx_attention, [Y, Y, Y, None, Y, Y[:, :, :2]], {}, "past_value"),
     "onnx: lengths": (onnx.onnx_attention, [Y, Y, Y], {"nonpad_kv_seqlen": ENDS}, "B is 2"),
     "onnx: packed": (onnx_packed, [normal(2, 3, 8), *normal(2, 1, 3, 8)], {}, "K must"),
     "xformers: batch": (xformers.memory_efficient_attention, [Y, Y[:1], Y[:1]], {}, "key must"),
     "xformers: heads": (xformers.memory_efficient_attention, [Y, Y, Y[:, :, :1]], {},
         r"value must have the shape \(B, S, G, E\).*G is 3"),
-    "xformers: ranks": (xformers.memory_efficient_attention, [Y, Y[0], Y[0]], {}, "key must"),
     "mha: key": (mha, [], {"key": normal(5, 1, 8), "value": normal(5, 1, 8)}, r"key must .*B is 2"),
     "mha: weight": (mha, [], {"in_proj_weight": normal(8, 8)}, r"in_proj_weight .*W is 24"),
-    "mha: mask": (mha, [], {"attn_mask": np.zeros((1, 5))}, r"attn_mask must .*\(L, S\)"),
     "mha: of heads": (mha, [], {"attn_mask": np.zeros((2, 3, 5))}, r"attn_mask must .*N is 4"),
     "mha: padding": (mha, [], {"key_padding_mask": np.zeros((1, 5))}, "key_padding_mask must"),
 }  # fmt: skip
@@ -259,13 +243,13 @@ CALLS = {
 
 @pytest.mark.needs("torch")
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-@pytest.mark.parametrize("layout", ["strided", "jagged"])
 @pytest.mark.parametrize("name", CALLS)
-def test_nested_tensors_are_refused_by_name(name, layout):
+def test_nested_tensors_are_refused_by_name(name):
     parts = [torch.randn(n, H, D) for n in (3, 5)]
-    nested = torch.nested.nested_tensor(parts, layout=getattr(torch, layout))
-    with pytest.raises(TypeError, match="is a nested tensor: put its parts after one another"):
-        CALLS[name](nested, torch.tensor([0, 3, 8]))
+    for layout in (torch.strided, torch.jagged):
+        nested = torch.nested.nested_tensor(parts, layout=layout)
+        with pytest.raises(TypeError, match="is a nested tensor"):
+            CALLS[name](nested, torch.tensor([0, 3, 8]))
 
 
 @pytest.mark.needs("torch")

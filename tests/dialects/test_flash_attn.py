@@ -163,26 +163,6 @@ def test_varlen(name, library):
     assert lse.shape == (H, 12)
 
 
-def test_gradients_of_varlen_are_those_of_one_by_one():
-    ends = [0, 20, 57, 57, 130]
-    arrays = [torch.randn(130, h, 16, dtype=torch.float64, requires_grad=True) for h in (4, 2, 2)]
-    cu = torch.tensor(ends, dtype=torch.int32)
-    output = fa2.flash_attn_varlen_func(*arrays, cu, cu, 73, 73, causal=True)
-    weights = torch.randn_like(output)
-    found = torch.autograd.grad((output * weights).sum(), arrays)
-    whole = torch.cat(
-        [
-            torch.nn.functional.scaled_dot_product_attention(
-                *(x[rows].transpose(0, 1) for x in arrays), is_causal=True, enable_gqa=True
-            ).transpose(0, 1)
-            for rows in sequences(ends)
-        ]
-    )
-    expected = torch.autograd.grad((whole * weights).sum(), arrays)
-    for one_, other in zip(found, expected, strict=False):
-        torch.testing.assert_close(one_, other, atol=1e-12, rtol=0)
-
-
 def uses(array, result):
     """Return how many steps of the graph of a result read an array: so many gradients are added."""
     seen, waiting, count = set(), [result.grad_fn], 0
@@ -243,15 +223,8 @@ def test_a_run_of_equal_lengths_is_one_call(monkeypatch):
     ("ends", "other", "used", "words"),
     [
         ([0, 7, 5, 9], [0, 3, 5, 9], None, r"of query must .* its 9 tokens; .* at \[0, 7, 5, 9\]"),
-        ([0, 5, 9], [0, 5, 10], None, "of key must lie one after another in its 9 tokens"),
-        ([0, 5, 9], [-1, 5, 9], None, "of key must lie one after another"),
+        ([0, 5, 9], [0, 5, 10], None, "of key must be packed in order in its 9 tokens"),
         ([0, 5, 9], [0, 5, 9], [6, 3], r"of query must .*, of which \[6, 3\] are used"),
-        (
-            [0, 5, 9],
-            [0, 5, 9],
-            [3],
-            r"seqused_q must have the shape \(B\), where B is 2; got \(1,\)",
-        ),
         ([0, 5, 9], [0, 9], None, "query has 2 sequences, and key 1"),
     ],
 )
@@ -298,14 +271,6 @@ def test_dropout_draws_from_the_generator_of_the_library(library):
     assert not (dropped[:10] == dropped[11:]).all()  # each sequence drops its own
     with pytest.raises(NotImplementedError, match="return_attn_probs with dropout_p"):
         fa2.flash_attn_func(x[None], x[None], x[None], 0.5, return_attn_probs=True)
-    with pytest.raises(NotImplementedError, match="return_attn_probs with dropout_p"):
-        fa2.flash_attn_varlen_func(x, x, x, ends, ends, 10, 10, 0.5, return_attn_probs=True)
-
-
-def test_dropout_on_jax_is_refused_with_the_way_out():
-    x = jnp.ones((1, 3, 2, 8))
-    with pytest.raises(NotImplementedError, match=r"of jax: .* dropout=\(0\.5, seed\)"):
-        fa2.flash_attn_func(x, x, x, 0.5)
 
 
 # ---- FlashAttention 3 --------------------------------------------------------------------------
@@ -555,13 +520,6 @@ def test_packed_queries_and_new_keys_of_a_cache(packed, where):
     assert plain.shape == output.shape
 
 
-def test_a_cache_of_no_sequences():
-    q, caches = normal(0, 1, H, D), [normal(0, 6, G, D) for _ in range(2)]
-    new = normal(0, 1, G, D)
-    seqlens = np.array([], np.int32)
-    assert fa2.flash_attn_with_kvcache(q, *caches, new, new, cache_seqlens=seqlens).shape == q.shape
-
-
 def test_a_cache_of_jax_is_read_and_not_written():
     q, new = jnp.ones((B, 1, H, D)), jnp.ones((B, 1, G, D))
     cache = jnp.asarray(normal(B, 6, G, D))
@@ -581,11 +539,6 @@ def test_a_cache_of_jax_is_read_and_not_written():
     [
         ({"k": 1}, "both k and v"),
         ({"k": 1, "v": 1}, "k and v need cache_seqlens"),
-        (
-            {"k": 1, "v": 1, "cache_seqlens": 6},
-            "to 5, since k_cache holds 6 .*, 1 of them new; got 6",
-        ),
-        ({"k": 1, "v": 1, "cache_seqlens": -1}, "cache_seqlens must be from 0 .*; got -1"),
         ({"cache_seqlens": 7}, "from 0 to 6, since k_cache holds 6 tokens of a sequence; got 7"),
         ({"rotary_cos": 1, "cache_seqlens": 2}, "both rotary_cos and rotary_sin"),
         ({"rotary_cos": 1, "rotary_sin": 1}, "rotary_cos and rotary_sin need k and v"),

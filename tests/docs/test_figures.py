@@ -92,7 +92,7 @@ def one_of(peer):
 
 def xla_gradients():
     """Return the figures of the gradients of `xla`."""
-    table = PERFORMANCE.partition("/backward.py")[2].partition("\n## ")[0]
+    table = PERFORMANCE.partition("attention.py gradients")[2].partition("\n## ")[0]
     found = re.findall(r"^\| \(.*\*\*[\d.]+\*\* .*\*\*([\d.]+)\*\*", table, re.MULTILINE)
     return [float(figure) for figure in found]
 

@@ -8,11 +8,10 @@ import pickle
 import numpy as np
 import pytest
 from libraries import EVERYWHERE, tiles_of
-from matplotlib.figure import Figure
 from optional import array_api_strict, jax, torch
 
-from polyattn import attention, masks, scores
-from polyattn.plot.mask_picture import FULL, SEEN, draw_mask
+from polyattn import attention, masks, plot, scores
+from polyattn.plot.mask_picture import FULL, SEEN
 
 B, H, L, S = 2, 4, 6, 6
 X = np.random.default_rng(0).normal(size=(B, H, L, 8))
@@ -289,7 +288,7 @@ def test_tiles_are_known_of_such_numbers_in_arrays_too(name, library):
 
 def drawn(mask):
     """Which cells are dark in the picture of a mask, which asks about all tiles at once."""
-    axes = draw_mask(mask, tile=2, axes=Figure().add_subplot())
+    (axes,) = plot.mask(mask, tile=2).axes
     return np.isin(axes.images[0].get_array(), (SEEN, FULL))
 
 

@@ -20,8 +20,6 @@ from polyattn.conformance.checks.gradients import compare
 from polyattn.conformance.reference.gradients import cotangent, gradient_yardsticks
 from polyattn.conformance.reference.tolerance import deviation, output_yardstick
 
-TOKENS = PartitionSpec(None, None, "ring")
-
 
 def over_devices(strategy, layout, arrays, options, others, along=None):
     """Return the output, and the gradients of the arrays and of other options if one is given.
@@ -179,23 +177,6 @@ def compare_slopes(function, expected, *arrays):
     )
     for one, other in zip(*map(jax.tree.leaves, (found, wanted)), strict=True):
         assert abs(one - other).max() <= 1e-13
-
-
-def check_many_tiles():
-    """Check a ring whose parts take many tiles each, and its gradient."""
-    mesh = jax.make_mesh((2,), ("ring",), axis_types=(AxisType.Auto,))
-    x = jnp.asarray(np.random.default_rng(0).standard_normal((1, 2, 4096, 8)), jnp.float32)
-
-    def attend(x):
-        return parallel.attention(x, x, x, over="ring", strategy="ring", is_causal=True)
-
-    ring = jax.jit(jax.shard_map(attend, mesh=mesh, in_specs=TOKENS, out_specs=TOKENS))
-    expected, pullback = attention_vjp(np.asarray(x), np.asarray(x), np.asarray(x), is_causal=True)
-    gradients = pullback(np.ones_like(expected))
-    assert abs(ring(x) - expected).max() < 1e-5
-    found = jax.jit(jax.grad(lambda x: ring(x).sum()))(x)
-    assert abs(found - sum(gradients[:3])).max() < 1e-3
-    print("many tiles: right")
 
 
 def check_heads_need_no_collectives():

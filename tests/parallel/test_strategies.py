@@ -122,8 +122,8 @@ def test_a_ring_computes_and_sends_what_explain_says(monkeypatch, layout, option
     assert sent == [said.bytes_sent] * SIZE
 
 
-@pytest.mark.parametrize("strategy", ["gather", "heads", "decode"])
 @pytest.mark.parametrize("heads", [4, 2])
+@pytest.mark.parametrize("strategy", ["gather", "heads", "decode"])
 def test_the_others_send_what_explain_says(strategy, heads):
     query, key, value = rows(0, (3, 4, 8, 4), (3, heads, 8, 4), (3, heads, 8, 6))
     said = parallel.explain(query, key, value, over=SIZE, strategy=strategy).chosen
@@ -133,13 +133,6 @@ def test_the_others_send_what_explain_says(strategy, heads):
         return ranks.sent
 
     assert parallel.run_threads(SIZE, run) == [said.bytes_sent] * SIZE
-
-
-def test_a_window_needs_no_more_turns_than_it_spans():
-    x = (1, 2, 1024, 16)
-    said = parallel.explain(x, x, x, over=8, strategy="ring", is_causal=True, window=(1023, None))
-    assert said.chosen.bytes_sent == 2 * 2 * 1024 * 16 * 4  # one turn
-    assert said.visible_pairs == 15
 
 
 @pytest.mark.parametrize("window", [(1, 0), (None, 2), (2**40, None), (2**40, 2**31)], ids=str)
@@ -161,29 +154,23 @@ def test_chunks_that_see_one_another(window, offset):
 # ---- the choice ----
 
 
+WIDE, LONG = (1, 8, 1024, 64), (1, 6, 2**20, 64)
+
+
 @pytest.mark.parametrize(
-    ("shape", "size", "options", "strategy"),
+    ("shape", "options", "strategy", "said"),
     [
-        ((1, 8, 1024, 64), 4, {}, "heads"),
-        ((1, 6, 1024, 64), 4, {}, "gather"),
-        ((1, 6, 2**20, 64), 4, {}, "ring"),
-        ((1, 6, 2**20, 64), 4, {"normalizer": scores.sparsemax()}, "gather"),
+        (WIDE, {}, "heads", "CHOSEN"),
+        ((1, 6, 1024, 64), {}, "gather", "6 query heads are not a multiple of 4 ranks"),
+        (LONG, {}, "ring", "all keys and values take 12.0 GiB on every rank"),
+        (LONG, {"normalizer": scores.sparsemax()}, "gather", "scores.sparsemax() needs whole rows"),
     ],
 )
-def test_auto_takes_the_first_that_suits(shape, size, options, strategy):
-    said = parallel.explain(shape, shape, shape, over=size, **options)
-    assert said.chosen.strategy == strategy
-    assert "CHOSEN" in str(said)
-
-
-def test_explain_says_why_not():
-    shape = (1, 6, 2**20, 64)
-    printed = str(parallel.explain(shape, shape, shape, over=4, normalizer=scores.sparsemax()))
-    assert "6 query heads are not a multiple of 4 ranks" in printed
-    assert "normalizer=scores.sparsemax() needs whole rows" in printed
-    printed = str(parallel.explain(shape, shape, shape, over=4))
-    assert "all keys and values take 12.0 GiB on every rank" in printed
-    assert parallel.explain(shape, shape, shape, over=4, strategy="heads").chosen is None
+def test_auto_takes_the_first_that_suits_and_says_why(shape, options, strategy, said):
+    explained = parallel.explain(shape, shape, shape, over=4, **options)
+    assert explained.chosen.strategy == strategy
+    assert said in str(explained)
+    assert parallel.explain(LONG, LONG, LONG, over=4, strategy="heads").chosen is None
 
 
 # ---- what a call may get wrong ----
@@ -193,18 +180,15 @@ def test_explain_says_why_not():
     ("options", "error", "message"),
     [
         ({"strategy": "rings"}, ValueError, "strategy must be one of auto, heads, gather, ring"),
-        ({"strategy": ["ring"]}, ValueError, r"strategy must be one of .* got \['ring'\]"),
         ({"layout": "...LHD"}, ValueError, 'layout must be "contiguous" or "zigzag"; arrays have'),
         ({"layout": "zigzag"}, ValueError, "query has 3 tokens on this rank"),
         ({"strategy": "heads"}, NotImplementedError, "'heads' cannot compute .* H = 3 query heads"),
         ({"dropout": 0.1}, TypeError, "dropout must be a pair (rate, seed)"),
         ({"strategy": "ring", "normalizer": scores.sigmoid()}, NotImplementedError, "whole rows"),
-        ({"strategy": "decode", "scale": scores.by_norm()}, NotImplementedError, "whole rows"),
         ({"windows": (1, 1)}, TypeError, "unexpected keyword argument 'windows'"),
-        ({"sinks": np.ones(4)}, ValueError, "sinks"),
         ({"mask": np.ones((3, 3), bool)}, ValueError, "mask"),
         ({"over": 4}, TypeError, "over must be the name of a mesh axis .* got a int"),
-        ({"over": "ring"}, ValueError, "'ring' is no mesh axis here"),
+        ({"over": "ring"}, ValueError, "'ring' names a mesh axis that is absent here"),
     ],
 )
 def test_a_wrong_call_is_refused_before_anything_is_sent(options, error, message):
@@ -278,12 +262,7 @@ def test_ranks_whose_calls_differ_all_raise_one_error():
     [
         ([{}, {"query": (4, 6, 4)}], "query.shape is (4, 10, 4) on rank 0, (4, 6, 4) on rank 1. Q"),
         ([{}, {"query": (4, 6, 4)}], "pad it and hide the padding by masks.padding"),
-        ([{}, {"scale": 1}] * 3, "; scale is not given on ranks 0, 2, 4, 1 on ranks 1, 3, 5"),
-        (
-            [{}] * 5 + [{"scale": 1}],
-            "; scale is not given on ranks 0, 1, 2 and 2 more, 1 on rank 5",
-        ),
-        ([{"scale": n} for n in range(5)], "1 on rank 1, 2 on rank 2 and 2 more"),
+        ([{}] * 5 + [{"scale": 1}], "; scale is not given on rank 0, 1 on rank 5"),
         ([{"layout": "zigzag", "query": (4, 7, 4)}, {}], "layout is 'zigzag' on rank 0, 'cont"),
     ],
 )
@@ -345,7 +324,6 @@ ON_HOST = [
     {"mask": masks.positions(IDS, IDS[::-1]) | masks.tree([-1, 0, 0, 1, -1, 3, 3, 6])},
     {"mask": masks.padding([5, 8], np.asarray([8, 6]))},
     {"mask": masks.prefix([2, 3]) | masks.global_tokens(1)},
-    {"mask": SEEN, "sinks": [0.5, 1.0, 1.5, 2.0]},
     {"mask": SEEN.tolist(), "sinks": np.ones(4, np.float32)},
     {"bias": np.linspace(0, 1, 64).reshape(8, 8), "query_offset": np.asarray([0, -1])},
     {"is_causal": True, "query_offset": [0, 1], "dropout": (0.2, np.int64(3), np.asarray([1] * 4))},
@@ -410,33 +388,6 @@ def test_layouts_are_undone_and_know_their_positions(layout):
 def test_tokens_that_cannot_be_shared_are_refused():
     with pytest.raises(ValueError, match=r"10 tokens, which 2 ranks .* pad it to 12 tokens"):
         parallel.permute(np.ones((10, 3)), 2)
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda size: parallel.permute(np.ones(4), size, axis=0),
-        lambda size: parallel.explain((8, 2), (8, 2), (8, 2), over=size),
-        lambda size: parallel.run_threads(size, lambda ranks: None),
-    ],
-)
-def test_there_is_a_rank_at_least(call):
-    for size, error in (
-        *((size, ValueError) for size in (0, -2, np.int64(0))),
-        (True, TypeError),
-    ):
+    for size, error in ((0, ValueError), (True, TypeError)):
         with pytest.raises(error, match="the number of ranks must be"):
-            call(size)
-
-
-def test_one_rank_is_one_device():
-    query, key, value = rows(0, (3, 6, 4), (3, 6, 4), (3, 6, 4))
-    expected = attention(query, key, value, mask=masks.window(2, 0))
-    for strategy in on_ranks.STRATEGIES:
-        (output,) = parallel.run_threads(
-            1,
-            lambda ranks, strategy=strategy: parallel.attention(
-                query, key, value, over=ranks, strategy=strategy, mask=masks.window(2, 0)
-            ),
-        )
-        np.testing.assert_allclose(output, expected, atol=1e-14)
+            parallel.explain((8, 2), (8, 2), (8, 2), over=size)

@@ -7,9 +7,9 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from optional import array_api_strict, torch
 
-from polyattn import attention, masks
+from polyattn import attention, masks, plot
 from polyattn._core.expressions.patterns import Band
-from polyattn.plot.mask_picture import COLOURS, EMPTY, FULL, HIDDEN, SEEN, draw_mask
+from polyattn.plot.mask_picture import COLOURS, EMPTY, FULL, HIDDEN, SEEN
 
 matplotlib.use("Agg")
 IDS = np.repeat(np.arange(4), [5, 11, 1, 7])
@@ -23,6 +23,12 @@ def checkered(b, h, i, j):
 @pytest.fixture
 def axes():
     return Figure().add_subplot()
+
+
+def draw_mask(mask, *lengths, axes, **options):
+    """Draw a mask in axes, and return them."""
+    assert plot.mask(mask, *lengths, axes=axes, **options) is axes.figure
+    return axes
 
 
 def shown(axes):
@@ -146,17 +152,6 @@ def test_masks_that_carry_arrays_of_any_library_are_drawn_alike(axes, to):
     assert legend(axes) == legend(expected)
 
 
-def test_a_function_over_tensors_is_drawn_in_their_library(axes):
-    ids = torch.asarray(IDS)
-
-    def same(b, h, i, j):
-        assert isinstance(i, torch.Tensor)
-        return ids[i] == ids[j]
-
-    draw_mask(masks.rule(same), 24, like=ids, axes=axes)
-    np.testing.assert_array_equal(shown(axes) == SEEN, IDS[:, None] == IDS)
-
-
 def test_of_long_sequences_only_the_tiles_are_drawn(axes, monkeypatch):
     monkeypatch.setattr(Band, "seen", None)
     draw_mask(masks.causal(), 4096, axes=axes)
@@ -164,30 +159,15 @@ def test_of_long_sequences_only_the_tiles_are_drawn(axes, monkeypatch):
     np.testing.assert_array_equal(shown(axes), FULL * np.tri(32, k=-1) + SEEN * np.eye(32))
     assert legend(axes) == ["full: 496", "mixed: 32", "empty: 496"]
     assert axes.get_xlim() == (-0.5, 4095.5)
-
-
-def test_of_very_long_sequences_few_tiles_are_drawn(axes):
-    draw_mask(masks.causal(), 1, 10**7, axes=axes)
-    assert title(axes) == "100% of 611 tiles of 16384 × 16384 visited"
-
-
-def test_short_lengths_are_drawn_cell_by_cell():
-    for length in (1, 2, 3, 8, 100, 1000):
-        axes = Figure().add_subplot()
-        draw_mask(masks.causal(), length, axes=axes)
-        np.testing.assert_array_equal(np.isin(shown(axes), (SEEN, FULL)), np.tri(length))
-
-
-def test_rows_go_down_and_the_axes_say_what_they_are(axes):
-    draw_mask(masks.segments(IDS) & masks.causal(), axes=axes)
-    assert axes.get_ylim() == (23.5, -0.5)
-    assert (axes.get_xlabel(), axes.get_ylabel()) == ("key j", "query i")
-    assert axes.get_title() == "masks.segments(<(24,) int64>) & masks.causal()"
+    very_long = draw_mask(masks.causal(), 1, 10**7, axes=Figure().add_subplot())
+    assert title(very_long) == "100% of 611 tiles of 16384 × 16384 visited"
 
 
 def test_a_long_title_is_cut_short(axes):
     mask = masks.global_tokens(*range(0, 200, 3)) | masks.causal() & masks.window(999, 0)
     draw_mask(mask, axes=axes)
+    assert axes.get_ylim() == (63.5, -0.5)  # rows go down
+    assert (axes.get_xlabel(), axes.get_ylabel()) == ("key j", "query i")
     lines = axes.get_title().splitlines()
     assert len(lines) == 2
     assert max(map(len, lines)) <= 46
@@ -210,15 +190,11 @@ def test_lightness_alone_tells_the_colours_apart():
     ("given", "says"),
     [
         ({"item": 4}, "item 4 or head 0 is out of range for batch"),
-        ({"item": -1}, "item -1 or"),
         ({"head": -1}, "head -1"),
         ({"batch": (3,)}, "must broadcast to the batch axes"),
         ({"tile": 0}, "tile must be at least 1"),
         ({"query_length": 0}, "L must be at least 1"),
         ({"key_length": 2.5}, "S must be an integer; got 2.5"),
-        ({"tile": "4"}, "tile must be an integer; got '4'"),
-        ({"item": 0.5}, "item must be an integer"),
-        ({"head": True}, "head must be an integer"),
         ({"query_offset": 1.5}, "query_offset must be an integer"),
         ({"batch": 4}, "a shape must hold integers"),
     ],
@@ -226,8 +202,3 @@ def test_lightness_alone_tells_the_colours_apart():
 def test_what_cannot_be_drawn_is_refused(axes, given, says):
     with pytest.raises((TypeError, ValueError), match=says):
         draw_mask(masks.padding(LENGTHS), **given, axes=axes)
-
-
-def test_lengths_are_integers_of_any_type(axes):
-    draw_mask(masks.causal(), np.int64(3), np.int32(5), tile=np.int8(2), axes=axes)
-    assert shown(axes).shape == (3, 5)

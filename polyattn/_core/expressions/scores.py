@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from polyattn._base.arrays import Array, ArrayFacts, cast, is_array, library_of, numbers_like
 from polyattn._base.host import destination_of
 from polyattn._core.expressions.derivatives import into_heads, used
-from polyattn._core.expressions.expression import RENDERERS, Expression, shown
+from polyattn._core.expressions.expression import Expression, shown
 from polyattn._core.expressions.indices import INDEX_LIMIT, PointIndices, ScoreDims, ScoreIndices
 from polyattn._core.expressions.parts import Part
 
@@ -45,9 +45,6 @@ class Score(Expression):
         score, so a tangent in place of the gradient makes the first result the forward derivative.
         """
         raise NotImplementedError
-
-    def _repr_html_(self) -> str:
-        return str(RENDERERS["html"](self))
 
     def __call__(self, s: Array, b: Array, h: Array, i: Array, j: Array) -> Array:
         destination = destination_of(s) if is_array(s) else None

@@ -106,11 +106,11 @@ def flash_attn_func(
     """
     if return_attn_probs:
         _refuse_weights(dropout_p)
-    found = dense(
+    results = dense(
         q, k, v, softmax_scale, causal, window_size, softcap,
         dropout=dropout_p, slopes=alibi_slopes, logsumexp=return_attn_probs,
     )  # fmt: skip
-    return (*found, None) if return_attn_probs else found
+    return (*results, None) if return_attn_probs else results
 
 
 def flash_attn_kvpacked_func(
@@ -152,7 +152,7 @@ def flash_attn_varlen_func(
     alibi_slopes: Array | None = None, deterministic: bool = False, return_attn_probs: bool = False,
     block_table: Array | None = None,
 ) -> Any:  # fmt: skip
-    """Compute attention of each of several sequences that lie one after another.
+    """Compute attention of each of several packed sequences (a ragged batch).
 
     Parameters
     ----------
@@ -187,12 +187,12 @@ def flash_attn_varlen_func(
     """
     if return_attn_probs:
         _refuse_weights(dropout_p)
-    found = varlen(
+    results = varlen(
         q, k, v, Packed(cu_seqlens_q), Packed(cu_seqlens_k),
         softmax_scale, causal, window_size, softcap,
         dropout=dropout_p, slopes=alibi_slopes, table=block_table, logsumexp=return_attn_probs,
     )  # fmt: skip
-    return (*found, None) if return_attn_probs else found
+    return (*results, None) if return_attn_probs else results
 
 
 def flash_attn_varlen_kvpacked_func(

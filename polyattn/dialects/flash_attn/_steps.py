@@ -23,10 +23,10 @@ def _flash_attn_forward(
     """Return the output, the logsumexp, (B, H, L), and None for weights and state of dropout."""
     _refuse(dropout_p=dropout_p)
     window = window_size_left, window_size_right
-    found = dense(
+    results = dense(
         q, k, v, softmax_scale, causal, window, softcap, slopes=alibi_slopes, logsumexp=True
     )
-    return *found, None, None
+    return *results, None, None
 
 
 def _flash_attn_varlen_forward(
@@ -39,12 +39,12 @@ def _flash_attn_varlen_forward(
 ) -> tuple[Array, Array, None, None]:  # fmt: skip
     """Return the same of packed sequences; the logsumexp is (H, T)."""
     _refuse(dropout_p=dropout_p, leftpad_k=leftpad_k)
-    found = varlen(
+    results = varlen(
         q, k, v, Packed(cu_seqlens_q), Packed(cu_seqlens_k, seqused_k), softmax_scale, causal,
         (window_size_left, window_size_right), softcap, slopes=alibi_slopes, table=block_table,
         logsumexp=True,
     )  # fmt: skip
-    return *found, None, None
+    return *results, None, None
 
 
 def _flash_attn_backward(
@@ -65,8 +65,8 @@ def _flash_attn_backward(
     check_axes(axes, q, k, v, dq, dk, dv, softmax_lse)
     xp = library_of(q).xp
     partial = Partial(out, xp.permute_dims(softmax_lse, (0, 2, 1)))
-    found = attention_backward(q, k, v, partial, dout, layout="...LHD", **options)
-    for place, gradient in zip((dq, dk, dv), found[:3], strict=True):
+    gradients = attention_backward(q, k, v, partial, dout, layout="...LHD", **options)
+    for place, gradient in zip((dq, dk, dv), gradients[:3], strict=True):
         if place is not None:
             place[...] = gradient
     sums = xp.sum(cast(xp, dout, softmax_lse.dtype) * out, axis=-1)

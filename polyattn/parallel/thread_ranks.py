@@ -12,7 +12,7 @@ from polyattn._base.arrays import Array, library_of
 from polyattn._base.forks import forkable_lock
 from polyattn._base.slices import take
 from polyattn.parallel.communicator import Communicator
-from polyattn.parallel.layout import check_size
+from polyattn.parallel.token_layout import check_size
 
 
 class _Mail:

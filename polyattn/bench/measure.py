@@ -14,11 +14,13 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from polyattn.bench import peaks
 from polyattn.bench.contender import Contender, Running
-from polyattn.bench.exact import Rows, exact_rows, largest_error
+from polyattn.bench.exact import ExactRows, exact_rows, largest_error
 from polyattn.bench.memory import peak_memory
-from polyattn.bench.report import Results, Timing, number
+from polyattn.bench.results import BenchResults, Timing
 from polyattn.bench.table import digits
 from polyattn.bench.timing import FEWEST, REST, alternate, spread_of
 
@@ -45,7 +47,7 @@ class Started(NamedTuple):
 
 
 def measure_peaks(
-    results: Results, contenders: Sequence[Contender], deadline: float, say: Say
+    results: BenchResults, contenders: Sequence[Contender], deadline: float, say: Say
 ) -> None:
     """Measure the hardware rates by each backend; one that fails is skipped.
 
@@ -63,7 +65,7 @@ def measure_peaks(
 
 
 def measure(
-    results: Results,
+    results: BenchResults,
     contenders: Sequence[Contender],
     lengths: Sequence[int],
     deadline: float,
@@ -94,7 +96,7 @@ def measure(
 
 
 def _measure_length(
-    results: Results,
+    results: BenchResults,
     contenders: Sequence[Contender],
     length: int,
     share: float,
@@ -141,12 +143,7 @@ def _timed_rows(
     """Return the rows of started calls, timed for as many rounds as the time allows."""
     each = max(left / max(len(started), 1), LEAST)
     slow = {name for name, one in started.items() if FEWEST * one.seconds > each}
-    failed: dict[str, Exception] = {}
-    calls = {
-        name: _stop_on_error(name, one.running, failed)
-        for name, one in started.items()
-        if name not in slow
-    }
+    calls = {name: one.running for name, one in started.items() if name not in slow}
     expected = {name: one.seconds for name, one in started.items()}
     times = alternate(calls, expected, min(left, most), say)
     rows = {}
@@ -154,43 +151,29 @@ def _timed_rows(
         own = times.get(name, [one.seconds])
         median, low, high = spread_of(own)
         note = "only one call, for lack of time" if name in slow else None
-        rows[name] = (
-            replace(one.row, note=_first_line(failed[name]))
-            if name in failed
-            else replace(one.row, seconds=median, low=low, high=high, rounds=len(own), note=note)
+        rows[name] = replace(
+            one.row, seconds=median, low=low, high=high, rounds=len(own), note=note
         )
     return rows
 
 
 def _start(
-    results: Results,
+    results: BenchResults,
     contender: Contender,
     row: Timing,
     arrays: Sequence[Any],
-    exact: list[Rows],
+    exact: list[ExactRows],
 ) -> Started:
     """Run the call of a contender and measure everything except its time."""
     running = contender.start(results.workload, arrays)
     first, output = _timed(running)
-    error = largest_error(running.fetched(output), exact)
+    error = largest_error(np.asarray(contender.backend.fetch(output)), exact)
     del output
     seconds, _ = _timed(running)
     memory = peak_memory(running, results.workload.output_bytes(row.length))
-    row = replace(row, kernel=running.kernel, first=first, error=number(error), memory=memory)
+    finite = error if math.isfinite(error) else None  # JSON lacks infinity and NaN
+    row = replace(row, kernel=running.kernel, first=first, error=finite, memory=memory)
     return Started(running, row, seconds)
-
-
-def _stop_on_error(name: str, running: Running, failed: dict[str, Exception]) -> Callable[[], None]:
-    """Return the call, wrapped to record its first error and do nothing after it."""
-
-    def call() -> None:
-        if name not in failed:
-            try:
-                running()
-            except Exception as error:
-                failed[name] = error
-
-    return call
 
 
 def _first_line(error: Exception) -> str:

@@ -26,7 +26,7 @@ def _shielded(array: Array) -> Iterator[None]:
         yield
 
 
-class Task(NamedTuple):
+class RankTask(NamedTuple):
     """A strategy, the ranks, and the call."""
 
     strategy: Strategy
@@ -37,16 +37,16 @@ class Task(NamedTuple):
         """Return all arrays of the options."""
         return [array for given in self.call.options.values() for array in arrays_in(given)]
 
-    def with_arrays(self, arrays: Any) -> Task:
+    def with_arrays(self, arrays: Any) -> RankTask:
         """Return the task with these arrays in its options."""
         rest = iter(arrays)
         return self._with(lambda _: next(rest))
 
-    def without_arrays(self) -> Task:
+    def without_arrays(self) -> RankTask:
         """Return the task with facts in place of arrays, which `with_arrays` replaces."""
         return self._with(facts_of)
 
-    def _with(self, change: Callable[[Array], Any]) -> Task:
+    def _with(self, change: Callable[[Array], Any]) -> RankTask:
         changed = {
             name: map_arrays(given, lambda _, array: change(array))
             for name, given in self.call.options.items()
@@ -70,8 +70,8 @@ class Task(NamedTuple):
 
     def of_arrays(self, gradients: Gradients) -> list[Array | None]:
         """Return the gradient of each of `arrays`, None for one that has none."""
-        found: list[Array | None] = []
+        of_each: list[Array | None] = []
         for name, given in self.call.options.items():
             count, parts = len(arrays_in(given)), arrays_in(getattr(gradients, name, None))
-            found += parts if len(parts) == count else [None] * count
-        return found
+            of_each += parts if len(parts) == count else [None] * count
+        return of_each

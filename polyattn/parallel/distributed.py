@@ -15,9 +15,9 @@ from polyattn._core.call.gradients import Gradients
 from polyattn._core.call.options import AUTOCAST
 from polyattn.parallel.agreement import check_one_call
 from polyattn.parallel.choice import ParallelExplanation, chosen, examined
-from polyattn.parallel.layout import check_size
 from polyattn.parallel.over import communicator_of
-from polyattn.parallel.task import Task
+from polyattn.parallel.rank_task import RankTask
+from polyattn.parallel.token_layout import check_size
 
 #: The libraries that differentiate, and the modules with the rule for each.
 _RECORDED = {
@@ -175,11 +175,11 @@ def attention_vjp(
     def pullback(gradient: Array) -> Gradients:
         """Return the gradients from that of this rank's output."""
         check_one_call(task.ranks, {"output_gradient": gradient}, {})
-        found = task.backward(arrays, saved, gradient[None, ...] if flat else gradient)
+        gradients = task.backward(arrays, saved, gradient[None, ...] if flat else gradient)
         if flat:
-            own = {name: getattr(found, name)[0, ...] for name in ("query", "key", "value")}
-            found = found._replace(**own)
-        return as_given(found, given)
+            own = {name: getattr(gradients, name)[0, ...] for name in ("query", "key", "value")}
+            gradients = gradients._replace(**own)
+        return as_given(gradients, given)
 
     return output[0, ...] if flat else output, pullback
 
@@ -256,7 +256,7 @@ def _task(
     query: Array,
     key: Array,
     value: Array,
-) -> tuple[Task, list[Array], bool]:
+) -> tuple[RankTask, list[Array], bool]:
     """Return what this rank has to do, its arrays with an axis of heads, and if that was added."""
     ranks = communicator_of(over)
     options = autocast({"query": query, "key": key, "value": value, **options}, AUTOCAST)
@@ -266,4 +266,4 @@ def _task(
     if flat:
         given = {name: array[None, ...] for name, array in given.items()}
     decision = examined(function, given, options, ranks.size, strategy, layout)
-    return Task(chosen(decision), ranks, decision.call), list(given.values()), flat
+    return RankTask(chosen(decision), ranks, decision.call), list(given.values()), flat

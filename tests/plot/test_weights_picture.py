@@ -11,8 +11,6 @@ from matplotlib.figure import Figure
 from optional import array_api_strict, jnp, torch
 
 from polyattn import attention_weights, masks, plot
-from polyattn.plot.mask_picture import draw_mask
-from polyattn.plot.weights import COLOURS
 
 matplotlib.use("Agg")
 WORDS = ["the", "cat", "drank", "the", "milk", "because", "it", "was", "so", "sweet"]
@@ -49,20 +47,17 @@ def written(axis):
 # ---- maps of weights ----
 
 
-def test_each_head_has_a_map_of_its_weights():
-    given = weights(6)
-    figure = plot.attention_map(given)
-    assert len(maps(figure)) == 6
-    for head, axes in enumerate(maps(figure)):
-        np.testing.assert_array_equal(shown(axes), given[head])
-        assert axes.get_title() == f"head {head}"
-
-
 @pytest.mark.parametrize(
     ("heads", "numbers"),
-    [(2, [2]), (np.int64(-1), [5]), ([4, 0], [4, 0]), (slice(1, 6, 2), [1, 3, 5])],
+    [
+        (None, range(6)),
+        (2, [2]),
+        (np.int64(-1), [5]),
+        ([4, 0], [4, 0]),
+        (slice(1, 6, 2), [1, 3, 5]),
+    ],
 )
-def test_some_heads_are_drawn_by_their_numbers(heads, numbers):
+def test_each_head_has_a_map_of_its_weights(heads, numbers):
     given = weights(6)
     figure = plot.attention_map(given, heads=heads)
     assert [axes.get_title() for axes in maps(figure)] == [f"head {n}" for n in numbers]
@@ -129,6 +124,7 @@ def test_it_draws_on_axes_that_it_is_given():
     assert plot.attention_map(given[0], axes=one) is one.figure
     assert one.get_title() == "mine"
     assert (one.get_xlabel(), one.get_ylabel()) == ("key", "query")
+    assert one.figure.get_layout_engine() is not None  # which makes room for labels
 
 
 def test_numbers_are_on_the_axes_in_place_of_tokens():
@@ -144,29 +140,6 @@ def test_numbers_are_on_the_axes_in_place_of_tokens():
 
 
 # ---- labels ----
-
-
-def test_labels_fit_in_small_axes_and_have_one_size():
-    words = [*WORDS[:9], "sweet-and-creamy"]
-    axes = Figure(figsize=(3.4, 2.8)).add_subplot()
-    figure = plot.attention_map(weights(rows=10, keys=10), words, words, axes=axes)
-    for _ in range(3):
-        figure.draw_without_rendering()
-    (bar,) = (other for other in figure.axes if other is not axes)
-    texts = [axes.xaxis.label, axes.yaxis.label, bar.yaxis.label]
-    boxes = [text.get_window_extent() for text in texts]
-    for axis in (axes.xaxis, axes.yaxis, bar.yaxis):
-        boxes += [box for _, box in written(axis)]
-        texts += [
-            tick.label2 if axis is bar.yaxis else tick.label1 for tick in axis.get_major_ticks()
-        ]
-    assert len(written(axes.xaxis)) > 3
-    for box in boxes:
-        assert box.x0 >= 0
-        assert box.y0 >= 0
-        assert box.x1 <= figure.bbox.width
-        assert box.y1 <= figure.bbox.height
-    assert {text.get_fontsize() for text in texts} == {8}
 
 
 @pytest.mark.parametrize(
@@ -214,14 +187,6 @@ def test_labels_show_blanks_are_cut_short_and_are_no_formulas():
     assert [label for label, _ in written(figure.axes[0].yaxis)] == list(labels.values())
 
 
-def test_without_tokens_rows_and_keys_are_numbered():
-    figure = plot.attention_map(weights(rows=3, keys=200))
-    figure.draw_without_rendering()
-    assert [text for text, _ in written(figure.axes[0].yaxis)] == ["0", "1", "2"]
-    numbers = [int(text) for text, _ in written(figure.axes[0].xaxis)]
-    assert 3 <= len(numbers) <= 8
-
-
 # ---- entropy ----
 
 
@@ -231,9 +196,6 @@ def test_entropy_is_that_of_the_formula():
     expected = -(given * logarithms).sum(-1).mean(-1)
     drawn = shown(maps(plot.entropy(given))[0])
     np.testing.assert_allclose(drawn, expected, rtol=1e-5)
-
-
-def test_entropy_is_0_for_one_key_and_the_scale_ends_where_all_keys_are_alike():
     given = np.stack([np.eye(8), np.full((8, 8), 1 / 8)]).astype("float32")
     figure = plot.entropy([given])
     np.testing.assert_allclose(shown(maps(figure)[0]), [[0, 3]], atol=1e-6)
@@ -272,23 +234,6 @@ def test_entropies_are_written_in_their_cells_where_there_is_room():
     assert not plot.entropy(weights(40, 40, rows=1, keys=2)).axes[0].texts
 
 
-# ---- masks ----
-
-
-@pytest.mark.parametrize(
-    "mask",
-    [masks.causal(), np.tri(9, dtype=bool), lambda b, h, i, j: i >= j],
-    ids=["value", "array", "function"],
-)
-def test_a_mask_is_drawn_as_its_own_method_draws_it(mask):
-    figure = plot.mask(mask, 9, 9, tile=3)
-    kinds = shown(figure.axes[0])
-    np.testing.assert_array_equal(kinds > 1, np.tri(9))
-    if isinstance(mask, type(masks.causal())):
-        expected = draw_mask(mask, 9, 9, tile=3, axes=Figure().add_subplot())
-        np.testing.assert_array_equal(kinds, shown(expected))
-
-
 # ---- what holds for all ----
 
 CALLS = {
@@ -311,13 +256,6 @@ def test_nothing_is_left_with_pyplot():
             assert call(axes=axes) is axes.figure
 
 
-def test_the_colours_grow_lighter_step_by_step_for_every_reader():
-    shades = matplotlib.colormaps[COLOURS](np.linspace(0, 1, 64))[:, :3]
-    lightness = shades @ (0.2126, 0.7152, 0.0722)
-    assert (np.diff(lightness) > 0).all()
-    assert lightness[-1] - lightness[0] > 0.6
-
-
 def test_without_matplotlib_the_error_says_what_to_install(monkeypatch):
     def missing(module, *rest):
         if module.startswith("matplotlib"):
@@ -336,10 +274,6 @@ def test_importing_it_imports_no_matplotlib(run_python):
     assert loaded.strip() == "False"
 
 
-def of(value):
-    return np.full((2, 2), value)
-
-
 drawn, layers = plot.attention_map, plot.entropy
 
 
@@ -347,30 +281,20 @@ drawn, layers = plot.attention_map, plot.entropy
     ("call", "kind", "says"),
     [
         (lambda: drawn(weights(2, 3)), ValueError, r"\(2, 3, 5, 7\): select an item"),
-        (lambda: drawn(np.ones(3)), ValueError, r"\(L, S\) or \(H, L, S\); got \(3,\)"),
-        (lambda: drawn(np.ones((0, 3))), ValueError, r"shape \(0, 3\)"),
+        (lambda: drawn(np.ones((0, 3))), ValueError, r"must not be empty; got the shape \(0, 3\)"),
         (lambda: drawn([[1.0]]), TypeError, "weights is a list"),
         (lambda: drawn(weights() - 0.5), ValueError, "at least 0; got -0.*not scores"),
-        (lambda: drawn(of(np.nan)), ValueError, "finite and at least 0; got nan"),
-        (lambda: drawn(of(np.inf)), ValueError, "got inf to inf"),
+        (lambda: drawn(np.full((2, 2), np.nan)), ValueError, "finite and at least 0; got nan"),
         (lambda: drawn(weights(), WORDS), ValueError, "queries must be 5 tokens.* got 10"),
-        (lambda: drawn(weights(), None, "ab"), ValueError, "keys must be 7 tokens.* got 2"),
         (lambda: drawn(weights(2), heads=2), IndexError, "index 2 is out of range for 2"),
-        (lambda: drawn(weights(2), heads=1.5), TypeError, "heads must be .* got 1.5"),
-        (lambda: drawn(weights(2), heads=[]), ValueError, r"at least one; got \[\]"),
-        (lambda: drawn(weights(2)[:0]), ValueError, "must not be empty"),
         (lambda: drawn(weights(), heads=0), ValueError, r"heads=0 needs weights of"),
         (lambda: drawn(weights(2), power=0), ValueError, "power must be above 0; got 0"),
-        (lambda: drawn(weights(2), power="2"), TypeError, "power must be a number; got '2'"),
         (lambda: drawn(weights(), 5), ValueError, "queries must be 5 tokens.*; got 5"),
-        (lambda: layers(3), TypeError, "weights must be an array, or one for each layer; got 3"),
-        (lambda: drawn(weights(), extent=(0, 1, 0)), ValueError, "extent must be four numbers"),
-        (lambda: drawn(weights(), extent=(0, 1, 2, 2)), ValueError, r"got \(0, 1, 2, 2\)"),
+        (lambda: drawn(weights(), extent=(0, 1, 2, 2)), ValueError, r"numbers .* \(0, 1, 2, 2\)"),
         (lambda: drawn(weights()[:1], extent=(0, math.inf, 1, 0)), ValueError, "extent must be"),
-        (lambda: drawn(weights()[:1], "a", extent=(0, 1, 1, 0)), ValueError, "give one"),
         (lambda: drawn(weights(3), axes=[None] * 2), ValueError, "each of the 3 heads; got 2"),
+        (lambda: layers(3), TypeError, "weights must be an array, or one for each layer; got 3"),
         (lambda: layers(weights(2)), ValueError, r"shape \(layers, H, L, S\); got \(2, 5, 7\)"),
-        (lambda: layers([weights()]), ValueError, r"weights\[0\] must have .* got \(5, 7\)"),
         (lambda: layers([]), ValueError, "must contain a layer"),
         (lambda: layers([weights(2), -weights(2)]), ValueError, r"weights\[1\] must be finite"),
         (lambda: layers([weights(2), weights(3)]), ValueError, r"number of heads; got \[2, 3\]"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -42,7 +41,7 @@ class Timing:
 
 
 @dataclass
-class Results:
+class BenchResults:
     """The results, the machine, and the command to repeat the run."""
 
     machine: Machine
@@ -73,36 +72,26 @@ class Results:
         rate, peak = self.rate(row), self.roofs.get(row.device)
         return None if rate is None or peak is None else rate / limit(peak)
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return everything in plain types, for JSON, with the derived rates and shares."""
-        return {
-            "format": FORMAT,
-            "version": VERSION,
-            "command": self.command,
-            "machine": asdict(self.machine),
-            "workload": asdict(self.workload),
-            "peaks": [asdict(peak) for peak in self.peaks],
-            "rows": [
-                {
-                    **asdict(row),
-                    "flops": self.workload.flops(row.length),
-                    "bytes": self.workload.bytes(row.length),
-                    "rate": self.rate(row),
-                    "of_product": self.of_product(row),
-                    "of_roof": self.of_roof(row),
-                }
-                for row in self.rows
-            ],
-            "interrupted": self.interrupted,
-        }
-
     def as_json(self) -> str:
-        """Return everything as JSON."""
-        return json.dumps(self.as_dict(), indent=1, allow_nan=False) + "\n"
+        """Return everything as JSON, with the derived rates and shares."""
+        derived = [
+            {
+                "flops": self.workload.flops(row.length),
+                "bytes": self.workload.bytes(row.length),
+                "rate": self.rate(row),
+                "of_product": self.of_product(row),
+                "of_roof": self.of_roof(row),
+            }
+            for row in self.rows
+        ]
+        everything = asdict(self)
+        everything["rows"] = [row | of for row, of in zip(everything["rows"], derived, strict=True)]
+        everything = {"format": FORMAT, "version": VERSION, **everything}
+        return json.dumps(everything, indent=1, allow_nan=False) + "\n"
 
     @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> Results:
-        """Return the results that `as_dict` describes."""
+    def from_dict(cls, data: dict[str, Any]) -> BenchResults:
+        """Return the results that `as_json` writes, from the numbers in it."""
         names = Timing.__dataclass_fields__
         return cls(
             machine=Machine(**data["machine"]),
@@ -114,7 +103,7 @@ class Results:
         )
 
 
-def read(file: Path) -> Results:
+def read(file: Path) -> BenchResults:
     """Return the results of a file that ``polyattn bench --json`` wrote."""
     try:
         data = json.loads(file.read_text(encoding="utf-8"))
@@ -122,7 +111,7 @@ def read(file: Path) -> Results:
         if kind != FORMAT:
             raise TypeError(kind)
         if version == VERSION:
-            return Results.from_dict(data)
+            return BenchResults.from_dict(data)
     except OSError as error:
         raise ValueError(f"{file} cannot be read: {error.strerror}") from None
     except (AttributeError, KeyError, TypeError, ValueError):
@@ -131,8 +120,3 @@ def read(file: Path) -> Results:
         f"{file} has version {version!r}, and this polyattn reads version {VERSION}: compare with"
         " the release that wrote it, or measure again"
     )
-
-
-def number(value: float) -> float | None:
-    """Return the number, or None for infinity and NaN, which JSON lacks."""
-    return value if math.isfinite(value) else None

@@ -1,0 +1,334 @@
+"""What ``polyattn bench`` measures: the work, turns, the roof, errors, memory and the budget."""
+
+import math
+import os
+import sys
+import time
+from unittest.mock import MagicMock
+
+import numpy as np
+import pytest
+from optional import jax, torch
+
+from polyattn import attention
+from polyattn._dispatch import registry
+from polyattn.bench import exact, machine, measure, memory, peaks, timing
+from polyattn.bench.contender import contenders, everything_here
+from polyattn.bench.results import BenchResults
+from polyattn.bench.workload import Workload
+from polyattn.plugin import Backend, BackendSpec
+
+NUMPY, ARRAY_API = contenders("numpy,array-api")
+FOREVER = math.inf
+
+
+class Acme(Backend):
+    """NumPy arrays that pretend to be on two devices of one kind and on the CPU."""
+
+    def __init__(self):
+        super().__init__(np)
+        self.waited = []
+
+    def devices(self):
+        return ["npu:0", "npu:1", "cpu"]
+
+    def place(self, array, device):
+        return np.array(array)
+
+    def synchronize(self, device=None):
+        self.waited.append(device)
+
+
+@pytest.fixture
+def acme(monkeypatch):
+    """Register a backend for the length of a test, and return it."""
+    backend = Acme()
+    spec = BackendSpec(
+        "acme", ("numpy",), "acme:Acme", (), "pip install acme", 3, ("cpu", "npu"), ("float32",)
+    )
+    plugin = registry.Registered("acme", "acme", spec, backend=backend)
+    known = {name: registry._find()[name] for name in registry.names()}
+    monkeypatch.setattr(registry, "_plugins", {**known, "acme": plugin})
+    return backend
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """Return results with a roof of which no measurement was made; windows take no time."""
+    for module, name in ((timing, "REST"), (measure, "REST"), (timing, "WINDOW")):
+        monkeypatch.setattr(module, name, 0.0)
+    monkeypatch.setattr(timing, "MOST", timing.FEWEST)
+    call = Workload(heads=2, key_heads=2, size=8)
+    results = BenchResults(machine.look([NUMPY]), call, "polyattn bench")
+    results.peaks.append(peaks.Peak("numpy", "cpu", 1e11, 1e10))
+    return results
+
+
+def measured(results, everyone, lengths, deadline=FOREVER):
+    return [*measure.measure(results, everyone, lengths, deadline, lambda text: None)]
+
+
+def raise_memory_error(*given):
+    raise MemoryError("no room\x1b[2J for it\nat all")
+
+
+# ---- the work and who does it ----
+
+CALLS = {
+    "full": Workload(),
+    "causal": Workload(causal=True, batch=2),
+    "causal window": Workload(window=(3, None), causal=True, heads=4, key_heads=2),
+    "one after": Workload(window=(None, 1), size=16, dtype="float16"),
+    "decode": Workload(decode=True, causal=True),
+    "decode in a window": Workload(decode=True, window=(3, 0)),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_visible_scores_and_keys_are_counted_one_by_one(name):
+    call = CALLS[name]
+    for length in (1, 2, 11):
+        rows = 1 if call.decode else length
+        left, right = (length if end is None else end for end in call.window or (None, None))
+        p, j = np.ogrid[length - rows : length, :length]
+        seen = (p - left <= j) & (j <= p + right) & ((j <= p) | (not call.causal))
+        assert call.flops(length) == 4 * call.size * call.batch * call.heads * seen.sum()
+        elements = 2 * call.heads * rows + 2 * call.key_heads * seen.any(axis=0).sum()
+        bytes_each = np.dtype(call.dtype).itemsize
+        assert call.bytes(length) == call.batch * elements * call.size * bytes_each
+
+
+@pytest.mark.parametrize(
+    ("names", "found"),
+    [
+        ("acme", [("acme:npu", "npu:0", "npu:0"), ("acme:cpu", "cpu", "cpu")]),  # each kind once
+        ("acme:npu:1,acme:1", [("acme:npu:1", "npu:1", "npu:1")]),
+        (["numpy", "numpy:cpu", "array-api"], [(n, "cpu", "cpu") for n in ("numpy", "array-api")]),
+        ("torch:cpu,jax", [("torch:cpu", "cpu", "cpu"), ("jax:cpu", "cpu:0", "cpu")]),
+    ],
+)
+def test_a_name_means_each_kind_of_device_or_the_one_that_it_names(acme, names, found):
+    assert [(one.name, one.device, one.hardware) for one in contenders(names)] == found
+
+
+@pytest.mark.needs("jax", "torch")
+def test_all_backends_that_compute_are_measured_by_default():
+    assert {"numpy", "torch", "jax"} <= set(everything_here())
+    assert not {"array-api", "onnx"} & set(everything_here())
+
+
+def test_the_public_call_is_timed_until_its_device_is_done(acme):
+    call = Workload(size=8, causal=True, kernel="dense")
+    running = contenders("acme:npu:1")[0].start(call, call.arrays(4))
+    assert running.kernel == "dense"
+    expected = attention(*call.arrays(4), is_causal=True, backend="array-api")
+    np.testing.assert_array_equal(running(), expected)
+    assert acme.waited == ["npu:1"]
+
+
+def test_jax_is_compiled_and_says_which_kernel_runs_so():
+    call = Workload(size=8)
+    running = contenders("jax:cpu")[0].start(call, call.arrays(4))
+    assert "func.func public @main" in running.function.lower(*running.arrays).as_text()
+    assert running.kernel == "xla"
+
+
+def test_the_machine_lists_what_changes_speed(acme, monkeypatch):
+    acme.hardware = lambda device: {"name": device, "memory": 2**34}
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    monkeypatch.setenv("SECRET_TOKEN", "x")
+    monkeypatch.setattr(os, "getloadavg", lambda: (50.0, 0, 0))
+    here = machine.look([NUMPY, *contenders("acme")])
+    assert here.devices == {"npu:0": "npu:0, 16 GiB"}
+    assert here.libraries["numpy"] == np.__version__
+    assert here.environment["OMP_NUM_THREADS"] == "3"
+    assert "SECRET_TOKEN" not in here.environment
+    assert "this machine is busy" in "\n".join(here.lines())
+
+
+# ---- turns, and the roof ----
+
+
+def test_calls_take_turns_in_reversed_order(quick, monkeypatch):
+    made = []
+    calls = {name: lambda name=name: made.append(name) for name in "abc"}
+    times = timing.alternate(calls, dict.fromkeys("abc", 1.0), 0.0)
+    assert "".join(made) == "abccbaabc"
+    assert {name: len(own) for name, own in times.items()} == dict.fromkeys("abc", timing.FEWEST)
+    monkeypatch.setattr(timing, "MOST", 5)
+    assert len(timing.alternate({"a": made.pop}, {"a": 1.0}, 60.0)["a"]) == 5
+
+
+def test_the_roof_of_a_device_is_its_largest_rate_or_that_of_its_memory():
+    reached = [
+        peaks.Peak("slow", "cpu", 10.0, 7.0),
+        peaks.Peak("fast", "cpu", 30.0, 5.0),
+        peaks.Peak("other", "cuda:0", 99.0, 99.0),
+    ]
+    roofs = peaks.roofs(reached)
+    assert roofs == {"cpu": peaks.Peak("fast", "cpu", 30.0, 7.0), "cuda:0": reached[2]}
+    call, peak = Workload(), peaks.Peak("numpy", "cpu", 1e11, 1e10)
+    assert peaks.roof(peak, call, 4096) == 1e11
+    assert peaks.roof(peak, call, 8) == call.flops(8) / call.bytes(8) * 1e10 < 1e11
+
+
+@pytest.fixture
+def small_peaks(monkeypatch):
+    """Measure peaks of small arrays."""
+    for name, value in {"SIDES": (4, 8), "SMALLEST": 2**12, "LARGEST": 2**13}.items():
+        monkeypatch.setattr(peaks, name, value)
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("numpy", "float32"), ("jax", "float16")])
+def test_a_peak_counts_the_operations_and_bytes_of_the_calls_dtype(
+    name, dtype, monkeypatch, small_peaks
+):
+    (one,), seen = contenders(f"{name}:cpu"), []
+
+    def multiply(a, b, **options):
+        seen.append((a.shape, str(a.dtype)))
+        return a
+
+    monkeypatch.setattr(one.backend if dtype == "float32" else one.backend.xp, "matmul", multiply)
+    monkeypatch.setattr(peaks, "LONG", 2.0)
+    monkeypatch.setattr(peaks, "_least", lambda call: call() or 0.5)
+    peak = peaks.measure(one, dtype)
+    assert seen[-1] == ((8, 8), dtype)
+    assert peak.product == 2 * 8**3 / 0.5
+    assert peak.bandwidth in (1.5 * 2**12 / 0.5, 1.5 * 2**13 / 0.5)
+
+
+def test_peaks_take_half_of_the_time_or_the_smallest_arrays(quick, acme, monkeypatch, small_peaks):
+    clock, everyone = [100.0], [NUMPY, ARRAY_API, *contenders("acme")]
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+
+    def slow(call):
+        clock[0] += 1.0
+        return 0.001  # as told by itself
+
+    monkeypatch.setattr(peaks, "_least", slow)
+    monkeypatch.setattr(peaks, "SIDES", (4, 8, 16, 32))
+    for seconds, calls in ((1.0, 2 * 4), (64.0, 6 * 4)):
+        began = clock[0]
+        measure.measure_peaks(quick, everyone, began + seconds, lambda text: None)
+        assert clock[0] - began == calls
+
+
+# ---- errors and memory ----
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_the_error_is_that_of_rows_from_the_whole(name):
+    call, length = CALLS[name], 70
+    arrays = call.arrays(length)
+    wide = [array.astype(np.float64) for array in arrays]
+    options = {"backend": "array-api", "kernel": "dense", "window": call.window}
+    whole = attention(*wide, is_causal=call.causal, **options)
+    rows = exact.exact_rows(call, arrays, length)
+    assert exact.largest_error(whole, rows) < 1e-12
+    whole[-1, -1, -1, 0] += 0.5
+    assert exact.largest_error(whole, rows) == pytest.approx(0.5)
+    assert exact.largest_error(whole[:, ::-1], rows) > 0.1  # heads that are mixed up
+    whole[-1, 0, 0, 0] = np.nan
+    assert np.isnan(exact.largest_error(whole, rows))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the system counts no peak")
+def test_the_growth_of_the_process_is_counted(monkeypatch, tmp_path):
+    grown = memory.host_peak(lambda: np.ones(2**23, np.float64)[0])
+    assert 62 * 2**20 < grown < 80 * 2**20  # the system counts to a megabyte or so
+    monkeypatch.setattr(memory, "_RESET", tmp_path / "nowhere" / "clear_refs")
+    assert memory.host_peak(lambda: None) is None
+
+
+def test_what_a_library_counts_goes_before_the_growth_of_the_process(acme, monkeypatch):
+    call = Workload(size=8)
+    running = contenders("acme:npu:1")[0].start(call, call.arrays(4))
+    assert memory.peak_memory(running, 1024) is None
+    acme.peak_memory = lambda device, function, *arrays: (device, function(*arrays).shape)
+    assert memory.peak_memory(running, 1024) == ("npu:1", (1, 8, 4, 8))
+    running = contenders("acme:cpu")[0].start(call, call.arrays(4))
+    acme.peak_memory = lambda *given: None
+    monkeypatch.setattr(memory, "host_peak", lambda run: 1500)
+    assert memory.peak_memory(running, 1024) == 1500 - 1024  # without the output
+    assert memory.peak_memory(running, 2000) == 0
+
+
+def test_jax_tells_the_scratch_memory_of_a_program_and_waits_for_what_was_queued():
+    backend = contenders("jax:cpu")[0].backend
+    function = backend.compile(lambda x: jax.numpy.tanh(x @ x) @ x)
+    x = jax.numpy.ones((256, 256))
+    assert x.nbytes <= backend.peak_memory("cpu:0", function, x) <= 3 * x.nbytes
+    slow = jax.jit(lambda x: jax.lax.fori_loop(0, 200, lambda _, y: jax.numpy.tanh(y @ y), x))
+    slow(x).block_until_ready()
+    result = slow(x)
+    backend.synchronize("cpu:0")
+    assert result.is_ready()
+
+
+def test_torch_tells_what_its_allocator_counts_beside_the_output(monkeypatch):
+    backend = contenders("torch:cpu")[0].backend
+    x, cuda = torch.ones(1000), MagicMock()
+    cuda.memory_allocated.return_value, cuda.max_memory_allocated.return_value = 500, 9000
+    monkeypatch.setattr(torch, "cuda", cuda)
+    monkeypatch.setattr(backend, "synchronize", cuda.wait)
+    assert backend.peak_memory("cuda:0", lambda x: x + 1, x) == 9000 - 500 - 4000
+    calls = [name for name, *_ in cuda.mock_calls]
+    assert calls.index("reset_peak_memory_stats") < calls.index("max_memory_allocated")
+    assert backend.peak_memory("cpu", lambda x: x + 1, x) is None
+
+
+# ---- the budget ----
+
+
+def test_each_length_has_a_row_for_each_backend(quick):
+    groups = measured(quick, [NUMPY, ARRAY_API], (8, 16), 0.0)  # however little time is left
+    found = [[(row.length, row.backend) for row in rows] for rows in groups]
+    assert found == [[(n, "numpy"), (n, "array-api")] for n in (8, 16)]
+    assert quick.rows == [*groups[0], *groups[1]]
+    for row in quick.rows:
+        assert 0 < row.low <= row.seconds <= row.high
+        assert row.rounds == timing.FEWEST
+        assert row.error < 1e-6
+        assert row.first > 0
+        assert row.note is None
+    assert {row.kernel for row in quick.rows} == {"small", "dense"}  # of calls as short as these
+
+
+def test_a_backend_that_would_exceed_the_budget_is_left_out_with_a_note(quick, monkeypatch):
+    ((row,),) = measured(quick, [NUMPY], (2**22,), time.perf_counter() + 2)
+    assert row.seconds is None
+    assert row.note.startswith("left out: a call would take about")
+    monkeypatch.setattr(measure, "LEAST", 0.0)
+    quick.peaks.clear()
+    (first,), (second,) = measured(quick, [NUMPY], (32, 64), 0.0)
+    assert first.note == "only one call, for lack of time"
+    assert first.low == first.seconds == first.high
+    assert second.note.startswith("left out: a call would take about")
+
+
+def test_a_failure_is_noted_and_stops_no_other(quick, acme, monkeypatch):
+    monkeypatch.setattr(acme, "place", raise_memory_error)
+    ((first, other),) = measured(quick, [*contenders("acme:cpu"), NUMPY], (8,))
+    assert (first.seconds, first.note) == (None, "MemoryError: no room[2J for it")
+    assert other.seconds > 0
+    monkeypatch.setattr(Workload, "arrays", raise_memory_error)
+    ((row,),) = measured(quick, [NUMPY], (16,))
+    assert row.note == first.note
+
+
+def test_a_backend_without_a_peak_is_measured_all_the_same(quick, monkeypatch):
+    monkeypatch.setattr(peaks, "measure", raise_memory_error)
+    quick.peaks.clear()
+    measure.measure_peaks(quick, [NUMPY], FOREVER, lambda text: None)
+    ((row,),) = measured(quick, [NUMPY], (8,))
+    assert row.seconds > 0
+    assert quick.of_product(row) is quick.of_roof(row) is None
+
+
+def test_an_output_of_nan_has_no_error(quick, acme, monkeypatch):
+    monkeypatch.setattr(acme, "place", lambda array, device: np.full_like(array, np.nan))
+    ((row,),) = measured(quick, contenders("acme:cpu"), (8,))
+    assert row.error is None
+    assert "NaN" not in quick.as_json()
