@@ -10,7 +10,7 @@ SLOPES, STEPS = "polyattn/_core/expressions/derivatives.py", "polyattn/_core/exp
 REPLACEMENTS = "polyattn/_core/expressions/replacements.py"
 NUMPY = SWEEP = "backends/polyattn_numpy/backward.py"
 TILES = "backends/polyattn_numpy/tile_gradients.py"
-NUMPY_SUMS = "backends/polyattn_numpy/gradient_sums.py"
+NUMPY_SUMS = "backends/polyattn_numpy/shared_gradients.py"
 ARRAYS = "polyattn/_base/arrays.py"
 
 OF_BIAS = """        if self.total.wants("bias"):
@@ -153,10 +153,10 @@ MUTATIONS = (
      "for array in map(self._by_head, (dropped,)):"),
     ("sign of the softcap's slope, NumPy", TILES, "capped /= -cap", "capped /= cap"),
     ("the softcap's gradient not divided by it, NumPy", TILES,
-     "gradient, capped)[..., None] / (cap * per_nat)", "gradient, capped)[..., None] / per_nat"),
+     "capped)[..., None] / (cap * exp_factor)", "capped)[..., None] / exp_factor"),
     ("scale missing in a similarity's gradient, NumPy", TILES, "gradient *= self.factor", "pass"),
-    ("a bias's gradient overwritten, NumPy", TILES, "found if self.linear else np.array(found)",
-     "found"),
+    ("a bias's gradient overwritten, NumPy", TILES, "share if self.linear else np.array(share)",
+     "share"),
     ("the softcap's gradient of its bound only, NumPy", NUMPY_SUMS,
      "- scale * problem.scale / problem.softcap", ""),
     ("sinks' gradient without the exponential, NumPy", NUMPY_SUMS, "np.exp(sinks - shift) *",

@@ -8,7 +8,7 @@ from typing import Any
 import cupy
 import numpy as np
 
-from polyattn.plugin import Array, Backend, Operands, Problem, one_batch_axis, visible_keys
+from polyattn.plugin import Array, Backend, Operands, Problem, one_batch_axis, sum_to, visible_keys
 from polyattn.plugin.internal import finite_bias, score_axes
 from polyattn_cupy.problem_graphs import aligned, bias_shape
 
@@ -50,10 +50,10 @@ def made_bias(problem: Problem, x: Operands, backend: Backend) -> tuple[Array, A
     given = None if x.bias is None else x.bias.astype(np.float32)
     visible = visible_keys(problem, x, backend.xp)
     made = finite_bias(visible, given, UNSEEN, np.float32, backend.xp)
-    found, seen = (score_axes(problem, array, backend.xp) for array in made)
+    scores, seen = (score_axes(problem, array, backend.xp) for array in made)
     *outer, keys = bias_shape(problem)
     bias = cupy.empty((*outer, aligned(keys)), np.float32)[..., :keys]
-    bias[...] = found
+    bias[...] = scores
     return bias, seen
 
 
@@ -69,13 +69,4 @@ def summed(problem: Problem, gradient: Array, shape: tuple[int, ...]) -> Array:
     """Return a gradient in the shape of its argument, which was broadcast."""
     items, *rest = gradient.shape
     batch = (1,) * len(problem.batch) if items == 1 else problem.batch
-    gradient = gradient.reshape(*batch, *rest)
-    extra = gradient.ndim - len(shape)
-    axes = [
-        axis
-        for axis, length in enumerate(gradient.shape)
-        if length != 1 and (axis < extra or shape[axis - extra] == 1)
-    ]
-    if axes:
-        gradient = gradient.sum(axis=tuple(axes), keepdims=True)
-    return gradient.reshape(shape)
+    return sum_to(cupy, gradient.reshape(*batch, *rest), shape)

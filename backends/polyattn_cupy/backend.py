@@ -17,8 +17,8 @@ import numpy as np
 from polyattn.plugin import Array, Backend, Operands, Problem, native
 from polyattn_cupy import loading
 from polyattn_cupy.arrays import empty_result
-from polyattn_cupy.cudnn import Cudnn
-from polyattn_cupy.fused import Fused
+from polyattn_cupy.cudnn_kernel import CupyCudnn
+from polyattn_cupy.fused_kernel import Fused
 
 ON_CUDA = (2, 13)  # kDLCUDA and kDLCUDAManaged of DLPack
 
@@ -26,7 +26,7 @@ ON_CUDA = (2, 13)  # kDLCUDA and kDLCUDAManaged of DLPack
 class CupyBackend(Backend):
     """CuPy arrays on CUDA devices."""
 
-    kernels = (Cudnn(), Fused())
+    kernels = (CupyCudnn(), Fused())
 
     def __init__(self) -> None:
         super().__init__(xp)

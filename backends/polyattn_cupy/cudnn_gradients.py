@@ -83,19 +83,19 @@ def _run(
     query, key, logsumexp, bias = given
     strides = (array.strides for array in (query, key, value, output, output_gradient))
     graph = graph_of(problem, *strides)
-    found = [cupy.empty(array.shape, array.dtype) for array in (query, key, value)]
+    gradients = [cupy.empty(array.shape, array.dtype) for array in (query, key, value)]
     by_head = {
         graphs.QUERY: query,
         graphs.OUTPUT: output,
         graphs.OUTPUT_GRADIENT: output_gradient,
         graphs.LOGSUMEXP: logsumexp,
-        graphs.QUERY_GRADIENT: found[0],
+        graphs.QUERY_GRADIENT: gradients[0],
     }
     by_group = {
         graphs.KEY: key,
         graphs.VALUE: value,
-        graphs.KEY_GRADIENT: found[1],
-        graphs.VALUE_GRADIENT: found[2],
+        graphs.KEY_GRADIENT: gradients[1],
+        graphs.VALUE_GRADIENT: gradients[2],
     }
     if bias is not None:
         by_head[graphs.BIAS] = bias
@@ -107,7 +107,7 @@ def _run(
         arrays |= {uid: _cut(array, items, groups) for uid, array in by_group.items()}
         arrays[graphs.LOGSUMEXP] = packed(arrays[graphs.LOGSUMEXP])
         plans.run(graph, {uid: array.data.ptr for uid, array in (arrays | lengths).items()})
-    return [array.astype(np.float32) for array in found]
+    return [array.astype(np.float32) for array in gradients]
 
 
 def _cut(array: Array, items: Span, heads: Span) -> Array:
@@ -129,9 +129,9 @@ def _of_logsumexp(
     problem: Problem, gradient: Array, output: Array, value: Array
 ) -> tuple[Array, Array, Array]:
     """Return a value, an output and its gradient for the share of the logsumexp's gradient."""
-    # cuDNN has no gradient of it, but computes p (dO·V − dO·O) as that of a score: p · gradient,
-    # with V = 0 and dO·O = −gradient. The 16-bit numbers in dO add up to the float32 gradient. The
-    # gradient of this value has no meaning.
+    # cuDNN computes p (dO·V − dO·O) as the gradient of a score. That is p · gradient
+    # for V = 0 and dO·O = −gradient. The 16-bit numbers in dO add up to the float32 gradient. The
+    # gradient of this value is meaningless.
     # In float32 until the end: CuPy's bfloat16 arrays can do little but be converted.
     result, result_gradient = (cupy.zeros(output.shape, np.float32) for _ in range(2))
     rest = gradient.reshape(output.shape[:3]).astype(np.float32)

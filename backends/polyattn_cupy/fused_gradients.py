@@ -13,10 +13,10 @@ import cupy
 import numpy as np
 
 from polyattn.plugin import Array, Backend, Cotangents, Gradients, Operands, Problem, Residuals
-from polyattn_cupy import rows
+from polyattn_cupy import softmax_cuda
 from polyattn_cupy.arrays import summed
-from polyattn_cupy.blocks import Block, begin, blocks, record_of, stacked
 from polyattn_cupy.products import Matrices, multiply
+from polyattn_cupy.score_blocks import ScoreBlock, begin, blocks, record_of, stacked
 
 
 class _Stacks(NamedTuple):
@@ -48,23 +48,23 @@ def gradients(
             (x.query, members), (x.key, 1), (x.value, 1), (cotangents.output, members),
         )
     ]  # fmt: skip
-    found = [cupy.zeros(array.shape, real) for _, array in given[:3]]
+    sums = [cupy.zeros(array.shape, real) for _, array in given[:3]]
     logsumexp, delta = _of_rows(problem, residuals, cotangents, xp)
     of_softcap = None if problem.softcap is None else cupy.empty(delta.shape, real)
     record, pointed = record_of(problem, x, logsumexp=logsumexp, delta=delta, cap_slopes=of_softcap)
     cut = blocks(problem, max(1, tile // 2))
     scores, slopes = (cupy.empty(max(block.size for block in cut), real) for _ in range(2))
     record["scores"], record["slopes"] = scores.data.ptr, slopes.data.ptr
-    stacks = _Stacks(*(stack for stack, _ in given), *map(_contiguous, found))
+    stacks = _Stacks(*(stack for stack, _ in given), *map(_contiguous, sums))
     for block in cut:
         _add_block(problem, block, stacks, record)
     del pointed  # kept alive until here, since the kernel has only their addresses
     of_query, of_key, of_value = (
         summed(problem, array.reshape(-1, heads, length, array.shape[-1]), like.shape)
         for array, like, heads, length in (
-            (found[0], x.query, problem.heads, problem.query_length),
-            (found[1], x.key, problem.key_heads, problem.key_length),
-            (found[2], x.value, problem.key_heads, problem.key_length),
+            (sums[0], x.query, problem.heads, problem.query_length),
+            (sums[1], x.key, problem.key_heads, problem.key_length),
+            (sums[2], x.value, problem.key_heads, problem.key_length),
         )
     )
     return Gradients(
@@ -115,7 +115,7 @@ def _contiguous(array: Array) -> Matrices:
     return Matrices(array.data.ptr, size, length * size, array.dtype.name)
 
 
-def _add_block(problem: Problem, block: Block, x: _Stacks, record: Any) -> None:
+def _add_block(problem: Problem, block: ScoreBlock, x: _Stacks, record: Any) -> None:
     """Add what one block of rows gives to the gradients."""
     pairs, folded, columns = block
     count, height, width = pairs.length, folded.length, columns.length
@@ -132,7 +132,7 @@ def _add_block(problem: Problem, block: Block, x: _Stacks, record: Any) -> None:
     multiply(query, key, scores, (count, height, width, size), transposed="y", factor=scale)
     multiply(output_gradient, value, slopes, (count, height, width, value_size), transposed="y")
     begin(record, block)
-    rows.launch(record, count * height, rows.gradient_name_of(problem.dtype))
+    softmax_cuda.launch(record, count * height, softmax_cuda.gradient_name_of(problem.dtype))
     weights, slopes = scores.holding(problem.dtype), slopes.holding(problem.dtype)
     by_key = (count, width, value_size, height), (count, width, size, height)
     multiply(weights, output_gradient, of_value, by_key[0], transposed="x", adds=True)

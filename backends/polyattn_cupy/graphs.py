@@ -1,4 +1,4 @@
-"""The computations that cuDNN is asked for, as hashable tuples, and their form for the frontend.
+"""The computations that cuDNN runs, as hashable tuples, and their form for its frontend.
 
 Such a tuple has everything that is compiled into a plan, so a call never gets another call's plan.
 """
@@ -27,7 +27,7 @@ class Tensor(NamedTuple):
     dtype: str
 
 
-class Band(NamedTuple):
+class CudnnBand(NamedTuple):
     """The keys i − left <= j <= i + right; None hides nothing on its side."""
 
     bottom_right: bool  # whether the last row is at the last key, not the first row at the first
@@ -47,7 +47,7 @@ class Graph(NamedTuple):
     output_gradient: Tensor | None  # if these are the gradients
     bias: Tensor | None
     lengths: bool  # whether the numbers of queries and keys are given as arrays
-    band: Band | None
+    band: CudnnBand | None
     scale: float
     softcap: float | None
     logsumexp: bool  # whether it is a result
@@ -70,10 +70,10 @@ def describe(graph: Graph, **where: Any) -> Any:
             data_type=dtypes[tensor.dtype], uid=uid,
         )  # fmt: skip
 
-    def result(found: Any, uid: int, tensor: Tensor) -> None:
+    def result(made: Any, uid: int, tensor: Tensor) -> None:
         """Make a result of a node one of the graph."""
-        found.set_output(True).set_uid(uid).set_data_type(dtypes[tensor.dtype])
-        found.set_dim(list(tensor.shape)).set_stride(list(tensor.strides))
+        made.set_output(True).set_uid(uid).set_data_type(dtypes[tensor.dtype])
+        made.set_dim(list(tensor.shape)).set_stride(list(tensor.strides))
 
     options = _band_options(cudnn, graph.band) | {
         "q": given(QUERY, "query", graph.query),
@@ -130,7 +130,7 @@ def build(graph: Graph, **where: Any) -> Any:
     return plan
 
 
-def _band_options(cudnn: Any, band: Band | None) -> dict[str, Any]:
+def _band_options(cudnn: Any, band: CudnnBand | None) -> dict[str, Any]:
     """Return the options of a node for a band."""
     options: dict[str, Any] = {}
     if band is not None:

@@ -26,7 +26,7 @@ def why_no_library() -> str | None:
         frontend, cudnn = library().__version__, library().backend_version()
     except ImportError:
         return 'nvidia-cudnn-frontend is not installed: pip install "polyattn[cupy-cudnn]"'
-    except RuntimeError as error:  # it looks up symbols of a library that it has not loaded
+    except RuntimeError as error:  # of symbols, where cuDNN is not loaded
         return f'cuDNN is not found: {first_line(error)}: pip install "polyattn[cupy-cudnn]"'
     if tuple(int(part) for part in frontend.split(".")[:2]) < OLDEST_FRONTEND:
         return f"nvidia-cudnn-frontend {frontend} is older than {_dotted(OLDEST_FRONTEND)}"

@@ -20,7 +20,7 @@ from polyattn_cupy.graphs import Graph
 MOST_PLANS = 256
 
 
-class _Plan:
+class _CudnnPlan:
     """A graph that cuDNN supports, compiled when it first runs."""
 
     def __init__(self, graph: Graph, handle: Any) -> None:
@@ -60,13 +60,13 @@ class _Plan:
 # ---- one thread on one device ------------------------------------------------------------------
 
 
-class _Engine:
-    """A handle and the plans built with it, of which the least recently used are dropped."""
+class _DeviceHandle:
+    """A handle and the plans built with it; the least recently used are dropped."""
 
     def __init__(self) -> None:
         self.handle = loading.library().create_handle()
         self.stream: int | None = None
-        self.plans: OrderedDict[Graph, _Plan] = OrderedDict()
+        self.plans: OrderedDict[Graph, _CudnnPlan] = OrderedDict()
 
     def __del__(self) -> None:
         # When Python exits, the driver may be gone already, and has freed everything.
@@ -74,11 +74,11 @@ class _Engine:
         if handle is not None and not sys.is_finalizing():
             loading.library().destroy_handle(handle)
 
-    def plan(self, graph: Graph) -> _Plan:
+    def plan(self, graph: Graph) -> _CudnnPlan:
         """Return the plan of a graph, built if it is new."""
         plan = self.plans.get(graph)
         if plan is None:
-            plan = self.plans[graph] = _Plan(graph, self.handle)
+            plan = self.plans[graph] = _CudnnPlan(graph, self.handle)
             if len(self.plans) > MOST_PLANS:
                 self.plans.popitem(last=False)
         else:
@@ -92,28 +92,24 @@ class _Engine:
             self.stream = stream
 
 
-class _Local(threading.local):
-    def __init__(self) -> None:
-        self.engines: dict[int, _Engine] = {}
+_of_thread = threading.local()
 
 
-_local = _Local()
-
-
-def _engine() -> _Engine:
+def device_handle() -> _DeviceHandle:
+    """Return this thread's handle for the current device."""
+    handles: dict[int, _DeviceHandle] = _of_thread.__dict__.setdefault("handles", {})
     device = cupy.cuda.runtime.getDevice()
-    engine = _local.engines.get(device)
-    if engine is None:
-        engine = _local.engines[device] = _Engine()
-    return engine
+    if device not in handles:
+        handles[device] = _DeviceHandle()
+    return handles[device]
 
 
 def run(graph: Graph, pointers: dict[int, int]) -> None:
     """Compute a graph of arrays at `pointers` on the current device and stream, without waiting."""
-    engine = _engine()
-    plan = engine.plan(graph)
-    engine.use_stream(cupy.cuda.get_current_stream().ptr)
-    plan.run(pointers, engine.handle)
+    on_device = device_handle()
+    plan = on_device.plan(graph)
+    on_device.use_stream(cupy.cuda.get_current_stream().ptr)
+    plan.run(pointers, on_device.handle)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -121,8 +117,8 @@ def why_unsupported(graph: Graph, device: int) -> str | None:
     """Return why cuDNN cannot compute a graph on a device, or None."""
     with cupy.cuda.Device(device):
         try:
-            _engine().plan(graph)
-        except Exception as error:  # of whatever type: cuDNN has no plan
+            device_handle().plan(graph)
+        except Exception as error:  # the frontend raises several types
             return f"cuDNN says: {loading.first_line(error)}"
     return None
 

@@ -1,4 +1,4 @@
-"""The graphs that cuDNN is asked for, from the facts of a problem and the strides of its arrays."""
+"""cuDNN's graph of a call, from the facts of its problem and the strides of its arrays."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import numpy as np
 
 from polyattn.plugin import Problem, Span
 from polyattn.plugin.internal import band_from, made_shape
-from polyattn_cupy.graphs import Band, Graph, Tensor
-from polyattn_cupy.masks import mask_shape
+from polyattn_cupy.graphs import CudnnBand, Graph, Tensor
+from polyattn_cupy.made_masks import mask_shape
 
 # With a bias, cuDNN 9.19 makes NaN of gradients if the last tile of 128 keys is not full
 # and the logsumexp is low (pytorch#196678). With lengths given, it leaves out the rest of the tile.
@@ -21,7 +21,7 @@ MOST_SCORES = 2**29
 
 
 @lru_cache(maxsize=256)
-def band_of(problem: Problem) -> Band | None:
+def band_of(problem: Problem) -> CudnnBand | None:
     """Return the band of causal and window, or None if cuDNN's options cannot express it."""
     offset, last = problem.query_offset, problem.key_length - problem.query_length
     if offset is None or offset not in (0, last):
@@ -34,12 +34,12 @@ def band_of(problem: Problem) -> Band | None:
         return None  # some rows would see no key
     if bottom_right and not problem.masks_by_position_only:
         return None
-    return Band(bottom_right, left, right)
+    return CudnnBand(bottom_right, left, right)
 
 
 @lru_cache(maxsize=256)
 def needs_bias(problem: Problem) -> bool:
-    """Return whether a bias, mask or band is asked for that cuDNN's options cannot express."""
+    """Return whether a call has a bias, or a mask or band that cuDNN's options cannot express."""
     if not problem.masks_by_position_only:
         return True
     return band_from(problem, 0) != (None, None) and band_of(problem) is None
@@ -129,5 +129,5 @@ def _tensor(shape: tuple[int, ...], dtype: str, strides: tuple[int, ...] | None)
 
 
 def aligned(count: int) -> int:
-    """Round up to a count of elements that ends on the alignment; 16 bits are the smallest."""
+    """Round up to a multiple of 8 elements, which are 16 bytes or more."""
     return -(-count // 8) * 8

@@ -19,9 +19,9 @@ from polyattn.plugin import (
     Residuals,
 )
 from polyattn_dask.backward import gradients
+from polyattn_dask.chunk_weights import weights
 from polyattn_dask.estimate import estimate
 from polyattn_dask.forward import attend
-from polyattn_dask.weights import weights
 
 
 class Chunked(Kernel):
@@ -40,7 +40,7 @@ class Chunked(Kernel):
 
     def reasons_against(self, problem: Problem) -> list[str]:
         if problem.dropout_start is None:
-            return ["parts of chunks count on from a start of dropout in numbers, not in an array"]
+            return ["dropout's start must be numbers, not an array"]
         return []
 
     def remark(self, problem: Problem) -> str | None:

@@ -1,6 +1,17 @@
 """The gradients on dask arrays: each visible pair of chunks once, and sums of their shares.
 
-The logsumexp is that of whole rows, so the shares of the chunks of keys add up.
+The logsumexp is that of whole rows, so the shares of the chunks of keys add up. For the call that
+`forward` draws, with o the output, its logsumexp and the gradients of both::
+
+    q0 [k0 k1] [v0 v1] o0 ─ PullBackStep ─ (0, 0, 0) ─┬ ("query", None) ─────── query 0
+    q1 [k0 k1] [v0 v1] o1 ─ PullBackStep ─ (0, 1, 0) ─┤
+    q1 [k2]    [v2]    o1 ─ PullBackStep ─ (0, 1, 1) ─┤
+                                                      ├ ("query", None) twice ─ add ─ query 1
+                                                      ├ ("key", 0) twice ────── add ─ key 0
+                                                      └ ("key", 0) of the last ────── key 2
+
+A step returns a dict: the share of each gradient that has an axis of keys by the chunk's number in
+the step, of the others by None. An `itemgetter` takes each share out, and `Layer.sums` adds them.
 """
 
 from __future__ import annotations
@@ -13,12 +24,12 @@ from polyattn.plugin.internal import OPTIONS
 from polyattn_dask.cut import Cut, cut
 from polyattn_dask.grid import Axes, Chunks, key_axis
 from polyattn_dask.layer import Layer, Place, Task
-from polyattn_dask.tasks import PullBack
+from polyattn_dask.worker_steps import PullBackStep
 
 RESULTS = ("output", "logsumexp", "output_gradient", "logsumexp_gradient")
 
 
-class Target(NamedTuple):
+class GradientTarget(NamedTuple):
     """A gradient: its name, the axes of its argument, and the chunks of the argument."""
 
     name: str
@@ -37,48 +48,48 @@ def gradients(
     # All tasks of all sums, before the arrays that depend on them.
     dtype = problem.accumulator
     last = {t: layer.sums(t.name, t.chunks, dtype, shares[t]) for t in targets}
-    found: dict[str, Any] = {o.name: [] for o in OPTIONS.values() if o.gradient == "carried"}
+    by_name: dict[str, Any] = {o.name: [] for o in OPTIONS.values() if o.gradient == "carried"}
     for target, tasks in last.items():
         array = layer.array(target.name, target.chunks, dtype, tasks)
         option, _, number = target.name.partition(".")
         if number:
-            found[option].append(array)
+            by_name[option].append(array)
         else:
-            found[option] = array
-    return Gradients(**found)
+            by_name[option] = array
+    return Gradients(**by_name)
 
 
-def _targets(call: Cut) -> list[Target]:
+def _targets(call: Cut) -> list[GradientTarget]:
     """Return the gradients of a call."""
-    found = []
+    targets = []
     for name in ("query", "key", "value"):
         axes, array = call.arrays[name]
-        found.append(Target(name, axes, array.chunks))
+        targets.append(GradientTarget(name, axes, array.chunks))
     for option in OPTIONS.values():
         if option.gradient == "number" and isinstance(call.options.get(option.name), float):
-            found.append(Target(option.name))
+            targets.append(GradientTarget(option.name))
         elif option.gradient in ("array", "carried"):
             arrays = [x for x in call.option_arrays if x.option == option.name]
             end = ".{}" if option.gradient == "carried" else ""
-            found += [
-                Target(option.name + end.format(n), x.axes, x.array.chunks)
+            targets += [
+                GradientTarget(option.name + end.format(n), x.axes, x.array.chunks)
                 for n, x in enumerate(arrays)
             ]
-    return found
+    return targets
 
 
 def _shares(
-    call: Cut, layer: Layer, targets: list[Target]
-) -> dict[Target, dict[Place, list[Task]]]:
+    call: Cut, layer: Layer, targets: list[GradientTarget]
+) -> dict[GradientTarget, dict[Place, list[Task]]]:
     """Add the tasks of all pairs; return the shares in each block of each gradient."""
-    found: dict[Target, dict[Place, list[Task]]] = {t: {} for t in targets}
+    shares: dict[GradientTarget, dict[Place, list[Task]]] = {t: {} for t in targets}
     along = {t.name: axis for t in targets if (axis := key_axis(t.axes)) is not None}
     has_sinks = any(x.option == "sinks" for x in call.option_arrays)
     for at in call.grid.row_blocks():
         results = [call.block(name, at) for name in RESULTS]
         # The sinks have a gradient from rows without keys too.
         for n, group in enumerate(call.groups(at) or [[]] * has_sinks):
-            step = PullBack(call.calls(at, group, n == 0), along)
+            step = PullBackStep(call.calls(at, group, n == 0), along)
             key = layer.add((*at.where, n), *call.task(at, group, step, results))
             for target in targets:
                 if not (n == 0 if target.name == "sinks" else group):
@@ -87,5 +98,5 @@ def _shares(
                 for m, column in enumerate(group if follows else [0]):
                     place = call.grid.place(target.axes, at._replace(column=column))
                     share = operator.itemgetter((target.name, m if follows else None)), key
-                    found[target].setdefault(place, []).append(share)
-    return found
+                    shares[target].setdefault(place, []).append(share)
+    return shares

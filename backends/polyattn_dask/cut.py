@@ -1,4 +1,4 @@
-"""A call on dask arrays, cut by its grid: the blocks that each task reads, and its options."""
+"""A call on dask arrays, rechunked to its grid: the blocks that each task reads, its options."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from polyattn.plugin import Array, Expression, Operands, Problem
 from polyattn.plugin.internal import Slice, map_arrays, options_of
+from polyattn_dask.chunk_visibility import ChunkVisibility
 from polyattn_dask.grid import (
     Axes,
     Chunks,
@@ -21,8 +22,7 @@ from polyattn_dask.grid import (
 )
 from polyattn_dask.layer import Key, Layer, Task
 from polyattn_dask.sizes import OptionArray, bytes_of_a_key, grouped, needs_whole_rows
-from polyattn_dask.tasks import Calls
-from polyattn_dask.visibility import Visibility
+from polyattn_dask.worker_steps import Calls
 
 
 class Placeholder(NamedTuple):
@@ -33,12 +33,12 @@ class Placeholder(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """A call on dask arrays that are cut as its grid is."""
+    """A call on dask arrays that are chunked as its grid is."""
 
     problem: Problem
     grid: Grid
-    seen: Visibility  # the chunks of keys of each block of rows
-    arrays: dict[str, tuple[Axes, Any]]  # query, key, value and what is shaped as the results are
+    seen: ChunkVisibility  # the chunks of keys of each block of rows
+    arrays: dict[str, tuple[Axes, Any]]  # query, key, value, results and their gradients
     options: dict[str, Any]  # of the whole call, with placeholders
     option_arrays: list[OptionArray]  # in the order of their placeholders
     whole_rows: bool  # whether a task needs all the keys of its rows at once
@@ -68,17 +68,17 @@ class Cut(NamedTuple):
         """Return the calls of a task."""
         spans = [self.grid.columns[n] for n in columns]
         return Calls(
-            self.options,
-            self.whole_rows,
-            self.grid.part(self.problem, at),
-            tuple([Slice(span.start, span.length) for span in spans]),
-            tuple([key_axis(x.axes) for x in self.option_arrays]),
-            sinks,
-            (self.problem.head_size, self.problem.value_size),
+            options=self.options,
+            whole_rows=self.whole_rows,
+            rows=self.grid.part(self.problem, at),
+            columns=tuple([Slice(span.start, span.length) for span in spans]),
+            along_keys=tuple([key_axis(x.axes) for x in self.option_arrays]),
+            sinks=sinks,
+            sizes=(self.problem.head_size, self.problem.value_size),
         )
 
     def block(self, name: str, at: Index) -> Key | None:
-        """Return the key of a block of one of `arrays`, or None if there is no such array."""
+        """Return the key of a block of one of `arrays`, or None for a missing array."""
         if name not in self.arrays:
             return None
         axes, array = self.arrays[name]
@@ -115,25 +115,25 @@ def cut(problem: Problem, x: Operands, grid: Grid | None = None, **results: Arra
     for name, array in given.items():
         axes = axes_of(name, array.shape, problem)
         arrays[name] = axes, aligned(array, axes, grid)
-    options, found = _options(problem, x, grid)
-    seen = Visibility(problem, x, grid)
-    return Cut(problem, grid, seen, arrays, options, found, needs_whole_rows(problem))
+    options, option_arrays = _options(problem, x, grid)
+    seen = ChunkVisibility(problem, x, grid)
+    return Cut(problem, grid, seen, arrays, options, option_arrays, needs_whole_rows(problem))
 
 
 def _options(problem: Problem, x: Operands, grid: Grid) -> tuple[dict[str, Any], list[OptionArray]]:
     """Return the options of a call with placeholders, and their arrays."""
-    found: list[OptionArray] = []
+    arrays: list[OptionArray] = []
 
     def placeholder(option: str, last: str | None, array: Any) -> Placeholder:
         if last is None:
             axes = axes_of(option, array.shape, problem)
         else:
             axes = axes_along(last, array.shape, problem)
-        found.append(OptionArray(option, axes, aligned(array, axes, grid)))
+        arrays.append(OptionArray(option, axes, aligned(array, axes, grid)))
         return Placeholder(tuple(array.shape), str(array.dtype))
 
     options: dict[str, Any] = {}
     for name, value in options_of(problem, x).items():
         whole = value.apart() if isinstance(value, Expression) else value
         options[name] = map_arrays(whole, functools.partial(placeholder, name))
-    return options, found
+    return options, arrays

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dask.utils import format_bytes
 
 from polyattn.plugin import Operands, Problem
+from polyattn_dask.chunk_visibility import ChunkVisibility
 from polyattn_dask.cut import Placeholder
 from polyattn_dask.grid import Grid, axes_along, axes_of, chunks_like, grid_of
 from polyattn_dask.sizes import (
@@ -19,22 +20,21 @@ from polyattn_dask.sizes import (
     query_bytes,
     widths,
 )
-from polyattn_dask.visibility import Visibility
 
 #: With more pairs of chunks to look at, masks are not asked: about a second.
 MOST_LOOKS = 100_000
-#: The arguments whose arrays are worth a word if they are cut otherwise.
+#: The arguments whose rechunk is reported.
 CUT = ("query", "key", "value", "mask", "bias", "score_mod")
 
 
 def estimate(problem: Problem) -> str | None:
-    """Return pairs of chunks, tasks, the bytes of the largest one, and what is rechunked."""
+    """Return a clause: pairs of chunks, tasks, bytes of the largest task, rechunked arrays."""
     chunks = dict(problem.chunks)
     if not {"query", "key", "value"} <= chunks.keys():
         return None
     grid = grid_of(problem, chunks)
     x = Operands.of_options(mask=problem.mask_spec)
-    visible, arrays = Visibility(problem, x, grid, MOST_LOOKS), _option_arrays(problem)
+    visible, arrays = ChunkVisibility(problem, x, grid, MOST_LOOKS), _option_arrays(problem)
     pairs = tasks = largest = blocks = 0
     for at in grid.row_blocks():
         each = bytes_of_a_key(problem, grid, at, arrays)
@@ -75,15 +75,15 @@ def _may_read(problem: Problem) -> bool:
 
 def _carried(problem: Problem) -> list[OptionArray]:
     """Return the facts of each array in an expression, by the names of both."""
-    found = []
+    arrays = []
     for option, value in (("mask", problem.mask_spec), ("score_mod", problem.score_spec)):
         if value is not None:
             names = [name for name, thing in value.carried() if hasattr(thing, "shape")]
-            found += [
+            arrays += [
                 OptionArray(f"{option}.{name}", axes_along(last, facts.shape, problem), facts)
                 for name, (last, facts) in zip(names, value.arrays(), strict=True)
             ]
-    return found
+    return arrays
 
 
 def _option_arrays(problem: Problem) -> list[OptionArray]:
@@ -97,7 +97,7 @@ def _option_arrays(problem: Problem) -> list[OptionArray]:
 
 
 def _rechunked(problem: Problem, grid: Grid) -> str:
-    """Return a clause that names the arrays that are cut otherwise than the grid."""
+    """Return a clause that names the arrays that are rechunked to the grid."""
     names, carried = [], {x.option: x.axes for x in _carried(problem)}
     for name, chunks in problem.chunks:
         if name.partition(".")[0] not in CUT:

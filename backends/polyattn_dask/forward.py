@@ -1,4 +1,20 @@
-"""Attention on dask arrays: a fold over the visible chunks of keys, and a tree of merges."""
+"""Attention on dask arrays: a fold over the visible chunks of keys, and a tree of merges.
+
+The graph of a causal call with 2 chunks of query rows, q0 and q1, and 3 chunks of keys and values.
+The rows of q0 do not see k2. Each task reads at most the group size, here two chunks of keys::
+
+    q0 [k0 k1] [v0 v1] ─ AttendStep("output") ─────────────────────────── output 0
+
+    q1 [k0 k1] [v0 v1] ─ AttendStep("partial") ─ ("fold", 0, 1, 0) ─┐
+                                                                    JoinStep("output") ─ output 1
+    q1 [k2]    [v2]    ─ AttendStep("partial") ─ ("fold", 0, 1, 1) ─┘
+
+A key of the graph has the numbers of the head chunk, the row chunk and the group. Where a row has
+more groups than one task may join, `Layer.tree` puts further JoinSteps ("join", …) between. With a
+logsumexp the last task gives both results, and one `itemgetter` for each array takes it apart.
+
+The steps are in `worker_steps`, what they read in `cut`, and how chunks are grouped in `sizes`.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +25,7 @@ from polyattn_dask.cut import Cut, cut
 from polyattn_dask.grid import Index
 from polyattn_dask.layer import Layer, Task
 from polyattn_dask.sizes import partial_bytes
-from polyattn_dask.tasks import Attend, Join
+from polyattn_dask.worker_steps import AttendStep, JoinStep
 
 
 def attend(problem: Problem, x: Operands) -> tuple[Array, Array | None]:
@@ -40,7 +56,7 @@ def block_of_rows(call: Cut, layer: Layer, at: Index, result: str) -> Task:
 
     def task(columns: list[int], result: str, sinks: bool = True) -> Task:
         calls = call.calls(at, columns, sinks)
-        step = Attend(calls, result, problem.dtype, problem.accumulator)
+        step = AttendStep(calls, result, problem.dtype, problem.accumulator)
         return call.task(at, columns, step)
 
     if len(groups) <= 1:
@@ -50,5 +66,5 @@ def block_of_rows(call: Cut, layer: Layer, at: Index, result: str) -> Task:
         for n, group in enumerate(groups)
     ]
     size = partial_bytes(problem, call.grid, at)
-    keys = layer.tree(("join", *at.where), keys, size, Join("partial", problem.dtype))
-    return (Join(result, problem.dtype), keys)
+    keys = layer.tree(("join", *at.where), keys, size, JoinStep("partial", problem.dtype))
+    return (JoinStep(result, problem.dtype), keys)

@@ -1,6 +1,6 @@
 """The grid of the scores: the chunks of batch items, heads, rows and keys that a call runs by.
 
-The caller's chunks of the query rows and of the keys stay. Where arrays are cut unlike each other,
+The caller's chunks of the query rows and of the keys stay. Where arrays are chunked differently,
 the query decides, then the key; the others are rechunked.
 """
 
@@ -17,7 +17,7 @@ from polyattn.plugin.internal import OPTIONS, Part, Slice, axes_of_last
 
 Chunks = tuple[tuple[int, ...], ...]
 #: The axis of the grid that each axis of an array follows: the number of a batch axis, H, L, S, G
-#: for the key heads, or None for an axis that is not cut.
+#: for the key heads, or None for an axis that has one chunk.
 Axes = tuple[int | str | None, ...]
 
 
@@ -119,7 +119,7 @@ def lengths_of(spans: tuple[Span, ...]) -> tuple[int, ...]:
     return tuple([span.length for span in spans])
 
 
-#: The axes of the arguments that are no options, as the table of options has them.
+#: The axes of the other arguments, written as in the table of options.
 _NAMED = {
     "query": ".HL-",
     "key": ".GS-",
@@ -136,7 +136,7 @@ def axes_of(name: str, shape: tuple[int, ...], problem: Problem) -> Axes:
     """Return the axes that an argument follows; one along which it broadcasts is not cut."""
     last = _NAMED[name] if name in _NAMED else OPTIONS[name].axes
     if last is None and shape:
-        raise TypeError(f"{name} cannot be cut: it has no axes in the table of options")
+        raise TypeError(f"{name} cannot be chunked: the table of options lacks its axes")
     return axes_along(last or "", shape, problem)
 
 

@@ -14,12 +14,12 @@ from dask.highlevelgraph import HighLevelGraph
 
 from polyattn_dask.grid import Chunks
 from polyattn_dask.sizes import BYTES, limit, widths
-from polyattn_dask.tasks import Zeros, add
+from polyattn_dask.worker_steps import Zeros, add
 
 Key = tuple[Any, ...]
 #: The number of a block along each axis of an array.
 Place = tuple[int, ...]
-#: A step and its arguments, of which keys stand for results.
+#: A step and its arguments; a key among them stands for the result of its task.
 Task = tuple[Any, ...]
 
 
@@ -43,7 +43,7 @@ class Layer:
     def tree(
         self, where: tuple[Any, ...], keys: list[Key], size: int, step: Callable[..., Any]
     ) -> list[Key]:
-        """Join results of so many bytes until few enough are left for one more join."""
+        """JoinStep results of so many bytes until few enough are left for one more join."""
         width, levels = widths(len(keys), size)
         for level, count in enumerate(levels):
             keys = [
@@ -56,20 +56,20 @@ class Layer:
         self, name: str, chunks: Chunks, dtype: str, shares: Mapping[Place, Sequence[Task]]
     ) -> dict[Place, Task]:
         """Return the last task of each block of a sum; a block without shares is 0."""
-        found: dict[Place, Task] = {}
+        last: dict[Place, Task] = {}
         for place in itertools.product(*(range(len(cuts)) for cuts in chunks)):
             shape = tuple([cuts[n] for cuts, n in zip(chunks, place, strict=True)])
             given = shares.get(place, ())
             if not given:
                 query = self._inputs[0]
-                found[place] = (Zeros(dtype, shape), (query.name, *[0] * query.ndim))
+                last[place] = (Zeros(dtype, shape), (query.name, *[0] * query.ndim))
             elif len(given) == 1:
-                found[place] = given[0]
+                last[place] = given[0]
             else:
                 keys = [self.add(("share", name, *place, n), *x) for n, x in enumerate(given)]
                 size = math.prod(shape) * BYTES[dtype]
-                found[place] = (add, self.tree(("sum", name, *place), keys, size, add))
-        return found
+                last[place] = (add, self.tree(("sum", name, *place), keys, size, add))
+        return last
 
     def array(self, name: str, chunks: Chunks, dtype: Any, tasks: Mapping[Place, Task]) -> Any:
         """Return the dask array of some tasks, by the number of their block."""

@@ -74,7 +74,7 @@ def bytes_of_a_key(problem: Problem, grid: Grid, at: Index, arrays: Sequence[Opt
 def grouped(
     columns: Sequence[Span], seen: Sequence[int], each: int, whole_rows: bool
 ) -> list[list[int]]:
-    """Return the chunks of keys that a block of rows sees, by the tasks that read them."""
+    """Return the numbers of the chunks of keys that a block of rows sees, a list for each task."""
     # A task reads at most the limit, or one chunk; unless it needs all keys, from first to last.
     if whole_rows:
         return [list(range(seen[0], seen[-1] + 1))] if seen else []
@@ -94,7 +94,8 @@ def count_groups(
     columns: Sequence[Span], seen: range, each: int, whole_rows: bool
 ) -> tuple[int, int]:
     """Return how many groups `grouped` makes of consecutive chunks, and the keys of the largest."""
-    # No chunk is empty, and none is looked at: explain does this for every block.
+    # No chunk is empty, and none is looked at: explain does this for every block of rows. For 16
+    # million tokens in chunks of 4096 it takes 1 second in this way, and 4 to 8 by `grouped`.
     keys = math.inf if whole_rows or not each else limit() // each
     count, largest, first = 0, 0, seen.start
     while first < seen.stop:
@@ -107,8 +108,8 @@ def count_groups(
 
 def widths(count: int, size: int) -> tuple[int, list[int]]:
     """Return how many results a task joins, and how many tasks join them at each level but one."""
-    width, found = max(2, limit() // max(1, size)), []
+    width, levels = max(2, limit() // max(1, size)), []
     while count > width:
         count = -(-count // width)
-        found.append(count)
-    return width, found
+        levels.append(count)
+    return width, levels

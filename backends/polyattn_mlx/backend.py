@@ -1,6 +1,6 @@
 """MLX's devices, and how its arrays are made and evaluated.
 
-An array has no device: each computation has one. Only `fetch` and `synchronize` evaluate.
+Computations have a device, arrays do not. Only `fetch` and `synchronize` evaluate.
 """
 
 from __future__ import annotations

@@ -37,15 +37,13 @@ class Fast(Kernel):
     # The weight 0 of a masked key is multiplied by its value, which may be NaN.
     poison_safe = False
     rounds_once = False
+    takes_empty = False
 
     def reasons_against(self, problem: Problem) -> list[str]:
         """Return what MLX's operation computes differently."""
-        reasons = []
         if problem.dtype == "float64":
-            reasons.append("its softmax is in float32, and this is float64")
-        if 0 in (*problem.scores, problem.head_size, problem.value_size):
-            reasons.append("it takes no arrays without elements")
-        return reasons
+            return ["its softmax is in float32, and this is float64"]
+        return []
 
     def remark(self, problem: Problem) -> str | None:
         """Return how float32 may be rounded on a GPU."""

@@ -1,7 +1,8 @@
-"""A task whose scores are one tile, by few calls: in short sequences Python is what takes long.
+"""A task whose scores are one tile, by few calls, for short sequences.
 
-It gives what the fast pass of `sweep` gives, and leaves to it what that pass would find unreliable.
-That pass takes 1.4 to 1.5 times as long with 32 tokens, 1.08 to 1.13 with 128 (12 heads of 64).
+It gives what the fast pass of `forward_sweep` gives, and leaves to it what that pass would find
+unreliable. That pass takes 1.4 to 1.5 times as long with 32 tokens, 1.08 to 1.13 with 128 (12 heads
+of 64).
 """
 
 from __future__ import annotations
@@ -12,16 +13,16 @@ from functools import lru_cache
 import numpy as np
 
 from polyattn.plugin import Array, Problem, Span
-from polyattn_numpy.blocks import Task, Tile, row_sizes
-from polyattn_numpy.online_softmax import weighted_sum
+from polyattn_numpy.forward_sweep import LEAST
 from polyattn_numpy.prepared import PreparedCall
 from polyattn_numpy.scratch import Scratch, ones
-from polyattn_numpy.sweep import LEAST
+from polyattn_numpy.softmax_sums import weighted_sum
 from polyattn_numpy.tile_scores import VECTORS
-from polyattn_numpy.visibility import RegionMask, Visibility
+from polyattn_numpy.tile_visibility import RegionMask, TileVisibility
+from polyattn_numpy.tiling import ScoreTile, ThreadTask, row_sizes
 
 # Features that add only masks to the exponential between the two products.
-TAKEN = frozenset({
+SUPPORTED = frozenset({
     "batch_broadcast", "causal", "grouped_heads", "logsumexp", "mask", "mask_expression",
     "mask_mod", "query_offset", "query_offset_array", "scale", "value_size", "window",
 })  # fmt: skip
@@ -33,7 +34,7 @@ SCORES_OF_AN_ITEM = 2**16
 def may_fit_at_once(problem: Problem, tile: int) -> bool:
     """Return whether, by static facts, the scores of each head can be computed as one tile."""
     return (
-        problem.features <= TAKEN
+        problem.features <= SUPPORTED
         and problem.dtype == problem.accumulator
         and 0 not in problem.scores
         and problem.query_length * problem.group_size > VECTORS
@@ -44,7 +45,7 @@ def may_fit_at_once(problem: Problem, tile: int) -> bool:
 
 
 def fits_at_once(call: PreparedCall) -> bool:
-    """Return whether `write_at_once` takes the tasks of a call."""
+    """Return whether `write_at_once` supports a call."""
     return (
         call.table is None
         and call.pages is None
@@ -53,13 +54,13 @@ def fits_at_once(call: PreparedCall) -> bool:
     )
 
 
-def takes_items_apart(call: PreparedCall) -> bool:
+def separates_items(call: PreparedCall) -> bool:
     """Return whether each item is a task of its own, without the keys that its mask hides."""
     return call.x.mask is not None and math.prod(call.problem.scores[-3:]) >= SCORES_OF_AN_ITEM
 
 
 def write_at_once(
-    call: PreparedCall, output: Array, logsumexp: Array | None, task: Task, scratch: Scratch
+    call: PreparedCall, output: Array, logsumexp: Array | None, task: ThreadTask, scratch: Scratch
 ) -> bool:
     """Write the output and logsumexp of a task, or return False if a row is unreliable."""
     if task.parts > 1:
@@ -72,7 +73,7 @@ def write_at_once(
     batch, heads, group_size, length, size = query.shape
     shape, keys, dtype = (batch, heads, group_size * length), key.shape[-2], key.dtype
     scaled = scratch.array("query", (*shape, size), dtype)
-    factor = call.problem.scale * call.per_nat
+    factor = call.problem.scale * call.exp_factor
     np.multiply(query, dtype.type(factor), out=scaled.reshape(query.shape))
     s = scratch.array("scores", (*shape, keys), dtype)
     np.matmul(scaled, key.swapaxes(-1, -2), out=s)
@@ -97,17 +98,17 @@ def write_at_once(
     return bool(np.isfinite(weighted).all())
 
 
-def seen_part(call: PreparedCall, task: Task) -> tuple[Span, list[RegionMask]]:
+def seen_part(call: PreparedCall, task: ThreadTask) -> tuple[Span, list[RegionMask]]:
     """Return the keys of a task and the masks of its scores, without the keys that no row sees."""
     columns = task.columns
     if call.mask is None:
         return columns, []
     banded = call.problem.masks_by_position
-    tile = Tile(task.heads, task.rows, columns, banded, columns.length)
-    masks = Visibility(call, task).masks(tile)
+    tile = ScoreTile(task.heads, task.rows, columns, banded, columns.length)
+    masks = TileVisibility(call, task).masks(tile)
     if masks is None:
         return Span(columns.start, columns.start), []
-    if len(masks) != 1 or masks[0][1].size != columns.length or not takes_items_apart(call):
+    if len(masks) != 1 or masks[0][1].size != columns.length or not separates_items(call):
         return columns, masks
     mask = masks[0][1]
     (visible,) = mask.reshape(-1).nonzero()

@@ -10,16 +10,16 @@ import array_api_compat.numpy as xp
 import numpy as np
 
 from polyattn.plugin import Array, Backend, Operands, Problem, thread_count
-from polyattn_numpy import threads
+from polyattn_numpy import thread_pool
 from polyattn_numpy.faults import faults_of
 from polyattn_numpy.small import Small
-from polyattn_numpy.tiled import Tiled, empty_result
+from polyattn_numpy.tiled_kernel import NumpyTiled, empty_result
 
 
 class NumpyBackend(Backend):
     """NumPy arrays on the CPU."""
 
-    kernels = (Small(), Tiled())
+    kernels = (Small(), NumpyTiled())
 
     def __init__(self) -> None:
         super().__init__(xp)
@@ -41,7 +41,7 @@ class NumpyBackend(Backend):
         return np.errstate(all="ignore")
 
     def each(self, work: Callable[[Any], None], items: Sequence[Any]) -> None:
-        threads.each(work, items, thread_count(threads.default), threads.Shared())
+        thread_pool.each(work, items, thread_count(thread_pool.default), thread_pool.Shared())
 
     def matmul(self, a: Array, b: Array) -> Array:
         return np.matmul(a, b)

@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from polyattn.plugin import Array, Cotangents, Gradients, Operands, Problem, Residuals, sum_to
-from polyattn_numpy import threads
-from polyattn_numpy.blocks import Tile, split_heads, tasks, useful_threads
-from polyattn_numpy.gradient_sums import GradientSums, adds_across_heads
+from polyattn_numpy import thread_pool
 from polyattn_numpy.prepared import PreparedCall, prepare
 from polyattn_numpy.scratch import Scratch, borrowed_scratch
 from polyattn_numpy.sequencer import Ticket
-from polyattn_numpy.tile_gradients import PartialGradients, Step, TileGradients
+from polyattn_numpy.shared_gradients import SharedGradients, adds_across_heads
+from polyattn_numpy.tile_gradients import PartialGradients, TileGradients, TileOperands
+from polyattn_numpy.tiling import ScoreTile, split_heads, tasks, useful_threads
 
 # The logsumexp of a row that sees no key, in place of -inf: its weights, exp(-NOTHING), are 0.
 NOTHING = 1e30
@@ -32,21 +32,21 @@ def gradients(
     if 0 in problem.scores:
         return _without_scores(problem, x, residuals, cotangents)
     count = useful_threads(problem, PRODUCTS)
-    shared = threads.Shared()
+    shared = thread_pool.Shared()
     call = prepare(problem, x, tile, shared.check)
     share_items = call.table is None or not call.table.differs_by_item
     cut = tasks(problem, tile, count, share_items=share_items, products=PRODUCTS)
     if adds_across_heads(problem, x):
         # The order of a sum must not depend on which heads share a task.
         cut = tuple(one for task in cut for one in task.single_heads())
-    sums = GradientSums(problem, x, residuals.logsumexp, cut, shared.check)
-    results = Results.of(problem, residuals, cotangents)
+    sums = SharedGradients(problem, x, residuals.logsumexp, cut, shared.check)
+    results = SplitResults.of(problem, residuals, cotangents)
 
     def add(number: int) -> None:
         with borrowed_scratch() as scratch:
             BackwardSweep(call, results, sums, number, scratch).run()
 
-    threads.each(add, range(len(cut)), count, shared)
+    thread_pool.each(add, range(len(cut)), count, shared)
     return sums.gradients()
 
 
@@ -54,13 +54,13 @@ def _without_scores(
     problem: Problem, x: Operands, residuals: Residuals, cotangents: Cotangents
 ) -> Gradients:
     """Return the gradients of a call without rows or keys: zero, but for the sinks."""
-    sums = GradientSums(problem, x, residuals.logsumexp, (), lambda: None)
+    sums = SharedGradients(problem, x, residuals.logsumexp, (), lambda: None)
     if sums.delta is not None and cotangents.logsumexp is not None:
         sums.delta -= np.reshape(cotangents.logsumexp, sums.delta.shape)
     return sums.gradients()
 
 
-class Results(NamedTuple):
+class SplitResults(NamedTuple):
     """The results of a call and their gradients, with the axes of `PreparedCall`."""
 
     output: Array
@@ -69,7 +69,7 @@ class Results(NamedTuple):
     logsumexp_gradient: Array | None
 
     @classmethod
-    def of(cls, problem: Problem, residuals: Residuals, cotangents: Cotangents) -> Results:
+    def of(cls, problem: Problem, residuals: Residuals, cotangents: Cotangents) -> SplitResults:
         """Return those of a call."""
         logsumexp: Any = residuals.logsumexp
         direct = cotangents.logsumexp
@@ -87,8 +87,8 @@ class BackwardSweep(TileGradients):
     def __init__(
         self,
         call: PreparedCall,
-        results: Results,
-        sums: GradientSums,
+        results: SplitResults,
+        sums: SharedGradients,
         number: int,
         scratch: Scratch,
     ) -> None:
@@ -129,11 +129,11 @@ class BackwardSweep(TileGradients):
         """Return the task's rows of an array, with the axes (b, k, row, g, size)."""
         return self.task.view(array, None, self.task.rows).swapaxes(2, 3)
 
-    def _read(self, results: Results) -> None:
+    def _read(self, results: SplitResults) -> None:
         """Read the queries, and the results with their gradients."""
         self._by_head(self.logsumexp)[...] = self._rows_of(results.logsumexp)
         self.empty = self.logsumexp == -math.inf
-        self.logsumexp *= self.dtype.type(self.per_nat)
+        self.logsumexp *= self.dtype.type(self.exp_factor)
         self.logsumexp[self.empty] = NOTHING
         self._read_query(self.query_factor)
         gradient = self._by_head(self.output_gradient[..., :-1])
@@ -184,7 +184,7 @@ class BackwardSweep(TileGradients):
 
     # ---- tiles ----
 
-    def _add(self, tile: Tile) -> None:
+    def _add(self, tile: ScoreTile) -> None:
         """Add what a tile gives to the gradients."""
         masks = self.visibility.masks(tile)
         if masks is None:
@@ -192,15 +192,15 @@ class BackwardSweep(TileGradients):
         heads, (first, last) = self.task.relative(tile)
         where = (slice(None), heads, slice(first * self.group_size, last * self.group_size))
         span = slice(*tile.columns)
-        step = Step(
-            tile,
-            masks,
-            where,
-            self.query[where],
-            self.logsumexp[where],
-            self.output_gradient[where],
-            self._block("keys", self.key[:, heads, span]),
-            self._with_ones("values", self.value[:, heads, span]),
+        step = TileOperands(
+            tile=tile,
+            masks=masks,
+            where=where,
+            query=self.query[where],
+            logsumexp=self.logsumexp[where],
+            output_gradient=self.output_gradient[where],
+            key=self._block("keys", self.key[:, heads, span]),
+            value=self._with_ones("values", self.value[:, heads, span]),
         )
         shares = self.shares(step)
         self._add_to_rows(step, shares)
@@ -217,7 +217,7 @@ class BackwardSweep(TileGradients):
         copy[..., -1] = 1
         return copy
 
-    def _add_to_rows(self, step: Step, shares: PartialGradients) -> None:
+    def _add_to_rows(self, step: TileOperands, shares: PartialGradients) -> None:
         """Add what a tile gives to the sums of the task's rows."""
         query = self.query_gradient[step.where]
         np.add(query, shares.query, query)
@@ -226,7 +226,7 @@ class BackwardSweep(TileGradients):
             if part is not None:
                 self.by_row[name][step.where] += part
 
-    def _add_to_keys(self, step: Step, shares: PartialGradients) -> None:
+    def _add_to_keys(self, step: TileOperands, shares: PartialGradients) -> None:
         """Add what a tile gives to the gradients of its keys, values and bias."""
         columns = step.tile.columns
         where = (slice(None), step.where[1], slice(*columns))

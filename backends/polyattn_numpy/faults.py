@@ -24,9 +24,8 @@ class Fault(NamedTuple):
     last: Release | None  # None if no release is known to be right
     effect: str  # as a clause about the function, with its condition
     workaround: str
-    upstream: str
+    evidence: str  # where it was seen
     concerns: Callable[[Problem], bool]  # whether gradients of a problem would meet it
-    is_present: Callable[[], bool]  # whether the installed release has it, on this processor
 
     def __str__(self) -> str:
         first, last = (".".join(map(str, release or ())) for release in (self.first, self.last))
@@ -45,40 +44,25 @@ def faults_of(release: str = np.__version__, problem: Problem | None = None) -> 
     )
 
 
-def _has_a_row_of_a_bad_step(problem: Problem) -> bool:
-    """Return whether a value with its additional column has the step that goes wrong."""
+def _has_a_bad_stride(problem: Problem) -> bool:
+    """Return whether a column of the values, with the one added, has the stride that fails."""
     return problem.value_size == {"float32": 3, "float64": 7}[problem.accumulator]
-
-
-def _negates_wrongly() -> bool:
-    for dtype, columns in (("float32", 4), ("float64", 8)):
-        ones = np.ones((106, columns), dtype)
-        column = ones[:, -1:]
-        np.negative(column, column)
-        if (column != -1).any():
-            return True
-    return False
-
-
-def _misses_what_is_finite() -> bool:
-    found = np.zeros((106, 8), bool)
-    return not np.isfinite(np.ones((106, 8), np.float32)[:, -1:], out=found[:, -1:]).all()
 
 
 FAULTS = (
     Fault(
         "negative", (2, 1), (2, 5, 4),
-        "leaves most of an output unwritten whose numbers are 16 bytes apart (of 4 bytes), or 64 "
+        "leaves most of an output unwritten whose stride is 16 bytes (numbers of 4 bytes) or 64 "
         "(of 8)",
-        "its result is copied there",
+        "the result is copied there",
         "seen in NumPy 2.4.6 and 2.5.0 to 2.5.4; right in 2.0.2 and 2.5.5",
-        _has_a_row_of_a_bad_step, _negates_wrongly,
+        _has_a_bad_stride,
     ),
     Fault(
         "isfinite", (2, 0), None,
-        "leaves an output unwritten whose numbers are apart",
-        "it is given none",
+        "leaves a strided output unwritten",
+        "it gets no output",
         "seen in NumPy 2.0.2 to 2.5.5 on AVX-512",
-        lambda problem: False, _misses_what_is_finite,
+        lambda problem: False,
     ),
 )  # fmt: skip

@@ -2,7 +2,7 @@
 
 The table is made once a call from the coverage that masks report for cells of 128 rows and 64 keys;
 nothing as large as the scores is built for it. How a head is cut depends only on its own mask:
-heads with different masks are cut apart, and items with different masks never share a task.
+heads with different masks are cut separately, and items with different masks never share a task.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import array_api_compat.numpy as xp
 import numpy as np
 
 from polyattn.plugin import Array, Indices, Mask, Operands, Problem, Span, TileGrid
-from polyattn_numpy.blocks import (
+from polyattn_numpy.tiling import (
     Region,
-    Task,
-    Tile,
+    ScoreTile,
+    ThreadTask,
     even_count,
     even_size,
     row_sizes,
@@ -59,33 +59,41 @@ class MaskTable(NamedTuple):
         kinds = some.any(axis=-3).astype(np.int8) + (some & every).all(axis=-3)
         corner = mask.seen(Indices(problem, xp, x, Span(0, 1), Span(0, 1)))
         same = problem.heads == 1 or corner.ndim < 3 or corner.shape[-3] == 1
-        return cls(mask, kinds, strip, cell, side, problem.group_size, same)
+        return cls(
+            mask=mask,
+            kinds=kinds,
+            strip=strip,
+            cell=cell,
+            side=side,
+            group_size=problem.group_size,
+            same_for_all_heads=same,
+        )
 
     @property
     def differs_by_item(self) -> bool:
         """Whether the items along the last batch axis may have different masks."""
         return bool(self.kinds.shape[-4] != 1)
 
-    def _cells_of(self, task: Task) -> tuple[Array, int]:
+    def _cells_of(self, task: ThreadTask) -> tuple[Array, int]:
         """Return the kinds of a task's cells, (heads or 1, strips, cells), and the first key."""
         rows = Span(task.rows.start // self.strip, -(-task.rows.stop // self.strip))
         columns = Span(task.columns.start // self.cell, -(-task.columns.stop // self.cell))
         kinds = task.view(self.kinds, rows, columns)
         return kinds[0], columns.start * self.cell
 
-    def visible_cells(self, task: Task) -> int:
+    def visible_cells(self, task: ThreadTask) -> int:
         """Return how many cells of a task are not empty, over all its heads and items."""
         kinds, _ = self._cells_of(task)
         return int(np.count_nonzero(kinds)) * task.head_count // len(kinds)
 
-    def tiles(self, task: Task) -> Iterator[Tile]:
+    def tiles(self, task: ThreadTask) -> Iterator[ScoreTile]:
         """Cut a task into tiles of the cells that are not empty."""
         kinds, first = self._cells_of(task)
         count = task.heads.length if kinds.shape[0] == 1 else 1
         for head_kinds, heads in zip(kinds, task.heads.split(count), strict=True):
             yield from self._cut(head_kinds, first, task._replace(heads=heads))
 
-    def _cut(self, kinds: Array, first: int, task: Task) -> Iterator[Tile]:
+    def _cut(self, kinds: Array, first: int, task: ThreadTask) -> Iterator[ScoreTile]:
         """Cut a task whose heads have one mask: first all its rows, then strips of them."""
         seen = kinds != EMPTY
         shared = np.zeros(kinds.shape[1], bool)
@@ -98,7 +106,9 @@ class MaskTable(NamedTuple):
                 strip = task._replace(rows=rows)
                 yield from self._blocks(kinds[number : number + 1], first, Span(start, stop), strip)
 
-    def _blocks(self, kinds: Array, first: int, cells: Span, task: Task) -> Iterator[Tile]:
+    def _blocks(
+        self, kinds: Array, first: int, cells: Span, task: ThreadTask
+    ) -> Iterator[ScoreTile]:
         """Cut a run of cells into tiles: blocks of keys by as many heads as fill a tile."""
         # Of few rows, tiles are wider: each tile costs Python the same. The width does not depend
         # on the other heads of the task, so a head has the same bits without them.
@@ -114,7 +124,7 @@ class MaskTable(NamedTuple):
             area = task.batch.length * task.rows.length * self.group_size * columns.length
             count = even_count(task.heads.length, max(1, self.side**2 // area))
             for heads in task.heads.split(count):
-                yield Tile(heads, task.rows, columns, False, columns.length, regions)
+                yield ScoreTile(heads, task.rows, columns, False, columns.length, regions)
 
     def _regions(self, mixed: Array, start: int, rows: Span, columns: Span) -> Iterator[Region]:
         """Yield the regions of the mixed cells of a tile."""
@@ -127,7 +137,7 @@ class MaskTable(NamedTuple):
 
 def _runs(flags: Array) -> Iterator[tuple[int, int]]:
     """Yield the start and stop of each run of true flags."""
-    if not len(flags):  # a task whose rows see no key by position has no cells
+    if not len(flags):  # no row of the task sees a key by position
         return iter(())
     edges = (np.flatnonzero(flags[1:] != flags[:-1]) + 1).tolist()
     edges = [0, *edges, len(flags)]

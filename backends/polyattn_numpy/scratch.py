@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from polyattn.plugin import Array
-from polyattn_numpy.threads import blas
+from polyattn_numpy.thread_pool import blas
 
 
 class Scratch:
@@ -30,33 +30,29 @@ class Scratch:
         return array[:size].reshape(shape)
 
 
-class _Free(threading.local):
-    def __init__(self) -> None:
-        self.scratches: list[Scratch] = []
-
-
-_free = _Free()
+_of_thread = threading.local()
 
 
 @contextmanager
 def borrowed_scratch() -> Iterator[Scratch]:
     """Lend this thread's scratch arrays; a call made from inside another one gets its own."""
-    scratch = _free.scratches.pop() if _free.scratches else Scratch()
+    free: list[Scratch] = _of_thread.__dict__.setdefault("free", [])
+    scratch = free.pop() if free else Scratch()
     try:
         yield scratch
     finally:
-        _free.scratches.append(scratch)
+        free.append(scratch)
 
 
 @lru_cache(maxsize=64)
 def band_tile(rows: int, columns: int, low: int | None, high: int | None) -> Array:
     """Return which of `columns` keys each of `rows` rows sees, shape (rows, 1, columns)."""
-    away = np.arange(columns) - np.arange(rows)[:, None, None]
-    seen = np.ones(away.shape, bool)
+    distance = np.arange(columns) - np.arange(rows)[:, None, None]
+    seen = np.ones(distance.shape, bool)
     if low is not None:
-        seen &= away >= low
+        seen &= distance >= low
     if high is not None:
-        seen &= away <= high
+        seen &= distance <= high
     return seen
 
 

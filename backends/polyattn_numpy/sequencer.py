@@ -13,20 +13,20 @@ import time
 from collections.abc import Callable, Hashable, Iterable, Sequence
 
 from polyattn.plugin import Span
-from polyattn_numpy.blocks import Task
+from polyattn_numpy.tiling import ThreadTask
 
 # Seconds between two looks at what a task waits for: little beside the work on a tile.
 PAUSE = 5e-5
 
 
 class Sequencer:
-    """How far each task has come, and which tasks share a sum."""
+    """Makes tasks add to shared sums in a fixed order."""
 
     # Threads use plain lists without a lock: no interrupt can leave them locked.
 
     def __init__(
         self,
-        cut: Sequence[Task],
+        cut: Sequence[ThreadTask],
         by_key: Iterable[Iterable[Hashable]],
         by_row: Iterable[Iterable[Hashable]],
         check: Callable[[], None],

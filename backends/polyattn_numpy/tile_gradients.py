@@ -5,8 +5,8 @@ output · output gradient over a row, the gradient of a score is p · (output gr
 The second subtraction is part of the product before it: output gradients have one more column, and
 values a column of ones. The first is not, for the scores to have the bits of the forward pass.
 
-A tile is computed fast first: what masks hide is multiplied by 0. If the result is not finite, it
-is computed again with what is hidden left out. So NaN behind a mask changes no bit of the rest.
+A tile is computed fast first: hidden weights are multiplied by 0. If the result is not finite, it
+is computed again without the hidden keys. So NaN behind a mask changes no bit of the rest.
 """
 
 from __future__ import annotations
@@ -18,33 +18,36 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from polyattn.plugin import Array, sum_to
-from polyattn_numpy.blocks import Task, Tile
-from polyattn_numpy.online_softmax import product_of_seen
 from polyattn_numpy.prepared import PreparedCall
 from polyattn_numpy.scratch import Scratch, ones
+from polyattn_numpy.softmax_sums import product_of_seen
 from polyattn_numpy.tile_scores import PRIMITIVES, TileScores
-from polyattn_numpy.visibility import RegionMask
+from polyattn_numpy.tile_visibility import RegionMask
+from polyattn_numpy.tiling import ScoreTile, ThreadTask
 
 
-class Step(NamedTuple):
-    """A tile with its operands. Output gradient and value have the additional column."""
+class TileOperands(NamedTuple):
+    """A tile with its operands; k are its key/value heads, and rows those of all heads of a group.
 
-    tile: Tile
+    Output gradient and value have the additional column.
+    """
+
+    tile: ScoreTile
     masks: list[RegionMask]
     where: Any  # an index of its heads and rows
-    query: Array
-    logsumexp: Array
-    output_gradient: Array
-    key: Array
-    value: Array
+    query: Array  # (b, k, rows · g, D), scaled
+    logsumexp: Array  # (b, k, rows · g, 1), times the `exp_factor`
+    output_gradient: Array  # (b, k, rows · g, E + 1)
+    key: Array  # (b, k, keys, D)
+    value: Array  # (b, k, keys, E + 1)
 
 
 class PartialGradients(NamedTuple):
     """What a tile adds to the gradients."""
 
-    query: Array
-    key: Array
-    value: Array
+    query: Array  # (b, k, rows · g, D)
+    key: Array  # (b, k, keys, D)
+    value: Array  # (b, k, keys, E)
     bias: Array | None  # by row where the bias has no axis of keys
     scale: Array | None  # by row; None if it follows from the query's
     softcap: Array | None  # by row
@@ -52,7 +55,7 @@ class PartialGradients(NamedTuple):
     of_similarity: Sequence[Array]
 
     def are_finite(self) -> bool:
-        """Return whether no number is NaN or infinite, as far as sums of squares can tell."""
+        """Return whether all sums of squares are finite, so that all numbers are."""
         arrays = [*self[:6], *self.of_score, *self.of_similarity]
         return all(math.isfinite(np.vdot(x, x)) for x in arrays if x is not None)
 
@@ -60,27 +63,27 @@ class PartialGradients(NamedTuple):
 class TileGradients(TileScores):
     """The gradients that the tiles of a task give, in scratch arrays."""
 
-    def __init__(self, call: PreparedCall, task: Task, scratch: Scratch) -> None:
+    def __init__(self, call: PreparedCall, task: ThreadTask, scratch: Scratch) -> None:
         super().__init__(call, task, scratch)
         problem, x = call.problem, call.x
         self.modified = problem.softcap is not None or x.score_mod is not None
         # Whether the product of query and key gives the scores, but for the bias.
         self.linear = not self.modified and x.similarity is None
-        # Whether keys that are absent or dropped may hold what is not finite.
+        # Whether hidden or dropped keys may hold NaN or infinity.
         self.careful = problem.masks or problem.dropout > 0
         self.per_scale = 1.0 if problem.softcap is None else 1 / problem.softcap
         self.factor = self.dtype.type(problem.scale * self.per_scale)
         self.ends_in_keys = call.bias is not None and call.bias.shape[-1] != 1
 
-    def shares(self, step: Step) -> PartialGradients:
+    def shares(self, step: TileOperands) -> PartialGradients:
         """Return what a tile adds to the gradients."""
         shares = self._compute(step, exact=False)
         if self.careful and not shares.are_finite():
             return self._compute(step, exact=True)
         return shares
 
-    def _compute(self, step: Step, *, exact: bool) -> PartialGradients:
-        """Return the shares; only if exact, whatever hidden keys and values hold."""
+    def _compute(self, step: TileOperands, *, exact: bool) -> PartialGradients:
+        """Return the shares; if exact, NaN in hidden keys and values does not reach them."""
         weights, capped, similar = self._scores(step)
         seen = seen_by_key = None
         if exact:
@@ -102,19 +105,25 @@ class TileGradients(TileScores):
         softcap, of_score = self._through_modification(step, capped, gradient)
         similarity = self.call.x.similarity
         if similarity is not None:
-            found = self._through_similarity(step, similarity, similar, gradient, exact)
-        else:
-            by_key = gradient.swapaxes(2, 3)
-            found = (
-                self._product("query share", gradient, seen, step.key),
-                self._product("key share", by_key, seen_by_key, step.query),
-                None,
-                (),
+            query, key, scale, of_similarity = self._through_similarity(
+                step, similarity, similar, gradient, exact
             )
-            if self.linear and self.per_nat != 1:
-                found[1][...] /= self.dtype.type(self.per_nat)
-        query, key, scale, of_similarity = found
-        return PartialGradients(query, key, value, bias, scale, softcap, of_score, of_similarity)
+        else:
+            scale, of_similarity = None, ()
+            query = self._product("query share", gradient, seen, step.key)
+            key = self._product("key share", gradient.swapaxes(2, 3), seen_by_key, step.query)
+            if self.linear and self.exp_factor != 1:
+                key /= self.dtype.type(self.exp_factor)
+        return PartialGradients(
+            query=query,
+            key=key,
+            value=value,
+            bias=bias,
+            scale=scale,
+            softcap=softcap,
+            of_score=of_score,
+            of_similarity=of_similarity,
+        )
 
     def _product(self, name: str, weights: Array, seen: Array | None, x: Array) -> Array:
         """Return weights · x, to which x adds nothing where it is not seen."""
@@ -125,7 +134,7 @@ class TileGradients(TileScores):
 
     # ---- scores ----
 
-    def _scores(self, step: Step) -> tuple[Array, Array | None, Array | None]:
+    def _scores(self, step: TileOperands) -> tuple[Array, Array | None, Array | None]:
         """Return the scores minus the logsumexp; the capped ones; and the similarities."""
         shape, capped = (*step.query.shape[:-1], step.key.shape[2]), None
         s = self.scratch("scores", shape, self.dtype)
@@ -145,7 +154,9 @@ class TileGradients(TileScores):
 
     # ---- gradients of scores ----
 
-    def _weigh_gradient(self, step: Step, weights: Array, gradient: Array, exact: bool) -> Array:
+    def _weigh_gradient(
+        self, step: TileOperands, weights: Array, gradient: Array, exact: bool
+    ) -> Array:
         """Write the gradient of the scores, and return the weights that dropout keeps."""
         if not self.problem.dropout:
             np.matmul(step.output_gradient, step.value.swapaxes(2, 3), gradient)
@@ -163,18 +174,18 @@ class TileGradients(TileScores):
         gradient *= weights
         return dropped
 
-    def _bias_share(self, step: Step, gradient: Array) -> Array | None:
+    def _bias_share(self, step: TileOperands, gradient: Array) -> Array | None:
         """Return the gradient of a tile of the bias, by row where it has no axis of keys."""
         if self.call.bias is None:
             return None
         if not self.ends_in_keys:
             return np.matmul(gradient, ones(gradient.shape[-1], self.dtype))
-        found = sum_to(np, self._by_head(gradient), self._bias(step.tile).shape)
+        share = sum_to(np, self._by_head(gradient), self._bias(step.tile).shape)
         # The gradient will be overwritten by that of the scores before they are modified.
-        return found if self.linear else np.array(found)
+        return share if self.linear else np.array(share)
 
     def _through_modification(
-        self, step: Step, capped: Array | None, gradient: Array
+        self, step: TileOperands, capped: Array | None, gradient: Array
     ) -> tuple[Array | None, Sequence[Array]]:
         """Turn a gradient into that before score_mod and softcap; return theirs."""
         of_score: Sequence[Array] = ()
@@ -190,17 +201,17 @@ class TileGradients(TileScores):
             by_head[...] = self.call.by_row(np.asarray(before))
         if self.problem.softcap is None:
             return None, of_score
-        cap, per_nat = map(self.dtype.type, (self.problem.softcap, self.per_nat))
-        of_softcap = np.einsum("bkrj,bkrj->bkr", gradient, capped)[..., None] / (cap * per_nat)
+        cap, exp_factor = map(self.dtype.type, (self.problem.softcap, self.exp_factor))
+        of_softcap = np.einsum("bkrj,bkrj->bkr", gradient, capped)[..., None] / (cap * exp_factor)
         # The slope of c · tanh(x) is c - (c · tanh(x))² / c.
         capped *= capped
-        capped /= -cap * per_nat * per_nat
+        capped /= -cap * exp_factor * exp_factor
         capped += cap
         gradient *= capped
         return of_softcap, of_score
 
     def _through_similarity(
-        self, step: Step, similarity: Any, similar: Array, gradient: Array, exact: bool
+        self, step: TileOperands, similarity: Any, similar: Array, gradient: Array, exact: bool
     ) -> tuple[Array, Array, Array, Sequence[Array]]:
         """Return the gradients of query, key, scale and arrays from that of similarities."""
         scale = np.einsum("bkrj,bkrj->bkr", gradient, similar)[..., None]

@@ -14,10 +14,10 @@ import array_api_compat.numpy as xp
 import numpy as np
 
 from polyattn.plugin import Array, BackendPrimitives, Indices
-from polyattn_numpy.blocks import Task, Tile
 from polyattn_numpy.prepared import PreparedCall
 from polyattn_numpy.scratch import Scratch
-from polyattn_numpy.visibility import RegionMask, Visibility
+from polyattn_numpy.tile_visibility import RegionMask, TileVisibility
+from polyattn_numpy.tiling import ScoreTile, ThreadTask
 
 PRIMITIVES = BackendPrimitives(xp)
 # For so few rows, products with vectors read each key from memory once and then from the cache.
@@ -32,20 +32,20 @@ _INFINITE = np.float32(2.0**16)
 class TileScores:
     """The scores of a task by tile, in scratch arrays with the axes (b, k, rows · g, key)."""
 
-    def __init__(self, call: PreparedCall, task: Task, scratch: Scratch) -> None:
+    def __init__(self, call: PreparedCall, task: ThreadTask, scratch: Scratch) -> None:
         self.call, self.task, self.problem = call, task, call.problem
         self.scratch = scratch.array
         self.dtype = np.dtype(call.problem.accumulator)
-        self.visibility = Visibility(call, task)
+        self.visibility = TileVisibility(call, task)
         self.key, self.value = call.key, call.value
         if call.pages is None:
             self.key, self.value = task.view(call.key), task.view(call.value)
         self.shape = (task.batch.length, task.heads.length, task.rows.length)
         self.group_size = call.problem.group_size
-        self.per_nat, self.exp = call.per_nat, call.exp
+        self.exp_factor, self.exp = call.exp_factor, call.exp
         # A softcap is applied to scores that are divided by it, and gives them their unit.
         cap = self.problem.softcap
-        factor = self.problem.scale * self.per_nat if cap is None else self.problem.scale / cap
+        factor = self.problem.scale * self.exp_factor if cap is None else self.problem.scale / cap
         self.score_factor = self.dtype.type(factor)
         # Other similarities are scaled afterwards: they need not be linear in the query.
         self.query_factor = self.score_factor if call.x.similarity is None else self.dtype.type(1)
@@ -74,7 +74,7 @@ class TileScores:
         return s.swapaxes(2, 3).reshape(b, k * g, rows, size)
 
     def _products(self, query: Array, key: Array, s: Array) -> Array | None:
-        """Write the scores before any cap, and return the similarities if these are no products."""
+        """Write the scores before any cap, and return other similarities than products."""
         similarity = self.call.x.similarity
         if similarity is not None:
             similar: Array = similarity.between(query, key, PRIMITIVES)
@@ -89,13 +89,13 @@ class TileScores:
     def _cap(self, s: Array) -> None:
         """Apply the softcap to scores that were divided by it."""
         np.tanh(s, s)
-        s *= self.dtype.type((self.problem.softcap or 0) * self.per_nat)
+        s *= self.dtype.type((self.problem.softcap or 0) * self.exp_factor)
 
-    def _apply_score_mod(self, s: Array, tile: Tile) -> None:
+    def _apply_score_mod(self, s: Array, tile: ScoreTile) -> None:
         modified = self._indices(tile).modified(self._heads_first(s))
         s[...] = self.call.by_row(np.asarray(modified))
 
-    def _hide(self, tile: Tile, masks: list[RegionMask], s: Array) -> Array:
+    def _hide(self, tile: ScoreTile, masks: list[RegionMask], s: Array) -> Array:
         """Set hidden scores to -inf, and return which are seen."""
         by_head = self._by_head(s)
         if self.call.bias is not None:
@@ -105,10 +105,10 @@ class TileScores:
         seen: Array = s != -math.inf
         return seen
 
-    def _indices(self, tile: Tile) -> Indices:
+    def _indices(self, tile: ScoreTile) -> Indices:
         return self.call.indices(self.task, tile.heads, tile.rows, tile.columns)
 
-    def _bias(self, tile: Tile) -> Array:
+    def _bias(self, tile: ScoreTile) -> Array:
         """Return a tile's view of the bias, with the axes (b, k, row, g, key)."""
         task = self.task._replace(heads=tile.heads)
         return task.view(self.call.bias, None, tile.rows, tile.columns).swapaxes(2, 3)

@@ -20,7 +20,7 @@ from polyattn_onnx.operator import Operator
 DEFAULT = 24
 
 
-class Native(Operator):
+class NdonnxNode(Operator):
     """One node, of the standard's operator Attention."""
 
     name = "native"
@@ -43,7 +43,7 @@ class Native(Operator):
 class OnnxBackend(Backend):
     """Graphs of ONNX; a device is the opset whose operator Attention may be used."""
 
-    kernels = (Native(), GroupQuery())
+    kernels = (NdonnxNode(), GroupQuery())
     computes = False
 
     def __init__(self) -> None:
@@ -97,13 +97,13 @@ class OnnxBackend(Backend):
         return ndonnx.asarray(op24.tensor_scatter(*[array.unwrap_spox() for array in arrays]))
 
     def fetch(self, array: Array) -> Array:
-        """Return the numbers of an array, if they are constants of the graph."""
+        """Return the values of an array that is a constant of the graph."""
         if not isinstance(array, ndonnx.Array):
             return array
         try:
             return array.unwrap_numpy()
         except ValueError:
             raise ValueError(
-                "an array of the graph has no numbers until a runtime computes them:"
+                "an array of the graph has values only when a runtime computes them:"
                 " polyattn.export.onnx writes the graph as a model"
             ) from None

@@ -20,13 +20,14 @@ DOMAIN = "com.microsoft"
 class GroupQuery(Kernel):
     """One node over the memory of a cache, which reads no key after the last one."""
 
-    # Its past is the memory, and there are no new keys: those of the rows are in it already.
+    # The operator's past is the memory, which has the keys of the rows; its new keys are empty.
 
     name = "group_query"
     features = frozenset({
         "causal", "grouped_heads", "mask_expression", "query_offset", "query_offset_array", "scale",
         "sinks", "softcap", "window",
     })  # fmt: skip
+    takes_empty = False
 
     def only_on_request(self, problem: Problem) -> str | None:
         """Return that few runtimes have the operator."""
@@ -43,14 +44,12 @@ class GroupQuery(Kernel):
             return ["it needs key_lengths=, without query_offset= or another mask beside it"]
         shared = getattr(padding.key_lengths, "shape", ()) == ()
         reasons = {
-            "its rows see no later ones: it needs is_causal=True": problem.is_causal or rows == 1,
-            "more rows than one have one number of keys for all items": shared or rows == 1,
-            "it has no float64": problem.dtype != "float64",
-            "its scale is above 0": problem.scale > 0,
-            "its vectors have multiples of 8 elements": problem.head_size % 8 == 0,
-            "it takes one batch axis": len(problem.batch) < 2,
-            "runtimes refuse arrays without elements": 0
-            not in (*problem.scores, problem.head_size),
+            "with several rows it needs is_causal=True": problem.is_causal or rows == 1,
+            "with several rows it needs one length for all items": shared or rows == 1,
+            "it supports float16 and float32 only": problem.dtype != "float64",
+            "it needs a scale above 0": problem.scale > 0,
+            "the head size must be a multiple of 8": problem.head_size % 8 == 0,
+            "it supports at most one batch axis": len(problem.batch) < 2,
         }
         return [reason for reason, holds in reasons.items() if not holds]
 
@@ -92,7 +91,7 @@ def model_of(problem: Problem) -> onnx.ModelProto:
         **{"zero": np.int64(0), "one": np.int64(1), "none": np.float32(0)},
         **{"start": np.array([0, 0]), "stop": np.array([0, groups * size])},
         **{"axes": np.array([1, 2]), "flat": np.array([0, 0, -1])},
-        "apart": np.array([0, 0, heads, size]),
+        "by_head": np.array([0, 0, heads, size]),
     }
     given = ["rows", "empty", "empty", "key", "value", "last", "most"]
     given += [*[""] * 4, "sinks"] if "sinks" in inputs else []
@@ -106,12 +105,12 @@ def model_of(problem: Problem) -> onnx.ModelProto:
         make("Cast", ["newest"], ["last"], to=TensorProto.INT32),
         make("ReduceMax", ["known"], ["longest"], keepdims=0),
         make("Cast", ["longest"], ["most"], to=TensorProto.INT32),
-        make("GroupQueryAttention", given, ["found"], domain=DOMAIN, **attributes),
+        make("GroupQueryAttention", given, ["attended"], domain=DOMAIN, **attributes),
         # An item without keys, which the operator refuses, is 0.
         make("Greater", ["lengths", "zero"], ["full"]),
         make("Unsqueeze", ["full", "axes"], ["is_full"]),
-        make("Where", ["is_full", "found", "none"], ["joined"]),
-        make("Reshape", ["joined", "apart"], ["split"]),
+        make("Where", ["is_full", "attended", "none"], ["joined"]),
+        make("Reshape", ["joined", "by_head"], ["split"]),
         make("Transpose", ["split"], ["output"], perm=[0, 2, 1, 3]),
     ]
     graph = helper.make_graph(

@@ -56,27 +56,27 @@ class Node(NamedTuple):
 
     def attributes(self) -> dict[str, Any]:
         """Return the operator's attributes that are not at their defaults, by name."""
-        found: dict[str, Any] = {"is_causal": int(self.is_causal), "scale": self.scale}
-        found |= {"softcap": self.softcap} if self.softcap else {}
+        attributes: dict[str, Any] = {"is_causal": int(self.is_causal), "scale": self.scale}
+        attributes |= {"softcap": self.softcap} if self.softcap else {}
         for name, size in zip(("left_window_size", "right_window_size"), self.window, strict=True):
-            found |= {name: size} if size >= 0 else {}
-        return found
+            attributes |= {name: size} if size >= 0 else {}
+        return attributes
 
     def arguments(self, inputs: Sequence[Any]) -> list[Any]:
         """Return inputs at their places among the operator's, None between for those it lacks."""
         query, key, value, *more = inputs
         mask = more.pop(0) if self.mask else None
-        found = [query, key, value, mask, None, None, more.pop() if self.counted else None]
-        while found[-1] is None:
-            found.pop()
-        return found
+        arguments = [query, key, value, mask, None, None, more.pop() if self.counted else None]
+        while arguments[-1] is None:
+            arguments.pop()
+        return arguments
 
 
 class Operator(Kernel):
     """A call that is one node, which a subclass runs."""
 
-    # What the operator has no attribute for becomes a mask: causal, windows, mask expressions, and
-    # what ``score_mod=`` adds. Sinks become one more key, of zeros, whose mask they are.
+    # Options without an attribute of the operator become a mask: causal, windows, mask expressions,
+    # and the numbers that ``score_mod=`` adds. Sinks become the mask of one more key, of zeros.
 
     features = frozenset({
         "batch_broadcast", "bias", "causal", "grouped_heads", "mask", "mask_expression", "mask_mod",
@@ -85,6 +85,7 @@ class Operator(Kernel):
     })  # fmt: skip
     # Every runtime multiplies the weight 0 of a masked key by its value, which may be NaN.
     poison_safe: ClassVar[bool] = False
+    takes_empty: ClassVar[bool] = False  # runtimes refuse empty arrays
 
     def opset(self, problem: Problem) -> int:
         """Return the opset that the node is for: 23, 24 or 25."""
@@ -97,19 +98,17 @@ class Operator(Kernel):
     def reasons_against(self, problem: Problem) -> list[str]:
         """Return what the operator cannot compute, and what ONNX Runtime refuses."""
         reasons = []
-        if 0 in (*problem.scores, problem.head_size, problem.value_size):
-            reasons.append("runtimes refuse arrays without elements")
         if problem.dtype == "float64" and problem.softcap != _rounded(problem.softcap):
             reasons.append("the attribute softcap is a float32, and the call is in float64")
         if problem.is_symbolic and (
             len(problem.batch) > 1 or "batch_broadcast" in problem.features
         ):
-            reasons.append("of lengths that are unknown, it takes one batch axis of all arrays")
+            reasons.append("with symbolic lengths it supports one batch axis, that of all arrays")
         empty = reason_against_empty_rows(problem)
         if empty is not None:
             reasons.append(empty)
         if problem.score_spec is not None and not problem.score_spec.is_additive:
-            reasons.append("it can add to the scores, and score_mod= changes them otherwise")
+            reasons.append("it supports only a score_mod= that adds to the scores")
         return reasons
 
     def only_on_request(self, problem: Problem) -> str | None:
@@ -174,17 +173,12 @@ def _made(problem: Problem, opset: int) -> int:
     if problem.features & BY_HEAD and not problem.is_symbolic:
         items = math.prod(problem.batch) if problem.features & BY_ITEM else 1
         return items * math.prod(problem.scores[-3:])
-    whole = (*problem.batch, 1, *problem.scores[-2:])  # ONNX Runtime asks for all rows and keys
+    whole = (*problem.batch, 1, *problem.scores[-2:])  # ONNX Runtime needs all rows and keys
     made = made_shape(problem, banded=_positions(problem, opset).by_mask, mask=whole)
     return 0 if made is None else math.prod(made)
 
 
-def _is_filled(problem: Problem) -> bool:
-    """Return whether the keys are the memory of a cache, whose last tokens are the rows."""
-    return isinstance(problem.mask_spec, CachePadding)
-
-
-class Positions(NamedTuple):
+class NodePositions(NamedTuple):
     """The options by position of a node: its facts of these names, or a mask in their place."""
 
     is_causal: bool = False
@@ -193,18 +187,19 @@ class Positions(NamedTuple):
     by_mask: bool = False
 
 
-def _positions(problem: Problem, opset: int) -> Positions:
+def _positions(problem: Problem, opset: int) -> NodePositions:
     """Return what the node of a call does by positions."""
     # Without a number of keys, row 0 is at position 0; with one, the last row is the last of them.
     # Other offsets are left to a mask: the operator defines no positions after the last key.
     low, high = band(problem)
     # In float64 ONNX Runtime counts the positions of causal rows from the first key regardless.
     counts = opset >= COUNTS and problem.dtype != "float64"
-    is_filled = counts and _is_filled(problem)
+    # Keys that are the memory of a cache, whose last tokens are the rows.
+    is_filled = counts and isinstance(problem.mask_spec, CachePadding)
     if "sinks" in problem.features:  # their key takes the first position
-        return Positions(by_mask=(low, high) != (None, None))
+        return NodePositions(by_mask=(low, high) != (None, None))
     if low is None and high is None:
-        return Positions(counted=is_filled)
+        return NodePositions(counted=is_filled)
     is_causal = problem.is_causal and high is not None
     left, right = problem.window
     left, right = None if low is None else left, None if high is None or is_causal else right
@@ -213,13 +208,13 @@ def _positions(problem: Problem, opset: int) -> Positions:
     from_end = counts and (is_newest or is_filled)
     is_window = (left, right) != (None, None)
     if not (from_zero or from_end) or (is_window and opset < WINDOWS):
-        return Positions(by_mask=True)
+        return NodePositions(by_mask=True)
     window = tuple(-1 if end is None else min(end, FAR) for end in (left, right))
-    return Positions(is_causal, (window[0], window[1]), counted=not from_zero)
+    return NodePositions(is_causal, (window[0], window[1]), counted=not from_zero)
 
 
 def _scaled(problem: Problem, query: Array, xp: Any) -> tuple[Array, float]:
-    """Return the query and the attribute scale: a float32 above 0, as runtimes ask for."""
+    """Return the query and the attribute scale, which runtimes need as a float32 above 0."""
     # ONNX Runtime multiplies query and key by its root each, which it rounds to float32.
     scale = problem.scale
     if problem.dtype == "float64":
@@ -240,7 +235,7 @@ def _mask(problem: Problem, x: Operands, xp: Any, *, banded: bool) -> Array | No
         mask = xp.where(seen, added, xp.asarray(-np.inf, dtype=added.dtype))
     if mask is None:
         return None
-    # ONNX Runtime asks for all rows and keys, the operator for none or all batch items.
+    # ONNX Runtime needs all rows and keys, the operator one or all batch items.
     if mask.shape[-2:] != problem.scores[-2:] or None in mask.shape[-2:]:
         whole = (at.row >= 0) & (at.column >= 0)
         zero = xp.asarray(0, dtype=mask.dtype)
@@ -266,7 +261,7 @@ def _with_sinks(
     """Return key and value with one of zeros first, and the mask with its logits, the sinks."""
     # Zeros have the score 0, softcapped or not, and add nothing to the output.
     dtype = getattr(xp, problem.accumulator)
-    # The operands have one batch axis; so have these indices, of which batch items are not asked.
+    # One batch axis, as the operands have; the indices of batch items are not used.
     one = problem._replace(batch=problem.batch[:1])
     at = Indices(one, xp, x, Span(0, problem.query_length), Span(0, problem.key_length))
     if mask is None or mask.dtype == xp.bool:

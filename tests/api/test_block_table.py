@@ -25,7 +25,7 @@ from polyattn import (
 from polyattn._core.call import layout
 from polyattn._core.call.operands import Operands
 from polyattn._core.call.pages import gathered
-from polyattn_numpy.tiled import Tiled
+from polyattn_numpy.tiled_kernel import NumpyTiled
 
 rng = np.random.default_rng(0)
 H, G, L, D, E, PAGE, PAGES = 4, 2, 3, 8, 6, 4, 9
@@ -85,7 +85,7 @@ def test_pages_equal_keys_in_one_piece_on_jax():
 
 
 def tiled(tile):
-    kernel = Tiled()
+    kernel = NumpyTiled()
     kernel.tile = tile
     return kernel
 

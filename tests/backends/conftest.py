@@ -2,7 +2,7 @@
 
 import pytest
 
-import polyattn_numpy.tiled as module
+import polyattn_numpy.tiled_kernel as module
 
 
 @pytest.fixture

@@ -15,8 +15,15 @@ from pathlib import Path
 import numpy as np
 from cupy_host import register, stand_in
 
-from polyattn_cupy import arrays, blocks, fused, fused_gradients, products, rows
-from polyattn_cupy.fused import Fused
+from polyattn_cupy import (
+    arrays,
+    fused_gradients,
+    fused_kernel,
+    products,
+    score_blocks,
+    softmax_cuda,
+)
+from polyattn_cupy.fused_kernel import Fused
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 
@@ -68,8 +75,8 @@ def compiled():
     """Return the CUDA source as a library of the host, and the names of its kernels in order."""
     compiler = shutil.which("g++")
     assert compiler, "the tests of the CUDA source need g++"
-    names = [rows.name_of(*pair) for pair in itertools.product(DTYPES, DTYPES)]
-    names += [rows.gradient_name_of(dtype) for dtype in DTYPES]
+    names = [softmax_cuda.name_of(*pair) for pair in itertools.product(DTYPES, DTYPES)]
+    names += [softmax_cuda.gradient_name_of(dtype) for dtype in DTYPES]
     entries = "".join(
         f'extern "C" void kernel_{n}(const Rows *x, unsigned b, unsigned t)'
         f"{{ run<{name}>(x, b, t); }}\n"
@@ -77,11 +84,11 @@ def compiled():
     )
     with tempfile.TemporaryDirectory() as made:
         source, library = Path(made) / "softmax.cpp", Path(made) / "softmax.so"
-        source.write_text(SHIM + rows.SOURCE + RUN + entries)
+        source.write_text(SHIM + softmax_cuda.SOURCE + RUN + entries)
         subprocess.run(
             [
                 *(compiler, "-std=c++20", "-O0", "-shared", "-fPIC", "-pthread", "-w"),
-                *("-fno-strict-aliasing", f"-DMOST_THREADS={rows.MOST_THREADS}"),
+                *("-fno-strict-aliasing", f"-DMOST_THREADS={softmax_cuda.MOST_THREADS}"),
                 *("-o", library, source),
             ],
             check=True,
@@ -145,7 +152,7 @@ def put_in_place(monkeypatch):
     library, names = compiled()
     cublas = Cublas()
     here = stand_in()
-    for module in (blocks, fused, fused_gradients, products, arrays):
+    for module in (score_blocks, fused_kernel, fused_gradients, products, arrays):
         monkeypatch.setattr(module, "cupy", here)
     monkeypatch.setattr(products, "_cublas", lambda: cublas)
 
@@ -154,6 +161,6 @@ def put_in_place(monkeypatch):
         address = ctypes.c_void_p(record.__array_interface__["data"][0])
         getattr(library, f"kernel_{names.index(name)}")(address, blocks, cublas.threads)
 
-    monkeypatch.setattr(rows, "launch", launch)
+    monkeypatch.setattr(softmax_cuda, "launch", launch)
     register(monkeypatch, Fused())
     return cublas

@@ -1,7 +1,8 @@
-"""Stand-ins for cuDNN: NVIDIA's frontend describes a graph, and the host computes it.
+"""cuDNN on the host: NVIDIA's frontend describes a graph, and polyattn's formula computes it.
 
-What they take is what the frontend was told, by its rules: windows that exclude their left end,
-bands from either corner, bits of 16-byte rows at the addresses that it is given.
+The frontend's rules for a graph are checked with its own code (`test_cupy_frontend.py`). Here a
+graph has the numbers that its options mean: windows that exclude their left end, bands from either
+corner, arrays by their addresses and strides.
 """
 
 import ctypes
@@ -12,8 +13,10 @@ import cudnn as frontend
 import numpy as np
 from cupy_host import Device, register, stand_in
 
-from polyattn_cupy import arrays, cudnn, cudnn_gradients, graphs, loading, plans
-from polyattn_cupy.cudnn import Cudnn
+from polyattn import Partial, attention_backward, attention_partial
+from polyattn_cupy import arrays, cudnn_gradients, cudnn_kernel, graphs, loading, plans
+from polyattn_cupy.arrays import UNSEEN
+from polyattn_cupy.cudnn_kernel import CupyCudnn
 
 TYPES = {
     frontend.data_type.HALF: "float16",
@@ -24,10 +27,9 @@ TYPES = {
 
 
 class Scores:
-    """What a score_mod is given as its graph."""
+    """The graph that a score_mod gets, on arrays of NumPy."""
 
     def tensor_scalar(self, value, kind):
-        assert kind == frontend.scalar_type.RUNTIME_PARAM
         return np.float32(value)
 
     def div(self, *, a, b):
@@ -41,175 +43,106 @@ class Scores:
 
 
 class HostGraph(frontend.pygraph):
-    """A graph that the host computes: NVIDIA's until it comes to cuDNN itself."""
+    """A graph of NVIDIA's frontend that the host computes."""
 
-    steps = ("validate", "build_operation_graph", "create_execution_plans", "check_support")
     refusal = None
 
-    def __init__(self, **options):
-        super().__init__(**options)
-        self.done = []
-
     def validate(self):
-        self.done.append("validate")
+        pass
 
     def build_operation_graph(self):
-        self.done.append("build_operation_graph")
+        pass
 
     def create_execution_plans(self, heuristics):
-        assert heuristics == [frontend.heur_mode.A, frontend.heur_mode.FALLBACK]
-        self.done.append("create_execution_plans")
+        pass
 
     def check_support(self):
         if self.refusal:
             raise frontend.cudnnGraphNotSupportedError(self.refusal)
-        self.done.append("check_support")
 
     def build_plans(self):
-        self.done.append("build_plans")
+        pass
 
     def get_workspace_size(self):
         return 96
 
     def execute(self, pointers, workspace, handle):
-        assert self.done == [*self.steps, "build_plans"]
-        assert workspace == 4096
         assert (handle.thread, handle.device) == (threading.get_ident(), Device.current)
         handle.log.append(handle.stream)
         (node,) = self.nodes
-        arrays = {name: _array(t, pointers) for name, t in node.inputs.items() if t is not None}
+        given = {name: _array(t, pointers) for name, t in node.inputs.items() if t is not None}
         results = {t.uid: t for t in self.get_outputs() if t is not None and not t.is_virtual}
         assert set(pointers) == set(results) | {t.uid for t in node.inputs.values() if t}
-        compute = _gradients if "dO" in arrays else _attention
-        for uid, result in compute(arrays, dict(node.params)).items():
+        compute = _gradients if "dO" in given else _attention
+        for uid, result in compute(given, dict(node.params)).items():
             if uid in results:
-                _array(results.pop(uid), pointers)[...] = result
-        assert not results
+                _array(results[uid], pointers)[...] = result
 
 
 def _array(tensor, pointers):
-    """The memory of a tensor, as cuDNN has it read."""
+    """Return the memory of a tensor, whose rows cuDNN reads by 16 bytes."""
     dtype = np.dtype(TYPES[tensor.data_type])
     address, strides = pointers[tensor.uid], [s * dtype.itemsize for s in tensor.stride]
     *outer, last = strides
     assert address % 16 == 0
     assert last == dtype.itemsize
-    if tensor.dim[-1] != 1:
-        assert all(stride % 16 == 0 and stride > 0 for stride in outer)
+    assert tensor.dim[-1] == 1 or all(stride % 16 == 0 and stride > 0 for stride in outer)
     span = sum((n - 1) * s for n, s in zip(tensor.dim, strides, strict=True)) + dtype.itemsize
-    memory = np.frombuffer((ctypes.c_char * span).from_address(address), np.uint8)
-    flat = memory[: span // dtype.itemsize * dtype.itemsize].view(dtype)
+    flat = np.frombuffer((ctypes.c_char * span).from_address(address), dtype)
     return np.lib.stride_tricks.as_strided(flat, tensor.dim, strides)
 
 
 def _attention(given, options):
-    """What sdpa of the frontend means."""
-    assert isinstance(options.pop("generate_stats"), bool)
-    q, k, v = _wide(given)
-    s = _scores(q, k, given.pop("bias", None), options)
-    assert not given
-    top = s.max(-1, keepdims=True)
-    with np.errstate(invalid="ignore"):
-        weights = np.exp(s - top)  # NaN in a row without keys
-        total = weights.sum(-1, keepdims=True)
-        output = _rounded(weights, q) @ v / total
-        return {graphs.OUTPUT: output, graphs.LOGSUMEXP: top + np.log(total)}
+    """Compute what the frontend's `sdpa` means."""
+    arrays, options = _call(given, options)
+    partial = attention_partial(*arrays, **options)
+    return {graphs.OUTPUT: partial.output, graphs.LOGSUMEXP: partial.logsumexp[..., None]}
 
 
 def _gradients(given, options):
-    """What sdpa_backward of the frontend means."""
-    assert options.pop("use_deterministic_algorithm") is True
-    groups = given["k"].shape[1]
-    q, k, v = _wide(given)
-    output, of_output, stats = (given.pop(name) for name in ("o", "dO", "stats"))
-    assert output.dtype == of_output.dtype == q.dtype
-    assert np.isfinite(stats).all(), "cuDNN makes NaN of a logsumexp of -inf"
-    bias = given.pop("bias", None)
-    if options.pop("use_padding_mask", False):
-        for name, length in (("seq_len_q", q.shape[2]), ("seq_len_kv", k.shape[2])):
-            lengths = given.pop(name)
-            assert lengths.dtype == np.int32
-            assert lengths.shape == (len(q), 1, 1, 1)
-            assert (lengths == length).all()
-    else:
-        assert bias is None or k.shape[2] % 128 == 0, "cuDNN makes NaN of the last tile's rest"
-    assert not given
-    scale = np.float32(options["attn_scale"])
-    assert max(q.shape[-1], v.shape[-1]) <= 256
-    assert (q.shape[2], k.shape[2]) != (1, 1)
-    p = np.exp(_scores(q, k, bias, options) - stats)
-    of_output, output = of_output.astype("float32"), output.astype("float32")
-    delta = (of_output * output).sum(-1, keepdims=True)
-    ds = p * (of_output @ v.swapaxes(-1, -2) - delta)
-    wide = q.astype("float32")
-    of_key = scale * _rounded(ds, q).swapaxes(-1, -2) @ wide
-    of_value = _rounded(p, q).swapaxes(-1, -2) @ of_output
-    return {
-        graphs.QUERY_GRADIENT: scale * _rounded(ds, q) @ k,
-        graphs.KEY_GRADIENT: _of_groups(of_key, groups),
-        graphs.VALUE_GRADIENT: _of_groups(of_value, groups),
-    }
+    """Compute what the frontend's `sdpa_backward` means."""
+    arrays, options = _call(given, options)
+    output, along = (given[name].astype("float32") for name in ("o", "dO"))
+    assert np.isfinite(given["stats"]).all(), "cuDNN makes NaN of a logsumexp of -inf"
+    for name, length in (("seq_len_q", output.shape[2]), ("seq_len_kv", arrays[1].shape[2])):
+        assert np.all(given.get(name, length) == length)
+    partial = Partial(output, given["stats"][..., 0])
+    found = attention_backward(*arrays, partial, along, **options)
+    names = graphs.QUERY_GRADIENT, graphs.KEY_GRADIENT, graphs.VALUE_GRADIENT
+    return dict(zip(names, found[:3], strict=True))
 
 
-def _wide(given):
-    """Take query, key and value, the latter in float32 and with the heads of the query."""
-    q, k, v = (given.pop(name) for name in "qkv")
-    assert all(size % 8 == 0 for size in (q.shape[-1], v.shape[-1]))
-    members = q.shape[1] // k.shape[1]
-    return q, *(np.repeat(x.astype("float32"), members, axis=1) for x in (k, v))
-
-
-def _scores(q, k, bias, options):
-    """Scores, −inf for keys outside the band."""
-    scale = options.pop("attn_scale")
-    s = q.astype("float32") @ k.swapaxes(-1, -2) * np.float32(scale)
+def _call(given, options):
+    """Return query, key and value in float32, and the options of polyattn's formula."""
+    arrays = [given[name].astype("float32") for name in "qkv"]
+    call = {"backend": "numpy", "kernel": "dense", "scale": options["attn_scale"]}
     if "score_mod" in options:
-        assert len(options) == 1
-        assert bias is None
-        s = options.pop("score_mod")(Scores(), s)
-    if bias is not None:
-        assert bias.dtype == np.float32
-        assert not (bias < arrays.UNSEEN).any(), "cuDNN has trouble at the ends of float32"
-        s = s + bias
-    i, j = np.indices(s.shape[-2:])
-    corner = options.pop("diagonal_alignment", None)
-    if corner == frontend.diagonal_alignment.BOTTOM_RIGHT:
-        assert bias is None, "cuDNN refuses a bias beside this alignment"
-        i = i + s.shape[-1] - s.shape[-2]
-    s = np.where(j > i + options.pop("diagonal_band_right_bound", 2**30), -np.inf, s)
-    s = np.where(j <= i - options.pop("diagonal_band_left_bound", 2**30), -np.inf, s)
-    assert not options
-    return s
-
-
-def _rounded(x, like):
-    return x.astype(like.dtype).astype("float32")
-
-
-def _of_groups(x, groups):
-    return x.reshape(len(x), groups, -1, *x.shape[2:]).sum(2)
+        call["score_mod"] = lambda s, *_: options["score_mod"](Scores(), s)
+    if "bias" in given:
+        assert not (given["bias"] < UNSEEN).any(), "cuDNN has trouble at the ends of float32"
+        call["bias"] = given["bias"]
+    i, j = np.indices((arrays[0].shape[2], arrays[1].shape[2]))
+    if options.get("diagonal_alignment") == frontend.diagonal_alignment.BOTTOM_RIGHT:
+        i = i + j.shape[1] - j.shape[0]
+    left = options.get("diagonal_band_left_bound", 2**30)
+    right = options.get("diagonal_band_right_bound", 2**30)
+    return arrays, call | {"mask": (i - left < j) & (j <= i + right)}
 
 
 class Handle:
-    """A handle of cuDNN."""
+    """A handle of cuDNN, which belongs to one thread and one device."""
 
     def __init__(self):
         self.thread, self.device, self.stream = threading.get_ident(), Device.current, None
-        self.switches, self.log, self.backend_handle = 0, [], object()
-        self.destroyed = False
+        self.log, self.backend_handle, self.destroyed = [], object(), False
         HANDLES.append(self)
 
 
 HANDLES = []
 
 
-def set_stream(*, handle, stream):
-    assert handle.thread == threading.get_ident()
-    handle.stream, handle.switches = stream, handle.switches + 1
-
-
 def put_in_place(monkeypatch):
-    """Let the kernel run on the host, as the backend `host`; return the frontend it sees."""
+    """Let the kernel run on the host, as the backend `host`; return the frontend that it uses."""
     names = ("data_type", "diagonal_alignment", "heur_mode", "scalar_type")
     library = types.SimpleNamespace(
         **{name: getattr(frontend, name) for name in names},
@@ -217,7 +150,7 @@ def put_in_place(monkeypatch):
         pygraph=HostGraph,
         backend_version=lambda: 91900,
         create_handle=Handle,
-        set_stream=set_stream,
+        set_stream=lambda *, handle, stream: setattr(handle, "stream", stream),
         destroy_handle=lambda handle: setattr(handle, "destroyed", True),
     )
     library.stream = 7
@@ -225,14 +158,14 @@ def put_in_place(monkeypatch):
         alloc=lambda size: types.SimpleNamespace(ptr=4096),
         get_current_stream=lambda: types.SimpleNamespace(ptr=library.stream),
     )
-    for module in (arrays, cudnn, cudnn_gradients, plans):
+    for module in (arrays, cudnn_kernel, cudnn_gradients, plans):
         monkeypatch.setattr(module, "cupy", here)
     monkeypatch.setattr(loading, "library", lambda: library)
-    monkeypatch.setattr(plans, "_local", plans._Local())
+    monkeypatch.setattr(plans, "_of_thread", threading.local())
     monkeypatch.setattr(HostGraph, "refusal", None)
     HANDLES.clear()
     forget()
-    register(monkeypatch, Cudnn())
+    register(monkeypatch, CupyCudnn())
     return library
 
 

@@ -12,7 +12,6 @@ from polyattn import (
     attention,
     attention_backward,
     attention_partial,
-    attention_vjp,
 )
 
 
@@ -80,31 +79,6 @@ def gradients_agree(kernel, *arrays, logsumexp=True, place=HOST, **options):
         atol = (4 if dtype.itemsize == 2 else 32) * max(eps, place.unit) * max(1, size)
         np.testing.assert_allclose(one, other, rtol=0, atol=atol, err_msg=name)
     return mine
-
-
-def shares_add_up(kernel, q, k, v, place=HOST):
-    """Check gradients of parts of the keys, each given with the logsumexp of all."""
-    output, pullback = attention_vjp(*map(_wide, (q, k, v)))
-    along = np.random.default_rng(1).standard_normal(output.shape).astype(q.dtype)
-    whole = attention_partial(*map(place.to, (q, k, v)), backend=place.backend, kernel=kernel)
-    expected, middle = pullback(_wide(along)), k.shape[-2] // 2 - 3
-    one, other = (
-        attention_backward(
-            *map(place.to, (q, k[..., part, :], v[..., part, :])), whole, place.to(along),
-            into=Gradients(), backend=place.backend, kernel=kernel,
-        )
-        for part in (slice(middle), slice(middle, None))
-    )  # fmt: skip
-    eps, _ = _units((q,))
-    found = {
-        "query": place.back(one.query) + place.back(other.query),
-        "key": np.concatenate([place.back(one.key), place.back(other.key)], axis=-2),
-        "value": np.concatenate([place.back(one.value), place.back(other.value)], axis=-2),
-    }
-    for name, gradient in found.items():
-        np.testing.assert_allclose(
-            gradient, getattr(expected, name), rtol=0, atol=max(8 * eps, 1e-5), err_msg=name
-        )
 
 
 def _wide(array):

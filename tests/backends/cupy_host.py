@@ -1,7 +1,7 @@
-"""Stand-ins with which CuPy's kernels run without a GPU: their arrays are the host's.
+"""CuPy's kernels without a GPU: their arrays are the host's.
 
-A kernel hands addresses to libraries and knows nothing of what is there, so that the same
-addresses serve libraries that compute on the host.
+A kernel hands addresses to libraries and knows nothing of what is there, so the same addresses
+serve libraries that compute on the host: those of `cublas_host` and `cudnn_host`.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ import numpy as np
 
 from polyattn._base import arrays
 from polyattn._dispatch import cache, entries, registry
-from polyattn.plugin import Backend, BackendSpec
+from polyattn.plugin import CONTRACT_VERSION, Backend, BackendSpec
 
 
 class HostArray(np.ndarray):
@@ -21,31 +21,27 @@ class HostArray(np.ndarray):
 
     @property
     def data(self):
-        address = self.__array_interface__["data"][0]
-        return types.SimpleNamespace(ptr=address)
+        return types.SimpleNamespace(ptr=self.__array_interface__["data"][0])
 
 
-def at_home(array):
+def as_host(array):
     return np.asarray(array).view(HostArray)
 
 
-def empty(shape, dtype):
-    """Aligned memory that is not zero: what nobody writes is seen."""
+def full(shape, number, dtype):
+    """Return aligned memory; without a number it is NaN, to show what nobody writes."""
     shape = (shape,) if isinstance(shape, int) else tuple(shape)
     size = int(np.prod(shape)) * np.dtype(dtype).itemsize
     memory = np.full(size + 512, 0xFF, np.uint8)  # NaN of every dtype
     first = -memory.__array_interface__["data"][0] % 512
-    return at_home(memory[first : first + size].view(dtype).reshape(shape))
-
-
-def full(shape, number, dtype):
-    array = empty(shape, dtype)
-    array[...] = number
+    array = as_host(memory[first : first + size].view(dtype).reshape(shape))
+    if number is not None:
+        array[...] = number
     return array
 
 
 class Device(contextlib.AbstractContextManager):
-    """Which device is the current one, as CuPy switches it."""
+    """The current device, which a `with` block changes."""
 
     current = 0
     compute_capability = "90"
@@ -61,17 +57,17 @@ class Device(contextlib.AbstractContextManager):
 
 
 def stand_in(**cuda):
-    """Return what the kernels ask of CuPy."""
+    """Return what the kernels use of CuPy."""
     return types.SimpleNamespace(
-        empty=empty,
+        empty=lambda shape, dtype: full(shape, None, dtype),
         zeros=lambda shape, dtype: full(shape, 0, dtype),
         full=full,
-        broadcast_to=lambda array, shape: at_home(np.broadcast_to(array, shape)),
+        broadcast_to=lambda array, shape: as_host(np.broadcast_to(array, shape)),
         reshape=lambda array, shape: array.reshape(shape),
-        ascontiguousarray=lambda array: at_home(np.ascontiguousarray(array)),
-        maximum=np.maximum,
-        where=lambda *args: at_home(np.where(*args)),
+        ascontiguousarray=lambda array: as_host(np.ascontiguousarray(array)),
+        where=lambda *args: as_host(np.where(*args)),
         copyto=np.copyto,
+        sum=np.sum,
         cuda=types.SimpleNamespace(
             device=types.SimpleNamespace(get_cublas_handle=lambda: "handle"),
             runtime=types.SimpleNamespace(getDevice=lambda: Device.current),
@@ -86,15 +82,15 @@ class HostBackend(Backend):
 
     def __init__(self):
         functions = dict(vars(array_api_compat.numpy))
-        functions["arange"] = lambda *args, **options: at_home(np.arange(*args, **options))
-        functions["where"] = lambda *args: at_home(np.where(*args))
+        functions["arange"] = lambda *args, **options: as_host(np.arange(*args, **options))
+        functions["where"] = lambda *args: as_host(np.where(*args))
         super().__init__(types.SimpleNamespace(**functions))
 
     def devices(self):
         return ["cuda:0"]
 
     def place(self, array, device):
-        return at_home(array)
+        return as_host(array)
 
     def fetch(self, array):
         return np.asarray(array)
@@ -102,13 +98,14 @@ class HostBackend(Backend):
 
 class _Entry(entries.Entry):
     def load(self):
-        return BackendSpec("host", ("host",), "here:HostBackend", (), "", 3, devices=("cuda",))
+        return BackendSpec(
+            "host", ("host",), "here:HostBackend", (), "", CONTRACT_VERSION, devices=("cuda",)
+        )
 
 
 def register(monkeypatch, kernel):
-    """Have the kernel, on the host, as the backend `host` for the length of a test."""
+    """Make a kernel that of the backend `host` for the length of a test."""
     genuine = registry.entries
-    monkeypatch.setenv("POLYATTN_HOST", "1")
     monkeypatch.setattr(
         registry, "entries", lambda: [_Entry("host", "here:SPEC", "here"), *genuine()]
     )

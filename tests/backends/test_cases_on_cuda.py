@@ -9,7 +9,7 @@ from polyattn.conformance.cases.cache_cases import OF_256
 from polyattn.conformance.cases.case import make_case
 from polyattn.conformance.cases.catalogue import CASES, ESSENTIAL
 from polyattn.conformance.checks.gradients import DERIVATIVES
-from polyattn_cupy import cudnn as cupy_cudnn
+from polyattn_cupy import cudnn_kernel as cupy_cudnn
 from polyattn_jax import cudnn as jax_cudnn
 from polyattn_torch import flex, paged
 from polyattn_torch.device_info import DeviceInfo
@@ -19,7 +19,7 @@ KERNELS = {
     "flex": (flex.Flex, flex.Flex().reasons_against, CASES),
     "paged": (paged.Paged, paged.Paged().reasons_against, CASES),
     "jax cudnn": (jax_cudnn.Cudnn, jax_cudnn.mismatches, ESSENTIAL),
-    "cupy cudnn": (cupy_cudnn.Cudnn, cupy_cudnn._static_reasons, CASES),
+    "cupy cudnn": (cupy_cudnn.CupyCudnn, cupy_cudnn._static_reasons, CASES),
 }
 
 

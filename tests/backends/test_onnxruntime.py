@@ -22,12 +22,6 @@ def test_it_never_runs_unless_it_is_named():
     assert explain(x, x, x, backend="onnxruntime:cpu").chosen.kernel == "node"
 
 
-def test_a_device_without_a_provider_is_refused():
-    x = numbers(2, 5, 8)
-    with pytest.raises(polyattn.UnsupportedError, match="no device 'rocm' here; available: cpu"):
-        attention(x, x, x, backend="onnxruntime:rocm")
-
-
 def test_a_node_that_a_provider_leaves_to_the_cpu_is_refused(monkeypatch):
     """Azure's provider is in every build, and runs no node."""
     monkeypatch.setitem(sessions.PROVIDERS, "cuda", "AzureExecutionProvider")
@@ -45,49 +39,35 @@ def test_a_node_that_a_provider_leaves_to_the_cpu_is_refused(monkeypatch):
         attention(x, x, x, backend="onnxruntime:cuda", kernel="node", softcap=2.0)
 
 
-def test_an_error_of_the_cpu_stays_as_it_is(monkeypatch):
-    def broken(*_, **__):
-        raise RuntimeError("no such operator")
+@pytest.fixture
+def opened(monkeypatch):
+    """Return the options of the sessions that are made from now on."""
+    found, genuine = [], sessions.onnxruntime.InferenceSession
 
-    monkeypatch.setattr(sessions.onnxruntime, "InferenceSession", broken)
+    def watched(model, options, **more):
+        found.append(options)
+        return genuine(model, options, **more)
+
+    monkeypatch.setattr(sessions.onnxruntime, "InferenceSession", watched)
     sessions.session_of.cache_clear()
-    x = numbers(2, 3, 8)
-    with pytest.raises(RuntimeError, match="no such operator"):
-        attention(x, x, x, backend="onnxruntime")
+    return found
 
 
-def test_calls_with_the_same_facts_share_a_session(monkeypatch):
-    made = []
-    real = sessions.onnxruntime.InferenceSession
-
-    def counted(*given, **options):
-        made.append(given[1])
-        return real(*given, **options)
-
-    monkeypatch.setattr(sessions.onnxruntime, "InferenceSession", counted)
-    sessions.session_of.cache_clear()
+def test_calls_with_the_same_facts_share_a_session(opened):
     for length in (3, 5, 9):
         x = numbers(2, length, 8)
         attention(x, x, x, backend="onnxruntime")
-    assert len(made) == 1
+    assert len(opened) == 1
     attention(x, x, x, backend="onnxruntime", softcap=2.0)
-    assert len(made) == 2
+    assert len(opened) == 2
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_threads_are_ours_and_do_not_spin(monkeypatch, count):
-    made = []
-    real = sessions.onnxruntime.InferenceSession
-    monkeypatch.setattr(
-        sessions.onnxruntime,
-        "InferenceSession",
-        lambda model, options, **more: made.append(options) or real(model, options, **more),
-    )
-    sessions.session_of.cache_clear()
+def test_threads_are_ours_and_do_not_spin(opened, count):
     x = numbers(2, 5, 8)
     with use_threads(count):
         attention(x, x, x, backend="onnxruntime")
-    (options,) = made
+    (options,) = opened
     assert options.intra_op_num_threads == count
     assert options.get_session_config_entry("session.intra_op.allow_spinning") == "0"
 
@@ -107,12 +87,6 @@ def test_what_it_computes_wrongly_is_refused(dtype, options, reason):
     assert abs(found - attention(x, x, x, **options)).max() < 1e-14
     with pytest.raises(polyattn.UnsupportedError, match=reason):
         attention(x, x, x, backend="onnxruntime", kernel="node", **options)
-
-
-def test_arrays_without_elements_are_refused():
-    x = numbers(2, 0, 8)
-    with pytest.raises(polyattn.UnsupportedError, match="refuse arrays without elements"):
-        attention(x, x, x, backend="onnxruntime", kernel="node")
 
 
 def test_a_mask_is_not_made_at_any_size():
@@ -144,9 +118,8 @@ def test_a_made_mask_counts_heads_and_items_that_differ(monkeypatch, options, el
         assert (named.chosen.on_request is None) == (largest == elements)
 
 
-@pytest.mark.parametrize("dtype", [">f2", ">f4", ">f8"])
-def test_another_byte_order_is_turned(dtype):
-    x = numbers(2, 5, 8, dtype=dtype)
+def test_another_byte_order_is_turned():
+    x = numbers(2, 5, 8, dtype=">f4")
     wanted = attention(x, x, x, kernel="dense")
     assert abs(attention(x, x, x, backend="onnxruntime", kernel="node") - wanted).max() < 1e-3
 
@@ -159,7 +132,7 @@ def test_a_graph_without_numbers_says_what_gives_them():
         found = attention(x, x, x, window=(1, 0), backend="onnx:25")
         assert abs(found - attention(x, x, x, window=(1, 0))).max() < 1e-6
         return
-    with pytest.raises(ValueError, match=r"no numbers until a runtime .* polyattn\.export\.onnx"):
+    with pytest.raises(ValueError, match=r"values only when a runtime .* polyattn\.export\.onnx"):
         attention(x, x, x, window=(1, 0), backend="onnx:25")
 
 

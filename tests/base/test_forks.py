@@ -18,7 +18,7 @@ MAKERS = {
 MADE = {
     ("polyattn/_base/forks.py", "RLock"): "it is made anew",
     ("polyattn/parallel/thread_ranks.py", "Condition"): "its lock is made anew",
-    ("backends/polyattn_numpy/threads.py", "SimpleQueue"): "the pool is made anew, and calls end",
+    ("backends/polyattn_numpy/thread_pool.py", "SimpleQueue"): "it is made anew, and calls end",
 }
 KERNELS = ["tiled"] if os.environ["POLYATTN_NATIVE"] == "0" else ["tiled", "native"]
 QUIET = "-W", "ignore::DeprecationWarning"  # of forks beside threads, in Python 3.12

@@ -44,7 +44,7 @@ def test_calls_are_counted_by_what_decides_their_kernel():
     assert (causal.backend, causal.kernel) == ("numpy", "tiled")
     (small,) = causal.refused
     assert (small.kernel, small.status) == ("small", "refused")
-    assert small.reasons == ("it is for rows that see all keys",)
+    assert small.reasons == ("it needs rows that see all keys",)
     assert (causal.traced, causal.count, causal.seconds) == (False, 3, None)
     assert (flat.query, flat.needs, flat.count) == ((64, 8), set(), 1)
 
@@ -56,7 +56,7 @@ def test_it_prints_as_a_table_and_is_data_for_json():
         attention(X, X, X, normalizer=polyattn.scores.sparsemax(), backend="numpy")
     titles, first, second = str(trace).splitlines()
     assert titles.split("  ")[1:3] == ["calls", "function"]
-    assert first.endswith("numpy tiled  small: it is for rows that see all keys")
+    assert first.endswith("numpy tiled  small: it needs rows that see all keys")
     assert second.endswith("; tiled: it does not compute normalizer")
     assert repr(trace) == "<Trace: 2 calls of 2 kinds; print it for the kernels>"
     sparse = trace.calls[1]._asdict() | {"needs": sorted(trace.calls[1].needs)}

@@ -249,15 +249,15 @@ def test_the_node_reads_no_key_after_the_last_one_of_an_item(dtype):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"is_causal": False}, "its rows see no later ones: it needs is_causal=True"),
+        ({"is_causal": False}, "with several rows it needs is_causal=True"),
         ({"query_offset": 3}, "it needs key_lengths=, without query_offset= or another mask"),
         ({"mask": masks.prefix(2)}, "it needs key_lengths=, without query_offset= or another mask"),
-        ({"scale": -1.0}, "its scale is above 0"),
+        ({"scale": -1.0}, "it needs a scale above 0"),
         ({"bias": np.zeros((1, 1), np.float32)}, "it does not compute bias"),
-        ({"key_lengths": np.array([2, 1])}, "more rows than one have one number of keys"),
-        ({"shape": ("B", 4, 2, 12)}, "its vectors have multiples of 8 elements"),
-        ({"shape": (3, "B", 4, 2, 8)}, "it takes one batch axis"),
-        ({"dtype": "float64"}, "it has no float64"),
+        ({"key_lengths": np.array([2, 1])}, "with several rows it needs one length"),
+        ({"shape": ("B", 4, 2, 12)}, "the head size must be a multiple of 8"),
+        ({"shape": (3, "B", 4, 2, 8)}, "it supports at most one batch axis"),
+        ({"dtype": "float64"}, "it supports float16 and float32 only"),
     ],
 )
 def test_what_the_node_cannot_say_is_refused_by_name(options, message):

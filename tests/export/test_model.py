@@ -113,7 +113,7 @@ def test_an_explanation_says_before_the_export_what_a_call_becomes():
     assert "one node, Attention of opset 24" in str(native)
     decomposed = polyattn.explain(q, k, v, score_mod=scores.temperature(2.0))
     assert decomposed.chosen.kernel == "dense"
-    assert "it can add to the scores, and score_mod= changes them" in str(decomposed)
+    assert "it supports only a score_mod= that adds to the scores" in str(decomposed)
     assert "its tiles need lengths that are known" in str(decomposed)
 
 

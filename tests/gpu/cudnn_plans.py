@@ -23,73 +23,66 @@ from typing import Any
 
 HERE = Path(__file__).parent
 
-LONG = (2, 8, 512, 64)
-SHORT = (2, 8, 100, 64)
-GROUPED = (2, 2, 512, 64)
-ODD = (2, 2, 511, 64)
-YES = ""
-#: Query, key and value, options, and a part of cuDNN's refusal.
+LONG, SHORT, ROW = (2, 8, 512, 64), (2, 8, 100, 64), (2, 8, 1, 64)
+GROUPED, ODD, ONE = (2, 2, 512, 64), (2, 2, 511, 64), (2, 2, 1, 64)
+CAUSAL = {"is_causal": True}
+
+
+def case(query: Any, key: Any = None, *, value: Any = None, said: str = "", **options: Any) -> Any:
+    """Return the shapes of a call, its options, and a part of cuDNN's refusal, "" for none."""
+    key = key or query
+    return (query, key, value or key), options, said
+
+
+def of_size(size: int, **more: Any) -> Any:
+    return case((2, 8, 77, size), **more)
+
+
 CASES = {
-    "plain": ((LONG, LONG, LONG), {}, YES),
-    "one head": (((512, 64), (300, 64), (300, 64)), {}, YES),
-    "grouped": ((LONG, GROUPED, GROUPED), {}, YES),
-    "logsumexp": ((LONG, GROUPED, GROUPED), {"logsumexp": True}, YES),
-    "value size": ((LONG, GROUPED, (2, 2, 512, 40)), {}, YES),
-    "size 8": (((2, 8, 77, 8),) * 3, {}, YES),
-    "size 128": (((2, 8, 77, 128),) * 3, {}, YES),
-    "size 256": (((2, 8, 77, 256),) * 3, {}, YES),
-    "causal": ((SHORT, GROUPED, GROUPED), {"is_causal": True}, YES),
-    "causal, square": ((LONG, GROUPED, GROUPED), {"is_causal": True}, YES),
-    "causal, from the first": (
-        (SHORT, GROUPED, GROUPED),
-        {"is_causal": True, "query_offset": 0},
-        YES,
-    ),
-    "causal, more queries": ((LONG, SHORT, SHORT), {"is_causal": True}, YES),
-    "causal, elsewhere": ((SHORT, GROUPED, GROUPED), {"is_causal": True, "query_offset": 9}, YES),
-    "left window": ((SHORT, GROUPED, GROUPED), {"window": (7, None)}, YES),
-    "right window": ((SHORT, GROUPED, GROUPED), {"window": (None, 7)}, YES),
-    "window": ((LONG, GROUPED, GROUPED), {"window": (7, 3), "logsumexp": True}, YES),
-    "window, more queries": ((LONG, SHORT, SHORT), {"window": (7, 3)}, YES),
-    "offsets": ((SHORT, GROUPED, GROUPED), {"is_causal": True, "query_offset": (2,)}, YES),
-    "decode": (((2, 8, 1, 64), GROUPED, GROUPED), {"is_causal": True}, YES),
-    "one query, one key": (((2, 8, 1, 64), (2, 2, 1, 64), (2, 2, 1, 64)), {}, YES),
-    "few keys": (((2, 8, 3, 64), (2, 2, 7, 64), (2, 2, 7, 64)), {"window": (2, 0)}, YES),
-    "mask of keys": ((SHORT, GROUPED, GROUPED), {"mask": (2, 1, 1, 512)}, YES),
-    "mask, odd": ((SHORT, (2, 2, 511, 64), (2, 2, 511, 64)), {"mask": (100, 511)}, YES),
-    "mask, decode": (((2, 8, 1, 64), GROUPED, GROUPED), {"mask": (2, 1, 1, 512)}, YES),
-    "mask of heads, odd": ((SHORT, ODD, ODD), {"mask": (1, 8, 100, 511)}, YES),
-    "mask and causal": (
-        (SHORT, GROUPED, GROUPED),
-        {"mask": (2, 1, 1, 512), "is_causal": True},
-        YES,
-    ),
-    "mask and causal, square": ((LONG, GROUPED, GROUPED), {"mask": (512,), "is_causal": True}, YES),
-    "mask and window, square": ((LONG, GROUPED, GROUPED), {"mask": (512,), "window": (9, 9)}, YES),
-    "key lengths": ((SHORT, ODD, ODD), {"key_lengths": (2,)}, YES),
-    "key lengths, causal": (
-        (SHORT, GROUPED, GROUPED),
-        {"key_lengths": (2,), "is_causal": True},
-        YES,
-    ),
-    "key lengths, decode": (
-        ((2, 8, 1, 64), GROUPED, GROUPED),
-        {"key_lengths": (2,), "is_causal": True},
-        YES,
-    ),
-    "bias": ((LONG, GROUPED, GROUPED), {"bias": (1, 8, 512, 512)}, YES),
-    "bias of an item": ((SHORT, GROUPED, GROUPED), {"bias": (2, 8, 100, 512)}, YES),
-    "softcap": ((LONG, GROUPED, GROUPED), {"softcap": 30.0}, YES),
-    "size 12": (((2, 8, 77, 12),) * 3, {}, "multiple of 8"),
+    "plain": case(LONG),
+    "one head": case((512, 64), (300, 64)),
+    "grouped": case(LONG, GROUPED),
+    "logsumexp": case(LONG, GROUPED, logsumexp=True),
+    "value size": case(LONG, GROUPED, value=(2, 2, 512, 40)),
+    "size 8": of_size(8),
+    "size 128": of_size(128),
+    "size 256": of_size(256),
+    "causal": case(SHORT, GROUPED, **CAUSAL),
+    "causal, square": case(LONG, GROUPED, **CAUSAL),
+    "causal, from the first": case(SHORT, GROUPED, **CAUSAL, query_offset=0),
+    "causal, more queries": case(LONG, SHORT, **CAUSAL),
+    "causal, elsewhere": case(SHORT, GROUPED, **CAUSAL, query_offset=9),
+    "left window": case(SHORT, GROUPED, window=(7, None)),
+    "right window": case(SHORT, GROUPED, window=(None, 7)),
+    "window": case(LONG, GROUPED, window=(7, 3), logsumexp=True),
+    "window, more queries": case(LONG, SHORT, window=(7, 3)),
+    "offsets": case(SHORT, GROUPED, **CAUSAL, query_offset=(2,)),
+    "decode": case(ROW, GROUPED, **CAUSAL),
+    "one query, one key": case(ROW, ONE),
+    "few keys": case((2, 8, 3, 64), (2, 2, 7, 64), window=(2, 0)),
+    "mask of keys": case(SHORT, GROUPED, mask=(2, 1, 1, 512)),
+    "mask, odd": case(SHORT, ODD, mask=(100, 511)),
+    "mask, decode": case(ROW, GROUPED, mask=(2, 1, 1, 512)),
+    "mask of heads, odd": case(SHORT, ODD, mask=(1, 8, 100, 511)),
+    "mask and causal": case(SHORT, GROUPED, mask=(2, 1, 1, 512), **CAUSAL),
+    "mask and causal, square": case(LONG, GROUPED, mask=(512,), **CAUSAL),
+    "mask and window, square": case(LONG, GROUPED, mask=(512,), window=(9, 9)),
+    "key lengths": case(SHORT, ODD, key_lengths=(2,)),
+    "key lengths, causal": case(SHORT, GROUPED, key_lengths=(2,), **CAUSAL),
+    "key lengths, decode": case(ROW, GROUPED, key_lengths=(2,), **CAUSAL),
+    "bias": case(LONG, GROUPED, bias=(1, 8, 512, 512)),
+    "bias of an item": case(SHORT, GROUPED, bias=(2, 8, 100, 512)),
+    "softcap": case(LONG, GROUPED, softcap=30.0),
+    "size 12": of_size(12, said="multiple of 8"),
 }
 #: Those whose gradients are refused otherwise, and more of gradients.
 NOT_DIFFERENTIATED = ("softcap", "logsumexp", "offsets", "bias", "bias of an item")
-GRADIENTS = {name: case for name, case in CASES.items() if name not in NOT_DIFFERENTIATED} | {
-    "odd": ((SHORT, ODD, ODD), {}, YES),
-    "size 192, values 128": (((2, 8, 77, 192),) * 2 + ((2, 8, 77, 128),), {}, YES),
-    "window, causal": ((SHORT, GROUPED, GROUPED), {"window": (7, 0)}, YES),
-    "size 264": (((2, 8, 77, 264),) * 3, {}, "less than or equal to 256"),
-    "one query, one key": (((2, 8, 1, 64), (2, 2, 1, 64), (2, 2, 1, 64)), {}, "s_q = s_kv = 1"),
+GRADIENTS = {name: row for name, row in CASES.items() if name not in NOT_DIFFERENTIATED} | {
+    "odd": case(SHORT, ODD),
+    "size 192, values 128": of_size(192, value=(2, 8, 77, 128)),
+    "window, causal": case(SHORT, GROUPED, window=(7, 0)),
+    "size 264": of_size(264, said="less than or equal to 256"),
+    "one query, one key": case(ROW, ONE, said="s_q = s_kv = 1"),
 }
 
 
@@ -146,7 +139,7 @@ def ask(*, only_frontend: bool) -> int:
         for is_gradient, cases in enumerate((CASES, GRADIENTS)):
             for name, (shapes, options, expected) in cases.items():
                 graph = graph_of_call(shapes, dtype, bool(is_gradient), options)
-                said, engine = YES, ""
+                said = engine = ""
                 try:
                     if only_frontend:
                         plan = graphs.describe(graph, **where)

@@ -11,7 +11,7 @@ import numpy as np
 
 from polyattn.plugin import Array, Operands, Problem, Span, band, column_span, one_batch_axis
 from polyattn.plugin.internal import score_axes
-from polyattn_cupy import rows
+from polyattn_cupy import softmax_cuda
 from polyattn_cupy.products import Matrices
 
 # Rows of a block if a band hides scores: few enough to skip most of what it hides, and enough for
@@ -19,7 +19,7 @@ from polyattn_cupy.products import Matrices
 BAND_ROWS = 512
 
 
-class Block(NamedTuple):
+class ScoreBlock(NamedTuple):
     """Some rows of some key/value heads, and the keys that they may see."""
 
     pairs: Span  # of a batch item and a key/value head
@@ -42,7 +42,7 @@ class Block(NamedTuple):
 
 
 @lru_cache(maxsize=64)
-def blocks(problem: Problem, tile: int) -> tuple[Block, ...]:
+def blocks(problem: Problem, tile: int) -> tuple[ScoreBlock, ...]:
     """Cut a call into blocks of at most `tile` scores, or of one row."""
     # A block with rows of several heads of a group has all rows of these heads.
     length, group_size = problem.query_length, problem.group_size
@@ -63,7 +63,7 @@ def blocks(problem: Problem, tile: int) -> tuple[Block, ...]:
     for part, seen in cut:
         columns = seen if seen.length else Span(0, 1)
         count = tile // (part.length * columns.length)
-        result += [Block(some, part, columns) for some in pairs.split(max(1, count))]
+        result += [ScoreBlock(some, part, columns) for some in pairs.split(max(1, count))]
     return tuple(result)
 
 
@@ -71,7 +71,7 @@ def stacked(problem: Problem, array: Array, group_size: int) -> tuple[Matrices, 
     """Return query, key or value as one stack over items and key/value heads, and its array."""
     length, size = array.shape[-2:]
     array = one_batch_axis(problem, array, cupy)
-    # A copy, if the axes that are merged have no common stride.
+    # A copy, if the merged axes cannot be described by one stride.
     array = array.reshape(-1, group_size * length, size)
     step, pitch, next_to = _strides(array)
     if next_to != 1 or pitch < size or step < 0:
@@ -89,12 +89,12 @@ def _strides(array: Array) -> tuple[int, int, int]:
 
 
 def record_of(problem: Problem, x: Operands, **others: Array | None) -> tuple[Any, list[Array]]:
-    """Return a record of `rows.ROWS` for all blocks, `others` by name, and its arrays."""
+    """Return a record of `softmax_cuda.ROWS` for all blocks, `others` by name, and its arrays."""
     low, high = band(problem)
-    record = np.zeros((), rows.ROWS)
+    record = np.zeros((), softmax_cuda.ROWS)
     # An end outside int64 is beyond every key.
-    record["low"] = rows.NO_LOW if low is None else max(low, rows.NO_LOW)
-    record["high"] = rows.NO_HIGH if high is None else min(high, rows.NO_HIGH)
+    record["low"] = softmax_cuda.NO_LOW if low is None else max(low, softmax_cuda.NO_LOW)
+    record["high"] = softmax_cuda.NO_HIGH if high is None else min(high, softmax_cuda.NO_HIGH)
     record["length"], record["groups"] = problem.query_length, problem.key_heads
     record["group_size"] = problem.group_size
     record["softcap"] = problem.softcap or 0
@@ -118,7 +118,7 @@ def record_of(problem: Problem, x: Operands, **others: Array | None) -> tuple[An
     return record, list(pointed.values())
 
 
-def begin(record: Any, block: Block) -> None:
+def begin(record: Any, block: ScoreBlock) -> None:
     """Let a record be that of a block."""
     record["pitch"], record["pair"] = block.pitch, block.pairs.start
     record["row"], record["rows"] = block.rows.start, block.rows.length

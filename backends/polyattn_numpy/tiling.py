@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 
 from polyattn.plugin import Array, Problem, Span, column_span, thread_count
 from polyattn.plugin.internal import full_span, is_full
-from polyattn_numpy import threads
+from polyattn_numpy import thread_pool
 
 Region = tuple[Span, Span]
 
@@ -59,7 +59,7 @@ TASK_WORK = 2**27
 ROUNDS = 3
 
 
-class Tile(NamedTuple):
+class ScoreTile(NamedTuple):
     """Scores of some key/value heads, rows and keys; it may be wider than a tile should be."""
 
     heads: Span
@@ -70,7 +70,7 @@ class Tile(NamedTuple):
     regions: tuple[Region, ...] | None = None  # that a mask hides in part, if there is a table
 
 
-class Task(NamedTuple):
+class ThreadTask(NamedTuple):
     """The work that a thread takes at once."""
 
     outer: tuple[int, ...]  # an index into all batch axes but the last
@@ -86,7 +86,7 @@ class Task(NamedTuple):
         """The number of key/value heads over all items."""
         return self.batch.length * self.heads.length
 
-    def single_heads(self) -> Iterator[Task]:
+    def single_heads(self) -> Iterator[ThreadTask]:
         """Yield the task one key/value head of one item at a time."""
         for item, head in product(range(*self.batch), range(*self.heads)):
             yield self._replace(batch=Span(item, item + 1), heads=Span(head, head + 1))
@@ -102,7 +102,7 @@ class Task(NamedTuple):
             index.append(slice(None) if span is None or n == 1 else slice(*span))
         return array[tuple(index)]
 
-    def relative(self, tile: Tile) -> tuple[slice, Span]:
+    def relative(self, tile: ScoreTile) -> tuple[slice, Span]:
         """Return a tile's heads and rows, counted from the first ones of the task."""
         first, row = self.heads.start, self.rows.start
         heads = slice(tile.heads.start - first, tile.heads.stop - first)
@@ -159,13 +159,13 @@ def useful_threads(problem: Problem, products: int) -> int:
     work = math.prod(problem.scores) * sizes * products // 2
     if work < 2 * THREAD_WORK:
         return 1
-    return min(thread_count(threads.default), work // THREAD_WORK)
+    return min(thread_count(thread_pool.default), work // THREAD_WORK)
 
 
 @lru_cache(maxsize=32)
 def tasks(
     problem: Problem, tile: int, threads: int, *, share_items: bool = True, products: int = 2
-) -> tuple[Task, ...]:
+) -> tuple[ThreadTask, ...]:
     """Cut a call into tasks, those with the most work first, parts in the order of their keys."""
     # `tile` is the largest number of scores in a tile, and `products` how many products each takes.
     # Items whose mask tables differ share no task.
@@ -197,7 +197,15 @@ def tasks(
         parts = list(columns.split(part)) or [columns]
         whole = len(parts) == 1
         result += [
-            Task(index, some_items, some_heads, block, keys, number, len(parts))
+            ThreadTask(
+                outer=index,
+                batch=some_items,
+                heads=some_heads,
+                rows=block,
+                columns=keys,
+                part=number,
+                parts=len(parts),
+            )
             for index in product(*map(range, outer))
             for some_items in Span(0, items).split(batch if whole else 1)
             for some_heads in Span(0, problem.key_heads).split(heads if whole else 1)
@@ -219,21 +227,21 @@ def aligned_within(span: Span, bounds: Span) -> Span:
     return Span(start, stop) if start < stop else Span(bounds.start, bounds.start)
 
 
-def tiles(problem: Problem, task: Task, tile: int) -> Iterator[Tile]:
+def tiles(problem: Problem, task: ThreadTask, tile: int) -> Iterator[ScoreTile]:
     """Cut a task into the tiles that a band does not leave empty: of all its rows, then strips."""
     side = math.isqrt(tile)
     if has_few_scores(problem, tile):
         # The gradient is that of the dense kernel, and the bits of a product depend on its shape.
         if task.columns.length:
             crosses = not is_full(problem, task.rows, task.columns)
-            yield Tile(task.heads, task.rows, task.columns, crosses, task.columns.length)
+            yield ScoreTile(task.heads, task.rows, task.columns, crosses, task.columns.length)
         return
     common = aligned_within(full_span(problem, task.rows), task.columns)
     if common.length:
         width = even_size(common.length, side)
         row_count = task.batch.length * task.rows.length * problem.group_size
         for heads in task.heads.split(max(1, tile // (row_count * width))):
-            yield Tile(heads, task.rows, common, False, width)
+            yield ScoreTile(heads, task.rows, common, False, width)
     if common == task.columns:
         return
     for strip in task.rows.split(row_sizes(problem, tile)[1]):
@@ -245,4 +253,4 @@ def tiles(problem: Problem, task: Task, tile: int) -> Iterator[Tile]:
         for edge in edges:
             if edge.length > 0:
                 crosses = not is_full(problem, strip, edge)
-                yield Tile(task.heads, strip, edge, crosses, even_size(edge.length, side))
+                yield ScoreTile(task.heads, strip, edge, crosses, even_size(edge.length, side))

@@ -16,7 +16,7 @@ from polyattn.plugin.internal import Slice
 from polyattn_dask.grid import Grid, Index, axes_along, axes_of
 
 
-class Visibility:
+class ChunkVisibility:
     """The chunks of keys of each block of query rows."""
 
     # NumPy arrays in a mask are read, dask arrays are not. If the masks would be asked about more
@@ -94,7 +94,7 @@ class Visibility:
 
     def _axes_in(self, mask: Mask) -> set[Any]:
         """Return the batch axes and the heads that the answer depends on."""
-        found = {
+        axes = {
             axis
             for last, array in mask.arrays()
             if _is_numpy(array)
@@ -102,8 +102,8 @@ class Visibility:
         }
         offset: Any = self._options.query_offset
         if _is_numpy(offset):
-            found |= set(axes_of("query_offset", offset.shape, self._problem))
-        return found - {None, "L", "S"}
+            axes |= set(axes_of("query_offset", offset.shape, self._problem))
+        return axes - {None, "L", "S"}
 
 
 def _is_numpy(thing: Any) -> bool:

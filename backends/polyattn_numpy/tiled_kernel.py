@@ -1,7 +1,7 @@
 """Attention in NumPy as fast as a compiled kernel, with memory for a few tiles per thread.
 
-A call is cut into tasks of rows and heads (`blocks`), which threads take in turn (`threads`); each
-task is a pass over tiles (`sweep`).
+A call is cut into tasks of rows and heads (`tiling`), which threads take in turn (`thread_pool`).
+Each task is a pass over tiles (`forward_sweep`).
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from polyattn.plugin import (
     Problem,
     Residuals,
 )
-from polyattn_numpy import threads
+from polyattn_numpy import thread_pool
 from polyattn_numpy.at_once import (
     fits_at_once,
     may_fit_at_once,
-    takes_items_apart,
+    separates_items,
     write_at_once,
 )
 from polyattn_numpy.backward import gradients
-from polyattn_numpy.blocks import TINY, Task, split_heads, tasks, useful_threads
 from polyattn_numpy.faults import faults_of
-from polyattn_numpy.online_softmax import SoftmaxState, combine
-from polyattn_numpy.paged import PagedSweep
+from polyattn_numpy.forward_sweep import Sweep
+from polyattn_numpy.paged_sweep import PagedSweep
 from polyattn_numpy.prepared import PreparedCall, prepare
 from polyattn_numpy.scratch import Scratch, borrowed_scratch
-from polyattn_numpy.sweep import Sweep
+from polyattn_numpy.softmax_sums import SoftmaxSums, combine
+from polyattn_numpy.tiling import TINY, ThreadTask, split_heads, tasks, useful_threads
 
 # Up to so many scores of an item, the dense kernel is faster than a task that is computed at once;
 # up to `TINY` it is faster than tiles.
@@ -46,7 +46,7 @@ TINY_AT_ONCE = 2**9
 UNTHREADED = 2**18
 
 
-class Tiled(Kernel):
+class NumpyTiled(Kernel):
     """Tiles of the scores by BLAS, on threads."""
 
     name = "tiled"
@@ -70,7 +70,7 @@ class Tiled(Kernel):
         # Decided by the shape of one item, so that an item is computed alike in any batch.
         few = TINY_AT_ONCE if may_fit_at_once(problem, self.tile) else TINY
         if problem.heads * problem.query_length * problem.key_length <= few:
-            return "an item has so few scores that dense, with less overhead, is faster"
+            return "the problem is small: `dense` has less overhead"
         return None
 
     def remark(self, problem: Problem) -> str | None:
@@ -88,11 +88,11 @@ class Tiled(Kernel):
                 logsumexp[...] = -math.inf if operands.sinks is None else operands.sinks[:, None]
             return output, logsumexp
         count = useful_threads(problem, products=2)
-        shared = threads.Shared()
+        shared = thread_pool.Shared()
         call = prepare(problem, operands, self.tile, shared.check)
-        result = Result(call, output, logsumexp)
+        result = ResultWriter(call, output, logsumexp)
         table, at_once = call.table, fits_at_once(call)
-        share_items = not (at_once and takes_items_apart(call))
+        share_items = not (at_once and separates_items(call))
         if table is not None:
             share_items = not table.differs_by_item
         cut = tasks(problem, self.tile, count, share_items=share_items)
@@ -101,7 +101,7 @@ class Tiled(Kernel):
 
         run = attend_at_once if at_once else attend
 
-        def attend_to(task: Task) -> None:
+        def attend_to(task: ThreadTask) -> None:
             with borrowed_scratch() as scratch:
                 run(call, result, task, scratch)
 
@@ -109,7 +109,7 @@ class Tiled(Kernel):
             for task in cut:
                 attend_to(task)
         else:
-            threads.each(attend_to, cut, count, shared)
+            thread_pool.each(attend_to, cut, count, shared)
         result.write_parts()
         return output, logsumexp
 
@@ -134,7 +134,9 @@ def empty_result(problem: Problem, dtype: Any) -> tuple[Array, Array | None]:
     return output, np.empty(problem.scores[:-1], problem.accumulator)
 
 
-def attend_at_once(call: PreparedCall, result: Result, task: Task, scratch: Scratch) -> None:
+def attend_at_once(
+    call: PreparedCall, result: ResultWriter, task: ThreadTask, scratch: Scratch
+) -> None:
     """Compute a task by few calls, and a head that has an unreliable row by `attend`."""
     if write_at_once(call, result.output, result.logsumexp, task, scratch):
         return
@@ -145,7 +147,7 @@ def attend_at_once(call: PreparedCall, result: Result, task: Task, scratch: Scra
         attend_at_once(call, result, head, scratch)
 
 
-def attend(call: PreparedCall, result: Result, task: Task, scratch: Scratch) -> None:
+def attend(call: PreparedCall, result: ResultWriter, task: ThreadTask, scratch: Scratch) -> None:
     """Compute a task by a fast pass, and its unreliable rows by the slower kinds."""
     similarity = call.problem.similarity_spec
     sweep_of = Sweep if call.pages is None else PagedSweep
@@ -168,11 +170,11 @@ def attend(call: PreparedCall, result: Result, task: Task, scratch: Scratch) -> 
         # A copy, because the next pass writes to the same scratch arrays.
         copy = [np.array(array) for array in state]
         stable = sweep_of(call, task, scratch, "stable").run()
-        state = SoftmaxState(*map(partial(np.where, reliable), copy, stable))
+        state = SoftmaxSums(*map(partial(np.where, reliable), copy, stable))
     result.write(task, state)
 
 
-class Result:
+class ResultWriter:
     """The output and logsumexp that tasks are written to."""
 
     def __init__(self, call: PreparedCall, output: Array, logsumexp: Array | None) -> None:
@@ -182,21 +184,21 @@ class Result:
         self.logsumexp = None
         if logsumexp is not None:
             self.logsumexp = split_heads(problem, logsumexp[..., None])
-        self.parts: dict[Task, SoftmaxState] = {}
+        self.parts: dict[ThreadTask, SoftmaxSums] = {}
 
-    def write(self, task: Task, state: SoftmaxState) -> None:
+    def write(self, task: ThreadTask, state: SoftmaxSums) -> None:
         """Divide and write the sums of a task, or hold them if it has only a part of the keys."""
         if task.parts > 1:
             # Copies, because the next task writes to the same scratch arrays.
-            self.parts[task] = SoftmaxState(*map(np.array, state))
+            self.parts[task] = SoftmaxSums(*map(np.array, state))
             return
         output = task.view(self.output, None, task.rows).swapaxes(-2, -3)
         if self.logsumexp is not None:
             rows = task.view(self.logsumexp, None, task.rows).swapaxes(-2, -3)
-            found = np.log(state.total) + state.reference / state.total.dtype.type(
-                self.call.per_nat
+            logsumexp = np.log(state.total) + state.reference / state.total.dtype.type(
+                self.call.exp_factor
             )
-            rows[...] = found.reshape(rows.shape)
+            rows[...] = logsumexp.reshape(rows.shape)
         total = state.total.reshape(*output.shape[:-1], 1)
         # The output of a row that sees no key is 0, not 0 / 0.
         np.copyto(total, 1, where=total == 0)
@@ -210,7 +212,7 @@ class Result:
 
     def write_parts(self) -> None:
         """Combine the parts of the same rows, in the order of their keys, and write them."""
-        rows: dict[Task, list[SoftmaxState]] = {}
+        rows: dict[ThreadTask, list[SoftmaxSums]] = {}
         for task in sorted(self.parts, key=lambda task: task.part):
             whole = task._replace(columns=task.rows, part=0, parts=1)
             rows.setdefault(whole, []).append(self.parts[task])

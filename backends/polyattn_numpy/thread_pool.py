@@ -219,8 +219,8 @@ class Job:
 class Pool:
     """Threads that wait for jobs, as many as were ever needed at once."""
 
-    # They are daemons, unlike those of `concurrent.futures`, which end before functions of `atexit`
-    # run. No call waits for a thread that has not begun.
+    # They are daemons: those of `concurrent.futures` end before functions of `atexit` run. No call
+    # waits for a thread that has not begun.
 
     def __init__(self) -> None:
         self._jobs: SimpleQueue[tuple[contextvars.Context, Job]] = SimpleQueue()

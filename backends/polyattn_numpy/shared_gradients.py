@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from polyattn.plugin import Array, Gradients, Operands, Problem, Span
-from polyattn_numpy.blocks import Task, split_heads
 from polyattn_numpy.sequencer import Sequencer
+from polyattn_numpy.tiling import ThreadTask, split_heads
 
 
 def adds_across_heads(problem: Problem, x: Operands) -> bool:
@@ -23,7 +23,7 @@ def adds_across_heads(problem: Problem, x: Operands) -> bool:
     return any(_arrays_in(rule) for rule in (x.score_mod, x.similarity))
 
 
-class GradientSums:
+class SharedGradients:
     """The gradients of a call, zero at first, in the accumulator's dtype."""
 
     # Views of them have the axes of `PreparedCall`: (outer..., batch, G, H/G, length, size).
@@ -33,7 +33,7 @@ class GradientSums:
         problem: Problem,
         x: Operands,
         logsumexp: Array,
-        cut: Sequence[Task],
+        cut: Sequence[ThreadTask],
         check: Callable[[], None],
     ) -> None:
         self.problem, self.x, self.cut, self._logsumexp = problem, x, cut, logsumexp
@@ -66,14 +66,14 @@ class GradientSums:
 
     # ---- sums that tasks share ----
 
-    def _by_key(self, task: Task) -> set[Hashable]:
+    def _by_key(self, task: ThreadTask) -> set[Hashable]:
         """Return the names of the sums to which a task adds tile by tile."""
         names: set[Hashable] = {_place(task, self.key), _place(task, self.value)}
         if self.bias is not None and self.bias.shape[-1] != 1:
             names.add(("bias", _place(task, self.bias, task.rows)))
         return names
 
-    def _by_row(self, task: Task) -> set[Hashable]:
+    def _by_row(self, task: ThreadTask) -> set[Hashable]:
         """Return the names of the sums to which a task adds at its end."""
         names: set[Hashable] = {("query", _place(task, self.query, task.rows))}
         if self.bias is not None and self.bias.shape[-1] == 1:
@@ -84,12 +84,12 @@ class GradientSums:
         self, number: int, of_score: Sequence[Array], of_similarity: Sequence[Array]
     ) -> None:
         """Add to a task's gradients of the arrays in expressions."""
-        for parts, found in ((self._of_score, of_score), (self._of_similarity, of_similarity)):
+        for parts, shares in ((self._of_score, of_score), (self._of_similarity, of_similarity)):
             if parts[number]:
-                for total, one in zip(parts[number], found, strict=True):
+                for total, one in zip(parts[number], shares, strict=True):
                     total += one
             else:
-                parts[number] += [np.array(one) for one in found]
+                parts[number] += [np.array(one) for one in shares]
 
     # ---- the result ----
 
@@ -136,7 +136,7 @@ def _arrays_in(rule: Any) -> list[Array]:
     return [thing for _, thing in carried if hasattr(thing, "dtype")]
 
 
-def _place(task: Task, array: Array, rows: Span | None = None) -> Hashable:
+def _place(task: ThreadTask, array: Array, rows: Span | None = None) -> Hashable:
     """Return what distinguishes the part of an array that a task adds to."""
     outer = tuple(0 if n == 1 else i for i, n in zip(task.outer, array.shape, strict=False))
     spans = task.batch, task.heads

@@ -11,7 +11,7 @@ from polyattn_dask.forward import block_of_rows
 from polyattn_dask.grid import Grid, Index, grid_of, lengths_of
 from polyattn_dask.layer import Key, Layer, Place, Task
 from polyattn_dask.sizes import rows_in
-from polyattn_dask.tasks import Top, Weigh
+from polyattn_dask.worker_steps import TopStep, WeighStep
 
 
 def weights(
@@ -60,7 +60,7 @@ def _logsumexp(call: Cut, layer: Layer, at: Index) -> Key | None:
 
 def _weigh(call: Cut, at: Index, columns: list[int], known: Key | None, **look: Any) -> Task:
     """Return the task of the weights of some chunks of keys."""
-    step = Weigh(call.calls(at, columns, call.whole_rows), look)
+    step = WeighStep(call.calls(at, columns, call.whole_rows), look)
     return call.task(at, columns, step, known)
 
 
@@ -86,7 +86,7 @@ def _all(call: Cut, layer: Layer, *, per_key: bool) -> Array:
 
 def _largest(call: Cut, layer: Layer, top: int) -> tuple[Array, Array]:
     """Return the largest weights of each row and their keys, (..., H, L, top)."""
-    found: dict[Place, Key] = {}
+    largest: dict[Place, Key] = {}
     lengths = lengths_of(call.grid.columns)
     for at in call.grid.row_blocks():
         known, groups = _logsumexp(call, layer, at), call.groups(at)
@@ -103,11 +103,11 @@ def _largest(call: Cut, layer: Layer, top: int) -> tuple[Array, Array]:
             for n, group in enumerate(groups)
         ]
         size = rows_in(call.grid, at) * top * 16
-        keys = layer.tree(("top", "join", *at.where), keys, size, Top(top))
-        found[at.where] = layer.add(("largest", *at.where), Top(top), keys)
+        keys = layer.tree(("top", "join", *at.where), keys, size, TopStep(top))
+        largest[at.where] = layer.add(("largest", *at.where), TopStep(top), keys)
     chunks = (*call.row_chunks, (top,))
     weights, numbers = (
-        {(*where, 0): (operator.itemgetter(n), key) for where, key in found.items()}
+        {(*where, 0): (operator.itemgetter(n), key) for where, key in largest.items()}
         for n in range(2)
     )
     return (

@@ -12,7 +12,7 @@ import numpy as np
 SOURCE = Path(__file__).with_name("softmax.cu").read_text(encoding="utf-8")
 MOST_THREADS = 512
 OPTIONS = ("-std=c++17", f"-DMOST_THREADS={MOST_THREADS}")
-# Band ends that hide nothing, and do not overflow when added to an index.
+# Ends of a band that hide nothing, and do not overflow when added to an index.
 NO_LOW, NO_HIGH = -(2**62), 2**62
 
 _POINTERS = (

@@ -23,12 +23,12 @@ from typing import Literal
 import numpy as np
 
 from polyattn.plugin import Array, Span
-from polyattn_numpy.blocks import Task, Tile
-from polyattn_numpy.online_softmax import SoftmaxState, product_of_seen, weighted_sum
 from polyattn_numpy.prepared import PreparedCall
 from polyattn_numpy.scratch import Scratch, ones
+from polyattn_numpy.softmax_sums import SoftmaxSums, product_of_seen, weighted_sum
 from polyattn_numpy.tile_scores import TileScores, convert
-from polyattn_numpy.visibility import RegionMask
+from polyattn_numpy.tile_visibility import RegionMask
+from polyattn_numpy.tiling import ScoreTile, ThreadTask
 
 # Sums of weights below this may lack weights below float32's range.
 LEAST = 2.0**-20
@@ -40,7 +40,7 @@ class Sweep(TileScores):
     def __init__(
         self,
         call: PreparedCall,
-        task: Task,
+        task: ThreadTask,
         scratch: Scratch,
         kind: Literal["fast", "poison_safe", "stable"] = "fast",
     ) -> None:
@@ -60,14 +60,14 @@ class Sweep(TileScores):
             query = scaled
         np.multiply(query, self.query_factor, out=scaled)
 
-    def run(self) -> SoftmaxState:
+    def run(self) -> SoftmaxSums:
         """Add up all tiles."""
         state = self._start()
         for tile in self.visibility.tiles():
             self._add(state, tile)
         return state
 
-    def reliable_rows(self, state: SoftmaxState) -> Array | bool:
+    def reliable_rows(self, state: SoftmaxSums) -> Array | bool:
         """Return the rows in which a pass without maxima was accurate, or True for all."""
         output, total, parts = state.output, state.total, self.task.parts
         # A sum is finite only if all its terms are, and needs only one pass over them.
@@ -77,7 +77,7 @@ class Sweep(TileScores):
         # The sums of the parts of the keys must not overflow when they are added up either.
         most = np.finfo(self.dtype).max / parts
         enough = total >= LEAST
-        # A row that sees no key, and has no sink, has nothing to lose.
+        # A row without visible keys and sinks is reliable: its sums are 0.
         if self.call.x.sinks is None and not enough.all():
             enough |= self.visibility.empty_rows()
         reliable: Array = (
@@ -86,7 +86,7 @@ class Sweep(TileScores):
         return reliable if not reliable.all() else True
 
     def inputs_are_finite(self) -> bool:
-        """Return whether nothing that may be hidden is NaN or infinite, as far as sums can tell."""
+        """Return whether the sums of all keys and values are finite, so that they are."""
         x = self.call.x
         if x.bias is not None or x.score_mod is not None:
             return False
@@ -94,7 +94,7 @@ class Sweep(TileScores):
 
     # ---- sums ----
 
-    def _start(self) -> SoftmaxState:
+    def _start(self) -> SoftmaxSums:
         """Return the state before any key."""
         output, total = self._per_row("output", self.problem.value_size), self._per_row("total", 1)
         reference = np.zeros((1, 1, 1, 1), self.dtype)
@@ -105,19 +105,19 @@ class Sweep(TileScores):
         total[...] = 0
         if self.call.x.sinks is not None and self.task.part == 0:
             self._add_sinks(reference, total)
-        return SoftmaxState(output, reference, total)
+        return SoftmaxSums(output, reference, total)
 
     def _add_sinks(self, reference: Array, total: Array) -> None:
         sinks = np.asarray(self.call.x.sinks, self.dtype).reshape(-1, 1, self.group_size, 1)
         sinks = sinks[slice(*self.task.heads)]
         by_head = (*self.shape, self.group_size, 1)
         if self.stable:
-            reference.reshape(by_head)[...] = sinks * self.dtype.type(self.per_nat)
+            reference.reshape(by_head)[...] = sinks * self.dtype.type(self.exp_factor)
             total.reshape(by_head)[...] = sinks != -math.inf
         else:
-            total.reshape(by_head)[...] = self.exp(sinks * self.dtype.type(self.per_nat))
+            total.reshape(by_head)[...] = self.exp(sinks * self.dtype.type(self.exp_factor))
 
-    def _add(self, state: SoftmaxState, tile: Tile) -> None:
+    def _add(self, state: SoftmaxSums, tile: ScoreTile) -> None:
         """Add the weights and weighted values of a tile to the sums of its rows."""
         heads, (first, last) = self.task.relative(tile)
         where = (slice(None), heads, slice(first * self.group_size, last * self.group_size))
@@ -138,7 +138,7 @@ class Sweep(TileScores):
             elif self.fast:
                 self._weigh(s, part, masks)
             else:
-                tile_state = SoftmaxState(output, state.reference[where], total)
+                tile_state = SoftmaxSums(output, state.reference[where], total)
                 seen = self._weigh_seen(s, part, masks, tile_state)
             np.matmul(s, ones(columns.length, self.dtype), sums)
             if self.problem.dropout:
@@ -155,7 +155,7 @@ class Sweep(TileScores):
         return self._block(name, array[:, heads, slice(*columns)])
 
     def _scores(self, query: Array, heads: slice, columns: Span) -> Array:
-        """Return scale · q·k or another similarity, times `per_nat` unless scores are capped."""
+        """Return scale · q·k or another similarity, times `exp_factor` unless scores are capped."""
         s = self.scratch("scores", (*query.shape[:-1], columns.length), self.dtype)
         self._products(query, self._of_tile("keys", self.key, heads, columns), s)
         return s
@@ -170,7 +170,7 @@ class Sweep(TileScores):
         else:
             weighted_sum(s, value, out)
 
-    def _modify(self, s: Array, tile: Tile) -> None:
+    def _modify(self, s: Array, tile: ScoreTile) -> None:
         """Apply softcap, score function and bias to scores by head."""
         if self.problem.softcap is not None:
             self._cap(s)
@@ -179,7 +179,7 @@ class Sweep(TileScores):
         if self.call.bias is not None:
             s += self._bias(tile)
 
-    def _weigh(self, s: Array, tile: Tile, masks: list[RegionMask]) -> None:
+    def _weigh(self, s: Array, tile: ScoreTile, masks: list[RegionMask]) -> None:
         """Turn scores into weights, with no maximum subtracted."""
         by_head = self._by_head(s)
         self._modify(by_head, tile)
@@ -188,7 +188,7 @@ class Sweep(TileScores):
             by_head[where] *= seen
 
     def _weigh_seen(
-        self, s: Array, tile: Tile, masks: list[RegionMask], state: SoftmaxState
+        self, s: Array, tile: ScoreTile, masks: list[RegionMask], state: SoftmaxSums
     ) -> Array:
         """Turn scores into weights, whatever the hidden scores are, and return which are seen."""
         self._modify(self._by_head(s), tile)

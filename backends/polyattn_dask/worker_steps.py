@@ -1,7 +1,8 @@
 """The steps that a worker runs: attention over some chunks of keys, its gradients, and their sums.
 
-A step is an object without arrays, called with the chunks. It calls the front door of polyattn on
-them, so that the library of the chunks computes, in one thread: dask has threads of its own.
+A step is an object without arrays, called with the chunks. It calls polyattn's public functions on
+them, so that the library of the chunks computes, in one thread: dask has threads of its own. The
+graphs that `forward`, `backward` and `chunk_weights` make of steps are drawn in the first two.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import importlib
 import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from array_api_compat import array_namespace, device
 
@@ -19,18 +20,25 @@ from polyattn.plugin import Array, Expression, Gradients
 from polyattn.plugin.internal import Part, Slice, map_arrays, options_of_part
 
 Blocks = Sequence[Array]
-#: Key, value, place of the first key, and options of one call.
-Arguments = tuple[Array, Array | None, int, dict[str, Any]]
+
+
+class ChunkCall(NamedTuple):
+    """The arguments of one call of polyattn."""
+
+    key: Array
+    value: Array | None  # None for weights
+    first: int  # the place of the first key in the whole call
+    options: dict[str, Any]
 
 
 def front() -> Any:
-    """Return polyattn, whose functions are called here, much later than a kernel is chosen."""
+    """Return polyattn, which a worker imports when it runs a step."""
     return importlib.import_module("polyattn")
 
 
 @dataclass(frozen=True)
 class Zeros:
-    """A block to which nothing adds."""
+    """A block of zeros: a gradient without shares, or keys and values of no key."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -64,7 +72,7 @@ class Calls:
 
     def of(
         self, query: Array, keys: Blocks, values: Blocks, arrays: Sequence[Blocks]
-    ) -> Iterator[Arguments]:
+    ) -> Iterator[ChunkCall]:
         """Yield the arguments of each call; an array of an option has one block, or one a chunk."""
         columns = self.columns
         if not columns:
@@ -85,32 +93,32 @@ class Calls:
             options = self._options(part, own) | {"backend": "auto"}
             if n or not self.sinks:
                 options.pop("sinks", None)
-            yield keys[n], values[n] if values else None, part.start, options
+            yield ChunkCall(keys[n], values[n] if values else None, part.start, options)
 
     def _options(self, columns: Slice, arrays: Iterator[Array]) -> dict[str, Any]:
-        found = {
+        options = {
             name: map_arrays(value, lambda _, placeholder: next(arrays))
             for name, value in self.options.items()
         }
-        offset: Any = found.get("query_offset")
+        offset: Any = options.get("query_offset")
         if getattr(offset, "shape", ()):  # with the axes of the scores, as a kernel gets it
-            found["query_offset"] = offset.reshape(offset.shape[:-3])
-        return options_of_part(found, self.rows._replace(columns=columns))
+            options["query_offset"] = offset.reshape(offset.shape[:-3])
+        return options_of_part(options, self.rows._replace(columns=columns))
 
-    def _without_keys(self, query: Array, arrays: Sequence[Blocks]) -> Arguments:
+    def _without_keys(self, query: Array, arrays: Sequence[Blocks]) -> ChunkCall:
         lead = (*(span.length for span in self.rows.items), min(1, query.shape[-3]), 0)
         key, value = (Zeros(str(query.dtype), (*lead, size))(query) for size in self.sizes)
         options: dict[str, Any] = {"backend": "auto"}
         if arrays:
             options["sinks"] = arrays[0][0]
-        return key, value, 0, options
+        return ChunkCall(key, value, 0, options)
 
 
 # ---- attention -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Attend:
+class AttendStep:
     """Attention of a block of query rows over some chunks of keys."""
 
     calls: Calls
@@ -125,8 +133,8 @@ class Attend:
         alone = len(calls) == 1
         with polyattn.use_threads(1):
             if alone and self.result == "output":
-                key, value, _, options = calls[0]
-                return polyattn.attention(query, key, value, **options)
+                call = calls[0]
+                return polyattn.attention(query, call.key, call.value, **call.options)
             is_last = alone and self.result == "both"
             dtype = None if is_last or self.joined == self.dtype else self.joined
             total = None
@@ -138,7 +146,7 @@ class Attend:
 
 
 @dataclass(frozen=True)
-class Join:
+class JoinStep:
     """The join of partials."""
 
     result: str
@@ -150,7 +158,7 @@ class Join:
 
 
 def _finished(partial: Any, result: str, dtype: str) -> Any:
-    """Return what is asked of a partial over all keys, the output in a dtype of `Problem`."""
+    """Return a partial over all keys as the result that a step is to give."""
     if result == "partial":
         return partial
     output = partial.output
@@ -164,7 +172,7 @@ def _finished(partial: Any, result: str, dtype: str) -> Any:
 
 
 @dataclass(frozen=True)
-class Weigh:
+class WeighStep:
     """The weights of a block of query rows over some chunks of keys."""
 
     calls: Calls
@@ -187,12 +195,12 @@ class Weigh:
                 if top is None:
                     return here
                 here = here.weights, here.keys + first
-                found = here if found is None else Top(top)([found, here])
+                found = here if found is None else TopStep(top)([found, here])
         return found
 
 
 @dataclass(frozen=True)
-class Top:
+class TopStep:
     """The largest weights of each row, of those that are the largest over parts of the keys."""
 
     top: int
@@ -209,7 +217,7 @@ class Top:
 
 
 @dataclass(frozen=True)
-class PullBack:
+class PullBackStep:
     """The shares of a block of query rows and some chunks of keys in all gradients."""
 
     calls: Calls
@@ -236,30 +244,25 @@ class PullBack:
                         found[name, None] = share if total is None else total + share
                     elif self.calls.whole_rows:  # all keys were given at once
                         for m, span in enumerate(columns):
-                            along = slice(span.start - call[2], span.stop - call[2])
+                            along = slice(span.start - call.first, span.stop - call.first)
                             found[name, m] = share[(..., along, *[slice(None)] * (-1 - axis))]
                     else:
                         found[name, n] = share
         return found
 
 
-def _shares(query: Array, call: Arguments, results: Sequence[Array | None]) -> dict[str, Any]:
+def _shares(query: Array, call: ChunkCall, results: Sequence[Array | None]) -> dict[str, Any]:
     """Return the gradients of one call, by name."""
     polyattn = front()
-    key, value, _, options = call
     output, logsumexp, of_output, of_logsumexp = results
-    found: Gradients = polyattn.attention_backward(
-        query,
-        key,
-        value,
-        polyattn.Partial(output, logsumexp),
-        of_output,
+    gradients: Gradients = polyattn.attention_backward(
+        *(query, call.key, call.value, polyattn.Partial(output, logsumexp), of_output),
         logsumexp_gradient=of_logsumexp,
         into=Gradients(),
-        **options,
+        **call.options,
     )
     shares: dict[str, Any] = {}
-    for name, share in zip(found._fields, found, strict=True):
+    for name, share in zip(gradients._fields, gradients, strict=True):
         if isinstance(share, Expression):
             arrays = [thing for _, thing in share.carried() if hasattr(thing, "shape")]
             shares |= {f"{name}.{n}": array for n, array in enumerate(arrays)}

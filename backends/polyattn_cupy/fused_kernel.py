@@ -22,12 +22,12 @@ from polyattn.plugin import (
     Residuals,
 )
 from polyattn.plugin.internal import why_too_large
-from polyattn_cupy import rows
+from polyattn_cupy import softmax_cuda
 from polyattn_cupy.arrays import empty_result
-from polyattn_cupy.blocks import Block, begin, blocks, record_of, stacked
 from polyattn_cupy.fused_gradients import gradients
-from polyattn_cupy.masks import mask_shape, with_mask_array
+from polyattn_cupy.made_masks import mask_shape, with_mask_array
 from polyattn_cupy.products import Matrices, multiply, why_no_cublas
+from polyattn_cupy.score_blocks import ScoreBlock, begin, blocks, record_of, stacked
 
 # float16 weights are scaled by this: otherwise those of a long row would be in the range where
 # float16 has few digits. No weight is above 1, so all of them stay finite.
@@ -57,7 +57,7 @@ class Fused(Kernel):
         missing = why_no_cublas()
         reasons = [] if missing is None else [missing]
         if problem.scale == 0:
-            reasons.append("it takes no scale of 0, for which cuBLAS ignores NaN in query and key")
+            reasons.append("it needs a scale other than 0: for 0 cuBLAS reads neither factor")
         return reasons
 
     def only_on_request(self, problem: Problem) -> str | None:
@@ -96,7 +96,7 @@ class Fused(Kernel):
 
 def _attend(
     problem: Problem,
-    block: Block,
+    block: ScoreBlock,
     arrays: tuple[Matrices, Matrices, Matrices, Matrices],
     record: Any,
 ) -> None:
@@ -114,8 +114,8 @@ def _attend(
         factor=problem.scale,
     )
     begin(record, block)
-    name = rows.name_of(problem.dtype, problem.bias_dtype or problem.dtype)
-    rows.launch(record, count * height, name)
+    name = softmax_cuda.name_of(problem.dtype, problem.bias_dtype or problem.dtype)
+    softmax_cuda.launch(record, count * height, name)
     multiply(
         scores.holding(problem.dtype),
         value.at(pairs.start, columns.start),

@@ -13,7 +13,7 @@ from polyattn.plugin.internal import made_shape
 
 @lru_cache(maxsize=256)
 def mask_shape(problem: Problem) -> tuple[int, ...] | None:
-    """Return the shape of the array, None if there is no mask expression or function."""
+    """Return the shape of the array, or None without a mask expression or function."""
     spec = problem.mask_spec
     if spec is None or "mask_mod" in problem.features:
         return made_shape(problem, banded=False)
@@ -25,8 +25,8 @@ def mask_shape(problem: Problem) -> tuple[int, ...] | None:
     *batch, heads, rows, keys = short(problem.scores)
     few = problem._replace(batch=tuple(batch), heads=heads, query_length=rows, key_length=keys)
     mask = spec.map(lambda _, facts: np.zeros(short(facts.shape), facts.dtype))
-    like = np.zeros(0)
-    x = Operands(like, like, like, mask=mask, query_offset=np.zeros((*few.batch, 1, 1, 1), int))
+    unused, offset = np.zeros(0), np.zeros((*few.batch, 1, 1, 1), int)
+    x = Operands(query=unused, key=unused, value=unused, mask=mask, query_offset=offset)
     seen = visible_keys(few, x, xp, banded=False)
     assert seen is not None
     whole = problem.scores[-seen.ndim :]

@@ -14,7 +14,7 @@ from polyattn_numpy.scratch import has_small_products
 SMALL_PRODUCT = 2**19
 
 
-class SoftmaxState(NamedTuple):
+class SoftmaxSums(NamedTuple):
     """Σ w·v, the reference r and Σ w of each row, where w = exp(s − r), or exp2(s − r)."""
 
     output: Array  # (b, k, rows · g, E)
@@ -44,16 +44,16 @@ def product_of_seen(weights: Array, seen: Array, value: Array) -> Array:
     return result
 
 
-def combine(exp: Any, one: SoftmaxState, other: SoftmaxState) -> SoftmaxState:
+def combine(exp: Any, one: SoftmaxSums, other: SoftmaxSums) -> SoftmaxSums:
     """Return the state of both sets of keys together."""
-    # A sum over no key has no reference, whatever reference it was computed with.
+    # A sum over no keys has the reference -inf, whatever it was computed with.
     one, other = (
         x._replace(reference=np.where(x.total == 0, -math.inf, x.reference)) for x in (one, other)
     )
     highest = np.maximum(one.reference, other.reference)
     shift = np.where(highest == -math.inf, 0, highest)
     shrink_one, shrink_other = exp(one.reference - shift), exp(other.reference - shift)
-    return SoftmaxState(
+    return SoftmaxSums(
         one.output * shrink_one + other.output * shrink_other,
         highest,
         one.total * shrink_one + other.total * shrink_other,

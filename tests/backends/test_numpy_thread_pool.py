@@ -1,0 +1,391 @@
+"""Threads of NumPy's kernels: who works, what BLAS may use meanwhile, errors, interrupts, forks."""
+
+import contextlib
+import itertools
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+import polyattn
+from polyattn import attention
+from polyattn_numpy import thread_pool
+
+
+def randn(*shape, seed=0):
+    return np.random.default_rng(seed).standard_normal(shape, dtype=np.float32)
+
+
+@pytest.fixture
+def qkv():
+    return randn(2, 8, 700, 32), randn(2, 4, 700, 32, seed=1), randn(2, 4, 700, 32, seed=2)
+
+
+def blas_threads():
+    return [library.get_num_threads() for library in thread_pool.blas.libraries()]
+
+
+@pytest.fixture
+def two_blas_threads():
+    """BLAS with two threads, whatever an earlier test has left it."""
+    before = blas_threads()
+    for library in thread_pool.blas.libraries():
+        library.set_num_threads(2)
+    yield
+    for library, count in zip(thread_pool.blas.libraries(), before, strict=True):
+        library.set_num_threads(count)
+
+
+# ---- who works ---------------------------------------------------------------------------------
+
+
+def test_as_many_threads_work_as_are_allowed(qkv, meet):
+    def watch(b, h, i, j):
+        meet()
+        return i >= j
+
+    with polyattn.use_threads(3):
+        attention(*qkv, mask=watch)
+    assert len(meet.seen) > 1
+    meet.seen.clear()
+    with polyattn.use_threads(1):
+        attention(*qkv, mask=watch)
+    assert meet.seen == {threading.current_thread().name}
+
+
+def test_the_callers_context_holds_in_every_thread(qkv):
+    """NumPy's error state is one; a function that divides by zero must not be reported."""
+    with polyattn.use_threads(2), np.errstate(all="raise"):
+        attention(*qkv, score_mod=lambda s, b, h, i, j: s + 0.0 / (s * 0 + 1))
+        attention(*(x * 30 for x in qkv), is_causal=True)
+
+
+def test_threads_that_cannot_be_started_are_not_needed(qkv, monkeypatch):
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(thread_pool, "_pool", thread_pool.Pool())
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with polyattn.use_threads(3):
+        assert np.isfinite(attention(*qkv)).all()
+
+
+def test_a_blas_without_a_limit_means_one_thread(qkv, monkeypatch):
+    monkeypatch.setattr(thread_pool, "blas", thread_pool.Blas(list))
+    seen = set()
+
+    def watch(b, h, i, j):
+        seen.add(threading.current_thread().name)
+        return i >= j
+
+    with polyattn.use_threads(4):
+        attention(*qkv, mask=watch)
+    assert len(seen) == thread_pool.default() == 1
+
+
+def test_a_call_within_a_call_leaves_its_arrays_alone(qkv):
+    def nested(score, b, h, i, j):
+        attention(*(x[:1, :4, :50] for x in qkv), kernel="tiled")
+        return score * 1.5
+
+    expected = attention(*qkv, score_mod=lambda score, b, h, i, j: score * 1.5)
+    np.testing.assert_array_equal(attention(*qkv, score_mod=nested), expected)
+
+
+# ---- BLAS --------------------------------------------------------------------------------------
+
+
+def test_blas_has_one_thread_during_a_call_and_its_own_afterwards(qkv, two_blas_threads):
+    held = []
+
+    def look(b, h, i, j):
+        held.extend(blas_threads())
+        return i >= j
+
+    with polyattn.use_threads(2):
+        attention(*qkv, mask=look)
+    assert set(held) == {1}
+    assert set(blas_threads()) == {2}
+
+
+def test_of_overlapping_calls_the_last_restores_blas(two_blas_threads):
+    blas = thread_pool.Blas(thread_pool.numpys_blas)
+    begun, ends = threading.Event(), threading.Event()
+    held = []
+
+    def second():
+        begun.set()
+        ends.wait(30)
+        held.extend(blas_threads())
+
+    other = threading.Thread(target=blas.held, args=(second,))
+
+    def first():
+        other.start()
+        begun.wait(30)
+
+    blas.held(first)
+    ends.set()
+    other.join(30)
+    assert set(held) == {1}
+    assert set(blas_threads()) == {2}
+
+
+def test_first_calls_that_meet_limit_blas_together(two_blas_threads):
+    """One finds the libraries after the other has limited them."""
+    delays, meet = iter([0.05, 0.0]), threading.Barrier(2)
+
+    def found_slowly():
+        time.sleep(next(delays, 0))
+        return thread_pool.numpys_blas()
+
+    blas = thread_pool.Blas(found_slowly)
+
+    def work():
+        time.sleep(0.1)
+        return blas_threads()
+
+    def call():
+        meet.wait(30)
+        assert blas.libraries()
+        return blas.held(work)
+
+    with ThreadPoolExecutor(2) as pool:
+        held = [pool.submit(call) for _ in range(2)]
+        assert all(set(one.result(30)) == {1} for one in held)
+    assert set(blas_threads()) == {2}
+    assert blas.threads() == 2
+
+
+class Mkl(threading.local):
+    """A controller of MKL, in which each thread has a number of its own."""
+
+    internal_api = "mkl"
+    count = 2
+
+    def get_num_threads(self):
+        return self.count
+
+    def set_num_threads(self, count):
+        self.count = count
+
+
+class OnOpenmp(Mkl):
+    """A controller of OpenBLAS as conda-forge builds it for some."""
+
+    internal_api, threading_layer = "openblas", "openmp"
+
+
+@pytest.mark.parametrize("kind", [Mkl, OnOpenmp])
+def test_a_number_for_each_thread_is_limited_in_all_and_restored_in_each(kind, monkeypatch):
+    mkl, seen = kind(), {}  # the count that each thread sees
+    monkeypatch.setattr(thread_pool, "blas", thread_pool.Blas(lambda: [mkl]))
+    monkeypatch.setattr(thread_pool, "_pool", thread_pool.Pool())
+    all_here = threading.Barrier(4)  # two callers and the two threads that help both
+
+    def look(item):
+        thread = threading.current_thread()
+        if thread not in seen:
+            seen[thread] = mkl.count
+            all_here.wait(30)
+
+    def call():
+        thread_pool.each(look, range(3), 3, thread_pool.Shared())
+        return mkl.count
+
+    with ThreadPoolExecutor(1) as pool:
+        elsewhere = pool.submit(call)
+        assert call() == elsewhere.result(30) == 2
+    assert list(seen.values()) == [1] * 4
+    assert thread_pool.default() == 2
+
+
+# ---- errors and interrupts ---------------------------------------------------------------------
+
+
+def test_an_error_in_another_thread_comes_out_with_its_traceback(qkv, two_blas_threads):
+    caller, failed = threading.current_thread(), threading.Event()
+
+    def fails_elsewhere(b, h, i, j):
+        if threading.current_thread() is not caller:
+            failed.set()
+            raise KeyError("in a helper")
+        assert failed.wait(60)
+        return i >= j
+
+    with polyattn.use_threads(2), pytest.raises(KeyError, match="in a helper") as caught:
+        attention(*qkv, mask=fails_elsewhere)
+    frames = [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
+    assert "fails_elsewhere" in frames
+    assert set(blas_threads()) == {2}
+
+
+def test_an_error_in_the_callers_thread_stops_the_others(qkv, monkeypatch):
+    caller, calls, states = threading.current_thread(), [], []
+
+    class Watched(thread_pool.Shared):
+        def __init__(self):
+            super().__init__()
+            states.append(self)
+
+    def fails_here(b, h, i, j):
+        calls.append(1)
+        if threading.current_thread() is caller:
+            raise KeyError("here")
+        while not states[0].stopped:
+            time.sleep(0.001)
+        return i >= j
+
+    monkeypatch.setattr(thread_pool, "Shared", Watched)
+    with polyattn.use_threads(2), pytest.raises(KeyError, match="here"):
+        attention(*qkv, mask=fails_here)
+    made = len(calls)
+    time.sleep(0.05)
+    assert len(calls) == made < 8
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGINT") or os.name == "nt", reason="needs signals")
+def test_an_interrupt_stops_a_long_call(run_python):
+    said = run_python("""
+import os, signal, threading, time
+import numpy as np
+import polyattn
+from polyattn_numpy import thread_pool
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a parent in the background ignores it
+x = np.ones((1, 8, 8192, 64), np.float32)
+small = x[:, :, :600]
+with polyattn.use_threads(2):
+    polyattn.attention(small, small, small)
+    before = [library.get_num_threads() for library in thread_pool.blas.libraries()]
+    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+    start = time.perf_counter()
+    try:
+        for _ in range(100):
+            polyattn.attention(x, x, x)
+    except KeyboardInterrupt:
+        print(time.perf_counter() - start)
+    assert [library.get_num_threads() for library in thread_pool.blas.libraries()] == before
+    assert not any(limit.holders for limit in thread_pool.blas.limits())
+    assert np.allclose(polyattn.attention(small, small, small), 1, rtol=1e-5)
+""")
+    assert float(said) < 5
+
+
+def interrupt_at(place, work):
+    """Run some work, interrupt it at an instruction of the module; return whether it got so far."""
+    events = itertools.count()
+
+    def trace(frame, event, argument):
+        if frame.f_code.co_filename != thread_pool.__file__:
+            return None
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        if event == "opcode" and next(events) == place:
+            raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys._getframe().f_trace_opcodes = True  # Python 3.12 counts none without it
+    sys.settrace(trace)
+    try:
+        work()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["it works", "it fails"])
+def test_an_interrupt_between_any_two_instructions_leaves_nothing_held(two_blas_threads, fails):
+    before, done = blas_threads(), []
+
+    def work(item):
+        assert set(blas_threads()) == {1}
+        done.append(item)
+        if fails:
+            raise KeyError(item)
+
+    def call():
+        with contextlib.suppress(KeyError):
+            threads = min(2, thread_pool.default())
+            thread_pool.each(work, range(3), threads, thread_pool.Shared())
+
+    call()
+    for place in itertools.count():
+        interrupted = interrupt_at(place, call)
+        assert blas_threads() == before, place
+        elsewhere = threading.Thread(target=call, daemon=True)
+        done.clear()
+        elsewhere.start()
+        elsewhere.join(30)
+        assert not elsewhere.is_alive(), place
+        assert len(done) == 3 or fails, place
+        if not interrupted:
+            break
+    assert place > 300
+
+
+# ---- the end of a process, and forks -----------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", ["call()", ""])
+def test_a_call_at_exit_is_computed(first, run_python):
+    said = run_python(f"""
+import atexit
+import numpy as np, polyattn
+x = np.ones((1, 8, 700, 64), np.float32)
+
+def call():
+    with polyattn.use_threads(3):
+        print(round(float(polyattn.attention(x, x, x).mean()), 3))
+
+{first}
+atexit.register(call)
+""")
+    assert said.split() == ["1.0"] * (2 if first else 1)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_process_has_threads_of_its_own(run_python):
+    said = run_python("""
+import os, threading, time
+import numpy as np
+import polyattn
+x = np.random.default_rng(0).standard_normal((1, 8, 700, 64), dtype=np.float32)
+seen = set()
+
+def watch(b, h, i, j):
+    seen.add(threading.current_thread().name)
+    while len(seen) < 2:  # until another thread has come
+        time.sleep(0.001)
+    return i >= j
+
+with polyattn.use_threads(3):
+    here = polyattn.attention(x, x, x, mask=watch)
+    child = os.fork()
+    if child == 0:
+        seen.clear()
+        there = polyattn.attention(x, x, x, mask=watch)
+        os._exit(0 if (here == there).all() and len(seen) > 1 else 1)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+""")
+    assert said.split() == ["0"]
+
+
+def test_the_child_of_a_fork_amid_a_call_has_blas_without_a_limit(two_blas_threads):
+    mkl = Mkl()
+    blas = thread_pool.Blas(lambda: [*thread_pool.numpys_blas(), mkl])
+    blas.forget_holders()  # before any call, there is nothing to forget
+    blas._take(object())
+    assert {*blas_threads(), mkl.count} == {1}
+    blas.forget_holders()
+    assert {*blas_threads(), mkl.count} == {2}
+    assert set(blas.held(blas_threads)) == {1}
+    assert set(blas_threads()) == {2}
