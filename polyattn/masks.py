@@ -20,7 +20,7 @@ from polyattn._core.expressions.mask_arrays import (
     check_parents,
     check_positions,
 )
-from polyattn._core.expressions.masks import Dense, Mask, Rule
+from polyattn._core.expressions.masks import DenseMask, Mask, RuleMask
 from polyattn._core.expressions.patterns import (
     Band,
     Dilated,
@@ -83,12 +83,6 @@ def window(left: int | None, right: int | None) -> Mask:
     -------
     Mask
         Row i sees key j where ``p - left <= j <= p + right``, with ``p = i + query_offset``.
-
-    Examples
-    --------
-    >>> from polyattn import masks
-    >>> masks.window(255, 0)
-    masks.window(255, 0)
     """
     return Band(*check_window((left, right)))
 
@@ -338,11 +332,11 @@ def dense(array: Array) -> Mask:
     """
     array = as_array("masks.dense: array", array)
     if is_unreadable(array):  # the call checks it, as a tensor
-        return Dense(array)
+        return DenseMask(array)
     if not is_array(array) or facts_of(array, "masks.dense: array").dtype != "bool":
         got = facts_of(array) if is_array(array) else repr(array)
         raise TypeError(f"masks.dense takes a bool array, True where a key takes part; got {got}")
-    return Dense(array)
+    return DenseMask(array)
 
 
 def rule(function: Callable[..., Array]) -> Mask:
@@ -374,4 +368,4 @@ def rule(function: Callable[..., Array]) -> Mask:
     if isinstance(function, Mask):
         return function
     check_signature("the mask function", function, "b, h, i, j")
-    return Rule(function)
+    return RuleMask(function)

@@ -91,12 +91,6 @@ def softcap(cap: float) -> Score:
     References
     ----------
     .. [1] Gemma Team, "Gemma 2", 2024, arXiv:2408.00118, section 2.
-
-    Examples
-    --------
-    >>> from polyattn import scores
-    >>> scores.softcap(30.0)
-    scores.softcap(30.0)
     """
     return Softcap(_above_zero("scores.softcap: cap", cap))
 
@@ -240,14 +234,6 @@ def cosine() -> Similarity:
     References
     ----------
     .. [1] Liu et al., "Swin Transformer V2", 2022, arXiv:2111.09883, section 3.2.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from polyattn import attention, scores
-    >>> x = np.ones((8, 5, 64), dtype=np.float32)
-    >>> attention(x, x, x, similarity=scores.cosine(), scale=10.0).shape
-    (8, 5, 64)
     """
     return Cosine()
 
@@ -263,12 +249,6 @@ def distance(p: int = 2) -> Similarity:
     Returns
     -------
     Similarity
-
-    Examples
-    --------
-    >>> from polyattn import scores
-    >>> scores.distance(p=1)
-    scores.distance(1)
     """
     p = as_number("scores.distance: p", p)
     if not isinstance(p, numbers.Real) or p not in (1, 2) or isinstance(p, bool):
@@ -287,19 +267,12 @@ def additive(weight: Array) -> Similarity:
     Returns
     -------
     Similarity
+        For ``similarity=``.
 
     References
     ----------
     .. [1] Bahdanau et al., "Neural Machine Translation by Jointly Learning to Align and
        Translate", 2015, arXiv:1409.0473, appendix A.1.2.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from polyattn import attention, scores
-    >>> x, weight = np.ones((8, 5, 64), dtype=np.float32), np.ones(64, dtype=np.float32)
-    >>> attention(x, x, x, similarity=scores.additive(weight)).shape
-    (8, 5, 64)
     """
     weight = as_array("scores.additive: weight", weight)
     if not is_array(weight) or len(weight.shape) != 1:
@@ -316,7 +289,7 @@ def additive(weight: Array) -> Similarity:
 def long_sequence() -> ScaleRule:
     """Scale by 1 / (√D · √S), which flattens the weights as the number of keys grows.
 
-    S is ``key_lengths`` where that is an integer. Lengths of each item are refused beside it.
+    S is ``key_lengths`` if that is an integer; an array of lengths is refused.
 
     Returns
     -------
@@ -336,14 +309,7 @@ def by_norm(factor: float = 1.0) -> ScaleRule:
     Returns
     -------
     ScaleRule
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from polyattn import attention, scores
-    >>> x = np.ones((8, 5, 64), dtype=np.float32)
-    >>> attention(x, x, x, scale=scores.by_norm()).shape
-    (8, 5, 64)
+        For ``scale=``.
     """
     return ByNorm(_above_zero("scores.by_norm: factor", factor))
 
@@ -363,14 +329,6 @@ def sigmoid() -> Normalizer:
     ----------
     .. [1] Ramapuram et al., "Theory, Analysis, and Best Practices for Sigmoid Self-Attention",
        2024, arXiv:2409.04431.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from polyattn import attention, scores
-    >>> x = np.ones((8, 5, 64), dtype=np.float32)
-    >>> attention(x, x, x, normalizer=scores.sigmoid()).shape
-    (8, 5, 64)
     """
     return Sigmoid()
 
@@ -386,13 +344,5 @@ def sparsemax() -> Normalizer:
     References
     ----------
     .. [1] Martins and Astudillo, "From Softmax to Sparsemax", 2016, arXiv:1602.02068.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from polyattn import attention, scores
-    >>> x = np.ones((8, 5, 64), dtype=np.float32)
-    >>> attention(x, x, x, normalizer=scores.sparsemax()).shape
-    (8, 5, 64)
     """
     return Sparsemax()

@@ -82,7 +82,7 @@ MUTATIONS = (
     ("the value's tangent left out", JVP, "if tangents.value is not None:", "if False:"),
     ("the bias's tangent left out", JVP, "if tangents.bias is not None:", "if False:"),
     ("the key's tangent left out", JVP,
-     "t = t + backend.matmul(query, xp.matrix_transpose(moved_key))", "pass"),
+     "t = t + backend.matmul(query, xp.matrix_transpose(key_tangent))", "pass"),
     ("the query's tangent not scaled", JVP, "tangents.query[..., rows.start : rows.stop, :], xp)",
      "tangents.query[..., rows.start : rows.stop, :], xp) / problem.scale"),
     ("the softcap's slope left out of a tangent", JVP, "t = t * (1 - bent * bent)", "pass"),

@@ -8,6 +8,7 @@ import numpy as np
 from optional import array_api_strict, far, near, torch
 
 from polyattn._core.call.features import DTYPES
+from polyattn._kernels import tiled
 from polyattn._kernels.tiled import Tiled
 
 
@@ -59,3 +60,15 @@ def tiles_of(scores):
     kernel = Tiled()
     kernel.tile = scores
     return kernel
+
+
+def visited_tiles(monkeypatch):
+    """Return a list of the tiles that the tiled kernel computes: rows, columns, if masked."""
+    visited, attend = [], tiled.attend
+
+    def noted(problem, x, backend, query, rows, columns, **options):
+        visited.append((rows, columns, options["masked"]))
+        return attend(problem, x, backend, query, rows, columns, **options)
+
+    monkeypatch.setattr(tiled, "attend", noted)
+    return visited

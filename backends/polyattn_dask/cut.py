@@ -134,6 +134,6 @@ def _options(problem: Problem, x: Operands, grid: Grid) -> tuple[dict[str, Any],
 
     options: dict[str, Any] = {}
     for name, value in options_of(problem, x).items():
-        whole = value.apart() if isinstance(value, Expression) else value
+        whole = value.with_array_per_axis() if isinstance(value, Expression) else value
         options[name] = map_arrays(whole, functools.partial(placeholder, name))
     return options, arrays

@@ -122,7 +122,7 @@ def explain(
 
 
 def _notes(problem: Problem, query: Any) -> tuple[str, ...]:
-    """Return what a function of the call may not expect of its indices."""
+    """Return warnings about the indices that a mask or score function gets."""
     if problem.features.isdisjoint(("mask_mod", "score_mod")):
         return ()
     notes = []

@@ -110,7 +110,7 @@ def _backward(
     cotangents: Cotangents,
     into: Gradients | None,
 ) -> Gradients:
-    """Return the gradients of what is given, from the arguments that the call gets."""
+    """Return the gradients of the given arguments; `arguments` are those after autocast."""
     if cotangents.output is None:
         raise TypeError("output_gradient must be an array of the shape of the output; got None")
     arguments = dict(arguments)
@@ -122,11 +122,11 @@ def _backward(
     turn = functools.partial(layout.result_heads_first, call)
     plan = plan_of(call, operands.query, backend, kernel)
     records = mapped(residuals, turn), mapped(cotangents, turn)
-    found = plan.backward(layout.heads_first(call, operands), *records)
-    found = layout.gradients_as_called(call, operands, found)
+    gradients = plan.backward(layout.heads_first(call, operands), *records)
+    gradients = layout.gradients_as_called(call, operands, gradients)
     if isinstance(call.scale, ScaleRule):
-        found = found._replace(scale=None)
-    return as_given(found, given, into)
+        gradients = gradients._replace(scale=None)
+    return as_given(gradients, given, into)
 
 
 def _facts(name: str, array: Any) -> Any:
@@ -161,7 +161,7 @@ def attention_vjp(
 
     See Also
     --------
-    attention_backward : The same from a result that is there.
+    attention_backward : The same from the result of an earlier call.
 
     Examples
     --------
@@ -191,7 +191,7 @@ def unrounded_partial(
 
     The gradient of a score is p · (output gradient · value − d), where d is the sum of output ·
     output gradient. An output that was rounded to 16 bits gives all keys of a row the same error,
-    and the gradient of the query the sum of it times what the keys have in common.
+    and the gradient of the query that error times the mean of the keys.
     """
     arguments: dict[str, Any] = dict(options)
     backend, kernel = arguments.pop("backend", None), arguments.pop("kernel", None)
@@ -209,7 +209,7 @@ def unrounded_partial(
 def _with_residuals(
     query: Array, key: Array, value: Array, **options: Unpack[AttentionOptions]
 ) -> tuple[Array, Partial]:
-    """Return the output, and what derivatives need: a normalizer has no logsumexp."""
+    """Return the output, and the partial that derivatives need; with a normalizer, no logsumexp."""
     if options.get("normalizer") is not None:
         output = attention(query, key, value, **options)
         return output, Partial(output, None)
@@ -227,11 +227,11 @@ def _rounded(array: Array, dtype: Any) -> Array:
 
 
 def as_given(
-    found: Gradients, arguments: dict[str, Any], into: Gradients | None = None
+    gradients: Gradients, arguments: dict[str, Any], into: Gradients | None = None
 ) -> Gradients:
     """Return the gradients in the dtypes of the arguments, or added, and those of expressions."""
     changed: dict[str, Any] = {}
-    for name, gradient in zip(found._fields, found, strict=True):
+    for name, gradient in zip(gradients._fields, gradients, strict=True):
         given, before = arguments.get(name), None if into is None else getattr(into, name)
         if isinstance(gradient, list):
             changed[name] = _in_expression(name, given, gradient, before, into is not None)
@@ -260,7 +260,7 @@ def _in_dtype(name: str, gradient: Array, given: Any, before: Any, accumulates: 
 def _in_expression(
     name: str, given: Any, gradients: list[Array], before: Any, accumulates: bool
 ) -> Any:
-    """Return an expression with a gradient in place of each array; None if it has no array."""
+    """Return an expression with a gradient in place of each array; None without arrays."""
     if not gradients or not isinstance(given, Expression):
         return None
     rest = iter(gradients)

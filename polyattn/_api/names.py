@@ -20,7 +20,7 @@ _PACKED = "mask=masks.segments(query_ids, key_ids)"
 _LOGSUMEXP = "nothing, and call attention_partial, which returns the logsumexp"
 _WEIGHTS = "nothing, and call attention_weights, which returns the weights"
 
-#: The keyword arguments of `attention` beside its options.
+#: The keyword arguments of `attention` that are not options of the formula.
 BESIDE = ("layout", "backend", "kernel")
 
 #: Names of other libraries, with what to pass instead.
@@ -79,7 +79,10 @@ OF_GENERATE = {
 
 
 def with_our_names(*beside: str) -> Callable[[_F], _F]:
-    """Let a function, with names `beside` its parameters, refuse another name by its own."""
+    """Make a function refuse unknown keyword arguments, with the name to use instead.
+
+    Names in `beside` are accepted like its parameters.
+    """
 
     def decorate(function: _F) -> _F:
         parameters = inspect.signature(function).parameters

@@ -42,7 +42,7 @@ def attention_over_pieces(
     """
     if options.pop("normalizer", None) is not None:
         raise ValueError(
-            "keys in pieces are joined by their logsumexp, which only softmax has: omit normalizer,"
+            "chunked keys are merged by logsumexp, which only softmax has: omit normalizer,"
             " or give a KVCache"
         )
     selection = {name: options.pop(name) for name in ("backend", "kernel") if name in options}
@@ -66,11 +66,11 @@ def attention_over_pieces(
             if not isinstance(keys, Quantized):
                 partial = attention_partial(query, keys, values, dtype=problem.accumulator, **own)
             else:
-                found = attention_over_integers(query, keys, values, **own)
-                if found is None:
+                of_integers = attention_over_integers(query, keys, values, **own)
+                if of_integers is None:
                     yield from partials(in_floats())
                     continue
-                partial = found
+                partial = of_integers
             given.pop("sinks", None)  # which count once
             yield partial
 
@@ -86,7 +86,7 @@ def attention_over_integers(
     kernel: Any = None,
     **options: Any,
 ) -> Partial | None:
-    """Return `attention_partial` over integers, or None if its kernel reads none."""
+    """Return `attention_partial` over integers, or None if its kernel needs floats."""
     if is_autocast_on():  # which casts the floats of the other pieces
         return None
     call, operands = describe(query, key, value, **options, logsumexp=True, facts=_facts)

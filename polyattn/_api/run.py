@@ -64,7 +64,7 @@ def planned_call(
 def plan_ahead(
     query: Array, key: ArrayFacts, value: ArrayFacts, *, logsumexp: bool, **options: Any
 ) -> Callable[[Array, Array], tuple[Array, Array | None]]:
-    """Check and plan a call whose keys and values are not there yet; return what computes it."""
+    """Check and plan a call before its keys and values exist; return what computes it."""
     arguments = autocast({"query": query, "key": key, "value": value, **options}, AUTOCAST)
     ahead = planned_call(*describe(**arguments, logsumexp=logsumexp, facts=as_facts), None, None)
 
@@ -78,7 +78,7 @@ def plan_ahead(
 def plan_of(
     call: Call, query: Array, backend: str | Sequence[str] | None, kernel: str | Kernel | None
 ) -> Plan:
-    """Return the plan of a described call by what is asked for."""
+    """Return the plan of a described call."""
     check_kernel(kernel)
     return cached_plan(call, request(backend), kernel, library_of(query).xp)
 
@@ -87,7 +87,7 @@ def run_planned(function: _F) -> _F:
     """Let `attention` return the output of the call that it plans.
 
     A call with the key of an earlier call reuses its plan. The earlier checks still hold: the key
-    has whatever a check looks at. A call whose description converts an argument is described each
+    has all that they look at. A call whose description converts an argument is described each
     time.
     """
 
@@ -96,13 +96,13 @@ def run_planned(function: _F) -> _F:
         key = call_key(args, kwargs)
         if key is None:
             return function(*args, **kwargs).run()[0]
-        found, given = cached_call(key, request(kwargs.get("backend"))), _operands(args, kwargs)
-        if found:
-            return found[0].run(given)
+        earlier, given = cached_call(key, request(kwargs.get("backend"))), _operands(args, kwargs)
+        if earlier:
+            return earlier[0].run(given)
         new: PlannedCall = function(*args, **kwargs)
         output, _ = new.run()
         if all(map(operator.is_, given, new.operands)):
-            found.append(CachedCall.of(new.call, new.plan))
+            earlier.append(CachedCall.of(new.call, new.plan))
         return output
 
     return typing.cast(_F, call)

@@ -1,8 +1,8 @@
 """The gradients of attention, a tile of scores at a time.
 
-The weights are computed again from the scores and the logsumexp, so that memory is for one tile
-beside the gradients. The logsumexp may be that of more keys than are given: then these are the
-shares of the given keys, and the shares of all parts add up.
+The weights are recomputed from the scores and the logsumexp, so memory is for the gradients and
+one tile. The logsumexp may cover more keys than are given: then these are the shares of the given
+keys, and the shares of all parts add up.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def gradients(
         tiles = keys.split(column_block)
         for columns, masked in visible_tiles(problem, x, backend, rows, tiles):
             # Without a name here, so that one tile is let go before the next is computed.
-            _Tile(
+            _TilePullback(
                 problem, x, backend, block,
                 score_tile(problem, x, backend, block, columns, masked), total,
             ).add(output, delta)  # fmt: skip
@@ -79,7 +79,7 @@ def _of_results(
 
 
 @dataclass
-class _Tile:
+class _TilePullback:
     """A tile of scores, and the sums that its gradients are added to."""
 
     problem: Problem
@@ -152,7 +152,7 @@ class _Tile:
             self._add("key", d_key)
 
     def _add_similarity(self, similarity: Similarity, ds: Array) -> None:
-        """Add to the gradients of query, key, scale and what a similarity carries."""
+        """Add to the gradients of query, key, scale and the arrays of a similarity."""
         problem, xp, tile = self.problem, self.backend.xp, self.scored
         self._add("scale", ds * tile.scores.similar)
         query, key = self.block.query, with_rank(tile.key, len(self.block.query.shape))

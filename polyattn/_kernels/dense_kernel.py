@@ -22,7 +22,7 @@ class Dense(Kernel):
     differentiates: ClassVar = {"backward": backward.DIFFERENTIATED, "jvp": jvp.DIFFERENTIATED}
 
     def reasons_against(self, problem: Problem) -> list[str]:
-        """Return what cannot be computed of lengths that are unknown."""
+        """Return why the call needs known lengths, if it does."""
         return reasons_against_lengths(problem)
 
     def block_sizes(self, problem: Problem) -> tuple[int, int]:

@@ -1,7 +1,6 @@
 """The scores and weights of a tile, computed again from the logsumexp, for derivatives.
 
-The logsumexp may be that of more keys than are given: then the weights are those of the given keys
-among all.
+The logsumexp may cover more keys than are given: then the weights are those among all keys.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ class GradientSums:
         return getattr(self._x, name, None) is not None and name not in self._problem.constants
 
     def add(self, name: str, gradient: Array, rows: Span, columns: Span) -> None:
-        """Add what a tile gives to the gradient of an operand, or to that of a number."""
+        """Accumulate a tile's share of the gradient of an operand, or of a number."""
         shape, first = list(getattr(self._x, name).shape) if hasattr(self._x, name) else [], [0, 0]
         if list(gradient.shape) == shape:  # this and that in `_joined`: 0.9 of a small call's time
             self._add((name, 0, 0), gradient)
@@ -41,7 +41,7 @@ class GradientSums:
         self._add((name, first[0], first[1]), sum_to(self._xp, gradient, tuple(shape)))
 
     def add_carried(self, name: str, gradients: Sequence[Array]) -> None:
-        """Add what a tile gives to the gradients of the arrays in an expression."""
+        """Accumulate a tile's share of the gradients of the arrays in an expression."""
         for n, gradient in enumerate(gradients):
             self._add((name, n, 0), gradient)
 
@@ -70,7 +70,7 @@ class GradientSums:
         )
 
     def _axes(self, name: str) -> list[int | None]:
-        """Return the axes of an operand that tiles cut, None where it has no such axis."""
+        """Return the axes of an operand that tiles cut, None for one that it lacks."""
         axes = AXES.get(name, (None, None))
         shape = getattr(self._x, name).shape if name in AXES else ()
         return [a if a is not None and len(shape) >= -a and shape[a] != 1 else None for a in axes]
@@ -85,8 +85,8 @@ class GradientSums:
     def _join(self, name: str, array: Array, first: tuple[int, ...]) -> Array:
         """Return the gradient of the part of an operand whose first row and key are given."""
         if len(first) == 2:
-            found = self._sums.get((name, *first))
-            return self._zeros(array) if found is None else found
+            total = self._sums.get((name, *first))
+            return self._zeros(array) if total is None else total
         axis, size = self._axes(name)[len(first)], self._tile_size[len(first)]
         if axis is None:
             return self._join(name, array, (*first, 0))
@@ -98,8 +98,8 @@ class GradientSums:
         return self._xp.concat(parts, axis=axis) if parts else self._zeros(array)
 
     def _number(self, name: str) -> Array:
-        found = self._sums.get((name, 0, 0))
-        return self._xp.sum(self._zeros(self._x.query[..., :0, :])) if found is None else found
+        total = self._sums.get((name, 0, 0))
+        return self._xp.sum(self._zeros(self._x.query[..., :0, :])) if total is None else total
 
     def _zeros(self, like: Array) -> Array:
         return self._xp.zeros_like(like, dtype=getattr(self._xp, self._problem.accumulator))

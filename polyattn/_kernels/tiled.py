@@ -47,7 +47,7 @@ class Tiled(Dense):
     tile = 2**24
 
     def reasons_against(self, problem: Problem) -> list[str]:
-        """Return why there are no tiles."""
+        """Return why the scores cannot be cut into tiles."""
         if all(isinstance(length, int) for length in problem.scores):
             return []
         return ["its tiles need lengths that are known"]  # in torch.jit.trace they are tensors
@@ -100,7 +100,7 @@ def most_scores(problem: Problem, tile: int) -> int:
 def widened(problem: Problem, x: Operands, xp: Any) -> Operands:
     """Put 16-bit operands that tiles share into float32, where a library may differentiate.
 
-    It adds up the gradients of the tiles in the dtype of what they are cut from.
+    It accumulates the gradients of tiles in the dtype of the array that they are cut from.
     """
     if not (problem.traced or problem.requires_grad or problem.transforms):
         return x

@@ -48,7 +48,7 @@ class Weights(Kernel):
     tile = Tiled.tile
 
     def reasons_against(self, problem: Problem) -> list[str]:
-        """Return what cannot be computed of lengths that are unknown."""
+        """Return why the call needs known lengths, if it does."""
         return reasons_against_lengths(problem)
 
     def weights(
@@ -61,7 +61,7 @@ class Weights(Kernel):
         if not self.heads:
             return self._of(problem, operands, logsumexp, backend, None)
         one_head = problem._replace(heads=1, key_heads=1)
-        found = []
+        of_heads = []
         for head in (head for span in self.heads for head in range(*span)):
             group = head // problem.group_size
             x = operands._replace(
@@ -69,9 +69,9 @@ class Weights(Kernel):
                 key=operands.key[..., group : group + 1, :, :],
                 sinks=None if operands.sinks is None else operands.sinks[head : head + 1],
             )
-            found.append(self._of(one_head, x, logsumexp, backend, Span(head, head + 1)))
+            of_heads.append(self._of(one_head, x, logsumexp, backend, Span(head, head + 1)))
         axis = -2 if self.per_key else -3
-        return _joined(backend.xp, found, axis)
+        return _joined(backend.xp, of_heads, axis)
 
     def _of(
         self, problem: Problem, x: Operands, logsumexp: Array | None, backend: Backend,
@@ -91,19 +91,19 @@ class Weights(Kernel):
             row = math.prod(problem.batch) * problem.heads * problem.key_length
             size = max(1, most_scores(problem, self.tile) // row)
             blocks = tuple([block for span in spans for block in span.split(size)])
-        found = (
+        weighed = (
             self._look(weigh(problem, x, logsumexp, backend, rows, heads), xp) for rows in blocks
         )
         if self.per_key:
-            return functools.reduce(operator.add, [sums for sums, _ in found]), None
+            return functools.reduce(operator.add, [sums for sums, _ in weighed]), None
         if self.top is not None:
-            return _joined(xp, list(found), -2)
+            return _joined(xp, list(weighed), -2)
         # Allocated first where arrays can be written to, so that too large a result fails at once.
         whole = problem._replace(
             query_length=count, value_size=problem.key_length, features=frozenset()
         )
         like = cast(xp, x.query[..., :0, :], getattr(xp, problem.accumulator))
-        return backend.stack_rows(whole, like, found)
+        return backend.stack_rows(whole, like, weighed)
 
     def _look(self, weights: Array, xp: Any) -> tuple[Array, Array | None]:
         """Reduce the weights of a block of rows to the part that the caller wants."""
@@ -121,11 +121,11 @@ def _largest(xp: Any, weights: Array, count: int) -> Array:
         # + 0 makes a copy: a view would keep the order of all keys in memory.
         return xp.argsort(weights, axis=-1, descending=True)[..., :count] + 0
     columns = with_rank(index_range(xp, 0, weights.shape[-1], weights), len(weights.shape))
-    found = [xp.argmax(weights, axis=-1, keepdims=True)]
+    keys = [xp.argmax(weights, axis=-1, keepdims=True)]
     for _ in range(count - 1):
-        weights = xp.where(columns == found[-1], -math.inf, weights)
-        found.append(xp.argmax(weights, axis=-1, keepdims=True))
-    return xp.concat(found, axis=-1)
+        weights = xp.where(columns == keys[-1], -math.inf, weights)
+        keys.append(xp.argmax(weights, axis=-1, keepdims=True))
+    return xp.concat(keys, axis=-1)
 
 
 def _nothing(problem: Problem, x: Operands, xp: Any, rows: int) -> Array:
@@ -135,11 +135,11 @@ def _nothing(problem: Problem, x: Operands, xp: Any, rows: int) -> Array:
 
 
 def _joined(
-    xp: Any, found: list[tuple[Array, Array | None]], axis: int
+    xp: Any, parts: list[tuple[Array, Array | None]], axis: int
 ) -> tuple[Array, Array | None]:
-    if len(found) == 1:
-        return found[0]
-    weights, keys = zip(*found, strict=True)
+    if len(parts) == 1:
+        return parts[0]
+    weights, keys = zip(*parts, strict=True)
     return xp.concat(weights, axis=axis), None if keys[0] is None else xp.concat(keys, axis=axis)
 
 

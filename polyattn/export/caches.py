@@ -7,8 +7,8 @@ from typing import Any, TypeGuard
 
 from polyattn._base.arrays import Array, as_facts, is_array
 from polyattn.nn.cache import KVCache
-from polyattn.nn.paged import PagedCache
-from polyattn.nn.quantized import QuantizedCache
+from polyattn.nn.paged_cache import PagedCache
+from polyattn.nn.quantized_cache import QuantizedCache
 
 Shape = tuple[int | str, ...]
 Caches = KVCache | tuple[KVCache, ...]
@@ -22,7 +22,7 @@ def are_caches(thing: Any) -> TypeGuard[Caches]:
 
 
 def check_kind(name: str, thing: Any) -> None:
-    """Raise for caches that have no operator."""
+    """Raise for caches of a kind that no operator of ONNX writes to."""
     for one in thing if isinstance(thing, (tuple, list)) else (thing,):
         if isinstance(one, (PagedCache, QuantizedCache)):
             raise TypeError(

@@ -1,6 +1,6 @@
 """Write calls and modules as models of ONNX, which other programs run without Python.
 
-A function is called once, with arrays of ndonnx, which record what is done to them. A call of
+A function is called once, with arrays of ndonnx, which record the operations. A call of
 attention becomes one node, the standard's operator Attention, where that computes the same; the
 kernel `dense` writes out the others. `polyattn.explain` tells which.
 """
@@ -15,7 +15,6 @@ import numpy
 
 import polyattn
 from polyattn._base.arguments import check_int
-from polyattn._base.arrays import Array
 from polyattn._base.extras import require_onnx
 from polyattn._base.files import check_file
 from polyattn._base.host import native
@@ -30,7 +29,7 @@ from polyattn.export.caches import (
     named,
     with_caches,
 )
-from polyattn.export.weights import check_size, store
+from polyattn.export.weight_files import check_size, store
 from polyattn.nn.module import Module
 
 #: The first opset with TensorScatter, which writes to a cache.
@@ -116,7 +115,8 @@ def onnx(
     parameters: dict[str, Any] = {}
     called: Any = function
     if isinstance(function, Module):
-        weights = {name: _host(array) for name, array in function.parameters().items()}
+        arrays = function.parameters().items()
+        weights = {n: native(numpy.asarray(backend_of(x).fetch(x))) for n, x in arrays}
         for name, array in weights.items():
             _check_dtype(f"the parameter {name}", str(array.dtype))
         check_size(weights, file)
@@ -173,15 +173,15 @@ def _facts(
 
 def _check_lengths(name: str, shape: Any) -> Shape:
     lengths = shape if isinstance(shape, (tuple, list)) else (0,)
-    found: list[int | str] = []
+    checked: list[int | str] = []
     for n in lengths:
-        found.append(n if isinstance(n, str) else check_int("a length", n))
+        checked.append(n if isinstance(n, str) else check_int("a length", n))
         if not (n.isidentifier() if isinstance(n, str) else 0 < n < 2**63):
             raise ValueError(
                 f"the shape of {name} must hold positive lengths and names, such as"
                 f" ('B', 8, 'L', 64); got {shape!r}"
             )
-    return tuple(found)
+    return tuple(checked)
 
 
 def _check_dtype(what: str, dtype: Any) -> str:
@@ -207,10 +207,6 @@ def _check_names(*groups: Mapping[str, Any]) -> None:
 
 def _argument(spox: Any, dtype: str, shape: Shape) -> Any:
     return spox.argument(spox.Tensor(numpy.dtype(dtype), tuple(shape)))
-
-
-def _host(array: Array) -> Any:
-    return native(numpy.asarray(backend_of(array).fetch(array)))
 
 
 def _without_copies(model: Any) -> None:

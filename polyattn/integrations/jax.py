@@ -14,8 +14,8 @@ import jax
 from polyattn.integrations import subclasses
 from polyattn.nn.cache import KVCache
 from polyattn.nn.module import Module, holds_modules, is_parameter
-from polyattn.nn.paged import PagedCache
-from polyattn.nn.quantized import QuantizedCache
+from polyattn.nn.paged_cache import PagedCache
+from polyattn.nn.quantized_cache import QuantizedCache
 
 __all__ = ["register"]
 __dir__ = __all__.copy

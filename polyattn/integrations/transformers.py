@@ -272,8 +272,8 @@ def _check_others(
     for option in OPTIONS.keys() & others.keys():
         if others[option] is not OPTIONS[option].default:
             raise NotImplementedError(
-                f"{name} passes polyattn {option}=, which transformers has under no such name; use"
-                " attn_implementation='eager'"
+                f"{name} passes polyattn {option}=, which transformers does not have under this"
+                " name; use attn_implementation='eager'"
             )
 
 

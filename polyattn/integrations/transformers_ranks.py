@@ -55,21 +55,21 @@ class Ranks(NamedTuple):
             )
         if row_offset or key_offset or not is_one_of(keys, length, whole):
             raise NotImplementedError(
-                "with over= there is no cache: call the model with use_cache=False"
+                "over= does not support a cache: call the model with use_cache=False"
             )
         if {_name(part) for part in _parts(function)} <= EXPRESSED:
             return None if padding is None else padding[:, None, None, :].bool()
         if any(x.shape[-1] < whole for x in _tensors(function) if x.ndim > 1):
             raise NotImplementedError(
-                "with over= a rank cannot tell packed sequences by their positions, of which it"
-                " knows its own only: give the model the attention_mask of the whole sequence, and"
+                "with over= a rank cannot tell packed sequences from their positions, as it knows"
+                " only its own: give the model the attention_mask of the whole sequence, and"
                 " cu_seq_lens_q= with the ends of the sequences in it"
             )
         options = options | {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
-        found: torch.Tensor | None = sdpa_mask(
+        mask: torch.Tensor | None = sdpa_mask(
             batch_size, whole, whole, 0, 0, function, padding, **options
         )
-        return found
+        return mask
 
     def visibility(
         self,
@@ -95,9 +95,7 @@ class Ranks(NamedTuple):
             options |= {"is_causal": True, "query_offset": 0}
         if sliding_window is not None:
             if not is_causal:
-                raise NotImplementedError(
-                    "with over= polyattn supports a sliding window of causal models only"
-                )
+                raise NotImplementedError("over= supports a sliding window in causal models only")
             options["window"] = (sliding_window - 1, None)
         return options
 
@@ -118,7 +116,7 @@ class Ranks(NamedTuple):
         """Return the output of this rank's rows."""
         for name, given in refused.items():
             if given is not None and given is not False:
-                raise NotImplementedError(f"with over= polyattn supports no {name}")
+                raise NotImplementedError(f"over= does not support {name}")
         output: torch.Tensor = parallel.attention(query, key, value, **self._asdict(), **options)
         return output
 
@@ -128,7 +126,7 @@ def _name(function: Any) -> str:
 
 
 def _held(function: Any) -> Iterator[Any]:
-    """Yield what a function's closure holds, tuples taken apart."""
+    """Yield what a function's closure holds, with the items of tuples."""
     for cell in getattr(function, "__closure__", None) or ():
         held = cell.cell_contents
         yield from held if isinstance(held, (tuple, list)) else (held,)

@@ -13,9 +13,9 @@ from polyattn.nn.inputs import FrameEmbedding, PatchEmbedding
 from polyattn.nn.layers import Embedding, FeedForward, LayerNorm, Linear, RMSNorm
 from polyattn.nn.models import Transformer
 from polyattn.nn.module import Module
-from polyattn.nn.paged import PagedCache
+from polyattn.nn.paged_cache import PagedCache
 from polyattn.nn.positions import LearnedPositions, RelativeBias, Rotary, Sinusoidal
-from polyattn.nn.quantized import QuantizedCache
+from polyattn.nn.quantized_cache import QuantizedCache
 from polyattn.nn.saving import save
 
 __all__ = [

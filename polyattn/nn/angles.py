@@ -7,7 +7,7 @@ from typing import Any
 
 from polyattn._base.arrays import Array, cast, index_range, numbers_like
 from polyattn.nn.ids import are_known_below
-from polyattn.nn.shapes import beside
+from polyattn.nn.shapes import broadcastable
 
 #: The first position whose angles are exact to 1e-6 in float32; those before it are products.
 FAR = 2**13
@@ -44,7 +44,7 @@ class Angles:
         wide = dtype if dtype == xp.float64 else xp.float32
         rates = numbers_like(xp, self.frequencies, wide, like)
         places = cast(xp, positions, wide)[..., None]
-        near = places * beside(places, rates)
+        near = places * broadcastable(places, rates)
         if is_near or wide == xp.float64 or "int" not in str(positions.dtype):
             return near
         positions = cast(xp, positions, xp.asarray(0).dtype)  # which holds the divisors
@@ -61,7 +61,7 @@ class Angles:
 
         def summed(table: Table) -> Array:
             turns = numbers_like(xp, table, xp.float32, like)
-            return xp.sum(numbers * beside(numbers, turns), axis=-2)
+            return xp.sum(numbers * broadcastable(numbers, turns), axis=-2)
 
         coarse = summed(self._coarse)
         turn = coarse - xp.floor(coarse) + summed(self._rest)

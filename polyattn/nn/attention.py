@@ -13,9 +13,9 @@ from polyattn.nn.cache import KVCache, after
 from polyattn.nn.ids import for_each_token
 from polyattn.nn.layers import Linear, Norm, initializer
 from polyattn.nn.module import Initializer, Module
-from polyattn.nn.paged import PagedCache
-from polyattn.nn.positions import Placed, Rotary
-from polyattn.nn.quantized import QuantizedCache
+from polyattn.nn.paged_cache import PagedCache
+from polyattn.nn.positions import Rotary, SharedAngles
+from polyattn.nn.quantized_cache import QuantizedCache
 from polyattn.nn.shapes import with_last_axes
 
 Cache = KVCache | PagedCache | QuantizedCache
@@ -315,7 +315,7 @@ class MultiHeadAttention(Module):
     def _project(
         self,
         tokens: tuple[Array, Array | None, Array | None],
-        positions: Array | Placed | None,
+        positions: Array | SharedAngles | None,
         cache: Cache | None,
         counts: Any,
     ) -> tuple[Array, Array, Array]:
@@ -330,7 +330,7 @@ class MultiHeadAttention(Module):
             )
         if len(x.shape) < 2:
             raise ValueError(f"x must have the shape (..., L, size); got {tuple(x.shape)}")
-        if positions is not None and not isinstance(positions, Placed):
+        if positions is not None and not isinstance(positions, SharedAngles):
             positions = for_each_token("positions", positions, x)
         context = x if context is None else context
         query, key, value = self._apply_maps(x, context, context if values is None else values)
@@ -353,7 +353,8 @@ class MultiHeadAttention(Module):
         else:
             maps: Any = (self.query, self.key, self.value)
             if self.fused is not None:
-                maps = [_columns(self.fused, part) for part in columns]
+                weight, bias = self.fused.weight, self.fused.bias
+                maps = [Linear(weight[:, c], None if bias is None else bias[c]) for c in columns]
             given = zip(maps, (x, context, values), strict=True)
             query, key, value = (apply(array) for apply, array in given)
         return (
@@ -378,11 +379,6 @@ def _following(query: Array, cache: Cache | None) -> Array | range:
         return range(start, start + length)
     positions = index_range(library_of(query).xp, 0, length, query)
     return after(start, positions)
-
-
-def _columns(linear: Linear, part: slice) -> Linear:
-    bias = None if linear.bias is None else linear.bias[part]
-    return Linear(linear.weight[:, part], bias)
 
 
 def _split(x: Array, heads: int, norm: Norm | None = None) -> Array:

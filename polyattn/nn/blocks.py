@@ -16,7 +16,7 @@ from polyattn.nn.attention import Cache, MultiHeadAttention
 from polyattn.nn.layers import FeedForward, LayerNorm, Norm, initializer
 from polyattn.nn.module import Initializer, Module
 
-#: What `EncoderBlock.init` takes beside the arguments of its attention.
+#: Arguments of `EncoderBlock.init` that are not those of its attention.
 _OF_BLOCKS = ("inner", "activation", "gated", "norm", "pre_norm")
 #: What `attention_weights` takes to select a part.
 _SELECTIONS = ("heads", "rows", "top", "per_key")
@@ -261,14 +261,14 @@ class Stack(Module):
 def weights_of(stack: Stack, x: Array, *context: Array, **options: Any) -> list[Any]:
     """Return the weights of the self-attention of each block; arguments as for the stack."""
     selected = {name: options.pop(name) for name in _SELECTIONS if name in options}
-    found = []
+    weights = []
     for block in stack.blocks:
         own = options | selected
         own.pop("context_mask", None)
         before = _before(x, block.attention_norm, block.pre_norm)
-        found.append(block.attention.weights(before, **own))
+        weights.append(block.attention.weights(before, **own))
         x = block(x, *context, **options)
-    return found
+    return weights
 
 
 def _add(

@@ -184,9 +184,13 @@ class KVCache:
         length = known(self.length)
         cache = self if length is self.length else replace(self, length=length)
         new = [array for array in (key, value, query) if array is not None]
-        if is_array(length) or not is_writable(new, [self.key, self.value]):
-            return cache._replace_memory(key, value)
-        return cache._write_to_memory(key, value)
+        is_known = not is_array(length)
+        if is_known and is_writable(new, [self.key, self.value]):
+            return cache._write_to_memory(key, value)
+        more = length_of(key, -2)
+        if is_known and self.first + length + more > self.capacity:
+            cache = cache._enlarged(more)
+        return overwritten(cache, (key, value), more)
 
     def _write_to_memory(self, key: Array, value: Array) -> KVCache:
         more, at, cache = key.shape[-2], self.first + self.length, self
@@ -200,13 +204,6 @@ class KVCache:
         following = KVCache(cache.key, cache.value, length, cache.first, cache.dropped, buffer)
         buffer.ends.add(at + more)  # now that the tokens have a cache
         return following
-
-    def _replace_memory(self, key: Array, value: Array) -> KVCache:
-        """Return a cache of new arrays, made without writing to an array."""
-        cache, more = self, length_of(key, -2)
-        if not is_array(self.length) and self.first + self.length + more > self.capacity:
-            cache = self._enlarged(more)
-        return overwritten(cache, (key, value), more)
 
     def _enlarged(self, more: int) -> KVCache:
         """Return a copy, its capacity doubled until more tokens fit."""

@@ -46,13 +46,6 @@ def gelu(x: Array) -> Array:
     return xp.maximum(x, 0.0) - size * _tail(size)
 
 
-def erfc(x: Array) -> Array:
-    """Return 1 less the error function of each number, of an array in float32 or float64."""
-    xp = library_of(x).xp
-    found = 2 * _tail(xp.minimum(xp.abs(x) / _ROOT, _LARGEST))
-    return xp.where(x < 0, 2 - found, found)
-
-
 def _tail(x: Array) -> Array:
     """Return Q(x) of numbers from 0 to `_LARGEST`."""
     xp = library_of(x).xp

@@ -24,8 +24,9 @@ from polyattn.nn.cache import KVCache
 from polyattn.nn.ids import check_range
 from polyattn.nn.layers import Embedding
 from polyattn.nn.models import Transformer
-from polyattn.nn.paged import PagedCache
-from polyattn.nn.pages import Ledger, on_host, sent
+from polyattn.nn.page_plan import Ledger, on_host, to_device
+from polyattn.nn.paged_cache import PagedCache
+from polyattn.nn.positions import LearnedPositions
 
 
 @with_our_names("cache", "counts", "positions", "segments")
@@ -52,8 +53,8 @@ def generate(
     model : Transformer
         A decoder with logits, such as ``nn.load.model`` returns for GPT-2 or Llama.
     ids : Array of int, or sequence of sequences of int
-        The prompts, shape (..., L). Prompts of unlike lengths are a list of lists, or an array
-        (B, L) that is padded on the right, with `lengths`.
+        The prompts, shape (..., L). Prompts of different lengths, a ragged batch, are a list of
+        lists, or an array (B, L) that is padded on the right, with `lengths`.
     steps : int
         Number of tokens to add at most.
     lengths : Array of int or sequence of int, optional
@@ -61,7 +62,7 @@ def generate(
     caches : tuple of KVCache, PagedCache or QuantizedCache, optional
         A cache for each block, with the tokens before `ids`, such as ``model.caches(64, batch=(2,),
         kind=nn.PagedCache)``, which has none. By default KVCaches, or PagedCaches for prompts of
-        unlike lengths: only these have a length for each item.
+        different lengths: only these have a length for each item.
     temperature : float
         Divides the logits before a sample is drawn; 0 takes the most likely token.
     top_k : int, optional
@@ -71,7 +72,7 @@ def generate(
         `top_k` leaves.
     seed : int
         Equal seeds draw equal samples in every library, up to the rounding of the logits. Each
-        sequence has its own random numbers, whatever is beside it in the batch.
+        sequence has its own random numbers, whatever else is in the batch.
     stop : int or iterable of int, optional
         Tokens that end a sequence. The rest of its row repeats the token that ended it, and the
         function returns once all sequences have ended.
@@ -139,7 +140,7 @@ def generate(
     ended, last = np.zeros(batch, dtype=bool), np.zeros(batch, dtype=np.int64)
     grown = np.zeros(batch, dtype=np.int64)
     for number in range(steps):
-        first = None if number or kept is None else sent(kept, held[0].lengths)
+        first = None if number or kept is None else to_device(kept, held[0].lengths)
         logits, held = step(model, new, held, first)
         last = np.where(ended, last, choose(as_float64(logits)))
         new = numbers_like(xp, last[..., None], prompts.dtype, prompts)
@@ -148,11 +149,11 @@ def generate(
         ended |= np.isin(last, stops)
         if (on_token is not None and on_token(new[..., 0]) is True) or ended.all():
             break
-    found = _joined(xp.concat(parts, axis=-1), prompts.shape[-1], kept)
+    whole = _joined(xp.concat(parts, axis=-1), prompts.shape[-1], kept)
     if not isinstance(ids, (list, tuple)):
-        return found
+        return whole
     ends = grown + (prompts.shape[-1] if kept is None else kept)
-    rows = convert_like(found, np.zeros(0)).tolist()
+    rows = convert_like(whole, np.zeros(0)).tolist()
     return [row[:end] for row, end in zip(rows, ends.tolist(), strict=True)]
 
 
@@ -187,8 +188,8 @@ def _prompts(ids: Any, lengths: Any, model: Transformer) -> tuple[Array, Any]:
         padded = np.zeros((len(rows), lengths.max()), np.result_type(*rows))
         for row, one in zip(padded, rows, strict=True):
             row[: len(one)] = one
-        beside = destination_of(next(iter(model.parameters().values())))
-        ids = padded if beside is None else beside.put("ids", padded)
+        destination = destination_of(next(iter(model.parameters().values())))
+        ids = padded if destination is None else destination.put("ids", padded)
     xp = library_of(ids, "ids").xp
     if not xp.isdtype(ids.dtype, "integral") or not ids.shape or not ids.shape[-1]:
         raise TypeError(f"ids must be integers of the shape (..., L), L > 0; got {facts_of(ids)}")
@@ -220,12 +221,12 @@ def _first_caches(
         raise TypeError(f"caches must hold a cache for each of the {blocks} blocks; {got(caches)}")
     if given and kept is not None and not all(isinstance(one, PagedCache) for one in given):
         raise TypeError(
-            "prompts of unlike lengths need caches with a length for each item: omit caches, or"
+            "prompts of different lengths need caches with a length for each item: omit caches, or"
             " give model.caches(capacity, batch=(B,), kind=nn.PagedCache)"
         )
     before: Any = given[0].next_position if given else 0
     before = int(on_host(before).max(initial=0)) if is_array(before) else before
-    if model.positions is not None:
+    if isinstance(model.positions, LearnedPositions):
         model.positions.check(before + new - 1)  # nothing follows the last token
     if given is None:
         kind = KVCache if kept is None else PagedCache
@@ -253,7 +254,7 @@ def _joined(whole: Array, length: int, kept: Any) -> Array:
     xp, (items, total) = library_of(whole).xp, whole.shape
     place = np.arange(total) - kept[:, None]
     place = np.where(place < 0, np.arange(total), length + np.minimum(place, total - length - 1))
-    flat = sent(place + np.arange(items)[:, None] * total, index_range(xp, 0, 1, whole))
+    flat = to_device(place + np.arange(items)[:, None] * total, index_range(xp, 0, 1, whole))
     return xp.reshape(xp.take(xp.reshape(whole, (-1,)), xp.reshape(flat, (-1,))), whole.shape)
 
 

@@ -77,7 +77,7 @@ def _is_readable(array: Array, may_wait: bool) -> bool:
 
 
 def for_each_token(name: str, value: Any, tokens: Array, each: str = "token") -> Array:
-    """Return an integer for each token, beside the tokens, or raise if it does not fit them."""
+    """Return an integer for each token, on the tokens' device, or raise if it does not fit them."""
     # `tokens` is (..., L, size); the integers are a sequence or array (L,) or (..., L), and for
     # each item an integer or (...).
     if type(value) is not type(tokens) or is_host(value):

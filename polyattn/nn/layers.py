@@ -19,7 +19,7 @@ from polyattn.nn.erf import gelu
 from polyattn.nn.ids import look_up
 from polyattn.nn.module import Initializer, Module
 from polyattn.nn.passes import affine, by_rows
-from polyattn.nn.shapes import beside
+from polyattn.nn.shapes import broadcastable
 
 
 def initializer(like: Array, seed: int | Initializer) -> Initializer:
@@ -133,8 +133,8 @@ class LayerNorm(Module):
         wide = widened(x, xp)
         wide = wide - _mean(wide, xp)
         variance = _mean(wide * wide, xp)
-        y = wide / xp.sqrt(variance + self.epsilon) * beside(wide, widened(self.weight, xp))
-        y = y if self.bias is None else y + beside(wide, widened(self.bias, xp))
+        y = wide / xp.sqrt(variance + self.epsilon) * broadcastable(wide, widened(self.weight, xp))
+        y = y if self.bias is None else y + broadcastable(wide, widened(self.bias, xp))
         return cast(xp, y, x.dtype) if self.weight.dtype == x.dtype else y
 
 
@@ -174,7 +174,7 @@ class RMSNorm(Module):
         xp = library_of(x).xp
         wide = widened(x, xp)
         square = _mean(wide * wide, xp)
-        weight = beside(wide, widened(self.weight, xp))
+        weight = broadcastable(wide, widened(self.weight, xp))
         weight = weight + self.offset if self.offset else weight
         y = wide / xp.sqrt(square + self.epsilon) * weight
         return cast(xp, y, x.dtype) if self.weight.dtype == x.dtype else y

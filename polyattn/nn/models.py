@@ -18,8 +18,8 @@ from polyattn.nn.ids import for_each_token, look_up
 from polyattn.nn.inputs import FrameEmbedding, PatchEmbedding
 from polyattn.nn.layers import Embedding, LayerNorm, Linear, Norm, initializer, widened
 from polyattn.nn.module import Initializer, Module
-from polyattn.nn.positions import LearnedPositions, Placed, RelativeBias, Sinusoidal
-from polyattn.nn.shapes import beside
+from polyattn.nn.positions import LearnedPositions, RelativeBias, SharedAngles, Sinusoidal
+from polyattn.nn.shapes import broadcastable
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -240,7 +240,7 @@ class Transformer(Module):
             positions = for_each_token("positions", positions, x)
             rotaries = [block.attention.rotary for block in self.stack.blocks]
             counts = options.get("key_lengths" if caches is None else "counts")
-            options["positions"] = Placed.of(positions, rotaries, x, counts)
+            options["positions"] = SharedAngles.of(positions, rotaries, x, counts)
         if self.relative is not None:
             given = options.get("score_mod")
             own = self.relative()
@@ -278,11 +278,12 @@ class Transformer(Module):
             if positions is None:
                 positions = index_range(xp, 0, length, ids)
                 before = caches[0].next_position if caches else 0
-                if isinstance(before, int) and isinstance(length, int):
+                known = isinstance(before, int) and isinstance(length, int)
+                if known and isinstance(self.positions, LearnedPositions):
                     self.positions.check(before + length)
                 positions = after(before, positions)
             vectors = self.positions(for_each_token("positions", positions, x), like=x)
-            x = x + beside(x, vectors)
+            x = x + broadcastable(x, vectors)
         if self.segments is not None:
             segments = ids * 0 if segments is None else for_each_token("segments", segments, x)
             x = x + look_up(self.segments.weight, segments, "segment")

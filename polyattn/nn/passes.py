@@ -11,7 +11,7 @@ from typing import Any
 
 from polyattn._base.arrays import Array, library_of, namespace_of
 from polyattn._dispatch.transfer import backend_of
-from polyattn.nn.shapes import beside
+from polyattn.nn.shapes import broadcastable
 
 # The bytes that a step reads and writes at a time: few enough for the caches, and so many that
 # threads seldom wait for Python's lock between the steps.
@@ -39,7 +39,7 @@ def affine(x: Array, weight: Array, bias: Array | None) -> Array:
     few = not _is_numpys(x) or x.size <= BLOCK_ROWS * x.shape[-1]
     if few or x.dtype != weight.dtype:
         y = matmul(x, weight)
-        return y if bias is None else y + beside(y, bias)
+        return y if bias is None else y + broadcastable(y, bias)
 
     def write(rows: Array, out: Array) -> None:
         matmul(rows, weight, out=out)

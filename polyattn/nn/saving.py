@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
 import shutil
-import warnings
 from collections.abc import Iterable, Mapping
 from itertools import zip_longest
 from pathlib import Path
@@ -19,13 +17,11 @@ from polyattn._base.arrays import Array, facts_of, library_of
 from polyattn._base.files import check_file, replacing
 from polyattn._dispatch.transfer import convert_like
 from polyattn.nn.load.files import imported, read_config
+from polyattn.nn.load.model_plan import Wanted
 from polyattn.nn.load.models import HEAD, family_of
-from polyattn.nn.load.plan import Wanted
 from polyattn.nn.load.stored import Stored
 from polyattn.nn.models import Transformer
 
-#: Names of transformers' classes with a head.
-_HEAD = re.compile("For[A-Z]|LMHeadModel$")
 FILES, INDEX = ("model.safetensors", "config.json"), "model.safetensors.index.json"
 
 
@@ -35,8 +31,6 @@ def save(
     config: Mapping[str, Any] | str | os.PathLike[str],
 ) -> None:
     """Save a model as transformers does: ``model.safetensors`` and ``config.json``.
-
-    A warning says if the config is of a model with a head that this one does not have.
 
     Parameters
     ----------
@@ -53,7 +47,7 @@ def save(
     ------
     ValueError
         If the model is not one of this config, in a parameter's shape or a setting; or if one of
-        the files is there and is no regular file.
+        the files exists and is not a regular file.
     OSError
         If the files cannot be written.
     ImportError
@@ -115,14 +109,6 @@ def _stored_arrays(model: Transformer, config: Mapping[str, Any], origin: str) -
         raise ValueError(
             f"{origin} says {expected.strip()}, and the model has {found.strip()}: pass the config"
             " of this model"
-        )
-    heads = tuple(map(str, config.get("architectures") or ()))
-    kept = ("ForCausalLM", "LMHeadModel") if logits else ()
-    if lost := [name for name in heads if _HEAD.search(name) and not name.endswith(kept)]:
-        warnings.warn(
-            f"{origin} is of {', '.join(lost)}, whose head the model does not have: it is saved"
-            " without, and transformers draws a new one",
-            stacklevel=3,
         )
     stored = _unmade((wanted[name], array) for name, array in parameters.items())
     # A model with logits has the base model, whose names get a prefix, and the output map.

@@ -9,7 +9,7 @@ from polyattn._base.tracing import is_compiling
 from polyattn._dispatch.transfer import backend_of
 
 
-def beside(x: Array, parameter: Array) -> Array:
+def broadcastable(x: Array, parameter: Array) -> Array:
     """Return a parameter that broadcasts with `x`: JAX can be told to refuse another rank."""
     if library_of(x).name != "jax":
         return parameter

@@ -173,12 +173,12 @@ class ParallelCall:
             whole: Any = self.options[name]
             if isinstance(of, Expression):
                 shares[name] = [
-                    block.placed(x, one, axes)
+                    block.padded(x, one, axes)
                     for x, (axes, one) in zip(arrays_in(of), whole.arrays(), strict=True)
                 ]
             else:
                 axes = option_of(name).axes
-                shares[name] = [of if axes is None else block.placed(of, whole, axes)]
+                shares[name] = [of if axes is None else block.padded(of, whole, axes)]
         return shares
 
     def finished(

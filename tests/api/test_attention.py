@@ -1,6 +1,5 @@
 """Wrong calls: each error comes before any work, quotes the arguments and says how to fix them."""
 
-import importlib
 import re
 
 import numpy as np
@@ -8,7 +7,7 @@ import pytest
 from optional import array_api_strict, causal_lower_right, causal_upper_left, flex, jax, jnp, torch
 
 import polyattn
-from polyattn import UnsupportedError, attention, attention_partial, masks, scores
+from polyattn import attention, attention_partial, masks
 from polyattn._dispatch import registry
 
 Q = np.zeros((2, 4, 5, 8), np.float32)
@@ -26,107 +25,29 @@ def refused(error, *pieces, q=Q, k=K, v=V, **options):
         attention_partial(q, k, v, **options)
 
 
-# ---- not an array ----
-
-
-@pytest.mark.parametrize("what", [[[1.0]], 1.0, None, "abc"])
-def test_other_objects(what):
-    kind = type(what).__name__
-    refused(TypeError, f"query is a {kind}", "numpy.asarray", q=what)
-    refused(TypeError, f"value is a {kind}", "numpy.asarray", v=what)
-
-
-def foreign(module, name):
-    """An array of a library that is not installed."""
-    return type(name, (), {"__module__": module})()
+# ---- masks of torch's own ----
 
 
 def tensors(**changed):
     return {name: torch.from_numpy(x) for name, x in (("q", Q), ("k", K), ("v", V))} | changed
 
 
-#: Arrays that are no ordinary ones: how to make the arguments, and what the message says.
-SPECIAL = {
-    "matrix": (
-        lambda: {"k": np.matrix([[1.0, 2.0]])}, "key is a numpy.matrix", "numpy.asarray(key)",
-    ),
-    "masked array": (
-        lambda: {"v": np.ma.masked_array(V, V == 0)}, "value is a masked array", "value.data",
-        "mask=",
-    ),
-    "masked tensor": (
-        lambda: {"bias": torch.masked.masked_tensor(torch.ones(5, 7), torch.ones(5, 7) > 0)},
-        "bias is a masked tensor", "bias.get_data()", "mask=",
-    ),
-    "sparse": (lambda: {"v": foreign("sparse.core", "SparseArray")}, "pass value.todense()"),
-    "compressed": (lambda: {"v": foreign("blosc2.ndarray", "NDArray")}, "pass value[...]"),
-    "quantized tensor": (
-        lambda: {"bias": torch.quantize_per_tensor(torch.ones(5, 7), 0.1, 0, torch.qint8)},
-        "bias is a sparse, quantized", "bias.dequantize()",
-    ),
-    "sparse tensor": (lambda: {"q": torch.eye(4).to_sparse()}, "query is a sparse, quantized"),
-    "nested tensor": (
-        lambda: {"q": torch.nested.nested_tensor([torch.ones(2, 3)], layout=torch.jagged)},
-        "masks.segments",
-    ),
-    "array of objects": (
-        lambda: {"q": Q.astype(object)}, "query has dtype object", "cast it first",
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", SPECIAL)
-def test_arrays_that_are_no_ordinary_ones(name):
-    make, *pieces = SPECIAL[name]
-    refused(TypeError, *pieces, **make())
-
-
 @pytest.mark.parametrize("make", [causal_upper_left, causal_lower_right])
-@pytest.mark.parametrize("where", [{}, {"kernel": "tiled"}, {"backend": "numpy"}], ids=str)
-def test_causal_bias_of_torch(make, where):
-    q, k, v = map(torch.from_numpy, (Q, K, V))
-    bias = make(5, 7)
-    for name in ("bias", "mask", "sinks", "query_offset"):
+def test_causal_bias_of_torch(make):
+    given, bias = tensors(), make(5, 7)
+    for name in ("bias", "mask"):
         refused(
-            TypeError, f"{name} is torch's CausalBias", "is_causal=True",
-            q=q, k=k, v=v, **{name: bias}, **where,
-        )  # fmt: skip
-    for inside in ({"mask": masks.causal() | bias}, {"score_mod": scores.alibi(bias)}):
-        refused(TypeError, "is torch's CausalBias", q=q, k=k, v=v, **inside, **where)
-    for value in (masks.dense, masks.segments, masks.prefix):
-        with pytest.raises(TypeError, match="CausalBias"):
-            value(bias)
+            TypeError, f"{name} is torch's CausalBias", "is_causal=True", **given, **{name: bias}
+        )
+    refused(TypeError, "is torch's CausalBias", mask=masks.causal() | bias, **given)
+    with pytest.raises(TypeError, match="CausalBias"):
+        masks.segments(bias)
 
 
 def test_block_mask_of_torch():
     blocks = flex.create_block_mask(lambda b, h, i, j: j <= i, None, None, 5, 7, device="cpu")
     for name in ("mask", "bias"):
         refused(TypeError, f"{name} is torch's BlockMask", ".mask_mod, in mask=", **{name: blocks})
-
-
-class Wrapper(torch.Tensor):
-    """A tensor whose values are in another tensor."""
-
-    @staticmethod
-    def __new__(cls, inner):
-        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
-
-    def __init__(self, inner):
-        self.inner = inner
-
-    @classmethod
-    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
-        bare = [x.inner if isinstance(x, cls) else x for x in args]
-        return function(*bare, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("backend", ["numpy", "jax"])
-def test_a_wrapper_tensor_is_not_converted(backend):
-    q, k, v = map(torch.from_numpy, (Q, K, V))
-    bias = Wrapper(torch.ones(5, 7))
-    assert attention(q, k, v, bias=bias, kernel="dense").shape == (2, 4, 5, 3)
-    refused(UnsupportedError, "bias is traced", q=q, k=k, v=v, bias=bias, backend=backend)
 
 
 # ---- what does not fit -----------------------------------------------------------------------
@@ -146,20 +67,11 @@ WRONG = {
     "a mask of floats": (
         TypeError, {"mask": np.ones((5, 7), np.float32)}, "float32", "mask.astype(bool)", "bias=",
     ),
-    "a mask of floats of torch": (TypeError, tensors(mask=torch.ones(5, 7)), "is mask.bool()"),
     "a bias of bools": (TypeError, {"bias": np.ones((5, 7), bool)}, "bias", "bool", "mask="),
-    "sinks of integers": (TypeError, {"sinks": np.zeros(4, np.int64)}, "sinks", "int64"),
     "offsets of floats": (
         TypeError, {"query_offset": np.zeros(2, np.float32)}, "query_offset", "(2,) float32",
     ),
     "an offset of a float": (TypeError, {"query_offset": 1.5}, "query_offset", "1.5"),
-    "two libraries": (
-        TypeError, {"k": torch.zeros(K.shape)}, "array of numpy", "key one of torch",
-        "torch.asarray(query",
-    ),
-    "a mask of another library": (
-        TypeError, {"mask": torch.ones(5, 7, dtype=torch.bool)}, "mask one of torch",
-    ),
     "two devices": (
         ValueError, {"q": FAR.to_device(array_api_strict.Device("CPU_DEVICE")), "k": FAR, "v": FAR},
         "query is on", "key on", "device1",
@@ -169,7 +81,6 @@ WRONG = {
     "lengths that differ": (ValueError, {"v": V[:, :, :6]}, "7 and 6", "value (2, 2, 6, 3)"),
     "key heads that differ": (ValueError, {"v": V[:, :1]}, "2 and 1", "value (2, 1, 7, 3)"),
     "heads that are no multiple": (ValueError, {"q": Q[:, :3]}, "3 and 2", 'layout="...LHD"'),
-    "no key heads": (ValueError, {"k": K[:, :0], "v": V[:, :0]}, "4 and 0"),
     "batch axes that do not broadcast": (
         ValueError, {"k": np.zeros((3, 2, 7, 8), np.float32)}, "(2,), (3,), (2,)", "broadcast",
     ),
@@ -181,9 +92,6 @@ WRONG = {
         },
         "query (2, 5, 4, 8)", "(..., L, H, D)",
     ),
-    "a mask of rank 3": (
-        ValueError, {"mask": np.ones((4, 5, 7), bool)}, "(4, 5, 7)", "mask[:, None]", "mask[None]",
-    ),
     **{
         f"a bias of shape {shape}": (ValueError, {"bias": np.ones(shape)}, f"bias {shape}", *hints)
         for shape, *hints in (
@@ -193,23 +101,10 @@ WRONG = {
         )
     },
     "a number for sinks": (TypeError, {"sinks": 0.0}, "sinks must be an array along H", "got 0.0"),
-    "a mask of rank 3 in an expression": (
-        ValueError, {"mask": masks.causal() | np.ones((4, 5, 7), bool)}, "could be batch or heads",
-    ),
-    **{
-        f"a mask of rank {mask.ndim} for rank 5": (
-            ValueError, {"q": Q[None], "k": K[None], "v": V[None], "mask": mask}, "mask[:, None]",
-        )
-        for mask in (np.ones((4, 5, 7), bool), np.ones((2, 4, 5, 7), bool))
-    },
-    "a mask of another length": (
-        ValueError, {"mask": np.ones((5, 6), bool)}, "mask (5, 6)", "(2, 4, 5, 7)",
-    ),
-    "a bias of other heads": (
-        ValueError, {"bias": np.zeros((2, 2, 5, 7), np.float32)}, "bias (2, 2, 5, 7)",
-    ),
-    "a mask of more axes": (
-        ValueError, {"mask": np.ones((3, 2, 4, 5, 7), bool)}, "mask (3, 2, 4, 5, 7)",
+    "a mask of rank 4 for rank 5": (
+        ValueError,
+        {"q": Q[None], "k": K[None], "v": V[None], "mask": np.ones((2, 4, 5, 7), bool)},
+        "mask[:, None]",
     ),
     "a mask that would widen the batch": (
         ValueError, {"q": Q[:1], "k": K[:1], "v": V[:1], "mask": np.ones((6, 1, 1, 7), bool)},
@@ -219,14 +114,11 @@ WRONG = {
     "offsets of other items": (
         ValueError, {"query_offset": np.zeros(3, int)}, "query_offset", "(2,)", "got (3,)",
     ),
-    "offsets of more axes": (
-        ValueError, {"query_offset": np.zeros((1, 2), int)}, "query_offset", "got (1, 2)",
-    ),
     # options
     **{
         f"{name} of {value}": (ValueError, {name: value}, *pieces, repr(value))
         for name, values, *pieces in (
-            ("scale", (float("nan"), float("inf")), "scale must be finite"),
+            ("scale", (float("nan"), 10**400), "scale must be finite"),
             ("scale", (1e39, 1e-46), "scale must be within the range"),
             ("softcap", (1e39, 1e-46), "softcap must be within the range"),
             ("softcap", (0, -1.0), "softcap must be above 0"),
@@ -236,9 +128,6 @@ WRONG = {
         )
         for value in values
     },
-    "a huge scale": (ValueError, {"scale": 10**400}, "scale must be finite"),
-    "a huge softcap": (ValueError, {"softcap": 10**400}, "softcap must be finite"),
-    "a layout in an array": (ValueError, {"layout": np.array("...HLD")}, "...HLD"),
     **{
         f"{name} of {value!r}": (TypeError, {name: value}, *pieces)
         for name, values, *pieces in (
@@ -258,32 +147,17 @@ WRONG = {
         TypeError, {"mask": lambda i, j: i > j}, "the mask function must take (b, h, i, j)",
         "(i, j)",
     ),
-    "parameters of a score function": (
-        TypeError, {"score_mod": lambda s: s}, "score_mod must take (score, b, h, i, j)",
-    ),
-    "numbers from a mask": (
-        TypeError, {"mask": lambda b, h, i, j: i + j}, "must return a bool array", "int64",
-    ),
-    "another length from a mask": (
-        ValueError, {"mask": lambda *_: np.ones((5, 6), bool)}, "must broadcast to (2, 4, 5, 7)",
-    ),
-    "more axes from a mask": (
-        ValueError, {"mask": lambda *_: np.ones((3, 1, 1, 1, 1), bool)}, "must broadcast to",
-    ),
     # backends
     "a misspelt backend": (
         polyattn.UnknownBackendError, {"backend": "nunpy"}, "'nunpy'", "did you mean 'numpy'?",
     ),
-    "an unknown backend": (ValueError, {"backend": "numpy,acme"}, "array-api, auto"),
     "a missing name": (
         ValueError, {"backend": "numpy,,torch"}, "missing in backend='numpy,,torch'",
     ),
-    "no names": (ValueError, {"backend": []}, "missing in backend=[]"),
     "a device of auto": (ValueError, {"backend": "auto:cuda"}, "auto:cuda", "takes no device"),
     "an unknown kernel": (
         polyattn.UnsupportedError, {"kernel": "flash"}, "no kernel of that name", "tiled, dense",
     ),
-    "a kernel without a name": (polyattn.UnsupportedError, {"kernel": ""}, "kernel='' cannot"),
     "a device that is not here": (
         NotImplementedError, {"backend": "torch:cuda:7"}, "no device 'cuda:7'", "cpu",
     ),
@@ -292,6 +166,20 @@ WRONG = {
         "cannot take this call", "not compute dropout",
     ),
 }  # fmt: skip
+
+
+if torch:
+    WRONG |= {
+        "a mask of floats of torch": (TypeError, tensors(mask=torch.ones(5, 7)), "is mask.bool()"),
+        "two libraries": (
+            TypeError, {"k": torch.zeros(K.shape)}, "array of numpy", "key one of torch",
+            "torch.asarray(query",
+        ),
+        "a score function that returns a tensor": (
+            TypeError, {"score_mod": lambda *_: torch.zeros(5, 7)},
+            "arrays of numpy and must return one",
+        ),
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", WRONG)
@@ -306,84 +194,51 @@ def test_a_mask_by_position_is_told_its_name():
 
 
 def test_what_fits_barely_is_taken():
+    attention(Q, K, V, mask=np.ones((1, 5, 7), bool))
     assert attention(Q[:, :0], K[:, :0], V[:, :0]).shape == (2, 0, 5, 3)
     attention(Q, K, V, mask=lambda *indices: True, score_mod=lambda s, *indices: s)
+    assert not attention(Q, K, V, mask=lambda *indices: False).any()
     for name in ("scale", "softcap"):
         for value in (1e39, 1e-46):
             attention(*(x.astype("f8") for x in (Q, K, V)), **{name: value})
 
 
-@pytest.mark.parametrize("library", ["numpy", "torch", "jax", "array_api_strict"])
-def test_a_mask_of_rank_three_that_is_not_ambiguous(library):
-    xp = importlib.import_module("jax.numpy" if library == "jax" else library)
-    rng = np.random.default_rng(0)
-    query, key, value = (xp.asarray(rng.random(x.shape, np.float32)) for x in (Q, K, V))
-    seen = np.arange(7) % 3 != np.arange(5)[:, None] % 2
-    kernels = {"numpy": ("tiled", "dense"), "torch": ("sdpa", "tiled"), "jax": ("xla",)}
-
-    def outputs(mask, kernel):
-        value_of = masks.dense(mask) & masks.window(3, 3) | masks.dense(mask)
-        given = mask[0, ...], mask, value_of
-        return [attention(query, key, value, mask=one, kernel=kernel) for one in given]
-
-    traced = jax.jit(outputs, static_argnums=1) if library == "jax" else outputs
-    for rows in (seen[None], seen[None, :1]):
-        for kernel in kernels.get(library, (None,)):
-            expected, *found = map(np.asarray, traced(xp.asarray(rows), kernel))
-            for output in found:
-                np.testing.assert_allclose(output, expected, rtol=1e-5)
-
-
-def capped(cap):
-    """Return the score rule that the messages advise."""
-    return lambda s, b, h, i, j: cap * jnp.tanh(s / cap)
-
-
-def test_what_is_advised_for_a_softcap_that_is_an_array():
-    refused(TypeError, "Pass float(softcap)", softcap=np.asarray(5.0))
+def test_the_advice_for_an_array_as_softcap_is_right():
     refused(TypeError, "Pass float(softcap)", softcap=torch.tensor(5.0))
     refused(TypeError, "pass score_mod=", "tanh(s / softcap[h])", softcap=np.ones(4))
-    refused(TypeError, "must be a number; got (5,)", softcap=(5,))
-    with pytest.raises(TypeError, match=r"dropout rate must be a number; got array\(0.5\)$"):
-        attention(Q, K, V, dropout=(np.asarray(0.5), 1))
-
-
-def test_what_is_advised_for_a_softcap_or_a_window_that_is_traced():
     arrays = np.random.default_rng(0).random((3, 4, 5, 8), np.float32)
     q, k, v = map(jnp.asarray, arrays)
     with pytest.raises(TypeError, match="static argument, or pass score_mod=lambda s, b, h, i, j"):
         jax.jit(lambda cap: attention(q, k, v, softcap=cap))(5.0)
-    found = jax.jit(lambda cap: attention(q, k, v, score_mod=capped(cap)))(5.0)
-    np.testing.assert_allclose(found, attention(*arrays, softcap=5.0), rtol=1e-5)
 
-    def within(left, right, offset=0):
-        return lambda b, h, i, j: (i + offset - left <= j) & (j <= i + offset + right)
+    def capped(cap):
+        rule = lambda s, b, h, i, j: cap * jnp.tanh(s / cap)  # noqa: E731
+        return attention(q, k, v, score_mod=rule)
 
+    np.testing.assert_allclose(jax.jit(capped)(5.0), attention(*arrays, softcap=5.0), rtol=1e-5)
+
+
+def test_a_traced_window_is_refused_with_the_mask_to_pass():
+    q, k, v = (jnp.ones((4, 5, 8)) for _ in range(3))
     match = r"static argument, or pass mask=lambda b, h, i, j: \(i \+ offset - left <= j\)"
     for window in (lambda end: (end, 0), lambda end: (None, end)):
         with pytest.raises(TypeError, match=match):
             jax.jit(lambda end, window=window: attention(q, k, v, window=window(end)))(2)
-    found = jax.jit(lambda left: attention(q, k, v, mask=within(left, 1)))(2)
-    np.testing.assert_allclose(found, attention(*arrays, window=(2, 1)), rtol=1e-5)
 
 
 @pytest.mark.parametrize(
     ("returned", "error", "message"),
     [
         (1.0, TypeError, "score_mod must return an array; got 1.0"),
-        (None, TypeError, "score_mod must return an array; got None"),
         (np.zeros((5, 6)), ValueError, "must broadcast to (2, 4, 5, 7)"),
-        (np.zeros((1, 2, 4, 5, 7)), ValueError, "it returned (1, 2, 4, 5, 7)"),
         (np.zeros((5, 7), complex), TypeError, "complex128"),
-        (torch.zeros(5, 7), TypeError, "arrays of numpy and must return one"),
     ],
 )
 def test_a_score_function_that_returns_something_else(returned, error, message):
     refused(error, message, score_mod=lambda s, b, h, i, j: returned)
-    if error is not TypeError:
-        refused(error, message, score_mod=lambda s, b, h, i, j: returned, backend="torch")
 
 
+@pytest.mark.needs("torch")
 def test_the_error_lists_every_candidate():
     with pytest.raises(polyattn.UnsupportedError) as caught:
         attention(Q, K, V, softcap=2.0, backend="torch,numpy", kernel="sdpa")
@@ -396,6 +251,7 @@ def test_the_error_lists_every_candidate():
 # ---- order of the checks ----
 
 
+@pytest.mark.needs("torch")
 def test_refusals_come_before_any_conversion(monkeypatch):
     assert registry.load("torch") is None
     backend = type(registry.loaded("torch"))

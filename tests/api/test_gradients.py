@@ -21,7 +21,6 @@ from polyattn import (
     scores,
 )
 from polyattn._kernels.dense_kernel import Dense
-from polyattn._kernels.tiled import Tiled
 from polyattn.conformance.cases.gradient_cases import BACKWARD_CASES
 from polyattn.conformance.checks.gradients import compare
 from polyattn.conformance.checks.target import Target
@@ -31,25 +30,8 @@ RNG = np.random.default_rng(0)
 SHAPES = ((2, 4, 9, 8), (2, 2, 13, 8), (2, 2, 13, 5))
 
 
-def small_tiles():
-    kernel = Tiled()
-    kernel.tile = 96
-    return kernel
-
-
 def draw(*shapes):
     return [RNG.standard_normal(shape) for shape in shapes]
-
-
-@pytest.mark.parametrize("lengths", [(0, 13), (9, 0), (0, 0)])
-def test_nothing_to_compute(lengths):
-    query, key, value = draw((2, lengths[0], 8), (2, lengths[1], 8), (2, lengths[1], 5))
-    sinks = np.zeros(2)
-    output, pullback = attention_vjp(query, key, value, sinks=sinks, bias=np.zeros(lengths))
-    for gradient, like in zip(pullback(output), (query, key, value), strict=False):
-        assert np.array_equal(gradient, np.zeros_like(like))
-    assert pullback(output).bias.shape == lengths
-    assert np.array_equal(pullback(output).sinks, sinks)
 
 
 def test_a_gradient_has_the_rank_of_its_array():
@@ -72,49 +54,23 @@ def test_the_shares_of_parts_of_the_keys_add_up(dtype):
         return {"key": key[..., part, :], "value": value[..., part, :], "query_offset": offset}
 
     whole = merge(*(attention_partial(query, **of(*p), **options) for p in parts))
-    sums = Gradients()
+    found, of_keys = Gradients(), []
     for part in parts:
         found = attention_backward(
-            query, partial=whole, output_gradient=along, into=Gradients(query=sums.query),
+            query, partial=whole, output_gradient=along, into=Gradients(query=found.query),
             **of(*part), **options,
         )  # fmt: skip
         assert found.query.dtype == ("float64" if dtype == "float64" else "float32")
-        sums = Gradients(
-            found.query,
-            *(
-                x if before is None else np.concatenate((before, x), axis=-2)
-                for before, x in ((sums.key, found.key), (sums.value, found.value))
-            ),
-        )
+        of_keys.append(found[1:3])
+    sums = found.query, *(np.concatenate(some, axis=-2) for some in zip(*of_keys, strict=True))
     expected = attention_vjp(query, key, value, **options)[1](along)
     assert expected.query.dtype == dtype
     error = {"float16": 4e-3, "float32": 2e-6, "float64": 2e-15}[dtype]
-    for x, y in zip(sums[:3], expected[:3], strict=True):
+    for x, y in zip(sums, expected[:3], strict=True):
         assert np.max(np.abs(x - y)) <= error * np.max(np.abs(y))
 
 
 # ---- NaN and infinity ----
-
-
-@pytest.mark.parametrize("kernel", [None, small_tiles()], ids=["whole", "tiles"])
-@pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
-def test_what_is_hidden_changes_no_gradient(poison, kernel):
-    mask = RNG.random((9, 13)) < 0.6
-    mask[:, 4] = False
-    mask[5:, 7] = False  # seen by some rows only
-    query, key, value = draw(*SHAPES)
-    along = RNG.standard_normal((2, 4, 9, 5))
-    options = {"mask": mask, "softcap": 2.0, "kernel": kernel}
-    clean = attention_vjp(query, key, value, **options)[1](along)
-    for one in (4, 7):
-        at_fault = mask[:, one]
-        bad_key, bad_value = key.copy(), value.copy()
-        bad_key[..., one, :] = bad_value[..., one, :] = poison
-        found = attention_vjp(query, bad_key, bad_value, **options)[1](along)
-        assert np.array_equal(found.query[..., ~at_fault, :], clean.query[..., ~at_fault, :])
-        beside = ~np.any(mask[at_fault], axis=0)  # keys that no such row sees
-        for x, y in ((found.key, clean.key), (found.value, clean.value)):
-            assert np.array_equal(x[..., beside, :], y[..., beside, :])
 
 
 # ---- what is given ----
@@ -155,13 +111,6 @@ def test_what_cannot_be_differentiated_is_refused():
         ({"into": Gradients(key=np.zeros(7))}, ValueError, r"into\.key must .*; got \(7,\)"),
         ({"output_gradient": np.zeros(3)}, ValueError, "output_gradient must have the shape"),
         ({"output_gradient": np.zeros((2, 4, 9, 5), "float32")}, TypeError, "float64 as the query"),
-        ({"logsumexp_gradient": np.zeros((2, 4, 8))}, ValueError, "logsumexp_gradient must have"),
-        ({"is_casual": True}, TypeError, "unexpected keyword argument 'is_casual'"),
-        (
-            {"partial": Partial(np.zeros((2, 4, 9, 6)), np.zeros((2, 4, 9)))},
-            ValueError,
-            "output must have the shape",
-        ),
         (
             {"partial": Partial(np.zeros((2, 4, 9, 5)), np.zeros((2, 4, 8)))},
             ValueError,
@@ -179,29 +128,17 @@ def test_bad_input(change, error, message):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "options", "error", "message"),
+    ("tangents", "error", "message"),
     [
-        (
-            (1, (None,) * 3),
-            {},
-            TypeError,
-            "primals must be those of query, key and value; got a int",
-        ),
-        ((None, (None,) * 2), {}, TypeError, "tangents must be those of .* got 2 of them"),
-        ((None, (np.zeros(3), None, None)), {}, ValueError, "the tangent of query must have its"),
-        (
-            (None, {"bias": np.zeros(3)}),
-            {},
-            ValueError,
-            "a tangent of bias, and no bias in the call",
-        ),
-        ((None, {"scale": 1.0}), {}, TypeError, "may be those of query, .* got one of 'scale'"),
+        ((None,) * 2, TypeError, "tangents must be those of .* got 2 of them"),
+        ((np.zeros(3), None, None), ValueError, "the tangent of query must have its"),
+        ({"bias": np.zeros(3)}, ValueError, "a tangent of bias, and no bias in the call"),
+        ({"scale": 1.0}, TypeError, "may be those of query, .* got one of 'scale'"),
     ],
 )
-def test_bad_tangents(arguments, options, error, message):
-    primals, tangents = arguments
+def test_bad_tangents(tangents, error, message):
     with pytest.raises(error, match=message):
-        attention_jvp(draw(*SHAPES) if primals is None else primals, tangents, **options)
+        attention_jvp(draw(*SHAPES), tangents)
 
 
 def test_no_tangent_is_a_tangent_of_0():
@@ -211,7 +148,7 @@ def test_no_tangent_is_a_tangent_of_0():
     assert not tangent.any()
 
 
-def test_partials_of_16_bits_keep_their_digits_where_they_are_merged():
+def test_float32_partials_of_16_bits_keep_their_digits():
     query, key, value = (x.astype("float16") for x in draw((2, 4, 8), (2, 64, 8), (2, 64, 5)))
     parts = [slice(n, n + 8) for n in range(0, 64, 8)]
 
@@ -326,14 +263,3 @@ def test_gradients_print_their_shapes_and_are_a_tuple():
     shown = "Gradients(query: (2, 3, 4) float32, key: (2, 3, 4) float32, value: (2, 3, 4) float32"
     assert repr(gradients).startswith(f"{shown}, score_mod: scores.alibi(<(2,) float64>)")
     assert list(gradients) == [getattr(gradients, name) for name in Gradients._fields]
-
-
-@pytest.mark.slow
-def test_torch_compiles_a_loop_over_gradients():
-    def total(x):
-        found = attention_vjp(x, x, x, is_causal=True)[1](x)
-        return sum(gradient.sum() for gradient in found if gradient is not None)
-
-    x = torch.asarray(RNG.normal(size=(2, 4, 5, 8)))
-    compiled = torch.compile(total, fullgraph=True, backend="eager")
-    assert torch.allclose(compiled(x), total(x))

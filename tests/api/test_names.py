@@ -1,8 +1,6 @@
 """Names of other libraries, and the types of the results."""
 
-import inspect
 import re
-import typing
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +8,6 @@ import pytest
 
 import polyattn
 from polyattn import attention
-from polyattn._api.attention import AttentionOptions
 from polyattn._api.names import FOREIGN
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -53,20 +50,3 @@ def test_the_page_has_all_names():
             there, here = line.strip("| ").split(" | ", 1)
             table |= dict.fromkeys(re.findall(r"`(\w+)=`", there), here.replace("`", ""))
     assert table == FOREIGN
-
-
-def test_no_name_of_ours_is_foreign():
-    assert not FOREIGN.keys() & {*inspect.signature(attention).parameters}
-
-
-def test_the_signature_is_what_it_was():
-    parameters = inspect.signature(attention).parameters
-    assert list(parameters) == ["query", "key", "value", *AttentionOptions.__annotations__]
-    assert parameters["is_causal"].default is False
-    assert attention.__name__ == "attention"
-
-
-def test_the_result_has_the_type_of_the_query():
-    hints = typing.get_type_hints(attention)
-    assert isinstance(hints["return"], typing.TypeVar)
-    assert hints["return"] is hints["query"]

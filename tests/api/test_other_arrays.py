@@ -1,10 +1,10 @@
-"""Arrays that attention refuses: each message says whose they are and what to pass."""
+"""Arrays that attention refuses: each message says what they are and what to pass."""
 
 import h5py
 import numpy as np
 import pandas
 import pytest
-from optional import array_api_strict, autograd, xarray, zarr
+from optional import array_api_strict, autograd, torch, xarray, zarr
 
 from polyattn import UnsupportedError, attention, attention_vjp
 
@@ -35,10 +35,31 @@ GIVEN = {
         lambda folder: autograd.tracer.new_box(X, 0, None),
         ["query is a box of autograd", "register attention_vjp"],
     ),
+    "matrix": (lambda folder: np.matrix(X[0]), ["query is a numpy.matrix", "numpy.asarray(query)"]),
+    "masked array": (
+        lambda folder: np.ma.masked_array(X, X == 0),
+        ["query is a masked array", "query.data", "mask="],
+    ),
+    "sparse": (lambda folder: foreign("sparse", "SparseArray"), ["pass query.todense()"]),
+    "compressed": (lambda folder: foreign("blosc2", "NDArray"), ["pass query[...]"]),
+    "quantized tensor": (
+        lambda folder: torch.quantize_per_tensor(torch.ones(5, 7), 0.1, 0, torch.qint8),
+        ["query is a sparse, quantized", "query.dequantize()"],
+    ),
+    "nested tensor": (
+        lambda folder: torch.nested.nested_tensor([torch.ones(2, 3)], layout=torch.jagged),
+        ["masks.segments"],
+    ),
+    "array of objects": (
+        lambda folder: X.astype(object),
+        ["query has dtype object", "cast it first"],
+    ),
     "list": (lambda folder: X.tolist(), ["query is a list", "numpy.asarray(query)"]),
+    "nothing": (lambda folder: None, ["query is a NoneType", "numpy.asarray(query)"]),
 }
 
 
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", GIVEN)
 def test_the_message_says_whose_it_is(name, tmp_path):
     make, parts = GIVEN[name]

@@ -4,8 +4,8 @@ import tracemalloc
 
 import numpy as np
 import pytest
-from libraries import EVERYWHERE, LIBRARIES, NUMPY, Library
-from optional import jax, jnp, torch
+from libraries import EVERYWHERE, LIBRARIES, NUMPY
+from optional import jax, torch
 
 from polyattn import (
     TopWeights,
@@ -78,18 +78,8 @@ def test_weights_are_traced_by_jax():
     np.testing.assert_allclose(found.weights, expected.weights, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.slow
-def test_weights_are_compiled_by_torch():
-    def asked(query, key):
-        return attention_weights(query, key, top=2, mask=masks.causal() & masks.window(3, 0))
-
-    compiled = torch.compile(asked, fullgraph=True, backend="eager")
-    found = compiled(torch.from_numpy(QUERY), torch.from_numpy(KEY))
-    np.testing.assert_allclose(found.weights, asked(QUERY, KEY).weights, rtol=1e-5)
-
-
 @pytest.mark.parametrize("name", OPTIONS)
-def test_rows_heads_sums_and_the_largest_are_those_of_the_whole(name):
+def test_selected_rows_heads_sums_and_top_equal_the_whole(name):
     whole = attention_weights(QUERY, KEY, **OPTIONS[name])
     for rows, heads in (
         (slice(2, 5), slice(1, 3)),
@@ -130,7 +120,7 @@ def test_a_logsumexp_that_is_known_gives_the_same(name, layout):
     np.testing.assert_allclose(some, expected[:, 2:3, 3:5], rtol=1e-5, atol=1e-6)
 
 
-def test_by_a_merged_logsumexp_the_weights_of_some_keys_are_those_among_all():
+def test_a_merged_logsumexp_gives_the_weights_among_all_keys():
     parts = [attention_partial(QUERY, KEY[:, :, s], VALUE[:, :, s]) for s in np.s_[:5, 5:]]
     known = merge(*parts).logsumexp
     found = attention_weights(QUERY, KEY[:, :, 5:], logsumexp=known)
@@ -145,44 +135,11 @@ def test_a_matrix_is_one_head_without_an_axis():
     assert top.weights.shape == top.keys.shape == (L, 2)
 
 
-@pytest.mark.parametrize(
-    ("shape", "options", "libraries"),
-    [
-        ((2, 4, 0, 5), {}, (*EVERYWHERE, Library("jax", jnp.asarray, np.asarray))),
-        ((2, 4, 3, 0), {"sinks": np.ones(4, np.float32)}, LIBRARIES),
-        ((2, 4, 0, 0), {"is_causal": True, "rows": slice(None), "heads": [3, 1]}, [NUMPY]),
-        ((0, 4, 3, 5), {"normalizer": scores.sparsemax()}, LIBRARIES),
-        ((2, 0, 3, 5), {"heads": slice(0, 2)}, [NUMPY]),
-    ],
-)
-def test_where_there_are_no_rows_keys_items_or_heads_the_weights_are_empty(
-    shape, options, libraries
-):
-    items, heads, rows, keys = shape
-    count = min(heads, 2) if "heads" in options else heads
-    for library in libraries:
-        query = library.to(np.zeros((items, heads, rows, D), np.float32))
-        key = library.to(np.zeros((items, heads // 2, keys, D), np.float32))
-        given = {k: library.to(x) if isinstance(x, np.ndarray) else x for k, x in options.items()}
-        weights = attention_weights(query, key, **given)
-        assert tuple(weights.shape) == (items, count, rows, keys)
-        sums = library.back(attention_weights(query, key, per_key=True, **given))
-        np.testing.assert_array_equal(sums, np.zeros((items, count, keys), "f4"), strict=True)
-        top = attention_weights(query, key, top=1, **given)
-        shapes = {tuple(top.weights.shape), tuple(top.keys.shape)}
-        assert shapes == {(items, count, rows, min(1, keys))}
-
-
 def test_where_there_are_no_rows_gradients_are_0():
     query, key = (torch.zeros(1, 2, n, D, dtype=torch.float64, requires_grad=True) for n in (0, S))
     attention_weights(query, key, per_key=True).sum().backward()
     assert not key.grad.any()
     assert query.grad.shape == query.shape
-
-
-def test_sixteen_bits_give_float32():
-    weights = attention_weights(QUERY.astype(np.float16), KEY.astype(np.float16))
-    assert weights.dtype == np.float32
 
 
 def test_a_named_backend_gives_the_callers_arrays():
@@ -206,17 +163,19 @@ def test_gradients_pass_through():
 
 
 @pytest.mark.parametrize(
-    "asked", [{"per_key": True}, {"top": 4}, {"rows": [5], "heads": 1}], ids=str
+    ("asked", "most"),
+    [({"per_key": True}, 0.5), ({"top": 4}, 0.5), ({"rows": [5], "heads": 1}, 0.5), ({}, 1.6)],
+    ids=str,
 )
-def test_no_array_of_all_scores_is_made_where_it_is_not_asked_for(asked):
-    x = np.zeros((4, 2048, 8), np.float32)  # scores of 64 MiB
+def test_memory_is_for_the_result_and_one_block_of_rows(asked, most):
+    x = np.zeros((4, 2048, 8), np.float32)
     tracemalloc.start()
     try:
-        attention_weights(x, x, is_causal=True, **asked)
+        attention_weights(x, x, **asked)
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert peak < 32 * 2**20
+    assert peak < most * 64 * 2**20  # of all scores
 
 
 @pytest.mark.parametrize("asked", [{}, {"heads": 1}], ids=str)
@@ -234,17 +193,6 @@ def test_all_weights_are_allocated_before_any_is_computed(asked, library, monkey
     assert made == [(2, 1 if asked else 4, 2048, 2048)]
 
 
-def test_no_block_is_held_beside_all_weights():
-    x = np.zeros((4, 2048, 8), np.float32)
-    tracemalloc.start()
-    try:
-        result = attention_weights(x, x)
-        _, peak = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert peak < 1.6 * result.nbytes
-
-
 @pytest.mark.parametrize("top", [MOST_MAXIMA, MOST_MAXIMA + 1])
 @pytest.mark.parametrize("library", LIBRARIES, ids=str)
 def test_of_equal_weights_the_smaller_key_comes_first(library, top):
@@ -258,17 +206,13 @@ def test_of_equal_weights_the_smaller_key_comes_first(library, top):
     ("options", "error", "words"),
     [
         ({"rows": 9}, IndexError, "index 9 is out of range for 9 rows"),
-        ({"rows": [0, -10]}, IndexError, "-10"),
         ({"heads": [4]}, IndexError, "out of range for 4 heads"),
         ({"rows": []}, ValueError, "at least one"),
         ({"rows": 1.5}, TypeError, "1.5"),
-        ({"heads": True}, TypeError, "True"),
         ({"top": 0}, ValueError, "from 1 to S = 13; got 0"),
         ({"top": 14}, ValueError, "got 14"),
         ({"top": 2, "per_key": True}, ValueError, "cannot be given together"),
         ({"logsumexp": np.zeros((B, H, S), np.float32)}, ValueError, r"\(2, 4, 9\)"),
-        ({"logsumexp": np.zeros((B, H, L), int)}, ValueError, "int64"),
-        ({"logsumexp": torch.zeros(B, H, L)}, TypeError, "logsumexp one of torch"),
         (
             {"logsumexp": np.zeros((B, H, L), np.float32), "normalizer": scores.sigmoid()},
             ValueError,

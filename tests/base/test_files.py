@@ -35,7 +35,7 @@ def save(path, seed=0):
 def export_large(path, seed=0):
     path.mkdir(exist_ok=True)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("polyattn.export.weights.LARGEST", 0)
+        patch.setattr("polyattn.export.weight_files.LARGEST", 0)
         linear = nn.Linear.init(4, 3, like=LIKE, seed=seed)
         export(linear, {"x": ("B", 4 + 0 * seed)}, file=path / "model.onnx")
 

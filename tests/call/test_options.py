@@ -1,16 +1,12 @@
 """The table of options: it holds all that `attention` takes, and nothing drops one in silence."""
 
-import collections
 import inspect
 import runpy
-import types
 
 import numpy as np
 import pytest
-from optional import da
 
-import polyattn
-from polyattn import attention, attention_partial, attention_weights, explain, masks, nn, parallel
+from polyattn import attention, masks
 from polyattn import scores as rules
 from polyattn._api.attention import AttentionOptions
 from polyattn._api.names import BESIDE
@@ -23,10 +19,8 @@ from polyattn._core.call.operands import Operands, Tangents
 from polyattn._core.call.options import GRADIENT_ARRAYS, OPTIONS, Option
 from polyattn._core.call.parts import options_of, options_of_part
 from polyattn._core.expressions.parts import Part
-from polyattn._dispatch import registry
 from polyattn._kernels import dense
 from polyattn._kernels.dense_kernel import Dense
-from polyattn.parallel.choice import STRATEGIES
 
 X = np.random.default_rng(0).standard_normal((2, 4, 4, 8), dtype=np.float32)
 SEEN = np.tril(np.ones((4, 4), bool))
@@ -87,121 +81,25 @@ def test_a_part_refuses_what_the_table_does_not_describe(monkeypatch):
         options_of_part({"temperature": 2.0}, PART)
     monkeypatch.setitem(OPTIONS, "temperature", Option("temperature"))
     assert options_of_part({"temperature": 2.0}, PART) == {"temperature": 2.0}
-    with pytest.raises(TypeError, match="temperature cannot be cut: it has no axes"):
+    with pytest.raises(TypeError, match="temperature cannot be cut: the table of options"):
         options_of_part({"temperature": X}, PART)
 
 
-def with_field(record, name):
-    """Return a class of records with one field more, and the methods of another."""
-    rows = collections.namedtuple(
-        record.__name__,
-        (*record._fields, name),
-        defaults=[*record._field_defaults.values(), None],
-    )
-    own = {n: x for n, x in vars(record).items() if not n.startswith("_") and n not in rows._fields}
-    return type(record.__name__, (rows,), own)
-
-
-@pytest.fixture
-def temperature(monkeypatch):
-    """Add an option that is a number, as its recipe says, but for the step of the formula."""
-    monkeypatch.setitem(OPTIONS, "temperature", Option("temperature", float))
-    feature = Feature("temperature=", lambda call, letters: call.temperature is not None)
-    monkeypatch.setitem(FEATURES, "temperature", feature)
-    for module, record in ((describing, describing.Call), (examining, examining.Problem)):
-        monkeypatch.setattr(module, record.__name__, with_field(record, "temperature"))
-    monkeypatch.setattr(examining, "_OPTIONS", (*examining._OPTIONS, "temperature"))
-
-
-def refused():
-    errors = TypeError, polyattn.BackendError, NotImplementedError
-    return pytest.raises(errors, match="temperature")
-
-
-@pytest.mark.usefixtures("temperature")
-def test_the_formula_computes_a_new_option_only_once_it_names_it():
+def test_a_new_feature_is_computed_only_once_a_kernel_names_it(monkeypatch):
+    monkeypatch.setitem(FEATURES, "temperature", Feature("temperature=", lambda c, p: False))
     computed = runpy.run_path(dense.__file__)["COMPUTED"]  # as at an import after the new row
-    # The formula gets keys in one piece.
+    # The formula gets gathered keys.
     known = FEATURES.keys() - {"temperature", "block_table", *DERIVATIVES}
     assert computed == dense.COMPUTED == known
     for differentiated in Dense.differentiates.values():
         assert differentiated == known - NOT_IN_DERIVATIVES
 
 
-@pytest.mark.usefixtures("temperature")
-@pytest.mark.parametrize("backend", [None, *registry.names()])
-def test_each_kernel_refuses_a_new_option_by_name(backend):
-    if backend is not None and registry.load(backend) is not None:
-        pytest.skip(f"{backend} cannot be loaded here")
-    found = explain(X, X, X, temperature=2.0, backend=backend)
-    assert found.problem.features == {"temperature"}
-    reasons = [c for c in found.candidates if c.kernel is not None]
-    assert reasons
-    assert all("temperature" in " ".join(c.reasons) for c in reasons)
-
-
-@pytest.mark.usefixtures("temperature")
-def test_each_front_door_refuses_a_new_option_by_name():
-    for function in (attention, attention_partial, attention_weights):
-        arrays = (X, X) if function is attention_weights else (X, X, X)
-        with refused():
-            function(*arrays, temperature=2.0)
-    layer = nn.MultiHeadAttention.init(8, heads=2, seed=0, like=X)
-    with refused():
-        layer(X, temperature=2.0)
-
-
-@pytest.mark.usefixtures("temperature")
-def test_dask_refuses_a_new_option_by_name_or_gives_it_to_each_part(monkeypatch):
-    from polyattn_dask.backend import Chunked
-
-    x = da.from_array(X, chunks=(1, 2, 2, 8))
-    with refused():
-        attention_partial(x, x, x, temperature=2.0)
-    monkeypatch.setattr(Chunked, "features", Chunked.features | {"temperature"})
-    graph = attention_partial(x, x, x, temperature=2.0, kernel="chunked").output
-    with refused():
-        graph.compute(scheduler="sync")
-
-
-@pytest.mark.usefixtures("temperature")
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_parallel_refuses_a_new_option_by_name_or_gives_it_to_each_part(strategy, monkeypatch):
-    given = []
-
-    def on_each_rank(ranks):
-        size = X.shape[-2] // ranks.size
-        keys = X[..., ranks.rank * size : (ranks.rank + 1) * size, :]
-        part = X if strategy == "decode" else keys
-        parallel.attention(part, keys, keys, over=ranks, strategy=strategy, temperature=2.0)
-
-    with refused():
-        parallel.run_threads(2, on_each_rank)
-    monkeypatch.setattr(Dense, "features", Dense.features | {"temperature"})
-    run = Dense.__call__
-
-    def noted(self, problem, operands, backend):
-        given.append(problem.temperature)
-        return run(self, problem, operands, backend)
-
-    monkeypatch.setattr(Dense, "__call__", noted)
-    parallel.run_threads(2, on_each_rank)
-    assert given
-    assert set(given) == {2.0}
-
-
-@pytest.mark.usefixtures("temperature")
-def test_transformers_refuses_a_new_option_by_name():
-    transformers = pytest.importorskip("polyattn.integrations.transformers")
-    with refused():
-        transformers._check_others(types.SimpleNamespace(), None, {"temperature": 2.0})
-
-
 WRONG = (True, 1, 0.5, "text", lambda *indices: 0, rules.alibi(2), masks.causal())
 
 
 @pytest.mark.parametrize("name", [name for name, row in OPTIONS.items() if row.axes is not None])
-def test_an_option_that_is_an_array_takes_nothing_else_in_silence(name):
+def test_an_array_option_refuses_other_kinds(name):
     row, may_be_number = OPTIONS[name], name in ("query_offset", "key_lengths")
     x = np.ones((1, 2, 3, 4), np.float32)
     for value in WRONG:

@@ -39,7 +39,7 @@ def test_every_feature_and_every_dtype_has_a_case():
 def test_every_feature_has_a_case_of_each_derivative(name):
     cases = DERIVATIVES[name].cases.values()
     needed = set().union(*(case.features for case in cases))
-    # A derivative gets keys in one piece.
+    # A derivative gets gathered keys.
     assert needed | {"logsumexp", "block_table", *DERIVATIVES} == set(FEATURES)
     assert {case.dtype for case in cases} == set(DTYPES)
     in_float64 = set().union(*(case.features for case in cases if case.dtype == "float64"))

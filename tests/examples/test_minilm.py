@@ -96,21 +96,6 @@ def test_vectors_are_those_of_transformers(model, batch, reference, backend):
 
 @pytest.mark.slow
 @needs_weights
-def test_the_exported_model_gives_the_same_vectors_without_polyattn(model, batch):
-    export, runtime = (pytest.importorskip(x) for x in ("polyattn.export", "onnxruntime"))
-    shapes = {"ids": ("B", "L"), "mask": ("B", 1, 1, "L")}
-    exported = export.onnx(model, shapes, dtype={"ids": "int64", "mask": "bool"})
-    assert [node.op_type for node in exported.graph.node].count("Attention") == 6
-    session = runtime.InferenceSession(exported.SerializeToString())
-    for ids, keep in (batch, [array[:2, :12] for array in batch]):
-        inputs = {"ids": np.asarray(ids, np.int64), "mask": keep[:, None, None, :]}
-        total = (session.run(None, inputs)[0] * keep[..., None]).sum(1)
-        vectors = total / np.linalg.norm(total, axis=-1, keepdims=True)
-        assert abs(vectors - demo.Encoder(model).embed(ids, keep)).max() < 1e-5
-
-
-@pytest.mark.slow
-@needs_weights
 @pytest.mark.parametrize("library", ["torch", "jax.numpy"])
 def test_vectors_are_those_of_transformers_in_other_libraries(folder, batch, reference, library):
     xp = pytest.importorskip(library)
@@ -138,17 +123,6 @@ def test_attention_weights_are_those_of_transformers(model, batch, reference):
     assert not maps[padding].any()
 
 
-@pytest.mark.slow
-@needs_weights
-def test_padding_changes_no_sentence(model, batch):
-    encoder = demo.Encoder(model)
-    ids, keep = batch
-    together = encoder.embed(ids, keep)
-    for i, length in enumerate(keep.sum(axis=-1)):
-        alone = encoder.embed(ids[i : i + 1, :length], keep[i : i + 1, :length])
-        np.testing.assert_allclose(alone[0], together[i], rtol=0, atol=1e-6)
-
-
 def test_other_weights_are_refused(tmp_path):
     file = tmp_path / "model.safetensors"
     file.write_bytes(b"not the published model")
@@ -171,25 +145,6 @@ def test_demo_prints_and_draws(folder, tmp_path, capsys):
     assert str(file) in printed
     assert file.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     assert 20_000 < file.stat().st_size < 200_000
-
-
-@pytest.mark.slow
-@needs_weights
-def test_demo_without_picture_is_plain_where_it_must_be(folder, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with (tmp_path / "out.txt").open("w", encoding="ascii") as output:
-        monkeypatch.setattr(sys, "stdout", output)
-        assert demo.main(["--no-picture"]) == 0
-    assert "####" in (tmp_path / "out.txt").read_text(encoding="ascii")
-    assert not (tmp_path / "attention.png").exists()
-
-
-@needs_weights
-def test_demo_passes_the_backend_on(folder, capsys):
-    assert demo.main(["--no-picture", "--backend", "no-such-backend"]) == 2
-    printed = capsys.readouterr()
-    assert "no-such-backend" in printed.err
-    assert "Traceback" not in printed.err
 
 
 @pytest.mark.parametrize(

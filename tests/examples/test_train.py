@@ -91,12 +91,6 @@ def test_batches_are_windows_from_anywhere_and_the_seed_draws_them():
     assert (again[0] != again[2]).any()
 
 
-def test_windows_predict_each_letter_once():
-    windows = text.windows(np.arange(1000), 64)
-    np.testing.assert_array_equal(windows[:, 1:].ravel(), np.arange(1, 15 * 64 + 1))
-    np.testing.assert_array_equal(windows[:, 0], windows[:, 1] - 1)
-
-
 # ---- learning ----
 
 
@@ -126,23 +120,6 @@ def test_the_loss_is_the_cross_entropy_of_the_logits(library, trained, whole):
     assert learner.loss(window[None]) == pytest.approx(expected, rel=1e-5)
 
 
-def test_the_learning_rate_rises_and_falls():
-    rates = [script.rate(step, step / 500) for step in range(501)]
-    peak = int(np.argmax(rates))
-    assert 40 <= peak <= script.WARMING
-    assert (np.diff(rates[: peak + 1]) > 0).all()
-    assert (np.diff(rates[peak:]) < 0).all()
-    assert rates[-1] == pytest.approx(script.LAST_RATE)
-
-
-def test_the_budget_ends_with_the_steps_or_the_time(monkeypatch):
-    assert [step for step, _ in script.budget(5, 60)] == list(range(6))
-    clock = itertools.count(0, 3)  # three seconds go by whenever it is asked
-    monkeypatch.setattr(script.time, "monotonic", lambda: next(clock))
-    assert list(script.budget(None, 0.15)) == [(0, 0), (1, 1 / 3), (2, 2 / 3), (3, 1)]
-    assert list(script.budget(2, 0.15)) == [(0, 0), (1, 0.5), (2, 1)]
-
-
 # ---- writing ----
 
 
@@ -159,16 +136,6 @@ def test_what_is_written_by_the_cache_is_what_full_passes_write(library, trained
     ids = whole.encode(written)
     steps = [decode(ids[: len(prompt)]), *(decode(ids[[n]]) for n in range(len(prompt), len(ids)))]
     np.testing.assert_allclose(np.stack(steps), logits[len(prompt) - 1 :], atol=1e-4)
-
-
-def test_a_letter_sees_no_farther_back_than_in_training(library, trained, whole):
-    learner = trained(library)[0]
-    ids = whole.held_out[: learners.LAYERS * learners.CONTEXT + 10]
-    other = np.concatenate([[(ids[0] + 1) % len(whole.letters)], ids[1:]])
-    one, two = learner.logits(ids), learner.logits(other)
-    reach = learners.LAYERS * (learners.CONTEXT - 1)
-    assert np.abs(one[learners.CONTEXT - 1] - two[learners.CONTEXT - 1]).max() > 0
-    np.testing.assert_allclose(one[reach + 1 :], two[reach + 1 :], atol=1e-5)
 
 
 def test_the_seed_and_the_temperature_draw_the_letters():
@@ -200,17 +167,6 @@ def test_the_program_trains_draws_and_writes(library, tmp_path, capsys):
     assert file.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
 
 
-@pytest.mark.needs("torch")
-def test_a_target_that_is_missed_is_said_and_is_a_failure(tmp_path, capsys, monkeypatch):
-    history = script.History([(0, 3.0), (1, 2.0)], [(0, 3.1), (2, 2.5)])
-    monkeypatch.setattr(script, "train", lambda *_: history)
-    options = ["--generate", "0", "--plot", str(tmp_path / "loss.png")]
-    assert script.main([*options, "--target", "2.4"]) == 1
-    assert (
-        "held-out loss 2.500 after 2 steps: the target of 2.4 is missed" in capsys.readouterr().out
-    )
-
-
 @pytest.mark.parametrize(
     ("options", "says"),
     [
@@ -227,14 +183,6 @@ def test_what_cannot_be_done_is_refused_before_training(options, says, capsys):
         script.main(options)
     assert ended.value.code == 2
     assert says in capsys.readouterr().err
-
-
-def test_the_program_names_the_package_that_is_missing(monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "optax", None)
-    assert script.main(["--library", "jax"]) == 1
-    message = capsys.readouterr().err
-    assert message.count("\n") == 1
-    assert "pip install optax" in message
 
 
 def test_the_page_states_the_target_and_the_model():

@@ -91,31 +91,15 @@ def test_the_node_reads_the_memory_that_tensorscatter_wrote_and_counts_its_token
 
 
 def test_the_inputs_and_outputs_have_names_and_lengths():
-    exported = exported_step("causal")
+    exported, memory = exported_step("causal"), ["B", 2, "S", 8]
     shapes = {
         one.name: [d.dim_param or d.dim_value for d in one.type.tensor_type.shape.dim]
         for one in exported.graph.input
     }
-    memory = ["B", 2, "S", 8]
-    assert shapes == {
-        "ids": ["B", "L"],
-        "caches.0.key": memory,
-        "caches.0.value": memory,
-        "caches.1.key": memory,
-        "caches.1.value": memory,
-        "caches.length": [],
-    }
+    caches = {f"caches.{n}.{kind}": memory for n in (0, 1) for kind in ("key", "value")}
+    assert shapes == {"ids": ["B", "L"], **caches, "caches.length": []}
     outputs = [one.name for one in exported.graph.output]
     assert outputs == ["output", *[f"next_{name}" for name in shapes if name != "ids"]]
-
-
-def test_the_lengths_of_a_cache_with_memory_are_known():
-    model = transformer(layers=1)
-    exported = step(model, lengths=(12, 2))
-    dims = exported.graph.input[1].type.tensor_type.shape.dim
-    assert [d.dim_value for d in dims] == [2, 2, 12, 8]
-    for found, wanted in decode(exported, by_onnxruntime(exported), model):
-        assert abs(found - wanted).max() < 2e-6
 
 
 def test_onnxruntime_writes_to_memory_that_is_bound_twice():
@@ -144,12 +128,6 @@ def test_onnxruntime_writes_to_memory_that_is_bound_twice():
     assert abs(written - caches[1].keys).max() < 2e-6
 
 
-def test_a_token_beyond_the_memory_is_an_error_of_the_runtime():
-    exported = exported_step("causal")
-    with pytest.raises(Exception, match="exceeds max_sequence_length"):
-        list(decode(exported, by_onnxruntime(exported), transformer(), capacity=4))
-
-
 def test_a_layer_has_one_cache():
     layer = nn.MultiHeadAttention.init(32, 4, like=LIKE)
     given = {"x": ("B", "L", 32), "cache": layer.cache("S", like=LIKE, batch=("B",))}
@@ -166,49 +144,28 @@ def test_a_layer_has_one_cache():
     assert abs(key[..., :length, :] - cache.keys).max() < 2e-6
 
 
-def test_float64_is_written_out_and_keeps_its_digits():
-    like = np.zeros(1, np.float64)
-    layer = nn.MultiHeadAttention.init(32, 4, like=like)
-    given = {"x": ("B", "L", 32), "cache": layer.cache("S", like=like, batch=("B",))}
-    exported = export(layer, given, dtype="float64", options={"is_causal": True})
-    x = np.random.default_rng(0).standard_normal((2, 3, 32))
-    memory = np.zeros((2, 4, 9, 8))
-    feed = {"x": x, "cache.key": memory, "cache.value": memory, "cache.length": np.array(0)}
-    wanted, _ = layer(x, cache=layer.cache(9, like=like, batch=(2,)), is_causal=True)
-    assert abs(by_onnxruntime(exported)(feed)[0] - wanted).max() < 1e-13
+(WHOLE,) = transformer(1).caches(12, batch=(2,))
+PAGED, QUANTIZED = (
+    transformer(1).caches(12, batch=(2,), kind=kind) for kind in (nn.PagedCache, nn.QuantizedCache)
+)
+NAMED = nn.KVCache.init(2, 8, "S", like=LIKE, batch=("B",))
+REFUSED = {
+    "opset": ([NAMED], {"opset": 23}, r"opset must be 24 or 25 for the cache caches, .* got 23"),
+    "length": (transformer(1).caches("a b"), {}, r"caches\.0\.key must hold positive lengths"),
+    "dtype": ([NAMED], {"dtype": {"caches": "float16"}}, "dtype must not name the cache caches"),
+    "slid": ([replace(WHOLE, dropped=1)], {}, r"the cache caches\.0 has slid: a model cannot know"),
+    "without its first": ([replace(WHOLE, first=1)], {}, "has slid"),
+    "paged": (PAGED, {}, "caches holds a PagedCache, .*: give KVCaches"),
+    "quantised": (QUANTIZED[0], {}, "caches holds a QuantizedCache, .*: give KVCaches"),
+    "not returned": ([NAMED], {}, "which are 1; this one returned 0"),
+}
 
 
-def test_what_cannot_be_exported_says_so():
-    model = transformer()
-    with pytest.raises(ValueError, match=r"opset must be 24 or 25 for the cache caches, .* got 23"):
-        step(model, 23)
-    with pytest.raises(ValueError, match=r"the shape of caches\.0\.key must hold positive lengths"):
-        export(model, {"ids": ("B", "L"), "caches": model.caches("a b")}, dtype="int64")
-    cache = nn.KVCache.init(2, 8, "S", like=LIKE, batch=("B",))
-    with pytest.raises(ValueError, match=r"which are 1; this one returned 0"):
-        export(lambda x, cache: x + cache.length, {"x": ("B", "L"), "cache": cache})
-    with pytest.raises(ValueError, match="dtype must not name the cache cache"):
-        export(lambda cache: cache.length, {"cache": cache}, dtype={"cache": "float16"})
-
-
-def test_a_cache_that_has_slid_is_refused_and_a_list_of_caches_is_taken():
-    model = transformer(1)
-    _, caches = model(PROMPT, caches=model.caches(12, batch=(2,)), is_causal=True)
-    given = {"ids": (2, 1)}
-    for slid in (caches[0].slide(1), replace(caches[0], first=1)):
-        with pytest.raises(ValueError, match=r"the cache caches\.0 has slid: a model cannot know"):
-            export(model, given | {"caches": [slid]}, dtype="int64")
-    exported = export(model, given | {"caches": list(caches)}, dtype="int64")
-    assert "caches.0.key" in [one.name for one in exported.graph.input]
-
-
-@pytest.mark.parametrize("kind", [nn.PagedCache, nn.QuantizedCache])
-def test_caches_that_no_operator_writes_to_are_refused_by_name(kind):
-    model = transformer(1)
-    caches = model.caches(12, batch=(2,), kind=kind)
-    for given in (caches, list(caches), caches[0]):
-        with pytest.raises(TypeError, match=f"caches holds a {kind.__name__}, .*: give KVCaches"):
-            export(model, {"ids": (2, 1), "caches": given}, dtype="int64")
+@pytest.mark.parametrize("name", REFUSED)
+def test_caches_that_do_not_fit_are_refused(name):
+    caches, options, said = REFUSED[name]
+    with pytest.raises((TypeError, ValueError), match=said):
+        export(lambda x, caches: x, {"x": ("B", "L"), "caches": caches}, **options)
 
 
 # ---- GroupQueryAttention of ONNX Runtime --------------------------------------------------------

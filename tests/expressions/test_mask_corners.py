@@ -1,17 +1,15 @@
 """Masks and scores at their corners: what is wrong is refused, what is odd means what it says."""
 
-import copy
-import itertools
-import math
-import pickle
-
 import numpy as np
 import pytest
 from libraries import EVERYWHERE, tiles_of
-from optional import array_api_strict, jax, torch
+from optional import jax, torch
 
-from polyattn import attention, masks, plot, scores
-from polyattn.plot.mask_picture import FULL, SEEN
+from polyattn import attention, masks, scores
+from polyattn._base.arrays import namespace_of
+from polyattn._core.call.describe import describe
+from polyattn._core.call.problem import examine
+from polyattn.plugin import TileGrid
 
 B, H, L, S = 2, 4, 6, 6
 X = np.random.default_rng(0).normal(size=(B, H, L, 8))
@@ -26,101 +24,6 @@ def later(b, h, i, j):
     return i >= j
 
 
-def earlier(b, h, i, j):
-    return i <= j
-
-
-def halved(s, b, h, i, j):
-    return s / 2
-
-
-# ---- values: printed, compared, copied ----
-
-NAMES = {"numpy": np, "torch": torch, "jax": jax, "masks": masks, "scores": scores}
-NAMES |= {"later": later, "earlier": earlier, "halved": halved}
-NAMES |= {"array_api_strict": array_api_strict}
-
-VALUES = [
-    masks.causal(),
-    masks.window(3, None),
-    masks.window(np.int64(3), 0),
-    masks.prefix(3),
-    masks.prefix(np.array([3, 4])),
-    masks.padding(3, 2),
-    masks.padding(query_lengths=3),
-    masks.padding(3),
-    masks.padding(np.array([3, 4])),
-    masks.padding(np.array([3, 4], np.int32)),
-    masks.padding(np.array([3, 5])),
-    masks.prefix(array_api_strict.asarray([3, 4])),
-    masks.segments(np.array([0, 1])),
-    masks.segments(np.array([[0, 1]], np.uint8), np.array([1, 2], np.int32)),
-    *(masks.segments(xp.asarray([0, 1])) for xp in (torch, jax and jax.numpy) if xp),
-    masks.dilated(3),
-    masks.positions(np.array([0, 1]), np.array([1, 0])),
-    masks.positions(np.array([0, 1]), np.array([1, 0]), masks.causal() | ~masks.prefix(2)),
-    masks.tree(torch.tensor([-1, 0, 0])),
-    masks.tree(np.array([[-1, 0], [-1, -1]])),
-    masks.global_tokens(3, 1, 3),
-    masks.dense(np.array([[True, False]])),
-    masks.dense(np.array(True)),
-    masks.rule(later),
-    masks.rule(earlier),
-    masks.causal() | masks.prefix(2),
-    masks.causal() & masks.prefix(2),
-    masks.causal() & masks.window(1, 1) | ~masks.prefix(2) & ~(masks.causal() | masks.dilated(2)),
-    (masks.causal() | masks.prefix(3)) & masks.dilated(2),
-    ~(~masks.causal() & masks.prefix(1)),
-    masks.compile(later, 6),
-    masks.compile(masks.causal() | masks.prefix(1), 6, 8, query_offset=1, tile=3),
-    masks.compile(masks.padding(np.array([1, 2])), 6, batch=2, tile=2),
-    masks.compile(masks.dense(np.ones((1, 3, 1, 6), bool)) & later, 6, heads=3),
-    ~masks.compile(masks.causal(), 6) & masks.prefix(2),
-    scores.softcap(3),
-    scores.temperature(np.float32(0.5)),
-    scores.alibi(np.int64(8)),
-    scores.alibi(np.array([0.1, np.inf, -np.inf], np.float32)),
-    scores.alibi(torch.tensor([0.5, 2.0], dtype=torch.bfloat16)),
-    scores.relative_bias(np.ones((4, 2)), bidirectional=False, max_distance=30),
-    scores.relative_bias(np.ones((4, 2)), max_distance=9),
-    scores.softcap(3) >> halved >> scores.alibi(2),
-    scores.cosine(),
-    scores.distance(1),
-    scores.distance(),
-    *([scores.additive(jax.numpy.ones(3))] if jax else []),
-    scores.long_sequence(),
-    scores.by_norm(),
-    scores.by_norm(2),
-    scores.sigmoid(),
-    scores.sparsemax(),
-]
-
-
-@pytest.mark.parametrize("value", VALUES, ids=repr)
-def test_a_value_is_what_it_prints_and_a_copy_is_equal_and_hashes_alike(value):
-    assert eval(repr(value), NAMES) == value
-    for again in (copy.copy(value), copy.deepcopy(value), pickle.loads(pickle.dumps(value))):
-        assert again == value
-        assert hash(again) == hash(value)
-
-
-def test_different_values_are_different():
-    for n, one in enumerate(VALUES):
-        assert [m for m, other in enumerate(VALUES) if one == other] == [n]
-
-
-def test_arrays_that_lists_cannot_say_print_as_what_they_are_of():
-    assert repr(masks.dense(np.zeros((0, 3), bool))) == "masks.dense(<(0, 3) bool of numpy>)"
-    assert repr(masks.segments(np.zeros(65, int))) == "masks.segments(<(65,) int64 of numpy>)"
-    nothing = masks.dense(np.zeros(0, bool))
-    assert eval(repr(nothing), NAMES) == nothing
-
-
-def test_a_value_cannot_be_changed():
-    with pytest.raises(AttributeError, match="left"):
-        masks.window(1, 1).left = 3
-
-
 # ---- refused ----
 
 
@@ -128,86 +31,46 @@ def test_a_value_cannot_be_changed():
     ("make", "error", "words"),
     [
         (lambda: masks.window(-1, 0), ValueError, "at least 0"),
-        (lambda: masks.window(1.5, 0), TypeError, "1.5"),
-        (lambda: masks.prefix(-1), ValueError, "at least 0; got -1"),
         (lambda: masks.prefix(2.0), TypeError, "array of one for each batch item; got 2.0"),
-        (lambda: masks.prefix(True), TypeError, "True"),
         (lambda: masks.padding(), TypeError, "key_lengths, query_lengths, or both"),
         (lambda: masks.padding([3, "x"]), TypeError, "must hold numbers"),
         (lambda: masks.padding(np.array([3.0, 5.0])), TypeError, "float64"),
         (lambda: masks.segments(None), TypeError, "query_ids must be an integer array"),
-        (lambda: masks.segments(np.ones(6)), TypeError, "float64"),
         (lambda: masks.positions(np.ones(6), [0]), TypeError, "query_positions must be an integer"),
-        (lambda: masks.positions([0], [True]), TypeError, "key_positions must be an integer"),
         (
             lambda: masks.positions([0], [0], masks.causal() & ~(masks.prefix(1) | later)),
             TypeError,
             r"later\)\. Compose others with the result",
         ),
-        (lambda: masks.positions([0], [0], masks.padding(3)), TypeError, r"masks\.padding\(3\)"),
-        (lambda: masks.positions([0], [0], 3), TypeError, "got 3"),
         (lambda: masks.tree([-1, 1]), ValueError, r"got 1 for the draft at \(1,\)"),
-        (lambda: masks.tree([[-1, 0], [1, 0]]), ValueError, r"got 1 for the draft at \(1, 0\)"),
-        (lambda: masks.tree([-2]), ValueError, "got -2"),
         (lambda: masks.tree(np.array(-1)), ValueError, r"shape \(\.\.\., L\)"),
         (lambda: masks.tree(np.ones((2, 3), bool)), TypeError, r"or a bool array \(\.\.\., L, L\)"),
         (lambda: masks.dilated(0), ValueError, "at least 1; got 0"),
         (lambda: masks.global_tokens(), ValueError, "positions"),
-        (lambda: masks.global_tokens(-1), ValueError, "-1"),
         (lambda: masks.dense(np.ones((6, 6))), TypeError, "bool array"),
-        (lambda: masks.dense("causal"), TypeError, "'causal'"),
-        (lambda: masks.rule(3), TypeError, "got 3"),
         (lambda: masks.rule(lambda i, j: i > j), TypeError, "b, h, i, j"),
         (lambda: masks.compile(later, 0), ValueError, "at least 1"),
-        (lambda: masks.compile(later, 8, tile=2.5), TypeError, "2.5"),
         (lambda: scores.softcap(0), ValueError, "above 0 in the range of float32; got 0"),
-        (lambda: scores.temperature(math.nan), ValueError, "nan"),
         (lambda: scores.temperature(1e-300), ValueError, "1e-300"),
         (lambda: scores.temperature(2.0) and scores.alibi(2), TypeError, ">>"),
-        (lambda: scores.temperature("2"), ValueError, "'2'"),
         (lambda: scores.alibi(0), ValueError, "at least 1; got 0"),
-        (lambda: scores.alibi(2.0), TypeError, "2.0"),
         (lambda: scores.relative_bias(np.zeros(4)), TypeError, r"\(4,\)"),
         (lambda: scores.relative_bias(np.zeros((2, 4))), ValueError, "at least 4 buckets"),
-        (lambda: scores.function(3), TypeError, "got 3"),
-        (lambda: scores.softcap(2) >> 3, TypeError, "got 3"),
         (lambda: scores.softcap(2) >> scores.cosine(), TypeError, r"scores\.cosine\(\)"),
         (lambda: scores.distance(3), ValueError, "1 or 2; got 3"),
         (lambda: scores.additive(3.0), TypeError, r"\(D,\)"),
-        (lambda: scores.by_norm(-1), ValueError, "-1"),
         (lambda: masks.causal() and masks.prefix(1), TypeError, "compose by & | ~"),
-        (lambda: not masks.causal(), TypeError, "compose by & | ~"),
         (lambda: masks.causal() & scores.softcap(1), TypeError, "a Softcap"),
-        (lambda: scores.softcap(1) | masks.causal(), TypeError, "a Softcap"),
-        (lambda: masks.causal() & None, TypeError, "a NoneType"),
-        (lambda: True | masks.causal(), TypeError, "a bool"),
-        (lambda: masks.compile(scores.softcap(1), 6), TypeError, "a Softcap"),
         (lambda: masks.rule(scores.softcap(1)), TypeError, r"got scores\.softcap\(1\.0\)"),
-        (lambda: scores.softcap(1) >> masks.causal(), TypeError, r"got masks\.causal\(\)"),
-        (lambda: scores.function(masks.causal()), TypeError, r"got masks\.causal\(\)"),
-        (lambda: masks.window(True, 0), TypeError, r"got \(True, 0\)"),
-        (lambda: masks.prefix(None), TypeError, "got None"),
-        (lambda: masks.padding("35"), TypeError, "an array of one for each batch item; got '35'"),
         (lambda: masks.padding(X[0] > 0), TypeError, r"mask=valid\[:, None, None, :\]"),
-        (lambda: masks.compile(lambda b, h, i: i, 6), TypeError, "must take"),
-        (lambda: masks.compile(lambda b, h, i, j: None, 6), TypeError, "must return an array"),
         (lambda: masks.compile(lambda b, h, i, j: i - j, 6), TypeError, "dtype int64"),
         (lambda: masks.compile(lambda b, h, i, j: i[:-1] >= j, 6), ValueError, r"\(1, 1, 6, 6\)"),
-        (lambda: masks.compile(np.ones((6, 6)), 6), TypeError, "float64"),
         (lambda: masks.compile(np.ones((7, 7), bool), 6), ValueError, r"\(7, 7\)"),
-        (lambda: masks.compile(masks.segments(np.zeros(7, int)), 6), ValueError, "L = 6 ids"),
-        (lambda: masks.compile(masks.causal(), 6, batch=(2, 0)), ValueError, "at least 1"),
-        (lambda: scores.softcap(10**400), ValueError, "in the range of float32"),
-        (lambda: scores.softcap("3"), ValueError, "'3'"),
-        (lambda: scores.softcap(np.array(3.0)), ValueError, r"array\(3\.\)"),
-        (lambda: scores.alibi(np.int64(0)), ValueError, "at least 1; got 0"),
         (lambda: scores.relative_bias(np.ones((32, 4)), max_distance=200.7), TypeError, "200.7"),
         (lambda: scores.relative_bias(np.ones((32, 4)), bidirectional="no"), TypeError, "'no'"),
-        (lambda: scores.distance(np.array([1, 2])), ValueError, "must be 1 or 2"),
-        (lambda: scores.additive(np.ones((2, 8))), TypeError, r"got \(2, 8\)"),
     ],
 )
-def test_what_makes_no_value_is_refused_when_it_is_made(make, error, words):
+def test_invalid_values_are_refused_when_made(make, error, words):
     with pytest.raises(error, match=words):
         make()
 
@@ -216,24 +79,15 @@ def test_what_makes_no_value_is_refused_when_it_is_made(make, error, words):
     ("given", "words"),
     [
         ({"score_mod": masks.causal()}, r"masks\.causal\(\) goes in mask=, not in score_mod="),
-        ({"score_mod": scores.cosine()}, r"goes in similarity=, not in score_mod="),
-        ({"score_mod": scores.by_norm()}, r"goes in scale=, not in score_mod="),
         ({"mask": scores.softcap(1)}, r"goes in score_mod=, not in mask="),
-        ({"mask": scores.sparsemax()}, r"goes in normalizer=, not in mask="),
         ({"window": masks.window(1, 0)}, r"got masks\.window\(1, 0\)"),
-        ({"is_causal": masks.causal()}, r"got masks\.causal\(\)"),
-        ({"softcap": scores.softcap(3)}, r"got scores\.softcap\(3\.0\)"),
         ({"scale": scores.cosine()}, r"scores\.cosine\(\) goes in similarity=, not in scale="),
-        ({"similarity": scores.softcap(1)}, r"goes in score_mod=, not in similarity="),
-        ({"normalizer": scores.cosine()}, r"goes in similarity=, not in normalizer="),
-        ({"window": (True, 0)}, r"got \(True, 0\)"),
         ({"mask": masks.causal}, r"takes \(\)"),
         ({"mask": masks.causal() & np.ones((L, S))}, "goes in bias="),
         ({"mask": masks.dilated(2) | (lambda b, h, i, j: i - j)}, "dtype int64"),
-        ({"mask": masks.dilated(2) | masks.segments(torch.zeros(L, dtype=int))}, "mask.query_ids"),
     ],
 )
-def test_what_stands_in_the_wrong_place_is_refused(given, words):
+def test_a_value_in_the_wrong_argument_is_refused(given, words):
     with pytest.raises(TypeError, match=words):
         run(**given)
 
@@ -253,7 +107,7 @@ HUGE = {
 
 @pytest.mark.parametrize("library", ["numpy", "torch"])
 @pytest.mark.parametrize("name", HUGE)
-def test_a_number_beyond_all_lengths_is_as_good_as_none(name, library):
+def test_a_number_beyond_all_lengths_means_no_bound(name, library):
     huge, plain = HUGE[name]
     x = TO[library](X.astype("float32"))
     for kernel in ("dense", tiles_of(8 * H)):
@@ -271,49 +125,18 @@ def test_a_program_of_jax_has_32_bits_for_such_numbers():
         np.testing.assert_array_equal(*np.broadcast_arrays(found, expected))
 
 
-DEAR = [("a window", "jax"), ("a step", "jax")]  # It compiles each operation.
-
-
-@pytest.mark.parametrize(
-    ("name", "library"),
-    [
-        pytest.param(*pair, marks=[pytest.mark.slow] if pair in DEAR else [])
-        for pair in itertools.product(HUGE, TO)
-    ],
-)
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+@pytest.mark.parametrize("name", [name for name in HUGE if name != "a step"])
 def test_tiles_are_known_of_such_numbers_in_arrays_too(name, library):
-    ids = masks.segments(TO[library](np.arange(8) // 4))
-    np.testing.assert_array_equal(*[drawn(mask & ids) for mask in HUGE[name]])
-
-
-def drawn(mask):
-    """Which cells are dark in the picture of a mask, which asks about all tiles at once."""
-    (axes,) = plot.mask(mask, tile=2).axes
-    return np.isin(axes.images[0].get_array(), (SEEN, FULL))
+    x, ids = TO[library](X), masks.segments(TO[library](np.arange(L) // 4))
+    call, operands = describe(x, x, x)
+    grid = TileGrid(examine(call), operands, namespace_of(x), (2, 2), x)
+    huge, plain = (grid.of(mask & ids) for mask in HUGE[name])
+    for found, expected in zip(huge, plain, strict=True):
+        np.testing.assert_array_equal(np.asarray(found), np.asarray(expected))
 
 
 KERNELS = ("tiled", "dense")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "kernel"), [*itertools.product(("numpy", "torch"), KERNELS), ("jax", "xla")]
-)
-@pytest.mark.parametrize("dtype", ["int8", "uint8"])
-def test_lengths_and_ids_may_have_a_dtype_that_positions_do_not_fit(name, kernel, dtype):
-    x = np.random.default_rng(1).normal(size=(3, 2, 700, 4)).astype("float32")
-    narrow = np.array([100, 3, 120], dtype)
-    ids = (np.arange(700) // 20).astype(dtype)
-
-    def called(to_lengths):
-        mask = masks.causal() & masks.padding(to_lengths(narrow)) | masks.prefix(to_lengths(narrow))
-        mask = mask & masks.segments(TO[name](ids))
-        arrays = [TO[name](x)] * 3
-        offset = to_lengths(np.array([5, -3, 100], dtype if dtype != "uint8" else "int8"))
-        return attention(*arrays, mask=mask, window=(500, 0), query_offset=offset, kernel=kernel)
-
-    wide = called(lambda lengths: TO[name](lengths.astype("int32")))
-    np.testing.assert_array_equal(np.asarray(called(TO[name])), np.asarray(wide))
 
 
 @pytest.mark.parametrize("dtypes", [("uint16",) * 2, ("uint32",) * 2, ("uint64", "int64")], ids=str)
@@ -384,47 +207,25 @@ def test_dilation_counts_from_a_far_position(name):
         np.testing.assert_allclose(np.asarray(found), expected, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    "mask",
-    [
-        masks.padding(np.array([2, 6])),
-        masks.dense(np.arange(H).reshape(1, H, 1, 1) < np.arange(S)),
-        masks.segments(np.array([[0, 0, 1, 1, 2, 2], [0, 1, 2, 3, 4, 5]])),
-    ],
-    ids=repr,
-)
-def test_a_mask_compiled_for_too_few_items_or_heads_is_refused(mask):
-    with pytest.raises(ValueError, match=r"called with batch=\(1,\), heads=1"):
-        masks.compile(mask, L, tile=2)
-    compiled = masks.compile(mask, L, batch=B, heads=H, tile=2)
-    found = run(mask=compiled, kernel=tiles_of(4 * H), backend="array-api")
-    np.testing.assert_allclose(found, run(mask=mask), rtol=1e-12)
+def test_a_mask_compiled_for_too_few_items_or_heads_is_refused():
+    of_heads = masks.dense(np.arange(H).reshape(1, H, 1, 1) < np.arange(S))
+    for mask in (masks.padding(np.array([2, 6])), of_heads):
+        with pytest.raises(ValueError, match=r"called with batch=\(1,\), heads=1"):
+            masks.compile(mask, L, tile=2)
 
 
 def test_a_mask_is_compiled_for_batch_axes_of_any_number():
     x = np.stack([X, X[::-1], X])
-    mask = masks.padding(np.array([[1, 6], [3, 4], [5, 2]]))
-    compiled = masks.compile(mask, L, batch=(3, 2), tile=2)
-    found = run(x, mask=compiled, kernel=tiles_of(4 * H), backend="array-api")
-    np.testing.assert_allclose(found, run(x, mask=mask), rtol=1e-12)
+    for lengths in (np.array([[1, 6], [3, 4], [5, 2]]), np.array([[1], [3], [6]])):
+        mask = masks.padding(lengths)
+        compiled = masks.compile(mask, L, batch=(3, 2), tile=2)
+        found = run(x, mask=compiled, kernel=tiles_of(4 * H), backend="array-api")
+        np.testing.assert_allclose(found, run(x, mask=mask), rtol=1e-12)
     with pytest.raises(ValueError, match=r"batch axes \(6,\)"):
         masks.compile(mask, L, batch=6)
-    outer = masks.padding(np.array([[1], [3], [6]]))
-    compiled = masks.compile(outer, L, batch=(3, 2), tile=2)
-    found = run(x, mask=compiled, kernel=tiles_of(4 * H), backend="array-api")
-    np.testing.assert_allclose(found, run(x, mask=outer), rtol=1e-12)
 
 
-def test_given_twice_both_hold():
-    expected = run(window=(1, 0))
-    np.testing.assert_array_equal(run(mask=masks.window(1, 0), window=(3, 2)), expected)
-    np.testing.assert_array_equal(run(mask=masks.window(4, 0), window=(1, 5)), expected)
-    np.testing.assert_array_equal(
-        run(mask=masks.causal() & masks.causal(), is_causal=True), run(is_causal=True)
-    )
-
-
-def test_lengths_below_nothing_hide_all_and_ids_may_be_anything():
+def test_negative_lengths_hide_all_and_ids_may_be_any_integer():
     none = run(mask=masks.padding(np.array([-3, 6])))
     assert not none[0].any()
     assert none[1].any()
@@ -453,15 +254,6 @@ def test_nothing_in_is_nothing_out(library, rows, keys, kernel):
 def test_torchs_own_kernel_takes_a_tree_of_no_drafts():
     x = torch.ones(1, H, L, 8)
     assert attention(x[:, :, :0], x, x, mask=masks.tree([])).shape == (1, H, 0, 8)
-
-
-def test_a_batch_of_none_and_no_batch_at_all():
-    nobody = np.ones((0, H, L, 8))
-    mask = masks.padding(np.zeros(0, int)) & masks.segments(np.zeros((0, L), int))
-    assert run(nobody, mask=mask).shape == (0, H, L, 8)
-    alone = run(X[0], mask=masks.padding(np.array(3)) & masks.dilated(2))
-    expected = run(X[:1], mask=masks.padding(np.array([3])) & masks.dilated(2))[0]
-    np.testing.assert_array_equal(alone, expected)
 
 
 @pytest.mark.parametrize("kind", [scores.cosine(), scores.distance(), scores.additive(np.ones(0))])

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from optional import jax, jnp
 
-from polyattn import attention_weights, masks, scores
+from polyattn import masks, scores
 from polyattn._base.arrays import is_array
 from polyattn._core.expressions.expression import Expression
 from polyattn._core.expressions.indices import PointIndices
@@ -66,7 +66,9 @@ SCORES = {
 
 def cut_before(expression, part):
     """The expression over a part, given arrays that are cut already."""
-    return expression.apart().map_arrays(lambda axes, x: part.array(x, axes)).part(part)
+    return (
+        expression.with_array_per_axis().map_arrays(lambda axes, x: part.array(x, axes)).part(part)
+    )
 
 
 def cut_from_whole(expression, part):
@@ -87,7 +89,7 @@ def indices(shape, first=(0, 0, 0), flat=None, lib=np):
 def inside(part, lib=np):
     """The indices of a part, counted from its own first ones."""
     own = tuple(span.length for span in part.items)
-    offset = part.counted(lib.full(BATCH, OFFSET), -part.away).reshape(-1)
+    offset = part.counted(lib.full(BATCH, OFFSET), -part.offset_shift).reshape(-1)
     return PointIndices(
         *indices((*own, *(s.length for s in part[2:5])), lib=lib), offset=offset, batch=own
     )
@@ -135,7 +137,7 @@ def seen(part, mask):
 
 
 @pytest.mark.parametrize("part", PARTS, ids=PLACES)
-def test_masks_show_there_what_they_show_where_the_starts_are_traced(part):
+def test_parts_of_masks_with_traced_starts(part):
     all_found = with_traced_starts(part, seen, *MASKS.values())
     for (name, mask), found in zip(MASKS.items(), all_found, strict=True):
         expected = np.broadcast_to(mask.seen(outside(part)), shape_of(part))
@@ -160,14 +162,14 @@ def coverage(part, mask, offset, lib, first=(0, 0)):
 
 
 def coverage_there(part, mask):
-    return coverage(part, mask.part(part), part.counted(OFFSET, -part.away), jnp)
+    return coverage(part, mask.part(part), part.counted(OFFSET, -part.offset_shift), jnp)
 
 
 @pytest.mark.parametrize("name", [n for n in MASKS if "rule" not in n])
 def test_a_mask_knows_as_much_of_the_tiles_of_a_part(name):
     part, mask = PARTS[0], MASKS[name]
     whole = coverage(part._replace(items=WHOLE.items), mask, OFFSET, np, part.first[2:])
-    found = [coverage(part, mask.part(part), OFFSET + part.away, np)]
+    found = [coverage(part, mask.part(part), OFFSET + part.offset_shift, np)]
     if name != "compiled":  # whose table is not read at a traced place
         found += with_traced_starts(part, coverage_there, mask)
     for any_visible, all_visible in found:
@@ -201,14 +203,14 @@ def test_a_score_is_changed_in_a_part_as_it_is_there(name, part):
 
 @pytest.mark.parametrize("part", PARTS, ids=PLACES)
 @pytest.mark.parametrize("axes", [".HLS", ".S", "-H"])
-def test_the_gradient_of_the_entries_is_placed_where_they_were(axes, part):
+def test_the_gradient_of_a_part_is_padded_with_zeros(axes, part):
     shape = {".HLS": (*BATCH, H, 1, S), ".S": (*BATCH, S), "-H": (7, H)}[axes]
     whole = RNG.normal(size=shape)
     entries = part.array(whole, axes)
     weights = RNG.normal(size=entries.shape)
-    placed = part.placed(weights, whole, axes)
-    assert placed.shape == whole.shape
-    np.testing.assert_allclose((placed * whole).sum(), (weights * entries).sum())
+    padded = part.padded(weights, whole, axes)
+    assert padded.shape == whole.shape
+    np.testing.assert_allclose((padded * whole).sum(), (weights * entries).sum())
 
 
 def classes(cls=Expression):
@@ -259,20 +261,10 @@ class Undeclared(Mask):
 
 
 def test_an_expression_that_does_not_say_is_refused_by_name():
-    with pytest.raises(TypeError, match=r"masks.every_third cannot be cut .* has no `axes`"):
+    with pytest.raises(TypeError, match=r"masks.every_third cannot be cut .* does not give `axes`"):
         (masks.causal() & ~Unknown()).part(WHOLE)
     for change in (lambda x: x.part(WHOLE), lambda x: x.arrays()):
-        with pytest.raises(TypeError, match=r"masks.chosen cannot be cut .* no axes for `keys`"):
+        with pytest.raises(
+            TypeError, match=r"masks.chosen cannot be cut .* not give the axes of `keys`"
+        ):
             change(masks.causal() | Undeclared(np.ones(S, bool)))
-
-
-def test_a_slope_for_each_head_is_that_of_the_number_of_heads():
-    x = RNG.normal(size=(6, 5, 4))
-    whole = Part((), (), Slice(0, 6), Slice(0, 5), Slice(0, 5))
-    for heads in (Slice(0, 6), Slice(2, 3)):
-        part, own = whole._replace(heads=heads), slice(heads.start, heads.stop)
-        expected = attention_weights(x, x, score_mod=scores.alibi(6))[own]
-        found = attention_weights(x[own], x[own], score_mod=scores.alibi(6).part(part))
-        np.testing.assert_allclose(found, expected, rtol=1e-12)
-    with pytest.raises(ValueError, match="3 slopes for 6"):
-        attention_weights(x, x, score_mod=scores.alibi(6).part(part))

@@ -4,13 +4,10 @@ import math
 
 import numpy as np
 import pytest
-from libraries import EVERYWHERE, tiles_of
 from optional import TorchBackend, torch
 
 from polyattn import (
-    UnsupportedError,
     attention,
-    attention_partial,
     attention_weights,
     explain,
     scores,
@@ -18,24 +15,17 @@ from polyattn import (
 from polyattn.plugin import Score
 from polyattn_numpy.backend import NumpyBackend
 
-BACKENDS = {"numpy": NumpyBackend(), "torch": TorchBackend()}
+BACKENDS = {"numpy": NumpyBackend, "torch": TorchBackend}
 B, H, G, L, S, D = 2, 6, 3, 9, 14, 5
 RNG = np.random.default_rng(11)
 QUERY, KEY, VALUE = (RNG.normal(size=(B, h, n, D)) for h, n in ((H, L), (G, S), (G, S)))
 SLOPES, TABLE, WEIGHT = RNG.random(H), RNG.normal(size=(32, H)), RNG.normal(size=D)
 KEYS, VALUES = (np.repeat(x, H // G, 1) for x in (KEY, VALUE))
 PRODUCT = QUERY @ np.swapaxes(KEYS, -1, -2)
-AWAY = np.arange(S) - (np.arange(L)[:, None] + S - L)
-HEADS = np.arange(H)[:, None, None]
 
 
 def doubled(score, b, h, i, j):
     return score + score
-
-
-def softmax(s):
-    weights = np.exp(s - s.max(-1, keepdims=True))
-    return weights / weights.sum(-1, keepdims=True)
 
 
 def published_slopes(heads):
@@ -47,72 +37,15 @@ def published_slopes(heads):
     return published_slopes(whole) + published_slopes(2 * whole)[0::2][: heads - whole]
 
 
-def t5_bucket(away, bidirectional, buckets, furthest):
-    """As transformers' T5 has it, a number at a time, in more digits than a float."""
-    offset = 0
-    if bidirectional:
-        buckets //= 2
-        offset = buckets if away > 0 else 0
-        away = abs(away)
-    else:
-        away = -min(away, 0)
-    exact = buckets // 2
-    if away < exact:
-        return offset + away
-    ratio = math.log(away / exact) / math.log(furthest / exact) * (buckets - exact)
-    return offset + min(exact + math.floor(ratio + 1e-12), buckets - 1)
-
-
-def biases(bidirectional=True, furthest=128):
-    bucket = np.vectorize(lambda away: t5_bucket(away, bidirectional, 32, furthest))(AWAY)
-    return TABLE[bucket, HEADS]
-
-
-DEFAULT = PRODUCT / math.sqrt(D)
-#: A score value by a function of the library's arrays, and the scores that it makes.
-MADE = {
-    "softcap": (lambda to: scores.softcap(1.5), 1.5 * np.tanh(DEFAULT / 1.5)),
-    "temperature": (lambda to: scores.temperature(2.5), DEFAULT / 2.5),
-    "alibi": (
-        lambda to: scores.alibi(H),
-        DEFAULT - np.array(published_slopes(H)).reshape(-1, 1, 1) * abs(AWAY),
-    ),
-    "alibi by slopes": (
-        lambda to: scores.alibi(to(SLOPES)),
-        DEFAULT - SLOPES.reshape(-1, 1, 1) * abs(AWAY),
-    ),
-    "relative bias": (lambda to: scores.relative_bias(to(TABLE)), DEFAULT + biases()),
-    "relative bias, one way": (
-        lambda to: scores.relative_bias(to(TABLE), bidirectional=False, max_distance=20),
-        DEFAULT + biases(bidirectional=False, furthest=20),
-    ),
-    "function": (lambda to: scores.function(doubled), 2 * DEFAULT),
-    "a chain": (
-        lambda to: scores.temperature(0.5) >> doubled >> scores.softcap(3.0) >> scores.alibi(H),
-        3 * np.tanh(4 * DEFAULT / 3) - np.array(published_slopes(H)).reshape(-1, 1, 1) * abs(AWAY),
-    ),
-}
-
-
-@pytest.mark.parametrize("library", EVERYWHERE, ids=str)
-@pytest.mark.parametrize("name", MADE)
-def test_a_score_value_makes_the_scores_that_it_says(name, library):
-    make, s = MADE[name]
-    arrays = [library.to(x) for x in (QUERY, KEY, VALUE)]
-    expected = softmax(s) @ VALUES
-    for kernel in ("dense", tiles_of(100)):
-        options = {"score_mod": make(library.to), "kernel": kernel, "backend": "array-api"}
-        output = library.back(attention(*arrays, **options))
-        np.testing.assert_allclose(output, expected, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("name", MADE)
-def test_a_score_value_is_a_score_function_that_counts_from_the_first_key(name):
-    value = MADE[name][0](np.asarray)
-    b, h, i, j = np.ogrid[:B, :H, :L, :S]
-    found = value(DEFAULT, b, h, i, j)
-    output = attention(QUERY, KEY, VALUE, score_mod=value, query_offset=0, kernel="dense")
-    np.testing.assert_allclose(softmax(found) @ VALUES, output, rtol=1e-12, atol=1e-12)
+@pytest.mark.parametrize(
+    "value",
+    [scores.alibi(H), scores.relative_bias(TABLE), scores.temperature(0.5) >> doubled],
+    ids=["alibi", "relative bias", "chain"],
+)
+def test_a_score_called_as_a_function_has_no_offset(value):
+    expected = attention(QUERY, KEY, VALUE, score_mod=value, query_offset=0)
+    found = attention(QUERY, KEY, VALUE, score_mod=lambda *given: value(*given))
+    np.testing.assert_allclose(found, expected, rtol=1e-12)
 
 
 @pytest.mark.parametrize("heads", [1, 2, 3, 8, 12, 20, 32, 71])
@@ -158,7 +91,7 @@ def test_the_cosine_of_small_and_large_vectors_is_exact():
 
 
 @pytest.mark.parametrize("library", ["numpy", "torch"])
-def test_vectors_of_ordinary_size_are_divided_alike_beside_others(library):
+def test_ordinary_vectors_are_divided_alike_with_tiny_and_huge_ones(library):
     to = {"numpy": np.asarray, "torch": torch.from_numpy}[library]
     keys = KEYS.copy()
     keys[:, :, 0], keys[:, :, 1], keys[:, :, 2] = 0, 1e-200, 1e200
@@ -184,7 +117,7 @@ def test_distances_of_close_vectors_keep_their_digits(library, close, rows):
         key[1, 2] = query[1, 0]
     difference = query.astype(float)[:, :, None] - key.astype(float)[:, None]
     expected = -np.sqrt((difference**2).sum(-1))
-    found = scores.distance().between(to(query), to(key), BACKENDS[library])
+    found = scores.distance().between(to(query), to(key), BACKENDS[library]())
     np.testing.assert_allclose(np.asarray(found), expected, rtol=2e-6)
 
 
@@ -203,25 +136,6 @@ def test_a_normalizer_bears_large_scores(normalizer, size):
     with np.errstate(all="raise", under="ignore"):
         output = attention(QUERY * size, KEY, VALUE, normalizer=normalizer)
     assert np.all(np.isfinite(output))
-
-
-@pytest.mark.parametrize("kernel", ["dense", tiles_of(20)], ids=["dense", "tiled"])
-def test_gradients_reach_the_arrays_that_a_value_carries(kernel):
-    query, key, value = (torch.tensor(x[:1, :, :4]) for x in (QUERY, KEYS, VALUES))
-
-    def output(slopes, table, weight):
-        steps = scores.alibi(slopes) >> scores.relative_bias(table)
-        options = {"similarity": scores.additive(weight), "kernel": kernel}
-        return attention(query, key, value, score_mod=steps, **options, backend="array-api")
-
-    inputs = [torch.tensor(x, requires_grad=True) for x in (SLOPES, TABLE[:8], WEIGHT)]
-    assert torch.autograd.gradcheck(output, inputs, atol=1e-6)
-
-
-def test_a_distance_of_nothing_has_a_finite_gradient():
-    x = torch.ones(1, 3, 2, dtype=torch.float64, requires_grad=True)
-    attention(x, x, x, similarity=scores.distance()).sum().backward()
-    assert torch.isfinite(x.grad).all()
 
 
 # ---- values ------------------------------------------------------------------------------------
@@ -254,28 +168,13 @@ def test_what_an_option_says_goes_to_that_option():
     [
         ({"score_mod": scores.alibi(5)}, ValueError, "5 query heads; got 6"),
         ({"score_mod": scores.alibi(np.ones(5))}, ValueError, r"shape \(6,\); got \(5,\)"),
-        ({"score_mod": scores.alibi(np.ones(6, int))}, TypeError, "int64"),
         ({"score_mod": scores.relative_bias(np.zeros((32, 5)))}, ValueError, "H = 6"),
-        ({"score_mod": doubled >> scores.alibi(5)}, ValueError, "5 query heads"),
         ({"similarity": scores.additive(np.ones(4))}, ValueError, r"\(5,\); got \(4,\)"),
-        ({"similarity": scores.sparsemax()}, TypeError, "goes in normalizer=, not in similarity="),
         ({"similarity": "cosine"}, TypeError, "similarity must be an expression .* 'cosine'"),
         ({"normalizer": max}, TypeError, "normalizer must be an expression"),
         ({"normalizer": scores.sigmoid(), "sinks": np.zeros(6)}, ValueError, "supports no sinks"),
-        ({"score_mod": lambda s: s}, TypeError, "score, b, h, i, j"),
     ],
 )
-def test_what_does_not_fit_the_call_is_refused_at_the_front_door(options, error, words):
+def test_scores_that_do_not_fit_the_call_are_refused(options, error, words):
     with pytest.raises(error, match=words):
         attention(QUERY, KEY, VALUE, **options)
-
-
-def test_nothing_but_softmax_has_a_logsumexp():
-    with pytest.raises(ValueError, match=r"scores\.sigmoid\(\) supports no logsumexp"):
-        attention_partial(QUERY, KEY, VALUE, normalizer=scores.sigmoid())
-
-
-def test_what_wants_whole_rows_is_refused_by_tiles():
-    for option in ({"normalizer": scores.sigmoid()}, {"scale": scores.by_norm()}):
-        with pytest.raises(UnsupportedError, match="does not compute"):
-            attention(QUERY, KEY, VALUE, **option, kernel="tiled", backend="array-api")

@@ -5,49 +5,39 @@ everything, so what is compared is what comes of real tokens.
 """
 
 import re
-from copy import deepcopy
 from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
-from transformers.masking_utils import create_bidirectional_mask, create_causal_mask
+from tiny_models import DECODERS, ENCODERS, SENSES, SIZES
+from transformers.masking_utils import create_bidirectional_mask
 
 from polyattn import UnknownBackendError
 from polyattn.integrations import transformers as ours
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "transformers.md"
-VOCABULARY, LENGTH, WINDOW = 64, 12, 4
-SMALL = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": None,
-}
-GROUPED = SMALL | {"num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64}
+VOCABULARY, LENGTH, WINDOW = 50, 12, 4
+ENDLESS = {"eos_token_id": None}
 
 # What is made of which settings, and how many times a forward pass attends.
 FAMILIES = {
-    "bert": ("BertForMaskedLM", SMALL, 2),
-    "gpt2": ("GPT2LMHeadModel", SMALL | {"n_inner": 48, "n_positions": 64}, 2),
-    "llama": ("LlamaForCausalLM", GROUPED, 2),
-    "mistral": ("MistralForCausalLM", GROUPED | {"sliding_window": WINDOW}, 2),
+    "bert": ("BertForMaskedLM", ENCODERS["bert"], 3),
+    "gpt2": ("GPT2LMHeadModel", DECODERS["gpt2"] | ENDLESS, 2),
+    "llama": ("LlamaForCausalLM", SIZES | ENDLESS, 3),
+    "mistral": ("MistralForCausalLM", SIZES | ENDLESS | {"sliding_window": WINDOW}, 3),
     # The scores are far enough from 0 that a cap of 0.1 shows.
     "gemma2": (
         "Gemma2ForCausalLM",
-        GROUPED
-        | {"sliding_window": WINDOW, "attn_logit_softcapping": 0.1, "initializer_range": 0.3},
-        2,
+        DECODERS["gemma2"] | ENDLESS | {"attn_logit_softcapping": 0.1, "initializer_range": 0.3},
+        3,
     ),
     "gpt_oss": (
         "GptOssForCausalLM",
-        GROUPED | {"sliding_window": WINDOW, "num_local_experts": 4, "num_experts_per_tok": 2},
-        2,
+        SIZES | ENDLESS
+        | {"sliding_window": WINDOW, "num_local_experts": 4, "num_experts_per_tok": 2},
+        3,
     ),
     "t5": (
         "T5ForConditionalGeneration",
@@ -59,17 +49,11 @@ FAMILIES = {
     ),
     "whisper": (
         "WhisperForConditionalGeneration",
-        {
-            "vocab_size": VOCABULARY, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2,
-            "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 48,
-            "decoder_ffn_dim": 48, "num_mel_bins": 8, "max_source_positions": 20,
-            "max_target_positions": 64, "pad_token_id": 0, "bos_token_id": 1,
-            "eos_token_id": None, "decoder_start_token_id": 1, "suppress_tokens": None,
-            "begin_suppress_tokens": None,
-        },
-        6,
+        SENSES["whisper"] | ENDLESS
+        | {"max_target_positions": 64, "suppress_tokens": None, "begin_suppress_tokens": None},
+        4,
     ),
-    "vit": ("ViTForImageClassification", SMALL | {"image_size": 16, "patch_size": 4}, 2),
+    "vit": ("ViTForImageClassification", SENSES["vit"], 2),
 }  # fmt: skip
 LANGUAGE = [family for family in FAMILIES if family != "vit"]
 GENERATIVE = [family for family in LANGUAGE if family != "bert"]
@@ -108,9 +92,9 @@ def inputs_of(family, side=None):
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(2, VOCABULARY, (2, LENGTH), generator=generator)
     if family == "vit":
-        return {"pixel_values": torch.randn(2, 3, 16, 16, generator=generator)}
+        return {"pixel_values": torch.randn(2, 3, 12, 12, generator=generator)}
     if family == "whisper":
-        features = torch.randn(2, 8, 40, generator=generator)
+        features = torch.randn(2, 6, 20, generator=generator)
         return {
             "input_features": features,
             "decoder_input_ids": ids,
@@ -166,48 +150,6 @@ def test_logits_are_those_of_eager(family, side, calls):
     close(real(found, side), real(expected, side))
 
 
-@pytest.mark.parametrize("family", LANGUAGE)
-def test_without_the_masks_they_would_differ(family, monkeypatch):
-    """Else the test above would pass with a mask function that hands down nothing."""
-    model, inputs = model_of(family), inputs_of(family, "left")
-    expected = run(model, "eager", **inputs).logits
-    monkeypatch.setitem(transformers.AttentionMaskInterface._global_mapping, "polyattn", nothing)
-    found = run(model, "polyattn", **inputs).logits
-    assert (real(found, "left") - real(expected, "left")).abs().max() > 1e-3
-
-
-def nothing(*arguments, **options):
-    return None
-
-
-@pytest.mark.parametrize(
-    ("family", "option", "without"),
-    [
-        ("gemma2", "softcap", None),
-        ("gpt_oss", "sinks", None),
-        ("t5", "bias", None),
-        ("mistral", "mask", create_causal_mask),
-        ("llama", "scale", 1.0),
-    ],
-)
-def test_what_a_family_is_here_for_matters(family, option, without, monkeypatch):
-    model, inputs = model_of(family), inputs_of(family, "left")
-    expected = run(model, "eager", **inputs).logits
-    attention = ours.attention
-
-    def changed(query, key, value, **options):
-        assert options[option] is not None
-        instead = without
-        if without is create_causal_mask:
-            positions = torch.arange(LENGTH)
-            instead = padding("left").bool()[:, None, None, :] & (positions <= positions[:, None])
-        return attention(query, key, value, **(options | {option: instead}))
-
-    monkeypatch.setattr(ours, "attention", changed)
-    found = run(model, "polyattn", **inputs).logits
-    assert (real(found, "left") - real(expected, "left")).abs().max() > 1e-3
-
-
 # ---- generation ----
 
 
@@ -235,21 +177,23 @@ def same_generation(family, side, **options):
     return found
 
 
+FIXED = {"cache_implementation": "static", "disable_compile": True}
+
+
 @pytest.mark.parametrize(
-    ("family", "side"), [*((x, "left") for x in GENERATIVE), ("llama", None), ("t5", None)]
+    ("family", "side", "options"),
+    [
+        *((family, "left", {}) for family in GENERATIVE),
+        *((family, None, {}) for family in ("llama", "t5")),
+        *((family, "left", FIXED) for family in ("llama", "gemma2")),
+        ("llama", None, FIXED),
+    ],
 )
-def test_generation_with_a_cache_gives_the_same_tokens(family, side, calls):
-    found = same_generation(family, side)
+def test_generation_with_a_cache_gives_the_same_tokens(family, side, options, calls):
+    found = same_generation(family, side, **options)
     assert found.past_key_values is not None
     assert len(calls) >= 8 * 2
-
-
-@pytest.mark.parametrize(
-    ("family", "side"), [("llama", None), ("llama", "left"), ("gemma2", "left"), ("t5", None)]
-)
-def test_generation_with_a_cache_of_fixed_size(family, side, calls):
-    same_generation(family, side, cache_implementation="static", disable_compile=True)
-    if (family, side) == ("llama", None):
+    if options and side is None:
         assert calls[0]["query_offset"] == 0  # the first tokens, with the cache's empty end
 
 
@@ -265,26 +209,24 @@ def test_several_tokens_after_what_a_cache_holds(family, calls):
 # ---- masks ----
 
 
-def test_a_mask_of_padding_alone_has_one_row(calls):
-    run(model_of("bert"), "polyattn", **inputs_of("bert", "left"))
-    assert [tuple(call["mask"].shape) for call in calls] == [(2, 1, 1, LENGTH)] * 2
-
-
-def test_a_mask_that_items_share_is_kept_once(calls):
-    run(model_of("mistral"), "polyattn", input_ids=inputs_of("mistral")["input_ids"])
-    assert [tuple(call["mask"].shape) for call in calls] == [(1, 1, LENGTH, LENGTH)] * 2
-
-
-@pytest.mark.parametrize("family", ["bert", "llama"])
-def test_no_mask_is_made_where_nothing_is_padding(family, calls):
-    run(model_of(family), "polyattn", **inputs_of(family))
-    assert all("mask" not in call for call in calls)
-    assert [call.get("is_causal", False) for call in calls] == [family == "llama"] * 2
+@pytest.mark.parametrize(
+    ("family", "side", "shape"),
+    [
+        ("bert", "left", (2, 1, 1, LENGTH)),
+        ("bert", None, None),
+        ("llama", None, None),
+    ],
+)
+def test_a_mask_is_as_small_as_what_it_hides_allows(family, side, shape, calls):
+    run(model_of(family), "polyattn", **inputs_of(family, side))
+    found = [tuple(call["mask"].shape) if "mask" in call else None for call in calls]
+    assert found == [shape] * 3
+    assert shape or [call.get("is_causal", False) for call in calls] == [family == "llama"] * 3
 
 
 def test_a_mask_keeps_its_rows_for_who_slices_it():
     """VisualBERT, DeepSeek-V4 and others cut masks, or join them."""
-    config = transformers.BertConfig(**SMALL, attn_implementation="polyattn")
+    config = transformers.BertConfig(**ENCODERS["bert"], attn_implementation="polyattn")
     embeddings = torch.zeros(2, LENGTH, 32)
     mask = create_bidirectional_mask(config, embeddings, padding("left"))
     assert mask.shape == (2, 1, LENGTH, LENGTH)
@@ -297,14 +239,6 @@ def test_documents_packed_into_one_sequence_stay_apart():
     expected = run(model, "eager", **packed).logits
     close(run(model, "polyattn", **packed).logits, expected)
     assert (run(model, "eager", input_ids=ids).logits - expected).abs().max() > 1e-3
-
-
-def test_a_mask_of_numbers_is_added():
-    model, inputs = model_of("llama"), inputs_of("llama")
-    added = torch.randn(2, 1, LENGTH, LENGTH, generator=torch.Generator().manual_seed(2))
-    inputs["attention_mask"] = added.masked_fill(torch.ones(LENGTH, LENGTH).triu(1) > 0, -1e30)
-    expected = run(model, "eager", **inputs).logits
-    close(run(model, "polyattn", **inputs).logits, expected)
 
 
 def test_a_mask_of_numbers_and_a_bias_are_both_added():
@@ -330,28 +264,6 @@ def test_a_window_is_kept_where_there_is_no_mask():
 # ---- dtypes, training, weights ----
 
 
-def test_bfloat16_is_as_near_to_float32_as_eager_is():
-    model, inputs = model_of("llama"), inputs_of("llama", "left")
-    exact = run(model, "eager", **inputs).logits
-    model = deepcopy(model).bfloat16()
-    theirs, found = (run(model, name, **inputs).logits for name in ("eager", "polyattn"))
-    assert found.dtype == torch.bfloat16
-    theirs, found, exact = (real(logits, "left") for logits in (theirs, found, exact))
-    assert (found - exact).abs().max() <= 1.5 * (theirs - exact).abs().max()
-    close(found, theirs, rtol=0.1, atol=0.1)
-
-
-def test_autocast_brings_query_key_and_value_together():
-    """Rotary positions may leave query and key in float32, and value in bfloat16."""
-    model, inputs = model_of("llama"), inputs_of("llama", "left")
-    x = torch.randn(1, 2, 6, 8)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        theirs, found = (run(model, name, **inputs).logits for name in ("eager", "polyattn"))
-        output, _ = ours._attend(None, None, model, x, x, x.bfloat16(), None)
-    close(real(found, "left"), real(theirs, "left"), rtol=0.1, atol=0.1)
-    assert output.dtype == torch.bfloat16
-
-
 def test_the_output_is_as_eager_hands_it_back():
     x = torch.randn(2, 4, 6, 8, dtype=torch.bfloat16)
     output, weights = ours._attend(
@@ -362,29 +274,6 @@ def test_the_output_is_as_eager_hands_it_back():
     assert weights.shape == (2, 4, 6, 6)
     assert weights.dtype == torch.bfloat16
     assert ours._attend(None, None, torch.nn.Module(), x, x, x, None)[1] is None
-
-
-@pytest.mark.parametrize("family", ["bert", "gpt_oss", "t5"])
-def test_gradients_are_those_of_eager(family):
-    model, inputs = deepcopy(model_of(family)).train(), inputs_of(family, "left")
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
-        elif isinstance(getattr(module, "dropout", None), float):
-            module.dropout = 0.0
-    labels = inputs["input_ids"].masked_fill(padding("left") == 0, -100)
-    gradients = []
-    for name in ("eager", "polyattn"):
-        model.set_attn_implementation(name)
-        loss = model(**inputs, labels=labels).loss
-        gradients.append(torch.autograd.grad(loss, tuple(model.parameters()), allow_unused=True))
-    reached = 0
-    for theirs, found in zip(*gradients, strict=True):
-        assert (theirs is None) == (found is None)
-        if theirs is not None:
-            close(found, theirs, rtol=1e-3, atol=1e-5)
-            reached += 1
-    assert reached > 10
 
 
 def test_dropout_is_drawn_from_torchs_generator_and_only_in_training(calls):
@@ -412,7 +301,7 @@ def test_weights_are_those_of_eager(family):
     assert len(names) == (3 if family in ("t5", "whisper") else 1)
     for name in names:
         for weights, expected in zip(found[name], theirs[name], strict=True):
-            rows = padding("right").bool() if weights.shape[2] == LENGTH else torch.ones(2, 20) > 0
+            rows = padding("right").bool() if weights.shape[2] == LENGTH else torch.ones(2, 10) > 0
             close(weights.mT.movedim(-1, 1)[rows], expected.mT.movedim(-1, 1)[rows])
 
 
@@ -443,28 +332,21 @@ def attend_with(mask=None, **options):
     return ours._attend(None, None, torch.nn.Linear(1, 1), x, x, x, mask, **options)
 
 
-@pytest.mark.parametrize(
-    ("options", "kind", "message"),
-    [
-        (
-            {"mask": torch.ones(2, 6) > 0},
-            ValueError,
-            r"mask of shape \(2, 6\).*\(batch, heads, L, S\)",
-        ),
-        ({"mask": "causal"}, ValueError, "attention mask 'causal'"),
-        (
-            {"mask": torch.ones(2, 1, 6, 6).int()},
-            ValueError,
-            "torch.int32; it must be .* bool",
-        ),
-        ({"head_mask": torch.ones(4)}, NotImplementedError, "Linear .*head_mask.*'eager'"),
-        ({"sinks": torch.ones(2, 4, 6, 1)}, NotImplementedError, "row to row.*sinks="),
-        ({"cache": object()}, NotImplementedError, "paged cache"),
-        ({"cu_seq_lens_q": torch.tensor([0, 2, 6])}, NotImplementedError, "2 sequences packed"),
-    ],
-)
-def test_what_would_be_lost_is_refused(options, kind, message):
-    with pytest.raises(kind, match=message):
+REFUSED = {
+    "shape": ({"mask": torch.ones(2, 6) > 0}, r"mask of shape \(2, 6\).*\(batch, heads, L, S\)"),
+    "text": ({"mask": "causal"}, "attention mask 'causal'"),
+    "integers": ({"mask": torch.ones(2, 1, 6, 6).int()}, "torch.int32; it must be .* bool"),
+    "heads": ({"head_mask": torch.ones(4)}, "Linear .*head_mask.*'eager'"),
+    "sinks": ({"sinks": torch.ones(2, 4, 6, 1)}, "row to row.*sinks="),
+    "cache": ({"cache": object()}, "paged cache"),
+    "packed": ({"cu_seq_lens_q": torch.tensor([0, 2, 6])}, "2 sequences packed"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_would_be_lost_is_refused(name):
+    options, message = REFUSED[name]
+    with pytest.raises((ValueError, NotImplementedError), match=message):
         attend_with(**options)
 
 

@@ -1,4 +1,4 @@
-"""Pages that the compiled kernel reads where they lie: the bits are those of keys in one piece."""
+"""Pages that the compiled kernel reads in place: the bits are those of contiguous keys."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ H, G, D, E = 6, 2, 20, 9
 
 
 class Paged:
-    """Items of unlike lengths, in pages and in one piece; what no item uses is not a number."""
+    """Items of different lengths, in pages and contiguous; what no item uses is NaN."""
 
     def __init__(self, page: int, rows: int, keys: int = 560, dtype: str = "float32") -> None:
         self.rng = rng = np.random.default_rng(page)
@@ -136,15 +136,6 @@ def test_lengths_end_the_work_beside_a_mask_that_is_made() -> None:
     assert seen.by_rows
     assert seen.array is None
     assert np.asarray(seen.stop).reshape(2, -1).max(axis=1).tolist() == [4, 7]
-
-
-def test_batch_axes_are_those_of_query_and_table() -> None:
-    x = Paged(16, rows=2)
-    query, table = x.query[:8].reshape(2, 4, H, 2, D), x.table[-3:-2]
-    given = {"key_lengths": x.lengths[-3], "kernel": "native"}
-    found = polyattn.attention(query, *x.pools, block_table=table, **given)
-    one_piece = [whole[-3] for whole in x.whole]
-    np.testing.assert_array_equal(found, polyattn.attention(query, *one_piece, **given))
 
 
 # ---- tensors ----
@@ -294,7 +285,8 @@ def test_pages_under_vmap(axes: Any, options: Any) -> None:
     )
     np.testing.assert_allclose(mapped(*given), expected(*given), atol=1e-5)
     is_called = "@polyattn_attend" in mapped.lower(*given).as_text()
-    assert is_called == ("dropout" not in options)  # which counts the items of a call
+    # Dropout counts the items of a call, and pools have no batch axes.
+    assert is_called == ("dropout" not in options and axes[1] is None)
 
 
 def test_an_item_of_a_page_that_is_not_there_is_nan_on_jax() -> None:

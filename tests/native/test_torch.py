@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
-import numpy as np
 import pytest
 
 import polyattn
@@ -165,7 +164,7 @@ def test_vmap_is_refused_by_name_and_runs_in_another_kernel() -> None:
     q, k, v = arrays(heads=2)
     wanted = attention(q, k, v)
     torch.testing.assert_close(torch.func.vmap(attention)(q, k, v), wanted)
-    with pytest.raises(polyattn.UnsupportedError, match=r"no rule for torch\.func\.vmap"):
+    with pytest.raises(polyattn.UnsupportedError, match=r"does not support torch\.func\.vmap"):
         torch.func.vmap(lambda *x: attention(*x, kernel=KERNEL))(q, k, v)
 
 
@@ -185,9 +184,9 @@ def test_gradients_in_batches_agree_with_those_one_by_one() -> None:
 def test_tensors_are_read_where_they_lie(dtype: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
 
-    def run(ready: Any, threads: Any, *places: int) -> None:
-        calls.append([ctypes.c_void_p.from_address(at).value for at in places[:4]])
-        real(ready, threads, *places)
+    def run(ready: Any, threads: Any, *pointers: int) -> None:
+        calls.append([ctypes.c_void_p.from_address(at).value for at in pointers[:4]])
+        real(ready, threads, *pointers)
 
     real = Ready.run
     monkeypatch.setattr(Ready, "run", run)
@@ -221,14 +220,6 @@ def test_any_strides_are_read_twice(change: Any, dtype: Any) -> None:
             assert (found - wanted).abs().max() <= LIMITS[dtype] * (1 + wanted.abs().max())
 
 
-def test_a_call_in_inference_mode_equals_that_outside() -> None:
-    x = arrays()
-    wanted = attention(*x, kernel=KERNEL)
-    with torch.inference_mode():
-        found = attention(*x, kernel=KERNEL)
-    assert torch.equal(found, wanted)
-
-
 def test_numbers_at_odd_addresses_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     from polyattn_native import call
 
@@ -245,19 +236,6 @@ def test_numbers_at_odd_addresses_are_copied(monkeypatch: pytest.MonkeyPatch) ->
     for _ in range(2):  # a call of the kind is ready to run
         assert torch.equal(attention(odd, odd, odd, kernel=KERNEL), wanted)
     assert addresses == [0] * 8
-
-
-def test_a_subclass_without_its_own_dispatch_is_kept() -> None:
-    class Named(torch.Tensor):
-        pass
-
-    x = [x.as_subclass(Named) for x in arrays()]
-    assert type(attention(*x, kernel=KERNEL)) is Named
-
-
-def test_threads_are_those_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
-    assert on_torch.NativeOnTorch().threads() == 3
 
 
 # ---- what records or compiles ----
@@ -287,12 +265,12 @@ def test_a_model_of_jit_trace_has_neither_numbers_nor_lengths_of_the_example() -
 
 def test_numpy_warns_of_no_number_that_torch_would_not_warn_of() -> None:
     q, k, v = arrays()
-    unlike = torch.linspace(0, 1, 4, dtype=torch.float64) * torch.finfo(torch.float64).min
+    many = torch.linspace(0, 1, 4, dtype=torch.float64) * torch.finfo(torch.float64).min
     options: Any
     for options in (
-        {"bias": unlike[:, None, None].expand(1, 4, 33, 40)},
-        {"bias": unlike[:, None, None].expand(1, 4, 1, 2**18), "key": torch.ones(1, 2, 2**18, 24)},
-        {"sinks": unlike},
+        {"bias": many[:, None, None].expand(1, 4, 33, 40)},
+        {"bias": many[:, None, None].expand(1, 4, 1, 2**18), "key": torch.ones(1, 2, 2**18, 24)},
+        {"sinks": many},
         {"score_mod": scores.alibi(torch.full((4,), torch.inf))},
     ):
         key = options.pop("key", k)
@@ -306,7 +284,7 @@ def test_tensors_without_numbers_are_refused() -> None:
     with torch._subclasses.FakeTensorMode():
         x = torch.ones(2, 3, 4)
         assert attention(x, x, x).shape == (2, 3, 4)
-        with pytest.raises(polyattn.UnsupportedError, match="these have no numbers"):
+        with pytest.raises(polyattn.UnsupportedError, match="it needs real tensors"):
             attention(x, x, x, kernel=KERNEL)
     meta = torch.ones(2, 3, 4, device="meta")
     with pytest.raises(polyattn.UnsupportedError, match="runs on cpu only"):
@@ -418,13 +396,6 @@ def test_it_runs_unasked_where_it_takes_less_time(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(on_torch, "_HAS_TILES", True)
     cache.forget()
     assert chosen(long.bfloat16(), long.bfloat16(), long.bfloat16()) == "sdpa"
-
-
-def test_numbers_of_bfloat16_are_those_of_its_bits() -> None:
-    from polyattn_native.arrays import numbers
-
-    x = torch.randn(50).bfloat16()
-    assert np.array_equal(numbers(x.view(torch.int16).numpy()), x.float().numpy())
 
 
 @pytest.mark.slow

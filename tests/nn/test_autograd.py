@@ -40,26 +40,6 @@ def test_gradients_of_torch_are_right_for_every_layer():
 
 
 @pytest.mark.slow
-def test_torch_and_jax_have_the_same_loss_and_gradients():
-    torch_model = model_of(torch.zeros(1))
-    arrays = {n: a.requires_grad_() for n, a in torch_model.parameters().items()}
-    loss = loss_of(torch_model.with_parameters(arrays)(torch.tensor(IDS), is_causal=True), torch)
-    loss.backward()
-    model = model_of(jnp.zeros(1))
-
-    @jax.jit
-    @jax.value_and_grad
-    def run(parameters):
-        return loss_of(model.with_parameters(parameters)(jnp.asarray(IDS), is_causal=True), jnp)
-
-    found, gradients = run(model.parameters())
-    assert float(found) == pytest.approx(float(loss.detach()), rel=1e-5)
-    for name, gradient in gradients.items():
-        expected = arrays[name].grad.numpy()
-        np.testing.assert_allclose(gradient, expected, atol=2e-6 + 1e-4 * np.abs(expected).max())
-
-
-@pytest.mark.slow
 def test_jax_takes_modules_whole_once_they_are_registered():
     register()
     register()
@@ -110,24 +90,6 @@ def test_other_settings_are_compiled_anew():
     assert len(compiled) == 2
 
 
-@pytest.mark.slow
-def test_vmap_over_items_and_over_models():
-    register()
-    model = model_of(jnp.zeros(1))
-
-    @jax.jit
-    def run(model, ids):
-        return model(ids, is_causal=True)
-
-    whole = model_of(np.zeros(1, np.float32))(IDS, is_causal=True)
-    mapped = jax.vmap(run, in_axes=(None, 0))(model, jnp.asarray(IDS))
-    np.testing.assert_allclose(mapped, whole, atol=1e-5)
-    models = jax.tree.map(lambda *each: jnp.stack(each), model, model_of(jnp.zeros(1), seed=8))
-    both = jax.vmap(run, in_axes=(0, None))(models, jnp.asarray(IDS))
-    np.testing.assert_allclose(both[0], whole, atol=1e-5)
-    assert jnp.abs(both[1] - whole).max() > 1e-2
-
-
 def test_vmap_of_torch_over_items():
     layer = nn.EncoderBlock.init(8, 2, like=torch.zeros(1))
     x = torch.randn(3, 2, 5, 8)
@@ -150,12 +112,3 @@ def test_torch_compiles_a_prompt_and_then_tokens():
     second, _ = run(ids[:, 4:5], caches)
     torch.testing.assert_close(first, full[:, :4], atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(second, full[:, 4:5], atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
-def test_torch_compiles_a_model_whole():
-    model = model_of(torch.zeros(1))
-    ids = torch.tensor(IDS)
-    compiled = torch.compile(lambda ids: model(ids, is_causal=True), fullgraph=True)
-    torch.testing.assert_close(compiled(ids), model(ids, is_causal=True), atol=1e-5, rtol=1e-5)

@@ -41,37 +41,18 @@ def theirs_of(layer, dtype, *args, **options):
         return layer(*map(torch.from_numpy, args), **options)
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("masks", ["none", "padding", "causal", "both"])
-def test_torch_attention_is_torchs_own(dtype, bias, masks):
-    torch.manual_seed(0)
-    layer = torch.nn.MultiheadAttention(16, 4, bias=bias, batch_first=True)
-    x = tokens(2, 7, 16, dtype=dtype)
-    padded, causal = masks in ("padding", "both"), masks in ("causal", "both")
-    expected = theirs_of(
-        layer,
-        dtype,
-        *(x, x, x),
-        key_padding_mask=torch.from_numpy(~KEEP) if padded else None,
-        attn_mask=torch.triu(torch.ones(7, 7, dtype=torch.bool), 1) if causal else None,
-    )[0]
-    ours = nn.load.torch_attention(layer.state_dict(), 4, like=np.zeros(1, dtype=dtype))
-    mask = KEEP[:, None, None, :] if padded else None
-    close(ours(x, mask=mask, is_causal=causal), expected, dtype)
-
-
-X, KEY, VALUE = (tokens(2, 5, 16, seed=n) for n in range(3))
-LONG, NARROW, LEAN = tokens(2, 7, 16), tokens(2, 7, 10), tokens(2, 7, 6)
+X, KEY, VALUE = (tokens(2, 7, 16, seed=n) for n in range(3))
+LONG, NARROW, LEAN = tokens(2, 9, 16), tokens(2, 9, 10), tokens(2, 9, 6)
 GIVEN = {
-    "one context": (X, LONG, LONG), "x twice": (X, X, VALUE), "three": (X, KEY, VALUE),
-    "of another size": (X, NARROW, NARROW), "of two sizes": (X, NARROW, LEAN),
+    "itself": (X, X, X), "one context": (X, LONG, LONG), "x twice": (X, X, VALUE),
+    "three": (X, KEY, VALUE), "of another size": (X, NARROW, NARROW),
+    "of two sizes": (X, NARROW, LEAN),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("given", GIVEN.values(), ids=GIVEN)
 @pytest.mark.parametrize("bias", [True, False])
-def test_torch_attention_to_other_tokens_is_torchs_own(given, bias):
+def test_torch_attention_is_torchs_own(given, bias):
     torch.manual_seed(0)
     sizes = {"kdim": given[1].shape[-1], "vdim": given[2].shape[-1]}
     layer = torch.nn.MultiheadAttention(16, 4, bias=bias, **sizes, batch_first=True)
@@ -81,9 +62,10 @@ def test_torch_attention_to_other_tokens_is_torchs_own(given, bias):
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-@pytest.mark.parametrize("norm_first", [False, True])
-@pytest.mark.parametrize("activation", ["relu", "gelu"])
-@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    ("norm_first", "activation", "causal"),
+    [(False, "relu", False), (True, "gelu", True), (True, "relu", False)],
+)
 def test_torch_encoder_layer_is_torchs_own(dtype, norm_first, activation, causal):
     torch.manual_seed(0)
     layer = torch.nn.TransformerEncoderLayer(
@@ -114,20 +96,6 @@ def test_a_prefix_picks_one_layer_of_a_larger_model():
     close(x, expected, scale=4)
     with pytest.raises(ValueError, match=r"'layers\.2\.'; the first names are layers\.0"):
         nn.load.torch_encoder_layer(whole.state_dict(), 4, like=x, prefix="layers.2.")
-
-
-@pytest.mark.parametrize("kind", ["numpy", "torch", "jax"])
-def test_parameters_are_in_the_library_device_and_dtype_of_like(kind):
-    to, back = library(kind)
-    state = torch.nn.MultiheadAttention(16, 4, dtype=torch.float64).state_dict()
-    x = to(tokens(2, 3, 16))
-    layer = nn.load.torch_attention(state, 4, like=x)
-    for parameter in layer.parameters().values():
-        assert type(parameter) is type(x)
-        assert parameter.dtype == x.dtype
-    np.testing.assert_array_equal(
-        back(layer.fused.weight), state["in_proj_weight"].numpy().T.astype(np.float32)
-    )
 
 
 def test_parameters_are_copies():
@@ -193,19 +161,14 @@ def keras(monkeypatch):
 @pytest.mark.parametrize(
     "options", [{}, {"value_dim": 5}, {"use_bias": False}, {"output_shape": 9}]
 )
-@pytest.mark.parametrize("by", ["order", "name"])
-def test_keras_attention_is_kerass_own(keras, options, by):
+def test_keras_attention_is_kerass_own(keras, options):
     if keras.config.backend() == "jax" and "value_dim" in options:
         pytest.skip("Keras itself raises for values of another size on JAX")
     layer = keras.layers.MultiHeadAttention(4, 3, **options)
     x, context = tokens(2, 5, 16), tokens(2, 7, 10, seed=1)
     layer.build(x.shape, context.shape)
     layer.set_weights([tokens(*w.shape, seed=n) for n, w in enumerate(layer.get_weights())])
-    weights, prefix = layer.get_weights(), ""
-    if by == "name":
-        weights = {weight.path: weight.numpy() for weight in layer.weights}
-        prefix = f"{layer.name}/"
-    ours = nn.load.keras_attention(weights, like=FLOAT32, prefix=prefix)
+    ours = nn.load.keras_attention(layer.get_weights(), like=FLOAT32)
     to_numpy = keras.ops.convert_to_numpy
     close(ours(x, context), to_numpy(layer(x, context)), scale=4)
     causal = ours(x, context, is_causal=True, query_offset=0)
@@ -241,9 +204,6 @@ def test_a_keras_gate_is_refused_by_name(keras):
     layer.build((2, 5, 16), (2, 5, 16))
     with pytest.raises(ValueError, match="8 weights, or 4 without biases; got 10"):
         nn.load.keras_attention(layer.get_weights(), like=FLOAT32)
-    named = {weight.path: weight.numpy() for weight in layer.weights}
-    with pytest.raises(ValueError, match="use_gate=True"):
-        nn.load.keras_attention(named, like=FLOAT32, prefix=f"{layer.name}/")
 
 
 # ---- files -------------------------------------------------------------------------------------
@@ -288,42 +248,38 @@ def test_a_file_of_bfloat16_is_read_bit_for_bit(gpt2, tmp_path, kind):
         np.testing.assert_array_equal(back(model.embedding.weight).astype(np.float32), expected)
 
 
-PICKLE, ADAPTER = "pytorch_model.bin", "adapter_config.json"
+PICKLE = "pytorch_model.bin"
 PACKED = {"h.0.attn.c_attn.qweight": np.zeros((4, 4), np.int32)}
 
 
 @pytest.mark.parametrize(
-    ("weights", "file", "with_config", "error", "said"),
+    ("weights", "file", "config", "said"),
     [
-        ("folder", "", True, FileNotFoundError, r"there is no .*model\.safetensors"),
-        ("folder", "", False, FileNotFoundError, r"there is no .*config\.json: pass config="),
-        (PICKLE, PICKLE, True, ValueError, r"is not a \.safetensors file"),
-        ("folder", PICKLE, True, FileNotFoundError, r"there is pytorch_model\.bin, a pickle"),
-        ("folder", PICKLE, False, FileNotFoundError, r"there is pytorch_model\.bin, a pickle"),
-        ("folder", ADAPTER, False, ValueError, r"an adapter of PEFT, .*merge_and_unload"),
-        ("openai/gpt2", "", False, FileNotFoundError, r"snapshot_download\('openai/gpt2'\)"),
-        ("gpt2", "", False, FileNotFoundError, r"snapshot_download\('gpt2'\)"),
-        ("gpt2.safetensors", "", False, FileNotFoundError, r"there is no gpt2\.safetensors$"),
-        (PACKED, "", True, ValueError, r"c_attn\.qweight is quantized, as GPTQ and AWQ"),
-        ({}, "", False, TypeError, "pass config="),
-        ("model", "", True, TypeError, "weights is a GPT2LMHeadModel; pass a mapping"),
+        ("folder", "", "dict", r"there is no .*model\.safetensors"),
+        ("folder", "", None, r"there is no .*config\.json: pass config="),
+        (PICKLE, PICKLE, "dict", r"is not a \.safetensors file"),
+        ("folder", PICKLE, None, r"there is pytorch_model\.bin, a pickle"),
+        ("folder", "adapter_config.json", "dict", r"an adapter of PEFT, .*merge_and_unload"),
+        ("folder", PICKLE, "dict", r"there is pytorch_model\.bin, a pickle"),
+        ("openai/gpt2", "", None, r"snapshot_download\('openai/gpt2'\)"),
+        ("gpt2.safetensors", "", None, r"there is no gpt2\.safetensors$"),
+        (PACKED, "", "dict", r"c_attn\.qweight is quantized, as GPTQ and AWQ"),
+        ({}, "", None, "pass config="),
+        ({}, "", "object", r"pass config\.to_dict\(\)"),
+        ("model", "", "dict", "weights is a GPT2LMHeadModel; pass a mapping"),
     ],
 )
-def test_what_is_no_source_is_said_with_what_to_do(
-    weights, file, with_config, error, said, tmp_path, gpt2
+def test_what_cannot_be_read_is_named_with_what_to_pass(
+    weights, file, config, said, tmp_path, gpt2
 ):
     if file:
         (tmp_path / file).write_bytes(b"")
     weights = {"folder": tmp_path, "model": gpt2, PICKLE: tmp_path / PICKLE}.get(
         str(weights), weights
     )
-    with pytest.raises(error, match=said):
-        nn.load.model(weights, gpt2.config.to_dict() if with_config else None, like=FLOAT32)
-
-
-def test_a_config_is_a_mapping(gpt2):
-    with pytest.raises(TypeError, match=r"pass config\.to_dict\(\)"):
-        nn.load.model(gpt2.state_dict(), gpt2.config, like=FLOAT32)
+    config = {"dict": gpt2.config.to_dict(), "object": gpt2.config}.get(config)
+    with pytest.raises((FileNotFoundError, TypeError, ValueError), match=said):
+        nn.load.model(weights, config, like=FLOAT32)
 
 
 def test_a_missing_package_is_named_with_the_command(monkeypatch, gpt2, tmp_path):
@@ -356,15 +312,6 @@ def refused(folder):
     except ValueError as error:
         return str(error)
     return None
-
-
-def test_heads_and_an_epsilon_are_numbers():
-    state = torch.nn.TransformerEncoderLayer(16, 4, 24).state_dict()
-    for epsilon in (float("inf"), float("nan"), -1.0, "1e-5"):
-        with pytest.raises(ValueError, match="epsilon must be 0 or a positive number"):
-            nn.load.torch_encoder_layer(state, 4, like=FLOAT32, epsilon=epsilon)
-    with pytest.raises(TypeError, match="heads must be an integer"):
-        nn.load.torch_encoder_layer(state, "4", like=FLOAT32)
 
 
 def test_weights_have_names_of_text_each_once(gpt2):
@@ -418,15 +365,11 @@ def test_an_index_names_no_file_outside_its_folder(whole, tmp_path):
 def test_an_index_says_which_file_has_a_weight(whole, tmp_path):
     folder = copied(whole, tmp_path)
     shard, index = indexed(folder, extra="model-1.safetensors")
-    said = refused(folder)
-    assert said == f"{shard} has no extra, which {index} says it has"
-    # The same name in another file, of other numbers, is not the model's.
-    save_file = pytest.importorskip("safetensors.numpy").save_file
+    assert refused(folder) == f"{shard} has no extra, which {index} says it has"
     names = json.loads(index.read_text())["weight_map"]
     del names["extra"]
-    save_file({"extra": FLOAT32, next(iter(names)): FLOAT32}, folder / "z")
-    index.write_text(json.dumps({"weight_map": names | {"lm_head.weight": "z"}}))
-    assert "z has no lm_head.weight" in refused(folder)
+    # Another file that has the same names, with other numbers, is not the model's.
+    save_file = pytest.importorskip("safetensors.numpy").save_file
     save_file(dict.fromkeys([*names, "h.0.attn.bias"], FLOAT32), folder / "z")
     index.write_text(json.dumps({"weight_map": names | {"h.0.attn.bias": "z"}}))
     assert refused(folder) is None
@@ -455,14 +398,12 @@ def test_weights_that_are_damaged_are_refused_with_their_files_name(whole, tmp_p
     file = folder / "model.safetensors"
     good = file.read_bytes()
     header = 8 + int.from_bytes(good[:8], "little")
-    cuts = [good[:length] for length in (0, 5, 8, 50, header - 1, header, len(good) - 1)]
-    lengths = [length.to_bytes(8, "little") + good[8:] for length in (0, header, 10**8, 2**63)]
+    cuts = [good[:length] for length in (0, 5, 50, header - 1, header, len(good) - 1)]
+    lengths = [length.to_bytes(8, "little") + good[8:] for length in (0, header, 2**63)]
     one = b'{"dtype":"F32","shape":[%b],"data_offsets":[0,4]}'
     headers = [
         b'{"a":' + one % b"1" + b',"b":' + one % b"1" + b"}",  # overlapping
         b'{"a":' + one % b"-1" + b"}",
-        b'{"a":' + one % (b"1," * 69 + b"1") + b"}",
-        b'{"a":' + one.replace(b"4]", b"0]") % b"4611686018427387904,0,4611686018427387904" + b"}",
         b'{"a":' + one.replace(b"F32", b"F8_E4M3") % b"4" + b"}",
         *TEXTS,
     ]
@@ -494,37 +435,26 @@ def test_a_folder_in_a_files_place_is_no_file(name, whole, tmp_path):
         nn.load.model(folder, like=FLOAT32)
 
 
-def hostile_folders():
-    """Yield what a file of weights, an index or a config may hold to flood a message."""
-    many = {f"h.{n % 2}.\x1b[31m{n}": FLOAT32 for n in range(3000)}
-    many["\x1b" * 100_000] = FLOAT32
-    kind = {"a": {"dtype": "\x1b" * 100_000, "shape": [1], "data_offsets": [0, 4]}}
-    index = "model.safetensors.index.json"
-    yield {"model.safetensors": many}, "and 3,"
-    yield {"model.safetensors": kind}, "model.safetensors is damaged"
-    yield {"model.safetensors": {"\x1b" * 100_000: FLOAT32}, "n_layer": 7}, "(100,000 characters)"
-    yield {index: dict.fromkeys(many, "z"), "z": {"a": FLOAT32}}, "and 2,981 more, which"
-    yield {index: {"a": "../" + "\x1b" * 100_000}}, "outside the folder"
-    yield {index: {"a": "\x1b" * 200}}, "there is no"
+INDEX, NAME = "model.safetensors.index.json", "\x1b" * 100_000
+MANY = {f"h.{n % 2}.\x1b[31m{n}": FLOAT32 for n in range(3000)} | {NAME: FLOAT32}
+HOSTILE = {
+    "names of weights": ({"model.safetensors": MANY}, "and 3,"),
+    "names in an index": ({INDEX: dict.fromkeys(MANY, "z"), "z": {"a": FLOAT32}}, "2,981 more, wh"),
+    "the name of a file": ({INDEX: {"a": "../" + NAME}}, "outside the folder"),
+}
 
 
-@pytest.mark.parametrize(("content", "said"), list(hostile_folders()), ids=lambda x: str(x)[:20])
-def test_a_message_is_short_and_printable_and_names_the_path(content, said, whole, tmp_path):
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_message_is_short_and_printable_and_names_the_path(name, whole, tmp_path):
+    content, said = HOSTILE[name]
     save_file = pytest.importorskip("safetensors.numpy").save_file
     folder = copied(whole, tmp_path)
     (folder / "model.safetensors").unlink()
-    for name, value in content.items():
-        if name == "n_layer":
-            config = json.loads((folder / "config.json").read_text()) | {name: value}
-            (folder / "config.json").write_text(json.dumps(config))
-        elif name.endswith(".json"):
-            (folder / name).write_text(json.dumps({"weight_map": value}))
-        elif isinstance(next(iter(value.values())), dict):
-            header = json.dumps(value).encode()
-            data = len(header).to_bytes(8, "little") + header + b"\0" * 4
-            (folder / name).write_bytes(data)
+    for file, value in content.items():
+        if file == INDEX:
+            (folder / file).write_text(json.dumps({"weight_map": value}))
         else:
-            save_file(value, folder / name)
+            save_file(value, folder / file)
     with pytest.raises((ValueError, FileNotFoundError)) as caught:
         nn.load.model(folder, like=FLOAT32)
     message = str(caught.value)

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from polyattn import attention, nn
 from polyattn._dispatch.transfer import convert_like
 from polyattn.integrations.jax import register
-from polyattn.nn.pages import sent
+from polyattn.nn.page_plan import Ledger, Table, plan_in_trace, to_device
 
 RNG = np.random.default_rng(3)
 G, D, E, PAGE = 2, 4, 3, 4
@@ -72,17 +72,11 @@ class Twin:
                 assert not slots or (np.stack(found, axis=1) == part).all()
 
 
-def pages_in_use(cache):
-    held = np.ceil(np.asarray(cache.lengths) / cache.page).astype(int)
-    return len({int(p) for row, n in zip(np.asarray(cache.block_table), held, strict=True)
-                for p in row[:n]})  # fmt: skip
-
-
 @pytest.mark.parametrize("grows", [False, True])
 def test_items_hold_what_was_appended_forked_and_truncated(library, grows):
     to, back = library
     sizes = {"capacity": 4, "pages": 1} if grows else {"capacity": 32, "pages": 40}
-    start = Twin(to, **sizes).append(6, counts=[6, 0, 3])
+    start = Twin(to, **sizes).append(6, counts=np.uint64([6, 0, 3]))
     one, other = start.append(1), start.append(3, counts=[3, 3, 0])  # both follow one cache
     forked = start.fork([0, 0, 2, 0])  # page 2 of the first item is begun, and shared
     ahead = forked.append(1)
@@ -109,6 +103,36 @@ def test_random_histories_hold_what_they_should():
             twins.pop(int(rng.integers(len(twins))))
         for each in twins:
             each.check()
+
+
+def planned(pages, lengths, counts, total, m=3):
+    """The plans of both ways for pages of 4 slots, as lists."""
+    arrays = [np.asarray(x, np.int64) for x in (pages, lengths, counts)]
+    for to, plan in (
+        (np.asarray, lambda table, *new: Ledger(table).place(table, *new)),
+        (jnp.asarray, plan_in_trace),
+    ):
+        pages, lengths, counts = map(to, arrays)
+        table, copied, places = plan(Table(pages, lengths, PAGE, total), counts, m)
+        pairs = {(int(old), int(new)) for old, new in zip(*copied, strict=True)} - {(0, 0)}
+        yield np.asarray(table).tolist(), pairs, np.stack(places).tolist()
+
+
+def test_new_tokens_go_where_the_example_says():
+    for table, copied, (pages, slots) in planned([[3, 5, 0]] * 2, [6, 5], [3, 3], 6):
+        assert table == [[3, 5, 1], [3, 2, 0]]
+        assert copied == {(5, 2)}
+        assert (pages, slots) == ([[5, 5, 1], [2, 2, 2]], [[2, 3, 0], [1, 2, 3]])
+
+
+def test_a_trace_and_the_host_plan_the_same():
+    rng = np.random.default_rng(2)
+    for _ in range(50):
+        own = rng.permutation(np.arange(1, 40))[:12].reshape(3, 4)
+        table = np.take(own, rng.integers(0, 3, 3), axis=0)  # some items are forks
+        lengths, counts = rng.integers(0, 9, 3), rng.integers(0, 6, 3)
+        one, other = planned(table, lengths, counts, 40, m=6)
+        assert one == other
 
 
 def test_pages_of_caches_that_are_gone_are_used_again():
@@ -171,7 +195,7 @@ def test_a_step_reads_no_lengths_from_the_device_of_the_cache(monkeypatch):
         read.append(array)
         return convert_like(array, like)
 
-    monkeypatch.setattr("polyattn.nn.pages.convert_like", convert)
+    monkeypatch.setattr("polyattn.nn.page_plan.convert_like", convert)
     twin = Twin(torch.tensor, capacity=2, pages=40).append(3)
     assert len(read) == 2  # the table and the lengths
     for counts in (None, [1, 0, 2], None):
@@ -182,20 +206,6 @@ def test_a_step_reads_no_lengths_from_the_device_of_the_cache(monkeypatch):
     twin.check()
 
 
-@pytest.mark.parametrize("kind", [nn.KVCache, nn.QuantizedCache])
-def test_counts_need_a_length_for_each_item(kind):
-    layer = nn.MultiHeadAttention.init(8, 2, like=np.zeros(1))
-    cache = layer.cache(4, like=np.zeros(1), batch=(1,), kind=kind)
-    with pytest.raises(TypeError, match=f"counts needs a PagedCache, .*; got a {kind.__name__}"):
-        layer(np.zeros((1, 2, 8)), cache=cache, counts=[1])
-
-
-def test_a_paged_cache_has_one_batch_axis():
-    layer = nn.MultiHeadAttention.init(8, 2, like=np.zeros(1))
-    with pytest.raises(ValueError, match=r"one batch axis: give batch=\(B,\); got \(2, 3\)"):
-        layer.cache(4, like=np.zeros(1), batch=(2, 3), kind=nn.PagedCache)
-
-
 @pytest.mark.parametrize(
     "change", [copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))]
 )
@@ -204,18 +214,6 @@ def test_a_copy_is_a_value_of_its_own(change):
     copied = twin._with(change(twin.cache), twin.tokens)
     for each in (twin.append(2), copied.append(2), twin, copied):
         each.check()
-
-
-def test_attention_over_pages_equals_each_item_by_itself(library):
-    to, back = library
-    twin = Twin(to).append(6, counts=[6, 0, 3]).append(2, counts=[2, 2, 1])
-    query = RNG.standard_normal((3, 2 * G, 2, D)).astype(np.float32)
-    options = twin.cache.options({"is_causal": True})
-    found = back(attention(to(query), twin.cache.keys, twin.cache.values, **options))
-    for item, (tokens, count) in enumerate(zip(twin.tokens, [2, 2, 1], strict=True)):
-        rows, whole = query[item, :, :count], tokens
-        expected = attention(rows, whole[..., :D], whole[..., D:], is_causal=True)
-        np.testing.assert_allclose(found[item, :, :count], expected, atol=2e-6)
 
 
 def test_a_window_keeps_its_pages_only():
@@ -231,56 +229,39 @@ def test_a_window_keeps_its_pages_only():
     assert pages == {1 + 6}
 
 
-def test_a_common_prompt_is_held_once():
-    lengths = np.linspace(100, 2000, 16).astype(int)
-    like = np.zeros((1, 1, 1000, 2), np.float32)
-    prompt = nn.PagedCache.init(1, 2, 2000, items=1, like=like, pages=600).append(like, like)
-    cache = prompt.fork([0] * 16).truncate(lengths)
-    own = np.maximum(lengths - 1000, 0)
-    new = np.zeros((16, 1, own.max(), 2), np.float32)
-    cache = cache.append(new, new, counts=own)
-    assert cache.key is prompt.key
-    assert cache.lengths.tolist() == lengths.tolist()
-    assert pages_in_use(cache) * 16 <= 1.1 * (1000 + own.sum())
-
-
-def test_layers_take_a_paged_cache(library):
-    to, back = library
-    x = RNG.standard_normal((2, 7, 24)).astype(np.float32)
-    like = to(x)
-    layer = nn.MultiHeadAttention.init(24, 4, key_heads=2, like=like, rotary=nn.Rotary(6))
-    whole = back(layer(like, is_causal=True))
-    cache = nn.PagedCache.init(2, 6, 8, items=2, like=like, page=4)
-    for start, stop in ((0, 4), (4, 5), (5, 7)):
-        found, cache = layer(to(x[:, start:stop]), cache=cache, is_causal=True)
-        np.testing.assert_allclose(back(found), whole[:, start:stop], atol=2e-5)
+MHA = nn.MultiHeadAttention.init(8, 2, like=np.zeros(1))
+OF_BATCH = {"like": np.zeros(1), "batch": (2, 3)}
 
 
 def counted(counts):
     return lambda cache, x: cache.append(x, x[..., :E], counts=counts)
 
 
-@pytest.mark.parametrize(
-    ("act", "kind", "words"),
-    [
-        (lambda c, x: c.append(x[:1], x), ValueError, "key must have the shape (3, 2, 'n', 4)"),
-        (lambda c, x: c.append(x.astype(float), x), TypeError, "key must be float32 of numpy"),
-        (lambda c, x: c.fork([3]), ValueError, "items must be integers from 0 to 2"),
-        (lambda c, x: c.truncate(-1), ValueError, "lengths must be integers from 0; got -1"),
-        (lambda c, x: c.slide(-1), ValueError, "window must be at least 0; got -1"),
-        (counted([1, 1]), ValueError, "counts must be a number for each of the 3 items; got"),
-        (counted([[1, 1, 1]]), ValueError, "counts must be a number for each of the 3 items; got"),
-        (counted(1), ValueError, "counts must be a number for each of the 3 items; got"),
-        (counted([3, 0, 0]), ValueError, "counts must be integers from 0 to 2; got"),
-        (lambda c, x: c.free([True]), ValueError, "True or False for each of the 3 items"),
-        (lambda c, x: c.free([0, 2, 1]), ValueError, "True or False for each of the 3 items"),
-        (lambda c, x: c.truncate([[1], [2]]), ValueError, "one for each of the 3 items"),
-    ],
-)
-def test_what_does_not_fit_is_refused(act, kind, words):
-    with pytest.raises(kind) as error:
+REFUSED = {
+    "shape": (lambda c, x: c.append(x[:1], x), "key must have the shape (3, 2, 'n', 4)"),
+    "dtype": (lambda c, x: c.append(x.astype(float), x), "key must be float32 of numpy"),
+    "item": (lambda c, x: c.fork([3]), "items must be integers from 0 to 2"),
+    "length": (lambda c, x: c.truncate(-1), "lengths must be integers from 0; got -1"),
+    "torch": (lambda c, x: c.truncate(torch.asarray([1.5, 1, 1])), "lengths must be integers fr"),
+    "lengths": (lambda c, x: c.truncate([[1], [2]]), "one for each of the 3 items"),
+    "few counts": (counted([1, 1]), "counts must be a number for each of the 3 items; got"),
+    "one count": (counted(1), "counts must be a number for each of the 3 items; got"),
+    "count": (counted([3, 0, 0]), "counts must be integers from 0 to 2; got"),
+    "numbers": (lambda c, x: c.free([0, 2, 1]), "True or False for each of the 3 items"),
+    "batch": (lambda c, x: MHA.cache(4, kind=nn.PagedCache, **OF_BATCH), "batch=(B,); got (2, 3)"),
+    "counts of a KVCache": (
+        lambda c, x: MHA(np.zeros((1, 2, 8)), cache=MHA.cache(4, like=x), counts=[1]),
+        "counts needs a PagedCache, which has a length for each item; got a KVCache",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_does_not_fit_is_refused(name):
+    act, said = REFUSED[name]
+    with pytest.raises((TypeError, ValueError)) as error:
         act(Twin(np.array).append(2).cache, np.zeros((3, G, 2, D), np.float32))
-    assert words in str(error.value)
+    assert said in str(error.value)
 
 
 @pytest.mark.parametrize("kind", [nn.KVCache, nn.PagedCache, nn.QuantizedCache])
@@ -299,19 +280,6 @@ def test_a_pool_put_in_place_of_one_is_not_written_to(pool):
     held = mine.copy()
     replace(cache, **{pool: mine}).append(x, x[..., :E])
     np.testing.assert_array_equal(mine, held)
-
-
-def test_numbers_of_64_bits_without_a_sign_are_integers():
-    cache, x = Twin(np.array).append(2).cache, np.ones((3, G, 2, D), np.float32)
-    one = cache.append(x, x[..., :E], counts=np.uint64([0, 1, 2])).truncate(np.uint64([1, 3, 3]))
-    assert one.append(x, x[..., :E]).lengths.tolist() == [3, 5, 5]
-
-
-@pytest.mark.parametrize("to", [torch.asarray, jnp.asarray], ids=["torch", "jax"])
-def test_numbers_of_a_library_are_integers_too(to):
-    cache = Twin(to, capacity=8).append(2).cache
-    with pytest.raises(ValueError, match="lengths must be integers from 0"):
-        cache.truncate(to(np.float32([1.5, 1, 1])))
 
 
 def test_all_items_may_end():
@@ -338,5 +306,5 @@ class Copies(TorchDispatchMode):
 def test_mps_copies_numbers_before_they_are_gone(device, goes_on):
     with FakeTensorMode(allow_non_fake_inputs=True), Copies() as copies:
         like = torch.empty(2, dtype=torch.int64, device=device)
-        assert sent(np.arange(2), like).device.type == device
+        assert to_device(np.arange(2), like).device.type == device
     assert copies.go_on == [goes_on]

@@ -84,15 +84,6 @@ def test_a_config_of_another_model_is_refused_before_anything_is_written(
     assert not (tmp_path / "no").exists()
 
 
-def test_a_head_that_is_not_saved_is_named(made, tmp_path):
-    model, config = loaded(made("bert", ENCODERS["bert"], BASE))
-    with pytest.warns(UserWarning, match="BertForMaskedLM, whose head the model does not have"):
-        nn.save(model, tmp_path, config | {"architectures": ["BertForMaskedLM"]})
-    nn.save(model, tmp_path, config | {"architectures": ["BertModel"]})
-    model, config = loaded(made("gpt2", DECODERS["gpt2"], CAUSAL))
-    nn.save(model, tmp_path, config | {"architectures": ["GPT2LMHeadModel"]})
-
-
 def test_an_encoder_has_no_logits(made):
     with pytest.raises(ValueError, match="a BERT is an encoder, which has no logits: leave out"):
         loaded(made("bert", ENCODERS["bert"], BASE), logits=True)

@@ -8,7 +8,11 @@ import pytest
 from polyattn._core.call.describe import describe
 from polyattn._core.call.layout import heads_first
 from polyattn._core.call.problem import examine
-from polyattn.plugin import Span, cleared, empty_rows, may_have_empty_rows, visible_keys
+from polyattn.plugin import (
+    Span,
+    may_have_empty_rows,
+    visible_keys,
+)
 from polyattn.plugin.internal import band_from, finite_bias, made_shape, score_axes, visible_scores
 
 WINDOWS = [(None, None), (None, 0), (3, 0), (0, None), (2, 5), (400, 1), (None, 2)]
@@ -113,14 +117,3 @@ def test_a_mask_gets_the_four_axes_of_an_engine(batch):
         assert (np.broadcast_to(found, whole.shape) == whole).all()
         assert found.shape == (found.shape[0], *((1, 1, *shape)[-3:]))
         assert found.shape[0] == (items if np.prod(shape[:-3]) > 1 else 1)
-
-
-def test_rows_without_keys_are_cleared():
-    mask = np.array([[True, False], [False, False]])
-    empty = empty_rows(mask, np)
-    assert (empty == empty_rows(np.where(mask, -5.0, -np.inf), np)).all()
-    output, logsumexp = cleared(np.ones((2, 3), np.float16), np.ones(2, np.float32), empty, np)
-    assert (output == [[1] * 3, [0] * 3]).all()
-    assert (logsumexp == [1, -np.inf]).all()
-    assert (output.dtype, logsumexp.dtype) == (np.float16, np.float32)
-    assert cleared(output, None, empty, np)[1] is None

@@ -12,8 +12,8 @@ import numpy as np
 
 from polyattn.plugin import CUT_BY_FORK, Operands, Problem, Quantized, Span, progress
 from polyattn_native.arrays import converted, describe, offsets_of, readable, readable_view
+from polyattn_native.distance_scores import ByDistance, by_distance, scale_and_rest
 from polyattn_native.library import DTYPES, CArray, CCall, library
-from polyattn_native.scores import ByDistance, by_distance, scale_and_rest
 from polyattn_native.visible import array_of, bytes_per_row, ends_of_band, visible
 
 # The multiply-adds that a thread must have: fewer take less time than to wake it.
@@ -57,7 +57,6 @@ def call_of(problem: Problem, products: int, threads: int) -> CCall:
         has_high=high is not None,
         low=low or 0,
         high=high or 0,
-        has_dropout=problem.dropout > 0,
         threshold=min(round(problem.dropout * 2**32), 2**32 - 1),
         keep=1 - problem.dropout,
     )
@@ -96,10 +95,9 @@ class NativeCall:
             call.sinks = self.by_head(x.sinks)
         self._add_masks()
         self.made_bias: Any = None
-        self.bias_place = int(bool(self.rest))
         if self.rest:
             self.distances = by_distance(problem, x, self.rest)
-            self._add_distances(call.bias[0], self.distances)
+            self._add_distances("by_distance", self.distances)
         if x.bias is not None:
             self._add_bias(x.bias)
 
@@ -160,8 +158,9 @@ class NativeCall:
         seed = int(np.asarray(x.seed)) % 2**64
         start = problem.dropout_start
         numbers = np.asarray(x.dropout_start).tolist() if start is None else start
-        call.seed_low, call.seed_high = seed % 2**32, seed >> 32
-        call.start = tuple(number % 2**32 for number in numbers)
+        words = [seed % 2**32, seed >> 32, *[number % 2**32 for number in numbers]]
+        self.seed = np.asarray(words, np.uint32)
+        call.seed = self.seed.ctypes.data
 
     def _add_masks(self) -> None:
         seen = visible(self.problem, self.x)
@@ -177,29 +176,29 @@ class NativeCall:
 
     def _add_bias(self, bias: Any) -> None:
         if bias.dtype == self.accumulator or bias.nbytes <= MADE:
-            array = readable_view(converted(bias, self.accumulator))
-            describe(self.call.bias[self.bias_place], array, self.problem.batch, self.offsets)
-            self.keep.append(array)
+            self.array("bias", readable_view(converted(bias, self.accumulator)))
         else:
             self.made_bias = np.atleast_2d(bias)
 
     def bias_gradient(self) -> Any:
         """Add and return zeros to which the gradient of ``bias=`` is added."""
         shape = shape_of_bias_gradient(self.problem, self.x.bias.shape)
-        gradient, to = np.zeros(shape, self.accumulator), self.call.bias_gradient[self.bias_place]
-        describe(to, gradient, self.problem.batch, self.offsets)
+        gradient = np.zeros(shape, self.accumulator)
+        self.array("bias_gradient", gradient)
         return gradient
 
     def distance_gradient(self) -> ByDistance:
         """Add and return zeros to which the gradients of numbers by distance are added."""
         gradient = self.distances.zeros()
-        self._add_distances(self.call.bias_gradient[0], gradient)
+        self._add_distances("by_distance_gradient", gradient)
         return gradient
 
-    def _add_distances(self, to: CArray, by: ByDistance) -> None:
+    def _add_distances(self, name: str, by: ByDistance) -> None:
+        to = getattr(self.call, name)
         to.data, to.offsets = by.numbers.ctypes.data, by.starts.ctypes.data
         to.head, to.row, to.column = by.numbers.shape[-1], -1, 1
         self.keep += [by.numbers, by.starts]
+        self.sizes[name] = by.numbers.itemsize
 
     # ---- running ----
 
@@ -238,10 +237,11 @@ class NativeCall:
         for name, size in self.sizes.items():
             if name not in OF_KEYS:
                 _move(getattr(part, name), size, rows.start)
-        for bias in (*part.bias, *part.bias_gradient):
-            _move(bias, self.accumulator.itemsize, rows.start)
         part.low, part.high = self.call.low + rows.start, self.call.high + rows.start
-        part.start[2] = (self.call.start[2] + rows.start) % 2**32
+        if part.seed:
+            seed = self.seed + np.asarray([0, 0, 0, 0, rows.start, 0], np.uint32)
+            part.seed = seed.ctypes.data
+            self.of_part.append(seed)
         if self.made_mask:
             mask = array_of(self.problem, self.x, rows).view(np.uint8)
             describe(part.mask, mask, self.problem.batch, self.of_part)
@@ -251,7 +251,7 @@ class NativeCall:
             if bias.shape[-2] != 1:
                 bias = bias[..., rows.start : rows.stop, :]
             bias = converted(bias, self.accumulator)
-            describe(part.bias[self.bias_place], bias, self.problem.batch, self.of_part)
+            describe(part.bias, bias, self.problem.batch, self.of_part)
             self.of_part.append(bias)
         return part
 
@@ -293,16 +293,16 @@ class Ready:
         self._function = library().polyattn_attend_to
         self._is_short = threads_for(self.problem, 2, most=2) == 1
 
-    def run(self, most_threads: Callable[[], int], *places: int | None) -> bool:
-        """Compute, with arrays by the places of the addresses of their data.
+    def run(self, most_threads: Callable[[], int], *pointers: int | None) -> bool:
+        """Compute, with arrays by pointers to the addresses of their data.
 
-        False if numbers do not begin at multiples of their size: then nothing is computed.
+        False if numbers are not aligned: then nothing is computed.
         """
         if self._is_short:
-            return _checked(self._function(self._call, 1, *places, None)) == 0
+            return _checked(self._function(self._call, 1, *pointers, None)) == 0
         threads = threads_for(self.problem, 2, most_threads())
         with progress() as show:
-            return run(self._function, self._call, threads, *places, show=show) == 0
+            return run(self._function, self._call, threads, *pointers, show=show) == 0
 
 
 def _move(array: CArray, size: int, rows: int) -> None:

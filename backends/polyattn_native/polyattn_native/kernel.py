@@ -22,8 +22,8 @@ from polyattn.plugin import (
 )
 from polyattn_native.arrays import DATA, QUIETLY, is_readable, knows_addresses, numbers, readable
 from polyattn_native.call import NativeCall, Ready
+from polyattn_native.distance_scores import is_supported
 from polyattn_native.library import library
-from polyattn_native.scores import is_supported
 
 # Features that the problem says all about.
 PLAIN = frozenset({
@@ -32,6 +32,8 @@ PLAIN = frozenset({
 })  # fmt: skip
 # Plain calls that are kept ready to run again, at most.
 MOST_READY = 256
+# A call of (1, 1, 16, 16) takes 9.0 µs with addresses by `DATA`, 14.2 µs by `__array_interface__`,
+# and 37 µs if it is not kept (medians of 9 rounds).
 KNOWS_ADDRESSES = knows_addresses()
 
 
@@ -65,9 +67,9 @@ class Native(Kernel):
         """Return why an expression is left to tiles."""
         reasons = []
         if not is_supported(problem):
-            reasons.append("it computes temperatures and then biases by distance only")
+            reasons.append("of score_mod it supports temperatures followed by relative biases")
         if "backward" in problem.features and problem.scale == 0:
-            reasons.append("it computes no gradient of a scale of 0")
+            reasons.append("its gradients need a scale other than 0")
         return reasons
 
     def reads_quantized(self, problem: Problem) -> bool:
@@ -89,14 +91,14 @@ class Native(Kernel):
         if "logsumexp" in problem.features:
             logsumexp = np.empty(problem.scores[:-1], problem.accumulator)
         if ready is not None and ready.problem is problem:
-            places = id(query) + DATA, id(key) + DATA, id(value) + DATA, id(output) + DATA
-            of_sums = None if logsumexp is None else id(logsumexp) + DATA
-            if ready.run(self.threads, *places, of_sums):
+            pointers = id(query) + DATA, id(key) + DATA, id(value) + DATA, id(output) + DATA
+            of_logsumexp = None if logsumexp is None else id(logsumexp) + DATA
+            if ready.run(self.threads, *pointers, of_logsumexp):
                 return output, logsumexp
         if not query.dtype.isnative:
             native_order = query.astype(query.dtype.newbyteorder("="))
-            found, of_sums = self(problem, operands._replace(query=native_order), backend)
-            return found.astype(query.dtype), of_sums
+            output, logsumexp = self(problem, operands._replace(query=native_order), backend)
+            return output.astype(query.dtype), logsumexp
         native = self._prepared(problem, operands, output, logsumexp)
         native.run(library().polyattn_attend)
         if kind and KNOWS_ADDRESSES and all(map(is_readable, (query, key, value))):

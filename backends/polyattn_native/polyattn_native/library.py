@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 
 DTYPES = ("float32", "float64", "float16", "bfloat16")
-VERSION = 4
+VERSION = 5
 #: Names a lower instruction set than the processor's best.
 VARIABLE = "POLYATTN_NATIVE_ISA"
 
@@ -52,17 +52,17 @@ class CCall(ctypes.Structure):
         ("first", CArray),
         ("stop", CArray),
         ("mask", CArray),
-        ("bias", CArray * 2),
+        *((n, CArray) for n in ("by_distance", "bias")),
         ("sinks", c_void_p),
-        ("has_dropout", c_int32),
-        *((n, c_uint32) for n in ("threshold", "seed_low", "seed_high")),
-        ("start", c_uint32 * 4),
+        ("seed", c_void_p),
+        ("threshold", c_uint32),
         ("keep", c_double),
         *((n, CArray) for n in ("output_gradient", "logsumexp_gradient")),
         *((n, CArray) for n in ("query_gradient", "key_gradient", "value_gradient")),
         *((n, CArray) for n in ("delta", "softcap_gradient")),
-        ("bias_gradient", CArray * 2),
-        *((n, CArray) for n in ("query_tangent", "key_tangent", "value_tangent", "bias_tangent")),
+        *((n, CArray) for n in ("by_distance_gradient", "bias_gradient")),
+        *((n, CArray) for n in ("query_tangent", "key_tangent", "value_tangent")),
+        *((n, CArray) for n in ("by_distance_tangent", "bias_tangent")),
         ("sinks_tangent", c_void_p),
         *((n, CArray) for n in ("output_tangent", "logsumexp_tangent")),
         ("is_part", c_int32),

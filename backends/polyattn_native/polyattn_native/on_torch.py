@@ -1,6 +1,6 @@
-"""The compiled kernel of the torch backend, for tensors on the CPU, which it reads where they lie.
+"""The compiled kernel of the torch backend, for tensors on the CPU, which it reads in place.
 
-It is for tensors with numbers: those of a transform, and second and forward derivatives by
+It is for real tensors: those of a transform, and second and forward derivatives by
 torch.func, are left to the kernel `tiled`, as are calls under a mode that records operations. A
 program of torch.compile gets an operator instead.
 """
@@ -70,9 +70,9 @@ class NativeOnTorch(Native):
         if torch.compiler.is_compiling():
             return reasons + torch_operators.reasons_against(problem)
         if problem.traced or torch._C._get_tracing_state() is not None:
-            reasons.append("it reads tensors, and these have no numbers")
+            reasons.append("it needs real tensors, not fake or meta ones")
         if "vmap" in problem.transforms:
-            reasons.append("it has no rule for torch.func.vmap")
+            reasons.append("it does not support torch.func.vmap")
         return reasons
 
     def only_on_request(self, problem: Problem) -> str | None:
@@ -128,8 +128,8 @@ class NativeOnTorch(Native):
         if ready is not None and ready.problem is problem:
             addresses = (ctypes.c_void_p * 5)(*[x if x is None else x.data_ptr() for x in arrays])
             start = ctypes.addressof(addresses)
-            places = [start + POINTER * n for n in range(5)]
-            if ready.run(self.threads, *places[:4], None if logsumexp is None else places[4]):
+            pointers = [start + POINTER * n for n in range(5)]
+            if ready.run(self.threads, *pointers[:4], None if logsumexp is None else pointers[4]):
                 return output, logsumexp
         given = [None if one is None else _array(one, as_bits=True) for one in arrays]
         operands = Operands(*given[:3])

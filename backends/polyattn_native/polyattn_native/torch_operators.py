@@ -37,7 +37,7 @@ def reasons_against(problem: Problem) -> list[str]:
     if torch.compiler.is_exporting():
         return ["a program that torch.export writes would need it where it runs"]
     if torch._C._are_functorch_transforms_active():
-        return ["it has no rule for torch.func under torch.compile"]
+        return ["it does not support torch.func under torch.compile"]
     others = sorted(problem.features - _TAKEN - _of_lengths(problem))
     return [f"under torch.compile it does not compute {', '.join(others)}"] if others else []
 

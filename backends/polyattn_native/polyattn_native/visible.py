@@ -1,7 +1,7 @@
 """The keys that rows see, as the compiled library takes them.
 
 Masks of lengths, prefixes, windows and sorted ids are a first and a last key for each row; an array
-is read where it lies. All others are computed as an array, for some rows at a time.
+is read in place. All others are computed as an array, for some rows at a time.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def ends_of_band(problem: Problem) -> tuple[int | None, int | None]:
 
 
 def _is_wide(ends: tuple[int | None, int | None]) -> bool:
-    """Return whether the sum of an end and an offset may lie beyond `FAR` and before the keys."""
+    """Return whether the sum of an end and an offset may be beyond `FAR` and before the keys."""
     return any(end is not None and abs(end) > FAR // 2 for end in ends)
 
 

@@ -1,7 +1,21 @@
 // The gradients of a call.
 //
-// A task has the rows of a key head, or one of a few parts of them, and adds to the gradients of its
-// keys group by group. So the order of the sums does not depend on the number of threads.
+// A task has the rows of a key head, or one of two parts of them. It takes its rows in groups of GROUP panels, and
+// for each group the keys in blocks of KEYS. With P = softmax weights and G = gradients of the scores (`tile.h`):
+//
+//                 block of 128 keys                  gradient of the query  += scale G·K     query_sums
+//                +-----------------+                 gradient of the key    += Gᵀ·(scale Q)  key_sums
+//     panel 0    |                 |                 gradient of the value  += Pᵀ·dO         key_sums
+//     panel 1    |  tile: P and G  |
+//     panel 2    |                 |                 begin_group   reads Q and dO of 4 panels
+//     panel 3    +-----------------+                 add_block     for each block: the tile, then three products
+//      ... next group                                end_group     writes the gradient of the query
+//
+// Q and dO are kept twice. As panels, whose lanes are rows, they give the tile: queries[panel][element][lane]. As
+// columns, whose lanes are elements, they give the gradients of keys and values: query_columns[columns][row][lane].
+// With AVX2 and float32 a panel has 16 lanes: row 20 and element 5 of a query of 64 are queries[1][5][4] and
+// query_columns[0][20][5]; element 37 is query_columns[2][20][5]. A last panel of one vector has half of the lanes.
+// A task adds its groups in order, so the sums do not depend on the number of threads.
 #pragma once
 #include "products.h"
 #include "tile.h"
@@ -31,7 +45,7 @@ public:
 private:
     static constexpr int width = Lanes<T>::width;
 
-    struct Task {
+    struct State {
         int64_t number, item, key_head, part;
         int64_t next_row, stop_row;
         int panels;    // of the group at hand; 0 before it is begun
@@ -42,14 +56,14 @@ private:
 
     const PolyattnCall& call;
     const Work& work_;
-    Task* task;
+    State* state;
     Panel<T>* panels;
-    T *queries, *gradients;                 // [panel][element][lane]
-    T *query_columns, *gradient_columns;    // [columns][row][lane]
-    T* query_sums;                          // [panel][element][lane]
+    T *queries, *gradients;               // [panel][element][lane]: scale · Q, dO / keep
+    T *query_columns, *gradient_columns;  // [columns][row][lane]: the same numbers
+    T* query_sums;                        // [panel][element][lane]: G·K of the blocks so far
     Tile<T> tile;
-    T* key_sums;                            // [columns][key][lane]
-    T *key_block, *value_block;
+    T* key_sums;                 // [columns][key][lane]: of one block, for keys and then for values
+    T *key_block, *value_block;  // [key][element]: a block that is converted
     size_t scratch_size;
 
     // Few heads are cut into two parts, for two threads. That depends on the sizes of an item only, so
@@ -66,7 +80,7 @@ private:
     static int64_t first_row_of(int64_t part, const PolyattnCall& call) {
         const int64_t heads = call.heads / call.key_heads, size = GROUP * 2 * width;
         const int64_t groups = (call.rows * heads + size - 1) / size;
-        return least(groups * part / parts_of(call) * size / heads, call.rows) * heads;
+        return min(groups * part / parts_of(call) * size / heads, call.rows) * heads;
     }
     static char* parts_in(void* shared, const PolyattnCall& call, const Work& work) {
         return (char*)shared + Turns::size(call, work.tasks);
@@ -75,35 +89,35 @@ private:
     static int64_t columns_of(int64_t size) { return (size + 2 * width - 1) / (2 * width); }
 
     Backward(const PolyattnCall& c, const Work& w, void* scratch) : call(c), work_(w) {
-        Pieces pieces(scratch);
+        BumpAllocator memory(scratch);
         const int64_t rows = GROUP * 2 * width, lanes = 2 * width;
-        const int64_t widest = most(columns_of(call.head_size), columns_of(call.value_size));
-        task = pieces.take<Task>(1);
-        panels = pieces.take<Panel<T>>(GROUP);
-        queries = pieces.take<T>(rows * call.head_size);
-        gradients = pieces.take<T>(rows * call.value_size);
-        query_columns = pieces.take<T>(rows * columns_of(call.head_size) * lanes);
-        gradient_columns = pieces.take<T>(rows * columns_of(call.value_size) * lanes);
-        query_sums = pieces.take<T>(rows * (call.head_size + width));
-        tile.place(call, pieces);
-        key_sums = pieces.take<T>(widest * KEYS * lanes);
-        key_block = pieces.take<T>(converts(call) ? KEYS * call.head_size : 0);
-        value_block = pieces.take<T>(converts(call) ? KEYS * call.value_size : 0);
-        scratch_size = pieces.used();
+        const int64_t widest = max(columns_of(call.head_size), columns_of(call.value_size));
+        state = memory.take<State>(1);
+        panels = memory.take<Panel<T>>(GROUP);
+        queries = memory.take<T>(rows * call.head_size);
+        gradients = memory.take<T>(rows * call.value_size);
+        query_columns = memory.take<T>(rows * columns_of(call.head_size) * lanes);
+        gradient_columns = memory.take<T>(rows * columns_of(call.value_size) * lanes);
+        query_sums = memory.take<T>(rows * (call.head_size + width));
+        tile.place(call, memory);
+        key_sums = memory.take<T>(widest * KEYS * lanes);
+        key_block = memory.take<T>(converts(call) ? KEYS * call.head_size : 0);
+        value_block = memory.take<T>(converts(call) ? KEYS * call.value_size : 0);
+        scratch_size = memory.used();
     }
 
     // ---- tasks, groups, blocks ----
 
     void begin(int64_t number) {
         const int64_t parts = parts_of(call), pair = number / parts;
-        task->number = number;
-        task->item = pair / call.key_heads;
-        task->key_head = pair % call.key_heads;
-        task->part = number % parts;
-        task->next_row = first_row_of(task->part, call);
-        task->stop_row = first_row_of(task->part + 1, call);
-        task->panels = 0;
-        if (task->part == 0 && !call.adds) {
+        state->number = number;
+        state->item = pair / call.key_heads;
+        state->key_head = pair % call.key_heads;
+        state->part = number % parts;
+        state->next_row = first_row_of(state->part, call);
+        state->stop_row = first_row_of(state->part + 1, call);
+        state->panels = 0;
+        if (state->part == 0 && !call.adds) {
             for (int64_t key = 0; key < call.keys; ++key) {
                 clear(key_row(key), call.head_size);
                 clear(value_row(key), call.value_size);
@@ -116,15 +130,15 @@ private:
 
     // Where the gradients of a key and of its value are added up.
     T* part_sums() const {
-        return (T*)parts_in(work_.shared_memory, call, work_) + task->number / 2 * size_of_part(call);
+        return (T*)parts_in(work_.shared_memory, call, work_) + state->number / 2 * size_of_part(call);
     }
     T* key_row(int64_t key) const {
-        if (task->part) return part_sums() + key * call.head_size;
-        return at<T>(call.key_gradient, task->item, task->key_head, key);
+        if (state->part) return part_sums() + key * call.head_size;
+        return at<T>(call.key_gradient, state->item, state->key_head, key);
     }
     T* value_row(int64_t key) const {
-        if (task->part) return part_sums() + call.keys * call.head_size + key * call.value_size;
-        return at<T>(call.value_gradient, task->item, task->key_head, key);
+        if (state->part) return part_sums() + call.keys * call.head_size + key * call.value_size;
+        return at<T>(call.value_gradient, state->item, state->key_head, key);
     }
 
     static void join_parts(const PolyattnCall& call, const Work& work, void* shared) {
@@ -146,42 +160,42 @@ private:
 
     bool step() {
         const Turns turns(call, parts_of(call), work_.shared_memory);
-        if (task->panels == 0 && task->next_row < task->stop_row) begin_group();
-        if (task->panels > 0 && task->next < task->keys.stop) {
+        if (state->panels == 0 && state->next_row < state->stop_row) begin_group();
+        if (state->panels > 0 && state->next < state->keys.stop) {
             const int64_t blocks = (call.keys + KEYS - 1) / KEYS, heads = call.heads / call.key_heads;
-            const int64_t block = panels[0].first_row / work_.rows * blocks + task->next / KEYS;
-            // Grouped heads of a position may lie in more than one group of rows.
+            const int64_t block = panels[0].first_row / work_.rows * blocks + state->next / KEYS;
+            // Grouped heads of a position may be in more than one group of rows.
             const int64_t more = (heads - 1 + work_.rows - 1) / work_.rows * blocks;
-            if (!turns.is_open(task->number, block + more)) return false;
-            add_block({most(task->next, task->keys.first), least(task->next + KEYS, task->keys.stop)});
-            task->next += KEYS;
-            turns.pass(task->number, block);
-            if (task->next < task->keys.stop) return false;
+            if (!turns.is_open(state->number, block + more)) return false;
+            add_block({max(state->next, state->keys.first), min(state->next + KEYS, state->keys.stop)});
+            state->next += KEYS;
+            turns.pass(state->number, block);
+            if (state->next < state->keys.stop) return false;
         }
-        if (task->panels > 0) end_group();
-        if (task->next_row < task->stop_row || !turns.is_open(task->number, Turns::LAST)) return false;
-        turns.pass(task->number, Turns::LAST);
+        if (state->panels > 0) end_group();
+        if (state->next_row < state->stop_row || !turns.is_open(state->number, Turns::LAST)) return false;
+        turns.pass(state->number, Turns::LAST);
         return true;
     }
 
     void begin_group() {
-        task->keys = {call.keys, 0};
-        task->finite = true;
-        const int64_t stop = least(task->next_row + work_.rows, task->stop_row);
+        state->keys = {call.keys, 0};
+        state->finite = true;
+        const int64_t stop = min(state->next_row + work_.rows, state->stop_row);
         clear(query_columns, work_.rows * columns_of(call.head_size) * 2 * width);
         clear(gradient_columns, work_.rows * columns_of(call.value_size) * 2 * width);
-        while (task->next_row < stop) {
-            Panel<T>& panel = panels[task->panels];
-            panel.begin(call, task->item, task->key_head, task->next_row, stop);
-            read_rows(panel, task->panels);
-            task->keys.first = least(task->keys.first, panel.some.first);
-            task->keys.stop = most(task->keys.stop, panel.some.stop);
-            task->next_row += panel.used;
-            ++task->panels;
+        while (state->next_row < stop) {
+            Panel<T>& panel = panels[state->panels];
+            panel.begin(call, state->item, state->key_head, state->next_row, stop);
+            read_rows(panel, state->panels);
+            state->keys.first = min(state->keys.first, panel.any_key.first);
+            state->keys.stop = max(state->keys.stop, panel.any_key.stop);
+            state->next_row += panel.used;
+            ++state->panels;
         }
         clear(query_sums, work_.rows * call.head_size);
         clear(tile.softcap_sums, work_.rows);
-        task->next = task->keys.first / KEYS * KEYS;
+        state->next = state->keys.first / KEYS * KEYS;
     }
 
     void read_rows(const Panel<T>& panel, int number) {
@@ -192,32 +206,32 @@ private:
         for (int lane = 0; lane < lanes; ++lane) {
             const int64_t head = panel.head[lane], row = panel.row[lane], r = start + lane;
             // A block of keys has room for as many rows.
-            const int64_t offset = offset_of(call.query, task->item, head, row);
+            const int64_t offset = offset_of(call.query, state->item, head, row);
             T* buffer = key_block + lane * call.head_size;
             query_rows[lane] = numbers_at(call, (const T*)call.query.data, offset, call.head_size, buffer);
-            gradient_rows[lane] = at<T>(call.output_gradient, task->item, head, row);
-            const T found = *at<T>(call.logsumexp, task->item, head, row);
+            gradient_rows[lane] = at<T>(call.output_gradient, state->item, head, row);
+            const T found = *at<T>(call.logsumexp, state->item, head, row);
             const bool is_used = lane < panel.used && found != -infinity<T>();
             // The weights of a row that sees no key are 0.
-            tile.logsumexp[r] = found == -infinity<T>() ? NOTHING<T> : found;
+            tile.logsumexp[r] = found == -infinity<T>() ? EMPTY_ROW<T> : found;
             T d = 0;
             if (is_used) {
-                d = dot(gradient_rows[lane], at<T>(call.output, task->item, head, row), call.value_size);
-                if (call.logsumexp_gradient.data) d -= *at<T>(call.logsumexp_gradient, task->item, head, row);
+                d = dot(gradient_rows[lane], at<T>(call.output, state->item, head, row), call.value_size);
+                if (call.logsumexp_gradient.data) d -= *at<T>(call.logsumexp_gradient, state->item, head, row);
             }
             tile.delta[r] = d;
-            if (lane < panel.used) *at<T>(call.delta, task->item, head, row) = d;
+            if (lane < panel.used) *at<T>(call.delta, state->item, head, row) = d;
             if (!is_used) continue;
             as_columns(query_rows[lane], call.head_size, (T)call.scale, r, query_columns);
             as_columns(gradient_rows[lane], call.value_size, (T)(1 / call.keep), r, gradient_columns);
-            task->finite = task->finite && is_finite(query_rows[lane], call.head_size) &&
-                           is_finite(gradient_rows[lane], call.value_size);
+            state->finite = state->finite && is_finite(query_rows[lane], call.head_size) &&
+                            is_finite(gradient_rows[lane], call.value_size);
         }
         transpose_rows(query_rows, lanes, call.head_size, (T)call.scale, queries + start * call.head_size);
         T* to = gradients + start * call.value_size;
         transpose_rows(gradient_rows, lanes, call.value_size, (T)(1 / call.keep), to);
         for (int lane = 0; lane < lanes; ++lane) {
-            if (lane < panel.used && tile.logsumexp[start + lane] != NOTHING<T>) continue;
+            if (lane < panel.used && tile.logsumexp[start + lane] != EMPTY_ROW<T>) continue;
             for (int64_t e = 0; e < call.value_size; ++e) to[e * lanes + lane] = 0;
         }
     }
@@ -241,7 +255,7 @@ private:
     }
 
     void end_group() {
-        for (int number = 0; number < task->panels; ++number) {
+        for (int number = 0; number < state->panels; ++number) {
             const Panel<T>& panel = panels[number];
             const int64_t start = tile.start_of(number);
             T* rows[2 * width];
@@ -250,61 +264,62 @@ private:
                 factor[lane] = (T)call.scale;
                 rows[lane] = nullptr;
                 if (lane >= panel.used) continue;
-                rows[lane] = at<T>(call.query_gradient, task->item, panel.head[lane], panel.row[lane]);
+                rows[lane] = at<T>(call.query_gradient, state->item, panel.head[lane], panel.row[lane]);
                 if (call.softcap_gradient.data) {
-                    *at<T>(call.softcap_gradient, task->item, panel.head[lane], panel.row[lane]) =
+                    *at<T>(call.softcap_gradient, state->item, panel.head[lane], panel.row[lane]) =
                         tile.softcap_sums[start + lane];
                 }
             }
             write_rows(query_sums + start * call.head_size, factor, panel.lanes(), call.head_size, rows);
         }
-        task->panels = 0;
+        state->panels = 0;
     }
 
     // ---- a block ----
 
     void add_block(Range block) {
-        const Matrix<T> keys = block_of(call, call.key, task->item, task->key_head, block, call.head_size, key_block);
+        const Matrix<T> keys = block_of(call, call.key, state->item, state->key_head, block, call.head_size, key_block);
         const Matrix<T> values =
-            block_of(call, call.value, task->item, task->key_head, block, call.value_size, value_block);
+            block_of(call, call.value, state->item, state->key_head, block, call.value_size, value_block);
         const int64_t count = block.stop - block.first;
         bool hides = false;
-        for (int number = 0; number < task->panels; ++number) {
+        for (int number = 0; number < state->panels; ++number) {
             const int64_t start = tile.start_of(number);
-            hides = tile.write(call, task->item, number, panels[number], block, keys, values,
+            hides = tile.write(call, state->item, number, panels[number], block, keys, values,
                                queries + start * call.head_size, gradients + start * call.value_size) ||
                     hides;
         }
         // What is hidden has the weight -0: it counts where it meets a number that is not finite.
-        const bool careful = hides && !(task->finite && is_finite(keys, count, call.head_size));
-        for (int number = 0; number < task->panels; ++number) {
-            add_to_queries(number, keys, count, careful);
+        const bool hides_nonfinite = hides && !(state->finite && is_finite(keys, count, call.head_size));
+        for (int number = 0; number < state->panels; ++number) {
+            add_to_queries(number, keys, count, hides_nonfinite);
         }
-        add_to_keys(block, tile.shares, query_columns, call.head_size, careful, false);
-        add_to_keys(block, tile.weights, gradient_columns, call.value_size, careful, true);
+        add_to_keys(block, tile.shares, query_columns, call.head_size, hides_nonfinite, &Backward::key_row);
+        add_to_keys(block, tile.weights, gradient_columns, call.value_size, hides_nonfinite, &Backward::value_row);
     }
 
-    void add_to_queries(int number, Matrix<T> keys, int64_t count, bool careful) {
+    void add_to_queries(int number, Matrix<T> keys, int64_t count, bool hides_nonfinite) {
         const Panel<T>& panel = panels[number];
         T* sums = query_sums + tile.start_of(number) * call.head_size;
-        const Onto<T> onto = {true, nullptr};
-        multiply_weights(panel, call.head_size, keys, tile.shares_of(number), count, sums, onto, careful);
+        const Accumulate<T> accumulate = {true, nullptr};
+        multiply_weights(panel, call.head_size, keys, tile.shares_of(number), count, sums, accumulate, hides_nonfinite);
     }
 
     static void add_seen(T factor, T number, T& sum) {
         if (factor != 0 || !__builtin_signbit(factor)) sum = factor * number + sum;
     }
 
-    // Add factors[panel][key][lane] · columns[row] to the sums of the keys or of the values.
-    void add_to_keys(Range block, const T* factors, const T* columns, int64_t size, bool careful, bool is_value) {
+    // Add factors[panel][key][lane] · columns[row] to the gradients of keys or values, which `row_of` finds.
+    void add_to_keys(Range block, const T* factors, const T* columns, int64_t size, bool hides_nonfinite,
+                     T* (Backward::*row_of)(int64_t) const) {
         constexpr int lanes = 2 * width;
         const int64_t count = block.stop - block.first;
-        const int last = task->panels - 1, whole = panels[last].count == 2 ? last + 1 : last;
+        const int last = state->panels - 1, whole = panels[last].count == 2 ? last + 1 : last;
         for (int64_t column = 0; column < columns_of(size); ++column) {
             T* sums = key_sums + column * KEYS * lanes;
             const T* from = columns + column * work_.rows * lanes;
-            if (careful) {
-                multiply_seen(count, factors, from, sums);
+            if (hides_nonfinite) {
+                multiply_seen_columns(count, factors, from, sums);
                 continue;
             }
             const Matrix<T> all_lanes = {factors, lanes, lanes, KEYS * lanes};
@@ -315,20 +330,20 @@ private:
             }
         }
         for (int64_t key = 0; key < count; ++key) {
-            T* to = is_value ? value_row(block.first + key) : key_row(block.first + key);
+            T* to = (this->*row_of)(block.first + key);
             for (int64_t e = 0; e < size; e += lanes) {
                 const T* from = key_sums + (e / lanes * KEYS + key) * lanes;
-                add(from, least(lanes, size - e), to + e);
+                add(from, min(lanes, size - e), to + e);
             }
         }
     }
 
-    void multiply_seen(int64_t count, const T* factors, const T* columns, T* sums) {
+    void multiply_seen_columns(int64_t count, const T* factors, const T* columns, T* sums) {
         constexpr int lanes = 2 * width;
         for (int64_t key = 0; key < count; ++key) {
             for (int column = 0; column < lanes; ++column) {
                 T sum = 0, before = 0;
-                for (int number = 0; number < task->panels; ++number) {
+                for (int number = 0; number < state->panels; ++number) {
                     const int size = panels[number].lanes();
                     // As the fast product adds them up: the last panel by itself if it is half.
                     if (size < lanes) before = sum, sum = 0;

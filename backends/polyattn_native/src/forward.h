@@ -18,9 +18,9 @@ public:
         const int64_t group = call.heads / call.key_heads, rows = call.rows * group;
         const int64_t pairs = call.items * call.key_heads, panel = 2 * width;
         // At least four tasks for each thread, if there are as many panels.
-        int64_t parts = (4 * most(call.threads, 1) + pairs - 1) / most(pairs, 1);
+        int64_t parts = (4 * max(call.threads, 1) + pairs - 1) / max(pairs, 1);
         int64_t size = clamp((rows + parts - 1) / parts, panel, ROWS);
-        size = least((size + panel - 1) / panel * panel, ROWS);
+        size = min((size + panel - 1) / panel * panel, ROWS);
         Work work = {};
         work.rows = size;
         work.tasks = pairs * ((rows + size - 1) / size);
@@ -36,7 +36,7 @@ private:
     static constexpr int width = Lanes<T>::width;
 
     // What stays between two steps of a task.
-    struct Task {
+    struct State {
         int64_t item, key_head;
         int panels;
         Range keys;    // that some row sees
@@ -45,24 +45,26 @@ private:
 
     const PolyattnCall& call;
     const Work& work_;
-    Task* task;
+    State* state;
     Panel<T>* panels;
-    T *queries, *outputs, *scores, *key_block, *value_block;
-    uint8_t* bytes;
+    T *queries, *outputs;        // [panel][element][lane]: scale · Q, the output before the division
+    T* scores;                   // [key][lane] of a block and a panel, then weights
+    T *key_block, *value_block;  // [key][element] of a block that is converted or copied
+    uint8_t* bytes;              // [key][lane], of a mask or dropout
     size_t scratch_size;
 
     Forward(const PolyattnCall& c, const Work& w, void* scratch) : call(c), work_(w) {
-        Pieces pieces(scratch);
+        BumpAllocator memory(scratch);
         const int64_t rows = work_.rows + 2 * width;
-        task = pieces.take<Task>(1);
-        panels = pieces.take<Panel<T>>(rows / width + 1);
-        queries = pieces.take<T>(rows * call.head_size);
-        outputs = pieces.take<T>(rows * (call.value_size + width));
-        scores = pieces.take<T>(BLOCK * 2 * width);
-        bytes = pieces.take<uint8_t>(BLOCK * 2 * width + 64);
-        key_block = pieces.take<T>(copies(call) ? BLOCK * call.head_size : 0);
-        value_block = pieces.take<T>(copies(call) ? BLOCK * call.value_size : 0);
-        scratch_size = pieces.used();
+        state = memory.take<State>(1);
+        panels = memory.take<Panel<T>>(rows / width + 1);
+        queries = memory.take<T>(rows * call.head_size);
+        outputs = memory.take<T>(rows * (call.value_size + width));
+        scores = memory.take<T>(BLOCK * 2 * width);
+        bytes = memory.take<uint8_t>(BLOCK * 2 * width + 64);
+        key_block = memory.take<T>(copies(call) ? BLOCK * call.head_size : 0);
+        value_block = memory.take<T>(copies(call) ? BLOCK * call.value_size : 0);
+        scratch_size = memory.used();
     }
 
     T* query_of(int panel) { return queries + (int64_t)panel * 2 * width * call.head_size; }
@@ -73,28 +75,28 @@ private:
         const int64_t chunks = (rows + work_.rows - 1) / work_.rows;
         // The last rows first: under causal they see the most keys.
         const int64_t chunk = chunks - 1 - number % chunks, pair = number / chunks;
-        task->item = pair / call.key_heads;
-        task->key_head = pair % call.key_heads;
-        task->panels = 0;
-        task->keys = {call.keys, 0};
-        const int64_t stop = least((chunk + 1) * work_.rows, rows);
+        state->item = pair / call.key_heads;
+        state->key_head = pair % call.key_heads;
+        state->panels = 0;
+        state->keys = {call.keys, 0};
+        const int64_t stop = min((chunk + 1) * work_.rows, rows);
         for (int64_t row = chunk * work_.rows; row < stop;) {
-            Panel<T>& panel = panels[task->panels];
-            panel.begin(call, task->item, task->key_head, row, stop);
-            read_query(panel, query_of(task->panels));
-            task->keys.first = least(task->keys.first, panel.some.first);
-            task->keys.stop = most(task->keys.stop, panel.some.stop);
+            Panel<T>& panel = panels[state->panels];
+            panel.begin(call, state->item, state->key_head, row, stop);
+            read_query(panel, query_of(state->panels));
+            state->keys.first = min(state->keys.first, panel.any_key.first);
+            state->keys.stop = max(state->keys.stop, panel.any_key.stop);
             row += panel.used;
-            ++task->panels;
+            ++state->panels;
         }
         // Blocks begin at multiples of their size, so that a row's sums do not depend on others.
-        task->next = task->keys.first / BLOCK * BLOCK;
+        state->next = state->keys.first / BLOCK * BLOCK;
     }
 
     void read_query(const Panel<T>& panel, T* to) {
         const T* rows[2 * width];
         for (int lane = 0; lane < panel.lanes(); ++lane) {
-            const int64_t offset = offset_of(call.query, task->item, panel.head[lane], panel.row[lane]);
+            const int64_t offset = offset_of(call.query, state->item, panel.head[lane], panel.row[lane]);
             // A block of keys has room for as many rows.
             T* buffer = key_block + lane * call.head_size;
             rows[lane] = numbers_at(call, (const T*)call.query.data, offset, call.head_size, buffer);
@@ -103,29 +105,29 @@ private:
     }
 
     bool step() {
-        if (task->next < task->keys.stop) {
-            const Range block = {most(task->next, task->keys.first), least(task->next + BLOCK, task->keys.stop)};
+        if (state->next < state->keys.stop) {
+            const Range block = {max(state->next, state->keys.first), min(state->next + BLOCK, state->keys.stop)};
             attend_to(block);
-            task->next += BLOCK;
+            state->next += BLOCK;
         }
-        if (task->next < task->keys.stop) return false;
-        for (int i = 0; i < task->panels; ++i) write(panels[i], output_of(i));
+        if (state->next < state->keys.stop) return false;
+        for (int i = 0; i < state->panels; ++i) write(panels[i], output_of(i));
         return true;
     }
 
     void attend_to(Range block) {
-        const Matrix<T> keys = block_of(call, call.key, task->item, task->key_head, block, call.head_size, key_block);
+        const Matrix<T> keys = block_of(call, call.key, state->item, state->key_head, block, call.head_size, key_block);
         const Matrix<T> values =
-            block_of(call, call.value, task->item, task->key_head, block, call.value_size, value_block);
+            block_of(call, call.value, state->item, state->key_head, block, call.value_size, value_block);
         int finite = -1;  // not known yet
-        for (int i = 0; i < task->panels; ++i) {
+        for (int i = 0; i < state->panels; ++i) {
             Panel<T>& panel = panels[i];
-            const Range seen = {most(block.first, panel.some.first), least(block.stop, panel.some.stop)};
+            const Range seen = {max(block.first, panel.any_key.first), min(block.stop, panel.any_key.stop)};
             if (seen.first >= seen.stop) continue;
             Flags flags = {true, true};
             if (call.mask.data) {
-                flags = read_mask(call, task->item, panel, seen, bytes);
-                if (i + 1 < task->panels) prefetch_mask(call, task->item, panels[i + 1], seen);
+                flags = read_mask(call, state->item, panel, seen, bytes);
+                if (i + 1 < state->panels) prefetch_mask(call, state->item, panels[i + 1], seen);
             }
             if (!flags.any) continue;
             const int64_t skipped = seen.first - block.first;
@@ -141,10 +143,10 @@ private:
 
     // The scores of the first panel, while the next keys and the values are on their way.
     void multiply_ahead(const Panel<T>& panel, Matrix<T> keys, Matrix<T> values, Range seen) {
-        const int64_t count = seen.stop - seen.first, left = task->keys.stop - seen.first;
+        const int64_t count = seen.stop - seen.first, left = state->keys.stop - seen.first;
         for (int64_t key = 0; key < count; key += AHEAD) {
-            const int64_t stop = least(key + AHEAD, count);
-            for (int64_t next = stop; next < least(stop + AHEAD, left); ++next) {
+            const int64_t stop = min(key + AHEAD, count);
+            for (int64_t next = stop; next < min(stop + AHEAD, left); ++next) {
                 prefetch(keys.at(next), call.head_size);
             }
             for (int64_t now = key; now < stop; ++now) {
@@ -160,35 +162,33 @@ private:
         const int64_t count = seen.stop - seen.first;
         if (call.softcap != 0) cap<T>(scores, count * panel.lanes(), (T)call.softcap, nullptr);
         for (const PolyattnArray& bias : call.bias) {
-            if (bias.data) add_bias<T>(bias, task->item, panel, seen, scores);
+            if (bias.data) add_bias<T>(bias, state->item, panel, seen, scores);
         }
     }
 
-    void weigh(Panel<T>& panel, Range seen, Matrix<T> values, T* output, bool careful) {
+    void weigh(Panel<T>& panel, Range seen, Matrix<T> values, T* output, bool hides_nonfinite) {
         const int64_t count = seen.stop - seen.first;
         T factor[2 * width];
-        if (panel.count == 2) soften<2>(panel, count, factor, careful);
-        else soften<1>(panel, count, factor, careful);
-        if (call.has_dropout) {
-            read_dropout(call, task->item, panel, seen, bytes);
-            drop_unset<T>(scores, count * panel.lanes(), bytes);
+        if (panel.count == 2) soften<2>(panel, count, factor, hides_nonfinite);
+        else soften<1>(panel, count, factor, hides_nonfinite);
+        if (call.seed) {
+            read_dropout(call, state->item, panel, seen, bytes);
+            zero_unset<T>(scores, count * panel.lanes(), bytes);
         }
-        Onto<T> onto = {false, panel.has_output ? factor : nullptr};
-        multiply_weights(panel, call.value_size, values, scores, count, output, onto, careful);
+        Accumulate<T> accumulate = {false, panel.has_output ? factor : nullptr};
+        multiply_weights(panel, call.value_size, values, scores, count, output, accumulate, hides_nonfinite);
         panel.has_output = true;
     }
 
-    // Turn scores into weights, and write by what the sums so far are to be multiplied. If careful,
+    // Turn scores into weights, and write by what the sums so far are to be multiplied. If hides_nonfinite,
     // the weight of a hidden key is -0.
-    template <int Count> void soften(Panel<T>& panel, int64_t count, T* factor, bool careful) {
+    template <int Count> void soften(Panel<T>& panel, int64_t count, T* factor, bool hides_nonfinite) {
         constexpr int lanes = Count * width;
         Vector<T> top[Count], total[Count], before[Count];
         UNROLL for (int v = 0; v < Count; ++v)
             top[v] = before[v] = load(panel.maximum + v * width);
         for (int64_t key = 0; key < count; ++key) {
-            UNROLL for (int v = 0; v < Count; ++v) {
-                top[v] = maximum<T>(load(scores + key * lanes + v * width), top[v]);
-            }
+            UNROLL for (int v = 0; v < Count; ++v) { top[v] = max<T>(load(scores + key * lanes + v * width), top[v]); }
         }
         UNROLL for (int v = 0; v < Count; ++v) {
             store<T>(panel.maximum + v * width, top[v]);
@@ -198,14 +198,14 @@ private:
             store<T>(factor + v * width, f);
             total[v] = load(panel.total + v * width) * f;
         }
-        const Vector<T> hidden = all<T>(careful ? (T)-0.0 : (T)0);
+        const Vector<T> hidden = broadcast<T>(hides_nonfinite ? (T)-0.0 : (T)0);
         Vector<T> sums[Count] = {};
         for (int64_t key = 0; key < count; ++key) {
             UNROLL for (int v = 0; v < Count; ++v) {
                 T* score = scores + key * lanes + v * width;
                 Vector<T> s = load(score), weight = exp<T>(s - top[v]);
                 sums[v] += weight;
-                if (careful) weight = select<T>(s == -infinity<T>(), hidden, weight);
+                if (hides_nonfinite) weight = select<T>(s == -infinity<T>(), hidden, weight);
                 store<T>(score, weight);
             }
         }
@@ -237,16 +237,16 @@ private:
             rows[lane] = nullptr;
             if (lane >= panel.used) continue;
             rows[lane] = converts(call) ? value_block + lane * call.value_size
-                                        : at<T>(call.output, task->item, panel.head[lane], panel.row[lane]);
+                                        : at<T>(call.output, state->item, panel.head[lane], panel.row[lane]);
             if (call.logsumexp.data) {
-                *at<T>(call.logsumexp, task->item, panel.head[lane], panel.row[lane]) =
+                *at<T>(call.logsumexp, state->item, panel.head[lane], panel.row[lane]) =
                     total == 0 ? -infinity<T>() : top + logarithm(total);
             }
         }
         write_rows(output, factor, lanes, call.value_size, rows);
         if constexpr (sizeof(T) == 4) {
             for (int lane = 0; converts(call) && lane < panel.used; ++lane) {
-                uint16_t* to = at<uint16_t>(call.output, task->item, panel.head[lane], panel.row[lane]);
+                uint16_t* to = at<uint16_t>(call.output, state->item, panel.head[lane], panel.row[lane]);
                 narrow(call.dtype, rows[lane], call.value_size, to);
             }
         }

@@ -26,8 +26,8 @@ typedef struct {
                                               // derivative has the dtype of scores
     PolyattnArray logsumexp;  // (item, head, row), float32 or float64
     // Keys and values in pages of `page` keys each, if there is a table: the item of `key` and `value` is
-    // then a page, and the pages of an item are a row of the table. Entries after the last key that a
-    // row sees are not read. Only polyattn_attend reads pages.
+    // then a page, and the pages of an item are a row of the table. Entries beyond the last page that a row
+    // sees are ignored. Only polyattn_attend reads pages.
     PolyattnArray table;  // int32: (item, 1, 1, keys / page), its last axis contiguous
     int64_t page;
     // Keys and values of int8, if there are steps: a key times row key / step_keys of its steps, by element, and
@@ -42,12 +42,11 @@ typedef struct {
     const int64_t* positions;
     PolyattnArray first, stop;  // int32: row i sees the keys from first to before stop
     PolyattnArray mask;  // uint8: a key takes part where it is not 0
-    PolyattnArray bias[2];  // of the scores' dtype, added after the softcap
+    PolyattnArray bias[2];  // of the scores' dtype, added after the softcap: numbers by distance, and a bias
     const void* sinks;  // (heads), of the scores' dtype
     // Dropout keeps a weight whose word of Philox is at least the threshold.
-    int32_t has_dropout;
-    uint32_t threshold, seed_low, seed_high;
-    uint32_t start[4];  // the item, head, row and key that the counters begin with
+    const uint32_t* seed;  // two words, and the item, head, row and key where counters begin; null for none
+    uint32_t threshold;
     double keep;  // 1 - the rate: by this the output is divided; 1 without dropout
     // The derivative of the call: results, their gradients, and the gradients to write.
     PolyattnArray output_gradient, logsumexp_gradient;
@@ -59,7 +58,7 @@ typedef struct {
     PolyattnArray bias_gradient[2];
     // The directional derivative: the tangents of arguments, of the scores' dtype, null for 0, and
     // those of the results to write.
-    PolyattnArray query_tangent, key_tangent, value_tangent, bias_tangent;
+    PolyattnArray query_tangent, key_tangent, value_tangent, bias_tangent[2];
     const void* sinks_tangent;  // (heads)
     PolyattnArray output_tangent, logsumexp_tangent;
     int32_t is_part;  // whether the call has a part of the rows, and
@@ -78,9 +77,9 @@ typedef struct {
 POLYATTN_API int polyattn_attend(const PolyattnCall* call, void** state);
 POLYATTN_API int polyattn_differentiate(const PolyattnCall* call, void** state);
 POLYATTN_API int polyattn_push_forward(const PolyattnCall* call, void** state);
-// As polyattn_attend, with other arrays of the same strides in place of the call's: where the
-// addresses of their data lie. Without a state it does not return before all is written. 2 if an address
-// is no multiple of the numbers' size: then nothing is written. Not for integers.
+// As polyattn_attend, with other arrays of the same strides in place of the call's: pointers to the addresses of
+// their data. Without a state it returns when all is written. 2 if an address is not aligned to the size of a
+// number: then nothing is written. Not for integers.
 POLYATTN_API int polyattn_attend_to(const PolyattnCall* call, int64_t threads, void** query, void** key, void** value,
                                     void** output, void** logsumexp, void** state);
 // The share of a call under way that threads have begun, from 0 to 1.

@@ -6,8 +6,8 @@
 namespace POLYATTN_UNIT {
 
 INLINE int64_t clamp(int64_t x, int64_t low, int64_t high) { return x < low ? low : x > high ? high : x; }
-INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-INLINE int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
+INLINE int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
+INLINE int64_t max(int64_t a, int64_t b) { return a > b ? a : b; }
 
 // Where a row of an array begins.
 INLINE int64_t offset_of(const PolyattnArray& x, int64_t item, int64_t head, int64_t row) {
@@ -27,9 +27,9 @@ inline Range keys_of_row(const PolyattnCall& call, int64_t item, int64_t head, i
     int64_t position = row + (call.positions ? call.positions[item] : 0);
     if (call.has_low) keys.first = clamp(position + call.low, 0, call.keys);
     if (call.has_high) keys.stop = clamp(position + call.high + 1, 0, call.keys);
-    if (call.first.data) keys.first = most(keys.first, *at<int32_t>(call.first, item, head, row));
-    if (call.stop.data) keys.stop = least(keys.stop, *at<int32_t>(call.stop, item, head, row));
-    return {least(keys.first, keys.stop), keys.stop};
+    if (call.first.data) keys.first = max(keys.first, *at<int32_t>(call.first, item, head, row));
+    if (call.stop.data) keys.stop = min(keys.stop, *at<int32_t>(call.stop, item, head, row));
+    return {min(keys.first, keys.stop), keys.stop};
 }
 
 // Rows are counted over the query heads that share a key head: those of one position are adjacent.
@@ -39,7 +39,7 @@ template <typename T> struct Panel {
     int count;          // vectors: 1 or 2
     int used;           // rows; the lanes after them repeat the last
     int64_t first_row;  // the number of the first
-    Range some, every;  // the keys that some row sees, and those that each sees
+    Range any_key, all_keys;  // the keys that any row sees, and those that all rows see
     int64_t first[2 * width], stop[2 * width], head[2 * width], row[2 * width];
     T maximum[2 * width], total[2 * width];
     bool has_output;
@@ -50,10 +50,10 @@ template <typename T> struct Panel {
         const int64_t group = call.heads / call.key_heads;
         const int64_t left = stop_row - number;
         count = left > width ? 2 : 1;
-        used = (int)least(left, lanes());
+        used = (int)min(left, lanes());
         first_row = number;
-        some = {call.keys, 0};
-        every = {0, call.keys};
+        any_key = {call.keys, 0};
+        all_keys = {0, call.keys};
         has_output = false;
         for (int lane = 0; lane < lanes(); ++lane) {
             const int64_t r = number + (lane < used ? lane : used - 1);
@@ -62,8 +62,8 @@ template <typename T> struct Panel {
             Range keys = keys_of_row(call, item, head[lane], row[lane]);
             first[lane] = keys.first;
             stop[lane] = keys.stop;
-            some = {least(some.first, keys.first), most(some.stop, keys.stop)};
-            every = {most(every.first, keys.first), least(every.stop, keys.stop)};
+            any_key = {min(any_key.first, keys.first), max(any_key.stop, keys.stop)};
+            all_keys = {max(all_keys.first, keys.first), min(all_keys.stop, keys.stop)};
             maximum[lane] = -infinity<T>();
             total[lane] = 0;
         }

@@ -19,7 +19,7 @@ namespace {
 constexpr auto QUANTUM = std::chrono::milliseconds(30);
 // A thread that looks for work pauses so often before it sleeps: waking it takes longer.
 constexpr int SPINS = 2000;
-constexpr int MOST_THREADS = 1024;
+constexpr int MAX_THREADS = 1024;
 
 // ---- memory ----
 
@@ -41,35 +41,35 @@ void release(void* memory) {
 }
 
 // A thread's scratch memory is kept for its next call: fresh pages cost more than a small call.
-struct Kept {
+struct Arena {
     void* memory = nullptr;
     size_t bytes = 0;
-    bool lent = false;
+    bool in_use = false;
 };
-thread_local Kept kept;
+thread_local Arena arena;
 AtThreadEnd<release> at_thread_end;
-constexpr size_t MOST_KEPT = 4 << 20;
+constexpr size_t MAX_ARENA = 4 << 20;
 
 struct Scratch {
     void* memory;
-    bool is_kept;
+    bool uses_arena;
 
-    explicit Scratch(size_t bytes) : memory(nullptr), is_kept(!kept.lent && bytes <= MOST_KEPT) {
-        if (!is_kept) {
+    explicit Scratch(size_t bytes) : memory(nullptr), uses_arena(!arena.in_use && bytes <= MAX_ARENA) {
+        if (!uses_arena) {
             memory = allocate(bytes);
             return;
         }
-        if (kept.bytes < bytes) {
-            release(kept.memory);
-            kept.memory = allocate(bytes);
-            kept.bytes = kept.memory ? bytes : 0;
-            at_thread_end.set(kept.memory);
+        if (arena.bytes < bytes) {
+            release(arena.memory);
+            arena.memory = allocate(bytes);
+            arena.bytes = arena.memory ? bytes : 0;
+            at_thread_end.set(arena.memory);
         }
-        memory = kept.memory;
-        kept.lent = memory != nullptr;
+        memory = arena.memory;
+        arena.in_use = memory != nullptr;
     }
     ~Scratch() {
-        if (is_kept) kept.lent = false;
+        if (uses_arena) arena.in_use = false;
         else release(memory);
     }
     Scratch(const Scratch&) = delete;
@@ -117,7 +117,7 @@ public:
         if (!lock_.try_lock()) return false;
         const bool is_free = run_ == nullptr;
         if (is_free) {
-            while (count_ < helpers && count_ < MOST_THREADS && threads_[count_].start(this)) ++count_;
+            while (count_ < helpers && count_ < MAX_THREADS && threads_[count_].start(this)) ++count_;
             run_ = &run;
             run.places = helpers;
             offers_.fetch_add(1);
@@ -194,7 +194,7 @@ private:
     Run* run_ = nullptr;
     bool quitting_ = false;
     int count_ = 0;
-    Thread<serve> threads_[MOST_THREADS];
+    Thread<serve> threads_[MAX_THREADS];
 };
 
 // In the child of a fork there are no threads and a lock may be held: it gets a pool of its own, and

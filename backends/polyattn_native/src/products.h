@@ -1,4 +1,4 @@
-// Products of a matrix, whose numbers are broadcast from where they lie, and a panel.
+// Products of a strided matrix, whose numbers are broadcast, and a panel.
 //
 // A panel has a vector or two of columns: out[m][column] = sum over k of a(m, k) · panel[k][column].
 // Each sum goes over k in order, whatever the tile, so its bits do not depend on how a block is cut.
@@ -18,11 +18,11 @@ template <int Count> constexpr int tile_rows() {
 #endif
 }
 
-// How the numbers a(m, k) lie: with m or with k contiguous.
+// The order of the numbers a(m, k): m or k is contiguous.
 enum Order { OUTER, INNER };
 
 // What becomes of the sums: they replace out, are added to it, or to it times a factor by column.
-template <typename T> struct Onto {
+template <typename T> struct Accumulate {
     bool add = false;
     const T* factor = nullptr;
 };
@@ -30,13 +30,13 @@ template <typename T> struct Onto {
 template <typename T> struct Matrix {
     const T* data;
     ptrdiff_t stride;  // between m if k is contiguous, between k otherwise
-    // The numbers of k may lie in parts, as long as `part` each: one after another, or as a table says.
+    // The numbers of k may be in parts, as long as `part` each: one after another, or as a table says.
     int64_t part = (int64_t)1 << 62;
     ptrdiff_t part_stride = 0;
     const int32_t* table = nullptr;
     int64_t first = 0;  // the place of k = 0 in its part
 
-    // Where the numbers of a key lie, in a matrix of keys or values.
+    // The numbers of a key, in a matrix of keys or values.
     const T* at(int64_t key) const {
         if (!table) return data + key * stride;
         return data + table[(first + key) / part] * part_stride + (first + key) % part * stride;
@@ -50,14 +50,14 @@ template <typename T> struct Matrix {
 };
 
 // Pages of fewer keys are copied: they would leave most sums of a tile unused.
-constexpr int64_t LEAST_PAGE = 8;
+constexpr int64_t MIN_PAGE = 8;
 
 // Whether the keys and values of a block are converted or copied.
 INLINE bool copies(const PolyattnCall& call) {
-    return converts(call) || call.key_steps.data || (call.table.data && call.page < LEAST_PAGE);
+    return converts(call) || call.key_steps.data || (call.table.data && call.page < MIN_PAGE);
 }
 
-// Keys or values of a block: where they lie, or copied.
+// Keys or values of a block: in place, or copied.
 template <typename T>
 Matrix<T> block_of(const PolyattnCall& call, const PolyattnArray& array, int64_t item, int64_t head, Range keys,
                    int64_t size, T* block) {
@@ -87,13 +87,13 @@ Matrix<T> block_of(const PolyattnCall& call, const PolyattnArray& array, int64_t
 
 // A tile of M rows: its sums stay in registers.
 template <typename T, int Count, Order order, int M>
-void multiply_tile(Matrix<T> a, const T* panel, int64_t inner, T* out, Onto<T> onto) {
+void multiply_tile(Matrix<T> a, const T* panel, int64_t inner, T* out, Accumulate<T> accumulate) {
     constexpr int width = Lanes<T>::width;
     Vector<T> sums[M][Count] = {};
     int64_t k = 0;
     for (int64_t part = 0, first = a.first; k < inner; ++part, first = 0) {
         const T* numbers = a.data + (a.table ? a.table[part] : part) * a.part_stride + first * a.stride;
-        for (const int64_t stop = least(inner, k + a.part - first); k < stop; ++k) {
+        for (const int64_t stop = min(inner, k + a.part - first); k < stop; ++k) {
             Vector<T> columns[Count];
             UNROLL for (int v = 0; v < Count; ++v)
                 columns[v] = load(panel + v * width);
@@ -107,15 +107,15 @@ void multiply_tile(Matrix<T> a, const T* panel, int64_t inner, T* out, Onto<T> o
         }
     }
     Vector<T> factors[Count];
-    if (onto.factor) {
+    if (accumulate.factor) {
         UNROLL for (int v = 0; v < Count; ++v)
-            factors[v] = load(onto.factor + v * width);
+            factors[v] = load(accumulate.factor + v * width);
     }
     UNROLL for (int m = 0; m < M; ++m) {
         UNROLL for (int v = 0; v < Count; ++v) {
             T* at = out + (m * Count + v) * width;
-            if (onto.factor) sums[m][v] = load(at) * factors[v] + sums[m][v];
-            else if (onto.add) sums[m][v] += load(at);
+            if (accumulate.factor) sums[m][v] = load(at) * factors[v] + sums[m][v];
+            else if (accumulate.add) sums[m][v] += load(at);
             store<T>(at, sums[m][v]);
         }
     }
@@ -123,22 +123,22 @@ void multiply_tile(Matrix<T> a, const T* panel, int64_t inner, T* out, Onto<T> o
 
 // A tile of as many rows, M at most.
 template <typename T, int Count, Order order, int M>
-INLINE void multiply_up_to(int rows, Matrix<T> a, const T* panel, int64_t inner, T* out, Onto<T> onto) {
-    if (rows == M) return multiply_tile<T, Count, order, M>(a, panel, inner, out, onto);
-    if constexpr (M > 1) multiply_up_to<T, Count, order, M - 1>(rows, a, panel, inner, out, onto);
+INLINE void multiply_up_to(int rows, Matrix<T> a, const T* panel, int64_t inner, T* out, Accumulate<T> accumulate) {
+    if (rows == M) return multiply_tile<T, Count, order, M>(a, panel, inner, out, accumulate);
+    if constexpr (M > 1) multiply_up_to<T, Count, order, M - 1>(rows, a, panel, inner, out, accumulate);
 }
 
 // Compute all rows, in tiles whose sizes differ by one at most.
 template <typename T, int Count, Order order>
-void multiply(int64_t rows, Matrix<T> a, const T* panel, int64_t inner, T* out, Onto<T> onto = {}) {
-    constexpr int most = tile_rows<Count>();
-    int64_t tiles = (rows + most - 1) / most, done = 0;
+void multiply(int64_t rows, Matrix<T> a, const T* panel, int64_t inner, T* out, Accumulate<T> accumulate = {}) {
+    constexpr int most_rows = tile_rows<Count>();
+    int64_t tiles = (rows + most_rows - 1) / most_rows, done = 0;
     for (int64_t tile = 0; tile < tiles; ++tile) {
         int64_t end = rows * (tile + 1) / tiles;
         Matrix<T> part = a;
         part.data += done * (order == INNER ? a.stride : 1);
-        multiply_up_to<T, Count, order, most>((int)(end - done), part, panel, inner,
-                                              out + done * Count * Lanes<T>::width, onto);
+        multiply_up_to<T, Count, order, most_rows>((int)(end - done), part, panel, inner,
+                                                   out + done * Count * Lanes<T>::width, accumulate);
         done = end;
     }
 }
@@ -146,7 +146,8 @@ void multiply(int64_t rows, Matrix<T> a, const T* panel, int64_t inner, T* out, 
 // The product of numbers and weights where a number may not be finite: a weight of -0 hides it. Its
 // sums have the bits of `multiply`.
 template <typename T>
-void multiply_seen(int64_t rows, Matrix<T> a, const T* weights, int lanes, int64_t inner, T* out, Onto<T> onto) {
+void multiply_seen(int64_t rows, Matrix<T> a, const T* weights, int lanes, int64_t inner, T* out,
+                   Accumulate<T> accumulate) {
     typedef typename Lanes<T>::Int Int;
     const Int sign = (Int)1 << (sizeof(T) * 8 - 1);
     for (int64_t m = 0; m < rows; ++m) {
@@ -158,8 +159,8 @@ void multiply_seen(int64_t rows, Matrix<T> a, const T* weights, int lanes, int64
                 sum = select<T>((Ints<T>)weight == sign, sum, more);
             }
             T* to = out + m * lanes + v;
-            if (onto.factor) sum = load(to) * load(onto.factor + v) + sum;
-            else if (onto.add) sum += load(to);
+            if (accumulate.factor) sum = load(to) * load(accumulate.factor + v) + sum;
+            else if (accumulate.add) sum += load(to);
             store<T>(to, sum);
         }
     }
@@ -168,22 +169,22 @@ void multiply_seen(int64_t rows, Matrix<T> a, const T* weights, int lanes, int64
 // Numbers of a block times the weights of a panel.
 template <typename T>
 void multiply_weights(const Panel<T>& panel, int64_t rows, Matrix<T> a, const T* weights, int64_t inner, T* out,
-                      Onto<T> onto, bool careful) {
-    if (careful) multiply_seen(rows, a, weights, panel.lanes(), inner, out, onto);
-    else if (panel.count == 2) multiply<T, 2, OUTER>(rows, a, weights, inner, out, onto);
-    else multiply<T, 1, OUTER>(rows, a, weights, inner, out, onto);
+                      Accumulate<T> accumulate, bool hides_nonfinite) {
+    if (hides_nonfinite) multiply_seen(rows, a, weights, panel.lanes(), inner, out, accumulate);
+    else if (panel.count == 2) multiply<T, 2, OUTER>(rows, a, weights, inner, out, accumulate);
+    else multiply<T, 1, OUTER>(rows, a, weights, inner, out, accumulate);
 }
 
 // The products of the rows of a panel and the numbers of a block.
 template <typename T>
 void multiply_rows_of(const Panel<T>& panel, int64_t keys, Matrix<T> a, const T* rows, int64_t size, T* out,
-                      Onto<T> onto = {}) {
+                      Accumulate<T> accumulate = {}) {
     for (int64_t key = 0; key < keys;) {
         const Matrix<T> rest = a.after(key), piece = {rest.at(0), a.stride};
-        const int64_t count = least(keys - key, rest.part - rest.first);
+        const int64_t count = min(keys - key, rest.part - rest.first);
         T* to = out + key * panel.lanes();
-        if (panel.count == 2) multiply<T, 2, INNER>(count, piece, rows, size, to, onto);
-        else multiply<T, 1, INNER>(count, piece, rows, size, to, onto);
+        if (panel.count == 2) multiply<T, 2, INNER>(count, piece, rows, size, to, accumulate);
+        else multiply<T, 1, INNER>(count, piece, rows, size, to, accumulate);
         key += count;
     }
 }

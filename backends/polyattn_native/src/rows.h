@@ -7,17 +7,17 @@ namespace POLYATTN_UNIT {
 
 // ---- 16-bit numbers ----
 
-struct Half {
+struct Float16 {
     uint16_t bits;
 };
-struct Brain {
+struct BFloat16 {
     uint16_t bits;
 };
 
 template <typename To, typename From> INLINE To bit_cast(From from) { return __builtin_bit_cast(To, from); }
 
-INLINE float widened(Brain x) { return bit_cast<float>((uint32_t)x.bits << 16); }
-INLINE float widened(Half x) {
+INLINE float to_float(BFloat16 x) { return bit_cast<float>((uint32_t)x.bits << 16); }
+INLINE float to_float(Float16 x) {
     uint32_t sign = (uint32_t)(x.bits & 0x8000) << 16, rest = x.bits & 0x7fff;
     if (rest >= 0x7c00) return bit_cast<float>(sign | 0x7f800000 | (rest & 0x3ff) << 13);
     // Not by a subnormal float, which is 0 in XLA's threads.
@@ -25,11 +25,11 @@ INLINE float widened(Half x) {
     return bit_cast<float>(sign | ((rest << 13) + (112 << 23)));
 }
 
-INLINE uint16_t narrow_to_brain(float x) {
+INLINE uint16_t to_bfloat16(float x) {
     uint32_t bits = bit_cast<uint32_t>(x);
     return x == x ? (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16) : 0x7fc0;
 }
-INLINE uint16_t narrow_to_half(float x) {
+INLINE uint16_t to_float16(float x) {
     uint32_t bits = bit_cast<uint32_t>(x), sign = bits >> 16 & 0x8000, rest = bits & 0x7fffffff;
     // 65536 and above, infinity, NaN
     if (rest >= 0x47800000) return (uint16_t)(sign | (rest > 0x7f800000 ? 0x7e00 : 0x7c00));
@@ -43,7 +43,7 @@ INLINE uint16_t narrow_to_half(float x) {
 inline void widen(int dtype, const uint16_t* from, int64_t count, float* to) {
     int64_t i = 0;
     if (dtype == POLYATTN_BFLOAT16) {
-        for (; i < count; ++i) to[i] = widened(Brain{from[i]});
+        for (; i < count; ++i) to[i] = to_float(BFloat16{from[i]});
         return;
     }
 #if defined(__F16C__)
@@ -51,13 +51,13 @@ inline void widen(int dtype, const uint16_t* from, int64_t count, float* to) {
         _mm256_storeu_ps(to + i, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(from + i))));
     }
 #endif
-    for (; i < count; ++i) to[i] = widened(Half{from[i]});
+    for (; i < count; ++i) to[i] = to_float(Float16{from[i]});
 }
 
 inline void narrow(int dtype, const float* from, int64_t count, uint16_t* to) {
     int64_t i = 0;
     if (dtype == POLYATTN_BFLOAT16) {
-        for (; i < count; ++i) to[i] = narrow_to_brain(from[i]);
+        for (; i < count; ++i) to[i] = to_bfloat16(from[i]);
         return;
     }
 #if defined(__F16C__)
@@ -65,12 +65,12 @@ inline void narrow(int dtype, const float* from, int64_t count, uint16_t* to) {
         _mm_storeu_si128((__m128i*)(to + i), _mm256_cvtps_ph(_mm256_loadu_ps(from + i), 0));
     }
 #endif
-    for (; i < count; ++i) to[i] = narrow_to_half(from[i]);
+    for (; i < count; ++i) to[i] = to_float16(from[i]);
 }
 
 INLINE bool converts(const PolyattnCall& call) { return call.dtype >= POLYATTN_FLOAT16; }
 
-// The numbers of a row or key of query, key or value: where they lie, or converted in a buffer.
+// The numbers of a row or key of query, key or value: in place, or converted in a buffer.
 template <typename T>
 const T* numbers_at(const PolyattnCall& call, const T* from, int64_t offset, int64_t size, T* buffer) {
     if constexpr (sizeof(T) == 4) {
@@ -101,7 +101,7 @@ template <typename T> void scale_codes(const int8_t* codes, const T* steps, int6
 
 // ---- panels ----
 
-// Write rows, which may lie anywhere, as panel[element][lane], times a factor.
+// Gather rows as panel[element][lane], times a factor.
 template <typename T>
 void transpose_rows(const T* const* rows, int lanes, int64_t size, T factor, T* panel) {
     constexpr int width = Lanes<T>::width;

@@ -112,14 +112,14 @@ template <typename T> INLINE Ints<T> is_set(const uint8_t* bytes) {
 }
 
 // Replace the scores whose byte is 0.
-template <typename T> void keep_set(T* scores, int64_t size, const uint8_t* bytes, T other) {
+template <typename T> void select_or(T* scores, int64_t size, const uint8_t* bytes, T other) {
     for (int64_t i = 0; i < size; i += Lanes<T>::width) {
-        store<T>(scores + i, select<T>(is_set<T>(bytes + i), load(scores + i), all<T>(other)));
+        store<T>(scores + i, select<T>(is_set<T>(bytes + i), load(scores + i), broadcast<T>(other)));
     }
 }
 
 // Multiply the weights whose byte is 0 by 0, which leaves -0 as it is.
-template <typename T> void drop_unset(T* weights, int64_t size, const uint8_t* bytes) {
+template <typename T> void zero_unset(T* weights, int64_t size, const uint8_t* bytes) {
     for (int64_t i = 0; i < size; i += Lanes<T>::width) {
         Vector<T> weight = load(weights + i);
         store<T>(weights + i, select<T>(is_set<T>(bytes + i), weight, weight * 0));
@@ -152,18 +152,19 @@ template <typename T>
 void read_dropout(const PolyattnCall& call, int64_t item, const Panel<T>& panel, Range keys, uint8_t* bytes) {
     constexpr int words = POLYATTN_BYTES / 4;
     const int lanes = panel.lanes();
-    const int64_t shift = call.start[3];
+    const uint32_t* start = call.seed + 2;  // the item, head, row and key
+    const int64_t shift = start[3];
     for (int first = 0; first < lanes; first += words) {
         Words rows = {}, heads = {};
         const int filled = lanes - first < words ? lanes - first : words;
         for (int lane = 0; lane < filled; ++lane) {
-            rows[lane] = (uint32_t)(panel.row[first + lane] + call.start[2]);
-            heads[lane] = (uint32_t)(panel.head[first + lane] + call.start[1]);
+            rows[lane] = (uint32_t)(panel.row[first + lane] + start[2]);
+            heads[lane] = (uint32_t)(panel.head[first + lane] + start[1]);
         }
         for (int64_t block = (keys.first + shift) / 4; block * 4 - shift < keys.stop; ++block) {
             Words a = Words{} + (uint32_t)block, b = rows, c = heads;
-            Words d = Words{} + (uint32_t)(item + call.start[0]);
-            uint32_t low = call.seed_low, high = call.seed_high;
+            Words d = Words{} + (uint32_t)(item + start[0]);
+            uint32_t low = call.seed[0], high = call.seed[1];
             UNROLL for (int round = 0; round < 10; ++round) {
                 Words high_a, low_a, high_c, low_c;
                 multiply_words(a, 0xD2511F53, high_a, low_a);
@@ -201,7 +202,7 @@ template <typename T> void cap(T* scores, int64_t size, T softcap, T* bounded) {
 template <typename T> INLINE void add_bias(T* score, Vector<T> bias) {
     // -inf masks, whatever the score is.
     Vector<T> sum = load(score) + bias;
-    store<T>(score, select<T>(bias == -infinity<T>(), all<T>(-infinity<T>()), sum));
+    store<T>(score, select<T>(bias == -infinity<T>(), broadcast<T>(-infinity<T>()), sum));
 }
 
 // Step 4, for some keys.
@@ -218,7 +219,7 @@ void add_bias(const PolyattnArray& bias, int64_t item, const Panel<T>& panel, Ra
     for (int lane = 1; lane < lanes; ++lane) same = same && rows[lane] == rows[0];
     if (same) {
         for (int64_t i = 0; i < count * lanes; i += width) {
-            add_bias(scores + i, all<T>(rows[0][i / lanes * bias.column]));
+            add_bias(scores + i, broadcast<T>(rows[0][i / lanes * bias.column]));
         }
         return;
     }
@@ -253,11 +254,11 @@ template <typename T> void hide_outside(const Panel<T>& panel, Range keys, T* sc
             stop[lane] = (Int)clamp(panel.stop[v + lane] - keys.first, 0, BLOCK);
         }
         for (int64_t key = keys.first; key < keys.stop; ++key) {
-            if (key >= panel.every.first && key < panel.every.stop) continue;
+            if (key >= panel.all_keys.first && key < panel.all_keys.stop) continue;
             T* score = scores + (key - keys.first) * lanes + v;
             Ints<T> at = Ints<T>{} + (Int)(key - keys.first);
             Ints<T> seen = (at >= first) & (at < stop);
-            store<T>(score, select<T>(seen, load(score), all<T>(-infinity<T>())));
+            store<T>(score, select<T>(seen, load(score), broadcast<T>(-infinity<T>())));
         }
     }
 }
@@ -265,22 +266,22 @@ template <typename T> void hide_outside(const Panel<T>& panel, Range keys, T* sc
 // Hide what the rows do not see, also where bytes of a mask are 0; return whether anything may be hidden.
 template <typename T>
 bool hide(const PolyattnCall& call, const Panel<T>& panel, Range keys, bool all_set, const uint8_t* bytes, T* scores) {
-    const bool inside = keys.first >= panel.every.first && keys.stop <= panel.every.stop;
+    const bool inside = keys.first >= panel.all_keys.first && keys.stop <= panel.all_keys.stop;
     if (!inside) hide_outside(panel, keys, scores);
-    if (!all_set) keep_set<T>(scores, (keys.stop - keys.first) * panel.lanes(), bytes, -infinity<T>());
+    if (!all_set) select_or<T>(scores, (keys.stop - keys.first) * panel.lanes(), bytes, -infinity<T>());
     return !inside || !all_set || call.bias[0].data || call.bias[1].data;
 }
 
 // ---- what derivatives compute again ----
 
 // The logsumexp of a row that sees no key, in place of -inf: its weights are 0.
-template <typename T> constexpr T NOTHING = (T)1e30;
+template <typename T> constexpr T EMPTY_ROW = (T)1e30;
 
 // The weights of scores, by the logsumexp of their rows.
 template <typename T> INLINE Vector<T> softmax_weights(Vector<T> scores, Vector<T> logsumexp) {
     const T largest = sizeof(T) == 4 ? 88 : 709;
     const Vector<T> x = scores - logsumexp;
-    return exp<T>(select<T>(x > largest, all<T>(largest), x));
+    return exp<T>(select<T>(x > largest, broadcast<T>(largest), x));
 }
 
 }  // namespace POLYATTN_UNIT

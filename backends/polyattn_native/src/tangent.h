@@ -27,55 +27,55 @@ public:
 private:
     static constexpr int width = Lanes<T>::width;
 
-    struct Task {
+    struct State {
         int64_t item, key_head, next;
     };
 
     const PolyattnCall& call;
-    Task* task;
+    State* state;
     Panel<T>* panel;
-    T *query, *query_tangent, *output;          // [element][lane]
-    T *weights, *shares, *bounded;              // [key][lane]: p, p · t, tanh(s / c)
-    T *logsumexp, *sums;                        // [lane]: the sums are tangents of the logsumexp
-    T *key_block, *value_block;
-    uint8_t* bytes;
+    T *query, *query_tangent, *output;  // [element][lane]
+    T *weights, *shares, *bounded;      // [key][lane]: p, p · t, tanh(s / c)
+    T *logsumexp, *sums;                // [lane]: the sums are tangents of the logsumexp
+    T *key_block, *value_block;         // [key][element] of a block that is converted
+    uint8_t* bytes;                     // [key][lane], of a mask or dropout
     size_t scratch_size;
 
     Tangent(const PolyattnCall& c, void* scratch) : call(c) {
-        Pieces pieces(scratch);
+        BumpAllocator memory(scratch);
         const int64_t lanes = 2 * width;
-        task = pieces.take<Task>(1);
-        panel = pieces.take<Panel<T>>(1);
-        query = pieces.take<T>(lanes * call.head_size);
-        query_tangent = pieces.take<T>(lanes * call.head_size);
-        output = pieces.take<T>(lanes * (call.value_size + width));
-        weights = pieces.take<T>(BLOCK * lanes);
-        shares = pieces.take<T>(BLOCK * lanes);
-        bounded = pieces.take<T>(call.softcap != 0 ? BLOCK * lanes : 0);
-        logsumexp = pieces.take<T>(lanes);
-        sums = pieces.take<T>(lanes);
-        key_block = pieces.take<T>(converts(call) ? BLOCK * call.head_size : 0);
-        value_block = pieces.take<T>(converts(call) ? BLOCK * call.value_size : 0);
-        bytes = pieces.take<uint8_t>(BLOCK * lanes + 64);
-        scratch_size = pieces.used();
+        state = memory.take<State>(1);
+        panel = memory.take<Panel<T>>(1);
+        query = memory.take<T>(lanes * call.head_size);
+        query_tangent = memory.take<T>(lanes * call.head_size);
+        output = memory.take<T>(lanes * (call.value_size + width));
+        weights = memory.take<T>(BLOCK * lanes);
+        shares = memory.take<T>(BLOCK * lanes);
+        bounded = memory.take<T>(call.softcap != 0 ? BLOCK * lanes : 0);
+        logsumexp = memory.take<T>(lanes);
+        sums = memory.take<T>(lanes);
+        key_block = memory.take<T>(converts(call) ? BLOCK * call.head_size : 0);
+        value_block = memory.take<T>(converts(call) ? BLOCK * call.value_size : 0);
+        bytes = memory.take<uint8_t>(BLOCK * lanes + 64);
+        scratch_size = memory.used();
     }
 
     void begin(const Work& work, int64_t number) {
         const int64_t rows = call.rows * (call.heads / call.key_heads);
         const int64_t chunks = (rows + work.rows - 1) / work.rows, pair = number / chunks;
-        task->item = pair / call.key_heads;
-        task->key_head = pair % call.key_heads;
-        panel->begin(call, task->item, task->key_head, number % chunks * work.rows, rows);
-        task->next = panel->some.first / BLOCK * BLOCK;
+        state->item = pair / call.key_heads;
+        state->key_head = pair % call.key_heads;
+        panel->begin(call, state->item, state->key_head, number % chunks * work.rows, rows);
+        state->next = panel->any_key.first / BLOCK * BLOCK;
         const T *rows_of_query[2 * width], *rows_of_tangent[2 * width];
         for (int lane = 0; lane < panel->lanes(); ++lane) {
             const int64_t head = panel->head[lane], row = panel->row[lane];
-            const int64_t offset = offset_of(call.query, task->item, head, row);
+            const int64_t offset = offset_of(call.query, state->item, head, row);
             T* buffer = key_block + lane * call.head_size;
             rows_of_query[lane] = numbers_at(call, (const T*)call.query.data, offset, call.head_size, buffer);
-            rows_of_tangent[lane] = at<T>(call.query_tangent, task->item, head, row);
-            const T found = *at<T>(call.logsumexp, task->item, head, row);
-            logsumexp[lane] = found == -infinity<T>() ? NOTHING<T> : found;
+            rows_of_tangent[lane] = at<T>(call.query_tangent, state->item, head, row);
+            const T found = *at<T>(call.logsumexp, state->item, head, row);
+            logsumexp[lane] = found == -infinity<T>() ? EMPTY_ROW<T> : found;
             sums[lane] = 0;
         }
         transpose_rows(rows_of_query, panel->lanes(), call.head_size, (T)call.scale, query);
@@ -86,41 +86,41 @@ private:
     }
 
     bool step() {
-        if (task->next < panel->some.stop) {
-            add({most(task->next, panel->some.first), least(task->next + BLOCK, panel->some.stop)});
-            task->next += BLOCK;
+        if (state->next < panel->any_key.stop) {
+            add({max(state->next, panel->any_key.first), min(state->next + BLOCK, panel->any_key.stop)});
+            state->next += BLOCK;
         }
-        if (task->next < panel->some.stop) return false;
+        if (state->next < panel->any_key.stop) return false;
         write();
         return true;
     }
 
     // Keys or values, or their tangents, which are not converted.
     Matrix<T> block(const PolyattnArray& array, Range keys, int64_t size, T* converted) {
-        return block_of(call, array, task->item, task->key_head, keys, size, converted);
+        return block_of(call, array, state->item, state->key_head, keys, size, converted);
     }
     Matrix<T> tangent(const PolyattnArray& array, Range keys) {
-        return {at<T>(array, task->item, task->key_head, keys.first), array.row};
+        return {at<T>(array, state->item, state->key_head, keys.first), array.row};
     }
 
     void add(Range seen) {
         const int64_t count = seen.stop - seen.first;
         Flags flags = {true, true};
-        if (call.mask.data) flags = read_mask(call, task->item, *panel, seen, bytes);
+        if (call.mask.data) flags = read_mask(call, state->item, *panel, seen, bytes);
         if (!flags.any) return;
         const Matrix<T> keys = block(call.key, seen, call.head_size, key_block);
         multiply_rows_of(*panel, count, keys, query, call.head_size, weights);
         differentiate_scores(keys, seen, count);
         const bool hides = hide(call, *panel, seen, flags.all, bytes, weights);
-        if (call.has_dropout) read_dropout(call, task->item, *panel, seen, bytes);
+        if (call.seed) read_dropout(call, state->item, *panel, seen, bytes);
         weigh(count);
         const Matrix<T> values = block(call.value, seen, call.value_size, value_block);
-        const bool careful = hides && !is_finite(values, count, call.value_size);
-        const Onto<T> onto = {true, nullptr};
-        multiply_weights(*panel, call.value_size, values, shares, count, output, onto, careful);
+        const bool hides_nonfinite = hides && !is_finite(values, count, call.value_size);
+        const Accumulate<T> accumulate = {true, nullptr};
+        multiply_weights(*panel, call.value_size, values, shares, count, output, accumulate, hides_nonfinite);
         if (call.value_tangent.data) {
             const Matrix<T> more = tangent(call.value_tangent, seen);
-            multiply_weights(*panel, call.value_size, more, weights, count, output, onto, true);
+            multiply_weights(*panel, call.value_size, more, weights, count, output, accumulate, true);
         }
     }
 
@@ -140,15 +140,17 @@ private:
             for (int64_t i = 0; i < size; ++i) shares[i] *= 1 - bounded[i] * bounded[i];
         }
         for (const PolyattnArray& bias : call.bias) {
-            if (bias.data) add_bias<T>(bias, task->item, *panel, seen, weights);
+            if (bias.data) add_bias<T>(bias, state->item, *panel, seen, weights);
         }
-        if (call.bias_tangent.data) add_bias<T>(call.bias_tangent, task->item, *panel, seen, shares);
+        for (const PolyattnArray& bias : call.bias_tangent) {
+            if (bias.data) add_bias<T>(bias, state->item, *panel, seen, shares);
+        }
     }
 
     // Scores become weights, and their tangents the products of both; -0 where a key is hidden.
     void weigh(int64_t count) {
         const int lanes = panel->lanes();
-        const Vector<T> hidden = all<T>((T)-0.0);
+        const Vector<T> hidden = broadcast<T>((T)-0.0);
         for (int v = 0; v < lanes; v += width) {
             const Vector<T> total = load(logsumexp + v);
             Vector<T> sum = load(sums + v);
@@ -158,7 +160,7 @@ private:
                 Vector<T> weight = softmax_weights<T>(s, total);
                 Vector<T> share = weight * load(shares + i) + 0;
                 sum += select<T>(is_hidden, Vector<T>{}, share);
-                if (call.has_dropout) {
+                if (call.seed) {
                     const Ints<T> kept = is_set<T>(bytes + i);
                     weight = select<T>(kept, weight / (T)call.keep, Vector<T>{});
                     share = select<T>(kept, share / (T)call.keep, Vector<T>{});
@@ -176,7 +178,7 @@ private:
         T* rows[2 * width];
         for (int lane = 0; lane < lanes; ++lane) {
             const int64_t head = panel->head[lane], row = panel->row[lane];
-            const bool is_empty = logsumexp[lane] == NOTHING<T>;
+            const bool is_empty = logsumexp[lane] == EMPTY_ROW<T>;
             factor[lane] = is_empty ? 0 : 1;
             rows[lane] = nullptr;
             if (lane >= panel->used) continue;
@@ -184,13 +186,13 @@ private:
                 const T weight = exponential(((const T*)call.sinks)[head] - logsumexp[lane]);
                 sums[lane] += weight * ((const T*)call.sinks_tangent)[head];
             }
-            rows[lane] = at<T>(call.output_tangent, task->item, head, row);
-            *at<T>(call.logsumexp_tangent, task->item, head, row) = is_empty ? 0 : sums[lane];
+            rows[lane] = at<T>(call.output_tangent, state->item, head, row);
+            *at<T>(call.logsumexp_tangent, state->item, head, row) = is_empty ? 0 : sums[lane];
         }
         write_rows(output, factor, lanes, call.value_size, rows);
         for (int lane = 0; lane < panel->used; ++lane) {
             if (factor[lane] == 0) continue;
-            const T* result = at<T>(call.output, task->item, panel->head[lane], panel->row[lane]);
+            const T* result = at<T>(call.output, state->item, panel->head[lane], panel->row[lane]);
             for (int64_t e = 0; e < call.value_size; ++e) rows[lane][e] -= sums[lane] * result[e];
         }
     }

@@ -15,21 +15,21 @@ constexpr int KEYS = 128;
 template <typename T> struct Tile {
     static constexpr int width = Lanes<T>::width;
 
-    T *weights, *shares;                  // [panel][key][lane]
+    T *weights, *shares;                  // [panel][key][lane]: P and G
     T *raw, *bounded;                     // [key][lane], with a softcap: q·k, then shares before it; tanh
-    T *logsumexp, *delta, *softcap_sums;  // [row]
-    uint8_t* bytes;
+    T *logsumexp, *delta, *softcap_sums;  // [row] of the group: [panel][lane]
+    uint8_t* bytes;                       // [key][lane], of a mask or dropout
 
-    void place(const PolyattnCall& call, Pieces& pieces) {
+    void place(const PolyattnCall& call, BumpAllocator& memory) {
         const int64_t rows = GROUP * 2 * width, lanes = 2 * width;
-        weights = pieces.take<T>(rows * KEYS);
-        shares = pieces.take<T>(rows * KEYS);
-        raw = pieces.take<T>(call.softcap != 0 ? lanes * KEYS : 0);
-        bounded = pieces.take<T>(call.softcap != 0 ? lanes * KEYS : 0);
-        logsumexp = pieces.take<T>(rows);
-        delta = pieces.take<T>(rows);
-        softcap_sums = pieces.take<T>(rows);
-        bytes = pieces.take<uint8_t>(KEYS * lanes + 64);
+        weights = memory.take<T>(rows * KEYS);
+        shares = memory.take<T>(rows * KEYS);
+        raw = memory.take<T>(call.softcap != 0 ? lanes * KEYS : 0);
+        bounded = memory.take<T>(call.softcap != 0 ? lanes * KEYS : 0);
+        logsumexp = memory.take<T>(rows);
+        delta = memory.take<T>(rows);
+        softcap_sums = memory.take<T>(rows);
+        bytes = memory.take<uint8_t>(KEYS * lanes + 64);
     }
 
     // Panels have room for two vectors each, also the last with one.
@@ -44,7 +44,7 @@ template <typename T> struct Tile {
         const int lanes = panel.lanes();
         const int64_t count = block.stop - block.first, size = count * lanes;
         T *p = weights_of(number), *g = shares_of(number);
-        const Range seen = {most(block.first, panel.some.first), least(block.stop, panel.some.stop)};
+        const Range seen = {max(block.first, panel.any_key.first), min(block.stop, panel.any_key.stop)};
         Flags flags = {true, true};
         if (seen.first < seen.stop && call.mask.data) flags = read_mask(call, item, panel, block, bytes);
         if (seen.first >= seen.stop || !flags.any) {
@@ -61,9 +61,9 @@ template <typename T> struct Tile {
             if (bias.data) add_bias<T>(bias, item, panel, block, p);
         }
         const bool hides = hide(call, panel, block, flags.all, bytes, p);
-        if (call.has_dropout) {
+        if (call.seed) {
             read_dropout(call, item, panel, block, bytes);
-            keep_set<T>(g, size, bytes, 0);
+            select_or<T>(g, size, bytes, 0);
         }
         if (panel.count == 2) weigh<2>(call, number, count);
         else weigh<1>(call, number, count);
@@ -78,7 +78,7 @@ private:
         constexpr int lanes = Count * width;
         const int64_t start = start_of(number);
         T *p = weights_of(number), *g = shares_of(number);
-        const Vector<T> hidden = all<T>((T)-0.0);
+        const Vector<T> hidden = broadcast<T>((T)-0.0);
         for (int v = 0; v < lanes; v += width) {
             const Vector<T> total = load(logsumexp + start + v), d = load(delta + start + v);
             Vector<T> softcap_sum = load(softcap_sums + start + v);
@@ -94,7 +94,7 @@ private:
                     store<T>(raw + i, select<T>(is_hidden, hidden, share));
                     share = share * slope + 0;
                 }
-                if (call.has_dropout) weight = select<T>(is_set<T>(bytes + i), weight, Vector<T>{});
+                if (call.seed) weight = select<T>(is_set<T>(bytes + i), weight, Vector<T>{});
                 store<T>(p + i, select<T>(is_hidden, hidden, weight));
                 store<T>(g + i, select<T>(is_hidden, hidden, share));
             }
@@ -107,7 +107,7 @@ private:
         const int lanes = panel.lanes();
         const int64_t count = block.stop - block.first;
         for (int v = 0; v < panel.used; v += width) {
-            const int used = (int)least(width, panel.used - v);
+            const int used = (int)min(width, panel.used - v);
             T* rows[width];
             for (int i = 0; i < used; ++i) {
                 rows[i] = at<T>(bias, item, panel.head[v + i], panel.row[v + i]) + block.first * bias.column;

@@ -1,10 +1,10 @@
-// Turns of tasks that add to the same numbers, the gradient of a bias that items or heads share: at each
+// Turns (ticket order) of tasks that add to the same numbers, the gradient of a bias that items or heads share: at each
 // block of scores they add in their order, whichever threads have them. So the bits of a sum do not
 // depend on threads, and threads need no sums of their own.
 //
 // A number belongs to one position and one key, and no two parts of a key head have rows of one position
 // (`parts_of`, `first_row_of`). So only tasks of the same part add to it, each in one block, or in some if
-// the position's heads lie in several groups of rows. A task does its blocks in order, and a block only
+// the position's heads are in several groups of rows. A task does its blocks in order, and a block only
 // when the task before is past the last one with its positions; so the additions of that task have
 // happened, and by the same rule those of all before it.
 #pragma once

@@ -33,10 +33,10 @@ template <typename T> using Ints = typename Lanes<T>::Ints;
 
 template <typename T> INLINE Vector<T> load(const T* p) { return *(const typename Lanes<T>::Loose*)p; }
 template <typename T> INLINE void store(T* p, Vector<T> v) { *(typename Lanes<T>::Loose*)p = v; }
-template <typename T> INLINE Vector<T> all(T x) { return x - Vector<T>{}; }
+template <typename T> INLINE Vector<T> broadcast(T x) { return x - Vector<T>{}; }
 
 template <typename T> INLINE Vector<T> select(Ints<T> where, Vector<T> yes, Vector<T> no) { return where ? yes : no; }
-template <typename T> INLINE Vector<T> maximum(Vector<T> a, Vector<T> b) { return a > b ? a : b; }
+template <typename T> INLINE Vector<T> max(Vector<T> a, Vector<T> b) { return a > b ? a : b; }
 
 template <typename T> INLINE void prefetch(const T* numbers, int64_t count) {
     for (int64_t i = 0; i < count; i += 64 / sizeof(T)) __builtin_prefetch(numbers + i);
@@ -120,15 +120,15 @@ template <> INLINE void split_exp<double>(Vector<double> x, Vector<double>& powe
     const double log2_e_low = 2.0355273740931033e-17;
     rest = exp2_less_1(x * log2_e - (t - magic) + x * log2_e_low);
 }
-template <typename T> constexpr T least_exponent();
-template <> constexpr float least_exponent<float>() { return -87.0f; }
-template <> constexpr double least_exponent<double>() { return -708.0; }
+template <typename T> constexpr T min_exponent();
+template <> constexpr float min_exponent<float>() { return -87.0f; }
+template <> constexpr double min_exponent<double>() { return -708.0; }
 
 // exp(x) for x that is not above the largest exponent; 0 where it would be subnormal; NaN stays.
 template <typename T> INLINE Vector<T> exp(Vector<T> x) {
     Vector<T> power, rest;
     split_exp<T>(x, power, rest);
-    return select<T>(x < least_exponent<T>(), Vector<T>{}, power + power * rest);
+    return select<T>(x < min_exponent<T>(), Vector<T>{}, power + power * rest);
 }
 
 INLINE float exponential(float x) { return __builtin_expf(x); }
@@ -138,7 +138,7 @@ INLINE double exponential(double x) { return __builtin_exp(x); }
 template <typename T> INLINE Vector<T> tanh(Vector<T> x) {
     const T limit = sizeof(T) == 4 ? 10 : 20;
     Vector<T> far = select<T>(x < 0, -x, x);
-    Vector<T> twice = 2 * select<T>(far > limit, all<T>(limit), far), power, rest;
+    Vector<T> twice = 2 * select<T>(far > limit, broadcast<T>(limit), far), power, rest;
     split_exp<T>(twice, power, rest);
     Vector<T> e = power * rest + (power - 1);  // exp(2x) - 1
     Vector<T> t = e / (e + 2);

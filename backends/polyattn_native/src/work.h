@@ -36,9 +36,9 @@ inline __attribute__((always_inline)) void relax() {
 }
 
 // Memory cut into arrays that begin at multiples of 64 bytes.
-class Pieces {
+class BumpAllocator {
 public:
-    explicit Pieces(void* base) : at_((char*)base), used_(0) {}
+    explicit BumpAllocator(void* base) : at_((char*)base), used_(0) {}
     template <typename T> T* take(int64_t count) {
         T* found = (T*)(at_ + used_);
         used_ += ((size_t)count * sizeof(T) + 63) / 64 * 64;

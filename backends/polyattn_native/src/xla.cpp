@@ -1,5 +1,5 @@
-// Handlers of XLA's custom calls. Python makes the PolyattnCall and says where in it the addresses of
-// XLA's buffers belong; the handlers know of no array by its name.
+// Handlers of XLA's custom calls. `xla_call.py` makes the PolyattnCall, and says where in it the address of each
+// of XLA's buffers belongs.
 #include "interface.h"
 #include "xla_ffi.h"
 
@@ -14,18 +14,13 @@ xla::Error* error(const xla::Frame& frame, const char* message, int32_t code) {
     return frame.api->create_error(&arguments);
 }
 
-struct Words {
-    const int64_t* data = nullptr;
-    int64_t count = 0;
-};
-
-Words words(const xla::Attributes& attributes, const char* name) {
+// The attribute of a name, or an empty array if it is not one of int64.
+xla::Array words(const xla::Attributes& attributes, const char* name) {
     for (int64_t i = 0; i < attributes.count; ++i) {
         const xla::Text& text = *attributes.names[i];
         if (text.size != std::strlen(name) || std::memcmp(text.data, name, text.size)) continue;
         const xla::Array& array = *(const xla::Array*)attributes.values[i];
-        if (attributes.types[i] != xla::ATTRIBUTE_ARRAY || array.dtype != xla::S64) return {};
-        return {(const int64_t*)array.data, (int64_t)array.size};
+        if (attributes.types[i] == xla::ATTRIBUTE_ARRAY && array.dtype == xla::S64) return array;
     }
     return {};
 }
@@ -40,34 +35,19 @@ bool answers(const xla::Frame& frame) {
     return true;
 }
 
-bool put(PolyattnCall& call, int64_t place, const void* from, size_t bytes) {
-    if (bytes > 16 || place < 0 || (size_t)place > sizeof(call) - bytes) return false;
-    std::memcpy((char*)&call + place, from, bytes);
-    return true;
-}
-
-// The attribute "call" is a PolyattnCall and then tables of offsets. "places" are the bytes in it at
-// which the addresses of arguments and results belong, or, where the high half is not 0, so many bytes
-// of their numbers. "tables" are pairs of such a place and the word at which the table for it begins.
+// The attribute "call" is a PolyattnCall without addresses, and "places" are the bytes of it where those of
+// arguments and results belong.
 bool fill(PolyattnCall& call, const xla::Frame& frame) {
-    constexpr int64_t SIZE = sizeof(PolyattnCall) / 8;
-    const Words given = words(frame.attributes, "call"), places = words(frame.attributes, "places"),
-                tables = words(frame.attributes, "tables");
-    const xla::Buffers *arguments = &frame.arguments, *results = &frame.results;
-    if (given.count < SIZE || places.count != arguments->count + results->count) return false;
+    const xla::Array given = words(frame.attributes, "call"), places = words(frame.attributes, "places");
+    const xla::Buffers &arguments = frame.arguments, &results = frame.results;
+    const int64_t count = arguments.count + results.count;
+    if (given.size * 8 != sizeof(call) || (int64_t)places.size != count) return false;
     std::memcpy(&call, given.data, sizeof(call));
-    for (int64_t i = 0; i < places.count; ++i) {
-        const bool is_result = i >= arguments->count;
-        const xla::Buffer* buffer = is_result ? results->buffers[i - arguments->count] : arguments->buffers[i];
-        const int64_t place = places.data[i] & 0xffffffff, bytes = places.data[i] >> 32;
-        const void* from = bytes ? buffer->data : &buffer->data;
-        if (!put(call, place, from, bytes ? (size_t)bytes : sizeof(void*))) return false;
-    }
-    for (int64_t i = 0; i + 1 < tables.count; i += 2) {
-        const int64_t word = tables.data[i + 1];
-        if (word < SIZE || word + call.items > given.count) return false;
-        const void* table = given.data + word;
-        if (!put(call, tables.data[i], &table, sizeof(table))) return false;
+    for (int64_t i = 0; i < count; ++i) {
+        const int64_t place = ((const int64_t*)places.data)[i], result = i - arguments.count;
+        if (place < 0 || (size_t)place > sizeof(call) - sizeof(void*)) return false;
+        const xla::Buffer* buffer = result < 0 ? arguments.buffers[i] : results.buffers[result];
+        std::memcpy((char*)&call + place, &buffer->data, sizeof(void*));
     }
     return true;
 }

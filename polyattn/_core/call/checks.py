@@ -57,7 +57,7 @@ def check_lengths(arrays: list[tuple[str, ArrayFacts]]) -> None:
 
 
 def check_pages(call: Call) -> None:
-    """Raise if keys and values of a block table are no pages."""
+    """Raise unless key and value with a block table are pools of pages."""
     if call.block_table is None:
         return
     letters = "(pages, G, page, D)" if call.layout == "...HLD" else "(pages, page, G, D)"

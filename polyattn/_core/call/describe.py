@@ -1,6 +1,25 @@
-"""Describe a call: the facts of its arrays and its options, each option checked by itself.
+"""Describe a call: its options checked one by one, then its facts (`Call`) and its `Operands`.
 
-`polyattn._core.call.problem` checks them together.
+Three steps, here for a call with::
+
+    mask=masks.causal() & masks.padding([3, 5]),
+    score_mod=scores.softcap(30.0) >> rule,  dropout=(0.1, 7)
+
+1. `_checked` checks each option by itself and places numbers of the host beside the query. The
+   result is a dict of values by name, without the options that have their defaults.
+2. A part of an expression that another option expresses becomes that option, so every kernel that
+   supports the option supports it; and `key_lengths` become a mask. The dict is then::
+
+    mask=masks.padding(array), is_causal=True, score_mod=rule, softcap=30.0, dropout=(0.1, 7, start)
+
+3. Each value becomes facts, without the contents of arrays and functions, for the `Call`; the
+   arrays and functions themselves go into the `Operands`::
+
+    Call(mask=masks.padding(<(2,) int64>), is_causal=True, score_mod="function", softcap=30.0,
+         dropout=0.1, dropout_start=(0, 0, 0, 0), query=…)
+    Operands(mask=masks.padding(array), score_mod=rule, seed=7, query=…)
+
+`polyattn._core.call.problem` checks the options together.
 """
 
 from __future__ import annotations
@@ -14,11 +33,11 @@ from polyattn._base.arrays import Array, ArrayFacts, are_one_length, facts_of, i
 from polyattn._base.host import Destination, as_array, destination_of, is_host
 from polyattn._base.tracing import as_constant, torch_transforms
 from polyattn._core.call.facts import Call, axes_of
-from polyattn._core.call.lengths import move_lengths
+from polyattn._core.call.lengths import lengths_to_mask
 from polyattn._core.call.operands import Operands
 from polyattn._core.call.options import OPTIONS
 from polyattn._core.expressions.expression import FUNCTION, Expression
-from polyattn._core.expressions.masks import And, Dense, Mask, Rule
+from polyattn._core.expressions.masks import And, DenseMask, Mask, RuleMask
 from polyattn._core.expressions.patterns import Band
 from polyattn._core.expressions.scores import Chain, Function, Score, Softcap
 
@@ -39,20 +58,20 @@ def describe(
 ) -> tuple[Call, Operands]:
     """Return the facts of a call, its options checked one by one, and its operands.
 
-    A part of an expression that has an option of its own is moved to the option, so that every
-    kernel that supports the option supports it. `examine` checks the whole. Query and keys may be
-    parts of a longer call, which has so many times as many rows and keys as `shares` says.
+    Query and keys may be parts of a longer call, which has `shares` times as many rows and keys.
     """
     if not isinstance(layout, str) or layout not in ("...HLD", "...LHD"):
         raise ValueError(f'layout must be "...HLD" or "...LHD"; got {layout!r}')
     values = _checked(options, destination_of(query))
+    if isinstance(values.get("score_mod"), Score):
+        _softcap_to_option(values)
     if "key_lengths" in values or "block_table" in values:
-        move_lengths(values, options, (query, key), layout, shares)
+        lengths_to_mask(values, options, (query, key), layout, shares)
     if isinstance(values.get("mask"), Mask):
-        _move_band(values)
-    described = {name: _described(name, value, facts) for name, value in values.items()}
+        _band_to_options(values)
+    facts_of_options = {name: _facts_of(name, value, facts) for name, value in values.items()}
     if "dropout" in values:
-        _take_dropout_apart(described, values, facts)
+        _split_dropout(facts_of_options, values, facts)
     # By keyword to `__new__`: to the class itself it takes twice as long.
     call = Call.__new__(
         Call,
@@ -62,17 +81,17 @@ def describe(
         layout=layout,
         logsumexp=logsumexp,
         transforms=torch_transforms(),
-        **described,
+        **facts_of_options,
     )
-    given = {name: values[name] for name in values if name in _OPERANDS}
-    operands = Operands.__new__(Operands, query=query, key=key, value=value, **given)
+    arrays = {name: values[name] for name in values if name in _OPERANDS}
+    operands = Operands.__new__(Operands, query=query, key=key, value=value, **arrays)
     if call.query.traced and "query_offset" not in values:
-        call = call._replace(query_offset=_known_offset(query, key, layout))
+        call = call._replace(query_offset=_offset_of_equal_lengths(query, key, layout))
     return call, operands
 
 
 def _checked(options: dict[str, Any], destination: Destination | None) -> dict[str, Any]:
-    """Return the options that are given, each checked by itself and moved to where it belongs."""
+    """Return the options that differ from their defaults, checked one by one and placed."""
     values: dict[str, Any] = {}
     for name, given in options.items():
         option = OPTIONS[name]
@@ -84,13 +103,11 @@ def _checked(options: dict[str, Any], destination: Destination | None) -> dict[s
         if option.axes is not None or isinstance(given, Expression):
             given = placed(name, given, destination)
         values[name] = option.read(given)
-    if isinstance(values.get("score_mod"), Score):
-        _move_softcap(values)
     return values
 
 
-def _described(name: str, value: Any, facts: Callable[[Any, str], ArrayFacts]) -> Any:
-    """Return an option without the contents of arrays, functions and tables."""
+def _facts_of(name: str, value: Any, facts: Callable[[Any, str], ArrayFacts]) -> Any:
+    """Return a value without the contents of arrays, functions and tables."""
     option = OPTIONS[name]
     if option.kind is not None:
         if isinstance(value, option.kind):
@@ -101,12 +118,16 @@ def _described(name: str, value: Any, facts: Callable[[Any, str], ArrayFacts]) -
     return value if is_number else facts(value, name)
 
 
-def _take_dropout_apart(
+def _split_dropout(
     described: dict[str, Any], values: dict[str, Any], facts: Callable[[Any, str], ArrayFacts]
 ) -> None:
-    """Take dropout apart: its rate, its seed, and where its hash begins."""
-    described["dropout"], seed, start = values.pop("dropout")
-    if described["dropout"] == 0:
+    """Split dropout into its rate, its seed, and the indices that its hash begins with.
+
+    The seed is an operand, so that calls with other seeds have the same facts.
+    """
+    rate, seed, start = values.pop("dropout")
+    described["dropout"] = rate
+    if rate == 0:
         return
     values["seed"] = seed
     if is_array(seed):
@@ -116,8 +137,8 @@ def _take_dropout_apart(
     described["dropout_start"] = start
 
 
-def _known_offset(query: Array, key: Array, layout: str) -> int | None:
-    """Return the offset S − L, 0, of lengths that an export leaves open as the same symbol."""
+def _offset_of_equal_lengths(query: Array, key: Array, layout: str) -> int | None:
+    """Return the offset S − L, 0, if an export leaves both lengths open as the same symbol."""
     if min(len(query.shape), len(key.shape)) < 2:
         return None
     one, other = (axes_of(array.shape, layout)[2] for array in (query, key))
@@ -139,8 +160,8 @@ def placed(name: str, given: Any, destination: Destination | None) -> Any:
     return destination.put(name, given) if is_host(given) else given
 
 
-def _move_band(values: dict[str, Any]) -> None:
-    """Move causal and window out of a mask to their options, and simplify the rest."""
+def _band_to_options(values: dict[str, Any]) -> None:
+    """Make options of causal and window in a mask, and simplify the rest."""
     mask = values.pop("mask")
     rest: list[Mask] = []
     for part in mask.parts if isinstance(mask, And) else (mask,):
@@ -155,8 +176,8 @@ def _move_band(values: dict[str, Any]) -> None:
         values["mask"] = And(tuple(rest))
     elif rest:
         only: Any = rest[0]
-        only = only.array if isinstance(only, Dense) else only
-        values["mask"] = only.function if isinstance(only, Rule) else only
+        only = only.array if isinstance(only, DenseMask) else only
+        values["mask"] = only.function if isinstance(only, RuleMask) else only
 
 
 def _least(one: int | None, other: int | None) -> int | None:
@@ -164,8 +185,8 @@ def _least(one: int | None, other: int | None) -> int | None:
     return other if one is None else one if other is None else min(one, other)
 
 
-def _move_softcap(values: dict[str, Any]) -> None:
-    """Move a leading softcap to its option, and take a single function out of its expression.
+def _softcap_to_option(values: dict[str, Any]) -> None:
+    """Make an option of a leading softcap, and take a single function out of its expression.
 
     A function with a derivative stays: only the expression has both.
     """

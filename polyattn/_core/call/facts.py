@@ -1,4 +1,4 @@
-"""The facts of a call, without the contents of its arrays: what checks and plans go by."""
+"""The facts of a call, without the contents of its arrays: checks and plans use only these."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Call(NamedTuple):
     tangents: Tangents | None = None
 
     def with_whole_keys(self) -> Call:
-        """Return the call with keys and values in one piece, if they are in pages."""
+        """Return the call over gathered keys and values, if they are in pages."""
         if self.block_table is None:
             return self
         *batch, pages = self.block_table.shape
@@ -65,11 +65,11 @@ class Call(NamedTuple):
         changed: dict[str, Any] = {"key": whole(self.key)}
         if self.value is not None:
             changed["value"] = whole(self.value)
-        moved = {} if self.tangents is None else self.tangents._asdict()
-        for name in changed:
-            if moved.get(name) is not None and moved[name].shape == getattr(self, name).shape:
-                moved[name] = whole(moved[name])
-        tangents = None if self.tangents is None else self.tangents._replace(**moved)
+        tangents = self.tangents
+        if tangents is not None:
+            given = {name: getattr(tangents, name) for name in changed}
+            paged = [n for n, x in given.items() if x and x.shape == getattr(self, n).shape]
+            tangents = tangents._replace(**{name: whole(given[name]) for name in paged})
         return self._replace(**changed, tangents=tangents)
 
     def operands(self) -> list[tuple[str, ArrayFacts]]:
@@ -79,17 +79,17 @@ class Call(NamedTuple):
 
     def arrays(self) -> list[tuple[str, ArrayFacts]]:
         """Return the name and facts of each array; an array in a mask is named ``mask.key_ids``."""
-        found: list[tuple[str, ArrayFacts]] = []
+        arrays: list[tuple[str, ArrayFacts]] = []
         for name, given in zip(self._fields, self, strict=True):
             if type(given) in _WITHOUT_ARRAYS:  # as most are
                 continue
             if isinstance(given, ArrayFacts):
-                found.append((name, given))
+                arrays.append((name, given))
             elif isinstance(given, (Mask, Score, Similarity)):
-                found += [(f"{name}.{field}", facts) for field, facts in given.carried()]
+                arrays += [(f"{name}.{field}", facts) for field, facts in given.carried()]
             elif isinstance(given, (Residuals, Cotangents, Tangents)):
-                found += named_arrays(given)
-        return found
+                arrays += named_arrays(given)
+        return arrays
 
 
 class Letters(NamedTuple):

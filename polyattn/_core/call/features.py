@@ -30,7 +30,7 @@ def newest_offset(call: Call, letters: Letters) -> int | None:
     return None if positions_matter(call) else 0
 
 
-def _is_moved(call: Call, letters: Letters) -> bool:
+def _is_given_offset(call: Call, letters: Letters) -> bool:
     offset = letters.query_offset
     return offset is not None and offset != newest_offset(call, letters)
 
@@ -58,7 +58,7 @@ FEATURES: dict[str, Feature] = {
     ),
     "bias": Feature("bias=, added to the scores", lambda c, p: c.bias is not None, hides_keys=True),
     "block_table": Feature(
-        "keys and values where they lie in pages; other kernels get copies in one piece",
+        "paged keys and values, read in place; other kernels get a gathered, contiguous copy",
         lambda c, p: c.block_table is not None,
         in_derivatives=False,
     ),
@@ -89,7 +89,7 @@ FEATURES: dict[str, Feature] = {
     "normalizer": Feature(
         "normalizer=, in place of softmax", lambda c, p: c.normalizer is not None
     ),
-    "query_offset": Feature("query_offset= as a number other than S − L", _is_moved),
+    "query_offset": Feature("query_offset= as a number other than S − L", _is_given_offset),
     "query_offset_array": Feature(
         "query_offset= as an array",
         lambda c, p: isinstance(c.query_offset, ArrayFacts) and p.query_offset is None,

@@ -1,6 +1,6 @@
-"""The key of a call: what decides it, so that a repeated call needs no description.
+"""The cache key of a call, so that a repeated call need not be described again.
 
-A key has the facts of ordinary arrays, and other arguments with their types: from arguments with
+A key has the facts of plain arrays, and other arguments with their types: from arguments with
 equal keys `describe` makes equal calls.
 """
 
@@ -27,10 +27,10 @@ _PLAIN = frozenset((bool, int, float, str, type(None)))
 
 
 def call_key(operands: Sequence[Any], options: Mapping[str, Any]) -> CallKey | None:
-    """Return what decides a call, or None if only its description does.
+    """Return a cache key, or None if the call cannot be cached.
 
-    That is so unless the arrays are ordinary ones of one class and the rest is plain, and while
-    torch compiles or transforms the caller, or casts the arrays.
+    A call can be cached if its arrays are plain ones of one class and all else is a number or a
+    string; not while torch compiles or transforms the caller, or casts the arrays.
     """
     if len(operands) != 3:
         return None
@@ -44,20 +44,20 @@ def call_key(operands: Sequence[Any], options: Mapping[str, Any]) -> CallKey | N
             {"query": query, "key": key, "value": value, **options}, AUTOCAST
         ):
             return None
-        found: CallKey = (kind, read(query), read(key), read(value))
+        parts: CallKey = (kind, read(query), read(key), read(value))
         for name, option in options.items():
             its_kind = type(option)
             if its_kind in _PLAIN:
-                found += name, its_kind, option
+                parts += name, its_kind, option
             elif its_kind is kind:
-                found += name, read(option)
+                parts += name, read(option)
             elif name == "window" and its_kind is tuple and _PLAIN.issuperset(map(type, option)):
-                found += name, option, *map(type, option)
+                parts += name, option, *map(type, option)
             else:
                 return None
     except RuntimeError:  # a nested tensor has no shape
         return None
-    return found
+    return parts
 
 
 _Reader = Callable[[Array], tuple[Hashable, ...]]
@@ -72,7 +72,7 @@ _readers: dict[type, _Reader | None] = {}
 
 @constant_when_traced
 def _reader_of(kind: type) -> _Reader | None:
-    """Return the function that reads the arrays of a class, if they are ordinary."""
+    """Return the function that reads the facts of arrays of a class, None for other classes."""
     if kind not in _readers:
         torch_is_imported()
         _readers[kind] = _KNOWN.get((kind.__module__, kind.__qualname__))

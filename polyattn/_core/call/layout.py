@@ -18,7 +18,7 @@ def chunks_heads_first(
 ) -> tuple[tuple[str, Chunks], ...]:
     """Return the chunks of each array of a call that is cut, on the axes that a kernel knows."""
     operands = {name for name, _ in call.operands()}
-    found: list[tuple[str, Chunks]] = []
+    by_name: list[tuple[str, Chunks]] = []
     for name, facts in arrays:
         chunks = facts.chunks
         if chunks is None:
@@ -28,14 +28,14 @@ def chunks_heads_first(
         elif name in operands and call.layout == "...LHD":
             *batch, length, heads, size = chunks
             chunks = (*batch, heads, length, size)
-        found.append((name, chunks))
-    return tuple(found)
+        by_name.append((name, chunks))
+    return tuple(by_name)
 
 
 def heads_first(call: Call, operands: Operands, *, reads_pages: bool = False) -> Operands:
     """Return the operands of a call with the axes that a kernel knows.
 
-    Keys and values in pages become whole, unless the kernel reads them where they lie.
+    Paged keys and values are gathered, unless the kernel reads pages in place.
     """
     changed: dict[str, Any] = {}
     for name, _ in call.operands() if call.layout == "...LHD" or 2 in _ranks(call) else ():
@@ -115,9 +115,9 @@ def positions_matter(call: Call) -> bool:
 
 def keeps_axes(call: Call) -> bool:
     """Return whether the caller's axes are those that a kernel knows, in arguments and results."""
-    is_moved = call.layout == "...LHD" or isinstance(call.query_offset, ArrayFacts)
-    is_moved = is_moved or None in (*call.query.shape, *call.key.shape)
-    return not is_moved and 2 not in _ranks(call)
+    if call.layout == "...LHD" or isinstance(call.query_offset, ArrayFacts):
+        return False
+    return None not in (*call.query.shape, *call.key.shape) and 2 not in _ranks(call)
 
 
 def is_flat(call: Call) -> bool:

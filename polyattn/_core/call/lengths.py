@@ -1,4 +1,6 @@
-"""Keys that end: the lengths of a call become a mask and an offset, which every kernel computes.
+"""Variable-length keys: `key_lengths` of a ragged batch, whose shorter items are padded.
+
+The lengths become a mask and an offset, which every kernel computes.
 
 Numbers of the host are checked here, where they can be read.
 """
@@ -31,7 +33,7 @@ _LENGTH_OF_EACH = (
 )
 
 
-def move_lengths(
+def lengths_to_mask(
     values: dict[str, Any],
     given: Mapping[str, Any],
     arrays: tuple[Array, Array],
@@ -40,7 +42,7 @@ def move_lengths(
 ) -> None:
     """Turn lengths of keys into a mask, and into the offset where positions may matter.
 
-    Beside a block table they stay as well: a kernel reads no slot of a page beyond them.
+    With a block table they stay as well: kernels read the slots of a page up to them.
     """
     query, key = arrays
     lengths, mask, table = (values.get(n) for n in ("key_lengths", "mask", "block_table"))
@@ -87,7 +89,7 @@ def _as_array(lengths: Any, table: Array) -> Any:
 def _check_numbers(
     given: Mapping[str, Any], key: Array, table: Array | None, layout: str, ranks: int
 ) -> None:
-    """Raise if numbers of the host are no lengths of so many keys, or no pages."""
+    """Raise if lengths or page numbers that the host holds are out of range."""
     _, _, length, _ = axes_of(key.shape, layout)
     count = ranks if table is None else table.shape[-1]
     most = length * count if isinstance(length, int) and isinstance(count, int) else None
@@ -105,7 +107,7 @@ def _check_numbers(
 
 
 def _check_pages(table: Any, lengths: Any, pages: int, page: int) -> None:
-    """Raise if a table of the host names a page that is not there, for keys of an item."""
+    """Raise if a table that the host holds names a page that the pool does not have."""
     if not is_host(table) or is_unreadable(table):
         return
     xp = library_of(table).xp

@@ -1,6 +1,6 @@
 """The options of a call: one table, and the check of each by itself.
 
-What takes options reads the table, so that an option that it does not know is refused by name.
+Whatever handles options reads the table, so an option that it does not know is refused by name.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ def check_finite(
 
 
 def _softcap_advice(value: Any) -> str:
-    """Return how to write a softcap that is an array."""
+    """Return a hint for a softcap that is an array."""
     if not is_array(value):
         return ""
     rule = "score_mod=lambda s, b, h, i, j: softcap * tanh(s / softcap)"
     if library_of(value).traced:
-        return f". It has no number while it is traced: make it a static argument, or pass {rule}"
+        return f". Its value is not known in a trace: make it a static argument, or pass {rule}"
     if tuple(value.shape) == ():
         return f". Pass float(softcap), or to differentiate it {rule}"
     return f". For one of each head pass {rule.replace('softcap', 'softcap[h]')}"
@@ -208,21 +208,21 @@ def _check_start(value: Any) -> Any:
 
 
 class Option(NamedTuple):
-    """An option of `attention`: what is to know of it beside its step of the formula."""
+    """A row of the table: everything about an option but its step of the formula."""
 
     name: str
     #: Checks a value by itself, and returns it in a plain form.
     read: Callable[[Any], Any] = lambda value: value
-    #: The kind of expressions that it takes.
+    #: The kind of expressions that it may be.
     kind: type[Expression] | None = None
     #: The last axes of the scores that its array follows, after a dot if batch axes may come before
-    #: them; None if it takes no array. A dash is an axis that scores have not.
+    #: them; None for an option that is never an array. `-` is an axis that the scores do not have.
     axes: str | None = None
-    #: Whether an integer of the host stands for an array, and is not placed beside the query.
+    #: Whether an integer may stand for an array, and stays a number of the host.
     host_integer: bool = False
     #: The dtype of an array that is given to `explain` by its shape; that of the query if None.
     dtype: str | None = None
-    #: Whether torch.autocast casts it. torch's own function has no sinks and no expressions.
+    #: Whether torch.autocast casts it: only what torch's own function has.
     autocast: bool = False
     #: What has a gradient: its "array", the arrays "carried" by its expression, or its "number".
     gradient: str | None = None
@@ -238,7 +238,7 @@ OPTIONS: dict[str, Option] = {
         Option("is_causal", check_causal, default=False),
         Option("window", check_window),
         Option("query_offset", check_offset, axes=".", host_integer=True, dtype="int64"),
-        # `describe` turns it into a mask and the offset, so that no kernel is told of it.
+        # `describe` turns it into a mask and the offset, which all kernels compute.
         Option("key_lengths", check_key_lengths, axes=".", host_integer=True, dtype="int64"),
         Option("block_table", check_block_table, axes=".-", dtype="int64"),
         Option("scale", check_scale, kind=ScaleRule, gradient="number"),

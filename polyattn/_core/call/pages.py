@@ -1,6 +1,10 @@
-"""Keys in pages: copy them in one piece for kernels that read no pages, and add gradients up.
+"""Paged keys and values: gather them for kernels that need contiguous ones, and scatter gradients.
 
-The one place that does: a page is (G, page, size) of a pool (pages, G, page, size), heads first.
+A pool has the shape (pages, G, page, size). With pages of 2 slots, an item of 3 keys whose row of
+the block table is [5, 0] has its keys in the slots 0 and 1 of page 5 and the slot 0 of page 0::
+
+    pool    page 0: [k2  –]   …   page 5: [k0 k1]       – is unused: it may hold NaN
+    keys    [k0 k1 k2  0]                               gathered, (..., G, S, size)
 """
 
 from __future__ import annotations
@@ -47,19 +51,19 @@ def on_used_pages(call: Call, x: Operands) -> tuple[Call, Operands]:
 
 
 def gathered(pool: Array, operands: Operands) -> Array:
-    """Return the keys of each item in one piece, (..., G, S, size), and 0 in unused slots."""
+    """Return the gathered keys of each item, (..., G, S, size), and 0 in unused slots."""
     xp, (_, heads, page, size) = library_of(pool).xp, pool.shape
     table, used = _used_pages(operands, page)
     *batch, count = table.shape
-    found = xp.take(pool, xp.reshape(table, (-1,)), axis=0)
-    found = xp.moveaxis(xp.reshape(found, (*batch, count, heads, page, size)), -4, -3)
-    found = xp.reshape(found, (*batch, heads, count * page, size))
-    # An unused slot may hold NaN, and not every kernel leaves out what is hidden.
-    return xp.where(used[..., None, :, None], found, xp.zeros_like(found))
+    keys = xp.take(pool, xp.reshape(table, (-1,)), axis=0)
+    keys = xp.moveaxis(xp.reshape(keys, (*batch, count, heads, page, size)), -4, -3)
+    keys = xp.reshape(keys, (*batch, heads, count * page, size))
+    # An unused slot may hold NaN, which not every kernel leaves out under a mask.
+    return xp.where(used[..., None, :, None], keys, xp.zeros_like(keys))
 
 
 def in_one_piece(operands: Operands) -> Operands:
-    """Return operands whose keys and values, if they are in pages, are copied in one piece."""
+    """Return operands with contiguous keys and values, gathered if they are in pages."""
     if operands.block_table is None:
         return operands
     key, value = (x if x is None else gathered(x, operands) for x in operands[1:3])
@@ -67,7 +71,7 @@ def in_one_piece(operands: Operands) -> Operands:
 
 
 def scattered(gradient: Array, operands: Operands, pool: Array) -> Array:
-    """Return the gradient of a pool from that of the keys in one piece."""
+    """Return the gradient of a pool from that of the gathered keys."""
     xp, (_, heads, page, size) = library_of(gradient).xp, pool.shape
     table, _ = _used_pages(operands, page)
     *batch, count = table.shape

@@ -15,17 +15,17 @@ from polyattn._core.expressions.parts import Part
 
 def options_of(problem: Problem, operands: Operands) -> dict[str, Any]:
     """Return the options of `attention`, other than their defaults, that give a call."""
-    found = {
+    options = {
         name: getattr(operands if name in Operands._fields else problem, name, None)
         for name in OPTIONS
     }
-    found["scale"] = problem.scale if problem.score_norm is None else problem.score_norm
+    options["scale"] = problem.scale if problem.score_norm is None else problem.score_norm
     if problem.query_offset is not None:
-        found["query_offset"] = problem.query_offset
+        options["query_offset"] = problem.query_offset
     start = problem.dropout_start
     start = operands.dropout_start if start is None else start
-    found["dropout"] = (problem.dropout, operands.seed, start) if problem.dropout else None
-    return {name: value for name, value in found.items() if value is not OPTIONS[name].default}
+    options["dropout"] = (problem.dropout, operands.seed, start) if problem.dropout else None
+    return {name: value for name, value in options.items() if value is not OPTIONS[name].default}
 
 
 def options_of_part(given: Mapping[str, Any], part: Part) -> dict[str, Any]:
@@ -35,7 +35,7 @@ def options_of_part(given: Mapping[str, Any], part: Part) -> dict[str, Any]:
 
 def _of_part(option: Option, value: Any, part: Part) -> Any:
     if option.name == "query_offset":
-        return part.counted(value, -part.away)
+        return part.counted(value, -part.offset_shift)
     if option.name == "dropout":
         rate, seed, start = value
         return rate, seed, _sums(start, part.first)
@@ -43,18 +43,20 @@ def _of_part(option: Option, value: Any, part: Part) -> Any:
         return value.part(part)
     if is_array(value):
         if option.axes is None:
-            raise TypeError(f"{option.name} cannot be cut: it has no axes in the table of options")
+            raise TypeError(
+                f"{option.name} cannot be cut: the table of options does not give its axes"
+            )
         return part.array(value, option.axes)
-    return part.moved(value) if callable(value) else value
+    return part.shifted(value) if callable(value) else value
 
 
 def _sums(start: Any, first: tuple[Any, ...]) -> Any:
     """Return the sums of four numbers, as an array if one of them is."""
-    found = [a + b for a, b in zip(start, first, strict=True)]
-    arrays = [number for number in found if is_array(number)]
+    sums = [a + b for a, b in zip(start, first, strict=True)]
+    arrays = [number for number in sums if is_array(number)]
     if not arrays:
-        return tuple(found)
-    return library_of(arrays[0]).xp.stack([number + 0 * arrays[0] for number in found])
+        return tuple(sums)
+    return library_of(arrays[0]).xp.stack([number + 0 * arrays[0] for number in sums])
 
 
 def map_arrays(value: Any, change: Callable[[str | None, Array], Any]) -> Any:
@@ -72,6 +74,6 @@ def map_arrays(value: Any, change: Callable[[str | None, Array], Any]) -> Any:
 
 def arrays_in(value: Any) -> list[Array]:
     """Return the arrays that `map_arrays` finds."""
-    found: list[Array] = []
-    map_arrays(value, lambda _, array: found.append(array))
-    return found
+    arrays: list[Array] = []
+    map_arrays(value, lambda _, array: arrays.append(array))
+    return arrays

@@ -79,9 +79,10 @@ def _of_tiles(
 
 
 class Block(Protocol):
-    """Some rows and keys, each the first and the one after the last.
+    """Some rows and keys, each the first and the one after the last; `TileQuery` documents it.
 
-    It may be many such blocks at once: then the bounds are arrays.
+    It may be many such blocks at once: then the bounds are arrays. `reads` says whether arrays may
+    be read.
     """
 
     @property
@@ -89,33 +90,16 @@ class Block(Protocol):
     @property
     def columns(self) -> tuple[Any, Any]: ...
     @property
-    def reads(self) -> bool:
-        """Whether arrays may be read."""
-
+    def reads(self) -> bool: ...
     @property
-    def positioned(self) -> bool:
-        """Whether the positions of the rows among the keys are known."""
-
-    def first(self, shift: int = 0) -> Any:
-        """Return the position of the first row, plus `shift`."""
-
-    def last(self, shift: int = 0) -> Any:
-        """Return the position of the last row, plus `shift`."""
-
-    def per_item(self, numbers: int | Array) -> Any:
-        """Return the number of each batch item, from one for all or an array (...,)."""
-
-    def per_row(self, numbers: Array) -> tuple[Array, Array]:
-        """Return the least and the greatest number of the rows, from an array (..., L)."""
-
-    def per_key(self, numbers: Array) -> tuple[Array, Array]:
-        """Return the least and the greatest number of the keys, from an array (..., S)."""
-
-    def any_and_all(self, visible: Array) -> tuple[Array, Array]:
-        """Return whether any and whether all of a mask array (..., H, L, S) holds."""
-
-    def table(self, table: TileTable) -> Coverage:
-        """Return the coverage that a table of tiles gives."""
+    def positioned(self) -> bool: ...
+    def first(self, shift: int = 0) -> Any: ...
+    def last(self, shift: int = 0) -> Any: ...
+    def per_item(self, numbers: int | Array) -> Any: ...
+    def per_row(self, numbers: Array) -> tuple[Array, Array]: ...
+    def per_key(self, numbers: Array) -> tuple[Array, Array]: ...
+    def any_and_all(self, visible: Array) -> tuple[Array, Array]: ...
+    def table(self, table: TileTable) -> Coverage: ...
 
 
 def logical_not(flags: Any) -> Any:

@@ -1,8 +1,8 @@
 """What expressions and their derivatives share.
 
-Derivatives are evaluated over a tile, in which the gradient is 0 wherever a key is absent. What an
-absent key holds may be NaN or infinite, and must reach no other gradient. Nothing is written in
-place, so that torch and JAX can differentiate the derivatives again.
+Derivatives are evaluated over a tile, in which the gradient is 0 wherever a key is absent. An
+absent key may hold NaN or infinity, which must not reach another gradient. No array is changed in
+place, so torch and JAX can differentiate the derivatives again.
 """
 
 from __future__ import annotations
@@ -108,13 +108,13 @@ def stacked(
 def by_rows(
     backend: Primitives, function: Callable[..., Any], query: Array, key: Array, *more: Array
 ) -> list[Any]:
-    """Return a function of queries, keys and what else has rows, for each block of rows."""
+    """Call a function with each block of rows of the queries and of `more`, and all keys."""
     blocks = backend.row_blocks(query, key)
     if len(blocks) == 1:
         return [function(query, key, *more)]
     # Distances of p = 1 are 1.7 times as fast by blocks, others and sparsemax 1.2 times.
-    # A pass reads one entry of all keys, which must be next to one another.
-    key = _entries_apart(key, backend.xp)
+    # A pass reads one entry of all keys, which must be contiguous.
+    key = _contiguous_entries(key, backend.xp)
     cut = [[array[..., i.start : i.stop, :] for array in (query, *more)] for i in blocks]
     return [function(query, key, *more) for query, *more in cut]
 
@@ -124,7 +124,7 @@ def joined(xp: Any, blocks: Sequence[Array]) -> Array:
     return blocks[0] if len(blocks) == 1 else xp.concat(blocks, axis=-2)
 
 
-def _entries_apart(vectors: Array, xp: Any) -> Array:
+def _contiguous_entries(vectors: Array, xp: Any) -> Array:
     """Return vectors (..., n, D) in memory with the axes (..., D, n)."""
     size = vectors.shape[-1]
     entries = [vectors[..., d] for d in range(size)]

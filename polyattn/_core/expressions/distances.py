@@ -32,7 +32,7 @@ def _square(backend: Primitives, query: Array, key: Array) -> Array:
 
 def _by_entries(backend: Primitives, query: Array, key: Array) -> Array:
     xp, square = backend.xp, _square(backend, query, key)
-    # The root has no slope at 0, so its gradient is defined as 0 there.
+    # The slope of the root is infinite at 0; its gradient is defined as 0 there.
     far = square > 0
     root = xp.sqrt(xp.where(far, square, xp.ones_like(square)))
     return xp.where(far, root, square)

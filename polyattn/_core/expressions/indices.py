@@ -123,7 +123,10 @@ def _check_integers(name: str, facts: ArrayFacts) -> None:
 
 
 class ScoreIndices(Protocol):
-    """Some batch items, heads, rows and keys, as index arrays that broadcast with one another."""
+    """Some batch items, heads, rows and keys, as index arrays that broadcast with one another.
+
+    `PointIndices` documents it.
+    """
 
     xp: Any
 
@@ -135,36 +138,16 @@ class ScoreIndices(Protocol):
     def row(self) -> Array: ...
     @property
     def column(self) -> Array: ...
-
-    def position(self, shift: int = 0) -> Array:
-        """Return the positions of the rows among the keys, plus `shift`."""
-
-    def away_from_row(self, modulus: int | None = None) -> Array:
-        """Return key minus position, or only its remainder by `modulus`."""
-
-    def per_item(self, numbers: int | Array) -> Any:
-        """Return the number of each batch item, from one for all or an array (...,)."""
-
-    def per_head(self, numbers: Array) -> Array:
-        """Return the number of each query head, from an array (H,)."""
-
-    def per_row(self, numbers: Array) -> Array:
-        """Return the number of each query row, from an array (..., L)."""
-
-    def per_key(self, numbers: Array) -> Array:
-        """Return the number of each key, from an array (..., S)."""
-
-    def of_scores(self, array: Array) -> Array:
-        """Return the entries of an array that broadcasts to (..., H, L, S)."""
-
-    def looked_up(self, table: Array, *indices: Array) -> Array:
-        """Return the entries of a table at arrays of indices, one for each axis."""
-
-    def by_rule(self, rule: Callable[..., Array]) -> Array:
-        """Call a mask function (b, h, i, j)."""
-
-    def by_score_mod(self, rule: Callable[..., Array], scores: Array) -> Array:
-        """Call a score function (score, b, h, i, j)."""
+    def position(self, shift: int = 0) -> Array: ...
+    def relative_position(self, modulus: int | None = None) -> Array: ...
+    def per_item(self, numbers: int | Array) -> Any: ...
+    def per_head(self, numbers: Array) -> Array: ...
+    def per_row(self, numbers: Array) -> Array: ...
+    def per_key(self, numbers: Array) -> Array: ...
+    def of_scores(self, array: Array) -> Array: ...
+    def looked_up(self, table: Array, *indices: Array) -> Array: ...
+    def by_rule(self, rule: Callable[..., Array]) -> Array: ...
+    def by_score_mod(self, rule: Callable[..., Array], scores: Array) -> Array: ...
 
 
 def call_mask(
@@ -234,7 +217,7 @@ class PointIndices:
         by = saturating_sum(offset, shift, self.xp, self.column.dtype)
         return self.row if isinstance(by, int) and by == 0 else self.row + by
 
-    def away_from_row(self, modulus: int | None = None) -> Array:
+    def relative_position(self, modulus: int | None = None) -> Array:
         """Return key minus position, or only its remainder by `modulus`."""
         if modulus is None:
             return self.column - self.position()

@@ -114,9 +114,9 @@ def as_mask(thing: Any) -> Mask:
     if isinstance(thing, Mask):
         return thing
     if callable(thing) and not isinstance(thing, Expression):
-        return Rule(thing)
+        return RuleMask(thing)
     if is_array(thing):
-        return Dense(thing)
+        return DenseMask(thing)
     raise TypeError(
         "a mask composes with masks, functions (b, h, i, j) and bool arrays; got"
         f" a {type(thing).__name__}"
@@ -187,7 +187,7 @@ class Not(Mask):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Dense(Mask):
+class DenseMask(Mask):
     name: ClassVar[str] = "dense"
     axes: ClassVar[dict[str, str]] = {"array": ".HLS"}
     array: Any
@@ -208,7 +208,7 @@ class Dense(Mask):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Rule(Mask):
+class RuleMask(Mask):
     name: ClassVar[str] = "rule"
     axes: ClassVar[dict[str, str]] = {}
     has_rule = True

@@ -1,7 +1,8 @@
 """A part of the scores, whose batch items, heads, rows and keys count from its own first ones.
 
-`Expression.part` returns the expression that means in a part what it means there in the whole: its
-arrays cut by the axes of the scores that they follow, and the rest counted anew.
+`Expression.part` returns an expression that shows in the part what the whole expression shows
+there: its arrays are sliced along the axes of the scores that they follow, and the rest counts from
+the part's first row and key.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def axes_of_last(axes: str, rank: int, batch: int) -> tuple[int | str | None, ..
 
 
 class Part(NamedTuple):
-    """Some batch items, heads, rows and keys of the scores; JAX may trace starts but of items."""
+    """Some batch items, heads, rows and keys of the scores; JAX may trace starts, not of items."""
 
     batch: tuple[int, ...]  #: the batch axes of the whole
     items: tuple[Slice, ...]  #: one for each batch axis
@@ -39,7 +40,7 @@ class Part(NamedTuple):
     offset: Any = 0
 
     @property
-    def away(self) -> Any:
+    def offset_shift(self) -> Any:
         """The number that is added to the query offset of the whole."""
         return self.rows.start - self.columns.start
 
@@ -69,12 +70,12 @@ class Part(NamedTuple):
         """Return the flat batch items of the whole, from those of the part."""
         if self._has_all_items:
             return b
-        found: Any = 0
+        flat: Any = 0
         stride = 1
         for length, span in zip(reversed(self.batch), reversed(self.items), strict=True):
-            found = found + (b % span.length + span.start) * stride
+            flat = flat + (b % span.length + span.start) * stride
             b, stride = b // span.length, stride * length
-        return found
+        return flat
 
     def _slices(self, axes: str, rank: int) -> Iterator[tuple[int, Slice]]:
         """Yield the axes of an array that follow an axis of the scores, and their slices."""
@@ -94,8 +95,8 @@ class Part(NamedTuple):
                 array = take(array, axis, start, length)
         return array
 
-    def placed(self, gradient: Array, whole: Array, axes: str) -> Array:
-        """Return the gradient of a whole array, 0 outside the part: the transpose of `array`."""
+    def padded(self, gradient: Array, whole: Array, axes: str) -> Array:
+        """Return the gradient of a whole array, padded with 0: the transpose of `array`."""
         for axis, (start, _) in self._slices(axes, len(gradient.shape)):
             gradient = place(gradient, axis, start, whole.shape[axis])
         return gradient
@@ -111,22 +112,22 @@ class Part(NamedTuple):
             return numbers
         if isinstance(numbers, int) and isinstance(first, int):
             return numbers - first
-        # JAX may have no int64. Elsewhere what is far stays far: a window may reach it.
+        # JAX may have no int64. Other libraries keep far positions exact: a window may reach them.
         library = library_of(first if isinstance(numbers, int) else numbers)
         is_narrow = library.name == "jax" and "64" not in str(getattr(numbers, "dtype", ""))
         dtype = library.xp.int32 if is_narrow else library.xp.int64
         limit = INDEX_LIMIT if is_narrow else 2**61
         shift = -first if isinstance(first, int) else 0
-        found = saturating_sum(numbers, shift, library.xp, dtype, limit)
-        return found if isinstance(first, int) else found - first
+        shifted = saturating_sum(numbers, shift, library.xp, dtype, limit)
+        return shifted if isinstance(first, int) else shifted - first
 
-    def moved(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def shifted(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function of (b, h, i, j) or (score, b, h, i, j) that counts from the part."""
         begins = all(map(_is_zero, self.first))
-        return function if begins and self._has_all_items else _Moved(function, self)
+        return function if begins and self._has_all_items else _ShiftedFunction(function, self)
 
 
-class _Moved:
+class _ShiftedFunction:
     """A function of the indices of a part; a class, so that it can be pickled."""
 
     def __init__(self, function: Callable[..., Any], part: Part) -> None:
@@ -135,11 +136,11 @@ class _Moved:
     def __call__(self, *given: Any) -> Any:
         *scores, b, h, i, j = given
         part = self._part
-        moved = [
+        shifted = [
             index if _is_zero(first) else index + first
             for index, first in zip((h, i, j), part.first[1:], strict=True)
         ]
-        return self._function(*scores, part.item(b), *moved)
+        return self._function(*scores, part.item(b), *shifted)
 
 
 def _is_zero(start: Any) -> bool:

@@ -67,7 +67,7 @@ class Dilated(Mask):
     step: int
 
     def seen(self, at: ScoreIndices) -> Array:
-        return at.away_from_row(self.step) == 0
+        return at.relative_position(self.step) == 0
 
     def _coverage(self, block: Block) -> Coverage:
         return Coverage(True, self.step == 1)
@@ -215,7 +215,7 @@ class Segments(Mask):
     def part(self, part: Part) -> Segments:
         return Segments(part.array(self.query_ids, ".L"), part.array(self._keys, ".S"))
 
-    def apart(self) -> Segments:
+    def with_array_per_axis(self) -> Segments:
         return Segments(self.query_ids, self._keys)
 
     def check(self, dims: ScoreDims) -> None:
@@ -280,9 +280,9 @@ class _GivenIndices:
         self.xp, self.per_item, self._rows, self.column = at.xp, at.per_item, rows, keys
 
     def position(self, shift: int = 0) -> Array:
-        return _moved(self._rows, shift, self.xp)
+        return _shifted(self._rows, shift, self.xp)
 
-    def away_from_row(self, modulus: int) -> Array:
+    def relative_position(self, modulus: int) -> Array:
         if modulus > self.xp.iinfo(self.column.dtype).max:  # equal ones only are a multiple apart
             return self.column - self._rows
         return (self.column % modulus - self._rows % modulus) % modulus
@@ -299,13 +299,13 @@ class _GivenBlock:
         self.columns = keys[0], keys[1] + 1
 
     def first(self, shift: int = 0) -> Array:
-        return _moved(self._rows[0], shift, self._xp)
+        return _shifted(self._rows[0], shift, self._xp)
 
     def last(self, shift: int = 0) -> Array:
-        return _moved(self._rows[1], shift, self._xp)
+        return _shifted(self._rows[1], shift, self._xp)
 
 
-def _moved(positions: Array, shift: int, xp: Any) -> Array:
+def _shifted(positions: Array, shift: int, xp: Any) -> Array:
     """Return given positions plus `shift`, limited to the numbers of their dtype."""
     limit = int(xp.iinfo(positions.dtype).max)
     return saturating_sum(positions, shift, xp, positions.dtype, limit)

@@ -52,7 +52,12 @@ class Similarity(Expression):
         raise NotImplementedError
 
     def pushforward(
-        self, query: Array, key: Array, moved_query: Array, moved_key: Array, backend: Primitives
+        self,
+        query: Array,
+        key: Array,
+        query_tangent: Array,
+        key_tangent: Array,
+        backend: Primitives,
     ) -> Array:
         """Return the derivative along tangents, (..., l, s), which may be NaN for an absent key."""
         raise NotImplementedError
@@ -76,19 +81,24 @@ class Cosine(Similarity):
 
     def pullback(self, query: Array, key: Array, gradient: Array, backend: Primitives) -> Pullback:
         xp, matmul = backend.xp, backend.matmul
-        # A similarity of what is not finite is not either: its gradient is 0 or NaN.
+        # If a query or key is not finite, neither is the similarity: its gradient is 0 or NaN.
         query, key = finite(xp, query), finite(xp, key)
         of_query = matmul(gradient, unit(key, backend))
         of_key = matmul(xp.matrix_transpose(gradient), unit(query, backend))
         return unit_slope(query, of_query, xp), unit_slope(key, of_key, xp), []
 
     def pushforward(
-        self, query: Array, key: Array, moved_query: Array, moved_key: Array, backend: Primitives
+        self,
+        query: Array,
+        key: Array,
+        query_tangent: Array,
+        key_tangent: Array,
+        backend: Primitives,
     ) -> Array:
         xp, matmul = backend.xp, backend.matmul
         first, second = unit(query, backend), unit(key, backend)
-        of_first = unit_slope(query, moved_query, xp)
-        turned = xp.matrix_transpose(unit_slope(key, moved_key, xp))
+        of_first = unit_slope(query, query_tangent, xp)
+        turned = xp.matrix_transpose(unit_slope(key, key_tangent, xp))
         return matmul(of_first, xp.matrix_transpose(second)) + matmul(first, turned)
 
 
@@ -110,8 +120,8 @@ class Distance(Similarity):
     def pullback(self, query: Array, key: Array, gradient: Array, backend: Primitives) -> Pullback:
         xp, matmul = backend.xp, backend.matmul
         if self.p == 1:
-            found = by_rows(backend, partial(self._slopes, xp), query, key, gradient)
-            of_query, of_key = zip(*found, strict=True)
+            of_blocks = by_rows(backend, partial(self._slopes, xp), query, key, gradient)
+            of_query, of_key = zip(*of_blocks, strict=True)
             return joined(xp, of_query), reduce(add, of_key), []
         share = gradient * used(xp, self._over_root(query, key, backend), gradient)
         query, key = finite(xp, query), finite(xp, key)
@@ -137,27 +147,32 @@ class Distance(Similarity):
         return stacked(xp, of_query, of_key, gradient)
 
     def pushforward(
-        self, query: Array, key: Array, moved_query: Array, moved_key: Array, backend: Primitives
+        self,
+        query: Array,
+        key: Array,
+        query_tangent: Array,
+        key_tangent: Array,
+        backend: Primitives,
     ) -> Array:
         xp, matmul = backend.xp, backend.matmul
         if self.p == 2:
             along_query, along_key = (
-                xp.sum(x * moved, axis=-1, keepdims=True)
-                for x, moved in ((query, moved_query), (key, moved_key))
+                xp.sum(x * tangent, axis=-1, keepdims=True)
+                for x, tangent in ((query, query_tangent), (key, key_tangent))
             )
-            across = matmul(moved_query, xp.matrix_transpose(key))
-            across = across + matmul(query, xp.matrix_transpose(moved_key))
+            across = matmul(query_tangent, xp.matrix_transpose(key))
+            across = across + matmul(query, xp.matrix_transpose(key_tangent))
             change = along_query + xp.matrix_transpose(along_key) - across
             return -change * self._over_root(query, key, backend)
 
-        def block(query: Array, key: Array, moved_query: Array) -> Array:
+        def block(query: Array, key: Array, query_tangent: Array) -> Array:
             def step(d: Any, q: Array, k: Array) -> Array:
-                change = moved_query[..., :, d, None] - moved_key[..., None, :, d]
+                change = query_tangent[..., :, d, None] - key_tangent[..., None, :, d]
                 return sign(xp, q - k) * change
 
             return backend.over_size(step, query, key)
 
-        return -joined(xp, by_rows(backend, block, query, key, moved_query))
+        return -joined(xp, by_rows(backend, block, query, key, query_tangent))
 
     def _over_root(self, query: Array, key: Array, backend: Primitives) -> Array:
         """Return 1 over the distance of each query and key, 0 where they are the same."""
@@ -184,8 +199,8 @@ class Additive(Similarity):
     def pullback(self, query: Array, key: Array, gradient: Array, backend: Primitives) -> Pullback:
         xp = backend.xp
         weight = cast(xp, self.weight, query.dtype)
-        found = by_rows(backend, partial(self._slopes, xp, weight), query, key, gradient)
-        of_query, of_key, of_weight = zip(*found, strict=True)
+        of_blocks = by_rows(backend, partial(self._slopes, xp, weight), query, key, gradient)
+        of_query, of_key, of_weight = zip(*of_blocks, strict=True)
         return joined(xp, of_query), reduce(add, of_key), [reduce(add, of_weight)]
 
     @staticmethod
@@ -205,20 +220,25 @@ class Additive(Similarity):
         return *stacked(xp, of_query, of_key, gradient), carried
 
     def pushforward(
-        self, query: Array, key: Array, moved_query: Array, moved_key: Array, backend: Primitives
+        self,
+        query: Array,
+        key: Array,
+        query_tangent: Array,
+        key_tangent: Array,
+        backend: Primitives,
     ) -> Array:
         xp = backend.xp
         weight = cast(xp, self.weight, query.dtype)
 
-        def block(query: Array, key: Array, moved_query: Array) -> Array:
+        def block(query: Array, key: Array, query_tangent: Array) -> Array:
             def step(d: Any, q: Array, k: Array) -> Array:
                 bent = xp.tanh(q + k)
-                change = moved_query[..., :, d, None] + moved_key[..., None, :, d]
+                change = query_tangent[..., :, d, None] + key_tangent[..., None, :, d]
                 return weight[d] * (1 - bent * bent) * change
 
             return backend.over_size(step, query, key)
 
-        return joined(xp, by_rows(backend, block, query, key, moved_query))
+        return joined(xp, by_rows(backend, block, query, key, query_tangent))
 
     def check(self, head_size: int) -> None:
         facts: ArrayFacts = self.weight
@@ -265,7 +285,7 @@ class ByNorm(ScaleRule):
 
 
 class Normalizer(Expression):
-    """A replacement for softmax, which turns scores into weights. It has no logsumexp."""
+    """A replacement for softmax, which turns scores into weights, without a logsumexp."""
 
     module: ClassVar[str] = "scores"
     axes: ClassVar[dict[str, str]] = {}
@@ -275,7 +295,7 @@ class Normalizer(Expression):
         raise NotImplementedError
 
     def pullback(self, weights: Array, gradient: Array, xp: Any) -> Array:
-        """Return the gradient of the scores, 0 where a weight is 0, whatever `gradient` is there.
+        """Return the gradient of the scores, 0 where a weight is 0, whatever `gradient` holds.
 
         The derivative is a symmetric matrix, so a tangent in place of the gradient makes the result
         the forward derivative.

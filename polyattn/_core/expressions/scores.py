@@ -104,11 +104,11 @@ class Chain(Score):
         given = [scores]
         for part in self.parts[:-1]:
             given.append(part.apply(given[-1], at))
-        found: list[Array] = []
+        of_arrays: list[Array] = []
         for part, before in zip(reversed(self.parts), reversed(given), strict=True):
             gradient, arrays = part.pullback(before, at, gradient)
-            found = arrays + found
-        return gradient, found
+            of_arrays = arrays + of_arrays
+        return gradient, of_arrays
 
     def __repr__(self) -> str:
         return " >> ".join([repr(part) for part in self.parts])
@@ -166,12 +166,12 @@ class Alibi(Score):
         if isinstance(first, int):
             return Alibi(_default_slopes(self.slopes)[first : first + length])
         # Slopes at a traced start would be an array, and have a gradient.
-        rule = part.moved(lambda s, *at: self.apply(s, _indices_of_whole(part, *at)))
+        rule = part.shifted(lambda s, *at: self.apply(s, _indices_of_whole(part, *at)))
         return Function(rule, lambda s, *at: library_of(s).xp.ones_like(s))
 
     @staticmethod
     def _far(at: ScoreIndices, dtype: Any) -> Array:
-        return cast(at.xp, at.xp.abs(at.away_from_row()), dtype)
+        return cast(at.xp, at.xp.abs(at.relative_position()), dtype)
 
     def _slopes(self, at: ScoreIndices, dtype: Any) -> Array:
         if is_array(self.slopes):
@@ -250,7 +250,7 @@ class RelativeBias(Score):
         return gradient, [into_heads(xp, xp.stack(sums), at.head, heads)]
 
     def _bucket(self, at: ScoreIndices) -> Array:
-        return self.bucket(at.away_from_row(), self.table.shape[0], at.xp)
+        return self.bucket(at.relative_position(), self.table.shape[0], at.xp)
 
     def bucket(self, away: Array, buckets: int, xp: Any) -> Array:
         """Return the bucket of keys at these distances after their rows."""
@@ -259,10 +259,10 @@ class RelativeBias(Score):
         zero = xp.zeros_like(away)
         distance = xp.abs(away) if self.bidirectional else xp.where(away < 0, -away, zero)
         # The steps are whole numbers, because libraries round a logarithm differently.
-        found = xp.where(distance < exact, distance, zero + exact)
+        bucket = xp.where(distance < exact, distance, zero + exact)
         for first in _steps(exact, each, self.max_distance):
-            found = found + cast(xp, distance >= first, away.dtype)
-        return xp.where(away > 0, found + each, found) if self.bidirectional else found
+            bucket = bucket + cast(xp, distance >= first, away.dtype)
+        return xp.where(away > 0, bucket + each, bucket) if self.bidirectional else bucket
 
     def check(self, dims: ScoreDims) -> None:
         facts: ArrayFacts = self.table
@@ -294,13 +294,13 @@ def _steps(exact: int, each: int, most: int) -> list[int]:
     growth = (math.log(most) - math.log(exact)) / spread
     limit = 2 * INDEX_LIMIT - 1  # which no distance reaches
     furthest = math.log(limit)
-    found, n = [], exact
+    steps, n = [], exact
     for k in range(1, spread):
         n = max(n, int(exact * math.exp(min(k * growth, furthest))) - 1)  # as far as floats tell
         while n < limit and n**spread * exact**k < most**k * exact**spread:
             n += 1
-        found.append(min(n, limit))
-    return found
+        steps.append(min(n, limit))
+    return steps
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -93,7 +93,7 @@ def part_of(problem: Problem, array: Array, span: Span, xp: Any) -> Array:
 
 
 def cut_items(array: Array, batch: tuple[int, ...], items: Span) -> Array:
-    """Cut (..., H, l, s) down to batch items, counted flat, which lie along the last batch axis."""
+    """Cut (..., H, l, s) down to batch items, counted flat, all along the last batch axis."""
     lead = array.shape[:-3]
     if not lead:
         return array

@@ -59,7 +59,7 @@ class Compiled(Mask):
         ):
             return inner  # its tiles are not those of the table
         cut = TileTable(self.size, self.shape, self.any_visible, self.all_visible).of_part(part)
-        lengths = part.rows.length, part.columns.length, self.query_offset + part.away
+        lengths = part.rows.length, part.columns.length, self.query_offset + part.offset_shift
         return Compiled(inner, *lengths, cut.size, cut.shape, cut.any_visible, cut.all_visible)
 
     def check(self, dims: ScoreDims) -> None:
@@ -144,18 +144,15 @@ def compile(
     (1, 512, 8)
     """
     mask = as_mask(mask)
-    names = ("query_length", "key_length", "heads", "tile")
-    given = (query_length, query_length if key_length is None else key_length, heads, tile)
-    length, keys, heads, size = (
-        check_int(f"masks.compile: {name}", number)
-        for name, number in zip(names, given, strict=True)
+    given = {
+        "query_length": query_length, "heads": heads, "tile": tile,
+        "key_length": query_length if key_length is None else key_length,
+    }  # fmt: skip
+    length, heads, size, keys = (
+        check_int(f"masks.compile: {name}", number, least=1) for name, number in given.items()
     )
     axes = batch if isinstance(batch, tuple) else (batch,)
-    axes = tuple([check_int("masks.compile: batch", number) for number in axes])
-    if min(length, keys, heads, size, *axes) < 1:
-        raise ValueError(
-            f"masks.compile takes lengths and numbers of at least 1; got {(*given, batch)}"
-        )
+    axes = tuple([check_int("masks.compile: batch", number, least=1) for number in axes])
     offset = keys - length
     if query_offset is not None:
         offset = check_int("masks.compile: query_offset", query_offset)
@@ -204,7 +201,7 @@ def _table_of(mask: Mask, xp: Any, like: Array | None, dims: ScoreDims, size: in
         return xp.reshape(index_range(xp, first, stop, like), shape)
 
     b, h = indices(0, dims.items, -1, 1, 1, 1), indices(0, heads, -1, 1, 1)
-    found: list[list[Array]] = [[], []]
+    blocks: list[list[Array]] = [[], []]
     lead = (1, 1)
     for block in Span(0, length).split(size):
         rows = indices(*block, -1, 1)
@@ -221,14 +218,14 @@ def _table_of(mask: Mask, xp: Any, like: Array | None, dims: ScoreDims, size: in
         seen = xp.reshape(seen, (1,) * (4 - len(seen.shape)) + tuple(seen.shape))
         lead = seen.shape[:2]
         seen = xp.broadcast_to(seen, (*lead, seen.shape[2], keys))
-        for half, reduce in zip(found, (xp.any, xp.all), strict=True):
+        for half, reduce in zip(blocks, (xp.any, xp.all), strict=True):
             by_key = reduce(seen, axis=2)
             tiles = [
                 reduce(by_key[..., slice(*span)], axis=-1) for span in Span(0, keys).split(size)
             ]
             half.append(xp.reshape(xp.stack(tiles, axis=-1), (-1, len(tiles))))
     down, across = -(-length // size), -(-keys // size)
-    halves = [bytes(_as_list(xp.reshape(xp.stack(half, axis=1), (-1,)))) for half in found]
+    halves = [bytes(_as_list(xp.reshape(xp.stack(half, axis=1), (-1,)))) for half in blocks]
     return TileTable(size, (lead[0], lead[1], down, across), halves[0], halves[1])
 
 

@@ -15,7 +15,7 @@ from polyattn._core.call.operands import Operands
 from polyattn._core.call.problem import Problem
 from polyattn._core.expressions.coverage import Coverage, TileTable
 from polyattn._core.expressions.indices import INDEX_LIMIT, saturating_sum
-from polyattn._core.expressions.masks import And, Dense, Mask, Rule
+from polyattn._core.expressions.masks import And, DenseMask, Mask, RuleMask
 
 
 def combined_mask(problem: Problem, x: Operands) -> Mask | None:
@@ -24,7 +24,7 @@ def combined_mask(problem: Problem, x: Operands) -> Mask | None:
     if isinstance(x.mask, Mask):
         parts.append(x.mask)
     elif x.mask is not None:
-        parts.append(Rule(x.mask) if callable(x.mask) else Dense(x.mask))
+        parts.append(RuleMask(x.mask) if callable(x.mask) else DenseMask(x.mask))
     if len(parts) < 2:
         return parts[0] if parts else None
     return And(tuple(parts))
@@ -58,13 +58,13 @@ class TileQuery:
 
     def first(self, shift: int = 0) -> Any:
         """Return the position of the first row, plus `shift`."""
-        return self.rows[0] + self._moved(shift)
+        return self.rows[0] + self._offset_plus(shift)
 
     def last(self, shift: int = 0) -> Any:
         """Return the position of the last row, plus `shift`."""
-        return self.rows[1] - 1 + self._moved(shift)
+        return self.rows[1] - 1 + self._offset_plus(shift)
 
-    def _moved(self, shift: int) -> Any:
+    def _offset_plus(self, shift: int) -> Any:
         offset = self._offset
         own = None if isinstance(offset, int) else index_range(self._xp, 0, 1, offset).dtype
         return saturating_sum(offset, shift, self._xp, own)
@@ -155,7 +155,7 @@ class TileGrid(TileQuery):
         """Return whether any and whether all of each block of a mask array holds."""
         xp = self._xp
         seen = with_rank(seen, self._rank)
-        found: list[Array] = []
+        answers: list[Array] = []
         for reduce in (xp.any, xp.all):
             rows = [seen]
             if seen.shape[-2] != 1:
@@ -164,8 +164,8 @@ class TileGrid(TileQuery):
                     for span in Span(0, self.lengths[0]).split(self.tile_size[0])
                 ]
             joined = rows[0] if len(rows) == 1 else xp.concat(rows, axis=-2)
-            found.append(joined if seen.shape[-1] == 1 else self.fold_blocks(joined, 1, reduce))
-        return found[0], found[1]
+            answers.append(joined if seen.shape[-1] == 1 else self.fold_blocks(joined, 1, reduce))
+        return answers[0], answers[1]
 
     def table(self, table: TileTable) -> Coverage:
         """Return the coverage that a table of tiles gives."""

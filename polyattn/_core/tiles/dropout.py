@@ -32,8 +32,8 @@ _WIDE = {"array_api_compat.numpy": "uint64", "array_api_compat.torch": "int64"}
 
 def keep_mask(xp: Any, by_word: ByWord, blocks: Array) -> Array:
     """Return which weights of the keys of blocks are kept."""
-    found = xp.stack(by_word(blocks), axis=-1)
-    return xp.reshape(found, (*found.shape[:-2], -1))
+    kept = xp.stack(by_word(blocks), axis=-1)
+    return xp.reshape(kept, (*kept.shape[:-2], -1))
 
 
 def keep_mask_of_keys(
@@ -43,10 +43,10 @@ def keep_mask_of_keys(
     first, rest = start // WORDS, start % WORDS
     known = isinstance(rest, int)
     count = -(-(length + (rest if known else WORDS - 1)) // WORDS)
-    found = keep_mask(xp, by_word, first + index_range(xp, 0, count, like))
+    kept = keep_mask(xp, by_word, first + index_range(xp, 0, count, like))
     if known:
-        return found[..., rest : rest + length]
-    return xp.take(found, rest + index_range(xp, 0, length, like), axis=-1)
+        return kept[..., rest : rest + length]
+    return xp.take(kept, rest + index_range(xp, 0, length, like), axis=-1)
 
 
 def keep_mask_by_key(by_word: ByWord, key: Array) -> Array:

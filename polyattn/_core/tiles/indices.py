@@ -163,7 +163,7 @@ class Indices:
         row = self.row
         return row + saturating_sum(self._offset(), shift, self.xp, row.dtype)
 
-    def away_from_row(self, modulus: int | None = None) -> Array:
+    def relative_position(self, modulus: int | None = None) -> Array:
         """Return key minus position of the row, (..., H, l, s), or its remainder by a modulus."""
         if modulus is None:
             return self.column - self.position()

@@ -30,12 +30,12 @@ def or_zero(xp: Any, maximum: Array) -> Array:
 
 
 def initial_state(problem: Problem, x: Operands, xp: Any, rows: Span) -> SoftmaxState:
-    """Return the state before any key: empty, or the sink, a weight of 1 that has no value."""
+    """Return the state before any key: empty, or the sink, a weight of 1 without a value."""
     accumulator = getattr(xp, problem.accumulator)
     zero = cast(xp, index_range(xp, 0, 1, x.query), accumulator)
     if problem.requires_grad or 0 in problem.scores:
         # An empty sum keeps the arrays in the graph, so the gradients are 0 where no key is seen,
-        # and JAX puts what is made of nothing else on their device.
+        # and a result without keys is on their device in JAX.
         for array in (x.query, x.key, x.key if x.value is None else x.value):
             zero = zero + xp.sum(cast(xp, array[..., :0, :], accumulator))
     if x.sinks is None:

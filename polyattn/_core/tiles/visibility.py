@@ -23,7 +23,7 @@ from polyattn._core.tiles.axes import one_batch_axis
 from polyattn._core.tiles.band import band
 from polyattn._core.tiles.indices import Indices
 
-# ---- what static facts say ----
+# ---- from static facts ----
 
 
 def band_from(problem: Problem, first: int) -> tuple[int | None, int | None] | None:
@@ -172,7 +172,7 @@ def empty_rows(mask: Array, xp: Any) -> Array:
 def cleared(
     output: Array, logsumexp: Array | None, empty: Array, xp: Any
 ) -> tuple[Array, Array | None]:
-    """Return what an engine computed, 0 and −∞ in the rows that `empty_rows` gives."""
+    """Return an engine's results with 0 and −∞ in the rows that `empty_rows` gives."""
     if logsumexp is not None:
         logsumexp = xp.where(empty[..., 0], -math.inf, logsumexp)
     return xp.where(empty, 0, output), logsumexp

@@ -107,9 +107,9 @@ def _sees(mask: masks.Mask, rows: Rows, b: Any, h: Any, i: Any, j: Any) -> Any:
             table = np.zeros((*ancestors.shape[:-1], S + abs(past).max() + L), bool)
             table[..., :L] = ancestors
             return (j < past) | rows.each(table, L, table.shape[-1])[b, i, np.maximum(j - past, 0)]
-        case masks.Dense(array):
+        case masks.DenseMask(array):
             return rows.each(array, *rows.shape)[b, h, i, j]
-        case masks.Rule(function):
+        case masks.RuleMask(function):
             return function(b, h, i, j)
         case compiled.Compiled(within):
             return _sees(within, rows, b, h, i, j)

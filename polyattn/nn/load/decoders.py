@@ -11,7 +11,7 @@ from typing import Any
 from polyattn.nn.attention import MultiHeadAttention
 from polyattn.nn.blocks import EncoderBlock, Stack
 from polyattn.nn.layers import Embedding, FeedForward, Linear, RMSNorm
-from polyattn.nn.load.plan import Blocks, Family, Plan, Wanted, output_map
+from polyattn.nn.load.model_plan import Blocks, Family, ModelPlan, Wanted, output_map
 from polyattn.nn.load.rope import rotary
 from polyattn.nn.load.settings import FULL, SLIDING, Settings
 from polyattn.nn.load.stored import joined_linear, layer_norm, linear, part_linear, rms_norm, vector
@@ -147,7 +147,7 @@ ROWS = {
 }  # fmt: skip
 
 
-def _plan_decoder(row: Decoder, settings: Settings, blocks: Blocks, wanted: Wanted) -> Plan:
+def _plan_decoder(row: Decoder, settings: Settings, blocks: Blocks, wanted: Wanted) -> ModelPlan:
     """Return the plan of a decoder in the manner of Llama."""
     size, heads = settings.sizes("hidden_size", "num_attention_heads", whole_heads=False)
     tokens, epsilon = settings.whole("vocab_size"), settings.number("rms_norm_eps", 1e-6)
@@ -184,7 +184,7 @@ def _plan_decoder(row: Decoder, settings: Settings, blocks: Blocks, wanted: Want
         embedding_scale=math.sqrt(size) if row.gemma else 1.0,
         logits_softcap=softcap,
     )
-    return Plan(model, tuple([turns(n, windows(n) is not None) for n in range(layers)]))
+    return ModelPlan(model, tuple([turns(n, windows(n) is not None) for n in range(layers)]))
 
 
 def _head_size(settings: Settings, size: int, heads: int) -> int:
@@ -285,7 +285,7 @@ def _rotary(
 # ---- GPT-2 -------------------------------------------------------------------------------------
 
 
-def _plan_gpt2(settings: Settings, blocks: Blocks, wanted: Wanted) -> Plan:
+def _plan_gpt2(settings: Settings, blocks: Blocks, wanted: Wanted) -> ModelPlan:
     """Return the plan of a GPT-2."""
     size, heads = settings.sizes("n_embd", "n_head")
     inner = settings.whole("n_inner", 4 * size)
@@ -323,7 +323,7 @@ def _plan_gpt2(settings: Settings, blocks: Blocks, wanted: Wanted) -> Plan:
         output=output,
         tied=tied,
     )
-    return Plan(model)
+    return ModelPlan(model)
 
 
 DECODERS = {

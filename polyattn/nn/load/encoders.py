@@ -11,7 +11,7 @@ from polyattn.nn.attention import MultiHeadAttention
 from polyattn.nn.blocks import EncoderBlock, Stack
 from polyattn.nn.inputs import FrameEmbedding, PatchEmbedding
 from polyattn.nn.layers import Embedding, FeedForward, LayerNorm, Linear
-from polyattn.nn.load.plan import Blocks, Family, Plan, Wanted
+from polyattn.nn.load.model_plan import Blocks, Family, ModelPlan, Wanted
 from polyattn.nn.load.rope import rotary
 from polyattn.nn.load.settings import FULL, SLIDING, Settings
 from polyattn.nn.load.stored import (
@@ -95,7 +95,7 @@ def _block(
     )
 
 
-def _plan_bert(row: Encoder, settings: Settings, blocks: Blocks, wanted: Wanted) -> Plan:
+def _plan_bert(row: Encoder, settings: Settings, blocks: Blocks, wanted: Wanted) -> ModelPlan:
     width, number, layer_count, inner_size, act = row.settings
     size, heads = settings.sizes(width, number)
     inner, tokens = settings.whole(inner_size), settings.whole("vocab_size")
@@ -120,13 +120,13 @@ def _plan_bert(row: Encoder, settings: Settings, blocks: Blocks, wanted: Wanted)
         layer_norm("embeddings.LayerNorm", size, epsilon),
         relative=RelativeBias(vector(row.relative, 32, heads)) if row.relative else None,
     )
-    return Plan(model)
+    return ModelPlan(model)
 
 
 # ---- ModernBERT --------------------------------------------------------------------------------
 
 
-def _plan_modernbert(settings: Settings, blocks: Blocks, wanted: Wanted) -> Plan:
+def _plan_modernbert(settings: Settings, blocks: Blocks, wanted: Wanted) -> ModelPlan:
     size, heads = settings.sizes("hidden_size", "num_attention_heads")
     inner, tokens = settings.whole("intermediate_size"), settings.whole("vocab_size")
     epsilon, norm_bias = settings.number("norm_eps"), settings.flag("norm_bias")
@@ -164,7 +164,7 @@ def _plan_modernbert(settings: Settings, blocks: Blocks, wanted: Wanted) -> Plan
         Stack(tuple([block(n, name) for n, name in enumerate(names)]), norm("final_norm")),
         embedding_norm=norm("embeddings.norm"),
     )
-    return Plan(model, tuple([makers[kind_of(n)] for n in range(layers)]))
+    return ModelPlan(model, tuple([makers[kind_of(n)] for n in range(layers)]))
 
 
 # ---- ViT ---------------------------------------------------------------------------------------
@@ -176,7 +176,7 @@ VIT = (
 )
 
 
-def _plan_vit(settings: Settings, blocks: Blocks, wanted: Wanted) -> Plan:
+def _plan_vit(settings: Settings, blocks: Blocks, wanted: Wanted) -> ModelPlan:
     size, heads = settings.sizes("hidden_size", "num_attention_heads")
     inner, epsilon = settings.whole("intermediate_size"), settings.number("layer_norm_eps")
     activation = settings.activation("hidden_act", "gelu")
@@ -208,7 +208,7 @@ def _plan_vit(settings: Settings, blocks: Blocks, wanted: Wanted) -> Plan:
             reshaped("embeddings.position_embeddings", (1, tokens, size), (tokens, size))
         ),
     )
-    return Plan(model)
+    return ModelPlan(model)
 
 
 def _flat(size: int, xp: Any, weight: Array) -> Array:
@@ -224,7 +224,7 @@ WHISPER = (
 )
 
 
-def _plan_whisper(settings: Settings, blocks: Blocks, wanted: Wanted) -> Plan:
+def _plan_whisper(settings: Settings, blocks: Blocks, wanted: Wanted) -> ModelPlan:
     size, heads = settings.sizes("d_model", "encoder_attention_heads")
     inner, bands = settings.whole("encoder_ffn_dim"), settings.whole("num_mel_bins")
     activation = settings.activation("activation_function", "gelu")
@@ -245,7 +245,7 @@ def _plan_whisper(settings: Settings, blocks: Blocks, wanted: Wanted) -> Plan:
         ),
         LearnedPositions(vector("encoder.embed_positions.weight", positions, size)),
     )
-    return Plan(model)
+    return ModelPlan(model)
 
 
 def _convolution(xp: Any, weight: Array) -> Array:

@@ -19,7 +19,7 @@ from polyattn._base.arguments import few, short
 from polyattn._base.arrays import Array
 
 Weights = Mapping[str, Array] | str | os.PathLike[str]
-PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json", "consolidated.00.pth")
+PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 HUB_ID = re.compile(r"([\w-][\w.-]*/)?[\w-][\w.-]*(?<!\.safetensors)(?<!\.json)")
 
 
@@ -29,6 +29,12 @@ def read_weights(weights: Weights) -> Mapping[str, Array]:
         return weights
     path = Path(_checked(weights))
     if path.is_dir():
+        if (path / "adapter_config.json").is_file():
+            raise ValueError(
+                f"{path} has an adapter of PEFT, adapter_config.json, which changes another model:"
+                " merge them by peft.AutoPeftModel.from_pretrained(folder).merge_and_unload()"
+                ".save_pretrained(other), and load that folder"
+            )
         whole, index = path / "model.safetensors", path / "model.safetensors.index.json"
         if index.is_file() and not whole.is_file():  # as transformers chooses
             return _read_shards(index)
@@ -80,34 +86,17 @@ def _checked(weights: Any) -> str | os.PathLike[str]:
     return weights
 
 
-# ---- what is there instead ---------------------------------------------------------------------
-
-
-def check_folder(weights: Any) -> None:
-    """Raise for a folder whose weights belong to another model's, or are pickled."""
-    if not isinstance(weights, (str, os.PathLike)):
-        return
-    path = Path(weights)
-    if (path / "adapter_config.json").is_file():
-        raise ValueError(
-            f"{path} has an adapter of PEFT, adapter_config.json, which changes another model:"
-            " merge them by peft.AutoPeftModel.from_pretrained(folder).merge_and_unload()"
-            ".save_pretrained(other), and load that folder"
-        )
-    pickled = [name for name in PICKLED if (path / name).is_file()]
-    if pickled and not any(path.glob("model.safetensors*")):
-        raise FileNotFoundError(
-            f"there is no {path / 'model.safetensors'}: there is {pickled[0]}, a pickle, which can"
-            " run any code. Let transformers write safetensors:"
-            " AutoModel.from_pretrained(folder).save_pretrained(other); or pass the arrays of"
-            " torch.load(file, weights_only=True)"
-        )
-
-
 def _absent(path: Path, advice: str = "", *, is_name: bool = False) -> FileNotFoundError:
-    """Return the error for a file that is not there, or is no file."""
+    """Return the error for a path that does not exist or is not a file."""
+    pickled = [name for name in PICKLED if (path.parent / name).is_file()]
     if path.exists():
         advice = f"{'a folder' if path.is_dir() else 'a device or pipe'} has this name"
+    elif pickled:
+        advice = (
+            f"there is {pickled[0]}, a pickle, which can run any code. Let transformers write"
+            " safetensors: AutoModel.from_pretrained(folder).save_pretrained(other); or pass the"
+            " arrays of torch.load(file, weights_only=True)"
+        )
     elif is_name and HUB_ID.fullmatch(str(path)):
         advice = (
             "polyattn fetches nothing: if it is a model of the Hugging Face hub, pass the folder"

@@ -179,11 +179,7 @@ KERAS = ("query", "key", "value", "attention_output")
 
 
 def keras_attention(
-    weights: Mapping[str, Array] | Sequence[Array],
-    config: Mapping[str, Any] | None = None,
-    *,
-    like: Array,
-    prefix: str = "",
+    weights: Sequence[Array], config: Mapping[str, Any] | None = None, *, like: Array
 ) -> MultiHeadAttention:
     """Load a keras.layers.MultiHeadAttention.
 
@@ -192,14 +188,12 @@ def keras_attention(
 
     Parameters
     ----------
-    weights : sequence of Array, or mapping of str to Array
-        The result of ``get_weights()``, or arrays by the paths of its variables:
-        ``query/kernel``, ``query/bias``, and so on for ``key``, ``value`` and
-        ``attention_output``.
+    weights : sequence of Array
+        The result of ``get_weights()``.
     config : mapping, optional
         The result of ``get_config()``.
-    like, prefix : Array, str
-        As for `torch_attention`; a prefix is such as ``"multi_head_attention/"``.
+    like : Array
+        As for `torch_attention`.
 
     Returns
     -------
@@ -223,12 +217,7 @@ def keras_attention(
     (2, 5, 16)
     """
     window = _keras_window(config or {})
-    named = weights if isinstance(weights, Mapping) else _keras_names(weights)
-    arrays = without_prefix(named, prefix)
-    if any(name.startswith("gate/") for name in arrays):
-        raise ValueError(
-            "MultiHeadAttention has no gate, so a layer with use_gate=True cannot be loaded"
-        )
+    arrays = _keras_names(weights)
     shapes = [_shape_of(arrays, 3, f"{name}/kernel") for name in KERAS]
     (_, heads, head_size), _, (_, _, value_size), (*_, outputs) = shapes
     query, key, value = (

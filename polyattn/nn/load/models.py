@@ -16,8 +16,8 @@ from polyattn._base.arguments import short
 from polyattn._base.arrays import Array
 from polyattn.nn.load.decoders import DECODERS
 from polyattn.nn.load.encoders import ENCODERS
-from polyattn.nn.load.files import Weights, check_folder, read_config, read_weights
-from polyattn.nn.load.plan import Family, Plan, Wanted, embedding_name
+from polyattn.nn.load.files import Weights, read_config, read_weights
+from polyattn.nn.load.model_plan import Family, ModelPlan, Wanted, embedding_name
 from polyattn.nn.load.settings import Settings
 from polyattn.nn.load.stored import block_names, fill, renamed
 from polyattn.nn.models import Transformer
@@ -71,7 +71,6 @@ def model(
     FileNotFoundError, ImportError
         If there is no file, or safetensors is not installed to read it.
     """
-    check_folder(weights)
     family, settings = family_of(*read_config(weights, config))
     if logits and family in ENCODERS.values():
         raise ValueError(f"{family.title} is an encoder, which has no logits: leave out logits=")
@@ -139,7 +138,7 @@ def _base_name(family: Family, name: str) -> str | None:
     return None if re.fullmatch(family.skip, name) else name
 
 
-def _use_or_drop_head(weights: dict[str, Array], plan: Plan, settings: Settings) -> None:
+def _use_or_drop_head(weights: dict[str, Array], plan: ModelPlan, settings: Settings) -> None:
     """Remove an unused output map, and check that weights tied under either name are equal."""
     if plan.model.output is not None or HEAD not in weights:
         return

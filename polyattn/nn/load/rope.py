@@ -95,15 +95,14 @@ def _yarn(
     if base <= 1:
         raise rope.refusal("rope_theta", "larger than 1, for yarn", base)
     fast, slow = rope.number("beta_fast", 32.0), rope.number("beta_slow", 1.0)
-    mscale, all_dim = (rope.number(name, 0.0, zero=True) for name in ("mscale", "mscale_all_dim"))
+    for name in ("mscale", "mscale_all_dim"):
+        rope.only(name, None)
     override = rope.number("attention_factor") if "attention_factor" in rope else None
 
     def make() -> Rotary:
         frequencies, magnitude = yarn_scaling(
             size, factor, base=base, trained=trained, fast=fast, slow=slow
         )
-        if mscale and all_dim and factor > 1:
-            magnitude = (mscale * math.log(factor) + 10) / (all_dim * math.log(factor) + 10)
         magnitude = magnitude if override is None else override
         return Rotary(size, base, frequencies=frequencies, magnitude=magnitude)
 

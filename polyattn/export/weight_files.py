@@ -50,16 +50,9 @@ def store(model: Any, weights: Mapping[str, Any], file: Path | None) -> None:
             model.graph.initializer.extend(_written(weights, made / data))
         (made / file.name).write_bytes(model.SerializeToString())
         path = str(made / file.name)
-        if is_large and _is_utf8(path):  # onnx opens no other path
+        # onnx opens a path in UTF-8 only.
+        if is_large and path == path.encode(errors="replace").decode():
             require_onnx("onnx.checker").check_model(path)
-
-
-def _is_utf8(path: str) -> bool:
-    try:
-        path.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _written(weights: Mapping[str, Any], file: Path) -> Iterator[Any]:

@@ -1,6 +1,6 @@
 """Score expressions that are a factor and numbers by distance: what the compiled library computes.
 
-A number by distance is a bias whose rows lie one number apart: row i and key j read the number of
+A number by distance is a bias whose row stride is -1: row i and key j read the number of
 j - i. So it takes memory for L + S numbers a head.
 """
 

@@ -1,10 +1,10 @@
-"""Define Plan: a model whose parameters are names of stored arrays, made from a config."""
+"""Define ModelPlan: a model whose parameters are names of stored arrays, made from a config."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 from polyattn.nn.layers import Embedding, Linear
 from polyattn.nn.load.settings import Settings
@@ -25,7 +25,7 @@ class Wanted:
 
 
 @dataclass(frozen=True)
-class Plan:
+class ModelPlan:
     """A model with `Stored` in place of parameters, and the rotary positions of its blocks."""
 
     # The positions are functions, called once the weights are known to fit: a damaged config may
@@ -46,18 +46,12 @@ class Plan:
         return replace(model, stack=replace(model.stack, blocks=tuple(blocks)))
 
 
-class Planner(Protocol):
-    """Make a plan from settings, the names of the blocks and what is wanted."""
-
-    def __call__(self, settings: Settings, blocks: Blocks, wanted: Wanted, /) -> Plan: ...
-
-
 @dataclass(frozen=True)
 class Family:
     """The models of one ``model_type`` of transformers."""
 
     title: str  # with an article
-    plan: Planner
+    plan: Callable[[Settings, Blocks, Wanted], ModelPlan]
     prefix: str  # what the names of weights begin with in a model with a head
     skip: str  # names, without the prefix, of buffers and heads that are left out
     #: Patterns of old names, and what stands for them now.

@@ -1,4 +1,4 @@
-"""Define PagedCache: keys and values of items of unlike lengths, in pages that items may share.
+"""Define PagedCache: keys and values of a ragged batch, in pages that items may share.
 
 A cache is a value, as KVCache is. Caches of one memory write to slots that no cache has written;
 elsewhere a page is copied before it is written to. Memory knows the caches that use it, so that a
@@ -21,18 +21,18 @@ from polyattn._base.host import is_host
 from polyattn._base.tracing import is_transformed
 from polyattn.nn.cache import checked_tokens
 from polyattn.nn.memory import is_writable, zeros
-from polyattn.nn.pages import (
+from polyattn.nn.page_plan import (
     Ledger,
-    Plan,
+    PagePlan,
     Table,
-    beside,
     on_host,
-    placed,
-    sent,
+    plan_in_trace,
+    plan_on_device,
+    to_device,
     widened,
     with_room,
-    write,
-    written,
+    with_written,
+    write_in_place,
 )
 
 
@@ -44,7 +44,7 @@ class _Memory:
         self.users: WeakSet[PagedCache] = WeakSet()
         self.lock = forkable_lock()
 
-    def place(self, table: Table, counts: Any, m: int) -> Plan | None:
+    def place(self, table: Table, counts: Any, m: int) -> PagePlan | None:
         """Return where new tokens go, if need be in pages that no cache has any more."""
         plan = self.ledger.place(table, counts, m)
         if plan is None:
@@ -80,7 +80,7 @@ class PagedCache:
     lengths : Array of int
         Number of tokens of each item, shape (B,).
     start : Array of int, optional
-        Lengths before the newest tokens, where these were unlike numbers of tokens.
+        Lengths before the newest tokens, where the items got different numbers of tokens.
     known : object, optional
         The numbers of the table and the lengths, where the host has them: `append` reads them from
         the arrays otherwise, and waits for their device.
@@ -114,22 +114,18 @@ class PagedCache:
 
         Parameters
         ----------
-        heads, size : int
-            G and D.
+        heads, size, like, value_size
+            As for `KVCache.init`.
         capacity : int
             Number of tokens that an item may have. The cache grows as needed, except in a traced
             function, where lengths are unknown: tokens beyond the capacity, and those that find no
             free page, are lost there.
         items : int
             B, the number of items.
-        like : Array
-            An array of the library, device and dtype of the keys and values.
         page : int
             Number of tokens of a page.
         pages : int, optional
             Number of pages to allocate memory for; enough for all items by default.
-        value_size : int, optional
-            E, D by default.
 
         Raises
         ------
@@ -223,7 +219,7 @@ class PagedCache:
         counts : Array of int or sequence of int, optional
             How many of them each item keeps, the first ones, shape (B,); all by default.
         query : Array, optional
-            The queries that attend to them. If these need a gradient, nothing is overwritten.
+            As for `KVCache.append`.
 
         Returns
         -------
@@ -245,10 +241,12 @@ class PagedCache:
         table = self._on_host()
         kept = on_host(number) if is_array(number) else number
         if table is None or kept is None:
-            number = self.lengths * 0 + (sent(number, self.lengths) if is_host(number) else number)
+            number = self.lengths * 0 + (
+                to_device(number, self.lengths) if is_host(number) else number
+            )
             given = Table(self.block_table, self.lengths, self.page, self.key.shape[0])
-            plan = placed(given, number, m)
-            pools = written(self.key, key, plan), written(self.value, value, plan)
+            plan = plan_in_trace(given, number, m)
+            pools = with_written(self.key, key, plan), with_written(self.value, value, plan)
             return PagedCache(*pools, plan.table, self.lengths + number, start)
         cache = self._appended(key, value, table, kept + 0 * table.lengths, query)
         return cache if start is None else replace(cache, start=start)
@@ -266,21 +264,21 @@ class PagedCache:
             with memory.lock:
                 plan = memory.place(table, counts, m)
                 if plan is not None:
-                    there = beside(plan, self.lengths)
+                    there = plan_on_device(plan, self.lengths)
                     for pool, rows in ((self.key, key), (self.value, value)):
-                        write(pool, rows, there)
+                        write_in_place(pool, rows, there)
                     return self._following(plan, there, table.lengths + counts)
         pools, ledger, plan = with_room((self.key, self.value), table, counts, m)
-        there = beside(plan, self.lengths)
-        pools = written(pools[0], key, there), written(pools[1], value, there)
+        there = plan_on_device(plan, self.lengths)
+        pools = with_written(pools[0], key, there), with_written(pools[1], value, there)
         # A graph of gradients may hold the new arrays, so no cache may write to them.
         memory = _Memory(*pools, ledger) if writable else None
         cache = replace(self, key=pools[0], value=pools[1], memory=memory)
         return cache._following(plan, there, table.lengths + counts)
 
-    def _following(self, plan: Plan, there: Plan, lengths: Any) -> PagedCache:
+    def _following(self, plan: PagePlan, there: PagePlan, lengths: Any) -> PagedCache:
         """Return the cache after new tokens, whose places the host knows."""
-        place = there.table, sent(lengths, self.lengths)
+        place = there.table, to_device(lengths, self.lengths)
         numbers = Table(plan.table, lengths, self.page, self.key.shape[0])
         known = _Known(*place, numbers)
         return PagedCache(self.key, self.value, *place, None, known, self.memory)
@@ -392,6 +390,6 @@ class PagedCache:
             raise ValueError(f"{what} for each of the {items} items; got {facts}")
 
     def _numbers(self, name: str, given: Any, most: int | None) -> Array:
-        """Return integers beside the lengths."""
+        """Return integers in the library and on the device of the lengths."""
         numbers = self._checked(name, given, most)
-        return sent(numbers, self.lengths) if is_host(numbers) else numbers
+        return to_device(numbers, self.lengths) if is_host(numbers) else numbers

@@ -1,0 +1,128 @@
+"""Partial attention and merging: the monoid of partials over disjoint sets of keys."""
+
+import math
+from itertools import pairwise, permutations
+
+import numpy as np
+import pytest
+from libraries import LIBRARIES, NUMPY, STRICT, TORCH, tiles_of
+from optional import jax, torch
+
+from polyattn import Partial, attention, attention_partial, merge
+from polyattn.conformance import CASES, assert_accurate
+
+KERNELS = {"dense": "dense", "tiles": tiles_of(8)}
+each_kernel = pytest.mark.parametrize(
+    ("kernel", "library"), [("dense", TORCH), ("tiles", NUMPY), ("tiles", STRICT)], ids=str
+)
+each_library = pytest.mark.parametrize("library", LIBRARIES, ids=str)
+
+
+def partials_of(case, library, kernel, cuts):
+    """The partials over pieces of the keys; the sinks belong to no key and go with the first."""
+    (query, key, value), options = case.arguments()
+    offset = options.pop("query_offset", case.S - case.L)
+    edges = (0, *cuts, case.S)
+    for first, last in pairwise(edges):
+        own = {n: x[..., first:last] if n in ("mask", "bias") else x for n, x in options.items()}
+        options.pop("sinks", None)
+        own = {n: library.to(x) if isinstance(x, np.ndarray) else x for n, x in own.items()}
+        arrays = (query, key[..., first:last, :], value[..., first:last, :])
+        yield attention_partial(
+            *map(library.to, arrays), **own, query_offset=offset - first, kernel=kernel
+        )
+
+
+MERGED = ["plain", "causal", "window", "mask array", "bias as mask", "sinks", "causal x sinks"]
+MERGED += ["softcap x grouped heads", "causal x L > S", "mask hides some rows", "rank 2", "rank 5"]
+
+
+@pytest.mark.parametrize(
+    ("name", "which", "library"),
+    [(name, ("dense", "tiles")[turn % 2], LIBRARIES[turn % 3]) for turn, name in enumerate(MERGED)],
+    ids=str,
+)
+def test_partials_merge_to_the_whole(name, which, library):
+    """In any order and any grouping; so `merge` is associative and commutative up to rounding."""
+    parts = list(partials_of(CASES[name], library, KERNELS[which], (3, 4)))
+    wholes = [merge(*some) for some in permutations(parts)]
+    a, b, c = parts
+    wholes += [merge(merge(a, b), c), merge(a, merge(b, c)), merge(merge(c, a), b)]
+    for whole in wholes:
+        assert isinstance(whole, Partial)
+        assert_accurate(library.back(whole.output), CASES[name], library.back(whole.logsumexp))
+
+
+@each_library
+def test_a_partial_for_every_key(library):
+    for case in (CASES["causal"], CASES["causal, float64"]):
+        whole = merge(*partials_of(case, library, "dense", range(1, case.S)))
+        assert_accurate(library.back(whole.output), case, library.back(whole.logsumexp))
+
+
+@pytest.mark.parametrize("library", [NUMPY, TORCH], ids=str)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_partials_of_16_bits_merge_to_the_whole(dtype, library):
+    case = CASES[f"causal, {dtype}"]
+    whole = merge(*partials_of(case, library, "dense", (4, 7)))
+    assert library.back(whole.output).dtype == dtype
+    assert_accurate(library.back(whole.output), case, library.back(whole.logsumexp))
+
+
+@each_kernel
+@pytest.mark.parametrize(
+    "name", ["plain", "causal x L > S", "high sinks", "nan seen by later rows"]
+)
+def test_the_identity_of_merge_changes_no_bit(name, library, kernel):
+    partial = library.call(attention_partial, CASES[name], kernel=KERNELS[kernel])
+    output, logsumexp = map(library.back, partial)
+    nothing = Partial(
+        library.to(np.zeros_like(output)), library.to(np.full_like(logsumexp, -np.inf))
+    )
+    for merged in (merge(partial), merge(partial, nothing), merge(nothing, partial, nothing)):
+        assert np.array_equal(library.back(merged.output), output, equal_nan=True)
+        assert np.array_equal(library.back(merged.logsumexp), logsumexp, equal_nan=True)
+
+
+@each_library
+def test_a_nan_merges_into_its_own_rows_only(library):
+    a, b = partials_of(CASES["plain"], library, "dense", (4,))
+    clean = library.back(merge(a, b).output)
+    output, logsumexp = (np.array(library.back(x)) for x in b)
+    output[1, 1, 2], logsumexp[1, 1, 2] = math.nan, math.nan
+    merged = merge(a, Partial(library.to(output), library.to(logsumexp))).output
+    merged = np.array(library.back(merged))
+    assert np.isnan(merged[1, 1, 2]).all()
+    merged[1, 1, 2] = clean[1, 1, 2]
+    assert merged.tobytes() == np.ascontiguousarray(clean).tobytes()
+
+
+def test_merge_refuses_what_does_not_fit():
+    x = np.ones((2, 5, 4), np.float32)
+    one = attention_partial(x, x, x)
+    with pytest.raises(TypeError, match="at least one"):
+        merge()
+    with pytest.raises(ValueError, match="one shape"):
+        merge(one, attention_partial(x[:1], x[:1], x[:1]))
+    with pytest.raises(ValueError, match="without the last axis"):
+        merge((one.output, one.logsumexp[..., None]))
+    with pytest.raises(TypeError, match="one dtype"):
+        merge(one, attention_partial(*(3 * [x.astype("f8")])))
+    with pytest.raises(TypeError, match="one library"):
+        merge(one, tuple(map(torch.from_numpy, one)))
+    for integers in ((x.astype(int), one.logsumexp), (one.output, one.logsumexp.astype(int))):
+        with pytest.raises(TypeError, match="one of the dtypes float16"):
+            merge(integers)
+    for no_partial in (None, 3, x, (x,), (x, x, x), [one, one], {}):
+        with pytest.raises(TypeError, match=r"merge\(\*partials\)"):
+            merge(no_partial)
+
+
+def test_partials_merge_in_a_program_of_jax():
+    x = np.random.default_rng(0).random((2, 6, 4), np.float32)
+
+    @jax.jit
+    def halves(x):
+        return merge(*(attention_partial(x, part, part) for part in (x[:, :2], x[:, 2:]))).output
+
+    np.testing.assert_allclose(halves(x), attention(x, x, x), atol=2e-6)

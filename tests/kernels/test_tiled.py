@@ -1,0 +1,173 @@
+"""The tiled kernel: sizes of tiles, tiles that are skipped, memory, and far positions."""
+
+import tracemalloc
+
+import numpy as np
+import pytest
+from libraries import tiles_of, visited_tiles
+
+import polyattn
+from polyattn import attention, attention_partial
+from polyattn._kernels import tiled
+from polyattn._kernels.tiled import Tiled
+from polyattn._kernels.weights import Weights
+
+RNG = np.random.default_rng(0)
+
+
+def randn(*shape):
+    return RNG.standard_normal(shape, dtype=np.float32)
+
+
+#: Tiles so small that a short call has many, with edges inside and out.
+SMALL_TILES = tiles_of(40)
+
+
+def test_tiles_without_a_visible_key_are_not_visited(monkeypatch):
+    visited, x = visited_tiles(monkeypatch), randn(64, 4)
+    attention(x, x, x, is_causal=True, window=(24, None), kernel=SMALL_TILES)
+    p, j = np.ogrid[:64, :64]
+    visible, computed = (j <= p) & (j >= p - 24), np.zeros((64, 64), bool)
+    for rows, columns, banded in visited:
+        tile = np.s_[rows.start : rows.stop, columns.start : columns.stop]
+        computed[tile] = True
+        assert visible[tile].any()
+        assert banded == (not visible[tile].all())
+    assert computed[visible].all()
+    assert computed.mean() < 0.5
+    assert {banded for _, _, banded in visited} == {True, False}
+
+
+def test_tiles_of_a_narrow_band_are_not_tall(monkeypatch):
+    visited, x = visited_tiles(monkeypatch), np.ones((1, 1500, 2))
+    attention(x, x, x, window=(20, 0), backend="array-api", kernel="tiled")
+    assert sum(rows.length * columns.length for rows, columns, _ in visited) < 1500 * 160
+
+
+def problem_of(heads, rows, keys=None, **changed):
+    shape = (heads, keys or rows, 64)
+    return polyattn.explain((heads, rows, 64), shape, shape).problem._replace(**changed)
+
+
+#: The problem, and the rows and keys of a tile; None where one tile holds all the scores.
+SIZES = {
+    "as many scores as a tile holds": (problem_of(1, 1024), None),
+    "one row more": (problem_of(1, 1025, 1024), (1024, 1024)),
+    "many heads": (problem_of(512, 4096), (64, 64)),
+    "one row": (problem_of(4096, 1, 10**6), (1, 4096)),
+    "as many as a tile of an accelerator": (problem_of(16, 1024, device="cuda:0"), None),
+    "one key more": (problem_of(16, 1024, 1025, device="cuda:0"), (1024, 1024)),
+}
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_a_tile_is_about_square_and_worth_a_call(name):
+    problem, sizes = SIZES[name]
+    remark = Tiled().only_on_request(problem)
+    assert remark == (None if sizes else "one tile holds all the scores: dense does the same")
+    assert sizes is None or Tiled().block_sizes(problem) == sizes
+
+
+@pytest.mark.parametrize("kernel", [Tiled(), Weights()], ids=lambda kernel: kernel.name)
+def test_an_accelerator_has_larger_tiles(kernel):
+    problem = problem_of(16, 4096)
+    on_cuda = problem._replace(device="cuda:1")
+    assert tiled.most_scores(problem, kernel.tile) == 2**20
+    assert tiled.most_scores(on_cuda, kernel.tile) == 2**24
+    assert tiled.most_scores(on_cuda, 96) == tiled.most_scores(problem, 96) == 96
+
+
+def test_a_program_of_torchs_compiler_has_fewer_tiles(monkeypatch):
+    problem = problem_of(16, 2048)
+    assert Tiled().block_sizes(problem) == (256, 256)
+    monkeypatch.setattr(tiled, "is_compiling", lambda: True)
+    assert Tiled().block_sizes(problem) == (1024, 1024)
+    assert Tiled().only_on_request(problem) is None
+
+
+def peak(function):
+    """Return the most memory that a call held beyond what there was before, and its result."""
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        result = function()
+        return tracemalloc.get_traced_memory()[1] - before, result
+    finally:
+        tracemalloc.stop()
+
+
+def test_memory_of_a_long_call_is_bounded():
+    q, k, v = (randn(1, 1, 8192, 16) for _ in range(3))  # scores of 268 MB
+    held, output = peak(lambda: attention(q, k, v, backend="array-api"))
+    assert held - output.nbytes < 64e6
+    held, output = peak(lambda: attention(q, k, v, backend="numpy"))
+    assert held - output.nbytes < 24e6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("heads", "options", "most"),
+    [(8, "window=(128, 0)", 20e6), (1, "is_causal=True, bias=bias", 200e6)],
+    ids=["a narrow window", "a trained bias of keys"],
+)
+def test_memory_of_tiles_on_torch_is_bounded(run_python, heads, options, most):
+    """Beside the output, with what a first call imports."""
+    held = run_python(f"""
+import resource, torch
+from polyattn import attention
+torch.set_num_threads(1)
+bias = torch.randn({heads}, 1, 8192, requires_grad=True)
+q, k, v = (torch.randn(1, {heads}, 8192, 64) for _ in range(3))
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+output = attention(q, k, v, {options})
+if output.requires_grad:
+    output.sum().backward()
+after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+print(1024 * (after - before) - output.nbytes)
+""")
+    assert float(held) < most
+
+
+def test_keys_of_grouped_heads_are_not_repeated():
+    q, k, v = randn(1, 32, 1, 64), randn(1, 2, 4096, 64), randn(1, 2, 4096, 64)
+    held, _ = peak(lambda: attention(q, k, v, kernel="dense"))
+    assert held < k.nbytes + v.nbytes
+
+
+@pytest.mark.parametrize("kernel", ["dense", "tiled"])
+def test_a_score_function_may_return_an_array_of_the_callers(kernel):
+    scores = randn(6, 6)
+    before = scores.copy()
+    x = randn(6, 4)
+    attention(x, x, x, score_mod=lambda s, b, h, i, j: scores[i, j], kernel=kernel)
+    np.testing.assert_array_equal(scores, before)
+
+
+@pytest.mark.parametrize("kernel", ["dense", "tiled"])
+@pytest.mark.parametrize("axes", [(7,), (2, 1, 5, 1), ()])
+def test_a_score_function_may_return_fewer_axes(kernel, axes):
+    q, k, v = randn(2, 4, 5, 8), randn(2, 2, 7, 8), randn(2, 2, 7, 3)
+    scores = np.asarray(randn(*axes))
+    output = attention(q, k, v, score_mod=lambda s, b, h, i, j: scores, kernel=kernel)
+    bias = scores[(None,) * (4 - scores.ndim)]
+    expected = attention(q, k, v, scale=0.0, bias=bias, kernel=kernel)
+    np.testing.assert_allclose(output, expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("kernel", ["dense", "tiled"])
+def test_a_score_function_with_float64_stays_float32(kernel):
+    x = randn(6, 4)
+    partial = attention_partial(
+        x, x, x, score_mod=lambda s, b, h, i, j: s + np.ones((6, 6))[i, j], kernel=kernel
+    )
+    assert partial.output.dtype == partial.logsumexp.dtype == np.float32
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "uint16", "uint32", "uint64", "int8", "int32"])
+@pytest.mark.parametrize("backend", ["numpy", "torch"])
+def test_query_offsets_of_any_integer_kind(dtype, backend):
+    x = randn(2, 3, 6, 4)
+    offsets = np.array([0, 2], dtype=dtype)
+    output = attention(x, x, x, is_causal=True, query_offset=offsets, backend=backend)
+    expected = attention(x, x, x, is_causal=True, query_offset=np.array([0, 2]))
+    np.testing.assert_allclose(output, expected, atol=1e-6)
