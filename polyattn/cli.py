@@ -203,7 +203,12 @@ def _add_check(commands: Any) -> None:
         " with our argument names",
     )
     add("--kernel", action="append", default=[], metavar="NAME", help="only this; may be repeated")
-    add("--quick", action="store_true", help="one case of each feature and corner case")
+    add(
+        *("--quick", "--essential"),
+        action="store_true",
+        help="the essential cases: one for each feature and corner case",
+    )
+    add("--list", action="store_true", help="print the cases and which kernels run them; run none")
     add("--json", action="store_true", help="print JSON instead of tables")
     add("--html", type=Path, metavar="FILE", help="also write an HTML page")
 
@@ -293,13 +298,15 @@ def _export(options: argparse.Namespace) -> int:
 
 def _check(options: argparse.Namespace) -> int:
     """Return 0 if all results agree, 1 if one does not, 130 if interrupted."""
-    from polyattn.conformance import CASES, ESSENTIAL, Target
+    from polyattn.conformance import CASES, ESSENTIAL, Target, selection
     from polyattn.conformance.checks.frames import print_fatal_errors
     from polyattn.conformance.report import html as page
     from polyattn.conformance.report import run
 
     if options.html is not None:
         check_file("--html", options.html)
+    if options.list and (options.callable or options.json):
+        raise ValueError("--list prints a table of kernels; leave out --callable and --json")
     cases = ESSENTIAL if options.quick else CASES
     print_fatal_errors()
     if options.callable is not None:
@@ -309,6 +316,9 @@ def _check(options: argparse.Namespace) -> int:
         targets = [Target(name, options.library) for name in names]
     else:
         targets = run.default_targets(options.library)
+    if options.list:
+        show("\n".join(selection.lines(targets, cases, options.kernel)))
+        return 0
     report = run.run(run.steps(targets, cases, options.kernel), run.described)
     _give(options, _json(report.as_dict()) if options.json else report, page.page(report))
     if report.done < report.total:
@@ -358,5 +368,9 @@ def _check_callable(options: argparse.Namespace, cases: Any) -> int:
     text = "\n".join(lines)
     if options.json:
         text = _json([function_report.as_dict(row) for row in rows])
-    _give(options, text, page.callable_page(options.callable, rows))
+    _give(
+        options,
+        text,
+        page.callable_page(options.callable, function_report.table_rows(rows), differ),
+    )
     return 1 if differ else 0

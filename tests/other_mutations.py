@@ -15,10 +15,12 @@ FILES = "tests/base/test_files.py::"
 FIT = "tests/api/test_attention.py::test_what_does_not_fit_is_refused"
 FORKS = "tests/base/test_forks.py::"
 FUNCTIONS = "tests/conformance/test_functions.py::"
+INTERPRETED = "tests/conformance/test_interpretations.py::"
 LOAD = "tests/nn/test_load.py::"
 PARTS = "tests/expressions/test_parts.py::"
 PLUGINS = "tests/dispatch/test_extensions.py::"
 REPORT = "tests/conformance/test_report.py::"
+SERVING = "tests/conformance/test_serving.py::"
 SELECT = "tests/dispatch/test_select.py::"
 TRACE = "tests/dispatch/test_trace.py::"
 STRATEGIES = "tests/parallel/test_strategies.py::"
@@ -370,24 +372,24 @@ MUTATIONS = (
      "rows of items of unlike lengths", "backends/polyattn_onnx/group_query.py",
      "shared or rows == 1",
      "True"),
-    (FUNCTIONS + "test_functions_over_caches_and_pages_are_known[pallas]",
+    (SERVING + "test_functions_over_caches_and_pages_agree[pallas]",
      "a scale that the function is not told", "polyattn/conformance/functions/serving.py",
      "(query.shape[-1] ** -0.5 if scale is None else scale)",
      "1.0"),
-    (FUNCTIONS + "test_functions_over_caches_and_pages_are_known[flashinfer in pages]",
+    (SERVING + "test_functions_over_caches_and_pages_agree[flashinfer in pages]",
      "a full last page that is empty", "polyattn/conformance/functions/serving.py",
      "(end - 1) % page + 1 if end else 0",
      "end % page"),
-    (FUNCTIONS + "test_parts_by_themselves_are_right_and_may_have_other_bits",
+    (SERVING + "test_parts_by_themselves_may_have_other_bits",
      "a row with the keys of the newest", "polyattn/conformance/cases/cache_cases.py",
      '+ (i + 1 - rows)',
      '+ 0 * i'),
-    (FUNCTIONS + "test_what_a_page_holds_beyond_the_length_is_named_where_it_reaches_the_output",
+    (SERVING + "test_nan_in_unused_slots_that_reaches_the_output_is_named",
      "slots without poison", "polyattn/conformance/cases/case.py",
      "np.swapaxes(arrays[name], -3, -2)[self._unused(options)] = self.poison",
      "pass"),
     # functions of others
-    (FUNCTIONS + "test_a_softcap_after_the_mask_is_found_by_the_quick_choice",
+    (FUNCTIONS + "test_essential_cases_find_a_softcap_after_the_mask",
      "a quick choice without two options together", "polyattn/conformance/cases/catalogue.py",
      "NO_ROWS | ADVERSARIAL | IN_ORDER)",
      "NO_ROWS | ADVERSARIAL)"),
@@ -395,23 +397,23 @@ MUTATIONS = (
      "a logsumexp that nobody asks for", "polyattn/conformance/functions/signatures.py",
      "    options |= {name: name for name in RETURNS_LOGSUMEXP & given.keys()}\n",
      ""),
-    (FUNCTIONS + "test_a_kernel_that_takes_masks_as_arrays_is_given_no_function",
+    (FUNCTIONS + "test_a_function_without_score_mod_gets_masks_as_arrays",
      "a function for a mask that is an array", "polyattn/conformance/functions/signatures.py",
      'if callable(left.get("mask")) and "mask" in names and "score_mod" not in names:',
      "if False:"),
-    (FUNCTIONS + "test_every_pair_of_meanings_of_every_case_is_a_call[few]",
+    (INTERPRETED + "test_each_meaning_of_each_case_is_a_call[essential]",
      "a meaning of an option that is taken away", MEANINGS,
-     "lambda call: None if call.get(name) is None else give(call)",
-     "lambda call: give(call)"),
-    (FUNCTIONS + "test_a_difference_is_interpreted[softcap, causal]",
+     "return None if mask is None else {\"mask\": ~mask}",
+     "return {\"mask\": ~mask}"),
+    (INTERPRETED + "test_a_difference_is_interpreted[softcap after causal]",
      "a hidden score that is not the least of a softcap", MEANINGS,
      "np.where(seen[at], capped, np.asarray(-c, s.dtype))",
      "np.where(seen[at], capped, np.asarray(0, s.dtype))"),
-    (FUNCTIONS + "test_what_returns_no_array_raises_in_every_case_and_ends_no_report[exit]",
+    (FUNCTIONS + "test_a_function_that_returns_no_array_ends_no_report[exit]",
      "a function that ends the report", "polyattn/conformance/functions/check.py",
      "    except (Exception, SystemExit) as error:\n        return",
      "    except Exception as error:\n        return"),
-    (FUNCTIONS + "test_what_returns_no_array_raises_in_every_case_and_ends_no_report[generator]",
+    (FUNCTIONS + "test_a_function_that_returns_no_array_ends_no_report[generator]",
      "a result that is no array taken for one", "polyattn/conformance/functions/check.py",
      'if not hasattr(returned, "shape"):',
      "if returned is None:"),

@@ -12,11 +12,9 @@ PACKAGES = ROOT / "polyattn", ROOT / "backends"
 #: Class names that more than one module has, with the reason. A name that is unique has no row.
 SHARED = {
     "Block": "to be renamed in backends/polyattn_jax and polyattn/_base",
-    "Call": "to be renamed in polyattn/conformance",
     "Compiled": "to be renamed in backends/polyattn_torch",
     "Gradients": "to be renamed in backends/polyattn_torch",
     "RelativeBias": "to be renamed in polyattn/nn",
-    "Step": "to be renamed in backends/polyattn_torch and polyattn/conformance",
 }
 
 #: The folder of tests of each room whose modules have tests of their names.

@@ -5,11 +5,10 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
-from matplotlib.figure import Figure
 from optional import jax, jnp, torch
 
 import polyattn
-from polyattn import explain, masks, plot
+from polyattn import explain, masks
 
 SHAPE = (2, 8, 16, 4)
 
@@ -59,8 +58,3 @@ def test_what_cannot_be_drawn_is_its_code():
 def test_no_matplotlib_is_needed(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert "<svg" in masks.causal()._repr_html_()
-
-
-def test_a_mask_and_plot_return_a_figure():
-    for figure in (masks.causal().plot(8), plot.mask(masks.causal(), 8)):
-        assert type(figure) is Figure

@@ -42,7 +42,7 @@ _CASES = [
 ]
 
 
-class _Call(NamedTuple):
+class _QuantizedCall(NamedTuple):
     """A case, the plan of it, and what it is given, in floats."""
 
     case: Case
@@ -65,12 +65,12 @@ def check_quantized(target: Target, variant: KernelVariant) -> None:
         before = checks.bits_of(target, arguments)
         with checks.name_case(str(case), plan.kernel):
             key, value = (Quantized(*pair) for pair in pairs)
-            found = plan.run(operands._replace(key=key, value=value))
-        checks.check_partial(target, case, found, arguments)
+            partial = plan.run(operands._replace(key=key, value=value))
+        checks.check_partial(target, case, partial, arguments)
         checks.check_unwritten(target, case, arguments, before)
 
 
-def _calls(target: Target, variant: KernelVariant) -> Iterator[_Call]:
+def _calls(target: Target, variant: KernelVariant) -> Iterator[_QuantizedCall]:
     """Yield the calls that a kernel reads as integers."""
     for case in checks.cases_for(target, variant, {case.name: case for case in _CASES}):
         arrays, options = target.arguments(case)
@@ -81,4 +81,4 @@ def _calls(target: Target, variant: KernelVariant) -> Iterator[_Call]:
         except BackendError:  # the kernel does not compute the case
             continue
         if kernel.reads_quantized(plan.placement.problem):
-            yield _Call(case, plan, operands, options)
+            yield _QuantizedCall(case, plan, operands, options)
