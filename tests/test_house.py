@@ -11,10 +11,8 @@ PACKAGES = ROOT / "polyattn", ROOT / "backends"
 
 #: Class names that more than one module has, with the reason. A name that is unique has no row.
 SHARED = {
-    "Block": "to be renamed in backends/polyattn_jax and polyattn/_base",
-    "Compiled": "to be renamed in backends/polyattn_torch",
-    "Gradients": "to be renamed in backends/polyattn_torch",
-    "RelativeBias": "to be renamed in polyattn/nn",
+    "Block": "to be renamed in polyattn/_base",
+    "RelativeBias": "a score rule, and the public layer that has its table",
 }
 
 #: The folder of tests of each room whose modules have tests of their names.
