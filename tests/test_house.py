@@ -11,7 +11,6 @@ PACKAGES = ROOT / "polyattn", ROOT / "backends"
 
 #: Class names that more than one module has, with the reason. A name that is unique has no row.
 SHARED = {
-    "Block": "to be renamed in polyattn/_base",
     "RelativeBias": "a score rule, and the public layer that has its table",
 }
 
