@@ -20,12 +20,11 @@ from polyattn.plugin import (
     Kernel,
     Operands,
     Problem,
-    band_from,
     cleared,
     empty_rows,
-    finite_bias,
     visible_keys,
 )
+from polyattn.plugin.internal import band_from, finite_bias
 from polyattn_jax.devices import default_kind
 
 # The score of a masked key: far below all scores, and finite, since cuDNN subtracts it from itself.

@@ -153,7 +153,7 @@ def test_explain_says_what_is_cast():
         of_shapes = explain(Q.shape, K.shape, V.shape, library="torch")
         others = explain(Q.shape, K.shape, V.shape), explain(Q.double(), K.double(), V.double())
         of_ranks = parallel.explain(Q.shape, Q.shape, Q.shape, over=2, library="torch")
-        with pytest.raises(ValueError, match="no array of torch on 'foo'"):
+        with pytest.raises(ValueError, match="'torch' is not usable on 'foo'"):
             explain(Q.shape, K.shape, V.shape, library="torch", device="foo")
     assert "bfloat16, torch on cpu\nautocast:  query, value, bias to bfloat16\n" in str(of_arrays)
     assert of_arrays.as_dict()["autocast"] == ["query", "value", "bias"]

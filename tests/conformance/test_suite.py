@@ -112,8 +112,6 @@ BREAKING = {
     "aliasing": ("test_case", "extreme values"),
     "reusing": ("test_first_call_from_eight_threads", None),
     "read_only": ("test_case", "formula"),
-    "read_only_partial": ("test_case", "formula"),
-    "wide_partial": ("test_case", "formula"),
     "offset_of_the_first_item": ("test_case", "formula"),
     "deaf_to_score_mod": ("test_case", "rows without a visible key"),
     "blind_to_infinity": ("test_case", "NaN and infinity"),
@@ -135,7 +133,6 @@ IDLING = {
     "refusing": {"test_every_declared_feature_is_exercised", "test_deterministic"},
     "no_logsumexp": {"test_every_declared_feature_is_exercised", "test_pages_in_any_order"},
     "no_backward": {"test_every_declared_feature_is_exercised"},
-    "no_method": {"test_every_declared_feature_is_exercised", "test_backward"},
 }
 
 

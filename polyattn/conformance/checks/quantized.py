@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from polyattn._base.arrays import library_of
 from polyattn._core.call.describe import describe
 from polyattn._core.call.operands import Operands
-from polyattn._dispatch.cache import planned
+from polyattn._dispatch.cache import cached_plan
 from polyattn._dispatch.errors import BackendError
 from polyattn._dispatch.plan import Plan
 from polyattn._dispatch.request import request
@@ -77,7 +77,7 @@ def _calls(target: Target, variant: KernelVariant) -> Iterator[_QuantizedCall]:
         call, operands = describe(*arrays, **options, logsumexp=True)
         xp, kernel = library_of(operands.query).xp, variant.for_case(case)
         try:
-            plan = planned(call, request(target.backend), kernel, xp)
+            plan = cached_plan(call, request(target.backend), kernel, xp)
         except BackendError:  # the kernel does not compute the case
             continue
         if kernel.reads_quantized(plan.placement.problem):

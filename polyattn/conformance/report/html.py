@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator
 from html import escape
 
 import polyattn
-from polyattn._base.html_table import html_table
 from polyattn.conformance.report.report import Report, Section, table_rows
 
 _PAGE = """<!doctype html>
@@ -40,7 +39,7 @@ def page(report: Report) -> str:
 def callable_page(name: str, rows: Iterable[tuple[str, ...]], differing: int) -> str:
     """Return the table of the report of a function as an HTML page."""
     verdict = f"{differing} cases differ" if differing else "All cases agree"
-    return _whole(verdict, [f"<h2>{escape(name)}</h2>", html_table(rows)])
+    return _whole(verdict, [f"<h2>{escape(name)}</h2>", _table(rows)])
 
 
 def _whole(verdict: str, parts: Iterable[str]) -> str:
@@ -50,10 +49,18 @@ def _whole(verdict: str, parts: Iterable[str]) -> str:
 def _parts(section: Section) -> Iterator[str]:
     footnotes: dict[str, int] = {}
     yield f"<h2>{escape(str(section.target))}</h2><p>{escape(section.versions)}</p>"
-    yield html_table(table_rows(section, footnotes))
+    yield _table(table_rows(section, footnotes))
     yield _listed("Refused", "ol", footnotes)
     yield _listed("Failures", "ul", section.failures)
     yield _listed("The plugin", "ul", (f"{name}: {x}" for name, x in section.plugin.items()))
+
+
+def _table(rows: Iterable[Iterable[str]]) -> str:
+    """Return rows of text, the first of them the head."""
+    head, *body = [[escape(cell) for cell in row] for row in rows]
+    lines = ["".join(f"<th>{cell}</th>" for cell in head)]
+    lines += ["".join(f"<td>{cell}</td>" for cell in row) for row in body]
+    return "<table>" + "".join(f"<tr>{line}</tr>" for line in lines) + "</table>"
 
 
 def _listed(what: str, tag: str, items: Iterable[object]) -> str:
