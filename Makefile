@@ -18,7 +18,7 @@ quick: $(VENV)/.quick  ## the tests of the core on NumPy, in half a minute (ROOM
 	$(BIN)/python tests/quick.py $(ROOM)
 
 demo: $(VENV)/.demo $(VENV)/.native  ## two sentences through a real encoder on NumPy, and a picture of it
-	$(BIN)/polyattn demo
+	$(BIN)/python examples/minilm/demo.py
 
 train: $(VENV)/.test  ## a small GPT, trained for two minutes on two cores, writes (TRAIN=--help)
 	$(BIN)/python examples/train/train.py $(TRAIN)

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import re
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -38,7 +39,6 @@ CACHED = {
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
 }
-FIRST_CALL = "test_first_call_from_eight_threads"
 
 
 def pytest_configure(config):
@@ -71,7 +71,7 @@ def pytest_collection_finish():
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses
 def pytest_collection_modifyitems(items):
-    """Put what the suites do with one case side by side; mark what covers the slow tests."""
+    """Put what the suites do with one case side by side; mark what is slow, and what covers it."""
     if os.environ["POLYATTN_NATIVE"] != "0":
         items[:] = [item for item in items if not item.get_closest_marker("without_native")]
     places = {}
@@ -82,10 +82,9 @@ def pytest_collection_modifyitems(items):
         return places.setdefault(str(case), len(places) + 1) if is_of_suite(case) else 0
 
     items.sort(key=place)
-    for test, many in MANY.items():
-        thin_out([item for item in items if place(item) and item.originalname == test], place, many)
+    deal(items)
     for item in items:
-        if shows_what_another_does(item):
+        if SLOW.match(item.name):
             item.add_marker("slow")
     covered = set()
     for item in items:
@@ -94,52 +93,55 @@ def pytest_collection_modifyitems(items):
             continue
         # One run of each test, and of each kernel in the suites. The libraries are what counts
         # in a first call.
-        kernel = None if FIRST_CALL in item.nodeid else parameters_of(item).get("variant")
+        kernel = None if item.name.startswith(FIRST_CALL) else parameters_of(item).get("variant")
         test = item.nodeid.partition("[")[0], str(kernel)
         if test not in covered:
             covered.add(test)
             item.add_marker("covering")
 
 
-#: So many cases of a test are those of a kernel that tries all.
-MANY = {"test_case": 500, "test_backward": 100}
-#: The name of the kernel that has code of its own for each dtype.
-COMPILED = "native"
+FIRST_CALL = "test_first_call_from_eight_threads"
+#: Tests of the suites that take long, and show little beside the others.
+SLOW = re.compile(rf"{FIRST_CALL}|test_sizes\[.*(small tiles|float64)")
+#: The kernels that take every case, and the turn of each: see `deal`.
+TURNS = {
+    "numpy tiled": 0,
+    "numpy tiled, small tiles": 1,
+    "array-api dense": 2,
+    "array-api tiled, small tiles": 3,
+    "numpy native": 2,  # in a run of its own
+}
+#: The kernel that has code of its own for each dtype.
+COMPILED = "numpy native"
 
 
-def thin_out(items, place, many):
-    """Leave a case to one of the kernels that try all, and to one dtype, but for what is new.
+def deal(items):
+    """Leave each kernel of the suites the essential cases; deal the others among some kernels.
 
-    New is a feature, a dtype or a topic to a kernel, and a feature in a dtype to all of them, or
-    to a kernel that has code of its own for each dtype.
+    They are dealt by their numbers in `CASES`. What a kernel does not get is slow, and so is a copy
+    of a case in another dtype, but for the compiled kernel.
     """
-    suites, met_by_all = {}, set()
+    suites = {}
     for item in items:
         given = parameters_of(item)
-        suites.setdefault((item.cls, given["variant"]), {})[item] = given["case"]
-    whole = {key: suite for key, suite in suites.items() if len(suite) > many}
-    for turn, ((_, variant), suite) in enumerate(whole.items()):
-        names, seen = {case.name for case in suite.values()}, set()
-        met = set() if variant.kernel.name == COMPILED else met_by_all
-        for item, case in suite.items():
-            has_twin = case.name.removesuffix(f", {case.dtype}") in names - {case.name}
-            is_of_others = (place(item) + turn) % len(whole) > 0
-            features = case.features or {"plain"}
-            shown, pairs = {case.topic, case.dtype, *features}, {(case.dtype, x) for x in features}
-            takes = case.features <= variant.kernel.features
-            if (has_twin or is_of_others) and shown <= seen and (not takes or pairs <= met):
+        is_test = getattr(item, "originalname", "") in ("test_case", "test_backward")
+        if is_test and is_of_suite(given.get("case")):
+            key = item.cls, item.originalname, str(given["variant"])
+            suites.setdefault(key, []).append(item)
+    # Few cases that cover all others stay as they are.
+    whole = {key: suite for key, suite in suites.items() if len(suite) >= 100}
+    if whole:
+        from polyattn.conformance import CASES, ESSENTIAL
+
+        numbers = {name: number for number, name in enumerate(CASES)}
+    for (cls, _, variant), suite in whole.items():
+        kernel = f"{cls.backend} {variant}"
+        for item in suite:
+            case = parameters_of(item)["case"]
+            is_its_turn = numbers.get(case.name, 0) % 4 == TURNS.get(kernel)
+            is_copy = case.name.endswith(case.dtype) and kernel != COMPILED
+            if case.name not in ESSENTIAL and (is_copy or not is_its_turn):
                 item.add_marker("slow")
-            seen |= shown
-            met |= pairs if takes else set()
-
-
-def shows_what_another_does(item):
-    """Return whether a promise of a kernel costs more than it shows beside the others."""
-    name, given = getattr(item, "originalname", None), parameters_of(item)
-    if name == "test_sizes" and given["variant"]:
-        kernel, small_tiles = given["variant"]
-        return kernel.name != COMPILED and (small_tiles or given["dtype"] != "float32")
-    return name == FIRST_CALL  # an interpreter that imports a library, for each kernel
 
 
 def is_of_suite(case):

@@ -351,10 +351,7 @@ def figure(units: float) -> str:
 def outcome(finding: Finding) -> str:
     """Return what a cell says of a finding."""
     if finding.status == DIFFERS:
-        interpretations = finding.interpretation.split(" and ")
-        return " + ".join(
-            SHORT.get(interpretation, interpretation) for interpretation in interpretations
-        )
+        return SHORT.get(finding.interpretation, finding.interpretation)
     return "crashes" if finding.error.startswith(CrashError.__name__) else finding.status
 
 
@@ -554,11 +551,7 @@ def main() -> None:
     heads = [peer.short for peer in peers().values()]
     columns = dict(zip(heads, map(column, found.values()), strict=True))
     interpretations = {
-        interpretation
-        for rows in found.values()
-        for row in rows.values()
-        for combined in row.interpretations
-        for interpretation in combined.split(" and ")
+        name for rows in found.values() for row in rows.values() for name in row.interpretations
     }
     meant = {name: name or "no other meaning that was tried" for name in interpretations}
     legend = [f"- *{short}*: {meant[name]}." for name, short in SHORT.items() if name in meant]

@@ -5,9 +5,6 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-import polyattn_command  # noqa: F401 -- first, for Ctrl-C during the other imports
-
-# isort: split
 from polyattn import masks, scores
 from polyattn._api.attention import attention
 from polyattn._api.explain import explain

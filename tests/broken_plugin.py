@@ -4,7 +4,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from polyattn.plugin import CONTRACT_VERSION, Backend, BackendSpec, Kernel
+from polyattn.plugin import CONTRACT_VERSION, Backend, BackendSpec
 from polyattn.plugin.dense import Dense
 
 
@@ -182,13 +182,6 @@ def read_only(dense, p, x, backend):
     return output, logsumexp
 
 
-def read_only_partial(dense, p, x, backend):
-    output, logsumexp = dense(p, x, backend)
-    if logsumexp is not None:
-        logsumexp.flags.writeable = False
-    return output, logsumexp
-
-
 WORKSPACE = {}
 
 
@@ -198,11 +191,6 @@ def reusing(dense, p, x, backend):
     kept = WORKSPACE.setdefault((output.shape, output.dtype), output)
     kept[...] = output
     return kept, logsumexp
-
-
-def wide_partial(dense, p, x, backend):
-    output, logsumexp = dense(p, x, backend)
-    return output if logsumexp is None else output.astype(np.float64), logsumexp
 
 
 def offset_of_the_first_item(dense, p, x, backend):
@@ -246,24 +234,15 @@ def coarse(dense, p, x, backend):
 
 
 OTHERS = [
-    Sabotaged("noisy", noisy),
     Sabotaged("batchy", batchy, batch_invariant=True),
-    Sabotaged("wide_pages", wide_pages),
-    Sabotaged("leaky", leaky),
-    Sabotaged("scribbling", scribbling),
-    Sabotaged("widening", widening),
-    Sabotaged("foreign", foreign),
-    Sabotaged("raising", raising),
-    Sabotaged("aliasing", aliasing),
-    Sabotaged("read_only", read_only),
-    Sabotaged("read_only_partial", read_only_partial),
-    Sabotaged("reusing", reusing),
-    Sabotaged("wide_partial", wide_partial),
-    Sabotaged("offset_of_the_first_item", offset_of_the_first_item),
-    Sabotaged("deaf_to_score_mod", deaf_to_score_mod),
-    Sabotaged("blind_to_infinity", blind_to_infinity),
-    Sabotaged("blind_to_nan_keys", blind_to_nan_keys),
-    Sabotaged("coarse", coarse),
+    *[
+        Sabotaged(sabotage.__name__, sabotage)
+        for sabotage in (
+            *(noisy, wide_pages, leaky, scribbling, widening, foreign, raising, aliasing),
+            *(read_only, reusing, offset_of_the_first_item),
+            *(deaf_to_score_mod, blind_to_infinity, blind_to_nan_keys, coarse),
+        )
+    ],
 ]
 
 
@@ -297,18 +276,7 @@ class NoBackward(Dense):
         return ["it has no way back"] if "backward" in problem.features else []
 
 
-class NoMethod(Kernel):
-    """Declares backward, and has no such method."""
-
-    name = "no_method"
-    features = Dense.features
-    differentiates: ClassVar = only("backward")
-
-    def __call__(self, problem, operands, backend):
-        return Dense()(problem, operands, backend)
-
-
-IDLE = [Refusing(), NoLogsumexp(), NoBackward(), NoMethod()]
+IDLE = [Refusing(), NoLogsumexp(), NoBackward()]
 
 
 class BrokenBackend(Backend):

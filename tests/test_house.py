@@ -11,13 +11,7 @@ PACKAGES = ROOT / "polyattn", ROOT / "backends"
 
 #: Class names that more than one module has, with the reason. A name that is unique has no row.
 SHARED = {
-    "Block": "to be renamed in backends/polyattn_jax and polyattn/_base",
-    "Call": "to be renamed in polyattn/conformance",
-    "Compiled": "to be renamed in backends/polyattn_torch",
-    "Gradients": "to be renamed in backends/polyattn_torch",
-    "Plan": "to be renamed in polyattn/nn",
-    "RelativeBias": "to be renamed in polyattn/nn",
-    "Step": "to be renamed in backends/polyattn_torch and polyattn/conformance",
+    "RelativeBias": "a score rule, and the public layer that has its table",
 }
 
 #: The folder of tests of each room whose modules have tests of their names.
@@ -44,12 +38,11 @@ OWNED_BY = {
     "_base/arrays": REGISTRY,
     "_base/autocast": "tests/backends/test_torch_autocast.py",
     "_base/extras": CLI,
-    "_base/html_table": CLI,
-    "_base/progress": "tests/base/test_settings.py",
     "_base/quantized": "tests/conformance/test_quantized.py",
     "_base/refused": "tests/api/test_other_arrays.py",
     "_base/scatter": "tests/call/test_pages.py",
     "_base/slices": "tests/expressions/test_parts.py",
+    "_base/settings": "tests/dispatch/test_request.py",
     "_base/span": CASES,
     "_base/streams": CLI,
     "_base/text_table": CLI,
@@ -68,6 +61,7 @@ OWNED_BY = {
     "_core/expressions/distances": CASES,
     "_core/expressions/indices": "tests/expressions/test_masks.py",
     "_core/expressions/mask_arrays": "tests/expressions/test_masks.py",
+    "_core/expressions/tree": "tests/expressions/test_patterns.py",
     "_core/expressions/replacements": "tests/expressions/test_derivatives.py",
     "_core/tiles/axes": CASES,
     "_core/tiles/band": CASES,
@@ -83,18 +77,13 @@ OWNED_BY = {
     "_kernels/sums": CASES,
     "_kernels/visible": CASES,
     "_kernels/weights": "tests/api/test_weights.py",
-    "_dispatch/cache": "tests/api/test_run.py",
     "_dispatch/contract": REGISTRY,
     "_dispatch/entries": EXTENSIONS,
     "_dispatch/errors": SELECT,
-    "_dispatch/explanation": SELECT,
     "_dispatch/listing": CLI,
-    "_dispatch/placement": SELECT,
-    "_dispatch/plan": SELECT,
-    "_dispatch/request": SELECT,
+    "_dispatch/placement": "tests/dispatch/test_transfer.py",
     "_dispatch/standard": "tests/api/test_other_arrays.py",
-    "_dispatch/transfer": "tests/backends/test_torch.py",
-    "_api/explain": SELECT,
+    "_api/explain": "tests/dispatch/test_explanation.py",
     "_api/pieces": "tests/nn/test_quantized_cache.py",
 }
 

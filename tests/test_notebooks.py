@@ -1,37 +1,16 @@
 """What a notebook shows at the end of a cell."""
 
 import sys
-from html.parser import HTMLParser
 from xml.etree import ElementTree
 
 import numpy as np
 import pytest
-from matplotlib.figure import Figure
 from optional import jax, jnp, torch
 
 import polyattn
-from polyattn import explain, masks, plot
+from polyattn import explain, masks
 
 SHAPE = (2, 8, 16, 4)
-
-
-class Cells(HTMLParser):
-    """The cells of the tables in HTML, row by row."""
-
-    def __init__(self, text):
-        super().__init__()
-        self.rows = []
-        self.feed(text)
-
-    def handle_starttag(self, tag, attributes):
-        if tag == "tr":
-            self.rows.append([])
-        if tag in ("td", "th"):
-            self.rows[-1].append("")
-
-    def handle_data(self, data):
-        if self.rows:
-            self.rows[-1][-1] += data
 
 
 def picture(value):
@@ -42,24 +21,13 @@ def picture(value):
     return list(ElementTree.fromstring(svg))[1:]
 
 
-def test_explanation():
+def test_a_table_is_one_line_that_says_to_print_it():
     explained = explain(SHAPE, SHAPE, SHAPE, is_causal=True, backend="numpy")
-    kernel = explained.chosen.kernel
-    assert repr(explained).startswith(f"<Explanation: numpy {kernel} runs;")
-    assert len(repr(explained)) < 120
-    rows = Cells(explained._repr_html_()).rows
-    assert ["numpy", kernel, "CHOSEN"] in [row[:3] for row in rows]
-    assert len(rows) == 1 + len(explained.candidates)
-    nothing = explain(SHAPE, SHAPE, SHAPE, backend="numpy", kernel="no such")
-    assert "nothing runs" in repr(nothing)
-
-
-def test_backends():
-    listed = polyattn.list_backends()
-    assert "numpy" in repr(listed)
-    assert "\n" not in repr(listed)
-    names = [row[0] for row in Cells(listed._repr_html_()).rows[1:]]
-    assert [name for name in names if name] == [x.name for x in listed]  # faults have no name
+    assert repr(explained).startswith(f"<Explanation: numpy {explained.chosen.kernel} runs;")
+    assert "nothing runs" in repr(explain(SHAPE, SHAPE, SHAPE, backend="numpy", kernel="no such"))
+    listed = repr(polyattn.list_backends())
+    assert "numpy" in listed
+    assert "\n" not in listed
 
 
 @pytest.mark.parametrize("to", [np.asarray, torch.asarray])
@@ -90,8 +58,3 @@ def test_what_cannot_be_drawn_is_its_code():
 def test_no_matplotlib_is_needed(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert "<svg" in masks.causal()._repr_html_()
-
-
-def test_a_mask_and_plot_return_a_figure():
-    for figure in (masks.causal().plot(8), plot.mask(masks.causal(), 8)):
-        assert type(figure) is Figure

@@ -8,17 +8,8 @@ from typing import Any
 import cupy
 import numpy as np
 
-from polyattn.plugin import (
-    Array,
-    Backend,
-    Operands,
-    Problem,
-    finite_bias,
-    one_batch_axis,
-    score_axes,
-    sum_to,
-    visible_keys,
-)
+from polyattn.plugin import Array, Backend, Operands, Problem, one_batch_axis, sum_to, visible_keys
+from polyattn.plugin.internal import finite_bias, score_axes
 from polyattn_cupy.problem_graphs import aligned, bias_shape
 
 # The bias of a hidden key, and the least bias. It is float32 for all inputs, because float16 has no

@@ -7,7 +7,8 @@ from functools import lru_cache
 import array_api_compat.numpy as xp
 import numpy as np
 
-from polyattn.plugin import Backend, Operands, Problem, made_shape, visible_keys
+from polyattn.plugin import Backend, Operands, Problem, visible_keys
+from polyattn.plugin.internal import made_shape
 
 
 @lru_cache(maxsize=256)

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from polyattn.plugin import Problem, Span, band_from, made_shape
+from polyattn.plugin import Problem, Span
+from polyattn.plugin.internal import band_from, made_shape
 from polyattn_cupy.graphs import CudnnBand, Graph, Tensor
 from polyattn_cupy.made_masks import mask_shape
 

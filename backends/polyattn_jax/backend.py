@@ -1,6 +1,31 @@
 """JAX's devices and primitives.
 
 Arrays may be traced, so only `fetch` and `synchronize` read values or wait for them.
+
+Where each step of the formula is, by kernel. The core's `dense` and `tiled` compute other calls,
+with the primitives of `JaxBackend`::
+
+    step                  xla                                          cudnn
+    the tiles             loop_layout.loops, tile_loops.over_tiles     -
+    1  scale · q·k        tile.scaled_query, tile.similarity           cudnn._by_cudnn
+    2  softcap            tile.modified                                -
+    3  score_mod          tile.modified; a function: explicit          -
+    4  bias               tile.tile_scores                             cudnn.visibility
+    5  causal, window     which tiles: loop_layout.block_sizes,        cudnn._by_cudnn, where
+                          loops; within a tile: TileIndices.visible    cudnn.mismatches allows it
+       query_offset       array_operands.offset_as_array; the tiles    cudnn.mismatches
+                          follow it in tile_loops._over_blocks
+       mask, key_lengths  loop_layout.visible_tiles, tiles_to_compute; cudnn.visibility
+                          within a tile: TileIndices.visible
+    6  sinks              forward.Forward.start                        -
+    7  softmax            forward.Forward.add, finish                  jax.nn
+    8  dropout            tile.TileIndices.keep_mask                   -
+    9  weights · value    forward.weighted_sum, visible_product        jax.nn
+    forward derivatives   differentiate.attend_jvp, tangent            -
+    gradients             differentiate.attend_backward, by transpose  cudnn._differentiable
+    what is compiled      xla.run, with numbers as arrays by           cudnn.compiled
+                          array_operands.prepared
+    sharding              mesh                                         -
 """
 
 from __future__ import annotations
@@ -19,7 +44,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from polyattn.plugin import Array, Backend, native
 from polyattn.plugin.internal import or_zero
-from polyattn_jax.cudnn import Cudnn
+from polyattn_jax.cudnn import JaxCudnn
 from polyattn_jax.devices import all_devices, device_of
 from polyattn_jax.forward import visible_product
 from polyattn_jax.tile import PRIMITIVES, product
@@ -36,7 +61,7 @@ ENGINES = {
 class JaxBackend(Backend):
     """JAX arrays, traced ones too, on any of JAX's devices."""
 
-    kernels = (Cudnn(), Xla())
+    kernels = (JaxCudnn(), Xla())
 
     def __init__(self) -> None:
         super().__init__(jnp)
@@ -146,16 +171,16 @@ _matmul: Callable[[Array, Array], jax.Array] = jax.jit(_product)
 
 @functools.partial(_product.defjvp, symbolic_zeros=True)
 def _matmul_tangent(primals: tuple[Array, Array], tangents: tuple[Any, Any]) -> tuple[Any, Any]:
-    """Return product and tangent; what is not finite in `b` has none by `a`."""
+    """Return product and tangent; that by `a` leaves out what is not finite in `b`."""
     # It is in a key. Where that is seen, the weights and their gradients are NaN too. Where it is
     # hidden, the gradient of its score is 0, and 0 · NaN would spoil that of the query.
-    (a, b), (moved_a, moved_b) = primals, tangents
+    (a, b), (a_tangent, b_tangent) = primals, tangents
     whole = _matmul(a, b)
     parts = []
-    if not isinstance(moved_a, SymbolicZero):
-        parts.append(_matmul(moved_a, jnp.where(jnp.isfinite(b), b, 0)))
-    if not isinstance(moved_b, SymbolicZero):
-        parts.append(_matmul(a, moved_b))
+    if not isinstance(a_tangent, SymbolicZero):
+        parts.append(_matmul(a_tangent, jnp.where(jnp.isfinite(b), b, 0)))
+    if not isinstance(b_tangent, SymbolicZero):
+        parts.append(_matmul(a, b_tangent))
     return whole, sum(parts[1:], parts[0]) if parts else jnp.zeros_like(whole)
 
 
@@ -183,7 +208,7 @@ def _import(array: Array) -> jax.Array:
         narrow = array.astype(np.int32)
         if not np.array_equal(narrow, array):
             raise ValueError(
-                "JAX has no integers beyond 32 bits, for lengths or ids of a mask, unless you call"
+                "JAX has integers beyond 32 bits, for lengths or ids of a mask, only after"
                 " jax.config.update('jax_enable_x64', True)"
             )
         array = narrow

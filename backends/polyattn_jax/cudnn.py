@@ -20,19 +20,18 @@ from polyattn.plugin import (
     Kernel,
     Operands,
     Problem,
-    band_from,
     cleared,
     empty_rows,
-    finite_bias,
     visible_keys,
 )
+from polyattn.plugin.internal import band_from, finite_bias
 from polyattn_jax.devices import default_kind
 
 # The score of a masked key: far below all scores, and finite, since cuDNN subtracts it from itself.
 MASKED = -(2.0**40)
 
 
-class Cudnn(Kernel):
+class JaxCudnn(Kernel):
     """`jax.nn.dot_product_attention` with `implementation="cudnn"`."""
 
     name = "cudnn"
@@ -48,7 +47,7 @@ class Cudnn(Kernel):
     def reasons_against(self, problem: Problem) -> list[str]:
         """Return why cuDNN, or its wrapper in `jax.nn`, cannot compute the problem."""
         if problem.is_symbolic:
-            return ["it is compiled for lengths, and these are symbolic"]
+            return ["it is compiled for each length, and these are symbolic"]
         if not problem.device and default_kind() != "cuda":
             return [f"it runs on cuda only, and JAX would put this on {default_kind()}"]
         reasons = mismatches(problem)
@@ -66,19 +65,19 @@ def mismatches(problem: Problem) -> list[str]:
     """Return the facts of the problem that `jax.nn` does not support or computes differently."""
     reasons = []
     if problem.dtype not in ("float16", "bfloat16"):
-        reasons.append(f"it supports float16 and bfloat16 only, and this is {problem.dtype}")
+        reasons.append(f"it supports float16 and bfloat16 only, not {problem.dtype}")
     counted = band_from(problem, 0)
     square = problem.query_length == problem.key_length
     if counted != (None, None) and (problem.query_offset != 0 or not square):
-        reasons.append("its positions count from the first key, and these do not")
+        reasons.append("with causal or a window it needs query_offset=0 and L = S")
     left, right = counted or problem.window
     if left is not None and right != 0:
-        reasons.append("it supports a window only to the left of a causal row")
+        reasons.append("of windows it supports those to the left of a causal row")
     if right not in (None, 0):
-        reasons.append("its rows see either their own position and before, or all keys")
+        reasons.append("it supports causal or no band, not a window to the right")
     has_array = not problem.features.isdisjoint(("bias", "mask"))
     if has_array and problem.dtype == "float16":
-        reasons.append("float16 has no number so low that it surely hides a masked key")
+        reasons.append("it needs bfloat16: a bias in float16 cannot surely hide a masked key")
     if problem.bias_dtype not in (None, problem.dtype):
         reasons.append(f"it cannot add a {problem.bias_dtype} bias to {problem.dtype} scores")
     if has_array and (problem.query_length % 2 or problem.key_length % 2):
@@ -147,7 +146,7 @@ _differentiable.defvjp(_with_residuals, _pulled_back)
 @jax.custom_batching.custom_vmap
 def _mapped_together(*arrays: Array) -> tuple[Array, ...]:
     """Return the arrays so that vmap maps over all of them where it maps over one."""
-    # jax.nn of JAX 0.10 takes none that is the same for all.
+    # jax.nn of JAX 0.10 fails on one that is not mapped.
     return arrays
 
 

@@ -24,9 +24,9 @@ from polyattn.plugin import (
     Residuals,
     Tangents,
 )
+from polyattn_jax.array_operands import with_expressions
 from polyattn_jax.forward import attend
 from polyattn_jax.mesh import varying_like
-from polyattn_jax.operands import with_expressions
 from polyattn_jax.tangent import OperandTangents, attend_tangents
 
 #: The features of the calls that the rule differentiates.
@@ -56,12 +56,12 @@ def _rounded_to(
 
     @functools.partial(run.defjvp, symbolic_zeros=True)
     def rule(primals: tuple[Operands], tangents: tuple[Operands]) -> tuple[Results, Results]:
-        (x,), (moved,) = primals, tangents
+        (x,), (of_x,) = primals, tangents
         # The tangent needs the output before it is rounded.
         output, logsumexp = _rounded_to(problem.accumulator, problem, tile, like)(x)
         residuals = Residuals(output=output, logsumexp=logsumexp)
         of_output, of_logsumexp = attend_tangents(
-            problem, tile, with_expressions(like, x), residuals, _tangents(problem, moved)
+            problem, tile, with_expressions(like, x), residuals, _tangents(problem, of_x)
         )
         return (output.astype(dtype), logsumexp), (of_output.astype(dtype), of_logsumexp)
 
@@ -73,39 +73,44 @@ def attend_jvp(
     tangents: Tangents,
 ) -> Results:  # fmt: skip
     """Return the tangents of operands without expressions, which `like` has."""
-    moved = _tangents(problem, Operands(**tangents._asdict()))
-    return attend_tangents(problem, tile, with_expressions(like, x), residuals, moved)
+    given = _tangents(problem, Operands(**tangents._asdict()))
+    return attend_tangents(problem, tile, with_expressions(like, x), residuals, given)
 
 
-def _tangents(problem: Problem, moved: Operands) -> OperandTangents:
+def _each(change: Callable[[Any], Any], x: Operands) -> OperandTangents:
+    """Apply a change to each array of operands without expressions, or to each of their tangents.
+
+    An operand is an array, or a list of those of an expression. In the list a function has a dict
+    of the arrays that it uses.
+    """
+
+    def changed(operand: Any) -> Any:
+        if isinstance(operand, list):
+            return [change(one) for one in operand]
+        return None if operand is None else change(operand)
+
+    names = ("query", "key", "value", "bias", "sinks", "score_mod", "similarity")
+    return OperandTangents(**{name: changed(getattr(x, name)) for name in names})
+
+
+def _tangents(problem: Problem, tangents: Operands) -> OperandTangents:
     """Return the tangents that JAX gives, those of arrays in the accumulator's dtype."""
 
     def or_none(tangent: Any) -> Array | None:
-        if tangent is None or isinstance(tangent, SymbolicZero):
+        if isinstance(tangent, SymbolicZero) or tangent.dtype == jax.dtypes.float0:
             return None
-        return None if tangent.dtype == jax.dtypes.float0 else tangent
+        return tangent
 
     def exact(tangent: Any) -> Any:
-        if isinstance(tangent, dict):  # of what a function uses, which fixes its dtype
+        if isinstance(tangent, dict):  # a function fixes the dtype of what it uses
             return jax.tree.map(or_none, tangent)
         tangent = or_none(tangent)
         return None if tangent is None else tangent.astype(_exact(problem, tangent))
 
-    def listed(tangents: Any) -> list[Any] | None:
-        return None if tangents is None else [exact(one) for one in tangents]
-
-    query = exact(moved.query)
-    if query is not None and problem.similarity_spec is None:
-        query *= problem.scale
-    return OperandTangents(
-        query=query,
-        key=exact(moved.key),
-        value=exact(moved.value),
-        bias=exact(moved.bias),
-        sinks=exact(moved.sinks),
-        score_mod=listed(moved.score_mod),
-        similarity=listed(moved.similarity),
-    )
+    given = _each(exact, tangents)
+    if given.query is not None and problem.similarity_spec is None:
+        given = given._replace(query=given.query * problem.scale)
+    return given
 
 
 def attend_backward(
@@ -118,50 +123,31 @@ def attend_backward(
     x, residuals, cotangents = given
     operands = with_expressions(like, x)
 
-    def tangents(moved: OperandTangents) -> tuple[Array, Array]:
-        return attend_tangents(problem, tile, operands, residuals, moved)
+    def run(tangents: OperandTangents) -> tuple[Array, Array]:
+        return attend_tangents(problem, tile, operands, residuals, tangents)
 
-    def shape(array: Any) -> Any:
-        if array is None:
-            return None
-        if isinstance(array, dict):  # of what a function uses, which has no gradient here
+    def zero(array: Any) -> Any:
+        if isinstance(array, dict):  # what a function uses has no gradient here
             return jax.tree.map(lambda _: None, array)
         if not jnp.issubdtype(array.dtype, jnp.floating):
             return None
         return varying_like(jnp.zeros(array.shape, _exact(problem, array)), given)
 
-    def listed(arrays: Any) -> list[Any] | None:
-        return None if arrays is None else [shape(array) for array in arrays]
-
     number = jnp.zeros((), problem.accumulator)
-    like_moved = OperandTangents(
-        query=shape(x.query),
-        key=shape(x.key),
-        value=shape(x.value),
-        bias=shape(x.bias),
-        sinks=shape(x.sinks),
-        score_mod=listed(x.score_mod),
-        similarity=listed(x.similarity),
+    zeros = _each(zero, x)._replace(
         scale=None if problem.similarity_spec is None else number,
         softcap=None if problem.softcap is None else number,
     )
-    direct, zeros = cotangents.logsumexp, jnp.zeros_like(residuals.logsumexp)
-    along = (
-        cotangents.output.astype(problem.accumulator),
-        zeros if direct is None else direct.astype(problem.accumulator),
-    )
-    (found,) = jax.linear_transpose(tangents, like_moved)(varying_like(along, given))
-    return _gradients(problem, x, found)
+    of_logsumexp = cotangents.logsumexp
+    if of_logsumexp is None:
+        of_logsumexp = jnp.zeros_like(residuals.logsumexp)
+    along = tuple(one.astype(problem.accumulator) for one in (cotangents.output, of_logsumexp))
+    (gradients,) = jax.linear_transpose(run, zeros)(varying_like(along, given))
+    return _gradients(problem, x, gradients)
 
 
-def _gradients(problem: Problem, x: Operands, found: OperandTangents) -> Gradients:
+def _gradients(problem: Problem, x: Operands, of_operands: OperandTangents) -> Gradients:
     """Return the gradients by what the transposed tangent gives."""
-    query: Any = found.query
-    scale = found.scale
-    if problem.similarity_spec is None:
-        # A row that sees no key may hold NaN.
-        products = jnp.where(query == 0, 0, query * x.query.astype(query.dtype))
-        query, scale = query * problem.scale, jnp.sum(products)
 
     def listed(arrays: Any, gradients: Any) -> list[Array]:
         return [
@@ -170,17 +156,16 @@ def _gradients(problem: Problem, x: Operands, found: OperandTangents) -> Gradien
             if not isinstance(array, dict)
         ]
 
-    return Gradients(
-        query=query,
-        key=found.key,
-        value=found.value,
-        bias=found.bias,
-        sinks=found.sinks,
-        score_mod=listed(x.score_mod, found.score_mod),
-        similarity=listed(x.similarity, found.similarity),
-        scale=scale,
-        softcap=found.softcap,
+    gradients = Gradients(**of_operands._asdict())._replace(
+        score_mod=listed(x.score_mod, of_operands.score_mod),
+        similarity=listed(x.similarity, of_operands.similarity),
     )
+    if problem.similarity_spec is not None:
+        return gradients
+    # The tangent is that of scale · query. A row that sees no key may hold NaN.
+    query: Any = of_operands.query
+    products = jnp.where(query == 0, 0, query * x.query.astype(query.dtype))
+    return gradients._replace(query=query * problem.scale, scale=jnp.sum(products))
 
 
 def _exact(problem: Problem, array: Array) -> Any:

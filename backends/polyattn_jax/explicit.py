@@ -45,6 +45,14 @@ class Explicit:
         """Return the function with other arrays in place of those that it uses."""
         return Explicit(self._graphs, arrays)
 
+    def carried(self) -> list[tuple[str, Any]]:
+        """Return what an expression would carry: the function itself."""
+        return [("rule", self)]
+
+    def map(self, change: Callable[[str, Any], Any]) -> Any:
+        """Change what is carried, as `Expression.map` does."""
+        return change("rule", self)
+
     def __call__(self, first: tuple[Any, Any], size: Size, *scores: Array) -> Array:
         """Return its result for a tile."""
         function = jaxpr_as_fun(ClosedJaxpr(self._graphs[size], self.arrays[size]))
@@ -52,22 +60,14 @@ class Explicit:
         return result
 
 
-def arrays_of(expression: Any) -> list[Any]:
+def arrays_of(operand: Any) -> list[Any]:
     """Return the arrays of an expression or an explicit function, in order."""
-    if isinstance(expression, Explicit):
-        return [expression.arrays]
-    return [
-        thing.arrays if isinstance(thing, Explicit) else thing for _, thing in expression.carried()
-    ]
+    return [x.arrays if isinstance(x, Explicit) else x for _, x in operand.carried()]
 
 
-def with_arrays(expression: Any, arrays: list[Any]) -> Any:
+def with_arrays(operand: Any, arrays: list[Any]) -> Any:
     """Return an expression or an explicit function with other arrays, in order."""
-    if isinstance(expression, Explicit):
-        return expression.with_arrays(arrays[0])
     rest = iter(arrays)
-    return expression.map(
-        lambda _, thing: (
-            thing.with_arrays(next(rest)) if isinstance(thing, Explicit) else next(rest)
-        )
+    return operand.map(
+        lambda _, x: x.with_arrays(next(rest)) if isinstance(x, Explicit) else next(rest)
     )

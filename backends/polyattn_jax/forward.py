@@ -19,18 +19,18 @@ from polyattn.plugin.internal import (
     unfold_heads,
 )
 from polyattn_jax.mesh import all_finite
-from polyattn_jax.sweep import Body, Rows, Tile, sweep
 from polyattn_jax.tile import finite, materialized, product, scaled_query, tile_scores
+from polyattn_jax.tile_loops import LoopBody, Rows, TileArrays, over_tiles
 
 
 def attend(problem: Problem, tile: int, x: Operands, dtype: str) -> tuple[Array, Array]:
     """Return output and logsumexp, in tiles of about `tile` scores at most."""
     body = Forward(problem, x, dtype)
-    output, logsumexp = sweep(problem, tile, x, body, {"query": x.query}, {})
+    output, logsumexp = over_tiles(problem, tile, x, body, {"query": x.query}, {})
     return output, logsumexp[..., 0]
 
 
-class Forward(Body):
+class Forward(LoopBody):
     """The output and logsumexp of a block of rows."""
 
     def __init__(self, problem: Problem, x: Operands, dtype: str) -> None:
@@ -42,7 +42,7 @@ class Forward(Body):
         state = initial_state(self.problem, self.x, jnp, Span(0, count))
         return scaled_query(self.problem, rows["query"]), state
 
-    def add(self, state: SoftmaxState, block: Array, tile: Tile) -> SoftmaxState:
+    def add(self, state: SoftmaxState, block: Array, tile: TileArrays) -> SoftmaxState:
         """Add the keys of a tile."""
         problem, indices, new = self.problem, tile.indices, tile.new
 

@@ -50,8 +50,7 @@ def all_finite(result: Array, key: Array, value: Array) -> Array:
     # device learns it of its own part of sharded batches and heads, so that none waits for another.
     if _axes(result) or _axes(key) or _axes(value):  # inside jax.shard_map there are own ones only
         return jnp.all(jnp.isfinite(result))
-    found: Array = _own_finite(result, key, value)
-    return found
+    return _own_finite(result, key, value)
 
 
 @all_finite.def_vmap

@@ -1,4 +1,4 @@
-"""The tangent of attention by tiles: what output and logsumexp change by as the operands move.
+"""The tangent of attention by tiles: how output and logsumexp change along those of the operands.
 
 With weights p = exp(s − logsumexp) and the tangent t of a score, that of the logsumexp is
 m = Σ p·t, and that of the output Σ p·(t·v + tangent of v) − m·output. This is linear in the
@@ -18,7 +18,6 @@ from jax import lax
 from polyattn.plugin import Array, Operands, Problem, Residuals, with_rank
 from polyattn.plugin.internal import fold_heads, or_zero, unfold_heads
 from polyattn_jax.explicit import arrays_of, with_arrays
-from polyattn_jax.sweep import Body, Rows, Tile, sweep
 from polyattn_jax.tile import (
     finite,
     modified,
@@ -27,6 +26,7 @@ from polyattn_jax.tile import (
     similarity,
     similarity_tangent,
 )
+from polyattn_jax.tile_loops import LoopBody, Rows, TileArrays, over_tiles
 
 
 class OperandTangents(NamedTuple):
@@ -44,66 +44,68 @@ class OperandTangents(NamedTuple):
 
 
 def attend_tangents(
-    problem: Problem, tile: int, x: Operands, residuals: Residuals, moved: OperandTangents
+    problem: Problem, tile: int, x: Operands, residuals: Residuals, tangents: OperandTangents
 ) -> tuple[Array, Array]:
     """Return the tangents of output and logsumexp, in the accumulator's dtype."""
     output, logsumexp = residuals
     rows = {"query": x.query, "output": output, "logsumexp": logsumexp[..., None]}
-    of_rows = {} if moved.query is None else {"moved query": moved.query}
-    if moved.bias is not None:
-        bias = jnp.atleast_2d(moved.bias)
-        moved = moved._replace(bias=bias)
+    of_rows = {} if tangents.query is None else {"query tangent": tangents.query}
+    if tangents.bias is not None:
+        bias = jnp.atleast_2d(tangents.bias)
+        tangents = tangents._replace(bias=bias)
         if bias.shape[-2] != 1:
-            of_rows["moved bias"] = bias
-    of_output, of_logsumexp = sweep(problem, tile, x, _Tangent(problem, x, moved), rows, of_rows)
+            of_rows["bias tangent"] = bias
+    body = _TangentBody(problem, x, tangents)
+    of_output, of_logsumexp = over_tiles(problem, tile, x, body, rows, of_rows)
     return of_output, of_logsumexp[..., 0]
 
 
-class _Block(NamedTuple):
+class _BlockRows(NamedTuple):
     """What the tiles of a block of rows share."""
 
-    query: Array
+    query: Array  # scaled, (..., G, H // G · l, D), as are the next and the tangent
     finite_query: Array
-    logsumexp: Array
-    output: Array
-    moved_query: Array | None
+    logsumexp: Array  # (..., H, l, 1), 0 for a row that sees no key
+    output: Array  # (..., H, l, E)
+    query_tangent: Array | None
 
 
-class _Tangent(Body):
+class _TangentBody(LoopBody):
     """The tangents of output and logsumexp of a block of rows."""
 
     is_differentiated = True
 
-    def __init__(self, problem: Problem, x: Operands, moved: OperandTangents) -> None:
-        self.problem, self.x, self.moved = problem, x, moved
+    def __init__(self, problem: Problem, x: Operands, tangents: OperandTangents) -> None:
+        self.problem, self.x, self.tangents = problem, x, tangents
 
-    def start(self, rows: Rows, count: int) -> tuple[_Block, tuple[Array, Array]]:
+    def start(self, rows: Rows, count: int) -> tuple[_BlockRows, tuple[Array, Array]]:
         """Return the state that holds the sinks only."""
         problem, dtype = self.problem, self.problem.accumulator
         logsumexp = or_zero(jnp, rows["logsumexp"].astype(dtype))
-        moved_query = rows.get("moved query")
-        if moved_query is not None:
-            moved_query = with_rank(moved_query, len(problem.batch) + 3)
-            moved_query = fold_heads(problem, moved_query, jnp)
+        query_tangent = rows.get("query tangent")
+        if query_tangent is not None:
+            query_tangent = with_rank(query_tangent, len(problem.batch) + 3)
+            query_tangent = fold_heads(problem, query_tangent, jnp)
         output = rows["output"].astype(dtype)
         query = scaled_query(problem, rows["query"])
         # What is not finite makes the weights NaN wherever it is seen.
         finite_query = finite(query) if problem.masks else query
-        block = _Block(query, finite_query, logsumexp, output, moved_query)
+        block = _BlockRows(query, finite_query, logsumexp, output, query_tangent)
         mean = jnp.zeros_like(logsumexp)
-        if self.moved.sinks is not None:
-            pair: list[Any] = [self.x.sinks, self.moved.sinks]
-            sinks, moved = (
+        if self.tangents.sinks is not None:
+            pair: list[Any] = [self.x.sinks, self.tangents.sinks]
+            sinks, tangent = (
                 with_rank(array.astype(dtype).reshape(-1, 1, 1), mean.ndim) for array in pair
             )
-            mean += jnp.exp(sinks - logsumexp) * moved
+            mean += jnp.exp(sinks - logsumexp) * tangent
         return block, (jnp.zeros_like(output), mean)
 
     def slices(self, rows: Rows, first: Array, columns: int) -> dict[str, Array]:
         """Return the tiles of tangents that have an entry for each key, as arrays to loop over."""
         # The gradient of a slice cut within the loop would be as large as the array, for each tile.
-        bias = rows.get("moved bias", self.moved.bias)
-        whole = {"key": (self.moved.key, -2), "value": (self.moved.value, -2), "bias": (bias, -1)}
+        bias = rows.get("bias tangent", self.tangents.bias)
+        whole = {"key": (self.tangents.key, -2), "value": (self.tangents.value, -2)}
+        whole["bias"] = (bias, -1)
 
         def cut(array: Array, axis: int) -> Array:
             if array.shape[axis] == 1:
@@ -114,7 +116,9 @@ class _Tangent(Body):
             name: cut(array, axis) for name, (array, axis) in whole.items() if array is not None
         }
 
-    def add(self, state: tuple[Array, Array], block: _Block, tile: Tile) -> tuple[Array, Array]:
+    def add(
+        self, state: tuple[Array, Array], block: _BlockRows, tile: TileArrays
+    ) -> tuple[Array, Array]:
         """Add the keys of a tile."""
         problem, indices = self.problem, tile.indices
         output, mean = state
@@ -130,22 +134,24 @@ class _Tangent(Body):
             return unfold_heads(problem, product(fold_heads(problem, weights, jnp), value), jnp)
 
         if t is not None:
-            moved = weights * (t if seen is None else jnp.where(seen, t, 0))
-            mean += jnp.sum(moved, axis=-1, keepdims=True)
+            changes = weights * (t if seen is None else jnp.where(seen, t, 0))
+            mean += jnp.sum(changes, axis=-1, keepdims=True)
             value = tile.value.astype(s.dtype)
-            output += summed(moved, value if seen is None else finite(value))
+            output += summed(changes, value if seen is None else finite(value))
         if "value" in tile.slices:
             output += summed(weights, tile.slices["value"])
         return output, mean
 
-    def finish(self, state: tuple[Array, Array], block: _Block) -> tuple[Array, Array]:
+    def finish(self, state: tuple[Array, Array], block: _BlockRows) -> tuple[Array, Array]:
         """Return both tangents."""
         output, mean = state
         return output - mean * block.output, mean
 
-    def _scores(self, block: _Block, tile: Tile) -> tuple[Array, Array | None, Array | None]:
+    def _scores(
+        self, block: _BlockRows, tile: TileArrays
+    ) -> tuple[Array, Array | None, Array | None]:
         """Return the scores of a tile, their tangent, and which keys are seen; None for all."""
-        x, indices, moved = self.x, tile.indices, self.moved
+        x, indices, tangents = self.x, tile.indices, self.tangents
         s = similarity(indices, block.query, tile.key)
         seen = indices.seen(tile.new)
         if seen is not None:
@@ -161,9 +167,9 @@ class _Tangent(Body):
             score_mod = with_arrays(indices.operands.score_mod, arrays)
             return modified(indices.replaced(score_mod=score_mod), s, softcap)
 
-        arrays = [] if moved.score_mod is None else arrays_of(indices.operands.score_mod)
-        softcap = None if moved.softcap is None else jnp.asarray(self.problem.softcap, s.dtype)
-        s, t = push(rest, (s, arrays, softcap), (t, moved.score_mod or [], moved.softcap))
+        arrays = [] if tangents.score_mod is None else arrays_of(indices.operands.score_mod)
+        softcap = None if tangents.softcap is None else jnp.asarray(self.problem.softcap, s.dtype)
+        s, t = push(rest, (s, arrays, softcap), (t, tangents.score_mod or [], tangents.softcap))
         if indices.operands.bias is not None:
             s += indices.of_scores(indices.operands.bias).astype(s.dtype)
         if "bias" in tile.slices:
@@ -171,15 +177,15 @@ class _Tangent(Body):
             t = bias if t is None else t + bias
         return s, t, seen
 
-    def _of_similarity(self, block: _Block, tile: Tile) -> Array | None:
+    def _of_similarity(self, block: _BlockRows, tile: TileArrays) -> Array | None:
         """Return the tangent of the similarities of a tile."""
-        problem, indices, moved = self.problem, tile.indices, self.moved
+        problem, indices, tangents = self.problem, tile.indices, self.tangents
         key = tile.key.astype(block.query.dtype)
         if problem.masks:
             key = finite(key)
-        given = moved.similarity or []
+        given = tangents.similarity or []
         arrays = arrays_of(indices.operands.similarity) if given else []
-        scale = None if moved.scale is None else jnp.asarray(problem.scale, key.dtype)
+        scale = None if tangents.scale is None else jnp.asarray(problem.scale, key.dtype)
 
         def of(query: Array, key: Array, arrays: list[Any], scale: Array | None) -> Array:
             if not arrays:
@@ -188,12 +194,12 @@ class _Tangent(Body):
             return similarity(indices.replaced(similarity=rule), query, key, scale)
 
         primals = block.finite_query, key, arrays, scale
-        of_query, of_key, of_vectors = block.moved_query, tile.slices.get("key"), None
+        of_query, of_key, of_vectors = block.query_tangent, tile.slices.get("key"), None
         if indices.operands.similarity is not None:
             # By the derivative that it has: of a sum over D, JAX's own keeps each term.
             of_vectors = similarity_tangent(indices, primals[:2], (of_query, of_key))
             of_query = of_key = None
-        rest = push(of, primals, (of_query, of_key, given, moved.scale))[1]
+        rest = push(of, primals, (of_query, of_key, given, tangents.scale))[1]
         parts = [part for part in (of_vectors, rest) if part is not None]
         return sum(parts[1:], parts[0]) if parts else None
 
@@ -205,18 +211,18 @@ def push(
     given: list[Any]
     tree: Any
     given, tree = jax.tree.flatten(primals)
-    moved = tree.flatten_up_to(tangents)
-    places = [place for place, tangent in enumerate(moved) if tangent is not None]
+    listed = tree.flatten_up_to(tangents)
+    places = [place for place, tangent in enumerate(listed) if tangent is not None]
     if not places:
         return function(*primals), None
 
-    def of_moved(*arrays: Array) -> Array:
+    def of_places(*arrays: Array) -> Array:
         every = list(given)
         for place, array in zip(places, arrays, strict=True):
             every[place] = array
         return function(*tree.unflatten(every))
 
-    tangents = tuple(moved[place] for place in places)
-    primals = tuple(given[place].astype(moved[place].dtype) for place in places)
-    value, tangent = jax.jvp(of_moved, primals, tangents)
+    tangents = tuple(listed[place] for place in places)
+    primals = tuple(given[place].astype(listed[place].dtype) for place in places)
+    value, tangent = jax.jvp(of_places, primals, tangents)
     return value, tangent

@@ -152,20 +152,22 @@ def similarity(
 
 
 def similarity_tangent(
-    indices: TileIndices, vectors: tuple[Array, Array], moved: tuple[Array | None, Array | None]
+    indices: TileIndices,
+    vectors: tuple[Array, Array],
+    tangents: tuple[Array | None, Array | None],
 ) -> Array | None:
     """Return the tangent of `similarity` by queries and keys, of which None stands for 0."""
     problem, rule = indices.problem, indices.operands.similarity
-    if rule is None or all(one is None for one in moved):
+    if rule is None or all(one is None for one in tangents):
         return None
 
     def of_rank(array: Array | None, like: Array) -> Array:
         return jnp.zeros_like(like) if array is None else with_rank(array, query.ndim)
 
     query, key = vectors[0], with_rank(vectors[1], vectors[0].ndim)
-    moved_query, moved_key = of_rank(moved[0], query), of_rank(moved[1], key)
-    found = rule.pushforward(query, key, moved_query, moved_key, PRIMITIVES)
-    return problem.scale * unfold_heads(problem, found, jnp)
+    query_tangent, key_tangent = of_rank(tangents[0], query), of_rank(tangents[1], key)
+    tangent = rule.pushforward(query, key, query_tangent, key_tangent, PRIMITIVES)
+    return problem.scale * unfold_heads(problem, tangent, jnp)
 
 
 def modified(indices: TileIndices, s: Array, softcap: float | Array | None = None) -> Array:
@@ -221,8 +223,8 @@ class Primitives(BackendPrimitives):
             return self._over_size(term, query, key)
         *batch, rows, size = query.shape
         cut = jnp.moveaxis(query.reshape(*batch, blocks, rows // blocks, size), -3, 0)
-        found = lax.map(lambda block: self._over_size(term, block, key), cut)
-        return jnp.moveaxis(found, 0, -3).reshape(*found.shape[1:-2], rows, found.shape[-1])
+        sums = lax.map(lambda block: self._over_size(term, block, key), cut)
+        return jnp.moveaxis(sums, 0, -3).reshape(*sums.shape[1:-2], rows, sums.shape[-1])
 
     def _over_size(
         self, term: Callable[[Any, Array, Array], Array], query: Array, key: Array

@@ -24,14 +24,7 @@ from polyattn.plugin import (
     Tangents,
     undeclared,
 )
-from polyattn_jax.differentiate import (
-    DIFFERENTIATED,
-    attend_backward,
-    attend_differentiably,
-    attend_jvp,
-)
-from polyattn_jax.layout import most_scores
-from polyattn_jax.operands import (
+from polyattn_jax.array_operands import (
     explicit,
     expressions,
     prepared,
@@ -39,6 +32,13 @@ from polyattn_jax.operands import (
     without_expressions,
     without_numbers,
 )
+from polyattn_jax.differentiate import (
+    DIFFERENTIATED,
+    attend_backward,
+    attend_differentiably,
+    attend_jvp,
+)
+from polyattn_jax.loop_layout import most_scores
 
 
 class Xla(Kernel):
@@ -83,18 +83,14 @@ class Xla(Kernel):
         backend: Backend,
     ) -> Gradients:  # fmt: skip
         """Return the gradients, with memory for a few tiles beside them."""
-        found: Gradients = run(attend_backward, problem, self.tile, operands, residuals, cotangents)
-        return found
+        return run(attend_backward, problem, self.tile, operands, residuals, cotangents)  # type: ignore[no-any-return]
 
     def jvp(
         self, problem: Problem, operands: Operands, residuals: Residuals, tangents: Tangents,
         backend: Backend,
     ) -> tuple[Array, Array]:  # fmt: skip
         """Return the tangents of output and logsumexp, with memory for a few tiles."""
-        found: tuple[Array, Array] = run(
-            attend_jvp, problem, self.tile, operands, residuals, tangents
-        )
-        return found
+        return run(attend_jvp, problem, self.tile, operands, residuals, tangents)  # type: ignore[no-any-return]
 
 
 def run(function: Any, problem: Problem, tile: int, x: Operands, *records: Any) -> Any:

@@ -15,14 +15,13 @@ from polyattn.plugin import (
     Kernel,
     Operands,
     Problem,
-    band_from,
     cleared,
     empty_rows,
     may_have_empty_rows,
     one_batch_axis,
-    score_axes,
     visible_keys,
 )
+from polyattn.plugin.internal import band_from, score_axes
 
 
 class Fast(Kernel):

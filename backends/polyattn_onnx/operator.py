@@ -17,14 +17,12 @@ from polyattn.plugin import (
     Problem,
     Span,
     band,
-    made_shape,
     may_have_empty_rows,
     one_batch_axis,
-    score_axes,
     visible_keys,
     with_rank,
 )
-from polyattn.plugin.internal import length_of, why_too_large
+from polyattn.plugin.internal import length_of, made_shape, score_axes, why_too_large
 
 #: The opsets of the oldest and the newest version of the operator.
 FIRST, LAST = 23, 25

@@ -11,18 +11,8 @@ import math
 import array_api_compat.torch as xp
 import torch
 
-from polyattn.plugin import (
-    Indices,
-    Operands,
-    Problem,
-    Span,
-    band,
-    band_from,
-    column_span,
-    made_shape,
-    score_axes,
-    visible_keys,
-)
+from polyattn.plugin import Indices, Operands, Problem, Span, band, column_span, visible_keys
+from polyattn.plugin.internal import band_from, made_shape, score_axes
 
 
 def is_square_causal(problem: Problem) -> bool:

@@ -1,18 +1,32 @@
-"""Attention as one step of torch's autograd, which saves arguments and results but no weights.
+"""Attention as one node of torch's autograd graph, which saves tensors and results but no weights.
 
-The gradients are a step of their own, so that they need as little memory where torch records how
-they are computed, as it always does under torch.func. The second derivative of a number is
-symmetric: so the step of the gradients is differentiated by forward mode, and no weights are saved
-in any order.
+An `AutogradNode` is a call of attention as a function of a list of tensors. It says how to compute
+three things; two classes of `torch.autograd.Function` ask it for them:
+
+    torch asks for             torch calls                       the node computes
+    ─────────────────────────  ────────────────────────────────  ───────────────────────────────
+    the output                 `_AttentionOutput.forward`        `results`
+    a gradient                 `_AttentionOutput.backward`,      `gradients`
+                               `_AttentionGradients.forward`
+    a forward derivative       `_AttentionOutput.jvp`            `tangents`
+    that of a gradient         `_AttentionGradients.jvp`         `directional` of `gradients`
+    a gradient of a gradient   `_AttentionGradients.backward`    `tangents`, and `directional` of
+                                                                 `gradients`, by symmetry
+
+The gradients are a node of their own, so that they need as little memory where torch records how
+they are computed, as it always does under torch.func. No weights are saved in any order.
+
+There are two nodes: `kernel_node.KernelNode` for a kernel that has `backward` and `jvp`, and
+`fused_node.FusedNode` for torch's flash attention on the CPU. `TorchBackend.run` asks
+`kernel_node.node_of` for the first, `Sdpa` asks `fused_node.recorded` for the second.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.autograd.forward_ad as forward_mode
@@ -22,34 +36,36 @@ from polyattn_torch.batched_gradients import item_by_item
 from polyattn_torch.device_info import has_autocast
 
 Tensors = Sequence[torch.Tensor]
-#: One entry for each tensor of a step, None where there is nothing.
+#: One entry for each tensor, None where there is nothing.
 Optionals = Sequence[torch.Tensor | None]
 
 
-class Step(Protocol):
+class GradientRequest(NamedTuple):
+    """What the gradients of a node are computed from."""
+
+    tensors: Tensors
+    results: Tensors  # output and logsumexp
+    cotangents: Optionals  # of these
+    wanted: Sequence[bool]  # for each tensor, whether its gradient is asked for
+    by_operations: bool = False  # whether torch must be able to differentiate what is computed
+
+
+class AutogradNode:
     """A call of attention as a function of tensors, with its derivatives."""
 
     problem: Problem
 
-    def result(self, tensors: Tensors) -> Tensors:
+    def results(self, tensors: Tensors) -> Tensors:
         """Return output and logsumexp."""
+        raise NotImplementedError
 
-    def gradients(
-        self,
-        tensors: Tensors,
-        results: Tensors,
-        of_results: Optionals,
-        wanted: Sequence[bool],
-        *,
-        by_operations: bool = False,
-    ) -> tuple[torch.Tensor, ...]:
-        """Return the gradients of the tensors that are wanted, from those of the results.
+    def gradients(self, request: GradientRequest) -> tuple[torch.Tensor, ...]:
+        """Return the gradients of the tensors that are wanted, in their dtypes."""
+        raise NotImplementedError
 
-        By operations that torch can differentiate, or any.
-        """
-
-    def tangents(self, tensors: Tensors, results: Tensors, moved: Optionals) -> Tensors:
-        """Return the tangents of output and logsumexp from those of the tensors."""
+    def tangents(self, tensors: Tensors, results: Tensors, tangents: Optionals) -> Tensors:
+        """Return the tangents of output and logsumexp, in their dtypes, from those of tensors."""
+        raise NotImplementedError
 
 
 def in_transform() -> bool:
@@ -68,135 +84,135 @@ def is_recorded(problem: Problem) -> bool:
     return followed and torch.is_grad_enabled()
 
 
-def apply(step: Step, tensors: Tensors) -> Tensors:
-    """Return output and logsumexp of a step, recorded by autograd."""
+def record(node: AutogradNode, tensors: Tensors) -> Tensors:
+    """Return output and logsumexp of a node, recorded by autograd."""
     if torch.compiler.is_compiling():
-        return _Compiled.apply(step, *tensors)  # type: ignore[no-any-return, no-untyped-call]
-    return _applied(_Attention, step, *tensors)
+        return _OutputInProgram.apply(node, *tensors)  # type: ignore[no-any-return, no-untyped-call]
+    return apply_function(_AttentionOutput, node, *tensors)
 
 
-def _applied(function: type[torch.autograd.Function], *arguments: Any) -> Tensors:
-    """Apply a function as `apply` of torch 2.9 to 2.13 does, without a look at its signature.
-
-    The look takes most of the time of `apply`.
-    """
+def apply_function(function: type[torch.autograd.Function], *arguments: Any) -> Tensors:
+    """Apply a function as its `apply` does, by a row of `quirks.SHORTCUTS`."""
     if torch._C._are_functorch_transforms_active():
         return function.apply(*arguments)  # type: ignore[no-any-return, no-untyped-call]
     alive = torch._functorch.utils.unwrap_dead_wrappers(arguments)
     return super(torch.autograd.Function, function).apply(*alive)  # type: ignore[misc, no-any-return]
 
 
-class _Compiled(torch.autograd.Function):
-    """The step of the results, without forward mode: torch.compile refuses a step that has it."""
+class _OutputInProgram(torch.autograd.Function):
+    """Output and logsumexp, without forward mode: torch.compile refuses a function that has it."""
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(step: Step, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return tuple(step.result(tensors))
+    def forward(node: AutogradNode, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(node.results(tensors))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-        ctx.step, *tensors = inputs
+        ctx.node, *tensors = inputs
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors, *output)
-        if "jvp" in ctx.step.problem.transforms:
+        if "jvp" in ctx.node.problem.transforms:
             ctx.save_for_forward(*tensors, *output)
 
     @staticmethod
-    def backward(ctx: Any, *of_results: torch.Tensor | None) -> tuple[Any, ...]:
-        step, wanted = ctx.step, list(ctx.needs_input_grad[1:])
+    def backward(ctx: Any, *cotangents: torch.Tensor | None) -> tuple[Any, ...]:
+        wanted = list(ctx.needs_input_grad[1:])
         *tensors, output, logsumexp = ctx.saved_tensors
-        if of_results[0] is None and of_results[1] is None:
+        if cotangents[0] is None and cotangents[1] is None:
             return None, *[None] * len(wanted)
+        function = _GradientFunction(ctx.node, wanted)
 
         def gradients(of_output: torch.Tensor | None, of_logsumexp: torch.Tensor | None) -> Any:
             if of_output is None:
                 of_output = torch.zeros_like(output)
-            given = of_output, of_logsumexp, output, logsumexp, *tensors
-            asked = _Asked(step, wanted)
+            x = of_output, of_logsumexp, output, logsumexp, *tensors
             if torch.compiler.is_compiling() or not _may_be_differentiated():
-                return _Gradients.forward(asked, *given)
-            return _applied(_Gradients, asked, *given)
+                return _AttentionGradients.forward(function, *x)
+            return apply_function(_AttentionGradients, function, *x)
 
         with autocast_disabled(output.device.type):
-            return None, *_placed(item_by_item(gradients, of_results), wanted)
+            return None, *_with_gaps(item_by_item(gradients, cotangents), wanted)
 
 
-class _Attention(_Compiled):
-    """The step of the results."""
+class _AttentionOutput(_OutputInProgram):
+    """Output and logsumexp."""
 
     @staticmethod
-    def jvp(ctx: Any, _: None, *moved: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+    def jvp(ctx: Any, _: None, *tangents: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
         *tensors, output, logsumexp = ctx.saved_tensors
         with autocast_disabled(output.device.type):
-            return tuple(ctx.step.tangents(tensors, (output, logsumexp), moved))
+            return tuple(ctx.node.tangents(tensors, (output, logsumexp), tangents))
 
 
-class _Asked:
-    """A step and the gradients asked for: one argument, which torch.func takes whole."""
+class _GradientFunction:
+    """The wanted gradients of a node as a function of (of_output, of_logsumexp, output, …).
 
-    def __init__(self, step: Step, wanted: Sequence[bool]) -> None:
-        self.step, self.wanted = step, wanted
+    An object, since torch.func would take a tuple apart.
+    """
 
-    def gradients(
-        self, of_results: Optionals, results: Tensors, tensors: Tensors
-    ) -> tuple[torch.Tensor, ...]:
-        """Return them by operations that torch can differentiate."""
-        return self.step.gradients(tensors, results, of_results, self.wanted, by_operations=True)
+    def __init__(self, node: AutogradNode, wanted: Sequence[bool]) -> None:
+        self.node, self.wanted = node, wanted
+
+    def __call__(self, *x: Any, by_operations: bool = True) -> tuple[torch.Tensor, ...]:
+        """Return them from cotangents, results and tensors."""
+        return self.node.gradients(
+            GradientRequest(x[4:], x[2:4], x[:2], self.wanted, by_operations)
+        )
 
 
-class _Gradients(torch.autograd.Function):
-    """The step of the gradients."""
+class _AttentionGradients(torch.autograd.Function):
+    """The gradients, from (of_output, of_logsumexp, output, logsumexp, *tensors)."""
 
     generate_vmap_rule = True
 
     @staticmethod
     def forward(
-        asked: _Asked,
+        function: _GradientFunction,
         of_output: torch.Tensor,
         of_logsumexp: torch.Tensor | None,
         output: torch.Tensor,
         logsumexp: torch.Tensor,
         *tensors: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
-        results = output, logsumexp
-        return asked.step.gradients(tensors, results, (of_output, of_logsumexp), asked.wanted)
+        x = of_output, of_logsumexp, output, logsumexp, *tensors
+        return function(*x, by_operations=False)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.asked, *saved = inputs
-        ctx.has_logsumexp = saved[1] is not None
+        ctx.function, *x = inputs
+        ctx.has_logsumexp = x[1] is not None
         ctx.set_materialize_grads(False)
-        saved = [one for one in saved if one is not None]
+        saved = [one for one in x if one is not None]
         ctx.save_for_backward(*saved)
         ctx.save_for_forward(*saved)
 
     @staticmethod
-    def backward(ctx: Any, *moved_gradients: torch.Tensor | None) -> tuple[Any, ...]:
-        """Differentiate (gradients · moved) by forward mode: its second derivative is symmetric."""
-        # Output and logsumexp move with the tensors, so they have no gradient of their own.
-        of_results, results, tensors = _saved(ctx)
-        step, wanted = ctx.asked.step, list(ctx.needs_input_grad[5:])
-        gradients = functools.partial(_Asked(step, wanted).gradients, of_results)
+    def backward(ctx: Any, *directions: torch.Tensor | None) -> tuple[Any, ...]:
+        """Differentiate (gradients · directions) by forward mode along these directions."""
+        # Output and logsumexp follow the tensors, so they have no gradient of their own.
+        x, node = _saved(ctx), ctx.function.node
+        wanted = list(ctx.needs_input_grad[5:])
 
-        def moved_by(*moved_gradients: torch.Tensor | None) -> list[torch.Tensor | None]:
-            moved = _placed(moved_gradients, ctx.asked.wanted)
-            by_results = step.tangents(tensors, results, moved)
-            found: Tensors = ()
+        def along(*directions: torch.Tensor | None) -> list[torch.Tensor | None]:
+            tangents = _with_gaps(directions, ctx.function.wanted)
+            of_results = node.tangents(x[4:], x[2:4], tangents)
+            of_tensors: Tensors = ()
             if any(wanted):
-                found = moved_along(gradients, (results, tensors), (by_results, moved))
-            by_logsumexp = by_results[1] if ctx.has_logsumexp else None
-            return [by_results[0], by_logsumexp, None, None, *_placed(found, wanted)]
+                function = _GradientFunction(node, wanted)
+                of_tensors = directional(function, x, [None, None, *of_results, *tangents])
+            of_logsumexp = of_results[1] if ctx.has_logsumexp else None
+            return [of_results[0], of_logsumexp, None, None, *_with_gaps(of_tensors, wanted)]
 
-        with autocast_disabled(results[0].device.type):
-            return None, *item_by_item(moved_by, moved_gradients)
+        with autocast_disabled(x[2].device.type):
+            return None, *item_by_item(along, directions)
 
     @staticmethod
-    def jvp(ctx: Any, *moved: Any) -> tuple[torch.Tensor, ...]:
-        groups = _saved(ctx)
-        with autocast_disabled(groups[1][0].device.type):
-            return moved_along(ctx.asked.gradients, groups, (moved[1:3], moved[3:5], moved[5:]))
+    def jvp(ctx: Any, _: None, *tangents: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+        x = _saved(ctx)
+        with autocast_disabled(x[2].device.type):
+            return directional(ctx.function, x, tangents)
 
 
 def _may_be_differentiated() -> bool:
@@ -211,55 +227,49 @@ def in_forward_mode() -> bool:
     return bool(getattr(forward_mode, "_current_level", -1) >= 0)
 
 
-def _saved(ctx: Any) -> tuple[Optionals, Tensors, Tensors]:
-    """Return the gradients of the results, the results, and the tensors."""
+def _saved(ctx: Any) -> list[Any]:
+    """Return what `_AttentionGradients` was given."""
     of_output, *rest = ctx.saved_tensors
-    of_logsumexp = rest.pop(0) if ctx.has_logsumexp else None
-    return (of_output, of_logsumexp), rest[:2], rest[2:]
+    return [of_output, *rest] if ctx.has_logsumexp else [of_output, None, *rest]
 
 
-def _placed(found: Optionals, wanted: Sequence[bool]) -> list[torch.Tensor | None]:
-    """Return None between the gradients that were wanted."""
-    rest = iter(found)
+def _with_gaps(gradients: Optionals, wanted: Sequence[bool]) -> list[torch.Tensor | None]:
+    """Return an entry for each tensor, None for those whose gradient is not wanted."""
+    rest = iter(gradients)
     return [next(rest) if is_wanted else None for is_wanted in wanted]
 
 
 def autocast_disabled(kind: str) -> AbstractContextManager[Any]:
-    """Turn autocast off, which may be at work in a backward pass too."""
+    """Turn autocast off, which may be enabled in a backward pass too."""
     if not is_autocast_enabled(kind):
         return contextlib.nullcontext()
     return torch.autocast(kind, enabled=False)
 
 
 def is_autocast_enabled(kind: str) -> bool:
-    """Return whether autocast is at work on a kind of device."""
+    """Return whether autocast is enabled for a kind of device."""
     is_available = kind == "cpu" or has_autocast(kind)
     return is_available and torch.is_autocast_enabled(kind)
 
 
-def moved_along(
-    function: Callable[..., tuple[torch.Tensor, ...]],
-    groups: Sequence[Optionals],
-    moved: Sequence[Optionals],
+def directional(
+    function: Callable[..., tuple[torch.Tensor, ...]], primals: Optionals, tangents: Optionals
 ) -> tuple[torch.Tensor, ...]:
-    """Return the derivatives of a function of groups of tensors along tangents, None for none."""
-    places = [
-        (n, m) for n, group in enumerate(moved) for m, one in enumerate(group) if one is not None
-    ]
+    """Return the derivatives of a function of tensors along tangents, None for a tangent of 0."""
+    places = [n for n, tangent in enumerate(tangents) if tangent is not None]
     # torch gives a tangent the strides of its primal, but cannot write to an expanded one.
-    primals = [groups[n][m].contiguous() for n, m in places]  # type: ignore[union-attr]
-    tangents = [moved[n][m].to(groups[n][m].dtype) for n, m in places]  # type: ignore[union-attr]
+    at: list[Any] = [primals[n].contiguous() for n in places]  # type: ignore[union-attr]
+    along = [tangents[n].to(x.dtype) for n, x in zip(places, at, strict=True)]  # type: ignore[union-attr]
 
-    def of_moved(*numbers: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        given = [list(group) for group in groups]
-        for (n, m), number in zip(places, numbers, strict=True):
-            given[n][m] = number
+    def of_places(*x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        given = list(primals)
+        for n, one in zip(places, x, strict=True):
+            given[n] = one
         return function(*given)
 
     if not in_forward_mode() or in_transform():
-        found = torch.func.jvp(of_moved, tuple(primals), tuple(tangents))[1]
-        return tuple(found)
-    return _at_this_level(of_moved, primals, tangents)
+        return tuple(torch.func.jvp(of_places, tuple(at), tuple(along))[1])
+    return _at_this_level(of_places, at, along)
 
 
 def _at_this_level(
@@ -281,7 +291,7 @@ def _at_this_level(
             make_dual(unpack(primal).primal, unpack(tangent).primal)
             for primal, tangent in zip(primals, tangents, strict=True)
         ]
-        found = [unpack(one) for one in function(*duals)]
+        results = [unpack(one) for one in function(*duals)]
     return tuple(
-        torch.zeros_like(one.primal) if one.tangent is None else one.tangent for one in found
+        torch.zeros_like(one.primal) if one.tangent is None else one.tangent for one in results
     )

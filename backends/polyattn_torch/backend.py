@@ -15,13 +15,13 @@ import torch
 
 from polyattn.plugin import Array, Backend, Kernel, Operands, Problem
 from polyattn_torch.autograd import autocast_disabled, in_forward_mode, is_autocast_enabled
+from polyattn_torch.flash_paged import Paged
 from polyattn_torch.flex import Flex
+from polyattn_torch.kernel_node import node_of, run_node
 from polyattn_torch.lengths import calls_by_lengths
 from polyattn_torch.onnx_export import exported_opset
 from polyattn_torch.onnx_node import IN_EXPORT
-from polyattn_torch.paged import Paged
 from polyattn_torch.sdpa import Sdpa
-from polyattn_torch.steps import run_step, step_of
 from polyattn_torch.workarounds import product
 
 
@@ -154,9 +154,9 @@ class TorchBackend(Backend):
     ) -> torch.Tensor:
         """Return the gradient of an array from that of a function of it, by torch.func.vjp."""
         _, pullback = torch.func.vjp(function, array)[:2]
-        (found,) = pullback(gradient)
+        (result,) = pullback(gradient)
         # An absent key has a gradient of 0, whatever the function's slope is there.
-        return torch.where((gradient == 0) & ~torch.isfinite(found), 0.0, found)
+        return torch.where((gradient == 0) & ~torch.isfinite(result), 0.0, result)
 
     def kernels_now(self) -> tuple[Kernel, ...]:
         """Return the kernels; a node of ONNX is one of them in `torch.onnx.export` only."""
@@ -165,7 +165,7 @@ class TorchBackend(Backend):
     def run(
         self, kernel: Kernel, problem: Problem, operands: Operands
     ) -> tuple[Array, Array | None]:
-        """Run a kernel with autocast off, as one step of autograd where it has derivatives."""
+        """Run a kernel with autocast off, as one node of autograd where it has derivatives."""
         kind = problem.device_kind
         if is_autocast_enabled(kind):
             with torch.autocast(kind, enabled=False):
@@ -177,9 +177,9 @@ class TorchBackend(Backend):
                 return torch.cat(outputs), None if sums[0] is None else torch.cat(sums)
             problem, operands = calls[0]
         if problem.requires_grad or problem.transforms:
-            step = step_of(kernel, problem, operands, self)
-            if step is not None:
-                return run_step(*step)
+            recorded = node_of(kernel, problem, operands, self)
+            if recorded is not None:
+                return run_node(*recorded, problem)
         if problem.mask_spec is not None and not kernel.poison_safe:
             return super().run(kernel, problem, operands)
         return kernel(problem, operands, self)

@@ -1,6 +1,6 @@
 """The batches of gradients of ``torch.autograd.grad(is_grads_batched=True)``.
 
-torch makes them by an older vmap, which has no rule for many operations.
+torch makes them by an older vmap, which does not support many operations.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ def item_by_item(
         return function(*gradients)
     if torch.is_grad_enabled():
         raise NotImplementedError(
-            "torch.autograd.grad(is_grads_batched=True, create_graph=True) has no rule for"
-            " attention: take the derivative by torch.func.jacrev, or gradient by gradient"
+            "attention does not support torch.autograd.grad(is_grads_batched=True,"
+            " create_graph=True): take the derivative by torch.func.jacrev, or gradient by gradient"
         )
     level = torch._C._vmapmode_increment_nesting() - 1
     torch._C._vmapmode_decrement_nesting()
@@ -34,10 +34,10 @@ def item_by_item(
     places: list[int] = []
 
     def present(*items: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
-        found = function(*items)
-        places[:] = [n for n, one in enumerate(found) if one is not None]
-        places.append(len(found))
-        return tuple(one for one in found if one is not None)
+        results = function(*items)
+        places[:] = [n for n, one in enumerate(results) if one is not None]
+        places.append(len(results))
+        return tuple(one for one in results if one is not None)
 
     in_dims = tuple(0 if _is_batched(one) else None for one in gradients)
     mapped = torch.func.vmap(present, in_dims)(*given)

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from polyattn.plugin import Mask, Operands, PointIndices, Problem, TileGrid, score_axes
+from polyattn.plugin import Mask, Operands, PointIndices, Problem, TileGrid
+from polyattn.plugin.internal import score_axes
 
 #: Rows and keys of a tile: FlexAttention's default, a multiple of its CUDA kernels' tiles.
 TILE = 128

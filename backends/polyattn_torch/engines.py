@@ -1,8 +1,8 @@
 """torch's attention engines, called by name where scaled_dot_product_attention does not suffice.
 
-It returns no logsumexp, and its is_causal means one band only. The operators are private to torch:
-one that is missing, or takes other arguments, is a reason and not an error. The logsumexp of an
-engine has no derivative.
+That function returns the output only, and its is_causal means one band only. The operators are
+private to torch: one that is missing, or has other arguments, is a reason and not an error. The
+logsumexp of an engine is not differentiable.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from polyattn_torch.workarounds import EngineInputs, padded
 Result = tuple[torch.Tensor, torch.Tensor | None]
 
 
-class Engine(NamedTuple):
+class TorchEngine(NamedTuple):
     """One way in which torch computes attention."""
 
     name: str
@@ -31,7 +31,9 @@ class Engine(NamedTuple):
     def reason_against(self, problem: Problem, device: DeviceInfo) -> str | None:
         """Return why it cannot take a problem, or None."""
         # Flash on the CPU divides by the lengths in integers, which ends the process (torch 2.13).
-        return "it takes no empty arrays" if problem.is_empty else self.limit(problem, device)
+        return (
+            "it does not support empty arrays" if problem.is_empty else self.limit(problem, device)
+        )
 
 
 def operator(name: str, *arguments: str) -> Any:
@@ -65,7 +67,7 @@ _efficient = operator(
 ABSENT = "this release of torch does not have its operator with these arguments"
 HALF = ("float16", "bfloat16")
 HALF_ONLY = "it supports float16 and bfloat16 only"
-LENGTHS = "its arguments need lengths that are known"
+LENGTHS = "it needs known lengths"
 
 
 # ---- flash attention on the CPU ----
@@ -75,9 +77,9 @@ def _against_cpu(problem: Problem, device: DeviceInfo) -> str | None:
     if _cpu is None:
         return ABSENT
     if exported_opset() is not None:
-        return "torch.onnx.export has no node for it"
+        return "torch.onnx.export cannot export it"
     if problem.dtype in HALF:
-        return "it is off by 5e-5 for 16-bit numbers, for which it uses a faster exp"
+        return "it is off by 5e-5 in 16 bits, for which it uses a faster exp"
     return None
 
 
@@ -103,7 +105,7 @@ class Window(NamedTuple):
 
 
 def _window(problem: Problem) -> Window | None:
-    """Return FlashAttention's parameters for the band, or None if it has none."""
+    """Return FlashAttention's parameters for the band, or None where they cannot express it."""
     low, high = band(problem)
     if problem.query_offset is None:
         return None
@@ -126,9 +128,9 @@ def _against_flash(problem: Problem, device: DeviceInfo) -> str | None:
     if max(problem.head_size, problem.value_size) > 256:
         return "it supports vectors of up to 256 numbers"
     if not problem.masks_by_position_only:
-        return "it takes no mask"
+        return "of masks it supports causal and window only"
     if problem.transforms:
-        return "torch.func has no rule for it"
+        return "torch.func cannot transform it"
     if problem.is_symbolic:
         return LENGTHS
     return None if _window(problem) else "its window parameters cannot express this band"
@@ -172,7 +174,7 @@ def _against_cudnn(problem: Problem, device: DeviceInfo) -> str | None:
         return "it is used for inference only"
     if problem.is_symbolic:
         return LENGTHS
-    return "it takes no single key" if problem.key_length == 1 else None
+    return "it does not support S = 1" if problem.key_length == 1 else None
 
 
 def _call_cudnn(problem: Problem, x: EngineInputs) -> Result:
@@ -209,7 +211,7 @@ def _against_efficient(problem: Problem, device: DeviceInfo) -> str | None:
     if device.capability is None:
         return "no such device is available"
     if problem.dtype not in (*HALF, "float32"):
-        return f"it does not take {problem.dtype}"
+        return f"it does not support {problem.dtype}"
     return LENGTHS if problem.is_symbolic else None
 
 
@@ -252,10 +254,10 @@ def _round_up(size: int, step: int) -> int:
     return -(-size // step) * step
 
 
-FLASH_CPU = Engine("flash", _against_cpu, _call_cpu)
-FLASH = Engine("flash", _against_flash, _call_flash)
-CUDNN = Engine("cudnn", _against_cudnn, _call_cudnn)
-EFFICIENT = Engine("efficient", _against_efficient, _call_efficient)
+FLASH_CPU = TorchEngine("flash", _against_cpu, _call_cpu)
+FLASH = TorchEngine("flash", _against_flash, _call_flash)
+CUDNN = TorchEngine("cudnn", _against_cudnn, _call_cudnn)
+EFFICIENT = TorchEngine("efficient", _against_efficient, _call_efficient)
 
 #: The engines that give the logsumexp on a kind of device, best first.
 WITH_LOGSUMEXP = {"cpu": (FLASH_CPU,), "cuda": (CUDNN, FLASH, EFFICIENT)}

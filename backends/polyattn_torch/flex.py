@@ -78,21 +78,21 @@ class Flex(Kernel):
     def reasons_against(self, problem: Problem) -> list[str]:
         """Return why FlexAttention cannot compute the problem."""
         if problem.is_symbolic:
-            return ["its blocks need lengths that are known"]
+            return ["its blocks need known lengths"]
         reasons = []
         if problem.transforms:
             reasons.append("it is compiled, which torch.func cannot transform")
         if problem.device_kind == "cpu" and problem.dtype == "float64":
-            reasons.append("it has no float64 on the CPU")
+            reasons.append("it does not support float64 on the CPU")
         if problem.device_kind == "cuda":
             reasons += _reasons_on_cuda(problem)
         if problem.device_kind == "meta":
-            reasons.append("it takes no meta tensors")
+            reasons.append("it does not support meta tensors")
         if problem.device_kind in WITHOUT_GRADIENT and problem.requires_grad:
             where = WITHOUT_GRADIENT[problem.device_kind]
             reasons.append(f"it has no gradient on {where} (pytorch#169646)")
         if AuxRequest is None and "logsumexp" in problem.features:
-            reasons.append("this release of torch returns no logsumexp from it")
+            reasons.append("it returns the logsumexp from torch 2.10 on")
         if problem.converted and not problem.features.isdisjoint(("mask_mod", "score_mod")):
             reasons.append("it compiles mask and score functions; these belong to another library")
         return reasons
@@ -102,7 +102,7 @@ class Flex(Kernel):
     ) -> tuple[Array, Array | None]:
         """Return the output, and the logsumexp if the problem asks for it."""
         flex = _call if torch.compiler.is_compiling() else _compiled(problem, _codes(operands))
-        # Outside of the compiled function, where FlexAttention takes no broadcast views.
+        # Outside of the compiled function, which does not support expanded views.
         query, key, value = (one_batch_axis(problem, tensor, backend.xp) for tensor in operands[:3])
         operands = operands._replace(query=query, key=key, value=value)
         output, logsumexp = flex(problem, operands, backend.xp), None
@@ -117,9 +117,9 @@ def _reasons_on_cuda(problem: Problem) -> list[str]:
     if not HAS_TRITON:
         reasons.append("it is compiled by Triton, which is not installed")
     if problem.dtype == "float64":
-        reasons.append("it has no float64 on CUDA")
+        reasons.append("it does not support float64 on CUDA")
     if min(problem.head_size, problem.value_size) < 16:
-        reasons.append("it needs vectors of 16 or more numbers on CUDA")
+        reasons.append("on CUDA it supports vectors of 16 or more numbers")
     return reasons
 
 

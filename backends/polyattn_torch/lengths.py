@@ -8,8 +8,8 @@ import torch
 
 from polyattn.plugin import Backend, Kernel, Operands, Problem
 
-# Items of unlike lengths with more numbers have a call each: to copy them with 0 behind the shorter
-# ones, which an engine needs that is not safe from NaN, takes longer.
+# The items of a ragged batch with more numbers have a call each: a copy with the padding zeroed,
+# which an engine needs that is not safe from NaN, takes longer.
 MANY_NUMBERS = 2**15
 # What a call of one item is told of; the rest goes by the items of the whole.
 _OF_AN_ITEM = frozenset({

@@ -1,7 +1,7 @@
 """Kernel that torch.onnx.export writes as one node, the standard's operator Attention.
 
-torch's exporter makes this node of some calls of scaled_dot_product_attention itself. It has no
-softcap, window or number of keys, and ONNX Runtime refuses some of the masks that it passes on.
+torch's exporter makes this node of some calls of scaled_dot_product_attention itself. It
+leaves out softcap, window and key lengths, and ONNX Runtime refuses some of its masks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class OnnxNode(Operator):
         return min(exported_opset() or 0, LAST)
 
     def reasons_against(self, problem: Problem) -> list[str]:
-        """Return why there can be no node, and what the operator cannot compute."""
+        """Return why the export cannot write the node, and what the operator cannot compute."""
         if self.opset(problem) < FIRST:
             return [f"its operator needs torch.onnx.export(opset_version={FIRST}) or more"]
         return super().reasons_against(problem)

@@ -1,8 +1,9 @@
 """Known bugs of torch's scaled_dot_product_attention, as rows of data, and a workaround for each.
 
-A predicate depends only on the problem and on the device's description, so it can be tested on a
-machine without the device or the release. Predicates check the device first. A length that is
-unknown may be any.
+`QUIRKS` are bugs in results, `SHORTCUTS` the slow steps of torch that we avoid by private names. A
+predicate depends only on the problem and on the device's description, so it can be tested on a
+machine without the device or the release. Predicates check the device first. An unknown length may
+be any.
 """
 
 from __future__ import annotations
@@ -39,6 +40,31 @@ class Quirk(NamedTuple):
     effect: str  # the wrong result, as a clause about torch
     workaround: Workaround
     upstream: str  # where it is reported
+
+
+class Shortcut(NamedTuple):
+    """A slow step of torch's own code, which a function of ours avoids by torch's private names."""
+
+    avoided: str
+    by: str  # our function
+    cost: str  # of the step that is avoided
+    seen: str  # releases with the step and the names
+
+
+SHORTCUTS = (
+    Shortcut(
+        "torch.autograd.Function.apply",
+        "polyattn_torch.autograd.apply_function",
+        "it reads the signature of `forward` at each call: 14 µs of 40 for a small recorded call",
+        "torch 2.9 to 2.13",
+    ),
+    Shortcut(
+        "torch.compiler.assume_constant_result",
+        "polyattn_torch.device_info.constant_when_traced",
+        "it imports all of the compiler: seconds, also where nothing is compiled",
+        "torch 2.9 to 2.13",
+    ),
+)
 
 
 def workarounds_for(problem: Problem, device: DeviceInfo) -> frozenset[Workaround]:

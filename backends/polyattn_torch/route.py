@@ -1,4 +1,41 @@
-"""Choice of torch's engine and of the workarounds for a problem, made once from static facts."""
+"""Choice of torch's engine and of the workarounds for a problem, made once from static facts.
+
+Where each step of the formula is on torch. The core's `dense` and `tiled` compute the other calls::
+
+    step                   sdpa                              flex                  paged
+    1  scale · q·k         torch's own function, called by   flex._call            Paged.__call__
+                           sdpa.Sdpa; by name engines._call
+    2  softcap             -                                 flex._score_mod       -
+    3  score_mod           -                                 flex._score_mod       -
+    4  bias                attn_mask.attn_mask               flex._score_mod       -
+    5  causal, window      below                             block_mask            Paged.__call__
+       mask                attn_mask.attn_mask               block_mask            -
+       key_lengths         lengths.calls_by_lengths, then    block_mask            Paged.__call__
+                           attn_mask.attn_mask
+    6  sinks               -                                 -                     -
+    7  logsumexp           route._engines_by_name, engines   flex._call            Paged.__call__
+    8  dropout             -                                 -                     -
+    gradients              fused_node.FusedNode on a CPU,    torch's own           -
+                           torch's own elsewhere
+    pages                  -                                 -                     Paged.__call__
+
+The gradients of `dense` and `tiled` are those of the core, recorded by `kernel_node.KernelNode`.
+What torch computes wrongly is in `quirks.QUIRKS`, and mended in `workarounds`.
+
+Causal and window with L rows, S keys and a query offset, in the order of a call of `sdpa`::
+
+    the band from offset and window     polyattn/_core/tiles/band.py: band, column_span
+    … as torch counts, from key 0       polyattn/_core/tiles/visibility.py: band_from
+    which keys torch gets               attn_mask.seen_keys; attn_mask.on_keys shifts the offset
+    torch's is_causal, or a mask        attn_mask.is_square_causal, needs_band; route._route decides
+    is `tiled` faster than a mask       sdpa._why_tiled
+    the mask                            attn_mask.attn_mask, by the core's visibility.visible_keys
+    FlashAttention's window, from S − L engines._window (`engines.Window`), on CUDA
+    its derivatives                     fused_node.FusedNode._by_tiles, which sets the offset anew
+
+An offset that is an array, one for each item, is always a mask. `flex` gets positions from
+`block_mask.point_indices`, the core's kernels from `Indices.position` and `patterns.Band`.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +47,7 @@ from torch.compiler import is_compiling
 from polyattn.plugin import Problem, Span
 from polyattn_torch.attn_mask import is_square_causal, needs_band, on_keys, seen_keys
 from polyattn_torch.device_info import DeviceInfo, describe_device
-from polyattn_torch.engines import EFFICIENT, FLASH, WITH_LOGSUMEXP, Engine
+from polyattn_torch.engines import EFFICIENT, FLASH, WITH_LOGSUMEXP, TorchEngine
 from polyattn_torch.quirks import Workaround, workarounds_for
 
 
@@ -18,7 +55,7 @@ class Route(NamedTuple):
     """The way in which torch computes a problem."""
 
     keys: Span  # those that torch gets
-    engine: Engine | None  # None: scaled_dot_product_attention chooses
+    engine: TorchEngine | None  # None: scaled_dot_product_attention chooses
     workarounds: frozenset[Workaround]
     banded: bool  # causal and window go into attn_mask
     masked: bool  # there is an attn_mask
@@ -34,7 +71,7 @@ class Route(NamedTuple):
 
 
 def route_of(problem: Problem) -> Route:
-    """Return the route of a problem that `Sdpa` has no reason against."""
+    """Return the route of a problem that `Sdpa` supports."""
     if is_compiling():
         return _route(problem)
     try:
@@ -84,7 +121,7 @@ def _route(problem: Problem) -> Route:
 
 
 def _has_static_lengths(problem: Problem) -> bool:
-    """Return whether lengths are numbers and no symbols of a program."""
+    """Return whether lengths are numbers, not symbols of a program."""
     # torch 2.13 fails on the strides of a part whose length it computes of symbols.
     if problem.is_symbolic or not is_compiling():
         return not problem.is_symbolic
@@ -98,7 +135,7 @@ _cached_route = functools.lru_cache(maxsize=4096)(_route)
 
 def _engine(
     problem: Problem, device: DeviceInfo, workarounds: frozenset[Workaround]
-) -> Engine | None:
+) -> TorchEngine | None:
     takes_band = device.kind == "cuda" and needs_band(problem)
     if takes_band and FLASH.reason_against(problem, device) is None:
         return FLASH
@@ -108,7 +145,7 @@ def _engine(
 
 def _engines_by_name(
     problem: Problem, device: DeviceInfo, workarounds: frozenset[Workaround]
-) -> tuple[Engine, ...]:
+) -> tuple[TorchEngine, ...]:
     """Return the engines that can replace torch's own choice, best first; one must run."""
     if "logsumexp" in problem.features:
         return WITH_LOGSUMEXP.get(device.kind, ())
@@ -120,11 +157,11 @@ def why_no_engine(problem: Problem) -> str | None:
     device = describe_device(problem.device)
     with_logsumexp = "logsumexp" in problem.features
     if with_logsumexp and (problem.requires_grad or problem.transforms):
-        return "its logsumexp has no derivative"
+        return "its logsumexp is not differentiable"
     engines = _engines_by_name(problem, device, workarounds_for(problem, device))
     reasons = [(engine.name, engine.reason_against(problem, device)) for engine in engines]
     if any(reason is None for _, reason in reasons) or not (reasons or with_logsumexp):
         return None
     listed = "; ".join(f"{name}: {reason}" for name, reason in reasons)
-    what = "gives the logsumexp" if with_logsumexp else "can be trusted"
+    what = "returns the logsumexp" if with_logsumexp else "can be trusted"
     return f"no engine of torch {what} here" + (f" ({listed})" if listed else "")

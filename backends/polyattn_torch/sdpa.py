@@ -1,8 +1,8 @@
 """Kernel that calls scaled_dot_product_attention, for calls that it computes correctly.
 
 On the CPU a row without keys gives 0, as it should (torch >= 2.5). Where torch cannot return a
-result, or computes it wrongly, a `Route` names an engine or workarounds. It is found once and adds
-nothing to a plain call.
+result, or computes it wrongly, a `Route` names an engine or workarounds. It is decided once, and a
+plain call costs nothing more.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from polyattn_torch.attn_mask import attn_mask, made_mask, on_keys
 from polyattn_torch.device_info import describe_device
 from polyattn_torch.engine_report import report_engine
 from polyattn_torch.engines import aligned
-from polyattn_torch.fused import recorded, takes
+from polyattn_torch.fused_node import recorded, takes
 from polyattn_torch.onnx_node import reason_in_export
 from polyattn_torch.quirks import refusals
 from polyattn_torch.route import Route, route_and_options, route_of, why_no_engine
@@ -55,7 +55,7 @@ class Sdpa(Kernel):
             return [reason]
         reasons = refusals(problem, describe_device(problem.device))
         if "jvp" in problem.transforms and not takes(problem):
-            reasons.append("it has no forward derivative")
+            reasons.append("it does not support forward derivatives")
         no_engine = why_no_engine(problem)
         if no_engine is not None:
             return [*reasons, no_engine]
@@ -127,7 +127,7 @@ def _why_tiled(problem: Problem, route: Route, made: int) -> str | None:
         return None
     problem = on_keys(problem, route.keys)
     rows, computed = problem.query_length, problem.query_length * problem.key_length
-    if made < computed:  # there is no mask, or a given one, or one of few numbers
+    if made < computed:  # no mask is made, or a small one
         return None
     heads = max(1, math.prod(problem.scores[:-2]))
     visible, edge = visible_scores(problem), EDGE_OF_ONE_HEAD / heads**0.5

@@ -67,7 +67,6 @@ def give_up(reason: str) -> int:
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(
-        prog="polyattn demo",
         description=(
             f"Run the sentence encoder {weights.NAME} in NumPy, with polyattn.attention inside: "
             "compare sentences, see what a word attends to, and save a picture of it."

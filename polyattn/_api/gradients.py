@@ -219,6 +219,8 @@ def _with_residuals(
 
 def _rounded(array: Array, dtype: Any) -> Array:
     """Return a result in the dtype of an argument, without NumPy's warnings about its range."""
+    if array.dtype == dtype:
+        return array
     library = library_of(array)
     with quiet(library.name):
         return cast(library.xp, array, dtype)

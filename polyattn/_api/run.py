@@ -17,7 +17,7 @@ from polyattn._core.call.layout import as_called, heads_first
 from polyattn._core.call.operands import Operands
 from polyattn._core.call.options import AUTOCAST
 from polyattn._core.call.pages import on_used_pages
-from polyattn._dispatch.cache import CachedCall, cached_call, planned
+from polyattn._dispatch.cache import CachedCall, cached_call, cached_plan
 from polyattn._dispatch.plan import Plan
 from polyattn._dispatch.request import request
 from polyattn._dispatch.select import check_kernel
@@ -61,16 +61,16 @@ def planned_call(
     return PlannedCall(call, operands, plan)
 
 
-def prepared(
+def plan_ahead(
     query: Array, key: ArrayFacts, value: ArrayFacts, *, logsumexp: bool, **options: Any
 ) -> Callable[[Array, Array], tuple[Array, Array | None]]:
     """Check and plan a call before its keys and values exist; return what computes it."""
     arguments = autocast({"query": query, "key": key, "value": value, **options}, AUTOCAST)
-    planned = planned_call(*describe(**arguments, logsumexp=logsumexp, facts=as_facts), None, None)
+    ahead = planned_call(*describe(**arguments, logsumexp=logsumexp, facts=as_facts), None, None)
 
     def computed(key: Array, value: Array) -> tuple[Array, Array | None]:
         arrays = autocast({"key": key, "value": value}, AUTOCAST)
-        return planned._replace(operands=planned.operands._replace(**arrays)).run()
+        return ahead._replace(operands=ahead.operands._replace(**arrays)).run()
 
     return computed
 
@@ -80,7 +80,7 @@ def plan_of(
 ) -> Plan:
     """Return the plan of a described call."""
     check_kernel(kernel)
-    return planned(call, request(backend), kernel, library_of(query).xp)
+    return cached_plan(call, request(backend), kernel, library_of(query).xp)
 
 
 def run_planned(function: _F) -> _F:

@@ -108,7 +108,7 @@ def check_window(value: Any) -> WindowSize:
         except TypeError:
             if is_array(end) and library_of(end).traced:
                 hint = (
-                    "the end of a window has no number while it is traced: make it a static"
+                    "the end of a window is not known while it is traced: make it a static"
                     " argument, or pass mask=lambda b, h, i, j: (i + offset - left <= j) & (j <= i"
                     " + offset + right), with offset = S - L"
                 )

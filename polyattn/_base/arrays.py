@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import array_api_compat
 
 from polyattn._base.refused import CONVERSIONS, REFUSED
-from polyattn._base.tracing import constant_when_traced, know_torch
+from polyattn._base.tracing import constant_when_traced, torch_is_imported
 
 Array = Any
 Chunks = tuple[tuple[int, ...], ...]
@@ -102,16 +102,16 @@ def _reason_against(cls: type) -> str | None:
 
 @constant_when_traced
 def _tensor_dispatches(cls: type) -> bool | None:
-    """Return whether a class of tensors has its own dispatch; None if it is no class of tensors."""
+    """Return whether a class of tensors has its own dispatch; None for other classes."""
     # Decided by the class, and stored in a dict that the traced code has not read before, so that
     # even the first call of a program may be traced by torch.compile. It sees no later change of
     # the dict, so that it must be complete.
     if not any(c.__module__ == "torch" and c.__name__ == "Tensor" for c in cls.__mro__):
         return None
     xp = importlib.import_module("array_api_compat.torch")
-    know_torch()
+    torch_is_imported()
     torch = sys.modules["torch"]
-    # A class with its own dispatch, such as FakeTensor, has no numbers in its own memory.
+    # A tensor of a class with its own dispatch, such as FakeTensor, may hold no data.
     _tensors.update({own: Library("torch", xp, own, torch.strided) for own in (False, True)})
     tensor_class: Any = cls
     return tensor_class.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
@@ -269,7 +269,7 @@ def are_one_length(one: Any, other: Any) -> bool:
 
 def clip(xp: Any, array: Array, low: Any, high: Any) -> Array:
     """Limit the numbers of an array."""
-    # array_api_compat's function waits for CuPy's device, and takes no lengths of torch.compile.
+    # array_api_compat's function waits for CuPy's device, and fails for lengths of torch.compile.
     own = library_of(array).name in ("cupy", "torch")
     return array.clip(low, high) if own else xp.clip(array, low, high)
 

@@ -6,14 +6,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from polyattn._base.arrays import ArrayFacts, as_facts, cast, is_array, library_of
-from polyattn._base.tracing import autocast_dtype, is_autocast_on, know_torch
+from polyattn._base.tracing import autocast_dtype, is_autocast_on, torch_is_imported
 
 
 def casts(arguments: Mapping[str, Any], names: Sequence[str]) -> dict[str, str]:
     """Return the dtypes to which autocast casts arguments or their facts, by name: often empty."""
-    found: dict[str, str] = {}
-    if not (know_torch() and is_autocast_on()):
-        return found
+    dtypes: dict[str, str] = {}
+    if not (torch_is_imported() and is_autocast_on()):
+        return dtypes
     for name in names:
         array = arguments.get(name)
         if not is_array(array):
@@ -23,16 +23,16 @@ def casts(arguments: Mapping[str, Any], names: Sequence[str]) -> dict[str, str]:
             continue
         dtype = autocast_dtype(facts.device.partition(":")[0])
         if dtype is not None and dtype != facts.dtype:
-            found[name] = dtype
-    return found
+            dtypes[name] = dtype
+    return dtypes
 
 
 def autocast(arguments: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
     """Return arguments as autocast gives them to a function of torch."""
-    found = casts(arguments, names)
-    if not found:
+    dtypes = casts(arguments, names)
+    if not dtypes:
         return arguments
-    return arguments | {name: _in_dtype(arguments[name], dtype) for name, dtype in found.items()}
+    return arguments | {name: _in_dtype(arguments[name], dtype) for name, dtype in dtypes.items()}
 
 
 def _in_dtype(array: Any, dtype: str) -> Any:

@@ -21,13 +21,9 @@ def check_file(name: str, file: Path) -> None:
 
 
 def write_file(file: Path, content: str) -> None:
-    """Write a text, in UTF-8; errors name the file, not the one beside it."""
-    try:
-        with replacing(file.parent, file.name) as made:
-            (made / file.name).write_text(content, encoding="utf-8")
-    except OSError as error:
-        error.filename = str(file)
-        raise
+    """Write a text, in UTF-8."""
+    with replacing(file.parent, file.name) as made:
+        (made / file.name).write_text(content, encoding="utf-8")
 
 
 @contextmanager
@@ -35,13 +31,18 @@ def replacing(folder: Path, *names: str) -> Iterator[Path]:
     """Let files that are written to the new folder this yields take their places in another.
 
     The new folder is on the same disk. The block writes all `names`. If it fails, `folder` is as
-    before. Places are replaced, not written to, such as a symbolic link.
+    before. Places are replaced, not written to, such as a symbolic link. An error of the system
+    names the last of them, not the file beside it.
     """
-    with TemporaryDirectory(prefix=".polyattn-", dir=folder, ignore_cleanup_errors=True) as beside:
-        made = Path(beside)
-        yield made
-        for name in names:
-            with (made / name).open("r+b") as stream:  # Windows flushes what may be written only
-                os.fsync(stream.fileno())
-        for name in names:
-            (made / name).replace(folder / name)
+    try:
+        with TemporaryDirectory(prefix=".polyattn-", dir=folder, ignore_cleanup_errors=True) as new:
+            made = Path(new)
+            yield made
+            for name in names:
+                with (made / name).open("r+b") as stream:  # Windows flushes only what is writable
+                    os.fsync(stream.fileno())
+            for name in names:
+                (made / name).replace(folder / name)
+    except OSError as error:
+        error.filename = str(folder / names[-1])
+        raise

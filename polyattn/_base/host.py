@@ -20,7 +20,7 @@ from polyattn._base.arrays import (
     library_of,
     numbers_like,
 )
-from polyattn._base.tracing import is_compiling, is_of_numpy, know_torch
+from polyattn._base.tracing import is_compiling, is_of_numpy, torch_is_imported
 
 #: Arrays of floats and bools with more entries are not placed.
 MOST_PLACED = 2**16
@@ -40,7 +40,7 @@ def is_host(thing: Any) -> bool:
 
 def is_unreadable(thing: Any) -> bool:
     """Return whether this is an array of NumPy that torch.compile traces, which has no dtype."""
-    return is_host(thing) and know_torch() and is_compiling()
+    return is_host(thing) and torch_is_imported() and is_compiling()
 
 
 def native(array: Any) -> Any:

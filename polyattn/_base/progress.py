@@ -35,7 +35,7 @@ def show_progress(after: float = 2.0) -> Iterator[None]:
     Raises
     ------
     ValueError
-        If `after` is negative or no number.
+        If `after` is not a number of at least 0.
 
     Examples
     --------

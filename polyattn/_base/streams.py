@@ -5,9 +5,8 @@ from __future__ import annotations
 import io
 import os
 import sys
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
-from pathlib import Path
+from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any
 
 from polyattn._base.text_table import printable
@@ -19,14 +18,12 @@ def open_streams() -> None:
     sys.stderr = sys.stderr or io.StringIO()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            # A stream that is not buffered fails in argparse, which hides that.
-            stream.reconfigure(errors="replace", write_through=False)
+            stream.reconfigure(errors="replace")
 
 
 def show(text: object) -> None:
     """Print a result at once, even into a pipe."""
-    with naming("standard output"):
-        print(printable(str(text)), flush=True)
+    print(printable(str(text)), flush=True)
 
 
 def complain(text: str) -> None:
@@ -40,23 +37,12 @@ def reason(error: OSError) -> str:
     return error.strerror or ", ".join(map(str, error.args)) or type(error).__name__
 
 
-@contextmanager
-def naming(file: str | Path) -> Iterator[None]:
-    """Let an error of the system name the file that is written: that of a full disk names none."""
-    try:
-        yield
-    except OSError as error:
-        error.filename = error.filename or str(file)
-        raise
-
-
 def settle() -> None:
-    """Discard what a stream cannot write: Python would report it as it ends, by another code."""
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except OSError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+    """Discard what standard output cannot write: Python would report it at its end."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def progress(work: Iterable[Any] | None = None, *, unit: str, total: int | None = None) -> Any:

@@ -15,7 +15,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import SupportsIndex
 
-from polyattn._base.settings import Context, reader_of
+from polyattn._base.quirks import reader_of
+from polyattn._base.settings import Context
 
 VARIABLE = "POLYATTN_NUM_THREADS"
 _variable = reader_of(VARIABLE)

@@ -31,8 +31,8 @@ def is_compiling() -> bool:
 
 
 @constant_when_traced
-def know_torch() -> bool:
-    """Find the parts of torch that `is_compiling` reads, and return whether torch is there."""
+def torch_is_imported() -> bool:
+    """Return whether torch is imported; find the parts of it that `is_compiling` reads."""
     if _torch_parts:
         return True
     torch: Any = sys.modules.get("torch")
@@ -91,10 +91,10 @@ def is_of_numpy(cls: type) -> bool:
 
 
 def as_constant(number: float) -> float:
-    """Return a float that torch.compile may hold as a symbol as a constant, compiled for each.
+    """Specialise torch.compile on a float that may be a SymFloat: a program for each value.
 
-    If the caller computes with the symbol too, torch's inductor keeps an old value of a number made
-    of it that an operator takes (seen in torch 2.13).
+    If the caller computes with the SymFloat too, torch's inductor passes an old value to operators
+    that take a number made of it (seen in torch 2.13).
     """
     return float.fromhex(number.hex()) if is_compiling() else number
 

@@ -54,7 +54,7 @@ class CachedCall(NamedTuple):
         return cls(call, plan, (backend, plan.kernel, problem))
 
 
-def planned(call: Call, requested: Request, kernel: str | Kernel | None, xp: Any) -> Plan:
+def cached_plan(call: Call, requested: Request, kernel: str | Kernel | None, xp: Any) -> Plan:
     """Examine a described call and select a kernel, unless an equal call was planned before."""
     if not is_compiling():  # which would trace through a cache, and ignore it
         try:

@@ -96,6 +96,10 @@ def flaw(kernel: Kernel) -> str | None:
             if feature in DERIVATIVES:
                 return f"must declare {feature!r} in differentiates, not in features"
             return f"declares an unknown feature {feature!r}{did_you_mean(feature, known)}"
+    for derivative in of_derivatives:
+        method = getattr(kernel, derivative)
+        if getattr(method, "__func__", None) is getattr(Kernel, derivative):
+            return f"declares {derivative!r} in differentiates, and has no method {derivative}"
     return None
 
 

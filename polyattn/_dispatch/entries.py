@@ -16,7 +16,7 @@ BACKENDS, KERNELS = GROUPS = ("polyattn.backends", "polyattn.kernels")
 # Whose plugins run unnamed. To install those of others changes no call until they are allowed.
 OURS = ("polyattn", "polyattn-native")
 # Variables that have a meaning of their own.
-_RESERVED = ("POLYATTN_BACKEND", "POLYATTN_NATIVE_ISA", "POLYATTN_NUM_THREADS")
+RESERVED = ("POLYATTN_BACKEND", "POLYATTN_NATIVE_ISA", "POLYATTN_NUM_THREADS")
 
 
 class Entry(NamedTuple):
@@ -35,7 +35,7 @@ class Entry(NamedTuple):
     def standing(self) -> tuple[bool, str | None]:
         """Return whether the plugin may run unnamed, and the reason if it is left out."""
         variable = variable_of(self.name)
-        if variable in _RESERVED:
+        if variable in RESERVED:
             return False, f"{variable} would leave it out, and means something else: rename it"
         value = os.environ.get(variable, "")
         if value not in ("", "0", "1"):
@@ -57,9 +57,11 @@ def entries() -> list[Entry]:
     ours: dict[str, Distribution] = {}
     for installed in distributions():
         # To parse the files of all distributions takes 2 to 3 times as long as to read them.
-        text = _text_of(installed)
-        if any(group in text for group in GROUPS):
-            ours.setdefault(_name_of(installed), installed)  # the first on the path hides others
+        with suppress(Exception):  # a file that is not UTF-8, or an archive that was deleted
+            text = installed.read_text("entry_points.txt") or ""
+            if any(group in text for group in GROUPS):
+                # The first on the path hides others.
+                ours.setdefault(_name_of(installed), installed)
     return [entry for name, installed in ours.items() for entry in _read(installed, name)]
 
 
@@ -76,15 +78,6 @@ def _flaw(one: EntryPoint) -> str | None:
     if one.attr:
         return None
     return f"the line '{one.name} = {one.value}' must be of the form name = module:object"
-
-
-def _text_of(installed: Distribution) -> str:
-    try:
-        return installed.read_text("entry_points.txt") or ""
-    except UnicodeDecodeError as error:
-        return error.object.decode(errors="replace")
-    except Exception:  # for example an archive that was deleted
-        return ""
 
 
 def _name_of(installed: Distribution) -> str:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from html import escape
 from typing import NamedTuple
 
-from polyattn._base.html_table import html_table
 from polyattn._base.text_table import paragraph, table
 from polyattn._core.call.facts import Call
 from polyattn._core.call.options import OPTIONS
@@ -110,10 +108,6 @@ class Explanation:
         runs = f"{self.chosen.backend} {self.chosen.kernel}" if self.chosen else "nothing"
         others = len(self.candidates) - bool(self.chosen)
         return f"<Explanation: {runs} runs; print it for the reasons against {others} others>"
-
-    def _repr_html_(self) -> str:
-        head = "<br>".join(escape(line) for line in self._head())
-        return f"<p>{head}</p>" + html_table([("backend", "kernel", "", "reasons"), *self._cells()])
 
     def lines(self) -> list[str]:
         """Return the printed lines: the call, what selected the backends, and each candidate."""

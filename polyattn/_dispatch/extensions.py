@@ -29,17 +29,17 @@ _extensions: list[Extension] = []
 
 def find(entries: Iterable[Entry], backends: Collection[str]) -> None:
     """Read the specs at these entry points, of which the first has a name that two have."""
-    found: dict[str, Extension] = {}
+    by_name: dict[str, Extension] = {}
     for entry in entries:
         extension = Extension(entry.name, entry.distribution)
-        owner = found.get(entry.name)
+        owner = by_name.get(entry.name)
         extension.read(entry, owner.distribution if owner else None, KernelSpec)
         for name in extension.spec.kernels if extension.spec else ():
             if name not in backends:
                 hint = did_you_mean(name, backends)
                 extension.absent[name] = f"no plugin provides the backend {name!r}{hint}"
-        found.setdefault(extension.name, extension)
-    _extensions[:] = found.values()
+        by_name.setdefault(extension.name, extension)
+    _extensions[:] = by_name.values()
 
 
 def join(name: str, backend: Backend, closing: Sequence[str]) -> None:
@@ -56,7 +56,7 @@ def join(name: str, backend: Backend, closing: Sequence[str]) -> None:
         place = spec.before.get(name, places[0])
         reason = unusable(spec, extension.distribution)
         if reason is None and place not in places:
-            reason = f"{name} has no place before {place!r}: name one of {', '.join(places)}"
+            reason = f"before={place!r} is not a place in {name}: name one of {', '.join(places)}"
         try:
             kernels = () if reason else spec.load(name)
             names = [kernel.name for kernel in backend.kernels]
@@ -89,10 +89,11 @@ def origins(backend: str) -> dict[str, str]:
 
 
 @constant_when_traced
-def plugin_of(backend: str, kernel: str) -> tuple[str, bool]:
-    """Return the plugin that a kernel comes from, and whether it may run unnamed."""
-    found = (one for one in _extensions if kernel in one.joined.get(backend, ()))
-    return next(((one.name, one.allowed) for one in found), (backend, True))
+def plugins(backend: str) -> tuple[tuple[str, str, bool], ...]:
+    """Return the kernels that joined a backend, each with its plugin, and if that is allowed."""
+    return tuple(
+        [(k, one.name, one.allowed) for one in _extensions for k in one.joined.get(backend, ())]
+    )
 
 
 @constant_when_traced

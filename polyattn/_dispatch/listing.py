@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 
-from polyattn._base.html_table import html_table
+from polyattn._base.arguments import did_you_mean
 from polyattn._base.text_table import table
 from polyattn._dispatch import extensions, registry
+from polyattn._dispatch.entries import RESERVED, variable_of
 from polyattn._dispatch.request import request
 
 
@@ -58,21 +60,14 @@ class BackendTable(tuple[BackendInfo, ...]):
     __slots__ = ()
 
     def __str__(self) -> str:
-        return "\n".join(table(self._table()))
+        head = ("backend", "library", "devices", "kernels")
+        return "\n".join(table([head, *map(self._row, self)]))
 
     def __repr__(self) -> str:
         here = [info.name for info in self if info.available]
         missing = [info.name for info in self if not info.available]
         lacking = f"; not available: {', '.join(missing)}" if missing else ""
         return f"<BackendTable: {', '.join(here)}{lacking}>"
-
-    def _repr_html_(self) -> str:
-        return html_table(self._table())
-
-    def _table(self) -> list[tuple[str, ...]]:
-        rows: list[tuple[str, ...]] = [("backend", "library", "devices", "kernels")]
-        rows += map(self._row, self)
-        return rows
 
     def _row(self, info: BackendInfo) -> tuple[str, ...]:
         if not info.available:
@@ -136,13 +131,23 @@ def _available(name: str) -> BackendInfo:
     origins = extensions.origins(name)
     faults = backend.faults()
     serves = name in registry.serving(registry.spec_of(name).namespaces[0])
-    plugins = {name: (name, registry.is_allowed(name) or not serves)}
-    plugins |= {kernel: extensions.plugin_of(name, kernel) for kernel in kernels}
-    held = {one: request(None).against(one, *plugin) for one, plugin in plugins.items()}
+    # A kernel may have the name of its backend.
+    listed = [(name, name, registry.is_allowed(name) or not serves)]
+    listed += [(kernel, name, True) for kernel in kernels if kernel not in origins]
+    listed += extensions.plugins(name)
+    withheld = [(one[0], request(None).against(*one)) for one in listed]
     return BackendInfo(
         name, True, versions, devices, hardware, kernels, None, origins, faults,
-        tuple(f"{one}: {why[1]}" for one, why in held.items() if why),
+        tuple(f"{one}: {why[1]}" for one, why in withheld if why),
     )  # fmt: skip
+
+
+def unknown_variables() -> list[str]:
+    """Return a message for each environment variable that is named as ours, and is not."""
+    plugins = (*registry.names(), *extensions.names())
+    known = [*RESERVED, *map(variable_of, plugins)]
+    given = [name for name in os.environ if name.startswith("POLYATTN_") and name not in known]
+    return [f"nothing reads the variable {name}{did_you_mean(name, known)}" for name in given]
 
 
 def _versions(modules: tuple[str, ...]) -> dict[str, str]:

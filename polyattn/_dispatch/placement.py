@@ -45,11 +45,13 @@ def find_placement(call: Call, problem: Problem, name: str, xp: Any) -> Placemen
     target = _target_device(call, spec, device)
     if isinstance(target, Refusal):
         return target
-    moved = _operands_to_move(call, spec, target)
-    reason = _reason_against(call, problem, spec, target, moved)
+    arrays = call.arrays()
+    moved = _operands_to_move(call, arrays, spec, target)
+    reason = _reason_against(call, arrays, problem, spec, target, moved)
     if reason is not None:
         return Refusal("refused", reason)
-    problem = problem._replace(library=spec.namespaces[0], device=target, converted=bool(moved))
+    if moved or (problem.library, problem.device) != (spec.namespaces[0], target):
+        problem = problem._replace(library=spec.namespaces[0], device=target, converted=bool(moved))
     return Placement(backend, registry.kernels_of(backend), problem, moved)
 
 
@@ -87,12 +89,14 @@ def _target_device(call: Call, spec: BackendSpec, requested: str) -> str | Refus
     return device
 
 
-def _operands_to_move(call: Call, spec: BackendSpec, device: str) -> frozenset[str]:
+def _operands_to_move(
+    call: Call, arrays: list[tuple[str, ArrayFacts]], spec: BackendSpec, device: str
+) -> frozenset[str]:
     given = {name for name, _ in call.operands()}
     return frozenset(
         [
             name.partition(".")[0]  # the argument, if the array is part of an expression
-            for name, facts in call.arrays()
+            for name, facts in arrays
             if name in given or facts.library not in spec.accepts
             if facts.library not in spec.namespaces
             # The device of a traced array may be unknown; such an array is not moved.
@@ -102,8 +106,9 @@ def _operands_to_move(call: Call, spec: BackendSpec, device: str) -> frozenset[s
 
 
 def _reason_against(
-    call: Call, problem: Problem, spec: BackendSpec, device: str, moved: frozenset[str]
-) -> str | None:
+    call: Call, arrays: list[tuple[str, ArrayFacts]], problem: Problem, spec: BackendSpec,
+    device: str, moved: frozenset[str],
+) -> str | None:  # fmt: skip
     if problem.dtype not in spec.dtypes:
         return f"it does not take {problem.dtype}"
     if device and (kind := device.partition(":")[0]) not in spec.devices:
@@ -116,7 +121,7 @@ def _reason_against(
     dtype_reason = registry.loaded(spec.name).lacks(problem.dtype)
     if dtype_reason is not None:
         return dtype_reason
-    for name, facts in call.arrays():
+    for name, facts in arrays:
         is_moved = name.partition(".")[0] in moved
         if facts.traced and "query" in moved and not is_moved:
             return (
@@ -135,7 +140,8 @@ def _reason_against(
 def check_one_place(call: Call) -> None:
     """Raise if the arrays are of several libraries or on several devices."""
     query, library = call.query, call.query.library
-    for name, facts in call.arrays():
+    arrays = call.arrays()
+    for name, facts in arrays:
         if facts.library != library and facts.library not in _accepted(call, name):
             # A query in NumPy follows the others: they may be on a GPU.
             moved, where = ("query", facts) if library == "numpy" else (name, query)
@@ -144,10 +150,9 @@ def check_one_place(call: Call) -> None:
                 f" {_conversion(moved, where)}"
             )
     # An array without a device goes where the others are, and an accepted one stays.
-    ours = [(name, facts) for name, facts in call.arrays() if facts.library == library]
-    placed = [(name, facts) for name, facts in ours if facts.device]
-    for name, facts in placed:
-        first, where = placed[0]
+    on_devices = [one for one in arrays if one[1].library == library and one[1].device]
+    for name, facts in on_devices:
+        first, where = on_devices[0]
         if facts.device != where.device:
             raise ValueError(
                 f"{first} is on {where.device} and {name} on {facts.device}; pass"

@@ -30,7 +30,7 @@ def reasons_against(kernel: Kernel, problem: Problem) -> list[str]:
     if reasons:
         return reasons
     if problem.is_empty and not kernel.takes_empty:
-        return ["it takes no empty arrays"]
+        return ["it does not support empty arrays"]
     longest = max(length or 0 for length in problem.scores[-2:])
     if longest > INDEX_LIMIT and (counted := problem.features & COUNTING - kernel.counts_far):
         return [f"for {', '.join(sorted(counted))} it counts to 2**30, and S or L is {longest:,}"]
@@ -45,6 +45,8 @@ def reasons_against(kernel: Kernel, problem: Problem) -> list[str]:
 
 def _device_reasons(kernel: Kernel, problem: Problem) -> list[str]:
     """Return the reasons why a kernel does not support the problem's device, if it is known."""
+    if kernel.devices is None and not kernel.only_on:
+        return []
     here = problem.device_kind
     kinds_of = {"": kernel.devices or None} | {
         f: kernel.only_on.get(f) for f in sorted(problem.features)
@@ -85,32 +87,32 @@ class Plan(NamedTuple):
         """Run the kernel, and return output and logsumexp where the query is."""
         backend, given = self._moved(operands)
         run = self.counted(backend.run) if is_traced() else backend.run
-        found = run(self.kernel, self.placement.problem, *given)
-        self._check_result("run", found, given[0])
-        return self._moved_back(found, operands.query)  # type: ignore[no-any-return]
+        result = run(self.kernel, self.placement.problem, *given)
+        self._check_result("run", result, given[0])
+        return self._moved_back(result, operands.query)  # type: ignore[no-any-return]
 
     def backward(self, operands: Operands, residuals: Any, cotangents: Any) -> Gradients:
         """Run the backward pass of the kernel, and return the gradients where the query is."""
         backend, given = self._moved(operands, residuals, cotangents)
         run = self.counted(backend.run_backward) if is_traced() else backend.run_backward
-        found = run(self.kernel, self.placement.problem, *given)
-        self._check_gradients(found, given[0])
-        return self._moved_back(found, operands.query)  # type: ignore[no-any-return]
+        gradients = run(self.kernel, self.placement.problem, *given)
+        self._check_gradients(gradients, given[0])
+        return self._moved_back(gradients, operands.query)  # type: ignore[no-any-return]
 
     def jvp(self, operands: Operands, residuals: Any, tangents: Any) -> tuple[Array, Array | None]:
         """Run the directional derivative of the kernel, and return it where the query is."""
         backend, given = self._moved(operands, residuals, tangents)
         run = self.counted(backend.run_jvp) if is_traced() else backend.run_jvp
-        found = run(self.kernel, self.placement.problem, *given)
-        self._check_result("jvp", found, given[0])
-        return self._moved_back(found, operands.query)  # type: ignore[no-any-return]
+        result = run(self.kernel, self.placement.problem, *given)
+        self._check_result("jvp", result, given[0])
+        return self._moved_back(result, operands.query)  # type: ignore[no-any-return]
 
     def weights(self, operands: Operands, logsumexp: Array | None) -> tuple[Array, Array | None]:
         """Run a kernel of weights, and return what it does where the query is."""
         backend, given = self._moved(operands, logsumexp)
         run = self.counted(backend.run_weights) if is_traced() else backend.run_weights
-        found = run(self.kernel, self.placement.problem, *given)
-        return self._moved_back(found, operands.query)  # type: ignore[no-any-return]
+        result = run(self.kernel, self.placement.problem, *given)
+        return self._moved_back(result, operands.query)  # type: ignore[no-any-return]
 
     def _moved(self, operands: Operands, *others: Any) -> tuple[Backend, tuple[Any, ...]]:
         """Return the backend, and what the kernel is given, moved to where it runs."""
@@ -122,10 +124,10 @@ class Plan(NamedTuple):
         x = move_operands(operands, moved, backend, problem, self.query_device)
         return backend, (x, *[move_results(one, moved, backend, problem) for one in others])
 
-    def _moved_back(self, found: Any, query: Array) -> Any:
+    def _moved_back(self, result: Any, query: Array) -> Any:
         backend, _, problem, moved = self.placement
         if "query" not in moved or backend is None:
-            return found
+            return result
         back = mover_back(query, backend, problem, self.query_device)
 
         def moved_back(one: Any) -> Any:
@@ -133,9 +135,9 @@ class Plan(NamedTuple):
                 return [moved_back(array) for array in one]
             return None if one is None else back(one)
 
-        if isinstance(found, Gradients):
-            return Gradients(**{name: moved_back(one) for name, one in found._asdict().items()})
-        return tuple(map(moved_back, found))
+        if isinstance(result, Gradients):
+            return Gradients(**{name: moved_back(one) for name, one in result._asdict().items()})
+        return tuple(map(moved_back, result))
 
     def _is_new(self, method: str) -> bool:
         """Whether to check arrays: of the caller's own kernel, which nobody has tested, once."""
@@ -163,18 +165,18 @@ class Plan(NamedTuple):
                 self._check_array("logsumexp", result[1], query, accumulator, rows)
             self.checked.add((method, problem.features))
 
-    def _check_gradients(self, found: Any, operands: Operands) -> None:
+    def _check_gradients(self, gradients: Any, operands: Operands) -> None:
         """Raise if the gradients of the kernel break the contract."""
-        if not isinstance(found, Gradients):
+        if not isinstance(gradients, Gradients):
             raise TypeError(
                 f"backward of the kernel {self.kernel.name} must return Gradients; it returned a"
-                f" {type(found).__name__}"
+                f" {type(gradients).__name__}"
             )
         if not self._is_new("backward"):
             return
         problem, query = self.placement.problem, operands.query
         for name in GRADIENT_ARRAYS:
-            argument, gradient = getattr(operands, name, None), getattr(found, name, None)
+            argument, gradient = getattr(operands, name, None), getattr(gradients, name, None)
             if argument is not None and not (gradient is None and name in problem.constants):
                 what, shape = f"gradient of {name}", facts_of(argument).shape
                 self._check_array(what, gradient, query, problem.accumulator, shape)

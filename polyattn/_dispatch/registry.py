@@ -145,7 +145,7 @@ def _unmatched(spec: BackendSpec, backend: Backend) -> str | None:
         return None
     meant = backend.xp.__name__.removeprefix("array_api_compat.")
     return (
-        f"its namespaces begin with {first!r}, which is no namespace of arrays: name the module"
+        f"its namespaces begin with {first!r}, which is not a namespace of arrays: name the module"
         f" that array.__array_namespace__() returns; did you mean {meant!r}?"
     )
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from types import ModuleType
 from typing import NamedTuple
 
 from polyattn._base.arguments import did_you_mean
 from polyattn._base.forks import forkable_lock
-from polyattn._base.settings import Context, reader_of
+from polyattn._base.quirks import TracedValue, reader_of
+from polyattn._base.settings import Context
 from polyattn._dispatch import extensions, registry
 from polyattn._dispatch.entries import variable_of
 from polyattn._dispatch.errors import UnknownBackendError
@@ -45,7 +45,7 @@ class Request(NamedTuple):
 
     def against(self, name: str, plugin: str, is_allowed: bool) -> tuple[str, str] | None:
         """Return the status of a backend or kernel that does not run unnamed, and the reason."""
-        for one in (name, plugin):
+        for one in (name, plugin) if self.names else ():
             if f"-{one}" in self.names:
                 return "refused", f"'-{one}' leaves it out"
         if is_allowed or f"+{plugin}" in self.names:
@@ -63,23 +63,9 @@ class Request(NamedTuple):
         }[self.channel]
 
 
-class _Here(ModuleType):
-    """The names that `use_backend` chooses for the code that reads them.
-
-    torch.compile, at least of 2.9 to 2.13, cannot trace ContextVar.get (pytorch#186449). It reads
-    an attribute of a module as a constant, and its guard reads it again in the task that calls the
-    program.
-    """
-
-    @property
-    def names(self) -> Names:
-        """The names of the innermost block, or none."""
-        return _context.get() or ()
-
-
 _NOTHING = Request(())
 _context: Context[Names] = Context("polyattn_backend")
-_here = _Here("here")
+_here = TracedValue(lambda: _context.get() or ())
 _blocks_open = 0
 _any_block_open = False  # torch.compile guards on this rather than on the number
 _blocks_lock = forkable_lock()
@@ -138,7 +124,7 @@ def request(backend: str | Sequence[str] | None) -> Request:
     if backend is not None:
         return Request(parse(backend), "argument")
     if _any_block_open:
-        names = _here.names
+        names = _here.value
         if names:
             return Request(names, "context")
     variable = _variable()
@@ -162,6 +148,8 @@ def parse(backend: str | Sequence[str], source: str = "backend=") -> Names:
 
 def check_known(requested: Request) -> None:
     """Raise if no plugin has one of the requested names."""
+    if not requested.names:
+        return
     known = (*registry.names(), registry.ARRAY_API, AUTO)
     for name in set(requested.names).difference(requested.backends):
         signed = (*registry.names(), *extensions.names())

@@ -34,10 +34,17 @@ def select(
     call: Call, problem: Problem, requested: Request, kernel: str | Kernel | None, xp: Any
 ) -> Plan:
     """Return the plan of a call, with a query of the namespace `xp`, or raise with all reasons."""
-    plan, candidates = _try_candidates(call, problem, requested, kernel, xp)
-    if plan is None:
+    chosen, candidates = _try_candidates(call, problem, requested, kernel, xp)
+    if chosen is None:
         explanation = Explanation(call, problem, str(requested), tuple(candidates))
         raise _error(explanation, kernel, requested)
+    *refused, runs = candidates
+    value = None if call.value is None else call.value.shape
+    kind = CallCount(
+        problem.library, chosen[1].problem.device, problem.dtype, call.query.shape, call.key.shape,
+        value, problem.features, runs.backend, chosen[0].name, tuple(refused), problem.traced,
+    )  # fmt: skip
+    plan = Plan(*chosen, call.query.device, kind, set())
     if not is_compiling() and _log.isEnabledFor(logging.DEBUG):
         _log.debug("new plan: %s", plan.kind)
     for one in () if requested.may_move else candidates:
@@ -51,7 +58,7 @@ def explain_selection(
     call: Call, problem: Problem, requested: Request, kernel: str | Kernel | None, xp: Any
 ) -> Explanation:
     """Return the decision with all candidates; `xp` is None if only shapes are known."""
-    _, candidates = _try_candidates(call, problem, requested, kernel, xp, all_candidates=True)
+    _, candidates = _try_candidates(call, problem, requested, kernel, xp, explains=True)
     candidates.sort(key=lambda candidate: candidate.status == "not allowed")
     return Explanation(call, problem, str(requested), tuple(candidates))
 
@@ -82,15 +89,15 @@ def check_possible(library: str, device: str) -> None:
     serving = registry.serving(library)
     if not is_installed(library):
         reason = "; ".join(filter(None, map(registry.load, serving))) or "it is not installed"
-        raise ValueError(f"there can be no array of {library!r}: {reason}")
+        raise ValueError(f"library {library!r} is not usable: {reason}")
     if not serving and not is_namespace(library):
         raise ValueError(
-            f"there can be no array of {library!r}: this module has no arrays that follow the array"
-            f" API standard; name a library such as {', '.join(registry.names()[:3])}"
+            f"library {library!r} is not usable: its arrays do not follow the array API standard;"
+            f" name a library such as {', '.join(registry.names()[:3])}"
         )
     specs = [registry.spec_of(name) for name in serving if registry.load(name) is None]
     if specs and not any(device.partition(":")[0] in spec.devices for spec in specs):
-        raise ValueError(f"there can be no array of {library} on {device!r}")
+        raise ValueError(f"library {library!r} is not usable on {device!r}")
 
 
 def _error(
@@ -113,62 +120,75 @@ def _try_candidates(
     requested_kernel: str | Kernel | None,
     xp: Any,
     *,
-    all_candidates: bool = False,
-) -> tuple[Plan | None, list[Candidate]]:
-    """Try the candidates in order, up to the first that supports the call unless all are wanted."""
+    explains: bool = False,
+) -> tuple[tuple[Kernel, Placement] | None, list[Candidate]]:
+    """Return the kernel that runs and its placement, if there is one, and the candidates in order.
+
+    No candidate after the one that runs is tried, unless for `explain`.
+    """
     check_known(requested)
     if not requested.may_move:
         check_one_place(call)
-    plan: Plan | None = None
+    chosen: tuple[Kernel, Placement] | None = None
     candidates: list[Candidate] = []
     for name, is_fallback in _expanded(requested.backends or (AUTO,), problem.library):
-        if is_fallback and plan is not None:
+        if is_fallback and chosen is not None:
             continue
-        stem = name.partition(":")[0]
-        allowed = name in requested.backends or registry.is_allowed(stem)
-        if (held := requested.against(stem, stem, allowed)) is not None:
-            candidates.append(Candidate(name, None, held[0], held[1:]))
-            continue
-        placement = find_placement(call, problem, name, xp)
-        if isinstance(placement, Refusal):
-            candidates.append(Candidate(name, None, placement.status, (placement.reason,)))
-            continue
-        if _lacks_derivative(call, problem, placement):
-            candidates.append(Candidate(name, None, "refused", (_NO_DERIVATIVE,)))
+        placement = _placement(call, problem, requested, name, xp)
+        if isinstance(placement, Candidate):
+            candidates.append(placement)
             continue
         kernels = _matching(placement.kernels, requested_kernel)
-        origins = {k.name: extensions.plugin_of(stem, k.name) for k in placement.kernels}
-        against = {one: requested.against(one, *plugin) for one, plugin in origins.items()}
-        unnamed = tuple([k for k in placement.kernels if against[k.name] is None])
+        withheld = _withheld(name, placement.kernels, requested)
         absent = _absent(name, requested_kernel, requested)
         candidates += absent
         for kernel in kernels:
-            problem_of_kernel = _for_kernel(kernel, placement.problem)
-            held = against.get(kernel.name)
-            candidate = _judge(
-                name, kernel, problem_of_kernel, held, requested_kernel, all_candidates
-            )
-            if all_candidates:
-                if plan is not None and candidate.status == "chosen":
-                    candidate = candidate._replace(status="next")
-                copies = problem_of_kernel is not placement.problem
-                candidate = _described(candidate, kernel, problem_of_kernel, copies)
+            own = _for_kernel(kernel, placement.problem)
+            why = withheld.get(kernel.name)
+            candidate = _judge(name, kernel, own, why, requested_kernel, explains)
+            runs = chosen is None and candidate.status == "chosen"
+            if runs:
+                others = tuple([k for k in placement.kernels if k.name not in withheld])
+                chosen = kernel, placement._replace(problem=own, kernels=others)
+            if explains:
+                copies = own is not placement.problem
+                candidate = _described(candidate, kernel, own, runs=runs, copies_pages=copies)
             candidates.append(candidate)
-            if candidate.status == "chosen":
-                chosen = placement._replace(problem=problem_of_kernel, kernels=unnamed)
-                kind = CallCount(
-                    problem.library, chosen.problem.device, problem.dtype, call.query.shape,
-                    call.key.shape, call.value and call.value.shape, problem.features, name,
-                    kernel.name, tuple(candidates[:-1]), problem.traced,
-                )  # fmt: skip
-                plan = Plan(kernel, chosen, call.query.device, kind, set())
-                if not all_candidates:
-                    return plan, candidates
+            if runs and not explains:
+                return chosen, candidates
         if not kernels and not absent:
             names = ", ".join(kernel.name for kernel in placement.kernels)
             reason = f"it has no kernel of that name; it has {names}"
             candidates.append(Candidate(name, str(requested_kernel), "refused", (reason,)))
-    return plan, candidates
+    return chosen, candidates
+
+
+def _placement(
+    call: Call, problem: Problem, requested: Request, name: str, xp: Any
+) -> Placement | Candidate:
+    """Return where a backend would run a call, or the backend as a candidate that cannot."""
+    stem = name.partition(":")[0]
+    allowed = name in requested.backends or registry.is_allowed(stem)
+    if (why := requested.against(stem, stem, allowed)) is not None:
+        return Candidate(name, None, why[0], why[1:])
+    placement = find_placement(call, problem, name, xp)
+    if isinstance(placement, Refusal):
+        return Candidate(name, None, placement.status, (placement.reason,))
+    if _lacks_derivative(call, problem, placement):
+        return Candidate(name, None, "refused", (_NO_DERIVATIVE,))
+    return placement
+
+
+def _withheld(
+    name: str, kernels: Sequence[Kernel], requested: Request
+) -> dict[str, tuple[str, str]]:
+    """Return the kernels that do not run unnamed, by name, each with its status and the reason."""
+    stem = name.partition(":")[0]
+    plugins = {kernel: (plugin, allowed) for kernel, plugin, allowed in extensions.plugins(stem)}
+    against = {
+        k.name: requested.against(k.name, *plugins.get(k.name, (stem, True))) for k in kernels
+    }
+    return {kernel: why for kernel, why in against.items() if why is not None}
 
 
 _NO_DERIVATIVE = (
@@ -202,17 +222,19 @@ def _absent(name: str, kernel: str | Kernel | None, requested: Request) -> list[
 
 
 def _described(
-    candidate: Candidate, kernel: Kernel, problem: Problem, copies_pages: bool
+    candidate: Candidate, kernel: Kernel, problem: Problem, *, runs: bool, copies_pages: bool
 ) -> Candidate:
     """Return a candidate with what only `explain` shows of its kernel."""
+    status = candidate.status if runs or candidate.status != "chosen" else "next"
     origin = extensions.origins(candidate.backend.partition(":")[0]).get(kernel.name)
     remarks: list[str | None] = []
-    if candidate.status in ("chosen", "next"):
+    if status in ("chosen", "next"):
         remarks = [_COPIES_PAGES if copies_pages else None, kernel.remark(problem)]
-    return candidate._replace(origin=origin, remark="; ".join(filter(None, remarks)) or None)
+    remark = "; ".join(filter(None, remarks)) or None
+    return candidate._replace(status=status, origin=origin, remark=remark)
 
 
-_COPIES_PAGES = "it gets copies of the pages, in one piece"
+_COPIES_PAGES = "it gets gathered, contiguous copies of the pages"
 
 
 def _matching(kernels: Sequence[Kernel], requested: str | Kernel | None) -> Sequence[Kernel]:
@@ -234,8 +256,8 @@ def _expanded(names: Names, library: str) -> list[tuple[str, bool]]:
 
 
 def _for_kernel(kernel: Kernel, problem: Problem) -> Problem:
-    """Return the problem that a kernel gets: without pages if it reads none."""
-    # It then gets their keys in one piece. So do all derivatives. Chunks of dask are not gathered.
+    """Return the problem that a kernel gets: without pages unless it reads them in place."""
+    # It then gets gathered keys. So do all derivatives. Chunks of dask are not gathered.
     features = problem.features
     has_gradients = not features.isdisjoint(DERIVATIVES)
     has_gradients = has_gradients or problem.requires_grad or bool(problem.transforms)
@@ -253,8 +275,9 @@ def _judge(
         return Candidate(backend, kernel.name, held[0], held[1:])
     reasons = reasons_against(kernel, problem)
     # Whether another is better is asked where it decides, and for `explain` where it can be told.
-    unknown = undeclared(kernel, problem.features) or (reasons and problem.is_symbolic)
-    asks = not unknown if explains else not (reasons or requested)
+    asks = not (reasons or requested)
+    if explains:
+        asks = not (undeclared(kernel, problem.features) or (reasons and problem.is_symbolic))
     slower = kernel.only_on_request(problem) if asks else None
     status = "refused" if reasons else "chosen" if requested or not slower else "on request"
     return Candidate(backend, kernel.name, status, tuple(reasons), slower)

@@ -9,10 +9,10 @@ from itertools import groupby
 from time import perf_counter
 from typing import Any, NamedTuple, TypeVar
 
+from polyattn._base.arrays import is_array
 from polyattn._base.forks import forkable_lock
-from polyattn._base.html_table import html_table
 from polyattn._base.text_table import table
-from polyattn._base.tracing import constant_when_traced, is_compiling, known_length
+from polyattn._base.tracing import constant_when_traced, is_compiling, is_recording, known_length
 from polyattn._core.call.features import DERIVATIVES
 from polyattn._dispatch.explanation import Candidate
 from polyattn.plugin import Backend
@@ -84,7 +84,9 @@ class Trace:
     def add(self, call: CallCount, seconds: float = 0.0) -> None:
         """Count a call."""
         with self._lock:
-            numbers = self._numbers.setdefault(call, [0, None])
+            numbers = self._numbers.get(call)
+            if numbers is None:
+                numbers = self._numbers[call] = [0, None]
             numbers[0] += 1
             if self._times and not call.traced:
                 numbers[1] = seconds + (numbers[1] or 0)
@@ -96,19 +98,15 @@ class Trace:
             return tuple([x._replace(count=n, seconds=s) for x, (n, s) in self._numbers.items()])
 
     def __str__(self) -> str:
-        return "\n".join(table(self._rows(), right=(0, 1) if self._times else (0,)))
+        rows = [self._titles, *(call.cells() for call in self.calls)]
+        if self._times:
+            return "\n".join(table(rows, right=(0, 1)))
+        return "\n".join(table([(row[0], *row[2:]) for row in rows], right=(0,)))
 
     def __repr__(self) -> str:
         calls = self.calls
         number = f"{sum(call.count for call in calls):,} calls of {len(calls)} kinds"
         return f"<Trace: {number}; print it for the kernels>"
-
-    def _repr_html_(self) -> str:
-        return html_table(self._rows())
-
-    def _rows(self) -> list[tuple[str, ...]]:
-        rows = [self._titles, *(call.cells() for call in self.calls)]
-        return rows if self._times else [(row[0], *row[2:]) for row in rows]
 
 
 @contextmanager
@@ -159,10 +157,19 @@ def is_traced() -> bool:
 def counted(call: CallCount, backend: Backend | None, run: F) -> F:
     """Return a method of a backend as one that counts the call when it has run."""
     if is_compiling():
-        q, k, v = [x and tuple(map(known_length, x)) for x in (call.query, call.key, call.value)]
-        _add(*call._replace(query=q or (), key=k or (), value=v, traced=True))
+        _add(*_with_lengths(call, known_length)._replace(traced=True))
         return run
+    if is_recording():  # torch.jit.trace has tensors in place of lengths
+        call = _with_lengths(call, lambda length: int(length) if is_array(length) else length)
     return functools.partial(run_counted, call, backend, run)  # type: ignore[return-value]
+
+
+def _with_lengths(call: CallCount, change: Callable[[Any], int | None]) -> CallCount:
+    query, key, value = [
+        None if shape is None else tuple([change(length) for length in shape])
+        for shape in (call.query, call.key, call.value)
+    ]
+    return call._replace(query=query or (), key=key or (), value=value)
 
 
 @constant_when_traced
@@ -173,14 +180,15 @@ def _add(*facts: Any) -> None:
 
 def run_counted(call: CallCount, backend: Any, run: Callable[..., Any], *given: Any) -> Any:
     """Run a kernel by a method of its backend, and count the call in the traces that are open."""
-    wait = backend.synchronize if _timed_traces and not call.traced else None
-    if wait:
-        wait(call.device or None)
-    start = perf_counter()
-    found = run(*given)
-    if wait:
-        wait(call.device or None)
-    seconds = perf_counter() - start
+    seconds = 0.0
+    if _timed_traces and not call.traced:
+        backend.synchronize(call.device or None)
+        start = perf_counter()
+        result = run(*given)
+        backend.synchronize(call.device or None)
+        seconds = perf_counter() - start
+    else:
+        result = run(*given)
     for one in tuple(open_traces):
         one.add(call, seconds)
-    return found
+    return result

@@ -75,8 +75,8 @@ def check_gradient(
                 f" got {tuple(gradient.shape)}"
             )
 
-        def at(moved: Array, place: int = place) -> float:
-            result = _numbers(loss(*arguments[:place], moved, *arguments[place + 1 :]))
+        def at(shifted: Array, place: int = place) -> float:
+            result = _numbers(loss(*arguments[:place], shifted, *arguments[place + 1 :]))
             if result.size != 1:
                 raise TypeError(f"loss must return one number; got the shape {result.shape}")
             return float(result.item())
@@ -87,7 +87,7 @@ def check_gradient(
 class Differences(NamedTuple):
     """Slopes in some directions, those of the gradient too, and what they may differ by."""
 
-    found: Any
+    given: Any
     expected: Any
     limit: float
 
@@ -104,13 +104,13 @@ def _check(name: str, loss: Callable[[Array], float], x: Array, gradient: Array,
     # In large numbers rounding loses a step of 1e-6; one relative to them may pass over the slope.
     units = (np.ones_like(size), size) if np.any(size > 1) else (size,)
     every = [_differences(loss, x, gradient, unit, size, rng) for unit in units]
-    for found, expected, limit in [one for one in every if one.are_exact] or every:
-        off = np.abs(found - expected)
+    for given, expected, limit in [one for one in every if one.are_exact] or every:
+        off = np.abs(given - expected)
         worst = int(np.argmax(off))
         # `not <=` finds NaN too, and a gradient of infinity makes its limit infinite.
         if not off.max() <= limit < np.inf:
             raise AssertionError(
-                f"{name} is wrong: in a random direction it gives {found[worst]:.9g}, and"
+                f"{name} is wrong: in a random direction it gives {given[worst]:.9g}, and"
                 f" differences {expected[worst]:.9g} ± {limit:.1g}"
             )
 
@@ -122,17 +122,17 @@ def _differences(
     xp, start, slope = library_of(x).xp, _numbers(x), _numbers(gradient)
     eps = float(xp.finfo(x.dtype).eps)
     step = eps ** (1 / 3)
-    found, near, far = np.zeros((3, DIRECTIONS))
+    given, near, far = np.zeros((3, DIRECTIONS))
     for n in range(DIRECTIONS):
         along = rng.normal(size=start.shape) * unit
         for slopes, length in ((near, step), (far, 2 * step)):
             ends = [numbers_like(xp, start + h * along, x.dtype, x) for h in (length, -length)]
             slopes[n] = (loss(ends[0]) - loss(ends[1])) / (2 * length)
         with np.errstate(invalid="ignore"):  # of gradients of infinity, of both signs
-            found[n] = np.sum(slope * along)
+            given[n] = np.sum(slope * along)
     limit = MARGIN * np.max(np.abs(near - far)) + np.finfo(float).eps * np.max(np.abs(near)) * 2**10
     rounding = eps * np.linalg.norm(slope * size) / step  # of the arguments
-    return Differences(found, near, limit + rounding)
+    return Differences(given, near, limit + rounding)
 
 
 def _numbers(array: Any) -> Any:

@@ -7,13 +7,6 @@ import pytest
 BACKEND, LIBRARY = "--polyattn-backend", "--polyattn-library"
 
 
-def pytest_report_header(config: pytest.Config) -> str:
-    """Return the header line that names the backend."""
-    library = config.getoption(LIBRARY)
-    where = f" on arrays of {library}" if library else ""
-    return f"polyattn backend: {config.getoption(BACKEND)}{where}"
-
-
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the options for the backend and the library of the arrays."""
     group = parser.getgroup("polyattn", "conformance of a polyattn backend")

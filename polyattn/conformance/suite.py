@@ -27,7 +27,7 @@ from polyattn.conformance.checks import cases as checks
 from polyattn.conformance.checks import gradients, promises, quantized
 from polyattn.conformance.checks.lazy import is_lazy, lazily
 from polyattn.conformance.checks.target import KernelVariant, Target
-from polyattn.plugin import undeclared
+from polyattn.conformance.selection import chosen, why_few
 
 __all__ = ["BackendSuite"]
 __dir__ = __all__.copy
@@ -94,7 +94,7 @@ class BackendSuite:
         self, target: Target, variant: KernelVariant
     ) -> None:
         """A kernel takes some case, and each feature that it declares is needed by one."""
-        promises.check_declarations(target, variant, ESSENTIAL | CASES)
+        promises.check_declarations(target, variant)
 
     def test_sizes(self, target: Target, variant: KernelVariant, dtype: str) -> None:
         """Results and gradients are right for every size of vectors and many lengths."""
@@ -133,7 +133,7 @@ class BackendSuite:
     def test_xfails_are_names_of_tests(self) -> None:
         """Every line of `xfails` is about a test that there is."""
         unknown = sorted(set(self.xfails) - _names.get(type(self), set()))
-        assert not unknown, f"xfails names no test of this suite by {', '.join(unknown)}"
+        assert not unknown, f"xfails: no such test: {', '.join(unknown)}"
 
     # ---- which of them there are ----
 
@@ -163,67 +163,26 @@ class BackendSuite:
             kernels = [(c,) for c in target.kernels if self._declares(test, target, c)]
             metafunc.parametrize("variant", self._params(test, (None,), kernels))
 
-    def _cases(self) -> Mapping[str, Case]:
-        return CASES if self.thorough else ESSENTIAL
-
     def _runs(self, test: str, target: Target) -> Iterator[tuple[KernelVariant, Case]]:
+        name, cases = test.removeprefix("test_"), CASES if self.thorough else ESSENTIAL
         for variant in target.kernels:
-            yield from ((variant, case) for case in self._cases_of(test, target, variant))
-
-    def _cases_of(self, test: str, target: Target, variant: KernelVariant) -> list[Case]:
-        """Return the cases of a test: all that a kernel may take, or few that cover them."""
-        derivative = gradients.ALL_DERIVATIVES.get(test.removeprefix("test_"))
-        if derivative is not None:
-            takes, known = derivative.is_taken, derivative.cases
-            known = known if derivative.is_offered(target, variant) else {}
-        else:
-            takes, lazy = checks.takes, ESSENTIAL if is_lazy(target) else {}
-            known = self._cases() if test == "test_case" else lazy
-        cases = checks.cases_for(target, variant, known)
-        if self._wants_few(test, target, variant):
-            if not self.thorough and _is_of_the_core(target, variant):
-                # Many tiles are slow to compile, and "array-api" has tried them.
-                cases = [case for case in cases if case.topic != "lengths"]
-            return checks.covering(target, variant, cases, takes)
-        if test in OF_KERNELS:  # a run is cheaper than to ask what is supported
-            own = {test.removeprefix("test_")}
-            return [case for case in cases if not undeclared(variant.kernel, case.features | own)]
-        if test == "test_case":
-            return cases
-        return [case for case in cases if takes(target, variant, case)]
-
-    def _wants_few(self, test: str, target: Target, variant: KernelVariant) -> bool:
-        """Return whether few cases will do: others are slow, or another test has them."""
-        # What test_case leaves out of a lazy library, test_lazy has.
-        lazy = test == "test_case" and is_lazy(target)
-        many = test in ("test_gradients", *OF_KERNELS)
-        dear = not self.thorough and (lazy or variant.small_tiles or many)
-        # With one tile for all scores, the core's `tiled` does what `dense` does.
-        one_tile = not target.own and variant.kernel.tile is not None and not variant.small_tiles
-        # Gradients in small tiles take a plugin's kernels a second for each case.
-        many_tiles = test in OF_KERNELS and bool(target.own) and variant.small_tiles
-        tried = _is_of_the_core(target, variant)
-        return dear or one_tile or many_tiles or tried or variant.kernel.compiles
+            few = bool(why_few(target, variant, name, thorough=self.thorough))
+            for case in chosen(target, variant, name, cases, few=few):
+                yield variant, case
 
     def _swept(self, target: Target, variant: KernelVariant) -> list[str]:
         """Return the dtypes in which every size is tried: of kernels that no call compiles."""
-        tried = _is_of_the_core(target, variant)
-        if not self.thorough or tried or is_lazy(target) or variant.kernel.compiles:
+        if not self.thorough or is_lazy(target) or why_few(target, variant, "case"):
             return []
         return [dtype for dtype in ("float32", "float64") if dtype in target.dtypes]
 
     def _declares(self, test: str, target: Target, variant: KernelVariant) -> bool:
-        return {
-            "test_deterministic": variant.kernel.deterministic,
-            "test_batch_invariant": variant.kernel.batch_invariant,
-            "test_pages_in_any_order": promises.has_partials(target, variant),
-            "test_quantized": quantized.reads_integers(target, variant),
-            "test_first_call_from_eight_threads": promises.is_worth_threads(variant),
-        }.get(test, True)
+        promise = promises.PROMISES.get(test.removeprefix("test_"))
+        return promise is None or promise.applies(target, variant)
 
     def _params(self, test: str, fill: tuple[None, ...], runs: list[tuple[Any, ...]]) -> list[Any]:
         if not runs:
-            return [pytest.param(*fill, marks=pytest.mark.skip(reason=_WHY_NOT[test]))]
+            return [pytest.param(*fill, marks=pytest.mark.skip(reason=_NOTHING))]
         ids = ["-".join(map(str, run)) for run in runs]
         return [
             pytest.param(*run, id=name, marks=self._marks(f"{test}[{name}]"))
@@ -236,28 +195,8 @@ class BackendSuite:
         return [] if reason is None else [pytest.mark.xfail(reason=reason, strict=True)]
 
 
-#: The tests of what kernels compute beside outputs.
-OF_KERNELS = tuple(f"test_{name}" for name in gradients.DERIVATIVES)
 _names: dict[type, set[str]] = {}
-_WHY_NOT = {
-    "test_lazy": "the library is never lazy",
-    "test_gradients": "the library differentiates nothing",
-    "test_backward": "no kernel declares it",
-    "test_jvp": "no kernel declares it",
-    "test_sizes": "the library compiles each shape, or is slow",
-    "test_deterministic": "no kernel declares it",
-    "test_batch_invariant": "no kernel declares it",
-    "test_pages_in_any_order": "no kernel has a logsumexp of keys that end",
-    "test_quantized": "no kernel reads integers",
-}
-
-
-def _is_of_the_core(target: Target, variant: KernelVariant) -> bool:
-    """Return whether a kernel stands behind a plugin's own, which "array-api" has tried.
-
-    The plugin brings it only the functions of its library.
-    """
-    return bool(target.own) and variant.kernel not in target.own
+_NOTHING = "no kernel declares it, or the library does not allow it"
 
 
 @cache

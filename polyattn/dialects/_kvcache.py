@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from polyattn import masks
-from polyattn._api.run import prepared
+from polyattn._api.run import plan_ahead
 from polyattn._base.arrays import Array, ArrayFacts, facts_of, index_range, library_of
 from polyattn._base.slices import spans
 from polyattn._base.tracing import is_transformed
@@ -92,7 +92,7 @@ def checked(
     lead = (q.shape[0], many) if cache.table is None else cache.key.shape[:2]
     sizes = zip(facts, (q.shape[-1], value.shape[-1]), strict=True)
     arrays_then = [one._replace(shape=(*lead, key.shape[2], size)) for one, size in sizes]
-    compute = prepared(q, *arrays_then, layout="...LHD", logsumexp=logsumexp, **options)
+    compute = plan_ahead(q, *arrays_then, layout="...LHD", logsumexp=logsumexp, **options)
 
     def write_and_compute() -> Any:
         cache.key[places], cache.value[places] = key, value

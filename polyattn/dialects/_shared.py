@@ -12,7 +12,7 @@ from polyattn import scores
 from polyattn._base.arguments import check_int
 from polyattn._base.arrays import Array, accumulator_of, cast, facts_of, is_array, library_of
 from polyattn._base.host import as_array, destination_of, is_host, is_sequence, is_unreadable
-from polyattn._base.tracing import is_compiling, know_torch
+from polyattn._base.tracing import is_compiling, torch_is_imported
 
 
 def shape_of(array: Any, name: str) -> tuple[Any, ...]:
@@ -30,7 +30,7 @@ def check_axes(axes: str, /, *arrays: Any, **lengths: int) -> None:
     Axes are as in "q BLHD, slopes H|BH". A digit is its own length, and None an argument
     that is not given.
     """
-    if not (know_torch() and is_compiling()):  # which would trace through the cache
+    if not (torch_is_imported() and is_compiling()):  # which would trace through the cache
         try:
             return _agree(axes, *[x if x is None else x.shape for x in arrays], **lengths)
         except (AttributeError, RuntimeError, TypeError):  # numbers, nested or symbolic lengths

@@ -31,7 +31,7 @@ from polyattn._core.call.problem import examine
 from polyattn._core.expressions.indices import PointIndices
 from polyattn._core.expressions.masks import Joined, Mask, Not, as_mask
 from polyattn._core.expressions.parts import axes_of_last
-from polyattn._core.expressions.patterns import Tree
+from polyattn._core.expressions.tree import Tree
 from polyattn._core.tiles.compiled import Compiled
 from polyattn._core.tiles.coverage import TileGrid
 

@@ -63,13 +63,9 @@ from polyattn._core.tiles.band import band, column_span
 from polyattn._core.tiles.coverage import TileGrid, TileQuery, combined_mask
 from polyattn._core.tiles.indices import Indices
 from polyattn._core.tiles.visibility import (
-    band_from,
     cleared,
     empty_rows,
-    finite_bias,
-    made_shape,
     may_have_empty_rows,
-    score_axes,
     visible_keys,
 )
 from polyattn.plugin.backend import Backend, Kernel, undeclared
@@ -84,9 +80,8 @@ __all__ = [  # noqa: RUF022 -- in the groups of the reference, in the order of n
     "Kernel", "FEATURES", "Problem", "Operands", "Quantized", "Residuals", "Cotangents", "Tangents",
     "Gradients", "Array", "undeclared", "in_one_piece", "one_batch_axis", "with_rank", "sum_to",
     # Masks and score rules.
-    "Mask", "Score", "Expression", "CachePadding", "Indices", "PointIndices", "band", "band_from",
-    "score_axes", "made_shape", "visible_keys", "may_have_empty_rows", "empty_rows", "cleared",
-    "finite_bias", "saturating_sum",
+    "Mask", "Score", "Expression", "CachePadding", "Indices", "PointIndices", "band",
+    "visible_keys", "may_have_empty_rows", "empty_rows", "cleared", "saturating_sum",
     # Tiles.
     "Span", "column_span", "combined_mask", "TileGrid", "TileQuery",
 ]  # fmt: skip

@@ -150,8 +150,8 @@ class Kernel:
     ) -> tuple[Array, Array | None]:
         """Compute weights; only the kernel of `polyattn.attention_weights` does.
 
-        There is no value. If the logsumexp is known, (..., H, L), it is that to divide by. Return
-        the weights, or what was asked of them, and the keys of the largest if these were asked for.
+        `operands.value` is None. A known logsumexp, (..., H, L), is the one to normalize by. Return
+        the weights, or the part that is asked for, and the keys of the largest if these are.
         """
         raise NotImplementedError
 
@@ -175,8 +175,7 @@ def undeclared(kernel: Kernel, features: frozenset[str]) -> str | None:
 def unrounded(kernel: Kernel, problem: Problem) -> Problem:
     """Return the problem whose output a kernel gives to its own gradient.
 
-    That is the problem in the dtype of sums, if the kernel rounds once and has no reason against
-    it.
+    That is the problem in the dtype of sums, if the kernel rounds once and supports it.
     """
     if not kernel.rounds_once or problem.dtype == problem.accumulator:
         return problem
@@ -324,11 +323,11 @@ class Backend(BackendPrimitives):
 
     def reshape_last(self, array: Array, number: int, lengths: tuple[int, ...]) -> Array:
         """Replace the last `number` axes of an array, whose others may be of unknown length."""
-        raise NotImplementedError("this library has no arrays of unknown length")
+        raise NotImplementedError("this library does not support arrays of unknown length")
 
     def rows(self, table: Array, ids: Array) -> Array:
         """Return rows of a table (n, size), at ids whose shape may be unknown."""
-        raise NotImplementedError("this library has no arrays of unknown length")
+        raise NotImplementedError("this library does not support arrays of unknown length")
 
     def with_rows(self, memory: Array, rows: Array, at: Array) -> Array | None:
         """Return the memory of a cache with rows in place of those from a number on.

@@ -11,14 +11,21 @@ from polyattn._core.expressions.parts import Part, axes_of_last
 from polyattn._core.tiles.axes import fold_heads, reason_against_batch, unfold_heads
 from polyattn._core.tiles.band import full_span, is_full
 from polyattn._core.tiles.online_softmax import SoftmaxState, initial_state, normalize, or_zero
-from polyattn._core.tiles.visibility import visible_scores, why_too_large
+from polyattn._core.tiles.visibility import (
+    band_from,
+    finite_bias,
+    made_shape,
+    score_axes,
+    visible_scores,
+    why_too_large,
+)
 from polyattn.plugin.backend import unrounded
 
 __all__ = [
     "GRADIENT_ARRAYS", "GRADIENT_EXPRESSIONS", "OPTIONS", "Part", "Slice", "SoftmaxState",
-    "axes_of_last", "fold_heads", "forkable_lock", "full_span", "initial_state", "is_full",
-    "length_of", "map_arrays", "namespace_of", "normalize", "options_of", "options_of_part",
-    "or_zero", "reason_against_batch", "unfold_heads", "unrounded", "visible_scores",
-    "why_too_large",
+    "axes_of_last", "band_from", "finite_bias", "fold_heads", "forkable_lock", "full_span",
+    "initial_state", "is_full", "length_of", "made_shape", "map_arrays", "namespace_of",
+    "normalize", "options_of", "options_of_part", "or_zero", "reason_against_batch", "score_axes",
+    "unfold_heads", "unrounded", "visible_scores", "why_too_large",
 ]  # fmt: skip
 __dir__ = __all__.copy

@@ -11,14 +11,14 @@ from polyattn.conformance.cases.catalogue import CASES, ESSENTIAL
 from polyattn.conformance.checks.gradients import DERIVATIVES
 from polyattn_cupy import cudnn_kernel as cupy_cudnn
 from polyattn_jax import cudnn as jax_cudnn
-from polyattn_torch import flex, paged
+from polyattn_torch import flash_paged, flex
 from polyattn_torch.device_info import DeviceInfo
 
 #: The kernel, the reasons that it gives without a device, and the cases that its suite runs.
 KERNELS = {
     "flex": (flex.Flex, flex.Flex().reasons_against, CASES),
-    "paged": (paged.Paged, paged.Paged().reasons_against, CASES),
-    "jax cudnn": (jax_cudnn.Cudnn, jax_cudnn.mismatches, ESSENTIAL),
+    "paged": (flash_paged.Paged, flash_paged.Paged().reasons_against, CASES),
+    "jax cudnn": (jax_cudnn.JaxCudnn, jax_cudnn.mismatches, ESSENTIAL),
     "cupy cudnn": (cupy_cudnn.CupyCudnn, cupy_cudnn._static_reasons, CASES),
 }
 
@@ -26,9 +26,9 @@ KERNELS = {
 @pytest.fixture(autouse=True)
 def gpu(monkeypatch):
     monkeypatch.setattr(flex, "HAS_TRITON", True)
-    monkeypatch.setattr(paged, "_flash", "an operator")
+    monkeypatch.setattr(flash_paged, "_flash", "an operator")
     found = DeviceInfo("cuda", (2, 13), (9, 20, 0), (9, 0))
-    monkeypatch.setattr(paged, "describe_device", lambda _: found)
+    monkeypatch.setattr(flash_paged, "describe_device", lambda _: found)
 
 
 def problem_of(case, **options):

@@ -15,7 +15,6 @@ from polyattn import (
 )
 from polyattn._kernels.tiled import Tiled
 from polyattn_jax import tile
-from polyattn_jax.backend import JaxBackend
 from polyattn_jax.xla import Xla
 
 RNG = np.random.default_rng(0)
@@ -182,22 +181,6 @@ def test_what_tiled_takes_xla_takes_too():
     assert Tiled.features <= Xla.features
 
 
-def test_memory_is_for_a_few_tiles():
-    def loss(q, k, v, bias):
-        return jnp.sum(attention(q, k, v, bias=bias, kernel=in_tiles(2**16)))
-
-    shapes = [(1, 1, 1024, 8)] * 3 + [(1024, 1024)]
-    arrays = (jax.ShapeDtypeStruct(shape, "float32") for shape in shapes)
-    compiled = jax.jit(jax.grad(loss, (0, 1, 2, 3))).lower(*arrays).compile()
-    assert compiled.memory_analysis().temp_size_in_bytes < 1024**2 * 4
-
-
-def test_the_backend_differentiates_functions():
-    x, gradient = jnp.asarray(draw(3)), jnp.asarray(draw(3))
-    found = JaxBackend().pullback(jnp.sin, x, gradient)
-    np.testing.assert_allclose(found, jnp.cos(x) * gradient)
-
-
 @pytest.mark.parametrize("p", [1, 2])
 def test_a_distance_of_longer_vectors_is_no_longer_program(p):
     """XLA is slow to compile, and to run, an expression of all entries."""
@@ -229,9 +212,3 @@ def test_a_distance_is_summed_for_some_rows_at_a_time(monkeypatch, rows):
     if rows > 1:
         found, expected = quickly(call)(query, key), attention(query, key, key, **options)
         np.testing.assert_allclose(found, expected, atol=1e-5)
-
-
-def test_a_distance_of_vectors_without_entries_is_0():
-    x, value = jnp.ones((1, 3, 0)), jnp.asarray(draw(1, 3, 2))
-    found = attention(x, x, value, similarity=scores.distance(), kernel="xla")
-    np.testing.assert_allclose(found, jnp.broadcast_to(value.mean(-2, keepdims=True), (1, 3, 2)))

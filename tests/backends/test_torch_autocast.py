@@ -37,18 +37,14 @@ def result(function, dtypes, bias):
         return "error"
 
 
+F32, F64 = torch.float32, torch.float64
+
+
 @pytest.mark.parametrize("to", [BRAIN, HALF])
-@pytest.mark.parametrize("bias", [None, torch.float32, BRAIN])
+@pytest.mark.parametrize("bias", [None, F32, BRAIN])
 @pytest.mark.parametrize(
     "dtypes",
-    [
-        (torch.float32,) * 3,
-        (torch.float32, BRAIN, HALF),
-        (HALF,) * 3,
-        (BRAIN, torch.float32, torch.float32),
-        (torch.float64,) * 3,
-        (torch.float64, torch.float32, torch.float32),
-    ],
+    [(F32, F32, F32), (F32, BRAIN, HALF), (BRAIN, F32, F32), (F64, F64, F64), (F64, F32, F32)],
 )
 def test_the_dtype_is_that_of_torchs_own_function(dtypes, bias, to):
     if bias is not None and dtypes[0] == torch.float64:
@@ -157,7 +153,7 @@ def test_explain_says_what_is_cast():
         of_shapes = explain(Q.shape, K.shape, V.shape, library="torch")
         others = explain(Q.shape, K.shape, V.shape), explain(Q.double(), K.double(), V.double())
         of_ranks = parallel.explain(Q.shape, Q.shape, Q.shape, over=2, library="torch")
-        with pytest.raises(ValueError, match="no array of torch on 'foo'"):
+        with pytest.raises(ValueError, match="'torch' is not usable on 'foo'"):
             explain(Q.shape, K.shape, V.shape, library="torch", device="foo")
     assert "bfloat16, torch on cpu\nautocast:  query, value, bias to bfloat16\n" in str(of_arrays)
     assert of_arrays.as_dict()["autocast"] == ["query", "value", "bias"]
@@ -193,18 +189,6 @@ def test_ranks_follow(strategy):
         assert dtype == want[1]
         assert {x.dtype for x in gradients} == {torch.float32}
         equal([x.to(BRAIN) for x in gradients], list(want[2:]))
-
-
-def test_a_pullback_of_ranks_belongs_to_its_call():
-    def attend(ranks):
-        own = [parallel.shard(x, over=ranks) for x in (Q, K, V)]
-        output, pullback = parallel.attention_vjp(*own, over=ranks, strategy="ring")
-        outside = pullback(torch.ones_like(output))
-        with torch.autocast("cpu", dtype=BRAIN):
-            return outside[:3], pullback(torch.ones_like(output))[:3]
-
-    for outside, inside in parallel.run_threads(2, attend):
-        equal(list(inside), list(outside))
 
 
 @pytest.mark.parametrize("bias", [False, True])

@@ -1,5 +1,7 @@
 """torch's function with causal and window: which keys it gets, and when `tiled` is faster."""
 
+from typing import NamedTuple
+
 import numpy as np
 import pytest
 import torch
@@ -35,6 +37,7 @@ BANDS = {
     "a bias": (7, {"window": (9, 0), "bias": randn(1, 4, 1, S), "mask": masks.padding(LENGTHS)}),
     "a bias of one": (7, {"window": (9, 0), "bias": randn(7, 1)}),
     "an offset of each item": (7, {"window": (9, 0), "query_offset": LENGTHS}),
+    "lengths of keys": (7, {"mask": masks.padding(LENGTHS)}),
 }
 
 
@@ -79,6 +82,7 @@ def test_keys_outside_of_the_band_are_left_out(case):
         ("a mask of keys", 16, (1, 1, 7, 16)),
         ("a bias", 16, (2, 4, 7, 16)),
         ("an offset of each item", S, (2, 1, 7, S)),
+        ("lengths of keys", 299, (2, 1, 1, 299)),
     ],
 )
 def test_torch_gets_the_keys_of_the_band(given, case, keys, mask):
@@ -114,51 +118,86 @@ def blocks_of(b, h, i, j):
     return (i // 100 + j // 100) % 2 == 0
 
 
+class Choice(NamedTuple):
+    """A call of so many rows and keys, and the kernel that is chosen on a CPU."""
+
+    kernel: str
+    rows: int
+    keys: int
+    options: dict
+    heads: int = 1
+    batch: int = 1
+
+
+BY_ITEM = {"is_causal": True, "query_offset": (8,)}
+LONG_IDS = masks.segments(np.zeros(2**14, dtype=np.int64))
+PADDED = masks.padding(torch.tensor([5] * 8))
+CHOICES = {
+    "window": Choice("tiled", 8192, 8192, {"window": (128, 0)}),
+    "window, short": Choice("sdpa", 1024, 1024, {"window": (128, 0)}),  # `dense` would follow
+    "window, wide": Choice("sdpa", 2048, 2048, {"window": (1500, 0)}),
+    "window, one row": Choice("sdpa", 1, 16384, {"window": (127, 0)}),
+    "window, few rows": Choice("sdpa", 256, 16384, {"window": (127, 0)}),
+    "causal": Choice("sdpa", 8192, 8192, {"is_causal": True}),
+    "causal, offset": Choice("tiled", 8192, 8192, {"is_causal": True, "query_offset": 1}),
+    "causal, bias": Choice("tiled", 8192, 8192, {"is_causal": True, "bias": (8192,)}),
+    "causal, one head": Choice("tiled", 4096, 8192, {"is_causal": True}),
+    "causal, 8 heads": Choice("sdpa", 4096, 8192, {"is_causal": True}, heads=8),
+    "bias": Choice("sdpa", 8192, 8192, {"bias": (8192, 8192)}),
+    "packed": Choice("tiled", 8192, 8192, {"mask": masks.segments(IDS)}),
+    "packed, short": Choice("sdpa", 2048, 2048, {"mask": masks.segments(IDS[:2048])}),
+    "packed, one row": Choice("sdpa", 1, 8192, {"mask": masks.segments(IDS[:1], IDS)}),
+    "padding": Choice("sdpa", 8192, 8192, {"mask": masks.padding(5)}),
+    "a function": Choice("sdpa", 2048, 2048, {"mask": masks.rule(blocks_of)}),
+    "mask, causal": Choice("sdpa", 8192, 8192, {"mask": (8192, 8192), "is_causal": True}),
+    "mask, window": Choice("tiled", 8192, 8192, {"mask": (8192, 8192), "window": (128, 0)}),
+}
+#: Masks of more elements than are made.
+TOO_LARGE = {
+    "window": Choice("tiled", 2**14, 2**14, {"window": (100, 0)}),
+    "a function": Choice("tiled", 4096, 4096, {"mask": blocks_of}, heads=4, batch=2),
+    "offsets of items": Choice("tiled", 4096, 4096, BY_ITEM, batch=8),
+    "lengths of both": Choice(
+        "tiled", 2**14, 2**14, {"mask": PADDED & masks.padding(None, torch.tensor([5] * 8))},
+        heads=2, batch=8,
+    ),
+    "packed": Choice("tiled", 2**14, 2**14, {"mask": LONG_IDS}, heads=2, batch=8),
+    "lengths of keys": Choice("sdpa", 2**14, 2**14, {"mask": PADDED}, heads=2, batch=8),
+}  # fmt: skip
+
+
+def decided(choice, **options):
+    shapes = [(choice.batch, choice.heads, n, 64) for n in (choice.rows, choice.keys, choice.keys)]
+    return explain(*shapes, library="torch", **choice.options, **options)
+
+
 @pytest.mark.without_native
-@pytest.mark.parametrize(
-    ("rows", "keys", "options", "kernel"),
-    [
-        (8192, 8192, {"window": (128, 0)}, "tiled"),
-        (2048, 2048, {"window": (256, 0)}, "tiled"),
-        (2048, 2048, {"window": (1500, 0)}, "sdpa"),
-        (1024, 1024, {"window": (128, 0)}, "sdpa"),  # `dense` would follow
-        (1, 16384, {"window": (127, 0)}, "sdpa"),
-        (256, 16384, {"window": (127, 0)}, "sdpa"),
-        (8192, 8192, {"is_causal": True}, "sdpa"),
-        (8192, 8192, {"is_causal": True, "query_offset": 1}, "tiled"),
-        (8192, 8192, {"is_causal": True, "bias": (8192,)}, "tiled"),
-        (8192, 8192, {"bias": (8192, 8192)}, "sdpa"),
-        (8192, 8192, {"mask": masks.segments(IDS)}, "tiled"),
-        (2048, 2048, {"mask": masks.segments(IDS[:2048])}, "sdpa"),
-        (1, 8192, {"mask": masks.segments(IDS[:1], IDS)}, "sdpa"),
-        (8192, 8192, {"mask": masks.padding(5)}, "sdpa"),
-        (2048, 2048, {"mask": masks.rule(blocks_of)}, "sdpa"),
-        (8192, 8192, {"mask": (8192, 8192), "is_causal": True}, "sdpa"),
-        (8192, 8192, {"mask": (8192, 8192), "window": (128, 0)}, "tiled"),
-    ],
-)
-def test_a_mask_that_hides_much_goes_to_tiled(rows, keys, options, kernel):
-    shapes = (1, 1, rows, 64), (1, 1, keys, 64), (1, 1, keys, 64)
-    decided = explain(*shapes, library="torch", **options)
-    assert decided.chosen.kernel == kernel
-    if kernel == "tiled":
-        assert f"it computes all {rows * keys:,} scores of a head" in str(decided)
-        cuda = explain(*shapes, library="torch", device="cuda:0", dtype="bfloat16", **options)
+@pytest.mark.parametrize("name", CHOICES)
+def test_a_mask_that_hides_much_goes_to_tiled(name):
+    choice = CHOICES[name]
+    explained = decided(choice)
+    assert explained.chosen.kernel == choice.kernel
+    if choice.kernel == "tiled":
+        scores = f"{choice.rows * choice.keys:,}"
+        assert f"it computes all {scores} scores of a head" in str(explained)
+        cuda = decided(choice, device="cuda:0", dtype="bfloat16")
         assert cuda.chosen.kernel == "sdpa"
 
 
 @pytest.mark.without_native
-@pytest.mark.parametrize(("heads", "kernel"), [(1, "tiled"), (8, "sdpa")])
-def test_many_heads_share_what_a_mask_costs(heads, kernel):
-    shapes = (1, heads, 4096, 64), (1, heads, 8192, 64), (1, heads, 8192, 64)
-    assert explain(*shapes, library="torch", is_causal=True).chosen.kernel == kernel
+@pytest.mark.parametrize("name", TOO_LARGE)
+def test_a_mask_too_large_to_make_goes_to_tiled(name):
+    explained = decided(TOO_LARGE[name])
+    assert explained.chosen.kernel == TOO_LARGE[name].kernel
+    assert ("it would need a mask of" in str(explained)) == (explained.chosen.kernel == "tiled")
 
 
 @pytest.mark.without_native
 @pytest.mark.parametrize(("trained", "kernel"), [("bias", "tiled"), ("query", "sdpa")])
-def test_a_bias_that_is_trained_goes_to_tiled_sooner(trained, kernel):
-    x = {name: torch.zeros(1, 1, 2048, 8) for name in ("query", "key", "value")}
-    x["bias"] = torch.zeros(2048)
+@pytest.mark.parametrize(("heads", "size"), [(1, 8), (16, 4)])
+def test_a_bias_that_is_trained_goes_to_tiled_sooner(trained, kernel, heads, size):
+    x = {name: torch.zeros(1, heads, 2048, size) for name in ("query", "key", "value")}
+    x["bias"] = torch.zeros(1, 1, 1, 2048)
     x[trained].requires_grad_()
-    decided = explain(**x, is_causal=True)
-    assert (decided.problem.trained, decided.chosen.kernel) == ({trained}, kernel)
+    explained = explain(**x, is_causal=True)
+    assert (explained.problem.trained, explained.chosen.kernel) == ({trained}, kernel)

@@ -7,10 +7,10 @@ import torch
 from torch.autograd import gradcheck, gradgradcheck
 from torch.autograd.forward_ad import dual_level, make_dual, unpack_dual
 
-from polyattn import attention, attention_partial, attention_weights, merge, scores
+from polyattn import attention, attention_weights, scores
 from polyattn._kernels.tiled import Tiled
 from polyattn._kernels.weights import Weights
-from polyattn_torch import fused
+from polyattn_torch import fused_node
 
 pytestmark = [
     # torch imports what it deprecates.
@@ -76,24 +76,6 @@ def test_of_second_order_in_tiles(name, inputs):
     assert gradgradcheck(attend, (*inputs, *others), fast_mode=True)
 
 
-def test_a_second_order_step(inputs):
-    """A Hessian-vector product is the derivative of the gradient along the vector."""
-    query, key, value = inputs
-    vector = torch.randn_like(query)
-
-    def gradient(query):
-        loss = attention(query, key, value, is_causal=True, softcap=2.0).square().sum()
-        (found,) = torch.autograd.grad(loss, query, create_graph=True)
-        return found
-
-    (product,) = torch.autograd.grad((gradient(query) * vector).sum(), query)
-    step = 1e-5
-    with torch.no_grad():
-        ends = [query + n * step * vector for n in (1, -1)]
-    ahead, behind = (gradient(end.requires_grad_()).detach() for end in ends)
-    torch.testing.assert_close(product, (ahead - behind) / (2 * step), rtol=1e-6, atol=1e-8)
-
-
 def test_torch_func(inputs):
     query, key, value = (x.detach() for x in inputs)
 
@@ -123,22 +105,6 @@ def test_forward_mode(inputs):
         lambda key: attention(query, key, value, is_causal=True, kernel="dense"), (key,), (along,)
     )
     torch.testing.assert_close(tangent, expected)
-
-
-def test_partials_and_merge_in_tiles(inputs):
-    query, key, value = inputs
-
-    def joined(query, key, value):
-        parts = (slice(0, 2), slice(2, 5))
-        kernel = small_tiles()
-        return merge(
-            *(
-                attention_partial(query, key[..., p, :], value[..., p, :], kernel=kernel)
-                for p in parts
-            )
-        )
-
-    assert gradcheck(joined, (query, key, value))
 
 
 def test_a_function_keeps_the_gradients_of_what_it_closes_over(inputs):
@@ -269,14 +235,14 @@ def test_an_empty_output_depends_on_its_bias(empty):
 def test_a_bias_of_16_bits_with_a_gradient_needs_one_forward_pass(monkeypatch):
     query, key, value = (torch.ones(1, 2, 5, 8, dtype=torch.bfloat16) for _ in range(3))
     bias = torch.zeros(5, 5, dtype=torch.bfloat16, requires_grad=True)
-    by_tiles, calls = fused.KernelStep.result, []
+    by_tiles, calls = fused_node.KernelNode.results, []
 
     def counted(*x, **options):
         calls.append(0)
         return by_tiles(*x, **options)
 
-    monkeypatch.setattr(fused.KernelStep, "result", counted)
-    monkeypatch.setattr(fused, "_forward", lambda *_, **options: 1 / 0)
+    monkeypatch.setattr(fused_node.KernelNode, "results", counted)
+    monkeypatch.setattr(fused_node, "_forward", lambda *_, **options: 1 / 0)
     output = attention(query, key, value, bias=bias)
     assert output.dtype == torch.bfloat16
     output.sum().backward()

@@ -18,7 +18,7 @@ QUERY, KEY, VALUE = (torch.randn(B, n, m, D) for n, m in ((H, L), (G, S), (G, S)
 LENGTHS = {
     "one": torch.full((B,), 130),
     "a number": 130,
-    "unlike": torch.tensor([130, 7, 99, 300], dtype=torch.int32),
+    "ragged": torch.tensor([130, 7, 99, 300], dtype=torch.int32),
     "none": torch.tensor([130, 0, 99, 5]),
     "beyond": torch.tensor([130, 400, -1, 5]),
     "of all": torch.tensor([130]),
@@ -72,21 +72,21 @@ def test_what_lies_beyond_a_length_reaches_nothing(lengths, option, few, monkeyp
 
 
 def test_what_lies_beyond_reaches_nothing_in_a_program_and_beside_another_mask():
-    unlike = LENGTHS["unlike"]
-    arrays, seen = poisoned(unlike), masks.padding(unlike) & ~masks.prefix(2)
+    ragged = LENGTHS["ragged"]
+    arrays, seen = poisoned(ragged), masks.padding(ragged) & ~masks.prefix(2)
     compiled = torch.compile(attention, backend="eager", fullgraph=True)
     expected = attention(QUERY, KEY, VALUE, mask=seen, kernel="dense")
     torch.testing.assert_close(compiled(*arrays, mask=seen), expected)
     torch.testing.assert_close(attention(*arrays, mask=seen), expected)
     recorded = torch.fx.experimental.proxy_tensor.make_fx(
-        lambda *x: attention(*x, key_lengths=unlike)
+        lambda *x: attention(*x, key_lengths=ragged)
     )(*arrays)
-    expected = attention(QUERY, KEY, VALUE, key_lengths=unlike, kernel="dense")
+    expected = attention(QUERY, KEY, VALUE, key_lengths=ragged, kernel="dense")
     torch.testing.assert_close(recorded(*arrays), expected)
 
 
 @pytest.mark.without_native
-@pytest.mark.parametrize("lengths", ["one", "a number", "unlike", "of all"])
+@pytest.mark.parametrize("lengths", ["one", "a number", "ragged", "of all"])
 def test_the_engine_gets_the_keys_that_an_item_has_and_no_mask(lengths, monkeypatch):
     monkeypatch.setattr(by_lengths, "MANY_NUMBERS", 0)
     given, calls, function = LENGTHS[lengths], [], F.scaled_dot_product_attention
@@ -97,7 +97,7 @@ def test_the_engine_gets_the_keys_that_an_item_has_and_no_mask(lengths, monkeypa
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", spy)
     attention(QUERY, KEY, VALUE, key_lengths=given)
-    wanted = [(1, n, None) for n in numbers(given)] if lengths == "unlike" else [(B, 130, None)]
+    wanted = [(1, n, None) for n in numbers(given)] if lengths == "ragged" else [(B, 130, None)]
     assert calls == wanted
 
 
@@ -142,7 +142,7 @@ LONG = [torch.randn(2, 4, 300, 32, generator=torch.Generator().manual_seed(n)) f
     ],
     ids=["sinks", "alibi", "by item", "dropout"],
 )
-def test_items_of_unlike_lengths_keep_what_goes_by_the_whole_call(options):
+def test_items_of_a_ragged_batch_keep_what_goes_by_the_whole_call(options):
     query, lengths = LONG[0][..., :8, :], torch.tensor([100, 290])
     found, wanted = (
         attention(query, *LONG[1:], key_lengths=lengths, kernel=kernel, **options)

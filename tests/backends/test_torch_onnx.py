@@ -1,6 +1,7 @@
 """Models that torch.onnx.export writes: what a call becomes, and what the file computes."""
 
 import warnings
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -59,89 +60,108 @@ def kinds(model):
     return [node.op_type for node in model.graph.node]
 
 
-NATIVE = {
-    "causal": {"is_causal": True},
-    "softcap and scale": {"softcap": 5.0, "scale": -0.3},
-    "softcap, causal from the first key": {"softcap": 5.0, "is_causal": True, "query_offset": 0},
-    "softcap, causal": {"softcap": 5.0, "is_causal": True},
-    "window": {"window": (2, 1)},
-    "window, causal": {"window": (2, 0), "is_causal": True, "softcap": 5.0},
-    "mask expression": {"mask": masks.causal() | masks.prefix(2)},
-    "sinks": {"sinks": np.linspace(-1, 1, H, dtype=np.float32)},
-    "alibi": {"is_causal": True, "score_mod": scores.alibi(H)},
+class Model(NamedTuple):
+    """A function of query, key and value, and the nodes of attention in its model."""
+
+    function: Any
+    nodes: int = 1
+    opset: int | None = 24
+    tolerance: float = 2e-6
+
+
+def call(**options):
+    return lambda *qkv: attention(*qkv, **options)
+
+
+def scaled_by_logsumexp(*qkv):
+    output, logsumexp = polyattn.attention_partial(*qkv, window=(2, None))
+    return output * logsumexp[..., None]
+
+
+def in_float64(*qkv):
+    return attention(*[x * np.float64(1) if isinstance(x, np.ndarray) else x.double() for x in qkv],
+                     softcap=4.0)  # fmt: skip
+
+
+CAPPED = {"is_causal": True, "softcap": 5.0}
+MODELS = {
+    "causal": Model(call(is_causal=True)),
+    "softcap and scale": Model(call(softcap=5.0, scale=-0.3)),
+    "softcap, causal from the first key": Model(call(query_offset=0, **CAPPED)),
+    "softcap, causal": Model(call(**CAPPED)),
+    "window": Model(call(window=(2, 1))),
+    "window, causal": Model(call(window=(2, 0), **CAPPED)),
+    "mask expression": Model(call(mask=masks.causal() | masks.prefix(2))),
+    "sinks": Model(call(sinks=np.linspace(-1, 1, H, dtype=np.float32))),
+    "alibi": Model(call(is_causal=True, score_mod=scores.alibi(H))),
+    "float64": Model(in_float64, tolerance=1e-14),
+    "dropout": Model(call(dropout=(0.4, 5)), nodes=0),
+    "logsumexp": Model(scaled_by_logsumexp, nodes=0, tolerance=1e-5),
+    "opset 23": Model(call(**CAPPED), opset=23),
+    "opset 20": Model(call(**CAPPED), nodes=0, opset=20),
+    "no opset": Model(call(**CAPPED), nodes=0, opset=None),
+    "empty rows in opset 20": Model(call(is_causal=True), nodes=0, opset=20),
+    "empty rows of a window in opset 20": Model(call(mask=masks.window(0, 0)), nodes=0, opset=20),
 }
 
 
 @pytest.mark.slow
-def test_a_softcap_is_one_node_at_all_lengths():
-    model = exported(lambda *qkv: attention(*qkv, softcap=5.0, scale=0.3))
-    assert kinds(model) == ["Attention"]
-    assert {a.name: round(a.f, 3) for a in model.graph.node[0].attribute if a.f} == {
-        "softcap": 5.0,
-        "scale": 0.3,
-    }
+@pytest.mark.parametrize("name", MODELS)
+def test_one_model_runs_at_all_lengths(name):
+    function, nodes, opset, tolerance = MODELS[name]
+    model = exported(function, opset=opset)
+    assert kinds(model).count("Attention") == nodes
+    assert [x.version for x in model.opset_import if not x.domain] == [opset or 20]
     for size in SIZES:
         inputs = numbers(*size)
         (found,) = run(model, *inputs)
-        assert abs(found - attention(*inputs, softcap=5.0, scale=0.3)).max() < 2e-6
+        assert abs(found - function(*inputs)).max() < tolerance
+
+
+@pytest.mark.slow
+def test_a_softcap_is_one_node():
+    model = exported(call(softcap=5.0, scale=0.3))
+    assert kinds(model) == ["Attention"]
+    attributes = {a.name: round(a.f, 3) for a in model.graph.node[0].attribute if a.f}
+    assert attributes == {"softcap": 5.0, "scale": 0.3}
 
 
 @pytest.mark.slow
 def test_torch_can_run_the_program_of_a_plain_call():
-    def call(query, key, value):
+    def plain(query, key, value):
         return attention(query, query, query, is_causal=True, scale=0.3)
 
     x = torch.from_numpy(numbers(2, 5, 7)[0])
     length = {0: torch.export.Dim("batch", min=1), 2: torch.export.Dim("length", min=1)}
     program = program_of(
-        Calls(call).eval(), (x, x, x), dict.fromkeys(("query", "key", "value"), length)
+        Calls(plain).eval(), (x, x, x), dict.fromkeys(("query", "key", "value"), length)
     )
     assert kinds(program.model_proto) == ["Attention"]
-    assert torch.equal(program.exported_program.module()(x, x, x), call(x, x, x))
+    assert torch.equal(program.exported_program.module()(x, x, x), plain(x, x, x))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", NATIVE)
-def test_one_model_runs_at_all_lengths(name):
-    options = NATIVE[name]
-    model = exported(lambda *qkv: attention(*qkv, **options))
-    assert kinds(model).count("Attention") == 1
-    for size in SIZES:
-        inputs = numbers(*size)
-        (found,) = run(model, *inputs)
-        assert abs(found - attention(*inputs, **options)).max() < 2e-6
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("call", OF_ITEMS.values(), ids=OF_ITEMS)
-def test_lengths_and_offsets_of_the_items_are_inputs(call):
-    model = exported(call, np.array([0, 3]))
+@pytest.mark.parametrize("function", OF_ITEMS.values(), ids=OF_ITEMS)
+def test_lengths_and_offsets_of_the_items_are_inputs(function):
+    model = exported(function, np.array([0, 3]))
     assert kinds(model).count("Attention") == 1
     for size in SIZES:
         inputs = [*numbers(*size), np.arange(size[0])]
         (found,) = run(model, *inputs)
-        assert abs(found - call(*inputs)).max() < 2e-6
+        assert abs(found - function(*inputs)).max() < 2e-6
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["window", "window, causal"])
 def test_windows_are_an_attribute_from_opset_25_on(name):
-    model = exported(lambda *qkv: attention(*qkv, **NATIVE[name]), opset=25)
+    function = MODELS[name].function
+    model = exported(function, opset=25)
     (node,) = (n for n in model.graph.node if n.op_type == "Attention")
     assert {a.name: a.i for a in node.attribute}["left_window_size"] == 2
     for size in SIZES[:3]:
         inputs = numbers(*size)
         (found,) = by_reference(model, *inputs)
-        assert abs(found - attention(*inputs, **NATIVE[name])).max() < 2e-6
-
-
-@pytest.mark.slow
-def test_float64_keeps_its_digits():
-    model = exported(lambda *qkv: attention(*[x.double() for x in qkv], softcap=4.0))
-    assert kinds(model).count("Attention") == 1
-    inputs = numbers(3, 6, 4)
-    wanted = attention(*[x.astype(np.float64) for x in inputs], softcap=4.0)
-    assert abs(run(model, *inputs)[0] - wanted).max() < 1e-14
+        assert abs(found - function(*inputs)).max() < 2e-6
 
 
 @pytest.mark.slow
@@ -177,51 +197,17 @@ def test_two_batch_axes_are_left_to_torchs_own_node(options):
 
 
 @pytest.mark.slow
-def test_a_logsumexp_is_written_out():
-    def joined(*qkv):
-        output, logsumexp = polyattn.attention_partial(*qkv, window=(2, None))
-        return output * logsumexp[..., None]
-
-    model = exported(joined)
-    assert "Attention" not in kinds(model)
-    for size in SIZES[:2]:
-        inputs = numbers(*size)
-        assert abs(run(model, *inputs)[0] - joined(*inputs)).max() < 1e-5
-
-
-@pytest.mark.slow
 def test_an_older_opset_has_an_older_operator_or_none():
-    def causal(*qkv):
-        found.append(polyattn.explain(*qkv, is_causal=True, softcap=5.0))
-        return attention(*qkv, is_causal=True, softcap=5.0)
+    def explained(*qkv):
+        found.append(polyattn.explain(*qkv, **CAPPED).candidates[0])
+        return attention(*qkv, **CAPPED)
 
-    inputs, found = numbers(3, 6, 4), []
-    wanted = attention(*inputs, is_causal=True, softcap=5.0)
-    for opset in (23, 20, None):
-        model = exported(causal, opset=opset)
-        assert kinds(model).count("Attention") == (opset == 23)
-        assert [x.version for x in model.opset_import if not x.domain] == [opset or 20]
-        assert abs(run(model, *inputs)[0] - wanted).max() < 2e-6
-    assert found[0].candidates[0].remark == "one node, Attention of opset 23"
+    found = []
+    exported(explained, opset=23)
+    assert found[-1].remark == "one node, Attention of opset 23"
+    exported(explained, opset=20)
     reason = "its operator needs torch.onnx.export(opset_version=23) or more"
-    assert [one.candidates[0].reasons for one in found[-2:]] == [(reason,)] * 2
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("options", [{"is_causal": True}, {"mask": masks.window(0, 0)}])
-def test_rows_without_keys_are_zero_in_an_older_opset_too(options):
-    model = exported(lambda *qkv: attention(*qkv, **options), opset=20)
-    for size in SIZES:
-        inputs = numbers(*size)
-        assert abs(run(model, *inputs)[0] - attention(*inputs, **options)).max() < 2e-6
-
-
-@pytest.mark.slow
-def test_dropout_is_written_out():
-    model = exported(lambda *qkv: attention(*qkv, dropout=(0.4, 5)))
-    for size in SIZES:
-        inputs = numbers(*size)
-        assert abs(run(model, *inputs)[0] - attention(*inputs, dropout=(0.4, 5))).max() < 2e-6
+    assert found[-1].reasons == (reason,)
 
 
 def test_outside_of_an_export_there_is_no_such_kernel():

@@ -3,22 +3,19 @@
 import contextlib
 import functools
 import os
-import stat
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from polyattn import cli, nn
-from polyattn._base.files import replacing, write_file
+from polyattn._base.files import write_file
 from polyattn.export import onnx as export
 
 LIKE = np.zeros(1, np.float32)
 CONFIG = {
     "model_type": "gpt2", "n_embd": 8, "n_layer": 1, "n_head": 2, "vocab_size": 9, "n_positions": 8,
 }  # fmt: skip
-#: As many bytes as a name may have, less those that a caller appends: most are not UTF-8.
-ODD = os.fsdecode(b"\xff\x1b[31m" + b"\xe9" * 236 + b".onnx")
 posix = pytest.mark.skipif(os.name != "posix", reason="names and permissions of Unix")
 
 
@@ -86,20 +83,6 @@ def test_a_write_that_fails_leaves_what_was_there(tmp_path, monkeypatch, write, 
     assert contents(tmp_path) == before
 
 
-@pytest.mark.parametrize("write", [save, export_large])
-def test_a_renaming_that_fails_leaves_each_file_whole(tmp_path, monkeypatch, write):
-    folder, wanted = tmp_path / "old", tmp_path / "new"
-    write(folder, 1)
-    write(wanted, 2)
-    before, after = contents(folder), contents(wanted)
-    monkeypatch.setattr(Path, "replace", failing(Path.replace, 2, OSError(13, "denied")))
-    with pytest.raises(OSError, match="denied"):
-        write(folder, 2)
-    found = contents(folder)
-    assert found.keys() == before.keys()
-    assert all(found[name] in (before[name], after[name]) for name in found)
-
-
 @posix
 @pytest.mark.parametrize("write", [save, export_large])
 def test_a_disk_that_is_full_at_any_byte_leaves_what_was_there(tmp_path, write):
@@ -142,19 +125,6 @@ def test_a_link_is_replaced_and_what_it_names_stays(tmp_path):
 
 
 @posix
-@pytest.mark.parametrize(("mask", "mode"), [(0o022, 0o644), (0o077, 0o600), (0o002, 0o664)])
-def test_permissions_are_those_of_any_new_file(tmp_path, mask, mode):
-    before = os.umask(mask)
-    try:
-        save(tmp_path / "model")
-        export_large(tmp_path / "graph")
-    finally:
-        os.umask(before)
-    for name in ("model/model.safetensors", "model/config.json", "graph/model.onnx.data"):
-        assert stat.S_IMODE((tmp_path / name).stat().st_mode) == mode, name
-
-
-@posix
 def test_what_is_no_regular_file_is_refused(tmp_path, capsys):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "device").symlink_to("/dev/null")
@@ -178,21 +148,6 @@ def test_what_is_no_regular_file_is_refused(tmp_path, capsys):
         nn.save(gpt2(), tmp_path, CONFIG)
     (tmp_path / "model.safetensors").rmdir()
     assert {file.name for file in tmp_path.iterdir()} == {"pipe", "device", "config.json"}
-
-
-@posix
-def test_names_of_250_bytes_that_are_not_utf8(tmp_path, monkeypatch):
-    folder = tmp_path / ODD
-    save(folder)
-    nn.load.model(folder, like=LIKE)
-    linear = nn.Linear.init(4, 3, like=LIKE)
-    export(linear, {"x": ("B", 4)}, file=folder / ODD)
-    assert (folder / ODD).is_file()
-    monkeypatch.setattr("polyattn.export.weight_files.LARGEST", 0)
-    export(linear, {"x": ("B", 4)}, file=folder / ODD)
-    assert len(list(folder.glob("*.data"))) == 1
-    with replacing(folder, "a" * 255) as made:
-        (made / ("a" * 255)).touch()
 
 
 def test_saving_removes_an_index_of_other_files(tmp_path):

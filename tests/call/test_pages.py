@@ -214,7 +214,7 @@ def test_kernels_that_get_copies_are_named():
     for library in ("numpy", "torch", "jax"):
         found = explain(*shapes, library=library, **call)
         remarks = {c.kernel: c.remark or "" for c in found.candidates if c.status != "refused"}
-        assert "it gets copies of the pages, in one piece" in remarks["dense"], library
+        assert "it gets gathered, contiguous copies of the pages" in remarks["dense"], library
     assert not explain(*shapes, kernel="tiled", **call).chosen.remark
     trained = [torch.tensor(x, requires_grad=True) for x in (QUERY, *POOLS)]
     chosen = explain(*trained, block_table=TABLE, key_lengths=LENGTHS).chosen

@@ -3,6 +3,8 @@
 NumPy's turn comes where the package itself is collected: `polyattn/conformance/test_backend.py`.
 """
 
+import re
+
 import numpy as np
 import pytest
 from exported import by
@@ -17,7 +19,7 @@ from optional import (
     torch,
 )
 
-from polyattn.conformance.cases.catalogue import CASES, ESSENTIAL
+from polyattn.conformance.cases.catalogue import CASES
 from polyattn.conformance.cases.expression_cases import VARIANTS
 from polyattn.conformance.checks.cases import check_case, is_applicable, takes
 from polyattn.conformance.checks.lazy import lazily
@@ -37,23 +39,35 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
-# torch's own compiler imports what torch deprecates.
-@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
-class TestTorch(BackendSuite):
-    """What torch compiles is slow: `flex`."""
+class Suite(BackendSuite):
+    """The suite, some tests of which are slow.
 
-    backend = "torch"
+    `slow` and `quick` are patterns of their names, as pytest prints them; `quick` comes first.
+    """
+
+    slow, quick = "(?!)", "(?!)"
 
     def _marks(self, name):
-        return [*super()._marks(name), *([pytest.mark.slow] if "[flex" in name else [])]
+        is_slow = re.match(self.slow, name) and not re.match(self.quick, name)
+        return [*super()._marks(name), *([pytest.mark.slow] if is_slow else [])]
+
+
+# torch's own compiler imports what torch deprecates.
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+class TestTorch(Suite):
+    """What torch compiles is slow: `flex`."""
+
+    backend, slow = "torch", r".*\[flex"
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
-class TestTorchOnADevice(BackendSuite):
+class TestTorchOnADevice(Suite):
     """A call reads nothing from the device and leaves no array on the host."""
 
     backend = f"torch:{KIND}"
     thorough = False
+    # The core's kernels make the same calls of torch for each derivative.
+    slow = r".*\[tiled-|test_gradients\[tiled|test_jvp\[(tiled|dense)"
     # No engine there has a logsumexp.
     test_every_declared_feature_is_exercised = test_pages_in_any_order = None
     test_sizes = test_deterministic = test_batch_invariant = None
@@ -63,12 +77,6 @@ class TestTorchOnADevice(BackendSuite):
         # torch knows for which devices it compiles.
         runs = super()._runs(test, target)
         return ((variant, case) for variant, case in runs if variant.kernel.name != "flex")
-
-    def _marks(self, name):
-        # The core's kernels make the same calls of torch for each derivative.
-        slow = ("[tiled-", "test_gradients[tiled", "test_jvp[tiled", "test_jvp[dense")
-        repeated = any(part in name for part in slow)
-        return [*super()._marks(name), *([pytest.mark.slow] if repeated else [])]
 
     @pytest.fixture(autouse=True)
     def read_results(self, monkeypatch):
@@ -81,23 +89,17 @@ class TestTorchOnADevice(BackendSuite):
         monkeypatch.setattr(Target, "back", read)
 
 
-class TestArrayApi(BackendSuite):
+class TestArrayApi(Suite):
     """The core's kernels on NumPy's arrays, where all cases are tried."""
 
-    backend = "array-api"
-    library = "numpy"
-
-    def _marks(self, name):
-        # No code of the core's kernels depends on the size of vectors.
-        slow = name.startswith("test_sizes[")
-        return [*super()._marks(name), *([pytest.mark.slow] if slow else [])]
+    backend, library = "array-api", "numpy"
+    slow = "test_sizes"  # no code of the core's kernels depends on the size of vectors
 
 
-class TestStrict(BackendSuite):
+class TestStrict(Suite):
     """At its strictest: no shape may depend on the values of an array."""
 
-    backend = "array-api"
-    library = "array_api_strict"
+    backend, library = "array-api", "array_api_strict"
     thorough = False
 
     @pytest.fixture(autouse=True)
@@ -112,35 +114,25 @@ class TestStrict(BackendSuite):
 OF_EXPRESSIONS = [CASES[name] for name, x in VARIANTS.items() if "normalizer" not in x]
 
 
-class TestJax(BackendSuite):
-    """With and without jit: `test_lazy` is under it. Whatever JAX can be told to refuse, it is.
+class TestJax(Suite):
+    """With and without jit: `test_lazy` is under it. JAX raises wherever it can be told to.
 
-    A covering choice is not slow: the plugin's kernel compiles itself, and the core's do under jit,
-    without which each of their operations is compiled for each shape.
+    All cases are slow but some of the plugin's kernel: without jit, each operation of the core's is
+    compiled for each shape.
     """
 
     backend = "jax"
     thorough = False
-    cases = (
-        "many",
-        "dropout",
-        "mask hides some rows",
-        "score value",
-        "cache, options together",
-        "outliers, float16",
-        "nan under causal",
+    slow = r".*\[.*-|test_deterministic\[|test_pages_in_any_order\["
+    quick = (
+        r"test_gradients\[xla-plain|.*\[xla, small tiles\]$"
+        r"|test_case\[xla, small tiles-(many|dropout|mask hides some rows|score value"
+        r"|cache, options together|outliers, float16|nan under causal)\]"
     )
-    quick = ("test_gradients[xla-plain", *(f"test_case[xla, small tiles-{x}]" for x in cases))
 
     def pytest_generate_tests(self, metafunc):
         with jax.enable_x64(True):
             super().pytest_generate_tests(metafunc)
-
-    def _marks(self, name):
-        tests = ("test_deterministic", "test_pages_in_any_order")
-        repeated = name.startswith(tests) and not name.endswith("[xla, small tiles]")
-        slow = repeated or ("-" in name and not name.startswith(self.quick))
-        return [*super()._marks(name), *([pytest.mark.slow] if slow else [])]
 
     @pytest.mark.slow
     @pytest.mark.parametrize("case", OF_EXPRESSIONS, ids=str)
@@ -166,7 +158,7 @@ class Cut(Target):
         return whole.rechunk([-(-n // 3) if n > 3 else -(-n // 2) for n in whole.shape])
 
 
-class TestDask(BackendSuite):
+class TestDask(Suite):
     """Every array in several chunks.
 
     Slow is what `test_case` of the plugin's kernel shows already, but for one case of each. The
@@ -175,11 +167,8 @@ class TestDask(BackendSuite):
 
     backend = "dask"
     thorough = False
-    quick = ("test_case[chunked", "test_lazy[chunked-many", "test_backward[chunked-many")
-
-    def _marks(self, name):
-        slow = "[" in name and not name.startswith((*self.quick, "test_deterministic[chunked"))
-        return [*super()._marks(name), *([pytest.mark.slow] if slow else [])]
+    slow = r".*\["
+    quick = r"test_(case|deterministic)\[chunked|test_(lazy|backward)\[chunked-many"
 
     @pytest.fixture
     def target(self):
@@ -210,10 +199,10 @@ def by_reference(model, inputs):
 EXPORTED = [case for case in CASES.values() if case.dtype != "bfloat16"]  # which ndonnx lacks
 
 
-class TestOnnx(BackendSuite):
+class TestOnnx(Suite):
     """Each call exported, checked, and run by ONNX Runtime: half a second, so all are slow."""
 
-    backend = "onnx"
+    backend, slow = "onnx", r".*\["
     thorough = False
     # A model has no threads of ours and no gradients.
     test_first_call_from_eight_threads = test_backward = test_jvp = None
@@ -221,9 +210,6 @@ class TestOnnx(BackendSuite):
     def _runs(self, test, target):
         # Tiles are for lengths that are known, and make models of thousands of nodes.
         return [run for run in super()._runs(test, target) if run[0].kernel.name != "tiled"]
-
-    def _marks(self, name):
-        return [*super()._marks(name), *([pytest.mark.slow] if "[" in name else [])]
 
     @pytest.fixture
     def target(self):
@@ -255,16 +241,11 @@ class TestOnnxReference(TestOnnx):
         return Target(self.backend, transform=by(by_reference))
 
 
-class TestOnnxruntime(BackendSuite):
+class TestOnnxruntime(Suite):
     """Arrays of NumPy, computed by ONNX Runtime; behind its kernel stand the core's."""
 
-    backend = "onnxruntime"
-    quick = ("test_case[node", "test_every_declared_feature_is_exercised[node")
-
-    def _marks(self, name):
-        case = name.partition("[node-")[2].removesuffix("]")
-        quick = name.startswith(self.quick) and (not case or case in ESSENTIAL)
-        return [*super()._marks(name), *([] if quick or "[" not in name else [pytest.mark.slow])]
+    backend, slow = "onnxruntime", r".*\["
+    quick = r"test_case\[node|test_every_declared_feature_is_exercised\[node"
 
 
 def test_every_plugin_of_ours_is_in_the_matrix():
@@ -273,4 +254,4 @@ def test_every_plugin_of_ours_is_in_the_matrix():
     ours = {e.name for e in entry_points(group="polyattn.backends") if e.dist.name == "polyattn"}
     # NumPy's is the default of the suite that needs no code; CuPy's, in tests/gpu, needs a GPU;
     # MLX, in tests/backends, is not made for every system.
-    assert ours - {"numpy", "cupy", "mlx"} <= {s.backend for s in BackendSuite.__subclasses__()}
+    assert ours - {"numpy", "cupy", "mlx"} <= {s.backend for s in Suite.__subclasses__()}

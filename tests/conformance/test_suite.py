@@ -1,6 +1,5 @@
 """The suite itself: what breaks a promise fails it, and nothing else does."""
 
-import importlib.metadata
 import json
 import re
 import subprocess
@@ -11,12 +10,10 @@ import pytest
 from broken_plugin import DROPPING, IDLE, OTHERS
 
 from polyattn._base.arrays import facts_of
-from polyattn._core.call.features import DTYPES
 from polyattn._core.call.parts import arrays_in
 from polyattn._kernels.dense_kernel import Dense
 from polyattn.conformance import CASES, ESSENTIAL, KernelVariant, Target
-from polyattn.conformance.cases.catalogue import TOPICS
-from polyattn.conformance.checks.cases import cases_for, check_case, covering, takes
+from polyattn.conformance.checks.cases import cases_for, check_case, takes
 from polyattn.conformance.checks.gradients import DERIVATIVES
 from polyattn.plugin import FEATURES
 
@@ -115,8 +112,6 @@ BREAKING = {
     "aliasing": ("test_case", "extreme values"),
     "reusing": ("test_first_call_from_eight_threads", None),
     "read_only": ("test_case", "formula"),
-    "read_only_partial": ("test_case", "formula"),
-    "wide_partial": ("test_case", "formula"),
     "offset_of_the_first_item": ("test_case", "formula"),
     "deaf_to_score_mod": ("test_case", "rows without a visible key"),
     "blind_to_infinity": ("test_case", "NaN and infinity"),
@@ -138,7 +133,6 @@ IDLING = {
     "refusing": {"test_every_declared_feature_is_exercised", "test_deterministic"},
     "no_logsumexp": {"test_every_declared_feature_is_exercised", "test_pages_in_any_order"},
     "no_backward": {"test_every_declared_feature_is_exercised"},
-    "no_method": {"test_every_declared_feature_is_exercised", "test_backward"},
 }
 
 
@@ -154,9 +148,7 @@ def test_there_is_a_test_for_every_saboteur():
 
 
 def test_the_formula_itself_does_not_fail_beside_them(failures):
-    assert "dense" not in failures
-    assert "tiled" not in failures
-    assert "tiled, small tiles" not in failures
+    assert not failures.keys() & {"dense", "tiled", "tiled, small tiles"}
 
 
 def test_an_expected_failure_is_strict_and_names_a_test(python):
@@ -171,7 +163,7 @@ def test_an_expected_failure_is_strict_and_names_a_test(python):
     )
     assert "test_case[drops_softcap-plain]" in done.stdout
     assert "sotfcap" in done.stdout
-    assert re.search(r"2 failed.* 1 xfailed|xfails names no test", done.stdout), done.stdout
+    assert re.search(r"2 failed.* 1 xfailed|xfails: no such test", done.stdout), done.stdout
     assert (
         "FAILED test_expected.py::TestBroken::test_case[drops_softcap-softcap]" not in done.stdout
     )
@@ -207,22 +199,10 @@ def test_the_suite_needs_no_code(python):
     assert done.returncode == 0
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("nonesuch", "no plugin provides the backend 'nonesuch'"),
-        ("torch:cuda:7", "has no device 'cuda:7' here"),
-    ],
-)
-def test_a_backend_that_is_asked_for_and_missing_is_an_error(name, message, python):
-    done = python(*PYTEST, *WITHOUT_CODE, name)
+def test_a_backend_that_is_missing_is_an_error(python):
+    done = python(*PYTEST, *WITHOUT_CODE, "nonesuch")
     assert done.returncode not in (0, 5)
-    assert message in done.stdout + done.stderr
-
-
-def test_no_entry_point_brings_the_suite_into_anybodys_pytest():
-    ours = [e for e in importlib.metadata.entry_points(group="pytest11") if "polyattn" in e.value]
-    assert ours == []
+    assert "no plugin provides the backend 'nonesuch'" in done.stdout + done.stderr
 
 
 def test_the_report_finds_the_same(python):
@@ -241,17 +221,6 @@ def test_the_report_finds_the_same(python):
     assert found["failed"] == len(failures) + 1  # and its spec imports NumPy
     assert backend["plugin"]["loading the plugin's spec imports no array library"] == "no"
     assert len(ESSENTIAL) >= kernel["rows"]["float32"]["agreed"] > 50
-
-
-def test_few_cases_cover_each_feature_dtype_and_topic_and_the_plain_call():
-    target, dense = Target("numpy"), KernelVariant(Dense())
-    few = covering(target, dense, cases_for(target, dense, CASES))
-    assert len(few) < 20
-    assert {case.topic for case in few} == set(TOPICS)
-    assert {case.dtype for case in few} == set(DTYPES)
-    features = set().union(*(case.features for case in few))
-    assert features == set(FEATURES) - {"block_table", "logsumexp", *DERIVATIVES}
-    assert any(not case.features for case in few)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 from optional import da, jax, jnp, torch
 
 import polyattn
-from polyattn import attention, nn, parallel
+from polyattn import attention, parallel
 from polyattn._dispatch import cache
 from polyattn._dispatch.trace import open_traces
 from polyattn.plugin import Kernel
@@ -59,7 +59,6 @@ def test_it_prints_as_a_table_and_is_data_for_json():
     assert first.endswith("numpy tiled  small: it needs rows that see all keys")
     assert second.endswith("; tiled: it does not compute normalizer")
     assert repr(trace) == "<Trace: 2 calls of 2 kinds; print it for the kernels>"
-    assert "<td>numpy dense</td>" in trace._repr_html_()
     sparse = trace.calls[1]._asdict() | {"needs": sorted(trace.calls[1].needs)}
     refused = json.loads(json.dumps(sparse))["refused"]
     assert [one[1] for one in refused] == ["small", "tiled"]
@@ -132,16 +131,6 @@ def test_a_moved_call_says_where_its_kernel_ran():
 # ---- nothing is lost ---------------------------------------------------------------------------
 
 
-def layers():
-    nn.MultiHeadAttention.init(8, 2, like=X)(X[0])
-
-
-def dialect():
-    from polyattn.dialects.torch import scaled_dot_product_attention as sdpa
-
-    sdpa(torch.from_numpy(X), torch.from_numpy(X), torch.from_numpy(X), is_causal=True)
-
-
 def ranks():
     parallel.run_threads(4, lambda over: parallel.attention(X, X, X, over=over, strategy="gather"))
 
@@ -151,25 +140,11 @@ def chunks():
     attention(array, array, array).compute(scheduler="threads")
 
 
-def model():
-    transformers = pytest.importorskip("transformers")
-    from polyattn.integrations import transformers as ours
-
-    ours.register()
-    config = transformers.GPT2Config(
-        vocab_size=9, n_embd=8, n_layer=3, n_head=2, n_positions=8, attn_implementation="polyattn"
-    )
-    transformers.GPT2Model(config).eval()(torch.tensor([[1, 2, 3]]))
-
-
 @pytest.mark.parametrize(
     ("program", "calls", "library"),
     [
-        (layers, {"numpy": 1}, None),
-        (dialect, {"torch": 1}, "torch"),
         (ranks, {"numpy": 4}, None),
         (chunks, {"dask": 1, "numpy": 4}, "dask"),
-        (model, {"torch": 3}, "transformers"),
     ],
     ids=lambda x: getattr(x, "__name__", ""),
 )
@@ -251,6 +226,14 @@ def test_a_program_that_was_compiled_without_a_trace_is_not_compiled_again():
     assert torch._dynamo.utils.counters["stats"] == before
 
 
+@pytest.mark.filterwarnings("ignore")  # of torch: about the numbers that decide the kernel
+def test_lengths_under_jit_trace_are_numbers():
+    pytest.importorskip("torch")
+    with polyattn.trace() as trace:
+        torch.jit.trace(lambda x: attention(x, x, x), torch.from_numpy(X), check_trace=False)
+    assert str(only(trace).query) == "(2, 4, 64, 8)"
+
+
 def test_a_program_of_jax_counts_when_it_is_traced():
     pytest.importorskip("jax")
     program, array = jax.jit(lambda x: attention(x, x, x)), jnp.asarray(X)
@@ -313,11 +296,10 @@ def test_the_logger_has_a_line_for_each_new_plan(caplog):
     assert {record.levelname for record in caplog.records} == {"DEBUG"}
 
 
-def test_the_logger_is_silent_at_other_levels_and_in_programs_and_has_no_handler(caplog):
+def test_the_logger_is_silent_at_other_levels_and_in_programs(caplog):
     cache.forget()
     with caplog.at_level(logging.INFO, "polyattn"):
         attention(X, X, X)
-    assert logging.getLogger("polyattn").handlers == []
     if torch:
         with caplog.at_level(logging.DEBUG, "polyattn"):
             program = torch.compile(lambda x: attention(x, x, x), fullgraph=True, backend="eager")

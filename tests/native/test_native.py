@@ -336,7 +336,7 @@ def test_a_long_bias_of_another_dtype_has_one_axis(monkeypatch: pytest.MonkeyPat
 def test_the_share_that_is_done_grows_to_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     shares: list[float] = []
     monkeypatch.setattr(call, "progress", lambda: contextlib.nullcontext(shares.append))
-    x = np.ones((8, 2048, 64), np.float32)
+    x = np.ones((24, 2048, 64), np.float32)
     options: dict[str, Any]
     for options in ({}, {"mask": masks.causal() & masks.dilated(3)}, {}):  # the last one is ready
         shares.clear()

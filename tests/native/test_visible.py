@@ -1,9 +1,9 @@
-"""Which masks the compiled kernel takes as a first and a last key for each row."""
+"""Which masks the compiled kernel takes as ranges of keys for each row."""
 
 import numpy as np
 import pytest
 
-from polyattn import attention, explain, masks, scores
+from polyattn import attention, attention_jvp, attention_vjp, explain, masks, scores
 from polyattn.plugin import CachePadding
 
 call = pytest.importorskip("polyattn_native.call")
@@ -25,24 +25,77 @@ IDS = np.array([[0, 0, 0, 1, 1, 2, 2, 2, 2], [0] * 5 + [1] * 4])
         masks.causal() & (masks.window(4, None) & masks.padding(np.array([4, 9]))),
         masks.compile(masks.window(3, 0) & masks.prefix(6), 9, 9),
         masks.dense(RNG.random((9, 9)) < 0.5) & masks.causal(),
+        # several ranges
+        masks.causal() & (masks.window(2, 0) | masks.prefix(1)),
+        masks.causal() & (masks.window(2, 0) | masks.prefix(np.array([1, 2]))),
+        masks.causal() | masks.prefix(2),
+        ~masks.window(1, 1),
+        masks.segments(IDS[:, ::-1]),
+        masks.positions(IDS, IDS),
+        masks.window(1, 1) | masks.global_tokens(0, 4),
+        masks.dense(RNG.random((9, 9)) < 0.5) & ~masks.window(1, 1),
     ],
     ids=repr,
 )
 def test_a_mask_of_ranges_and_an_array_is_not_made(mask, monkeypatch):
-    expected = attention(X, X, X, mask=mask, kernel="dense")
     monkeypatch.setattr(call, "array_of", None)
     monkeypatch.setattr(call, "bytes_per_row", None)
-    output = attention(X, X, X, mask=mask, kernel="native")
+    equal_to_dense(X, X, {"mask": mask})
+
+
+def equal_to_dense(query, key, options):
+    """Compare attention, its gradients and its directional derivative with those of `dense`."""
+    (expected, vjp), (output, pulled) = (
+        attention_vjp(query, key, key, kernel=kernel, **options) for kernel in ("dense", "native")
+    )
     np.testing.assert_allclose(output, expected, rtol=0, atol=1e-13)
+    for theirs, ours in zip(vjp(expected)[:3], pulled(expected)[:3], strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-12)
+    pushed = (
+        attention_jvp((query, key, key), (query, key, key), kernel=kernel, **options)
+        for kernel in ("native", "dense")
+    )
+    for ours, theirs in zip(*pushed, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-12)
+
+
+STREAMING = masks.causal() & (masks.window(60, 0) | masks.prefix(5))
+
+
+@pytest.mark.parametrize("heads", [1, 3])
+@pytest.mark.parametrize("lengths", [(1, 700), (70, 70), (300, 900)])
+@pytest.mark.parametrize("options", [{}, {"bias": 0.0}, {"dropout": (0.3, 7)}], ids=str)
+def test_blocks_between_ranges_are_left_out(lengths, heads, options, monkeypatch):
+    monkeypatch.setattr(call, "array_of", None)
+    query, key = (
+        RNG.standard_normal((2, n, rows, 8)) for n, rows in zip((3, 1), lengths, strict=True)
+    )
+    options = {"mask": STREAMING | masks.global_tokens(400), **options}
+    if "bias" in options:  # shared by items: their gradients are added in turns
+        options["bias"] = RNG.standard_normal((1, 3, *lengths))
+    equal_to_dense(query, key.repeat(heads, 1), options)
+
+
+def test_keys_between_ranges_are_not_read():
+    key = RNG.standard_normal((1, 1, 2000, 8))
+    key[..., 5:1000, :] = np.nan
+    query = RNG.standard_normal((1, 1, 40, 8))
+    output = attention(query, key, key, mask=STREAMING, kernel="native")
+    np.testing.assert_allclose(output, attention(query, key, key, mask=STREAMING, kernel="dense"))
+    assert np.isfinite(output).all()
+
+
+def test_the_ranges_of_a_mask_without_arrays_are_kept(monkeypatch):
+    mask = masks.causal() & (masks.window(3, 0) | masks.prefix(1))
+    expected = attention(X, X, X, mask=mask, kernel="native")
+    monkeypatch.setattr(masks.Mask, "intervals", None)
+    np.testing.assert_array_equal(attention(X, X, X, mask=mask, kernel="native"), expected)
 
 
 @pytest.mark.parametrize(
     "mask",
     [
-        masks.causal() | masks.prefix(2),
-        ~masks.window(1, 1),
-        masks.segments(IDS[:, ::-1]),
-        masks.positions(IDS, IDS),
+        masks.dilated(2) & ~masks.window(0, 0) | masks.dense(np.eye(9, dtype=bool)),
         masks.tree(np.arange(9) // 2 - 1),
     ],
     ids=repr,

@@ -80,6 +80,7 @@ class NativeCall:
         self.x: Any = x
         self.accumulator = np.dtype(problem.accumulator)
         self.keep: list[Any] = []
+        self.made: list[Any] = []  # of them, those that the expressions of the problem make
         self.offsets: list[Any] = []
         self.sizes: dict[str, int] = {}  # of the numbers of each array
         call = self.call = call_of(problem, products, threads)
@@ -168,8 +169,10 @@ class NativeCall:
             if numbers is None:
                 continue
             shape = (*self.problem.batch,) if numbers.shape[0] != 1 else ()
-            by_head = np.ascontiguousarray(numbers).reshape(*shape, 1, numbers.shape[1], 1)
-            self.array(name, by_head)
+            by_row = np.ascontiguousarray(numbers).reshape(*shape, *numbers.shape[1:])
+            self.array(name, by_row)
+            self.made.append(by_row)
+            self.call.ranges = numbers.shape[3]
         self.made_mask = seen.by_rows
         if seen.array is not None:
             self.array("mask", np.asarray(seen.array).view(np.uint8))
@@ -198,6 +201,7 @@ class NativeCall:
         to.data, to.offsets = by.numbers.ctypes.data, by.starts.ctypes.data
         to.head, to.row, to.column = by.numbers.shape[-1], -1, 1
         self.keep += [by.numbers, by.starts]
+        self.made += [by.numbers, by.starts]
         self.sizes[name] = by.numbers.itemsize
 
     # ---- running ----
@@ -287,7 +291,7 @@ class Ready:
     """A plain call that runs again with other arrays of the same kind."""
 
     def __init__(self, native: NativeCall) -> None:
-        native.keep.clear()  # and not `offsets`: they are of strides, which stay the same
+        native.keep = native.made  # and `offsets`: they are of strides, which stay the same
         native.x = None
         self.problem, self._native, self._call = native.problem, native, native.address
         self._function = library().polyattn_attend_to

@@ -30,6 +30,8 @@ PLAIN = frozenset({
     "batch_broadcast", "causal", "grouped_heads", "logsumexp", "query_offset", "scale", "softcap",
     "value_size", "window",
 })  # fmt: skip
+# Those that it says all about if the expressions have no arrays.
+EXPRESSIONS = {"mask_expression", "score_expression"}
 # Plain calls that are kept ready to run again, at most.
 MOST_READY = 256
 # A call of (1, 1, 16, 16) takes 9.0 µs with addresses by `DATA`, 14.2 µs by `__array_interface__`,
@@ -107,7 +109,9 @@ class Native(Kernel):
 
     def _keep(self, kind: Any, problem: Problem, native: NativeCall) -> None:
         """Keep a call ready to run again, if the problem says all about it."""
-        if problem.features <= PLAIN:
+        expressions = problem.mask_spec, problem.score_spec
+        is_plain = not any(one is not None and one.carried() for one in expressions)
+        if is_plain and problem.features - EXPRESSIONS <= PLAIN and not native.made_mask:
             if len(self._ready) >= MOST_READY:
                 self._ready.clear()
             self._ready[kind] = Ready(native)

@@ -51,6 +51,7 @@ class CCall(ctypes.Structure):
         ("positions", c_void_p),
         ("first", CArray),
         ("stop", CArray),
+        ("ranges", c_int64),
         ("mask", CArray),
         *((n, CArray) for n in ("by_distance", "bias")),
         ("sinks", c_void_p),

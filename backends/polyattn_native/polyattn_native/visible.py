@@ -1,13 +1,14 @@
 """The keys that rows see, as the compiled library takes them.
 
-Masks of lengths, prefixes, windows and sorted ids are a first and a last key for each row; an array
-is read in place. All others are computed as an array, for some rows at a time.
+Masks of lengths, prefixes, windows and sorted ids are a first and a last key for each row, and
+compositions of them a few such ranges; an array is read in place. All others are computed as an
+array, for some rows at a time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import reduce
+from functools import lru_cache, reduce
 from operator import and_
 from typing import Any, NamedTuple
 
@@ -26,11 +27,15 @@ from polyattn.plugin import (
 )
 from polyattn_native.arrays import FAR
 
+#: The ranges that a row may have, as `src/interface.h` says.
+MOST_RANGES = 8
+
 
 class Visible(NamedTuple):
     """The keys that rows see, but for what numbers of the call say, such as most windows."""
 
-    first: Any = None  #: (items or 1, L), int32: the first key that a row may see
+    #: int32 (items or 1, heads or 1, L, n): the first key of each range that a row may see
+    first: Any = None
     stop: Any = None  #: likewise, after the last
     array: Any = None  #: bool, broadcasts to (..., H, L, S)
     by_rows: bool = False  #: whether the array is to be made by `array_of`
@@ -56,7 +61,7 @@ def visible(problem: Problem, x: Operands) -> Visible:
     if problem.query_offset is None and problem.band is not None and _is_wide(band(problem)):
         ranges.add(problem.band)
     conditions: tuple[Any, ...] = ()
-    by_rows = False
+    left: list[Any] = []
     if isinstance(x.mask, Mask):
         conditions = x.mask.conditions
     elif x.mask is not None:
@@ -65,8 +70,39 @@ def visible(problem: Problem, x: Operands) -> Visible:
         if array is None and kind_of(mask) == "dense":
             array = mask.array
         elif not ranges.add(mask):
-            by_rows = True
-    return Visible(ranges.first, ranges.stop, None if by_rows else array, by_rows)
+            left.append(mask)
+    first, stop = (
+        None if end is None else end[:, None, :, None] for end in (ranges.first, ranges.stop)
+    )
+    if not left:
+        return Visible(first, stop, array)
+    composed = reduce(and_, [mask for mask in conditions if kind_of(mask) != "dense"])
+    ends = _ends(problem, x, composed)
+    if ends is None or sum(kind_of(mask) == "dense" for mask in conditions) > 1:
+        return Visible(first, stop, by_rows=True)
+    return Visible(*ends, array)
+
+
+def _ends(problem: Problem, x: Operands, mask: Mask) -> tuple[Any, Any] | None:
+    """Return the ends of the few ranges that a mask shows to each row, or None."""
+    offset: Any = problem.query_offset
+    if offset is None:
+        offset = np.asarray(x.query_offset)[..., 0, 0, 0]
+    lengths = problem.query_length, problem.key_length
+    known = (
+        _known_ends if not mask.carried() and isinstance(offset, int) else _known_ends.__wrapped__
+    )
+    return known(mask, lengths, offset, problem.batch, problem.heads)
+
+
+@lru_cache(maxsize=16)
+def _known_ends(
+    mask: Mask, lengths: tuple[int, int], offset: Any, batch: tuple[int, ...], heads: int
+) -> tuple[Any, Any] | None:
+    found = mask.intervals(
+        lengths, offset, batch=batch, heads=heads, most=MOST_RANGES, evaluates=False
+    )
+    return None if found is None else (found.first.astype("int32"), found.stop.astype("int32"))
 
 
 def kind_of(expression: Expression) -> str:

@@ -49,7 +49,8 @@ private:
         int64_t number, item, key_head, part;
         int64_t next_row, stop_row;
         int panels;    // of the group at hand; 0 before it is begun
-        Range keys;    // that some row of the group sees
+        Ranges ranges;  // of keys that some row of the group sees
+        Range keys;     // from the first to the last of them
         int64_t next;  // the first key of the next block
         bool finite;   // queries and output gradients of the group
     };
@@ -168,7 +169,7 @@ private:
             const int64_t more = (heads - 1 + work_.rows - 1) / work_.rows * blocks;
             if (!turns.is_open(state->number, block + more)) return false;
             add_block({max(state->next, state->keys.first), min(state->next + KEYS, state->keys.stop)});
-            state->next += KEYS;
+            state->next = state->ranges.next(state->next + KEYS, KEYS);
             turns.pass(state->number, block);
             if (state->next < state->keys.stop) return false;
         }
@@ -179,7 +180,7 @@ private:
     }
 
     void begin_group() {
-        state->keys = {call.keys, 0};
+        state->ranges.clear(call);
         state->finite = true;
         const int64_t stop = min(state->next_row + work_.rows, state->stop_row);
         clear(query_columns, work_.rows * columns_of(call.head_size) * 2 * width);
@@ -188,14 +189,14 @@ private:
             Panel<T>& panel = panels[state->panels];
             panel.begin(call, state->item, state->key_head, state->next_row, stop);
             read_rows(panel, state->panels);
-            state->keys.first = min(state->keys.first, panel.any_key.first);
-            state->keys.stop = max(state->keys.stop, panel.any_key.stop);
+            state->ranges.add(panel.ranges);
             state->next_row += panel.used;
             ++state->panels;
         }
         clear(query_sums, work_.rows * call.head_size);
         clear(tile.softcap_sums, work_.rows);
-        state->next = state->keys.first / KEYS * KEYS;
+        state->keys = state->ranges.hull();
+        state->next = state->ranges.next(0, KEYS);
     }
 
     void read_rows(const Panel<T>& panel, int number) {

@@ -39,7 +39,8 @@ private:
     struct State {
         int64_t item, key_head;
         int panels;
-        Range keys;    // that some row sees
+        Ranges ranges;  // of keys that some row sees
+        Range keys;     // from the first to the last of them
         int64_t next;  // the first of the next block
     };
 
@@ -78,19 +79,19 @@ private:
         state->item = pair / call.key_heads;
         state->key_head = pair % call.key_heads;
         state->panels = 0;
-        state->keys = {call.keys, 0};
+        state->ranges.clear(call);
         const int64_t stop = min((chunk + 1) * work_.rows, rows);
         for (int64_t row = chunk * work_.rows; row < stop;) {
             Panel<T>& panel = panels[state->panels];
             panel.begin(call, state->item, state->key_head, row, stop);
             read_query(panel, query_of(state->panels));
-            state->keys.first = min(state->keys.first, panel.any_key.first);
-            state->keys.stop = max(state->keys.stop, panel.any_key.stop);
+            state->ranges.add(panel.ranges);
             row += panel.used;
             ++state->panels;
         }
         // Blocks begin at multiples of their size, so that a row's sums do not depend on others.
-        state->next = state->keys.first / BLOCK * BLOCK;
+        state->keys = state->ranges.hull();
+        state->next = state->ranges.next(0, BLOCK);
     }
 
     void read_query(const Panel<T>& panel, T* to) {
@@ -108,7 +109,7 @@ private:
         if (state->next < state->keys.stop) {
             const Range block = {max(state->next, state->keys.first), min(state->next + BLOCK, state->keys.stop)};
             attend_to(block);
-            state->next += BLOCK;
+            state->next = state->ranges.next(state->next + BLOCK, BLOCK);
         }
         if (state->next < state->keys.stop) return false;
         for (int i = 0; i < state->panels; ++i) write(panels[i], output_of(i));
@@ -122,6 +123,7 @@ private:
         int finite = -1;  // not known yet
         for (int i = 0; i < state->panels; ++i) {
             Panel<T>& panel = panels[i];
+            panel.narrow(call, state->item, block);
             const Range seen = {max(block.first, panel.any_key.first), min(block.stop, panel.any_key.stop)};
             if (seen.first >= seen.stop) continue;
             Flags flags = {true, true};
@@ -135,7 +137,7 @@ private:
             if (i == 0 && !copies(call)) multiply_ahead(panel, some, some_values, seen);
             else multiply_rows_of(panel, seen.stop - seen.first, some, query_of(i), call.head_size, scores);
             adjust(panel, seen);
-            const bool hides = hide(call, panel, seen, flags.all, bytes, scores);
+            const bool hides = hide(call, state->item, panel, seen, flags.all, bytes, scores);
             if (hides && finite < 0) finite = is_finite(values, block.stop - block.first, call.value_size);
             weigh(panel, seen, some_values, output_of(i), hides && !finite);
         }

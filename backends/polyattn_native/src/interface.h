@@ -9,6 +9,7 @@
 extern "C" {
 #endif
 
+enum { POLYATTN_RANGES = 8 };
 enum { POLYATTN_FLOAT32, POLYATTN_FLOAT64, POLYATTN_FLOAT16, POLYATTN_BFLOAT16 };
 
 // An array with the axes (item, head, row or key, element); a stride of 0 broadcasts an axis.
@@ -40,7 +41,10 @@ typedef struct {
     int32_t has_low, has_high;
     int64_t low, high;
     const int64_t* positions;
-    PolyattnArray first, stop;  // int32: row i sees the keys from first to before stop
+    // int32 (item, head, row, range): row i sees the keys from first to before stop of each of its ranges, which
+    // are in order and apart. At most POLYATTN_RANGES; 0 is one.
+    PolyattnArray first, stop;
+    int64_t ranges;
     PolyattnArray mask;  // uint8: a key takes part where it is not 0
     PolyattnArray bias[2];  // of the scores' dtype, added after the softcap: numbers by distance, and a bias
     const void* sinks;  // (heads), of the scores' dtype

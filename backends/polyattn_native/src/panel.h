@@ -21,16 +21,56 @@ struct Range {
     int64_t first, stop;
 };
 
-// The keys that a row may see by its position and by numbers for each row.
-inline Range keys_of_row(const PolyattnCall& call, int64_t item, int64_t head, int64_t row) {
+// The keys that a row may see by its position and by numbers for each row, of one of its ranges.
+inline Range keys_of_row(const PolyattnCall& call, int64_t item, int64_t head, int64_t row, int64_t range) {
     Range keys = {0, call.keys};
     int64_t position = row + (call.positions ? call.positions[item] : 0);
     if (call.has_low) keys.first = clamp(position + call.low, 0, call.keys);
     if (call.has_high) keys.stop = clamp(position + call.high + 1, 0, call.keys);
-    if (call.first.data) keys.first = max(keys.first, *at<int32_t>(call.first, item, head, row));
-    if (call.stop.data) keys.stop = min(keys.stop, *at<int32_t>(call.stop, item, head, row));
+    if (call.first.data) {
+        keys.first = max(keys.first, at<int32_t>(call.first, item, head, row)[range * call.first.column]);
+    }
+    if (call.stop.data) keys.stop = min(keys.stop, at<int32_t>(call.stop, item, head, row)[range * call.stop.column]);
     return {min(keys.first, keys.stop), keys.stop};
 }
+
+// For each range of rows, the keys that some of them see. Those of two ranges may overlap.
+struct Ranges {
+    int64_t count;
+    Range of[POLYATTN_RANGES];
+
+    void clear(const PolyattnCall& call) {
+        count = max(call.ranges, 1);
+        for (int64_t i = 0; i < count; ++i) of[i] = {call.keys, 0};
+    }
+    void add(int64_t i, Range keys) {
+        if (keys.first >= keys.stop) return;
+        of[i] = {min(of[i].first, keys.first), max(of[i].stop, keys.stop)};
+    }
+    void add(const Ranges& more) {
+        for (int64_t i = 0; i < count; ++i) add(i, more.of[i]);
+    }
+    // From the first to the last key of all.
+    Range hull() const {
+        Range keys = of[0];
+        for (int64_t i = 1; i < count; ++i) keys = {min(keys.first, of[i].first), max(keys.stop, of[i].stop)};
+        return keys;
+    }
+    // The first block of `size` keys at or after `from`, where one begins, of which a row may see a key.
+    int64_t next(int64_t from, int64_t size) const {
+        int64_t found = INT64_MAX;
+        for (int64_t i = 0; i < count; ++i) {
+            if (of[i].stop > from) found = min(found, max(from, of[i].first / size * size));
+        }
+        return found;
+    }
+    bool touches(Range block) const {
+        for (int64_t i = 0; i < count; ++i) {
+            if (of[i].first < block.stop && of[i].stop > block.first) return true;
+        }
+        return false;
+    }
+};
 
 // Rows are counted over the query heads that share a key head: those of one position are adjacent.
 template <typename T> struct Panel {
@@ -39,7 +79,10 @@ template <typename T> struct Panel {
     int count;          // vectors: 1 or 2
     int used;           // rows; the lanes after them repeat the last
     int64_t first_row;  // the number of the first
-    Range any_key, all_keys;  // the keys that any row sees, and those that all rows see
+    // The keys that any row sees, and those that all rows see: of the block at hand, if rows have several ranges.
+    Range any_key, all_keys;
+    Ranges ranges;
+    bool has_gaps;  // whether a row sees two ranges of the block
     int64_t first[2 * width], stop[2 * width], head[2 * width], row[2 * width];
     T maximum[2 * width], total[2 * width];
     bool has_output;
@@ -54,18 +97,46 @@ template <typename T> struct Panel {
         first_row = number;
         any_key = {call.keys, 0};
         all_keys = {0, call.keys};
-        has_output = false;
+        has_gaps = has_output = false;
+        ranges.clear(call);
         for (int lane = 0; lane < lanes(); ++lane) {
             const int64_t r = number + (lane < used ? lane : used - 1);
             row[lane] = r / group;
             head[lane] = key_head * group + r % group;
-            Range keys = keys_of_row(call, item, head[lane], row[lane]);
+            for (int64_t i = 1; i < ranges.count; ++i) ranges.add(i, keys_of_row(call, item, head[lane], row[lane], i));
+            const Range keys = keys_of_row(call, item, head[lane], row[lane], 0);
+            ranges.add(0, keys);
             first[lane] = keys.first;
             stop[lane] = keys.stop;
             any_key = {min(any_key.first, keys.first), max(any_key.stop, keys.stop)};
             all_keys = {max(all_keys.first, keys.first), min(all_keys.stop, keys.stop)};
             maximum[lane] = -infinity<T>();
             total[lane] = 0;
+        }
+    }
+
+    // Look at what the rows see of a block, if they have several ranges.
+    void narrow(const PolyattnCall& call, int64_t item, Range block) {
+        if (ranges.count == 1) return;
+        has_gaps = false;
+        any_key = all_keys = {block.first, block.first};
+        if (!ranges.touches(block)) return;
+        any_key = {block.stop, block.first};
+        all_keys = block;
+        for (int lane = 0; lane < lanes(); ++lane) {
+            Range found = {block.stop, block.first};
+            for (int64_t i = 0; i < ranges.count; ++i) {
+                Range keys = keys_of_row(call, item, head[lane], row[lane], i);
+                keys = {max(keys.first, block.first), min(keys.stop, block.stop)};
+                if (keys.first >= keys.stop) continue;
+                has_gaps = has_gaps || found.first < found.stop;
+                found = {min(found.first, keys.first), keys.stop};
+            }
+            if (found.first > found.stop) found.first = found.stop;
+            first[lane] = found.first;
+            stop[lane] = found.stop;
+            if (found.first < found.stop) any_key = {min(any_key.first, found.first), max(any_key.stop, found.stop)};
+            all_keys = {max(all_keys.first, found.first), min(all_keys.stop, found.stop)};
         }
     }
 };

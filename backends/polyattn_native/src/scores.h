@@ -242,22 +242,29 @@ void add_bias(const PolyattnArray& bias, int64_t item, const Panel<T>& panel, Ra
     }
 }
 
-// Step 5 by the first and last keys of the rows.
-template <typename T> void hide_outside(const Panel<T>& panel, Range keys, T* scores) {
+// Step 5 by the first and last keys of the rows, or of each of their ranges.
+template <typename T>
+void hide_outside(const PolyattnCall& call, int64_t item, const Panel<T>& panel, Range keys, T* scores) {
     constexpr int width = Lanes<T>::width;
     typedef typename Lanes<T>::Int Int;
     const int lanes = panel.lanes();
+    const int64_t ranges = panel.has_gaps ? panel.ranges.count : 1;
     for (int v = 0; v < lanes; v += width) {
-        Ints<T> first, stop;  // from the first key of the block, so that 32 bits hold them
-        for (int lane = 0; lane < width; ++lane) {
-            first[lane] = (Int)clamp(panel.first[v + lane] - keys.first, 0, BLOCK);
-            stop[lane] = (Int)clamp(panel.stop[v + lane] - keys.first, 0, BLOCK);
+        Ints<T> first[POLYATTN_RANGES], stop[POLYATTN_RANGES];  // from the block's first key, so that 32 bits hold them
+        for (int64_t i = 0; i < ranges; ++i) {
+            for (int lane = 0; lane < width; ++lane) {
+                Range seen = {panel.first[v + lane], panel.stop[v + lane]};
+                if (panel.has_gaps) seen = keys_of_row(call, item, panel.head[v + lane], panel.row[v + lane], i);
+                first[i][lane] = (Int)clamp(seen.first - keys.first, 0, BLOCK);
+                stop[i][lane] = (Int)clamp(seen.stop - keys.first, 0, BLOCK);
+            }
         }
         for (int64_t key = keys.first; key < keys.stop; ++key) {
-            if (key >= panel.all_keys.first && key < panel.all_keys.stop) continue;
+            if (!panel.has_gaps && key >= panel.all_keys.first && key < panel.all_keys.stop) continue;
             T* score = scores + (key - keys.first) * lanes + v;
             Ints<T> at = Ints<T>{} + (Int)(key - keys.first);
-            Ints<T> seen = (at >= first) & (at < stop);
+            Ints<T> seen = (at >= first[0]) & (at < stop[0]);
+            for (int64_t i = 1; i < ranges; ++i) seen |= (at >= first[i]) & (at < stop[i]);
             store<T>(score, select<T>(seen, load(score), broadcast<T>(-infinity<T>())));
         }
     }
@@ -265,9 +272,10 @@ template <typename T> void hide_outside(const Panel<T>& panel, Range keys, T* sc
 
 // Hide what the rows do not see, also where bytes of a mask are 0; return whether anything may be hidden.
 template <typename T>
-bool hide(const PolyattnCall& call, const Panel<T>& panel, Range keys, bool all_set, const uint8_t* bytes, T* scores) {
-    const bool inside = keys.first >= panel.all_keys.first && keys.stop <= panel.all_keys.stop;
-    if (!inside) hide_outside(panel, keys, scores);
+bool hide(const PolyattnCall& call, int64_t item, const Panel<T>& panel, Range keys, bool all_set, const uint8_t* bytes,
+          T* scores) {
+    const bool inside = !panel.has_gaps && keys.first >= panel.all_keys.first && keys.stop <= panel.all_keys.stop;
+    if (!inside) hide_outside(call, item, panel, keys, scores);
     if (!all_set) select_or<T>(scores, (keys.stop - keys.first) * panel.lanes(), bytes, -infinity<T>());
     return !inside || !all_set || call.bias[0].data || call.bias[1].data;
 }

@@ -29,6 +29,7 @@ private:
 
     struct State {
         int64_t item, key_head, next;
+        Range keys;  // that some row sees, from the first to the last
     };
 
     const PolyattnCall& call;
@@ -66,7 +67,8 @@ private:
         state->item = pair / call.key_heads;
         state->key_head = pair % call.key_heads;
         panel->begin(call, state->item, state->key_head, number % chunks * work.rows, rows);
-        state->next = panel->any_key.first / BLOCK * BLOCK;
+        state->keys = panel->ranges.hull();
+        state->next = panel->ranges.next(0, BLOCK);
         const T *rows_of_query[2 * width], *rows_of_tangent[2 * width];
         for (int lane = 0; lane < panel->lanes(); ++lane) {
             const int64_t head = panel->head[lane], row = panel->row[lane];
@@ -86,11 +88,13 @@ private:
     }
 
     bool step() {
-        if (state->next < panel->any_key.stop) {
-            add({max(state->next, panel->any_key.first), min(state->next + BLOCK, panel->any_key.stop)});
-            state->next += BLOCK;
+        if (state->next < state->keys.stop) {
+            const Range block = {max(state->next, state->keys.first), min(state->next + BLOCK, state->keys.stop)};
+            panel->narrow(call, state->item, block);
+            add({max(block.first, panel->any_key.first), min(block.stop, panel->any_key.stop)});
+            state->next = panel->ranges.next(state->next + BLOCK, BLOCK);
         }
-        if (state->next < panel->any_key.stop) return false;
+        if (state->next < state->keys.stop) return false;
         write();
         return true;
     }
@@ -105,13 +109,14 @@ private:
 
     void add(Range seen) {
         const int64_t count = seen.stop - seen.first;
+        if (count <= 0) return;
         Flags flags = {true, true};
         if (call.mask.data) flags = read_mask(call, state->item, *panel, seen, bytes);
         if (!flags.any) return;
         const Matrix<T> keys = block(call.key, seen, call.head_size, key_block);
         multiply_rows_of(*panel, count, keys, query, call.head_size, weights);
         differentiate_scores(keys, seen, count);
-        const bool hides = hide(call, *panel, seen, flags.all, bytes, weights);
+        const bool hides = hide(call, state->item, *panel, seen, flags.all, bytes, weights);
         if (call.seed) read_dropout(call, state->item, *panel, seen, bytes);
         weigh(count);
         const Matrix<T> values = block(call.value, seen, call.value_size, value_block);

@@ -39,11 +39,12 @@ template <typename T> struct Tile {
 
     // Write the part of a panel, and add the shares to the gradients of biases; return whether any key is
     // hidden.
-    bool write(const PolyattnCall& call, int64_t item, int number, const Panel<T>& panel, Range block, Matrix<T> keys,
+    bool write(const PolyattnCall& call, int64_t item, int number, Panel<T>& panel, Range block, Matrix<T> keys,
                Matrix<T> values, const T* query, const T* gradient) {
         const int lanes = panel.lanes();
         const int64_t count = block.stop - block.first, size = count * lanes;
         T *p = weights_of(number), *g = shares_of(number);
+        panel.narrow(call, item, block);
         const Range seen = {max(block.first, panel.any_key.first), min(block.stop, panel.any_key.stop)};
         Flags flags = {true, true};
         if (seen.first < seen.stop && call.mask.data) flags = read_mask(call, item, panel, block, bytes);
@@ -60,7 +61,7 @@ template <typename T> struct Tile {
         for (const PolyattnArray& bias : call.bias) {
             if (bias.data) add_bias<T>(bias, item, panel, block, p);
         }
-        const bool hides = hide(call, panel, block, flags.all, bytes, p);
+        const bool hides = hide(call, item, panel, block, flags.all, bytes, p);
         if (call.seed) {
             read_dropout(call, item, panel, block, bytes);
             select_or<T>(g, size, bytes, 0);

@@ -13,6 +13,10 @@ from polyattn._core.call.operands import named_arrays
 from polyattn._core.call.options import GRADIENT_NUMBERS, OPTIONS, with_gradient
 from polyattn._core.expressions.indices import check_shape_of_scores
 
+_OF_FLOATS = with_gradient("array")
+# The options whose arrays follow axes of the scores, with these axes.
+_SHAPED = {name: option.axes for name, option in OPTIONS.items() if option.axes in (".HLS", "H")}
+
 
 def check_dtypes(call: Call) -> None:
     operands = call.operands()
@@ -36,15 +40,15 @@ def check_dtypes(call: Call) -> None:
         else:
             hint = "True takes part, False does not: pass mask != 0 or mask == 0, as you mean it"
         raise TypeError(f"mask must be a bool array or a function; got dtype {dtype}: {hint}")
-    for name in with_gradient("array"):
+    for name in _OF_FLOATS:
         extra = getattr(call, name)
         if extra is not None and extra.dtype not in DTYPES:
             hint = "; a bool array goes in mask=" if extra.dtype == "bool" else ""
             raise TypeError(f"{name} must be a float array; got dtype {extra.dtype}{hint}")
 
 
-def check_lengths(call: Call) -> None:
-    for name, facts in call.arrays():
+def check_lengths(arrays: list[tuple[str, ArrayFacts]]) -> None:
+    for name, facts in arrays:
         if any(length != length for length in facts.shape):  # dask: NaN, for an unknown length
             raise ValueError(
                 f"{name} has the shape {facts.shape}, whose lengths are not all known;"
@@ -134,11 +138,11 @@ def _shape_error(call: Call, reason: str, hint: str = "") -> ValueError:
 
 def check_operand_shapes(call: Call, scores: Shape) -> None:
     rank = max(2, *(len(facts.shape) for _, facts in call.operands()))
-    for name, option in OPTIONS.items():
+    for name, axes in _SHAPED.items():
         array = getattr(call, name)
-        if option.axes == ".HLS" and isinstance(array, ArrayFacts):
+        if axes == ".HLS" and isinstance(array, ArrayFacts):
             check_shape_of_scores(name, array.shape, scores[-rank:])
-        elif option.axes == "H" and array is not None and array.shape != (scores[-3],):
+        elif axes == "H" and array is not None and array.shape != (scores[-3],):
             raise ValueError(
                 f"{name} must hold one number per query head, shape ({scores[-3]},); got"
                 f" {array.shape}"

@@ -12,7 +12,12 @@ from typing import Any
 
 from polyattn._base.arrays import Array
 from polyattn._base.autocast import casts
-from polyattn._base.tracing import constant_when_traced, is_autocast_on, is_transformed, know_torch
+from polyattn._base.tracing import (
+    constant_when_traced,
+    is_autocast_on,
+    is_transformed,
+    torch_is_imported,
+)
 from polyattn._core.call.options import AUTOCAST
 
 CallKey = tuple[Any, ...]  # hashable
@@ -69,6 +74,6 @@ _readers: dict[type, _Reader | None] = {}
 def _reader_of(kind: type) -> _Reader | None:
     """Return the function that reads the facts of arrays of a class, None for other classes."""
     if kind not in _readers:
-        know_torch()
+        torch_is_imported()
         _readers[kind] = _KNOWN.get((kind.__module__, kind.__qualname__))
     return _readers[kind]

@@ -13,11 +13,13 @@ from polyattn._core.expressions.masks import Mask
 from polyattn._core.expressions.scores import Score
 
 
-def chunks_heads_first(call: Call) -> tuple[tuple[str, Chunks], ...]:
-    """Return the chunks of each array that is cut, on the axes that a kernel knows."""
+def chunks_heads_first(
+    call: Call, arrays: list[tuple[str, ArrayFacts]]
+) -> tuple[tuple[str, Chunks], ...]:
+    """Return the chunks of each array of a call that is cut, on the axes that a kernel knows."""
     operands = {name for name, _ in call.operands()}
     by_name: list[tuple[str, Chunks]] = []
-    for name, facts in call.arrays():
+    for name, facts in arrays:
         chunks = facts.chunks
         if chunks is None:
             continue

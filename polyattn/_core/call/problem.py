@@ -134,18 +134,24 @@ class Problem(NamedTuple):
         return not self.features.isdisjoint(MASKING)
 
 
+# The options that a problem has too; but for those that `examine` states, as they are in the call.
+_OPTIONS = tuple([name for name in OPTIONS if name in Problem._fields])
+
+
 def examine(call: Call) -> Problem:
     """Check a call as a whole and return its Problem."""
     checks.check_dtypes(call)
-    checks.check_lengths(call)
+    arrays = call.arrays()
+    checks.check_lengths(arrays)
     checks.check_pages(call)
     page = None if call.block_table is None else axes_of(call.key.shape, call.layout)[2]
-    call = call.with_whole_keys()
+    if page is not None:
+        call = call.with_whole_keys()
+        arrays = call.arrays()
     checks.check_range(call)
     letters = _with_numbers(call, checks.common_shape(call))
     scores = (*letters.batch, letters.heads, letters.query_length, letters.key_length)
     checks.check_operand_shapes(call, scores)
-    arrays = call.arrays()
     traced = any(facts.traced for _, facts in arrays)
     stated: dict[str, Any] = letters._asdict() | {
         "library": call.query.library,
@@ -165,13 +171,11 @@ def examine(call: Call) -> Problem:
         "similarity_spec": call.similarity,
         "score_norm": call.scale if isinstance(call.scale, ByNorm) else None,
         "dropout_start": None if isinstance(call.dropout_start, ArrayFacts) else call.dropout_start,
-        "chunks": chunks_heads_first(call),
+        "chunks": chunks_heads_first(call, arrays),
         "layout": call.layout if traced else "...HLD",
         "page": page,
     }
-    # The other options are in a problem as they are in the call.
-    alike = [name for name in OPTIONS if name in Problem._fields and name not in stated]
-    problem = Problem(**stated, **{name: getattr(call, name) for name in alike})
+    problem = Problem(**{name: getattr(call, name) for name in _OPTIONS} | stated)
     _check_values(call, problem)
     return problem
 

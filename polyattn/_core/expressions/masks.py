@@ -22,6 +22,7 @@ from polyattn._core.expressions.indices import (
     ScoreIndices,
     check_shape_of_scores,
 )
+from polyattn._core.expressions.intervals import Intervals, Rows, TooManyError, rows_of
 
 
 class Mask(Expression):
@@ -81,6 +82,65 @@ class Mask(Expression):
             The figure, as from `polyattn.plot.mask`. A notebook shows it at the end of a cell.
         """
         return RENDERERS["figure"](self, query_length, key_length, **options)
+
+    def intervals(
+        self,
+        lengths: tuple[int, int],
+        query_offset: Any = None,
+        *,
+        batch: tuple[int, ...] = (1,),
+        heads: int = 1,
+        most: int = 8,
+        evaluates: bool = True,
+    ) -> Intervals | None:
+        """Return the keys that each row sees as intervals, for an engine that takes their ends.
+
+        Lengths, windows, prefixes, ids, positions and their compositions give intervals without an
+        array of all rows and keys. The arrays of the mask are read, on the host.
+
+        Parameters
+        ----------
+        lengths : tuple of int
+            L and S.
+        query_offset : int or Array, optional
+            The position of the first row among the keys, one for all or (...,); S − L by default.
+        batch : tuple of int
+            The batch axes.
+        heads : int
+            Number of query heads.
+        most : int
+            The most intervals that a row may have.
+        evaluates : bool
+            Whether a mask that is a function, a bool array or a tree is evaluated at all its
+            rows and keys. Otherwise it has no intervals.
+
+        Returns
+        -------
+        Intervals or None
+            `first` and `stop`, int64 (items or 1, heads or 1, L, n): the first key of each interval
+            and the one after its last. Those of a row are in order and do not touch; a row with
+            less than n ends with empty ones. None if a row has more than `most`.
+
+        Examples
+        --------
+        >>> from polyattn import masks
+        >>> streaming = masks.causal() & (masks.window(1, 0) | masks.prefix(1))
+        >>> first, stop = streaming.intervals((4, 4))
+        >>> first[0, 0].tolist(), stop[0, 0].tolist()
+        ([[0, 4], [0, 4], [0, 4], [0, 2]], [[1, 4], [2, 4], [3, 4], [1, 4]])
+        """
+        offset = lengths[1] - lengths[0] if query_offset is None else query_offset
+        # Parts of a mask may have more intervals than the whole.
+        rows = rows_of(batch, heads, lengths, offset, max(4 * most, 64), evaluates)
+        try:
+            found = self._intervals(rows, None)
+        except TooManyError:
+            return None
+        return found if found.first.shape[-1] <= most else None
+
+    def _intervals(self, rows: Rows, within: Intervals | None) -> Intervals:
+        """Return the intervals; beyond `within`, where it is given, any keys may be left."""
+        return rows.of_elements(self)
 
     def _repr_html_(self) -> str:
         return str(RENDERERS["html"](self))
@@ -164,10 +224,31 @@ class And(Joined):
     def conditions(self) -> tuple[Mask, ...]:
         return tuple([one for part in self.parts for one in part.conditions])
 
+    def _intervals(self, rows: Rows, within: Intervals | None) -> Intervals:
+        left: tuple[Mask, ...] = self.parts
+        # A mask of many intervals may have few where the others show keys.
+        while left:
+            later = []
+            for part in left:
+                try:
+                    found = part._intervals(rows, within)
+                except TooManyError:
+                    later.append(part)
+                else:
+                    within = found if within is None else rows.both(within, found)
+            if len(later) == len(left):
+                raise TooManyError
+            left = tuple(later)
+        assert within is not None
+        return within
+
 
 class Or(Joined):
     sign: ClassVar[str] = "|"
     join: ClassVar[Callable[[Any, Any], Any]] = operator.or_
+
+    def _intervals(self, rows: Rows, within: Intervals | None) -> Intervals:
+        return functools.reduce(rows.either, [x._intervals(rows, within) for x in self.parts])
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -181,6 +262,9 @@ class Not(Mask):
     def coverage(self, block: Block) -> Coverage:
         some, every = self.mask.coverage(block)
         return Coverage(logical_not(every), logical_not(some))
+
+    def _intervals(self, rows: Rows, within: Intervals | None) -> Intervals:
+        return rows.complement(self.mask._intervals(rows._replace(most=rows.most + 1), within))
 
     def __repr__(self) -> str:
         return f"~({self.mask!r})" if isinstance(self.mask, Joined) else f"~{self.mask!r}"

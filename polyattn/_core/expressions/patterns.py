@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import functools
-import math
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from polyattn._base.arrays import Array, ArrayFacts, cast, clip, index_range, is_one_of, library_of
-from polyattn._base.host import is_host, is_unreadable
+import numpy as np
+
+from polyattn._base.arrays import Array, library_of
 from polyattn._core.expressions.coverage import Block, Coverage
 from polyattn._core.expressions.indices import (
     INDEX_LIMIT,
@@ -18,6 +18,7 @@ from polyattn._core.expressions.indices import (
     ScoreIndices,
     saturating_sum,
 )
+from polyattn._core.expressions.intervals import FARTHEST, Intervals, Rows, as_int64, farthest
 from polyattn._core.expressions.masks import Joined, Mask, Not
 from polyattn._core.expressions.parts import Part
 
@@ -53,6 +54,12 @@ class Band(Mask):
             all_visible = all_visible & (stop - 1 <= block.first(self.right))
         return Coverage(any_visible, all_visible)
 
+    def _intervals(self, rows: Rows, within: Intervals | None) -> Intervals:
+        position, far = rows.position, 2 * FARTHEST
+        first = position * 0 if self.left is None else position - min(self.left, far)
+        stop = rows.keys if self.right is None else position + 1 + min(self.right, far)
+        return rows.one(first, stop)
+
     def __repr__(self) -> str:
         if (self.left, self.right) == (None, 0):
             return "masks.causal()"
@@ -71,6 +78,11 @@ class Dilated(Mask):
 
     def _coverage(self, block: Block) -> Coverage:
         return Coverage(True, self.step == 1)
+
+    def _intervals(self, rows: Rows, within: Intervals | None) -> Intervals:
+        if self.step == 1:
+            return rows.one(rows.position * 0, rows.keys)
+        return rows.multiples(min(self.step, INDEX_LIMIT), within)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -96,6 +108,13 @@ class GlobalTokens(Mask):
                 some = some | ((low <= end) & (start <= high))
                 every = every | ((start <= low) & (high <= end))
         return Coverage(some, every)
+
+    def _intervals(self, rows: Rows, within: Intervals | None) -> Intervals:
+        origin, at = rows.per_item(self.first), rows.position
+        runs = [(one - origin, other + 1 - origin) for one, other in _runs(self.positions)]
+        is_token = functools.reduce(operator.or_, [(x <= at) & (at < stop) for x, stop in runs])
+        found = [rows.one(*run) for run in runs] + [rows.one(0, np.where(is_token, rows.keys, 0))]
+        return functools.reduce(rows.either, found)
 
     def part(self, part: Part) -> GlobalTokens:
         return GlobalTokens(self.positions, part.counted(self.first, -part.columns.start))
@@ -147,6 +166,16 @@ class FirstTokens(Mask):
             first, stop = block.rows if axis == "rows" else block.columns
             some, every = some & (first < length), every & (stop - 1 < length)
         return Coverage(some, every)
+
+    def _intervals(self, rows: Rows, within: Intervals | None) -> Intervals:
+        stop: Any = rows.per_item(rows.keys)
+        for axis, lengths in self._given():
+            length = rows.per_item(lengths)
+            if axis == "rows":
+                stop = np.where(np.arange(rows.length) < length, stop, 0)
+            else:
+                stop = np.minimum(stop, length)
+        return rows.one(0, stop)
 
     def with_lengths(self, change: Callable[[int], Any]) -> Any:
         return self._with(lambda _, number: change(number) if isinstance(number, int) else number)
@@ -212,6 +241,9 @@ class Segments(Mask):
         meet = (low <= most) & (least <= high)
         return Coverage(meet, meet & (low == high) & (least == most))
 
+    def _intervals(self, rows: Rows, within: Intervals | None) -> Intervals:
+        return rows.of_ids(rows.per_token(self.query_ids), rows.per_token(self._keys))
+
     def part(self, part: Part) -> Segments:
         return Segments(part.array(self.query_ids, ".L"), part.array(self._keys, ".S"))
 
@@ -250,6 +282,15 @@ class Positions(Mask):
         given = _GivenBlock(block, (low, high), (least, most))
         some, every = self.mask.coverage(given)  # type: ignore[arg-type]
         return Coverage(some & (most >= 0), every & (least >= 0))
+
+    def _intervals(self, rows: Rows, within: Intervals | None) -> Intervals:
+        tokens = self.query_positions, self.key_positions
+        of_rows, of_keys = (as_int64(rows.per_token(x)) for x in tokens)
+        if max(farthest(of_rows), farthest(of_keys)) > FARTHEST:
+            return rows.of_elements(self)
+        last = int(of_keys.max(initial=-1))
+        counted = rows._replace(keys=last + 1, position=of_rows[:, None], evaluates=False)
+        return rows.by_position(of_keys, self.mask._intervals(counted, None))
 
     def part(self, part: Part) -> Positions:
         arrays = part.array(self.query_positions, ".L"), part.array(self.key_positions, ".S")
@@ -309,74 +350,3 @@ def _shifted(positions: Array, shift: int, xp: Any) -> Array:
     """Return given positions plus `shift`, limited to the numbers of their dtype."""
     limit = int(xp.iinfo(positions.dtype).max)
     return saturating_sum(positions, shift, xp, positions.dtype, limit)
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class Tree(Mask):
-    """All keys before the drafts, which are the rows, and of the drafts those that an array shows.
-
-    A part has all drafts, and the number of its first row.
-    """
-
-    name: ClassVar[str] = "tree"
-    axes: ClassVar[dict[str, str]] = {"ancestors": ".--", "first": "."}
-    positional: ClassVar[bool] = True
-    ancestors: Any  # (..., n, n)
-    first: Any = None
-
-    @property
-    def _first(self) -> Any:
-        return 0 if self.first is None else self.first
-
-    def seen(self, at: ScoreIndices) -> Array:
-        *lead, many, _ = self.ancestors.shape
-        row = at.row + at.per_item(self._first)
-        draft = at.column - at.position() + row
-        known = clip(at.xp, draft, 0, many - 1)
-        count = math.prod(lead)
-        items = at.xp.reshape(index_range(at.xp, 0, count, self.ancestors), tuple(lead))
-        item = at.per_item(items)
-        table = at.xp.reshape(self.ancestors, (count, many, many))
-        return (draft < 0) | (draft < many) & at.looked_up(table, item, row, known)
-
-    def _coverage(self, block: Block) -> Coverage:
-        start = block.first() - block.rows[0] - block.per_item(self._first)  # of the drafts
-        first, stop = block.columns
-        return Coverage(first <= block.last(), stop <= start)
-
-    def part(self, part: Part) -> Tree:
-        first = part.counted(self._first, -part.rows.start)
-        return Tree(part.array(self.ancestors, ".--"), first)
-
-    def check(self, dims: ScoreDims) -> None:
-        facts: ArrayFacts = self.ancestors
-        if self.first is None and not is_one_of(facts.shape[-1], dims.query_length, None):
-            raise ValueError(
-                f"masks.tree must have L = {dims.query_length} drafts; got {facts.shape[-1]}"
-            )
-        dims.check_batch("masks.tree: parents", facts.shape[:-2], facts.shape[:-1], "(..., L)")
-
-
-def ancestors_of(parents: Array) -> Array:
-    """Return which drafts are an ancestor of each or itself, (..., n, n), from that or (..., n)."""
-    xp, many = library_of(parents, "masks.tree: parents").xp, parents.shape[-1]
-    if many is None:
-        raise ValueError("masks.tree needs a number of drafts that is known when it is called")
-    index = index_range(xp, 0, many, parents)
-    row = index[:, None]
-    if parents.dtype == xp.bool:
-        return parents & (index <= row)
-    parents = cast(xp, parents, index.dtype)
-    if is_host(parents) and not is_unreadable(parents):
-        wrong = (parents < -1) | (parents >= index)
-        if wrong.any():
-            at = tuple(map(int, xp.argwhere(wrong)[0]))
-            raise ValueError(
-                "masks.tree: a parent must come before its draft, or be -1 for none; got"
-                f" {int(parents[at])} for the draft at {at}"
-            )
-    seen = (parents[..., None] == index) & (index < row) | (index == row)
-    for _ in range((many - 1).bit_length()):  # each step doubles the depth that is covered
-        steps = cast(xp, seen, xp.float32)
-        seen = xp.matmul(steps, steps) > 0
-    return seen

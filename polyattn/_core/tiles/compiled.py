@@ -20,6 +20,7 @@ from polyattn._base.host import destination_of, is_host
 from polyattn._base.span import Span
 from polyattn._core.expressions.coverage import UNKNOWN, Block, Coverage, TileTable
 from polyattn._core.expressions.indices import PointIndices, ScoreDims, ScoreIndices
+from polyattn._core.expressions.intervals import Intervals, Rows
 from polyattn._core.expressions.masks import Mask, as_mask
 from polyattn._core.expressions.parts import Part
 
@@ -50,6 +51,9 @@ class Compiled(Mask):
         if not self.any_visible:  # a spec has no table
             return UNKNOWN
         return block.table(TileTable(self.size, self.shape, self.any_visible, self.all_visible))
+
+    def _intervals(self, rows: Rows, within: Intervals | None) -> Intervals:
+        return self.mask._intervals(rows, within)
 
     def part(self, part: Part) -> Mask:
         inner: Mask = self.mask.part(part)

@@ -1,4 +1,4 @@
-"""List the cases of keys in caches and pages: where they end, and which slots nobody uses."""
+"""List the cases of caches and pages: variable-length keys, and slots that no item uses."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def ends(*lengths: int) -> Generated:
 
 
 def table(change: Callable[[Any], Any]) -> dict[str, Any]:
-    """Return a table of shuffled pages, changed, for items of unlike lengths."""
+    """Return a table of shuffled pages, changed, for items of different lengths."""
     made = Generated(lambda case, rng: change(shuffled_pages(case, rng)))
     return {"block_table": made, "key_lengths": ends(*UNLIKE), "page": PAGE}
 

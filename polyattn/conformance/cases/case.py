@@ -261,14 +261,14 @@ def quantized(key: Array, value: Array) -> tuple[tuple[Array, Array], tuple[Arra
 
     Steps have so few digits that the product is exact in float32.
     """
-    found = []
+    pairs = []
     for x, block, axis in ((key, BLOCK, -2), (value, 1, -1)):
         blocks = x.reshape(*x.shape[:-2], -1, block, x.shape[-1])
         steps = np.max(np.abs(blocks), axis=axis, keepdims=True) / 127
         steps = steps.astype(np.float16).astype(x.dtype)
         codes = np.nan_to_num(np.rint(blocks / steps)).astype(np.int8)
-        found.append((codes.reshape(x.shape), np.squeeze(steps, axis=-2)))
-    return found[0], found[1]
+        pairs.append((codes.reshape(x.shape), np.squeeze(steps, axis=-2)))
+    return pairs[0], pairs[1]
 
 
 def integers(case: Case, rng: Any) -> tuple[Any, ...]:

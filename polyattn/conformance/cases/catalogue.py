@@ -15,7 +15,6 @@ import numpy as np
 
 from polyattn import masks
 from polyattn._core.call.features import DTYPES
-from polyattn.conformance.cases.accelerated_cases import make_accelerated_cases
 from polyattn.conformance.cases.cache_cases import CACHES, CORNERS, TOPIC
 from polyattn.conformance.cases.case import ARRAYS, VIEWS, Case, Generated, make_case, sampled
 from polyattn.conformance.cases.expression_cases import STEPS, make_expression_cases
@@ -385,7 +384,7 @@ def in_other_dtypes(cases: Iterable[Case]) -> Iterator[Case]:
 #: All cases by name.
 CASES = {
     case.name: sampled(case)
-    for cases in (in_other_dtypes(make_cases()), make_expression_cases(), make_accelerated_cases())
+    for cases in (in_other_dtypes(make_cases()), make_expression_cases())
     for case in cases
 }
 

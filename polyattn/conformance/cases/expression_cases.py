@@ -290,8 +290,20 @@ VERY_LONG: Group = {
 }
 
 
+#: Cases that accelerators take: 16 bits, even lengths, vectors of 16 numbers or more.
+ACCELERATED: Group = {
+    "16 x 16, causal window": {"is_causal": True, "window": (3, None)},
+    "16 x 16, mask and bias": {"mask": random_mask(), "bias": normal()},
+    "16 x 16, broadcast batch, E != D, expressions": {
+        **{"batch": (2, 1), "key_batch": (1, 3), "value_batch": (2, 3), "E": 24},
+        **STEPS["mask value"],
+        **STEPS["score value"],
+    },
+}
+
+
 def make_expression_cases() -> Iterator[Case]:
-    """Make the other cases of these features, in float32."""
+    """Make the other cases of these features, in float32 but for those of accelerators."""
     for name, fields in VERY_LONG.items():
         yield make_case(name, topic="lengths", **LONG | {"H": 1} | fields)
     for first, a in STEPS.items():
@@ -307,3 +319,5 @@ def make_expression_cases() -> Iterator[Case]:
         for name, fields in cases.items():
             long = LONG if topic == "lengths" else {}
             yield make_case(name, topic=topic, **long | fields)
+    for name, fields in ACCELERATED.items():
+        yield make_case(name, dtype="bfloat16", L=16, S=16, D=16, **fields)

@@ -65,8 +65,8 @@ def by_vjp(
         def call(*given: Any) -> Any:
             return attention(**dict(zip(inputs, given, strict=True)), **others)
 
-        found = vjp(call, list(inputs.values()), along)
-        return dict(zip(inputs, found, strict=True))
+        gradients = vjp(call, list(inputs.values()), along)
+        return dict(zip(inputs, gradients, strict=True))
 
     try:
         gradients: dict[str, Any] = target.call(case, kernel, differentiated, arguments)

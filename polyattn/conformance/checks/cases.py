@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -103,8 +103,8 @@ def check_case(target: Target, variant: KernelVariant, case: Case) -> Outcome:
     logsumexp = None
     if has_logsumexp(target, kernel, case, arguments):
         with name_case(f"{case}: logsumexp", kernel):
-            found = target.call(case, kernel, attention_partial, arguments)
-        logsumexp = check_partial(target, case, found, arguments)
+            partial = target.call(case, kernel, attention_partial, arguments)
+        logsumexp = check_partial(target, case, partial, arguments)
     check_unwritten(target, case, arguments, before)
     return Outcome(off, logsumexp)
 
@@ -116,9 +116,9 @@ def has_logsumexp(target: Target, kernel: Kernel, case: Case, arguments: Any = N
     return target.explain(case, kernel, arguments, logsumexp=True).chosen is not None
 
 
-def check_partial(target: Target, case: Case, found: Any, arguments: Any) -> Deviation:
+def check_partial(target: Target, case: Case, partial: Any, arguments: Any) -> Deviation:
     """Check output and logsumexp of a partial result, and return the error of the logsumexp."""
-    output, logsumexp = found
+    output, logsumexp = partial
     what, yard = f"{case}: output of the partial", output_yardstick(case)
     _check_result(target, what, output, case.dtype, yard, arguments)
     what, yard = f"{case}: logsumexp", logsumexp_yardstick(case)
@@ -196,27 +196,3 @@ def bits_of(target: Target, arguments: tuple[list[Any], Mapping[str, Any]]) -> d
 def aspects(case: Case) -> frozenset[str]:
     """Return what a case is about: its features or "plain", its dtype and its topic."""
     return (case.features or frozenset({"plain"})) | {case.dtype, case.topic}
-
-
-def covering(
-    target: Target,
-    variant: KernelVariant,
-    cases: Iterable[Case],
-    takes: Callable[[Target, KernelVariant, Case], bool] = takes,
-) -> list[Case]:
-    """Choose a few supported cases that cover every feature, dtype and topic.
-
-    For kernels that compile for seconds in each case.
-    """
-    covers = {case: aspects(case) for case in cases if case.features <= variant.kernel.features}
-    wanted: set[str] = set().union(*covers.values())
-    chosen: list[Case] = []
-    while wanted and covers:
-        best = max(covers, key=lambda case: len(covers[case] & wanted))
-        found = covers.pop(best) & wanted
-        if not found:
-            break
-        if takes(target, variant, best):
-            chosen.append(best)
-            wanted -= found
-    return chosen

@@ -107,13 +107,13 @@ def check_backward(
     before = checks.bits_of(target, arguments)
     deviations: dict[str, Deviation] = {}
     if formula.has_formula(case):
-        found = backward(target, kernel, case, arguments)
+        computed = backward(target, kernel, case, arguments)
         deviations |= compare(
-            case, {name: found[name][0] for name in formula.gradient_yardsticks(case)}
+            case, {name: computed[name][0] for name in formula.gradient_yardsticks(case)}
         )
     if case.dtype == "float64":
-        found = backward(target, kernel, case, arguments, of_logsumexp=True)
-        deviations |= compare_slopes(case, found)
+        computed = backward(target, kernel, case, arguments, of_logsumexp=True)
+        deviations |= compare_slopes(case, computed)
     # `merge` has an error of its own, by the rounding of the logsumexp.
     is_plain = not case.features and case.layout == "...HLD" and not case.rounded_once
     if is_plain and case.S > 1:
@@ -148,21 +148,21 @@ def backward(
         forward = options if own else options | {"kernel": None}
         partial = residuals(case, *arrays, **forward, unrounded=kernel.rounds_once)
         query, key, value = arrays
-        found = attention_backward(
+        computed = attention_backward(
             query, key, value, partial, along, logsumexp_gradient=weights, **options
         )
-        return {name: leaves(x) for name, x in found._asdict().items()}
+        return {name: leaves(x) for name, x in computed._asdict().items()}
 
     with checks.name_case(f"{case}: backward", kernel):
-        found: dict[str, list[Any]] = target.call(case, kernel, run, arguments)
+        computed: dict[str, list[Any]] = target.call(case, kernel, run, arguments)
     everything = dict(zip(("query", "key", "value"), arrays, strict=True)) | given
     for name, directions in differences.direction(case).items():
         what = f"{case}: gradient of {name}"
-        assert len(found[name]) == len(directions), f"{what} is missing"
-        for x, like in zip(found[name], arrays_in(everything.get(name)), strict=False):
+        assert len(computed[name]) == len(directions), f"{what} is missing"
+        for x, like in zip(computed[name], arrays_in(everything.get(name)), strict=False):
             checks.check_like(what, x, arrays[0], facts_of(like).dtype)
             checks.check_own(target, what, x, arguments)
-    return {name: [target.back(x) for x in some] for name, some in found.items()}
+    return {name: [target.back(x) for x in some] for name, some in computed.items()}
 
 
 def residuals(case: Case, *arrays: Any, unrounded: bool, **options: Any) -> Partial:
@@ -180,10 +180,10 @@ def leaves(gradient: Any) -> list[Any]:
     return [] if gradient is None else [gradient]
 
 
-def compare(case: Case, found: dict[str, Any]) -> dict[str, Deviation]:
+def compare(case: Case, computed: dict[str, Any]) -> dict[str, Deviation]:
     """Check gradients against their yardsticks."""
     deviations = {}
-    for name, gradient in found.items():
+    for name, gradient in computed.items():
         off = deviation(
             gradient, formula.gradient_yardsticks(case)[name], f"{case}: gradient of {name}"
         )
@@ -192,12 +192,13 @@ def compare(case: Case, found: dict[str, Any]) -> dict[str, Deviation]:
     return deviations
 
 
-def compare_slopes(case: Case, found: dict[str, list[Any]]) -> dict[str, Deviation]:
+def compare_slopes(case: Case, computed: dict[str, list[Any]]) -> dict[str, Deviation]:
     """Check gradients against differences of the textbook in the direction of each argument."""
     deviations = {}
     for name, slope in differences.slopes(case).items():
         terms = [
-            lift(x) * t for x, t in zip(found[name], differences.direction(case)[name], strict=True)
+            lift(x) * t
+            for x, t in zip(computed[name], differences.direction(case)[name], strict=True)
         ]
         result, size = (float(sum(np.sum(f(x)) for x in terms)) for f in (np.asarray, np.abs))
         share = abs(result - slope) / (differences.TOLERANCE * max(1.0, size))
@@ -218,12 +219,12 @@ def add_shares(target: Target, kernel: Kernel, case: Case, arguments: Arguments)
     def run(query: Any, key: Any, value: Any, **options: Any) -> tuple[Gradients, ...]:
         parts = [[x[..., some, :] for x in (key, value)] for some in halves]
         whole = merge(*(attention_partial(query, *part, **options) for part in parts))
-        found = [Gradients()]
+        shares = [Gradients()]
         for one, other in parts:
-            into = Gradients(query=found[-1].query)
+            into = Gradients(query=shares[-1].query)
             share = attention_backward(query, one, other, whole, along, into=into, **options)
-            found.append(share)
-        return tuple(found[1:])
+            shares.append(share)
+        return tuple(shares[1:])
 
     with checks.name_case(f"{case}: backward of two parts of the keys", kernel):
         one, other = target.call(case, kernel, run, arguments)
@@ -260,24 +261,28 @@ def check_jvp(target: Target, variant: KernelVariant, case: Case) -> dict[str, D
     return compare_tangent(case, what, lift(target.back(result)))
 
 
-def compare_tangent(case: Case, what: str, found: Any) -> dict[str, Deviation]:
+def compare_tangent(case: Case, what: str, result: Any) -> dict[str, Deviation]:
     """Check a tangent against the gradients, and in float64 against differences."""
     deviations, along = {}, formula.cotangent(case)
     if formula.has_formula(case):
-        moved = differences.direction(case)
-        arrays = {name: moved[name][0] for name in GRADIENT_ARRAYS if name in moved}
+        direction = differences.direction(case)
+        arrays = {name: direction[name][0] for name in GRADIENT_ARRAYS if name in direction}
         yard = formula.adjoint_yardstick(case, arrays)
-        off = deviation(np.sum(found * lift(along)), yard, f"{what}, times the cotangent,")
+        off = deviation(np.sum(result * lift(along)), yard, f"{what}, times the cotangent,")
         assert off.fault is None, off.fault
         deviations["tangent"] = off
     if case.dtype == "float64":
         exact = differences.tangent(case)
-        assert found.shape == exact.shape, f"{what}: {found.shape} is not {exact.shape}"
+        assert result.shape == exact.shape, f"{what}: {result.shape} is not {exact.shape}"
         limit = differences.TOLERANCE * max(1.0, np.max(np.abs(exact), initial=0))
-        share = float(np.max(np.abs(found - exact), initial=0) / limit)
+        share = float(np.max(np.abs(result - exact), initial=0) / limit)
         assert share <= 1, f"{what} is off by {share * limit:.3g}, by differences"
         deviations["tangent by differences"] = Deviation(0.0, share, None)
     return deviations
+
+
+#: Says whether a kernel supports a case.
+Taken = Callable[[Target, KernelVariant, Case], bool]
 
 
 class Derivative(NamedTuple):
@@ -286,7 +291,7 @@ class Derivative(NamedTuple):
     name: str  # that of the kernel's method and feature, if it is the kernel's
     cases: Mapping[str, Case]  # the calls that it is checked with
     check: Callable[[Target, KernelVariant, Case], dict[str, Deviation] | None]
-    is_taken: Callable[[Target, KernelVariant, Case], bool]
+    is_taken: Taken
     is_offered: Callable[[Target, KernelVariant], bool]
     otherwise: str  # what a report says where it is not offered
 

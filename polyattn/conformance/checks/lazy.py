@@ -39,7 +39,7 @@ def lazily(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def call(function: Callable[..., Any], arrays: list[Any], options: dict[str, Any]) -> Any:
-    """Call the function; this is what is patched."""
+    """Call the function; `lazy_xp_function` patches this one."""
     return function(arrays, options)
 
 

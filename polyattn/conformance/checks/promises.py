@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,14 +20,31 @@ from polyattn._base.arrays import facts_of
 from polyattn._dispatch import registry
 from polyattn.conformance.cases.cache_cases import CACHES, OF_256, of_item
 from polyattn.conformance.cases.case import Case, bits, make_case, with_arrays
+from polyattn.conformance.cases.catalogue import CASES, ESSENTIAL
 from polyattn.conformance.checks import cases as checks
-from polyattn.conformance.checks import gradients
+from polyattn.conformance.checks import gradients, quantized
 from polyattn.conformance.checks.target import KernelVariant, Target
 from polyattn.conformance.reference.gradients import gradient_yardsticks
 from polyattn.plugin import Kernel
 
 
-def check_declarations(target: Target, variant: KernelVariant, cases: Mapping[str, Case]) -> None:
+class Promise(NamedTuple):
+    """A promise of a kernel other than its results."""
+
+    row: str  # of a report
+    meaning: str
+    applies: Callable[[Target, KernelVariant], bool]
+    check: Callable[[Target, KernelVariant], None]
+    otherwise: str  # what a report says of a kernel that it does not apply to
+
+
+#: The essential ones first: they show most.
+_ALL = ESSENTIAL | CASES
+
+
+def check_declarations(
+    target: Target, variant: KernelVariant, cases: Mapping[str, Case] = _ALL
+) -> None:
     """Check that a kernel supports some case, and one for each feature that it declares."""
     is_taken, idle = False, set(target.declared(variant.kernel))
     for case in checks.cases_for(target, variant, cases):
@@ -68,8 +85,8 @@ def check_sizes(target: Target, variant: KernelVariant, dtype: str) -> None:
         checks.check_case(target, variant, replace(case, rows=(0, case.L // 2, case.L - 1)))
         if gradients.differentiates("backward", target, variant, case):
             arguments = target.arguments(case)
-            found = gradients.backward(target, variant.for_case(case), case, arguments)
-            gradients.compare(case, {name: found[name][0] for name in gradient_yardsticks(case)})
+            computed = gradients.backward(target, variant.for_case(case), case, arguments)
+            gradients.compare(case, {name: computed[name][0] for name in gradient_yardsticks(case)})
 
 
 # ---- determinism and batch invariance ----------------------------------------------------------
@@ -132,7 +149,7 @@ def _supported(target: Target, variant: KernelVariant, declared: str) -> list[tu
 
 
 def has_partials(target: Target, variant: KernelVariant) -> bool:
-    """Return whether a kernel declares what partial results of keys that end need."""
+    """Return whether a kernel declares what partial results of variable-length keys need."""
     return target.declared(variant.kernel) >= {"logsumexp", "mask_expression"}
 
 
@@ -153,7 +170,7 @@ def _calls_of_pages(target: Target, variant: KernelVariant) -> Iterator[tuple[Ca
             kernel, calls = variant.for_case(case), list(_one_page_each(target, variant, case))
             if checks.has_logsumexp(target, kernel, case, calls[0]):
                 yield case, kernel, calls
-    raise AssertionError("it declares logsumexp and mask_expression, but takes no page")
+    raise AssertionError("it declares logsumexp and mask_expression, but supports no case of pages")
 
 
 def _one_page_each(target: Target, variant: KernelVariant, case: Case) -> Iterator[Any]:
@@ -236,11 +253,6 @@ def check_dtypes_are_kept(name: str) -> None:
     assert not lost, f"{'; '.join(lost)}: the spec declares it, and lacks() gives no reason"
 
 
-def is_worth_threads(variant: KernelVariant) -> bool:
-    """Return whether to check threads: not for small tiles (redundant) or compilers (slow)."""
-    return not (variant.small_tiles or variant.kernel.compiles)
-
-
 def check_first_call_from_threads(target: Target, variant: KernelVariant) -> None:
     """Check that eight threads can make the first calls of a process at once."""
     library = target.library if target.backend == registry.ARRAY_API else "numpy"
@@ -266,3 +278,51 @@ def _in_a_new_interpreter(code: str) -> str:
     last = (done.stderr.strip().splitlines() or [""])[-1]
     assert done.returncode == 0, f"{last}\n{done.stderr}"
     return done.stdout
+
+
+#: The promises by the name of their test in the suite.
+PROMISES = {
+    "every_declared_feature_is_exercised": Promise(
+        "declared features",
+        "the kernel supports a case that needs each feature which it declares",
+        lambda *_: True,
+        check_declarations,
+        "",
+    ),
+    "deterministic": Promise(
+        "deterministic",
+        "the same call twice gives the same bits",
+        lambda _, variant: variant.kernel.deterministic,
+        check_determinism,
+        "not declared",
+    ),
+    "batch_invariant": Promise(
+        "batch invariant",
+        "a batch item has the same bits with and without the others",
+        lambda _, variant: variant.kernel.batch_invariant,
+        check_batch_invariance,
+        "not declared",
+    ),
+    "pages_in_any_order": Promise(
+        "pages in any order",
+        "partial results of one page each, merged in any order, are those of all",
+        has_partials,
+        check_pages_in_any_order,
+        "not checked",
+    ),
+    "quantized": Promise(
+        "quantized keys",
+        "attention over integers is that over what they stand for",
+        quantized.reads_integers,
+        quantized.check_quantized,
+        "not declared",
+    ),
+    "first_call_from_eight_threads": Promise(
+        "eight threads at once",
+        "the first calls of a process give the same results in threads",
+        # Small tiles show nothing more, and compilers are slow.
+        lambda _, variant: not (variant.small_tiles or variant.kernel.compiles),
+        check_first_call_from_threads,
+        "not checked",
+    ),
+}

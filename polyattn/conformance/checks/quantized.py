@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from polyattn._base.arrays import library_of
 from polyattn._core.call.describe import describe
 from polyattn._core.call.operands import Operands
-from polyattn._dispatch.cache import planned
+from polyattn._dispatch.cache import cached_plan
 from polyattn._dispatch.errors import BackendError
 from polyattn._dispatch.plan import Plan
 from polyattn._dispatch.request import request
@@ -42,7 +42,7 @@ _CASES = [
 ]
 
 
-class _Call(NamedTuple):
+class _QuantizedCall(NamedTuple):
     """A case, the plan of it, and what it is given, in floats."""
 
     case: Case
@@ -65,20 +65,20 @@ def check_quantized(target: Target, variant: KernelVariant) -> None:
         before = checks.bits_of(target, arguments)
         with checks.name_case(str(case), plan.kernel):
             key, value = (Quantized(*pair) for pair in pairs)
-            found = plan.run(operands._replace(key=key, value=value))
-        checks.check_partial(target, case, found, arguments)
+            partial = plan.run(operands._replace(key=key, value=value))
+        checks.check_partial(target, case, partial, arguments)
         checks.check_unwritten(target, case, arguments, before)
 
 
-def _calls(target: Target, variant: KernelVariant) -> Iterator[_Call]:
+def _calls(target: Target, variant: KernelVariant) -> Iterator[_QuantizedCall]:
     """Yield the calls that a kernel reads as integers."""
     for case in checks.cases_for(target, variant, {case.name: case for case in _CASES}):
         arrays, options = target.arguments(case)
         call, operands = describe(*arrays, **options, logsumexp=True)
         xp, kernel = library_of(operands.query).xp, variant.for_case(case)
         try:
-            plan = planned(call, request(target.backend), kernel, xp)
+            plan = cached_plan(call, request(target.backend), kernel, xp)
         except BackendError:  # the kernel does not compute the case
             continue
         if kernel.reads_quantized(plan.placement.problem):
-            yield _Call(case, plan, operands, options)
+            yield _QuantizedCall(case, plan, operands, options)

@@ -143,6 +143,14 @@ class Target:
         small = [KernelVariant(kernel, True) for kernel in kernels if kernel.tile is not None]
         return (*map(KernelVariant, kernels), *small)
 
+    def variants(self, names: Iterable[str] = ()) -> tuple[KernelVariant, ...]:
+        """Return the kernels of some names, or all; raise for a name that no kernel has."""
+        known = dict.fromkeys(variant.kernel.name for variant in self.kernels)
+        for name in names:
+            if name not in known:
+                raise ValueError(f"{self} has no kernel {name!r}; it has {', '.join(known)}")
+        return tuple(v for v in self.kernels if not names or v.kernel.name in names)
+
     @cached_property
     def elsewhere(self) -> tuple[Kernel, ...]:
         """The kernels of the backend that cannot run on the devices of this machine."""

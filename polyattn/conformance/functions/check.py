@@ -209,12 +209,14 @@ def check_logsumexp(
         return ran
     if isinstance(ran, Finding) or ran.logsumexp is None:
         return Finding(NO_ARGUMENT, missing="logsumexp")
-    found = _with_heads_first(ran.logsumexp, case)
+    logsumexp = _with_heads_first(ran.logsumexp, case)
     readings = {
-        "the logsumexp is in base 2": found * np.log(2.0),
-        "the logsumexp of a row without keys is inf": np.where(found == np.inf, -np.inf, found),
+        "the logsumexp is in base 2": logsumexp * np.log(2.0),
+        "the logsumexp of a row without keys is inf": np.where(
+            logsumexp == np.inf, -np.inf, logsumexp
+        ),
     }
-    return _judge(case, found, logsumexp_yardstick, readings=readings)
+    return _judge(case, logsumexp, logsumexp_yardstick, readings=readings)
 
 
 def _with_heads_first(x: Array, case: Case) -> Array:
@@ -251,7 +253,7 @@ class _Ran(NamedTuple):
 
     output: Array
     logsumexp: Array | None
-    wrong: tuple[str, ...]  # what is wrong beside the numbers
+    wrong: tuple[str, ...]  # faults other than the numbers
     remark: str
 
 
@@ -287,7 +289,7 @@ def _run(
 
 
 def _as_array(returned: Any, back: Callable[[Any], Any]) -> Array:
-    """Return a result as an array of NumPy, or raise for what is none."""
+    """Return a result as an array of NumPy; raise if it is not an array."""
     if not hasattr(returned, "shape"):
         if inspect.iscoroutine(returned):
             returned.close()  # it would warn that nobody awaits it

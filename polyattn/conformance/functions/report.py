@@ -146,9 +146,13 @@ def summarise(
 
 def lines(rows: Iterable[Row]) -> list[str]:
     """Return rows as the lines of a table, with a legend."""
-    cells = [("", "agree", "worst error", ""), *((row.name, *summary(row)) for row in rows)]
     legend = "  Errors are in units of eps · Σ w|v|; inf: not exact where it must be."
-    return [*table(cells), "", *paragraph(legend)]
+    return [*table(table_rows(rows)), "", *paragraph(legend)]
+
+
+def table_rows(rows: Iterable[Row]) -> list[tuple[str, ...]]:
+    """Return the table of a function, its head first."""
+    return [("", "agree", "worst error", ""), *((row.name, *summary(row)) for row in rows)]
 
 
 def summary(row: Row) -> tuple[str, str, str]:

@@ -90,21 +90,21 @@ def tangent(case: Case) -> Array:
     return result
 
 
-def _moved_by(step: float, rest: Iterator[Any], x: Any) -> Any:
+def _shifted(step: float, rest: Iterator[Any], x: Any) -> Any:
     return x.astype(np.longdouble) + step * next(rest)
 
 
 def at(case: Case, step: float, names: tuple[str, ...]) -> tuple[Array, Array]:
-    """Return the textbook's results with some arguments moved in their directions."""
-    moved = arguments(case)
+    """Return the textbook's results with some arguments shifted in their directions."""
+    shifted = arguments(case)
     for name, along in direction(case).items():
         rest: Iterator[Any] = iter(along if name in names else [0] * len(along))
         if name in GRADIENT_NUMBERS:
-            moved[name] = moved[name] + step * float(next(rest))
+            shifted[name] = shifted[name] + step * float(next(rest))
         else:
-            moved[name] = with_arrays(moved[name], partial(_moved_by, step, rest))
+            shifted[name] = with_arrays(shifted[name], partial(_shifted, step, rest))
     with np.errstate(all="ignore"):
-        results: tuple[Array, Array] = textbook(**moved)
+        results: tuple[Array, Array] = textbook(**shifted)
     return results
 
 

@@ -13,13 +13,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from polyattn._core.expressions import masks, patterns, scores
+from polyattn._core.expressions import masks, patterns, scores, tree
 from polyattn._core.tiles import compiled
 
 Array = np.ndarray[Any, Any]
 
 
-class Rows(NamedTuple):
+class CallRows(NamedTuple):
     """The shape of a call, the positions of its rows, and which of them to compute."""
 
     batch: tuple[int, ...]  # broadcast
@@ -49,7 +49,7 @@ class Rows(NamedTuple):
         return i + self.each(S - L if self.offset is None else self.offset)[b]
 
 
-def in_one_piece(pool: Any, table: Any) -> Any:
+def gathered(pool: Any, table: Any) -> Any:
     """Return the keys of each item of a table of pages, one after another."""
     if table is None:
         return pool
@@ -58,7 +58,7 @@ def in_one_piece(pool: Any, table: Any) -> Any:
     return pages.reshape(*batch, G, many * page, size)
 
 
-def plainly(mask: Any, score_mod: Any, rows: Rows) -> tuple[Any, Any]:
+def plainly(mask: Any, score_mod: Any, rows: CallRows) -> tuple[Any, Any]:
     """Replace a mask expression by an array and a score expression by a function."""
     if isinstance(mask, masks.Mask):
         H, L, S = rows.shape
@@ -74,7 +74,7 @@ def plainly(mask: Any, score_mod: Any, rows: Rows) -> tuple[Any, Any]:
     return mask, score_mod
 
 
-def _sees(mask: masks.Mask, rows: Rows, b: Any, h: Any, i: Any, j: Any) -> Any:
+def _sees(mask: masks.Mask, rows: CallRows, b: Any, h: Any, i: Any, j: Any) -> Any:
     _, L, S = rows.shape
     p = rows.positions(b, i)
     match mask:
@@ -102,7 +102,7 @@ def _sees(mask: masks.Mask, rows: Rows, b: Any, h: Any, i: Any, j: Any) -> Any:
             return rows.each(query_ids, L)[b, i] == rows.each(keys, S)[b, j]
         case patterns.Positions(query_positions, key_positions, within):
             return _sees_by_position(within, rows, b, i, j, query_positions, key_positions)
-        case patterns.Tree(ancestors):
+        case tree.Tree(ancestors):
             past = p - i
             table = np.zeros((*ancestors.shape[:-1], S + abs(past).max() + L), bool)
             table[..., :L] = ancestors
@@ -117,7 +117,13 @@ def _sees(mask: masks.Mask, rows: Rows, b: Any, h: Any, i: Any, j: Any) -> Any:
 
 
 def _sees_by_position(
-    mask: masks.Mask, rows: Rows, b: Any, i: Any, j: Any, query_positions: Any, key_positions: Any
+    mask: masks.Mask,
+    rows: CallRows,
+    b: Any,
+    i: Any,
+    j: Any,
+    query_positions: Any,
+    key_positions: Any,
 ) -> Any:
     """Return which keys a mask shows where a row of each position could see keys of each."""
     _, L, S = rows.shape
@@ -125,14 +131,14 @@ def _sees_by_position(
     # A call whose rows and keys are all the positions, from the least that is not absent.
     least = min(0, int(places[0].min(initial=0)))
     many = 1 + max([int(x.max(initial=0)) for x in places]) - least
-    whole = Rows(rows.batch, (1, many, many), offset=least)
+    whole = CallRows(rows.batch, (1, many, many), offset=least)
     at = np.ogrid[: b.shape[0], :1, :many, :many]
     seen = np.broadcast_to(_sees(mask, whole, *at), (b.shape[0], 1, many, many))
-    found = seen[b, 0, places[0] - least, np.maximum(places[1], 0)]
-    return found & (places[1] >= 0)
+    visible = seen[b, 0, places[0] - least, np.maximum(places[1], 0)]
+    return visible & (places[1] >= 0)
 
 
-def _function(score: scores.Score, rows: Rows) -> Callable[..., Any]:
+def _function(score: scores.Score, rows: CallRows) -> Callable[..., Any]:
     """Return a score expression as a function of (score, b, h, i, j)."""
     match score:
         case scores.Chain(parts):
@@ -177,13 +183,13 @@ def _published_slopes(heads: int) -> Array:
     return np.asarray(slopes)
 
 
-def _bucket(away: Any, buckets: int, both_ways: bool, most: int) -> Any:
+def _bucket(relative: Any, buckets: int, both_ways: bool, most: int) -> Any:
     """Return T5's bucket by its logarithm, corrected where it rounds below a whole number."""
-    after = away > 0
+    after = relative > 0
     if both_ways:
-        buckets, distance = buckets // 2, abs(away)
+        buckets, distance = buckets // 2, abs(relative)
     else:
-        distance = np.maximum(-away, 0)
+        distance = np.maximum(-relative, 0)
     exact = buckets // 2
     ratio = np.log(np.maximum(distance, exact) / exact) / math.log(most / exact)
     beyond = exact + np.floor(ratio * (buckets - exact) + 1e-9).astype(int)

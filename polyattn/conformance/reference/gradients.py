@@ -21,7 +21,7 @@ import numpy as np
 
 from polyattn._core.expressions.scores import Chain, Softcap
 from polyattn.conformance.cases.case import Case
-from polyattn.conformance.reference.expressions import Rows, plainly
+from polyattn.conformance.reference.expressions import CallRows, plainly
 from polyattn.conformance.reference.oracle import (
     Array,
     as_called,
@@ -128,22 +128,22 @@ def conditions(case: Case) -> dict[str, Array]:
     x = steps(case, np.dtype(np.longdouble), how)
     # A weight depends on its own score, and on all scores of the row by the denominator.
     spread = x.weights * (1 + x.condition)
-    moved = spread + x.weights * row_sums(how, spread)
+    errors = spread + x.weights * row_sums(how, spread)
     # An error of a weight is multiplied by the difference of a product from the mean of its row:
     # what the products have in common cancels exactly. Their own rounding errors do not.
     products = x.cotangent @ x.value.mT * x.kept
-    apart = np.abs(products - row_sums(how, x.weights * products))
+    from_mean = np.abs(products - row_sums(how, x.weights * products))
     sizes = np.abs(x.cotangent) @ np.abs(x.value.mT) * x.kept
     sizes = sizes + row_sums(how, x.weights * sizes)
-    logits = moved * apart + x.weights * (row_sums(how, spread * apart) + sizes)
-    scores = logits * np.abs(x.slope) + x.weights * apart * x.bend
+    logits = errors * from_mean + x.weights * (row_sums(how, spread * from_mean) + sizes)
+    scores = logits * np.abs(x.slope) + x.weights * from_mean * x.bend
     x = x._replace(
         query=np.abs(x.query),
         key=np.abs(x.key),
         cotangent=np.abs(x.cotangent),
         scale=np.abs(x.scale),
     )
-    return summed(case, x, Parts(moved * x.kept, logits, scores), how)
+    return summed(case, x, Parts(errors * x.kept, logits, scores), how)
 
 
 def residue(x: Steps, logits: Array, delta: Array, keys: Any) -> Array:
@@ -173,7 +173,7 @@ def steps(case: Case, dtype: Any, how: Order) -> Steps:
     batch = g.shape[:-3]
     ends = np.asarray(options.get("key_lengths", S))
     offset = options.get("query_offset", ends - L)
-    rows = Rows(batch, (H, L, S), offset)
+    rows = CallRows(batch, (H, L, S), offset)
     mask, _ = plainly(options.get("mask"), None, rows)
     b = np.arange(math.prod(batch)).reshape(*batch, 1, 1, 1)
     h, i, j = (np.arange(n).reshape(at) for n, at in ((H, (-1, 1, 1)), (L, (-1, 1)), (S, (-1,))))
@@ -184,8 +184,8 @@ def steps(case: Case, dtype: Any, how: Order) -> Steps:
     slope, bend = np.ones_like(s), np.zeros_like(s)
     for part in score_steps(options):
         _, mod = plainly(None, part, rows)
-        own, moved = _slope(part, mod, s, c, (b, h, i, j))
-        slope, bend = slope * own, bend * np.abs(own) + np.abs(slope) * moved
+        own, change = _slope(part, mod, s, c, (b, h, i, j))
+        slope, bend = slope * own, bend * np.abs(own) + np.abs(slope) * change
         s = rounded(mod(s, b, h, i, j))
         c = c * np.abs(own) + np.abs(s)
     if "bias" in options:

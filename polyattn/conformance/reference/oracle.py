@@ -30,7 +30,7 @@ from polyattn._core.expressions.replacements import (
     Similarity,
     Sparsemax,
 )
-from polyattn.conformance.reference.expressions import Rows, in_one_piece, plainly
+from polyattn.conformance.reference.expressions import CallRows, gathered, plainly
 from polyattn.conformance.reference.philox import keep_mask
 
 Array = np.ndarray[Any, Any]
@@ -143,13 +143,13 @@ def oracle(
     """
     a = EXTENDED if extended else FLOAT
     q, k, v = (heads_first(lift(x), layout) for x in (query, key, value))
-    k, v = (in_one_piece(x, block_table) for x in (k, v))
+    k, v = (gathered(x, block_table) for x in (k, v))
     batch = np.broadcast_shapes(q.shape[:-3], k.shape[:-3], v.shape[:-3])
     q, k, v = (np.broadcast_to(x, batch + x.shape[-3:]) for x in (q, k, v))
     (H, L, D), (G, S, E) = q.shape[-3:], v.shape[-3:]
     ends = np.broadcast_to(S if key_lengths is None else key_lengths, batch)
     offsets = np.broadcast_to(ends - L if query_offset is None else query_offset, batch)
-    sampled = Rows(batch, (H, L, S), offsets, rows)
+    sampled = CallRows(batch, (H, L, S), offsets, rows)
     bias = None if bias is None else np.broadcast_to(lift(bias), (*batch, H, L, S))
     mask, score_mod = plainly(mask, score_mod, sampled)
     if mask is not None and not callable(mask):
@@ -263,16 +263,16 @@ def over_their_norm(a: Arithmetic, scores: Sequence[tuple[Any, Any]], factor: fl
     square = a.total(s * s for s, _ in scores)
     if square == 0:
         return [scaled(score, factor) for score in scores]
-    moved = a.total(abs(s) * c for s, c in scores) / square
+    errors = a.total(abs(s) * c for s, c in scores) / square
     by = factor / a.sqrt(square)
-    return [scaled((s, c + abs(s) * (1 + moved)), by) for s, c in scores]
+    return [scaled((s, c + abs(s) * (1 + errors)), by) for s, c in scores]
 
 
 class Weighed(NamedTuple):
     """The weights of one row, and the effect of errors in its scores."""
 
     weights: Sequence[Any]
-    moved: Sequence[Any]  # how far relative errors of 1 could move each weight
+    errors: Sequence[Any]  # how far relative errors of 1 could move each weight
     # The weights of the mean to subtract from the values: where weights sum to 1, only differences
     # of the values count.
     common: Sequence[Any]
@@ -286,33 +286,33 @@ def weigh(a: Arithmetic, normalizer: Any, scores: Sequence[tuple[Any, Any]], sin
     match normalizer:
         case None:
             weights, lse = softmax(a, plain, sink)
-            moved = [w * c for w, (_, c) in zip(weights, scores, strict=True)]
-            return Weighed(weights, moved, weights, lse)
+            errors = [w * c for w, (_, c) in zip(weights, scores, strict=True)]
+            return Weighed(weights, errors, weights, lse)
         case Sigmoid():
             weights = [sigmoid(a, s) for s in plain]
-            moved = [w * (1 - w) * c for w, (_, c) in zip(weights, scores, strict=True)]
-            return Weighed(weights, moved, none, nan)
+            errors = [w * (1 - w) * c for w, (_, c) in zip(weights, scores, strict=True)]
+            return Weighed(weights, errors, none, nan)
         case Sparsemax():
             weights = sparsemax(a, plain)
             # A difference: errors of the scores and of the threshold pass through unchanged.
-            moved = [(c + 2) * (w != 0) for w, (_, c) in zip(weights, scores, strict=True)]
-            return Weighed(weights, moved, none, nan)
+            errors = [(c + 2) * (w != 0) for w, (_, c) in zip(weights, scores, strict=True)]
+            return Weighed(weights, errors, none, nan)
     raise TypeError(f"{normalizer!r} is not a known normalizer")
 
 
 def attend(a: Arithmetic, weighed: Weighed, columns: Sequence[Sequence[Any]]) -> tuple[Any, ...]:
     """Return one row of every result, from its weights and visible values."""
-    weights, moved, common, lse = weighed
+    weights, errors, common, lse = weighed
     output = [a.total(map(mul, weights, column)) for column in columns]
     condition = [a.total(map(abs, map(mul, weights, column))) for column in columns]
     middle = output
     if common is not weights:
         middle = [a.total(map(mul, common, column)) for column in columns]
     sensitivity = [
-        a.total(m * abs(v - o) for m, v in zip(moved, column, strict=True))
+        a.total(m * abs(v - o) for m, v in zip(errors, column, strict=True))
         for o, column in zip(middle, columns, strict=True)
     ]
-    return output, condition, sensitivity, lse, 1 + abs(lse) + a.total(moved)
+    return output, condition, sensitivity, lse, 1 + abs(lse) + a.total(errors)
 
 
 def sigmoid(a: Arithmetic, s: Any) -> Any:

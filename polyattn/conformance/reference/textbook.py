@@ -25,7 +25,7 @@ from polyattn._core.expressions.replacements import (
     Similarity,
     Sparsemax,
 )
-from polyattn.conformance.reference.expressions import Rows, in_one_piece, plainly
+from polyattn.conformance.reference.expressions import CallRows, gathered, plainly
 from polyattn.conformance.reference.oracle import as_called, factor_of, heads_first, lift
 from polyattn.conformance.reference.philox import keep_mask
 
@@ -81,13 +81,13 @@ def textbook(
     """
     dtype = np.asarray(query).dtype
     q, k, v = (heads_first(np.asarray(x), layout) for x in (query, key, value))
-    k, v = (in_one_piece(x, block_table) for x in (k, v))
+    k, v = (gathered(x, block_table) for x in (k, v))
     (H, L, D), (G, S) = q.shape[-3:], k.shape[-3:-1]
     k, v = (np.repeat(x, H // max(G, 1), axis=-3) for x in (k, v))
     batch = np.broadcast_shapes(q.shape[:-3], k.shape[:-3], v.shape[:-3])
     b = np.arange(math.prod(batch)).reshape(*batch, 1, 1, 1)
     ends = np.asarray(S if key_lengths is None else key_lengths)
-    sampled = Rows(batch, (H, L, S), ends - L if query_offset is None else query_offset, rows)
+    sampled = CallRows(batch, (H, L, S), ends - L if query_offset is None else query_offset, rows)
     h, i, j = np.ogrid[:H, :L, :S]
     i = sampled.of(i)
 

@@ -149,10 +149,10 @@ def output_yardstick(case: Case, dtype: str | None = None) -> Yardstick:
     dtype = dtype or accumulation_dtype(case.dtype)
     output, _, condition, sensitivity, _ = exact(case)
     results = [output for output, _ in evaluations(case, dtype)]
-    moved = float(finfo(dtype).eps) * sensitivity
+    by_scores = float(finfo(dtype).eps) * sensitivity
     # A visible infinity gives infinity, or NaN if its weight underflows to 0.
     infinite = np.isinf(output)
-    yard = yardstick(output, condition, moved, results, case.dtype)
+    yard = yardstick(output, condition, by_scores, results, case.dtype)
     axis = -3 if case.layout == "...LHD" else -2
     return yard._replace(or_nan=infinite, rows=case.rows, length=case.L, axis=axis)
 
@@ -171,7 +171,7 @@ def logsumexp_yardstick(case: Case, dtype: str | None = None) -> Yardstick:
 def yardstick(
     exact: Array,
     condition: Array,
-    moved_by_scores: Any,
+    by_scores: Any,
     results: Sequence[Any],
     dtype: str,
     stored: str | None = None,
@@ -191,7 +191,7 @@ def yardstick(
         step = np.maximum(float(finfo(stored).eps) * np.abs(exact), spacing(stored))
         # The result that is rounded has an error before, and so a step that is a little larger.
         storing = in_units(0.51 * step, 0, unit)
-    floor = storing + 0.5 * in_units(moved_by_scores, 0, unit) + orders
+    floor = storing + 0.5 * in_units(by_scores, 0, unit) + orders
     return Yardstick(exact, unit, np.max(in_units(plain, exact, unit), initial=0), floor)
 
 

@@ -21,6 +21,7 @@ from polyattn.conformance.cases.case import Case
 from polyattn.conformance.cases.catalogue import TOPICS
 from polyattn.conformance.checks.cases import aspects
 from polyattn.conformance.checks.gradients import DERIVATIVES
+from polyattn.conformance.checks.promises import PROMISES
 from polyattn.conformance.checks.target import KernelVariant, Target
 from polyattn.conformance.reference.tolerance import Deviation
 
@@ -35,21 +36,17 @@ class Aspect(NamedTuple):
 
 EXTREME = "extreme values"
 #: Rows with their own check instead of cases.
-PROMISES = {
+CHECKED_ROWS = {
     "gradients": "by the library's own differentiation",
     **{name: FEATURES[name].meaning for name in DERIVATIVES},
-    "deterministic": "the same call twice gives the same bits",
-    "batch invariant": "a batch item has the same bits with and without the others",
-    "pages in any order": "partial results of one page each, merged in any order, are those of all",
-    "quantized keys": "attention over integers is that over what they stand for",
-    "eight threads at once": "the first calls of a process give the same results in threads",
+    **{promise.row: promise.meaning for promise in PROMISES.values()},
 }
 ROWS = (
     Aspect("features", "plain", "no feature beyond the plain formula"),
     *(Aspect("features", n, x.meaning) for n, x in FEATURES.items() if n not in DERIVATIVES),
     *(Aspect("dtypes", dtype, f"{dtype} inputs") for dtype in DTYPES),
     *(Aspect("corners", topic, topic) for topic in TOPICS if topic != "formula"),
-    *(Aspect("promises", name, meaning) for name, meaning in PROMISES.items()),
+    *(Aspect("promises", name, meaning) for name, meaning in CHECKED_ROWS.items()),
 )
 
 
@@ -184,10 +181,7 @@ def _lines(section: Section, so_far: str) -> Iterator[str]:
     yield f"{section.target} ({section.versions})"
     yield ""
     footnotes: dict[str, int] = {}
-    rows = [("", *map(str, section.kernels))]
-    for row in ROWS:
-        rows.append((row.name, *(cell_text(cell, footnotes) for cell in section.row(row.name))))
-    yield from table(rows)
+    yield from table(table_rows(section, footnotes))
     yield ""
     for remark in _remarks(section, footnotes, so_far):
         yield from paragraph(remark, "    ")
@@ -218,6 +212,14 @@ def _failure_lines(failures: list[Failure]) -> Iterator[str]:
         yield from (f"  FAIL {failure}" for failure in alike[:2])
         if len(alike) > 2:
             yield f"       and {len(alike) - 2} more for {charged}; --json and --html list all"
+
+
+def table_rows(section: Section, footnotes: dict[str, int]) -> list[tuple[str, ...]]:
+    """Return the table of a backend, its head first; reasons are added to the footnotes."""
+    rows = [("", *map(str, section.kernels))]
+    for row in ROWS:
+        rows.append((row.name, *(cell_text(cell, footnotes) for cell in section.row(row.name))))
+    return rows
 
 
 def cell_text(cell: Cell, footnotes: dict[str, int]) -> str:

@@ -14,21 +14,22 @@ from polyattn._dispatch.registry import ARRAY_API
 from polyattn.conformance.cases.case import Case
 from polyattn.conformance.cases.catalogue import CASES
 from polyattn.conformance.checks import cases as checks
-from polyattn.conformance.checks import promises, quantized
+from polyattn.conformance.checks import promises
 from polyattn.conformance.checks.frames import call_named
 from polyattn.conformance.checks.gradients import ALL_DERIVATIVES, BY_LIBRARY, Derivative
 from polyattn.conformance.checks.target import KernelVariant, Target
 from polyattn.conformance.functions.interpretations import interpret
 from polyattn.conformance.reference.tolerance import exact
 from polyattn.conformance.report.report import (
+    CHECKED_ROWS,
     EXTREME,
-    PROMISES,
     ROWS,
     Failure,
     Report,
     Section,
     rows_of,
 )
+from polyattn.conformance.selection import LEFT_OUT, chosen, states
 
 #: The checks of a plugin as a whole, which take its name.
 PLUGIN = {
@@ -37,36 +38,11 @@ PLUGIN = {
 }
 
 
-class Promise(NamedTuple):
-    """A promise of a kernel other than its results."""
-
-    applies: Callable[[Target, KernelVariant], bool]
-    check: Callable[[Target, KernelVariant], None]
-    otherwise: str
+#: The promises by their rows.
+CHECKED = {promise.row: promise for promise in promises.PROMISES.values()}
 
 
-CHECKED = {
-    "deterministic": Promise(
-        lambda _, variant: variant.kernel.deterministic, promises.check_determinism, "not declared"
-    ),
-    "batch invariant": Promise(
-        lambda _, variant: variant.kernel.batch_invariant,
-        promises.check_batch_invariance,
-        "not declared",
-    ),
-    "pages in any order": Promise(
-        promises.has_partials, promises.check_pages_in_any_order, "not checked"
-    ),
-    "quantized keys": Promise(quantized.reads_integers, quantized.check_quantized, "not declared"),
-    "eight threads at once": Promise(
-        lambda _, variant: promises.is_worth_threads(variant),
-        promises.check_first_call_from_threads,
-        "not checked",
-    ),
-}
-
-
-class Step(NamedTuple):
+class CheckStep(NamedTuple):
     """A case or a promise of a kernel to check."""
 
     section: Section
@@ -79,36 +55,33 @@ def steps(
     targets: Iterable[Target],
     cases: Mapping[str, Case] = CASES,
     kernels: Sequence[str] = (),
-) -> list[Step]:
+) -> list[CheckStep]:
     """Return the steps of a report; raise if a backend has no kernel of a name."""
-    result: list[Step] = []
+    result: list[CheckStep] = []
     for target in targets:
-        names = list(dict.fromkeys(variant.kernel.name for variant in target.kernels))
-        for name in kernels:
-            if name not in names:
-                raise ValueError(f"{target} has no kernel {name!r}; it has {', '.join(names)}")
-        variants = tuple(c for c in target.kernels if not kernels or c.kernel.name in kernels)
-        section = Section(target, variants)
-        for variant in variants:
+        section = Section(target, target.variants(kernels))
+        for variant in section.kernels:
             work = _work(target, variant, cases)
-            result += [Step(section, variant, what, cases is not CASES) for what in work]
+            result += [CheckStep(section, variant, what, cases is not CASES) for what in work]
         if target.backend != ARRAY_API:
-            result += [Step(section, None, what) for what in PLUGIN]
+            result += [CheckStep(section, None, what) for what in PLUGIN]
     return result
 
 
 def _work(
     target: Target, variant: KernelVariant, cases: Mapping[str, Case]
 ) -> Iterator[Case | str]:
-    applicable = checks.cases_for(target, variant, cases)
     if variant.kernel.compiles:
-        refused = [case for case in applicable if not checks.takes(target, variant, case)]
-        applicable = checks.covering(target, variant, applicable) + refused
-    yield from applicable
-    yield from PROMISES
+        of_cases = states(target, variant, cases)
+        yield from (case for case, state in of_cases.items() if state != LEFT_OUT)
+    else:
+        yield from chosen(target, variant, cases=cases)
+    yield from CHECKED_ROWS
 
 
-def run(work: Sequence[Step], bar: Callable[[Iterable[Step]], Iterable[Step]] = iter) -> Report:
+def run(
+    work: Sequence[CheckStep], bar: Callable[[Iterable[CheckStep]], Iterable[CheckStep]] = iter
+) -> Report:
     """Run the steps; an interrupt ends them and keeps the results so far."""
     report = Report(total=len(work))
     failed: list[_Failed] = []
@@ -122,9 +95,6 @@ def run(work: Sequence[Step], bar: Callable[[Iterable[Step]], Iterable[Step]] = 
     for section in report.sections:
         _charge(section, [f for f in failed if f.section is section])
         _note_what_does_not_apply(section)
-        if report.done == report.total:
-            asked = {f for step in work if isinstance(step.what, Case) for f in step.what.features}
-            _refuse_idle_declarations(section, asked)
     return report
 
 
@@ -204,10 +174,7 @@ def _do_derivative(
     if derivative is BY_LIBRARY and compiles:
         cell.note = "not checked"
         return
-    cases = checks.cases_for(target, variant, derivative.cases)
-    if compiles or few:
-        cases = checks.covering(target, variant, cases, derivative.is_taken)
-    for case in cases:
+    for case in chosen(target, variant, name, few=compiles or few):
         try:
             deviations = derivative.check(target, variant, case) or {}
         except Exception as error:
@@ -216,7 +183,6 @@ def _do_derivative(
         for off in deviations.values():
             cell.add(case.name, off, None)
     if not cell.agreed + len(cell.failures):
-        assert derivative is BY_LIBRARY, _idle(name)
         cell.note = "none supported"
 
 
@@ -261,33 +227,10 @@ def _as_if(target: Target, variant: KernelVariant, case: Case) -> str | None:
         output = target.back(target.call(case, variant.for_case(case)))
         if output.shape != exact(case).output.shape:
             return None
-        meaning = interpret(case, output, most=1)
+        meaning = interpret(case, output)
     except Exception:
         return None
     return f"; as if {meaning}" if meaning else ""
-
-
-def _refuse_idle_declarations(section: Section, asked: set[str]) -> None:
-    for variant in section.kernels:
-        cells = [section.cell(row.name, variant) for row in ROWS if row.group == "dtypes"]
-        agreed = sum(cell.agreed for cell in cells)
-        if not agreed + sum(len(cell.failures) for cell in cells):
-            if any(cell.refused for cell in cells):
-                text = f"{variant} supports no case"
-                section.failures.append(Failure(str(variant), "plain", text))
-            continue
-        # The logsumexp of every agreeing case was checked.
-        wanted = asked | {"logsumexp"} if agreed else asked
-        for feature in sorted(section.target.declared(variant.kernel) & wanted):
-            cell = section.cell(feature, variant)
-            if not cell.agreed + cell.elsewhere + len(cell.failures):
-                text = _idle(feature)
-                cell.failures.append(text)
-                section.failures.append(Failure(str(variant), feature, text))
-
-
-def _idle(feature: str) -> str:
-    return f"it declares {feature}, but no case that it supports needs it"
 
 
 def _note_what_does_not_apply(section: Section) -> None:
@@ -312,7 +255,7 @@ def default_targets(library: str | None) -> list[Target]:
     return [Target(name) for name in registry.names() if registry.load(name) is None]
 
 
-def described(work: Iterable[Step]) -> Iterator[Step]:
+def described(work: Iterable[CheckStep]) -> Iterator[CheckStep]:
     """Yield the steps under a progress bar that names each."""
     bar = progress(list(work), unit="case")
     for step in bar:

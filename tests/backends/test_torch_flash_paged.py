@@ -7,14 +7,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from polyattn import attention_partial, explain
 from polyattn.dialects import torch as dialect
 from polyattn.plugin import Operands
-from polyattn_torch import paged
+from polyattn_torch import flash_paged
 from polyattn_torch.backend import TorchBackend
 from polyattn_torch.device_info import DeviceInfo
 
 H, G, D, PAGE, PAGES = 4, 2, 16, 256, 5
 BACKEND = TorchBackend()
 needs_operator = pytest.mark.skipif(
-    paged._flash is None, reason="this release of torch has no operator that takes a block table"
+    flash_paged._flash is None,
+    reason="torch's operator takes no block table",
 )
 LSE = type("AuxRequest", (), {"lse": True})
 
@@ -22,7 +23,7 @@ LSE = type("AuxRequest", (), {"lse": True})
 @pytest.fixture(autouse=True)
 def gpu(monkeypatch):
     found = DeviceInfo("cuda", (2, 13), (9, 20, 0), (9, 0))
-    monkeypatch.setattr(paged, "describe_device", lambda _: found)
+    monkeypatch.setattr(flash_paged, "describe_device", lambda _: found)
 
 
 def flash(
@@ -61,8 +62,8 @@ def arrays(layout, batch, rows, device="cpu", dtype=torch.float16, page=PAGE):
     ids=str,
 )  # fmt: skip
 def test_the_operator_gets_what_a_call_means(monkeypatch, layout, rows, options):
-    monkeypatch.setattr(paged, "_flash", flash)
-    monkeypatch.setattr(paged.Paged, "devices", None)
+    monkeypatch.setattr(flash_paged, "_flash", flash)
+    monkeypatch.setattr(flash_paged.Paged, "devices", None)
     x = arrays(layout, (3, 1), rows)
     x[1] = x[1].mT.contiguous().mT  # the numbers of a vector lie apart
     given = options | {
@@ -79,13 +80,13 @@ def test_the_operator_gets_what_a_call_means(monkeypatch, layout, rows, options)
 
 
 def test_lengths_that_nobody_read_end_with_the_table(monkeypatch):
-    monkeypatch.setattr(paged, "_flash", flash)
+    monkeypatch.setattr(flash_paged, "_flash", flash)
     query, key, value = arrays("...HLD", (2,), 1)
     table, lengths = torch.tensor([[3, 1], [2, 4]]), torch.tensor([2 * PAGE], dtype=torch.int32)
     given = {"block_table": table, "key_lengths": lengths}
     problem = explain(query, key, value, **given).problem
     whole, more = (
-        paged.Paged()(
+        flash_paged.Paged()(
             problem, Operands(query, key, value, block_table=table, key_lengths=n), BACKEND
         )
         for n in (lengths, lengths + 99)
@@ -118,7 +119,7 @@ def test_a_call_on_cuda_reads_its_pages_or_says_why_not(change, reason):
 
 @needs_operator
 def test_the_operator_takes_these_arguments(monkeypatch):
-    monkeypatch.setattr(paged.Paged, "devices", None)
+    monkeypatch.setattr(flash_paged.Paged, "devices", None)
     query, key, value = arrays("...LHD", (2,), 3, "meta")
     table, lengths = (torch.empty(s, dtype=torch.int64, device="meta") for s in ((2, 3), 2))
     output, logsumexp = attention_partial(

@@ -1,7 +1,7 @@
-"""The step of torch's flash attention on the CPU, whose own gradient has no gradient.
+"""The node of torch's flash attention on the CPU, which is not twice differentiable.
 
-The first derivative is the engine's. What it has not, the array-API kernel `tiled` computes: a
-second or a forward derivative, and the gradient of a mask of numbers.
+The engine computes the output and the first derivative. The array-API kernel `tiled` computes all
+else: second and forward derivatives, and the gradient of a mask of numbers.
 """
 
 from __future__ import annotations
@@ -13,9 +13,16 @@ import torch
 
 from polyattn.plugin import Backend, Operands, Problem
 from polyattn_torch.attn_mask import as_bias
-from polyattn_torch.autograd import Optionals, Tensors, apply, is_recorded
+from polyattn_torch.autograd import (
+    AutogradNode,
+    GradientRequest,
+    Optionals,
+    Tensors,
+    is_recorded,
+    record,
+)
 from polyattn_torch.engines import in_rows, operator
-from polyattn_torch.steps import KernelStep, template_of
+from polyattn_torch.kernel_node import KernelNode, template_of
 from polyattn_torch.workarounds import EngineInputs, padded
 
 _QKV = ("query", "key", "value")
@@ -28,7 +35,7 @@ _backward = operator(
 
 
 def takes(problem: Problem) -> bool:
-    """Return whether the step takes a problem."""
+    """Return whether the node can compute a problem."""
     return (
         problem.device_kind == "cpu"
         and 0 not in (*problem.scores, problem.head_size, problem.value_size)
@@ -57,58 +64,54 @@ def recorded(
     tensors = [in_rows(x.query), in_rows(x.key), in_rows(x.value)]
     if x.mask is not None:
         tensors.append(as_bias(x.mask, x.query.dtype))
-    output, _ = apply(FusedStep(problem, is_causal, backend), tensors)
+    output, _ = record(FusedNode(problem, is_causal, backend), tensors)
     output = output.to(x.query.dtype)
     return output if size == value_size else output[..., :value_size]
 
 
-class FusedStep:
+class FusedNode(AutogradNode):
     """A call of the engine: of query, key and value, and a mask of numbers if there is one."""
 
     def __init__(self, problem: Problem, is_causal: bool, backend: Backend) -> None:
         self.problem = problem
         self._is_causal, self._backend = is_causal, backend
 
-    def result(self, tensors: Tensors) -> Tensors:
+    def results(self, tensors: Tensors) -> Tensors:
         """Return output and logsumexp; unrounded if the gradient of the mask will need that."""
         query, key, value, *mask = tensors
         is_narrow = self.problem.dtype != self.problem.accumulator
         if mask and mask[0].requires_grad and is_narrow:
-            return self._by_tiles(tensors).result(tensors)
+            return self._by_tiles(tensors).results(tensors)
         return _forward(  # type: ignore[no-any-return]
             query, key, value, 0.0, self._is_causal,
             attn_mask=mask[0] if mask else None, scale=self.problem.scale,
         )  # fmt: skip
 
-    def gradients(
-        self,
-        tensors: Tensors,
-        results: Tensors,
-        of_results: Optionals,
-        wanted: Sequence[bool],
-        *,
-        by_operations: bool = False,
-    ) -> tuple[torch.Tensor, ...]:
+    def gradients(self, request: GradientRequest) -> tuple[torch.Tensor, ...]:
         """Return the gradients of the tensors that are wanted, in their dtypes."""
+        tensors, results, cotangents, wanted, by_operations = request
         is_unrounded = results[0].dtype != tensors[0].dtype
-        if by_operations or is_unrounded or of_results[1] is not None or any(wanted[3:]):
-            step = self._by_tiles(tensors)
+        if by_operations or is_unrounded or cotangents[1] is not None or any(wanted[3:]):
+            node = self._by_tiles(tensors)
             if not by_operations and results[0].dtype != results[1].dtype:
-                results = step.result(tensors)  # the output of the engine lacks digits
-            return step.gradients(tensors, results, of_results, wanted, by_operations=by_operations)
+                # The output of the engine lacks digits.
+                request = request._replace(results=node.results(tensors))
+            return node.gradients(request)
         query, key, value, *mask = tensors
-        found: Sequence[torch.Tensor] = _backward(
-            of_results[0], query, key, value, *results, 0.0, self._is_causal,
+        gradients: Sequence[torch.Tensor] = _backward(
+            cotangents[0], query, key, value, *results, 0.0, self._is_causal,
             attn_mask=mask[0] if mask else None, scale=self.problem.scale,
         )  # fmt: skip
-        return tuple([one for one, is_wanted in zip(found, wanted, strict=False) if is_wanted])
+        return tuple([one for one, is_wanted in zip(gradients, wanted, strict=False) if is_wanted])
 
-    def tangents(self, tensors: Tensors, results: Tensors, moved: Optionals) -> Tensors:
+    def tangents(self, tensors: Tensors, results: Tensors, tangents: Optionals) -> Tensors:
         """Return the tangents of output and logsumexp, in their dtypes."""
-        return self._by_tiles(tensors).tangents(tensors, results, moved)
+        return self._by_tiles(tensors).tangents(tensors, results, tangents)
 
-    def _by_tiles(self, tensors: Tensors) -> KernelStep:
-        """Return the same step by the kernel `tiled`."""
+    def _by_tiles(self, tensors: Tensors) -> KernelNode:
+        """Return the node of the kernel `tiled` for the same tensors."""
+        # The mask holds all that hides keys but the engine's causal, which counts from the first
+        # key: with L rows and S keys its square scores have the offset S − L = 0.
         query, key, value, *mask = tensors
         bias = mask[0] if mask else None
         features = {"causal"} if self._is_causal else set()
@@ -127,4 +130,4 @@ class FusedStep:
             features=frozenset(features),
         )
         template, _ = template_of(Operands(query, key, value, bias=bias))
-        return KernelStep(self._backend.tiled, problem, self._backend, template)
+        return KernelNode(self._backend.tiled, problem, self._backend, template)

@@ -13,7 +13,7 @@ import numpy as np
 
 from polyattn.plugin import Array, Operands, Problem, Span, band
 from polyattn_jax.explicit import Explicit, arrays_of, with_arrays
-from polyattn_jax.layout import block_sizes, has_one_offset
+from polyattn_jax.loop_layout import block_sizes, has_one_offset
 from polyattn_jax.mesh import varying_like
 from polyattn_jax.tile import TileIndices
 
@@ -92,9 +92,8 @@ def split_seed(seed: int | Array | None) -> Any:
 
 def without_expressions(x: Operands) -> Operands:
     """Return operands with the arrays of expressions in place of the expressions."""
-    arrays: dict[str, Any] = {
-        name: arrays_of(getattr(x, name)) for name in SPECS if has_arrays(getattr(x, name))
-    }
+    given = {name: one for name, one in expressions(x).items() if hasattr(one, "carried")}
+    arrays: dict[str, Any] = {name: arrays_of(one) for name, one in given.items()}
     return x._replace(**arrays)
 
 
@@ -105,13 +104,8 @@ def expressions(x: Operands) -> dict[str, Any]:
 
 def with_expressions(like: dict[str, Any], x: Operands) -> Operands:
     """Return operands with their arrays in these expressions, or in their specs."""
-    given = {name: one for name, one in like.items() if has_arrays(one)}
+    given = {name: one for name, one in like.items() if hasattr(one, "carried")}
     return x._replace(**{name: with_arrays(one, getattr(x, name)) for name, one in given.items()})
-
-
-def has_arrays(operand: Any) -> bool:
-    """Return whether an operand is an expression or an explicit function."""
-    return hasattr(operand, "carried") or isinstance(operand, Explicit)
 
 
 def specs(problem: Problem) -> dict[str, Any]:

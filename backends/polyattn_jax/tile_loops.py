@@ -1,6 +1,19 @@
 """The loops over tiles of the scores, which attention and its tangent share.
 
-They are `lax.map` over blocks of rows and, inside, `lax.scan` over tiles of keys.
+A `LoopBody` computes; `over_tiles` decides which tiles it gets::
+
+    for rows in blocks of rows:                                # lax.map
+        block, state = body.start(rows, count)
+        for tile in tiles of keys:                             # lax.scan
+            if the tile is needed:                             # lax.cond
+                state = body.add(state, block, tile)
+        results = body.finish(state, block)
+
+`loop_layout` lists the first key of each tile of a block. Blocks of a loop visit equally many, so
+S stands for no tile. Two causal blocks and tiles of 8 keys, of S = 16::
+
+    block of rows 0-7     # .     first_keys (0, 16)
+    block of rows 8-15    # #     first_keys (0, 8)
 """
 
 from __future__ import annotations
@@ -15,7 +28,7 @@ import numpy as np
 from jax import lax
 
 from polyattn.plugin import Array, Operands, Problem
-from polyattn_jax.layout import (
+from polyattn_jax.loop_layout import (
     Loop,
     block_sizes,
     has_one_offset,
@@ -29,17 +42,17 @@ from polyattn_jax.tile import TileIndices
 Rows = dict[str, Array]
 
 
-class Tile(NamedTuple):
+class TileArrays(NamedTuple):
     """The arrays and indices that make a tile of scores."""
 
     indices: TileIndices
     key: Array
     value: Array
     new: Array | None  # its first key that no earlier tile holds; None if all are new
-    slices: Any  # what `Body.slices` gave for the tile
+    slices: Any  # what `LoopBody.slices` gave for the tile
 
 
-class Body:
+class LoopBody:
     """What is computed for a block of rows; an array of rows has the shape (..., rows, n)."""
 
     #: Whether gradients are taken of it: then no tile keeps what it computes from its arrays.
@@ -53,7 +66,7 @@ class Body:
         """Return arrays whose entry n is for the tile of keys from ``first[n]`` on."""
         return ()
 
-    def add(self, state: Any, block: Any, tile: Tile) -> Any:
+    def add(self, state: Any, block: Any, tile: TileArrays) -> Any:
         """Return the state with a tile added."""
         raise NotImplementedError
 
@@ -62,13 +75,16 @@ class Body:
         raise NotImplementedError
 
 
-def sweep(
-    problem: Problem, tile: int, x: Operands, body: Body, rows: Rows, moved: Rows
+def over_tiles(
+    problem: Problem, tile: int, x: Operands, body: LoopBody, rows: Rows, differentiated: Rows
 ) -> tuple[Array, ...]:
-    """Return the results for all rows, in tiles of about `tile` scores at most."""
-    # The body gets blocks of the arrays `rows` and `moved`, (..., L, n); gradients go to `moved`.
+    """Return the results for all rows, in tiles of about `tile` scores at most.
+
+    The body gets blocks of the arrays in `rows` and `differentiated`, each (..., L, n); the linear
+    transpose has gradients of the latter.
+    """
     if 0 in problem.scores:
-        block, state = body.start(rows | moved, problem.query_length)
+        block, state = body.start(rows | differentiated, problem.query_length)
         return body.finish(state, block)
     one_offset = has_one_offset(problem, x)
     laid_out = loops(problem, tile, one_offset)
@@ -77,7 +93,10 @@ def sweep(
         visible = visible_tiles(problem, x, block_sizes(problem, tile, one_offset))
     lengths = [len(loop.first_rows) * loop.rows for loop in laid_out]
     # In one operation: the gradient of one part by itself would be as large as the array.
-    parts = {name: lax.split(array, lengths, axis=array.ndim - 2) for name, array in moved.items()}
+    parts = {
+        name: lax.split(array, lengths, axis=array.ndim - 2)
+        for name, array in differentiated.items()
+    }
     results = []
     for number, loop in enumerate(laid_out):
         own = {name: part[number] for name, part in parts.items()}
@@ -92,12 +111,12 @@ def _over_blocks(
     problem: Problem,
     x: Operands,
     loop: Loop,
-    body: Body,
+    body: LoopBody,
     rows: Rows,
-    moved: Rows,
+    differentiated: Rows,
     is_needed: Array | None,
 ) -> tuple[Array, ...]:
-    """Return the results for the rows of a loop, in order; `moved` has these rows only."""
+    """Return the results for the rows of a loop, in order; `differentiated` has only these rows."""
     last = problem.key_length - loop.columns
     firsts = () if loop.follows else itertools.chain(*loop.first_keys)
     overlaps = any(last < key < problem.key_length for key in firsts)
@@ -107,7 +126,7 @@ def _over_blocks(
         for name, array in rows.items():
             given[name] = lax.dynamic_slice_in_dim(array, first_row, loop.rows, axis=-2)
         if loop.follows:
-            # All tiles of the block move together to where they are within the keys.
+            # All tiles of the block are shifted together to where they are within the keys.
             at = TileIndices(problem, x, first_row, loop.rows, 0, loop.columns).position()
             start = jnp.clip(at.reshape(-1)[0] + new[0], 0, problem.key_length - loop.width)
             new = start + (new - new[0])
@@ -122,19 +141,19 @@ def _over_blocks(
         if loop.steps == 1:
             state, _ = step(state, jax.tree.map(lambda array: array[0], tiles))
         elif loop.steps > 1:
-            state, _ = lax.scan(_forgetful(body, step), state, tiles)
+            state, _ = lax.scan(_rematerialised(body, step), state, tiles)
         return body.finish(state, block)
 
     count = len(loop.first_rows)
-    in_blocks = {name: _in_blocks(array, count) for name, array in moved.items()}
+    in_blocks = {name: _in_blocks(array, count) for name, array in differentiated.items()}
     blocks = np.asarray(loop.first_rows), np.asarray(loop.first_keys, int), is_needed, in_blocks
     if count == 1:
         return of_block(jax.tree.map(lambda array: array[0], blocks))
-    return tuple(map(_joined, lax.map(_forgetful(body, of_block), blocks)))
+    return tuple(map(_joined, lax.map(_rematerialised(body, of_block), blocks)))
 
 
 def _visit(
-    problem: Problem, x: Operands, loop: Loop, body: Body, first_row: Any, block: Any,
+    problem: Problem, x: Operands, loop: Loop, body: LoopBody, first_row: Any, block: Any,
     state: Any, tile: tuple[Any, Any, Any, Any],
 ) -> tuple[Any, None]:  # fmt: skip
     """Add one tile of keys to the state of a block of rows, if it is needed."""
@@ -144,19 +163,19 @@ def _visit(
         lax.dynamic_slice_in_dim(array, first, loop.columns, axis=-2) for array in (x.key, x.value)
     )
     if is_needed is None:
-        return body.add(state, block, Tile(indices, key, value, new, slices)), None
+        return body.add(state, block, TileArrays(indices, key, value, new, slices)), None
     # A gradient keeps the inputs of one branch for both branches. So a branch is given only
     # what it needs, and no whole array.
     indices = indices.with_cut_operands()
 
     def add(state: Any) -> Any:
-        return body.add(state, block, Tile(indices, key, value, new, slices))
+        return body.add(state, block, TileArrays(indices, key, value, new, slices))
 
-    return lax.cond(is_needed, _forgetful(body, add), lambda state: state, state), None
+    return lax.cond(is_needed, _rematerialised(body, add), lambda state: state, state), None
 
 
-def _forgetful(body: Body, function: Any) -> Any:
-    """Return a function that a gradient computes again, so that memory is for one tile."""
+def _rematerialised(body: LoopBody, function: Any) -> Any:
+    """Return a function that a gradient rematerialises, so that memory is for one tile."""
     return jax.checkpoint(function, prevent_cse=False) if body.is_differentiated else function
 
 

@@ -1,27 +1,10 @@
-"""`polyattn._base.settings`: a variable is read at call time, however os.environ stores it."""
-
-import os
+"""`polyattn._base.progress`: the bar of a long call."""
 
 import numpy as np
 import pytest
 
 import polyattn
 from polyattn._base.progress import progress
-from polyattn._base.settings import reader_of
-
-NAME = "POLYATTN_TEST_VARIABLE"
-
-
-@pytest.mark.parametrize("replaced", [False, True], ids=["the process's", "a dict"])
-def test_a_variable_is_read_when_it_is_asked_for(monkeypatch, replaced):
-    read = reader_of(NAME)
-    if replaced:
-        monkeypatch.setattr(os, "environ", dict(os.environ))
-    assert read() is None
-    monkeypatch.setitem(os.environ, NAME, "ü")
-    assert read() == "ü"
-    monkeypatch.delitem(os.environ, NAME)
-    assert read() is None
 
 
 def test_a_long_call_shows_its_progress_where_that_is_asked(capsys):

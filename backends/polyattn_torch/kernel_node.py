@@ -1,8 +1,15 @@
-"""Which calls autograd records as one step, and the step of a kernel that has derivatives."""
+"""Which calls autograd records as one node, and the node of a kernel that has derivatives.
+
+A node is a function of tensors only, so `template_of` lists the tensors of the operands, those in
+expressions too, and leaves a numbered `Slot` in place of each::
+
+    Operands(query=A, key=B, value=C, score_mod=alibi(D))
+    template: Operands(query=Slot 0, key=Slot 1, value=Slot 2, score_mod=alibi(Slot 3))
+    tensors:  [A, B, C, D]
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -24,36 +31,44 @@ from polyattn.plugin import (
 )
 from polyattn.plugin.internal import GRADIENT_ARRAYS, GRADIENT_EXPRESSIONS, unrounded
 from polyattn_torch.autograd import (
+    AutogradNode,
+    GradientRequest,
     Optionals,
     Tensors,
-    apply,
+    directional,
     in_transform,
     is_recorded,
-    moved_along,
+    record,
 )
 
 
 class Slot(NamedTuple):
-    """The place of a tensor among those of a step; an array to `Expression.map`."""
+    """The place of a tensor among those of a node; an array to `Expression.map`."""
 
     number: int
     shape: tuple[int, ...]
     dtype: torch.dtype
 
 
-class KernelStep:
+class KernelNode(AutogradNode):
     """A call of a kernel that has `backward` and `jvp`; the template has slots for tensors."""
 
     def __init__(
         self, kernel: Kernel, problem: Problem, backend: Backend, template: Operands
     ) -> None:
         self._kernel, self._backend, self._template = kernel, backend, template
-        # What is recorded is the step, so the kernel may write in place.
+        # What is recorded is the node, so the kernel may write in place.
         self.problem = problem._replace(
             features=problem.features | {"logsumexp"}, requires_grad=False
         )
+        #: The numbers of the slots that are operands by themselves, by name.
+        self._slots: dict[str, int] = {
+            name: slot.number
+            for name in GRADIENT_ARRAYS
+            if isinstance(slot := getattr(template, name, None), Slot)
+        }
 
-    def result(self, tensors: Tensors, *, by_operations: bool = False) -> Tensors:
+    def results(self, tensors: Tensors, *, by_operations: bool = False) -> Tensors:
         """Return output and logsumexp; the output before it is rounded, if the kernel can."""
         problem = unrounded(self._kernel, self._problem(by_operations))
         dtype, operands = getattr(torch, problem.dtype), self._operands(tensors)
@@ -63,52 +78,39 @@ class KernelStep:
             results: Any = self._kernel(problem, operands, self._backend)
         else:
             results = Backend.run(self._backend, self._kernel, problem, operands)
-        found: Tensors = results
-        return found
+        return results  # type: ignore[no-any-return]
 
-    def gradients(
-        self,
-        tensors: Tensors,
-        results: Tensors,
-        of_results: Optionals,
-        wanted: Sequence[bool],
-        *,
-        by_operations: bool = False,
-    ) -> tuple[torch.Tensor, ...]:
+    def gradients(self, request: GradientRequest) -> tuple[torch.Tensor, ...]:
         """Return the gradients of the tensors that are wanted, in their dtypes."""
-        residuals = Residuals(output=results[0], logsumexp=results[1])
-        cotangents = Cotangents(output=of_results[0], logsumexp=of_results[1])
+        tensors, results, cotangents, wanted, by_operations = request
         problem = self._problem(by_operations)
         problem = problem._replace(
             features=problem.features - {"logsumexp"} | {"backward"},
-            constants=frozenset(self._constants(wanted)),
+            constants=frozenset(name for name, n in self._slots.items() if not wanted[n]),
         )
-        operands = self._operands(tensors)
-        gradients = self._kernel.backward(problem, operands, residuals, cotangents, self._backend)
-        found = self._by_slot(gradients)
-        return tuple([found[n].to(x.dtype) for n, x in enumerate(tensors) if wanted[n]])
-
-    def tangents(self, tensors: Tensors, results: Tensors, moved: Optionals) -> Tensors:
-        """Return the tangents of output and logsumexp, in their dtypes."""
-        named: dict[str, Any] = {
-            name: moved[slot.number]
-            for name in GRADIENT_ARRAYS
-            if isinstance(slot := getattr(self._template, name, None), Slot)
-        }
-        rest = [n for n, one in enumerate(moved) if one is not None]
-        has_others = len(rest) > sum(one is not None for one in named.values())  # of expressions
-        if has_others or undeclared(self._kernel, self.problem.features | {"jvp"}):
-            return moved_along(
-                lambda tensors: tuple(self.result(tensors, by_operations=True)), [tensors], [moved]
+        gradients = self._by_slot(
+            self._kernel.backward(
+                problem, self._operands(tensors), Residuals(*results),
+                Cotangents(*cotangents), self._backend,
             )
-        found: Any = self._kernel.jvp(
-            self._problem(by_operations=True),
-            self._operands(tensors),
-            Residuals(output=results[0], logsumexp=results[1]),
-            Tangents(**named),
-            self._backend,
+        )  # fmt: skip
+        return tuple([gradients[n].to(x.dtype) for n, x in enumerate(tensors) if wanted[n]])
+
+    def tangents(self, tensors: Tensors, results: Tensors, tangents: Optionals) -> Tensors:
+        """Return the tangents of output and logsumexp, in their dtypes."""
+        by_name: dict[str, Any] = {name: tangents[n] for name, n in self._slots.items()}
+        of_expressions = sum(one is not None for one in tangents) > sum(
+            one is not None for one in by_name.values()
         )
-        return tuple([tangent.to(one.dtype) for tangent, one in zip(found, results, strict=True)])
+        if of_expressions or undeclared(self._kernel, self.problem.features | {"jvp"}):
+            return directional(
+                lambda *x: tuple(self.results(x, by_operations=True)), tensors, tangents
+            )
+        of_results: Any = self._kernel.jvp(
+            self._problem(by_operations=True), self._operands(tensors),
+            Residuals(*results), Tangents(**by_name), self._backend,
+        )  # fmt: skip
+        return tuple([x.to(one.dtype) for x, one in zip(of_results, results, strict=True)])
 
     def _problem(self, by_operations: bool) -> Problem:
         if not by_operations and (torch.compiler.is_compiling() or not in_transform()):
@@ -121,31 +123,21 @@ class KernelStep:
 
         return _changed(self._template, filled)
 
-    def _constants(self, wanted: Sequence[bool]) -> list[str]:
-        slots = {name: getattr(self._template, name, None) for name in GRADIENT_ARRAYS}
-        return [
-            n for n, slot in slots.items() if isinstance(slot, Slot) and not wanted[slot.number]
-        ]
-
     def _by_slot(self, gradients: Gradients) -> dict[int, torch.Tensor]:
-        found: dict[int, torch.Tensor] = {}
-        for name in GRADIENT_ARRAYS:
-            slot = getattr(self._template, name, None)
-            if isinstance(slot, Slot):
-                found[slot.number] = getattr(gradients, name)
+        by_slot = {n: getattr(gradients, name) for name, n in self._slots.items()}
         for name in GRADIENT_EXPRESSIONS:
             expression = getattr(self._template, name)
             if isinstance(expression, Expression):
                 slots = [slot for _, slot in expression.carried() if isinstance(slot, Slot)]
                 for slot, gradient in zip(slots, getattr(gradients, name), strict=True):
-                    found[slot.number] = gradient
-        return found
+                    by_slot[slot.number] = gradient
+        return by_slot
 
 
-def step_of(
+def node_of(
     kernel: Kernel, problem: Problem, x: Operands, backend: Backend
-) -> tuple[KernelStep, list[torch.Tensor], bool] | None:
-    """Return the step of a call, its tensors and whether it asks for a logsumexp, or None."""
+) -> tuple[KernelNode, list[torch.Tensor]] | None:
+    """Return the node of a call and its tensors, or None."""
     # None for a call that autograd does not record, or records operation by operation.
     asked = {"backward"} | ({"jvp"} & problem.transforms)
     if not is_recorded(problem) or undeclared(kernel, problem.features | asked):
@@ -153,17 +145,16 @@ def step_of(
     if problem.normalizer is not None or _needs_operations(problem, x, backend):
         return None
     template, tensors = template_of(x)
-    step = KernelStep(kernel, problem, backend, template)
-    return step, tensors, "logsumexp" in problem.features
+    return KernelNode(kernel, problem, backend, template), tensors
 
 
-def run_step(
-    step: KernelStep, tensors: Tensors, has_logsumexp: bool
+def run_node(
+    node: KernelNode, tensors: Tensors, problem: Problem
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return what the kernel of a step returns."""
-    output, logsumexp = apply(step, tensors)
-    output = output.to(getattr(torch, step.problem.dtype))
-    return output, logsumexp if has_logsumexp else None
+    """Return what the kernel of a node returns for a problem."""
+    output, logsumexp = record(node, tensors)
+    output = output.to(getattr(torch, problem.dtype))
+    return output, logsumexp if "logsumexp" in problem.features else None
 
 
 def template_of(x: Operands) -> tuple[Operands, list[torch.Tensor]]:

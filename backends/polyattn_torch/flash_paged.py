@@ -1,8 +1,8 @@
-"""Kernel for keys in pages: FlashAttention on CUDA, which reads them by the block table.
+"""Kernel for paged keys: FlashAttention on CUDA, which gathers them by the block table.
 
 It is the operator below `torch.nn.attention.varlen.varlen_attn`, whose module takes two seconds to
-import. The pools go in as they lie, with any strides. A call that it cannot take is left to the
-kernels after it, which get copies of the pages.
+import. The pools are read in place, with any strides. A call that it does not support is left to
+the kernels after it, which get a gathered, contiguous copy.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Paged(Kernel):
     def reasons_against(self, problem: Problem) -> list[str]:
         """Return why FlashAttention cannot read the pages of a problem."""
         if "block_table" not in problem.features:
-            return ["it is for keys in pages, without gradients"]
+            return ["it supports paged keys only, without gradients"]
         if _flash is None:
             return [ABSENT]
         device, reasons = describe_device(problem.device), []
@@ -72,7 +72,7 @@ class Paged(Kernel):
         items, rows = math.prod(problem.batch), problem.query_length
         query = one_batch_axis(problem, x.query, backend.xp).transpose(1, 2).flatten(0, 1)
         table = x.block_table.expand(*problem.batch, -1).reshape(items, -1)
-        # Nobody read the lengths: beyond the table FlashAttention would read other memory.
+        # The lengths are not checked: beyond the table FlashAttention would read other memory.
         lengths = x.key_lengths.clamp(0, problem.key_length).expand(problem.batch).reshape(items)
         count = torch.arange(items + 1, dtype=torch.int32, device=query.device)
         left, right = problem.window

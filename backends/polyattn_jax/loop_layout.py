@@ -134,7 +134,7 @@ def _grouped(blocks: list[Span], work: list[int]) -> list[list[int]]:
         return by_length
     coarse = -(-most // LOOPS)
     by_work = groups([-(-share // coarse) for share in work])
-    # Neighbours with unlike work would each be compiled separately.
+    # Neighbours with different work would each be compiled separately.
     return by_work if len(by_work) <= 2 * LOOPS else by_length
 
 

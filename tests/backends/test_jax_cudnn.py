@@ -1,0 +1,259 @@
+"""cuDNN through `jax.nn`: what it is asked, what is refused, and how far a CPU can lower it."""
+
+import functools
+import re
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from polyattn import attention, explain
+from polyattn_jax import cudnn
+
+RNG = np.random.default_rng(0)
+
+
+def draw(*shape, dtype=np.float32):
+    return RNG.standard_normal(shape).astype(dtype)
+
+
+def in_jax(options):
+    return {n: jnp.asarray(x) if isinstance(x, np.ndarray) else x for n, x in options.items()}
+
+
+def close(one, other, **tolerance):
+    one, other = (np.asarray(x, np.float32) for x in (one, other))
+    np.testing.assert_allclose(one, other, **tolerance)
+
+
+SQUARE = draw(2, 4, 16, 8), draw(2, 2, 16, 8), draw(2, 2, 16, 8)
+
+
+@pytest.fixture
+def on_cuda(monkeypatch):
+    """Let the kernel believe that it is on CUDA, where jax.nn takes what it would there."""
+    monkeypatch.setattr(cudnn, "default_kind", lambda: "cuda")
+    monkeypatch.setattr(cudnn, "trial", lambda problem: [])
+
+
+@pytest.fixture
+def calls(monkeypatch, on_cuda):
+    """Let jax.nn's own XLA form stand for cuDNN, whose meaning it has."""
+    genuine, made = jax.nn.dot_product_attention, []
+
+    def stand_in(*arrays, implementation, bias=None, **options):
+        assert implementation == "cudnn"
+        made.append(options)
+        # cuDNN computes in float32, as the other form does not for 16 bits.
+        arrays = (x.astype("float32") for x in arrays)
+        bias = None if bias is None else bias.astype("float32")
+        return genuine(*arrays, bias=bias, implementation="xla", **options).astype("bfloat16")
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", stand_in)
+    cudnn.compiled.clear_cache()
+    yield made
+    cudnn.compiled.clear_cache()
+
+
+BFLOAT16 = [jnp.asarray(x, "bfloat16") for x in SQUARE]
+TAKEN = {
+    "plain": {},
+    "causal window": {"is_causal": True, "window": (5, 0)},
+    "window to the left": {"window": (5, 0), "scale": 0.1},
+    "mask a head": {"mask": RNG.random((1, 4, 1, 16)) > 0.5},
+    "rows that see nothing": {"mask": np.arange(16)[:, None] > 3},
+    "causal, mask": {"is_causal": True, "mask": np.arange(16) > 2},
+    "bias": {"bias": draw(1, 4, 16, 16).astype("bfloat16")},
+    "bias hides rows": {
+        "bias": np.where(np.arange(16)[:, None] > 3, 1, -np.inf).astype("bfloat16")
+    },
+    "mask and bias": {
+        "mask": RNG.random((16, 16)) > 0.5,
+        "bias": draw(2, 1, 16, 16).astype("bfloat16"),
+    },
+}
+
+
+@pytest.mark.parametrize("options", TAKEN.values(), ids=TAKEN)
+def test_what_jax_nn_is_asked_means_what_we_mean(calls, options):
+    ours = attention(*BFLOAT16, kernel="cudnn", **in_jax(options))
+    assert len(calls) == 1
+    arrays = [np.asarray(x, np.float32) for x in BFLOAT16]
+    as_float32 = {
+        name: x.astype(np.float32) if name == "bias" else x for name, x in options.items()
+    }
+    expected = attention(*arrays, **as_float32)
+    close(ours, expected, atol=0.02)
+    assert ours.dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"window": (5, 0)}])
+@pytest.mark.parametrize(("rows", "keys"), [(15, 15), (1, 15), (15, 16), (16, 15)])
+def test_gradients_of_odd_lengths_are_those_of_even_ones(calls, rows, keys, options):
+    if options and rows != keys:
+        return
+    q, k, v = (x[:, :, :n] for x, n in zip(BFLOAT16, (rows, keys, keys), strict=True))
+
+    def gradients(kernel):
+        def loss(*arrays):
+            return jnp.sum(jnp.sin(attention(*arrays, **options, kernel=kernel)))
+
+        return jax.jit(jax.grad(loss, (0, 1, 2)))(q, k, v)
+
+    for one, other in zip(gradients("cudnn"), gradients("dense"), strict=True):
+        close(one, other, atol=0.03, rtol=0.02)
+    padded = "key_value_seq_lengths" in calls[-1]
+    assert padded is (keys % 2 == 1 and not options)
+
+
+def test_batch_axes_that_differ_and_more_than_one(calls):
+    q, k, v = (jnp.asarray(x, "bfloat16") for x in SQUARE)
+    ours = attention(q[None], k[None, :1], v[None], kernel="cudnn")
+    expected = attention(q[None], k[None, :1], v[None], kernel="dense")
+    assert ours.shape == expected.shape == (1, 2, 4, 16, 8)
+    close(ours, expected, atol=0.02)
+
+
+def test_a_single_query_sees_all_keys(calls):
+    q, k, v = BFLOAT16
+    attention(q[:, :, :1], k, v, is_causal=True, kernel="cudnn")
+    assert calls[0]["is_causal"] is False
+
+
+class Refusal(NamedTuple):
+    """A call that `jax.nn` would take to mean something else, and the reason."""
+
+    reason: str
+    options: dict
+    dtype: str = "bfloat16"
+    rows: int = 16
+
+
+REFUSED = {
+    "float32": Refusal("float16 and bfloat16 only", {}, dtype="float32"),
+    "L is not S": Refusal("query_offset=0 and L = S", {"is_causal": True}, rows=5),
+    "an offset": Refusal("query_offset=0 and L = S", {"is_causal": True, "query_offset": 3}),
+    "a window of both sides": Refusal("to the left of a causal row", {"window": (3, 3)}),
+    "a window to the right": Refusal("not a window to the right", {"window": (None, 3)}),
+    "a mask in float16": Refusal(
+        "it needs bfloat16", {"mask": np.ones((16, 16), bool)}, dtype="float16"
+    ),
+    "a bias in float32": Refusal("float32 bias", {"bias": draw(16, 16)}),
+    "odd lengths with a mask": Refusal("even lengths", {"mask": np.ones((15, 16), bool)}, rows=15),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_jax_nn_would_take_to_mean_something_else_is_refused(on_cuda, name):
+    reason, options, dtype, rows = REFUSED[name]
+    q, k, v = (jnp.asarray(x, dtype) for x in SQUARE)
+    told = explain(q[:, :, :rows], k, v, **in_jax(options))
+    assert told.chosen.kernel != "cudnn"
+    (first,) = (c for c in told.candidates if c.kernel == "cudnn")
+    assert reason in "; ".join(first.reasons)
+
+
+def test_what_jax_nn_itself_refuses_becomes_the_reason(monkeypatch):
+    monkeypatch.setattr(cudnn, "default_kind", lambda: "cuda")
+    cudnn.trial.cache_clear()
+    told = explain(*BFLOAT16)
+    assert "jax.nn says: cuDNN is not detected" in str(told)
+
+
+def test_on_a_cpu_it_says_where_it_runs():
+    assert "it runs on cuda only, and JAX would put this on cpu" in str(explain(*BFLOAT16))
+    there = [jax.device_put(x, jax.devices()[0]) for x in BFLOAT16]
+    assert "it runs on cuda only, and this call is on cpu" in str(explain(*there))
+
+
+@pytest.fixture
+def lowering(monkeypatch):
+    """Return a function that lowers another for a CUDA device of compute capability 9.0."""
+    inner = pytest.importorskip("jax._src.cudnn.fused_attention_stablehlo")
+    monkeypatch.setattr(cudnn, "default_kind", lambda: "cuda")
+    monkeypatch.setattr(inner, "check_cudnn_version", lambda: 91900)
+    monkeypatch.setattr(inner, "check_compute_capability", lambda capability: True)
+    cudnn.trial.cache_clear()
+    yield (
+        lambda function, *shapes: (
+            jax.jit(function).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
+        )
+    )
+    cudnn.trial.cache_clear()
+
+
+@pytest.mark.parametrize("axes", [(0, 0, 0, 0), (0, None, None, None), (None, 0, None, None)])
+@pytest.mark.parametrize(("length", "kind"), [(15, None), (16, "bias")])
+def test_gradients_under_vmap_are_lowered_for_cuda(lowering, axes, length, kind):
+    def call(q, k, v, bias):
+        return attention(q, k, v, **({"bias": bias} if kind else {}), kernel="cudnn")
+
+    def loss(*arrays):
+        return jnp.sum(jax.vmap(call, axes)(*arrays))
+
+    shapes = [(2, h, length, n) for h, n in ((4, 64), (2, 64), (2, 64), (4, length))]
+    mapped = [
+        jax.ShapeDtypeStruct(shape if axis is None else (3, *shape), "bfloat16")
+        for shape, axis in zip(shapes, axes, strict=True)
+    ]
+    assert "SoftmaxBackward" in lowering(jax.grad(loss, (0, 1, 2)), *mapped)
+    of_each = jax.vmap(jax.grad(lambda *arrays: jnp.sum(call(*arrays)), (0, 1, 2)), axes)
+    assert "SoftmaxBackward" in lowering(of_each, *mapped)
+
+
+def test_arrays_that_vmap_does_not_map_over_have_the_same_gradients(calls):
+    q, k, v = BFLOAT16
+    queries, bias = jnp.stack([q, q * 2, q * 3]), jnp.asarray(draw(1, 4, 16, 16), "bfloat16")
+
+    def gradients(kernel):
+        def loss(queries, k, v, bias):
+            call = functools.partial(attention, key=k, value=v, bias=bias, kernel=kernel)
+            return jnp.sum(jnp.sin(jax.vmap(call)(queries)))
+
+        return jax.jit(jax.grad(loss, (0, 1, 2, 3)))(queries, k, v, bias)
+
+    for one, other in zip(gradients("cudnn"), gradients("dense"), strict=True):
+        close(one, other, atol=0.1, rtol=0.05)
+
+
+def test_unknown_lengths_are_refused(on_cuda):
+    def look(q, mask):
+        told.append(explain(q, q, q, mask=mask))
+
+    told, (n,) = [], jax.export.symbolic_shape("n")
+    shapes = ((2, 4, n, 64), "bfloat16"), ((n, n), "bool")
+    jax.eval_shape(look, *(jax.ShapeDtypeStruct(*one) for one in shapes))
+    assert "cudnn" not in (told[0].chosen.kernel, None)
+    assert "these are symbolic" in told[0].candidates[0].reasons[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "slope", "length"),
+    [
+        ("plain", True, 16),
+        ("plain", True, 15),
+        ("causal window", False, 16),
+        ("causal window", True, 15),
+        ("bias", True, 16),
+        ("causal, mask", False, 16),
+    ],
+)
+def test_the_whole_is_lowered_for_cuda(lowering, options, slope, length):
+    """As far as a machine without CUDA can go: to the call of cuDNN, forward and backward."""
+    given = in_jax(TAKEN[options])
+    q, k, v = (jax.ShapeDtypeStruct((2, h, length, 64), "bfloat16") for h in (4, 2, 2))
+
+    def call(q, k, v):
+        return attention(q, k, v, **given)
+
+    function = jax.grad(lambda *x: jnp.sum(call(*x)), (0, 1, 2)) if slope else call
+    text = lowering(function, q, k, v)
+    called = re.findall(r"@__cudnn\$fmha(\w+)", text)
+    kind = "ScaleBias" if "mask" in given or "bias" in given else ""
+    assert called[0] == f"{kind}Softmax"
+    assert any("Backward" in name for name in called) is slope
+    assert ("CAUSAL" in text) is bool(given.get("is_causal"))
+    if "window" in given:
+        assert "sliding_window_length\\22: 6" in text

@@ -1,0 +1,112 @@
+"""`explain`: the decision without the call, from arrays or from shapes alone."""
+
+import re
+
+import numpy as np
+import pytest
+from optional import jax, jnp, torch
+
+from polyattn import (
+    explain,
+    masks,
+)
+from polyattn._dispatch import registry
+
+X = np.random.default_rng(0).standard_normal((2, 4, 5, 8), dtype=np.float32)
+
+
+SHAPE = X.shape
+
+
+def chosen(*arrays, **options):
+    arrays = arrays or (X, X, X)
+    candidate = explain(*arrays, **options).chosen
+    return candidate.backend, candidate.kernel
+
+
+@pytest.mark.without_native
+def test_explain_from_shapes_agrees_with_arrays():
+    tensor = torch.from_numpy(X)
+    options = {"is_causal": True, "softcap": 3.0}
+    assert (
+        explain(SHAPE, SHAPE, SHAPE, library="torch", **options).candidates
+        == explain(tensor, tensor, tensor, **options).candidates
+    )
+    options = {"mask": (5, 5), "bias": (1, 4, 5, 5), "sinks": (4,), "query_offset": (2,)}
+    explanation = explain(SHAPE, SHAPE, SHAPE, **options, is_causal=True, dtype="bfloat16")
+    assert explanation.problem.features == {"mask", "bias", "sinks", "query_offset_array", "causal"}
+    assert explanation.chosen.kernel == "dense"
+
+
+def test_explain_checks_what_attention_checks():
+    with pytest.raises(ValueError, match="8 and 6"):
+        explain(SHAPE, (2, 4, 5, 6), SHAPE)
+
+
+def test_explain_assumes_the_default_device_of_the_library():
+    assert explain(SHAPE, SHAPE, SHAPE, library="torch").problem.device == "cpu"
+    with pytest.raises(ValueError, match="'numpy' is not usable on 'cuda'"):
+        explain(SHAPE, SHAPE, SHAPE, device="cuda")
+
+
+def test_explain_refuses_a_library_that_has_no_arrays():
+    no_arrays = "its arrays do not follow"
+    for library, reason in {"nunpy": "it is not installed", "operator": no_arrays}.items():
+        with pytest.raises(ValueError, match=f"library '{library}' is not usable: {reason}"):
+            explain(SHAPE, SHAPE, SHAPE, library=library)
+
+
+@pytest.mark.parametrize("given", [{"library": np}, {"device": 0}])
+def test_explain_takes_names(given):
+    with pytest.raises(TypeError, match=f"{next(iter(given))} must be a string"):
+        explain(SHAPE, SHAPE, SHAPE, **given)
+
+
+def test_explain_refuses_malformed_shapes():
+    for shape in ((2, -4), (2.0, 4), ("a", 4), (True, None)):
+        with pytest.raises(ValueError, match="integers of at least 0"):
+            explain(shape, shape, shape)
+
+
+@pytest.mark.without_native
+@pytest.mark.needs("torch")
+def test_explain_moves_no_array(monkeypatch):
+    registry.load("torch")
+    monkeypatch.setattr(type(registry.loaded("torch")), "place", lambda *_: 1 / 0)
+    assert chosen(backend="torch") == ("torch", "sdpa")
+
+
+@pytest.mark.without_native
+def test_an_explanation_prints_as_a_table():
+    text = str(explain(SHAPE, SHAPE, SHAPE, backend="torch:cuda,numpy", window=(1, 0)))
+    lines = text.splitlines()
+    assert lines[0].startswith("attention: query (2, 4, 5, 8), key")
+    assert lines[1].split() == ["needs:", "window"]
+    assert lines[2] == "selected by backend='torch:cuda,numpy'"
+    assert [line.split()[0] for line in lines[3:]] == ["torch:cuda", *["numpy"] * 3]
+    assert "CHOSEN" in lines[-1]
+
+
+@pytest.mark.parametrize("given", ["mask", "score_mod", "rule"])
+def test_an_explanation_notes_what_a_function_may_not_expect(given):
+    def function(*at):
+        return at[-1] <= at[-2] if given != "score_mod" else at[0]
+
+    name = "mask" if given == "rule" else given
+    options = {name: masks.rule(function) if given == "rule" else function}
+    row = r"functions count rows from 0, .* row i is at the position i \+ 8 among"
+    step = explain((2, 8, 1, 64), (2, 8, 9, 64), (2, 8, 9, 64), **options)
+    assert "note:      functions count rows from 0" in str(step)
+    assert re.search(row, step.as_dict()["notes"][0])
+    assert not explain((8, 9, 64), (8, 9, 64), (8, 9, 64), **options).notes
+    assert not explain((8, 1, 64), (8, 9, 64), (8, 9, 64), mask=masks.causal()).notes
+    found = []
+
+    def noted(x):
+        found.append(explain(x, x, x, **options).notes)
+        return x
+
+    jax.vmap(noted)(jnp.ones((3, 2, 5, 8)))
+    torch.func.vmap(noted)(torch.ones((3, 2, 5, 8)))
+    notes = ("inside vmap, functions get b = 0 for every item: use batch axes instead",)
+    assert found == [notes, notes]

@@ -1,0 +1,154 @@
+"""Masks as intervals of keys: they are the dense mask, and none where they would be many."""
+
+import numpy as np
+import pytest
+
+from polyattn import masks
+from polyattn._core.expressions.indices import PointIndices
+from polyattn._core.expressions.masks import Mask, as_mask
+from polyattn.conformance import CASES
+
+IDS = np.array([[0, 0, 1, 1, 1, 2, 2, 0, 0, 3]])
+DOCUMENTS = masks.causal() & (masks.segments(np.array([0, 0, 0, 1, 1, 1, 2, 2, 2, 2])))
+SHARED_PREFIX = DOCUMENTS | masks.causal() & masks.prefix(2)
+
+
+def seen_by(mask, batch, heads, lengths, offset):
+    """The dense mask, (items, heads, L, S)."""
+    items = int(np.prod(batch))
+    b, h = np.arange(items).reshape(-1, 1, 1, 1), np.arange(heads).reshape(-1, 1, 1)
+    i, j = np.arange(lengths[0]).reshape(-1, 1), np.arange(lengths[1]).reshape(1, -1)
+    seen = np.asarray(mask.seen(PointIndices(b, h, i, j, offset=offset, batch=batch)))
+    return np.broadcast_to(seen, (items, heads, *lengths))
+
+
+def check(mask, batch=(1,), heads=1, lengths=(10, 10), offset=None, most=8, **options):
+    """Compare the intervals of a mask with the dense mask, and return how many a row has."""
+    mask, given = as_mask(mask), lengths[1] - lengths[0] if offset is None else offset
+    expected = seen_by(
+        mask, batch, heads, lengths, np.reshape(given, -1) if np.ndim(given) else given
+    )
+    found = mask.intervals(lengths, offset, batch=batch, heads=heads, most=most, **options)
+    if found is None:
+        return None
+    first, stop = found
+    keys = np.arange(lengths[1])[:, None]
+    seen = ((first[..., None, :] <= keys) & (keys < stop[..., None, :])).any(-1)
+    np.testing.assert_array_equal(np.broadcast_to(seen, expected.shape), expected, str(mask))
+    is_one = first < stop
+    assert (first[..., 1:] > stop[..., :-1])[is_one[..., 1:]].all(), "in order, and apart"
+    assert first.shape[-1] == max(1, is_one.sum(-1).max(initial=0)) <= most
+    return first.shape[-1]
+
+
+#: Masks, and how many intervals a row has at most.
+MASKS = {
+    "streaming": (masks.causal() & (masks.window(2, 0) | masks.prefix(1)), 2),
+    "prefix-LM": (masks.causal() | masks.prefix(3), 1),
+    "chunked": (masks.causal() & masks.segments(np.arange(10) // 4), 1),
+    "Longformer": (masks.window(1, 1) | masks.global_tokens(0, 6), 3),
+    "dilated in a window": (masks.dilated(2) & masks.window(4, 0), 3),
+    "padding": (masks.padding(7, 8), 1),
+    "ids that are not sorted": (masks.segments(IDS), 2),
+    "documents with a shared prefix": (SHARED_PREFIX, 2),
+    "all but a band": (~masks.window(1, 1), 2),
+    "a rolling cache": (masks.positions(np.arange(10) + 4, np.roll(np.arange(4, 14), 3)), 2),
+    "absent keys": (masks.positions(np.arange(10), np.where(IDS[0] == 1, -1, np.arange(10))), 2),
+    "unsigned": (masks.prefix(np.array([2**40], np.uint64)) & masks.causal(), 1),
+    "a far window": (masks.window(2**70, 2**70), 1),
+    "nothing": (masks.prefix(0), 1),
+    "compiled": (masks.compile(masks.causal() & masks.prefix(3), 10), 1),
+}
+#: Masks that only their elements tell.
+ELEMENTS = {
+    "array": (masks.dense(np.tri(10, 10, dtype=bool)), 1),
+    "function": (masks.rule(lambda b, h, i, j: (i // 5 == j // 5) | (j == 0)), 2),
+    "tree": (masks.tree(np.array([-1, 0, 0, 1, 1, 2, 2, 3, 3, 4])), 3),
+    "far positions": (masks.positions(np.arange(10) + 2**62, np.arange(10) + 2**62), 1),
+}
+
+
+@pytest.mark.parametrize("name", MASKS | ELEMENTS)
+def test_intervals_are_the_dense_mask(name):
+    mask, count = (MASKS | ELEMENTS)[name]
+    assert check(mask) == count
+    assert check(mask, evaluates=False) == (None if name in ELEMENTS else count)
+    if count > 1:
+        assert check(mask, most=count - 1) is None
+
+
+def test_a_mask_of_many_intervals_has_none():
+    assert check(masks.dilated(2), lengths=(40, 40)) is None
+    assert check(masks.segments(np.arange(40) % 2), lengths=(40, 40)) is None
+    assert check(masks.dilated(2) | masks.causal(), lengths=(40, 40)) is None
+
+
+@pytest.mark.parametrize("offset", [0, -3, 4, 2**40, np.array([0, 3])], ids=str)
+def test_rows_count_from_an_offset_and_arrays_follow_items(offset):
+    lengths = masks.prefix(np.array([3, 9])) | masks.window(1, 0)
+    check(lengths & masks.segments(np.repeat(IDS, 2, 0)), (2,), 3, offset=offset)
+    check(lengths & masks.global_tokens(3), (2,), 3, offset=offset)
+
+
+def test_more_batch_axes_are_counted_flat():
+    lengths = np.array([[3], [7]])
+    assert check(masks.padding(lengths) & masks.causal(), (2, 3), 2) == 1
+    assert masks.padding(lengths).intervals((4, 8), batch=(2, 3)).stop.shape == (6, 1, 1, 1)
+
+
+def test_rows_of_a_large_mask_are_evaluated_in_turns(monkeypatch):
+    monkeypatch.setattr("polyattn._core.expressions.intervals.AT_ONCE", 25)
+    assert check(masks.rule(lambda b, h, i, j: (i >= j) & (j != 1)), heads=2) == 2
+
+
+WITH_A_MASK = [
+    case
+    for case in CASES.values()
+    if "mask" in dict(case.options) and isinstance(case.arguments()[1]["mask"], Mask)
+]
+
+
+def test_intervals_are_the_mask_of_every_case():
+    assert len(WITH_A_MASK) > 40
+    for case in WITH_A_MASK:
+        _, options = case.arguments()
+        *batch, heads, rows, keys = (1,) * (4 - len(case.score_shape)) + case.score_shape
+        offset = options.get("query_offset")
+        if offset is not None and np.ndim(offset):
+            offset = np.broadcast_to(offset, batch)
+        check(options["mask"], tuple(batch), heads, (rows, keys), offset, most=10**4)
+
+
+def composed(rng, depth, items, rows, keys):
+    """Draw a composition of masks of every kind."""
+    if depth and rng.random() < 0.75:
+        one, other = (composed(rng, depth - 1, items, rows, keys) for _ in range(2))
+        return (one & other, one | other, ~one)[rng.integers(3)]
+    number = int(rng.integers(keys + 2))
+    positions = np.roll(np.arange(keys), rng.integers(keys)) + rng.integers(3)
+    return (
+        lambda: masks.window(number, None),
+        lambda: masks.window(number, int(rng.integers(4))),
+        lambda: masks.prefix(rng.integers(0, keys + 2, items)),
+        lambda: masks.padding(number, rng.integers(0, rows + 2, items)),
+        lambda: masks.segments(rng.integers(0, 3, (items, rows)), rng.integers(0, 3, keys)),
+        lambda: masks.dilated(int(rng.integers(1, 5))),
+        lambda: masks.global_tokens(number, keys),
+        lambda: masks.positions(
+            rng.integers(0, keys, (items, rows)), positions, masks.window(3, 1)
+        ),
+        lambda: masks.dense(rng.random((rows, keys)) < 0.8),
+        lambda: masks.tree(np.arange(rows) // 2 - 1),
+    )[rng.integers(10)]()
+
+
+@pytest.mark.parametrize(
+    "seeds", [range(300), pytest.param(range(300, 20_000), marks=pytest.mark.slow)], ids=len
+)
+def test_intervals_of_random_compositions(seeds):
+    for seed in seeds:
+        rng = np.random.default_rng(seed)
+        items, heads, rows, keys = (int(n) for n in rng.integers(1, (4, 3, 12, 18)))
+        offset = (None, 0, -2, rng.integers(-3, keys, items))[rng.integers(4)]
+        mask = composed(rng, int(rng.integers(4)), items, rows, keys)
+        assert check(mask, (items,), heads, (rows, keys), offset, most=32) is not None
