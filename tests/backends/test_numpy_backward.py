@@ -39,15 +39,15 @@ def arrays(shapes=None):
     return [randn(*shape, seed=seed) for seed, shape in enumerate(shapes)]
 
 
-def backward(qkv, gradients=None, **options):
+def backward(qkv, gradients=None, tile=2**12, **options):
     """Return the gradients of a call in small tiles, and the cotangents of its results."""
-    partial = attention_partial(*qkv, kernel=of_tiles(), **options)
+    partial = attention_partial(*qkv, kernel=of_tiles(tile), **options)
     along, rows = gradients or (
         randn(*partial.output.shape, seed=8),
         randn(*partial.logsumexp.shape, seed=9),
     )
     found = attention_backward(
-        *qkv, partial, along, logsumexp_gradient=rows, kernel=of_tiles(), **options
+        *qkv, partial, along, logsumexp_gradient=rows, kernel=of_tiles(tile), **options
     )
     return found, (along, rows)
 
@@ -93,6 +93,22 @@ def test_any_number_of_threads_gives_the_same_bits(options, items_of_keys, many_
     def run(count):
         with polyattn.use_threads(count):
             return bits(backward(qkv, **options)[0])
+
+    assert run(1) == run(2) == run(5)
+
+
+@pytest.mark.parametrize(
+    ("options", "items_of_keys"),
+    [({"bias": randn(9, 1, 32, 40)}, 9), ({}, 1)],
+    ids=["bias of all heads", "keys of all items"],
+)
+def test_heads_and_items_of_one_task_add_as_those_of_several(options, items_of_keys, many_tasks):
+    """A task has several items, one item or some heads, by the number of threads."""
+    qkv = arrays([(9, 8, 32, D), (items_of_keys, 8, 40, D), (9, 8, 40, E)])
+
+    def run(count):
+        with polyattn.use_threads(count):
+            return bits(backward(qkv, tile=2**16, **options)[0])
 
     assert run(1) == run(2) == run(5)
 
