@@ -16,7 +16,7 @@ from polyattn.conformance.cases.case import make_case
 from polyattn.conformance.checks.gradients import compare
 from polyattn.conformance.reference.gradients import cotangent
 from polyattn_numpy import backward as backward_module
-from polyattn_numpy import sequencer, tiling
+from polyattn_numpy import prepared, sequencer, tiling
 from polyattn_numpy.tiled_kernel import NumpyTiled
 
 B, H, G, L, S, D, E = 2, 4, 2, 70, 80, 8, 12
@@ -229,6 +229,13 @@ def test_hidden_poison_changes_no_bit(option, poison):
     assert not found.key[:, :, HIDDEN:].any()
 
 
+def test_a_sink_of_no_weight_has_no_gradient_from_rows_without_keys():
+    sinks = np.array([-math.inf, 0.5, 0.5, -math.inf])
+    found, _ = backward(arrays(), mask=np.arange(L)[:, None] > 3, sinks=sinks)
+    assert np.isfinite(found.sinks).all()
+    assert not found.sinks[sinks == -math.inf].any()
+
+
 def test_hidden_poison_reaches_no_bias_where_vectors_are_empty():
     qkv = arrays([(B, H, L, 0), (B, G, S, 0), (B, G, S, E)])
     options = {"bias": BIAS, "mask": KEYS < HIDDEN}
@@ -286,3 +293,15 @@ def test_the_weights_of_the_gradient_have_the_bits_of_those_of_the_output(option
     _, pullback = attention_vjp(query, key, value, **given)
     found = pullback(cotangent(case))
     compare(case, {name: getattr(found, name) for name in ("query", "key", "value")})
+
+
+def test_the_gradient_of_a_softcap_is_the_same_by_either_exponential(monkeypatch):
+    qkv, found = [x.astype("float32") for x in arrays()], []
+    for by_exp2 in (False, True):
+        monkeypatch.setattr(prepared, "fast_exp2", lambda dtype, answer=by_exp2: answer)
+        kernel = of_tiles()
+        partial = attention_partial(*qkv, softcap=2.0, kernel=kernel)
+        given = {"softcap": 2.0, "kernel": kernel, "into": Gradients()}
+        gradients = attention_backward(*qkv, partial, partial.output, **given)
+        found.append(float(gradients.softcap))
+    assert math.isclose(*found, rel_tol=1e-3)  # a lost factor of log2(e) is 1.44
