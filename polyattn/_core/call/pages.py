@@ -21,10 +21,10 @@ from polyattn._core.expressions.patterns import CachePadding, Padding
 def on_used_pages(call: Call, x: Operands) -> tuple[Call, Operands]:
     """Return a call, whose lengths can be read, over the columns of its table that rows may see.
 
-    With pages of 2 slots, lengths [3, 5] and a table of 8 columns, the first 3 are left. In a window
-    whose scores depend on nothing but the distance to the row, the columns of each item begin with
-    the page where its window begins, and its length and offset count from there. With a bias or
-    another mask than the lengths, which count from the first key, the call stays as it is.
+    With pages of 2 slots, lengths [3, 5] and a table of 8 columns, the first 3 are left. In a
+    window whose scores depend on nothing but the distance to the row, the columns of an item begin
+    with the page where its window begins, and its length and offset count from there. A bias, or
+    another mask than the lengths, counts from the first key: then the call stays as it is.
     """
     table: Any = x.block_table
     lengths: Any = x.key_lengths
