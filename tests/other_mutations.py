@@ -252,7 +252,7 @@ MUTATIONS = (
      "positions moved with a part", PATTERNS,
      "self.mask.map_arrays(lambda axes, x: part.array(x, axes))",
      "self.mask.part(part)"),
-    (INTERVALS + "test_intervals_are_the_dense_mask[dilated in a window]",
+    (INTERVALS + "test_many_intervals_are_few_where_the_other_masks_show_keys",
      "keys of a dilated mask end with the first interval", INTERVALS_OF_ROWS,
      "end = within.stop.max(axis=-1, where=within.first < within.stop, initial=0)",
      "end = within.stop[..., 0] - 1"),
