@@ -184,6 +184,14 @@ def test_a_row_that_sees_no_key_adds_nothing_to_the_gradient_of_the_scale():
     np.testing.assert_allclose(pullback(jnp.asarray(ALONG)).scale, expected)
 
 
+def test_gradients_of_16_bits_are_those_of_the_output_before_it_is_rounded():
+    query, value = jnp.ones((1, 1, 1, 1)), jnp.asarray([1, 1 + 2**-7]).reshape(1, 1, 2, 1)
+    x = [array.astype("bfloat16") for array in (query, jnp.zeros_like(value), value)]
+    found = jax.grad(lambda key: attention(x[0], key, x[2], kernel=in_tiles()).sum())(x[1])
+    # The output 1 + 2**-8 lies half way between two numbers of 8 digits.
+    np.testing.assert_array_equal(found.ravel().astype("float32"), [-(2**-9), 2**-9])
+
+
 def test_the_tiles_of_a_window_follow_an_offset_in_an_array_up_to_the_last_key():
     key = draw(2, 2, 40, 2)  # two tiles of 8 keys for each 5 rows
     attend = jax.jit(
