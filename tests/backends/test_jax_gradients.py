@@ -184,6 +184,15 @@ def test_a_row_that_sees_no_key_adds_nothing_to_the_gradient_of_the_scale():
     np.testing.assert_allclose(pullback(jnp.asarray(ALONG)).scale, expected)
 
 
+def test_the_tangent_of_a_hidden_key_reaches_no_row():
+    mask = np.arange(13) != 4
+    along = np.where(mask[:, None], KEY, np.nan)
+    _, expected = attention_jvp((QUERY, KEY, VALUE), (QUERY, KEY, VALUE), mask=mask)
+    primals, tangents = in_jax(((QUERY, KEY, VALUE), (QUERY, along, VALUE)))
+    _, found = attention_jvp(primals, tangents, mask=jnp.asarray(mask), kernel=in_tiles())
+    np.testing.assert_allclose(found, expected, atol=1e-12)
+
+
 def test_gradients_of_16_bits_are_those_of_the_output_before_it_is_rounded():
     query, value = jnp.ones((1, 1, 1, 1)), jnp.asarray([1, 1 + 2**-7]).reshape(1, 1, 2, 1)
     x = [array.astype("bfloat16") for array in (query, jnp.zeros_like(value), value)]

@@ -250,6 +250,12 @@ def test_gradients_under_vmap_over_sinks_are_those_of_xla() -> None:
     jax.tree.map(close, call("native"), call("xla"))
 
 
+def test_a_long_call_is_computed_to_its_end() -> None:
+    x = small(1, 4, 2048, 64)  # the library returns after 30 ms, to be called again
+    wanted = polyattn.attention(*[np.asarray(x)] * 3, kernel="native")
+    np.testing.assert_allclose(polyattn.attention(x, x, x, kernel="native"), wanted, atol=1e-6)
+
+
 def test_derivatives_of_derivatives_are_those_of_xla() -> None:
     x, bias = small(2, 3, 4), small(3, 3)
 
