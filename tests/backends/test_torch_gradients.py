@@ -117,6 +117,9 @@ def test_gradients_of_the_logsumexp_only_and_of_a_batch_of_them(inputs):
     torch.testing.assert_close(gradient, by_item[0])
     batched = torch.autograd.grad(found, key, given, is_grads_batched=True)[0]
     torch.testing.assert_close(batched, torch.stack(by_item))
+    assert gradgradcheck(
+        lambda *x: attention_partial(*x, value).logsumexp, (query, key), fast_mode=True
+    )
 
 
 def test_a_function_keeps_the_gradients_of_what_it_closes_over(inputs):
