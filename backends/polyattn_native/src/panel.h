@@ -128,7 +128,7 @@ template <typename T> struct Panel {
         any_key = {block.stop, block.first};
         all_keys = block;
         for (int lane = 0; lane < lanes(); ++lane) {
-            Range found = {block.stop, block.first};
+            Range found = {block.stop, block.first};  // none
             for (int64_t i = 0; i < ranges.count; ++i) {
                 Range keys = keys_of_row(call, item, head[lane], row[lane], i);
                 keys = {max(keys.first, block.first), min(keys.stop, block.stop)};
@@ -136,7 +136,6 @@ template <typename T> struct Panel {
                 has_gaps = has_gaps || found.first < found.stop;
                 found = {min(found.first, keys.first), keys.stop};
             }
-            if (found.first > found.stop) found.first = found.stop;
             first[lane] = found.first;
             stop[lane] = found.stop;
             if (found.first < found.stop) any_key = {min(any_key.first, found.first), max(any_key.stop, found.stop)};
