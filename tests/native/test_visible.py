@@ -92,11 +92,20 @@ def test_the_ranges_of_a_mask_without_arrays_are_kept(monkeypatch):
     np.testing.assert_array_equal(attention(X, X, X, mask=mask, kernel="native"), expected)
 
 
+def test_the_ranges_of_a_mask_follow_its_arrays():
+    lengths = np.array([1, 2])
+    mask = masks.causal() & (masks.window(2, 0) | masks.prefix(lengths))
+    for lengths[:] in ([1, 2], [4, 3]):
+        equal_to_dense(X, X, {"mask": mask})
+
+
 @pytest.mark.parametrize(
     "mask",
     [
         masks.dilated(2) & ~masks.window(0, 0) | masks.dense(np.eye(9, dtype=bool)),
         masks.tree(np.arange(9) // 2 - 1),
+        # two arrays, beside ranges
+        masks.dense(np.tri(9, dtype=bool)) & masks.dense(np.eye(9) == 0) & ~masks.window(2, 1),
     ],
     ids=repr,
 )
