@@ -25,6 +25,10 @@ FUNCTION = "function"
 RENDERERS: dict[str, Callable[..., Any]] = {}
 # Larger arrays print as their shape and dtype.
 MOST_PRINTED = 64
+# The fields that a form holds as they are, beside tuples of them.
+_PLAIN = frozenset((bool, int, float, str, type(None)))
+# What an expression remembers, beside its fields.
+_REMEMBERED = frozenset(("_placed", "_form"))
 
 
 class Expression:
@@ -95,7 +99,20 @@ class Expression:
         return new if copies else self, copies
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "_placed"}
+        return {name: value for name, value in self.__dict__.items() if name not in _REMEMBERED}
+
+    @property
+    def form(self) -> tuple[Any, tuple[Any, ...]] | None:
+        """All of the expression but its arrays, hashable, and these; None if it has functions.
+
+        It is made once: an array may change in place, but which arrays there are stays.
+        """
+        if "_form" not in self.__dict__:
+            arrays: list[Any] = []
+            form = _form_of(self, arrays)
+            self.__dict__["_form"] = None if form is None else (form, tuple(arrays))
+        known: tuple[Any, tuple[Any, ...]] | None = self.__dict__["_form"]
+        return known
 
     def within(self) -> list[Any]:
         """Return the expressions in the fields of this one."""
@@ -217,6 +234,26 @@ def _note_carried(name: str, field: Any, carried: list[tuple[str, Any]]) -> None
     elif isinstance(field, tuple):
         for part in field:
             _note_carried(name, part, carried)
+
+
+def _form_of(field: Any, arrays: list[Any]) -> Any:
+    """Return a field for `Expression.form`, and note its arrays; None stands for what has no form.
+
+    A field that is None is an empty tuple in it.
+    """
+    if field is None or type(field) in _PLAIN:
+        return () if field is None else field
+    if is_array(field):
+        arrays.append(field)
+        return is_array  # stands for any array
+    if type(field) is tuple:
+        things, kind = field, tuple
+    elif isinstance(field, Expression):
+        things, kind = [getattr(field, name) for name in field.__match_args__], type(field)
+    else:  # a function; or a table of bytes, which is too large for a key
+        return None
+    forms = [_form_of(one, arrays) for one in things]
+    return None if None in forms else (kind, *forms)
 
 
 def _is_traced(value: Expression) -> bool:
