@@ -130,7 +130,8 @@ def _operands(
 ) -> Operands:
     if fixed is None:
         options = {name: kwargs[name] for name in kwargs if name in OPTIONS}
-        return operands_of(*args, options, kwargs.get("layout", "...HLD"))
+        query, key, value = args
+        return operands_of(query, key, value, options, kwargs.get("layout", "...HLD"))
     if not fixed and _OPERANDS.isdisjoint(kwargs):
         return Operands(*args)  # in 0.67 of the time of the next line
     return Operands(*args, **{n: kwargs[n] for n in kwargs if n in _OPERANDS} | dict(fixed))

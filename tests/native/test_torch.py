@@ -184,9 +184,9 @@ def test_gradients_in_batches_agree_with_those_one_by_one() -> None:
 def test_tensors_are_read_where_they_lie(dtype: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
 
-    def run(ready: Any, threads: Any, *pointers: int) -> None:
+    def run(ready: Any, threads: Any, *pointers: int, x: Any) -> None:
         calls.append([ctypes.c_void_p.from_address(at).value for at in pointers[:4]])
-        real(ready, threads, *pointers)
+        real(ready, threads, *pointers, x=x)
 
     real = Ready.run
     monkeypatch.setattr(Ready, "run", run)

@@ -87,17 +87,23 @@ def operands_of(
     query: Array, key: Array, value: Array, options: dict[str, Any], layout: str
 ) -> Operands:
     """Return the operands of a call, as `describe` does, where its facts are known."""
-    values = _simplified(query, key, layout, options, (1, 1))
+    values = _simplified(query, key, layout, options, (1, 1), reads=False)
     if "dropout" in values:
         _split_dropout({}, values, lambda array, name: ArrayFacts("", "", "", ()))
     return _as_operands(query, key, value, values)
 
 
 def _simplified(
-    query: Array, key: Array, layout: str, options: dict[str, Any], shares: tuple[int, int]
+    query: Array,
+    key: Array,
+    layout: str,
+    options: dict[str, Any],
+    shares: tuple[int, int],
+    *,
+    reads: bool = True,
 ) -> dict[str, Any]:
     """Return the options that differ from their defaults, after the first two steps."""
-    values = _checked(options, destination_of(query))
+    values = _checked(options, destination_of(query), reads=reads)
     if isinstance(values.get("score_mod"), Score):
         _softcap_to_option(values)
     if "key_lengths" in values or "block_table" in values:
@@ -112,8 +118,13 @@ def _as_operands(query: Array, key: Array, value: Array | None, values: dict[str
     return Operands.__new__(Operands, query=query, key=key, value=value, **arrays)
 
 
-def _checked(options: dict[str, Any], destination: Destination | None) -> dict[str, Any]:
-    """Return the options that differ from their defaults, checked one by one and placed."""
+def _checked(
+    options: dict[str, Any], destination: Destination | None, *, reads: bool
+) -> dict[str, Any]:
+    """Return the options that differ from their defaults, checked one by one and placed.
+
+    Expressions are not checked again unless `reads`.
+    """
     values: dict[str, Any] = {}
     for name, given in options.items():
         option = OPTIONS[name]
@@ -124,7 +135,7 @@ def _checked(options: dict[str, Any], destination: Destination | None) -> dict[s
             raise TypeError(f"{name} must be an array along {axes} of the scores; {got(given)}")
         if option.axes is not None or isinstance(given, Expression):
             given = placed(name, given, destination)
-        values[name] = option.read(given)
+        values[name] = option.read(given) if reads or not isinstance(given, Expression) else given
     return values
 
 

@@ -67,6 +67,8 @@ class Expression:
         """
         if is_compiling():
             return self.map(lambda name, x: destination.put(name, x) if is_host(x) else x)
+        if self.form is not None and not any(map(is_host, self.form[1])):
+            return self
         return self._placed_and_copies(destination)[0]
 
     def _placed_and_copies(self: V, destination: Destination) -> tuple[V, Copies]:
@@ -246,14 +248,14 @@ def _form_of(field: Any, arrays: list[Any]) -> Any:
     if is_array(field):
         arrays.append(field)
         return is_array  # stands for any array
-    if type(field) is tuple:
-        things, kind = field, tuple
-    elif isinstance(field, Expression):
-        things, kind = [getattr(field, name) for name in field.__match_args__], type(field)
+    if isinstance(field, Expression):
+        fields: Any = [getattr(field, name) for name in field.__match_args__]
+    elif type(field) is tuple:
+        fields = field
     else:  # a function; or a table of bytes, which is too large for a key
         return None
-    forms = [_form_of(one, arrays) for one in things]
-    return None if None in forms else (kind, *forms)
+    forms = [_form_of(one, arrays) for one in fields]
+    return None if None in forms else (type(field), *forms)
 
 
 def _is_traced(value: Expression) -> bool:
