@@ -31,6 +31,7 @@ from polyattn_native import torch_operators
 from polyattn_native.arrays import is_readable
 from polyattn_native.kernel import Native
 from polyattn_native.library import library
+from polyattn_native.visible import kind_of
 
 POINTER = ctypes.sizeof(ctypes.c_void_p)
 _ORDINARY = (torch.Tensor, torch.nn.Parameter)
@@ -40,6 +41,7 @@ _OF_ENGINE = frozenset({
     "batch_broadcast", "bias", "causal", "grouped_heads", "mask", "query_offset", "scale",
     "value_size",
 })  # fmt: skip
+_OF_LENGTHS = {"mask_expression", "query_offset_array"}
 # The lanes of a vector are the rows that share a key head. Decoding took 2.0 of the engine's time
 # with one, 0.6 with four (float32, 64 to 4096 keys). The engine converts 16-bit numbers one by one.
 FEW_ROWS = 4
@@ -77,14 +79,18 @@ class NativeOnTorch(Native):
 
     def only_on_request(self, problem: Problem) -> str | None:
         """Leave to torch's engine what it computes in less time."""
-        if problem.is_symbolic or not problem.features <= _OF_ENGINE:
+        features = problem.features
+        if kind_of(problem.mask_spec) == "padding" and not torch.compiler.is_compiling():
+            features -= _OF_LENGTHS  # the engine gets the keys within the lengths
+        if problem.is_symbolic or not features <= _OF_ENGINE:
             return None
         if problem.dtype == "bfloat16" and _HAS_TILES:
             return "torch's engine multiplies bfloat16 by AMX"
         is_whole = problem.dtype == problem.accumulator
         if is_whole and problem.query_length * problem.group_size < FEW_ROWS:
             return f"fewer than {FEW_ROWS} rows read a key head, too few for a vector"
-        if torch.compiler.is_compiling():  # which would make a condition of the next lengths
+        # torch.compile would make a condition of the next lengths.
+        if torch.compiler.is_compiling() or features != problem.features:
             return None
         scores = math.prod(problem.scores)
         few = FEW_TRAINED if problem.bias is None else FEW_TRAINED_BIASED
