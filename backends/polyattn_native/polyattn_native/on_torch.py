@@ -79,8 +79,8 @@ class NativeOnTorch(Native):
 
     def only_on_request(self, problem: Problem) -> str | None:
         """Leave to torch's engine what it computes in less time."""
-        features = problem.features
-        if kind_of(problem.mask_spec) == "padding" and not torch.compiler.is_compiling():
+        features, mask = problem.features, problem.mask_spec
+        if mask is not None and kind_of(mask) == "padding" and not torch.compiler.is_compiling():
             features -= _OF_LENGTHS  # the engine gets the keys within the lengths
         if problem.is_symbolic or not features <= _OF_ENGINE:
             return None
