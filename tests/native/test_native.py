@@ -261,10 +261,10 @@ def test_numbers_at_odd_addresses_are_copied(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(call, "describe", describe_and_look)
     wanted = results(np.array)
-    before = len(addresses)  # the first call is ready to run again
+    assert addresses
     for one, other in zip(results(odd), wanted, strict=True):
         assert one.tobytes() == other.tobytes()
-    assert addresses == [0] * (2 * before)
+    assert not any(addresses)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
