@@ -140,8 +140,11 @@ def run_in(folder, mutation, hint):
     """Return what finds the mistake in this process, with the package in a folder."""
     signal.alarm(1200)
     os.chdir(folder)
-    paths = [str(folder), str(folder / "backends")]
+    backends = folder / "backends"
+    paths = [str(folder), str(backends), str(backends / "polyattn_native")]
     sys.path[:0] = paths
+    # What is installed to be edited has a finder that comes before the path.
+    sys.meta_path[:] = [one for one in sys.meta_path if "editable" not in type(one).__module__]
     os.environ["PYTHONPATH"] = os.pathsep.join(paths)
     import polyattn
 
