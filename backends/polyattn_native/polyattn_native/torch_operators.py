@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from polyattn.plugin import Cotangents, Expression, Gradients, Operands, Problem, Residuals
+from polyattn.plugin import Cotangents, Expression, Gradients, Mask, Operands, Problem, Residuals
 from polyattn_native.expression_codes import Coded, decoded
 
 _ARGUMENTS = (
@@ -81,7 +81,8 @@ def _arguments(problem: Problem, x: Operands) -> tuple[Any, ...]:
     offset = x.query_offset if problem.query_offset is None else problem.query_offset
     for option in (
         x.bias, x.sinks, x.score_mod,  # first: those with gradients
-        x.mask, offset, x.key_lengths, x.block_table, seed, start, problem.is_causal, problem.window,
+        x.mask, offset, x.key_lengths, x.block_table, seed, start,
+        problem.is_causal, problem.window,
     ):  # fmt: skip
         coded.add(option)
     code = " ".join(coded.words)
@@ -167,7 +168,8 @@ def _gradients(ctx: Any, of_output: Any, of_logsumexp: Any) -> tuple[Any, ...]:
     every = [*needed[:3], *needed[4]]
     found += [None] * (len(every) - len(found))
     given = [one if needs else None for one, needs in zip(found, every, strict=True)]
-    of_numbers = None if ctx.numbers else []
+    # An empty list is one of tensors to torch.
+    of_numbers: Any = None if ctx.numbers else []
     rest = [None] * ctx.counts[1], of_numbers, *[None] * len(ctx.factors)
     return *given[:3], None, given[3:], *rest
 
@@ -223,7 +225,7 @@ def _problem(
     scale: float, softcap: float | None, dropout: float,
 ) -> Problem:  # fmt: skip
     (query, dtype), key, value = query, key[0], value[0]
-    mask_spec = mask if isinstance(mask, Expression) else None
+    mask_spec = mask if isinstance(mask, Mask) else None
     has_offsets = isinstance(offset, tuple)
     needed = {
         "mask": mask is not None and mask_spec is None,
