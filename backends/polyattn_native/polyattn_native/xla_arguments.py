@@ -1,8 +1,8 @@
 """The arguments of the library in a program of JAX: arrays by name, each with all axes; and back.
 
-A call becomes what the library takes: masks by position and lengths are ends of n ranges of keys for
-each row, other masks an array, a score expression numbers by the distance of a key from its row, a
-seed six words::
+A call becomes what the library takes: masks by position and lengths are ends of n ranges of keys
+for each row, other masks an array, a score expression numbers by the distance of a key from its
+row, a seed six words::
 
     query (..., H, L, D)    key (..., G, S, D)      value (..., G, S, E)
     first, stop (..., H, L, n)                      mask, bias (..., H, L, S)
