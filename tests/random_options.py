@@ -47,7 +47,6 @@ def random_options(seed: int, b: int, h: int, rows: int, keys: int) -> dict[str,
         )
     if perhaps(0.5):
         array = rng.random((b, 1, rows, keys)) < 0.6
-        ids = np.sort(rng.integers(0, 4, (b, max(rows, keys))))
         every = [
             array,
             np.repeat(array, h, axis=1),
@@ -57,12 +56,14 @@ def random_options(seed: int, b: int, h: int, rows: int, keys: int) -> dict[str,
             masks.padding(keys // 2, query_lengths=rng.integers(0, rows + 1, b)),
             masks.prefix(keys // 3) & masks.window(9, 3),
             masks.dense(array) & masks.padding(keys - 1),
+        ]
+        ids = np.sort(rng.integers(0, 4, (b, max(rows, keys))))
+        every += [
             masks.segments(ids[:, :rows], ids[:, :keys]),
             masks.segments(rng.integers(0, 3, (b, rows)), rng.integers(0, 3, (b, keys))),
             masks.prefix(keys // 3) | masks.causal(),
             masks.dilated(2) & masks.window(9, 3),
             ~masks.global_tokens(0, 3),
-            (masks.window(5, 1) | masks.prefix(2)) & masks.padding(rng.integers(0, keys + 1, b)),
         ]
         given["mask"] = draw.choice(every)
     return given

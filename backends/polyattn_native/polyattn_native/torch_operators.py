@@ -129,7 +129,8 @@ def register(
 
 def _attend_fake(query: Any, key: Any, value: Any, *rest: Any) -> Any:
     x = _operands(query, key, value, *rest[:2], repeat(1.0), rest[3])[0]
-    rows = (*_batch(x), *query.shape[-3:-1])
+    shapes = [None if one is None else one.shape for one in (query, key, value, x.block_table)]
+    rows = (*_batch(*shapes), *query.shape[-3:-1])
     logsumexp = query.new_empty(rows, dtype=_accumulator(query.dtype))
     return query.new_empty((*rows, value.shape[-1])), logsumexp
 
@@ -178,11 +179,10 @@ def _accumulator(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _batch(x: Operands) -> Any:
-    keys = [x.key, x.value] if x.block_table is None else []
-    shapes = [one.shape[:-3] for one in (x.query, *keys)]
-    shapes += [] if x.block_table is None else [x.block_table.shape[:-1]]
-    return _torch.broadcast_shapes(*shapes)
+def _batch(query: Any, key: Any, value: Any, table: Any) -> Any:
+    """Return the batch axes of arrays of these shapes."""
+    keys = [key[:-3], value[:-3]] if table is None else [table[:-1]]
+    return _torch.broadcast_shapes(query[:-3], *keys)
 
 
 def _operands(query: Any, key: Any, value: Any, *coded: Any) -> tuple[Operands, list[Any]]:
@@ -208,8 +208,7 @@ def _call(
         x, start = x._replace(dropout_start=start), None
     given = x.query, x.key, x.value, x.mask, x.bias, x.score_mod, x.query_offset, x.block_table
     facts = [_facts(one) for one in given]
-    others = tuple(_batch(x)), x.sinks is not None, is_causal, window, start, *factors
-    return _problem(*facts, *others), x
+    return _problem(*facts, x.sinks is not None, is_causal, window, start, *factors), x
 
 
 def _facts(x: Any) -> Any:
@@ -221,8 +220,8 @@ def _facts(x: Any) -> Any:
 @lru_cache(maxsize=4096)
 def _problem(
     query: Any, key: Any, value: Any, mask: Any, bias: Any, rule: Any, offset: Any, table: Any,
-    batch: tuple[int, ...], has_sinks: bool, is_causal: bool, window: Any, start: Any,
-    scale: float, softcap: float | None, dropout: float,
+    has_sinks: bool, is_causal: bool, window: Any, start: Any, scale: float,
+    softcap: float | None, dropout: float,
 ) -> Problem:  # fmt: skip
     (query, dtype), key, value = query, key[0], value[0]
     mask_spec = mask if isinstance(mask, Mask) else None
@@ -242,7 +241,7 @@ def _problem(
         library="torch",
         device="cpu",
         dtype=dtype,
-        batch=batch,
+        batch=tuple(_batch(query, key, value, table and table[0])),
         heads=query[-3],
         key_heads=key[-3],
         query_length=query[-2],
