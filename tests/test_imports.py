@@ -53,8 +53,7 @@ OUTSIDE = {
     "bench": {"numpy", "threadpoolctl", "tqdm"},
     "conformance": TESTING,
     "export": {"numpy"},
-    "_core.expressions.intervals": {"numpy"},  # on the host, for engines that take ends of rows
-    "_core.expressions.patterns": {"numpy"},  # the same
+    "_core.expressions.intervals": {"numpy"},  # imported when intervals are asked for
     "_base.host": {"numpy"},  # imported when a sequence, or an array of NumPy, is placed
     "integrations": {"jax", "mlx", "ndonnx", "numpy", "spox", "torch", "transformers"},
     "_base.slices": {"jax"},  # for a slice whose start JAX traces

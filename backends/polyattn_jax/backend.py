@@ -2,30 +2,7 @@
 
 Arrays may be traced, so only `fetch` and `synchronize` read values or wait for them.
 
-Where each step of the formula is, by kernel. The core's `dense` and `tiled` compute other calls,
-with the primitives of `JaxBackend`::
-
-    step                  xla                                          cudnn
-    the tiles             loop_layout.loops, tile_loops.over_tiles     -
-    1  scale · q·k        tile.scaled_query, tile.similarity           cudnn._by_cudnn
-    2  softcap            tile.modified                                -
-    3  score_mod          tile.modified; a function: explicit          -
-    4  bias               tile.tile_scores                             cudnn.visibility
-    5  causal, window     which tiles: loop_layout.block_sizes,        cudnn._by_cudnn, where
-                          loops; within a tile: TileIndices.visible    cudnn.mismatches allows it
-       query_offset       array_operands.offset_as_array; the tiles    cudnn.mismatches
-                          follow it in tile_loops._over_blocks
-       mask, key_lengths  loop_layout.visible_tiles, tiles_to_compute; cudnn.visibility
-                          within a tile: TileIndices.visible
-    6  sinks              forward.Forward.start                        -
-    7  softmax            forward.Forward.add, finish                  jax.nn
-    8  dropout            tile.TileIndices.keep_mask                   -
-    9  weights · value    forward.weighted_sum, visible_product        jax.nn
-    forward derivatives   differentiate.attend_jvp, tangent            -
-    gradients             differentiate.attend_backward, by transpose  cudnn._differentiable
-    what is compiled      xla.run, with numbers as arrays by           cudnn.compiled
-                          array_operands.prepared
-    sharding              mesh                                         -
+The kernels are in modules of their own; docs/where.md says where each step of the formula is.
 """
 
 from __future__ import annotations

@@ -1,37 +1,7 @@
 """Choice of torch's engine and of the workarounds for a problem, made once from static facts.
 
-Where each step of the formula is on torch. The core's `dense` and `tiled` compute the other calls::
-
-    step                   sdpa                              flex                  paged
-    1  scale · q·k         torch's own function, called by   flex._call            Paged.__call__
-                           sdpa.Sdpa; by name engines._call
-    2  softcap             -                                 flex._score_mod       -
-    3  score_mod           -                                 flex._score_mod       -
-    4  bias                attn_mask.attn_mask               flex._score_mod       -
-    5  causal, window      below                             block_mask            Paged.__call__
-       mask                attn_mask.attn_mask               block_mask            -
-       key_lengths         lengths.calls_by_lengths, then    block_mask            Paged.__call__
-                           attn_mask.attn_mask
-    6  sinks               -                                 -                     -
-    7  logsumexp           route._engines_by_name, engines   flex._call            Paged.__call__
-    8  dropout             -                                 -                     -
-    gradients              fused_node.FusedNode on a CPU,    torch's own           -
-                           torch's own elsewhere
-    pages                  -                                 -                     Paged.__call__
-
-The gradients of `dense` and `tiled` are those of the core, recorded by `kernel_node.KernelNode`.
-What torch computes wrongly is in `quirks.QUIRKS`, and mended in `workarounds`.
-
-Causal and window with L rows, S keys and a query offset, in the order of a call of `sdpa`::
-
-    the band from offset and window     polyattn/_core/tiles/band.py: band, column_span
-    … as torch counts, from key 0       polyattn/_core/tiles/visibility.py: band_from
-    which keys torch gets               attn_mask.seen_keys; attn_mask.on_keys shifts the offset
-    torch's is_causal, or a mask        attn_mask.is_square_causal, needs_band; route._route decides
-    is `tiled` faster than a mask       sdpa._why_tiled
-    the mask                            attn_mask.attn_mask, by the core's visibility.visible_keys
-    FlashAttention's window, from S − L engines._window (`engines.Window`), on CUDA
-    its derivatives                     fused_node.FusedNode._by_tiles, which sets the offset anew
+torch's is_causal counts from the first key. `_route` decides whether it fits, or whether causal and
+window become a mask; docs/where.md says where this and each other step is.
 
 An offset that is an array, one for each item, is always a mask. `flex` gets positions from
 `block_mask.point_indices`, the core's kernels from `Indices.position` and `patterns.Band`.

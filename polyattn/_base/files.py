@@ -44,5 +44,6 @@ def replacing(folder: Path, *names: str) -> Iterator[Path]:
             for name in names:
                 (made / name).replace(folder / name)
     except OSError as error:
-        error.filename = str(folder / names[-1])
+        if error.errno is not None:
+            error.filename = str(folder / names[-1])
         raise

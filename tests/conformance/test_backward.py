@@ -141,11 +141,8 @@ def test_a_derivative_that_is_declared_must_be_there(check, name):
     for kernel in (lacking, unwilling, dense):
         kernel.features, kernel.differentiates = frozenset({"logsumexp"}), {name: frozenset()}
     check_declarations(NUMPY, KernelVariant(dense), cases)
-    message = f"the kernel lacking declares {name} and has no method {name}"
-    with pytest.raises(AssertionError, match=message):
+    with pytest.raises(TypeError, match=f"has no method {name}"):
         check(NUMPY, KernelVariant(lacking), plain)
-    with pytest.raises(AssertionError, match=message):
-        check_declarations(NUMPY, KernelVariant(lacking), cases)
     assert check(NUMPY, KernelVariant(unwilling), plain) is None
     with pytest.raises(AssertionError, match=f"no case that unwilling supports needs {name}"):
         check_declarations(NUMPY, KernelVariant(unwilling), cases)

@@ -340,23 +340,6 @@ def test_the_kernels_of_the_page_differentiate_what_it_says():
         vjp(x)
 
 
-NATIVE = ROOT / "backends" / "polyattn_native"
-
-
-def test_the_table_of_the_compiled_kernel_names_what_is_there():
-    page = (DOCS / "native.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| \d, [^|]*\| (.*) \|$", page, flags=re.MULTILINE)
-    assert len(rows) == 9
-    for row in rows:
-        quoted = set(re.findall(r"`([\w./]+)`", row))
-        files = {name for name in quoted if name.endswith((".h", ".py"))}
-        text = "".join(
-            (NATIVE / ("src" if file.endswith(".h") else "") / file).read_text("utf-8")
-            for file in files
-        )
-        assert all(re.search(rf"\b{name}\(", text) for name in quoted - files), row
-
-
 @pytest.mark.skipif(not shutil.which("bash"), reason="the commands are of a shell")
 def test_the_commands_of_the_page_install_the_wheel_where_the_clone_is_not(tmp_path):
     page = (DOCS / "start.md").read_text(encoding="utf-8")

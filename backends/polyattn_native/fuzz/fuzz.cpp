@@ -9,6 +9,7 @@
 #include <unistd.h>
 #endif
 
+#include <algorithm>
 #include <atomic>
 #include <string>
 #include <thread>
@@ -146,13 +147,20 @@ struct Case {
             }
             call.positions = positions.data();
         }
-        const std::vector<int64_t> by_head = some(by_row());
-        if (random.chance(0.25)) {
+        std::vector<int64_t> by_head = some(by_row());
+        if (random.chance(0.15)) {
+            call.ranges = by_head[3] = random.between(2, POLYATTN_RANGES);
+            first = made(call.first, INT32, by_head, true);
+            stop = made(call.stop, INT32, by_head, true);
+            first.each([&](int64_t i, int64_t h, int64_t r, int64_t c) {
+                if (c == 0) add_ranges(i, h, r);
+            });
+        } else if (random.chance(0.25)) {
             first = made(call.first, INT32, by_head);
             first.fill([&] { return (double)random.between(0, call.keys); });
             call.first = first.view;
         }
-        if (random.chance(0.25)) {
+        if (!call.ranges && random.chance(0.25)) {
             stop = made(call.stop, INT32, by_head);
             stop.fill([&] { return (double)random.between(0, call.keys); });
         }
@@ -169,18 +177,34 @@ struct Case {
         }
     }
 
+    // Ranges of a row in order, of which the last ones may be empty.
+    void add_ranges(int64_t item, int64_t head, int64_t row) {
+        std::vector<int64_t> ends;
+        const int64_t used = random.between(0, call.ranges);
+        for (int64_t i = 0; i < 2 * used; ++i) ends.push_back(random.between(0, call.keys));
+        std::sort(ends.begin(), ends.end());
+        ends.resize(2 * call.ranges, call.keys);
+        for (int64_t i = 0; i < call.ranges; ++i) {
+            first.set(item, head, row, i, (double)ends[2 * i]);
+            stop.set(item, head, row, i, (double)ends[2 * i + 1]);
+        }
+    }
+
     // Pages in any order, shared or not, and no number of one where no row of the item sees a key.
     void add_table() {
         for (int64_t item = 0; item < call.items; ++item) {
             int64_t end = stop ? 0 : call.keys;
             for (int64_t head = 0; stop && head < call.heads; ++head) {
-                for (int64_t row = 0; row < call.rows; ++row) end = std::max(end, (int64_t)stop(item, head, row, 0));
+                for (int64_t row = 0; row < call.rows; ++row) end = std::max(end, last_stop(item, head, row));
             }
             for (int64_t first = 0; first < call.keys; first += call.page)
                 table.push_back(first < end ? (int32_t)random.between(0, key.shape()[0] - 1) : 1 << 30);
         }
         call.table.data = table.data();
         call.table.item = call.keys / call.page;
+    }
+    int64_t last_stop(int64_t item, int64_t head, int64_t row) const {
+        return (int64_t)stop(item, head, row, std::max<int64_t>(call.ranges, 1) - 1);
     }
     // A number of a key or value.
     double at(const Array& array, int64_t item, int64_t head, int64_t row, int64_t column) const {
@@ -277,8 +301,12 @@ struct Row {
         const int64_t p = row + (call.positions ? call.positions[item] : 0);
         if (call.has_low && key < p + call.low) return false;
         if (call.has_high && key > p + call.high) return false;
-        if (x.first && key < x.first(item, head, row, 0)) return false;
-        if (x.stop && key >= x.stop(item, head, row, 0)) return false;
+        bool in_range = false;
+        for (int64_t i = 0; i < std::max<int64_t>(call.ranges, 1); ++i) {
+            const bool after = !x.first || key >= x.first(item, head, row, i);
+            in_range = in_range || (after && (!x.stop || key < x.stop(item, head, row, i)));
+        }
+        if (!in_range) return false;
         if (x.mask && x.mask(item, head, row, key) == 0) return false;
         for (const Array& bias : x.bias) {
             if (bias && bias(item, head, row, key) == -INFINITY) return false;

@@ -17,8 +17,6 @@ import itertools
 import math
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from polyattn._base.arrays import Array
 from polyattn._core.expressions.indices import PointIndices
 
@@ -42,6 +40,7 @@ class TooManyError(Exception):
 class Rows(NamedTuple):
     """The rows of a call and how many keys there are, as masks count them."""
 
+    xp: Any  # NumPy, which is imported when intervals are asked for
     batch: tuple[int, ...]
     heads: int
     length: int
@@ -53,28 +52,34 @@ class Rows(NamedTuple):
 
     def per_item(self, numbers: Any) -> Array:
         """Return the number of each flat item, (items or 1, 1, 1)."""
-        numbers = as_int64(numbers)
+        numbers = self.integers(numbers)
         if numbers.size != 1:
-            numbers = np.broadcast_to(numbers, self.batch)
+            numbers = self.xp.broadcast_to(numbers, self.batch)
         return numbers.reshape(-1, 1, 1)
 
     def per_token(self, numbers: Any) -> Array:
         """Return the number of each token of each flat item, (items or 1, tokens)."""
-        numbers = np.asarray(numbers)
+        numbers = self.xp.asarray(numbers)
         if math.prod(numbers.shape[:-1]) != 1:
-            numbers = np.broadcast_to(numbers, (*self.batch, numbers.shape[-1]))
+            numbers = self.xp.broadcast_to(numbers, (*self.batch, numbers.shape[-1]))
         return numbers.reshape(-1, numbers.shape[-1])
+
+    def integers(self, numbers: Any) -> Array:
+        """Return integers of any dtype as int64."""
+        return _integers(self.xp, numbers)
 
     # ---- sets ----
 
     def packed(self, first: Array, stop: Array) -> Intervals:
         """Limit intervals, which do not overlap, to the keys, and leave out the empty ones."""
-        first, stop = (np.clip(end, 0, self.keys) for end in np.broadcast_arrays(first, stop))
+        first, stop = (
+            self.xp.clip(end, 0, self.keys) for end in self.xp.broadcast_arrays(first, stop)
+        )
         is_empty = first >= stop
-        first, stop = (np.where(is_empty, self.keys, end) for end in (first, stop))
+        first, stop = (self.xp.where(is_empty, self.keys, end) for end in (first, stop))
         if first.shape[-1] > 1:
-            order = np.argsort(first, axis=-1, kind="stable")
-            first, stop = (np.take_along_axis(end, order, axis=-1) for end in (first, stop))
+            order = self.xp.argsort(first, axis=-1, kind="stable")
+            first, stop = (self.xp.take_along_axis(end, order, axis=-1) for end in (first, stop))
             count = max(1, int((~is_empty).sum(axis=-1).max(initial=0)))
             if count > self.most:
                 raise TooManyError
@@ -83,20 +88,22 @@ class Rows(NamedTuple):
 
     def one(self, first: Any, stop: Any) -> Intervals:
         """Return one interval for each row."""
-        return self.packed(*[np.asarray(end).reshape(*np.shape(end), 1) for end in (first, stop)])
+        return self.packed(
+            *[self.xp.asarray(end).reshape(*self.xp.shape(end), 1) for end in (first, stop)]
+        )
 
     def both(self, one: Intervals, other: Intervals) -> Intervals:
         """Return the keys that are in both sets."""
-        first = np.maximum(one.first[..., :, None], other.first[..., None, :])
-        stop = np.minimum(one.stop[..., :, None], other.stop[..., None, :])
+        first = self.xp.maximum(one.first[..., :, None], other.first[..., None, :])
+        stop = self.xp.minimum(one.stop[..., :, None], other.stop[..., None, :])
         shape = (*first.shape[:-2], first.shape[-2] * first.shape[-1])
         return self.packed(first.reshape(shape), stop.reshape(shape))
 
     def complement(self, one: Intervals) -> Intervals:
         """Return the keys between intervals."""
-        end = np.full((*one.first.shape[:-1], 1), self.keys)
-        first = np.concatenate([np.zeros_like(end), one.stop], axis=-1)
-        return self.packed(first, np.concatenate([one.first, end], axis=-1))
+        end = self.xp.full((*one.first.shape[:-1], 1), self.keys)
+        first = self.xp.concatenate([self.xp.zeros_like(end), one.stop], axis=-1)
+        return self.packed(first, self.xp.concatenate([one.first, end], axis=-1))
 
     def either(self, one: Intervals, other: Intervals) -> Intervals:
         """Return the keys that are in one set or the other."""
@@ -108,7 +115,7 @@ class Rows(NamedTuple):
     def multiples(self, step: int, within: Intervals | None) -> Intervals:
         """Return each key whose distance from the row is a multiple of `step`, within a set."""
         least: Any = 0
-        end: Any = np.asarray(self.keys)
+        end: Any = self.xp.asarray(self.keys)
         if within is not None:
             least = within.first[..., 0]
             end = within.stop.max(axis=-1, where=within.first < within.stop, initial=0)
@@ -116,31 +123,33 @@ class Rows(NamedTuple):
         count = int(((end - first + step - 1) // step).max(initial=0))
         if count > self.most:
             raise TooManyError
-        keys = first[..., None] + step * np.arange(max(1, count))
-        return self.packed(keys, np.where(keys < end[..., None], keys + 1, 0))
+        keys = first[..., None] + step * self.xp.arange(max(1, count))
+        return self.packed(keys, self.xp.where(keys < end[..., None], keys + 1, 0))
 
     def of_ids(self, of_rows: Array, of_keys: Array) -> Intervals:
         """Return the keys with the id of each row, from ids (items or 1, L) and (items or 1, S)."""
         if of_rows.dtype.kind != of_keys.dtype.kind:
-            of_rows, of_keys = as_int64(of_rows), as_int64(of_keys)
+            of_rows, of_keys = self.integers(of_rows), self.integers(of_keys)
         items = range(max(len(of_rows), len(of_keys)))
         found = [self._of_item(of_rows[n % len(of_rows)], of_keys[n % len(of_keys)]) for n in items]
         return self._stacked(found)
 
     def _of_item(self, of_rows: Any, of_keys: Any) -> Intervals:
         """Return the runs of keys with the id of each row, of one batch item: (L, n)."""
-        begins = np.flatnonzero(np.concatenate([[True], of_keys[1:] != of_keys[:-1]]))
+        begins = self.xp.flatnonzero(self.xp.concatenate([[True], of_keys[1:] != of_keys[:-1]]))
         begins = begins[: of_keys.size]
-        ends = np.concatenate([begins[1:], [of_keys.size]])[: begins.size]
-        order = np.argsort(of_keys[begins], kind="stable")
+        ends = self.xp.concatenate([begins[1:], [of_keys.size]])[: begins.size]
+        order = self.xp.argsort(of_keys[begins], kind="stable")
         ids = of_keys[begins][order]
-        low, high = (np.searchsorted(ids, of_rows, side)[:, None] for side in ("left", "right"))
+        low, high = (
+            self.xp.searchsorted(ids, of_rows, side)[:, None] for side in ("left", "right")
+        )
         count = int((high - low).max(initial=0))
         if count > self.most:
             raise TooManyError
-        at = low + np.arange(max(1, count))
-        at = np.where(at < high, at, len(order))
-        return Intervals(*[np.append(x[order], self.keys)[at] for x in (begins, ends)])
+        at = low + self.xp.arange(max(1, count))
+        at = self.xp.where(at < high, at, len(order))
+        return Intervals(*[self.xp.append(x[order], self.keys)[at] for x in (begins, ends)])
 
     def by_position(self, of_keys: Array, seen: Intervals) -> Intervals:
         """Return the keys whose positions (items or 1, S) are in intervals of positions.
@@ -151,16 +160,16 @@ class Rows(NamedTuple):
         for item in range(max(len(of_keys), len(seen.first))):
             positions = of_keys[item % len(of_keys)]
             ends = [end[item % len(end), 0] for end in seen]
-            first, stop = (np.broadcast_to(end, (self.length, end.shape[-1])) for end in ends)
-            starts = np.flatnonzero(positions[1:] < positions[:-1]) + 1
+            first, stop = (self.xp.broadcast_to(end, (self.length, end.shape[-1])) for end in ends)
+            starts = self.xp.flatnonzero(positions[1:] < positions[:-1]) + 1
             bounds = [0, *starts.tolist(), self.keys]
             if len(bounds) - 1 > self.most:
                 raise TooManyError
             parts = [
-                [a + np.searchsorted(positions[a:b], end, "left") for end in (first, stop)]
+                [a + self.xp.searchsorted(positions[a:b], end, "left") for end in (first, stop)]
                 for a, b in itertools.pairwise(bounds)
             ]
-            found.append(Intervals(*[np.concatenate(x, -1) for x in zip(*parts, strict=True)]))
+            found.append(Intervals(*[self.xp.concatenate(x, -1) for x in zip(*parts, strict=True)]))
         free = self._replace(most=self.most**2 + 1)
         # Intervals of positions that no key has between them are one.
         return self.complement(free.complement(free.packed(*self._stacked(found))))
@@ -168,7 +177,7 @@ class Rows(NamedTuple):
     def _stacked(self, found: list[Intervals]) -> Intervals:
         """Return the intervals (L, n) of all batch items as one array."""
         widest = max([1, *(one.first.shape[-1] for one in found)])
-        first, stop = np.full((2, max(1, len(found)), 1, self.length, widest), self.keys)
+        first, stop = self.xp.full((2, max(1, len(found)), 1, self.length, widest), self.keys)
         for item, one in enumerate(found):
             first[item, 0, :, : one.first.shape[-1]] = one.first
             stop[item, 0, :, : one.stop.shape[-1]] = one.stop
@@ -181,38 +190,39 @@ class Rows(NamedTuple):
         if not self.evaluates or not self.length:
             raise TooManyError
         items = math.prod(self.batch)
-        b = np.arange(items).reshape(-1, 1, 1, 1)
-        h = np.arange(self.heads).reshape(-1, 1, 1)
-        keys = np.arange(self.keys).reshape(1, -1)
+        b = self.xp.arange(items).reshape(-1, 1, 1, 1)
+        h = self.xp.arange(self.heads).reshape(-1, 1, 1)
+        keys = self.xp.arange(self.keys).reshape(1, -1)
         most_rows = max(1, AT_ONCE // max(1, items * self.heads * self.keys))
         found = []
         for start in range(0, self.length, most_rows):
-            i = np.arange(start, min(start + most_rows, self.length)).reshape(-1, 1)
+            i = self.xp.arange(start, min(start + most_rows, self.length)).reshape(-1, 1)
             at = PointIndices(b, h, i, keys, offset=self.offset, batch=self.batch)
-            seen = np.asarray(mask.seen(at))
+            seen = self.xp.asarray(mask.seen(at))
             seen = seen.reshape((1,) * (4 - seen.ndim) + seen.shape)
-            seen = np.broadcast_to(seen, (*seen.shape[:2], i.size, self.keys))
+            seen = self.xp.broadcast_to(seen, (*seen.shape[:2], i.size, self.keys))
             found.append(self._runs(seen))
         widest = max(one.first.shape[-1] for one in found)
-        whole = [
-            [np.pad(end, [(0, 0)] * 3 + [(0, widest - end.shape[-1])], constant_values=self.keys)
-             for end in one]
-            for one in found
-        ]  # fmt: skip
-        return Intervals(*[np.concatenate(ends, axis=2) for ends in zip(*whole, strict=True)])
+
+        def whole(end: Array) -> Array:
+            more = [(0, 0)] * 3 + [(0, widest - end.shape[-1])]
+            return self.xp.pad(end, more, constant_values=self.keys)
+
+        ends = zip(*found, strict=True)
+        return Intervals(*[self.xp.concatenate(list(map(whole, end)), axis=2) for end in ends])
 
     def _runs(self, seen: Array) -> Intervals:
         """Return the runs of True in each row."""
-        edges = np.diff(seen.astype(np.int8), axis=-1, prepend=0, append=0)
+        edges = self.xp.diff(seen.astype(self.xp.int8), axis=-1, prepend=0, append=0)
         lines = math.prod(seen.shape[:-1])
-        row, first = np.nonzero(edges.reshape(lines, -1) == 1)
-        stop = np.nonzero(edges.reshape(lines, -1) == -1)[1]
-        counts = np.bincount(row, minlength=lines)
+        row, first = self.xp.nonzero(edges.reshape(lines, -1) == 1)
+        stop = self.xp.nonzero(edges.reshape(lines, -1) == -1)[1]
+        counts = self.xp.bincount(row, minlength=lines)
         count = max(1, int(counts.max(initial=0)))
         if count > self.most:
             raise TooManyError
-        slot = np.arange(row.size) - np.repeat(np.cumsum(counts) - counts, counts)
-        ends = np.full((2, lines, count), self.keys)
+        slot = self.xp.arange(row.size) - self.xp.repeat(self.xp.cumsum(counts) - counts, counts)
+        ends = self.xp.full((2, lines, count), self.keys)
         ends[0, row, slot], ends[1, row, slot] = first, stop
         return Intervals(*ends.reshape(2, *seen.shape[:-1], count))
 
@@ -226,19 +236,21 @@ def rows_of(
     evaluates: bool,
 ) -> Rows:
     """Return the rows of a call; `offset` is a number, or broadcasts to the batch axes."""
+    import numpy as np
+
     if not isinstance(offset, int):
-        offset = np.clip(as_int64(offset), -FARTHEST, FARTHEST)
+        offset = np.clip(_integers(np, offset), -FARTHEST, FARTHEST)
         offset = np.broadcast_to(offset, batch).reshape(-1) if offset.size != 1 else offset.item()
     position = np.arange(lengths[0])[None, None] + np.reshape(offset, (-1, 1, 1))
-    return Rows(batch, heads, *lengths, offset, position, most, evaluates)
+    return Rows(np, batch, heads, *lengths, offset, position, most, evaluates)
 
 
-def as_int64(numbers: Any) -> Array:
+def _integers(xp: Any, numbers: Any) -> Array:
     """Return integers of any dtype as int64; larger ones are beyond all keys anyway."""
-    numbers = np.asarray(numbers)
+    numbers = xp.asarray(numbers)
     if numbers.dtype.kind == "u" and numbers.dtype.itemsize == 8:
-        numbers = np.minimum(numbers, np.uint64(2 * FARTHEST))
-    return numbers.astype(np.int64)
+        numbers = xp.minimum(numbers, xp.uint64(2 * FARTHEST))
+    return numbers.astype(xp.int64)
 
 
 def farthest(numbers: Array) -> int:

@@ -8,8 +8,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import numpy as np
-
 from polyattn._base.arrays import Array, library_of
 from polyattn._core.expressions.coverage import Block, Coverage
 from polyattn._core.expressions.indices import (
@@ -18,7 +16,7 @@ from polyattn._core.expressions.indices import (
     ScoreIndices,
     saturating_sum,
 )
-from polyattn._core.expressions.intervals import FARTHEST, Intervals, Rows, as_int64, farthest
+from polyattn._core.expressions.intervals import FARTHEST, Intervals, Rows, farthest
 from polyattn._core.expressions.masks import Joined, Mask, Not
 from polyattn._core.expressions.parts import Part
 
@@ -113,7 +111,9 @@ class GlobalTokens(Mask):
         origin, at = rows.per_item(self.first), rows.position
         runs = [(one - origin, other + 1 - origin) for one, other in _runs(self.positions)]
         is_token = functools.reduce(operator.or_, [(x <= at) & (at < stop) for x, stop in runs])
-        found = [rows.one(*run) for run in runs] + [rows.one(0, np.where(is_token, rows.keys, 0))]
+        found = [rows.one(*run) for run in runs] + [
+            rows.one(0, rows.xp.where(is_token, rows.keys, 0))
+        ]
         return functools.reduce(rows.either, found)
 
     def part(self, part: Part) -> GlobalTokens:
@@ -172,9 +172,9 @@ class FirstTokens(Mask):
         for axis, lengths in self._given():
             length = rows.per_item(lengths)
             if axis == "rows":
-                stop = np.where(np.arange(rows.length) < length, stop, 0)
+                stop = rows.xp.where(rows.xp.arange(rows.length) < length, stop, 0)
             else:
-                stop = np.minimum(stop, length)
+                stop = rows.xp.minimum(stop, length)
         return rows.one(0, stop)
 
     def with_lengths(self, change: Callable[[int], Any]) -> Any:
@@ -285,7 +285,7 @@ class Positions(Mask):
 
     def _intervals(self, rows: Rows, within: Intervals | None) -> Intervals:
         tokens = self.query_positions, self.key_positions
-        of_rows, of_keys = (as_int64(rows.per_token(x)) for x in tokens)
+        of_rows, of_keys = (rows.integers(rows.per_token(x)) for x in tokens)
         if max(farthest(of_rows), farthest(of_keys)) > FARTHEST:
             return rows.of_elements(self)
         last = int(of_keys.max(initial=-1))

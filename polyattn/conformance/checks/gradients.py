@@ -102,7 +102,6 @@ def check_backward(
     kernel = variant.for_case(case)
     if not differentiates("backward", target, variant, case):
         return None
-    check_method(kernel, "backward")
     arguments = target.arguments(case)
     before = checks.bits_of(target, arguments)
     deviations: dict[str, Deviation] = {}
@@ -120,12 +119,6 @@ def check_backward(
         compare(case, add_shares(target, kernel, case, arguments))
     checks.check_unwritten(target, case, arguments, before)
     return deviations
-
-
-def check_method(kernel: Kernel, feature: str) -> None:
-    """Check that a kernel has the method of a derivative that it declares."""
-    has = getattr(type(kernel), feature) is not getattr(Kernel, feature)
-    assert has, f"the kernel {kernel.name} declares {feature} and has no method {feature}"
 
 
 def backward(
@@ -244,7 +237,6 @@ def check_jvp(target: Target, variant: KernelVariant, case: Case) -> dict[str, D
     kernel = variant.for_case(case)
     if not differentiates("jvp", target, variant, case):
         return None
-    check_method(kernel, "jvp")
     arguments, along = target.arguments(case), differences.direction(case)
     before = checks.bits_of(target, arguments)
     tangents = {name: target.to(along[name][0]) for name in GRADIENT_ARRAYS if name in along}
