@@ -50,7 +50,7 @@ MUTATIONS = (
      "head[lane] = key_head + r % group * call.key_heads;"),
     ("native: places of items forgotten", "panel.h",
      "x.offsets ? x.offsets[item] : item * x.item", "item * x.item"),
-    ("native: the key after the last", "scores.h", "(at < stop)", "(at <= stop)"),
+    ("native: the key after the last", "scores.h", "(at < stop[0])", "(at <= stop[0])"),
     ("native: a square of a mask not turned", "scores.h",
      "rows[i] = next[i];", "rows[i] = rows[i] + 0;"),
     ("native: squares of half a panel one key apart", "scores.h", "i * 16 / Rows", "i"),

@@ -87,7 +87,7 @@ def _shares(
     has_sinks = any(x.option == "sinks" for x in call.option_arrays)
     for at in call.grid.row_blocks():
         results = [call.block(name, at) for name in RESULTS]
-        # The sinks have a gradient from rows without keys too.
+        # The sinks get one share of each row: in the first group, or without keys if there is none.
         for n, group in enumerate(call.groups(at) or [[]] * has_sinks):
             step = PullBackStep(call.calls(at, group, n == 0), along)
             key = layer.add((*at.where, n), *call.task(at, group, step, results))

@@ -1,7 +1,7 @@
 """Attention on dask arrays: a fold over the visible chunks of keys, and a tree of merges.
 
 The graph of a causal call with 2 chunks of query rows, q0 and q1, and 3 chunks of keys and values.
-The rows of q0 do not see k2. Each task reads at most the group size, here two chunks of keys::
+The rows of q0 do not see k2. A task reads a group of chunks of keys, here two at most::
 
     q0 [k0 k1] [v0 v1] ─ AttendStep("output") ─────────────────────────── output 0
 

@@ -2,8 +2,9 @@
 
 The weights p are computed again from the logsumexp: p = exp(score - logsumexp). With d the sum of
 output · output gradient over a row, the gradient of a score is p · (output gradient · value - d).
-The second subtraction is part of the product before it: output gradients have one more column, and
-values a column of ones. The first is not, for the scores to have the bits of the forward pass.
+The second subtraction is part of the product: output gradients have one more column, of -d, and
+values one of ones. The logsumexp is subtracted by itself, so that the scores have the bits of the
+forward pass.
 
 A tile is computed fast first: hidden weights are multiplied by 0. If the result is not finite, it
 is computed again without the hidden keys. So NaN behind a mask changes no bit of the rest.
@@ -106,7 +107,7 @@ class TileGradients(TileScores):
         similarity = self.call.x.similarity
         if similarity is not None:
             query, key, scale, of_similarity = self._through_similarity(
-                step, similarity, similar, gradient, exact
+                step, similarity, similar, gradient
             )
         else:
             scale, of_similarity = None, ()
@@ -211,13 +212,11 @@ class TileGradients(TileScores):
         return of_softcap, of_score
 
     def _through_similarity(
-        self, step: TileOperands, similarity: Any, similar: Array, gradient: Array, exact: bool
+        self, step: TileOperands, similarity: Any, similar: Array, gradient: Array
     ) -> tuple[Array, Array, Array, Sequence[Array]]:
         """Return the gradients of query, key, scale and arrays from that of similarities."""
         scale = np.einsum("bkrj,bkrj->bkr", gradient, similar)[..., None]
         gradient *= self.factor
-        query, key = step.query, step.key
-        if exact:
-            query, key = (np.where(np.isfinite(x), x, 0) for x in (query, key))
-        found = similarity.pullback(query, key, gradient, PRIMITIVES)
+        # It takes what is not finite as 0, so a gradient of 0 keeps NaN out.
+        found = similarity.pullback(step.query, step.key, gradient, PRIMITIVES)
         return found[0], found[1], scale, found[2]

@@ -1,12 +1,13 @@
 """Decide which pages new tokens of a PagedCache go to.
 
 Pools hold pages of some slots. A table names the pages of each item in the order of its tokens, and
-page 0 takes what is not kept. Here pages have 4 slots; item 1 was forked from item 0, which then
-got one more token, so both have begun page 5. Each gets 3 tokens::
+page 0 takes what is not kept. The mark of a page is the number of its slots that any item has
+written. Here pages have 4 slots; item 1 was forked from item 0, which then got one more token, so
+both have tokens in page 5, whose mark is 2. Each gets 3 tokens, the first of them in column 1::
 
-    item  length  table    column of the first new token: 1, in page 5, a begun page
-    0     6       3 5 .    may write on in page 5, whose mark is 2, as is 6 % 4
-    1     5       3 5 .    may not, as 5 % 4 is 1 and another item has written slot 1
+    item  length  table
+    0     6       3 5 .    may go on in page 5: it has 6 % 4 tokens there, as many as the mark
+    1     5       3 5 .    may not: it has 5 % 4 = 1 token there, and another item wrote slot 1
 
 Item 0 writes in place, and takes a free page for its last token. Item 1 takes a free page instead
 of page 5, and the tokens of page 5 are copied to it. With 1, 2 and 4 as the free pages::
@@ -52,7 +53,7 @@ class PagePlan(NamedTuple):
 
 
 class Ledger:
-    """The free pages of a memory, and the mark of each: how many of its slots were written."""
+    """The free pages of a memory, and the mark of each page: the number of slots written."""
 
     def __init__(self, table: Table) -> None:
         # The memory has one cache, whose table is of NumPy.

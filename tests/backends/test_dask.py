@@ -10,6 +10,7 @@ from dask.core import flatten
 
 import polyattn
 from polyattn import (
+    Gradients,
     attention,
     attention_backward,
     attention_partial,
@@ -96,6 +97,15 @@ def test_partials_in_16_bits_are_joined_in_32():
     assert output.dtype == np.float16
     errors = [np.sqrt(np.mean((x - exact) ** 2)) for x in (output.compute(), attention(q, k, v))]
     assert errors[0] < 1.05 * errors[1]
+
+
+def test_results_of_16_bits_have_the_dtypes_that_are_declared():
+    q, k, v = (cut(RNG.normal(size=(2, 8, 4)).astype(np.float16), 1, 4, 4) for _ in range(3))
+    partial = attention_partial(q, k, v)
+    gradients = attention_backward(q, k, v, partial, q, into=Gradients())
+    found = [*partial, gradients.query, gradients.key, attention_vjp(q, k, v)[1](q).key]
+    assert [x.dtype for x in found] == [x.compute().dtype for x in found]
+    assert [str(x.dtype) for x in found] == ["float16", *["float32"] * 3, "float16"]
 
 
 def with_empty_chunks(array):
@@ -327,7 +337,7 @@ def test_gradients_of_all_arguments():
         "score_mod": scores.alibi(RNG.random(H)) >> scores.relative_bias(RNG.normal(size=(8, H))),
         "softcap": 3.0,
         "window": (20, 0),
-        "query_offset": -3,
+        "query_offset": -20,  # the first chunk of rows sees no chunk of keys
     }
     of_logsumexp = RNG.normal(size=(B, H, L))
     partial = attention_partial(Q, K, V, **options)

@@ -16,7 +16,7 @@ from polyattn.conformance.cases.case import make_case
 from polyattn.conformance.checks.gradients import compare
 from polyattn.conformance.reference.gradients import cotangent
 from polyattn_numpy import backward as backward_module
-from polyattn_numpy import sequencer, tiling
+from polyattn_numpy import prepared, sequencer, tiling
 from polyattn_numpy.tiled_kernel import NumpyTiled
 
 B, H, G, L, S, D, E = 2, 4, 2, 70, 80, 8, 12
@@ -39,15 +39,15 @@ def arrays(shapes=None):
     return [randn(*shape, seed=seed) for seed, shape in enumerate(shapes)]
 
 
-def backward(qkv, gradients=None, **options):
+def backward(qkv, gradients=None, tile=2**12, **options):
     """Return the gradients of a call in small tiles, and the cotangents of its results."""
-    partial = attention_partial(*qkv, kernel=of_tiles(), **options)
+    partial = attention_partial(*qkv, kernel=of_tiles(tile), **options)
     along, rows = gradients or (
         randn(*partial.output.shape, seed=8),
         randn(*partial.logsumexp.shape, seed=9),
     )
     found = attention_backward(
-        *qkv, partial, along, logsumexp_gradient=rows, kernel=of_tiles(), **options
+        *qkv, partial, along, logsumexp_gradient=rows, kernel=of_tiles(tile), **options
     )
     return found, (along, rows)
 
@@ -93,6 +93,22 @@ def test_any_number_of_threads_gives_the_same_bits(options, items_of_keys, many_
     def run(count):
         with polyattn.use_threads(count):
             return bits(backward(qkv, **options)[0])
+
+    assert run(1) == run(2) == run(5)
+
+
+@pytest.mark.parametrize(
+    ("options", "items_of_keys"),
+    [({"bias": randn(9, 1, 32, 40)}, 9), ({}, 1)],
+    ids=["bias of all heads", "keys of all items"],
+)
+def test_heads_and_items_of_one_task_add_as_those_of_several(options, items_of_keys, many_tasks):
+    """A task has several items, one item or some heads, by the number of threads."""
+    qkv = arrays([(9, 8, 32, D), (items_of_keys, 8, 40, D), (9, 8, 40, E)])
+
+    def run(count):
+        with polyattn.use_threads(count):
+            return bits(backward(qkv, tile=2**16, **options)[0])
 
     assert run(1) == run(2) == run(5)
 
@@ -213,6 +229,13 @@ def test_hidden_poison_changes_no_bit(option, poison):
     assert not found.key[:, :, HIDDEN:].any()
 
 
+def test_a_sink_of_no_weight_has_no_gradient_from_rows_without_keys():
+    sinks = np.array([-math.inf, 0.5, 0.5, -math.inf])
+    found, _ = backward(arrays(), mask=np.arange(L)[:, None] > 3, sinks=sinks)
+    assert np.isfinite(found.sinks).all()
+    assert not found.sinks[sinks == -math.inf].any()
+
+
 def test_hidden_poison_reaches_no_bias_where_vectors_are_empty():
     qkv = arrays([(B, H, L, 0), (B, G, S, 0), (B, G, S, E)])
     options = {"bias": BIAS, "mask": KEYS < HIDDEN}
@@ -270,3 +293,15 @@ def test_the_weights_of_the_gradient_have_the_bits_of_those_of_the_output(option
     _, pullback = attention_vjp(query, key, value, **given)
     found = pullback(cotangent(case))
     compare(case, {name: getattr(found, name) for name in ("query", "key", "value")})
+
+
+def test_the_gradient_of_a_softcap_is_the_same_by_either_exponential(monkeypatch):
+    qkv, found = [x.astype("float32") for x in arrays()], []
+    for by_exp2 in (False, True):
+        monkeypatch.setattr(prepared, "fast_exp2", lambda dtype, answer=by_exp2: answer)
+        kernel = of_tiles()
+        partial = attention_partial(*qkv, softcap=2.0, kernel=kernel)
+        given = {"softcap": 2.0, "kernel": kernel, "into": Gradients()}
+        gradients = attention_backward(*qkv, partial, partial.output, **given)
+        found.append(float(gradients.softcap))
+    assert math.isclose(*found, rel_tol=1e-3)  # a lost factor of log2(e) is 1.44

@@ -76,6 +76,22 @@ def test_each_option_needs_a_feature_and_a_kernel_gets_it(name, value):
 PART = Part((2,), (Span(1, 2),), Span(0, 4), Span(2, 4), Span(1, 3))
 
 
+def test_dropout_at_a_rate_of_0_is_no_dropout():
+    plain = describing.describe(X, X, X)
+    found = describing.describe(X, X, X, dropout=(0.0, 3, (1, 0, 2, 0)))
+    assert found[0] == plain[0]  # so both calls have one plan
+    assert found[1].seed is None
+
+
+def test_a_start_of_dropout_in_numpy_is_that_of_its_numbers():
+    one, other = (
+        describing.describe(X, X, X, dropout=(0.5, 3, start))
+        for start in ((1, 0, 2, 0), np.array([1, 0, 2, 0]))
+    )
+    assert one[0] == other[0]
+    assert other[1].dropout_start is None
+
+
 def test_a_part_refuses_what_the_table_does_not_describe(monkeypatch):
     with pytest.raises(TypeError, match="no option 'temperature'"):
         options_of_part({"temperature": 2.0}, PART)

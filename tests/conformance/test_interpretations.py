@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from polyattn import attention, attention_weights
-from polyattn.conformance import CASES, ESSENTIAL, make_case
+from polyattn.conformance import CASES, ESSENTIAL, Case, make_case
+from polyattn.conformance.cases.case import Generated
 from polyattn.conformance.functions.check import AGREES, DIFFERS, check_callable
 from polyattn.conformance.functions.interpretations import INTERPRETATIONS, GivenCall, changes_of
 from polyattn.conformance.reference.textbook import textbook
@@ -15,7 +16,7 @@ from polyattn.conformance.reference.textbook import textbook
 class Fault(NamedTuple):
     """What a function does wrong: with which of its arguments, or with the result."""
 
-    case: str
+    case: str | Case
     meaning: str
     change: object = lambda **given: {}  # returns arguments to replace
     attend: object = attention
@@ -59,10 +60,19 @@ def root_of_scale(query, key, value):
     return attention(query * root, key * root, value, scale=1.0)
 
 
+def causal_as_bias(query, key_lengths, **given):
+    """Return the arguments of causal attention that hides keys by a large negative bias."""
+    rows, keys = np.ogrid[: query.shape[-2], : given["key"].shape[-2]]
+    seen = keys <= rows + np.reshape(key_lengths, (-1, 1, 1, 1)) - query.shape[-2]
+    return {"is_causal": False, "bias": np.where(seen, 0, np.float32(-1e30)).astype("float32")}
+
+
 def zeros_for_nan(query, key, value):
     return np.nan_to_num(attention(query, key, value))
 
 
+SOME_ROWS_EMPTY = Generated(lambda case, rng: np.repeat(np.arange(11) > 2, 11).reshape(11, 11))
+KEY_3_HIDDEN = Generated(lambda case, rng: np.where(np.arange(11) == 3, -np.inf, np.arange(11) / 8))
 LESS, MORE = "rows see one key less to the {}", "rows see one key more to the {}"
 FAULTS = {
     "causal from the first": Fault(
@@ -72,6 +82,11 @@ FAULTS = {
     ),
     "leak": Fault(
         "nan under mask array", "a hidden NaN or infinity reaches the row", attend=multiplied
+    ),
+    "leak of infinity": Fault(
+        "inf in a value under mask array",
+        "a hidden NaN or infinity reaches the row",
+        lambda **given: {"mask": None},
     ),
     "queries of NaN": Fault(
         "nan in a query", "a row whose query is NaN is 0", attend=zeros_for_nan
@@ -86,6 +101,14 @@ FAULTS = {
         lambda key, value, **given: {
             "key": np.tile(key, (2, 1, 1)),
             "value": np.tile(value, (2, 1, 1)),
+        },
+    ),
+    "heads in turn, length first": Fault(
+        make_case("length first", layout="...LHD", H=4, G=2),
+        "query head h reads key/value head h % G",
+        lambda key, value, **given: {
+            "key": np.tile(key, (2, 1)),
+            "value": np.tile(value, (2, 1)),
         },
     ),
     "polarity": Fault(
@@ -119,6 +142,17 @@ FAULTS = {
         "mask hides some rows",
         "a row without keys is the mean of the values",
         lambda mask, **given: {"mask": None, "bias": np.where(mask, 0, np.float32(-1e30))},
+    ),
+    "mean of the keys that a bias leaves": Fault(
+        make_case("bias", mask=SOME_ROWS_EMPTY, bias=KEY_3_HIDDEN),
+        "a row without keys is the mean of the values",
+        lambda mask, bias, **given: {
+            "mask": None,
+            "bias": bias + np.where(mask, 0, np.float32(-1e30)),
+        },
+    ),
+    "mean of the keys that a length leaves": Fault(
+        "key lengths", "a row without keys is the mean of the values", causal_as_bias
     ),
     "NaN in empty rows": Fault(
         "mask hides some rows", "a row without keys is NaN", attend=nan_in_empty_rows
@@ -155,7 +189,7 @@ def test_a_difference_is_interpreted(name):
         given |= fault.change(**given)
         return fault.attend(given.pop("query"), given.pop("key"), given.pop("value"), **given)
 
-    case = CASES[fault.case]
+    case = fault.case if isinstance(fault.case, Case) else CASES[fault.case]
     assert check_callable(attention, case, np.array, np.asarray).status == AGREES
     finding = check_callable(wrong, case, np.array, np.asarray)
     assert (finding.status, finding.interpretation) == (DIFFERS, fault.meaning)

@@ -83,6 +83,10 @@ def test_a_mask_of_many_intervals_has_none():
     assert check(masks.dilated(2) | masks.causal(), lengths=(40, 40)) is None
 
 
+def test_many_intervals_are_few_where_the_other_masks_show_keys():
+    assert check(masks.dilated(2) & masks.window(4, 0), lengths=(300, 300)) == 3
+
+
 @pytest.mark.parametrize("offset", [0, -3, 4, 2**40, np.array([0, 3])], ids=str)
 def test_rows_count_from_an_offset_and_arrays_follow_items(offset):
     lengths = masks.prefix(np.array([3, 9])) | masks.window(1, 0)

@@ -105,6 +105,12 @@ def test_random_histories_hold_what_they_should():
             each.check()
 
 
+def test_a_fork_takes_the_positions_of_its_items():
+    cache = Twin(np.asarray).append(4, counts=[4, 1, 2]).append(2, counts=[2, 0, 1]).cache
+    assert cache.options({})["query_offset"].tolist() == [4, 1, 2]
+    assert cache.fork([2, 0]).options({})["query_offset"].tolist() == [2, 4]
+
+
 def planned(pages, lengths, counts, total, m=3):
     """The plans of both ways for pages of 4 slots, as lists."""
     arrays = [np.asarray(x, np.int64) for x in (pages, lengths, counts)]

@@ -21,8 +21,10 @@ from polyattn._core.expressions.patterns import CachePadding, Padding
 def on_used_pages(call: Call, x: Operands) -> tuple[Call, Operands]:
     """Return a call, whose lengths can be read, over the columns of its table that rows may see.
 
-    If all goes by the distance to the row, an item begins in its window. The call stays as it is if
-    something else has a number for each key.
+    With pages of 2 slots, lengths [3, 5] and a table of 8 columns, the first 3 are left. In a
+    window whose scores depend on nothing but the distance to the row, the columns of an item begin
+    with the page where its window begins, and its length and offset count from there. A bias, or
+    another mask than the lengths, counts from the first key: then the call stays as it is.
     """
     table: Any = x.block_table
     lengths: Any = x.key_lengths

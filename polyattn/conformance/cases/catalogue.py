@@ -160,6 +160,7 @@ ALONE: Group = {
     "query without batch axes": {"batch": (), "key_batch": (2,), "value_batch": (2,)},
     "value alone in a batch": {"batch": (), "key_batch": (), "value_batch": (3,)},
     "rank 6": {"batch": (2, 1, 2)},
+    "rank 6, mask function": {"batch": (2, 3, 2), "L": 7, "mask": two_in_three},
 }
 
 EMPTY_ROWS: Group = {

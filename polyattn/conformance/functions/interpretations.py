@@ -207,7 +207,7 @@ def _window_by(left: int, right: int, call: GivenCall) -> Arguments | None:
     """Move the ends of a window, which is_causal also is."""
     low, high = call.get("window") or (None, None)
     if call.get("is_causal"):
-        high = 0 if high is None else min(high, 0)
+        high = 0  # the ends of a window are at least 0
     if (left and low is None) or (right and high is None):
         return None
     window = low if low is None else low + left, high if high is None else high + right
