@@ -20,6 +20,7 @@ LOAD = "tests/nn/test_load.py::"
 PARTS = "tests/expressions/test_parts.py::"
 PLUGINS = "tests/dispatch/test_extensions.py::"
 REPORT = "tests/conformance/test_report.py::"
+RUN = "tests/api/test_run.py::"
 SERVING = "tests/conformance/test_serving.py::"
 SELECT = "tests/dispatch/test_select.py::"
 TRACE = "tests/dispatch/test_trace.py::"
@@ -77,6 +78,14 @@ MUTATIONS = (
      "    return xp.asarray(numbers, dtype=dtype, **_on_device_of(xp, like))",
      "    return xp.asarray(numbers, dtype=dtype)"),
     # caches
+    (RUN + "test_an_array_of_an_expression_that_changes_in_place_is_seen",
+     "a key without the facts of the arrays in an expression", "polyattn/_core/call/key.py",
+     "        facts += type(array), read(array)",
+     "        facts += (type(array),)"),
+    (RUN + "test_other_seeds_and_lengths_are_checked_in_a_repeated_call",
+     "a repeated call with the operands of the first", "polyattn/_api/run.py",
+     'None if "dropout" in kwargs or any(map(arrays_in, fixed.values())) else fixed',
+     "fixed"),
     (HALF_A_STEP + "[numpy-steps1]",
      "a step of twice the size", "polyattn/nn/integers.py",
      "keepdims=True) / 127",

@@ -3,7 +3,7 @@
 Both run in turns in one process; differences and ratios are of medians. The bare calls are five
 lines of NumPy, torch's `scaled_dot_product_attention` and a session of ONNX Runtime; the compiled
 kernel has a line of its own where it is installed. A second table has the steps of a call, and a
-third one the whole time of calls with options, most of which are described each time.
+third one the whole time of calls with options.
 """
 
 from __future__ import annotations

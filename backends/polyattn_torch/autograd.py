@@ -32,7 +32,7 @@ import torch
 import torch.autograd.forward_ad as forward_mode
 
 from polyattn.plugin import Problem
-from polyattn_torch.batched_gradients import item_by_item
+from polyattn_torch.batched_gradients import apply_batched
 from polyattn_torch.device_info import has_autocast
 
 Tensors = Sequence[torch.Tensor]
@@ -133,7 +133,7 @@ class _OutputInProgram(torch.autograd.Function):
             return apply_function(_AttentionGradients, function, *x)
 
         with autocast_disabled(output.device.type):
-            return None, *_with_gaps(item_by_item(gradients, cotangents), wanted)
+            return None, *_with_gaps(apply_batched(gradients, cotangents), wanted)
 
 
 class _AttentionOutput(_OutputInProgram):
@@ -206,7 +206,7 @@ class _AttentionGradients(torch.autograd.Function):
             return [of_results[0], of_logsumexp, None, None, *_with_gaps(of_tensors, wanted)]
 
         with autocast_disabled(x[2].device.type):
-            return None, *item_by_item(along, directions)
+            return None, *apply_batched(along, directions)
 
     @staticmethod
     def jvp(ctx: Any, _: None, *tangents: torch.Tensor | None) -> tuple[torch.Tensor, ...]:

@@ -12,10 +12,10 @@ import torch
 _Optionals = Sequence[torch.Tensor | None]
 
 
-def item_by_item(
+def apply_batched(
     function: Callable[..., Sequence[torch.Tensor | None]], gradients: _Optionals
 ) -> Sequence[torch.Tensor | None]:
-    """Call a function of gradients, by torch.func.vmap if the older vmap batched them."""
+    """Return a function of gradients, mapped by torch.func.vmap if the older vmap batched them."""
     if torch.compiler.is_compiling() or not any(map(_is_batched, gradients)):
         return function(*gradients)
     if torch.is_grad_enabled():
@@ -23,6 +23,7 @@ def item_by_item(
             "attention does not support torch.autograd.grad(is_grads_batched=True,"
             " create_graph=True): take the derivative by torch.func.jacrev, or gradient by gradient"
         )
+    # The level of the older vmap that called: torch tells it only to one who enters another.
     level = torch._C._vmapmode_increment_nesting() - 1
     torch._C._vmapmode_decrement_nesting()
     given = [
@@ -31,7 +32,7 @@ def item_by_item(
         else one
         for one in gradients
     ]
-    places: list[int] = []
+    places: list[int] = []  # of the results that are not None, which vmap does not take
 
     def present(*items: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
         results = function(*items)

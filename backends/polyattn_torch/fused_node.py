@@ -78,6 +78,7 @@ class FusedNode(AutogradNode):
 
     def results(self, tensors: Tensors) -> Tensors:
         """Return output and logsumexp; unrounded if the gradient of the mask will need that."""
+        # Then by tiles, and so are the gradients: the output of the engine lacks digits.
         query, key, value, *mask = tensors
         is_narrow = self.problem.dtype != self.problem.accumulator
         if mask and mask[0].requires_grad and is_narrow:
@@ -89,14 +90,11 @@ class FusedNode(AutogradNode):
 
     def gradients(self, request: GradientRequest) -> tuple[torch.Tensor, ...]:
         """Return the gradients of the tensors that are wanted, in their dtypes."""
+        # `recorded` returns the output only, so there is no gradient of the logsumexp.
         tensors, results, cotangents, wanted, by_operations = request
         is_unrounded = results[0].dtype != tensors[0].dtype
-        if by_operations or is_unrounded or cotangents[1] is not None or any(wanted[3:]):
-            node = self._by_tiles(tensors)
-            if not by_operations and results[0].dtype != results[1].dtype:
-                # The output of the engine lacks digits.
-                request = request._replace(results=node.results(tensors))
-            return node.gradients(request)
+        if by_operations or is_unrounded or any(wanted[3:]):
+            return self._by_tiles(tensors).gradients(request)
         query, key, value, *mask = tensors
         gradients: Sequence[torch.Tensor] = _backward(
             cotangents[0], query, key, value, *results, 0.0, self._is_causal,

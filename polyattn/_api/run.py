@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import functools
-import operator
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from polyattn._base.arrays import Array, ArrayFacts, as_facts, library_of
 from polyattn._base.autocast import autocast
-from polyattn._core.call.describe import describe
+from polyattn._core.call.describe import describe, operands_of
 from polyattn._core.call.facts import Call
 from polyattn._core.call.key import call_key
 from polyattn._core.call.layout import as_called, heads_first
 from polyattn._core.call.operands import Operands
-from polyattn._core.call.options import AUTOCAST
+from polyattn._core.call.options import AUTOCAST, OPTIONS
 from polyattn._core.call.pages import on_used_pages
+from polyattn._core.call.parts import arrays_in
 from polyattn._dispatch.cache import CachedCall, cached_call, cached_plan
 from polyattn._dispatch.plan import Plan
 from polyattn._dispatch.request import request
@@ -34,10 +34,14 @@ class PlannedCall(NamedTuple):
     operands: Operands
     plan: Plan
 
+    @property
+    def reads_pages(self) -> bool:
+        """Whether the kernel gets keys and values in pages, where they are."""
+        return "block_table" in self.plan.placement.problem.features
+
     def run(self) -> tuple[Array, Array | None]:
         """Return the output and the logsumexp in the layout of the call."""
-        reads_pages = "block_table" in self.plan.placement.problem.features
-        given = heads_first(self.call, self.operands, reads_pages=reads_pages)
+        given = heads_first(self.call, self.operands, reads_pages=self.reads_pages)
         return as_called(self.call, *self.plan.run(given))
 
 
@@ -87,8 +91,8 @@ def run_planned(function: _F) -> _F:
     """Let `attention` return the output of the call that it plans.
 
     A call with the key of an earlier call reuses its plan. The earlier checks still hold: the key
-    has all that they look at. A call whose description converts an argument is described each
-    time.
+    has all that they look at, but for the numbers in arrays of the host and dropout's seed. Where
+    the description makes an operand of these, each call makes its own.
     """
 
     @functools.wraps(function)
@@ -96,19 +100,38 @@ def run_planned(function: _F) -> _F:
         key = call_key(args, kwargs)
         if key is None:
             return function(*args, **kwargs).run()[0]
-        earlier, given = cached_call(key, request(kwargs.get("backend"))), _operands(args, kwargs)
+        earlier = cached_call(key, request(kwargs.get("backend")))
         if earlier:
-            return earlier[0].run(given)
+            known = earlier[0]
+            return known.run(_operands(args, kwargs, known.fixed))
         new: PlannedCall = function(*args, **kwargs)
         output, _ = new.run()
-        if all(map(operator.is_, given, new.operands)):
-            earlier.append(CachedCall.of(new.call, new.plan))
+        # Pages that are gathered are those that the lengths of the call use.
+        if new.call.block_table is None or new.reads_pages:
+            earlier.append(CachedCall.of(new.call, new.plan, _fixed(new.operands, args, kwargs)))
         return output
 
     return typing.cast(_F, call)
 
 
-def _operands(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Operands:
-    if _OPERANDS.isdisjoint(kwargs):
+def _fixed(made: Operands, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the operands that all calls of a key share, None if some follow from its arrays."""
+    given = _operands(args, kwargs, {})
+    fixed = {
+        name: new
+        for name, new, old in zip(Operands._fields, made, given, strict=True)
+        if new is not old
+    }
+    return None if "dropout" in kwargs or any(map(arrays_in, fixed.values())) else fixed
+
+
+def _operands(
+    args: Sequence[Any], kwargs: Mapping[str, Any], fixed: Mapping[str, Any] | None
+) -> Operands:
+    if fixed is None:
+        options = {name: kwargs[name] for name in kwargs if name in OPTIONS}
+        query, key, value = args
+        return operands_of(query, key, value, options, kwargs.get("layout", "...HLD"))
+    if not fixed and _OPERANDS.isdisjoint(kwargs):
         return Operands(*args)  # in 0.67 of the time of the next line
-    return Operands(*args, **{name: kwargs[name] for name in kwargs if name in _OPERANDS})
+    return Operands(*args, **{n: kwargs[n] for n in kwargs if n in _OPERANDS} | dict(fixed))

@@ -34,6 +34,9 @@ class CachedCall(NamedTuple):
     plan: Plan
     #: Backend, kernel and problem, if the kernel takes and returns the arrays of the caller.
     direct: tuple[Backend, Kernel, Problem] | None
+    #: The operands that are no arrays and are not as the caller gives them, such as a mask without
+    #: its causal part; None if those of each call follow from its arguments.
+    fixed: dict[str, Any] | None
 
     def run(self, operands: Operands) -> Array:
         """Return the output of the call with other arrays of the same classes."""
@@ -43,15 +46,16 @@ class CachedCall(NamedTuple):
                 kind = self.plan.kind
                 return run_counted(kind, backend, backend.run, kernel, problem, operands)[0]
             return backend.run(kernel, problem, operands)[0]
-        return as_called(self.call, *self.plan.run(heads_first(self.call, operands)))[0]
+        given = heads_first(self.call, operands, reads_pages=self.call.block_table is not None)
+        return as_called(self.call, *self.plan.run(given))[0]
 
     @classmethod
-    def of(cls, call: Call, plan: Plan) -> CachedCall:
+    def of(cls, call: Call, plan: Plan, fixed: dict[str, Any] | None) -> CachedCall:
         """Return the record of a call that has just run."""
         backend, _, problem, moved = plan.placement
         if backend is None or moved or not keeps_axes(call):
-            return cls(call, plan, None)
-        return cls(call, plan, (backend, plan.kernel, problem))
+            return cls(call, plan, None, fixed)
+        return cls(call, plan, (backend, plan.kernel, problem), fixed)
 
 
 def cached_plan(call: Call, requested: Request, kernel: str | Kernel | None, xp: Any) -> Plan:

@@ -89,6 +89,74 @@ def test_each_array_of_a_repeated_call_is_its_own(x, name, monkeypatch):
     np.testing.assert_array_equal(np.asarray(again), np.asarray(want))
 
 
+def expressions(x):
+    """Return options with expressions, which arrays like `x` go with, by name."""
+    like = (lambda array: array) if x is X else torch.from_numpy
+    ids, lengths = np.asarray([[0, 0, 1, 1], [0, 1, 1, 2]]), np.asarray([3, 4])
+    documents = masks.causal() & masks.segments(like(ids))
+    slopes = like(np.arange(4, dtype=np.float32))
+    return {
+        "no array": {"mask": masks.causal() & (masks.window(1, 0) | masks.prefix(1))},
+        "no array in scores": {"score_mod": scores.softcap(3.0) >> scores.alibi(4)},
+        "ids": {"mask": documents},
+        "ids of the host": {"mask": masks.segments(ids)},
+        "a dense part": {"mask": masks.causal() & masks.dense(like(SEEN.T.copy()))},
+        "lengths": {"mask": masks.padding(like(lengths))},
+        "lengths of keys": {"key_lengths": like(lengths), "is_causal": True},
+        "one length of keys": {"key_lengths": 3, "mask": documents},
+        "slopes": {"score_mod": scores.softcap(3.0) >> scores.alibi(slopes)},
+        "dropout": {"dropout": (0.5, 3), "mask": documents},
+        "a similarity": {"similarity": scores.cosine()},
+    }
+
+
+@pytest.mark.parametrize("name", expressions(X))
+@pytest.mark.parametrize("x", LIBRARIES)
+def test_a_call_with_an_expression_is_described_once(x, name, monkeypatch):
+    want = np.asarray(attention(x, x, x, **expressions(x)[name]))
+    forget()
+    calls = described(monkeypatch)
+    once = expressions(x)[name]
+    for options in (once, once, expressions(x)[name]):  # which are others that are equal
+        np.testing.assert_array_equal(np.asarray(attention(x, x, x, **options)), want)
+    assert len(calls) == 1
+
+
+def test_an_array_of_an_expression_that_changes_in_place_is_seen():
+    ids, slopes = np.zeros((2, 4), "i8"), np.ones(4, "f4")
+    options = {"mask": masks.segments(ids), "score_mod": scores.alibi(slopes)}
+    attention(X, X, X, **options)
+    ids[:, 2:], slopes[1:] = 1, 2
+    again = attention(X, X, X, **options)
+    forget()
+    fresh = {"mask": masks.segments(ids.copy()), "score_mod": scores.alibi(slopes.copy())}
+    np.testing.assert_array_equal(again, attention(X, X, X, **fresh))
+    slopes.dtype = "i4"
+    with pytest.raises(TypeError, match="slopes"):
+        attention(X, X, X, **options)
+    slopes.dtype, ids.shape = "f4", (8, 1)
+    with pytest.raises(ValueError, match="ids"):
+        attention(X, X, X, **options)
+
+
+@pytest.mark.parametrize("kernel", ["tiled", "dense"])
+def test_a_repeated_call_over_pages_has_lengths_of_its_own(kernel):
+    table = np.asarray([[1, 0], [0, 1]])
+    for lengths in ([1, 2], [7, 5], [8, 8]):
+        own = {"block_table": table, "key_lengths": np.asarray(lengths), "kernel": kernel}
+        got = attention(X, X, X, **own)  # the pools have pages of 4
+        forget()
+        np.testing.assert_array_equal(got, attention(X, X, X, **own))
+
+
+def test_other_seeds_and_lengths_are_checked_in_a_repeated_call():
+    attention(X, X, X, dropout=(0.5, 3), key_lengths=np.asarray([3, 4]))
+    with pytest.raises(ValueError, match="seed"):
+        attention(X, X, X, dropout=(0.5, -1), key_lengths=np.asarray([3, 4]))
+    with pytest.raises(ValueError, match="key_lengths"):
+        attention(X, X, X, dropout=(0.5, 3), key_lengths=np.asarray([3, 5]))
+
+
 CHANGES = {
     "dtype": ((X.astype("f8"),) * 3, {}),
     "byte order": ((X.astype(">f4"),) * 3, {}),
@@ -101,6 +169,11 @@ CHANGES = {
     "a shape of a mask": ((X,) * 3, {"mask": SEEN[:3]}),
     "a rule for a mask": ((X,) * 3, {"mask": masks.window(1, 0)}),
     "a rule for scores": ((X,) * 3, {"score_mod": scores.alibi(4)}),
+    "another number": ((X,) * 3, {"mask": masks.prefix(2)}),
+    "an array for a number": ((X,) * 3, {"mask": masks.prefix(np.asarray([2, 1]))}),
+    "a function": ((X,) * 3, {"mask": masks.prefix(1) | (lambda b, h, i, j: j < 2)}),
+    "a shape of ids": ((X,) * 3, {"mask": masks.segments(np.zeros((3, 4), int))}),
+    "a dtype of ids": ((X,) * 3, {"mask": masks.segments(np.zeros(4, "u1"))}),
     "another backend": ((X,) * 3, {"backend": "torch"}),
     "no backend": ((X,) * 3, {"backend": "no_such"}),
     "too many": ((X,) * 4, {}),
@@ -120,7 +193,11 @@ def test_what_changes_in_a_call_is_seen(change):
     arguments, options = CHANGES[change]
     want = outcome(arguments, options)
     forget()
-    for known in ({}, {"is_causal": True}, {"window": (1, 0)}, {"scale": 1}, {"mask": SEEN}):
+    ids, prefix = masks.segments(np.zeros(4, int)), masks.prefix(1)
+    for known in (
+        {}, {"is_causal": True}, {"window": (1, 0)}, {"scale": 1}, {"mask": SEEN}, {"mask": ids},
+        {"mask": prefix},
+    ):  # fmt: skip
         attention(X, X, X, **known)
         if torch and "mask" not in known:
             attention(T, T, T, **known)

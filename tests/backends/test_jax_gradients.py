@@ -176,6 +176,42 @@ def test_what_is_hidden_changes_no_gradient():
             np.testing.assert_array_equal(ours, theirs)
 
 
+def test_a_row_that_sees_no_key_adds_nothing_to_the_gradient_of_the_scale():
+    options = {"mask": masks.dense(np.arange(10)[:, None] != 2)}
+    expected = attention_vjp(QUERY, KEY, VALUE, **options)[1](ALONG).scale
+    spoilt = jnp.asarray(QUERY).at[..., 2, :].set(jnp.nan)
+    _, pullback = attention_vjp(spoilt, *in_jax((KEY, VALUE)), kernel=in_tiles(), **options)
+    np.testing.assert_allclose(pullback(jnp.asarray(ALONG)).scale, expected)
+
+
+def test_the_tangent_of_a_hidden_key_reaches_no_row():
+    mask = np.arange(13) != 4
+    along = np.where(mask[:, None], KEY, np.nan)
+    _, expected = attention_jvp((QUERY, KEY, VALUE), (QUERY, KEY, VALUE), mask=mask)
+    primals, tangents = in_jax(((QUERY, KEY, VALUE), (QUERY, along, VALUE)))
+    _, found = attention_jvp(primals, tangents, mask=jnp.asarray(mask), kernel=in_tiles())
+    np.testing.assert_allclose(found, expected, atol=1e-12)
+
+
+def test_gradients_of_16_bits_are_those_of_the_output_before_it_is_rounded():
+    query, value = jnp.ones((1, 1, 1, 1)), jnp.asarray([1, 1 + 2**-7]).reshape(1, 1, 2, 1)
+    x = [array.astype("bfloat16") for array in (query, jnp.zeros_like(value), value)]
+    found = jax.grad(lambda key: attention(x[0], key, x[2], kernel=in_tiles()).sum())(x[1])
+    # The output 1 + 2**-8 lies half way between two numbers of 8 digits.
+    np.testing.assert_array_equal(found.ravel().astype("float32"), [-(2**-9), 2**-9])
+
+
+def test_the_tiles_of_a_window_follow_an_offset_in_an_array_up_to_the_last_key():
+    key = draw(2, 2, 40, 2)  # two tiles of 8 keys for each 5 rows
+    attend = jax.jit(
+        lambda *x: attention(*x[:3], window=(9, 2), query_offset=x[3], kernel=in_tiles())
+    )
+    for offset in (-12, 0, 17, 30, 38):
+        expected = attention(QUERY, key, key, window=(9, 2), query_offset=offset)
+        found = attend(*in_jax((QUERY, key, key)), offset)
+        np.testing.assert_allclose(found, expected, atol=1e-12, err_msg=str(offset))
+
+
 def test_what_tiled_takes_xla_takes_too():
     """The core's kernel, unrolled by XLA, has memory for all tiles: it must not be chosen."""
     assert Tiled.features <= Xla.features

@@ -7,7 +7,7 @@ import torch
 from torch.autograd import gradcheck, gradgradcheck
 from torch.autograd.forward_ad import dual_level, make_dual, unpack_dual
 
-from polyattn import attention, attention_weights, scores
+from polyattn import attention, attention_partial, attention_weights, scores
 from polyattn._kernels.tiled import Tiled
 from polyattn._kernels.weights import Weights
 from polyattn_torch import fused_node
@@ -105,6 +105,21 @@ def test_forward_mode(inputs):
         lambda key: attention(query, key, value, is_causal=True, kernel="dense"), (key,), (along,)
     )
     torch.testing.assert_close(tangent, expected)
+
+
+def test_gradients_of_the_logsumexp_only_and_of_a_batch_of_them(inputs):
+    query, key, value = inputs
+    found = attention_partial(query, key, value).logsumexp
+    expected = (query @ key.mT / 2**0.5).logsumexp(-1)
+    given = torch.randn(3, *found.shape, dtype=found.dtype)
+    by_item = [torch.autograd.grad(expected, key, one, retain_graph=True)[0] for one in given]
+    gradient = torch.autograd.grad(found, key, given[0], retain_graph=True)[0]
+    torch.testing.assert_close(gradient, by_item[0])
+    batched = torch.autograd.grad(found, key, given, is_grads_batched=True)[0]
+    torch.testing.assert_close(batched, torch.stack(by_item))
+    assert gradgradcheck(
+        lambda *x: attention_partial(*x, value).logsumexp, (query, key), fast_mode=True
+    )
 
 
 def test_a_function_keeps_the_gradients_of_what_it_closes_over(inputs):

@@ -239,6 +239,24 @@ def test_what_the_library_has_once_a_call_may_be_mapped_too(name: str) -> None:
     np.testing.assert_allclose(call("native"), call("xla"), atol=1e-5)
 
 
+def test_gradients_under_vmap_over_sinks_are_those_of_xla() -> None:
+    def call(kernel: str) -> Any:
+        def gradients(x: Any, sinks: Any) -> Any:
+            pull = polyattn.attention_vjp(x, x, x, sinks=sinks, softcap=2.0, kernel=kernel)[1]
+            found = pull(x, x[..., 0])
+            return found.query, found.sinks, found.softcap, found.scale
+
+        return jax.vmap(gradients)(small(3, 2, 4, 11, 8), small(3, 4, seed=1))
+
+    jax.tree.map(close, call("native"), call("xla"))
+
+
+def test_a_long_call_is_computed_to_its_end() -> None:
+    x = small(1, 4, 2048, 64)  # the library returns after 30 ms, to be called again
+    wanted = polyattn.attention(*[np.asarray(x)] * 3, kernel="native")
+    np.testing.assert_allclose(polyattn.attention(x, x, x, kernel="native"), wanted, atol=1e-6)
+
+
 def test_derivatives_of_derivatives_are_those_of_xla() -> None:
     x, bias = small(2, 3, 4), small(3, 3)
 

@@ -182,6 +182,17 @@ def test_gradients_in_batches_agree_with_those_one_by_one() -> None:
     torch.testing.assert_close(batched, torch.stack(one))
 
 
+@pytest.mark.parametrize("more", [{}, {"is_causal": True}], ids=str)
+def test_one_token_by_lengths_is_left_to_the_engine_if_few_rows_read_a_head(more: Any) -> None:
+    x, lengths = torch.randn(2, 8, 9, 16), torch.tensor([4, 9])
+    for heads, kernel in ((2, "sdpa"), (8, "native")):
+        given = x[:, :heads, :1], x[:, :2], x[:, :2]
+        assert polyattn.explain(*given, key_lengths=lengths, **more).chosen.kernel == kernel
+        got = attention(*given, key_lengths=lengths, **more)
+        expected = attention(*given, key_lengths=lengths, kernel="dense", **more)
+        torch.testing.assert_close(got, expected)
+
+
 # ---- memory ----
 
 
@@ -189,9 +200,9 @@ def test_gradients_in_batches_agree_with_those_one_by_one() -> None:
 def test_tensors_are_read_where_they_lie(dtype: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
 
-    def run(ready: Any, threads: Any, *pointers: int) -> None:
+    def run(ready: Any, threads: Any, *pointers: int, x: Any) -> None:
         calls.append([ctypes.c_void_p.from_address(at).value for at in pointers[:4]])
-        real(ready, threads, *pointers)
+        real(ready, threads, *pointers, x=x)
 
     real = Ready.run
     monkeypatch.setattr(Ready, "run", run)

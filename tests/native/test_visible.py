@@ -92,11 +92,20 @@ def test_the_ranges_of_a_mask_without_arrays_are_kept(monkeypatch):
     np.testing.assert_array_equal(attention(X, X, X, mask=mask, kernel="native"), expected)
 
 
+def test_the_ranges_of_a_mask_follow_its_arrays():
+    lengths = np.array([1, 2])
+    mask = masks.causal() & (masks.window(2, 0) | masks.prefix(lengths))
+    for lengths[:] in ([1, 2], [4, 3]):
+        equal_to_dense(X, X, {"mask": mask})
+
+
 @pytest.mark.parametrize(
     "mask",
     [
         masks.dilated(2) & ~masks.window(0, 0) | masks.dense(np.eye(9, dtype=bool)),
         masks.tree(np.arange(9) // 2 - 1),
+        # two arrays, beside ranges
+        masks.dense(np.tri(9, dtype=bool)) & masks.dense(np.eye(9) == 0) & ~masks.window(2, 1),
     ],
     ids=repr,
 )
@@ -126,3 +135,55 @@ def test_the_masks_that_narrow_ranges_are_named_as_their_functions():
         "segments": masks.segments(np.zeros(2, int)),
     }
     assert {name: kind_of(mask) for name, mask in made.items()} == {n: n for n in _NARROWED_BY}
+
+
+FLOATS = RNG.standard_normal((2, 2, 9, 9))
+# Options whose arrays differ from call to call.
+CHANGING = {
+    "lengths": lambda n: {"mask": masks.padding(np.array([4 + n, 9 - n]))},
+    "lengths of keys": lambda n: {"key_lengths": np.array([4 + n, 9 - n]), "is_causal": True},
+    "ids": lambda n: {"mask": masks.causal() & masks.segments(IDS // (n + 1))},
+    "ids in no order": lambda n: {"mask": masks.segments(IDS[:, :: 1 - 2 * (n % 2)])},
+    "a mask": lambda n: {"mask": n / 2 < FLOATS, "is_causal": True},
+    "a bias": lambda n: {"bias": FLOATS[:1] + n},
+    "sinks": lambda n: {"sinks": FLOATS[0, 0, n, :2]},
+    "slopes": lambda n: {"score_mod": scores.alibi(FLOATS[0, 0, n, :2])},
+    "dropout": lambda n: {"dropout": (0.3, n), "score_mod": scores.alibi(2), "mask": STREAMING},
+    "offsets": lambda n: {"score_mod": scores.alibi(2), "query_offset": np.array([n, 1 - n])},
+}
+
+
+@pytest.mark.parametrize("name", CHANGING)
+def test_a_repeated_call_reads_its_arrays_and_is_not_built_anew(name, monkeypatch):
+    built, build = [], call.NativeCall.__init__
+    monkeypatch.setattr(
+        call.NativeCall, "__init__", lambda *a, **k: built.append(a) or build(*a, **k)
+    )
+    for n in range(3):
+        options = CHANGING[name](n)
+        output = attention(X, X, X, kernel="native", **options)
+        expected = attention(X, X, X, kernel="dense", **options)
+        np.testing.assert_allclose(output, expected, rtol=0, atol=1e-13)
+    assert len(built) == 1
+
+
+def test_ids_of_which_a_mask_is_made_are_seen_in_a_repeated_call():
+    ids = np.zeros((2, 64), "i8")
+    x = RNG.standard_normal((2, 1, 64, 4))
+    mask = masks.segments(ids)
+    for changed in (np.arange(64) // 9, np.arange(64) % 3, np.arange(64) // 5):
+        ids[:] = changed
+        output = attention(x, x, x, mask=mask, kernel="native")
+        expected = attention(x, x, x, mask=mask, kernel="dense")
+        np.testing.assert_allclose(output, expected, rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int64", "uint64"])
+def test_sorted_ids_of_any_size_are_ranges(dtype, monkeypatch):
+    monkeypatch.setattr(call, "array_of", None)
+    limits = np.iinfo(dtype)
+    keys = np.full((2, 9), limits.min, dtype)
+    keys[0, 4:], keys[1, 2:], keys[:, 7:] = 3, 5, limits.max
+    rows = keys[:, [0, 3, 4, 8]]
+    for query_ids, key_ids in ((rows, keys), (rows[0], keys), (rows, keys[1])):
+        equal_to_dense(X[:, :, :4], X, {"mask": masks.segments(query_ids, key_ids)})

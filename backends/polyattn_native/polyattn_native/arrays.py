@@ -24,11 +24,11 @@ def describe(to: CArray, array: Any, batch: tuple[int, ...], made: list[Any]) ->
     Axes of length 1 are repeated. An array that is made, of where items begin, is added to `made`:
     it must live as long as the call, as `array` must.
     """
-    to.data = array.ctypes.data
+    to.data = address_of(array)
     size = array.itemsize
     offsets = lay_out(to, array.shape, [stride // size for stride in array.strides], batch)
     if offsets is not None:
-        to.offsets = offsets.ctypes.data
+        to.offsets = address_of(offsets)
         made.append(offsets)
 
 
@@ -104,6 +104,18 @@ def knows_addresses() -> bool:
     return at == array.ctypes.data
 
 
+# A call of (1, 1, 16, 16) takes 9.0 µs with addresses by `DATA`, 14.2 µs by `__array_interface__`,
+# and 37 µs if it is not kept (medians of 9 rounds).
+KNOWS_ADDRESSES = knows_addresses()
+
+
+def address_of(array: Any) -> int | None:
+    """Return the address of an array's data, in a third of the time of `ctypes.data`."""
+    if not KNOWS_ADDRESSES:
+        return int(array.ctypes.data)
+    return ctypes.c_void_p.from_address(id(array) + DATA).value
+
+
 def numbers(array: Any) -> Any:
     """Return an array as it is, or the numbers of one that holds the bits of bfloat16."""
     if array.dtype != np.int16:
@@ -113,8 +125,10 @@ def numbers(array: Any) -> Any:
 
 def offsets_of(problem: Problem, x: Operands) -> Any:
     """Return the position of the first row of each item, (items) or (1), at most `FAR` away."""
-    numbers: list[Any] = [problem.query_offset]
-    if problem.query_offset is None:
-        of_items = np.asarray(x.query_offset)[..., 0, 0, 0]
-        numbers = np.broadcast_to(of_items, problem.batch).reshape(-1).tolist()
-    return np.asarray([max(-FAR, min(number, FAR)) for number in numbers])
+    if problem.query_offset is not None:
+        return np.asarray([max(-FAR, min(problem.query_offset, FAR))])
+    numbers = np.asarray(x.query_offset)[..., 0, 0, 0]
+    if numbers.dtype == np.uint64:
+        numbers = np.minimum(numbers, np.uint64(FAR))
+    numbers = np.minimum(np.maximum(numbers.astype(np.int64), -FAR), FAR)
+    return (numbers + np.zeros(problem.batch, np.int64)).reshape(-1)

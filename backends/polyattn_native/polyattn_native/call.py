@@ -11,10 +11,17 @@ from typing import Any
 import numpy as np
 
 from polyattn.plugin import CUT_BY_FORK, Operands, Problem, Quantized, Span, progress
-from polyattn_native.arrays import converted, describe, offsets_of, readable, readable_view
-from polyattn_native.distance_scores import ByDistance, by_distance, scale_and_rest
+from polyattn_native.arrays import (
+    address_of,
+    converted,
+    describe,
+    offsets_of,
+    readable,
+    readable_view,
+)
+from polyattn_native.distance_scores import ByDistance, Places, by_distance, scale_and_rest
 from polyattn_native.library import DTYPES, CArray, CCall, library
-from polyattn_native.visible import array_of, bytes_per_row, ends_of_band, visible
+from polyattn_native.visible import Visible, array_of, bytes_per_row, ends_of_band, visible
 
 # The multiply-adds that a thread must have: fewer take less time than to wake it.
 THREAD_WORK = 2**21
@@ -80,27 +87,69 @@ class NativeCall:
         self.x: Any = x
         self.accumulator = np.dtype(problem.accumulator)
         self.keep: list[Any] = []
-        self.made: list[Any] = []  # of them, those that the expressions of the problem make
         self.offsets: list[Any] = []
         self.sizes: dict[str, int] = {}  # of the numbers of each array
-        call = self.call = call_of(problem, products, threads)
+        self.call = call_of(problem, products, threads)
         self.array("query", readable(x.query))
         for name in ("key", "value"):
             self._add_keys(name, getattr(x, name))
+        # What the expressions of the problem say, kept if they say it without arrays.
+        self.rest: list[Any] = []  # of the score expression
+        self.seen: Visible | None = None
+        self.distances: ByDistance | None = None
+        self.places: Places | None = None
+        self.bare = CCall.from_buffer_copy(self.call)
+        self._add_options(x)
+
+    def again(self, x: Operands) -> NativeCall:
+        """Return the call with what other operands say, beside query, key and value."""
+        other = object.__new__(NativeCall)
+        other.__dict__.update(self.__dict__)
+        other.call = CCall.from_buffer_copy(self.bare)
+        other.keep, other.offsets = [], []
+        other._add_options(x)
+        return other
+
+    def forget(self) -> bool:
+        """Drop what the problem does not say, and return whether it says all of expressions."""
+        problem, (masks, scores) = self.problem, (False, False)
+        if problem.query_offset is not None:
+            specs = problem.mask_spec, problem.score_spec
+            masks, scores = (spec is None or not spec.carried() for spec in specs)
+        self.keep, self.x = [], None
+        self.rest = []
+        self.bare.output, self.bare.logsumexp = self.call.output, self.call.logsumexp
+        if not masks or problem.mask is not None:
+            self.seen = None
+        if self.distances is not None and problem.query_offset is not None:
+            self.places = self.distances.places
+        if not scores:
+            self.distances = None
+        return masks and scores
+
+    def _add_options(self, x: Operands) -> None:
+        """Add all but query, key and value."""
+        self.x = x
         if x.block_table is not None:
-            self._add_pages(x, x.key.shape)
-        call.scale, self.rest = scale_and_rest(problem, x.score_mod)
+            self._add_pages(x)
+        self.call.scale, self.rest = scale_and_rest(self.problem, x.score_mod)
         self._add_positions()
         self._add_dropout()
         if x.sinks is not None:
-            call.sinks = self.by_head(x.sinks)
+            self.call.sinks = self.by_head(x.sinks)
         self._add_masks()
         self.made_bias: Any = None
         if self.rest:
-            self.distances = by_distance(problem, x, self.rest)
+            if self.distances is None:
+                self.distances = by_distance(self.problem, x, self.rest, self.places)
             self._add_distances("by_distance", self.distances)
         if x.bias is not None:
             self._add_bias(x.bias)
+
+    @property
+    def is_made(self) -> bool:
+        """Whether a mask or bias is made for some rows at a time."""
+        return self.made_mask or self.made_bias is not None
 
     @property
     def address(self) -> Any:
@@ -135,13 +184,14 @@ class NativeCall:
         address: int = numbers.ctypes.data
         return address
 
-    def _add_pages(self, x: Operands, pool: tuple[int, ...]) -> None:
-        table, lengths, page = np.asarray(x.block_table), np.asarray(x.key_lengths), pool[-2]
+    def _add_pages(self, x: Operands) -> None:
+        pages, page = x.key.shape[0], x.key.shape[-2]
+        table, lengths = np.asarray(x.block_table), np.asarray(x.key_lengths)
         used = np.arange(table.shape[-1]) * page < lengths[..., None]
-        wrong = used & ((table < 0) | (table >= pool[0]))
+        wrong = used & ((table < 0) | (table >= pages))
         if wrong.any():
             number = np.broadcast_to(table, wrong.shape)[wrong][0]
-            raise IndexError(f"block_table names page {number} of a pool of {pool[0]} pages")
+            raise IndexError(f"block_table names page {number} of a pool of {pages} pages")
         self.array("table", readable(table, np.int32)[..., None, None, :])
         self.call.page = page
 
@@ -150,7 +200,7 @@ class NativeCall:
         if self.problem.query_offset is None and (call.has_low or call.has_high):
             positions = offsets_of(self.problem, self.x)
             self.keep.append(positions)
-            call.positions = positions.ctypes.data
+            call.positions = address_of(positions)
 
     def _add_dropout(self) -> None:
         problem, x, call = self.problem, self.x, self.call
@@ -159,23 +209,29 @@ class NativeCall:
         seed = int(np.asarray(x.seed)) % 2**64
         start = problem.dropout_start
         numbers = np.asarray(x.dropout_start).tolist() if start is None else start
-        words = [seed % 2**32, seed >> 32, *[number % 2**32 for number in numbers]]
-        self.seed = np.asarray(words, np.uint32)
-        call.seed = self.seed.ctypes.data
+        words = seed % 2**32, seed >> 32, *[number % 2**32 for number in numbers]
+        self.seed = (ctypes.c_uint32 * 6)(*words)
+        call.seed = ctypes.addressof(self.seed)
 
     def _add_masks(self) -> None:
-        seen = visible(self.problem, self.x)
+        seen = self.seen = visible(self.problem, self.x) if self.seen is None else self.seen
         for name, numbers in (("first", seen.first), ("stop", seen.stop)):
-            if numbers is None:
-                continue
-            shape = (*self.problem.batch,) if numbers.shape[0] != 1 else ()
-            by_row = np.ascontiguousarray(numbers).reshape(*shape, *numbers.shape[1:])
-            self.array(name, by_row)
-            self.made.append(by_row)
-            self.call.ranges = numbers.shape[3]
+            if numbers is not None:
+                self._add_range(name, numbers)
+                self.call.ranges = numbers.shape[3]
         self.made_mask = seen.by_rows
         if seen.array is not None:
             self.array("mask", np.asarray(seen.array).view(np.uint8))
+
+    def _add_range(self, name: str, numbers: Any) -> None:
+        """Add an end of ranges, as `Visible` has it."""
+        to, size = getattr(self.call, name), numbers.itemsize
+        to.data = address_of(numbers)
+        to.item, to.head, to.row, to.column = [
+            0 if n == 1 else stride // size
+            for n, stride in zip(numbers.shape, numbers.strides, strict=True)
+        ]
+        self.sizes[name] = size
 
     def _add_bias(self, bias: Any) -> None:
         if bias.dtype == self.accumulator or bias.nbytes <= MADE:
@@ -192,16 +248,16 @@ class NativeCall:
 
     def distance_gradient(self) -> ByDistance:
         """Add and return zeros to which the gradients of numbers by distance are added."""
+        assert self.distances is not None
         gradient = self.distances.zeros()
         self._add_distances("by_distance_gradient", gradient)
         return gradient
 
     def _add_distances(self, name: str, by: ByDistance) -> None:
         to = getattr(self.call, name)
-        to.data, to.offsets = by.numbers.ctypes.data, by.starts.ctypes.data
+        to.data, to.offsets = address_of(by.numbers), address_of(by.places.starts)
         to.head, to.row, to.column = by.numbers.shape[-1], -1, 1
-        self.keep += [by.numbers, by.starts]
-        self.made += [by.numbers, by.starts]
+        self.keep += [by.numbers, by.places.starts]
         self.sizes[name] = by.numbers.itemsize
 
     # ---- running ----
@@ -218,7 +274,7 @@ class NativeCall:
 
     def _parts(self) -> Iterator[CCall]:
         """Yield the call, or parts of its rows with the mask and bias that are made for them."""
-        if not self.made_mask and self.made_bias is None:
+        if not self.is_made:
             yield self.call
             return
         size = bytes_per_row(self.problem, self.x) if self.made_mask else 1
@@ -243,8 +299,9 @@ class NativeCall:
                 _move(getattr(part, name), size, rows.start)
         part.low, part.high = self.call.low + rows.start, self.call.high + rows.start
         if part.seed:
-            seed = self.seed + np.asarray([0, 0, 0, 0, rows.start, 0], np.uint32)
-            part.seed = seed.ctypes.data
+            seed = type(self.seed)(*self.seed)
+            seed[4] += rows.start  # and 2**32 begins at 0 again
+            part.seed = ctypes.addressof(seed)
             self.of_part.append(seed)
         if self.made_mask:
             mask = array_of(self.problem, self.x, rows).view(np.uint8)
@@ -290,23 +347,28 @@ def _checked(status: int) -> int:
 class Ready:
     """A plain call that runs again with other arrays of the same kind."""
 
-    def __init__(self, native: NativeCall) -> None:
-        native.keep = native.made  # and `offsets`: they are of strides, which stay the same
-        native.x = None
-        self.problem, self._native, self._call = native.problem, native, native.address
+    def __init__(self, native: NativeCall, *, is_whole: bool) -> None:
+        self.problem, self._native = native.problem, native
+        self.is_whole = is_whole  # whether other operands than query, key and value say nothing
         self._function = library().polyattn_attend_to
         self._is_short = threads_for(self.problem, 2, most=2) == 1
 
-    def run(self, most_threads: Callable[[], int], *pointers: int | None) -> bool:
+    def run(self, most_threads: Callable[[], int], *pointers: int | None, x: Any = None) -> bool:
         """Compute, with arrays by pointers to the addresses of their data.
 
-        False if numbers are not aligned: then nothing is computed.
+        Of a call that is not whole, the other operands are read from `x`. False if numbers are not
+        aligned, or a mask or bias is made in parts: then nothing is computed.
         """
+        native = self._native
+        if not self.is_whole:
+            native = native.again(x)
+            if native.is_made:
+                return False
         if self._is_short:
-            return _checked(self._function(self._call, 1, *pointers, None)) == 0
+            return _checked(self._function(native.address, 1, *pointers, None)) == 0
         threads = threads_for(self.problem, 2, most_threads())
         with progress() as show:
-            return run(self._function, self._call, threads, *pointers, show=show) == 0
+            return run(self._function, native.address, threads, *pointers, show=show) == 0
 
 
 def _move(array: CArray, size: int, rows: int) -> None:

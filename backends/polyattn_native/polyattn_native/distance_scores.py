@@ -42,38 +42,54 @@ def scale_and_rest(problem: Problem, expression: Any) -> tuple[float, list[Any]]
     return scale, rest
 
 
-class ByDistance(NamedTuple):
-    """Numbers that modifications add by the distance of a key from its row.
+class Places(NamedTuple):
+    """Where numbers by distance are: row i and key j of an item read the one at start + j - i."""
 
-    Row i and key j of an item read the number of their head at its start + j - i.
-    """
-
-    parts: list[Any]
-    numbers: Array  # (H, n)
     starts: Array  # (items,)
     at: PointIndices
     is_shared: bool  # by the items
 
+
+class ByDistance(NamedTuple):
+    """Numbers that modifications add by the distance of a key from its row."""
+
+    parts: list[Any]
+    numbers: Array  # (H, n)
+    places: Places
+
     def zeros(self) -> ByDistance:
         """Return numbers for gradients to be added to, for each item its own (items, H, n)."""
-        if not self.is_shared:
+        if not self.places.is_shared:
             return self._replace(numbers=np.zeros_like(self.numbers)[None])
-        items = len(self.starts)
-        starts = self.starts + np.arange(items) * self.numbers.size
-        return self._replace(
-            numbers=np.zeros((items, *self.numbers.shape), self.numbers.dtype), starts=starts
-        )
+        items = len(self.places.starts)
+        starts = self.places.starts + np.arange(items) * self.numbers.size
+        numbers = np.zeros((items, *self.numbers.shape), self.numbers.dtype)
+        return self._replace(numbers=numbers, places=self.places._replace(starts=starts))
 
     def pullback(self) -> list[Array]:
         """Return the gradients of the arrays of the modifications, if the numbers are gradients."""
         of_row = self.numbers.sum(axis=0)[:, None, :]
-        return [one for part in self.parts for one in part.pullback(of_row, self.at, of_row)[1]]
+        return [
+            one for part in self.parts for one in part.pullback(of_row, self.places.at, of_row)[1]
+        ]
 
 
 @QUIETLY
-def by_distance(problem: Problem, x: Operands, rest: list[Any]) -> ByDistance:
+def by_distance(
+    problem: Problem, x: Operands, rest: list[Any], places: Places | None = None
+) -> ByDistance:
     """Return what modifications add by the distance of a key from its row."""
-    rows, keys, dtype = problem.query_length, problem.key_length, np.dtype(problem.accumulator)
+    places = _places(problem, x) if places is None else places
+    length = places.at.column.shape[-1]
+    numbers = np.zeros((problem.heads, 1, length), np.dtype(problem.accumulator))
+    for part in rest:
+        numbers = part.apply(numbers, places.at)
+    numbers = np.ascontiguousarray(numbers[:, 0, :], problem.accumulator)
+    return ByDistance(rest, numbers, places)
+
+
+def _places(problem: Problem, x: Operands) -> Places:
+    rows, keys = problem.query_length, problem.key_length
     offsets = np.full(math.prod(problem.batch), np.clip(offsets_of(problem, x), -LIMIT, LIMIT))
     first, size = -offsets - (rows - 1), rows + keys - 1  # the first distance of each item
     is_shared = bool(np.ptp(first) < size)
@@ -86,8 +102,4 @@ def by_distance(problem: Problem, x: Operands, rest: list[Any]) -> ByDistance:
     head = np.arange(problem.heads).reshape(-1, 1, 1)
     zero = np.zeros((1, 1, 1), np.int64)
     at = PointIndices(zero, head, zero, away[None, None, :])
-    numbers = np.zeros((problem.heads, 1, len(away)), dtype)
-    for part in rest:
-        numbers = part.apply(numbers, at)
-    numbers = np.ascontiguousarray(numbers[:, 0, :], dtype)
-    return ByDistance(rest, numbers, starts + (rows - 1), at, is_shared)
+    return Places(starts + (rows - 1), at, is_shared)

@@ -20,7 +20,7 @@ from polyattn.plugin import (
     sum_to,
     thread_count,
 )
-from polyattn_native.arrays import DATA, QUIETLY, is_readable, knows_addresses, numbers, readable
+from polyattn_native.arrays import DATA, KNOWS_ADDRESSES, QUIETLY, is_readable, numbers, readable
 from polyattn_native.call import NativeCall, Ready
 from polyattn_native.distance_scores import is_supported
 from polyattn_native.library import library
@@ -32,11 +32,8 @@ PLAIN = frozenset({
 })  # fmt: skip
 # Those that it says all about if the expressions have no arrays.
 EXPRESSIONS = {"mask_expression", "score_expression"}
-# Plain calls that are kept ready to run again, at most.
+# Calls that are kept ready to run again, at most.
 MOST_READY = 256
-# A call of (1, 1, 16, 16) takes 9.0 µs with addresses by `DATA`, 14.2 µs by `__array_interface__`,
-# and 37 µs if it is not kept (medians of 9 rounds).
-KNOWS_ADDRESSES = knows_addresses()
 
 
 class Native(Kernel):
@@ -95,7 +92,7 @@ class Native(Kernel):
         if ready is not None and ready.problem is problem:
             pointers = id(query) + DATA, id(key) + DATA, id(value) + DATA, id(output) + DATA
             of_logsumexp = None if logsumexp is None else id(logsumexp) + DATA
-            if ready.run(self.threads, *pointers, of_logsumexp):
+            if ready.run(self.threads, *pointers, of_logsumexp, x=operands):
                 return output, logsumexp
         if not query.dtype.isnative:
             native_order = query.astype(query.dtype.newbyteorder("="))
@@ -104,17 +101,16 @@ class Native(Kernel):
         native = self._prepared(problem, operands, output, logsumexp)
         native.run(library().polyattn_attend)
         if kind and KNOWS_ADDRESSES and all(map(is_readable, (query, key, value))):
-            self._keep(kind, problem, native)
+            self._keep(kind, native)
         return output, logsumexp
 
-    def _keep(self, kind: Any, problem: Problem, native: NativeCall) -> None:
-        """Keep a call ready to run again, if the problem says all about it."""
-        expressions = problem.mask_spec, problem.score_spec
-        is_plain = not any(one is not None and one.carried() for one in expressions)
-        if is_plain and problem.features - EXPRESSIONS <= PLAIN and not native.made_mask:
+    def _keep(self, kind: Any, native: NativeCall) -> None:
+        """Keep a call ready to run again, if it ran at once."""
+        if not native.is_made:
             if len(self._ready) >= MOST_READY:
                 self._ready.clear()
-            self._ready[kind] = Ready(native)
+            is_plain = native.problem.features - EXPRESSIONS <= PLAIN
+            self._ready[kind] = Ready(native, is_whole=native.forget() and is_plain)
 
     def _prepared(
         self, problem: Problem, operands: Operands, output: Array, logsumexp: Array | None

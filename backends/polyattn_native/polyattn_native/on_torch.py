@@ -29,8 +29,9 @@ from polyattn.plugin import (
 )
 from polyattn_native import torch_operators
 from polyattn_native.arrays import is_readable
-from polyattn_native.kernel import PLAIN, Native
+from polyattn_native.kernel import Native
 from polyattn_native.library import library
+from polyattn_native.visible import kind_of
 
 POINTER = ctypes.sizeof(ctypes.c_void_p)
 _ORDINARY = (torch.Tensor, torch.nn.Parameter)
@@ -40,6 +41,7 @@ _OF_ENGINE = frozenset({
     "batch_broadcast", "bias", "causal", "grouped_heads", "mask", "query_offset", "scale",
     "value_size",
 })  # fmt: skip
+_OF_LENGTHS = {"mask_expression", "query_offset_array"}
 # The lanes of a vector are the rows that share a key head. Decoding took 2.0 of the engine's time
 # with one, 0.6 with four (float32, 64 to 4096 keys). The engine converts 16-bit numbers one by one.
 FEW_ROWS = 4
@@ -77,14 +79,18 @@ class NativeOnTorch(Native):
 
     def only_on_request(self, problem: Problem) -> str | None:
         """Leave to torch's engine what it computes in less time."""
-        if problem.is_symbolic or not problem.features <= _OF_ENGINE:
+        features, mask = problem.features, problem.mask_spec
+        if mask is not None and kind_of(mask) == "padding" and not torch.compiler.is_compiling():
+            features -= _OF_LENGTHS  # the engine gets the keys within the lengths
+        if problem.is_symbolic or not features <= _OF_ENGINE:
             return None
         if problem.dtype == "bfloat16" and _HAS_TILES:
             return "torch's engine multiplies bfloat16 by AMX"
         is_whole = problem.dtype == problem.accumulator
         if is_whole and problem.query_length * problem.group_size < FEW_ROWS:
             return f"fewer than {FEW_ROWS} rows read a key head, too few for a vector"
-        if torch.compiler.is_compiling():  # which would make a condition of the next lengths
+        # torch.compile would make a condition of the next lengths.
+        if torch.compiler.is_compiling() or features != problem.features:
             return None
         scores = math.prod(problem.scores)
         few = FEW_TRAINED if problem.bias is None else FEW_TRAINED_BIASED
@@ -114,7 +120,7 @@ class NativeOnTorch(Native):
     ) -> tuple[Array, Array | None]:
         """Return output and logsumexp of tensors with numbers."""
         query, key, value = operands[:3]
-        if not problem.features <= PLAIN or isinstance(key, Quantized):
+        if isinstance(key, Quantized):
             output, logsumexp = super().__call__(problem, _in_numpy(operands), backend)  # type: ignore[arg-type]
             return _tensor(output), None if logsumexp is None else _tensor(logsumexp)
         kind = id(problem), query.stride(), key.stride(), value.stride()
@@ -129,14 +135,16 @@ class NativeOnTorch(Native):
             addresses = (ctypes.c_void_p * 5)(*[x if x is None else x.data_ptr() for x in arrays])
             start = ctypes.addressof(addresses)
             pointers = [start + POINTER * n for n in range(5)]
-            if ready.run(self.threads, *pointers[:4], None if logsumexp is None else pointers[4]):
+            x = None if ready.is_whole else _rest_in_numpy(operands)
+            of_logsumexp = None if logsumexp is None else pointers[4]
+            if ready.run(self.threads, *pointers[:4], of_logsumexp, x=x):
                 return output, logsumexp
-        given = [None if one is None else _array(one, as_bits=True) for one in arrays]
-        operands = Operands(*given[:3])
-        native = self._prepared(problem, operands, *given[3:])
+        x = _in_numpy(operands)
+        written = [None if one is None else _array(one, as_bits=True) for one in arrays[3:]]
+        native = self._prepared(problem, x, *written)
         native.run(library().polyattn_attend)
-        if all(map(is_readable, given[:3])):
-            self._keep(kind, problem, native)
+        if all(map(is_readable, x[:3])):
+            self._keep(kind, native)
         return output, logsumexp
 
     def backward(
@@ -202,10 +210,13 @@ def _are_readable(*groups: Any) -> bool:
 def _tensors_of(groups: Any) -> Iterator[torch.Tensor]:
     for group in groups:
         for one in group:
+            if one is None:  # as most are: torch takes its time to say that it is no tensor
+                continue
             if isinstance(one, torch.Tensor):
                 yield one
             elif isinstance(one, Expression):
-                yield from (x for _, x in one.carried() if isinstance(x, torch.Tensor))
+                arrays = one.form[1] if one.form else [x for _, x in one.carried()]
+                yield from (x for x in arrays if isinstance(x, torch.Tensor))
 
 
 def _array(tensor: torch.Tensor, *, as_bits: bool = False) -> Any:
@@ -218,16 +229,27 @@ def _array(tensor: torch.Tensor, *, as_bits: bool = False) -> Any:
 
 def _in_numpy(x: Operands) -> Operands:
     """Return operands as arrays; query, key and value of bfloat16 as arrays of its bits."""
-
-    def array(_: str, thing: Any) -> Any:
-        return _array(thing) if isinstance(thing, torch.Tensor) else thing
-
     arrays: list[Any] = [
         Quantized(*map(_array, one)) if isinstance(one, Quantized) else _array(one, as_bits=True)
         for one in x[:3]
     ]
-    rest = [one.map(array) if isinstance(one, Expression) else array("", one) for one in x[3:]]
-    return Operands(*arrays, *rest)
+    query, key, value = arrays
+    return _rest_in_numpy(x)._replace(query=query, key=key, value=value)
+
+
+def _rest_in_numpy(x: Operands) -> Operands:
+    """Return operands with arrays in place of tensors, but for query, key and value."""
+    changed: dict[str, Any] = {}
+    for name, one in zip(x._fields[3:], x[3:], strict=True):
+        if isinstance(one, Expression):
+            changed[name] = one.map(_array_of_field)
+        elif one is not None:
+            changed[name] = _array_of_field("", one)
+    return x._replace(**changed)
+
+
+def _array_of_field(_: str, thing: Any) -> Any:
+    return _array(thing) if isinstance(thing, torch.Tensor) else thing
 
 
 def _numbers(group: Any) -> Any:

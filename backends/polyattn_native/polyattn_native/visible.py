@@ -7,6 +7,7 @@ array, for some rows at a time.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import lru_cache, reduce
 from operator import and_
@@ -34,7 +35,7 @@ MOST_RANGES = 8
 class Visible(NamedTuple):
     """The keys that rows see, but for what numbers of the call say, such as most windows."""
 
-    #: int32 (items or 1, heads or 1, L, n): the first key of each range that a row may see
+    #: int32 (items or 1, heads or 1, L or 1, n): the first key of each range that a row may see
     first: Any = None
     stop: Any = None  #: likewise, after the last
     array: Any = None  #: bool, broadcasts to (..., H, L, S)
@@ -124,13 +125,16 @@ class Ranges:
         narrow = _NARROWED_BY.get(kind_of(mask))
         return narrow is not None and narrow(self, mask) is not False
 
-    def _narrow(self, first: Any, stop: Any) -> None:
+    def _narrow(self, first: Any, stop: Any, *, is_within: bool = False) -> None:
+        """Narrow the ranges to ends, which may be beyond the keys unless `is_within`."""
         xp, keys = self.xp, self.problem.key_length
         if first is not None:
-            first = xp.clip(first, 0, keys).astype("int32")
+            first = first if is_within else xp.minimum(xp.maximum(first, 0), keys)
+            first = first.astype("int32")
             self.first = first if self.first is None else xp.maximum(self.first, first)
         if stop is not None:
-            stop = xp.clip(stop, 0, keys).astype("int32")
+            stop = stop if is_within else xp.minimum(xp.maximum(stop, 0), keys)
+            stop = stop.astype("int32")
             self.stop = stop if self.stop is None else xp.minimum(self.stop, stop)
 
     def _positions(self, shift: int) -> Any:
@@ -180,19 +184,43 @@ class Ranges:
             return False
         if (keys[..., 1:] < keys[..., :-1]).any():
             return False
-        lead = np.broadcast_shapes(rows.shape[:-1], keys.shape[:-1])
-        if lead:
-            lead = self.problem.batch
-        rows = np.broadcast_to(rows, (*lead, rows.shape[-1])).reshape(-1, rows.shape[-1])
-        keys = np.broadcast_to(keys, (*lead, keys.shape[-1])).reshape(-1, keys.shape[-1])
-        pairs = list(zip(keys, rows, strict=True))
-        self._narrow(
-            *[
-                np.stack([np.searchsorted(k, r, side) for k, r in pairs])
-                for side in ("left", "right")
-            ]
-        )
+        self._narrow(*_bounds(self._per_token(rows), self._per_token(keys)), is_within=True)
         return True
+
+    def _per_token(self, ids: Any) -> Any:
+        """Return the id of each token of each flat batch item, or those that all items share."""
+        lead, batch = ids.shape[:-1], self.problem.batch
+        if lead != batch and math.prod(lead) != 1:
+            ids = np.broadcast_to(ids, (*batch, ids.shape[-1]))
+        return ids.reshape(-1, ids.shape[-1])
+
+
+def _bounds(rows: Any, keys: Any) -> tuple[Any, Any]:
+    """Return the first key with the id of each row, and the one after the last.
+
+    The ids (items or 1, L) and (items or 1, S) of the keys are sorted. Those of an item are moved
+    above those of the one before, so that all are sorted as one::
+
+        0 0 1 | 0 1 1   ->   0 0 1 2 3 3
+    """
+    if len(keys) == 1:
+        (one,) = keys
+        return one.searchsorted(rows, "left"), one.searchsorted(rows, "right")
+    ends = [int(end) for ids in (rows, keys) for end in (ids.min(), ids.max())]
+    low, span = min(ends), max(ends) - min(ends) + 1
+    if max(map(abs, ends)) >= FAR or span * len(keys) >= FAR:  # their order is enough
+        ids = np.concatenate([rows.reshape(-1), keys.reshape(-1)])
+        found, places = np.unique(ids, return_inverse=True)
+        rows, keys = (
+            places[: rows.size].reshape(rows.shape),
+            places[rows.size :].reshape(keys.shape),
+        )
+        low, span = 0, len(found)
+    item = np.arange(len(keys))[:, None]
+    rows, keys = (x.astype("int64") + (item * span - low) for x in (rows, keys))
+    before = item * keys.shape[-1]
+    first, stop = (keys.reshape(-1).searchsorted(rows, side) for side in ("left", "right"))
+    return first - before, stop - before
 
 
 # By the name of the function that makes the mask; the others narrow nothing.

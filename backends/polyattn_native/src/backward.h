@@ -118,6 +118,8 @@ private:
         state->next_row = first_row_of(state->part, call);
         state->stop_row = first_row_of(state->part + 1, call);
         state->panels = 0;
+        // Part 0 adds to the call's gradients. Part 1 has sums of its own, which are 0 at first and which
+        // `join_parts` adds at last.
         if (state->part == 0 && !call.adds) {
             for (int64_t key = 0; key < call.keys; ++key) {
                 clear(key_row(key), call.head_size);
@@ -165,7 +167,7 @@ private:
         if (state->panels > 0 && state->next < state->keys.stop) {
             const int64_t blocks = (call.keys + KEYS - 1) / KEYS, heads = call.heads / call.key_heads;
             const int64_t block = panels[0].first_row / work_.rows * blocks + state->next / KEYS;
-            // Grouped heads of a position may be in more than one group of rows.
+            // Heads of a position may be in more than one group of rows. All must be done by the task before.
             const int64_t more = (heads - 1 + work_.rows - 1) / work_.rows * blocks;
             if (!turns.is_open(state->number, block + more)) return false;
             add_block({max(state->next, state->keys.first), min(state->next + KEYS, state->keys.stop)});
@@ -247,7 +249,7 @@ private:
         return sum;
     }
 
-    // A row as one of panels with two vectors of columns.
+    // Write a row, the r-th of the group: element e to columns[e / lanes][r][e % lanes].
     void as_columns(const T* row, int64_t size, T factor, int64_t r, T* columns) {
         constexpr int lanes = 2 * width;
         for (int64_t e = 0; e < size; ++e) {

@@ -79,11 +79,13 @@ template <typename T> struct Panel {
     int count;          // vectors: 1 or 2
     int used;           // rows; the lanes after them repeat the last
     int64_t first_row;  // the number of the first
-    // The keys that any row sees, and those that all rows see: of the block at hand, if rows have several ranges.
+    int64_t head[2 * width], row[2 * width];  // of each lane
+    Ranges ranges;                            // of keys that some row sees
+    // The keys that any row sees, those that all rows see, and the first and last keys of each lane. If rows have
+    // several ranges, `narrow` writes these for each block.
     Range any_key, all_keys;
-    Ranges ranges;
-    bool has_gaps;  // whether a row sees two ranges of the block
-    int64_t first[2 * width], stop[2 * width], head[2 * width], row[2 * width];
+    int64_t first[2 * width], stop[2 * width];
+    bool has_gaps;  // whether a row sees two ranges of the block: then `hide_outside` reads the ranges again
     T maximum[2 * width], total[2 * width];
     bool has_output;
 
@@ -115,7 +117,9 @@ template <typename T> struct Panel {
         }
     }
 
-    // Look at what the rows see of a block, if they have several ranges.
+    // Look at what the rows see of a block, if they have several ranges. Of a row with the ranges 0-4 and 300-310,
+    // and blocks of 256 keys, the first block has 0-4 and the second 300-310: no gaps. The ranges 0-4 and 100-110
+    // are both in the first block: 0-110, with gaps.
     void narrow(const PolyattnCall& call, int64_t item, Range block) {
         if (ranges.count == 1) return;
         has_gaps = false;
@@ -124,7 +128,7 @@ template <typename T> struct Panel {
         any_key = {block.stop, block.first};
         all_keys = block;
         for (int lane = 0; lane < lanes(); ++lane) {
-            Range found = {block.stop, block.first};
+            Range found = {block.stop, block.first};  // none
             for (int64_t i = 0; i < ranges.count; ++i) {
                 Range keys = keys_of_row(call, item, head[lane], row[lane], i);
                 keys = {max(keys.first, block.first), min(keys.stop, block.stop)};
@@ -132,7 +136,6 @@ template <typename T> struct Panel {
                 has_gaps = has_gaps || found.first < found.stop;
                 found = {min(found.first, keys.first), keys.stop};
             }
-            if (found.first > found.stop) found.first = found.stop;
             first[lane] = found.first;
             stop[lane] = found.stop;
             if (found.first < found.stop) any_key = {min(any_key.first, found.first), max(any_key.stop, found.stop)};

@@ -152,7 +152,7 @@ private:
         }
     }
 
-    // Scores become weights, and their tangents the products of both; -0 where a key is hidden.
+    // Scores become weights, and their tangents the products of both; -0 where a key is hidden, and only there.
     void weigh(int64_t count) {
         const int lanes = panel->lanes();
         const Vector<T> hidden = broadcast<T>((T)-0.0);

@@ -38,7 +38,7 @@ template <typename T> struct Tile {
     T* shares_of(int panel) const { return shares + start_of(panel) * KEYS; }
 
     // Write the part of a panel, and add the shares to the gradients of biases; return whether any key is
-    // hidden.
+    // hidden: its weight and share are -0, which products leave out where a number may not be finite.
     bool write(const PolyattnCall& call, int64_t item, int number, Panel<T>& panel, Range block, Matrix<T> keys,
                Matrix<T> values, const T* query, const T* gradient) {
         const int lanes = panel.lanes();
@@ -86,6 +86,7 @@ private:
             for (int64_t i = v; i < count * lanes; i += lanes) {
                 const Vector<T> s = load(p + i);
                 Vector<T> weight = softmax_weights<T>(s, total);
+                // -0 marks what is hidden, so a share of -0 becomes 0.
                 Vector<T> share = weight * (load(g + i) - d) + 0;
                 const Ints<T> is_hidden = s == -infinity<T>();
                 if (call.softcap != 0) {

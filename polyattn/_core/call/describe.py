@@ -62,13 +62,7 @@ def describe(
     """
     if not isinstance(layout, str) or layout not in ("...HLD", "...LHD"):
         raise ValueError(f'layout must be "...HLD" or "...LHD"; got {layout!r}')
-    values = _checked(options, destination_of(query))
-    if isinstance(values.get("score_mod"), Score):
-        _softcap_to_option(values)
-    if "key_lengths" in values or "block_table" in values:
-        lengths_to_mask(values, options, (query, key), layout, shares)
-    if isinstance(values.get("mask"), Mask):
-        _band_to_options(values)
+    values = _simplified(query, key, layout, options, shares)
     facts_of_options = {name: _facts_of(name, value, facts) for name, value in values.items()}
     if "dropout" in values:
         _split_dropout(facts_of_options, values, facts)
@@ -83,15 +77,54 @@ def describe(
         transforms=torch_transforms(),
         **facts_of_options,
     )
-    arrays = {name: values[name] for name in values if name in _OPERANDS}
-    operands = Operands.__new__(Operands, query=query, key=key, value=value, **arrays)
+    operands = _as_operands(query, key, value, values)
     if call.query.traced and "query_offset" not in values:
         call = call._replace(query_offset=_offset_of_equal_lengths(query, key, layout))
     return call, operands
 
 
-def _checked(options: dict[str, Any], destination: Destination | None) -> dict[str, Any]:
-    """Return the options that differ from their defaults, checked one by one and placed."""
+def operands_of(
+    query: Array, key: Array, value: Array, options: dict[str, Any], layout: str
+) -> Operands:
+    """Return the operands of a call, as `describe` does, where its facts are known."""
+    values = _simplified(query, key, layout, options, (1, 1), reads=False)
+    if "dropout" in values:
+        _split_dropout({}, values, lambda array, name: ArrayFacts("", "", "", ()))
+    return _as_operands(query, key, value, values)
+
+
+def _simplified(
+    query: Array,
+    key: Array,
+    layout: str,
+    options: dict[str, Any],
+    shares: tuple[int, int],
+    *,
+    reads: bool = True,
+) -> dict[str, Any]:
+    """Return the options that differ from their defaults, after the first two steps."""
+    values = _checked(options, destination_of(query), reads=reads)
+    if isinstance(values.get("score_mod"), Score):
+        _softcap_to_option(values)
+    if "key_lengths" in values or "block_table" in values:
+        lengths_to_mask(values, options, (query, key), layout, shares)
+    if isinstance(values.get("mask"), Mask):
+        _band_to_options(values)
+    return values
+
+
+def _as_operands(query: Array, key: Array, value: Array | None, values: dict[str, Any]) -> Operands:
+    arrays = {name: values[name] for name in values if name in _OPERANDS}
+    return Operands.__new__(Operands, query=query, key=key, value=value, **arrays)
+
+
+def _checked(
+    options: dict[str, Any], destination: Destination | None, *, reads: bool
+) -> dict[str, Any]:
+    """Return the options that differ from their defaults, checked one by one and placed.
+
+    Expressions are not checked again unless `reads`.
+    """
     values: dict[str, Any] = {}
     for name, given in options.items():
         option = OPTIONS[name]
@@ -102,7 +135,7 @@ def _checked(options: dict[str, Any], destination: Destination | None) -> dict[s
             raise TypeError(f"{name} must be an array along {axes} of the scores; {got(given)}")
         if option.axes is not None or isinstance(given, Expression):
             given = placed(name, given, destination)
-        values[name] = option.read(given)
+        values[name] = option.read(given) if reads or not isinstance(given, Expression) else given
     return values
 
 

@@ -1,7 +1,11 @@
 """The cache key of a call, so that a repeated call need not be described again.
 
 A key has the facts of plain arrays, and other arguments with their types: from arguments with
-equal keys `describe` makes equal calls.
+equal keys `describe` makes equal calls. An expression is its form and the facts of its arrays. So
+the key of ``mask=masks.segments(ids)`` is::
+
+    ndarray, (float32, (1, 8, 64, 64)), …,                        the facts of query, key, value
+    "mask", (Segments, is_array, ()), ndarray, (int64, (1, 64))
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ from polyattn._base.tracing import (
     torch_is_imported,
 )
 from polyattn._core.call.options import AUTOCAST
+from polyattn._core.expressions.expression import Expression
 
 CallKey = tuple[Any, ...]  # hashable
 
@@ -29,8 +34,9 @@ _PLAIN = frozenset((bool, int, float, str, type(None)))
 def call_key(operands: Sequence[Any], options: Mapping[str, Any]) -> CallKey | None:
     """Return a cache key, or None if the call cannot be cached.
 
-    A call can be cached if its arrays are plain ones of one class and all else is a number or a
-    string; not while torch compiles or transforms the caller, or casts the arrays.
+    A call can be cached if its arrays are plain ones, query, key and value of one class, and all
+    else is a number, a string or an expression without functions; not while torch compiles or
+    transforms the caller, or casts the arrays.
     """
     if len(operands) != 3:
         return None
@@ -46,18 +52,41 @@ def call_key(operands: Sequence[Any], options: Mapping[str, Any]) -> CallKey | N
             return None
         parts: CallKey = (kind, read(query), read(key), read(value))
         for name, option in options.items():
-            its_kind = type(option)
-            if its_kind in _PLAIN:
-                parts += name, its_kind, option
-            elif its_kind is kind:
-                parts += name, read(option)
-            elif name == "window" and its_kind is tuple and _PLAIN.issuperset(map(type, option)):
-                parts += name, option, *map(type, option)
-            else:
+            of_option = _part_of(name, option)
+            if of_option is None:
                 return None
+            parts += of_option
     except RuntimeError:  # a nested tensor has no shape
         return None
     return parts
+
+
+def _part_of(name: str, option: Any) -> CallKey | None:
+    """Return what an option adds to the key, None if it cannot be in one."""
+    kind = type(option)
+    if kind in _PLAIN:
+        return name, kind, option
+    arrays: tuple[Array, ...] = (option,)
+    form: Hashable = None
+    if isinstance(option, Expression):
+        if option.form is None:
+            return None
+        form, arrays = option.form
+    elif kind is tuple and name in ("window", "dropout"):
+        arrays = ()
+        if name == "dropout" and len(option) > 1:  # whose seed is an operand
+            arrays = option[1:2] if type(option[1]) not in _PLAIN else ()
+            option = (*option[:1], *option[2:])
+        if not _PLAIN.issuperset(map(type, option)):
+            return None
+        form = (option, *map(type, option))
+    facts: CallKey = ()
+    for array in arrays:
+        read = _reader_of(type(array))
+        if read is None:
+            return None
+        facts += type(array), read(array)
+    return (name, form, *facts)
 
 
 _Reader = Callable[[Array], tuple[Hashable, ...]]

@@ -25,6 +25,10 @@ FUNCTION = "function"
 RENDERERS: dict[str, Callable[..., Any]] = {}
 # Larger arrays print as their shape and dtype.
 MOST_PRINTED = 64
+# The fields that a form holds as they are, beside tuples of them.
+_PLAIN = frozenset((bool, int, float, str, type(None)))
+# What an expression remembers, beside its fields.
+_REMEMBERED = frozenset(("_placed", "_form"))
 
 
 class Expression:
@@ -63,6 +67,8 @@ class Expression:
         """
         if is_compiling():
             return self.map(lambda name, x: destination.put(name, x) if is_host(x) else x)
+        if self.form is not None and not any(map(is_host, self.form[1])):
+            return self
         return self._placed_and_copies(destination)[0]
 
     def _placed_and_copies(self: V, destination: Destination) -> tuple[V, Copies]:
@@ -95,7 +101,20 @@ class Expression:
         return new if copies else self, copies
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "_placed"}
+        return {name: value for name, value in self.__dict__.items() if name not in _REMEMBERED}
+
+    @property
+    def form(self) -> tuple[Any, tuple[Any, ...]] | None:
+        """All of the expression but its arrays, hashable, and these; None if it has functions.
+
+        It is made once: an array may change in place, but which arrays there are stays.
+        """
+        if "_form" not in self.__dict__:
+            arrays: list[Any] = []
+            form = _form_of(self, arrays)
+            self.__dict__["_form"] = None if form is None else (form, tuple(arrays))
+        known: tuple[Any, tuple[Any, ...]] | None = self.__dict__["_form"]
+        return known
 
     def within(self) -> list[Any]:
         """Return the expressions in the fields of this one."""
@@ -217,6 +236,26 @@ def _note_carried(name: str, field: Any, carried: list[tuple[str, Any]]) -> None
     elif isinstance(field, tuple):
         for part in field:
             _note_carried(name, part, carried)
+
+
+def _form_of(field: Any, arrays: list[Any]) -> Any:
+    """Return a field for `Expression.form`, and note its arrays; None stands for what has no form.
+
+    A field that is None is an empty tuple in it.
+    """
+    if field is None or type(field) in _PLAIN:
+        return () if field is None else field
+    if is_array(field):
+        arrays.append(field)
+        return is_array  # stands for any array
+    if isinstance(field, Expression):
+        fields: Any = [getattr(field, name) for name in field.__match_args__]
+    elif type(field) is tuple:
+        fields = field
+    else:  # a function; or a table of bytes, which is too large for a key
+        return None
+    forms = [_form_of(one, arrays) for one in fields]
+    return None if None in forms else (type(field), *forms)
 
 
 def _is_traced(value: Expression) -> bool:

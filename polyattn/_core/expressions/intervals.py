@@ -47,7 +47,7 @@ class Rows(NamedTuple):
     keys: int
     offset: Any  # of the first row among the keys: a number, or one for each flat batch item
     position: Array  # of each row, (items or 1, 1, L)
-    most: int  # intervals of a row
+    most: int  # intervals of a row on the way to the answer, which `Mask.intervals` counts itself
     evaluates: bool  # whether masks may be evaluated that are known by their elements
 
     def per_item(self, numbers: Any) -> Array:
