@@ -8,10 +8,8 @@ import numpy as np
 from polyattn import masks, scores
 
 
-def random_options(
-    seed: int, b: int, h: int, rows: int, keys: int, *, of_ranges: bool = False
-) -> dict[str, Any]:
-    """Return options of a call, most of them absent; masks of ranges and arrays only, if asked."""
+def random_options(seed: int, b: int, h: int, rows: int, keys: int) -> dict[str, Any]:
+    """Return options of a call, most of them absent."""
     # Not the numbers that a caller draws with the same seed.
     draw, rng = random.Random(f"options {seed}"), np.random.default_rng([seed, 1])
     given: dict[str, Any] = {}
@@ -49,7 +47,7 @@ def random_options(
         )
     if perhaps(0.5):
         array = rng.random((b, 1, rows, keys)) < 0.6
-        ranges = [
+        every = [
             array,
             np.repeat(array, h, axis=1),
             array[:, :, :1],
@@ -60,12 +58,12 @@ def random_options(
             masks.dense(array) & masks.padding(keys - 1),
         ]
         ids = np.sort(rng.integers(0, 4, (b, max(rows, keys))))
-        others = [
+        every += [
             masks.segments(ids[:, :rows], ids[:, :keys]),
             masks.segments(rng.integers(0, 3, (b, rows)), rng.integers(0, 3, (b, keys))),
             masks.prefix(keys // 3) | masks.causal(),
             masks.dilated(2) & masks.window(9, 3),
             ~masks.global_tokens(0, 3),
         ]
-        given["mask"] = draw.choice(ranges if of_ranges else ranges + others)
+        given["mask"] = draw.choice(every)
     return given

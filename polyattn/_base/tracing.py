@@ -54,9 +54,8 @@ def torch_is_imported() -> bool:
 
 
 def _torch() -> Any:
-    # Not from sys.modules: another thread may still be importing torch, and torch.compile cannot
-    # trace a dict that grows.
-    return _torch_parts.get("torch")
+    # torch.compile traces the dict as it is when it first reads it.
+    return _torch_parts.get("torch") if torch_is_imported() else None
 
 
 def traced_tensor(array: Any) -> Any:

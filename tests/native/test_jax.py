@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import subprocess
@@ -58,7 +59,7 @@ def test_random_calls_equal_the_formula(seed: int) -> None:
     dtype = ("float32", "float16", "bfloat16")[seed % 3]
     given = [jnp.asarray(x, dtype) for x in arrays(seed)]
     exact = [np.asarray(x, "float64") for x in given]
-    options = random_options(seed, B, H, L, S, of_ranges=True)
+    options = random_options(seed, B, H, L, S)
     wanted = polyattn.attention_partial(*exact, **options, kernel="dense")
     moved = in_jax(options)
     found = polyattn.attention_partial(*given, **moved, kernel="native")
@@ -72,7 +73,7 @@ def test_random_calls_equal_the_formula(seed: int) -> None:
 def test_random_derivatives_equal_the_formula(seed: int) -> None:
     exact = arrays(seed)
     given = [jnp.asarray(x, "float32") for x in exact]
-    options = random_options(seed, B, H, L, S, of_ranges=True)
+    options = random_options(seed, B, H, L, S)
     moved = in_jax(options)
     floats = {n: moved.pop(n) for n in ("sinks", "bias") if n in moved}
     rng = np.random.default_rng(seed)
@@ -102,7 +103,7 @@ def test_random_derivatives_equal_the_formula(seed: int) -> None:
 def test_explicit_derivatives_equal_the_formula(seed: int) -> None:
     exact = arrays(seed)
     given = [jnp.asarray(x, "float32") for x in exact]
-    options = random_options(seed, B, H, L, S, of_ranges=True)
+    options = random_options(seed, B, H, L, S)
     along = np.random.default_rng(seed).standard_normal((B, H, L, E))
     wanted = polyattn.attention_vjp(*exact, **options, kernel="dense")[1](along)
     pull = polyattn.attention_vjp(*given, **in_jax(options), kernel="native")[1]
@@ -344,9 +345,28 @@ def test_what_it_does_not_take_is_left_to_xla() -> None:
     x = small(2, 4, 10, 8)
     late = scores.alibi(4) >> scores.temperature(2.0)
     assert explain(x, x, x, score_mod=scores.alibi(4)).chosen.kernel == "native"
-    ids = jnp.zeros((2, 10), int)
-    for options in ({"mask": masks.segments(ids)}, {"score_mod": late}):
-        assert explain(x, x, x, **options).chosen.kernel == "xla"
+    assert explain(x, x, x, score_mod=late).chosen.kernel == "xla"
+    long = small(1, 1, 20_000, 2)
+    streaming = masks.window(9, 0) | masks.prefix(4)
+    assert explain(long, long, long, mask=streaming).chosen.kernel == "native"
+    of_ids = explain(long, long, long, mask=masks.segments(jnp.zeros(20_000, int)))
+    assert of_ids.chosen.kernel == "xla"
+    assert "an array of the mask, of 400,000,000 elements" in str(of_ids)
+
+
+@pytest.mark.parametrize("offset", [None, 3, [3, 9]], ids=str)
+def test_ranges_of_masks_are_constants_of_a_program(offset: Any) -> None:
+    x, lengths = small(2, 4, 20, 8), jnp.asarray([7, 19])
+    mask = masks.causal() & (masks.window(5, 0) | masks.prefix(2)) & masks.padding(lengths)
+
+    @functools.partial(jax.jit, static_argnums=1)
+    def call(x: Any, kernel: str) -> Any:
+        first = jnp.asarray(offset) if isinstance(offset, list) else offset
+        return polyattn.attention(x, x, x, mask=mask, query_offset=first, kernel=kernel)
+
+    np.testing.assert_allclose(call(x, "native"), call(x, "dense"), atol=1e-5)
+    makes_array = "pred[2,1,20,20]" in call.lower(x, "native").compile().as_text()
+    assert makes_array == isinstance(offset, list)
 
 
 @pytest.mark.parametrize("score_mod", [None, scores.alibi(4)], ids=["plain", "alibi"])

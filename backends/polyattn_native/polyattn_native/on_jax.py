@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import functools
+import math
+import operator
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -15,6 +18,7 @@ from polyattn.plugin import (
     Cotangents,
     Gradients,
     Kernel,
+    Mask,
     Operands,
     Problem,
     Residuals,
@@ -25,12 +29,18 @@ from polyattn.plugin import (
 )
 from polyattn_native.kernel import Native
 from polyattn_native.visible import kind_of
-from polyattn_native.xla_arguments import arguments, by_distance
+from polyattn_native.xla_arguments import (
+    arguments,
+    by_distance,
+    constant_ends,
+    is_constant,
+    is_range,
+)
 from polyattn_native.xla_call import Arrays
 from polyattn_native.xla_primitive import attend, by_xla, gradients
 
-# Masks that leave each row a first and a last key, whatever their arrays hold.
-RANGES = frozenset(("window", "prefix", "padding"))
+# A program makes an array of a mask that its arrays decide, at most of so many elements.
+MOST_ELEMENTS = 2**28
 ARRAYS = ("query", "key", "value", "bias", "sinks")
 
 
@@ -51,9 +61,10 @@ class NativeOnJax(Native):
         if not problem.device and kind != "cpu":
             reasons.append(f"it runs on cpu only, and JAX would put this on {kind}")
         conditions = () if problem.mask_spec is None else problem.mask_spec.conditions
-        kinds = list(map(kind_of, conditions))
-        if kinds.count("dense") > 1 or not RANGES.issuperset(set(kinds) - {"dense"}):
-            reasons.append("it supports one mask array, and masks by position and lengths")
+        if not reasons and _makes_an_array(problem, conditions):
+            elements = math.prod(problem.batch) * problem.query_length * problem.key_length
+            if elements > MOST_ELEMENTS:
+                reasons.append(f"it would make an array of the mask, of {elements:,} elements")
         # What is traced may be differentiated, by the rules of this kernel.
         missing = undeclared(self, problem.features | {"jvp"}) if problem.traced else None
         return reasons if missing is None else [*reasons, missing]
@@ -88,6 +99,14 @@ class NativeOnJax(Native):
         return output, logsumexp
 
 
+def _makes_an_array(problem: Problem, conditions: Iterable[Mask]) -> bool:
+    """Return whether a part of a mask is neither ranges of keys nor an array of the caller's."""
+    others = [one for one in conditions if not is_range(one) and kind_of(one) != "dense"]
+    if not all(map(is_constant, others)):
+        return True
+    return bool(others) and constant_ends(problem, others) is None
+
+
 def _has_sharding(arrays: Any) -> bool:
     """Return whether the types of arrays say how they are sharded, but for parts of one device."""
     leaves = [leaf for leaf in jax.tree.leaves(arrays) if isinstance(leaf, jax.Array)]
@@ -104,8 +123,14 @@ def prepared(problem: Problem, x: Operands) -> tuple[Problem, Operands]:
     mask, rule, offset, seed = (
         getattr(x, n) for n in ("mask", "score_mod", "query_offset", "seed")
     )
+    is_fixed = False  # whether the ranges of a mask are constants
     if problem.mask_spec is not None:
-        mask = mask.with_lengths(_on_device)
+        conditions = mask.conditions
+        is_fixed = any(map(is_constant, conditions))
+        mask = functools.reduce(
+            operator.and_,
+            [one if is_constant(one) else one.with_lengths(_on_device) for one in conditions],
+        )
         problem = problem._replace(mask_spec=mask.spec())
         mask = [array for _, array in mask.carried()]
     if problem.score_spec is not None:
@@ -115,7 +140,12 @@ def prepared(problem: Problem, x: Operands) -> tuple[Problem, Operands]:
     usual, first = problem.key_length - problem.query_length, problem.query_offset
     if all(one is None for one in (problem.band, problem.mask_spec, problem.score_spec)):
         problem, offset = problem._replace(query_offset=0), None
-    elif first is not None and not problem.traced and abs(first) < 2**31 and first != usual:
+    elif (
+        first is not None
+        and not (problem.traced or is_fixed)
+        and abs(first) < 2**31
+        and first != usual
+    ):
         problem, offset = problem._replace(query_offset=None), _on_device(first, (1, 1, 1))
     elif first is not None:
         offset = None

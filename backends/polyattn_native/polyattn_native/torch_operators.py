@@ -1,26 +1,24 @@
-"""The compiled kernel as operators of torch, which a program of torch.compile calls."""
+"""The compiled kernel as operators of torch, which a program of torch.compile calls.
+
+Beside query, key and value they take the options of the call as `Coded`. What follows from the
+contents of arrays, and from lengths that a program leaves open, is computed when it runs.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
+from itertools import repeat
 from typing import Any
 
 import torch
 
-from polyattn.plugin import CachePadding, Cotangents, Gradients, Operands, Problem, Residuals
-from polyattn_native.kernel import PLAIN
-from polyattn_native.visible import kind_of
+from polyattn.plugin import Cotangents, Expression, Gradients, Mask, Operands, Problem, Residuals
+from polyattn_native.expression_codes import Coded, decoded
 
-# Arguments that a program passes on beside numbers.
-_ARRAYS = ("mask", "bias", "sinks", "query_offset", "key_lengths", "block_table")
-_TENSORS = 3 + len(_ARRAYS)
-_BIAS = 3 + _ARRAYS.index("bias")
-_TAKEN = PLAIN | {"mask", "bias", "sinks", "query_offset_array", "block_table", "backward"}
 _ARGUMENTS = (
-    "Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? bias, Tensor? sinks,"
-    " Tensor? query_offset, Tensor? key_lengths, Tensor? block_table, bool is_causal,"
-    " SymInt? left, SymInt? right, SymInt? offset, float scale, float? softcap"
+    "Tensor query, Tensor key, Tensor value, str code, Tensor[] tensors, Tensor[] floats,"
+    " SymInt[] numbers, float scale, float? softcap, float dropout"
 )
 # torch's functions for it have no types.
 _torch: Any = torch
@@ -28,7 +26,7 @@ _library = _torch.library.Library("polyattn_native", "DEF")
 _library.define(f"attend({_ARGUMENTS}) -> (Tensor, Tensor)")
 _library.define(
     "differentiate(Tensor output, Tensor logsumexp, Tensor of_output, Tensor? of_logsumexp,"
-    f" {_ARGUMENTS}, bool of_bias) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+    f" {_ARGUMENTS}, bool of_bias) -> Tensor[]"
 )
 
 
@@ -38,15 +36,9 @@ def reasons_against(problem: Problem) -> list[str]:
         return ["a program that torch.export writes would need it where it runs"]
     if torch._C._are_functorch_transforms_active():
         return ["it does not support torch.func under torch.compile"]
-    others = sorted(problem.features - _TAKEN - _of_lengths(problem))
-    return [f"under torch.compile it does not compute {', '.join(others)}"] if others else []
-
-
-def _of_lengths(problem: Problem) -> set[str]:
-    """Return the feature that a mask is if it is one of lengths of keys only."""
-    spec: Any = problem.mask_spec
-    is_one = kind_of(spec) == "padding" and spec.query_lengths is None
-    return {"mask_expression"} if is_one else set()
+    if "jvp" in problem.features:
+        return ["it does not support forward derivatives under torch.compile"]
+    return []
 
 
 def attend(problem: Problem, x: Operands) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -67,28 +59,35 @@ def differentiate(
     given = residuals.output, residuals.logsumexp, cotangents.output, cotangents.logsumexp
     of_bias = x.bias is not None and "bias" not in problem.constants
     found = torch.ops.polyattn_native.differentiate(*given, *_arguments(problem, x), of_bias)
-    query, key, value, bias, sinks = found
+    query, key, value, *rest = found
+    bias = None if x.bias is None else rest.pop(0)
     return Gradients(
         query=query,
         key=key,
         value=value,
         bias=bias if of_bias else None,
-        sinks=None if x.sinks is None else sinks,
-        score_mod=[],
+        sinks=None if x.sinks is None else rest.pop(0),
+        score_mod=rest,
         similarity=[],
     )
 
 
 def _arguments(problem: Problem, x: Operands) -> tuple[Any, ...]:
-    offset = x.query_offset if problem.query_offset is None else None
-    mask: Any = x.mask
-    lengths = None
-    if problem.mask_spec is not None:
-        mask, lengths = None, torch.as_tensor(mask.key_lengths)
-    return (
-        x.query, x.key, x.value, mask, x.bias, x.sinks, offset, lengths, x.block_table,
-        problem.is_causal, *problem.window, problem.query_offset, problem.scale, problem.softcap,
-    )  # fmt: skip
+    coded = Coded([], [], [], [])
+    seed = x.seed
+    if isinstance(seed, int):  # of 64 bits, where an operator takes 63
+        seed = seed % 2**32, seed // 2**32
+    start = problem.dropout_start if x.dropout_start is None else x.dropout_start
+    offset = x.query_offset if problem.query_offset is None else problem.query_offset
+    for option in (
+        x.bias, x.sinks, x.score_mod,  # first: those with gradients
+        x.mask, offset, x.key_lengths, x.block_table, seed, start,
+        problem.is_causal, problem.window,
+    ):  # fmt: skip
+        coded.add(option)
+    code = " ".join(coded.words)
+    lists = coded.tensors, coded.floats, coded.numbers
+    return *x[:3], code, *lists, problem.scale, problem.softcap, problem.dropout
 
 
 # ---- what the operators do ----
@@ -105,14 +104,17 @@ def register(
 
     def gradients(
         output: Any, logsumexp: Any, of_output: Any, of_logsumexp: Any, *arguments: Any
-    ) -> tuple[Any, ...]:
+    ) -> list[Any]:
         residuals = Residuals(output=output, logsumexp=logsumexp)
         cotangents = Cotangents(output=of_output, logsumexp=of_logsumexp)
         problem, x = _call(*arguments[:-1])
         if not arguments[-1]:  # whether the gradient of the bias is asked for
             problem = problem._replace(constants=frozenset(["bias"]))
-        found = differentiate(problem, x, residuals, cotangents)[:5]
-        return tuple([logsumexp.new_empty(0) if one is None else one for one in found])
+        found = differentiate(problem, x, residuals, cotangents)
+        of_bias = logsumexp.new_empty(0) if found.bias is None else found.bias
+        rest = [] if x.bias is None else [of_bias]
+        rest += [] if x.sinks is None else [found.sinks]
+        return [found.query, found.key, found.value, *rest, *found.score_mod]
 
     for name, compute, fake in (
         ("attend", attend_to, _attend_fake),
@@ -126,74 +128,119 @@ def register(
 
 
 def _attend_fake(query: Any, key: Any, value: Any, *rest: Any) -> Any:
-    table = rest[len(_ARRAYS) - 1]
-    batch = _batch(*[None if x is None else x.shape for x in (query, key, value, table)])
-    rows = (*batch, *query.shape[-3:-1])
+    x = _operands(query, key, value, *rest[:2], repeat(1.0), rest[3])[0]
+    shapes = [None if one is None else one.shape for one in (query, key, value, x.block_table)]
+    rows = (*_batch(*shapes), *query.shape[-3:-1])
     logsumexp = query.new_empty(rows, dtype=_accumulator(query.dtype))
     return query.new_empty((*rows, value.shape[-1])), logsumexp
 
 
-def _batch(query: Any, key: Any, value: Any, table: Any) -> Any:
-    keys = [key[:-3], value[:-3]] if table is None else [table[:-1]]
-    return _torch.broadcast_shapes(query[:-3], *keys)
-
-
 def _differentiate_fake(
-    output: Any, logsumexp: Any, of_output: Any, of_logsumexp: Any,
-    query: Any, key: Any, value: Any, mask: Any, bias: Any, sinks: Any, *rest: Any,
-) -> tuple[torch.Tensor, ...]:  # fmt: skip
-    dtype = _accumulator(query.dtype)
-    found = query, key, value, bias if rest[-1] else None, sinks
-    shapes = [0 if one is None else one.shape for one in found]
-    return tuple([query.new_empty(shape, dtype=dtype) for shape in shapes])
+    output: Any, logsumexp: Any, of_output: Any, of_logsumexp: Any, query: Any, key: Any,
+    value: Any, code: str, tensors: Any, floats: Any, numbers: Any, *rest: Any,
+) -> list[torch.Tensor]:  # fmt: skip
+    x = _operands(query, key, value, code, tensors, repeat(1.0), numbers)[0]
+    shapes = [one.shape for one in (query, key, value)]
+    shapes += [] if x.bias is None else [x.bias.shape if rest[-1] else 0]
+    shapes += [] if x.sinks is None else [x.sinks.shape]
+    if isinstance(x.score_mod, Expression):
+        shapes += [one.shape for _, one in x.score_mod.carried()]
+    return [query.new_empty(shape, dtype=_accumulator(query.dtype)) for shape in shapes]
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    tensors, ctx.numbers = inputs[:_TENSORS], inputs[_TENSORS:]
-    ctx.save_for_backward(*tensors, *output)
+    *arrays, ctx.code, tensors, floats, ctx.numbers = inputs[:7]
+    ctx.factors, ctx.counts = inputs[7:], (len(tensors), len(floats))
+    ctx.save_for_backward(*output, *arrays, *tensors, *floats)
 
 
 def _gradients(ctx: Any, of_output: Any, of_logsumexp: Any) -> tuple[Any, ...]:
-    *tensors, output, logsumexp = ctx.saved_tensors
+    output, logsumexp, *arrays = ctx.saved_tensors
     if of_output is None:
         of_output = torch.zeros_like(output)
+    end = 3 + ctx.counts[0]
+    lists = arrays[3:end], arrays[end:], ctx.numbers
     needed = ctx.needs_input_grad
-    given = output, logsumexp, of_output, of_logsumexp, *tensors, *ctx.numbers, needed[_BIAS]
-    query, key, value, bias, sinks = torch.ops.polyattn_native.differentiate(*given)
-    found = [query, key, value, None, bias, sinks]
-    rest = [None] * (len(needed) - len(found))
-    return *[one if needs else None for one, needs in zip(found, needed, strict=False)], *rest
+    found = torch.ops.polyattn_native.differentiate(
+        output, logsumexp, of_output, of_logsumexp, *arrays[:3], ctx.code, *lists, *ctx.factors,
+        any(needed[4][:1]),
+    )  # fmt: skip
+    # Of the tensors, those with a gradient come first.
+    every = [*needed[:3], *needed[4]]
+    found += [None] * (len(every) - len(found))
+    given = [one if needs else None for one, needs in zip(found, every, strict=True)]
+    # An empty list is one of tensors to torch.
+    of_numbers: Any = None if ctx.numbers else []
+    rest = [None] * ctx.counts[1], of_numbers, *[None] * len(ctx.factors)
+    return *given[:3], None, given[3:], *rest
 
 
 def _accumulator(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _call(query: Any, key: Any, value: Any, *rest: Any) -> tuple[Problem, Operands]:
+def _batch(query: Any, key: Any, value: Any, table: Any) -> Any:
+    """Return the batch axes of arrays of these shapes."""
+    keys = [key[:-3], value[:-3]] if table is None else [table[:-1]]
+    return _torch.broadcast_shapes(query[:-3], *keys)
+
+
+def _operands(query: Any, key: Any, value: Any, *coded: Any) -> tuple[Operands, list[Any]]:
+    """Return the operands, and start of dropout, causal and window."""
+    bias, sinks, rule, mask, offset, lengths, table, seed, *rest = decoded(*coded)
+    if isinstance(seed, tuple):
+        seed = seed[0] + (seed[1] << 32)
+    found = Operands(
+        query, key, value, mask=mask, bias=bias, sinks=sinks, query_offset=offset,
+        key_lengths=lengths, block_table=table, score_mod=rule, seed=seed,
+    )  # fmt: skip
+    return found, rest
+
+
+def _call(
+    query: Any, key: Any, value: Any, code: str, tensors: Any, floats: Any, numbers: Any,
+    *factors: Any,
+) -> tuple[Problem, Operands]:  # fmt: skip
     """Return the call of an operator's arguments."""
-    arrays, numbers = rest[: len(_ARRAYS)], rest[len(_ARRAYS) :]
-    options = dict(zip(_ARRAYS, arrays, strict=True))
-    shapes = [tuple(one.shape) for one in (query, key, value)]
-    facts = [None if one is None else (tuple(one.shape), one.dtype) for one in arrays]
-    problem = _problem(*shapes, query.dtype, *facts, *numbers)
-    if options["key_lengths"] is not None:
-        options["mask"] = CachePadding(options["key_lengths"])
-    return problem, Operands(query, key, value, **options)
+    values = [one.item() for one in floats]
+    x, (start, is_causal, window) = _operands(query, key, value, code, tensors, values, numbers)
+    if isinstance(start, torch.Tensor):
+        x, start = x._replace(dropout_start=start), None
+    given = x.query, x.key, x.value, x.mask, x.bias, x.score_mod, x.query_offset, x.block_table
+    facts = [_facts(one) for one in given]
+    return _problem(*facts, x.sinks is not None, is_causal, window, start, *factors), x
+
+
+def _facts(x: Any) -> Any:
+    if isinstance(x, torch.Tensor):
+        return tuple(x.shape), str(x.dtype).removeprefix("torch.")
+    return x.spec() if isinstance(x, Expression) else x
 
 
 @lru_cache(maxsize=4096)
 def _problem(
-    query: Any, key: Any, value: Any, dtype: Any, mask: Any, bias: Any, sinks: Any, positions: Any,
-    lengths: Any, table: Any, is_causal: bool, left: Any, right: Any, offset: Any, scale: float,
-    softcap: float | None,
+    query: Any, key: Any, value: Any, mask: Any, bias: Any, rule: Any, offset: Any, table: Any,
+    has_sinks: bool, is_causal: bool, window: Any, start: Any, scale: float,
+    softcap: float | None, dropout: float,
 ) -> Problem:  # fmt: skip
-    arrays = {"mask": mask, "bias": bias, "sinks": sinks, "query_offset_array": positions}
-    arrays |= {"mask_expression": lengths, "block_table": table}
-    given = [name for name, one in arrays.items() if one is not None]
+    (query, dtype), key, value = query, key[0], value[0]
+    mask_spec = mask if isinstance(mask, Mask) else None
+    has_offsets = isinstance(offset, tuple)
+    needed = {
+        "mask": mask is not None and mask_spec is None,
+        "mask_expression": mask_spec is not None,
+        "bias": bias is not None,
+        "score_expression": rule is not None,
+        "query_offset_array": has_offsets,
+        "block_table": table is not None,
+        "sinks": has_sinks,
+        "dropout": dropout != 0,
+        "logsumexp": True,
+    }
     return Problem(
         library="torch",
         device="cpu",
-        dtype=str(dtype).removeprefix("torch."),
+        dtype=dtype,
         batch=tuple(_batch(query, key, value, table and table[0])),
         heads=query[-3],
         key_heads=key[-3],
@@ -202,14 +249,18 @@ def _problem(
         head_size=query[-1],
         value_size=value[-1],
         is_causal=is_causal,
-        window=(left, right),
-        query_offset=offset,
+        window=window,
+        query_offset=None if has_offsets else offset,
         scale=scale,
         softcap=softcap,
-        mask=mask and mask[0],
+        mask=mask[0] if needed["mask"] else None,
         bias=bias and bias[0],
-        bias_dtype=bias and str(bias[1]).removeprefix("torch."),
-        features=frozenset(["logsumexp", *given]),
+        bias_dtype=bias and bias[1],
+        features=frozenset([name for name, is_needed in needed.items() if is_needed]),
         requires_grad=False,
         transforms=frozenset(),
+        mask_spec=mask_spec,
+        score_spec=rule,
+        dropout=dropout,
+        dropout_start=start,
     )

@@ -90,16 +90,16 @@ def _ends(problem: Problem, x: Operands, mask: Mask) -> tuple[Any, Any] | None:
     if offset is None:
         offset = np.asarray(x.query_offset)[..., 0, 0, 0]
     lengths = problem.query_length, problem.key_length
-    known = (
-        _known_ends if not mask.carried() and isinstance(offset, int) else _known_ends.__wrapped__
-    )
+    is_known = not mask.carried() and isinstance(offset, int)
+    known = known_ends if is_known else known_ends.__wrapped__
     return known(mask, lengths, offset, problem.batch, problem.heads)
 
 
 @lru_cache(maxsize=16)
-def _known_ends(
+def known_ends(
     mask: Mask, lengths: tuple[int, int], offset: Any, batch: tuple[int, ...], heads: int
 ) -> tuple[Any, Any] | None:
+    """Return the ends of the few ranges that a mask shows to each row, or None."""
     found = mask.intervals(
         lengths, offset, batch=batch, heads=heads, most=MOST_RANGES, evaluates=False
     )

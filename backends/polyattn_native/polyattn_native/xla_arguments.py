@@ -1,10 +1,11 @@
 """The arguments of the library in a program of JAX: arrays by name, each with all axes; and back.
 
-A call becomes what the library takes: masks by position and lengths a first and a last key for each
-row, a score expression numbers by the distance of a key from its row, a seed six words::
+A call becomes what the library takes: masks by position and lengths are ends of n ranges of keys
+for each row, other masks an array, a score expression numbers by the distance of a key from its
+row, a seed six words::
 
     query (..., H, L, D)    key (..., G, S, D)      value (..., G, S, E)
-    first, stop (..., 1, L, 1)                      mask, bias (..., H, L, S)
+    first, stop (..., H, L, n)                      mask, bias (..., H, L, S)
     by_distance (..., H, 1, L + S - 1)              sinks (H)      seed (6)
     key, value (P, G, page, ·)                      table (..., 1, 1, pages)
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import operator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -21,16 +23,20 @@ import numpy as np
 
 from polyattn.plugin import (
     Array,
+    Indices,
+    Mask,
     Operands,
     PointIndices,
     Problem,
     Score,
+    Span,
     in_one_piece,
     saturating_sum,
     with_rank,
 )
+from polyattn_native.arrays import FAR
 from polyattn_native.distance_scores import LIMIT, scale_and_rest
-from polyattn_native.visible import Ranges, kind_of
+from polyattn_native.visible import Ranges, kind_of, known_ends
 from polyattn_native.xla_call import POOLS, Arrays
 
 
@@ -66,24 +72,58 @@ def filled(expression: Any, arrays: Any) -> Any:
     return expression.map(lambda *_: next(rest))
 
 
+def is_range(mask: Mask) -> bool:
+    """Return whether a mask leaves each row a first and a last key, whatever its arrays hold."""
+    return kind_of(mask) in ("window", "prefix", "padding")
+
+
+def is_constant(mask: Mask) -> bool:
+    """Return whether a mask is no array and no such range, and says all about itself."""
+    return not (is_range(mask) or mask.carried())
+
+
+def constant_ends(problem: Problem, masks: Iterable[Mask]) -> tuple[Any, Any] | None:
+    """Return the ends of the few ranges that constant masks leave each row, or None."""
+    masks = [mask for mask in masks if is_constant(mask)]
+    if not masks or problem.query_offset is None:
+        return None
+    mask = functools.reduce(operator.and_, masks)
+    offset = max(-FAR, min(problem.query_offset, FAR))
+    lengths = problem.query_length, problem.key_length
+    return known_ends(mask, lengths, offset, problem.batch, problem.heads)
+
+
 def _masks(problem: Problem, x: Operands) -> Arrays:
     """Return the first and last keys of the rows, and the mask that is an array."""
     found: dict[str, Any] = {}
     ranges = Ranges(problem, x, jnp)
     if problem.mask_spec is None:
         found |= {} if x.mask is None else {"mask": x.mask}
+        ends = None
     else:
-        for part in filled(problem.mask_spec, x.mask).conditions:
-            if kind_of(part) == "dense":
-                found["mask"] = part.array
-            else:
-                ranges.add(part)
+        conditions = filled(problem.mask_spec, x.mask).conditions
+        ends = constant_ends(problem, conditions)
+        others = []
+        for one in conditions:
+            if is_range(one):
+                ranges.add(one)
+            elif ends is None or not is_constant(one):
+                others.append(one)
+        if others:
+            whole = Span(0, problem.query_length), Span(0, problem.key_length)
+            at = Indices(problem, jnp, x, *whole)
+            found["mask"] = functools.reduce(operator.and_, [one.seen(at) for one in others])
     if problem.query_offset is None and problem.band is not None:
         ranges.add(problem.band)
-    for name, rows in (("first", ranges.first), ("stop", ranges.stop)):
+    for name, join in (("first", jnp.maximum), ("stop", jnp.minimum)):
+        rows = getattr(ranges, name)
+        rows = None if rows is None else rows[:, None, :, None]
+        if ends is not None:
+            of_masks = jnp.asarray(ends[name == "stop"])
+            rows = of_masks if rows is None else join(rows, of_masks)
         if rows is not None:
             lead = problem.batch if rows.shape[0] != 1 else (1,) * len(problem.batch)
-            found[name] = rows.reshape(*lead, 1, rows.shape[1], 1)
+            found[name] = rows.reshape(*lead, *rows.shape[1:])
     return found
 
 
@@ -93,7 +133,7 @@ def _through_table(problem: Problem, x: Operands, stop: Array) -> Arrays:
     rank, pages = len(stop.shape), x.key.shape[0]
     table = with_rank(table[..., None, None, :], rank)
     begins = with_rank(jnp.arange(0, problem.key_length, problem.page, "int32"), rank)
-    is_wrong = (begins < stop) & ((table < 0) | (table >= pages))
+    is_wrong = (begins < jnp.max(stop, -1, keepdims=True)) & ((table < 0) | (table >= pages))
     query = jnp.where(jnp.any(is_wrong, -1, keepdims=True), jnp.nan, with_rank(x.query, rank))
     return {"query": query, "table": jnp.clip(table, 0, pages - 1).astype("int32")}
 
@@ -151,7 +191,13 @@ def operands(problem: Problem, arrays: Arrays) -> tuple[Problem, Operands]:
     arrays = gathered(arrays, arrays)
     column = with_rank(jnp.arange(problem.key_length, dtype="int32"), len(problem.batch) + 3)
     ends = {"first": operator.ge, "stop": operator.lt}
-    conditions = [sees(column, arrays[name]) for name, sees in ends.items() if name in arrays]
+    # (..., L, S, n)
+    of_ranges = [
+        sees(column[..., None], arrays[name][..., None, :])
+        for name, sees in ends.items()
+        if name in arrays
+    ]
+    conditions = [jnp.any(functools.reduce(operator.and_, of_ranges), -1)] if of_ranges else []
     conditions += [arrays["mask"]] if "mask" in arrays else []
     mask = functools.reduce(operator.and_, conditions) if conditions else None
     bias, sinks, numbers = map(arrays.get, ("bias", "sinks", "by_distance"))

@@ -53,6 +53,7 @@ def call_library(function: str, problem: Problem, arrays: Arrays, results: Resul
     shapes |= {name: shape for name, shape, _ in results}
     call = call_of(problem, PRODUCTS[function], thread_count())
     call.page = problem.page or 0
+    call.ranges = shapes["stop"][-1] if "stop" in shapes else 1
     offsets, layouts = {}, {}
     for name, shape in shapes.items():
         layouts[name] = _order_of(problem, arrays, name, len(shape))

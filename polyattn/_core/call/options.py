@@ -175,7 +175,8 @@ def check_dropout(value: Any) -> tuple[float, Any, Any]:
             raise TypeError(f"a dropout seed must be one integer; {got(value)}")
         return rate, seed, start
     try:
-        number = operator.index(seed)
+        # `index` would make a constant of a number that torch.compile leaves open.
+        number = seed if type(seed) is int else operator.index(seed)
     except TypeError:
         raise TypeError(f"a dropout seed must be one integer; {got(value)}") from None
     if not 0 <= number < 2**64:

@@ -1,0 +1,95 @@
+"""The options of a call as arguments of an operator, which takes text, numbers and tensors only.
+
+A code has a word for each class and field, in order, and what may change from call to call is
+beside it. Those of `causal() & padding(T, 5)` and a window are::
+
+    code     polyattn._core.expressions.masks.And tuple 2
+             polyattn._core.expressions.patterns.Band None int
+             polyattn._core.expressions.patterns.Padding tensor int
+             tuple 2 int None
+    tensors  [T]
+    numbers  [0, 5, 256]
+
+The code names classes, so a program that torch.compile keeps on disk can run in another process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+
+from polyattn.plugin import Expression
+
+
+class Coded(NamedTuple):
+    """Options in a code, and what it leaves out."""
+
+    words: list[str]
+    tensors: list[torch.Tensor]
+    #: As tensors, because torch 2.13's inductor may pass on an old float.
+    floats: list[torch.Tensor]
+    numbers: list[int]
+
+    def add(self, field: Any) -> None:
+        """Add an option, an expression or a field of one."""
+        if isinstance(field, Expression):
+            self.words.append(_name_of(type(field)))
+            for name in field.__match_args__:
+                self.add(getattr(field, name))
+        elif isinstance(field, tuple):
+            self.words.extend(["tuple", str(len(field))])
+            for one in field:
+                self.add(one)
+        elif isinstance(field, torch.Tensor):
+            self.words.append("tensor")
+            self.tensors.append(field)
+        elif isinstance(field, bytes):  # the table of a compiled mask, which a spec lacks too
+            self.words.append("bytes")
+        elif field is None or isinstance(field, bool):
+            self.words.append(str(field))
+        elif isinstance(field, int):
+            self.words.append("int")
+            self.numbers.append(field)
+        else:
+            self.words.append("float")
+            self.floats.append(torch.full((), field, dtype=torch.float64))
+
+
+def decoded(
+    code: str, tensors: Iterable[torch.Tensor], floats: Iterable[float], numbers: Iterable[int]
+) -> list[Any]:
+    """Return what was added, in order."""
+    words = iter(code.split())
+    fields = {"tensor": iter(tensors), "float": iter(floats), "int": iter(numbers)}
+    return [_field(word, words, fields) for word in words]
+
+
+def _field(word: str, words: Iterator[str], fields: dict[str, Iterator[Any]]) -> Any:
+    if word in fields:
+        return next(fields[word])
+    if word in _CONSTANTS:
+        return _CONSTANTS[word]
+    if word == "tuple":
+        return tuple([_field(next(words), words, fields) for _ in range(int(next(words)))])
+    cls = _class_of(word)
+    return cls(*[_field(next(words), words, fields) for _ in cls.__match_args__])
+
+
+_CONSTANTS = {"None": None, "True": True, "False": False, "bytes": b""}
+
+
+def _name_of(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+@lru_cache
+def _class_of(name: str) -> Any:
+    classes: list[type[Expression]] = [Expression]
+    for cls in classes:
+        if _name_of(cls) == name:
+            return cls
+        classes += cls.__subclasses__()
+    raise LookupError(f"no expression is a {name}")
