@@ -46,7 +46,7 @@ others = $(if $2,@$(MAKE) --no-print-directory with-others VENV=$(VENV)/$1 PYTHO
 test-latest:  ## the tests with the newest releases of all but torch, on the newest Python (or PYTHON=python3.14)
 	$(call others,latest,$(call newest,python3.14 python3.13 python3.12,3.1[2-9]*),,$(LATEST))
 
-OLDEST ?= $(addprefix tests/,api call dispatch expressions kernels tiles $(addprefix backends/test_,dask.py jax.py jax_masks.py numpy_tiled.py))
+OLDEST ?= $(addprefix tests/,api call dispatch expressions kernels tiles backends/test_dask.py backends/test_jax.py) $(wildcard tests/backends/test_numpy_*.py)
 test-oldest:  ## the core, NumPy, JAX and dask with the oldest versions that the package takes
 	$(call others,oldest,$(call newest,python3.11,3.11*),tests/oldest.txt,$(OLDEST),oldest)
 

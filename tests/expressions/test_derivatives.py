@@ -296,9 +296,10 @@ def test_a_sigmoid_is_exact_to_the_ends_of_the_range(make):
 
 @pytest.mark.parametrize("normalizer", [scores.sigmoid(), scores.sparsemax()], ids=repr)
 def test_a_weight_that_is_nan_has_no_other_gradient(normalizer):
-    weights = normalizer.weights(SCORES, BackendPrimitives(np))
+    xp = library_of(SCORES).xp
+    weights = normalizer.weights(SCORES, BackendPrimitives(xp))
     weights[0, 0, 0, 0] = np.nan
-    assert np.isnan(normalizer.pullback(weights, GRADIENT, np)[0, 0, 0, 0])
+    assert np.isnan(normalizer.pullback(weights, GRADIENT, xp)[0, 0, 0, 0])
 
 
 @pytest.mark.parametrize("library", EVERYWHERE, ids=str)
