@@ -1,5 +1,7 @@
 """Masks as intervals of keys: they are the dense mask, and none where they would be many."""
 
+import math
+
 import numpy as np
 import pytest
 
@@ -108,7 +110,9 @@ def test_rows_of_a_large_mask_are_evaluated_in_turns(monkeypatch):
 WITH_A_MASK = [
     case
     for case in CASES.values()
-    if "mask" in dict(case.options) and isinstance(case.arguments()[1]["mask"], Mask)
+    if "mask" in dict(case.options)
+    and math.prod(case.score_shape) < 2**20  # a long case has no mask that a short one lacks
+    and isinstance(case.arguments()[1]["mask"], Mask)
 ]
 
 
