@@ -102,6 +102,21 @@ def test_more_batch_axes_are_counted_flat():
     assert masks.padding(lengths).intervals((4, 8), batch=(2, 3)).stop.shape == (6, 1, 1, 1)
 
 
+@pytest.mark.parametrize(
+    ("mask", "options", "message"),
+    [
+        (masks.segments(IDS), {"lengths": (9, 10)}, "query_ids must have L = 9 ids"),
+        (masks.prefix(np.array([1, 2, 3])), {"batch": (2,)}, r"batch axes \(2,\)"),
+        (masks.compile(masks.causal(), 8), {}, "compiled for L, S"),
+        (masks.causal(), {"lengths": (4, -1)}, "at least 0; got -1"),
+        (masks.causal(), {"most": 0}, "at least 1; got 0"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_refused(mask, options, message):
+    with pytest.raises(ValueError, match=message):
+        mask.intervals(**{"lengths": (10, 10), **options})
+
+
 def test_rows_of_a_large_mask_are_evaluated_in_turns(monkeypatch):
     monkeypatch.setattr("polyattn._core.expressions.intervals.AT_ONCE", 25)
     assert check(masks.rule(lambda b, h, i, j: (i >= j) & (j != 1)), heads=2) == 2

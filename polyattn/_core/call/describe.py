@@ -65,7 +65,7 @@ def describe(
     values = _simplified(query, key, layout, options, shares)
     facts_of_options = {name: _facts_of(name, value, facts) for name, value in values.items()}
     if "dropout" in values:
-        _split_dropout(facts_of_options, values, facts)
+        facts_of_options |= _facts_of_dropout(*_split_dropout(values), facts)
     # By keyword to `__new__`: to the class itself it takes twice as long.
     call = Call.__new__(
         Call,
@@ -89,7 +89,7 @@ def operands_of(
     """Return the operands of a call, as `describe` does, where its facts are known."""
     values = _simplified(query, key, layout, options, (1, 1), reads=False)
     if "dropout" in values:
-        _split_dropout({}, values, lambda array, name: ArrayFacts("", "", "", ()))
+        _split_dropout(values)
     return _as_operands(query, key, value, values)
 
 
@@ -151,23 +151,28 @@ def _facts_of(name: str, value: Any, facts: Callable[[Any, str], ArrayFacts]) ->
     return value if is_number else facts(value, name)
 
 
-def _split_dropout(
-    described: dict[str, Any], values: dict[str, Any], facts: Callable[[Any, str], ArrayFacts]
-) -> None:
+def _split_dropout(values: dict[str, Any]) -> tuple[float, Any, Any]:
     """Split dropout into its rate, its seed, and the indices that its hash begins with.
 
     The seed is an operand, so that calls with other seeds have the same facts.
     """
     rate, seed, start = values.pop("dropout")
-    described["dropout"] = rate
-    if rate == 0:
-        return
-    values["seed"] = seed
-    if is_array(seed):
-        described["seed"] = facts(seed, "dropout's seed")
-    if is_array(start):
-        values["dropout_start"], start = start, facts(start, "dropout's start")
-    described["dropout_start"] = start
+    if rate != 0:
+        values["seed"] = seed
+        if is_array(start):
+            values["dropout_start"] = start
+    return rate, seed, start
+
+
+def _facts_of_dropout(
+    rate: float, seed: Any, start: Any, facts: Callable[[Any, str], ArrayFacts]
+) -> dict[str, Any]:
+    described: dict[str, Any] = {"dropout": rate}
+    if rate != 0:
+        described["dropout_start"] = facts(start, "dropout's start") if is_array(start) else start
+        if is_array(seed):
+            described["seed"] = facts(seed, "dropout's seed")
+    return described
 
 
 def _offset_of_equal_lengths(query: Array, key: Array, layout: str) -> int | None:

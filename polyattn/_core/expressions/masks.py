@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from polyattn._base.arguments import check_int
 from polyattn._base.arrays import Array, ArrayFacts, is_array
 from polyattn._base.host import destination_of
 from polyattn._core.expressions.coverage import UNKNOWN, Block, Coverage, logical_not
@@ -121,6 +122,11 @@ class Mask(Expression):
             and the one after its last. Those of a row are in order and do not touch; a row with
             less than n ends with empty ones. None if a row has more than `most`.
 
+        Raises
+        ------
+        TypeError, ValueError
+            If a number is wrong, or an array of the mask does not fit the lengths.
+
         Examples
         --------
         >>> from polyattn import masks
@@ -129,11 +135,15 @@ class Mask(Expression):
         >>> first[0, 0].tolist(), stop[0, 0].tolist()
         ([[0, 4], [0, 4], [0, 4], [0, 2]], [[1, 4], [2, 4], [3, 4], [1, 4]])
         """
-        offset = lengths[1] - lengths[0] if query_offset is None else query_offset
+        rows, keys = (check_int("intervals: lengths", number, least=0) for number in lengths)
+        heads, most = (check_int("intervals: heads, most", n, least=1) for n in (heads, most))
+        offset = keys - rows if query_offset is None else query_offset
+        of_all = offset if isinstance(offset, int) else None
+        self.spec().check(ScoreDims(batch, heads, rows, keys, of_all))
         # Parts of a mask may have more intervals than the whole.
-        rows = rows_of(batch, heads, lengths, offset, max(4 * most, 64), evaluates)
+        call = rows_of(batch, heads, (rows, keys), offset, max(4 * most, 64), evaluates)
         try:
-            found = self._intervals(rows, None)
+            found = self._intervals(call, None)
         except TooManyError:
             return None
         return found if found.first.shape[-1] <= most else None
