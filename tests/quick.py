@@ -1,4 +1,4 @@
-"""Run the tests of the core on NumPy alone, or those of one room and of the rooms above it.
+"""Run the tests of the core on NumPy only, or those of one room and of the rooms above it.
 
 `make quick` takes half a minute. `make quick ROOM=nn` runs the tests of `nn` and of all that
 imports it, with the libraries that are installed; ROOM is a row of ROOMS in `test_imports.py`, or

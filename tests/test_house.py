@@ -1,4 +1,4 @@
-"""What a reader of the code relies on: one class for a name, and a test where one looks for it."""
+"""Rules that a reader of the code relies on: one class for a name, tests in their places."""
 
 import ast
 from collections import defaultdict

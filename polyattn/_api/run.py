@@ -36,7 +36,7 @@ class PlannedCall(NamedTuple):
 
     @property
     def reads_pages(self) -> bool:
-        """Whether the kernel gets keys and values in pages, where they are."""
+        """True if the kernel reads keys and values in pages, in place."""
         return "block_table" in self.plan.placement.problem.features
 
     def run(self) -> tuple[Array, Array | None]:

@@ -1,4 +1,4 @@
-"""How many threads a call may use: `use_threads`, the variable, the machine."""
+"""Number of threads of a call: by `use_threads`, the variable, the machine."""
 
 import os
 

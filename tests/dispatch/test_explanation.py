@@ -1,4 +1,4 @@
-"""`explain`: the decision without the call, from arrays or from shapes alone."""
+"""`explain`: the decision without the call, from arrays or only from shapes."""
 
 import re
 

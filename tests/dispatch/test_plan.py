@@ -1,4 +1,4 @@
-"""What a kernel declares decides which calls it gets, and what it returns is checked."""
+"""Declarations of a kernel, which decide its calls, and the checks of its results."""
 
 from typing import ClassVar
 

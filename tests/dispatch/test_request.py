@@ -1,4 +1,4 @@
-"""What a call requests: by argument, context and environment, for each thread and task."""
+"""Requests of a call: by argument, context and environment, for each thread and task."""
 
 import contextlib
 import contextvars

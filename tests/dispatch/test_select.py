@@ -1,4 +1,4 @@
-"""Which kernel runs: the first that supports the call, of named backends or of our own."""
+"""Selection of the first kernel that supports the call, of named backends or our own."""
 
 import numpy as np
 import pytest
