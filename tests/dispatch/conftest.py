@@ -33,9 +33,9 @@ def plugins(monkeypatch):
 
 
 GOOD = """
-from polyattn.plugin import BackendSpec
+from polyattn.plugin import CONTRACT_VERSION, BackendSpec
 SPEC = BackendSpec(
-    "good", ("good",), "good:Backend", ("no_such_library",), "pip install good", 3
+    "good", ("good",), "good:Backend", ("no_such_library",), "pip install good", CONTRACT_VERSION
 )
 """
 

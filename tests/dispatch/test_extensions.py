@@ -175,7 +175,7 @@ def test_they_follow_the_kernels_that_a_backend_has_for_a_while(give, monkeypatc
     ("text", "reason"),
     [
         ("import no_such_module", "its plugin cannot be imported: ModuleNotFoundError"),
-        (spec({}, version="3"), "TypeError: contract_version must be a number, such as 3; got '3'"),
+        (spec({}, version="3"), "TypeError: contract_version must be a number, such as 4; got '3'"),
         ("from polyattn.plugin import Colour", f"; {VERSION}"),
         (spec({}, colour="red"), f"'colour'; {VERSION}"),
         (spec([]), "TypeError: kernels must map backends, by name; got []"),

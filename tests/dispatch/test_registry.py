@@ -66,7 +66,7 @@ SPEC = BackendSpec(
     implementation="acme:AcmeBackend",
     requires=(),
     install="pip install acme",
-    contract_version=3,
+    contract_version=4,
     devices=(str(NEAR), str(FAR)),
     dtypes=("float32",),
 )

@@ -11,6 +11,6 @@ SPEC = KernelSpec(
     },
     requires=("numpy",),
     install="pip install polyattn-native",
-    contract_version=3,
+    contract_version=4,
     before={"jax": "xla"},
 )
