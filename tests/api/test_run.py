@@ -149,6 +149,17 @@ def test_a_repeated_call_over_pages_has_lengths_of_its_own(kernel):
         np.testing.assert_array_equal(got, attention(X, X, X, **own))
 
 
+@pytest.mark.parametrize(
+    "other", [{"dropout": (0.5, 4)}, {"score_mod": scores.temperature(3.0)}], ids=["seed", "class"]
+)
+def test_a_call_that_looks_like_an_earlier_one_is_its_own(other):
+    attention(X, X, X, dropout=(0.5, 3))
+    attention(X, X, X, score_mod=scores.softcap(3.0))
+    got = attention(X, X, X, **other)
+    forget()
+    np.testing.assert_array_equal(got, attention(X, X, X, **other))
+
+
 def test_other_seeds_and_lengths_are_checked_in_a_repeated_call():
     attention(X, X, X, dropout=(0.5, 3), key_lengths=np.asarray([3, 4]))
     with pytest.raises(ValueError, match="seed"):
