@@ -92,6 +92,12 @@ def test_the_ranges_of_a_mask_without_arrays_are_kept(monkeypatch):
     np.testing.assert_array_equal(attention(X, X, X, mask=mask, kernel="native"), expected)
 
 
+@pytest.mark.parametrize("window", [(2**61, 0), (0, 2**62)], ids=str)
+@pytest.mark.parametrize("mask", [masks.causal() | masks.prefix(2), np.tri(9, k=1) > 0], ids=str)
+def test_a_window_beyond_what_is_added_to_offsets_narrows_the_ranges_too(window, mask):
+    equal_to_dense(X, X, {"mask": mask, "window": window, "query_offset": np.array([0, 2])})
+
+
 def test_the_ranges_of_a_mask_follow_its_arrays():
     lengths = np.array([1, 2])
     mask = masks.causal() & (masks.window(2, 0) | masks.prefix(lengths))

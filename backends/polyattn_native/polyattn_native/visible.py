@@ -59,14 +59,14 @@ def _is_wide(ends: tuple[int | None, int | None]) -> bool:
 def visible(problem: Problem, x: Operands) -> Visible:
     """Return the keys that rows see by ``mask=``, and by what `ends_of_band` leaves out."""
     ranges, array = Ranges(problem, x), None
-    if problem.query_offset is None and problem.band is not None and _is_wide(band(problem)):
-        ranges.add(problem.band)
     conditions: tuple[Any, ...] = ()
     left: list[Any] = []
     if isinstance(x.mask, Mask):
         conditions = x.mask.conditions
     elif x.mask is not None:
         array = x.mask
+    if problem.query_offset is None and problem.band is not None and _is_wide(band(problem)):
+        conditions = (*conditions, problem.band)
     for mask in conditions:
         if array is None and kind_of(mask) == "dense":
             array = mask.array
