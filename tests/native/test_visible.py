@@ -110,7 +110,8 @@ def test_the_ranges_of_a_mask_follow_its_arrays():
     [
         masks.dilated(2) & ~masks.window(0, 0) | masks.dense(np.eye(9, dtype=bool)),
         masks.tree(np.arange(9) // 2 - 1),
-        # two arrays, beside ranges
+        # two arrays, also beside ranges
+        masks.dense(np.tri(9, dtype=bool)) & masks.dense(np.eye(9) == 0),
         masks.dense(np.tri(9, dtype=bool)) & masks.dense(np.eye(9) == 0) & ~masks.window(2, 1),
     ],
     ids=repr,

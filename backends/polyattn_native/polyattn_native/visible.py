@@ -77,11 +77,11 @@ def visible(problem: Problem, x: Operands) -> Visible:
     )
     if not left:
         return Visible(first, stop, array)
-    composed = reduce(and_, [mask for mask in conditions if kind_of(mask) != "dense"])
-    ends = _ends(problem, x, composed)
-    if ends is None or sum(kind_of(mask) == "dense" for mask in conditions) > 1:
-        return Visible(first, stop, by_rows=True)
-    return Visible(*ends, array)
+    ends = None
+    if not any(kind_of(mask) == "dense" for mask in left):
+        composed = reduce(and_, [mask for mask in conditions if kind_of(mask) != "dense"])
+        ends = _ends(problem, x, composed)
+    return Visible(first, stop, by_rows=True) if ends is None else Visible(*ends, array)
 
 
 def _ends(problem: Problem, x: Operands, mask: Mask) -> tuple[Any, Any] | None:
