@@ -409,7 +409,7 @@ def test_a_program_with_forward_derivatives_is_left_to_another_kernel() -> None:
     torch.testing.assert_close(compiled(*x), call(*x))
 
 
-def of_a_function(reach: int) -> type[masks.Mask]:
+def of_a_function(reach: int) -> Any:
     @dataclass(frozen=True, eq=False, repr=False)
     class Near(masks.Mask):
         name: ClassVar[str] = "near"
@@ -447,7 +447,7 @@ class Named(masks.Mask):
 def test_a_program_leaves_what_a_code_cannot_have_to_another_kernel(
     given: dict[str, Any], runs: bool
 ) -> None:
-    targets = set()
+    targets: set[str] = set()
 
     def backend(graph: Any, _: Any) -> Any:
         targets.update(str(node.target) for node in graph.graph.nodes)

@@ -194,3 +194,8 @@ def test_sorted_ids_of_any_size_are_ranges(dtype, monkeypatch):
     rows = keys[:, [0, 3, 4, 8]]
     for query_ids, key_ids in ((rows, keys), (rows[0], keys), (rows, keys[1])):
         equal_to_dense(X[:, :, :4], X, {"mask": masks.segments(query_ids, key_ids)})
+
+
+def test_ids_far_apart_are_ranges_of_each_of_many_items():
+    x, ids = RNG.standard_normal((12, 1, 9, 4)), np.repeat([-(2**60), 0, 2**60], 3)
+    equal_to_dense(x, x, {"mask": masks.segments(np.tile(ids, (12, 1)))})
