@@ -5,7 +5,8 @@ from __future__ import annotations
 import ctypes
 import subprocess
 import sys
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import pytest
 
@@ -406,6 +407,57 @@ def test_a_program_with_forward_derivatives_is_left_to_another_kernel() -> None:
     x = arrays(rows=5, keys=7)
     compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(*x), call(*x))
+
+
+def of_a_function(reach: int) -> Any:
+    @dataclass(frozen=True, eq=False, repr=False)
+    class Near(masks.Mask):
+        name: ClassVar[str] = "near"
+        side: int
+
+        def seen(self, at: Any) -> Any:
+            return (at.column - at.row) * self.side <= reach
+
+    return Near
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Named(masks.Mask):
+    name: ClassVar[str] = "named"
+    side: int | str
+
+    def seen(self, at: Any) -> Any:
+        return at.column <= at.row if self.side in (1, "left") else at.column >= at.row
+
+
+@pytest.mark.parametrize(
+    ("given", "runs"),
+    [
+        ({"mask": Named(1)}, True),
+        ({"mask": Named("left")}, False),
+        ({"mask": of_a_function(1)(1)}, False),
+        ({"mask": of_a_function(2)(1) & masks.prefix(5)}, False),
+        ({"mask": masks.prefix(2**70)}, False),
+        ({"is_causal": True, "query_offset": -(2**63)}, True),
+        ({"is_causal": True, "query_offset": 2**63}, False),
+        ({"window": (2**70, 2)}, False),
+    ],
+    ids=str,
+)
+def test_a_program_leaves_what_a_code_cannot_have_to_another_kernel(
+    given: dict[str, Any], runs: bool
+) -> None:
+    targets: set[str] = set()
+
+    def backend(graph: Any, _: Any) -> Any:
+        targets.update(str(node.target) for node in graph.graph.nodes)
+        return graph.forward
+
+    torch.compiler.reset()
+    x = arrays()
+    found = torch.compile(lambda *x: attention(*x, **given), fullgraph=True, backend=backend)(*x)
+    torch.testing.assert_close(found, attention(*x, **given, kernel="dense"))
+    assert ("polyattn_native.attend" in targets) == runs
 
 
 def test_an_exported_program_needs_no_kernel_of_another_distribution() -> None:

@@ -92,6 +92,12 @@ def test_the_ranges_of_a_mask_without_arrays_are_kept(monkeypatch):
     np.testing.assert_array_equal(attention(X, X, X, mask=mask, kernel="native"), expected)
 
 
+@pytest.mark.parametrize("window", [(2**61, 0), (0, 2**62)], ids=str)
+@pytest.mark.parametrize("mask", [masks.causal() | masks.prefix(2), np.tri(9, k=1) > 0], ids=str)
+def test_a_window_beyond_what_is_added_to_offsets_narrows_the_ranges_too(window, mask):
+    equal_to_dense(X, X, {"mask": mask, "window": window, "query_offset": np.array([0, 2])})
+
+
 def test_the_ranges_of_a_mask_follow_its_arrays():
     lengths = np.array([1, 2])
     mask = masks.causal() & (masks.window(2, 0) | masks.prefix(lengths))
@@ -104,7 +110,8 @@ def test_the_ranges_of_a_mask_follow_its_arrays():
     [
         masks.dilated(2) & ~masks.window(0, 0) | masks.dense(np.eye(9, dtype=bool)),
         masks.tree(np.arange(9) // 2 - 1),
-        # two arrays, beside ranges
+        # two arrays, also beside ranges
+        masks.dense(np.tri(9, dtype=bool)) & masks.dense(np.eye(9) == 0),
         masks.dense(np.tri(9, dtype=bool)) & masks.dense(np.eye(9) == 0) & ~masks.window(2, 1),
     ],
     ids=repr,
@@ -187,3 +194,8 @@ def test_sorted_ids_of_any_size_are_ranges(dtype, monkeypatch):
     rows = keys[:, [0, 3, 4, 8]]
     for query_ids, key_ids in ((rows, keys), (rows[0], keys), (rows, keys[1])):
         equal_to_dense(X[:, :, :4], X, {"mask": masks.segments(query_ids, key_ids)})
+
+
+def test_ids_far_apart_are_ranges_of_each_of_many_items():
+    x, ids = RNG.standard_normal((12, 1, 9, 4)), np.repeat([-(2**60), 0, 2**60], 3)
+    equal_to_dense(x, x, {"mask": masks.segments(np.tile(ids, (12, 1)))})

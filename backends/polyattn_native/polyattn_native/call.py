@@ -94,7 +94,6 @@ class NativeCall:
         for name in ("key", "value"):
             self._add_keys(name, getattr(x, name))
         # What the expressions of the problem say, kept if they say it without arrays.
-        self.rest: list[Any] = []  # of the score expression
         self.seen: Visible | None = None
         self.distances: ByDistance | None = None
         self.places: Places | None = None
@@ -117,7 +116,6 @@ class NativeCall:
             specs = problem.mask_spec, problem.score_spec
             masks, scores = (spec is None or not spec.carried() for spec in specs)
         self.keep, self.x = [], None
-        self.rest = []
         self.bare.output, self.bare.logsumexp = self.call.output, self.call.logsumexp
         if not masks or problem.mask is not None:
             self.seen = None
@@ -132,16 +130,16 @@ class NativeCall:
         self.x = x
         if x.block_table is not None:
             self._add_pages(x)
-        self.call.scale, self.rest = scale_and_rest(self.problem, x.score_mod)
+        self.call.scale, rest = scale_and_rest(self.problem, x.score_mod)
         self._add_positions()
         self._add_dropout()
         if x.sinks is not None:
             self.call.sinks = self.by_head(x.sinks)
         self._add_masks()
         self.made_bias: Any = None
-        if self.rest:
+        if rest:
             if self.distances is None:
-                self.distances = by_distance(self.problem, x, self.rest, self.places)
+                self.distances = by_distance(self.problem, x, rest, self.places)
             self._add_distances("by_distance", self.distances)
         if x.bias is not None:
             self._add_bias(x.bias)
@@ -345,7 +343,7 @@ def _checked(status: int) -> int:
 
 
 class Ready:
-    """A plain call that runs again with other arrays of the same kind."""
+    """A call that runs again with other arrays of the same kind."""
 
     def __init__(self, native: NativeCall, *, is_whole: bool) -> None:
         self.problem, self._native = native.problem, native

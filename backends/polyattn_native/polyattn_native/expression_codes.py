@@ -3,9 +3,9 @@
 A code has a word for each class and field, in order, and what may change from call to call is
 beside it. Those of `causal() & padding(T, 5)` and a window are::
 
-    code     polyattn._core.expressions.masks.And tuple 2
-             polyattn._core.expressions.patterns.Band None int
-             polyattn._core.expressions.patterns.Padding tensor int
+    code     polyattn._core.expressions.masks:And tuple 2
+             polyattn._core.expressions.patterns:Band None int
+             polyattn._core.expressions.patterns:Padding tensor int
              tuple 2 int None
     tensors  [T]
     numbers  [0, 5, 256]
@@ -15,8 +15,9 @@ The code names classes, so a program that torch.compile keeps on disk can run in
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator
-from functools import lru_cache
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -81,15 +82,33 @@ def _field(word: str, words: Iterator[str], fields: dict[str, Iterator[Any]]) ->
 _CONSTANTS = {"None": None, "True": True, "False": False, "bytes": b""}
 
 
+def can_code(field: Any) -> bool:
+    """Return whether a code can have an option, by its spec.
+
+    Its numbers have 64 bits, none of its fields is a string, and modules name its classes.
+    """
+    if isinstance(field, Expression):
+        fields = [getattr(field, name) for name in field.__match_args__]
+        return _is_found(type(field)) and all(map(can_code, fields))
+    if isinstance(field, tuple):  # the facts of an array are one too
+        return hasattr(field, "dtype") or all(map(can_code, field))
+    if isinstance(field, int):
+        return -(2**63) <= field < 2**63
+    return not isinstance(field, str)
+
+
 def _name_of(cls: type) -> str:
-    return f"{cls.__module__}.{cls.__qualname__}"
+    return f"{cls.__module__}:{cls.__qualname__}"
 
 
-@lru_cache
+def _is_found(cls: type) -> bool:
+    """Return whether a name finds this class: those of functions, and older ones, it does not."""
+    try:
+        return _class_of(_name_of(cls)) is cls
+    except AttributeError:
+        return False
+
+
 def _class_of(name: str) -> Any:
-    classes: list[type[Expression]] = [Expression]
-    for cls in classes:
-        if _name_of(cls) == name:
-            return cls
-        classes += cls.__subclasses__()
-    raise LookupError(f"no expression is a {name}")
+    module, _, path = name.partition(":")
+    return attrgetter(path)(sys.modules[module])

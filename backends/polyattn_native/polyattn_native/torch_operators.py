@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from polyattn.plugin import Cotangents, Expression, Gradients, Mask, Operands, Problem, Residuals
-from polyattn_native.expression_codes import Coded, decoded
+from polyattn_native.expression_codes import Coded, can_code, decoded
 
 _ARGUMENTS = (
     "Tensor query, Tensor key, Tensor value, str code, Tensor[] tensors, Tensor[] floats,"
@@ -38,6 +38,12 @@ def reasons_against(problem: Problem) -> list[str]:
         return ["it does not support torch.func under torch.compile"]
     if "jvp" in problem.features:
         return ["it does not support forward derivatives under torch.compile"]
+    numbers = problem.query_offset, problem.window, problem.dropout_start
+    if not can_code((problem.mask_spec, problem.score_spec, *numbers)):
+        return [
+            "under torch.compile it supports numbers of 64 bits, and expressions without strings"
+            " whose class a module names"
+        ]
     return []
 
 

@@ -59,14 +59,14 @@ def _is_wide(ends: tuple[int | None, int | None]) -> bool:
 def visible(problem: Problem, x: Operands) -> Visible:
     """Return the keys that rows see by ``mask=``, and by what `ends_of_band` leaves out."""
     ranges, array = Ranges(problem, x), None
-    if problem.query_offset is None and problem.band is not None and _is_wide(band(problem)):
-        ranges.add(problem.band)
     conditions: tuple[Any, ...] = ()
     left: list[Any] = []
     if isinstance(x.mask, Mask):
         conditions = x.mask.conditions
     elif x.mask is not None:
         array = x.mask
+    if problem.query_offset is None and problem.band is not None and _is_wide(band(problem)):
+        conditions = (*conditions, problem.band)
     for mask in conditions:
         if array is None and kind_of(mask) == "dense":
             array = mask.array
@@ -77,11 +77,11 @@ def visible(problem: Problem, x: Operands) -> Visible:
     )
     if not left:
         return Visible(first, stop, array)
-    composed = reduce(and_, [mask for mask in conditions if kind_of(mask) != "dense"])
-    ends = _ends(problem, x, composed)
-    if ends is None or sum(kind_of(mask) == "dense" for mask in conditions) > 1:
-        return Visible(first, stop, by_rows=True)
-    return Visible(*ends, array)
+    ends = None
+    if not any(kind_of(mask) == "dense" for mask in left):
+        composed = reduce(and_, [mask for mask in conditions if kind_of(mask) != "dense"])
+        ends = _ends(problem, x, composed)
+    return Visible(first, stop, by_rows=True) if ends is None else Visible(*ends, array)
 
 
 def _ends(problem: Problem, x: Operands, mask: Mask) -> tuple[Any, Any] | None:
