@@ -43,7 +43,7 @@ class Layer:
     def tree(
         self, where: tuple[Any, ...], keys: list[Key], size: int, step: Callable[..., Any]
     ) -> list[Key]:
-        """JoinStep results of so many bytes until few enough are left for one more join."""
+        """Join results of so many bytes until few enough are left for one more join."""
         width, levels = widths(len(keys), size)
         for level, count in enumerate(levels):
             keys = [

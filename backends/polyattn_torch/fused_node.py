@@ -94,7 +94,11 @@ class FusedNode(AutogradNode):
         tensors, results, cotangents, wanted, by_operations = request
         is_unrounded = results[0].dtype != tensors[0].dtype
         if by_operations or is_unrounded or any(wanted[3:]):
-            return self._by_tiles(tensors).gradients(request)
+            node = self._by_tiles(tensors)
+            if not by_operations and results[0].dtype != results[1].dtype:
+                # Under torch.func `results` was not told, and the engine computed them.
+                request = request._replace(results=node.results(tensors))
+            return node.gradients(request)
         query, key, value, *mask = tensors
         gradients: Sequence[torch.Tensor] = _backward(
             cotangents[0], query, key, value, *results, 0.0, self._is_causal,

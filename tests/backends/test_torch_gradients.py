@@ -262,3 +262,17 @@ def test_a_bias_of_16_bits_with_a_gradient_needs_one_forward_pass(monkeypatch):
     assert output.dtype == torch.bfloat16
     output.sum().backward()
     assert len(calls) == 1
+
+
+def test_a_bias_of_16_bits_has_the_same_gradient_under_torch_func():
+    torch.manual_seed(0)
+    query, key, value, bias = (torch.randn(5, 5) for _ in range(4))
+    query, key, bias = (x.bfloat16() for x in (query, key, bias))
+    value = (1 + value * 2**-8).bfloat16()  # whose mean is rounded to 1
+
+    def total(bias):
+        return attention(query, key, value, bias=bias, kernel="sdpa").sum()
+
+    leaf = bias.clone().requires_grad_()
+    total(leaf).backward()
+    torch.testing.assert_close(torch.func.grad(total)(bias), leaf.grad)
