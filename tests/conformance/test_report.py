@@ -16,7 +16,7 @@ from polyattn._dispatch import registry
 from polyattn._kernels.dense_kernel import Dense
 from polyattn.cli import main
 from polyattn.conformance import CASES, KernelVariant, Target
-from polyattn.conformance.cases.catalogue import TOPICS
+from polyattn.conformance.cases.topics import TOPICS
 from polyattn.conformance.checks import promises
 from polyattn.conformance.report import html, report, run
 from polyattn.plugin import Backend
