@@ -1,4 +1,4 @@
-"""What holds for all tests: which are collected, their order, how JAX compiles, idle threads."""
+"""The setup of all tests: which are collected, their order, how JAX compiles, idle threads."""
 
 import gc
 import os

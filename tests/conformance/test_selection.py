@@ -1,4 +1,4 @@
-"""Which cases run: all, the essential ones, or few that cover all others; and the list of them."""
+"""The cases that run: all, the essential ones, or few that cover the others; and their list."""
 
 import pytest
 

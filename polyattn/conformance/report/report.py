@@ -27,7 +27,7 @@ from polyattn.conformance.reference.tolerance import Deviation
 
 
 class Aspect(NamedTuple):
-    """What a row of the table is about."""
+    """The subject of a row of the table."""
 
     group: str
     name: str
