@@ -1,4 +1,4 @@
-"""What holds for all tests: which are collected, their order, how JAX compiles, idle threads."""
+"""The setup of all tests: which are collected, their order, how JAX compiles, idle threads."""
 
 import gc
 import os
@@ -139,7 +139,7 @@ def deal(items):
         for item in suite:
             case = parameters_of(item)["case"]
             is_its_turn = numbers.get(case.name, 0) % 4 == TURNS.get(kernel)
-            is_copy = case.name.endswith(case.dtype) and kernel != COMPILED
+            is_copy = case.name.endswith(f", {case.dtype}") and kernel != COMPILED
             if case.name not in ESSENTIAL and (is_copy or not is_its_turn):
                 item.add_marker("slow")
 

@@ -1,4 +1,4 @@
-"""Who computes a case: polyattn's kernels, and the functions of other libraries.
+"""The engines that compute a case: polyattn's kernels, and the functions of other libraries.
 
 Each function returns a `Call`, which takes nothing and returns the output when it is computed. It
 imports its library, so `installed` leaves out those that are absent.

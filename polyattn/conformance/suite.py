@@ -34,7 +34,7 @@ __dir__ = __all__.copy
 
 
 class BackendSuite:
-    """What must hold of a backend: subclass it in a test module, under a name with ``Test``.
+    """The promises of a backend, as tests: subclass it in a test module, by a name with ``Test``.
 
     A backend that cannot be loaded is an error at collection.
 

@@ -218,15 +218,15 @@ def places_of(xp: Any, packed: Packed, total: int, like: Array) -> tuple[Array, 
     """Return the sequence of each token, −1 if not used, its position, and all lengths."""
     tokens = index_range(xp, 0, total, like)
 
-    def beside(numbers: Any) -> Array:
+    def integers(numbers: Any) -> Array:
         is_list = isinstance(numbers, (list, tuple))
         array = numbers_like(xp, numbers, tokens.dtype, like) if is_list else numbers
         return cast(xp, array, tokens.dtype)
 
-    starts = beside(packed.starts)
-    lengths = starts[1:] - starts[:-1] if packed.used is None else beside(packed.used)
+    starts = integers(packed.starts)
+    lengths = starts[1:] - starts[:-1] if packed.used is None else integers(packed.used)
     after = cast(xp, xp.searchsorted(starts[1:], tokens, side="right"), tokens.dtype)
-    sequence = xp.minimum(after, beside([lengths.shape[0] - 1]))
+    sequence = xp.minimum(after, integers([lengths.shape[0] - 1]))
     position = tokens - xp.take(starts, sequence, axis=0)
     is_used = (position < xp.take(lengths, sequence, axis=0)) & (after == sequence)
     return xp.where(is_used, sequence, -1 - xp.zeros_like(sequence)), position, lengths

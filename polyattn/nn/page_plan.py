@@ -108,8 +108,8 @@ class Ledger:
         )
 
 
-def widened(table: Table, length: int) -> Table:
-    """Return a table of NumPy that has room for items of this length."""
+def with_columns(table: Table, length: int) -> Table:
+    """Return a table of NumPy that has columns for items of this length."""
     columns = table.pages.shape[1]
     missing = -(-length // table.page) - columns
     if missing <= 0:

@@ -29,7 +29,7 @@ from polyattn.nn.page_plan import (
     plan_in_trace,
     plan_on_device,
     to_device,
-    widened,
+    with_columns,
     with_room,
     with_written,
     write_in_place,
@@ -256,7 +256,7 @@ class PagedCache:
     ) -> PagedCache:
         """Return the cache with more tokens, whose numbers the host knows."""
         m, memory = key.shape[-2], self.memory
-        table = widened(table, int((table.lengths + counts).max(initial=0)))
+        table = with_columns(table, int((table.lengths + counts).max(initial=0)))
         new = [array for array in (key, value, query) if array is not None]
         writable = is_writable(new, [self.key, self.value])
         shared = memory is not None and memory.key is self.key and memory.value is self.value

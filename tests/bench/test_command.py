@@ -1,4 +1,4 @@
-"""What ``polyattn bench`` prints and writes, and what it says of a wrong command line."""
+"""The output and files of ``polyattn bench``, and its errors for a wrong command line."""
 
 import json
 import re

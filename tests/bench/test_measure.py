@@ -1,4 +1,4 @@
-"""What ``polyattn bench`` measures: the work, turns, the roof, errors, memory and the budget."""
+"""The measurements of ``polyattn bench``: work, turns, roof, errors, memory and budget."""
 
 import math
 import os

@@ -55,7 +55,7 @@ class Suite(BackendSuite):
 # torch's own compiler imports what torch deprecates.
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
 class TestTorch(Suite):
-    """What torch compiles is slow: `flex`."""
+    """The kernel that torch compiles is slow: `flex`."""
 
     backend, slow = "torch", r".*\[flex"
 

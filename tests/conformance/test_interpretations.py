@@ -14,7 +14,7 @@ from polyattn.conformance.reference.textbook import textbook
 
 
 class Fault(NamedTuple):
-    """What a function does wrong: with which of its arguments, or with the result."""
+    """A mistake of a function: a change of its arguments, or another function in its place."""
 
     case: str | Case
     meaning: str

@@ -35,7 +35,7 @@ def test_the_oracle_by_hand():
 
 
 def by_hand(similarities, **options):
-    """What the oracle gives of two keys so alike to a query, and of the values 0 and 4."""
+    """The result of the oracle for two keys so alike to a query, and of the values 0 and 4."""
     q, k, v = np.ones((1, 1)), np.array(similarities)[:, None], np.array([[0.0], [4.0]])
     return oracle(q, k, v, **{"scale": 1.0} | options).output.item()
 

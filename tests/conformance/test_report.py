@@ -16,7 +16,7 @@ from polyattn._dispatch import registry
 from polyattn._kernels.dense_kernel import Dense
 from polyattn.cli import main
 from polyattn.conformance import CASES, KernelVariant, Target
-from polyattn.conformance.cases.catalogue import TOPICS
+from polyattn.conformance.cases.topics import TOPICS
 from polyattn.conformance.checks import promises
 from polyattn.conformance.report import html, report, run
 from polyattn.plugin import Backend
@@ -362,6 +362,8 @@ def test_texts_of_plugins_are_escaped(monkeypatch, capsys):
     page = html.page(found)
     assert not re.search("<[iu]>|<b>.?\x1b", page)
     assert "&lt;b&gt;" in page
+    error = [("", "agree"), ("plain", "TypeError: <i>")]
+    assert "TypeError: &lt;i&gt;" in html.callable_page("a:b", error, 1)
     monkeypatch.setattr(run, "run", lambda *steps: found)
     assert main(QUICK) == 1
     out = capsys.readouterr().out

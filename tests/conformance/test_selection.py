@@ -1,4 +1,4 @@
-"""Which cases run: all, the essential ones, or few that cover all others; and the list of them."""
+"""The cases that run: all, the essential ones, or few that cover the others; and their list."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from polyattn._core.call.features import DTYPES
 from polyattn._kernels.dense_kernel import Dense
 from polyattn.cli import main
 from polyattn.conformance import CASES, ESSENTIAL, KernelVariant, Target
-from polyattn.conformance.cases.catalogue import TOPICS
+from polyattn.conformance.cases.topics import TOPICS
 from polyattn.conformance.checks.gradients import DERIVATIVES
 from polyattn.conformance.selection import (
     LEFT_OUT,

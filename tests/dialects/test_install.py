@@ -108,7 +108,7 @@ def test_a_form_of_import_resolves(form):
     "name", ["flash_attn_interface", "flash_attn.cute", "flash_attn.modules.mha"]
 )
 def test_what_is_absent_is_an_import_error(name):
-    """Which programs that can do without catch."""
+    """Programs that can do without it catch this error."""
     with fa2.install(), pytest.raises(ImportError):
         importlib.import_module(name)
 

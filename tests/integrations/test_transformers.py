@@ -81,7 +81,7 @@ def model_of(family):
 
 
 def padding(side):
-    """Which tokens of two sequences are real."""
+    """The mask of the real tokens of two sequences."""
     mask = torch.ones(2, LENGTH, dtype=torch.long)
     if side is not None:
         mask[1, slice(0, 5) if side == "left" else slice(-5, None)] = 0

@@ -17,7 +17,7 @@ def careful_jax():
 
 @pytest.fixture(params=LIBRARIES)
 def library(request):
-    """How NumPy arrays go to a library and come back."""
+    """A pair of functions: from NumPy to a library, and back."""
     return LIBRARIES[request.param]
 
 

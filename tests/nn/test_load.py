@@ -257,8 +257,15 @@ PACKED = {"h.0.attn.c_attn.qweight": np.zeros((4, 4), np.int32)}
     [
         ("folder", "", "dict", r"there is no .*model\.safetensors"),
         ("folder", "", None, r"there is no .*config\.json: pass config="),
+        (
+            "folder",
+            PICKLE + " model.safetensors",
+            None,
+            r"there is no .*config\.json: pass config=",
+        ),
         (PICKLE, PICKLE, "dict", r"is not a \.safetensors file"),
         ("folder", PICKLE, None, r"there is pytorch_model\.bin, a pickle"),
+        ("folder", "adapter_config.json", None, r"an adapter of PEFT, .*merge_and_unload"),
         ("folder", "adapter_config.json", "dict", r"an adapter of PEFT, .*merge_and_unload"),
         ("folder", PICKLE, "dict", r"there is pytorch_model\.bin, a pickle"),
         ("openai/gpt2", "", None, r"snapshot_download\('openai/gpt2'\)"),
@@ -272,8 +279,8 @@ PACKED = {"h.0.attn.c_attn.qweight": np.zeros((4, 4), np.int32)}
 def test_what_cannot_be_read_is_named_with_what_to_pass(
     weights, file, config, said, tmp_path, gpt2
 ):
-    if file:
-        (tmp_path / file).write_bytes(b"")
+    for name in file.split():
+        (tmp_path / name).write_bytes(b"")
     weights = {"folder": tmp_path, "model": gpt2, PICKLE: tmp_path / PICKLE}.get(
         str(weights), weights
     )

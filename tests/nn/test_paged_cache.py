@@ -131,6 +131,15 @@ def test_new_tokens_go_where_the_example_says():
         assert (pages, slots) == ([[5, 5, 1], [2, 2, 2]], [[2, 3, 0], [1, 2, 3]])
 
 
+def test_a_page_that_an_item_began_takes_its_next_token():
+    table, one = Table(np.zeros((1, 2), np.int64), np.asarray([0]), PAGE, 3), np.asarray([1])
+    ledger = Ledger(table)
+    began = ledger.place(table, one, 1).table
+    following = ledger.place(table._replace(pages=began, lengths=one), one, 1)
+    assert following.table.tolist() == began.tolist()
+    assert following.copied[0].size == 0
+
+
 def test_a_trace_and_the_host_plan_the_same():
     rng = np.random.default_rng(2)
     for _ in range(50):
@@ -296,7 +305,7 @@ def test_all_items_may_end():
 
 
 class Copies(TorchDispatchMode):
-    """Whether each copy to another device may go on while the host does."""
+    """A record of whether each copy to another device may go on while the host does."""
 
     def __init__(self):
         super().__init__()

@@ -45,7 +45,7 @@ def legend(axes):
 
 
 def visible(mask, rows, keys, batch=(), heads=1, **options):
-    """Which keys take part, by attention itself: the rows of an identity that a row sums up."""
+    """The visible keys, by attention itself: the rows of an identity that a row sums up."""
     query = np.zeros((*batch, heads, rows, 1))
     value = np.broadcast_to(np.eye(keys), (*batch, heads, keys, keys))
     key = np.zeros((*batch, heads, keys, 1))
@@ -150,6 +150,17 @@ def test_masks_that_carry_arrays_of_any_library_are_drawn_alike(axes, to):
     expected = draw_mask(mask(np.asarray), item=1, axes=Figure().add_subplot())
     np.testing.assert_array_equal(shown(axes), shown(expected))
     assert legend(axes) == legend(expected)
+
+
+def test_a_function_over_tensors_is_drawn_in_their_library(axes):
+    ids = torch.asarray(IDS)
+
+    def same(b, h, i, j):
+        assert isinstance(i, torch.Tensor)
+        return ids[i] == ids[j]
+
+    draw_mask(masks.rule(same), 24, like=ids, axes=axes)
+    np.testing.assert_array_equal(shown(axes) == SEEN, IDS[:, None] == IDS)
 
 
 def test_of_long_sequences_only_the_tiles_are_drawn(axes, monkeypatch):

@@ -9,7 +9,7 @@ from typing import Any
 
 from polyattn import scores
 from polyattn.conformance.cases.case import Case, Generated, make_case
-from polyattn.conformance.cases.catalogue import CASES, HIDDEN, MANY, PAIRED
+from polyattn.conformance.cases.catalogue import CASES, MANY
 from polyattn.conformance.cases.generators import (
     bent,
     mask_with_empty_rows,
@@ -17,6 +17,7 @@ from polyattn.conformance.cases.generators import (
     normal,
     slope_of_bent,
 )
+from polyattn.conformance.cases.topics import HIDDEN, PAIRED
 
 #: A score function with its derivative, which every library can differentiate.
 BENT = scores.function(bent, slope_of_bent)

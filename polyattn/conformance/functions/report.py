@@ -12,7 +12,7 @@ from polyattn._core.call.features import DTYPES, FEATURES
 from polyattn._core.expressions.expression import Expression
 from polyattn.conformance.cases.cache_cases import of_item, of_row
 from polyattn.conformance.cases.case import Case
-from polyattn.conformance.cases.catalogue import TOPICS
+from polyattn.conformance.cases.topics import TOPICS
 from polyattn.conformance.checks.frames import call_named
 from polyattn.conformance.functions.check import (
     AGREES,

@@ -18,7 +18,7 @@ import polyattn
 from polyattn._base.text_table import paragraph, table
 from polyattn._core.call.features import DTYPES, FEATURES
 from polyattn.conformance.cases.case import Case
-from polyattn.conformance.cases.catalogue import TOPICS
+from polyattn.conformance.cases.topics import TOPICS
 from polyattn.conformance.checks.cases import aspects
 from polyattn.conformance.checks.gradients import DERIVATIVES
 from polyattn.conformance.checks.promises import PROMISES
@@ -27,7 +27,7 @@ from polyattn.conformance.reference.tolerance import Deviation
 
 
 class Aspect(NamedTuple):
-    """What a row of the table is about."""
+    """The subject of a row of the table."""
 
     group: str
     name: str

@@ -27,14 +27,8 @@ def read_weights(weights: Weights) -> Mapping[str, Array]:
     """Return the arrays of a file or folder; a mapping is returned as it is."""
     if isinstance(weights, Mapping):
         return weights
-    path = Path(_checked(weights))
+    path = _path_of(weights)
     if path.is_dir():
-        if (path / "adapter_config.json").is_file():
-            raise ValueError(
-                f"{path} has an adapter of PEFT, adapter_config.json, which changes another model:"
-                " merge them by peft.AutoPeftModel.from_pretrained(folder).merge_and_unload()"
-                ".save_pretrained(other), and load that folder"
-            )
         whole, index = path / "model.safetensors", path / "model.safetensors.index.json"
         if index.is_file() and not whole.is_file():  # as transformers chooses
             return _read_shards(index)
@@ -68,7 +62,7 @@ def _config_file(weights: Weights) -> Path:
         raise TypeError(
             "arrays do not contain a model's settings: pass config=, such as model.config.to_dict()"
         )
-    path = Path(_checked(weights))
+    path = _path_of(weights)
     if not path.exists():
         raise _absent(path, is_name=isinstance(weights, str))
     file = (path if path.is_dir() else path.parent) / "config.json"
@@ -77,26 +71,35 @@ def _config_file(weights: Weights) -> Path:
     return file
 
 
-def _checked(weights: Any) -> str | os.PathLike[str]:
+def _path_of(weights: Any) -> Path:
+    """Return the path of weights, or raise for a folder of an adapter or of pickled weights."""
     if not isinstance(weights, (str, os.PathLike)):
         raise TypeError(
             f"weights is a {type(weights).__name__}; pass a mapping of names to arrays, such as"
             " model.state_dict(), or the path of a .safetensors file or of a folder with one"
         )
-    return weights
+    path = Path(weights)
+    if (path / "adapter_config.json").is_file():
+        raise ValueError(
+            f"{path} has an adapter of PEFT, adapter_config.json, which changes another model:"
+            " merge them by peft.AutoPeftModel.from_pretrained(folder).merge_and_unload()"
+            ".save_pretrained(other), and load that folder"
+        )
+    pickled = [name for name in PICKLED if (path / name).is_file()]
+    if pickled and not any(path.glob("model.safetensors*")):
+        raise FileNotFoundError(
+            f"there is no {path / 'model.safetensors'}: there is {pickled[0]}, a pickle, which can"
+            " run any code. Let transformers write safetensors:"
+            " AutoModel.from_pretrained(folder).save_pretrained(other); or pass the arrays of"
+            " torch.load(file, weights_only=True)"
+        )
+    return path
 
 
 def _absent(path: Path, advice: str = "", *, is_name: bool = False) -> FileNotFoundError:
     """Return the error for a path that does not exist or is not a file."""
-    pickled = [name for name in PICKLED if (path.parent / name).is_file()]
     if path.exists():
         advice = f"{'a folder' if path.is_dir() else 'a device or pipe'} has this name"
-    elif pickled:
-        advice = (
-            f"there is {pickled[0]}, a pickle, which can run any code. Let transformers write"
-            " safetensors: AutoModel.from_pretrained(folder).save_pretrained(other); or pass the"
-            " arrays of torch.load(file, weights_only=True)"
-        )
     elif is_name and HUB_ID.fullmatch(str(path)):
         advice = (
             "polyattn fetches nothing: if it is a model of the Hugging Face hub, pass the folder"
