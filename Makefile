@@ -112,7 +112,7 @@ ifneq ($(COMPILER),)
 	$(VENV)/tsan/fuzz 30 60
 endif
 
-lint: $(VENV)/.test $(VENV)/.lint  ## style, types and docstrings
+lint: $(VENV)/.test $(VENV)/.lint  ## style, types, docstrings, and whether each planted mistake fits the code
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/clang-format --dry-run --Werror $(wildcard $(NATIVE)/src/* $(NATIVE)/fuzz/*)
@@ -120,6 +120,7 @@ lint: $(VENV)/.test $(VENV)/.lint  ## style, types and docstrings
 	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.github-workflows .github/workflows/*.yml
 	$(BIN)/mypy polyattn polyattn_command backends tests/api/typed.py
 	$(BIN)/python -m pytest --quiet tests/test_docstrings.py
+	$(BIN)/python tests/mutations.py --check
 
 mutations: $(VENV)/.test  ## plant mistakes in the formula, one at a time: the suite must find each
 	$(BIN)/python tests/mutations.py

@@ -179,12 +179,15 @@ def main():
     parser.add_argument(
         "words", nargs="*", help="only the mistakes with one of these in their name"
     )
+    parser.add_argument("--check", action="store_true", help="only say which do not fit the code")
     options = parser.parse_args()
     warnings.simplefilter("error", SyntaxWarning)  # of a mistake that would fail any case
     chosen = [m for m in MUTATIONS if not options.words or any(w in m.name for w in options.words)]
     if wrong := list(outdated(chosen)):
         print(*wrong, sep="\n")
         return 2
+    if options.check:
+        return 0
     if not native_mutations.is_possible():
         print("without the mistakes in the compiled kernel: no compiler for them")
         chosen = [m for m in chosen if not m.in_native]

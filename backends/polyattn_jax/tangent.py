@@ -61,7 +61,7 @@ def attend_tangents(
 
 
 class _BlockRows(NamedTuple):
-    """What the tiles of a block of rows share."""
+    """The arrays that the tiles of a block of rows share."""
 
     query: Array  # scaled, (..., G, H // G · l, D), as are the next and the tangent
     finite_query: Array

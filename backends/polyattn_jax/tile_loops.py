@@ -53,7 +53,7 @@ class TileArrays(NamedTuple):
 
 
 class LoopBody:
-    """What is computed for a block of rows; an array of rows has the shape (..., rows, n)."""
+    """The computation for a block of rows; an array of rows has the shape (..., rows, n)."""
 
     #: Whether gradients are taken of it: then no tile keeps what it computes from its arrays.
     is_differentiated = False

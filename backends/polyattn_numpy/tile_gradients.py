@@ -44,7 +44,7 @@ class TileOperands(NamedTuple):
 
 
 class PartialGradients(NamedTuple):
-    """What a tile adds to the gradients."""
+    """The share of a tile in the gradients."""
 
     query: Array  # (b, k, rows · g, D)
     key: Array  # (b, k, keys, D)

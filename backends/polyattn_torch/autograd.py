@@ -41,7 +41,7 @@ Optionals = Sequence[torch.Tensor | None]
 
 
 class GradientRequest(NamedTuple):
-    """What the gradients of a node are computed from."""
+    """The arguments from which a node computes gradients."""
 
     tensors: Tensors
     results: Tensors  # output and logsumexp
@@ -69,14 +69,16 @@ class AutogradNode:
 
 
 def in_transform() -> bool:
-    """Return whether torch.func transforms the caller; torch.compile can trace this."""
+    """Return whether torch.func transforms the caller, or torch.compile traces it (torch 2.13)."""
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def is_recorded(problem: Problem) -> bool:
     """Return whether a call is to be differentiated, as far as it is known beforehand."""
     if torch.compiler.is_compiling() and in_transform():
-        return False  # In a program, torch.func differentiates operations only.
+        # In a program, torch.func differentiates operations only. One node would save no weights in
+        # the others, but compile two to three times as long, and lack the second derivative.
+        return False
     if "grad" in problem.transforms or "jvp" in problem.transforms:
         return True
     # A tensor under vmap does not say whether autograd outside of it follows.

@@ -1,4 +1,4 @@
-"""Which calls autograd records as one node, and the node of a kernel that has derivatives.
+"""The calls that autograd records as one node, and the node of a kernel that has derivatives.
 
 A node is a function of tensors only, so `template_of` lists the tensors of the operands, those in
 expressions too, and leaves a numbered `Slot` in place of each::
