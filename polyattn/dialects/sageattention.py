@@ -86,8 +86,13 @@ def sageattn_varlen(
         Where each sequence begins, and the last ends, (sequences + 1,).
     max_seqlen_q, max_seqlen_k : int
         Ignored.
-    is_causal, sm_scale, **quantization
-        As for `sageattn`; the last rows of a sequence are at its last keys.
+    is_causal : bool
+        Whether row i sees the keys j <= i, in sequences of as many rows as keys. In others the
+        last row is at the last key.
+    sm_scale : float, optional
+        Multiplies the scores; 1/√D by default.
+    **quantization : object
+        Ignored, as by `sageattn`.
 
     Returns
     -------

@@ -26,7 +26,13 @@ __dir__ = __all__.copy
 
 
 class SegmentIds(NamedTuple):
-    """The segments of rows (L,) and keys (S,), as of splash attention: a row sees its own."""
+    """The segments of rows and keys: a row sees the keys of its own.
+
+    Attributes
+    ----------
+    q, kv : Array of int
+        Shapes (L,) and (S,).
+    """
 
     q: Array
     kv: Array
@@ -35,6 +41,21 @@ class SegmentIds(NamedTuple):
 @dataclass(frozen=True)
 class SplashAttentionKernel:
     """Attention with a mask, which a call applies to one batch item; `jax.vmap` adds a batch axis.
+
+    Attributes
+    ----------
+    mask : Mask
+        The keys that rows see, of `polyattn.masks`.
+    offset : int
+        The position of the first row among the keys.
+    shape : tuple of int
+        H, L and S.
+    is_mqa : bool
+        Whether keys and values have no axis of heads.
+    save_residuals : bool
+        Whether a call returns the logsumexp too.
+    softcap : float or None
+        Bounds the scores.
 
     Examples
     --------
@@ -47,8 +68,8 @@ class SplashAttentionKernel:
     """
 
     mask: Mask
-    offset: int  # the position of the first row among the keys
-    shape: tuple[int, int, int]  # H, L and S
+    offset: int
+    shape: tuple[int, int, int]
     is_mqa: bool = False
     save_residuals: bool = False
     softcap: float | None = None
@@ -91,7 +112,18 @@ class SplashAttentionKernel:
         return output, (logsumexp,)
 
     def manual_sharding_spec(self, sharding: Any) -> Any:
-        """Refuse: the kernel has no arrays that are spread over devices."""
+        """Refuse: the kernel has no arrays that are spread over devices.
+
+        Parameters
+        ----------
+        sharding : NamedSharding
+            Ignored.
+
+        Raises
+        ------
+        NotImplementedError
+            Always.
+        """
         raise NotImplementedError(
             "manual_sharding_spec: the mask of this kernel is a formula, and no argument of"
             " shard_map: close over the kernel, or use polyattn.parallel for sharded sequences"
@@ -116,9 +148,11 @@ def make_splash_mha(
         Whether a call returns the logsumexp too.
     attn_logits_soft_cap : float, optional
         Bounds the scores.
-    block_sizes, mask_value, downcast_smem_data, head_shards, q_seq_shards : object
-        Ignored, as `residual_checkpoint_name` and `interpret` are. Hidden keys are hidden: a row
-        that sees no key gets 0, where splash attention returns the mean of the values.
+    block_sizes, downcast_smem_data, head_shards, q_seq_shards : object
+        Ignored.
+    mask_value, residual_checkpoint_name, interpret : object
+        Ignored too. Hidden keys are hidden: a row that sees no key gets 0, where splash attention
+        returns the mean of the values.
 
     Returns
     -------

@@ -24,8 +24,18 @@ def dot_product_attention(
     ----------
     query, key, value : Array
         Shapes (..., L, H, D), (..., S, G, D) and (..., S, G, E), with up to three batch axes.
-    bias, mask, scale, is_causal, query_seq_lengths, key_value_seq_lengths, local_window_size
-        As for `polyattn.dialects.jax.dot_product_attention`.
+    bias : Array, optional
+        As for `polyattn.dialects.jax.dot_product_attention`, as all arguments here.
+    mask : Array of bool, optional
+        True where a key takes part; broadcasts to (..., H, L, S).
+    scale : float or Array without axes, optional
+        Multiplies the scores; 1/√D by default.
+    is_causal : bool
+        Whether row i sees the keys j <= i.
+    query_seq_lengths, key_value_seq_lengths : Array of int, optional
+        Number of real rows and keys per batch item, (...,).
+    local_window_size : int or tuple of int, optional
+        Number of keys that a row sees before and after its position.
     logits_soft_cap : float, optional
         Bounds the scores.
     implementation : str or sequence of str, optional
