@@ -52,6 +52,7 @@ OUTSIDE = {
     "_base.arrays": {"array_api_compat"},
     "bench": {"numpy", "threadpoolctl", "tqdm"},
     "conformance": TESTING,
+    "dialects._install": {"polyattn_command"},
     "export": {"numpy"},
     "_core.expressions.intervals": {"numpy"},  # imported when intervals are asked for
     "_base.host": {"numpy"},  # imported when a sequence, or an array of NumPy, is placed
