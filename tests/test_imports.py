@@ -54,6 +54,7 @@ OUTSIDE = {
     "conformance": TESTING,
     "cli": {"polyattn_command"},
     "dialects._install": {"polyattn_command"},
+    "dialects.xformers.ops": {"torch"},
     "export": {"numpy"},
     "_core.expressions.intervals": {"numpy"},  # imported when intervals are asked for
     "_base.host": {"numpy"},  # imported when a sequence, or an array of NumPy, is placed
