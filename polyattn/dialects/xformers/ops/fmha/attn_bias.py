@@ -116,10 +116,7 @@ class LowerTriangularFromBottomRightMask(AttentionBias):
     def __init__(self, *, device: Any = None) -> None: ...
 
     def make_local_attention(self, window_size: int) -> Any:
-        made: AttentionBias = globals()["LowerTriangularFromBottomRightLocalAttentionMask"](
-            window_size
-        )
-        return made
+        return _made("LowerTriangularFromBottomRightLocalAttentionMask", window_size)
 
 
 @dataclass
