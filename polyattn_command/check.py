@@ -118,6 +118,6 @@ def _resolve(path: str) -> Any:
         return import_module(path)
     except ModuleNotFoundError as error:
         module, _, name = path.rpartition(".")
-        if not module or error.name not in (path, module):
+        if not module or not f"{path}.".startswith(f"{error.name}."):
             raise
     return getattr(_resolve(module), name)

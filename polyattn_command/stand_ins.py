@@ -10,7 +10,7 @@ import sys
 from importlib import import_module
 from importlib.machinery import ModuleSpec
 
-TYPE_CHECKING = False  # as that of `typing`, whose import takes a third of such a start
+TYPE_CHECKING = False  # in place of that of `typing`, whose import takes longer than all of this
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
     from importlib.metadata import Distribution
@@ -28,9 +28,19 @@ PACKAGES = {
 #: What `polyattn run` brings. Programs prefer FlashAttention 3 if they find it, and most expect
 #: results that it returned until 2025: it comes by name.
 BY_DEFAULT = ("flash_attn", "xformers")
-#: The suffix of a name in a list for functions that return tuples.
+#: The suffix for functions that return tuples.
 TUPLES = ":tuples"
 _MADE_OF = {"flash_attn.flash_attn_interface": "flash_attn"}
+
+
+def names_of(text: str, source: str = VARIABLE) -> list[str]:
+    """Return the names of a list such as ``flash_attn,xformers``."""
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    known = [*PACKAGES, f"flash_attn_interface{TUPLES}"]
+    for name in names:
+        if name not in known:
+            raise ValueError(f"{source} takes names of {','.join(known)}; got {name!r}")
+    return names
 
 
 class Finder:
@@ -106,9 +116,13 @@ def start(names: Iterable[str]) -> Finder:
     return finder
 
 
+def spec_of(name: str) -> ModuleSpec | None:
+    """Return what imports find, here or elsewhere; a folder without code is no package."""
+    specs = (one.find_spec(name, None) for one in sys.meta_path if hasattr(one, "find_spec"))
+    return next((spec for spec in specs if spec is not None and spec.origin is not None), None)
+
+
 def is_real(name: str) -> bool:
-    """Return whether imports would find a package elsewhere; a folder without code is none."""
-    others = (one for one in sys.meta_path if not isinstance(one, Finder))
-    specs = (one.find_spec(name, None) for one in others if hasattr(one, "find_spec"))
-    spec = next(filter(None, specs), None)
-    return spec is not None and spec.origin is not None
+    """Return whether imports find a package elsewhere."""
+    spec = spec_of(name)
+    return spec is not None and not isinstance(spec.loader, Finder)

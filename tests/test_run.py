@@ -27,7 +27,6 @@ USED = "(1, 3, 2, 8) polyattn.dialects.flash_attn\n"
 def _in_an_empty_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
-    monkeypatch.delenv("PYTHONPATH", raising=False)
     monkeypatch.delenv(stand_ins.VARIABLE, raising=False)
     monkeypatch.setattr(sys, "path", sys.path[:])
 
@@ -131,6 +130,11 @@ def test_torchrun(launcher):
     assert found.stderr.count("stands in") == 1
 
 
+def test_a_program_that_is_executable_and_a_command_that_is_none():
+    Path(write(USE, "program")).chmod(0o700)
+    assert polyattn_run("program").stdout == USED
+
+
 def test_nothing_is_left_behind(tmp_path):
     package, program = Path(stand_ins.__file__).parent, write(USE)
     before = sorted(package.rglob("*"))
@@ -184,19 +188,24 @@ def test_a_service_takes_the_variables():
     assert [*environment] == ["POLYATTN_INSTALL", "PYTHONPATH"]
     found = python(write(USE), **environment)
     assert (found.stdout, found.stderr) == (USED, "")
+    found = python(write("print('runs')"), **environment | {"POLYATTN_INSTALL": "xformers, torch"})
+    assert found.stdout == "runs\n"
+    assert "POLYATTN_INSTALL takes names of flash_attn," in found.stderr
 
 
 def test_a_sitecustomize_of_the_program_runs_too():
     own = Path(write("print('its own')", "first/sitecustomize.py")).resolve()
     program = write("import sitecustomize; print(sitecustomize.__file__)" + USE)
-    found = polyattn_run(program, PYTHONPATH=str(own.parent))
+    given = [one for one in [os.environ.get("PYTHONPATH")] if one]
+    found = polyattn_run(program, PYTHONPATH=os.pathsep.join([str(own.parent), *given]))
     # In the Python of the command too, whose output comes first.
     assert found.stdout == f"its own\nits own\n{own}\n{USED}", found.stderr
 
 
 def test_one_within_another_and_a_command_of_this_environment():
     name = Path(sys.executable).name
-    found = polyattn_run(name, "-c", STARTED, "run", write(USE), PATH="")
+    write("", "flash_attn.py")
+    found = polyattn_run("--replace", name, "-c", STARTED, "run", write(USE), PATH="")
     assert (found.stdout, found.stderr) == (USED, SAID * 2)
 
 
@@ -252,7 +261,7 @@ def g(q, k, v, **more):
     f(*q, causl=True)
     f(q, k, v, causal=True, **more)
     f(q, **more)
-    padding.pad_input(q, k, 1, 2).no_attribute_of_ours
+    padding.pad_input(q, k, 1, 2).no_attribute_of_ours, padding.IndexFirstAxis.apply.__doc__.strip
     from flash_attn.ops.triton import rotary
     return rotary.apply_rotary(q, k, v, 0, None, None, False, False, False, 1), os.path.join(q)
 """
