@@ -93,6 +93,8 @@ class Finder:
             def locate_file(self, path: Any) -> Any:
                 raise NotImplementedError("a module in place of another package has no files")
 
+        if context.path is not sys.path:  # some folders only, as those that pip looks through
+            return
         asked = context.name and context.name.replace("_", "-").lower()
         for package in self.packages:
             name, version = PACKAGES[package]
