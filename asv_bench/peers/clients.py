@@ -70,7 +70,7 @@ def main(arguments: list[str] | None = None) -> int:
 
     torch.set_num_threads(options.threads)
     with (
-        flash_attn.install("flash_attn", "flash_attn_interface"),
+        flash_attn.install("flash_attn", "flash_attn_interface", "xformers"),
         script.measuring(options) as show,
     ):
         for name in (name for name in SIZES if options.cases in name):

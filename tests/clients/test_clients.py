@@ -16,7 +16,7 @@ MODELS = [
 @pytest.fixture(scope="module")
 def program():
     """Import a program while the modules that it imports are polyattn's."""
-    with flash_attn.install("flash_attn", "flash_attn_interface"):
+    with flash_attn.install("flash_attn", "flash_attn_interface", "xformers"):
         yield importlib.import_module
 
 
