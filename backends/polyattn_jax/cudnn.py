@@ -44,6 +44,10 @@ class JaxCudnn(Kernel):
     takes_empty = False
     devices = frozenset({"cuda"})
 
+    def takes_band(self, problem: Problem) -> bool:
+        """Return that a program may have fewer keys; other calls would compile for each number."""
+        return problem.traced
+
     def reasons_against(self, problem: Problem) -> list[str]:
         """Return why cuDNN, or its wrapper in `jax.nn`, cannot compute the problem."""
         if problem.is_symbolic:

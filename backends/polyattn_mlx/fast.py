@@ -45,6 +45,10 @@ class Fast(Kernel):
             return ["its softmax is in float32, and this is float64"]
         return []
 
+    def takes_band(self, problem: Problem) -> bool:
+        """Return that its operation needs no mask array for the first keys, nor for causal ones."""
+        return True
+
     def remark(self, problem: Problem) -> str | None:
         """Return how float32 may be rounded on a GPU."""
         kind = problem.device_kind or mx.default_device().type.name

@@ -48,6 +48,10 @@ class Sdpa(Kernel):
     poison_safe = False
     rounds_once = False
 
+    def takes_band(self, problem: Problem) -> bool:
+        """Return that torch needs no mask array for some keys, nor for causal ones if L = S."""
+        return True
+
     def reasons_against(self, problem: Problem) -> list[str]:
         """Return why torch would compute another result."""
         reason = reason_against_batch(problem)

@@ -13,6 +13,7 @@ from typing import Any
 
 from polyattn._base.arrays import is_namespace
 from polyattn._base.tracing import is_compiling
+from polyattn._core.call.banded import banded
 from polyattn._core.call.facts import Call
 from polyattn._core.call.features import DERIVATIVES
 from polyattn._core.call.problem import Problem
@@ -145,14 +146,16 @@ def _try_candidates(
         for kernel in kernels:
             own = _for_kernel(kernel, placement.problem)
             why = withheld.get(kernel.name)
-            candidate = _judge(name, kernel, own, why, requested_kernel, explains)
+            band = banded(own) if kernel.takes_band(own) else None
+            seen = own if band is None else band.problem
+            candidate = _judge(name, kernel, seen, why, requested_kernel, explains)
             runs = chosen is None and candidate.status == "chosen"
             if runs:
                 others = tuple([k for k in placement.kernels if k.name not in withheld])
-                chosen = kernel, placement._replace(problem=own, kernels=others)
+                chosen = kernel, placement._replace(problem=own, kernels=others, band=band)
             if explains:
                 copies = own is not placement.problem
-                candidate = _described(candidate, kernel, own, runs=runs, copies_pages=copies)
+                candidate = _described(candidate, kernel, seen, runs=runs, copies_pages=copies)
             candidates.append(candidate)
             if runs and not explains:
                 return chosen, candidates

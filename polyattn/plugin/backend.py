@@ -89,6 +89,14 @@ class Kernel:
         """
         return None
 
+    def takes_band(self, problem: Problem) -> bool:
+        """Return whether a mask of numbers comes as causal and window over some of the keys.
+
+        `__call__` then gets those keys only, and no mask expression where its keys are such a band.
+        For a kernel whose engine has options for them, and otherwise a mask array or nothing.
+        """
+        return False
+
     def reads_quantized(self, problem: Problem) -> bool:
         """Return whether `__call__` takes keys and values of a problem as `Quantized` too.
 
