@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 
 from polyattn.plugin import Array, Backend, Operands, Problem, one_batch_axis, sum_to, visible_keys
 from polyattn.plugin.internal import finite_bias, score_axes
+from polyattn_cupy import graphs
 from polyattn_cupy.problem_graphs import aligned, bias_shape
 
 # The bias of a hidden key, and the least bias. It is float32 for all inputs, because float16 has no
@@ -55,6 +57,16 @@ def made_bias(problem: Problem, x: Operands, backend: Backend) -> tuple[Array, A
     bias = cupy.empty((*outer, aligned(keys)), np.float32)[..., :keys]
     bias[...] = scores
     return bias, seen
+
+
+def key_counts(problem: Problem, x: Operands) -> dict[int, Array]:
+    """Return how many queries and keys each item has, by their names in cuDNN's graph."""
+    given: Any = x.mask
+    shape = (math.prod(problem.batch), 1, 1, 1)
+    keys = cupy.clip(cupy.asarray(given.first_keys), 0, problem.key_length)
+    keys = cupy.broadcast_to(keys, problem.batch).reshape(shape).astype(np.int32)
+    rows = cupy.full(shape, problem.query_length, np.int32)
+    return {graphs.QUERY_LENGTHS: rows, graphs.KEY_LENGTHS: keys}
 
 
 def empty_result(problem: Problem, dtype: Any) -> tuple[Array, Array | None]:
