@@ -113,6 +113,16 @@ def test_an_engine_gets_the_keys_of_a_band(engine, name, monkeypatch):
     np.testing.assert_allclose(found, expected, rtol=2e-5, atol=2e-6)
 
 
+def test_explain_says_what_stands_in_for_the_mask():
+    x = np.zeros((3, S, 8), np.float32)
+    for mask, said in (
+        (masks.prefix(5), "keys 0:5 in place of the mask"),
+        (masks.causal() & masks.prefix(5), "keys 0:5 and masks.causal() in place of the mask"),
+    ):
+        assert said in str(explain(x[:, :L], x, x, mask=mask, query_offset=2, backend="torch"))
+    assert "in place" not in str(explain(x, x, x, mask=masks.dilated(2), backend="torch"))
+
+
 def test_keys_that_are_left_out_have_gradients_of_0():
     q, k, v = (torch.randn(2, 3, n, 8, requires_grad=True) for n in (L, S, S))
     options = {"is_causal": True, "key_lengths": 6}

@@ -5,10 +5,11 @@ import math
 import numpy as np
 import pytest
 
-from polyattn import masks
+from polyattn import attention, masks
 from polyattn._core.expressions.indices import PointIndices
 from polyattn._core.expressions.masks import Mask, as_mask
 from polyattn.conformance import CASES
+from polyattn.dialects.flash_attn import flash_attn_varlen_func
 
 IDS = np.array([[0, 0, 1, 1, 1, 2, 2, 0, 0, 3]])
 DOCUMENTS = masks.causal() & (masks.segments(np.array([0, 0, 0, 1, 1, 1, 2, 2, 2, 2])))
@@ -142,6 +143,34 @@ def test_intervals_say_what_engines_take(name):
     assert found.band() == band
     given = found.documents(6)
     assert documents == (given and (given[0].tolist(), given[1].tolist(), given[2]))
+
+
+@pytest.mark.parametrize("name", [n for n, form in FORMS.items() if form[3] is not None])
+def test_functions_of_packed_sequences_take_documents(name):
+    mask, keys, *_ = FORMS[name]
+    q, k, v = (np.random.default_rng(n).standard_normal((n, 2, 4)) for n in (6, keys, keys))
+    of_rows, of_keys, is_causal = mask.intervals((6, keys)).documents(6)
+    found = flash_attn_varlen_func(q, k, v, of_rows, of_keys, 6, keys, causal=is_causal)
+    expected = attention(q, k, v, mask=mask, layout="...LHD")
+    np.testing.assert_allclose(found, expected, atol=1e-12)
+
+
+def by_tokamax(k_start, k_end, lengths):
+    """What tokamax's `Mask` documents of its ends, (batch, heads, L): an array (…, L, S)."""
+    keys = np.arange(lengths[1])
+    return (k_start[..., None] <= keys) & (keys < k_end[..., None])
+
+
+def test_ends_of_one_interval_are_those_of_tokamax():
+    found = {name: (mask, mask.intervals((10, 10), most=1)) for name, (mask, _) in MASKS.items()}
+    assert {name for name, (_, ends) in found.items() if ends is None} == {
+        name for name, (_, count) in MASKS.items() if count > 1
+    }
+    for mask, ends in found.values():
+        if ends is not None:
+            seen = by_tokamax(ends.first[..., 0], ends.stop[..., 0], (10, 10))
+            expected = seen_by(mask, (1,), 1, (10, 10), 0)
+            np.testing.assert_array_equal(np.broadcast_to(seen, expected.shape), expected)
 
 
 def test_items_that_differ_have_tiles_and_no_documents():

@@ -23,6 +23,12 @@ class Banded(NamedTuple):
     problem: Problem
     keys: Span
 
+    @property
+    def note(self) -> str:
+        """What `explain` says of it."""
+        band = "" if self.problem.band is None else f" and {self.problem.band}"
+        return f"it gets the keys {self.keys.start}:{self.keys.stop}{band} in place of the mask"
+
 
 #: Ends of more rows take longer than is worth it before a call.
 MOST_ROWS = 2**22
