@@ -42,11 +42,8 @@ class JaxCudnn(Kernel):
     poison_safe = False
     rounds_once = False
     takes_empty = False
+    takes_band = True
     devices = frozenset({"cuda"})
-
-    def takes_band(self, problem: Problem) -> bool:
-        """Return that a program may have fewer keys; other calls would compile for each number."""
-        return problem.traced
 
     def reasons_against(self, problem: Problem) -> list[str]:
         """Return why cuDNN, or its wrapper in `jax.nn`, cannot compute the problem."""

@@ -38,16 +38,13 @@ class Fast(Kernel):
     poison_safe = False
     rounds_once = False
     takes_empty = False
+    takes_band = True
 
     def reasons_against(self, problem: Problem) -> list[str]:
         """Return what MLX's operation computes differently."""
         if problem.dtype == "float64":
             return ["its softmax is in float32, and this is float64"]
         return []
-
-    def takes_band(self, problem: Problem) -> bool:
-        """Return that its operation needs no mask array for the first keys, nor for causal ones."""
-        return True
 
     def remark(self, problem: Problem) -> str | None:
         """Return how float32 may be rounded on a GPU."""

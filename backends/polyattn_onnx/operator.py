@@ -86,10 +86,7 @@ class Operator(Kernel):
     # Every runtime multiplies the weight 0 of a masked key by its value, which may be NaN.
     poison_safe: ClassVar[bool] = False
     takes_empty: ClassVar[bool] = False  # runtimes refuse empty arrays
-
-    def takes_band(self, problem: Problem) -> bool:
-        """Return that fewer keys need no mask; those of a cache are an input of the operator."""
-        return not isinstance(problem.mask_spec, CachePadding)
+    takes_band: ClassVar[bool] = True
 
     def opset(self, problem: Problem) -> int:
         """Return the opset that the node is for: 23, 24 or 25."""

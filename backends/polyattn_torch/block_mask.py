@@ -14,15 +14,7 @@ from typing import Any
 
 import torch
 
-from polyattn.plugin import (
-    Backend,
-    Mask,
-    Operands,
-    PointIndices,
-    Problem,
-    TileGrid,
-    combined_mask,
-)
+from polyattn.plugin import Backend, Mask, Operands, PointIndices, Problem, TileGrid
 from polyattn.plugin.internal import score_axes
 
 #: Rows and keys of a tile: FlexAttention's default, a multiple of its CUDA kernels' tiles.
@@ -56,9 +48,8 @@ def block_mask(problem: Problem, x: Operands, mask: Mask, xp: Any, tiles: Tiles 
     )  # fmt: skip
 
 
-def known_tiles(problem: Problem, x: Operands, backend: Backend) -> Tiles | None:
-    """Return the tiles of a call by the intervals of its mask, None where these are not known."""
-    mask = combined_mask(problem, x)
+def known_tiles(problem: Problem, x: Operands, mask: Mask | None, backend: Backend) -> Tiles | None:
+    """Return the tiles of the call's combined mask by its intervals, None if these are unknown."""
     if mask is None or mask.has_rule or torch.compiler.is_compiling():
         return None
     offset: Any = problem.query_offset

@@ -105,7 +105,7 @@ class Flex(Kernel):
         # Outside of the compiled function, which does not support expanded views.
         query, key, value = (one_batch_axis(problem, tensor, backend.xp) for tensor in operands[:3])
         operands = operands._replace(query=query, key=key, value=value)
-        tiles = known_tiles(problem, operands, backend)
+        tiles = known_tiles(problem, operands, combined_mask(problem, operands), backend)
         output, logsumexp = flex(problem, operands, backend.xp, tiles), None
         if "logsumexp" in problem.features:
             output, auxiliary = output

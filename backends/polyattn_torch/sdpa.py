@@ -47,10 +47,7 @@ class Sdpa(Kernel):
     # torch multiplies a masked key's weight 0 by its value, which may be NaN.
     poison_safe = False
     rounds_once = False
-
-    def takes_band(self, problem: Problem) -> bool:
-        """Return that torch needs no mask array for some keys, nor for causal ones if L = S."""
-        return True
+    takes_band = True
 
     def reasons_against(self, problem: Problem) -> list[str]:
         """Return why torch would compute another result."""

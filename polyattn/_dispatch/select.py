@@ -146,7 +146,7 @@ def _try_candidates(
         for kernel in kernels:
             own = _for_kernel(kernel, placement.problem)
             why = withheld.get(kernel.name)
-            band = banded(own) if kernel.takes_band(own) else None
+            band = banded(own) if kernel.takes_band else None
             seen = own if band is None else band.problem
             candidate = _judge(name, kernel, seen, why, requested_kernel, explains)
             runs = chosen is None and candidate.status == "chosen"

@@ -55,6 +55,9 @@ class Kernel:
         Features that it computes only on some kinds of device, with these kinds.
     counts_far : frozenset of str
         The features that count rows or keys, and that it computes beyond 2**30 of them too.
+    takes_band : bool
+        Whether a mask expression of numbers that is causal and a window over some of the keys comes
+        to `__call__` as these, and only these keys.
     tile : int or None
         For a kernel that works in tiles, the largest number of scores in one. The kernel reads it
         in each call: `polyattn.conformance` sets it low on a copy, so that small arrays have many
@@ -73,6 +76,7 @@ class Kernel:
     devices: ClassVar[frozenset[str] | None] = None
     only_on: ClassVar[Mapping[str, frozenset[str]]] = {}
     counts_far: ClassVar[frozenset[str]] = frozenset()
+    takes_band: ClassVar[bool] = False
     tile: int | None = None
 
     def reasons_against(self, problem: Problem) -> list[str]:
@@ -88,14 +92,6 @@ class Kernel:
         None if it need not be named. `explain` asks it beside `reasons_against`.
         """
         return None
-
-    def takes_band(self, problem: Problem) -> bool:
-        """Return whether a mask of numbers comes as causal and window over some of the keys.
-
-        `__call__` then gets those keys only, and no mask expression where its keys are such a band.
-        For a kernel whose engine has options for them, and otherwise a mask array or nothing.
-        """
-        return False
 
     def reads_quantized(self, problem: Problem) -> bool:
         """Return whether `__call__` takes keys and values of a problem as `Quantized` too.

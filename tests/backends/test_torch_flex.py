@@ -210,8 +210,9 @@ def told(q, k, v, *, reads=True, **options):
     """Return what flex is told to compute, with the problem and operands of the call."""
     call, operands = describe(q, k, v, **options)
     asked, x = examine(call), heads_first(call, operands)
-    tiles = block_mask.known_tiles(asked, x, TORCH) if reads else None
-    return block_mask.block_mask(asked, x, combined_mask(asked, x), TORCH.xp, tiles), asked, x
+    mask = combined_mask(asked, x)
+    tiles = block_mask.known_tiles(asked, x, mask, TORCH) if reads else None
+    return block_mask.block_mask(asked, x, mask, TORCH.xp, tiles), asked, x
 
 
 def looked_at(seen):
