@@ -11,7 +11,6 @@ import numpy as np
 
 from polyattn.plugin import Array, Backend, Operands, Problem, one_batch_axis, sum_to, visible_keys
 from polyattn.plugin.internal import finite_bias, score_axes
-from polyattn_cupy import graphs
 from polyattn_cupy.problem_graphs import aligned, bias_shape
 
 # The bias of a hidden key, and the least bias. It is float32 for all inputs, because float16 has no
@@ -59,14 +58,14 @@ def made_bias(problem: Problem, x: Operands, backend: Backend) -> tuple[Array, A
     return bias, seen
 
 
-def key_counts(problem: Problem, x: Operands) -> dict[int, Array]:
-    """Return how many queries and keys each item has, by their names in cuDNN's graph."""
+def key_counts(problem: Problem, x: Operands) -> tuple[Array, Array]:
+    """Return how many queries and how many keys each item has, as cuDNN takes them."""
     given: Any = x.mask
     shape = (math.prod(problem.batch), 1, 1, 1)
-    keys = cupy.clip(cupy.asarray(given.first_keys), 0, problem.key_length)
+    keys = cupy.asarray(given.first_keys).astype(np.int64)
+    keys = cupy.clip(keys, 0, problem.key_length)
     keys = cupy.broadcast_to(keys, problem.batch).reshape(shape).astype(np.int32)
-    rows = cupy.full(shape, problem.query_length, np.int32)
-    return {graphs.QUERY_LENGTHS: rows, graphs.KEY_LENGTHS: keys}
+    return cupy.full(shape, problem.query_length, np.int32), keys
 
 
 def empty_result(problem: Problem, dtype: Any) -> tuple[Array, Array | None]:

@@ -77,7 +77,7 @@ class CupyCudnn(Kernel):
             graphs.VALUE: value.data.ptr,
             graphs.OUTPUT: output.data.ptr,
         }
-        bias = counts = empty_rows = None
+        bias = empty_rows = None
         if logsumexp is not None:
             pointers[graphs.LOGSUMEXP] = logsumexp.data.ptr
         if needs_bias(problem):
@@ -85,11 +85,10 @@ class CupyCudnn(Kernel):
             empty_rows = ~seen.any(axis=-1)
             pointers[graphs.BIAS] = bias.data.ptr
         elif counts_keys(problem):
-            counts = key_counts(problem, operands)
-            keys = counts[graphs.KEY_LENGTHS]
+            rows, keys = key_counts(problem, operands)
             empty_rows = cupy.broadcast_to(keys[..., 0] == 0, query.shape[:3])
-            counts[graphs.KEY_LENGTHS] = cupy.clip(keys, 1, None)  # or it would divide by 0
-            pointers |= {uid: array.data.ptr for uid, array in counts.items()}
+            keys = cupy.clip(keys, 1, None)  # or cuDNN would divide by 0
+            pointers |= {graphs.QUERY_LENGTHS: rows.data.ptr, graphs.KEY_LENGTHS: keys.data.ptr}
         graph = graph_of(problem, query.strides, key.strides, value.strides)
         plans.run(graph, pointers)
         if empty_rows is not None:

@@ -142,7 +142,7 @@ class Operator(Kernel):
         # Without a cache, causal rows count from the last of all keys.
         if (is_cache or band(problem) == (None, None)) and positions.counted:
             if not is_cache:  # whose lengths are from 0 to that of the keys
-                first_keys = xp.clip(xp.asarray(first_keys), min=0, max=keys)
+                first_keys = xp.astype(xp.clip(xp.asarray(first_keys), min=0, max=keys), xp.int64)
             keys, operands = first_keys, operands._replace(mask=None)
         mask = _mask(problem, operands, xp, banded=positions.by_mask)
         if operands.sinks is not None:

@@ -139,7 +139,8 @@ def test_keys_that_are_left_out_have_gradients_of_0():
 
 def test_an_operator_gets_the_number_of_keys_of_each_item():
     operator = pytest.importorskip("polyattn_onnx.operator")
-    for mask in (masks.prefix(np.asarray([3, 9])), masks.padding(np.asarray([-1, 5]))):
+    for numbers in ([3, 9], [-1, 5], np.asarray([0, 2**40], np.uint64)):
+        mask = masks.prefix(np.asarray(numbers))
         assert operator._positions(problem_of(mask), 24) == operator.NodePositions(counted=True)
         assert not operator._positions(problem_of(mask), 23).counted
         x = np.random.default_rng(0).standard_normal((3, 2, 3, S, 8), dtype=np.float32)
