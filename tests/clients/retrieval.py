@@ -1,6 +1,7 @@
 """A model of retrieval: queries and passages packed together, mean vectors, late interaction."""
 
 import torch
+import torch.nn.functional as F
 from by_hand import each
 from torch import nn
 from xformers.ops import memory_efficient_attention
@@ -23,9 +24,9 @@ class Model(nn.Module):
         x = self.embedding(torch.cat(texts))
         qkv = self.qkv(self.norm(x)).unflatten(-1, (3, self.heads, -1))
         x = x + self.out(self.attend(*(y[None] for y in qkv.unbind(1)), sizes)[0].flatten(1))
-        parts = x.split(sizes)
+        parts = F.normalize(x, dim=-1).split(sizes)
         pairs = zip(parts[: len(queries)], parts[len(queries) :], strict=True)
-        scores = torch.stack([(one @ other.T).amax(1).sum() for one, other in pairs])
+        scores = torch.stack([(one @ other.T).amax(1).mean() for one, other in pairs])
         return scores, torch.stack([part.mean(0) for part in parts])
 
     def attend(self, q, k, v, sizes):
