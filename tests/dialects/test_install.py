@@ -105,7 +105,7 @@ def test_a_form_of_import_resolves(form):
 
 
 @pytest.mark.parametrize(
-    "name", ["flash_attn_interface", "flash_attn.cute", "flash_attn.modules.mha"]
+    "name", ["flash_attn_interface", "flash_attn.cute", "flash_attn.modules.mlp"]
 )
 def test_what_is_absent_is_an_import_error(name):
     """Programs that can do without it catch this error."""

@@ -52,6 +52,11 @@ def apply_rotary(
         **({} if ends is None else {"B": ends.shape[0] - 1}),
     )  # fmt: skip
     rows = x
+    if ends is None and isinstance(first, int) and not 0 <= first <= cos.shape[0] - x.shape[1]:
+        raise ValueError(
+            f"cos has {cos.shape[0]} positions, and x the {x.shape[1]} from seqlen_offsets ="
+            f" {first} on: make the tables longer"
+        )
     if ends is None:
         places = positions_from(first, x.shape[1], x)
     else:
