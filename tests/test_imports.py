@@ -52,6 +52,7 @@ OUTSIDE = {
     "_base.arrays": {"array_api_compat"},
     "bench": {"numpy", "threadpoolctl", "tqdm"},
     "conformance": TESTING,
+    "dialects._install": {"polyattn_command"},
     "dialects.flash_attn.layers": {"torch"},
     "dialects.flash_attn.losses": {"torch"},
     "dialects.flash_attn.modules": {"torch"},
