@@ -23,6 +23,7 @@ VARIABLE = "POLYATTN_INSTALL"
 PACKAGES = {
     "flash_attn": ("flash-attn", "2.8.3"),
     "flash_attn_interface": ("flash-attn-3", "3.0.0"),
+    "flash_attn.cute": ("flash-attn-4", "4.0.0"),
     "xformers": ("xformers", "0.0.35"),
 }
 #: What `polyattn run` brings. Programs prefer FlashAttention 3 if they find it, and most expect
@@ -30,7 +31,22 @@ PACKAGES = {
 BY_DEFAULT = ("flash_attn", "xformers")
 #: The suffix of a name in a list for functions that return tuples.
 TUPLES = ":tuples"
-_MADE_OF = {"flash_attn.flash_attn_interface": "flash_attn"}
+_MADE_OF = {
+    "flash_attn.cute.interface": "flash_attn.cute",
+    "flash_attn.flash_attn_interface": "flash_attn",
+    "flash_attn.ops.rms_norm": "flash_attn.ops.layer_norm",
+    "flash_attn.ops.triton.cross_entropy": "flash_attn.losses.cross_entropy",
+    "flash_attn.ops.triton.layer_norm": "flash_attn.ops.layer_norm",
+}
+#: Compiled modules and Triton kernels that code imports, and what to call instead.
+_KERNELS = {
+    "dropout_layer_norm": "flash_attn.ops.layer_norm.dropout_add_layer_norm",
+    "flash_attn.flash_attn_triton": "flash_attn.flash_attn_func",
+    "flash_attn_2_cuda": "flash_attn.flash_attn_func, or _flash_attn_forward beside it",
+    "flash_attn_3_cuda": "flash_attn_interface.flash_attn_func",
+    "rotary_emb": "flash_attn.layers.rotary.apply_rotary_emb",
+    "xentropy_cuda_lib": "flash_attn.losses.cross_entropy.CrossEntropyLoss",
+}
 
 
 class Finder:
@@ -46,6 +62,8 @@ class Finder:
         while package and package not in PACKAGES:
             package = package.rpartition(".")[0]
         own = _MADE_OF.get(name, name)
+        if name in _KERNELS and "flash_attn" in self.packages and not is_real(name):
+            return ModuleSpec(name, self)  # type: ignore[arg-type]
         if package not in self.packages or "._" in own:
             return None
         from pathlib import Path
@@ -63,6 +81,12 @@ class Finder:
     def exec_module(self, module: ModuleType) -> None:
         """Give a module the names of the dialect."""
         name = module.__name__
+        if name in _KERNELS:
+            raise ModuleNotFoundError(
+                f"{name} is made of kernels for GPUs, which polyattn does not stand in for: call"
+                f" {_KERNELS[name]}",
+                name=name,
+            )
         own = import_module(f"polyattn.dialects.{_MADE_OF.get(name, name)}")
         kept = vars(module).keys() - {"__doc__"}
         vars(module).update((key, value) for key, value in vars(own).items() if key not in kept)
@@ -108,7 +132,16 @@ def start(names: Iterable[str]) -> Finder:
 
 def is_real(name: str) -> bool:
     """Return whether imports would find a package elsewhere; a folder without code is none."""
-    others = (one for one in sys.meta_path if not isinstance(one, Finder))
-    specs = (one.find_spec(name, None) for one in others if hasattr(one, "find_spec"))
-    spec = next(filter(None, specs), None)
+    spec = _elsewhere(name)
     return spec is not None and spec.origin is not None
+
+
+def _elsewhere(name: str) -> ModuleSpec | None:
+    parent = name.rpartition(".")[0]
+    package = _elsewhere(parent) if parent else None
+    if parent and package is None:
+        return None
+    path = None if package is None else package.submodule_search_locations
+    others = (one for one in sys.meta_path if not isinstance(one, Finder))
+    specs = (one.find_spec(name, path) for one in others if hasattr(one, "find_spec"))
+    return next(filter(None, specs), None)

@@ -21,6 +21,7 @@ MODULES = [
         "polyattn.conformance.suite",
         "polyattn.dialects",
         "polyattn.dialects.flash_attn",
+        "polyattn.dialects.flash_attn.cute",
         "polyattn.dialects.flash_attn_interface",
         "polyattn.dialects.keras",
         "polyattn.dialects.mlx",
@@ -84,8 +85,8 @@ def faults_of(path):
     allowed = NOT_ASKED | ({"RT01", "YD01"} if one_line else set())
     if path.startswith(READ_BY_KERNELS):
         allowed |= {"PR01", "RT01", "YD01"}
-    in_flash_attention_3 = path.startswith("polyattn.dialects.flash_attn_interface.")
-    if in_flash_attention_3 or path.endswith(("packed_func", "_first_axis")):
+    newer = ("polyattn.dialects.flash_attn_interface.", "polyattn.dialects.flash_attn.cute.")
+    if path.startswith(newer) or path.endswith(("packed_func", "_first_axis")):
         allowed |= {"PR01"}  # the others are those of the function that is named, or in the line
     fields = []
     if "Attributes\n" in found["docstring"]:

@@ -14,6 +14,7 @@ from polyattn.dialects._shared import check_axes, shape_of
 
 __all__ = [
     "index_first_axis",
+    "index_first_axis_residual",
     "index_put_first_axis",
     "pad_input",
     "unpad_input",
@@ -47,6 +48,12 @@ def index_put_first_axis(values: Array, indices: Array, first_axis_dim: int) -> 
     order = xp.concat((order, index_range(xp, count, count + 1, values)), axis=0)
     chosen = xp.where(stop > place, place, numbers_like(xp, count, place.dtype, values))
     return xp.take(values, xp.take(order, chosen, axis=0), axis=0)
+
+
+def index_first_axis_residual(input: Array, indices: Array) -> tuple[Array, Array]:
+    """Return the rows as `index_first_axis` does, and the array without gradient."""
+    given: Any = input
+    return index_first_axis(input, indices), given.detach() if hasattr(given, "detach") else given
 
 
 #: The same two as functions of torch.autograd are called.
