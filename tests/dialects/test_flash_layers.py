@@ -402,7 +402,7 @@ REFUSED = {
         {"use_flash_attn": True, "rotary_emb_dim": 4}, {"cu_seqlens": STARTS},
     ),
     "inference_params needs layer_idx": ({}, {"inference_params": SimpleNamespace()}),
-    "inference_params is for calls without": (
+    "layer_idx, and no key_padding_mask, cu_seqlens and dwconv": (
         {"layer_idx": 0, "dwconv": True}, {"inference_params": SimpleNamespace()},
     ),
 }  # fmt: skip

@@ -115,7 +115,7 @@ from flash_attn.ops.layer_norm import dropout_add_layer_norm, DropoutAddLayerNor
 from flash_attn.ops.triton.layer_norm import layer_norm_fn, rms_norm_fn, RMSNorm
 from flash_attn.ops.triton.cross_entropy import cross_entropy_loss
 from flash_attn.losses.cross_entropy import CrossEntropyLoss
-from flash_attn.bert_padding import index_first_axis_residual, IndexPutFirstAxis
+from flash_attn.bert_padding import IndexFirstAxisResidual, IndexPutFirstAxis
 """.strip().splitlines()
 
 
@@ -124,6 +124,27 @@ from flash_attn.bert_padding import index_first_axis_residual, IndexPutFirstAxis
 def test_layers_resolve(form):
     with fa2.install():
         exec(form, {})
+
+
+@pytest.mark.needs("torch")
+def test_programs_compare_versions_and_see_the_device_as_it_is():
+    from packaging.version import parse
+
+    capability = torch.cuda.get_device_capability
+    with fa2.install():
+        import flash_attn
+
+        assert parse("2.1.0") <= parse(flash_attn.__version__) < parse("3")
+        assert parse(importlib.metadata.version("flash_attn")) >= parse("2.7.1.post1")
+        assert torch.cuda.get_device_capability is capability
+
+
+@pytest.mark.needs("torch")
+def test_rows_with_the_whole_array_have_one_gradient():
+    x, rows = torch.ones(3, 2, requires_grad=True), torch.tensor([2, 0])
+    taken, whole = fa2.bert_padding.index_first_axis_residual(x, rows)
+    (taken.sum() + 2 * whole.sum()).backward()
+    assert x.grad[:, 0].tolist() == [3, 2, 3]
 
 
 def test_flash_attention_4_comes_by_name():

@@ -51,13 +51,13 @@ def index_put_first_axis(values: Array, indices: Array, first_axis_dim: int) -> 
 
 
 def index_first_axis_residual(input: Array, indices: Array) -> tuple[Array, Array]:
-    """Return the rows as `index_first_axis` does, and the array without gradient."""
-    given: Any = input
-    return index_first_axis(input, indices), given.detach() if hasattr(given, "detach") else given
+    """Return the rows as `index_first_axis` does, and the array."""
+    return index_first_axis(input, indices), input
 
 
-#: The same two as functions of torch.autograd are called.
+#: The same as functions of torch.autograd are called.
 IndexFirstAxis = SimpleNamespace(apply=index_first_axis)
+IndexFirstAxisResidual = SimpleNamespace(apply=index_first_axis_residual)
 IndexPutFirstAxis = SimpleNamespace(apply=index_put_first_axis)
 
 

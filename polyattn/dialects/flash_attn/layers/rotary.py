@@ -33,7 +33,7 @@ def apply_rotary_emb(
     is returned.
     """
     turned = apply_rotary(x, cos, sin, seqlen_offsets, cu_seqlens, max_seqlen, interleaved)
-    return _put(x, turned) if inplace else turned
+    return _put(x, turned.shape[2], turned) if inplace else turned
 
 
 apply_rotary_emb_func = apply_rotary_emb_torch = apply_rotary_emb
@@ -54,14 +54,17 @@ def apply_rotary_emb_qkv_(
     elif len(shape) != 4 or num_heads_q is None or not 0 < num_heads_q < shape[2]:
         raise ValueError(f"a qkv of shape {tuple(shape)} needs num_heads_q, the query heads")
     heads = xp.reshape(qkv, (*shape[:2], -1, shape[-1]))
-    ends = (num_heads_q, (heads.shape[2] + num_heads_q) // 2)
-    tables = (cos, sin), (cos if cos_k is None else cos_k, sin if sin_k is None else sin_k)
-    parts = [
-        apply_rotary(heads[:, :, start:end, :], *table, seqlen_offsets, interleaved=interleaved)
-        for start, end, table in zip((0, ends[0]), ends, tables, strict=True)
+    end = (heads.shape[2] + num_heads_q) // 2
+    parts = [(0, end, cos, sin)]  # q and k at once
+    if cos_k is not None:
+        parts = [(0, num_heads_q, cos, sin), (num_heads_q, end, cos_k, sin_k)]
+    turned = [
+        apply_rotary(heads[:, :, a:b, :], one, other, seqlen_offsets, interleaved=interleaved)
+        for a, b, one, other in parts
     ]
-    turned = xp.concat((*parts, heads[:, :, ends[1] :, :]), axis=2)
-    return _put(qkv, xp.reshape(turned, tuple(shape)))
+    count = 2 if len(shape) == 5 else end
+    whole = xp.concat(turned, axis=2) if len(turned) > 1 else turned[0]
+    return _put(qkv, count, xp.reshape(whole, (*shape[:2], count, *shape[3:])))
 
 
 def apply_rotary_emb_kv_(
@@ -70,22 +73,23 @@ def apply_rotary_emb_kv_(
     """Rotate k of an array (B, L, 2, G, D), as `apply_rotary_emb_qkv_` does q and k."""
     check_axes("kv BL2GD", kv)
     key = apply_rotary(kv[:, :, 0, ...], cos, sin, seqlen_offsets, interleaved=interleaved)
-    return _put(kv, library_of(kv).xp.stack((key, kv[:, :, 1, ...]), axis=2))
+    return _put(kv, 1, key[:, :, None, ...])
 
 
-def _put(x: Array, turned: Array) -> Array:
-    """Write into an array; return it, or what was to be written where autograd forbids that."""
+def _put(x: Array, count: int, turned: Array) -> Array:
+    """Write the first entries of the third axis; return x, or a copy where autograd forbids it."""
     try:
-        x[...] = turned
+        x[:, :, :count, ...] = turned
     except RuntimeError:  # a leaf, or one of several views that one function made
-        return turned
+        return library_of(x).xp.concat((turned, x[:, :, count:, ...]), axis=2)
     return x
 
 
 class RotaryEmbedding(torch.nn.Module):
     """Rotate queries and keys by angles of their positions, ``base ** (-2 n / dim)`` each.
 
-    With `scale_base` they are scaled by position too (xPos). Angles are computed in float32.
+    With `scale_base` they are scaled by position too (xPos). Angles are computed in float32 at
+    least.
     """
 
     inv_freq: Tensor
@@ -99,8 +103,7 @@ class RotaryEmbedding(torch.nn.Module):
         self.dim, self.base, self.interleaved = dim, float(base), interleaved
         self.scale_base = scale_base
         self.register_buffer("inv_freq", self._compute_inv_freq(device), persistent=False)
-        steps = torch.arange(0, dim, 2, device=device, dtype=torch.float32)
-        scale = None if scale_base is None else (steps + 0.4 * dim) / (1.4 * dim)
+        scale = None if scale_base is None else self._compute_scale(device)
         self.register_buffer("scale", scale, persistent=False)
         self._seq_len_cached = 0
         self._cos_cached: Any = None
@@ -111,6 +114,10 @@ class RotaryEmbedding(torch.nn.Module):
     def _compute_inv_freq(self, device: Any = None) -> Tensor:
         steps = torch.arange(0, self.dim, 2, device=device, dtype=torch.float32)
         return 1.0 / self.base ** (steps / self.dim)
+
+    def _compute_scale(self, device: Any = None) -> Tensor:
+        steps = torch.arange(0, self.dim, 2, device=device, dtype=torch.float32)
+        return (steps / self.dim + 0.4) / 1.4
 
     def _update_cos_sin_cache(self, seqlen: int, device: Any = None, dtype: Any = None) -> None:
         """Make the tables of so many positions, unless those that there are serve."""
@@ -130,9 +137,9 @@ class RotaryEmbedding(torch.nn.Module):
         places = torch.arange(seqlen, device=device, dtype=wide)
         angles = torch.outer(places, frequencies.to(wide))
         tables = [angles.cos(), angles.sin()]
-        if self.scale is not None:
-            power = (places - seqlen // 2)[:, None] / (self.scale_base or 1)
-            scale = self.scale.to(wide) ** power
+        if self.scale_base is not None:
+            power = (places - seqlen // 2)[:, None] / self.scale_base
+            scale = self._compute_scale(device).to(wide) ** power
             of_keys = [(table / scale).to(dtype) for table in tables]
             self._cos_k_cached, self._sin_k_cached = of_keys
             tables = [table * scale for table in tables]

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 __all__ = ["CrossEntropyLoss", "cross_entropy_loss"]
 __dir__ = __all__.copy
@@ -34,16 +35,17 @@ def cross_entropy_loss(
             "process_group of several processes is not supported: gather the logits of all classes"
             " and call without it"
         )
-    x = logits.to(torch.promote_types(logits.dtype, torch.float32)) * logit_scale
-    ignored = labels == ignore_index
-    total = torch.logsumexp(x, dim=-1)
-    right = x.gather(-1, labels.masked_fill(ignored, 0).long()[:, None])[:, 0]
-    losses = total - (1 - label_smoothing) * right
-    if label_smoothing:
-        losses = losses - label_smoothing * x.mean(dim=-1)
-    squares = lse_square_scale * total.square()
-    losses, squares = (y.masked_fill(ignored, 0.0) for y in (losses + squares, squares))
-    return losses, squares.detach()
+    x = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    x = x if logit_scale == 1 else x * logit_scale
+    losses = F.cross_entropy(
+        x, labels.long(), ignore_index=ignore_index, label_smoothing=label_smoothing,
+        reduction="none",
+    )  # fmt: skip
+    if not lse_square_scale:
+        return losses, torch.zeros_like(losses)
+    squares = lse_square_scale * torch.logsumexp(x, dim=-1).square()
+    squares = squares.masked_fill(labels == ignore_index, 0.0)
+    return losses + squares, squares.detach()
 
 
 class CrossEntropyLoss(torch.nn.Module):
@@ -57,17 +59,17 @@ class CrossEntropyLoss(torch.nn.Module):
         if reduction not in ("mean", "sum", "none"):
             raise ValueError(f"reduction must be 'mean', 'sum' or 'none'; got {reduction!r}")
         super().__init__()
-        self.ignore_index, self.reduction, self.return_z_loss = (
-            ignore_index, reduction, return_z_loss,
-        )  # fmt: skip
-        self.options = {
-            "label_smoothing": label_smoothing, "logit_scale": logit_scale,
-            "lse_square_scale": lse_square_scale, "process_group": process_group,
-        }  # fmt: skip
+        self.ignore_index, self.reduction = ignore_index, reduction
+        self.label_smoothing, self.logit_scale = label_smoothing, logit_scale
+        self.lse_square_scale, self.return_z_loss = lse_square_scale, return_z_loss
+        self.process_group = process_group
 
     def forward(self, input: Tensor, target: Tensor, precomputed_lse: Tensor | None = None) -> Any:
         """Return the loss, with `return_z_loss` also its part by the squared logsumexp."""
-        results = cross_entropy_loss(input, target, ignore_index=self.ignore_index, **self.options)
+        results = cross_entropy_loss(
+            input, target, None, self.label_smoothing, self.logit_scale, self.lse_square_scale,
+            self.ignore_index, process_group=self.process_group,
+        )  # fmt: skip
         if self.reduction != "none":
             many = (target != self.ignore_index).sum() if self.reduction == "mean" else 1
             results = results[0].sum() / many, results[1].sum() / many

@@ -14,14 +14,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from polyattn._api.attention import attention
+from polyattn.dialects import flash_attn
 from polyattn.dialects._shared import check_axes, dropout_of
-from polyattn.dialects.flash_attn import (
-    flash_attn_kvpacked_func,
-    flash_attn_qkvpacked_func,
-    flash_attn_varlen_kvpacked_func,
-    flash_attn_varlen_qkvpacked_func,
-    flash_attn_with_kvcache,
-)
 from polyattn.dialects.flash_attn.layers.rotary import RotaryEmbedding
 
 __all__ = [
@@ -82,8 +76,8 @@ class FlashSelfAttention(_Inner):
         """Return (B, L, H, D), or (T, H, D) of sequences that begin at `cu_seqlens`."""
         options = self.options(causal)
         if cu_seqlens is None:
-            return flash_attn_qkvpacked_func(qkv, **options)
-        return flash_attn_varlen_qkvpacked_func(qkv, cu_seqlens, max_seqlen, **options)
+            return flash_attn.flash_attn_qkvpacked_func(qkv, **options)
+        return flash_attn.flash_attn_varlen_qkvpacked_func(qkv, cu_seqlens, max_seqlen, **options)
 
 
 class FlashCrossAttention(_Inner):
@@ -97,9 +91,9 @@ class FlashCrossAttention(_Inner):
         """Return (B, L, H, D), or (T, H, D); keys begin where rows do without `cu_seqlens_k`."""
         options = self.options(causal)
         if cu_seqlens is None:
-            return flash_attn_kvpacked_func(q, kv, **options)
+            return flash_attn.flash_attn_kvpacked_func(q, kv, **options)
         of_keys = cu_seqlens if cu_seqlens_k is None else cu_seqlens_k
-        return flash_attn_varlen_kvpacked_func(
+        return flash_attn.flash_attn_varlen_kvpacked_func(
             q, kv, cu_seqlens, of_keys, max_seqlen, max_seqlen_k, **options
         )
 
@@ -204,7 +198,7 @@ class MHA(nn.Module):
         `inference_params` has the caches of layers by `layer_idx`, in which the new keys and values
         are written at ``seqlen_offset``, or at ``lengths_per_sample``.
         """
-        is_flash, is_cached = self.use_flash_attn, inference_params is not None
+        is_flash = self.use_flash_attn
         _refuse(
             ("x_kv and mixer_subset are for cross_attn=True",
              not self.cross_attn and not (x_kv is None and mixer_subset is None)),
@@ -212,15 +206,12 @@ class MHA(nn.Module):
              is_flash and key_padding_mask is not None),
             ("cu_seqlens needs use_flash_attn=True, and rotary_emb_dim 0 and dwconv=False",
              cu_seqlens is not None and bool(not is_flash or self.rotary_emb_dim or self.dwconv)),
-            ("inference_params needs layer_idx, the number of the layer's cache",
-             is_cached and self.layer_idx is None),
-            ("inference_params is for calls without key_padding_mask, cu_seqlens and dwconv",
-             is_cached and not (key_padding_mask is cu_seqlens is None and not self.dwconv)),
+            ("inference_params needs layer_idx, and no key_padding_mask, cu_seqlens and dwconv",
+             inference_params is not None and not (self.layer_idx is not None and not self.dwconv
+             and key_padding_mask is cu_seqlens is None)),
         )  # fmt: skip
-        if self.use_flash_attn:
-            kwargs |= {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen}
-        else:
-            kwargs["key_padding_mask"] = key_padding_mask
+        packed = {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen}
+        kwargs |= packed if is_flash else {"key_padding_mask": key_padding_mask}
         inner: Any = self.inner_cross_attn
         given: tuple[Tensor, ...]
         if self.cross_attn:
@@ -270,7 +261,7 @@ class MHA(nn.Module):
             shape = (params.max_batch_size, params.max_seqlen)
             caches[self.layer_idx] = self.allocate_inference_cache(*shape, dtype=kv.dtype)
         cache, inner = caches[self.layer_idx][start : start + q.shape[0]], self.inner_cross_attn
-        return flash_attn_with_kvcache(
+        return flash_attn.flash_attn_with_kvcache(
             q, cache[:, :, 0], cache[:, :, 1], kv[:, :, 0], kv[:, :, 1],
             cache_seqlens=self._lengths(params, q.shape[0])[0], softmax_scale=inner.softmax_scale,
             causal=inner.causal, window_size=inner.window_size, alibi_slopes=inner.alibi_slopes,

@@ -5,6 +5,7 @@ They are computed in float32 at least, and rounded once.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -81,11 +82,8 @@ def layer_norm_fn(
     return results[0] if len(results) == 1 else tuple(results)
 
 
-def rms_norm_fn(
-    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None = None, **options: Any
-) -> Any:
-    """Normalize as `layer_norm_fn` does, by the root mean square."""
-    return layer_norm_fn(x, weight, bias, residual, **options, is_rms_norm=True)
+#: The same by the root mean square.
+rms_norm_fn = partial(layer_norm_fn, is_rms_norm=True)
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float) -> Any:
@@ -119,9 +117,8 @@ def dropout_add_layer_norm(
     return *outputs, torch.ones_like(x0, dtype=torch.uint8) if keep is None else keep.byte()
 
 
-def dropout_add_rms_norm(*arguments: Any, **options: Any) -> Any:
-    """Normalize as `dropout_add_layer_norm` does, by the root mean square."""
-    return dropout_add_layer_norm(*arguments, **options, is_rms_norm=True)
+#: The same by the root mean square.
+dropout_add_rms_norm = partial(dropout_add_layer_norm, is_rms_norm=True)
 
 
 class RMSNorm(torch.nn.Module):
