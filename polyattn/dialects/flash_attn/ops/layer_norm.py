@@ -54,7 +54,7 @@ def layer_norm_fn(
     """
     check_rate(dropout_p)
     wide = torch.promote_types(x.dtype, torch.float32)
-    total: Any = 0 if residual is None else residual.to(wide)
+    total: Any = None if residual is None else residual.to(wide)
     kept: list[Any] = [None, None]
     for n, one in enumerate((x, x1) if x1 is not None else (x,)):
         one = one.to(wide)
@@ -63,7 +63,7 @@ def layer_norm_fn(
         if dropout_p:
             kept[n] = keep = torch.empty_like(one, dtype=torch.bool).bernoulli_(1 - dropout_p)
             one = torch.where(keep, one / (1 - dropout_p), 0.0)
-        total = total + one
+        total = one if total is None else total + one
     results: list[Any] = []
     for own, shift in ((weight, bias), (weight1, bias1)):
         if own is not None:
