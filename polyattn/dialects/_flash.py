@@ -50,7 +50,8 @@ def dense(
     """Return attention of arrays (B, L, H, D), with the logsumexp, (B, H, L), if asked for."""
     qv, (q, scale) = scaled(qv, scale)[0], scaled(q, scale)
     options = dense_options(q, k, v, scale, causal, window, softcap, slopes, chunk, qv)
-    options |= {} if sinks is None else {"sinks": sinks}
+    if sinks is not None:
+        options["sinks"] = sinks
     if dropout:
         options["dropout"] = dropout_of(q, dropout)
     return attended(joined(q, qv), joined(k, None if qv is None else v), v, options, logsumexp)
@@ -111,7 +112,9 @@ def varlen(
     if qv is not None:
         q, k = joined(q, qv), joined(k, v)
     q, scale = scaled(q, scale)
-    options = options_of(scale, softcap) | ({} if sinks is None else {"sinks": sinks})
+    options = options_of(scale, softcap)
+    if sinks is not None:  # of all sequences
+        options["sinks"] = sinks
     if dropout:
         options["dropout"] = dropout_of(q, dropout)
     if table is not None:

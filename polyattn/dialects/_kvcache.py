@@ -74,7 +74,8 @@ def checked(
     (q, scale), capacity = scaled(joined(q, qv), scale), _capacity(cache)
     lengths = capacity if cache.lengths is None else cache.lengths
     options = options_of(scale, softcap) | {"is_causal": bool(causal), "window": near}
-    options |= {} if sinks is None else {"sinks": sinks}
+    if sinks is not None:
+        options["sinks"] = sinks
     many = lengths if isinstance(lengths, int) and cache.table is None else capacity
     if slopes is not None or chunk:
         options |= by_position(q, many, lengths - q.shape[1], slopes, chunk, cache.leftpad)
