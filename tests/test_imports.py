@@ -52,11 +52,13 @@ OUTSIDE = {
     "_base.arrays": {"array_api_compat"},
     "bench": {"numpy", "threadpoolctl", "tqdm"},
     "conformance": TESTING,
+    "cli": {"polyattn_command"},
     "dialects._install": {"polyattn_command"},
     "dialects.flash_attn.layers": {"torch"},
     "dialects.flash_attn.losses": {"torch"},
     "dialects.flash_attn.modules": {"torch"},
     "dialects.flash_attn.ops.layer_norm": {"torch"},
+    "dialects.xformers.ops": {"torch"},
     "export": {"numpy"},
     "_core.expressions.intervals": {"numpy"},  # imported when intervals are asked for
     "_base.host": {"numpy"},  # imported when a sequence, or an array of NumPy, is placed

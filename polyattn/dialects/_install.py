@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import sys
 
-from polyattn_command.stand_ins import PACKAGES, TUPLES, Finder, is_real, start
+from polyattn_command.stand_ins import PACKAGES as PACKAGES
+from polyattn_command.stand_ins import TUPLES, Finder, is_real, start
 
 
 def install(*packages: str, tuples: bool = False) -> contextlib.ExitStack:
