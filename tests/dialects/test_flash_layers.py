@@ -255,10 +255,6 @@ NAMES = {
     "grouped": ({"num_heads_kv": 2}, ["Wqkv", "out_proj"]),
     "cross": ({"cross_attn": True}, ["Wq", "Wkv", "out_proj"]),
     "rotary": ({"rotary_emb_dim": 4, "use_flash_attn": True}, ["Wqkv", "out_proj"]),
-    "convolved": ({"dwconv": True}, ["Wqkv", "dwconv_qkv", "out_proj"]),
-    "convolved groups": (
-        {"dwconv": True, "num_heads_kv": 2}, ["Wqkv", "dwconv_q", "dwconv_kv", "out_proj"],
-    ),
 }  # fmt: skip
 
 
@@ -273,7 +269,7 @@ def test_parameters_have_the_published_names(name):
     else:
         assert layer.Wqkv.weight.shape == (16 + 8 * groups, 16)
     without = mha.MHA(16, 4, qkv_proj_bias=False, out_proj_bias=False, **options)
-    assert not [x for x in without.state_dict() if "bias" in x and "dwconv" not in x]
+    assert not [x for x in without.state_dict() if "bias" in x]
 
 
 def test_layers_of_norms_have_the_published_names():
@@ -297,14 +293,6 @@ def test_mha(name, use_flash_attn):
         k, v = layer.Wkv(other).chunk(2, -1)
     else:
         whole = layer.Wqkv(x)
-        for part, conv in ((slice(0, 16), "q"), (slice(16, None), "kv"), (slice(None), "qkv")):
-            if hasattr(layer, f"dwconv_{conv}"):
-                at = getattr(layer, f"dwconv_{conv}")
-                late = torch.nn.functional.pad(whole[..., part], (0, 0, 2, 0))
-                whole = whole.clone()
-                whole[..., part] = at.bias + sum(
-                    late[:, n : n + 5] * at.weight[:, 0, n] for n in range(3)
-                )
         q, k, v = whole.split((16, *[(whole.shape[-1] - 16) // 2] * 2), -1)
     q, k, v = (y.unflatten(-1, (-1, 4)) for y in (q, k, v))
     if name == "rotary":
@@ -402,9 +390,10 @@ REFUSED = {
         {"use_flash_attn": True, "rotary_emb_dim": 4}, {"cu_seqlens": STARTS},
     ),
     "inference_params needs layer_idx": ({}, {"inference_params": SimpleNamespace()}),
-    "layer_idx, and no key_padding_mask, cu_seqlens and dwconv": (
-        {"layer_idx": 0, "dwconv": True}, {"inference_params": SimpleNamespace()},
+    "and no key_padding_mask and cu_seqlens": (
+        {"layer_idx": 0}, {"inference_params": SimpleNamespace(), "key_padding_mask": TWO},
     ),
+    "dwconv=True, a convolution before attention, is refused": ({"dwconv": True}, {}),
 }  # fmt: skip
 
 
@@ -414,7 +403,7 @@ def called(options, given):
 
 @pytest.mark.parametrize("message", REFUSED)
 def test_mha_refuses(message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((NotImplementedError, ValueError), match=message):
         called(*REFUSED[message])
 
 

@@ -144,13 +144,15 @@ class MHA(nn.Module):
                 "num_heads must divide embed_dim, and num_heads_kv num_heads; got embed_dim"
                 f" {embed_dim}, num_heads {num_heads} and num_heads_kv {groups}"
             )
+        if dwconv:
+            raise NotImplementedError("dwconv=True, a convolution before attention, is refused")
         if rotary_emb_dim and cross_attn:
             raise ValueError("rotary_emb_dim is for self-attention: leave out cross_attn")
         if (use_alibi or tuple(window_size) != (-1, -1)) and not use_flash_attn:
             raise ValueError("use_alibi and window_size need use_flash_attn=True")
         self.embed_dim, self.num_heads, self.num_heads_kv = embed_dim, num_heads, groups
         self.head_dim, self.cross_attn, self.causal = embed_dim // num_heads, cross_attn, causal
-        self.layer_idx, self.dwconv, self.rotary_emb_dim = layer_idx, dwconv, rotary_emb_dim
+        self.layer_idx, self.rotary_emb_dim = layer_idx, rotary_emb_dim
         self.use_flash_attn, self.return_residual = use_flash_attn, return_residual
         self.checkpointing = checkpointing
         placed = {"device": device, "dtype": dtype}
@@ -159,17 +161,12 @@ class MHA(nn.Module):
                 rotary_emb_dim, rotary_emb_base, rotary_emb_interleaved, rotary_emb_scale_base,
                 device,
             )  # fmt: skip
-        sizes = {"q": embed_dim, "kv": 2 * self.head_dim * groups}
+        of_kv = 2 * self.head_dim * groups
         if not cross_attn:
-            self.Wqkv = nn.Linear(embed_dim, sum(sizes.values()), qkv_proj_bias, **placed)
+            self.Wqkv = nn.Linear(embed_dim, embed_dim + of_kv, qkv_proj_bias, **placed)
         else:
             self.Wq = nn.Linear(embed_dim, embed_dim, qkv_proj_bias, **placed)
-            self.Wkv = nn.Linear(embed_dim, sizes["kv"], qkv_proj_bias, **placed)
-        if groups == num_heads and not cross_attn:
-            sizes = {"qkv": sum(sizes.values())}
-        for name, size in sizes.items() if dwconv else ():
-            convolution = nn.Conv1d(size, size, kernel_size=3, padding=2, groups=size, **placed)
-            self.add_module(f"dwconv_{name}", convolution)
+            self.Wkv = nn.Linear(embed_dim, of_kv, qkv_proj_bias, **placed)
         options: dict[str, Any] = {"causal": causal, "softmax_scale": softmax_scale}
         options |= {"attention_dropout": dropout, "window_size": window_size}
         if use_alibi:
@@ -198,33 +195,32 @@ class MHA(nn.Module):
         `inference_params` has the caches of layers by `layer_idx`, in which the new keys and values
         are written at ``seqlen_offset``, or at ``lengths_per_sample``.
         """
-        is_flash = self.use_flash_attn
-        _refuse(
-            ("x_kv and mixer_subset are for cross_attn=True",
-             not self.cross_attn and not (x_kv is None and mixer_subset is None)),
-            ("key_padding_mask is for use_flash_attn=False: unpad the batch, and pass cu_seqlens",
-             is_flash and key_padding_mask is not None),
-            ("cu_seqlens needs use_flash_attn=True, and rotary_emb_dim 0 and dwconv=False",
-             cu_seqlens is not None and bool(not is_flash or self.rotary_emb_dim or self.dwconv)),
-            ("inference_params needs layer_idx, and no key_padding_mask, cu_seqlens and dwconv",
-             inference_params is not None and not (self.layer_idx is not None and not self.dwconv
-             and key_padding_mask is cu_seqlens is None)),
-        )  # fmt: skip
+        is_flash, has_mask = self.use_flash_attn, key_padding_mask is not None
+        if not self.cross_attn and not (x_kv is None and mixer_subset is None):
+            raise ValueError("x_kv and mixer_subset are for cross_attn=True")
+        if is_flash and has_mask:
+            raise ValueError("key_padding_mask is for use_flash_attn=False: pass cu_seqlens")
+        if cu_seqlens is not None and (self.rotary_emb_dim or not is_flash):
+            raise ValueError("cu_seqlens needs use_flash_attn=True, and rotary_emb_dim 0")
+        has_cache = self.layer_idx is not None and not has_mask and cu_seqlens is None
+        if inference_params is not None and not has_cache:
+            raise ValueError(
+                "inference_params needs layer_idx, and no key_padding_mask and cu_seqlens"
+            )
         packed = {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen}
         kwargs |= packed if is_flash else {"key_padding_mask": key_padding_mask}
         inner: Any = self.inner_cross_attn
         given: tuple[Tensor, ...]
         if self.cross_attn:
-            q = self._convolved("q", self.Wq(x if mixer_subset is None else x[:, mixer_subset]))
-            kv = self._convolved("kv", self.Wkv(x if x_kv is None else x_kv))
-        else:
-            qkv = self._convolved("qkv", self.Wqkv(x))
-            q = self._convolved("q", qkv[..., : self.embed_dim])
-            kv = self._convolved("kv", qkv[..., self.embed_dim :])
-        if not self.cross_attn and self.num_heads_kv == self.num_heads:
-            inner, given = self.inner_attn, (self._heads(qkv, 3, self.num_heads),)
-        else:
+            q = self.Wq(x if mixer_subset is None else x[:, mixer_subset])
+            kv = self.Wkv(x if x_kv is None else x_kv)
             given = self._heads(q, self.num_heads), self._heads(kv, 2, self.num_heads_kv)
+        elif self.num_heads_kv == self.num_heads:
+            inner, given = self.inner_attn, (self._heads(self.Wqkv(x), 3, self.num_heads),)
+        else:
+            heads = self._heads(self.Wqkv(x), self.num_heads + 2 * self.num_heads_kv)
+            q, kv = heads[..., : self.num_heads, :], heads[..., self.num_heads :, :]
+            given = q, kv.reshape(*kv.shape[:-2], 2, self.num_heads_kv, self.head_dim)
         if self.rotary_emb_dim:
             first, most = self._lengths(inference_params, x.shape[0])
             turned = self.rotary_emb(*given, seqlen_offset=first, max_seqlen=most)
@@ -237,13 +233,8 @@ class MHA(nn.Module):
         output = self.out_proj(context.flatten(-2))
         return (output, x) if self.return_residual else output
 
-    def _convolved(self, name: str, x: Tensor) -> Tensor:
-        """Mix each entry with those at the two positions before, if there is such a layer."""
-        convolution = getattr(self, f"dwconv_{name}", None)
-        return x if convolution is None else convolution(x.mT)[..., :-2].mT
-
     def _lengths(self, params: Any, batch: int) -> tuple[Any, int | None]:
-        """Return the first position of the new tokens of each sequence, and how many there are."""
+        """Return the position of the first new token, or of each item's, and the capacity."""
         if params is None:
             return 0, None
         start, lengths = params.batch_size_offset, params.lengths_per_sample
@@ -273,9 +264,3 @@ def get_alibi_slopes(nheads: int) -> list[float]:
     whole = 1 << (nheads.bit_length() - 1)
     powers = [n + 1 if n < whole else n - whole + 0.5 for n in range(nheads)]
     return [2.0 ** (-8 * power / whole) for power in powers]
-
-
-def _refuse(*reasons: tuple[str, bool]) -> None:
-    for message, is_so in reasons:
-        if is_so:
-            raise ValueError(message)
