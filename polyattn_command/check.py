@@ -16,22 +16,21 @@ _ROOTS = {name.partition(".")[0] for name in PACKAGES}
 
 def check(files: list[str], names: list[str]) -> int:
     """Print each import, attribute and call that would fail; return 1 if there is one."""
-    finder, found = start(names), 0
+    finder, code = start(names), 0
     try:
         for file in files:
-            try:
-                uses = _Uses(ast.parse(Path(file).read_bytes(), file), finder.packages)
-            except (OSError, SyntaxError, ValueError) as error:
-                print(f"polyattn run: {file} cannot be read: {error}", file=sys.stderr)
-                return 2
+            uses = _Uses(ast.parse(Path(file).read_bytes(), file), finder.packages)
             for line, message in sorted(set(uses.faults)):
                 print(f"{file}:{line}: {message}")
-            found += len(set(uses.faults))
+                code = 1
             if not uses.faults:
                 print(f"{file}: {len(uses.resolved)} names of {', '.join(names)} resolve")
+    except (OSError, SyntaxError, ValueError) as error:
+        print(f"polyattn run: {file} cannot be read: {error}", file=sys.stderr)
+        return 2
     finally:
         finder.close()
-    return 1 if found else 0
+    return code
 
 
 class _Uses(ast.NodeVisitor):
@@ -44,25 +43,20 @@ class _Uses(ast.NodeVisitor):
         self._paths: dict[str, str] = {}  # what a name of the file stands for
         for node in ast.walk(tree):  # before the uses, wherever the imports are
             if isinstance(node, ast.Import):
-                self._add_modules(node)
-            elif isinstance(node, ast.ImportFrom) and not node.level:
-                self._add_names(node)
+                for alias in node.names:
+                    root = alias.name.partition(".")[0]
+                    path = alias.name if alias.asname else root
+                    self._bind(alias.asname or root, path, alias.name, node)
+            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                for alias in node.names:
+                    path = node.module if alias.name == "*" else f"{node.module}.{alias.name}"
+                    self._bind(alias.asname or alias.name, path, path, node)
         self.visit(tree)
 
-    def _add_modules(self, node: ast.Import) -> None:
-        for alias in node.names:
-            root = alias.name.partition(".")[0]
-            if root in _ROOTS:
-                self._paths[alias.asname or root] = alias.name if alias.asname else root
-                self._find(alias.name, node)
-
-    def _add_names(self, node: ast.ImportFrom) -> None:
-        module = node.module or ""
-        if module.partition(".")[0] in _ROOTS and self._find(module, node) is not None:
-            for alias in node.names:
-                if alias.name != "*":
-                    self._paths[alias.asname or alias.name] = path = f"{module}.{alias.name}"
-                    self._find(path, node)
+    def _bind(self, name: str, path: str, imported: str, node: ast.stmt) -> None:
+        if path.partition(".")[0] in _ROOTS:
+            self._paths[name] = path
+            self._find(imported, node)
 
     def visit_Attribute(self, node: ast.Attribute) -> None:
         """Find the longest path at once, and not its parts."""
@@ -76,20 +70,19 @@ class _Uses(ast.NodeVisitor):
         """Compare the arguments of a call with the signature."""
         self.generic_visit(node)
         path = self._path_of(node.func)
-        if path not in self.resolved:
+        if path not in self.resolved or not callable(function := _resolve(path)):
             return
-        is_starred = any(isinstance(one, ast.Starred) for one in node.args)
         named = {one.arg: None for one in node.keywords if one.arg}
-        try:
-            signature = inspect.signature(_resolve(path))
-        except (TypeError, ValueError):  # no function
-            return
+        is_starred = any(isinstance(one, ast.Starred) for one in node.args)
         is_partial = is_starred or len(named) < len(node.keywords)
-        bind = signature.bind_partial if is_partial else signature.bind
         try:
+            signature = inspect.signature(function)
+            bind = signature.bind_partial if is_partial else signature.bind
             bind(*[None] * (0 if is_starred else len(node.args)), **named)
         except TypeError as error:
             self.faults.append((node.lineno, f"{path}(): {error}"))
+        except ValueError:  # a function of C, which has no signature
+            pass
 
     def _path_of(self, node: ast.expr) -> str | None:
         """Return the path in a package that ``name.attribute.attribute`` stands for."""
@@ -100,16 +93,15 @@ class _Uses(ast.NodeVisitor):
         inner = self._path_of(node.value)
         return inner and f"{inner}.{node.attr}"
 
-    def _find(self, path: str, node: ast.stmt | ast.expr) -> Any:
+    def _find(self, path: str, node: ast.stmt | ast.expr) -> None:
         try:
-            found = _resolve(path)
+            _resolve(path)
         except (ImportError, AttributeError) as error:
             package = path.partition(".")[0]
             by_name = f"; it comes by name, --as {package}" * (package not in self._names)
             self.faults.append((node.lineno, f"{path}: {error}{by_name}"))
-            return None
-        self.resolved.add(path)
-        return found
+        else:
+            self.resolved.add(path)
 
 
 def _resolve(path: str) -> Any:
@@ -118,6 +110,6 @@ def _resolve(path: str) -> Any:
         return import_module(path)
     except ModuleNotFoundError as error:
         module, _, name = path.rpartition(".")
-        if not module or error.name not in (path, module):
+        if not module or not f"{path}.".startswith(f"{error.name}."):
             raise
     return getattr(_resolve(module), name)

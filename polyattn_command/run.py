@@ -8,12 +8,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from polyattn_command.stand_ins import BY_DEFAULT, PACKAGES, TUPLES, VARIABLE, is_real
+from polyattn_command.stand_ins import BY_DEFAULT, PACKAGES, TUPLES, VARIABLE, is_real, names_of
 
 _SITE = str(Path(__file__).resolve().parent / "site")
-_NAMES = [*PACKAGES, "flash_attn_interface" + TUPLES]
-
-
 #: What the parser says beside its arguments.
 TEXTS: dict[str, Any] = {
     "usage": "polyattn run [--as NAMES] [--replace] PROGRAM [ARGUMENT ...]\n"
@@ -70,7 +67,13 @@ def add_options(add: Any) -> None:
 
 def _run(options: argparse.Namespace, program: list[str], parser: argparse.ArgumentParser) -> int:
     """Run what the options say, in place of this process."""
-    names, are_asked = _names(options, parser)
+    asked = os.environ.get(VARIABLE) if options.names is None else options.names
+    try:
+        names = names_of(
+            asked or ",".join(BY_DEFAULT), VARIABLE if options.names is None else "--as"
+        )
+    except ValueError as error:
+        parser.error(str(error))
     if options.check and program:
         from polyattn_command.check import check
 
@@ -80,7 +83,7 @@ def _run(options: argparse.Namespace, program: list[str], parser: argparse.Argum
     is_script = command[:1] == [sys.executable] and not options.m
     sys.path[0] = str(Path(program[0]).resolve().parent if is_script else Path.cwd())
     real = [] if options.replace else [name for name in names if is_real(name.partition(":")[0])]
-    if real and are_asked:
+    if real and asked:
         parser.error(
             f"{' and '.join(real)}: installed already; leave it out of --as, or add --replace to"
             " run the program without it"
@@ -99,36 +102,22 @@ def _run(options: argparse.Namespace, program: list[str], parser: argparse.Argum
     os.execve(command[0], command, environment)
 
 
-def _names(options: argparse.Namespace, parser: argparse.ArgumentParser) -> tuple[list[str], bool]:
-    """Return the packages to stand in for, and whether they are asked for by name."""
-    asked, source = options.names, "--as"
-    if asked is None:
-        asked, source = os.environ.get(VARIABLE), VARIABLE
-    if asked is None:
-        return list(BY_DEFAULT), False
-    names = [name.strip() for name in asked.split(",") if name.strip()]
-    for name in names:
-        if name not in _NAMES:
-            parser.error(f"{source} takes names of {','.join(_NAMES)}; got {name!r}")
-    return names, True
-
-
 def _command(program: list[str], parser: argparse.ArgumentParser) -> list[str]:
     """Return a command for what Python runs, or for what is a command itself."""
     if program in ([], ["-m"]):
         parser.error("name a program, or the files of --check, such as train.py")
-    first = Path(program[0])
-    is_python = first.is_dir() or first.suffix in (".py", ".pyw", ".pyc", ".pyz", ".zip")
-    if program[0] == "-m" or (first.exists() and (is_python or not os.access(first, os.X_OK))):
-        return [sys.executable, *program]
-    from shutil import which
+    file = Path(program[0])
+    is_python = file.is_dir() or file.suffix in (".py", ".pyw", ".pyc", ".pyz", ".zip")
+    found = None
+    if program[0] != "-m" and not (file.exists() and (is_python or not os.access(file, os.X_OK))):
+        from shutil import which
 
-    # Those of this environment first, also where it is not activated.
-    folders = [str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]
-    found = which(program[0], path=os.pathsep.join(folders))
-    if found is None:
-        parser.error(f"{program[0]}: no such file or command in {Path.cwd()}")
-    return [found, *program[1:]]
+        # Those of this environment first, also where it is not activated.
+        folders = [str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]
+        found = which(program[0], path=os.pathsep.join(folders))
+        if not (found or file.exists()):
+            parser.error(f"{program[0]}: no such file or command in {Path.cwd()}")
+    return [found, *program[1:]] if found else [sys.executable, *program]
 
 
 def _changes(names: list[str]) -> dict[str, str]:

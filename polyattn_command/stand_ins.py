@@ -10,7 +10,7 @@ import sys
 from importlib import import_module
 from importlib.machinery import ModuleSpec
 
-TYPE_CHECKING = False  # as that of `typing`, whose import takes a third of such a start
+TYPE_CHECKING = False  # in place of that of `typing`, whose import takes longer than all of this
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
     from importlib.metadata import Distribution
@@ -29,7 +29,7 @@ PACKAGES = {
 #: What `polyattn run` brings. Programs prefer FlashAttention 3 if they find it, and most expect
 #: results that it returned until 2025: it comes by name.
 BY_DEFAULT = ("flash_attn", "xformers")
-#: The suffix of a name in a list for functions that return tuples.
+#: The suffix for functions that return tuples.
 TUPLES = ":tuples"
 _MADE_OF = {
     "flash_attn.cute.interface": "flash_attn.cute",
@@ -49,6 +49,16 @@ _KERNELS = {
 }
 
 
+def names_of(text: str, source: str = VARIABLE) -> list[str]:
+    """Return the names of a list such as ``flash_attn,xformers``."""
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    known = [*PACKAGES, f"flash_attn_interface{TUPLES}"]
+    for name in names:
+        if name not in known:
+            raise ValueError(f"{source} takes names of {','.join(known)}; got {name!r}")
+    return names
+
+
 class Finder:
     """Finds the modules of some packages among the dialects, and answers `importlib.metadata`."""
 
@@ -56,14 +66,16 @@ class Finder:
         self.names = tuple(names)
         self.packages = tuple(name.partition(":")[0] for name in self.names)
 
-    def find_spec(self, name: str, *_: object) -> ModuleSpec | None:
+    def find_spec(self, name: str, *rest: Any) -> ModuleSpec | None:
         """Return where a module is; its file is not read."""
         package = name
         while package and package not in PACKAGES:
             package = package.rpartition(".")[0]
         own = _MADE_OF.get(name, name)
-        if name in _KERNELS and "flash_attn" in self.packages and not is_real(name):
-            return ModuleSpec(name, self)  # type: ignore[arg-type]
+        if name in _KERNELS and "flash_attn" in self.packages:
+            others = (one for one in sys.meta_path if not isinstance(one, Finder))
+            specs = (one.find_spec(name, *rest) for one in others)  # the program's own first
+            return next(filter(None, specs), None) or ModuleSpec(name, self)  # type: ignore[arg-type]
         if package not in self.packages or "._" in own:
             return None
         from pathlib import Path
@@ -107,6 +119,8 @@ class Finder:
             def locate_file(self, path: Any) -> Any:
                 raise NotImplementedError("a module in place of another package has no files")
 
+        if context.path is not sys.path:  # some folders only, as those that pip looks through
+            return
         asked = context.name and context.name.replace("_", "-").lower()
         for package in self.packages:
             name, version = PACKAGES[package]
@@ -130,18 +144,18 @@ def start(names: Iterable[str]) -> Finder:
     return finder
 
 
-def is_real(name: str) -> bool:
-    """Return whether imports would find a package elsewhere; a folder without code is none."""
-    spec = _elsewhere(name)
-    return spec is not None and spec.origin is not None
-
-
-def _elsewhere(name: str) -> ModuleSpec | None:
+def spec_of(name: str) -> ModuleSpec | None:
+    """Return what imports find, here or elsewhere; a folder without code is no package."""
     parent = name.rpartition(".")[0]
-    package = _elsewhere(parent) if parent else None
+    package = spec_of(parent) if parent else None
     if parent and package is None:
         return None
     path = None if package is None else package.submodule_search_locations
-    others = (one for one in sys.meta_path if not isinstance(one, Finder))
-    specs = (one.find_spec(name, path) for one in others if hasattr(one, "find_spec"))
-    return next(filter(None, specs), None)
+    specs = (one.find_spec(name, path) for one in sys.meta_path if hasattr(one, "find_spec"))
+    return next((spec for spec in specs if spec is not None and spec.origin is not None), None)
+
+
+def is_real(name: str) -> bool:
+    """Return whether imports find a package elsewhere."""
+    spec = spec_of(name)
+    return spec is not None and not isinstance(spec.loader, Finder)

@@ -27,7 +27,6 @@ USED = "(1, 3, 2, 8) polyattn.dialects.flash_attn\n"
 def _in_an_empty_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
-    monkeypatch.delenv("PYTHONPATH", raising=False)
     monkeypatch.delenv(stand_ins.VARIABLE, raising=False)
     monkeypatch.setattr(sys, "path", sys.path[:])
 
@@ -131,6 +130,11 @@ def test_torchrun(launcher):
     assert found.stderr.count("stands in") == 1
 
 
+def test_a_program_that_is_executable_and_a_command_that_is_none():
+    Path(write(USE, "program")).chmod(0o700)
+    assert polyattn_run("program").stdout == USED
+
+
 def test_nothing_is_left_behind(tmp_path):
     package, program = Path(stand_ins.__file__).parent, write(USE)
     before = sorted(package.rglob("*"))
@@ -184,19 +188,24 @@ def test_a_service_takes_the_variables():
     assert [*environment] == ["POLYATTN_INSTALL", "PYTHONPATH"]
     found = python(write(USE), **environment)
     assert (found.stdout, found.stderr) == (USED, "")
+    found = python(write("print('runs')"), **environment | {"POLYATTN_INSTALL": "xformers, torch"})
+    assert found.stdout == "runs\n"
+    assert "POLYATTN_INSTALL takes names of flash_attn," in found.stderr
 
 
 def test_a_sitecustomize_of_the_program_runs_too():
     own = Path(write("print('its own')", "first/sitecustomize.py")).resolve()
     program = write("import sitecustomize; print(sitecustomize.__file__)" + USE)
-    found = polyattn_run(program, PYTHONPATH=str(own.parent))
+    given = [one for one in [os.environ.get("PYTHONPATH")] if one]
+    found = polyattn_run(program, PYTHONPATH=os.pathsep.join([str(own.parent), *given]))
     # In the Python of the command too, whose output comes first.
     assert found.stdout == f"its own\nits own\n{own}\n{USED}", found.stderr
 
 
 def test_one_within_another_and_a_command_of_this_environment():
     name = Path(sys.executable).name
-    found = polyattn_run(name, "-c", STARTED, "run", write(USE), PATH="")
+    write("", "flash_attn.py")
+    found = polyattn_run("--replace", name, "-c", STARTED, "run", write(USE), PATH="")
     assert (found.stdout, found.stderr) == (USED, SAID * 2)
 
 
@@ -252,14 +261,15 @@ def g(q, k, v, **more):
     f(*q, causl=True)
     f(q, k, v, causal=True, **more)
     f(q, **more)
-    padding.pad_input(q, k, 1, 2).no_attribute_of_ours
+    padding.pad_input(q, k, 1, 2).no_attribute_of_ours, padding.IndexFirstAxis.apply.__doc__.strip
     from flash_attn.ops.triton import rotary
     return rotary.apply_rotary(q, k, v, 0, None, None, False, False, False, 1), os.path.join(q)
 """
 FAULTS = """\
 model.py:3: flash_attn.flash_attn_nothing: module 'flash_attn' has no attribute 'flash_attn_nothing'
-model.py:4: flash_attn.no.such: module 'flash_attn' has no attribute 'no'
-model.py:6: flash_attn_interface: No module named 'flash_attn_interface'; it comes by name, --as flash_attn_interface
+model.py:4: flash_attn.no.such.name: module 'flash_attn' has no attribute 'no'
+model.py:4: flash_attn.no.such.other: module 'flash_attn' has no attribute 'no'
+model.py:6: flash_attn_interface.flash_attn_func: No module named 'flash_attn_interface'; it comes by name, --as flash_attn_interface
 model.py:12: flash_attn.flash_attn_interface.flash_attn_unpadded_func: module 'flash_attn.flash_attn_interface' has no attribute 'flash_attn_unpadded_func'
 model.py:13: flash_attn.flash_attn_func(): missing a required argument: 'v'
 model.py:14: flash_attn.flash_attn_func(): got an unexpected keyword argument 'causl'
@@ -273,7 +283,7 @@ def test_check_lists_what_would_fail(capsys):
     assert capsys.readouterr().out == FAULTS
     assert main(["--check", write(USE, "good.py"), write("", "empty.py")]) == 0
     assert capsys.readouterr().out == (
-        "good.py: 3 names of flash_attn, xformers resolve\n"
+        "good.py: 2 names of flash_attn, xformers resolve\n"
         "empty.py: 0 names of flash_attn, xformers resolve\n"
     )
     assert not [name for name in sys.modules if name.startswith("flash_attn")]

@@ -6,7 +6,7 @@ import contextlib
 import sys
 
 from polyattn_command.stand_ins import PACKAGES as PACKAGES
-from polyattn_command.stand_ins import TUPLES, Finder, is_real, start
+from polyattn_command.stand_ins import TUPLES, spec_of, start
 
 
 def install(*packages: str, tuples: bool = False) -> contextlib.ExitStack:
@@ -51,13 +51,12 @@ def install(*packages: str, tuples: bool = False) -> contextlib.ExitStack:
     True
     """
     packages = packages or ("flash_attn",)
-    served = [name for one in sys.meta_path if isinstance(one, Finder) for name in one.packages]
     if "flash_attn.cute" in packages and "flash_attn" not in packages:
         raise ValueError("flash_attn.cute is a part of flash_attn: name flash_attn too")
     for name in packages:
         if name not in PACKAGES:
             raise NotImplementedError(f"install() brings {', '.join(PACKAGES)}; got {name!r}")
-        if name in sys.modules or name in served or is_real(name):
+        if name in sys.modules or spec_of(name) is not None:
             raise RuntimeError(
                 f"{name} is installed already: uninstall it, close what install() returned, or"
                 " leave install() out under `polyattn run`"

@@ -4,16 +4,19 @@ import os
 import sys
 
 
-def _run() -> None:
+def _start() -> None:
     here = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120 -- it starts at once
     sys.path[:] = [folder for folder in sys.path if folder != here]
     try:
-        from polyattn_command.stand_ins import VARIABLE, start
+        from polyattn_command.stand_ins import VARIABLE, names_of, start
     except ImportError:  # another Python, which has no polyattn
         pass
     else:
-        start(filter(None, os.environ.get(VARIABLE, "").split(",")))
-    # The module of this name that this one hides.
+        start(names_of(os.environ.get(VARIABLE, "")))
+
+
+def _run_hidden() -> None:
+    """Run the module of this name that this one hides."""
     own = sys.modules.pop(__name__)
     try:
         __import__(__name__)
@@ -23,4 +26,7 @@ def _run() -> None:
     sys.modules.setdefault(__name__, own)
 
 
-_run()
+try:
+    _start()
+finally:
+    _run_hidden()

@@ -31,6 +31,7 @@ def test_install_is_found_and_undone(tmp_path, monkeypatch):
         for name in ("flash_attn", "flash-attn"):
             assert importlib.metadata.version(name) == flash_attn.__version__
         assert importlib.metadata.packages_distributions()["flash_attn"] == ["flash-attn"]
+        assert [*importlib.metadata.distributions(path=[str(tmp_path)])] == []
         with pytest.raises(RuntimeError, match="flash_attn is installed already"):
             fa2.install()
     assert not [name for name in sys.modules if name.startswith("flash_attn")]

@@ -299,6 +299,10 @@ def test_rows_of_stochastic_depth():
     found = scaled_index_add(x, torch.tensor([3, 1]), residual, scaling=scaling, alpha=2.0)
     assert found is x
     assert x[:, 0].tolist() == [[0, 0, 0], [2, 4, 6], [0, 0, 0], [2, 4, 6]]
+    source, weight = (torch.ones(n, 2, 3, requires_grad=True) for n in (2, 1))
+    scaled_index_add(x * 1, torch.tensor([3, 1]), source, weight[0, 0], 2.0).sum().backward()
+    assert (source.grad == 2).all()
+    assert weight.grad[0, 0].tolist() == [8, 8, 8]
     flat = index_select_cat([x, residual], [torch.tensor([1]), torch.tensor([0, 1])])
     assert flat.tolist() == [*x[1].flatten().tolist(), *residual.flatten().tolist()]
     assert [part.shape for part in unbind(x, dim=1)] == [(4, 3)] * 2
