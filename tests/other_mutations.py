@@ -50,8 +50,7 @@ INTERVALS_OF_ROWS = "polyattn/_core/expressions/intervals.py"
 QUANTIZED = "tests/nn/test_quantized_cache.py::"
 PACKED = "tests/nn/test_integers.py::"
 KERNEL_BITS = (
-    "tests/conformance/test_quantized.py::"
-    "test_a_kernel_gets_integers_of_the_bits_that_it_declares"
+    "tests/conformance/test_quantized.py::test_a_kernel_gets_integers_of_the_bits_that_it_declares"
 )
 HALF_A_STEP = QUANTIZED + "test_an_entry_is_within_half_a_step_and_the_newest_are_as_they_were"
 INTEGERS = QUANTIZED + "test_attention_is_that_over_what_the_integers_stand_for"

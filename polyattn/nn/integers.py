@@ -9,6 +9,8 @@ from polyattn._base.quantized import Quantized
 from polyattn.nn.shapes import with_last_axes
 
 Sizes = tuple[int, int]
+#: That along which the numbers of a block share a step, of 8 bits; None of 4, which have groups.
+Axis = int | None
 #: The numbers of a token that may share a step and an offset, if they have 4 bits: those of MLX.
 GROUPS = 32, 64, 128
 
@@ -23,8 +25,10 @@ def in_sums(*arrays: Array) -> list[Array]:
     return [cast(library_of(x).xp, x, getattr(library_of(x).xp, sums(x))) for x in arrays]
 
 
-def quantized(tokens: Array, block: int, axis: int) -> tuple[Array, Array]:
-    """Return integers of 8 bits, and the steps that all numbers along an axis of a block share."""
+def quantized(tokens: Array, block: int, axis: Axis, group: int) -> tuple[Array, Array]:
+    """Return integers, and the steps that numbers along an axis of a block, or a group, share."""
+    if axis is None:
+        return packed(tokens, block, group)
     xp, (*lead, length, size) = library_of(tokens).xp, tokens.shape
     blocks = xp.reshape(tokens, (*lead, length // block, block, size))
     blocks = xp.astype(blocks, getattr(xp, sums(tokens)))
@@ -86,26 +90,26 @@ def packed(tokens: Array, block: int, group: int) -> tuple[Array, Array]:
     return pairs[..., 0] | pairs[..., 1] << 4, steps
 
 
-def as_integers(codes: Array, steps: Array, axis: int, block: int) -> Quantized:
+def as_integers(codes: Array, steps: Array, axis: Axis, block: int) -> Quantized:
     """Return integers (..., S, size), and steps (..., n, width), as a kernel reads them."""
     length = codes.shape[-2]
-    if facts_of(codes).dtype == "uint8":
+    if axis is None:
         steps = with_last_axes(steps, 2, length, 2, steps.shape[-1] // (2 * block))
     elif axis == -1:
         steps = with_last_axes(steps, 2, length, 1)
     return Quantized(codes, steps)
 
 
-def blocks_of(codes: Array, steps: Array, axis: int, block: int) -> tuple[Array, Array]:
+def blocks_of(codes: Array, steps: Array, axis: Axis, block: int) -> tuple[Array, Array]:
     """Return integers of 8 bits as floats (..., n, block, size), and what to multiply them by."""
     xp, (*lead, length, size) = library_of(codes).xp, codes.shape
     codes = xp.reshape(codes, (*lead, length // block, block, size))
     return xp.astype(codes, steps.dtype), xp.expand_dims(steps, axis=axis)
 
 
-def floats_of(codes: Array, steps: Array, axis: int, block: int) -> Array:
+def floats_of(codes: Array, steps: Array, axis: Axis, block: int) -> Array:
     """Return what integers stand for."""
-    if facts_of(codes).dtype == "int8":
+    if axis is not None:
         floats, steps = blocks_of(codes, steps, axis, block)
         return with_last_axes(floats * steps, 3, *codes.shape[-2:])
     steps = as_integers(codes, steps, axis, block).steps

@@ -36,7 +36,7 @@ from polyattn._base.tracing import is_autocast_on, is_compiling
 from polyattn._dispatch.request import request
 from polyattn.nn import integers
 from polyattn.nn.cache import KVCache, checked_tokens, known, overwritten
-from polyattn.nn.integers import attention_of_row, in_sums, sums
+from polyattn.nn.integers import Axis, attention_of_row, in_sums, sums
 from polyattn.nn.memory import zeros
 from polyattn.nn.shapes import as_array
 
@@ -45,8 +45,8 @@ T = TypeVar("T")
 PIECE = 2**19
 #: The most pieces of the keys where the library traces.
 TRACED_PIECES = 8
-#: The axes of a block along which keys and values of 8 bits share a step.
-AXES = -2, -1
+#: By bits, the axes of a block along which keys and values share a step; None if by groups.
+AXES = {8: (-2, -1), 4: (None, None)}
 
 
 @dataclass(frozen=True, eq=False)
@@ -213,17 +213,17 @@ class QuantizedCache:
         xp = library_of(key).xp
         pairs = (recent.keys, key), (recent.values, value)
         tokens = [xp.concat(pair, axis=-2) for pair in pairs]
-        integers, of_integers = self._quantized(tokens, blocks)
-        codes, steps = self.codes.append(*integers), self.steps.append(*of_integers)
+        new, of_new = self._quantized(tokens, blocks)
+        codes, steps = self.codes.append(*new), self.steps.append(*of_new)
         rest = [array[..., blocks * size :, :] for array in tokens]
         return replace(self, codes=codes, steps=steps, recent=KVCache(*self._memory).append(*rest))
 
     def _quantized(self, tokens: Sequence[Array], blocks: int) -> Iterator[tuple[Array, Array]]:
         """Return the first blocks of keys and values as integers, and the steps of both."""
-        pairs = zip([x[..., : blocks * self.block, :] for x in tokens], AXES, strict=True)
-        if self.bits == 4:
-            return zip(*[integers.packed(x, self.block, self.group) for x, _ in pairs], strict=True)
-        return zip(*[integers.quantized(x, self.block, axis) for x, axis in pairs], strict=True)
+        whole = [x[..., : blocks * self.block, :] for x in tokens]
+        pairs = zip(whole, AXES[self.bits], strict=True)
+        block, group = self.block, self.group
+        return zip(*[integers.quantized(x, block, axis, group) for x, axis in pairs], strict=True)
 
     def _append_traced(self, key: Array, value: Array) -> QuantizedCache:
         """Return a cache with more tokens, by shapes that follow from no length.
@@ -389,10 +389,10 @@ class QuantizedCache:
         """Return the older keys and values as integers, and their steps."""
         return self._read(integers.as_integers, 0, known(self.steps.length))
 
-    def _read(self, form: Callable[[Array, Array, int, int], T], first: int, stop: int) -> list[T]:
+    def _read(self, form: Callable[[Array, Array, Axis, int], T], first: int, stop: int) -> list[T]:
         """Return some blocks of keys and values in a form."""
-        codes, steps, block = self.codes, self.steps, self.block
-        pairs = (codes.key, steps.key, AXES[0]), (codes.value, steps.value, AXES[1])
+        codes, steps, block, axes = self.codes, self.steps, self.block, AXES[self.bits]
+        pairs = (codes.key, steps.key, axes[0]), (codes.value, steps.value, axes[1])
         return [
             form(x[..., first * block : stop * block, :], of[..., first:stop, :], axis, block)
             for x, of, axis in pairs
