@@ -40,6 +40,7 @@ MASKS = {
     "window": masks.window(4, 2),
     "dilated": masks.dilated(3),
     "global tokens": masks.global_tokens(0, 9, 17),
+    "neighborhood": masks.neighborhood((13, 2), (2, 1), dilation=(3, 1), stride=(2, 1)),
     "prefix": masks.prefix(9),
     "prefix per item": masks.prefix(np.array([[3, 12, 26]], np.uint8)),
     "padding": masks.padding(11, np.array([3, 12, 21], np.int16)),
