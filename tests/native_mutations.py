@@ -121,7 +121,7 @@ MUTATIONS = (
     ("native: the step of the first group for all", "rows.h",
      "stop += group, ++steps, ++offsets", "stop += group"),
     ("native: integers of 4 bits in the other order", "rows.h",
-     "_mm_unpacklo_epi8(low, high)", "_mm_unpacklo_epi8(high, low)"),
+     "codes[i / 2] & 15", "codes[i / 2] >> 4"),
     # gradients
     ("native: delta without the logsumexp's gradient", "backward.h",
      "if (call.logsumexp_gradient.data) d -=", "if (false) d -="),
