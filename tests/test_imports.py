@@ -53,6 +53,9 @@ OUTSIDE = {
     "_base.arrays": {"array_api_compat"},
     "bench": {"numpy", "threadpoolctl", "tqdm"},
     "conformance": TESTING,
+    "cli": {"polyattn_command"},
+    "dialects._install": {"polyattn_command"},
+    "dialects.xformers.ops": {"torch"},
     "export": {"numpy"},
     "_core.expressions.intervals": {"numpy"},  # imported when intervals are asked for
     "_base.host": {"numpy"},  # imported when a sequence, or an array of NumPy, is placed

@@ -144,15 +144,19 @@ def make_splash_mha(
         A ``MultiHeadMask``, or an array (H, L, S). ``CausalMask``, ``LocalMask``,
         ``ChunkedCausalMask``, ``FullMask``, ``NumpyMask`` and their compositions become
         `polyattn.masks`; of other classes the array of all rows and keys is taken.
+    block_sizes : BlockSizes, optional
+        Ignored, as other arguments that change no number are.
     save_residuals : bool
         Whether a call returns the logsumexp too.
+    mask_value : float, optional
+        Ignored: hidden keys are hidden. A row that sees no key gets 0, where splash attention
+        returns the mean of the values.
     attn_logits_soft_cap : float, optional
         Bounds the scores.
-    block_sizes, downcast_smem_data, head_shards, q_seq_shards : object
+    downcast_smem_data, head_shards, q_seq_shards : object
         Ignored.
-    mask_value, residual_checkpoint_name, interpret : object
-        Ignored too. Hidden keys are hidden: a row that sees no key gets 0, where splash attention
-        returns the mean of the values.
+    residual_checkpoint_name, interpret : object
+        Ignored.
 
     Returns
     -------
