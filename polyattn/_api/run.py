@@ -87,31 +87,37 @@ def plan_of(
     return cached_plan(call, request(backend), kernel, library_of(query).xp)
 
 
-def run_planned(function: _F) -> _F:
-    """Let `attention` return the output of the call that it plans.
+def run_planned(result: Callable[..., Any], *, logsumexp: bool = False) -> Callable[[_F], _F]:
+    """Let a function that plans a call return a result made of the output and the logsumexp.
 
-    A call with the key of an earlier call reuses its plan. The earlier checks still hold: the key
-    has all that they look at, but for the numbers in arrays of the host and dropout's seed. Where
-    the description makes an operand of these, each call makes its own.
+    It may plan none, and then returns None. A call with the key of an earlier call reuses its plan.
+    The earlier checks still hold: the key has all that they look at, but for the numbers in arrays
+    of the host and dropout's seed. Where the description makes an operand of these, each call makes
+    its own.
     """
 
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        key = call_key(args, kwargs)
-        if key is None:
-            return function(*args, **kwargs).run()[0]
-        earlier = cached_call(key, request(kwargs.get("backend")))
-        if earlier:
-            known = earlier[0]
-            return known.run(_operands(args, kwargs, known.fixed))
-        new: PlannedCall = function(*args, **kwargs)
-        output, _ = new.run()
-        # Pages that are gathered are those that the lengths of the call use.
-        if new.call.block_table is None or new.reads_pages:
-            earlier.append(CachedCall.of(new.call, new.plan, _fixed(new.operands, args, kwargs)))
-        return output
+    def decorate(function: _F) -> _F:
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            key = call_key(args, kwargs)
+            if key is not None:
+                earlier = cached_call(key, request(kwargs.get("backend")), logsumexp)
+                if earlier:
+                    known = earlier[0]
+                    return result(*known.run(_operands(args, kwargs, known.fixed)))
+            new: PlannedCall | None = function(*args, **kwargs)
+            if new is None:
+                return None
+            results = new.run()
+            # Pages that are gathered are those that the lengths of the call use.
+            if key is not None and (new.call.block_table is None or new.reads_pages):
+                fixed = _fixed(new.operands, args, kwargs)
+                earlier.append(CachedCall.of(new.call, new.plan, fixed))
+            return result(*results)
 
-    return typing.cast(_F, call)
+        return typing.cast(_F, call)
+
+    return decorate
 
 
 def _fixed(made: Operands, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -21,7 +21,7 @@ from polyattn._core.call.problem import Problem, examine
 from polyattn._dispatch.plan import Plan
 from polyattn._dispatch.request import Request
 from polyattn._dispatch.select import select
-from polyattn._dispatch.trace import open_traces, run_counted
+from polyattn._dispatch.trace import open_traces
 from polyattn.plugin import Backend, Kernel
 
 _CAPACITY = 4096
@@ -38,16 +38,16 @@ class CachedCall(NamedTuple):
     #: its causal part; None if those of each call follow from its arguments.
     fixed: dict[str, Any] | None
 
-    def run(self, operands: Operands) -> Array:
-        """Return the output of the call with other arrays of the same classes."""
+    def run(self, operands: Operands) -> tuple[Array, Array | None]:
+        """Return output and logsumexp of the call with other arrays of the same classes."""
         if self.direct is not None:
             backend, kernel, problem = self.direct
-            if open_traces:
-                kind = self.plan.kind
-                return run_counted(kind, backend, backend.run, kernel, problem, operands)[0]
-            return backend.run(kernel, problem, operands)[0]
+            if not open_traces:
+                return backend.run(kernel, problem, operands)
+            run = self.plan.counted(backend.run)
+            return run(kernel, problem, operands)
         given = heads_first(self.call, operands, reads_pages=self.call.block_table is not None)
-        return as_called(self.call, *self.plan.run(given))[0]
+        return as_called(self.call, *self.plan.run(given))
 
     @classmethod
     def of(cls, call: Call, plan: Plan, fixed: dict[str, Any] | None) -> CachedCall:
@@ -92,7 +92,7 @@ def _without_kernel(call: Call, requested: Request, kernel: ref[Kernel], xp: Any
 
 
 @lru_cache(_CAPACITY)
-def cached_call(key: CallKey, requested: Request) -> list[CachedCall]:
+def cached_call(key: CallKey, requested: Request, logsumexp: bool) -> list[CachedCall]:
     """Return a list for the call of a key, which is empty until the call has run."""
     return []
 

@@ -383,7 +383,8 @@ class Ready:
     def _again(self, kernel: Any, x: Operands) -> NativeCall:
         """Return the call with what operands say: the latest one if their arrays hold the same."""
         contents = self._contents(kernel, x) if self._repeats else None
-        latest, native = self._latest
+        latest, known = self._latest
+        native: NativeCall = known
         if contents is None or contents != latest:
             native = self._native.again(kernel.in_numpy(x))
             self._repeats = native.is_of_copies
@@ -396,7 +397,8 @@ class Ready:
     def _contents(kernel: Any, x: Operands) -> tuple[bytes, ...] | None:
         """Return what arrays beside query, key and value hold, or None if it is much."""
         given = (x.query_offset, x.key_lengths, x.block_table, x.sinks)
-        arrays: list[Any] = [one for one in given if one is not None]
+        # The problem has an offset that is a number.
+        arrays: list[Any] = [one for one in given if not (one is None or isinstance(one, int))]
         for one in (x.mask, x.score_mod):
             if isinstance(one, Expression):
                 if one.form is None:

@@ -131,7 +131,7 @@ def _checked(options: dict[str, Any], query: Array, *, reads: bool) -> dict[str,
         option = OPTIONS[name]
         if given is option.default:
             continue
-        if not reads and type(given) not in _PLAIN:
+        if not (reads or type(given) in _PLAIN):
             if _is_in_place(given, type(query)):
                 values[name] = given
                 continue
@@ -247,8 +247,8 @@ def _softcap_to_option(values: dict[str, Any]) -> None:
         values["score_mod"] = only.rule if is_bare else only
 
 
-def _is_in_place(given: Any, kind: type) -> bool:
+def _is_in_place(given: Any, kind: Any) -> bool:
     """Return whether an array, or all arrays of an expression, are as they get to a kernel."""
     if isinstance(given, Expression):
         return given.form is not None and all(type(one) is kind for one in given.form[1])
-    return type(given) is kind and getattr(given.dtype, "isnative", True)
+    return type(given) is kind and bool(getattr(given.dtype, "isnative", True))

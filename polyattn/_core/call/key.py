@@ -16,9 +16,11 @@ from typing import Any
 
 from polyattn._base.arrays import Array
 from polyattn._base.autocast import casts
+from polyattn._base.quantized import Quantized
 from polyattn._base.tracing import (
     constant_when_traced,
     is_autocast_on,
+    is_recording,
     is_transformed,
     torch_is_imported,
 )
@@ -43,14 +45,19 @@ def call_key(operands: Sequence[Any], options: Mapping[str, Any]) -> CallKey | N
     query, key, value = operands
     kind = type(query)
     read = _reader_of(kind)
-    if read is None or type(key) is not kind or type(value) is not kind or is_transformed():
+    if read is None or is_transformed():
         return None
+    others = key, value
+    if type(key) is not kind or type(value) is not kind:
+        others = _integers(key, value)
+        if not others or any(type(one) is not kind for one in others):
+            return None
     try:
         if is_autocast_on() and casts(
             {"query": query, "key": key, "value": value, **options}, AUTOCAST
         ):
             return None
-        parts: CallKey = (kind, read(query), read(key), read(value))
+        parts: CallKey = (kind, read(query), *map(read, others))
         for name, option in options.items():
             of_option = _part_of(name, option)
             if of_option is None:
@@ -59,6 +66,12 @@ def call_key(operands: Sequence[Any], options: Mapping[str, Any]) -> CallKey | N
     except RuntimeError:  # a nested tensor has no shape
         return None
     return parts
+
+
+def _integers(key: Any, value: Any) -> tuple[Array, ...]:
+    """Return the arrays of quantized keys and values, none if they are not, or are recorded."""
+    is_quantized = type(key) is type(value) is Quantized
+    return (*key, *value) if is_quantized and not is_recording() else ()
 
 
 def _part_of(name: str, option: Any) -> CallKey | None:
