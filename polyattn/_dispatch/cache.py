@@ -15,7 +15,7 @@ from polyattn._base.arrays import Array
 from polyattn._base.tracing import is_compiling
 from polyattn._core.call.facts import Call
 from polyattn._core.call.key import CallKey
-from polyattn._core.call.layout import as_called, heads_first, keeps_axes
+from polyattn._core.call.layout import as_called, has_all_axes, heads_first, keeps_axes, swapped
 from polyattn._core.call.operands import Operands
 from polyattn._core.call.problem import Problem, examine
 from polyattn._dispatch.plan import Plan
@@ -32,30 +32,34 @@ class CachedCall(NamedTuple):
 
     call: Call
     plan: Plan
-    #: Backend, kernel and problem, if the kernel takes and returns the arrays of the caller.
+    #: Backend, kernel and problem, if the kernel takes and returns the arrays of the caller, or
+    #: views of them.
     direct: tuple[Backend, Kernel, Problem] | None
+    keeps_axes: bool
     #: The operands that are no arrays and are not as the caller gives them, such as a mask without
     #: its causal part; None if those of each call follow from its arguments.
     fixed: dict[str, Any] | None
 
     def run(self, operands: Operands) -> tuple[Array, Array | None]:
         """Return output and logsumexp of the call with other arrays of the same classes."""
-        if self.direct is not None:
-            backend, kernel, problem = self.direct
-            if not open_traces:
-                return backend.run(kernel, problem, operands)
-            run = self.plan.counted(backend.run)
+        call = self.call
+        if self.direct is None:
+            given = heads_first(call, operands, reads_pages=call.block_table is not None)
+            return as_called(call, *self.plan.run(given))
+        backend, kernel, problem = self.direct
+        run = self.plan.counted(backend.run) if open_traces else backend.run
+        if self.keeps_axes:
             return run(kernel, problem, operands)
-        given = heads_first(self.call, operands, reads_pages=self.call.block_table is not None)
-        return as_called(self.call, *self.plan.run(given))
+        return as_called(call, *run(kernel, problem, swapped(call, operands)))
 
     @classmethod
     def of(cls, call: Call, plan: Plan, fixed: dict[str, Any] | None) -> CachedCall:
         """Return the record of a call that has just run."""
         backend, _, problem, moved = plan.placement
-        if backend is None or moved or not keeps_axes(call):
-            return cls(call, plan, None, fixed)
-        return cls(call, plan, (backend, plan.kernel, problem), fixed)
+        direct = None
+        if backend is not None and not moved and has_all_axes(call):
+            direct = backend, plan.kernel, problem
+        return cls(call, plan, direct, keeps_axes(call), fixed)
 
 
 def cached_plan(call: Call, requested: Request, kernel: str | Kernel | None, xp: Any) -> Plan:
