@@ -65,18 +65,19 @@ def planned_call(
     return PlannedCall(call, operands, plan)
 
 
-def plan_ahead(
+def check_ahead(
     query: Array, key: ArrayFacts, value: ArrayFacts, *, logsumexp: bool, **options: Any
-) -> Callable[[Array, Array], tuple[Array, Array | None]]:
-    """Check and plan a call before its keys and values exist; return what computes it."""
+) -> None:
+    """Check and plan a call before its keys and values exist."""
     arguments = autocast({"query": query, "key": key, "value": value, **options}, AUTOCAST)
-    ahead = planned_call(*describe(**arguments, logsumexp=logsumexp, facts=as_facts), None, None)
+    planned_call(*describe(**arguments, logsumexp=logsumexp, facts=as_facts), None, None)
 
-    def computed(key: Array, value: Array) -> tuple[Array, Array | None]:
-        arrays = autocast({"key": key, "value": value}, AUTOCAST)
-        return ahead._replace(operands=ahead.operands._replace(**arrays)).run()
 
-    return computed
+def is_known(query: Array, key: Array, value: Array, *, logsumexp: bool, **options: Any) -> bool:
+    """Return whether a call like this one has run, so that its arguments are right."""
+    of_call = call_key((query, key, value), options)
+    requested = request(options.get("backend"))
+    return of_call is not None and bool(cached_call(of_call, requested, logsumexp))
 
 
 def plan_of(
