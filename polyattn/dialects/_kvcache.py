@@ -275,14 +275,14 @@ def _slots(cache: Cache, length: int, batch: int) -> tuple[Any, Any]:
     """Return the indices of the slots for so many new tokens of each sequence."""
     if isinstance(cache.lengths, int) and cache.items is cache.table is None:
         return slice(batch), slice(cache.lengths, cache.lengths + length)
-    is_one = batch == 1 and cache.table is not None and length > 0
-    if is_one and is_on_host(cache.lengths) and is_on_host(cache.table):
+    table, given = cache.table, cache.lengths
+    is_one = batch == 1 and length > 0
+    if table is not None and is_one and is_on_host(given) and is_on_host(table):
         # A slice is written to in less time than places by arrays.
-        given = cache.lengths
         (start,) = [given] if isinstance(given, int) else numbers_of(given)
         first, slot = divmod(start, cache.key.shape[1])
         if slot + length <= cache.key.shape[1]:
-            page = int(cache.table[0, first])
+            page = int(table[0, first])
             return slice(page, page + 1), slice(slot, slot + length)
     xp = library_of(cache.key).xp
     places = positions_from(cache.lengths, length, cache.key)

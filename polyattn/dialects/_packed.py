@@ -79,7 +79,8 @@ def check_pages(table: Array, used: Any, pages: int, page: int) -> None:
     if not is_on_host(table) or not is_on_host(used):
         return
     if table.shape[0] * table.shape[1] <= 256:  # as numbers, in less time than as arrays
-        if all(0 <= page < pages for row in numbers_of(table) for page in row):
+        rows: Any = numbers_of(table)
+        if all(0 <= one < pages for row in rows for one in row):
             return
     elif 0 <= int(table.min()) <= int(table.max()) < pages:
         return  # all of it, which takes less time to check
