@@ -194,11 +194,12 @@ class NativeCall:
     def _add_pages(self, x: Operands) -> None:
         pages, page = x.key.shape[0], x.key.shape[-2]
         table, lengths = np.asarray(x.block_table), np.asarray(x.key_lengths)
-        used = np.arange(table.shape[-1]) * page < lengths[..., None]
-        wrong = used & ((table < 0) | (table >= pages))
-        if wrong.any():
-            number = np.broadcast_to(table, wrong.shape)[wrong][0]
-            raise IndexError(f"block_table names page {number} of a pool of {pages} pages")
+        if table.size and not 0 <= table.min() <= table.max() < pages:
+            used = np.arange(table.shape[-1]) * page < lengths[..., None]
+            wrong = used & ((table < 0) | (table >= pages))
+            if wrong.any():
+                number = np.broadcast_to(table, wrong.shape)[wrong][0]
+                raise IndexError(f"block_table names page {number} of a pool of {pages} pages")
         self.array("table", np.array(table, np.int32)[..., None, None, :])
         self.call.page = page
 
