@@ -89,7 +89,7 @@ def plan_of(
 
 
 def run_planned(result: Callable[..., Any], *, logsumexp: bool = False) -> Callable[[_F], _F]:
-    """Let a function that plans a call return a result made of the output and the logsumexp.
+    """Let a function that plans a call return a result made of its output and logsumexp.
 
     It may plan none, and then returns None. A call with the key of an earlier call reuses its plan.
     The earlier checks still hold: the key has all that they look at, but for the numbers in arrays
@@ -105,7 +105,7 @@ def run_planned(result: Callable[..., Any], *, logsumexp: bool = False) -> Calla
                 earlier = cached_call(key, request(kwargs.get("backend")), logsumexp)
                 if earlier:
                     known = earlier[0]
-                    return result(*known.run(_operands(args, kwargs, known.fixed)))
+                    return result(known.run(_operands(args, kwargs, known.fixed)))
             new: PlannedCall | None = function(*args, **kwargs)
             if new is None:
                 return None
@@ -114,7 +114,7 @@ def run_planned(result: Callable[..., Any], *, logsumexp: bool = False) -> Calla
             if key is not None and (new.call.block_table is None or new.reads_pages):
                 fixed = _fixed(new.operands, args, kwargs)
                 earlier.append(CachedCall.of(new.call, new.plan, fixed))
-            return result(*results)
+            return result(results)
 
         return typing.cast(_F, call)
 

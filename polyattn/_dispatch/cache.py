@@ -42,15 +42,14 @@ class CachedCall(NamedTuple):
 
     def run(self, operands: Operands) -> tuple[Array, Array | None]:
         """Return output and logsumexp of the call with other arrays of the same classes."""
-        call = self.call
         if self.direct is None:
-            given = heads_first(call, operands, reads_pages=call.block_table is not None)
-            return as_called(call, *self.plan.run(given))
+            given = heads_first(self.call, operands, reads_pages=self.call.block_table is not None)
+            return as_called(self.call, *self.plan.run(given))
         backend, kernel, problem = self.direct
         run = self.plan.counted(backend.run) if open_traces else backend.run
         if self.keeps_axes:
             return run(kernel, problem, operands)
-        return as_called(call, *run(kernel, problem, swapped(call, operands)))
+        return as_called(self.call, *run(kernel, problem, swapped(self.call, operands)))
 
     @classmethod
     def of(cls, call: Call, plan: Plan, fixed: dict[str, Any] | None) -> CachedCall:

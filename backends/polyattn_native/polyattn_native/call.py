@@ -361,7 +361,7 @@ class Ready:
         self._function = library().polyattn_attend_to
         self._is_short = threads_for(self.problem, 2, most=2) == 1
         # All layers of a model have the same lengths, ids or slopes.
-        self._latest: tuple[Any, Any] = None, None
+        self._latest: tuple[Any, NativeCall | None] = None, None
         self._repeats = True
 
     def run(self, kernel: Any, *pointers: int | None, x: Operands) -> bool:
@@ -383,10 +383,10 @@ class Ready:
 
     def _again(self, kernel: Any, x: Operands) -> NativeCall:
         """Return the call with what operands say: the latest one if their arrays hold the same."""
-        contents = self._contents(kernel, x) if self._repeats else None
-        latest, known = self._latest
-        native: NativeCall = known
-        if contents is None or contents != latest:
+        if not self._repeats:
+            return self._native.again(kernel.in_numpy(x))
+        contents, (latest, native) = self._contents(kernel, x), self._latest
+        if native is None or contents is None or contents != latest:
             native = self._native.again(kernel.in_numpy(x))
             self._repeats = native.is_of_copies
             if contents is not None and self._repeats:

@@ -47,17 +47,20 @@ def call_key(operands: Sequence[Any], options: Mapping[str, Any]) -> CallKey | N
     read = _reader_of(kind)
     if read is None or is_transformed():
         return None
-    others = key, value
+    more: Sequence[Array] = ()
     if type(key) is not kind or type(value) is not kind:
-        others = _integers(key, value)
-        if not others or any(type(one) is not kind for one in others):
+        arrays = _integers(kind, key, value)
+        if not arrays:
             return None
+        key, value, *more = arrays
     try:
         if is_autocast_on() and casts(
             {"query": query, "key": key, "value": value, **options}, AUTOCAST
         ):
             return None
-        parts: CallKey = (kind, read(query), *map(read, others))
+        parts: CallKey = (kind, read(query), read(key), read(value))
+        if more:
+            parts += tuple(map(read, more))
         for name, option in options.items():
             of_option = _part_of(name, option)
             if of_option is None:
@@ -68,10 +71,12 @@ def call_key(operands: Sequence[Any], options: Mapping[str, Any]) -> CallKey | N
     return parts
 
 
-def _integers(key: Any, value: Any) -> tuple[Array, ...]:
-    """Return the arrays of quantized keys and values, none if they are not, or are recorded."""
-    is_quantized = type(key) is type(value) is Quantized
-    return (*key, *value) if is_quantized and not is_recording() else ()
+def _integers(kind: type, key: Any, value: Any) -> tuple[Array, ...]:
+    """Return the arrays of quantized keys and values, none if they are others, or are recorded."""
+    if not (type(key) is type(value) is Quantized) or is_recording():
+        return ()
+    arrays = *key, *value
+    return arrays if all(type(one) is kind for one in arrays) else ()
 
 
 def _part_of(name: str, option: Any) -> CallKey | None:
