@@ -54,9 +54,9 @@ class CachedCall(NamedTuple):
     @classmethod
     def of(cls, call: Call, plan: Plan, fixed: dict[str, Any] | None) -> CachedCall:
         """Return the record of a call that has just run."""
-        backend, _, problem, moved = plan.placement
+        backend, _, problem, moved, band = plan.placement
         direct = None
-        if backend is not None and not moved and has_all_axes(call):
+        if backend is not None and not (moved or band) and has_all_axes(call):
             direct = backend, plan.kernel, problem
         return cls(call, plan, direct, keeps_axes(call), fixed)
 
