@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from operator import itemgetter
 from typing import TypedDict, TypeVar, cast
 
 from polyattn._api.names import with_our_names
@@ -43,7 +42,7 @@ class AttentionOptions(TypedDict, total=False):
 A = TypeVar("A")  # the type of the query, which the result has
 
 
-@run_planned(itemgetter(0))
+@run_planned(lambda results: results[0])
 @with_our_names()
 def attention(
     query: A,

@@ -101,7 +101,7 @@ def attention_partial(
     return partial  # type: ignore[no-any-return]
 
 
-@run_planned(Partial._make, logsumexp=True)
+@run_planned(lambda results: Partial(*results), logsumexp=True)
 def _planned(query: Array, key: Array, value: Array, **options: Any) -> PlannedCall:
     backend, kernel = options.pop("backend", None), options.pop("kernel", None)
     described = describe(query, key, value, **options, logsumexp=True)

@@ -93,7 +93,7 @@ def attention_over_integers(
     return over
 
 
-@run_planned(Partial._make, logsumexp=True)
+@run_planned(lambda results: Partial(*results), logsumexp=True)
 def _over(
     query: Array, key: Quantized, value: Quantized, *, backend: Any, kernel: Any, **options: Any
 ) -> Any:
