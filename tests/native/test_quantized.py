@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from polyattn import attention, masks, nn, scores
+from polyattn._dispatch.cache import forget
 from polyattn.nn import integers
 
 call = pytest.importorskip("polyattn_native.call")
@@ -113,3 +115,28 @@ def test_under_autocast_a_step_is_that_of_floats() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         found = cache.attention(query)
         torch.testing.assert_close(found, cache.attention(query, kernel="tiled"))
+
+
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+def test_steps_of_decoding_are_described_once(
+    library: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    token: Any = np.ones((1, 2, 1, 8), np.float32)
+    token = token if library == "numpy" else torch.from_numpy(token)
+    cache = nn.QuantizedCache.init(2, 8, 64, like=token, batch=(1,), window=4, block=8)
+    for _ in range(30):
+        cache = cache.append(token, token)
+    calls: list[Any] = []
+    for name in ("partial", "pieces"):
+        module = sys.modules[f"polyattn._api.{name}"]
+
+        def describe(*x: Any, real: Any = module.describe, **options: Any) -> Any:
+            calls.append(x)
+            return real(*x, **options)
+
+        monkeypatch.setattr(module, "describe", describe)
+    forget()
+    outputs = [np.asarray(cache.attention(token)) for _ in range(3)]
+    assert len(calls) == 2  # over the integers, and over the newest tokens
+    np.testing.assert_array_equal(outputs[0], outputs[2])
+    np.testing.assert_allclose(outputs[2], 1.0, atol=1e-2)
