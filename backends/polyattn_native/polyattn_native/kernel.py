@@ -67,7 +67,9 @@ class Native(Kernel):
         reasons = []
         mask = problem.mask_spec
         if "mask_mod" in problem.features and (mask is None or mask.has_rule):
-            reasons.append("it evaluates masks that are functions if masks.compile knows their tiles")
+            reasons.append(
+                "it evaluates masks that are functions if masks.compile knows their tiles"
+            )
         if not is_supported(problem):
             reasons.append("of score_mod it supports temperatures followed by relative biases")
         if "backward" in problem.features and problem.scale == 0:

@@ -318,6 +318,8 @@ def _runs(flags: Any, keys: int) -> list[list[Span]]:
     strips, edges = np.nonzero(np.diff(flags, prepend=False, append=False))
     edges = np.minimum(edges * TILE[1], keys)
     runs: list[list[Span]] = [[] for _ in flags]
-    for strip, *ends in zip(strips[::2].tolist(), edges[::2].tolist(), edges[1::2].tolist()):
-        runs[strip].append(Span(*ends))
+    for strip, *run in zip(
+        *(x.tolist() for x in (strips[::2], edges[::2], edges[1::2])), strict=True
+    ):
+        runs[strip].append(Span(*run))
     return runs
