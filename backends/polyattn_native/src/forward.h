@@ -142,7 +142,7 @@ private:
                 count += run.stop - run.first;
                 multiply_keys(i, keys.after(run.first - block.first), values.after(run.first - block.first), run, to);
                 adjust(panel, run, to);
-                const bool all = shows_all(cells, seen, run);
+                const bool all = cells.shows_all(run.first - seen.first, run.stop - seen.first);
                 if (!all) read_mask(call, state->item, panel, run, bytes);
                 hides = hide(call, state->item, panel, run, all, bytes, to) || hides;
             }
@@ -158,11 +158,6 @@ private:
         const int first = __builtin_ctz(cells.any), last = 31 - __builtin_clz(cells.any);
         const bool is_whole = call.table.data && !copies(call);
         return Runs(seen, is_whole ? (2u << last) - (1u << first) : cells.any);
-    }
-    static bool shows_all(Cells cells, Range seen, Range run) {
-        const int64_t first = (run.first - seen.first) / CELL, last = (run.stop - 1 - seen.first) / CELL;
-        const uint32_t bits = (2u << last) - (1u << first);
-        return (cells.all & bits) == bits;
     }
     // The values of runs: of several, in parts of a cell, whose numbers are written.
     static Matrix<T> values_of(const Runs& runs, Matrix<T> values, Range block, int32_t* parts) {

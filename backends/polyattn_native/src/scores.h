@@ -57,6 +57,12 @@ void find_mask(const PolyattnCall& call, int64_t item, const Panel<T>& panel, in
 constexpr int CELL = 16;
 struct Cells {
     uint32_t any, all;
+
+    // Whether all rows see some keys, counted from the first of the block.
+    bool shows_all(int64_t first, int64_t stop) const {
+        const uint32_t bits = (2u << (stop - 1) / CELL) - (1u << first / CELL);
+        return (all & bits) == bits;
+    }
 };
 
 template <typename T>

@@ -112,9 +112,10 @@ private:
         if (count <= 0) return;
         bool all = true;
         if (call.mask.data) {
-            if (!look_at_mask(call, state->item, *panel, seen).any) return;
-            read_mask(call, state->item, *panel, seen, bytes);
-            all = false;
+            const Cells cells = look_at_mask(call, state->item, *panel, seen);
+            if (!cells.any) return;
+            all = cells.shows_all(0, count);
+            if (!all) read_mask(call, state->item, *panel, seen, bytes);
         }
         const Matrix<T> keys = block(call.key, seen, call.head_size, key_block);
         multiply_rows_of(*panel, count, keys, query, call.head_size, weights);

@@ -51,7 +51,7 @@ template <typename T> struct Tile {
         if (any && call.mask.data) {
             const Cells cells = look_at_mask(call, item, panel, block);
             any = cells.any;
-            all = cells.all == (1u << (count + CELL - 1) / CELL) - 1;
+            all = cells.shows_all(0, count);
             if (any && !all) read_mask(call, item, panel, block, bytes);
         }
         shown[number] = any;
