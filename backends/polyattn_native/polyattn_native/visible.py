@@ -274,7 +274,7 @@ class Made:
     """A mask that is made as an array for some rows at a time, where tiles are mixed."""
 
     def __init__(self, problem: Problem, x: Operands) -> None:
-        self._problem, self._x = problem, x
+        self.problem, self.x = problem, x
         grid = TileGrid(problem, x, xp, TILE, x.query)
         # The library hides what causal and window do: a tile that they cut may be full by itself.
         own = problem._replace(is_causal=False, window=(None, None))
@@ -291,7 +291,7 @@ class Made:
         self.bytes_per_row = max(1, math.prod(self._lead) * problem.key_length)
 
     def _seen(self, rows: Span, keys: Span) -> Any:
-        at = Indices(self._problem, xp, self._x, rows, keys)
+        at = Indices(self.problem, xp, self.x, rows, keys)
         return reduce(and_, at.visible(banded=False))
 
     def array_of(self, rows: Span) -> Any:
@@ -300,7 +300,7 @@ class Made:
         Of tiles that no row sees by causal and window too, it is False.
         """
         high, wide = TILE
-        keys = self._problem.key_length
+        keys = self.problem.key_length
         made = np.zeros((*self._lead, rows.length, keys), bool)
         at_once = max(1, AT_ONCE * keys // (high * wide * self.bytes_per_row)) * wide
         for strip in rows.split(high):
