@@ -772,6 +772,25 @@ MUTATIONS = (
      "    ))\n"
      "    partial = partial._replace(logsumexp=xp.permute_dims(partial.logsumexp, (0, 2, 1)))\n"
      "    gradients = attention_backward(q, k, v, partial,"),
+    ("tests/dialects/test_flash_layers.py::"
+     "test_rotation_returns_what_autograd_does_not_let_it_write",
+     "a leaf that is returned without its rotation",
+     "polyattn/dialects/flash_attn/layers/rotary.py",
+     "return library_of(x).xp.concat((turned, x[:, :, count:, ...]), axis=2)",
+     "return x"),
+    ("tests/dialects/test_flash_layers.py::test_attention_over_the_keys_of_a_mask",
+     "causal rows over padding that count from the first key",
+     "polyattn/dialects/flash_attn/modules/mha.py",
+     "mask.sum(-1) - q.shape[1] if ends else 0",
+     "0"),
+    ("tests/dialects/test_flash_layers.py::test_norms_of_a_sum",
+     "a norm of a sum that was rounded", "polyattn/dialects/flash_attn/ops/layer_norm.py",
+     "one if total is None else total + one",
+     "one if total is None else (total + one).to(x.dtype).to(wide)"),
+    ("tests/dialects/test_flash_attn.py::test_flash_attention_4",
+     "a sink of FlashAttention 4 left out of packed sequences", "polyattn/dialects/_flash.py",
+     "    if sinks is not None:  # of all sequences",
+     "    if 0:"),
     # parts of the scores
     (PARTS + "test_an_expression_that_does_not_say_is_refused_by_name",
      "an unknown expression in a part", "polyattn/_core/expressions/expression.py",
