@@ -60,8 +60,6 @@ MUTATIONS = (
      "((all[0] & all[1]) == ones)", "(ones != 0)"),
     ("native: the values of runs taken for those of one", "forward.h",
      "(int32_t)((key - start) / CELL)", "count"),
-    ("native: dropout of the first run in all", "forward.h",
-     "panel, runs.of[n], bytes);", "panel, runs.of[0], bytes);"),
     # scores
     ("native: -inf in a bias added", "scores.h",
      "select<T>(bias == -infinity<T>(), broadcast<T>(-infinity<T>()), sum)", "sum"),

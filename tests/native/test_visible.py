@@ -142,6 +142,22 @@ def test_a_mask_by_distance_is_a_view_of_one_row(mask, offset, monkeypatch):
         equal_to_dense(X[:, :, -rows:], X, {"mask": mask, **offset})
 
 
+class Later(masks.Mask):
+    """A class of the caller's own, which moves the rows of what is within it."""
+
+    __match_args__ = ("mask",)
+
+    def __init__(self, mask):
+        self.mask = mask
+
+    def seen(self, at):
+        return self.mask.seen(at) ^ (at.row % 2 == 0)
+
+
+def test_a_class_of_the_callers_own_is_no_view():
+    equal_to_dense(X, X, {"mask": Later(masks.dilated(2)) & masks.causal()})
+
+
 def test_a_tree_of_all_keys_is_read_in_place(monkeypatch):
     monkeypatch.setattr(call, "Made", None)
     for parents in (np.arange(9) // 2 - 1, np.array([[-1] * 9, [*range(-1, 8)]])):

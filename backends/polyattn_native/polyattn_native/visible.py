@@ -119,7 +119,9 @@ def _goes_by_distance(mask: Any) -> bool:
     if not parts:
         is_bounded = kind_of(mask) == "window" and (mask.left, mask.right) != (None, None)
         return is_bounded or kind_of(mask) == "dilated"
-    return not kind_of(mask) and all(map(_goes_by_distance, parts))
+    # A class of the caller's own may shift what is within it.
+    is_composed = type(mask).__module__ == Mask.__module__
+    return is_composed and all(map(_goes_by_distance, parts))
 
 
 def _ends(problem: Problem, x: Operands, mask: Mask) -> tuple[Any, Any] | None:
