@@ -91,7 +91,9 @@ def attention_over_integers(
         return None
     call, operands = describe(query, key, value, **options, logsumexp=True, facts=_facts)
     plan = plan_of(call, query, backend, kernel)
-    if plan.placement.moved or not plan.kernel.reads_quantized(plan.placement.problem):
+    kernel = plan.kernel
+    reads = key.bits in kernel.quantized_bits and kernel.reads_quantized(plan.placement.problem)
+    if plan.placement.moved or not reads:
         return None
     return Partial(*PlannedCall(call, operands, plan).run())
 

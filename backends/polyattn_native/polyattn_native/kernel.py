@@ -53,6 +53,7 @@ class Native(Kernel):
     batch_invariant = True
     takes_empty = False
     counts_far = frozenset({"causal", "window"})
+    quantized_bits = frozenset({4, 8})
 
     def __init__(self) -> None:
         # By problem and kind of arrays. The problem is kept too, so that its id stays its own.
