@@ -55,9 +55,11 @@ MUTATIONS = (
      "rows[i] = next[i];", "rows[i] = rows[i] + 0;"),
     ("native: squares of half a panel one key apart", "scores.h", "i * 16 / Rows", "i"),
     ("native: the column stride of a mask", "scores.h",
-     "rows[lane][key * mask.column]", "rows[lane][key]"),
+     "rows[lane][key * column]", "rows[lane][key]"),
     ("native: a mask taken for one without effect", "scores.h",
-     "flags.all && all[i] == 1", "flags.all && true"),
+     "((all[0] & all[1]) == ones)", "(ones != 0)"),
+    ("native: the values of runs taken for those of one", "forward.h",
+     "(int32_t)((key - start) / CELL)", "count"),
     # scores
     ("native: -inf in a bias added", "scores.h",
      "select<T>(bias == -infinity<T>(), broadcast<T>(-infinity<T>()), sum)", "sum"),

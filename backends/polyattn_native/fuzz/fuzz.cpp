@@ -193,6 +193,11 @@ struct Case {
                 mask.each([&](int64_t i, int64_t h, int64_t r, int64_t c) {
                     if (c % 7 < 3 && s[3] > 1) mask.set(i, h, r, c, c % 7 == 0);
                 });
+            } else if (random.chance(0.3)) {  // nothing of two in three runs of columns
+                const int64_t run = random.between(10, 40);
+                mask.each([&](int64_t i, int64_t h, int64_t r, int64_t c) {
+                    if (c / run % 3 && mask.shape()[3] > 1) mask.set(i, h, r, c, 0);
+                });
             }
         }
     }

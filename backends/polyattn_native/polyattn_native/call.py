@@ -21,7 +21,7 @@ from polyattn_native.arrays import (
 )
 from polyattn_native.distance_scores import ByDistance, Places, by_distance, scale_and_rest
 from polyattn_native.library import DTYPES, CArray, CCall, library
-from polyattn_native.visible import Visible, array_of, bytes_per_row, ends_of_band, visible
+from polyattn_native.visible import Made, Visible, ends_of_band, visible
 
 # The multiply-adds that a thread must have: fewer take less time than to wake it.
 THREAD_WORK = 2**21
@@ -149,7 +149,7 @@ class NativeCall:
     @property
     def is_made(self) -> bool:
         """Whether a mask or bias is made for some rows at a time."""
-        return self.made_mask or self.made_bias is not None
+        return self.makes_mask or self.made_bias is not None
 
     @property
     def is_of_copies(self) -> bool:
@@ -230,7 +230,7 @@ class NativeCall:
             if numbers is not None:
                 self._add_range(name, numbers)
                 self.call.ranges = numbers.shape[3]
-        self.made_mask = seen.by_rows
+        self.makes_mask = seen.by_rows
         if seen.array is not None:
             self.array("mask", np.asarray(seen.array).view(np.uint8))
 
@@ -288,7 +288,8 @@ class NativeCall:
         if not self.is_made:
             yield self.call
             return
-        size = bytes_per_row(self.problem, self.x) if self.made_mask else 1
+        self.made_mask = Made(self.problem, self.x) if self.makes_mask else None
+        size = 1 if self.made_mask is None else self.made_mask.bytes_per_row
         if self.made_bias is not None:
             size = max(
                 size, self.made_bias.size // self.made_bias.shape[-2] * self.accumulator.itemsize
@@ -314,8 +315,8 @@ class NativeCall:
             seed[4] += rows.start  # and 2**32 begins at 0 again
             part.seed = ctypes.addressof(seed)
             self.of_part.append(seed)
-        if self.made_mask:
-            mask = array_of(self.problem, self.x, rows).view(np.uint8)
+        if self.made_mask is not None:
+            mask = self.made_mask.array_of(rows).view(np.uint8)
             describe(part.mask, mask, self.problem.batch, self.of_part)
             self.of_part.append(mask)
         if self.made_bias is not None:

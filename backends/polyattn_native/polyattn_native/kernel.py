@@ -42,13 +42,13 @@ class Native(Kernel):
     name = "native"
     features = frozenset({
         "batch_broadcast", "bias", "block_table", "causal", "dropout", "grouped_heads", "logsumexp",
-        "mask", "mask_expression", "query_offset", "query_offset_array", "scale",
+        "mask", "mask_expression", "mask_mod", "query_offset", "query_offset_array", "scale",
         "score_expression", "sinks", "softcap", "value_size", "window",
     })  # fmt: skip
     differentiates: ClassVar = dict.fromkeys(("backward", "jvp"), frozenset({
         "batch_broadcast", "bias", "causal", "dropout", "grouped_heads", "mask", "mask_expression",
-        "query_offset", "query_offset_array", "scale", "score_expression", "sinks", "softcap",
-        "value_size", "window",
+        "mask_mod", "query_offset", "query_offset_array", "scale", "score_expression", "sinks",
+        "softcap", "value_size", "window",
     }))  # fmt: skip
     batch_invariant = True
     takes_empty = False
@@ -75,6 +75,11 @@ class Native(Kernel):
     def reasons_against(self, problem: Problem) -> list[str]:
         """Return why an expression is left to tiles."""
         reasons = []
+        mask = problem.mask_spec
+        if "mask_mod" in problem.features and (mask is None or mask.has_rule):
+            reasons.append(
+                "it evaluates masks that are functions if masks.compile knows their tiles"
+            )
         if not is_supported(problem):
             reasons.append("of score_mod it supports temperatures followed by relative biases")
         if "backward" in problem.features and problem.scale == 0:

@@ -61,6 +61,7 @@ class NativeOnTorch(Native):
     """Tiles of the scores in vectors, with the rows as lanes."""
 
     devices = frozenset({"cpu"})
+    features = Native.features - {"mask_mod"}
 
     def threads(self) -> int:
         """Return how many threads a call may use: as many as torch."""

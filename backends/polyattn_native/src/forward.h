@@ -126,25 +126,60 @@ private:
             panel.narrow(call, state->item, block);
             const Range seen = {max(block.first, panel.any_key.first), min(block.stop, panel.any_key.stop)};
             if (seen.first >= seen.stop) continue;
-            Flags flags = {true, true};
+            Cells cells = {~0u, ~0u};
+            Runs runs(seen);
             if (call.mask.data) {
-                flags = read_mask(call, state->item, panel, seen, bytes);
+                cells = look_at_mask(call, state->item, panel, seen);
                 if (i + 1 < state->panels) prefetch_mask(call, state->item, panels[i + 1], seen);
+                if (!cells.any) continue;
+                runs = runs_of(seen, cells);
             }
-            if (!flags.any) continue;
-            const int64_t skipped = seen.first - block.first;
-            const Matrix<T> some = keys.after(skipped), some_values = values.after(skipped);
-            if (i == 0 && !copies(call)) multiply_ahead(panel, some, some_values, seen);
-            else multiply_rows_of(panel, seen.stop - seen.first, some, query_of(i), call.head_size, scores);
-            adjust(panel, seen);
-            const bool hides = hide(call, state->item, panel, seen, flags.all, bytes, scores);
+            bool hides = false;
+            int64_t count = 0;
+            for (int n = 0; n < runs.count; ++n) {
+                const Range run = runs.of[n];
+                T* to = scores + count * panel.lanes();
+                count += run.stop - run.first;
+                multiply_keys(i, keys.after(run.first - block.first), values.after(run.first - block.first), run, to);
+                adjust(panel, run, to);
+                const bool all = cells.shows_all(run.first - seen.first, run.stop - seen.first);
+                if (!all) read_mask(call, state->item, panel, run, bytes);
+                hides = hide(call, state->item, panel, run, all, bytes, to) || hides;
+            }
             if (hides && finite < 0) finite = is_finite(values, block.stop - block.first, call.value_size);
-            weigh(panel, seen, some_values, output_of(i), hides && !finite);
+            int32_t parts[BLOCK / CELL];
+            const Matrix<T> some = values_of(runs, values, block, parts);
+            weigh(panel, runs, count, some, output_of(i), hides && !finite);
         }
     }
 
+    // The keys that a panel computes with: one run where pages are read in place, which have parts of their own.
+    Runs runs_of(Range seen, Cells cells) const {
+        const int first = __builtin_ctz(cells.any), last = 31 - __builtin_clz(cells.any);
+        const bool is_whole = call.table.data && !copies(call);
+        return Runs(seen, is_whole ? (2u << last) - (1u << first) : cells.any);
+    }
+    // The values of runs: of several, in parts of a cell, whose numbers are written.
+    static Matrix<T> values_of(const Runs& runs, Matrix<T> values, Range block, int32_t* parts) {
+        const int64_t start = runs.of[0].first;
+        values = values.after(start - block.first);
+        if (runs.count == 1) return values;
+        int count = 0;
+        for (int n = 0; n < runs.count; ++n) {
+            for (int64_t key = runs.of[n].first; key < runs.of[n].stop; key += CELL) {
+                parts[count++] = (int32_t)((key - start) / CELL);
+            }
+        }
+        return {values.data, values.stride, CELL, CELL * values.stride, parts};
+    }
+
+    void multiply_keys(int panel, Matrix<T> keys, Matrix<T> values, Range run, T* to) {
+        if (panel == 0 && !copies(call)) return multiply_ahead(panels[0], keys, values, run, to);
+        multiply_rows_of(panels[panel], run.stop - run.first, keys, query_of(panel), call.head_size, to);
+    }
+
     // The scores of the first panel, while the next keys and the values are on their way.
-    void multiply_ahead(const Panel<T>& panel, Matrix<T> keys, Matrix<T> values, Range seen) {
+    void multiply_ahead(const Panel<T>& panel, Matrix<T> keys, Matrix<T> values, Range seen, T* found) {
         const int64_t count = seen.stop - seen.first, left = state->keys.stop - seen.first;
         for (int64_t key = 0; key < count; key += AHEAD) {
             const int64_t stop = min(key + AHEAD, count);
@@ -154,28 +189,30 @@ private:
             for (int64_t now = key; now < stop; ++now) {
                 prefetch(values.at(now), call.value_size);
             }
-            T* to = scores + key * panel.lanes();
+            T* to = found + key * panel.lanes();
             multiply_rows_of(panel, stop - key, keys.after(key), query_of(0), call.head_size, to);
         }
     }
 
     // Softcap and biases.
-    void adjust(const Panel<T>& panel, Range seen) {
+    void adjust(const Panel<T>& panel, Range seen, T* to) {
         const int64_t count = seen.stop - seen.first;
-        if (call.softcap != 0) cap<T>(scores, count * panel.lanes(), (T)call.softcap, nullptr);
+        if (call.softcap != 0) cap<T>(to, count * panel.lanes(), (T)call.softcap, nullptr);
         for (const PolyattnArray& bias : call.bias) {
-            if (bias.data) add_bias<T>(bias, state->item, panel, seen, scores);
+            if (bias.data) add_bias<T>(bias, state->item, panel, seen, to);
         }
     }
 
-    void weigh(Panel<T>& panel, Range seen, Matrix<T> values, T* output, bool hides_nonfinite) {
-        const int64_t count = seen.stop - seen.first;
+    void weigh(Panel<T>& panel, const Runs& runs, int64_t count, Matrix<T> values, T* output, bool hides_nonfinite) {
         T factor[2 * width];
         if (panel.count == 2) soften<2>(panel, count, factor, hides_nonfinite);
         else soften<1>(panel, count, factor, hides_nonfinite);
-        if (call.seed) {
-            read_dropout(call, state->item, panel, seen, bytes);
-            zero_unset<T>(scores, count * panel.lanes(), bytes);
+        T* weights = scores;
+        for (int n = 0; call.seed && n < runs.count; ++n) {
+            const int64_t size = (runs.of[n].stop - runs.of[n].first) * panel.lanes();
+            read_dropout(call, state->item, panel, runs.of[n], bytes);
+            zero_unset<T>(weights, size, bytes);
+            weights += size;
         }
         Accumulate<T> accumulate = {false, panel.has_output ? factor : nullptr};
         multiply_weights(panel, call.value_size, values, scores, count, output, accumulate, hides_nonfinite);
