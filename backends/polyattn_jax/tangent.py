@@ -138,7 +138,8 @@ class _TangentBody(LoopBody):
 
         def of_visible(weights: Array, value: Array) -> Array:
             def visible() -> Array:
-                return fold_heads(problem, jnp.broadcast_to(seen, s.shape), jnp)
+                whole: Any = seen
+                return fold_heads(problem, jnp.broadcast_to(whole, s.shape), jnp)
 
             return visible_product(product, weights, visible, tile.key, value)
 
