@@ -203,9 +203,9 @@ def test_one_token_by_lengths_is_left_to_the_engine_if_few_rows_read_a_head(more
 def test_tensors_are_read_where_they_lie(dtype: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
 
-    def run(ready: Any, threads: Any, *pointers: int, x: Any) -> None:
+    def run(ready: Any, kernel: Any, *pointers: int, x: Any) -> None:
         calls.append([ctypes.c_void_p.from_address(at).value for at in pointers[:4]])
-        real(ready, threads, *pointers, x=x)
+        real(ready, kernel, *pointers, x=x)
 
     real = Ready.run
     monkeypatch.setattr(Ready, "run", run)

@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 
 DTYPES = ("float32", "float64", "float16", "bfloat16")
-VERSION = 5
+VERSION = 6
 #: Names a lower instruction set than the processor's best.
 VARIABLE = "POLYATTN_NATIVE_ISA"
 
@@ -42,6 +42,7 @@ class CCall(ctypes.Structure):
         ("key_steps", CArray),
         ("value_steps", CArray),
         ("step_keys", c_int64),
+        ("group", c_int64),
         ("scale", c_double),
         ("softcap", c_double),
         ("has_low", c_int32),
