@@ -982,6 +982,11 @@ MUTATIONS = (
      "a dtype by JAX", "backends/polyattn_jax/differentiate.py",
      "return np.promote_types(",
      "return jnp.promote_types("),
+    ("tests/backends/test_jax_gradients.py::"
+     "test_the_tangent_of_a_value_reaches_the_rows_that_see_it",
+     "a tangent of a hidden value", "backends/polyattn_jax/tangent.py",
+     "multiply = product if seen is None or self.is_linear else of_visible",
+     "multiply = product"),
     (STRICT + "test_precision_and_weak_types_are_those_of_jax_nn",
      "a precision that is not followed", "backends/polyattn_jax/tile.py",
      "return None if chosen.jax_default_matmul_precision else lax.Precision.HIGHEST",

@@ -68,8 +68,9 @@ class NativeOnTorch(Native):
         return torch.get_num_threads()
 
     def bytes_of(self, array: Array) -> bytes:
-        """Return what a tensor holds."""
-        held: bytes = _array(array, as_bits=True).tobytes()
+        """Return what a tensor holds, or an array of NumPy, as programs have for lengths."""
+        is_tensor = isinstance(array, torch.Tensor)
+        held: bytes = (_array(array, as_bits=True) if is_tensor else array).tobytes()
         return held
 
     def in_numpy(self, operands: Operands) -> Operands:
