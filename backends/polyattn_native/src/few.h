@@ -13,6 +13,21 @@ template <typename T> int few_rows(const PolyattnCall& call) {
     return 2 * few <= width ? few : 0;
 }
 
+// The numbers of one key after another, also of pages.
+template <typename T> struct Cursor {
+    const Matrix<T>& a;
+    int64_t part = 0, place = a.first;
+    const T* now = a.at(0);
+
+    explicit Cursor(const Matrix<T>& of) : a(of) {}
+    const T* next() {
+        if (place++ == a.part) now = a.data + a.table[++part] * a.part_stride, place = 1;
+        const T* found = now;
+        now += a.stride;
+        return found;
+    }
+};
+
 // The sums over the lanes of each vector, as the lanes of one.
 template <int Step, int Width, typename V> INLINE V sum_lanes(V (&vectors)[Width]) {
     if constexpr (Step < Width) {
@@ -31,10 +46,12 @@ template <int Step, int Width, typename V> INLINE V sum_lanes(V (&vectors)[Width
 template <typename T, int Rows>
 void multiply_few(const T* rows, Matrix<T> keys, int64_t count, int64_t size, int stride, T* scores) {
     constexpr int width = Lanes<T>::width, tile = width / Rows;
+    Cursor<T> cursor(keys);
+    const T* from = nullptr;
     for (int64_t key = 0; key < count; key += tile) {
         Vector<T> sums[width] = {};
         UNROLL for (int m = 0; m < tile; ++m) {
-            const T* from = keys.at(min(key + m, count - 1));
+            if (key + m < count) from = cursor.next();
             for (int64_t e = 0; e < size; e += width) {
                 const Vector<T> numbers = load(from + e);
                 UNROLL for (int r = 0; r < Rows; ++r) { sums[m * Rows + r] += numbers * load(rows + r * size + e); }
@@ -60,9 +77,10 @@ void weigh_part(const T* weights, int stride, Matrix<T> values, int64_t count, i
     constexpr int width = Lanes<T>::width;
     const Int hidden = (Int)1 << (sizeof(T) * 8 - 1);  // -0
     Vector<T> sums[Rows][Vectors] = {};
+    Cursor<T> cursor(values);
     for (int64_t key = 0; key < count; ++key) {
         Vector<T> numbers[Vectors];
-        const T* from = values.at(key) + first;
+        const T* from = cursor.next() + first;
         UNROLL for (int v = 0; v < Vectors; ++v) { numbers[v] = load(from + v * width); }
         UNROLL for (int r = 0; r < Rows; ++r) {
             const T weight = weights[key * stride + r];
