@@ -24,11 +24,14 @@ train: $(VENV)/.test  ## a small GPT, trained for two minutes on two cores, writ
 	$(BIN)/python examples/train/train.py $(TRAIN)
 
 PYTEST := $(BIN)/python -m pytest --numprocesses auto --dist worksteal
-# The package is tested without the compiled kernel, which has tests of its own; then some are run with it.
+# The package is tested without the compiled kernel, which has tests of its own; then those that call it are run with it.
 TEST_NATIVE = $(if $(COMPILER),POLYATTN_NATIVE=1 $(PYTEST) tests/native backends/polyattn_native \
   polyattn/conformance/test_backend.py -k "native and not (test_sizes and float64)")
-WITH_NATIVE = $(if $(COMPILER),POLYATTN_NATIVE=1 $(PYTEST) $(addprefix tests/,api base call dispatch expressions \
-  dialects integrations tiles) $(wildcard tests/nn/test_[cgpq]*.py tests/backends/test_jax*.py tests/backends/test_torch*.py))
+WITH_NATIVE = $(if $(COMPILER),POLYATTN_NATIVE=1 $(PYTEST) $(addprefix tests/,api call clients dialects integrations \
+  base/test_host.py dispatch/test_registry.py dispatch/test_trace.py expressions/test_mask_corners.py \
+  expressions/test_neighborhood.py expressions/test_patterns.py nn/test_cache.py nn/test_generate.py \
+  nn/test_positions.py nn/test_quantized_cache.py) $(addprefix tests/backends/test_,jax.py jax_cudnn.py torch.py \
+  torch_gradients.py torch_lengths.py torch_symbolic.py))
 
 test: $(VENV)/.test $(VENV)/.native  ## the tests and doctests, but for those that take long
 	$(PYTEST)

@@ -1,4 +1,4 @@
-"""Implement the command line: ``polyattn backends | explain | check | bench | export``.
+"""Implement the command line: ``polyattn backends | explain | check | bench | export | run``.
 
 Results go to standard output as plain text, as wide as the terminal; errors and progress go to
 standard error. A stream that is closed counts as the null device.
@@ -21,6 +21,7 @@ from polyattn._base.streams import complain, open_streams, progress, reason, set
 from polyattn._dispatch import listing, registry
 from polyattn._dispatch.errors import BackendError
 from polyattn.bench import command
+from polyattn_command import run
 
 EXIT_CODES = (
     "Exit codes: 0 for success; 1 if a check failed, no kernel can compute the call, or something"
@@ -55,6 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: list[str]) -> int:
+    if arguments[:1] == ["run"]:  # whose other arguments may be a program's
+        return run.main(arguments[1:])
     parser = _parser()
     options, unknown = parser.parse_known_args(arguments)
     if unknown:  # reported by the subcommand's parser, with its usage
@@ -70,7 +73,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="polyattn",
         description="Attention for every array library: list the backends, explain which kernel"
-        " runs, check and time the kernels, and export calls.",
+        " runs, check and time the kernels, export calls, and run programs that are for GPUs.",
         epilog=f"{EXIT_CODES} POLYATTN_BACKEND, such as torch:cuda,numpy, sets the backend of every"
         " call.",
     )
@@ -99,6 +102,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     command.add_options(add, _window)
     _add_export(commands)
+    about = "a program that imports flash_attn or xformers, unedited, on any device"
+    run.add_options(_add_command(commands, "run", run.main, help=about, **run.TEXTS))
     return parser
 
 

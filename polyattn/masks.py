@@ -21,6 +21,7 @@ from polyattn._core.expressions.mask_arrays import (
     check_positions,
 )
 from polyattn._core.expressions.masks import DenseMask, Mask, RuleMask
+from polyattn._core.expressions.neighborhood import neighborhood_of
 from polyattn._core.expressions.patterns import (
     Band,
     Dilated,
@@ -41,6 +42,7 @@ __all__ = [
     "dense",
     "dilated",
     "global_tokens",
+    "neighborhood",
     "padding",
     "positions",
     "prefix",
@@ -307,6 +309,55 @@ def global_tokens(*positions: int) -> Mask:
     if not integers or min(integers) < 0:
         raise ValueError(f"masks.global_tokens takes positions of at least 0; got {positions!r}")
     return GlobalTokens(integers)
+
+
+def neighborhood(
+    shape: int | tuple[int, ...],
+    kernel_size: int | tuple[int, ...],
+    *,
+    stride: int | tuple[int, ...] = 1,
+    dilation: int | tuple[int, ...] = 1,
+    is_causal: bool | tuple[bool, ...] = False,
+) -> Mask:
+    """Show the nearest tokens on a grid, as neighbourhood attention of NATTEN does.
+
+    Parameters
+    ----------
+    shape : int or tuple of int
+        The lengths of one to three axes of the grid, whose tokens are in row-major order.
+    kernel_size : int or tuple of int
+        The tokens that a window has along each axis, one number for all or one an axis.
+    stride : int or tuple of int
+        So many neighbouring rows share a window, at most `kernel_size`.
+    dilation : int or tuple of int
+        The distance between tokens of a window; ``kernel_size * dilation`` is at most the length.
+    is_causal : bool or tuple of bool
+        Whether a window along the axis ends at the row's own coordinate.
+
+    Returns
+    -------
+    Mask
+        The window has its row in the middle; at an end of the grid it moves inside and stays as
+        large. A causal one becomes smaller. S is the number of tokens of the grid, or less where
+        the first axis is causal.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If a number is wrong, or the numbers of the axes differ.
+
+    References
+    ----------
+    Hassani et al., Generalized Neighborhood Attention, https://arxiv.org/abs/2504.16922
+
+    Examples
+    --------
+    >>> from polyattn import masks
+    >>> mask = masks.neighborhood((16, 16), 5)
+    >>> mask
+    masks.neighborhood((16, 16), (5, 5))
+    """
+    return neighborhood_of(shape, kernel_size, stride, dilation, is_causal)
 
 
 def dense(array: Array) -> Mask:

@@ -24,6 +24,10 @@ MODULES = [
         "polyattn.dialects.flash_attn_interface",
         "polyattn.dialects.keras",
         "polyattn.dialects.mlx",
+        "polyattn.dialects.natten",
+        "polyattn.dialects.sageattention",
+        "polyattn.dialects.splash",
+        "polyattn.dialects.tokamax",
         "polyattn.dialects.torch",
         "polyattn.dialects.xformers",
         "polyattn.export",
@@ -84,9 +88,13 @@ def faults_of(path):
     allowed = NOT_ASKED | ({"RT01", "YD01"} if one_line else set())
     if path.startswith(READ_BY_KERNELS):
         allowed |= {"PR01", "RT01", "YD01"}
-    in_flash_attention_3 = path.startswith("polyattn.dialects.flash_attn_interface.")
-    if in_flash_attention_3 or path.endswith(("packed_func", "_first_axis")):
-        allowed |= {"PR01"}  # the others are those of the function that is named, or in the line
+    by_reference = ("flash_attn_interface.", "natten.", "splash.make_splash_mqa")
+    by_reference = tuple(f"polyattn.dialects.{name}" for name in by_reference)
+    if path.startswith(by_reference) or path.endswith(("packed_func", "_first_axis")):
+        allowed |= {
+            "PR01",
+            "RT01",
+        }  # the others are those of the function that is named, or in the line
     fields = []
     if "Attributes\n" in found["docstring"]:
         allowed |= {"PR01"}  # a value, whose attributes are its parameters

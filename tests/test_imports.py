@@ -33,10 +33,11 @@ ROOMS = {
     "__init__": {"_base", "_core.expressions", "_core.call", "masks", "scores", "_dispatch",
         "_api"},
     "plot": {"_base", "_core.expressions", "_core.call", "_core.tiles", "_dispatch", "_api"},
-    "dialects": {"_base", "masks", "scores", "_api"},
+    "dialects": {"_base", "_core.expressions", "masks", "scores", "_api"},
     "nn": {"_base", "_core.expressions", "scores", "_dispatch", "_api"},
     "parallel": {"_base", "_core.expressions", "_core.call", "_api"},
-    "integrations": {"_base", "_core.call", "masks", "plugin", "_api", "nn", "parallel"},
+    "integrations": {"_base", "_core.call", "masks", "plugin", "_api", "dialects", "nn",
+        "parallel"},
     "bench": {"_base", "_core.call", "plugin", "_dispatch", "_api", "__init__"},
     "conformance": {"_base", "_core.expressions", "_core.call", "_core.tiles", "masks", "scores",
         "plugin", "_dispatch", "__init__", "dialects"},
@@ -52,9 +53,16 @@ OUTSIDE = {
     "_base.arrays": {"array_api_compat"},
     "bench": {"numpy", "threadpoolctl", "tqdm"},
     "conformance": TESTING,
+    "cli": {"polyattn_command"},
+    "dialects._install": {"polyattn_command"},
+    "dialects.xformers.ops": {"torch"},
     "export": {"numpy"},
     "_core.expressions.intervals": {"numpy"},  # imported when intervals are asked for
     "_base.host": {"numpy"},  # imported when a sequence, or an array of NumPy, is placed
+    "dialects.natten": {"numpy"},  # for the windows of the functions of older versions
+    "dialects.splash": {"numpy"},  # of which the mask classes are
+    "integrations.diffusers": {"diffusers", "torch"},
+    "integrations.vllm_omni": {"torch", "vllm_omni"},
     "integrations": {"jax", "mlx", "ndonnx", "numpy", "spox", "torch", "transformers"},
     "_base.slices": {"jax"},  # for a slice whose start JAX traces
     "_base.progress": {"tqdm"},

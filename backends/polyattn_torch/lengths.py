@@ -57,8 +57,8 @@ def _declared(
 def _lengths(kernel: Kernel, problem: Problem, x: Operands, backend: Backend) -> list[int] | None:
     """Return the length of each item, or of all, if keys behind them can be left out."""
     mask: Any = x.mask
-    lengths = getattr(mask, "key_lengths", None)  # of a mask of lengths only
-    if lengths is None or mask.query_lengths is not None or x.bias is not None:
+    lengths = getattr(mask, "first_keys", None)
+    if lengths is None or x.bias is not None:
         return None
     goes_by_lengths = kernel.batch_invariant or x.block_table is not None
     if goes_by_lengths or kernel.compiles or problem.transforms or 0 in problem.batch:

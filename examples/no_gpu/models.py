@@ -1,12 +1,13 @@
 """Three models in the style of public model files, which are written for GPUs.
 
-They import `flash_attn`, and the last one takes a function such as xFormers'.
+They import `flash_attn` and `xformers`, which `polyattn run` brings to any machine.
 """
 
 import torch
 from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
 from flash_attn.bert_padding import pad_input, unpad_input
 from torch import nn
+from xformers.ops import fmha, memory_efficient_attention
 
 HEADS, SIZE, LONGEST = 4, 16, 64
 WIDTH = HEADS * SIZE
@@ -59,12 +60,12 @@ class CausalAttention(nn.Module):
 class ImageAttention(nn.Module):
     """Self-attention of the patches of images of several sizes, one after another."""
 
-    def __init__(self, memory_efficient_attention):
+    def __init__(self):
         super().__init__()
         self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.attend = memory_efficient_attention
 
-    def forward(self, x, attn_bias):
-        """Return (1, patches, M)."""
+    def forward(self, images):
+        """Return a list of (batch, patches, M), of such a list."""
+        bias, x = fmha.BlockDiagonalMask.from_tensor_list(images)
         q, k, v = self.qkv(x).unflatten(-1, (3, HEADS, SIZE)).unbind(2)
-        return self.out(self.attend(q, k, v, attn_bias=attn_bias).flatten(2))
+        return bias.split(self.out(memory_efficient_attention(q, k, v, attn_bias=bias).flatten(2)))

@@ -52,8 +52,8 @@ class CachedCall(NamedTuple):
     @classmethod
     def of(cls, call: Call, plan: Plan, fixed: dict[str, Any] | None) -> CachedCall:
         """Return the record of a call that has just run."""
-        backend, _, problem, moved = plan.placement
-        if backend is None or moved or not keeps_axes(call):
+        backend, _, problem, moved, band = plan.placement
+        if backend is None or moved or band or not keeps_axes(call):
             return cls(call, plan, None, fixed)
         return cls(call, plan, (backend, plan.kernel, problem), fixed)
 

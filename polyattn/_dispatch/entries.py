@@ -16,7 +16,12 @@ BACKENDS, KERNELS = GROUPS = ("polyattn.backends", "polyattn.kernels")
 # Whose plugins run unnamed. To install those of others changes no call until they are allowed.
 OURS = ("polyattn", "polyattn-native")
 # Variables that have a meaning of their own.
-RESERVED = ("POLYATTN_BACKEND", "POLYATTN_NATIVE_ISA", "POLYATTN_NUM_THREADS")
+RESERVED = (
+    "POLYATTN_BACKEND",
+    "POLYATTN_INSTALL",
+    "POLYATTN_NATIVE_ISA",
+    "POLYATTN_NUM_THREADS",
+)
 
 
 class Entry(NamedTuple):

@@ -68,6 +68,9 @@ NAMES = {
     "xformers": Names(
         frozenset(("attn_bias", "p", "op")), True, _same("scale", attn_mask="attn_bias")
     ),
+    "sageattn": Names(
+        frozenset(("sm_scale", "tensor_layout")), False, _same("is_causal", scale="sm_scale")
+    ),
     "mlx": Names(
         frozenset(("force_fused", "sinks")),
         False,

@@ -5,6 +5,7 @@ Arguments that `flash_attn_func` does not describe are those of `polyattn.dialec
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from polyattn._base.arrays import Array
@@ -159,3 +160,9 @@ def _refuse(**scales: Array | None) -> None:
             raise NotImplementedError(
                 f"{name} is not supported: multiply {name[0]} by it, in float32 or bfloat16, first"
             )
+
+
+def _with_tuples() -> dict[str, Any]:
+    """Return the functions that returned the logsumexp too until August 2025, as they were."""
+    older = flash_attn_func, flash_attn_qkvpacked_func, flash_attn_varlen_func
+    return {one.__name__: functools.partial(one, return_attn_probs=True) for one in older}

@@ -30,6 +30,7 @@ from polyattn._core.call.describe import describe
 from polyattn._core.call.problem import examine
 from polyattn._core.expressions.indices import PointIndices
 from polyattn._core.expressions.masks import Joined, Mask, Not, as_mask
+from polyattn._core.expressions.neighborhood import Neighborhood
 from polyattn._core.expressions.parts import axes_of_last
 from polyattn._core.expressions.tree import Tree
 from polyattn._core.tiles.compiled import Compiled
@@ -184,6 +185,8 @@ def _known(mask: Mask) -> tuple[dict[str, int], list[tuple[int, ...]]]:
         if isinstance(part, Compiled):
             table = {"L": part.query_length, "S": part.key_length, "offset": part.query_offset}
             known = table | {"items": part.shape[0], "H": part.shape[1]} | known
+        if isinstance(part, Neighborhood):
+            known.setdefault("S", math.prod(part.shape))
         if isinstance(part, Tree):
             known.setdefault("L", part.ancestors.shape[-1])
         for name, axes in (part.axes or {}).items():

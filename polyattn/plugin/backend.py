@@ -55,6 +55,9 @@ class Kernel:
         Features that it computes only on some kinds of device, with these kinds.
     counts_far : frozenset of str
         The features that count rows or keys, and that it computes beyond 2**30 of them too.
+    takes_band : bool
+        Whether a mask expression of numbers that is causal and a window over some of the keys comes
+        to `__call__` as these, and only these keys.
     tile : int or None
         For a kernel that works in tiles, the largest number of scores in one. The kernel reads it
         in each call: `polyattn.conformance` sets it low on a copy, so that small arrays have many
@@ -73,6 +76,7 @@ class Kernel:
     devices: ClassVar[frozenset[str] | None] = None
     only_on: ClassVar[Mapping[str, frozenset[str]]] = {}
     counts_far: ClassVar[frozenset[str]] = frozenset()
+    takes_band: ClassVar[bool] = False
     tile: int | None = None
 
     def reasons_against(self, problem: Problem) -> list[str]:

@@ -75,6 +75,11 @@ def random_mask(rng, batch, heads, rows, keys, depth=0):
             np.maximum(np.arange(rows) - rng.integers(1, 5, (*own_batch, rows)), -1)
         ),
         lambda: masks.dilated(int(rng.integers(1, 200))),
+        lambda: (
+            masks.neighborhood((keys,), (min(keys, 9),), stride=2 if keys > 1 else 1)
+            if keys
+            else masks.causal()
+        ),
         lambda: masks.global_tokens(*rng.integers(0, keys + 1, 3).tolist()),
         lambda: masks.dense(array()),
         lambda: masks.rule(lambda b, h, i, j: (i // 100 + j // 64 + h + b) % 3 > 0),

@@ -24,12 +24,14 @@ def test_install_is_found_and_undone(tmp_path, monkeypatch):
         from flash_attn.bert_padding import pad_input
         from flash_attn.flash_attn_interface import flash_attn_varlen_func
 
-        assert flash_attn is fa2
+        assert flash_attn.flash_attn_func is fa2.flash_attn_func
+        assert flash_attn.__name__ == flash_attn.__spec__.name == "flash_attn"
         assert (pad_input, flash_attn_varlen_func) == (fa2.pad_input, fa2.flash_attn_varlen_func)
         assert all(importlib.util.find_spec(name) for name in names)
         for name in ("flash_attn", "flash-attn"):
             assert importlib.metadata.version(name) == flash_attn.__version__
         assert importlib.metadata.packages_distributions()["flash_attn"] == ["flash-attn"]
+        assert [*importlib.metadata.distributions(path=[str(tmp_path)])] == []
         with pytest.raises(RuntimeError, match="flash_attn is installed already"):
             fa2.install()
     assert not [name for name in sys.modules if name.startswith("flash_attn")]
@@ -56,14 +58,14 @@ def test_flash_attention_3_comes_by_name():
     with fa2.install("flash_attn_interface"):
         import flash_attn_interface
 
-        assert flash_attn_interface is fa3
+        assert flash_attn_interface.flash_attn_func is fa3.flash_attn_func
         assert importlib.util.find_spec("flash_attn") is None
         assert importlib.metadata.version("flash_attn_3") == "3.0.0"
     with fa2.install("flash_attn", "flash_attn_interface", tuples=True):
         import flash_attn_interface
 
         assert importlib.util.find_spec("flash_attn_interface")
-        assert sys.modules["flash_attn"] is fa2
+        assert importlib.import_module("flash_attn").pad_input is fa2.pad_input
         ends = np.array([0, 3, 6])
         output, lse = flash_attn_interface.flash_attn_func(x, x, x, causal=True)
         packed, total = flash_attn_interface.flash_attn_varlen_func(
@@ -77,9 +79,7 @@ def test_flash_attention_3_comes_by_name():
     assert fa3.flash_attn_func(x, x, x).shape == x.shape
     with pytest.raises(ValueError, match="tuples=True is about flash_attn_interface: name it"):
         fa2.install(tuples=True)
-    with pytest.raises(
-        NotImplementedError, match=r"flash_attn and flash_.*; got 'flash_attn.cute'"
-    ):
+    with pytest.raises(NotImplementedError, match=r"flash_attn, flash_.*; got 'flash_attn.cute'"):
         fa2.install("flash_attn", "flash_attn.cute")
     assert importlib.util.find_spec("flash_attn") is None
 

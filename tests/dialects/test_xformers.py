@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from optional import torch
 
-from polyattn.dialects.xformers import _BIASES, memory_efficient_attention
+from polyattn.dialects.xformers import BIASES, memory_efficient_attention
 
 RNG = np.random.default_rng(0)
 H, D, E = 3, 8, 4
@@ -136,7 +136,7 @@ def block_bias(name):
 
 
 @pytest.mark.parametrize("library", ["numpy", "torch"])
-@pytest.mark.parametrize("name", [name for name in _BIASES if "Block" in name])
+@pytest.mark.parametrize("name", [name for name in BIASES if "Block" in name])
 def test_a_bias_of_blocks(name, library):
     bias, places = block_bias(name)
     total = 18 if hasattr(bias.k_seqinfo, "seqlen_py") else sum(LENGTHS)

@@ -70,7 +70,11 @@ def test_the_arithmetic_beside_a_picture_is_what_attention_computes(gallery):
     for picture, text in DRAWN:
         names, text = gallery[picture], " ".join(text.split())
         formula = re.search(r"sees key `j` where `(.*?)`", text) or re.match(r"`(.*?)`", text)
-        length = 256 if "256" in repr(names["mask"]) or "rule" in picture else 64
+        length = (
+            256
+            if any(word in repr(names["mask"]) for word in ("256", "rule", "neighborhood"))
+            else 64
+        )
         shape = (2 if "padding" in picture else 1, 1, length, length)
         seen, told = visible(*shape, mask=names["mask"]), by_arithmetic(shape, formula[1], names)
         np.testing.assert_array_equal(seen, told, picture)

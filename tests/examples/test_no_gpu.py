@@ -1,15 +1,13 @@
-"""The models of `examples/no_gpu`, which import flash_attn, run on a CPU and mean what they say."""
+"""The models of `examples/no_gpu`, which import flash_attn and xformers, run on a CPU."""
 
 import importlib.util
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 from polyattn.dialects import flash_attn
-from polyattn.dialects.xformers import memory_efficient_attention
 
 FILE = Path(__file__).resolve().parents[2] / "examples" / "no_gpu" / "models.py"
 
@@ -18,7 +16,7 @@ FILE = Path(__file__).resolve().parents[2] / "examples" / "no_gpu" / "models.py"
 def models():
     spec = importlib.util.spec_from_file_location("no_gpu_models", FILE)
     module = importlib.util.module_from_spec(spec)
-    with flash_attn.install():
+    with flash_attn.install("flash_attn", "xformers"):
         spec.loader.exec_module(module)
     return module
 
@@ -43,11 +41,10 @@ def test_a_packed_batch_is_each_of_its_sequences_and_each_of_its_steps(models):
 
 
 def test_images_of_several_sizes_are_apart(models):
-    layer = models.ImageAttention(memory_efficient_attention)
-    x, sizes = torch.randn(1, 13, models.WIDTH), SimpleNamespace(seqstart_py=[0, 4, 13])
-    kind = type("BlockDiagonalMask", (SimpleNamespace,), {})
-    output = layer(x, kind(q_seqinfo=sizes, k_seqinfo=sizes))
-    torch.testing.assert_close(output[:, 4:], layer(x[:, 4:], None))
+    layer = models.ImageAttention()
+    images = [torch.randn(2, 4, models.WIDTH), torch.randn(1, 9, models.WIDTH)]
+    for x, found in zip(images, layer(images), strict=True):
+        torch.testing.assert_close(found, layer([x])[0])
 
 
 def test_its_attention_runs_on_numpy(models):

@@ -40,6 +40,7 @@ MASKS = {
     "window": masks.window(4, 2),
     "dilated": masks.dilated(3),
     "global tokens": masks.global_tokens(0, 9, 17),
+    "neighborhood": masks.neighborhood((13, 2), (2, 1), dilation=(3, 1), stride=(2, 1)),
     "prefix": masks.prefix(9),
     "prefix per item": masks.prefix(np.array([[3, 12, 26]], np.uint8)),
     "padding": masks.padding(11, np.array([3, 12, 21], np.int16)),
@@ -243,8 +244,9 @@ def within(value):
 def test_each_mask_and_score_is_tested_here():
     tested = {cls for one in (*MASKS.values(), *SCORES.values()) for cls in within(one)}
     rest = {cls.__name__ for cls in classes() if issubclass(cls, Mask | Score)}
-    # The base of two, and the padding of a memory, whose part is padding.
-    assert rest - {cls.__name__ for cls in tested} <= {"Joined", "CachePadding"}
+    # The base of two, the padding of a memory, whose part is padding, and the part of a grid.
+    others = {"Joined", "CachePadding", "NeighborhoodPart"}
+    assert rest - {cls.__name__ for cls in tested} <= others
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)

@@ -151,6 +151,11 @@ class FirstTokens(Mask):
     def _with(self, change: Callable[[str, Any], Any]) -> Any:
         return type(self)(*[change(axis, getattr(self, n)) for n, axis in self.counts.items()])
 
+    @property
+    def first_keys(self) -> Any:
+        (axis, lengths), *more = self._given() or [("", None)]
+        return lengths if axis == "columns" and not more else None
+
     def seen(self, at: ScoreIndices) -> Array:
         seen: Any = None
         for axis, lengths in self._given():

@@ -167,6 +167,11 @@ VARIANTS: Group = {
     "prefix": {"mask": masks.causal() | masks.prefix(4)},
     "window or global tokens": {"mask": masks.window(2, 1) | masks.global_tokens(0, 1, 7)},
     "window and dilated": {"mask": masks.window(6, 4) & masks.dilated(3), "query_offset": 1},
+    "neighborhood": {"mask": masks.neighborhood((3, 5), 3, stride=(1, 2)), "L": 15, "S": 15},
+    "neighborhood, causal and dilated": {
+        "mask": masks.neighborhood((2, 2, 4), 2, dilation=(1, 1, 2), is_causal=(True, False, True)),
+        **{"L": 9, "S": 16},
+    },
     "outside of a window": {"mask": ~masks.window(1, None)},
     "packed documents": {"mask": Generated(packed)},
     "segments of queries and keys": {"mask": Generated(packed_apart), "L": 7, "S": 17},

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from polyattn._core.expressions import masks, patterns, scores, tree
+from polyattn._core.expressions import masks, neighborhood, patterns, scores, tree
 from polyattn._core.tiles import compiled
 
 Array = np.ndarray[Any, Any]
@@ -91,6 +91,11 @@ def _sees(mask: masks.Mask, rows: CallRows, b: Any, h: Any, i: Any, j: Any) -> A
             return np.gcd(abs(p - j), step) == step
         case patterns.GlobalTokens(positions):
             return np.isin(j, positions) | np.isin(p, positions)
+        case neighborhood.Neighborhood():
+            table = np.zeros((S + abs(p).max() + L, S), bool)
+            for row in range(math.prod(mask.shape)):
+                table[row, [key for key in _neighbors(mask, row) if key < S]] = True
+            return table[np.maximum(p, -1), j]
         case patterns.Prefix(lengths):
             return rows.each(lengths)[b] > j
         case patterns.Padding(key_lengths, query_lengths):
@@ -114,6 +119,33 @@ def _sees(mask: masks.Mask, rows: CallRows, b: Any, h: Any, i: Any, j: Any) -> A
         case compiled.Compiled(within):
             return _sees(within, rows, b, h, i, j)
     raise TypeError(f"{mask!r} is not a known mask")
+
+
+def _neighbors(mask: neighborhood.Neighborhood, row: int) -> list[int]:
+    """Return the tokens that a token of a grid sees, axis by axis."""
+    tokens = [0]
+    for axis, length in enumerate(mask.shape):
+        size, stride, dilation, is_causal = (
+            numbers[axis]
+            for numbers in (mask.kernel_size, mask.stride, mask.dilation, mask.is_causal)
+        )
+        own = row // math.prod(mask.shape[axis + 1 :]) % length
+        phase = list(range(own % dilation, length, dilation))  # the coordinates that may see it
+        at = phase.index(own)
+        # Neighbouring rows share the window of the last of them, or of the one in the middle.
+        group = range(at - at % stride, at - at % stride + stride)
+        leader = min(group[-1 if is_causal else stride // 2], len(phase) - 1)
+        if is_causal:
+            seen = [x for n, x in enumerate(phase) if leader - size < n <= at]
+        else:
+            start = leader - size // 2
+            while start < 0:
+                start += 1
+            while start + size > len(phase):
+                start -= 1
+            seen = phase[start : start + size]
+        tokens = [token * length + x for token in tokens for x in seen]
+    return tokens
 
 
 def _sees_by_position(

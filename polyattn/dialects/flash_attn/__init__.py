@@ -11,11 +11,11 @@ from typing import Any
 
 from polyattn._base.arrays import Array
 from polyattn.dialects._flash import NO_WINDOW, dense, varlen
+from polyattn.dialects._install import PACKAGES, install
 from polyattn.dialects._kvcache import Cache, Rotation, with_kvcache
 from polyattn.dialects._packed import Packed
 from polyattn.dialects._shared import check_axes, pair
 from polyattn.dialects.flash_attn import bert_padding
-from polyattn.dialects.flash_attn._install import VERSION, install
 from polyattn.dialects.flash_attn._steps import (
     _flash_attn_backward,
     _flash_attn_forward,
@@ -46,7 +46,7 @@ __all__ = [
 ]
 __dir__ = __all__.copy
 
-__version__ = VERSION
+__version__ = PACKAGES["flash_attn"][1]
 
 # What code takes from the submodule of FlashAttention that has all of these functions.
 flash_attn_interface = sys.modules[__name__]

@@ -1,20 +1,29 @@
-"""Compute attention as a function of `xformers.ops` is called, with the classes of its biases."""
+"""Compute attention as a function of `xformers.ops` is called, with the classes of its biases.
+
+``install`` lets code that imports xFormers find it here.
+"""
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import Any
 
 from polyattn._api.attention import attention
+from polyattn._api.partial import attention_partial
 from polyattn._base.arrays import Array, cast, is_array, library_of
+from polyattn.dialects._install import PACKAGES
+from polyattn.dialects._install import install as install_packages
 from polyattn.dialects._packed import Packed, PositionRule, from_pages, packed_attention
 from polyattn.dialects._shared import check_axes, dropout_of, scaled, shape_of, with_all_axes
 
-__all__ = ["memory_efficient_attention"]
+__all__ = ["install", "memory_efficient_attention"]
 __dir__ = __all__.copy
+
+__version__ = PACKAGES["xformers"][1]
 
 
 #: The classes of biases; their names, and fields with windows, lengths and pages, are the meaning.
-_BIASES = """
+BIASES = """
     LowerTriangularMask LowerTriangularMaskWithTensorBias LowerTriangularFromBottomRightMask
     LowerTriangularFromBottomRightLocalAttentionMask LocalAttentionFromBottomRightMask
     BlockDiagonalMask BlockDiagonalCausalMask BlockDiagonalCausalFromBottomRightMask
@@ -72,37 +81,73 @@ def memory_efficient_attention(
     >>> memory_efficient_attention(x, x, x, LowerTriangularMask()).shape
     (2, 5, 8, 64)
     """
+    output = attended(query, key, value, attn_bias, p, scale)
+    return output if output_dtype is None else cast(library_of(query).xp, output, output_dtype)
+
+
+def install() -> ExitStack:
+    """Let ``import xformers.ops`` find these functions, the classes of biases, and SwiGLU.
+
+    Returns
+    -------
+    ExitStack
+        A context manager that takes the modules away at its end, as ``close()`` does.
+
+    Raises
+    ------
+    RuntimeError
+        If the real package is installed, or these modules already are.
+
+    Examples
+    --------
+    >>> from polyattn.dialects import xformers
+    >>> with xformers.install():
+    ...     import importlib.metadata
+    ...     importlib.metadata.version("xformers") == xformers.__version__
+    True
+    """
+    return install_packages("xformers")
+
+
+def attended(
+    query: Array, key: Array, value: Array, bias: Any = None, p: float = 0.0,
+    scale: float | None = None, logsumexp: bool = False,
+) -> Any:  # fmt: skip
+    """Return the output, and the logsumexp, (B, H, L), if it is asked for."""
     xp = library_of(query, "query").xp
     own, other = {3: ("", ""), 5: ("HI", "FG")}.get(len(shape_of(query, "query")), ("H", "G"))
     check_axes(f"query BL{own}D, key BS{other}D, value BS{other}E", query, key, value)
     shape = (*query.shape[:-1], value.shape[-1])
-    rule = None if attn_bias is None else _rule_of(attn_bias)
+    rule = None if bias is None else rule_of(bias)
     query, scale = scaled(query, scale)
     options: dict[str, Any] = {"scale": scale, "dropout": dropout_of(query, p)}
     arrays = [_one_axis_of_heads(xp, x) for x in (query, key, value)]
-    if rule is not None and hasattr(attn_bias, "q_seqinfo"):
-        output = _of_blocks(xp, arrays, attn_bias, rule, options)
+    if rule is not None and hasattr(bias, "q_seqinfo"):
+        results = _of_blocks(xp, arrays, bias, rule._replace(logsumexp=logsumexp), options)
+        lse = results[1][None, ...] if logsumexp else None
     else:
-        options |= _of_scores(xp, attn_bias, rule, arrays[0])
-        output = attention(*arrays, layout="...LHD", **options)
-    output = xp.reshape(output, shape)
-    return output if output_dtype is None else cast(xp, output, output_dtype)
+        options |= _of_scores(xp, bias, rule, arrays[0])
+        compute = attention_partial if logsumexp else attention
+        results = compute(*arrays, layout="...LHD", **options)
+        lse = xp.permute_dims(results[1], (0, 2, 1)) if logsumexp else None
+    output = xp.reshape(results[0] if logsumexp else results, shape)
+    return (output, lse) if logsumexp else output
 
 
 def _one_axis_of_heads(xp: Any, x: Array) -> Array:
     return x if len(x.shape) == 4 else xp.reshape(x, (*x.shape[:2], -1, x.shape[-1]))
 
 
-def _rule_of(bias: Any) -> PositionRule | None:
+def rule_of(bias: Any) -> PositionRule | None:
     """Return what the class of a bias and its fields mean; None for an array."""
     names = [cls.__name__ for cls in type(bias).__mro__]
-    name = next((name for name in names if name in _BIASES), None)
+    name = next((name for name in names if name in BIASES), None)
     if name is None and is_array(bias):
         return None
     if name is None:
         raise NotImplementedError(
             f"attn_bias is of the class {names[0]}, which is not one of xformers' that are known:"
-            f" {', '.join(_BIASES)}"
+            f" {', '.join(BIASES)}"
         )
     size = getattr(bias, "_window_size", None)
     window = getattr(bias, "window_left", None), getattr(bias, "window_right", None)

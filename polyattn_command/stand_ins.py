@@ -1,0 +1,130 @@
+"""Modules of polyattn in the place of packages that are written for GPUs.
+
+Nothing of polyattn is imported before a program asks for such a package, because this module is
+part of the start of each program of `polyattn run`.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from importlib.machinery import ModuleSpec
+
+TYPE_CHECKING = False  # in place of that of `typing`, whose import takes longer than all of this
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+    from importlib.metadata import Distribution
+    from types import ModuleType
+    from typing import Any
+
+VARIABLE = "POLYATTN_INSTALL"
+#: Each package with its distribution, and the version whose documentation the modules follow. A
+#: module with a row of its own, also one within a package, comes by its own name only.
+PACKAGES = {
+    "flash_attn": ("flash-attn", "2.8.3"),
+    "flash_attn_interface": ("flash-attn-3", "3.0.0"),
+    "xformers": ("xformers", "0.0.35"),
+}
+#: What `polyattn run` brings. Programs prefer FlashAttention 3 if they find it, and most expect
+#: results that it returned until 2025: it comes by name.
+BY_DEFAULT = ("flash_attn", "xformers")
+#: The suffix for functions that return tuples.
+TUPLES = ":tuples"
+_MADE_OF = {"flash_attn.flash_attn_interface": "flash_attn"}
+
+
+def names_of(text: str, source: str = VARIABLE) -> list[str]:
+    """Return the names of a list such as ``flash_attn,xformers``."""
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    known = [*PACKAGES, f"flash_attn_interface{TUPLES}"]
+    for name in names:
+        if name not in known:
+            raise ValueError(f"{source} takes names of {','.join(known)}; got {name!r}")
+    return names
+
+
+class Finder:
+    """Finds the modules of some packages among the dialects, and answers `importlib.metadata`."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self.names = tuple(names)
+        self.packages = tuple(name.partition(":")[0] for name in self.names)
+
+    def find_spec(self, name: str, *_: object) -> ModuleSpec | None:
+        """Return where a module is; its file is not read."""
+        package = name
+        while package and package not in PACKAGES:
+            package = package.rpartition(".")[0]
+        own = _MADE_OF.get(name, name)
+        if package not in self.packages or "._" in own:
+            return None
+        from pathlib import Path
+
+        path = Path(__file__).resolve().parents[1].joinpath("polyattn", "dialects", *own.split("."))
+        for file in (path.with_suffix(".py"), path / "__init__.py"):
+            if file.is_file():
+                is_package = name == own and file.stem == "__init__"
+                return ModuleSpec(name, self, origin=str(file), is_package=is_package)  # type: ignore[arg-type]
+        return None
+
+    def create_module(self, spec: ModuleSpec) -> None:
+        """Leave it to Python, whose module has no path where modules would be found twice."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Give a module the names of the dialect."""
+        name = module.__name__
+        own = import_module(f"polyattn.dialects.{_MADE_OF.get(name, name)}")
+        kept = vars(module).keys() - {"__doc__"}
+        vars(module).update((key, value) for key, value in vars(own).items() if key not in kept)
+        if name + TUPLES in self.names:
+            vars(module).update(own._with_tuples())
+
+    def find_distributions(self, context: Any) -> Iterator[Distribution]:
+        """Yield the packages as distributions that are installed."""
+        from importlib.metadata import Distribution
+
+        class StandIn(Distribution):
+            def __init__(self, **texts: str) -> None:
+                self.texts = texts
+
+            def read_text(self, filename: str) -> str | None:
+                return self.texts.get(filename.partition(".")[0])
+
+            def locate_file(self, path: Any) -> Any:
+                raise NotImplementedError("a module in place of another package has no files")
+
+        if context.path is not sys.path:  # some folders only, as those that pip looks through
+            return
+        asked = context.name and context.name.replace("_", "-").lower()
+        for package in self.packages:
+            name, version = PACKAGES[package]
+            if asked in (None, name, package.replace("_", "-")):
+                head = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+                yield StandIn(METADATA=head, top_level=package.partition(".")[0])
+
+    def close(self) -> None:
+        """Take the modules away."""
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
+        for name, module in list(sys.modules.items()):
+            if getattr(getattr(module, "__spec__", None), "loader", None) is self:
+                del sys.modules[name]
+
+
+def start(names: Iterable[str]) -> Finder:
+    """Let imports find the packages with these names here, before what is installed."""
+    finder = Finder(names)
+    sys.meta_path.insert(0, finder)
+    return finder
+
+
+def spec_of(name: str) -> ModuleSpec | None:
+    """Return what imports find, here or elsewhere; a folder without code is no package."""
+    specs = (one.find_spec(name, None) for one in sys.meta_path if hasattr(one, "find_spec"))
+    return next((spec for spec in specs if spec is not None and spec.origin is not None), None)
+
+
+def is_real(name: str) -> bool:
+    """Return whether imports find a package elsewhere."""
+    spec = spec_of(name)
+    return spec is not None and not isinstance(spec.loader, Finder)
