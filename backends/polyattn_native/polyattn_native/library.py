@@ -77,7 +77,7 @@ def check_platform(byteorder: str = sys.byteorder) -> None:
     if byteorder != "little":
         raise ImportError(
             f"polyattn-native needs a little-endian processor; this one is {byteorder}-endian:"
-            " set POLYATTN_NATIVE=0, or uninstall polyattn-native"
+            " uninstall polyattn-native"
         )
     try:
         names = ("polyattn", "polyattn-native")
