@@ -316,7 +316,7 @@ def as_index(xp: Any, numbers: Array) -> Array:
     # operation.
     if numbers.dtype == xp.int64:
         return numbers
-    if library_of(numbers).name == "torch":
+    if library_of(numbers).name in ("numpy", "torch"):
         return cast(xp, numbers, xp.int64)
     return cast(xp, numbers, index_range(xp, 0, 1, numbers).dtype)
 

@@ -182,6 +182,7 @@ PRINTED = [
     ("attention.py jax", r"over (?:jax|xla|NumPy) +native .*" + RATIO, 10),
     ("attention.py onnxruntime", r"error (?:0|\S+e-0[6-9]|\S+e-1\d|0\.0e\+00)$", 14),
     ("attention.py options --cases dist", RATIO, 6),
+    ("caches.py", RATIO + "  error ", 8),
     ("masks.py", RATIO + r"  \d+\.\d% of the tiles", 13),
     ("models.py gpt2 --layers 1 --size 64 --steps 3", RATIO, 2),
     ("overhead.py", r"^\w+ +bare \S+ µs, polyattn \S+ µs, added \S+ .* ratio", 3),

@@ -214,9 +214,9 @@ def test_one_token_of_each_head_runs_where_it_takes_less_time(
 def test_tensors_are_read_where_they_lie(dtype: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
 
-    def run(ready: Any, threads: Any, *pointers: int, x: Any) -> None:
+    def run(ready: Any, kernel: Any, *pointers: int, x: Any) -> None:
         calls.append([ctypes.c_void_p.from_address(at).value for at in pointers[:4]])
-        real(ready, threads, *pointers, x=x)
+        real(ready, kernel, *pointers, x=x)
 
     real = Ready.run
     monkeypatch.setattr(Ready, "run", run)

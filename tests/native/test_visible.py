@@ -199,3 +199,60 @@ def test_sorted_ids_of_any_size_are_ranges(dtype, monkeypatch):
 def test_ids_far_apart_are_ranges_of_each_of_many_items():
     x, ids = RNG.standard_normal((12, 1, 9, 4)), np.repeat([-(2**60), 0, 2**60], 3)
     equal_to_dense(x, x, {"mask": masks.segments(np.tile(ids, (12, 1)))})
+
+
+LENGTHS = np.array([4, 9])
+SLOPES = np.array([0.5, 0.25])
+#: Options by their arrays, and other contents of these.
+WITH_ARRAYS = {
+    "segments": (lambda ids: {"mask": masks.segments(ids)}, IDS, IDS[::-1]),
+    "causal segments": (lambda ids: {"mask": masks.causal() & masks.segments(ids)}, IDS, IDS[::-1]),
+    "ids that are not sorted": (lambda ids: {"mask": masks.segments(ids)}, IDS, IDS[:, ::-1]),
+    "lengths": (lambda n: {"key_lengths": n, "is_causal": True}, LENGTHS, LENGTHS - 1),
+    "offset": (lambda n: {"query_offset": n, "is_causal": True}, LENGTHS, LENGTHS - 3),
+    "slopes": (lambda slopes: {"score_mod": scores.alibi(slopes)}, SLOPES, SLOPES[::-1]),
+    "sinks": (lambda sinks: {"sinks": sinks}, SLOPES, -SLOPES),
+    "pages": (
+        lambda table: {"block_table": table, "key_lengths": LENGTHS - 2},
+        np.array([[0, 1, 0], [1, 0, 1]], np.int32),
+        np.array([[1, 0, 1], [0, 1, 0]], np.int32),
+    ),
+    "an array": (
+        lambda seen: {"mask": masks.dense(seen)},
+        IDS[:, None, None] > 0,
+        IDS[:, None, None] < 1,
+    ),
+    "a bias": (
+        lambda bias: {"bias": bias},
+        X[..., :1] @ X[..., :1].swapaxes(2, 3),
+        X @ X.swapaxes(2, 3),
+    ),
+}
+
+
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+@pytest.mark.parametrize("name", WITH_ARRAYS)
+def test_arrays_are_described_to_the_library_when_they_change(name, library, monkeypatch):
+    torch = pytest.importorskip("torch") if library == "torch" else None
+    convert = np.copy if torch is None else lambda x: torch.from_numpy(x.copy())
+    options, first, second = WITH_ARRAYS[name]
+    key = X[..., :4, :] if name == "pages" else X
+    made = []
+
+    def again(native, x):
+        made.append(x)
+        return real(native, x)
+
+    real = call.NativeCall.again
+    monkeypatch.setattr(call.NativeCall, "again", again)
+    array = convert(first)
+    for n, contents in enumerate((first, first, first, second, second, first)):
+        array[...] = convert(contents)  # in place, and in an equal array elsewhere
+        for given in (array, convert(contents)):
+            given_to = convert(X), convert(key), convert(key)
+            output = attention(*given_to, kernel="native", **options(given))
+            expected = attention(*given_to, kernel="dense", **options(given))
+            np.testing.assert_allclose(np.asarray(output), np.asarray(expected), rtol=0, atol=1e-13)
+        if n == 1:
+            made.clear()
+    assert len(made) == (8 if name in ("an array", "a bias") else 2)

@@ -53,6 +53,7 @@ class Native(Kernel):
     batch_invariant = True
     takes_empty = False
     counts_far = frozenset({"causal", "window"})
+    quantized_bits = frozenset({4, 8})
 
     def __init__(self) -> None:
         # By problem and kind of arrays. The problem is kept too, so that its id stays its own.
@@ -61,6 +62,15 @@ class Native(Kernel):
     def threads(self) -> int:
         """Return how many threads a call may use."""
         return thread_count()
+
+    def bytes_of(self, array: Array) -> bytes:
+        """Return what an array holds."""
+        held: bytes = array.tobytes()
+        return held
+
+    def in_numpy(self, operands: Operands) -> Operands:
+        """Return operands with arrays of NumPy beside query, key and value."""
+        return operands
 
     def reasons_against(self, problem: Problem) -> list[str]:
         """Return why an expression is left to tiles."""
@@ -92,7 +102,7 @@ class Native(Kernel):
         if ready is not None and ready.problem is problem:
             pointers = id(query) + DATA, id(key) + DATA, id(value) + DATA, id(output) + DATA
             of_logsumexp = None if logsumexp is None else id(logsumexp) + DATA
-            if ready.run(self.threads, *pointers, of_logsumexp, x=operands):
+            if ready.run(self, *pointers, of_logsumexp, x=operands):
                 return output, logsumexp
         if not query.dtype.isnative:
             native_order = query.astype(query.dtype.newbyteorder("="))

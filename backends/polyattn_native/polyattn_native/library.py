@@ -11,7 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 DTYPES = ("float32", "float64", "float16", "bfloat16")
-VERSION = 5
+VERSION = 6
 #: Names a lower instruction set than the processor's best.
 VARIABLE = "POLYATTN_NATIVE_ISA"
 
@@ -43,6 +43,7 @@ class CCall(ctypes.Structure):
         ("key_steps", CArray),
         ("value_steps", CArray),
         ("step_keys", c_int64),
+        ("group", c_int64),
         ("scale", c_double),
         ("softcap", c_double),
         ("has_low", c_int32),

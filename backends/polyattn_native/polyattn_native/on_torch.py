@@ -67,6 +67,15 @@ class NativeOnTorch(Native):
         """Return how many threads a call may use: as many as torch."""
         return torch.get_num_threads()
 
+    def bytes_of(self, array: Array) -> bytes:
+        """Return what a tensor holds."""
+        held: bytes = _array(array, as_bits=True).tobytes()
+        return held
+
+    def in_numpy(self, operands: Operands) -> Operands:
+        """Return operands with arrays of NumPy beside query, key and value."""
+        return _rest_in_numpy(operands)
+
     def reasons_against(self, problem: Problem) -> list[str]:
         """Return why an expression is left to tiles, or torch's transforms and programs are."""
         reasons = super().reasons_against(problem)
@@ -139,9 +148,8 @@ class NativeOnTorch(Native):
             addresses = (ctypes.c_void_p * 5)(*[x if x is None else x.data_ptr() for x in arrays])
             start = ctypes.addressof(addresses)
             pointers = [start + POINTER * n for n in range(5)]
-            x = None if ready.is_whole else _rest_in_numpy(operands)
             of_logsumexp = None if logsumexp is None else pointers[4]
-            if ready.run(self.threads, *pointers[:4], of_logsumexp, x=x):
+            if ready.run(self, *pointers[:4], of_logsumexp, x=operands):
                 return output, logsumexp
         x = _in_numpy(operands)
         written = [None if one is None else _array(one, as_bits=True) for one in arrays[3:]]
@@ -225,7 +233,10 @@ def _tensors_of(groups: Any) -> Iterator[torch.Tensor]:
 
 def _array(tensor: torch.Tensor, *, as_bits: bool = False) -> Any:
     """Return a tensor as an array; one of bfloat16 is converted unless its bits are asked for."""
-    tensor = tensor.detach().resolve_neg()
+    if tensor.requires_grad:
+        tensor = tensor.detach()
+    if tensor.is_neg():
+        tensor = tensor.resolve_neg()
     if tensor.dtype == torch.bfloat16:
         return (tensor.view(torch.int16) if as_bits else tensor.float()).numpy()
     return tensor.numpy()
