@@ -116,6 +116,17 @@ MUTATIONS = (
      "head, key % call.page)", "head, 0)"),
     ("native: a look at the values of a whole page", "products.h",
      "(first + key) / part] * part_stride", "(first + key) / part] * stride"),
+    # few rows, whose lanes are elements
+    ("native: the totals of few rows not added up", "forward.h",
+     "panel.total[lane % few] += panel.total[lane];", ""),
+    ("native: a wide block counted in each lane of a row", "forward.h",
+     "few && stride > few && lane < width; ++lane", "false; ++lane"),
+    ("native: a maximum of its own in each lane of a row", "forward.h",
+     "if (few) top[0] = largest_of_rows<T>(top[0], few);", ""),
+    ("native: scores of the last tile of few rows not filled", "few.h",
+     "scores[key * Rows + i] = -infinity<T>();", "scores[key * Rows + i] = 0;"),
+    ("native: a hidden value of few rows added", "few.h",
+     "if (hides_nonfinite && bit_cast<Int>(weight) == hidden) continue;", ""),
     # integers of 8 and 4 bits
     ("native: the steps of the first block for all keys", "products.h",
      "is_key ? key / call.step_keys : key", "is_key ? 0 : key"),

@@ -196,6 +196,19 @@ def test_one_token_by_lengths_is_left_to_the_engine_if_few_rows_read_a_head(more
         torch.testing.assert_close(got, expected)
 
 
+@pytest.mark.parametrize(
+    ("keys", "size", "kernel"), [(512, 64, "native"), (512, 72, "sdpa"), (9, 64, "sdpa")]
+)
+def test_one_token_of_each_head_runs_where_it_takes_less_time(
+    keys: int, size: int, kernel: str
+) -> None:
+    query, key = torch.randn(1, 4, 1, size), torch.randn(1, 4, keys, size)
+    assert polyattn.explain(query, key, key).chosen.kernel == kernel
+    torch.testing.assert_close(
+        attention(query, key, key), attention(query, key, key, kernel="dense")
+    )
+
+
 # ---- memory ----
 
 

@@ -51,6 +51,10 @@ struct Case {
         call.head_size = random.between(1, random.one_of<int64_t>({8, 72, 300}));
         call.value_size = random.between(1, random.one_of<int64_t>({8, 72, 300}));
         if (size > 40) call.items = 1, call.heads = call.key_heads = random.between(1, 2);
+        if (function == ATTEND && random.chance(0.2)) {  // few rows of a key head, whose lanes are elements
+            call.rows = random.one_of<int64_t>({1, 1, 2, 3});
+            call.head_size = 16 * random.between(1, 9), call.value_size = 16 * random.between(1, 9);
+        }
         if (of_sums) {
             function = DIFFERENTIATE, call.page = 0;
             call.heads = call.key_heads * random.between(1, 8);

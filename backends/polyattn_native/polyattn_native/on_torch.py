@@ -42,9 +42,10 @@ _OF_ENGINE = frozenset({
     "value_size",
 })  # fmt: skip
 _OF_LENGTHS = {"mask_expression", "query_offset_array"}
-# The lanes of a vector are the rows that share a key head. Decoding took 2.0 of the engine's time
-# with one, 0.6 with four (float32, 64 to 4096 keys). The engine converts 16-bit numbers one by one.
-FEW_ROWS = 4
+# Few rows of a key head fill a vector by their elements, if these are a multiple of the lanes: one
+# row took 0.5 to 0.9 of the engine's time, and 1.3 below so many products. Of other sizes, one row
+# took 2.0, four 0.6 (float32, 64 to 4096 keys). The engine converts 16-bit numbers one by one.
+FEW_ROWS, LANES, FEW_PRODUCTS = 4, 16, 2**16
 # Gradients took 1.5 of the engine's time with 12 * 32 * 32 scores, 1.1 with 12 * 128 * 128.
 FEW_TRAINED = 2**16
 # With a bias 1.1 to 1.4 with 12 * 128 * 128, 0.9 with 12 * 192 * 192.
@@ -98,12 +99,15 @@ class NativeOnTorch(Native):
         if problem.dtype == "bfloat16" and _HAS_TILES:
             return "torch's engine multiplies bfloat16 by AMX"
         is_whole = problem.dtype == problem.accumulator
-        if is_whole and problem.query_length * problem.group_size < FEW_ROWS:
-            return f"fewer than {FEW_ROWS} rows read a key head, too few for a vector"
         # torch.compile would make a condition of the next lengths.
-        if torch.compiler.is_compiling() or features != problem.features:
+        is_plain = not torch.compiler.is_compiling() and features == problem.features
+        scores = math.prod(problem.scores) if is_plain else 0
+        if is_whole and problem.query_length * problem.group_size < FEW_ROWS:
+            has_lanes = problem.head_size % LANES == problem.value_size % LANES == 0
+            if not has_lanes or scores * problem.head_size < FEW_PRODUCTS:
+                return f"fewer than {FEW_ROWS} rows read a key head, too few for a vector"
+        if not is_plain:
             return None
-        scores = math.prod(problem.scores)
         few = FEW_TRAINED if problem.bias is None else FEW_TRAINED_BIASED
         if is_whole and problem.requires_grad and scores < few:
             return f"gradients of {scores:,} scores take less time in torch's engine"

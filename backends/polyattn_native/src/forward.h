@@ -1,7 +1,7 @@
 // Attention of some rows: over blocks of keys, the scores, their softmax and its product with the
 // values, with sums that are scaled anew when a maximum rises.
 #pragma once
-#include "products.h"
+#include "few.h"
 #include "scores.h"
 #include "work.h"
 
@@ -47,14 +47,16 @@ private:
     const PolyattnCall& call;
     const Work& work_;
     State* state;
+    const int few;  // rows of a key head, if its lanes are elements; the lanes of the panel repeat them then
     Panel<T>* panels;
-    T *queries, *outputs;        // [panel][element][lane]: scale · Q, the output before the division
+    T *queries, *outputs;        // [panel][element][lane]: scale · Q, the output before the division; [row][element]
+                                 // of few rows
     T* scores;                   // [key][lane] of a block and a panel, then weights
     T *key_block, *value_block;  // [key][element] of a block that is converted or copied
     uint8_t* bytes;              // [key][lane], of a mask or dropout
     size_t scratch_size;
 
-    Forward(const PolyattnCall& c, const Work& w, void* scratch) : call(c), work_(w) {
+    Forward(const PolyattnCall& c, const Work& w, void* scratch) : call(c), work_(w), few(few_rows<T>(c)) {
         BumpAllocator memory(scratch);
         const int64_t rows = work_.rows + 2 * width;
         state = memory.take<State>(1);
@@ -83,7 +85,7 @@ private:
         const int64_t stop = min((chunk + 1) * work_.rows, rows);
         for (int64_t row = chunk * work_.rows; row < stop;) {
             Panel<T>& panel = panels[state->panels];
-            panel.begin(call, state->item, state->key_head, row, stop);
+            panel.begin(call, state->item, state->key_head, row, stop, few);
             read_query(panel, query_of(state->panels));
             state->ranges.add(panel.ranges);
             row += panel.used;
@@ -102,7 +104,10 @@ private:
             T* buffer = key_block + lane * call.head_size;
             rows[lane] = numbers_at(call, (const T*)call.query.data, offset, call.head_size, buffer);
         }
-        transpose_rows(rows, panel.lanes(), call.head_size, (T)call.scale, to);
+        if (!few) return transpose_rows(rows, panel.lanes(), call.head_size, (T)call.scale, to);
+        for (int row = 0; row < few; ++row) {
+            for (int64_t e = 0; e < call.head_size; ++e) to[row * call.head_size + e] = rows[row][e] * (T)call.scale;
+        }
     }
 
     bool step() {
@@ -174,8 +179,20 @@ private:
     }
 
     void multiply_keys(int panel, Matrix<T> keys, Matrix<T> values, Range run, T* to) {
+        const int64_t count = run.stop - run.first;
+        if (few) {
+            return with_rows<T>(few, [&]<int Rows>(Sequence<Rows>) {
+                multiply_few<T, Rows>(query_of(panel), keys, count, call.head_size, stride_of(panels[panel], run), to);
+            });
+        }
         if (panel == 0 && !copies(call)) return multiply_ahead(panels[0], keys, values, run, to);
-        multiply_rows_of(panels[panel], run.stop - run.first, keys, query_of(panel), call.head_size, to);
+        multiply_rows_of(panels[panel], count, keys, query_of(panel), call.head_size, to);
+    }
+
+    // The lanes of a key in a block: of few rows one for each, if nothing happens to single scores. Then it is one run.
+    int stride_of(const Panel<T>& panel, Range seen) const {
+        const bool adjusts = call.softcap != 0 || call.bias[0].data || call.bias[1].data || call.mask.data || call.seed;
+        return few && !adjusts && panel.sees_all(seen) ? few : panel.lanes();
     }
 
     // The scores of the first panel, while the next keys and the values are on their way.
@@ -204,9 +221,12 @@ private:
     }
 
     void weigh(Panel<T>& panel, const Runs& runs, int64_t count, Matrix<T> values, T* output, bool hides_nonfinite) {
+        const int stride = stride_of(panel, runs.of[0]);
         T factor[2 * width];
+        if (few && stride > few) add_up_totals(panel);
         if (panel.count == 2) soften<2>(panel, count, factor, hides_nonfinite);
-        else soften<1>(panel, count, factor, hides_nonfinite);
+        else soften<1>(panel, (count * stride + width - 1) / width, factor, hides_nonfinite);
+        for (int lane = few; few && stride > few && lane < width; ++lane) panel.total[lane] = 0;  // once for each row
         T* weights = scores;
         for (int n = 0; call.seed && n < runs.count; ++n) {
             const int64_t size = (runs.of[n].stop - runs.of[n].first) * panel.lanes();
@@ -215,8 +235,21 @@ private:
             weights += size;
         }
         Accumulate<T> accumulate = {false, panel.has_output ? factor : nullptr};
-        multiply_weights(panel, call.value_size, values, scores, count, output, accumulate, hides_nonfinite);
         panel.has_output = true;
+        if (!few) {
+            return multiply_weights(panel, call.value_size, values, scores, count, output, accumulate, hides_nonfinite);
+        }
+        with_rows<T>(few, [&]<int Rows>(Sequence<Rows>) {
+            weigh_few<T, Rows>(scores, stride, values, count, call.value_size, output, accumulate, hides_nonfinite);
+        });
+    }
+
+    // Of few rows, the total of a row in its first lane.
+    void add_up_totals(Panel<T>& panel) {
+        for (int lane = few; few && lane < width; ++lane) {
+            panel.total[lane % few] += panel.total[lane];
+            panel.total[lane] = 0;
+        }
     }
 
     // Turn scores into weights, and write by what the sums so far are to be multiplied. If hides_nonfinite,
@@ -229,6 +262,7 @@ private:
         for (int64_t key = 0; key < count; ++key) {
             UNROLL for (int v = 0; v < Count; ++v) { top[v] = max<T>(load(scores + key * lanes + v * width), top[v]); }
         }
+        if (few) top[0] = largest_of_rows<T>(top[0], few);
         UNROLL for (int v = 0; v < Count; ++v) {
             store<T>(panel.maximum + v * width, top[v]);
             // A row that sees no key yet has weights of 0, not NaN.
@@ -255,6 +289,7 @@ private:
     // Divide, with the sink in the denominator, and write output and logsumexp.
     void write(Panel<T>& panel, T* output) {
         const int lanes = panel.lanes();
+        add_up_totals(panel);
         if (!panel.has_output) {
             for (int64_t i = 0; i < call.value_size * lanes; ++i) output[i] = 0;
         }
@@ -282,7 +317,12 @@ private:
                     total == 0 ? -infinity<T>() : top + logarithm(total);
             }
         }
-        write_rows(output, factor, lanes, call.value_size, rows);
+        if (!few) write_rows(output, factor, lanes, call.value_size, rows);
+        for (int row = 0; few && row < panel.used; ++row) {
+            for (int64_t e = 0; e < call.value_size; ++e) {
+                rows[row][e] = output[row * call.value_size + e] * factor[row];
+            }
+        }
         if constexpr (sizeof(T) == 4) {
             for (int lane = 0; converts(call) && lane < panel.used; ++lane) {
                 uint16_t* to = at<uint16_t>(call.output, state->item, panel.head[lane], panel.row[lane]);

@@ -327,7 +327,7 @@ void hide_outside(const PolyattnCall& call, int64_t item, const Panel<T>& panel,
 template <typename T>
 bool hide(const PolyattnCall& call, int64_t item, const Panel<T>& panel, Range keys, bool all_set, const uint8_t* bytes,
           T* scores) {
-    const bool inside = !panel.has_gaps && keys.first >= panel.all_keys.first && keys.stop <= panel.all_keys.stop;
+    const bool inside = panel.sees_all(keys);
     if (!inside) hide_outside(call, item, panel, keys, scores);
     if (!all_set) select_or<T>(scores, (keys.stop - keys.first) * panel.lanes(), bytes, -infinity<T>());
     return !inside || !all_set || call.bias[0].data || call.bias[1].data;
