@@ -1,6 +1,7 @@
 // Products where few rows read a key: the lanes are the elements of a key or value, in place of rows.
 #pragma once
 #include "products.h"
+#include "scores.h"
 
 namespace POLYATTN_UNIT {
 
@@ -28,6 +29,21 @@ template <typename T> struct Cursor {
     }
 };
 
+// The numbers that are read after those of a block. The processor fetches ahead only within a page, so those in pages
+// are asked of the memory a block before, into the second cache: the first has room for few requests.
+template <typename T> struct Coming {
+    const T* at[BLOCK];
+    int64_t count = 0, size;
+
+    __attribute__((noinline)) Coming(Matrix<T> a, int64_t keys, int64_t of_key) : size(of_key) {
+        if (!a.table || keys <= 0) return;
+        for (Cursor<T> cursor(a); count < keys;) at[count++] = cursor.next();
+    }
+    INLINE void ask(int64_t key) const {
+        if (key < count) prefetch<T, 2>(at[key], size);
+    }
+};
+
 // The sums over the lanes of each vector, as the lanes of one.
 template <int Step, int Width, typename V> INLINE V sum_lanes(V (&vectors)[Width]) {
     if constexpr (Step < Width) {
@@ -44,11 +60,13 @@ template <int Step, int Width, typename V> INLINE V sum_lanes(V (&vectors)[Width
 // The scores of some keys as [key][stride], of rows as [row][element]. With a stride of all lanes, they repeat the
 // rows; else -inf fills the last vector. Keys are read one after another, as the processor fetches them ahead.
 template <typename T, int Rows>
-void multiply_few(const T* rows, Matrix<T> keys, int64_t count, int64_t size, int stride, T* scores) {
+void multiply_few(const T* rows, Matrix<T> keys, int64_t count, int64_t size, int stride, T* scores,
+                  const Coming<T>& coming) {
     constexpr int width = Lanes<T>::width, tile = width / Rows;
     Cursor<T> cursor(keys);
     const T* from = nullptr;
     for (int64_t key = 0; key < count; key += tile) {
+        for (int m = 0; m < tile; ++m) coming.ask(key + m);
         Vector<T> sums[width] = {};
         UNROLL for (int m = 0; m < tile; ++m) {
             if (key + m < count) from = cursor.next();
@@ -72,7 +90,7 @@ void multiply_few(const T* rows, Matrix<T> keys, int64_t count, int64_t size, in
 // So many vectors of the values of a block times weights as [key][stride], into out as [row][element].
 template <typename T, int Rows, int Vectors>
 void weigh_part(const T* weights, int stride, Matrix<T> values, int64_t count, int64_t first, int64_t size, T* out,
-                Accumulate<T> accumulate, bool hides_nonfinite) {
+                Accumulate<T> accumulate, bool hides_nonfinite, const Coming<T>& coming) {
     typedef typename Lanes<T>::Int Int;
     constexpr int width = Lanes<T>::width;
     const Int hidden = (Int)1 << (sizeof(T) * 8 - 1);  // -0
@@ -81,6 +99,7 @@ void weigh_part(const T* weights, int stride, Matrix<T> values, int64_t count, i
     for (int64_t key = 0; key < count; ++key) {
         Vector<T> numbers[Vectors];
         const T* from = cursor.next() + first;
+        if (first == 0) coming.ask(key);
         UNROLL for (int v = 0; v < Vectors; ++v) { numbers[v] = load(from + v * width); }
         UNROLL for (int r = 0; r < Rows; ++r) {
             const T weight = weights[key * stride + r];
@@ -99,15 +118,15 @@ void weigh_part(const T* weights, int stride, Matrix<T> values, int64_t count, i
 
 template <typename T, int Rows>
 void weigh_few(const T* weights, int stride, Matrix<T> values, int64_t count, int64_t size, T* out,
-               Accumulate<T> accumulate, bool hides_nonfinite) {
+               Accumulate<T> accumulate, bool hides_nonfinite, const Coming<T>& coming) {
     constexpr int width = Lanes<T>::width, most = tile_rows<2>() == 6 ? 8 : 16;  // sums in registers
     constexpr int vectors = most / Rows < 4 ? most / Rows : 4;
     int64_t e = 0;
     for (; e + vectors * width <= size; e += vectors * width) {
-        weigh_part<T, Rows, vectors>(weights, stride, values, count, e, size, out, accumulate, hides_nonfinite);
+        weigh_part<T, Rows, vectors>(weights, stride, values, count, e, size, out, accumulate, hides_nonfinite, coming);
     }
     for (; e < size; e += width) {
-        weigh_part<T, Rows, 1>(weights, stride, values, count, e, size, out, accumulate, hides_nonfinite);
+        weigh_part<T, Rows, 1>(weights, stride, values, count, e, size, out, accumulate, hides_nonfinite, coming);
     }
 }
 

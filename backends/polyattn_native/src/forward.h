@@ -154,7 +154,9 @@ private:
             if (hides && finite < 0) finite = is_finite(values, block.stop - block.first, call.value_size);
             int32_t parts[BLOCK / CELL];
             const Matrix<T> some = values_of(runs, values, block, parts);
-            weigh(panel, runs, count, some, output_of(i), hides && !finite);
+            const int64_t left = few ? min(state->keys.stop - seen.stop, BLOCK) : 0;
+            const Coming<T> coming(keys.after(seen.stop - block.first), left, call.head_size);
+            weigh(panel, runs, count, some, output_of(i), hides && !finite, coming);
         }
     }
 
@@ -181,8 +183,10 @@ private:
     void multiply_keys(int panel, Matrix<T> keys, Matrix<T> values, Range run, T* to) {
         const int64_t count = run.stop - run.first;
         if (few) {
+            const Coming<T> coming(values, count, call.value_size);
+            const int stride = stride_of(panels[panel], run);
             return with_rows<T>(few, [&]<int Rows>(Sequence<Rows>) {
-                multiply_few<T, Rows>(query_of(panel), keys, count, call.head_size, stride_of(panels[panel], run), to);
+                multiply_few<T, Rows>(query_of(panel), keys, count, call.head_size, stride, to, coming);
             });
         }
         if (panel == 0 && !copies(call)) return multiply_ahead(panels[0], keys, values, run, to);
@@ -220,7 +224,8 @@ private:
         }
     }
 
-    void weigh(Panel<T>& panel, const Runs& runs, int64_t count, Matrix<T> values, T* output, bool hides_nonfinite) {
+    void weigh(Panel<T>& panel, const Runs& runs, int64_t count, Matrix<T> values, T* output, bool hides_nonfinite,
+               const Coming<T>& coming) {
         const int stride = stride_of(panel, runs.of[0]);
         T factor[2 * width];
         if (few && stride > few) add_up_totals(panel);
@@ -240,7 +245,8 @@ private:
             return multiply_weights(panel, call.value_size, values, scores, count, output, accumulate, hides_nonfinite);
         }
         with_rows<T>(few, [&]<int Rows>(Sequence<Rows>) {
-            weigh_few<T, Rows>(scores, stride, values, count, call.value_size, output, accumulate, hides_nonfinite);
+            weigh_few<T, Rows>(scores, stride, values, count, call.value_size, output, accumulate, hides_nonfinite,
+                               coming);
         });
     }
 
