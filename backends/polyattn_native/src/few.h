@@ -99,7 +99,10 @@ void weigh_part(const T* weights, int stride, Matrix<T> values, int64_t count, i
     for (int64_t key = 0; key < count; ++key) {
         Vector<T> numbers[Vectors];
         const T* from = cursor.next() + first;
-        if (first == 0) coming.ask(key);
+        if (first == 0) {
+            coming.ask(key);
+            prefetch(from + Vectors * width, size - Vectors * width);  // for the next parts, while its row is open
+        }
         UNROLL for (int v = 0; v < Vectors; ++v) { numbers[v] = load(from + v * width); }
         UNROLL for (int r = 0; r < Rows; ++r) {
             const T weight = weights[key * stride + r];
