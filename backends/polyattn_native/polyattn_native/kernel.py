@@ -50,7 +50,7 @@ class Native(Kernel):
         "query_offset", "query_offset_array", "scale", "score_expression", "sinks", "softcap",
         "value_size", "window",
     }))  # fmt: skip
-    batch_invariant = True
+    batch_invariant = skips_documents = True
     takes_empty = False
     counts_far = frozenset({"causal", "window"})
 
