@@ -43,7 +43,6 @@ from polyattn_torch.autograd import (
     record,
 )
 
-
 # Problems of nodes that are kept, at most.
 MOST_MADE = 512
 

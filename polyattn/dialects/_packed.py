@@ -28,6 +28,7 @@ Run = tuple[int, tuple[int, int], tuple[int, int]]
 # Beyond so many multiply-adds of a row of a sequence, of the mean length, what one call computes at
 # the borders of documents takes longer than the calls that it saves (AMD EPYC, one thread).
 SHORT = 2**16
+MOST_KEPT = 64  # masks of documents
 
 
 class Packed(NamedTuple):
@@ -165,15 +166,31 @@ def _documents(
     by_position = rule.causal or rule.window != (None, None)
     if rule.chunk or rule.slopes is not None or (by_position and own != other):
         return None
-    ids = [_ids(xp, own, query)] + ([] if own == other else [_ids(xp, other, key)])
     given = {"is_causal": rule.causal, "window": rule.window, **options}
-    given["mask"] = masks.segments(*ids)
-    kernel = kernel_for(*arrays, layout="...LHD", **given)
-    return given if kernel.skips_documents else None
+    given["mask"] = _kept_segments(xp, query, own, key, other)
+    return given if kernel_for(*arrays, layout="...LHD", **given).skips_documents else None
 
 
-def _ids(xp: Any, spans: Spans, array: Array) -> Array:
-    """Return the number of the sequence of each token, from 1 on, where none is unused."""
+_segments: dict[Any, masks.Mask] = {}  # by kind of array and sequences, which all layers share
+
+
+def _kept_segments(xp: Any, query: Array, own: Spans, key: Array, other: Spans) -> masks.Mask:
+    """Return the mask of documents that are the sequences, where no token is unused."""
+    kind = type(query), getattr(query, "device", None), tuple(own), tuple(other)
+    mask = _segments.get(kind)
+    if mask is None:
+        parts = [(query, own)] if own == other else [(query, own), (key, other)]
+        ids = [_ids(xp, *part) for part in parts]
+        mask = masks.segments(*ids)
+        if not getattr(ids[0], "is_inference", bool)():  # autograd saves no tensor of inference
+            if len(_segments) >= MOST_KEPT:
+                _segments.clear()
+            _segments[kind] = mask
+    return mask
+
+
+def _ids(xp: Any, array: Array, spans: Spans) -> Array:
+    """Return the number of the sequence of each token, from 1 on."""
     tokens = index_range(xp, 0, array.shape[0], array)
     starts = numbers_like(xp, [start for start, _ in spans], tokens.dtype, array)
     return xp.searchsorted(starts, tokens, side="right")
