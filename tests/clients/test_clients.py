@@ -65,7 +65,7 @@ def test_outputs_and_gradients(program, name, dtype):
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:The .grad attribute")  # after a break of the graph
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of torch, about a break of the graph
 @pytest.mark.parametrize("name", MODELS)
 def test_a_compiled_program(program, name):
     module = program(name)

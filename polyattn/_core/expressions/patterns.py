@@ -93,8 +93,12 @@ class GlobalTokens(Mask):
 
     def seen(self, at: ScoreIndices) -> Array:
         tokens = [min(token, INDEX_LIMIT) - at.per_item(self.first) for token in self.positions]
-        seen = [(at.column == token) | (at.position() == token) for token in tokens]
-        return functools.reduce(operator.or_, seen)
+        # Keys and rows apart: their arrays are short.
+        keys, rows = (
+            functools.reduce(operator.or_, [index == token for token in tokens])
+            for index in (at.column, at.position())
+        )
+        return keys | rows
 
     def _coverage(self, block: Block) -> Coverage:
         first, stop = block.columns
