@@ -48,6 +48,13 @@ int64_t read_squares(const uint8_t* const* rows, int lanes, int64_t count, uint8
     return key;
 }
 
+// Whether the lanes of a panel read the same row.
+template <typename N> bool are_same(const N* const* rows, int lanes) {
+    bool same = true;
+    for (int lane = 1; lane < lanes; ++lane) same = same && rows[lane] == rows[0];
+    return same;
+}
+
 struct Flags {
     bool any, all;
 };
@@ -64,6 +71,18 @@ Flags read_mask(const PolyattnCall& call, int64_t item, const Panel<T>& panel, R
     }
     Bytes any = {}, all = ~Bytes{};
     int64_t key = 0;
+    if (are_same(rows, lanes)) {
+        uint8_t some = 0, every = 1;
+        for (; key < count; ++key) {
+            const uint8_t seen = rows[0][key * mask.column];
+            some |= seen;
+            every &= seen;
+            // Eight lanes at a time: the next key, or the bytes after the last, take what is too much.
+            const uint64_t eight = seen * 0x0101010101010101u;
+            for (int lane = 0; lane < lanes; lane += 8) __builtin_memcpy(bytes + key * lanes + lane, &eight, 8);
+        }
+        return {some != 0, every == 1};
+    }
     if (mask.column == 1) {
         if (lanes % 16 == 0) key = read_squares<16>(rows, lanes, count, bytes, any, all);
         else if (lanes == 8) key = read_squares<8>(rows, lanes, count, bytes, any, all);
@@ -215,9 +234,7 @@ void add_bias(const PolyattnArray& bias, int64_t item, const Panel<T>& panel, Ra
     for (int lane = 0; lane < lanes; ++lane) {
         rows[lane] = at<T>(bias, item, panel.head[lane], panel.row[lane]) + keys.first * bias.column;
     }
-    bool same = true;
-    for (int lane = 1; lane < lanes; ++lane) same = same && rows[lane] == rows[0];
-    if (same) {
+    if (are_same(rows, lanes)) {
         for (int64_t i = 0; i < count * lanes; i += width) {
             add_bias(scores + i, broadcast<T>(rows[0][i / lanes * bias.column]));
         }
