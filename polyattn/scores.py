@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import numbers
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -138,7 +139,7 @@ def alibi(slopes: int | Array) -> Score:
     if is_array(slopes) and len(slopes.shape):  # NumPy's integers are arrays too
         return Alibi(slopes)
     kinds = "the number of query heads, or an array of a slope for each"
-    return Alibi(check_int("scores.alibi: slopes", slopes, kinds, least=1))
+    return Alibi(operator.index(check_int("scores.alibi: slopes", slopes, kinds, least=1)))
 
 
 def relative_bias(table: Array, *, bidirectional: bool = True, max_distance: int = 128) -> Score:
@@ -180,7 +181,8 @@ def relative_bias(table: Array, *, bidirectional: bool = True, max_distance: int
         raise TypeError(
             f"scores.relative_bias: bidirectional must be True or False; got {bidirectional!r}"
         )
-    max_distance = check_int("scores.relative_bias: max_distance", max_distance)
+    # A number for which torch.compile makes a program: its powers decide the steps.
+    max_distance = operator.index(check_int("scores.relative_bias: max_distance", max_distance))
     exact = table.shape[0] // (4 if bidirectional else 2)
     if exact < 1 or max_distance <= exact:
         raise ValueError(

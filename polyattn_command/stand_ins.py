@@ -23,6 +23,7 @@ VARIABLE = "POLYATTN_INSTALL"
 PACKAGES = {
     "flash_attn": ("flash-attn", "2.8.3"),
     "flash_attn_interface": ("flash-attn-3", "3.0.0"),
+    "flash_attn.cute": ("flash-attn-4", "4.0.0"),
     "xformers": ("xformers", "0.0.35"),
 }
 #: What `polyattn run` brings. Programs prefer FlashAttention 3 if they find it, and most expect
@@ -30,7 +31,22 @@ PACKAGES = {
 BY_DEFAULT = ("flash_attn", "xformers")
 #: The suffix for functions that return tuples.
 TUPLES = ":tuples"
-_MADE_OF = {"flash_attn.flash_attn_interface": "flash_attn"}
+_MADE_OF = {
+    "flash_attn.cute.interface": "flash_attn.cute",
+    "flash_attn.flash_attn_interface": "flash_attn",
+    "flash_attn.ops.rms_norm": "flash_attn.ops.layer_norm",
+    "flash_attn.ops.triton.cross_entropy": "flash_attn.losses.cross_entropy",
+    "flash_attn.ops.triton.layer_norm": "flash_attn.ops.layer_norm",
+}
+#: Compiled modules and Triton kernels that code imports, and what to call instead.
+_KERNELS = {
+    "dropout_layer_norm": "flash_attn.ops.layer_norm.dropout_add_layer_norm",
+    "flash_attn.flash_attn_triton": "flash_attn.flash_attn_func",
+    "flash_attn_2_cuda": "flash_attn.flash_attn_func, or _flash_attn_forward beside it",
+    "flash_attn_3_cuda": "flash_attn_interface.flash_attn_func",
+    "rotary_emb": "flash_attn.layers.rotary.apply_rotary_emb",
+    "xentropy_cuda_lib": "flash_attn.losses.cross_entropy.CrossEntropyLoss",
+}
 
 
 def names_of(text: str, source: str = VARIABLE) -> list[str]:
@@ -50,12 +66,16 @@ class Finder:
         self.names = tuple(names)
         self.packages = tuple(name.partition(":")[0] for name in self.names)
 
-    def find_spec(self, name: str, *_: object) -> ModuleSpec | None:
+    def find_spec(self, name: str, *rest: Any) -> ModuleSpec | None:
         """Return where a module is; its file is not read."""
         package = name
         while package and package not in PACKAGES:
             package = package.rpartition(".")[0]
         own = _MADE_OF.get(name, name)
+        if name in _KERNELS and "flash_attn" in self.packages:
+            others = (one for one in sys.meta_path if not isinstance(one, Finder))
+            specs = (one.find_spec(name, *rest) for one in others)  # the program's own first
+            return next(filter(None, specs), None) or ModuleSpec(name, self)  # type: ignore[arg-type]
         if package not in self.packages or "._" in own:
             return None
         from pathlib import Path
@@ -73,6 +93,12 @@ class Finder:
     def exec_module(self, module: ModuleType) -> None:
         """Give a module the names of the dialect."""
         name = module.__name__
+        if name in _KERNELS:
+            raise ModuleNotFoundError(
+                f"{name} is made of kernels for GPUs, which polyattn does not stand in for: call"
+                f" {_KERNELS[name]}",
+                name=name,
+            )
         own = import_module(f"polyattn.dialects.{_MADE_OF.get(name, name)}")
         kept = vars(module).keys() - {"__doc__"}
         vars(module).update((key, value) for key, value in vars(own).items() if key not in kept)
@@ -120,7 +146,12 @@ def start(names: Iterable[str]) -> Finder:
 
 def spec_of(name: str) -> ModuleSpec | None:
     """Return what imports find, here or elsewhere; a folder without code is no package."""
-    specs = (one.find_spec(name, None) for one in sys.meta_path if hasattr(one, "find_spec"))
+    parent = name.rpartition(".")[0]
+    package = spec_of(parent) if parent else None
+    if parent and package is None:
+        return None
+    path = None if package is None else package.submodule_search_locations
+    specs = (one.find_spec(name, path) for one in sys.meta_path if hasattr(one, "find_spec"))
     return next((spec for spec in specs if spec is not None and spec.origin is not None), None)
 
 

@@ -108,7 +108,7 @@ MUTATIONS = (
     ("dilated from the first key", PATTERNS, "at.relative_position(self.step)",
      "at.column % min(self.step, INDEX_LIMIT)"),
     ("global tokens are seen and do not see", PATTERNS,
-     "(at.column == token) | (at.position() == token)", "at.column == token"),
+     "return keys | rows", "return keys"),
     ("padded rows see", PATTERNS, "seen = of_axis if seen is None else seen & of_axis",
      "seen = of_axis if seen is None else seen"),
     ("part of a mask array's tile looked at", TILES,

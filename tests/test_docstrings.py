@@ -21,6 +21,7 @@ MODULES = [
         "polyattn.conformance.suite",
         "polyattn.dialects",
         "polyattn.dialects.flash_attn",
+        "polyattn.dialects.flash_attn.cute",
         "polyattn.dialects.flash_attn_interface",
         "polyattn.dialects.keras",
         "polyattn.dialects.mlx",
@@ -88,7 +89,12 @@ def faults_of(path):
     allowed = NOT_ASKED | ({"RT01", "YD01"} if one_line else set())
     if path.startswith(READ_BY_KERNELS):
         allowed |= {"PR01", "RT01", "YD01"}
-    by_reference = ("flash_attn_interface.", "natten.", "splash.make_splash_mqa")
+    by_reference = (
+        "flash_attn_interface.",
+        "flash_attn.cute.",
+        "natten.",
+        "splash.make_splash_mqa",
+    )
     by_reference = tuple(f"polyattn.dialects.{name}" for name in by_reference)
     if path.startswith(by_reference) or path.endswith(("packed_func", "_first_axis")):
         allowed |= {

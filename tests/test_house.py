@@ -11,6 +11,7 @@ PACKAGES = ROOT / "polyattn", ROOT / "backends"
 
 #: Class names that more than one module has, with the reason. A name that is unique has no row.
 SHARED = {
+    "RMSNorm": "a layer of arrays, and the layer of torch whose name is FlashAttention's",
     "RelativeBias": "a score rule, and the public layer that has its table",
 }
 

@@ -55,6 +55,10 @@ OUTSIDE = {
     "conformance": TESTING,
     "cli": {"polyattn_command"},
     "dialects._install": {"polyattn_command"},
+    "dialects.flash_attn.layers": {"torch"},
+    "dialects.flash_attn.losses": {"torch"},
+    "dialects.flash_attn.modules": {"torch"},
+    "dialects.flash_attn.ops.layer_norm": {"torch"},
     "dialects.xformers.ops": {"torch"},
     "export": {"numpy"},
     "_core.expressions.intervals": {"numpy"},  # imported when intervals are asked for

@@ -114,6 +114,11 @@ def test_the_versions_agree():
         "polyattn-native": native["project"]["version"],
         "the recipe for conda": recipe["context"]["version"],
     }
+    extra, *_ = PROJECT["project"]["optional-dependencies"]["native"]
+    bounds = {extra, *native["project"]["dependencies"]} - {"numpy>=2.0"}
+    major, minor, *_ = versions["polyattn-native"].split(".")
+    bound = f">={major}.{minor}.0.dev0,<{major}.{int(minor) + 1}"
+    assert bounds == {f"polyattn{bound}", f"polyattn-native{bound}"}
     # A workflow that a tag starts has its name.
     tag = os.environ["GITHUB_REF_NAME"] if os.environ.get("GITHUB_REF_TYPE") == "tag" else None
     assert disagreements(changelog, citation, versions, tag) == []

@@ -5,7 +5,7 @@ contender may use the same number of threads. ``python asv_bench/peers/attention
 
 - `cpu`, which ``make bench-cpu`` prints: with the largest error against float64;
 - `native`, which ``make bench-native`` prints: what the compiled kernel is held to. A row that
-  misses its bound is marked;
+  misses its bound is marked, and plain ones show their share of the rate of NumPy's product;
 - `gradients`; `half`, 16 bits over 32; `jax`, the compiled kernel under `jit` on one thread;
   `onnxruntime`; and `options`, each over the plain call.
 """
@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,6 +42,7 @@ from engines import (
     ours,
     textbook,
 )
+from threadpoolctl import threadpool_limits
 
 import polyattn
 
@@ -377,6 +379,32 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
+@cache
+def limits(threads: int, cpu_time: bool) -> tuple[float, float]:
+    """Return the operations a second of NumPy's product of matrices, and the bytes of its sum."""
+    clock = time.process_time if cpu_time else time.perf_counter
+    square, (x, y) = np.ones((1024, 1024), np.float32), np.ones((2, 2**25), np.float32)
+
+    def least(call: Call) -> float:
+        return min(script.window(call, 0.1, clock=clock) for _ in range(3))
+
+    with threadpool_limits(threads):
+        product = 2 * len(square) ** 3 / least(partial(np.matmul, square, square))
+    return product, 3 * x.nbytes / least(partial(np.add, x, y, out=x))
+
+
+def share_of_limit(row: Row, seconds: float, options: script.Options) -> str:
+    """Return the share of a limit that a plain float32 call reaches, of one row the memory's."""
+    case = row.case
+    if row.passes != "forward" or case.kind not in ("full", "causal") or case.dtype != "float32":
+        return ""
+    product, memory = limits(options.threads, options.cpu_time)
+    if case.length == 1:  # keys and values are read once
+        read = 8 * case.batch * case.groups * case.keys * case.size
+        return f"  {read / seconds / memory:.2f} of the memory's limit"
+    return f"  {4 * case.visible * case.size / seconds / product:.2f} of the processor's limit"
+
+
 def measure(name: str, row: Row, options: script.Options, show: Callable[..., None]) -> None:
     """Compare the contenders of a row and print the results."""
     table, exact = TABLES[name], None
@@ -390,7 +418,8 @@ def measure(name: str, row: Row, options: script.Options, show: Callable[..., No
     def held(result: script.Result) -> str:
         if row.bound is None or result.name != NATIVE:
             return ""
-        return f"  at most {row.bound:g}" + ", missed" * (result.ratio.median > row.bound)
+        missed = ", missed" * (result.ratio.median > row.bound)
+        return f"  at most {row.bound:g}{missed}{share_of_limit(row, result.seconds, options)}"
 
     results = script.compare(table.contenders(row, options.threads), options, error, exact)
     show(row.title, results, held)

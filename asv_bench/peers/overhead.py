@@ -41,13 +41,13 @@ def steps(arrays: list[Any]) -> dict[str, script.Call]:
     requested, (call, _) = request(None), describe(*arrays)
     key, problem, xp = call_key(arrays, {}), examine(call), library_of(arrays[0]).xp
     assert key is not None
-    (known,) = cached_call(key, requested)
+    (known,) = cached_call(key, requested, False)
     kernel, (backend, _, chosen, _), *_ = known.plan
     plain = Operands(*arrays)
     return {
         "whole call": lambda: polyattn.attention(*arrays),
         "key": lambda: call_key(arrays, {}),
-        "request, look up": lambda: cached_call(key, request(None)),
+        "request, look up": lambda: cached_call(key, request(None), False),
         "backend": lambda: known.run(plain),
         "of which kernel": lambda: kernel(chosen, plain, backend),
         "first: describe": lambda: describe(*arrays),

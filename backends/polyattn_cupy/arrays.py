@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 from typing import Any
 
@@ -55,6 +56,16 @@ def made_bias(problem: Problem, x: Operands, backend: Backend) -> tuple[Array, A
     bias = cupy.empty((*outer, aligned(keys)), np.float32)[..., :keys]
     bias[...] = scores
     return bias, seen
+
+
+def key_counts(problem: Problem, x: Operands) -> tuple[Array, Array]:
+    """Return how many queries and how many keys each item has, as cuDNN takes them."""
+    given: Any = x.mask
+    shape = (math.prod(problem.batch), 1, 1, 1)
+    keys = cupy.asarray(given.first_keys).astype(np.int64)
+    keys = cupy.clip(keys, 0, problem.key_length)
+    keys = cupy.broadcast_to(keys, problem.batch).reshape(shape).astype(np.int32)
+    return cupy.full(shape, problem.query_length, np.int32), keys
 
 
 def empty_result(problem: Problem, dtype: Any) -> tuple[Array, Array | None]:

@@ -1,8 +1,8 @@
 """cuDNN's fused attention, for the calls that it computes as docs/semantics.md defines.
 
-cuDNN applies the bands that its options can express. Everything else that hides keys becomes one
-bias, made for the call. This bias is finite, so a row that sees no key comes out as an average of
-all values, and is corrected afterwards.
+cuDNN applies the bands that its options can express, and numbers of keys. Everything else that
+hides keys becomes one bias, made for the call. This bias is finite, so a row that sees no key comes
+out as an average of all values, and is corrected afterwards.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from polyattn.plugin import (
 )
 from polyattn.plugin.internal import why_too_large
 from polyattn_cupy import graphs, loading, plans
-from polyattn_cupy.arrays import empty_result, made_bias, ready
+from polyattn_cupy.arrays import empty_result, key_counts, made_bias, ready
 from polyattn_cupy.cudnn_gradients import gradients
-from polyattn_cupy.problem_graphs import band_of, bias_shape, graph_of, needs_bias
+from polyattn_cupy.problem_graphs import band_of, bias_shape, counts_keys, graph_of, needs_bias
 
 # Gradients have vectors of at most this size.
 LARGEST_SIZE = 256
@@ -84,6 +84,11 @@ class CupyCudnn(Kernel):
             bias, seen = made_bias(problem, operands, backend)
             empty_rows = ~seen.any(axis=-1)
             pointers[graphs.BIAS] = bias.data.ptr
+        elif counts_keys(problem):
+            rows, keys = key_counts(problem, operands)
+            empty_rows = cupy.broadcast_to(keys[..., 0] == 0, query.shape[:3])
+            keys = cupy.clip(keys, 1, None)  # or cuDNN would divide by 0
+            pointers |= {graphs.QUERY_LENGTHS: rows.data.ptr, graphs.KEY_LENGTHS: keys.data.ptr}
         graph = graph_of(problem, query.strides, key.strides, value.strides)
         plans.run(graph, pointers)
         if empty_rows is not None:
@@ -116,7 +121,7 @@ def _static_reasons(problem: Problem) -> list[str]:
         reasons.append(f"it needs a scale above 0; got {problem.scale}")
     if "backward" in problem.features:
         reasons += _reasons_against_gradients(problem)
-    hides = needs_bias(problem) or band_of(problem) is not None
+    hides = needs_bias(problem) or counts_keys(problem) or band_of(problem) is not None
     if problem.softcap is not None and hides:
         reasons.append("it supports softcap only without masks and bias")
     if problem.softcap is not None and "logsumexp" in problem.features:

@@ -83,6 +83,13 @@ def describe(graph: Graph, **where: Any) -> Any:
     }
     if graph.bias is not None:
         options["bias"] = given(BIAS, "bias", graph.bias)
+    if graph.lengths:
+        one = Tensor((graph.query.shape[0], 1, 1, 1), (1, 1, 1, 1), "int32")
+        options |= {
+            "use_padding_mask": True,
+            "seq_len_q": given(QUERY_LENGTHS, "query_lengths", one),
+            "seq_len_kv": given(KEY_LENGTHS, "key_lengths", one),
+        }
     if graph.output_gradient is None:
         if graph.softcap is not None:
             options["score_mod"] = _softcap(cudnn, graph.softcap)
@@ -91,13 +98,6 @@ def describe(graph: Graph, **where: Any) -> Any:
         if graph.logsumexp:
             result(logsumexp, LOGSUMEXP, _rows(graph.output))
         return plan
-    if graph.lengths:
-        one = Tensor((graph.query.shape[0], 1, 1, 1), (1, 1, 1, 1), "int32")
-        options |= {
-            "use_padding_mask": True,
-            "seq_len_q": given(QUERY_LENGTHS, "query_lengths", one),
-            "seq_len_kv": given(KEY_LENGTHS, "key_lengths", one),
-        }
     gradients = plan.sdpa_backward(
         o=given(OUTPUT, "output", graph.output),
         dO=given(OUTPUT_GRADIENT, "output_gradient", graph.output_gradient),

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from polyattn.plugin import Problem, Span
+from polyattn.plugin import CachePadding, Problem, Span
 from polyattn.plugin.internal import band_from, made_shape
 from polyattn_cupy.graphs import CudnnBand, Graph, Tensor
 from polyattn_cupy.made_masks import mask_shape
@@ -24,7 +24,7 @@ MOST_SCORES = 2**29
 def band_of(problem: Problem) -> CudnnBand | None:
     """Return the band of causal and window, or None if cuDNN's options cannot express it."""
     offset, last = problem.query_offset, problem.key_length - problem.query_length
-    if offset is None or offset not in (0, last):
+    if offset is None or offset not in (0, last) or counts_keys(problem):
         return None
     left, right = band_from(problem, offset) or (None, None)
     if left is None and right is None:
@@ -38,8 +38,21 @@ def band_of(problem: Problem) -> CudnnBand | None:
 
 
 @lru_cache(maxsize=256)
+def counts_keys(problem: Problem) -> bool:
+    """Return whether cuDNN gets the number of keys of each item, and no mask beside it."""
+    mask = problem.mask_spec
+    if mask is None or mask.first_keys is None or problem.features & {"backward", "bias"}:
+        return False
+    # The newest row of a cache sees all keys before its own.
+    is_newest = isinstance(mask, CachePadding) and problem.query_length == 1
+    return band_from(problem, 0) == (None, None) or (is_newest and problem.window[0] is None)
+
+
+@lru_cache(maxsize=256)
 def needs_bias(problem: Problem) -> bool:
     """Return whether a call has a bias, or a mask or band that cuDNN's options cannot express."""
+    if counts_keys(problem):
+        return False
     if not problem.masks_by_position_only:
         return True
     return band_from(problem, 0) != (None, None) and band_of(problem) is None
@@ -81,7 +94,8 @@ def graph_of(problem: Problem, *strides: tuple[int, ...]) -> Graph:
     return Graph(
         **{**arrays, "output_gradient": arrays["output_gradient"] if is_gradient else None},
         bias=bias,
-        lengths=is_gradient and bias is not None and keys % WHOLE_KEYS != 0,
+        lengths=counts_keys(problem)
+        or (is_gradient and bias is not None and keys % WHOLE_KEYS != 0),
         band=band_of(problem),
         scale=problem.scale,
         softcap=problem.softcap,

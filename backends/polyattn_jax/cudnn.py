@@ -42,6 +42,7 @@ class JaxCudnn(Kernel):
     poison_safe = False
     rounds_once = False
     takes_empty = False
+    takes_band = True
     devices = frozenset({"cuda"})
 
     def reasons_against(self, problem: Problem) -> list[str]:

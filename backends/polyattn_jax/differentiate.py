@@ -74,7 +74,8 @@ def attend_jvp(
 ) -> Results:  # fmt: skip
     """Return the tangents of operands without expressions, which `like` has."""
     given = _tangents(problem, Operands(**tangents._asdict()))
-    return attend_tangents(problem, tile, with_expressions(like, x), residuals, given)
+    operands = with_expressions(like, x)
+    return attend_tangents(problem, tile, operands, residuals, given, is_linear=False)
 
 
 def _each(change: Callable[[Any], Any], x: Operands) -> OperandTangents:

@@ -18,6 +18,7 @@ from jax import lax
 from polyattn.plugin import Array, Operands, Problem, Residuals, with_rank
 from polyattn.plugin.internal import fold_heads, or_zero, unfold_heads
 from polyattn_jax.explicit import arrays_of, with_arrays
+from polyattn_jax.forward import visible_product
 from polyattn_jax.tile import (
     finite,
     modified,
@@ -44,9 +45,14 @@ class OperandTangents(NamedTuple):
 
 
 def attend_tangents(
-    problem: Problem, tile: int, x: Operands, residuals: Residuals, tangents: OperandTangents
-) -> tuple[Array, Array]:
-    """Return the tangents of output and logsumexp, in the accumulator's dtype."""
+    problem: Problem, tile: int, x: Operands, residuals: Residuals, tangents: OperandTangents,
+    *, is_linear: bool = True,
+) -> tuple[Array, Array]:  # fmt: skip
+    """Return the tangents of output and logsumexp, in the accumulator's dtype.
+
+    A function that JAX can transpose `is_linear`: the tangent of a hidden value is multiplied by 0,
+    also if it is not finite.
+    """
     output, logsumexp = residuals
     rows = {"query": x.query, "output": output, "logsumexp": logsumexp[..., None]}
     of_rows = {} if tangents.query is None else {"query tangent": tangents.query}
@@ -55,7 +61,7 @@ def attend_tangents(
         tangents = tangents._replace(bias=bias)
         if bias.shape[-2] != 1:
             of_rows["bias tangent"] = bias
-    body = _TangentBody(problem, x, tangents)
+    body = _TangentBody(problem, x, tangents, is_linear=is_linear)
     of_output, of_logsumexp = over_tiles(problem, tile, x, body, rows, of_rows)
     return of_output, of_logsumexp[..., 0]
 
@@ -75,8 +81,10 @@ class _TangentBody(LoopBody):
 
     is_differentiated = True
 
-    def __init__(self, problem: Problem, x: Operands, tangents: OperandTangents) -> None:
-        self.problem, self.x, self.tangents = problem, x, tangents
+    def __init__(
+        self, problem: Problem, x: Operands, tangents: OperandTangents, *, is_linear: bool
+    ) -> None:
+        self.problem, self.x, self.tangents, self.is_linear = problem, x, tangents, is_linear
 
     def start(self, rows: Rows, count: int) -> tuple[_BlockRows, tuple[Array, Array]]:
         """Return the state that holds the sinks only."""
@@ -128,10 +136,17 @@ class _TangentBody(LoopBody):
         weights = jnp.exp(s) if seen is None else jnp.where(seen, jnp.exp(jnp.where(seen, s, 0)), 0)
         keep = indices.keep_mask() if problem.dropout else None
 
-        def summed(weights: Array, value: Array) -> Array:
+        def of_visible(weights: Array, value: Array) -> Array:
+            def visible() -> Array:
+                whole: Any = seen
+                return fold_heads(problem, jnp.broadcast_to(whole, s.shape), jnp)
+
+            return visible_product(product, weights, visible, tile.key, value)
+
+        def summed(weights: Array, value: Array, multiply: Any = product) -> Array:
             if keep is not None:
                 weights = jnp.where(keep, weights / (1 - problem.dropout), 0)
-            return unfold_heads(problem, product(fold_heads(problem, weights, jnp), value), jnp)
+            return unfold_heads(problem, multiply(fold_heads(problem, weights, jnp), value), jnp)
 
         if t is not None:
             changes = weights * (t if seen is None else jnp.where(seen, t, 0))
@@ -139,7 +154,8 @@ class _TangentBody(LoopBody):
             value = tile.value.astype(s.dtype)
             output += summed(changes, value if seen is None else finite(value))
         if "value" in tile.slices:
-            output += summed(weights, tile.slices["value"])
+            multiply = product if seen is None or self.is_linear else of_visible
+            output += summed(weights, tile.slices["value"], multiply)
         return output, mean
 
     def finish(self, state: tuple[Array, Array], block: _BlockRows) -> tuple[Array, Array]:

@@ -38,6 +38,7 @@ class Fast(Kernel):
     poison_safe = False
     rounds_once = False
     takes_empty = False
+    takes_band = True
 
     def reasons_against(self, problem: Problem) -> list[str]:
         """Return what MLX's operation computes differently."""

@@ -86,6 +86,7 @@ class Operator(Kernel):
     # Every runtime multiplies the weight 0 of a masked key by its value, which may be NaN.
     poison_safe: ClassVar[bool] = False
     takes_empty: ClassVar[bool] = False  # runtimes refuse empty arrays
+    takes_band: ClassVar[bool] = True
 
     def opset(self, problem: Problem) -> int:
         """Return the opset that the node is for: 23, 24 or 25."""
@@ -136,8 +137,13 @@ class Operator(Kernel):
         if dtype != problem.dtype:
             inputs = [xp.astype(x, getattr(xp, dtype)) for x in inputs]
         keys = length_of(inputs[1], -2)
-        if positions.counted and isinstance(operands.mask, CachePadding):
-            keys, operands = operands.mask.key_lengths, operands._replace(mask=None)
+        first_keys = getattr(operands.mask, "first_keys", None)
+        is_cache = isinstance(operands.mask, CachePadding)
+        # Without a cache, causal rows count from the last of all keys.
+        if (is_cache or band(problem) == (None, None)) and positions.counted:
+            if not is_cache:  # whose lengths are from 0 to that of the keys
+                first_keys = xp.astype(xp.clip(xp.asarray(first_keys), min=0, max=keys), xp.int64)
+            keys, operands = first_keys, operands._replace(mask=None)
         mask = _mask(problem, operands, xp, banded=positions.by_mask)
         if operands.sinks is not None:
             inputs[1:], mask = _with_sinks(problem, operands, inputs[1:], mask, xp)
@@ -199,7 +205,8 @@ def _positions(problem: Problem, opset: int) -> NodePositions:
     if "sinks" in problem.features:  # their key takes the first position
         return NodePositions(by_mask=(low, high) != (None, None))
     if low is None and high is None:
-        return NodePositions(counted=is_filled)
+        first_keys = None if problem.mask_spec is None else problem.mask_spec.first_keys
+        return NodePositions(counted=counts and first_keys is not None)
     is_causal = problem.is_causal and high is not None
     left, right = problem.window
     left, right = None if low is None else left, None if high is None or is_causal else right

@@ -133,18 +133,13 @@ class TorchBackend(Backend):
 
     def is_eager(self, array: Array) -> bool:
         """Return whether this is an ordinary tensor on the CPU, and nobody records operations."""
-        return (
-            array.device.type == "cpu"
-            and type(array) in (torch.Tensor, torch.nn.Parameter)
-            and not torch.compiler.is_compiling()
-            and torch._C._get_tracing_state() is None  # jit.trace, and export by it
-            and not torch._C._len_torch_dispatch_stack()  # make_fx
-        )
+        return _is_ordinary(array) and not _is_recorded()
 
     def is_plain(self, *arrays: Array) -> bool:
         """Return whether tensors are ordinary ones, and no derivative is recorded."""
-        return super().is_plain(*arrays) and not (
-            torch._C._are_functorch_transforms_active()
+        return all(map(_is_ordinary, arrays)) and not (
+            _is_recorded()
+            or torch._C._are_functorch_transforms_active()
             or in_forward_mode()
             or (torch.is_grad_enabled() and any(array.requires_grad for array in arrays))
         )
@@ -189,6 +184,18 @@ class TorchBackend(Backend):
     ) -> contextlib.AbstractContextManager[Any]:
         """Turn autocast off for derivatives and weights; `run` does so itself."""
         return autocast_disabled(problem.device_kind)
+
+
+def _is_ordinary(array: torch.Tensor) -> bool:
+    return array.is_cpu and type(array) in (torch.Tensor, torch.nn.Parameter)
+
+
+def _is_recorded() -> bool:
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._get_tracing_state() is not None  # jit.trace, and export by it
+        or torch._C._len_torch_dispatch_stack() > 0  # make_fx
+    )
 
 
 def _import(array: Array) -> torch.Tensor:

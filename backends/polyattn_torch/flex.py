@@ -28,7 +28,7 @@ from polyattn.plugin import (
     combined_mask,
     one_batch_axis,
 )
-from polyattn_torch.block_mask import block_mask, point_indices
+from polyattn_torch.block_mask import Tiles, block_mask, known_tiles, point_indices
 
 try:
     from torch.nn.attention.flex_attention import AuxRequest
@@ -105,7 +105,8 @@ class Flex(Kernel):
         # Outside of the compiled function, which does not support expanded views.
         query, key, value = (one_batch_axis(problem, tensor, backend.xp) for tensor in operands[:3])
         operands = operands._replace(query=query, key=key, value=value)
-        output, logsumexp = flex(problem, operands, backend.xp), None
+        tiles = known_tiles(problem, operands, combined_mask(problem, operands), backend)
+        output, logsumexp = flex(problem, operands, backend.xp, tiles), None
         if "logsumexp" in problem.features:
             output, auxiliary = output
             logsumexp = auxiliary.lse.reshape(*problem.batch, *output.shape[-3:-1])
@@ -123,7 +124,7 @@ def _reasons_on_cuda(problem: Problem) -> list[str]:
     return reasons
 
 
-def _call(problem: Problem, x: Operands, xp: Any) -> Any:
+def _call(problem: Problem, x: Operands, xp: Any, tiles: Tiles | None) -> Any:
     """Return flex_attention's result; this function is what torch.compile compiles."""
     from torch.nn.attention.flex_attention import flex_attention
 
@@ -131,7 +132,7 @@ def _call(problem: Problem, x: Operands, xp: Any) -> Any:
     aux: Any = {"return_aux": AuxRequest(lse=True)} if "logsumexp" in problem.features else {}
     return flex_attention(
         x.query, x.key, x.value, score_mod=_score_mod(problem, x),
-        block_mask=None if mask is None else block_mask(problem, x, mask, xp),
+        block_mask=None if mask is None else block_mask(problem, x, mask, xp, tiles),
         scale=problem.scale, enable_gqa="grouped_heads" in problem.features, **aux,
     )  # fmt: skip
 

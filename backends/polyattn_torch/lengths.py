@@ -33,17 +33,16 @@ def calls_by_lengths(
     share = kernel.poison_safe or size <= MANY_NUMBERS or min(numbers) == 0
     if not is_one and (share or len(problem.batch) != 1 or problem.features - _OF_AN_ITEM):
         return _declared(kernel, problem, x, [_cut(problem, x, longest)])
-    whole = problem, x
-    features = problem.features - {"mask_expression", "query_offset_array"}
-    problem = problem._replace(mask_spec=None, query_offset=offsets[0], features=features)
-    x = x._replace(mask=None, query_offset=None)
     if is_one:
-        return _declared(kernel, *whole, [_cut(problem, x, longest)])
+        own = _problem_of_first(problem, longest, offsets[0])
+        first = _first_keys(x._replace(mask=None, query_offset=None), longest)
+        return _declared(kernel, problem, x, [(own, first)])
     calls = []
     for n, arrays in enumerate(zip(*[one.split(1) for one in x[:3]], strict=True)):
-        own = problem._replace(batch=(1,), query_offset=offsets[n % len(offsets)])
-        calls.append(_cut(own, Operands(*arrays), numbers[n % len(numbers)]))
-    return _declared(kernel, *whole, calls)
+        length = numbers[n % len(numbers)]
+        own = _problem_of_first(problem, length, offsets[n % len(offsets)])
+        calls.append((own._replace(batch=(1,)), _first_keys(Operands(*arrays), length)))
+    return _declared(kernel, problem, x, calls)
 
 
 def _declared(
@@ -57,8 +56,8 @@ def _declared(
 def _lengths(kernel: Kernel, problem: Problem, x: Operands, backend: Backend) -> list[int] | None:
     """Return the length of each item, or of all, if keys behind them can be left out."""
     mask: Any = x.mask
-    lengths = getattr(mask, "key_lengths", None)  # of a mask of lengths only
-    if lengths is None or mask.query_lengths is not None or x.bias is not None:
+    lengths = getattr(mask, "first_keys", None)
+    if lengths is None or x.bias is not None:
         return None
     goes_by_lengths = kernel.batch_invariant or x.block_table is not None
     if goes_by_lengths or kernel.compiles or problem.transforms or 0 in problem.batch:
@@ -72,12 +71,41 @@ def _lengths(kernel: Kernel, problem: Problem, x: Operands, backend: Backend) ->
 
 def _cut(problem: Problem, x: Operands, length: int) -> tuple[Problem, Operands]:
     """Return a call over its first keys, whose offset may be another than that of the newest."""
-    key, value = (one[..., :length, :] for one in (x.key, x.value))
+    return _over_first(problem, length), _first_keys(x, length)
+
+
+def _first_keys(x: Operands, length: int) -> Operands:
+    key, value = (one.narrow(-2, 0, length) for one in (x.key, x.value))
+    return x._replace(key=key, value=value)
+
+
+def _problem_of_first(problem: Problem, length: int, offset: int | None) -> Problem:
+    """Return the problem of all items of a length, or of one, without a mask: the latest again.
+
+    All layers of a model have the same, and what is known of a problem is found by its identity.
+    """
+    global _latest
+    of: tuple[Any, ...]
+    known: Problem
+    of, known = _latest
+    if of[0] is problem and of[1:] == (length, offset):
+        return known
+    features = problem.features - {"mask_expression", "query_offset_array"}
+    known = _over_first(
+        problem._replace(mask_spec=None, query_offset=offset, features=features), length
+    )
+    _latest = (problem, length, offset), known
+    return known
+
+
+_latest: Any = (None,), None
+
+
+def _over_first(problem: Problem, length: int) -> Problem:
     features, newest = problem.features - {"query_offset"}, length - problem.query_length
     if problem.query_offset not in (None, newest):
         if features.isdisjoint(("causal", "window", "mask_expression", "score_expression")):
             problem = problem._replace(query_offset=newest)
         else:
             features |= {"query_offset"}
-    problem = problem._replace(key_length=length, features=features)
-    return problem, x._replace(key=key, value=value)
+    return problem._replace(key_length=length, features=features)

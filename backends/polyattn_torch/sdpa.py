@@ -47,6 +47,7 @@ class Sdpa(Kernel):
     # torch multiplies a masked key's weight 0 by its value, which may be NaN.
     poison_safe = False
     rounds_once = False
+    takes_band = True
 
     def reasons_against(self, problem: Problem) -> list[str]:
         """Return why torch would compute another result."""

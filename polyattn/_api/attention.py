@@ -42,7 +42,7 @@ class AttentionOptions(TypedDict, total=False):
 A = TypeVar("A")  # the type of the query, which the result has
 
 
-@run_planned
+@run_planned(lambda results: results[0])
 @with_our_names()
 def attention(
     query: A,

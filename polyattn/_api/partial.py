@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import NamedTuple, Unpack
+from typing import Any, NamedTuple, Unpack
 
 from polyattn._api.attention import AttentionOptions
 from polyattn._api.names import with_our_names
-from polyattn._api.run import planned_call
+from polyattn._api.run import PlannedCall, planned_call, run_planned
 from polyattn._base.arrays import (
     Array,
     accumulator_of,
@@ -94,11 +94,18 @@ def attention_partial(
     ((8, 5, 64), (8, 5))
     """
     arguments = autocast({"query": query, "key": key, "value": value, **options}, AUTOCAST)
+    arrays = {name: arguments.pop(name) for name in ("query", "key", "value")}
     if dtype is not None:
-        arguments |= _in_dtype(dtype, {name: arguments[name] for name in ("query", "key", "value")})
-    backend, kernel = arguments.pop("backend", None), arguments.pop("kernel", None)
-    described = describe(**arguments, logsumexp=True)
-    return Partial(*planned_call(*described, backend, kernel).run())
+        arrays = _in_dtype(dtype, arrays)
+    partial: Any = _planned(*arrays.values(), **arguments)  # `run_planned` returns its results
+    return partial  # type: ignore[no-any-return]
+
+
+@run_planned(lambda results: Partial(*results), logsumexp=True)
+def _planned(query: Array, key: Array, value: Array, **options: Any) -> PlannedCall:
+    backend, kernel = options.pop("backend", None), options.pop("kernel", None)
+    described = describe(query, key, value, **options, logsumexp=True)
+    return planned_call(*described, backend, kernel)
 
 
 def _in_dtype(dtype: str, arrays: dict[str, Array]) -> dict[str, Array]:

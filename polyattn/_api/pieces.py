@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from polyattn._api.partial import Partial, attention_partial, merge
-from polyattn._api.run import PlannedCall, plan_of
+from polyattn._api.run import PlannedCall, plan_of, run_planned
 from polyattn._base.arrays import Array, ArrayFacts, as_facts, facts_of
 from polyattn._base.quantized import Quantized
 from polyattn._base.slices import Slice
@@ -89,11 +89,21 @@ def attention_over_integers(
     """Return `attention_partial` over integers, or None if its kernel needs floats."""
     if is_autocast_on():  # which casts the floats of the other pieces
         return None
+    over: Partial | None = _over(query, key, value, backend=backend, kernel=kernel, **options)
+    return over
+
+
+@run_planned(lambda results: Partial(*results), logsumexp=True)
+def _over(
+    query: Array, key: Quantized, value: Quantized, *, backend: Any, kernel: Any, **options: Any
+) -> Any:
     call, operands = describe(query, key, value, **options, logsumexp=True, facts=_facts)
     plan = plan_of(call, query, backend, kernel)
-    if plan.placement.moved or not plan.kernel.reads_quantized(plan.placement.problem):
+    kernel = plan.kernel
+    reads = key.bits in kernel.quantized_bits and kernel.reads_quantized(plan.placement.problem)
+    if plan.placement.moved or not reads:
         return None
-    return Partial(*PlannedCall(call, operands, plan).run())
+    return PlannedCall(call, operands, plan)
 
 
 def _facts(array: Any, name: str) -> ArrayFacts:

@@ -65,18 +65,19 @@ def planned_call(
     return PlannedCall(call, operands, plan)
 
 
-def plan_ahead(
+def check_ahead(
     query: Array, key: ArrayFacts, value: ArrayFacts, *, logsumexp: bool, **options: Any
-) -> Callable[[Array, Array], tuple[Array, Array | None]]:
-    """Check and plan a call before its keys and values exist; return what computes it."""
+) -> None:
+    """Check and plan a call before its keys and values exist."""
     arguments = autocast({"query": query, "key": key, "value": value, **options}, AUTOCAST)
-    ahead = planned_call(*describe(**arguments, logsumexp=logsumexp, facts=as_facts), None, None)
+    planned_call(*describe(**arguments, logsumexp=logsumexp, facts=as_facts), None, None)
 
-    def computed(key: Array, value: Array) -> tuple[Array, Array | None]:
-        arrays = autocast({"key": key, "value": value}, AUTOCAST)
-        return ahead._replace(operands=ahead.operands._replace(**arrays)).run()
 
-    return computed
+def is_known(query: Array, key: Array, value: Array, *, logsumexp: bool, **options: Any) -> bool:
+    """Return whether a call like this one has run, so that its arguments are right."""
+    of_call = call_key((query, key, value), options)
+    requested = request(options.get("backend"))
+    return of_call is not None and bool(cached_call(of_call, requested, logsumexp))
 
 
 def plan_of(
@@ -87,31 +88,37 @@ def plan_of(
     return cached_plan(call, request(backend), kernel, library_of(query).xp)
 
 
-def run_planned(function: _F) -> _F:
-    """Let `attention` return the output of the call that it plans.
+def run_planned(result: Callable[..., Any], *, logsumexp: bool = False) -> Callable[[_F], _F]:
+    """Let a function that plans a call return a result made of its output and logsumexp.
 
-    A call with the key of an earlier call reuses its plan. The earlier checks still hold: the key
-    has all that they look at, but for the numbers in arrays of the host and dropout's seed. Where
-    the description makes an operand of these, each call makes its own.
+    It may plan none, and then returns None. A call with the key of an earlier call reuses its plan.
+    The earlier checks still hold: the key has all that they look at, but for the numbers in arrays
+    of the host and dropout's seed. Where the description makes an operand of these, each call makes
+    its own.
     """
 
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        key = call_key(args, kwargs)
-        if key is None:
-            return function(*args, **kwargs).run()[0]
-        earlier = cached_call(key, request(kwargs.get("backend")))
-        if earlier:
-            known = earlier[0]
-            return known.run(_operands(args, kwargs, known.fixed))
-        new: PlannedCall = function(*args, **kwargs)
-        output, _ = new.run()
-        # Pages that are gathered are those that the lengths of the call use.
-        if new.call.block_table is None or new.reads_pages:
-            earlier.append(CachedCall.of(new.call, new.plan, _fixed(new.operands, args, kwargs)))
-        return output
+    def decorate(function: _F) -> _F:
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            key = call_key(args, kwargs)
+            if key is not None:
+                earlier = cached_call(key, request(kwargs.get("backend")), logsumexp)
+                if earlier:
+                    known = earlier[0]
+                    return result(known.run(_operands(args, kwargs, known.fixed)))
+            new: PlannedCall | None = function(*args, **kwargs)
+            if new is None:
+                return None
+            results = new.run()
+            # Pages that are gathered are those that the lengths of the call use.
+            if key is not None and (new.call.block_table is None or new.reads_pages):
+                fixed = _fixed(new.operands, args, kwargs)
+                earlier.append(CachedCall.of(new.call, new.plan, fixed))
+            return result(results)
 
-    return typing.cast(_F, call)
+        return typing.cast(_F, call)
+
+    return decorate
 
 
 def _fixed(made: Operands, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any] | None:

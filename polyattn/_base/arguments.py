@@ -10,7 +10,7 @@ from itertools import islice
 from typing import Any
 
 from polyattn._base.arrays import as_facts, is_array, library_of
-from polyattn._base.tracing import as_number, is_compiling, is_of_numpy, traced_tensor
+from polyattn._base.tracing import as_index, as_number, is_compiling, is_of_numpy, traced_tensor
 
 #: How many of many things a message lists.
 FEW = 20
@@ -81,7 +81,7 @@ def check_int(name: str, value: Any, kinds: str = "an integer", *, least: int | 
     """Return an integer of any type, at least `least`, as a Python integer, or raise."""
     value = as_number(name, value)
     try:
-        number = None if isinstance(value, bool) else operator.index(value)
+        number = None if isinstance(value, bool) else as_index(value)
     except TypeError:
         number = None
     if number is None:

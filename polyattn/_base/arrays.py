@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import array_api_compat
 
 from polyattn._base.refused import CONVERSIONS, REFUSED
-from polyattn._base.tracing import constant_when_traced, torch_is_imported
+from polyattn._base.tracing import constant_when_traced, is_compiling, torch_is_imported
 
 Array = Any
 Chunks = tuple[tuple[int, ...], ...]
@@ -64,6 +64,9 @@ LONG_NAMES = {short: long for long, short in _SHORT_NAMES.items()}
 def library_of(array: Array, name: str = "array") -> Library:
     """Return the library of `array`; errors refer to the array as `name`."""
     cls = type(array)
+    compiles = is_compiling()
+    if compiles and (dispatches := _tensor_dispatches(cls)) is not None:
+        return _tensors[dispatches]
     library = _libraries.get(cls)
     if library is None:
         reason = _reason_against(cls)
@@ -71,7 +74,8 @@ def library_of(array: Array, name: str = "array") -> Library:
             raise TypeError(f"{name} {reason.format(name)}")
         dispatches = _tensor_dispatches(cls)
         library = _standard_library(array, name) if dispatches is None else _tensors[dispatches]
-        _libraries[cls] = library
+        if not compiles:  # a program would repeat the change in each run
+            _libraries[cls] = library
     return library
 
 
@@ -112,7 +116,8 @@ def _tensor_dispatches(cls: type) -> bool | None:
     torch_is_imported()
     torch = sys.modules["torch"]
     # A tensor of a class with its own dispatch, such as FakeTensor, may hold no data.
-    _tensors.update({own: Library("torch", xp, own, torch.strided) for own in (False, True)})
+    if not _tensors:
+        _tensors.update({own: Library("torch", xp, own, torch.strided) for own in (False, True)})
     tensor_class: Any = cls
     return tensor_class.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
 
@@ -316,7 +321,7 @@ def as_index(xp: Any, numbers: Array) -> Array:
     # operation.
     if numbers.dtype == xp.int64:
         return numbers
-    if library_of(numbers).name == "torch":
+    if library_of(numbers).name in ("numpy", "torch"):
         return cast(xp, numbers, xp.int64)
     return cast(xp, numbers, index_range(xp, 0, 1, numbers).dtype)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -87,6 +88,11 @@ def is_of_numpy(cls: type) -> bool:
         own = ("ndarray", "generic")
         _of_numpy[cls] = any(c.__module__ == "numpy" and c.__name__ in own for c in cls.mro())
     return _of_numpy[cls]
+
+
+def as_index(value: Any) -> int:
+    """Return an integer of any type as Python's; that of a program of torch.compile stays open."""
+    return value if is_compiling() and isinstance(value, int) else operator.index(value)
 
 
 def as_constant(number: float) -> float:

@@ -15,13 +15,13 @@ from polyattn._base.arrays import Array
 from polyattn._base.tracing import is_compiling
 from polyattn._core.call.facts import Call
 from polyattn._core.call.key import CallKey
-from polyattn._core.call.layout import as_called, heads_first, keeps_axes
+from polyattn._core.call.layout import as_called, has_all_axes, heads_first, keeps_axes, swapped
 from polyattn._core.call.operands import Operands
 from polyattn._core.call.problem import Problem, examine
 from polyattn._dispatch.plan import Plan
 from polyattn._dispatch.request import Request
 from polyattn._dispatch.select import select
-from polyattn._dispatch.trace import open_traces, run_counted
+from polyattn._dispatch.trace import open_traces
 from polyattn.plugin import Backend, Kernel
 
 _CAPACITY = 4096
@@ -32,30 +32,33 @@ class CachedCall(NamedTuple):
 
     call: Call
     plan: Plan
-    #: Backend, kernel and problem, if the kernel takes and returns the arrays of the caller.
+    #: Backend, kernel and problem, if the kernel takes and returns the arrays of the caller, or
+    #: views of them.
     direct: tuple[Backend, Kernel, Problem] | None
+    keeps_axes: bool
     #: The operands that are no arrays and are not as the caller gives them, such as a mask without
     #: its causal part; None if those of each call follow from its arguments.
     fixed: dict[str, Any] | None
 
-    def run(self, operands: Operands) -> Array:
-        """Return the output of the call with other arrays of the same classes."""
-        if self.direct is not None:
-            backend, kernel, problem = self.direct
-            if open_traces:
-                kind = self.plan.kind
-                return run_counted(kind, backend, backend.run, kernel, problem, operands)[0]
-            return backend.run(kernel, problem, operands)[0]
-        given = heads_first(self.call, operands, reads_pages=self.call.block_table is not None)
-        return as_called(self.call, *self.plan.run(given))[0]
+    def run(self, operands: Operands) -> tuple[Array, Array | None]:
+        """Return output and logsumexp of the call with other arrays of the same classes."""
+        if self.direct is None:
+            given = heads_first(self.call, operands, reads_pages=self.call.block_table is not None)
+            return as_called(self.call, *self.plan.run(given))
+        backend, kernel, problem = self.direct
+        run = self.plan.counted(backend.run) if open_traces else backend.run
+        if self.keeps_axes:
+            return run(kernel, problem, operands)
+        return as_called(self.call, *run(kernel, problem, swapped(self.call, operands)))
 
     @classmethod
     def of(cls, call: Call, plan: Plan, fixed: dict[str, Any] | None) -> CachedCall:
         """Return the record of a call that has just run."""
-        backend, _, problem, moved = plan.placement
-        if backend is None or moved or not keeps_axes(call):
-            return cls(call, plan, None, fixed)
-        return cls(call, plan, (backend, plan.kernel, problem), fixed)
+        backend, _, problem, moved, band = plan.placement
+        direct = None
+        if backend is not None and not (moved or band) and has_all_axes(call):
+            direct = backend, plan.kernel, problem
+        return cls(call, plan, direct, keeps_axes(call), fixed)
 
 
 def cached_plan(call: Call, requested: Request, kernel: str | Kernel | None, xp: Any) -> Plan:
@@ -92,7 +95,7 @@ def _without_kernel(call: Call, requested: Request, kernel: ref[Kernel], xp: Any
 
 
 @lru_cache(_CAPACITY)
-def cached_call(key: CallKey, requested: Request) -> list[CachedCall]:
+def cached_call(key: CallKey, requested: Request, logsumexp: bool) -> list[CachedCall]:
     """Return a list for the call of a key, which is empty until the call has run."""
     return []
 

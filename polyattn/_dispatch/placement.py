@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from polyattn._base.arrays import LONG_NAMES, ArrayFacts
 from polyattn._base.tracing import is_compiling
+from polyattn._core.call.banded import Banded
 from polyattn._core.call.facts import Call
 from polyattn._core.call.problem import Problem
 from polyattn._dispatch import registry
@@ -24,6 +25,7 @@ class Placement(NamedTuple):
     kernels: tuple[Kernel, ...]
     problem: Problem  # with the library and device of the backend
     moved: frozenset[str]  # the operands of another library or device
+    band: Banded | None = None  # what `run` gives the kernel in place of the problem and all keys
 
 
 class Refusal(NamedTuple):

@@ -73,7 +73,7 @@ class Plan(NamedTuple):
         """Return the plan with one feature more, by the first kernel that has it, or None."""
         problem = self.placement.problem
         problem = problem._replace(features=problem.features | {feature})
-        placement = self.placement._replace(problem=problem)
+        placement = self.placement._replace(problem=problem, band=None)
         for kernel in (self.kernel, *placement.kernels):
             if not reasons_against(kernel, problem):
                 return self._replace(kernel=kernel, placement=placement)
@@ -86,8 +86,13 @@ class Plan(NamedTuple):
     def run(self, operands: Operands) -> tuple[Array, Array | None]:
         """Run the kernel, and return output and logsumexp where the query is."""
         backend, given = self._moved(operands)
+        problem = self.placement.problem
+        if self.placement.band is not None:
+            problem, keys = self.placement.band
+            key, value = (x[..., slice(*keys), :] for x in given[0][1:3])
+            given = (given[0]._replace(key=key, value=value, mask=None),)
         run = self.counted(backend.run) if is_traced() else backend.run
-        result = run(self.kernel, self.placement.problem, *given)
+        result = run(self.kernel, problem, *given)
         self._check_result("run", result, given[0])
         return self._moved_back(result, operands.query)  # type: ignore[no-any-return]
 
@@ -116,7 +121,7 @@ class Plan(NamedTuple):
 
     def _moved(self, operands: Operands, *others: Any) -> tuple[Backend, tuple[Any, ...]]:
         """Return the backend, and what the kernel is given, moved to where it runs."""
-        backend, _, problem, moved = self.placement
+        backend, _, problem, moved, _ = self.placement
         if backend is None:
             raise RuntimeError("a plan made from shapes only cannot run")
         if not moved:
@@ -125,7 +130,7 @@ class Plan(NamedTuple):
         return backend, (x, *[move_results(one, moved, backend, problem) for one in others])
 
     def _moved_back(self, result: Any, query: Array) -> Any:
-        backend, _, problem, moved = self.placement
+        backend, _, problem, moved, _ = self.placement
         if "query" not in moved or backend is None:
             return result
         back = mover_back(query, backend, problem, self.query_device)

@@ -22,7 +22,8 @@ from polyattn._dispatch.errors import UnknownBackendError
 AUTO = "auto"
 SIGNS = "+-"
 VARIABLE = "POLYATTN_BACKEND"
-_variable = reader_of(VARIABLE)
+# A program of torch.compile would look at all of the environment.
+_variable = TracedValue(reader_of(VARIABLE))
 
 Names = tuple[str, ...]
 
@@ -127,7 +128,7 @@ def request(backend: str | Sequence[str] | None) -> Request:
         names = _here.value
         if names:
             return Request(names, "context")
-    variable = _variable()
+    variable = _variable.value
     if variable:
         return Request(parse(variable, f"{VARIABLE}="), "environment")
     return _NOTHING

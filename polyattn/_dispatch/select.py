@@ -13,6 +13,7 @@ from typing import Any
 
 from polyattn._base.arrays import is_namespace
 from polyattn._base.tracing import is_compiling
+from polyattn._core.call.banded import banded
 from polyattn._core.call.facts import Call
 from polyattn._core.call.features import DERIVATIVES
 from polyattn._core.call.problem import Problem
@@ -145,14 +146,17 @@ def _try_candidates(
         for kernel in kernels:
             own = _for_kernel(kernel, placement.problem)
             why = withheld.get(kernel.name)
-            candidate = _judge(name, kernel, own, why, requested_kernel, explains)
+            band = banded(own) if kernel.takes_band else None
+            seen = own if band is None else band.problem
+            candidate = _judge(name, kernel, seen, why, requested_kernel, explains)
             runs = chosen is None and candidate.status == "chosen"
             if runs:
                 others = tuple([k for k in placement.kernels if k.name not in withheld])
-                chosen = kernel, placement._replace(problem=own, kernels=others)
+                chosen = kernel, placement._replace(problem=own, kernels=others, band=band)
             if explains:
-                copies = own is not placement.problem
-                candidate = _described(candidate, kernel, own, runs=runs, copies_pages=copies)
+                notes = [_COPIES_PAGES] if own is not placement.problem else []
+                notes += [] if band is None else [band.note]
+                candidate = _described(candidate, kernel, seen, notes, runs=runs)
             candidates.append(candidate)
             if runs and not explains:
                 return chosen, candidates
@@ -222,14 +226,14 @@ def _absent(name: str, kernel: str | Kernel | None, requested: Request) -> list[
 
 
 def _described(
-    candidate: Candidate, kernel: Kernel, problem: Problem, *, runs: bool, copies_pages: bool
+    candidate: Candidate, kernel: Kernel, problem: Problem, notes: list[str], *, runs: bool
 ) -> Candidate:
     """Return a candidate with what only `explain` shows of its kernel."""
     status = candidate.status if runs or candidate.status != "chosen" else "next"
     origin = extensions.origins(candidate.backend.partition(":")[0]).get(kernel.name)
     remarks: list[str | None] = []
     if status in ("chosen", "next"):
-        remarks = [_COPIES_PAGES if copies_pages else None, kernel.remark(problem)]
+        remarks = [*notes, kernel.remark(problem)]
     remark = "; ".join(filter(None, remarks)) or None
     return candidate._replace(status=status, origin=origin, remark=remark)
 

@@ -19,9 +19,9 @@ def install(*packages: str, tuples: bool = False) -> contextlib.ExitStack:
 
     Parameters
     ----------
-    *packages : {"flash_attn", "flash_attn_interface", "xformers"}
-        FlashAttention 2, FlashAttention 3, xFormers; by default FlashAttention 2. Code that can use
-        both generations prefers 3 where it finds it.
+    *packages : {"flash_attn", "flash_attn_interface", "flash_attn.cute", "xformers"}
+        FlashAttention 2, 3 and 4, xFormers; by default FlashAttention 2. Code that can use several
+        generations prefers the newest that it finds. The fourth is a part of ``flash_attn``.
     tuples : bool
         Whether the functions of ``flash_attn_interface``, except that for caches, return
         ``(output, logsumexp)``, as they did before August 2025. Code of that time takes the first
@@ -39,7 +39,8 @@ def install(*packages: str, tuples: bool = False) -> contextlib.ExitStack:
     RuntimeError
         If the real package is installed, or these modules already are.
     ValueError
-        If `tuples` is given without ``flash_attn_interface``.
+        If `tuples` is given without ``flash_attn_interface``, or ``flash_attn.cute`` without
+        ``flash_attn``.
 
     Examples
     --------
@@ -50,6 +51,8 @@ def install(*packages: str, tuples: bool = False) -> contextlib.ExitStack:
     True
     """
     packages = packages or ("flash_attn",)
+    if "flash_attn.cute" in packages and "flash_attn" not in packages:
+        raise ValueError("flash_attn.cute is a part of flash_attn: name flash_attn too")
     for name in packages:
         if name not in PACKAGES:
             raise NotImplementedError(f"install() brings {', '.join(PACKAGES)}; got {name!r}")

@@ -7,11 +7,11 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from polyattn import masks
-from polyattn._api.run import plan_ahead
+from polyattn._api.run import check_ahead, is_known
 from polyattn._base.arrays import Array, ArrayFacts, facts_of, index_range, library_of
 from polyattn._base.slices import spans
 from polyattn._base.tracing import is_transformed
-from polyattn.dialects._flash import attended, by_position, heads_first, joined, options_of
+from polyattn.dialects._flash import attended, by_position, joined, options_of
 from polyattn.dialects._packed import check_pages, is_on_host, numbers_of
 from polyattn.dialects._rotary import positions_from, rotated
 from polyattn.dialects._shared import bounds, check_axes, integers, scaled, shape_of
@@ -54,7 +54,7 @@ def with_kvcache(
 def checked(
     q: Array, new: tuple[Array, Array] | None, cache: Cache, rotation: Rotation, *,
     scale: float | None, causal: bool, window: Any, softcap: float, slopes: Array | None = None,
-    chunk: int = 0, qv: Array | None = None, logsumexp: bool = False,
+    chunk: int = 0, qv: Array | None = None, sinks: Array | None = None, logsumexp: bool = False,
 ) -> Callable[[], Any]:  # fmt: skip
     """Check all of a call, and return what writes and computes."""
     near = bounds(window)
@@ -64,6 +64,7 @@ def checked(
         same = library_of(q).xp.broadcast_to(cache.lengths[None], (q.shape[0],))
         cache = cache._replace(lengths=same)
     _check_shapes_and_numbers(q, new, cache, rotation, qv, slopes)
+    cache = _with_one_length(cache, 0 if new is None else new[0].shape[1])
     if new is not None:
         facts = _facts_when_written(new, cache)
         first = cache.lengths if rotation.lengths is None else rotation.lengths
@@ -74,6 +75,8 @@ def checked(
     (q, scale), capacity = scaled(joined(q, qv), scale), _capacity(cache)
     lengths = capacity if cache.lengths is None else cache.lengths
     options = options_of(scale, softcap) | {"is_causal": bool(causal), "window": near}
+    if sinks is not None:
+        options["sinks"] = sinks
     many = lengths if isinstance(lengths, int) and cache.table is None else capacity
     if slopes is not None or chunk:
         options |= by_position(q, many, lengths - q.shape[1], slopes, chunk, cache.leftpad)
@@ -89,15 +92,16 @@ def checked(
 
     if new is None:
         return lambda: attended(q, *arrays(), options, logsumexp)
-    lead = (q.shape[0], many) if cache.table is None else cache.key.shape[:2]
-    sizes = zip(facts, (q.shape[-1], value.shape[-1]), strict=True)
-    arrays_then = [one._replace(shape=(*lead, key.shape[2], size)) for one, size in sizes]
-    compute = plan_ahead(q, *arrays_then, layout="...LHD", logsumexp=logsumexp, **options)
+    is_copied = cache.items is not None or facts[0].requires_grad or facts[1].requires_grad
+    if is_copied or not is_known(q, *arrays(), layout="...LHD", logsumexp=logsumexp, **options):
+        lead = (q.shape[0], many) if cache.table is None else cache.key.shape[:2]
+        sizes = zip(facts, (q.shape[-1], value.shape[-1]), strict=True)
+        arrays_then = [one._replace(shape=(*lead, key.shape[2], size)) for one, size in sizes]
+        check_ahead(q, *arrays_then, layout="...LHD", logsumexp=logsumexp, **options)
 
     def write_and_compute() -> Any:
         cache.key[places], cache.value[places] = key, value
-        output, total = compute(*arrays())
-        return heads_first(output, total) if logsumexp else output
+        return attended(q, *arrays(), options, logsumexp)
 
     return write_and_compute
 
@@ -234,8 +238,8 @@ def _check_range(name: str, given: Any, most: int, why: str) -> None:
     """Raise unless numbers that the host can read are from 0 to the greatest."""
     if not is_on_host(given) or 0 in getattr(given, "shape", ()):
         return
-    ends = (given,) if isinstance(given, int) else (int(given.min()), int(given.max()))
-    if wrong := [n for n in ends if not 0 <= n <= most]:
+    numbers = [given] if isinstance(given, int) else numbers_of(given)
+    if wrong := [n for n in numbers if not 0 <= n <= most]:
         raise ValueError(f"{name} must be from 0 to {most}, since {why}; got {wrong[0]}")
 
 
@@ -249,6 +253,21 @@ def _placed(cache: Cache, rotation: Rotation, q: Array) -> tuple[Cache, Rotation
     return Cache(*cache[:2], *placed), Rotation(*rotation[:2], first)
 
 
+def _with_one_length(cache: Cache, more: int) -> Cache:
+    """Return the cache with an integer for its lengths, if the host reads that all are the same.
+
+    So the keys are a slice, without a mask, and the new ones are written to one.
+    """
+    lengths = cache.lengths
+    is_fixed = lengths is None or isinstance(lengths, int) or cache.table is not None
+    if is_fixed or not is_on_host(lengths):
+        return cache
+    numbers = {*numbers_of(lengths)}
+    if len(numbers) != 1 or not 0 < max(numbers) + more <= _capacity(cache):
+        return cache
+    return cache._replace(lengths=numbers.pop())
+
+
 def _capacity(cache: Cache) -> int:
     """Return how many tokens of a sequence the cache holds."""
     return int(cache.key.shape[1]) * (1 if cache.table is None else int(cache.table.shape[1]))
@@ -258,6 +277,15 @@ def _slots(cache: Cache, length: int, batch: int) -> tuple[Any, Any]:
     """Return the indices of the slots for so many new tokens of each sequence."""
     if isinstance(cache.lengths, int) and cache.items is cache.table is None:
         return slice(batch), slice(cache.lengths, cache.lengths + length)
+    table, given = cache.table, cache.lengths
+    is_one = batch == 1 and length > 0
+    if table is not None and is_one and is_on_host(given) and is_on_host(table):
+        # A slice is written to in less time than places by arrays.
+        (start,) = [given] if isinstance(given, int) else numbers_of(given)
+        first, slot = divmod(start, cache.key.shape[1])
+        if slot + length <= cache.key.shape[1]:
+            page = int(table[0, first])
+            return slice(page, page + 1), slice(slot, slot + length)
     xp = library_of(cache.key).xp
     places = positions_from(cache.lengths, length, cache.key)
     items = index_range(xp, 0, batch, cache.key)[:, None]

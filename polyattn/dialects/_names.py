@@ -45,6 +45,7 @@ NAMES = {
     "flash_attn_packed": _with(
         _FLASH, "cu_seqlens_q", key_lengths="cu_seqlens_k", block_table="block_table"
     )._replace(packed=True),
+    "flash_attn_4": _with(_FLASH, "learnable_sink", sinks="learnable_sink"),
     "flash_attn": _FLASH,
     "varlen_attn": Names(
         frozenset(("cu_seq_q", "cu_seq_k", "window_size")),

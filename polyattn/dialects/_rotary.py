@@ -16,15 +16,19 @@ def positions_from(first: Any, length: int, like: Array) -> Array:
     return steps + xp.reshape(cast(xp, first, steps.dtype), (-1, 1))
 
 
-def rotated(x: Array, tables: tuple[Array, Array], places: Array, interleaved: bool) -> Array:
-    """Return x, (B, L, H, D), rotated by the cosines and sines of places, (B or 1, L or 1)."""
+def rotated(x: Array, tables: tuple[Array, Array], places: Any, interleaved: bool) -> Array:
+    """Return x, (B, L, H, D), rotated by cosines and sines of places, a slice or (B or 1, L or 1).
+
+    Only the first entries are rotated where tables are narrower than x.
+    """
     xp = library_of(x).xp
-    half = tables[0].shape[-1]
-    flat, wide = xp.reshape(places, (-1,)), xp.float64 if x.dtype == xp.float64 else xp.float32
-    cos, sin = (
-        cast(xp, xp.reshape(xp.take(table, flat, axis=0), (*places.shape, 1, half)), wide)
-        for table in tables
-    )
+    half, wide = tables[0].shape[-1], xp.float64 if x.dtype == xp.float64 else xp.float32
+    if isinstance(places, slice):
+        found = [table[None, places, None, :] for table in tables]
+    else:
+        flat, shape = xp.reshape(places, (-1,)), (*places.shape, 1, half)
+        found = [xp.reshape(xp.take(table, flat, axis=0), shape) for table in tables]
+    cos, sin = (cast(xp, table, wide) for table in found)
     axis, shape = (-1, (half, 2)) if interleaved else (-2, (2, half))
     pairs = xp.reshape(cast(xp, x[..., : 2 * half], wide), (*x.shape[:-1], *shape))
     one, other = (pairs[..., n] if axis == -1 else pairs[..., n, :] for n in (0, 1))

@@ -82,10 +82,15 @@ def integers(name: str, given: Any, like: Array) -> Any:
     return array
 
 
-def dropout_of(query: Array, rate: float) -> tuple[float, Any] | None:
-    """Return the dropout of `attention`, with a seed from the generator of the library."""
+def check_rate(rate: float) -> None:
+    """Raise unless a rate of dropout is one."""
     if not 0 <= rate < 1:
         raise ValueError(f"dropout_p must be at least 0 and below 1; got {rate!r}")
+
+
+def dropout_of(query: Array, rate: float) -> tuple[float, Any] | None:
+    """Return the dropout of `attention`, with a seed from the generator of the library."""
+    check_rate(rate)
     return None if rate == 0 else (rate, _seed(query, rate))
 
 

@@ -8,17 +8,20 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from polyattn._base.arrays import Array
+from polyattn._api.partial import Partial, merge
+from polyattn._base.arrays import Array, cast, library_of
 from polyattn.dialects._flash import NO_WINDOW, dense, varlen
 from polyattn.dialects._kvcache import Cache, Rotation, with_kvcache, with_packed
 from polyattn.dialects._packed import Packed
 from polyattn.dialects._shared import check_axes, pair, shape_of
 
 __all__ = [
+    "flash_attn_combine",
     "flash_attn_func",
     "flash_attn_qkvpacked_func",
     "flash_attn_varlen_func",
     "flash_attn_with_kvcache",
+    "get_scheduler_metadata",
 ]
 __dir__ = __all__.copy
 
@@ -152,6 +155,48 @@ def flash_attn_with_kvcache(
     if cu_seqlens_q is None and cu_seqlens_k_new is None:
         return with_kvcache(*given, **options)
     return with_packed(*given, cu_seqlens_q, cu_seqlens_k_new, **options)
+
+
+def flash_attn_combine(
+    out_partial: Array, lse_partial: Array, out: Array | None = None, out_dtype: Any = None,
+    cu_seqlens: None = None, seqused: None = None, return_lse: bool = True,
+) -> tuple[Array, Array | None]:  # fmt: skip
+    """Join attention over disjoint sets of keys, as `polyattn.merge` does.
+
+    Parameters
+    ----------
+    out_partial, lse_partial : Array
+        The parts along the first axis: (parts, B, L, H, E) and (parts, B, L, H), or without B.
+    out : Array, optional
+        An array that the output is written into.
+    out_dtype : dtype, optional
+        The dtype of the output; that of `out_partial` by default.
+    cu_seqlens, seqused : Array, optional
+        Ignored: each row is joined by itself.
+    return_lse : bool
+        Whether the second result is the logsumexp, and not None.
+
+    Returns
+    -------
+    tuple of Array
+        The output, (B, L, H, E), and the logsumexp, (B, L, H).
+    """
+    check_axes("out_partial NTHE|NBLHE, lse_partial NTH|NBLH", out_partial, lse_partial)
+    parts = range(out_partial.shape[0])
+    joined, total = merge(*(Partial(out_partial[n, ...], lse_partial[n, ...]) for n in parts))
+    if out is not None:
+        out[...] = joined
+        return out, total if return_lse else None
+    joined = joined if out_dtype is None else cast(library_of(joined).xp, joined, out_dtype)
+    return joined, total if return_lse else None
+
+
+def get_scheduler_metadata(
+    batch_size: int, max_seqlen_q: int, max_seqlen_k: int, num_heads_q: int, num_heads_kv: int,
+    headdim: int, cache_seqlens: Array, *arguments: Any, **options: Any,
+) -> Array:  # fmt: skip
+    """Return an array without entries for `scheduler_metadata`, which is ignored here."""
+    return cache_seqlens[:0]
 
 
 def _refuse(**scales: Array | None) -> None:

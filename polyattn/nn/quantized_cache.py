@@ -1,6 +1,7 @@
-"""Define QuantizedCache: keys and values as integers of 8 bits, and the newest ones as they are.
+"""Define QuantizedCache: keys and values as integers of 8 or 4 bits, the newest ones as they are.
 
-Keys have a step for each channel of a block of tokens, values one for each token, as in KIVI [1]_.
+Keys of 8 bits have a step for each channel of a block of tokens, values one for each token, as in
+KIVI [1]_; of 4 bits they have one, and an offset, for each group of a token's numbers, as in MLX.
 Attention reads the integers, or makes floats of some blocks at a time for kernels that do not. So
 no copy is as large as the cache, unless XLA makes one in a compiled step.
 
@@ -12,11 +13,11 @@ References
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
-from polyattn._api.partial import Partial, attention_partial, merge
+from polyattn._api.partial import attention_partial, merge
 from polyattn._api.pieces import Piece, attention_over_integers, attention_over_pieces
 from polyattn._base.arguments import check_int
 from polyattn._base.arrays import (
@@ -33,37 +34,46 @@ from polyattn._base.autocast import autocast
 from polyattn._base.quantized import Quantized
 from polyattn._base.tracing import is_autocast_on, is_compiling
 from polyattn._dispatch.request import request
+from polyattn.nn import integers
 from polyattn.nn.cache import KVCache, checked_tokens, known, overwritten
-from polyattn.nn.integers import attention_of_row, in_sums, quantized, sums
+from polyattn.nn.integers import Axis, attention_of_row, in_sums, sums
 from polyattn.nn.memory import zeros
-from polyattn.nn.shapes import as_array, with_last_axes
+from polyattn.nn.shapes import as_array
 
+T = TypeVar("T")
 #: Numbers of a piece of the keys that become floats at once: some MB, which stay in a CPU's cache.
 PIECE = 2**19
 #: The most pieces of the keys where the library traces.
 TRACED_PIECES = 8
+#: By bits, the axes of a block along which keys and values share a step; None if by groups.
+AXES = {8: (-2, -1), 4: (None, None)}
 
 
 @dataclass(frozen=True, eq=False)
 class QuantizedCache:
     """Keys and values of the tokens so far, of which only the newest are floats.
 
-    The error of an entry is at most half a step: a 254th of the largest key of its channel in a
-    block, or of its token's largest value. There are no gradients with respect to keys and values.
+    The error of an entry of 8 bits is at most a 254th of the largest key of its channel in a block,
+    or of its token's largest value; of 4 bits it is at most a 15th of the span of its group. There
+    are no gradients with respect to keys and values.
 
     Attributes
     ----------
     codes : KVCache
-        The older tokens as integers, arrays of int8.
+        The older tokens as integers, arrays of int8; of 4 bits of uint8, two in each.
     steps : KVCache
         What to multiply them by: of the keys, shape (..., G, blocks, D), and of the values, shape
-        (..., G, blocks, block).
+        (..., G, blocks, block). Of 4 bits also what to add, (..., G, blocks, block · 2 · groups).
     recent : KVCache
         The newest tokens, at least `window` of them and less than `window` + `block`.
     window : int
         Number of the newest tokens that stay as they are.
     block : int
         Number of tokens that become integers at once.
+    bits : {8, 4}
+        The bits of an integer.
+    group : int
+        How many numbers of a token share a step and an offset, if they have 4 bits.
     """
 
     codes: KVCache
@@ -71,6 +81,8 @@ class QuantizedCache:
     recent: KVCache
     window: int
     block: int
+    bits: int = 8
+    group: int = 64
 
     @classmethod
     def init(
@@ -84,6 +96,8 @@ class QuantizedCache:
         value_size: int | None = None,
         window: int = 32,
         block: int = 64,
+        bits: int = 8,
+        group: int = 64,
     ) -> QuantizedCache:
         """Return an empty cache.
 
@@ -92,14 +106,18 @@ class QuantizedCache:
         heads, size, capacity, like, batch, value_size
             As for `KVCache.init`, but all numbers.
         window : int
-            Number of the newest tokens that stay as they are.
+            Number of the newest tokens that stay as they are, at least 0.
         block : int
-            Number of tokens whose keys have one step for each channel.
+            Number of tokens that become integers at once, at least 1.
+        bits : {8, 4}
+            The bits of an integer.
+        group : {32, 64, 128}
+            How many numbers of a token share a step, if they have 4 bits; divides both sizes.
 
         Raises
         ------
         ValueError
-            If `window` is below 0 or `block` below 1.
+            If a number is not one of these, or a size not a multiple of `group`.
 
         Examples
         --------
@@ -114,15 +132,16 @@ class QuantizedCache:
         """
         window, block = check_int("window", window, least=0), check_int("block", block, least=1)
         blocks = -(-check_int("capacity", capacity, least=0) // block)
-        widths = size, size if value_size is None else value_size
+        sizes = size, size if value_size is None else value_size
+        kind, widths, of_steps = integers.layout(sizes, block, bits, group)
         xp = library_of(like, "like").xp
         one = like[(slice(1),) * len(like.shape)]
-        kinds = [xp.astype(one, getattr(xp, name)) for name in ("int8", sums(like))]
-        own: Any = {"batch": batch, "value_size": widths[1]}
-        codes = KVCache.init(heads, size, blocks * block, like=kinds[0], **own)
-        steps = KVCache.init(heads, size, blocks, like=kinds[1], batch=batch, value_size=block)
-        recent = KVCache.init(heads, size, window + block - 1, like=like, **own)
-        return cls(codes, steps, recent, window, block)
+        kinds = [xp.astype(one, getattr(xp, name)) for name in (kind, sums(like))]
+        own: Any = [{"batch": batch, "value_size": pair[1]} for pair in (widths, of_steps, sizes)]
+        codes = KVCache.init(heads, widths[0], blocks * block, like=kinds[0], **own[0])
+        steps = KVCache.init(heads, of_steps[0], blocks, like=kinds[1], **own[1])
+        recent = KVCache.init(heads, size, window + block - 1, like=like, **own[2])
+        return cls(codes, steps, recent, window, block, bits, group)
 
     @property
     def length(self) -> int | Array:
@@ -194,16 +213,17 @@ class QuantizedCache:
         xp = library_of(key).xp
         pairs = (recent.keys, key), (recent.values, value)
         tokens = [xp.concat(pair, axis=-2) for pair in pairs]
-        integers, of_integers = self._quantized(tokens, blocks)
-        codes, steps = self.codes.append(*integers), self.steps.append(*of_integers)
+        new, of_new = self._quantized(tokens, blocks)
+        codes, steps = self.codes.append(*new), self.steps.append(*of_new)
         rest = [array[..., blocks * size :, :] for array in tokens]
-        return replace(self, codes=codes, steps=steps, recent=self._with_recent(*rest))
+        return replace(self, codes=codes, steps=steps, recent=KVCache(*self._memory).append(*rest))
 
     def _quantized(self, tokens: Sequence[Array], blocks: int) -> Iterator[tuple[Array, Array]]:
         """Return the first blocks of keys and values as integers, and the steps of both."""
-        whole = [array[..., : blocks * self.block, :] for array in tokens]
-        pairs = zip(whole, (-2, -1), strict=True)
-        return zip(*[quantized(array, self.block, axis) for array, axis in pairs], strict=True)
+        whole = [x[..., : blocks * self.block, :] for x in tokens]
+        pairs = zip(whole, AXES[self.bits], strict=True)
+        block, group = self.block, self.group
+        return zip(*[integers.quantized(x, block, axis, group) for x, axis in pairs], strict=True)
 
     def _append_traced(self, key: Array, value: Array) -> QuantizedCache:
         """Return a cache with more tokens, by shapes that follow from no length.
@@ -249,12 +269,12 @@ class QuantizedCache:
         coded = known(self.codes.length)
         if length >= coded:
             return replace(self, recent=self.recent.truncate(length - coded))
-        # The tokens after the last whole block become floats again.
-        whole = length // self.block
+        whole = length // self.block  # the tokens after the last whole block become floats again
         codes = self.codes.truncate(whole * self.block)
-        rest = [array[..., : length % self.block, :] for array in self._floats(whole, whole + 1)]
+        floats = self._read(integers.floats_of, whole, whole + 1)
+        rest = [array[..., : length % self.block, :] for array in floats]
         xp, dtype = library_of(rest[0]).xp, self.recent.key.dtype
-        recent = self._with_recent(*[cast(xp, array, dtype) for array in rest])
+        recent = KVCache(*self._memory).append(*[cast(xp, array, dtype) for array in rest])
         return replace(self, codes=codes, steps=self.steps.truncate(whole), recent=recent)
 
     def attention(self, query: Array, **options: Any) -> Array:
@@ -325,16 +345,18 @@ class QuantizedCache:
         if older is not None:
             return merge(joined, older).output
         for first, stop in self._ranges():
-            output, logsumexp = attention_of_row(rows, *self._blocks(first, stop))
-            shape = (*batch, heads, 1)
-            output = xp.reshape(output, (*shape, output.shape[-1]))
-            joined = merge(joined, Partial(output, xp.reshape(logsumexp, shape)))
+            if self.bits == 8:
+                part = attention_of_row(rows, *self._read(integers.blocks_of, first, stop))
+            else:
+                floats = self._read(integers.floats_of, first, stop)
+                part = attention_partial(query, *floats, scale=scale)
+            joined = merge(joined, part)
         return joined.output
 
     def _ranges(self) -> Iterator[tuple[int, int]]:
         """Yield the blocks that become floats at once."""
-        *lead, _, size = self.codes.key.shape
-        numbers = max(size, self.codes.value.shape[-1]) * self.block * math.prod(lead)
+        *lead, _, size = self.recent.key.shape
+        numbers = max(size, self.recent.value.shape[-1]) * self.block * math.prod(lead)
         blocks, most = known(self.steps.length), max(PIECE // max(numbers, 1), 1)
         if self._is_traced:
             blocks = self._room
@@ -352,7 +374,7 @@ class QuantizedCache:
     def _float_pieces(self) -> Iterator[Piece]:
         """Yield each range of blocks, as floats."""
         for first, stop in self._ranges():
-            yield Piece(first * self.block, *self._floats(first, stop))
+            yield Piece(first * self.block, *self._read(integers.floats_of, first, stop))
 
     def _traced_pieces(self) -> Iterator[Piece]:
         """Yield all of the memory, as floats, and how much of the integers' counts."""
@@ -363,31 +385,15 @@ class QuantizedCache:
             yield piece._replace(length=count)
         yield Piece(coded, *in_sums(*self._memory))
 
-    def _integers(self) -> tuple[Quantized, Quantized]:
+    def _integers(self) -> list[Quantized]:
         """Return the older keys and values as integers, and their steps."""
-        values = self.codes.values
-        of_values = with_last_axes(self.steps.values, 2, values.shape[-2], 1)
-        return Quantized(self.codes.keys, self.steps.keys), Quantized(values, of_values)
+        return self._read(integers.as_integers, 0, known(self.steps.length))
 
-    def _floats(self, first: int, stop: int) -> list[Array]:
-        """Return the keys and values of some blocks as floats."""
-        length = (stop - first) * self.block
+    def _read(self, form: Callable[[Array, Array, Axis, int], T], first: int, stop: int) -> list[T]:
+        """Return some blocks of keys and values in a form."""
+        codes, steps, block, axes = self.codes, self.steps, self.block, AXES[self.bits]
+        pairs = (codes.key, steps.key, axes[0]), (codes.value, steps.value, axes[1])
         return [
-            with_last_axes(floats * steps, 3, length, floats.shape[-1])
-            for floats, steps in self._blocks(first, stop)
+            form(x[..., first * block : stop * block, :], of[..., first:stop, :], axis, block)
+            for x, of, axis in pairs
         ]
-
-    def _blocks(self, first: int, stop: int) -> list[tuple[Array, Array]]:
-        """Return integers as floats (..., n, block, size), and their steps, of keys and values."""
-        xp, blocks = library_of(self.codes.key).xp, []
-        keys, values = (self.codes.key, self.steps.key), (self.codes.value, self.steps.value)
-        for (codes, steps), axis in ((keys, -2), (values, -1)):
-            rows = codes[..., first * self.block : stop * self.block, :]
-            shape = (*rows.shape[:-2], stop - first, self.block, rows.shape[-1])
-            steps = xp.expand_dims(steps[..., first:stop, :], axis=axis)
-            blocks.append((xp.astype(xp.reshape(rows, shape), steps.dtype), steps))
-        return blocks
-
-    def _with_recent(self, key: Array, value: Array) -> KVCache:
-        """Return a cache of the newest tokens, in memory of its own."""
-        return KVCache(*self._memory).append(key, value)

@@ -55,6 +55,11 @@ class Kernel:
         Features that it computes only on some kinds of device, with these kinds.
     counts_far : frozenset of str
         The features that count rows or keys, and that it computes beyond 2**30 of them too.
+    quantized_bits : frozenset of int
+        How many bits the integers may have that `reads_quantized` speaks of: 8, 4 or both.
+    takes_band : bool
+        Whether a mask expression of numbers that is causal and a window over some of the keys comes
+        to `__call__` as these, and only these keys.
     tile : int or None
         For a kernel that works in tiles, the largest number of scores in one. The kernel reads it
         in each call: `polyattn.conformance` sets it low on a copy, so that small arrays have many
@@ -73,6 +78,8 @@ class Kernel:
     devices: ClassVar[frozenset[str] | None] = None
     only_on: ClassVar[Mapping[str, frozenset[str]]] = {}
     counts_far: ClassVar[frozenset[str]] = frozenset()
+    quantized_bits: ClassVar[frozenset[int]] = frozenset({8})
+    takes_band: ClassVar[bool] = False
     tile: int | None = None
 
     def reasons_against(self, problem: Problem) -> list[str]:

@@ -36,10 +36,10 @@ def no_calls():
     forget()
 
 
-def described(monkeypatch):
+def described(monkeypatch, module="attention"):
     """Return a list that grows with each call that is described."""
     calls = []
-    module = sys.modules["polyattn._api.attention"]
+    module = sys.modules[f"polyattn._api.{module}"]
     monkeypatch.setattr(module, "describe", lambda *a, **k: calls.append(a) or describe(*a, **k))
     return calls
 
@@ -120,6 +120,25 @@ def test_a_call_with_an_expression_is_described_once(x, name, monkeypatch):
     for options in (once, once, expressions(x)[name]):  # which are others that are equal
         np.testing.assert_array_equal(np.asarray(attention(x, x, x, **options)), want)
     assert len(calls) == 1
+
+
+@pytest.mark.parametrize("dtype", [None, "float32"])
+@pytest.mark.parametrize("x", LIBRARIES)
+def test_a_partial_call_is_described_once_and_apart_from_a_whole_one(x, dtype, monkeypatch):
+    for options in expressions(x).values():
+        want = attention(x, x, x, **options)
+        forget()
+        with monkeypatch.context() as patch:
+            calls = described(patch, "partial")
+            first = attention(x, x, x, **options)
+            partials = [
+                polyattn.attention_partial(x, x, x, dtype=dtype, **options) for _ in range(3)
+            ]
+        assert len(calls) == 1
+        for output in (first, *(partial.output for partial in partials)):
+            np.testing.assert_array_equal(np.asarray(output), np.asarray(want))
+        totals = [np.asarray(partial.logsumexp) for partial in partials]
+        np.testing.assert_array_equal(totals[0], totals[2])
 
 
 def test_an_array_of_an_expression_that_changes_in_place_is_seen():

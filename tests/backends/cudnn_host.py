@@ -126,7 +126,12 @@ def _call(given, options):
         i = i + j.shape[1] - j.shape[0]
     left = options.get("diagonal_band_left_bound", 2**30)
     right = options.get("diagonal_band_right_bound", 2**30)
-    return arrays, call | {"mask": (i - left < j) & (j <= i + right)}
+    seen = (i - left < j) & (j <= i + right)
+    if options.get("use_padding_mask"):
+        assert (given["seq_len_q"] == len(j)).all()
+        assert (given["seq_len_kv"] > 0).all()
+        seen = seen & (j < given["seq_len_kv"])
+    return arrays, call | {"mask": seen}
 
 
 class Handle:

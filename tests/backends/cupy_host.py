@@ -66,6 +66,8 @@ def stand_in(**cuda):
         reshape=lambda array, shape: array.reshape(shape),
         ascontiguousarray=lambda array: as_host(np.ascontiguousarray(array)),
         where=lambda *args: as_host(np.where(*args)),
+        asarray=lambda numbers: as_host(np.asarray(numbers)),
+        clip=lambda *args: as_host(np.clip(*args)),
         copyto=np.copyto,
         sum=np.sum,
         cuda=types.SimpleNamespace(

@@ -10,7 +10,7 @@ from cudnn_host import HANDLES, TYPES, Handle, HostGraph, forget, put_in_place
 from cupy_checks import agree, gradients_agree
 from cupy_host import Device
 
-from polyattn import attention, explain, masks
+from polyattn import attention, attention_partial, explain, masks
 from polyattn._core.call.problem import examine
 from polyattn.plugin import Cotangents, Operands, Residuals, visible_keys
 from polyattn_cupy import graphs, loading, plans, problem_graphs
@@ -92,6 +92,49 @@ def test_the_band(name, gradients):
     names = "diagonal_alignment", "diagonal_band_left_bound", "diagonal_band_right_bound"
     assert tuple(node.params.get(name) for name in names) == (expected or (None, None, None))
     assert ("bias" in node.inputs) == ("bias" in name)
+
+
+KEYS = {
+    "lengths": (SHAPES, {"key_lengths": (2,)}, True),
+    "a number": (SHAPES, {"mask": masks.prefix(9)}, True),
+    "decode": (ROW, {"key_lengths": (2,), "is_causal": True}, True),
+    "decode, a number": (ROW, {"key_lengths": 9, "is_causal": True}, True),
+    "causal": (SHAPES, {"key_lengths": (2,), "is_causal": True}, False),
+    "decode, a window": (ROW, {"key_lengths": (2,), "window": (7, 0)}, False),
+    "decode, other positions": (ROW, {"mask": masks.prefix(9), "is_causal": True,
+                                      "query_offset": 3}, False),
+    "beside a bias": (SHAPES, {"key_lengths": (2,), "bias": (100, 300)}, False),
+    "lengths of rows": (SHAPES, {"mask": masks.padding(9, 5)}, False),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", KEYS)
+@pytest.mark.usefixtures("library")
+def test_numbers_of_keys_are_told_in_place_of_a_bias(name):
+    shapes, options, is_told = KEYS[name]
+    node = told(shapes, **options)
+    assert (node.params.get("use_padding_mask", False), "bias" in node.inputs) == (
+        is_told, not is_told,
+    )  # fmt: skip
+    assert not node.params.get("diagonal_alignment")
+    if is_told:
+        assert facts(node.inputs["seq_len_kv"])[:2] == (graphs.KEY_LENGTHS, (2, 1, 1, 1))
+        assert told(shapes, gradients=True, **options).inputs.keys() >= {"bias"}
+
+
+@pytest.mark.parametrize("lengths", [9, np.array([3, 0]), np.array([[-1], [400]])], ids=str)
+@pytest.mark.parametrize("rows", [1, 5])
+@pytest.mark.usefixtures("library")
+def test_items_see_the_keys_that_they_have(rows, lengths):
+    batch = (2, 1) if np.ndim(lengths) == 2 else (2,)
+    x, y = randn(*batch, 4, rows, 8), randn(*batch, 2, 17, 8)
+    mask = masks.prefix(lengths)
+    found, expected = (
+        attention_partial(x, y, y, mask=mask, **where)
+        for where in ({"backend": "host", "kernel": "cudnn"}, {"kernel": "dense"})
+    )
+    np.testing.assert_allclose(found.output, expected.output, atol=2e-3)
+    np.testing.assert_allclose(found.logsumexp, expected.logsumexp, atol=2e-3)
 
 
 @pytest.mark.usefixtures("library")

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from polyattn import attention, explain
+import polyattn
+from polyattn import attention, explain, masks
 from polyattn_jax import cudnn
 
 RNG = np.random.default_rng(0)
@@ -106,6 +107,25 @@ def test_gradients_of_odd_lengths_are_those_of_even_ones(calls, rows, keys, opti
         close(one, other, atol=0.03, rtol=0.02)
     padded = "key_value_seq_lengths" in calls[-1]
     assert padded is (keys % 2 == 1 and not options)
+
+
+@pytest.mark.parametrize("options", [{}, {"is_causal": True, "query_offset": 0}], ids=str)
+def test_a_program_has_the_keys_that_a_mask_of_numbers_leaves(calls, options):
+    q, k, v = (x[:, :, :n] for x, n in zip(BFLOAT16, (10, 16, 16), strict=True))
+    options |= {"mask": masks.padding(10)}
+
+    def gradients(kernel):
+        def loss(*arrays):
+            return jnp.sum(jnp.sin(attention(*arrays, **options, kernel=kernel)))
+
+        return jax.jit(jax.grad(loss, (0, 1, 2)))(q, k, v)
+
+    for one, other in zip(gradients("cudnn"), gradients("dense"), strict=True):
+        close(one, other, atol=0.03, rtol=0.02)
+    assert {one["is_causal"] for one in calls} == {"is_causal" in options}
+    # Outside of a program each number would be compiled.
+    with pytest.raises(polyattn.UnsupportedError, match="it does not compute mask_expression"):
+        attention(q, k, v, **options, kernel="cudnn")
 
 
 def test_batch_axes_that_differ_and_more_than_one(calls):

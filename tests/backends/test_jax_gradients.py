@@ -193,6 +193,19 @@ def test_the_tangent_of_a_hidden_key_reaches_no_row():
     np.testing.assert_allclose(found, expected, atol=1e-12)
 
 
+def test_the_tangent_of_a_value_reaches_the_rows_that_see_it():
+    along = VALUE.copy()
+    along[..., 6, :] = np.nan
+    found = []
+    for primals, tangents, options in (
+        ((QUERY, KEY, VALUE), (QUERY, KEY, along), {}),
+        (*in_jax(((QUERY, KEY, VALUE), (QUERY, KEY, along))), {"kernel": in_tiles()}),
+    ):
+        found.append(attention_jvp(primals, tangents, is_causal=True, **options)[1])
+    assert 0 < np.isnan(found[0]).sum() < found[0].size
+    np.testing.assert_allclose(found[1], found[0], atol=1e-12)
+
+
 def test_gradients_of_16_bits_are_those_of_the_output_before_it_is_rounded():
     query, value = jnp.ones((1, 1, 1, 1)), jnp.asarray([1, 1 + 2**-7]).reshape(1, 1, 2, 1)
     x = [array.astype("bfloat16") for array in (query, jnp.zeros_like(value), value)]

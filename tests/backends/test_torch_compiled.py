@@ -128,14 +128,17 @@ PROGRAMS = {
     "a compiled mask": Program(lambda *_: {"mask": TABULATED}),
     "not packed in tiles": Program(lambda *_: {"mask": MIXED, "kernel": SMALL_TILES}, **OUTSIDE),
     "a table in tiles": Program(lambda *_: {"mask": TABLE_OF_40, "kernel": SMALL_TILES}, **OUTSIDE),
-    "slopes": Program(
-        lambda *_: {"score_mod": OF_SLOPES, "kernel": SMALL_TILES}, rows=(40,), dynamic=(None,)
+    "slopes": Program(lambda *_: {"score_mod": OF_SLOPES, "kernel": SMALL_TILES}, **OUTSIDE),
+    "a distance": Program(
+        lambda ids, lengths, n: {"score_mod": scores.relative_bias(TABLE, max_distance=n)},
+        given=((32,), (64,), (96,)),
     ),
     "additive": Program(
         lambda *_: {"similarity": ADDITIVE, "kernel": SMALL_TILES}, rows=(40,), dynamic=(None,)
     ),
 }
-OF_SLOPES = scores.alibi(SLOPES) >> scores.relative_bias(randn(8, 4))
+TABLE = randn(8, 4)
+OF_SLOPES = scores.alibi(SLOPES) >> scores.relative_bias(TABLE)
 ADDITIVE = scores.additive(randn(8))
 
 

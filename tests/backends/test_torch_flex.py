@@ -195,9 +195,10 @@ TILES = {
     "offsets": {"is_causal": True, "query_offset": LENGTHS},
     "an array": {"mask": (torch.arange(L)[:, None] < 130).expand(2, 1, L, S)},
 }
-#: Of these not all that there is to know is told.
-INEXACT = ("packed", "packed, causal", "sparse", "all but an array", "a table of heads",
-           "positions")  # fmt: skip
+#: Of these not all that there is to know is told: of the others by their intervals.
+INEXACT = ("all but an array", "a table of heads")
+#: Nor of these where the arrays of the mask are not read.
+UNREAD = (*INEXACT, "packed", "packed, causal", "sparse", "positions")
 #: The axes of batch and heads of the tables.
 AXES = {
     "packed": (2, 1), "packed, causal": (1, 1), "prefix": (2, 1), "a function": (1, 1),
@@ -205,11 +206,13 @@ AXES = {
 }  # fmt: skip
 
 
-def told(q, k, v, **options):
+def told(q, k, v, *, reads=True, **options):
     """Return what flex is told to compute, with the problem and operands of the call."""
     call, operands = describe(q, k, v, **options)
     asked, x = examine(call), heads_first(call, operands)
-    return block_mask.block_mask(asked, x, combined_mask(asked, x), TORCH.xp), asked, x
+    mask = combined_mask(asked, x)
+    tiles = block_mask.known_tiles(asked, x, mask, TORCH) if reads else None
+    return block_mask.block_mask(asked, x, mask, TORCH.xp, tiles), asked, x
 
 
 def looked_at(seen):
@@ -221,11 +224,12 @@ def looked_at(seen):
     )
 
 
+@pytest.mark.parametrize("reads", [True, False], ids=["read", "unread"])
 @pytest.mark.parametrize("name", TILES)
-def test_no_tile_is_left_out_and_none_taken_for_full(name):
+def test_no_tile_is_left_out_and_none_taken_for_full(name, reads):
     from torch.nn.attention.flex_attention import _ordered_to_dense as dense
 
-    tiles, asked, x = told(Q, K, V, **TILES[name])
+    tiles, asked, x = told(Q, K, V, reads=reads, **TILES[name])
     wide = tiles.kv_indices.shape[-1]
     some = dense(tiles.kv_num_blocks, tiles.kv_indices, wide).bool()
     full = dense(tiles.full_kv_num_blocks, tiles.full_kv_indices, wide).bool()
@@ -234,16 +238,18 @@ def test_no_tile_is_left_out_and_none_taken_for_full(name):
     assert not (some & full).any()
     assert not (any_ & ~(some | full)).any()
     assert not (full & ~all_).any()
-    if name not in INEXACT:
+    if name not in (INEXACT if reads else UNREAD):
         assert torch.equal((some | full).expand_as(any_), any_)
         assert torch.equal(full.expand_as(all_), all_)
     assert some.shape[:2] == AXES.get(name, some.shape[:2])
 
 
-def test_tiles_of_long_sequences_are_known_without_looking_at_each_key():
+@pytest.mark.parametrize("reads", [True, False], ids=["read", "unread"])
+def test_tiles_of_long_sequences_are_known_without_looking_at_each_key(reads):
     # Of 2³⁸ scores nothing is as large as a row of tiles' scores: it would not fit.
     length = 2**19
     q = torch.ones(1, 1, 1, 16).expand(1, 1, length, 16)
-    tiles, _, _ = told(q, q, q, mask=masks.segments(torch.arange(length) // 2**12))
+    mask = masks.segments(torch.arange(length) // 2**12)
+    tiles, _, _ = told(q, q, q, mask=mask, reads=reads)
     assert (tiles.full_kv_num_blocks == 32).all()
     assert not tiles.kv_num_blocks.any()

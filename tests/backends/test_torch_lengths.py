@@ -10,6 +10,7 @@ from polyattn import attention, masks, scores
 from polyattn._kernels import dense
 from polyattn._kernels.dense_kernel import Dense
 from polyattn_torch import lengths as by_lengths
+from polyattn_torch.sdpa import Sdpa
 
 F = torch.nn.functional
 B, H, G, L, S, D = 4, 4, 2, 3, 300, 16
@@ -170,3 +171,24 @@ def test_a_kernel_with_derivatives_keeps_them_beside_a_mask():
         attention(query, *LONG[1:], mask=masks.prefix(3), kernel=kernel).sum().backward()
         grads.append(query.grad)
     torch.testing.assert_close(*grads)
+
+
+def test_layers_with_the_same_lengths_have_one_problem(monkeypatch):
+    """What is known of a problem, such as the engine of torch, is found by its identity."""
+    problems = []
+
+    def call(kernel, problem, operands, backend):
+        problems.append(problem)
+        return real(kernel, problem, operands, backend)
+
+    real = Sdpa.__call__
+    monkeypatch.setattr(Sdpa, "__call__", call)
+    for length in (130, 131, 130):
+        for layer in range(3):
+            key, value = KEY + layer, VALUE * (layer + 1)
+            lengths = torch.full((B,), length)
+            found = attention(QUERY, key, value, key_lengths=lengths, kernel="sdpa")
+            expected = attention(QUERY, key[:, :, :length], value[:, :, :length], kernel="dense")
+            torch.testing.assert_close(found, expected)
+    assert len(problems) == 9
+    assert len({id(problem) for problem in problems}) == 3

@@ -304,6 +304,7 @@ def test_the_page_says_what_is_found(peer):
 KNOWN = {
     "flash_attn:flash_attn_func": {"causal", "window", "softcap", "grouped_heads", "logsumexp"},
     "flash_attn_interface:flash_attn_func": {"causal", "window", "softcap", "scale", "logsumexp"},
+    "flash_attn.cute:flash_attn_func": {"causal", "window", "softcap", "sinks", "scale"},
     **{
         name: {"causal", "window", "scale", "caches and pages", "items by themselves"}
         for name in (

@@ -1,5 +1,6 @@
 """Every dialect checks all shapes, dtypes and numbers of the host before it writes or computes."""
 
+import os
 import subprocess
 import sys
 
@@ -262,3 +263,38 @@ def test_the_first_call_of_a_program_may_be_compiled():
         torch.testing.assert_close(call(x), flash_attn_func(x, x, x))
     """
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+@pytest.mark.parametrize("items", [1, 2])
+@pytest.mark.parametrize("paged", [False, True])
+def test_a_step_of_decoding_is_described_once(library, items, paged, monkeypatch):
+    """All layers of a model decode with the same lengths; a page and a cache have new slots."""
+    calls = []
+    for name in ("run", "attention"):
+        module = sys.modules[f"polyattn._api.{name}"]
+
+        def describe(*given, real=module.describe, **options):
+            calls.append(given)
+            return real(*given, **options)
+
+        monkeypatch.setattr(module, "describe", describe)
+    to = TO[library]
+    table = to(np.arange(items * 2).reshape(items, 2)[:, ::-1].copy())
+    gathers = paged and os.environ["POLYATTN_NATIVE"] == "0"  # by the lengths of each call
+    pool = (items * 2, S // 2) if paged else (items, S)
+    pools = [to(np.zeros((*pool, G, D))) for _ in range(2)]
+    keys, values = normal(items, S, G, D), normal(items, S, G, D)
+    q, more = normal(items, 1, H, D), {"block_table": table} if paged else {}
+    for n in range(S):
+        new = [to(x[:, n : n + 1].copy()) for x in (keys, values)]
+        expected = polyattn.attention(q, keys[:, : n + 1], values[:, : n + 1], layout="...LHD")
+        for layer in range(3):
+            if layer == 1:
+                calls.clear()
+            lengths = to(np.full(items, n, np.int32))
+            found = fa2.flash_attn_with_kvcache(
+                to(q), *pools, *new, cache_seqlens=lengths, causal=True, **more
+            )
+            np.testing.assert_allclose(np.asarray(found), expected, rtol=0, atol=1e-12)
+        assert not calls or gathers

@@ -79,8 +79,8 @@ def test_flash_attention_3_comes_by_name():
     assert fa3.flash_attn_func(x, x, x).shape == x.shape
     with pytest.raises(ValueError, match="tuples=True is about flash_attn_interface: name it"):
         fa2.install(tuples=True)
-    with pytest.raises(NotImplementedError, match=r"flash_attn, flash_.*; got 'flash_attn.cute'"):
-        fa2.install("flash_attn", "flash_attn.cute")
+    with pytest.raises(NotImplementedError, match=r"flash_attn, flash_.*; got 'flash_attn_1'"):
+        fa2.install("flash_attn", "flash_attn_1")
     assert importlib.util.find_spec("flash_attn") is None
 
 
@@ -104,8 +104,86 @@ def test_a_form_of_import_resolves(form):
     assert found["f"] is fa2.flash_attn_func
 
 
+LAYERS = """
+from flash_attn.layers.rotary import RotaryEmbedding, apply_rotary_emb, apply_rotary_emb_func
+from flash_attn.layers.rotary import apply_rotary_emb_qkv_, apply_rotary_emb_torch
+import flash_attn.layers.rotary; flash_attn.layers.rotary.apply_rotary_emb_kv_
+from flash_attn.modules.mha import MHA, FlashSelfAttention, FlashCrossAttention, get_alibi_slopes
+from flash_attn.modules.mha import SelfAttention, CrossAttention
+from flash_attn.ops.rms_norm import RMSNorm, rms_norm, dropout_add_rms_norm, DropoutAddRMSNorm
+import flash_attn.ops.rms_norm as ops; ops.rms_norm
+from flash_attn.ops.layer_norm import dropout_add_layer_norm, DropoutAddLayerNorm, layer_norm
+from flash_attn.ops.triton.layer_norm import layer_norm_fn, rms_norm_fn, RMSNorm
+from flash_attn.ops.triton.cross_entropy import cross_entropy_loss
+from flash_attn.losses.cross_entropy import CrossEntropyLoss
+from flash_attn.bert_padding import IndexFirstAxisResidual, IndexPutFirstAxis
+""".strip().splitlines()
+
+
+@pytest.mark.needs("torch")
+@pytest.mark.parametrize("form", LAYERS)
+def test_layers_resolve(form):
+    with fa2.install():
+        exec(form, {})
+
+
+@pytest.mark.needs("torch")
+def test_programs_compare_versions_and_see_the_device_as_it_is():
+    from packaging.version import parse
+
+    capability = torch.cuda.get_device_capability
+    with fa2.install():
+        import flash_attn
+
+        assert parse("2.1.0") <= parse(flash_attn.__version__) < parse("3")
+        assert parse(importlib.metadata.version("flash_attn")) >= parse("2.7.1.post1")
+        assert torch.cuda.get_device_capability is capability
+
+
+@pytest.mark.needs("torch")
+def test_rows_with_the_whole_array_have_one_gradient():
+    x, rows = torch.ones(3, 2, requires_grad=True), torch.tensor([2, 0])
+    taken, whole = fa2.bert_padding.index_first_axis_residual(x, rows)
+    (taken.sum() + 2 * whole.sum()).backward()
+    assert x.grad[:, 0].tolist() == [3, 2, 3]
+
+
+def test_flash_attention_4_comes_by_name():
+    with fa2.install("flash_attn", "flash_attn.cute"):
+        from flash_attn.cute import flash_attn_func
+        from flash_attn.cute.interface import flash_attn_varlen_func
+
+        from polyattn.dialects.flash_attn import cute
+
+        assert flash_attn_func is cute.flash_attn_func
+        assert flash_attn_varlen_func is cute.flash_attn_varlen_func
+        assert importlib.metadata.version("flash-attn-4") == "4.0.0"
+    with pytest.raises(ValueError, match=r"flash_attn.cute is a part of flash_attn: name"):
+        fa2.install("flash_attn.cute")
+
+
 @pytest.mark.parametrize(
-    "name", ["flash_attn_interface", "flash_attn.cute", "flash_attn.modules.mha"]
+    ("name", "words"),
+    [
+        ("flash_attn_2_cuda", "made of kernels for GPUs, .* call flash_attn.flash_attn_func"),
+        ("rotary_emb", "rotary_emb is made .* call flash_attn.layers.rotary.apply_rotary_emb"),
+        ("flash_attn.flash_attn_triton", "call flash_attn.flash_attn_func"),
+    ],
+)
+def test_kernels_say_what_to_call_instead(name, words, tmp_path, monkeypatch):
+    with fa2.install(), pytest.raises(ModuleNotFoundError, match=words) as caught:
+        importlib.import_module(name)
+    assert caught.value.name == name
+    if "." not in name:
+        (tmp_path / f"{name}.py").write_text("own = 1")  # a program's own module of this name
+        monkeypatch.syspath_prepend(tmp_path)
+        with fa2.install():
+            assert importlib.import_module(name).own == 1
+        del sys.modules[name]
+
+
+@pytest.mark.parametrize(
+    "name", ["flash_attn_interface", "flash_attn.cute", "flash_attn.modules.mlp"]
 )
 def test_what_is_absent_is_an_import_error(name):
     """Programs that can do without it catch this error."""

@@ -84,7 +84,7 @@ def test_a_kernel_that_takes_no_empty_arrays_gets_none():
 
 COUNTED = [
     {"is_causal": True, "dropout": (0.5, 1)},
-    {"window": (10, 0), "key_lengths": 2**30},
+    {"window": (10, 0), "mask": masks.padding(2**30, 1)},
     {"window": (10, 0), "query_offset": (1,)},
     {"mask": masks.global_tokens(2**30 + 2)},
     {"mask": lambda b, h, i, j: j > i},
@@ -108,9 +108,9 @@ def test_keys_beyond_what_a_kernel_counts_are_refused_by_name():
     far = np.broadcast_to(key, (1, 2**31 + 9, 1))  # without memory
     with pytest.raises(polyattn.UnsupportedError, match="for mask_expression it counts to 2"):
         attention(query, far, far, window=(10, 0), key_lengths=2**31)
-    one = torch.zeros(1, 1, 1).expand(1, 2**31 + 9, 1)
+    one, mask = torch.zeros(1, 1, 1).expand(1, 2**31 + 9, 1), masks.padding(2**31, 1)
     with pytest.raises(polyattn.UnsupportedError, match="for mask_expression, window it counts"):
-        attention(torch.zeros(1, 2, 1), one, one, window=(10, 0), key_lengths=2**31)
+        attention(torch.zeros(1, 2, 1), one, one, window=(10, 0), mask=mask)
 
 
 class Changed(Dense):

@@ -5,10 +5,11 @@ import math
 import numpy as np
 import pytest
 
-from polyattn import masks
+from polyattn import attention, masks
 from polyattn._core.expressions.indices import PointIndices
 from polyattn._core.expressions.masks import Mask, as_mask
 from polyattn.conformance import CASES
+from polyattn.dialects.flash_attn import flash_attn_varlen_func
 
 IDS = np.array([[0, 0, 1, 1, 1, 2, 2, 0, 0, 3]])
 DOCUMENTS = masks.causal() & (masks.segments(np.array([0, 0, 0, 1, 1, 1, 2, 2, 2, 2])))
@@ -40,7 +41,38 @@ def check(mask, batch=(1,), heads=1, lengths=(10, 10), offset=None, most=8, **op
     is_one = first < stop
     assert (first[..., 1:] > stop[..., :-1])[is_one[..., 1:]].all(), "in order, and apart"
     assert first.shape[-1] == max(1, is_one.sum(-1).max(initial=0)) <= most
+    check_forms(found, expected)
     return first.shape[-1]
+
+
+def check_forms(found, seen):
+    """Compare the tiles, and the band and documents if there are any, with the dense mask."""
+    rows, keys = lengths = seen.shape[-2:]
+    (i, j), size = np.ogrid[:rows, :keys], (3, 4)
+    some, every = (np.broadcast_to(x, (*seen.shape[:2], *x.shape[2:])) for x in found.tiles(
+        lengths, size))  # fmt: skip
+    for down, across in np.ndindex(some.shape[2:]):
+        part = seen[..., 3 * down :, 4 * across :][..., :3, :4]
+        np.testing.assert_array_equal(some[..., down, across], part.any((-2, -1)))
+        np.testing.assert_array_equal(every[..., down, across], part.all((-2, -1)))
+    if (band := found.band()) is not None:
+        low, high, start, stop = band
+        ours = (start <= j) & (j < stop) & (low is None or j >= i + low)
+        np.testing.assert_array_equal((ours & (high is None or j <= i + high)) ^ seen, False)
+    if (documents := found.documents(rows)) is not None:
+        np.testing.assert_array_equal(seen_by_documents(*documents, lengths) ^ seen, False)
+
+
+def seen_by_documents(of_rows, of_keys, is_causal, lengths):
+    """What a function of packed sequences shows, by its cu_seqlens."""
+    assert of_rows.dtype == of_keys.dtype == np.int32
+    assert (of_rows[0], of_keys[0], of_rows[-1]) == (0, 0, lengths[0])
+    i, j = np.arange(lengths[0]), np.arange(lengths[1])
+    one, other = (np.searchsorted(cu[1:], x, "right") for cu, x in ((of_rows, i), (of_keys, j)))
+    rows_after = of_rows[1:][one] - i - 1
+    keys_after = np.append(of_keys[1:], 0)[other] - j - 1
+    seen = one[:, None] == other
+    return seen & (keys_after >= rows_after[:, None]) if is_causal else seen
 
 
 #: Masks, and how many intervals a row has at most.
@@ -80,6 +112,75 @@ def test_intervals_are_the_dense_mask(name):
     assert check(mask, evaluates=False) == (None if name in ELEMENTS else count)
     if count > 1:
         assert check(mask, most=count - 1) is None
+
+
+#: Masks of 6 rows; their band, and their documents as ends of rows, ends of keys and causal.
+FORMS = {
+    "causal": (masks.causal(), 9, (None, 3, 0, 9), ([0, 6], [0, 9], True)),
+    "causal, first rows empty": (masks.causal(), 4, (None, -2, 0, 4), None),
+    "window": (masks.window(2, 1), 6, (-2, 1, 0, 6), None),
+    "window of some keys": (masks.window(2, 1) & masks.prefix(4), 6, (-2, 1, 0, 4), None),
+    "after": (~masks.causal() & ~masks.prefix(3), 8, (3, None, 3, 8), None),
+    "padding": (masks.padding(5), 9, (None, None, 0, 5), ([0, 6], [0, 5], False)),
+    "rows of padding": (masks.padding(5, 4), 6, None, ([0, 4, 6], [0, 5, 5], False)),
+    "documents": (
+        masks.segments(np.arange(6) // 4, np.arange(9) // 5), 9, None,
+        ([0, 4, 6], [0, 5, 9], False),
+    ),
+    "causal documents": (
+        masks.segments(np.arange(6) // 4) & masks.causal(), 6, None, ([0, 4, 6], [0, 4, 6], True)
+    ),
+    "documents in turn": (masks.segments(np.arange(6) % 2), 6, None, None),
+    "documents backwards": (masks.segments(np.arange(6) // 4, 1 - np.arange(6) // 4), 6, None,
+                            None),
+    "a gap": (masks.segments(np.arange(6) // 4, np.array([0, 7, 1])), 3, None, None),
+    "two parts": (masks.prefix(1) | masks.window(0, 0), 6, None, None),
+    "nothing": (masks.prefix(0), 6, None, ([0, 6], [0, 0], False)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_intervals_say_what_engines_take(name):
+    mask, keys, band, documents = FORMS[name]
+    found = mask.intervals((6, keys))
+    assert found.band() == band
+    given = found.documents(6)
+    assert documents == (given and (given[0].tolist(), given[1].tolist(), given[2]))
+
+
+@pytest.mark.parametrize("name", [n for n, form in FORMS.items() if form[3] is not None])
+def test_functions_of_packed_sequences_take_documents(name):
+    mask, keys, *_ = FORMS[name]
+    q, k, v = (np.random.default_rng(n).standard_normal((n, 2, 4)) for n in (6, keys, keys))
+    of_rows, of_keys, is_causal = mask.intervals((6, keys)).documents(6)
+    found = flash_attn_varlen_func(q, k, v, of_rows, of_keys, 6, keys, causal=is_causal)
+    expected = attention(q, k, v, mask=mask, layout="...LHD")
+    np.testing.assert_allclose(found, expected, atol=1e-12)
+
+
+def by_tokamax(k_start, k_end, lengths):
+    """What tokamax's `Mask` documents of its ends, (batch, heads, L): an array (…, L, S)."""
+    keys = np.arange(lengths[1])
+    return (k_start[..., None] <= keys) & (keys < k_end[..., None])
+
+
+def test_ends_of_one_interval_are_those_of_tokamax():
+    found = {name: (mask, mask.intervals((10, 10), most=1)) for name, (mask, _) in MASKS.items()}
+    assert {name for name, (_, ends) in found.items() if ends is None} == {
+        name for name, (_, count) in MASKS.items() if count > 1
+    }
+    for mask, ends in found.values():
+        if ends is not None:
+            seen = by_tokamax(ends.first[..., 0], ends.stop[..., 0], (10, 10))
+            expected = seen_by(mask, (1,), 1, (10, 10), 0)
+            np.testing.assert_array_equal(np.broadcast_to(seen, expected.shape), expected)
+
+
+def test_items_that_differ_have_tiles_and_no_documents():
+    found = masks.padding(np.array([2, 6])).intervals((6, 6), batch=(2,))
+    assert found.band() is None
+    assert found.documents(6) is None
+    assert found.tiles((6, 6), (6, 3))[1].tolist() == [[[[False, False]]], [[[True, True]]]]
 
 
 def test_a_mask_of_many_intervals_has_none():

@@ -244,8 +244,9 @@ def within(value):
 def test_each_mask_and_score_is_tested_here():
     tested = {cls for one in (*MASKS.values(), *SCORES.values()) for cls in within(one)}
     rest = {cls.__name__ for cls in classes() if issubclass(cls, Mask | Score)}
-    # The base of two, and the padding of a memory, whose part is padding.
-    assert rest - {cls.__name__ for cls in tested} <= {"Joined", "CachePadding"}
+    # The base of two, the padding of a memory, whose part is padding, and the part of a grid.
+    others = {"Joined", "CachePadding", "NeighborhoodPart"}
+    assert rest - {cls.__name__ for cls in tested} <= others
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)

@@ -410,6 +410,7 @@ static_assert((int)xla::ATTRIBUTE_ARRAY == XLA_FFI_AttrType_ARRAY);
 static_assert((int)xla::S64 == XLA_FFI_DataType_S64);
 static_assert((int)xla::INVALID_ARGUMENT == XLA_FFI_Error_Code_INVALID_ARGUMENT);
 static_assert((int)xla::RESOURCE_EXHAUSTED == XLA_FFI_Error_Code_RESOURCE_EXHAUSTED);
+static_assert((int)xla::ABORTED == XLA_FFI_Error_Code_ABORTED);
 static_assert(XLA_FFI_API_MAJOR == 0);
 """
 

@@ -430,3 +430,23 @@ print(between - before - x.nbytes // 1024, peak() - between - 3 * x.nbytes // 10
 def test_an_unknown_instruction_set_is_an_error() -> None:
     with pytest.raises(ValueError, match=r"POLYATTN_NATIVE_ISA may be .*; got 'mmx'"):
         library.use(library.library(), "mmx")
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 8])
+@pytest.mark.parametrize(
+    "options", [{}, {"is_causal": True}, {"softcap": 2.0}, {"window": (290, 0)}], ids=str
+)
+def test_few_rows_of_a_head_with_elements_as_lanes(
+    rows: int, options: dict[str, Any], isa: str
+) -> None:
+    """Blocks that all rows see, in which the scores of the rows are adjacent, and others."""
+    rng = np.random.default_rng(rows)
+    query = rng.standard_normal((2, 3, rows, 48))
+    key, value = (rng.standard_normal((2, 3, 700, size)) for size in (48, 32))
+    for dtype in ("float32", "float64"):
+        arrays = [x.astype(dtype) for x in (query, key, value)]
+        found = [
+            polyattn.attention_partial(*arrays, kernel=x, **options) for x in ("native", "dense")
+        ]
+        for got, expected in zip(*((x.output, x.logsumexp) for x in found), strict=True):
+            np.testing.assert_allclose(got, expected, atol=TOLERANCE[dtype])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import subprocess
@@ -13,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+check_platform = pytest.importorskip("polyattn_native.library").check_platform
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE = ROOT / "backends" / "polyattn_native"
@@ -33,6 +36,50 @@ def test_the_library_is_small_and_shows_its_interface_only() -> None:
         sources = [(SOURCE / "src" / name).read_text() for name in ("interface.h", "xla.cpp")]
         declared = re.findall(r"POLYATTN_API.* \*?(polyattn_\w+)\(", "".join(sources))
         assert names == set(declared)
+
+
+def configure(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    return run("cmake", "-S", SOURCE, "-B", folder, *options)
+
+
+@pytest.mark.slow
+def test_the_baseline_of_other_processors_is_generic(tmp_path: Path) -> None:
+    configure(tmp_path, "-DCMAKE_SYSTEM_NAME=Linux", "-DCMAKE_SYSTEM_PROCESSOR=riscv64")
+    done = run("cmake", "--build", tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    library = ctypes.CDLL(str(tmp_path / "libpolyattn_native.so"))
+    library.polyattn_instruction_sets.restype = ctypes.c_char_p
+    assert library.polyattn_instruction_sets() == b"generic"
+
+
+def test_big_endian_processors_are_refused(tmp_path: Path) -> None:
+    big = configure(tmp_path, "-DCMAKE_CXX_ABI_COMPILED=1", "-DCMAKE_CXX_BYTE_ORDER=BIG_ENDIAN")
+    assert big.returncode != 0
+    assert "polyattn-native needs a little-endian processor" in big.stderr
+    with pytest.raises(ImportError, match=r"little-endian .* this one is big-endian: uninstall"):
+        check_platform("big")
+
+
+@pytest.mark.parametrize(
+    ("polyattn", "native", "command"),
+    [
+        ("0.2.0", "0.1.3", "'polyattn-native==0.2.*'"),
+        ("0.9.3.dev7", "0.10.0", "'polyattn==0.10.*'"),
+        ("0.1.1.dev40", "0.1.0", None),
+    ],
+)
+def test_versions_that_do_not_fit_say_which_to_install(
+    polyattn: str, native: str, command: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    versions = {"polyattn": polyattn, "polyattn-native": native}
+    monkeypatch.setattr("polyattn_native.library.version", versions.__getitem__)
+    if command is None:
+        check_platform()
+        return
+    with pytest.raises(ImportError) as caught:
+        check_platform()
+    said = f"polyattn {polyattn} and polyattn-native {native} are of two releases: "
+    assert str(caught.value) == f"{said}pip install --upgrade --pre {command}"
 
 
 @pytest.fixture(scope="module")

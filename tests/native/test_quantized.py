@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import numpy as np
@@ -10,14 +11,18 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from polyattn import attention, masks, nn, scores
+from polyattn._dispatch.cache import forget
+from polyattn.nn import integers
 
 call = pytest.importorskip("polyattn_native.call")
 
-B, H, G, S, D, E = 2, 6, 2, 330, 20, 9
+B, H, G, S = 2, 6, 2, 330
+SIZES = {8: (20, 9), 4: (64, 32)}
 RNG = np.random.default_rng(3)
-QUERY, KEY, VALUE = (
-    RNG.standard_normal(shape) for shape in ((B, H, 40, D), (B, G, S, D), (B, G, S, E))
-)
+ARRAYS = {
+    bits: [RNG.standard_normal(shape) for shape in ((B, H, 40, d), (B, G, S, d), (B, G, S, e))]
+    for bits, (d, e) in SIZES.items()
+}
 OPTIONS: dict[str, dict[str, Any]] = {
     "none": {},
     "window": {"is_causal": True, "window": (270, 0), "softcap": 3.0},
@@ -33,28 +38,42 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def cached(dtype: str, monkeypatch: pytest.MonkeyPatch) -> tuple[nn.QuantizedCache, list[Any]]:
+def empty(bits: int, like: Any, **settings: int) -> nn.QuantizedCache:
+    """Return a cache for some of the arrays."""
+    settings = {"value_size": SIZES[bits][1], "bits": bits, "group": 32} | settings
+    return nn.QuantizedCache.init(G, SIZES[bits][0], S, like=like, batch=(B,), **settings)
+
+
+def cached(
+    bits: int, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> tuple[nn.QuantizedCache, list[Any]]:
     """Return a cache that cannot make floats any more, and the floats that it stands for."""
-    key, value = KEY.astype(dtype), VALUE.astype(dtype)
-    cache = nn.QuantizedCache.init(G, D, S, like=key, batch=(B,), value_size=E, window=9, block=16)
-    cache = cache.append(key, value)
-    floats = list(cache._floats(0, cache.steps.length))
+    key, value = (x.astype(dtype) for x in ARRAYS[bits][1:])
+    cache = empty(bits, key, window=9, block=16).append(key, value)
+    floats = cache._read(integers.floats_of, 0, cache.steps.length)
     for n, recent in enumerate((cache.recent.keys, cache.recent.values)):
         floats[n] = np.concatenate([floats[n], recent], axis=-2)
-    monkeypatch.delattr(nn.QuantizedCache, "_blocks")
+    without_floats(monkeypatch)
     return cache, floats
 
 
+def without_floats(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(integers, "blocks_of")
+    monkeypatch.delattr(integers, "floats_of")
+
+
 @pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("bits", SIZES)
 @pytest.mark.parametrize(("dtype", "atol"), [("float32", 3e-6), ("float64", 1e-13)])
 def test_attention_is_that_over_what_the_integers_stand_for(
-    dtype: str, atol: float, monkeypatch: pytest.MonkeyPatch
+    bits: int, dtype: str, atol: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(call, "MADE", 2**10)  # masks are made for some rows at a time
-    cache, floats = cached(dtype, monkeypatch)
-    for rows in (QUERY, QUERY[:, :, :1], QUERY[:, :, ::13]):
+    cache, floats = cached(bits, dtype, monkeypatch)
+    whole = ARRAYS[bits][0]
+    for rows in (whole, whole[:, :, :1], whole[:, :, ::13]):
         query = rows.astype(dtype)
-        for options in OPTIONS.values() if rows is QUERY else [{}, {"is_causal": True}]:
+        for options in OPTIONS.values() if rows is whole else [{}, {"is_causal": True}]:
             found = cache.attention(query, **options)
             expected = attention(query, *floats, kernel="dense", **options)
             np.testing.assert_allclose(found, expected, rtol=0, atol=atol)
@@ -65,20 +84,23 @@ class Recorder(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_tensors_are_read_too_unless_somebody_records_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    key, value = torch.tensor(KEY[:, :, :70]), torch.tensor(VALUE[:, :, :70])
-    query = torch.tensor(QUERY)
-    cache = nn.QuantizedCache.init(G, D, 70, like=key, batch=(B,), value_size=E).append(key, value)
+@pytest.mark.parametrize("bits", SIZES)
+def test_tensors_are_read_too_unless_somebody_records_them(
+    bits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    query, key, value = map(torch.tensor, ARRAYS[bits])
+    cache = empty(bits, key).append(key[:, :, :70], value[:, :, :70])
     with Recorder():
         expected = [cache.attention(x) for x in (query, query[:, :, :1])]
-    monkeypatch.delattr(nn.QuantizedCache, "_blocks")
+    without_floats(monkeypatch)
     for x, other in zip((query, query[:, :, :1]), expected, strict=True):
         assert torch.allclose(cache.attention(x), other, rtol=0, atol=1e-12)
 
 
-def test_16_bits_and_a_step_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    cache, floats = cached("float16", monkeypatch)
-    query = QUERY[:, :, :1].astype("float16")
+@pytest.mark.parametrize("bits", SIZES)
+def test_16_bits_and_a_step_after_another(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache, floats = cached(bits, "float16", monkeypatch)
+    query = ARRAYS[bits][0][:, :, :1].astype("float16")
     for _ in range(3):  # a call of the same kind is not taken for one over floats
         attention(query, *(x.astype("float16") for x in floats))
         found = cache.attention(query)
@@ -88,8 +110,33 @@ def test_16_bits_and_a_step_after_another(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_under_autocast_a_step_is_that_of_floats() -> None:
-    key, value, query = (torch.from_numpy(x).float() for x in (KEY, VALUE, QUERY[:, :, :1]))
-    cache = nn.QuantizedCache.init(G, D, S, like=key, batch=(B,), value_size=E).append(key, value)
+    query, key, value = (torch.from_numpy(x).float() for x in ARRAYS[8])
+    query, cache = query[:, :, :1], empty(8, key).append(key, value)
     with torch.autocast("cpu", torch.bfloat16):
         found = cache.attention(query)
         torch.testing.assert_close(found, cache.attention(query, kernel="tiled"))
+
+
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+def test_steps_of_decoding_are_described_once(
+    library: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    token: Any = np.ones((1, 2, 1, 8), np.float32)
+    token = token if library == "numpy" else torch.from_numpy(token)
+    cache = nn.QuantizedCache.init(2, 8, 64, like=token, batch=(1,), window=4, block=8)
+    for _ in range(30):
+        cache = cache.append(token, token)
+    calls: list[Any] = []
+    for name in ("partial", "pieces"):
+        module = sys.modules[f"polyattn._api.{name}"]
+
+        def describe(*x: Any, real: Any = module.describe, **options: Any) -> Any:
+            calls.append(x)
+            return real(*x, **options)
+
+        monkeypatch.setattr(module, "describe", describe)
+    forget()
+    outputs = [np.asarray(cache.attention(token)) for _ in range(3)]
+    assert len(calls) == 2  # over the integers, and over the newest tokens
+    np.testing.assert_array_equal(outputs[0], outputs[2])
+    np.testing.assert_allclose(outputs[2], 1.0, atol=1e-2)

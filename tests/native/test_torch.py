@@ -12,11 +12,13 @@ import pytest
 
 import polyattn
 from polyattn import attention, masks, scores
+from polyattn._base import arrays as arrays_module
 from polyattn._dispatch import cache, registry
 
 torch = pytest.importorskip("torch")
 on_torch = pytest.importorskip("polyattn_native.on_torch")
-Ready = pytest.importorskip("polyattn_native.call").Ready
+kernel_module = pytest.importorskip("polyattn_native.kernel")
+NativeCall, Ready = kernel_module.NativeCall, kernel_module.Ready
 
 # torch's own compiler and forward mode import what torch deprecates.
 pytestmark = [
@@ -194,6 +196,19 @@ def test_one_token_by_lengths_is_left_to_the_engine_if_few_rows_read_a_head(more
         torch.testing.assert_close(got, expected)
 
 
+@pytest.mark.parametrize(
+    ("keys", "size", "kernel"), [(512, 64, "native"), (512, 72, "sdpa"), (9, 64, "sdpa")]
+)
+def test_one_token_of_each_head_runs_where_it_takes_less_time(
+    keys: int, size: int, kernel: str
+) -> None:
+    query, key = torch.randn(1, 4, 1, size), torch.randn(1, 4, keys, size)
+    assert polyattn.explain(query, key, key).chosen.kernel == kernel
+    torch.testing.assert_close(
+        attention(query, key, key), attention(query, key, key, kernel="dense")
+    )
+
+
 # ---- memory ----
 
 
@@ -201,9 +216,9 @@ def test_one_token_by_lengths_is_left_to_the_engine_if_few_rows_read_a_head(more
 def test_tensors_are_read_where_they_lie(dtype: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
 
-    def run(ready: Any, threads: Any, *pointers: int, x: Any) -> None:
+    def run(ready: Any, kernel: Any, *pointers: int, x: Any) -> None:
         calls.append([ctypes.c_void_p.from_address(at).value for at in pointers[:4]])
-        real(ready, threads, *pointers, x=x)
+        real(ready, kernel, *pointers, x=x)
 
     real = Ready.run
     monkeypatch.setattr(Ready, "run", run)
@@ -396,7 +411,83 @@ def test_lengths_that_change_compile_once_more_only() -> None:
     for rows in range(20, 26):
         compiled(*arrays(rows=rows, keys=rows + 9))
     assert len(programs) == 2
-    assert all("polyattn_native.attend" in targets for targets in programs)
+    assert all("polyattn_native.output" in targets for targets in programs)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        lambda n: {"window": (n, 0)},
+        lambda n: {"mask": masks.causal() & (masks.window(n, n + 1) | masks.prefix(2))},
+        lambda n: {"mask": masks.prefix(n)},
+        lambda n: {"is_causal": True, "query_offset": n},
+        lambda n: {"is_causal": True, "key_lengths": n},
+    ],
+    ids=["window", "streaming", "prefix", "offset", "key_lengths"],
+)
+def test_integers_that_change_compile_once_more_only(given: Any) -> None:
+    programs = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        programs.append({str(node.target) for node in graph.graph.nodes})
+        return graph.forward
+
+    def call(q: Any, k: Any, v: Any, n: int, kernel: Any) -> Any:
+        return attention(q, k, v, **given(n), kernel=kernel)
+
+    torch.compiler.reset()
+    compiled, x = torch.compile(call, fullgraph=True, backend=backend), arrays()
+    for n in (5, 9, 31):
+        torch.testing.assert_close(compiled(*x, n, KERNEL), call(*x, n, "dense"))
+    assert len(programs) == 2
+    assert all("polyattn_native.output" in targets for targets in programs)
+
+
+def test_lengths_of_a_program_that_change_are_not_planned_anew(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = []
+
+    class Noting(NativeCall):
+        def __init__(self, *given: Any, **more: Any) -> None:
+            made.append(self)
+            super().__init__(*given, **more)
+
+    monkeypatch.setattr(kernel_module, "NativeCall", Noting)
+    torch.compiler.reset()
+    step = torch.compile(
+        lambda q, k, v, n: attention(
+            q, k, v, is_causal=True, key_lengths=n, dropout=(0.1, n), kernel=KERNEL
+        ),
+        fullgraph=True,
+        backend="eager",
+    )
+    q, k, v = arrays(rows=1)
+    for n in range(5, 11):
+        wanted = attention(q, k, v, is_causal=True, key_lengths=n, dropout=(0.1, n), kernel="dense")
+        torch.testing.assert_close(step(q, k, v, n), wanted)
+    assert len(made) == 2  # of the program for one number, and of that for all
+
+
+def test_a_program_neither_changes_what_is_known_of_classes_nor_reads_all_variables(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    programs = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        programs.append(graph)
+        return graph.forward
+
+    torch.compiler.reset()
+    monkeypatch.setattr(arrays_module, "_libraries", {})
+    compiled = torch.compile(lambda *x: attention(*x), fullgraph=True, backend=backend)
+    x = arrays()
+    compiled(*x)
+    assert arrays_module._libraries == {}
+    attention(*x)
+    monkeypatch.setenv("A_VARIABLE_OF_ANOTHER_PROGRAM", "1")
+    compiled(*x)
+    assert len(programs) == 1
 
 
 def test_a_program_with_forward_derivatives_is_left_to_another_kernel() -> None:
@@ -457,7 +548,7 @@ def test_a_program_leaves_what_a_code_cannot_have_to_another_kernel(
     x = arrays()
     found = torch.compile(lambda *x: attention(*x, **given), fullgraph=True, backend=backend)(*x)
     torch.testing.assert_close(found, attention(*x, **given, kernel="dense"))
-    assert ("polyattn_native.attend" in targets) == runs
+    assert ("polyattn_native.output" in targets) == runs
 
 
 def test_an_exported_program_needs_no_kernel_of_another_distribution() -> None:

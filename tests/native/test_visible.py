@@ -38,8 +38,7 @@ IDS = np.array([[0, 0, 0, 1, 1, 2, 2, 2, 2], [0] * 5 + [1] * 4])
     ids=repr,
 )
 def test_a_mask_of_ranges_and_an_array_is_not_made(mask, monkeypatch):
-    monkeypatch.setattr(call, "array_of", None)
-    monkeypatch.setattr(call, "bytes_per_row", None)
+    monkeypatch.setattr(call, "Made", None)
     equal_to_dense(X, X, {"mask": mask})
 
 
@@ -66,7 +65,7 @@ STREAMING = masks.causal() & (masks.window(60, 0) | masks.prefix(5))
 @pytest.mark.parametrize("lengths", [(1, 700), (70, 70), (300, 900)])
 @pytest.mark.parametrize("options", [{}, {"bias": 0.0}, {"dropout": (0.3, 7)}], ids=str)
 def test_blocks_between_ranges_are_left_out(lengths, heads, options, monkeypatch):
-    monkeypatch.setattr(call, "array_of", None)
+    monkeypatch.setattr(call, "Made", None)
     query, key = (
         RNG.standard_normal((2, n, rows, 8)) for n, rows in zip((3, 1), lengths, strict=True)
     )
@@ -109,7 +108,10 @@ def test_the_ranges_of_a_mask_follow_its_arrays():
     "mask",
     [
         masks.dilated(2) & ~masks.window(0, 0) | masks.dense(np.eye(9, dtype=bool)),
-        masks.tree(np.arange(9) // 2 - 1),
+        masks.tree(np.arange(9) // 2 - 1) | masks.window(1, 0),
+        masks.compile(lambda b, h, i, j: (i + j) % 3 > 0, 9),
+        # two views
+        masks.dilated(2) & masks.tree(np.arange(9) // 2 - 1),
         # two arrays, also beside ranges
         masks.dense(np.tri(9, dtype=bool)) & masks.dense(np.eye(9) == 0),
         masks.dense(np.tri(9, dtype=bool)) & masks.dense(np.eye(9) == 0) & ~masks.window(2, 1),
@@ -117,9 +119,128 @@ def test_the_ranges_of_a_mask_follow_its_arrays():
     ids=repr,
 )
 def test_other_masks_are_made(mask, monkeypatch):
-    monkeypatch.setattr(call, "array_of", None)
+    monkeypatch.setattr(call, "Made", None)
     with pytest.raises(TypeError, match="not callable"):
         attention(X, X, X, mask=mask, kernel="native")
+
+
+@pytest.mark.parametrize("offset", [{}, {"query_offset": 3}, {"query_offset": np.array([2, -5])}])
+@pytest.mark.parametrize(
+    "mask",
+    [
+        masks.dilated(2),
+        masks.dilated(3) & masks.window(4, 2),
+        ~masks.dilated(3) | masks.window(1, 0),
+        masks.dilated(2**70) | ~masks.window(2**70, 2),
+        masks.dilated(4) & masks.prefix(np.array([5, 9])),
+    ],
+    ids=repr,
+)
+def test_a_mask_by_distance_is_a_view_of_one_row(mask, offset, monkeypatch):
+    monkeypatch.setattr(call, "Made", None)
+    for rows in (1, 7, 9):
+        equal_to_dense(X[:, :, -rows:], X, {"mask": mask, **offset})
+
+
+class Later(masks.Mask):
+    """A class of the caller's own, which moves the rows of what is within it."""
+
+    __match_args__ = ("mask",)
+
+    def __init__(self, mask):
+        self.mask = mask
+
+    def seen(self, at):
+        return self.mask.seen(at) ^ (at.row % 2 == 0)
+
+
+def test_a_class_of_the_callers_own_is_no_view():
+    equal_to_dense(X, X, {"mask": Later(masks.dilated(2)) & masks.causal()})
+
+
+def test_a_tree_of_all_keys_is_read_in_place(monkeypatch):
+    monkeypatch.setattr(call, "Made", None)
+    for parents in (np.arange(9) // 2 - 1, np.array([[-1] * 9, [*range(-1, 8)]])):
+        equal_to_dense(X, X, {"mask": masks.tree(parents)})
+        equal_to_dense(X, X, {"mask": masks.tree(parents) & masks.window(3, 0)})
+
+
+LONG = RNG.standard_normal((2, 2, 400, 4))
+OF_ITEM = RNG.integers(0, 4, (2, 400))
+
+
+def blocks(b, h, i, j):
+    """Show blocks of 128 keys, others to each item and head."""
+    return (i // 128 + j // 128 + b + h) % 3 == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "share"),
+    [
+        ({"mask": masks.compile(blocks, 400, batch=2, heads=2)}, 1),
+        ({"mask": masks.compile(lambda b, h, i, j: blocks(0, 0, i, j), 400)}, 0),
+        ({"mask": masks.segments(OF_ITEM)}, 1),
+        ({"mask": masks.segments(OF_ITEM), "is_causal": True}, 0.75),
+        ({"mask": masks.tree(np.arange(400) // 2 - 1) & ~masks.window(40, 0)}, 0.75),
+        ({"mask": masks.tree(np.arange(40) - 1) | masks.prefix(np.array([3, 300]))}, 0.5),
+    ],
+    ids=["by item", "alike", "ids", "causal ids", "tree", "drafts"],
+)
+def test_a_mask_is_made_in_its_mixed_tiles_only(options, share, monkeypatch):
+    made, seen = [], call.Made._seen
+    monkeypatch.setattr(
+        call.Made, "_seen", lambda self, *span: made.append(span) or seen(self, *span)
+    )
+    rows = 40 if "prefix" in repr(options["mask"]) else 400
+    attention(LONG[:, :, -rows:], LONG, LONG, kernel="native", **options)
+    elements = sum(rows.length * keys.length for rows, keys in made if keys.length > 1)
+    assert elements <= share * rows * 400
+    equal_to_dense(LONG[:, :, -rows:], LONG, options)
+
+
+def test_a_mask_that_is_a_function_is_left_to_tiles_that_threads_evaluate():
+    for mask in (blocks, masks.rule(blocks), masks.rule(blocks) & masks.compile(blocks, 9)):
+        found = explain(X, X, X, mask=mask, backend="numpy")
+        assert found.chosen.kernel != "native"
+        assert "masks.compile" in str(found)
+    compiled = masks.compile(blocks, 9, heads=2, batch=2)
+    assert explain(X, X, X, mask=compiled, backend="numpy").chosen.kernel == "native"
+
+
+def cells(length, of_row=1):
+    """Return a mask of runs of 16 keys, that differs between every `of_row` rows."""
+    rows = np.arange(length)[:, None] // of_row
+    return (np.arange(length) // 16 + rows) % 3 == 0
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        cells(400, 400),
+        cells(400),
+        np.arange(400)[:, None] < np.arange(400) % 37,
+        np.broadcast_to((np.arange(400) > 300)[:, None], (400, 400)),
+        cells(400, 64) & (np.arange(400) % 5 > 0),
+    ],
+    ids=["columns", "rows", "ends", "empty rows", "blocks"],
+)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"is_causal": True}, {"dropout": (0.3, 7)}, {"bias": LONG[..., :1]}, {"softcap": 2.0}],
+    ids=lambda options: "".join(options),
+)
+def test_cells_of_keys_that_a_panel_does_not_see_are_left_out(mask, options):
+    options = {"mask": mask, **options}
+    equal_to_dense(LONG, LONG, options)
+    if options.keys() & {"bias", "dropout", "is_causal"}:
+        return
+    # The bits of a row do not depend on the rows beside it, and what is hidden may be NaN.
+    whole = attention(LONG, LONG, LONG, kernel="native", **options)
+    options["mask"] = mask[50:61]
+    hidden = LONG.copy()
+    hidden[..., ~mask[50:61].any(axis=0), :] = np.nan
+    part = attention(LONG[:, :, 50:61], hidden, hidden, kernel="native", **options)
+    np.testing.assert_array_equal(part, whole[:, :, 50:61])
 
 
 def test_a_temperature_and_biases_by_distance_are_computed():
@@ -187,7 +308,7 @@ def test_ids_of_which_a_mask_is_made_are_seen_in_a_repeated_call():
 
 @pytest.mark.parametrize("dtype", ["int8", "int64", "uint64"])
 def test_sorted_ids_of_any_size_are_ranges(dtype, monkeypatch):
-    monkeypatch.setattr(call, "array_of", None)
+    monkeypatch.setattr(call, "Made", None)
     limits = np.iinfo(dtype)
     keys = np.full((2, 9), limits.min, dtype)
     keys[0, 4:], keys[1, 2:], keys[:, 7:] = 3, 5, limits.max
@@ -199,3 +320,60 @@ def test_sorted_ids_of_any_size_are_ranges(dtype, monkeypatch):
 def test_ids_far_apart_are_ranges_of_each_of_many_items():
     x, ids = RNG.standard_normal((12, 1, 9, 4)), np.repeat([-(2**60), 0, 2**60], 3)
     equal_to_dense(x, x, {"mask": masks.segments(np.tile(ids, (12, 1)))})
+
+
+LENGTHS = np.array([4, 9])
+SLOPES = np.array([0.5, 0.25])
+#: Options by their arrays, and other contents of these.
+WITH_ARRAYS = {
+    "segments": (lambda ids: {"mask": masks.segments(ids)}, IDS, IDS[::-1]),
+    "causal segments": (lambda ids: {"mask": masks.causal() & masks.segments(ids)}, IDS, IDS[::-1]),
+    "ids that are not sorted": (lambda ids: {"mask": masks.segments(ids)}, IDS, IDS[:, ::-1]),
+    "lengths": (lambda n: {"key_lengths": n, "is_causal": True}, LENGTHS, LENGTHS - 1),
+    "offset": (lambda n: {"query_offset": n, "is_causal": True}, LENGTHS, LENGTHS - 3),
+    "slopes": (lambda slopes: {"score_mod": scores.alibi(slopes)}, SLOPES, SLOPES[::-1]),
+    "sinks": (lambda sinks: {"sinks": sinks}, SLOPES, -SLOPES),
+    "pages": (
+        lambda table: {"block_table": table, "key_lengths": LENGTHS - 2},
+        np.array([[0, 1, 0], [1, 0, 1]], np.int32),
+        np.array([[1, 0, 1], [0, 1, 0]], np.int32),
+    ),
+    "an array": (
+        lambda seen: {"mask": masks.dense(seen)},
+        IDS[:, None, None] > 0,
+        IDS[:, None, None] < 1,
+    ),
+    "a bias": (
+        lambda bias: {"bias": bias},
+        X[..., :1] @ X[..., :1].swapaxes(2, 3),
+        X @ X.swapaxes(2, 3),
+    ),
+}
+
+
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+@pytest.mark.parametrize("name", WITH_ARRAYS)
+def test_arrays_are_described_to_the_library_when_they_change(name, library, monkeypatch):
+    torch = pytest.importorskip("torch") if library == "torch" else None
+    convert = np.copy if torch is None else lambda x: torch.from_numpy(x.copy())
+    options, first, second = WITH_ARRAYS[name]
+    key = X[..., :4, :] if name == "pages" else X
+    made = []
+
+    def again(native, x):
+        made.append(x)
+        return real(native, x)
+
+    real = call.NativeCall.again
+    monkeypatch.setattr(call.NativeCall, "again", again)
+    array = convert(first)
+    for n, contents in enumerate((first, first, first, second, second, first)):
+        array[...] = convert(contents)  # in place, and in an equal array elsewhere
+        for given in (array, convert(contents)):
+            given_to = convert(X), convert(key), convert(key)
+            output = attention(*given_to, kernel="native", **options(given))
+            expected = attention(*given_to, kernel="dense", **options(given))
+            np.testing.assert_allclose(np.asarray(output), np.asarray(expected), rtol=0, atol=1e-13)
+        if n == 1:
+            made.clear()
+    assert len(made) == (8 if name in ("an array", "a bias") else 2)

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from polyattn.plugin import CUT_BY_FORK, Operands, Problem, Quantized, Span, progress
+from polyattn.plugin import CUT_BY_FORK, Expression, Operands, Problem, Quantized, Span, progress
 from polyattn_native.arrays import (
     address_of,
     converted,
@@ -21,7 +21,7 @@ from polyattn_native.arrays import (
 )
 from polyattn_native.distance_scores import ByDistance, Places, by_distance, scale_and_rest
 from polyattn_native.library import DTYPES, CArray, CCall, library
-from polyattn_native.visible import Visible, array_of, bytes_per_row, ends_of_band, visible
+from polyattn_native.visible import Made, Visible, ends_of_band, visible
 
 # The multiply-adds that a thread must have: fewer take less time than to wake it.
 THREAD_WORK = 2**21
@@ -34,6 +34,8 @@ OF_KEYS = frozenset(
 PART = 128
 # The bytes of a mask or bias that is made for some rows at a time.
 MADE = 2**22
+# The bytes of arrays that are compared with those of the latest call, which keeps a copy.
+MOST_COMPARED = 2**16
 
 
 NO_MEMORY = "the compiled kernel found no memory for its tiles"
@@ -147,7 +149,14 @@ class NativeCall:
     @property
     def is_made(self) -> bool:
         """Whether a mask or bias is made for some rows at a time."""
-        return self.made_mask or self.made_bias is not None
+        return self.makes_mask or self.made_bias is not None
+
+    @property
+    def is_of_copies(self) -> bool:
+        """Whether it reads no memory of the caller but query, key and value, and has no seed."""
+        seen = self.seen
+        is_array = seen is None or seen.array is not None
+        return not is_array and self.problem.features.isdisjoint(("bias", "dropout"))
 
     @property
     def address(self) -> Any:
@@ -165,6 +174,9 @@ class NativeCall:
     def _add_keys(self, name: str, given: Any) -> None:
         if isinstance(given, Quantized):
             steps = readable(given.steps, self.accumulator)
+            if given.bits == 4:
+                self.call.group = given.shape[-1] // max(steps.shape[-1], 1)
+                steps = steps.reshape(*steps.shape[:-2], 2 * steps.shape[-1])
             if name == "key":
                 self.call.step_keys = given.shape[-2] // steps.shape[-2]
             self.array(f"{name}_steps", steps)
@@ -177,7 +189,7 @@ class NativeCall:
 
     def by_head(self, numbers: Any) -> int:
         """Return the address of a number for each head."""
-        numbers = np.require(converted(numbers, self.accumulator), None, ["C", "A"])
+        numbers = np.array(converted(numbers, self.accumulator), order="C")
         self.keep.append(numbers)
         address: int = numbers.ctypes.data
         return address
@@ -185,12 +197,13 @@ class NativeCall:
     def _add_pages(self, x: Operands) -> None:
         pages, page = x.key.shape[0], x.key.shape[-2]
         table, lengths = np.asarray(x.block_table), np.asarray(x.key_lengths)
-        used = np.arange(table.shape[-1]) * page < lengths[..., None]
-        wrong = used & ((table < 0) | (table >= pages))
-        if wrong.any():
-            number = np.broadcast_to(table, wrong.shape)[wrong][0]
-            raise IndexError(f"block_table names page {number} of a pool of {pages} pages")
-        self.array("table", readable(table, np.int32)[..., None, None, :])
+        if table.size and not 0 <= table.min() <= table.max() < pages:
+            used = np.arange(table.shape[-1]) * page < lengths[..., None]
+            wrong = used & ((table < 0) | (table >= pages))
+            if wrong.any():
+                number = np.broadcast_to(table, wrong.shape)[wrong][0]
+                raise IndexError(f"block_table names page {number} of a pool of {pages} pages")
+        self.array("table", np.array(table, np.int32)[..., None, None, :])
         self.call.page = page
 
     def _add_positions(self) -> None:
@@ -217,7 +230,7 @@ class NativeCall:
             if numbers is not None:
                 self._add_range(name, numbers)
                 self.call.ranges = numbers.shape[3]
-        self.made_mask = seen.by_rows
+        self.makes_mask = seen.by_rows
         if seen.array is not None:
             self.array("mask", np.asarray(seen.array).view(np.uint8))
 
@@ -275,7 +288,8 @@ class NativeCall:
         if not self.is_made:
             yield self.call
             return
-        size = bytes_per_row(self.problem, self.x) if self.made_mask else 1
+        self.made_mask = Made(self.problem, self.x) if self.makes_mask else None
+        size = 1 if self.made_mask is None else self.made_mask.bytes_per_row
         if self.made_bias is not None:
             size = max(
                 size, self.made_bias.size // self.made_bias.shape[-2] * self.accumulator.itemsize
@@ -301,8 +315,8 @@ class NativeCall:
             seed[4] += rows.start  # and 2**32 begins at 0 again
             part.seed = ctypes.addressof(seed)
             self.of_part.append(seed)
-        if self.made_mask:
-            mask = array_of(self.problem, self.x, rows).view(np.uint8)
+        if self.made_mask is not None:
+            mask = self.made_mask.array_of(rows).view(np.uint8)
             describe(part.mask, mask, self.problem.batch, self.of_part)
             self.of_part.append(mask)
         if self.made_bias is not None:
@@ -350,8 +364,11 @@ class Ready:
         self.is_whole = is_whole  # whether other operands than query, key and value say nothing
         self._function = library().polyattn_attend_to
         self._is_short = threads_for(self.problem, 2, most=2) == 1
+        # All layers of a model have the same lengths, ids or slopes.
+        self._latest: tuple[Any, NativeCall | None] = None, None
+        self._repeats = True
 
-    def run(self, most_threads: Callable[[], int], *pointers: int | None, x: Any = None) -> bool:
+    def run(self, kernel: Any, *pointers: int | None, x: Operands) -> bool:
         """Compute, with arrays by pointers to the addresses of their data.
 
         Of a call that is not whole, the other operands are read from `x`. False if numbers are not
@@ -359,14 +376,42 @@ class Ready:
         """
         native = self._native
         if not self.is_whole:
-            native = native.again(x)
+            native = self._again(kernel, x)
             if native.is_made:
                 return False
         if self._is_short:
             return _checked(self._function(native.address, 1, *pointers, None)) == 0
-        threads = threads_for(self.problem, 2, most_threads())
+        threads = threads_for(self.problem, 2, kernel.threads())
         with progress() as show:
             return run(self._function, native.address, threads, *pointers, show=show) == 0
+
+    def _again(self, kernel: Any, x: Operands) -> NativeCall:
+        """Return the call with what operands say: the latest one if their arrays hold the same."""
+        if not self._repeats:
+            return self._native.again(kernel.in_numpy(x))
+        contents, (latest, native) = self._contents(kernel, x), self._latest
+        if native is None or contents is None or contents != latest:
+            native = self._native.again(kernel.in_numpy(x))
+            self._repeats = native.is_of_copies
+            if contents is not None and self._repeats:
+                native.x = native.distances = None
+                self._latest = contents, native  # at once, since threads share it
+        return native
+
+    @staticmethod
+    def _contents(kernel: Any, x: Operands) -> tuple[bytes, ...] | None:
+        """Return what arrays beside query, key and value hold, or None if it is much."""
+        given = (x.query_offset, x.key_lengths, x.block_table, x.sinks)
+        # The problem has an offset that is a number.
+        arrays: list[Any] = [one for one in given if not (one is None or isinstance(one, int))]
+        for one in (x.mask, x.score_mod):
+            if isinstance(one, Expression):
+                if one.form is None:
+                    return None
+                arrays += one.form[1]
+        if sum([one.nbytes for one in arrays]) > MOST_COMPARED:
+            return None
+        return tuple([kernel.bytes_of(one) for one in arrays])
 
 
 def _move(array: CArray, size: int, rows: int) -> None:

@@ -17,12 +17,20 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator
+from functools import lru_cache
 from operator import attrgetter
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from polyattn.plugin import Expression
+
+
+class Open(NamedTuple):
+    """An integer of which no plan depends: it becomes an array, as which all are alike."""
+
+    number: int
 
 
 class Coded(NamedTuple):
@@ -33,6 +41,8 @@ class Coded(NamedTuple):
     #: As tensors, because torch 2.13's inductor may pass on an old float.
     floats: list[torch.Tensor]
     numbers: list[int]
+    #: Those that a code calls open, which differ from call to call.
+    opened: list[int]
 
     def add(self, field: Any) -> None:
         """Add an option, an expression or a field of one."""
@@ -40,6 +50,9 @@ class Coded(NamedTuple):
             self.words.append(_name_of(type(field)))
             for name in field.__match_args__:
                 self.add(getattr(field, name))
+        elif isinstance(field, Open):
+            self.words.append("open")
+            self.opened.append(field.number)
         elif isinstance(field, tuple):
             self.words.extend(["tuple", str(len(field))])
             for one in field:
@@ -60,12 +73,19 @@ class Coded(NamedTuple):
 
 
 def decoded(
-    code: str, tensors: Iterable[torch.Tensor], floats: Iterable[float], numbers: Iterable[int]
-) -> list[Any]:
+    code: str, tensors: Iterable[torch.Tensor], floats: Iterable[float], numbers: Iterable[int],
+    opened: Iterable[int],
+) -> list[Any]:  # fmt: skip
     """Return what was added, in order."""
-    words = iter(code.split())
+    words = iter(_words_of(code))
     fields = {"tensor": iter(tensors), "float": iter(floats), "int": iter(numbers)}
+    fields["open"] = map(np.asarray, opened)
     return [_field(word, words, fields) for word in words]
+
+
+@lru_cache(maxsize=4096)
+def _words_of(code: str) -> list[str]:
+    return code.split()
 
 
 def _field(word: str, words: Iterator[str], fields: dict[str, Iterator[Any]]) -> Any:

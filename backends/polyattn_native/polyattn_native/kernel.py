@@ -42,17 +42,18 @@ class Native(Kernel):
     name = "native"
     features = frozenset({
         "batch_broadcast", "bias", "block_table", "causal", "dropout", "grouped_heads", "logsumexp",
-        "mask", "mask_expression", "query_offset", "query_offset_array", "scale",
+        "mask", "mask_expression", "mask_mod", "query_offset", "query_offset_array", "scale",
         "score_expression", "sinks", "softcap", "value_size", "window",
     })  # fmt: skip
     differentiates: ClassVar = dict.fromkeys(("backward", "jvp"), frozenset({
         "batch_broadcast", "bias", "causal", "dropout", "grouped_heads", "mask", "mask_expression",
-        "query_offset", "query_offset_array", "scale", "score_expression", "sinks", "softcap",
-        "value_size", "window",
+        "mask_mod", "query_offset", "query_offset_array", "scale", "score_expression", "sinks",
+        "softcap", "value_size", "window",
     }))  # fmt: skip
     batch_invariant = True
     takes_empty = False
     counts_far = frozenset({"causal", "window"})
+    quantized_bits = frozenset({4, 8})
 
     def __init__(self) -> None:
         # By problem and kind of arrays. The problem is kept too, so that its id stays its own.
@@ -62,9 +63,23 @@ class Native(Kernel):
         """Return how many threads a call may use."""
         return thread_count()
 
+    def bytes_of(self, array: Array) -> bytes:
+        """Return what an array holds."""
+        held: bytes = array.tobytes()
+        return held
+
+    def in_numpy(self, operands: Operands) -> Operands:
+        """Return operands with arrays of NumPy beside query, key and value."""
+        return operands
+
     def reasons_against(self, problem: Problem) -> list[str]:
         """Return why an expression is left to tiles."""
         reasons = []
+        mask = problem.mask_spec
+        if "mask_mod" in problem.features and (mask is None or mask.has_rule):
+            reasons.append(
+                "it evaluates masks that are functions if masks.compile knows their tiles"
+            )
         if not is_supported(problem):
             reasons.append("of score_mod it supports temperatures followed by relative biases")
         if "backward" in problem.features and problem.scale == 0:
@@ -92,7 +107,7 @@ class Native(Kernel):
         if ready is not None and ready.problem is problem:
             pointers = id(query) + DATA, id(key) + DATA, id(value) + DATA, id(output) + DATA
             of_logsumexp = None if logsumexp is None else id(logsumexp) + DATA
-            if ready.run(self.threads, *pointers, of_logsumexp, x=operands):
+            if ready.run(self, *pointers, of_logsumexp, x=operands):
                 return output, logsumexp
         if not query.dtype.isnative:
             native_order = query.astype(query.dtype.newbyteorder("="))

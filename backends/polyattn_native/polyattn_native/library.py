@@ -7,10 +7,11 @@ import os
 import sys
 from ctypes import POINTER, c_char_p, c_double, c_int32, c_int64, c_uint32, c_void_p
 from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 DTYPES = ("float32", "float64", "float16", "bfloat16")
-VERSION = 5
+VERSION = 6
 #: Names a lower instruction set than the processor's best.
 VARIABLE = "POLYATTN_NATIVE_ISA"
 
@@ -42,6 +43,7 @@ class CCall(ctypes.Structure):
         ("key_steps", CArray),
         ("value_steps", CArray),
         ("step_keys", c_int64),
+        ("group", c_int64),
         ("scale", c_double),
         ("softcap", c_double),
         ("has_low", c_int32),
@@ -69,6 +71,32 @@ class CCall(ctypes.Structure):
         ("is_part", c_int32),
         ("adds", c_int32),
     )
+
+
+def check_platform(byteorder: str = sys.byteorder) -> None:
+    """Raise unless the processor is little-endian, and polyattn is of the same release."""
+    if byteorder != "little":
+        raise ImportError(
+            f"polyattn-native needs a little-endian processor; this one is {byteorder}-endian:"
+            " uninstall polyattn-native"
+        )
+    try:
+        names = ("polyattn", "polyattn-native")
+        versions = {name: version(name) for name in names}
+    except PackageNotFoundError:  # run from a folder on the path
+        return
+    releases = {name: tuple(map(int, x.split(".")[:2])) for name, x in versions.items()}
+    older = min(names, key=releases.__getitem__)
+    newer = max(names, key=releases.__getitem__)
+    if releases[older] != releases[newer]:
+        said = " and ".join(f"{name} {versions[name]}" for name in names)
+        release = ".".join(map(str, releases[newer]))
+        raise ImportError(
+            f"{said} are of two releases: pip install --upgrade --pre '{older}=={release}.*'"
+        )
+
+
+check_platform()
 
 
 @cache

@@ -48,6 +48,7 @@ class NativeOnJax(Native):
     """The kernel for arrays of NumPy as a custom call of XLA."""
 
     devices = frozenset({"cpu"})
+    features = Native.features - {"mask_mod"}
     counts_far = Kernel.counts_far
     reads_quantized = Kernel.reads_quantized
 

@@ -42,9 +42,10 @@ _OF_ENGINE = frozenset({
     "value_size",
 })  # fmt: skip
 _OF_LENGTHS = {"mask_expression", "query_offset_array"}
-# The lanes of a vector are the rows that share a key head. Decoding took 2.0 of the engine's time
-# with one, 0.6 with four (float32, 64 to 4096 keys). The engine converts 16-bit numbers one by one.
-FEW_ROWS = 4
+# Few rows of a key head fill a vector by their elements, if these are a multiple of the lanes: one
+# row took 0.5 to 0.9 of the engine's time, and 1.3 below so many products. Of other sizes, one row
+# took 2.0, four 0.6 (float32, 64 to 4096 keys). The engine converts 16-bit numbers one by one.
+FEW_ROWS, LANES, FEW_PRODUCTS = 4, 16, 2**16
 # Gradients took 1.5 of the engine's time with 12 * 32 * 32 scores, 1.1 with 12 * 128 * 128.
 FEW_TRAINED = 2**16
 # With a bias 1.1 to 1.4 with 12 * 128 * 128, 0.9 with 12 * 192 * 192.
@@ -61,10 +62,21 @@ class NativeOnTorch(Native):
     """Tiles of the scores in vectors, with the rows as lanes."""
 
     devices = frozenset({"cpu"})
+    features = Native.features - {"mask_mod"}
 
     def threads(self) -> int:
         """Return how many threads a call may use: as many as torch."""
         return torch.get_num_threads()
+
+    def bytes_of(self, array: Array) -> bytes:
+        """Return what a tensor holds, or an array of NumPy, as programs have for lengths."""
+        is_tensor = isinstance(array, torch.Tensor)
+        held: bytes = (_array(array, as_bits=True) if is_tensor else array).tobytes()
+        return held
+
+    def in_numpy(self, operands: Operands) -> Operands:
+        """Return operands with arrays of NumPy beside query, key and value."""
+        return _rest_in_numpy(operands)
 
     def reasons_against(self, problem: Problem) -> list[str]:
         """Return why an expression is left to tiles, or torch's transforms and programs are."""
@@ -87,12 +99,15 @@ class NativeOnTorch(Native):
         if problem.dtype == "bfloat16" and _HAS_TILES:
             return "torch's engine multiplies bfloat16 by AMX"
         is_whole = problem.dtype == problem.accumulator
-        if is_whole and problem.query_length * problem.group_size < FEW_ROWS:
-            return f"fewer than {FEW_ROWS} rows read a key head, too few for a vector"
         # torch.compile would make a condition of the next lengths.
-        if torch.compiler.is_compiling() or features != problem.features:
+        is_plain = not torch.compiler.is_compiling() and features == problem.features
+        scores = math.prod(problem.scores) if is_plain else 0
+        if is_whole and problem.query_length * problem.group_size < FEW_ROWS:
+            has_lanes = problem.head_size % LANES == problem.value_size % LANES == 0
+            if not has_lanes or scores * problem.head_size < FEW_PRODUCTS:
+                return f"fewer than {FEW_ROWS} rows read a key head, too few for a vector"
+        if not is_plain:
             return None
-        scores = math.prod(problem.scores)
         few = FEW_TRAINED if problem.bias is None else FEW_TRAINED_BIASED
         if is_whole and problem.requires_grad and scores < few:
             return f"gradients of {scores:,} scores take less time in torch's engine"
@@ -135,9 +150,8 @@ class NativeOnTorch(Native):
             addresses = (ctypes.c_void_p * 5)(*[x if x is None else x.data_ptr() for x in arrays])
             start = ctypes.addressof(addresses)
             pointers = [start + POINTER * n for n in range(5)]
-            x = None if ready.is_whole else _rest_in_numpy(operands)
             of_logsumexp = None if logsumexp is None else pointers[4]
-            if ready.run(self.threads, *pointers[:4], of_logsumexp, x=x):
+            if ready.run(self, *pointers[:4], of_logsumexp, x=operands):
                 return output, logsumexp
         x = _in_numpy(operands)
         written = [None if one is None else _array(one, as_bits=True) for one in arrays[3:]]
@@ -221,7 +235,10 @@ def _tensors_of(groups: Any) -> Iterator[torch.Tensor]:
 
 def _array(tensor: torch.Tensor, *, as_bits: bool = False) -> Any:
     """Return a tensor as an array; one of bfloat16 is converted unless its bits are asked for."""
-    tensor = tensor.detach().resolve_neg()
+    if tensor.requires_grad:
+        tensor = tensor.detach()
+    if tensor.is_neg():
+        tensor = tensor.resolve_neg()
     if tensor.dtype == torch.bfloat16:
         return (tensor.view(torch.int16) if as_bits else tensor.float()).numpy()
     return tensor.numpy()

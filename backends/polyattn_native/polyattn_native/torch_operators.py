@@ -7,23 +7,27 @@ contents of arrays, and from lengths that a program leaves open, is computed whe
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
 from itertools import repeat
 from typing import Any
 
+import numpy as np
 import torch
 
 from polyattn.plugin import Cotangents, Expression, Gradients, Mask, Operands, Problem, Residuals
-from polyattn_native.expression_codes import Coded, can_code, decoded
+from polyattn_native.expression_codes import Coded, Open, can_code, decoded
 
 _ARGUMENTS = (
     "Tensor query, Tensor key, Tensor value, str code, Tensor[] tensors, Tensor[] floats,"
-    " SymInt[] numbers, float scale, float? softcap, float dropout"
+    " SymInt[] numbers, SymInt[] opened, float scale, float? softcap, float dropout"
 )
+# Problems that are kept, at most.
+MOST_CALLS = 4096
 # torch's functions for it have no types.
 _torch: Any = torch
 _library = _torch.library.Library("polyattn_native", "DEF")
 _library.define(f"attend({_ARGUMENTS}) -> (Tensor, Tensor)")
+# Without a derivative, which would take as long as all else that torch does to call it.
+_library.define(f"output({_ARGUMENTS}) -> Tensor")
 _library.define(
     "differentiate(Tensor output, Tensor logsumexp, Tensor of_output, Tensor? of_logsumexp,"
     f" {_ARGUMENTS}, bool of_bias) -> Tensor[]"
@@ -49,7 +53,10 @@ def reasons_against(problem: Problem) -> list[str]:
 
 def attend(problem: Problem, x: Operands) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return output and logsumexp by the operator."""
-    if problem.requires_grad and torch.is_grad_enabled() and problem.dtype != problem.accumulator:
+    has_gradients = problem.requires_grad and torch.is_grad_enabled()
+    if not has_gradients and "logsumexp" not in problem.features:
+        return torch.ops.polyattn_native.output(*_arguments(problem, x)), None
+    if has_gradients and problem.dtype != problem.accumulator:
         # The gradient follows from an output that is not rounded.
         dtype = getattr(torch, problem.accumulator)
         x = x._replace(query=x.query.to(dtype), key=x.key.to(dtype), value=x.value.to(dtype))
@@ -79,21 +86,27 @@ def differentiate(
 
 
 def _arguments(problem: Problem, x: Operands) -> tuple[Any, ...]:
-    coded = Coded([], [], [], [])
-    seed = x.seed
+    from torch.fx.experimental.symbolic_shapes import has_static_value
+
+    def held(number: int) -> Any:
+        return number if has_static_value(number) else Open(number)
+
+    coded = Coded([], [], [], [], [])
+    seed, mask = x.seed, x.mask
+    if isinstance(mask, Mask):
+        mask = mask.with_lengths(held)
     if isinstance(seed, int):  # of 64 bits, where an operator takes 63
-        seed = seed % 2**32, seed // 2**32
+        seed = Open(seed % 2**32), Open(seed // 2**32)
     start = problem.dropout_start if x.dropout_start is None else x.dropout_start
-    offset = x.query_offset if problem.query_offset is None else problem.query_offset
+    offset = x.query_offset if problem.query_offset is None else held(problem.query_offset)
     for option in (
         x.bias, x.sinks, x.score_mod,  # first: those with gradients
-        x.mask, offset, x.key_lengths, x.block_table, seed, start,
+        mask, offset, x.key_lengths, x.block_table, seed, start,
         problem.is_causal, problem.window,
     ):  # fmt: skip
         coded.add(option)
     code = " ".join(coded.words)
-    lists = coded.tensors, coded.floats, coded.numbers
-    return *x[:3], code, *lists, problem.scale, problem.softcap, problem.dropout
+    return *x[:3], code, *coded[1:], problem.scale, problem.softcap, problem.dropout
 
 
 # ---- what the operators do ----
@@ -106,14 +119,17 @@ def register(
     """Let functions of tensors with numbers compute what the operators do."""
 
     def attend_to(*arguments: Any) -> tuple[Any, Any]:
-        return attend(*_call(*arguments))
+        return attend(*_call(True, *arguments))
+
+    def output_of(*arguments: Any) -> Any:
+        return attend(*_call(False, *arguments))[0]
 
     def gradients(
         output: Any, logsumexp: Any, of_output: Any, of_logsumexp: Any, *arguments: Any
     ) -> list[Any]:
         residuals = Residuals(output=output, logsumexp=logsumexp)
         cotangents = Cotangents(output=of_output, logsumexp=of_logsumexp)
-        problem, x = _call(*arguments[:-1])
+        problem, x = _call(True, *arguments[:-1])
         if not arguments[-1]:  # whether the gradient of the bias is asked for
             problem = problem._replace(constants=frozenset(["bias"]))
         found = differentiate(problem, x, residuals, cotangents)
@@ -124,6 +140,7 @@ def register(
 
     for name, compute, fake in (
         ("attend", attend_to, _attend_fake),
+        ("output", output_of, lambda *arguments: _attend_fake(*arguments)[0]),
         ("differentiate", gradients, _differentiate_fake),
     ):
         _torch.library.impl(_library, name, "CPU")(compute)
@@ -134,7 +151,7 @@ def register(
 
 
 def _attend_fake(query: Any, key: Any, value: Any, *rest: Any) -> Any:
-    x = _operands(query, key, value, *rest[:2], repeat(1.0), rest[3])[0]
+    x = _operands(query, key, value, *rest[:2], repeat(1.0), rest[3], repeat(0))[0]
     shapes = [None if one is None else one.shape for one in (query, key, value, x.block_table)]
     rows = (*_batch(*shapes), *query.shape[-3:-1])
     logsumexp = query.new_empty(rows, dtype=_accumulator(query.dtype))
@@ -143,9 +160,9 @@ def _attend_fake(query: Any, key: Any, value: Any, *rest: Any) -> Any:
 
 def _differentiate_fake(
     output: Any, logsumexp: Any, of_output: Any, of_logsumexp: Any, query: Any, key: Any,
-    value: Any, code: str, tensors: Any, floats: Any, numbers: Any, *rest: Any,
+    value: Any, code: str, tensors: Any, floats: Any, numbers: Any, opened: Any, *rest: Any,
 ) -> list[torch.Tensor]:  # fmt: skip
-    x = _operands(query, key, value, code, tensors, repeat(1.0), numbers)[0]
+    x = _operands(query, key, value, code, tensors, repeat(1.0), numbers, repeat(0))[0]
     shapes = [one.shape for one in (query, key, value)]
     shapes += [] if x.bias is None else [x.bias.shape if rest[-1] else 0]
     shapes += [] if x.sinks is None else [x.sinks.shape]
@@ -155,8 +172,8 @@ def _differentiate_fake(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    *arrays, ctx.code, tensors, floats, ctx.numbers = inputs[:7]
-    ctx.factors, ctx.counts = inputs[7:], (len(tensors), len(floats))
+    *arrays, ctx.code, tensors, floats, ctx.numbers, ctx.opened = inputs[:8]
+    ctx.factors, ctx.counts = inputs[8:], (len(tensors), len(floats))
     ctx.save_for_backward(*output, *arrays, *tensors, *floats)
 
 
@@ -165,7 +182,7 @@ def _gradients(ctx: Any, of_output: Any, of_logsumexp: Any) -> tuple[Any, ...]:
     if of_output is None:
         of_output = torch.zeros_like(output)
     end = 3 + ctx.counts[0]
-    lists = arrays[3:end], arrays[end:], ctx.numbers
+    lists = arrays[3:end], arrays[end:], ctx.numbers, ctx.opened
     needed = ctx.needs_input_grad
     found = torch.ops.polyattn_native.differentiate(
         output, logsumexp, of_output, of_logsumexp, *arrays[:3], ctx.code, *lists, *ctx.factors,
@@ -176,8 +193,8 @@ def _gradients(ctx: Any, of_output: Any, of_logsumexp: Any) -> tuple[Any, ...]:
     found += [None] * (len(every) - len(found))
     given = [one if needs else None for one, needs in zip(found, every, strict=True)]
     # An empty list is one of tensors to torch.
-    of_numbers: Any = None if ctx.numbers else []
-    rest = [None] * ctx.counts[1], of_numbers, *[None] * len(ctx.factors)
+    of_numbers: Any = [None if numbers else [] for numbers in lists[2:]]
+    rest = [None] * ctx.counts[1], *of_numbers, *[None] * len(ctx.factors)
     return *given[:3], None, given[3:], *rest
 
 
@@ -195,7 +212,9 @@ def _operands(query: Any, key: Any, value: Any, *coded: Any) -> tuple[Operands, 
     """Return the operands, and start of dropout, causal and window."""
     bias, sinks, rule, mask, offset, lengths, table, seed, *rest = decoded(*coded)
     if isinstance(seed, tuple):
-        seed = seed[0] + (seed[1] << 32)
+        seed = int(seed[0]) + (int(seed[1]) << 32)
+    if isinstance(offset, np.ndarray):
+        offset = offset.reshape(1, 1, 1)
     found = Operands(
         query, key, value, mask=mask, bias=bias, sinks=sinks, query_offset=offset,
         key_lengths=lengths, block_table=table, score_mod=rule, seed=seed,
@@ -203,30 +222,46 @@ def _operands(query: Any, key: Any, value: Any, *coded: Any) -> tuple[Operands, 
     return found, rest
 
 
+# By all that a plan depends on: the problem, and the operands if they are numbers only.
+_calls: dict[Any, tuple[Problem, Operands | None]] = {}
+
+
 def _call(
-    query: Any, key: Any, value: Any, code: str, tensors: Any, floats: Any, numbers: Any,
-    *factors: Any,
+    has_logsumexp: bool, query: Any, key: Any, value: Any, code: str, tensors: Any, floats: Any,
+    numbers: Any, opened: Any, *factors: Any,
 ) -> tuple[Problem, Operands]:  # fmt: skip
     """Return the call of an operator's arguments."""
     values = [one.item() for one in floats]
-    x, (start, is_causal, window) = _operands(query, key, value, code, tensors, values, numbers)
+    facts = [(one.dtype, one.shape) for one in (query, key, value, *tensors)]
+    kind = (has_logsumexp, code, *facts, *values, *numbers, *factors)
+    problem, x = _calls.get(kind, (None, None))
+    if problem is not None and x is not None:
+        return problem, x._replace(query=query, key=key, value=value)
+    x, (start, is_causal, window) = _operands(
+        query, key, value, code, tensors, values, numbers, opened
+    )
     if isinstance(start, torch.Tensor):
         x, start = x._replace(dropout_start=start), None
-    given = x.query, x.key, x.value, x.mask, x.bias, x.score_mod, x.query_offset, x.block_table
-    facts = [_facts(one) for one in given]
-    return _problem(*facts, x.sinks is not None, is_causal, window, start, *factors), x
+    if problem is None:
+        given = x.query, x.key, x.value, x.mask, x.bias, x.score_mod, x.query_offset, x.block_table
+        more = has_logsumexp, x.sinks is not None, is_causal, window, start, *factors
+        problem = _problem(*[_facts(one) for one in given], *more)
+        if len(_calls) >= MOST_CALLS:
+            _calls.clear()
+        is_fixed = not tensors and not opened
+        _calls[kind] = problem, x._replace(query=None, key=None, value=None) if is_fixed else None
+    return problem, x
 
 
 def _facts(x: Any) -> Any:
-    if isinstance(x, torch.Tensor):
+    if isinstance(x, (torch.Tensor, np.ndarray)):
         return tuple(x.shape), str(x.dtype).removeprefix("torch.")
     return x.spec() if isinstance(x, Expression) else x
 
 
-@lru_cache(maxsize=4096)
 def _problem(
     query: Any, key: Any, value: Any, mask: Any, bias: Any, rule: Any, offset: Any, table: Any,
-    has_sinks: bool, is_causal: bool, window: Any, start: Any, scale: float,
+    has_logsumexp: bool, has_sinks: bool, is_causal: bool, window: Any, start: Any, scale: float,
     softcap: float | None, dropout: float,
 ) -> Problem:  # fmt: skip
     (query, dtype), key, value = query, key[0], value[0]
@@ -241,7 +276,7 @@ def _problem(
         "block_table": table is not None,
         "sinks": has_sinks,
         "dropout": dropout != 0,
-        "logsumexp": True,
+        "logsumexp": has_logsumexp,
     }
     return Problem(
         library="torch",

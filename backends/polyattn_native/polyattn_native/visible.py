@@ -21,15 +21,22 @@ from polyattn.plugin import (
     Indices,
     Mask,
     Operands,
+    PointIndices,
     Problem,
     Span,
+    TileGrid,
     band,
+    combined_mask,
     saturating_sum,
 )
 from polyattn_native.arrays import FAR
 
 #: The ranges that a row may have, as `src/interface.h` says.
 MOST_RANGES = 8
+#: The rows and keys of a tile that is known to be empty, full or mixed.
+TILE = 128, 64
+#: The elements of a mask that are made at once: their indices, of 8 bytes, stay in a cache.
+AT_ONCE = 2**17
 
 
 class Visible(NamedTuple):
@@ -39,7 +46,7 @@ class Visible(NamedTuple):
     first: Any = None
     stop: Any = None  #: likewise, after the last
     array: Any = None  #: bool, broadcasts to (..., H, L, S)
-    by_rows: bool = False  #: whether the array is to be made by `array_of`
+    by_rows: bool = False  #: whether the array is to be made by `Made`
 
 
 def ends_of_band(problem: Problem) -> tuple[int | None, int | None]:
@@ -67,10 +74,15 @@ def visible(problem: Problem, x: Operands) -> Visible:
         array = x.mask
     if problem.query_offset is None and problem.band is not None and _is_wide(band(problem)):
         conditions = (*conditions, problem.band)
+    read: Any = None  # the condition that the array says
     for mask in conditions:
         if array is None and kind_of(mask) == "dense":
-            array = mask.array
-        elif not ranges.add(mask):
+            read, array = mask, mask.array
+        elif ranges.add(mask):
+            continue
+        elif array is None and (view := _view_of(problem, x, mask)) is not None:
+            read, array = mask, view
+        else:
             left.append(mask)
     first, stop = (
         None if end is None else end[:, None, :, None] for end in (ranges.first, ranges.stop)
@@ -79,9 +91,37 @@ def visible(problem: Problem, x: Operands) -> Visible:
         return Visible(first, stop, array)
     ends = None
     if not any(kind_of(mask) == "dense" for mask in left):
-        composed = reduce(and_, [mask for mask in conditions if kind_of(mask) != "dense"])
-        ends = _ends(problem, x, composed)
+        ends = _ends(problem, x, reduce(and_, [mask for mask in conditions if mask is not read]))
     return Visible(first, stop, by_rows=True) if ends is None else Visible(*ends, array)
+
+
+def _view_of(problem: Problem, x: Operands, mask: Any) -> Any:
+    """Return a mask as a view of a smaller array, None if it is none."""
+    rows, keys = problem.query_length, problem.key_length
+    if kind_of(mask) == "tree" and mask.first is None and problem.query_offset == 0 == keys - rows:
+        return np.asarray(mask.ancestors)[..., None, :, :]
+    if not _goes_by_distance(mask):
+        return None
+    # A row shows what the row before it shows, one key later: so the rows are windows of one row.
+    offset: Any = problem.query_offset
+    item = np.zeros((1, 1, 1, 1), np.int64)
+    if offset is None:
+        offset = np.broadcast_to(np.asarray(x.query_offset)[..., 0, 0, 0], problem.batch)
+        item, offset = np.arange(offset.size).reshape(*problem.batch, 1, 1, 1), offset.reshape(-1)
+    at = PointIndices(item, item * 0, item * 0, np.arange(1 - rows, keys), offset=offset)
+    line = mask.seen(at)
+    return np.lib.stride_tricks.sliding_window_view(line[..., 0, :], keys, -1)[..., ::-1, :]
+
+
+def _goes_by_distance(mask: Any) -> bool:
+    """Return whether a mask is composed of dilations and windows only."""
+    parts = mask.within()
+    if not parts:
+        is_bounded = kind_of(mask) == "window" and (mask.left, mask.right) != (None, None)
+        return is_bounded or kind_of(mask) == "dilated"
+    # A class of the caller's own may shift what is within it.
+    is_composed = type(mask).__module__ == Mask.__module__
+    return is_composed and all(map(_goes_by_distance, parts))
 
 
 def _ends(problem: Problem, x: Operands, mask: Mask) -> tuple[Any, Any] | None:
@@ -232,13 +272,56 @@ _NARROWED_BY: dict[str, Callable[[Ranges, Any], bool | None]] = {
 }
 
 
-def array_of(problem: Problem, x: Operands, rows: Span) -> Any:
-    """Return ``mask=`` for some rows as a bool array that broadcasts to (..., H, l, S)."""
-    at = Indices(problem, xp, x, rows, Span(0, problem.key_length))
-    return reduce(and_, at.visible(banded=False))
+class Made:
+    """A mask that is made as an array for some rows at a time, where tiles are mixed."""
+
+    def __init__(self, problem: Problem, x: Operands) -> None:
+        self.problem, self.x = problem, x
+        grid = TileGrid(problem, x, xp, TILE, x.query)
+        # The library hides what causal and window do: a tile that they cut may be full by itself.
+        own = problem._replace(is_causal=False, window=(None, None))
+        some: Any = grid.of(combined_mask(problem, x)).any_visible  # type: ignore[arg-type]
+        every: Any = grid.of(combined_mask(own, x)).all_visible  # type: ignore[arg-type]
+        # Of all items and heads.
+        some, every = (
+            fold(seen, axis=tuple(range(seen.ndim - 2)))
+            for fold, seen in ((np.any, some), (np.all, every))
+        )
+        tiles = some & every, some & ~every
+        self._full, self._mixed = (_runs(flags, problem.key_length) for flags in tiles)
+        self._lead = self._seen(Span(0, 1), Span(0, 1)).shape[:-2]
+        self.bytes_per_row = max(1, math.prod(self._lead) * problem.key_length)
+
+    def _seen(self, rows: Span, keys: Span) -> Any:
+        at = Indices(self.problem, xp, self.x, rows, keys)
+        return reduce(and_, at.visible(banded=False))
+
+    def array_of(self, rows: Span) -> Any:
+        """Return the mask of rows from the first of a tile on: bool, broadcasts to (..., H, l, S).
+
+        Of tiles that no row sees by causal and window too, it is False.
+        """
+        high, wide = TILE
+        keys = self.problem.key_length
+        made = np.zeros((*self._lead, rows.length, keys), bool)
+        at_once = max(1, AT_ONCE * keys // (high * wide * self.bytes_per_row)) * wide
+        for strip in rows.split(high):
+            of_strip = made[..., strip.start - rows.start : strip.stop - rows.start, :]
+            for full in self._full[strip.start // high]:
+                of_strip[..., full.start : full.stop] = True
+            for mixed in self._mixed[strip.start // high]:
+                for span in mixed.split(at_once):
+                    of_strip[..., span.start : span.stop] = self._seen(strip, span)
+        return made
 
 
-def bytes_per_row(problem: Problem, x: Operands) -> int:
-    """Return how large `array_of` is for one row."""
-    size: int = array_of(problem, x, Span(0, 1)).size
-    return max(1, size)
+def _runs(flags: Any, keys: int) -> list[list[Span]]:
+    """Return the keys of each run of tiles whose flag is true, for each strip of tiles."""
+    strips, edges = np.nonzero(np.diff(flags, prepend=False, append=False))
+    edges = np.minimum(edges * TILE[1], keys)
+    runs: list[list[Span]] = [[] for _ in flags]
+    for strip, *run in zip(
+        *(x.tolist() for x in (strips[::2], edges[::2], edges[1::2])), strict=True
+    ):
+        runs[strip].append(Span(*run))
+    return runs

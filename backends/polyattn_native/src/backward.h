@@ -304,17 +304,19 @@ private:
         const Matrix<T> values =
             block_of(call, call.value, state->item, state->key_head, block, call.value_size, value_block);
         const int64_t count = block.stop - block.first;
-        bool hides = false;
+        bool hides = false, shown = false;
         for (int number = 0; number < state->panels; ++number) {
             const int64_t start = tile.start_of(number);
             hides = tile.write(call, state->item, number, panels[number], block, keys, values,
                                queries + start * call.head_size, gradients + start * call.value_size) ||
                     hides;
+            shown = shown || tile.shown[number];
         }
+        if (!shown) return;
         // What is hidden has the weight -0: it counts where it meets a number that is not finite.
         const bool hides_nonfinite = hides && !(state->finite && is_finite(keys, count, call.head_size));
         for (int number = 0; number < state->panels; ++number) {
-            add_to_queries(number, keys, count, hides_nonfinite);
+            if (tile.shown[number]) add_to_queries(number, keys, count, hides_nonfinite);
         }
         add_to_keys(block, tile.shares, query_columns, call.head_size, hides_nonfinite, key_rows());
         add_to_keys(block, tile.weights, gradient_columns, call.value_size, hides_nonfinite, value_rows());

@@ -1,7 +1,7 @@
 // Attention of some rows: over blocks of keys, the scores, their softmax and its product with the
 // values, with sums that are scaled anew when a maximum rises.
 #pragma once
-#include "products.h"
+#include "few.h"
 #include "scores.h"
 #include "work.h"
 
@@ -47,14 +47,16 @@ private:
     const PolyattnCall& call;
     const Work& work_;
     State* state;
+    const int few;  // rows of a key head, if its lanes are elements; the lanes of the panel repeat them then
     Panel<T>* panels;
-    T *queries, *outputs;        // [panel][element][lane]: scale · Q, the output before the division
+    T *queries, *outputs;        // [panel][element][lane]: scale · Q, the output before the division; [row][element]
+                                 // of few rows
     T* scores;                   // [key][lane] of a block and a panel, then weights
     T *key_block, *value_block;  // [key][element] of a block that is converted or copied
     uint8_t* bytes;              // [key][lane], of a mask or dropout
     size_t scratch_size;
 
-    Forward(const PolyattnCall& c, const Work& w, void* scratch) : call(c), work_(w) {
+    Forward(const PolyattnCall& c, const Work& w, void* scratch) : call(c), work_(w), few(few_rows<T>(c)) {
         BumpAllocator memory(scratch);
         const int64_t rows = work_.rows + 2 * width;
         state = memory.take<State>(1);
@@ -83,7 +85,7 @@ private:
         const int64_t stop = min((chunk + 1) * work_.rows, rows);
         for (int64_t row = chunk * work_.rows; row < stop;) {
             Panel<T>& panel = panels[state->panels];
-            panel.begin(call, state->item, state->key_head, row, stop);
+            panel.begin(call, state->item, state->key_head, row, stop, few);
             read_query(panel, query_of(state->panels));
             state->ranges.add(panel.ranges);
             row += panel.used;
@@ -102,7 +104,10 @@ private:
             T* buffer = key_block + lane * call.head_size;
             rows[lane] = numbers_at(call, (const T*)call.query.data, offset, call.head_size, buffer);
         }
-        transpose_rows(rows, panel.lanes(), call.head_size, (T)call.scale, to);
+        if (!few) return transpose_rows(rows, panel.lanes(), call.head_size, (T)call.scale, to);
+        for (int row = 0; row < few; ++row) {
+            for (int64_t e = 0; e < call.head_size; ++e) to[row * call.head_size + e] = rows[row][e] * (T)call.scale;
+        }
     }
 
     bool step() {
@@ -126,25 +131,72 @@ private:
             panel.narrow(call, state->item, block);
             const Range seen = {max(block.first, panel.any_key.first), min(block.stop, panel.any_key.stop)};
             if (seen.first >= seen.stop) continue;
-            Flags flags = {true, true};
+            Cells cells = {~0u, ~0u};
+            Runs runs(seen);
             if (call.mask.data) {
-                flags = read_mask(call, state->item, panel, seen, bytes);
+                cells = look_at_mask(call, state->item, panel, seen);
                 if (i + 1 < state->panels) prefetch_mask(call, state->item, panels[i + 1], seen);
+                if (!cells.any) continue;
+                runs = runs_of(seen, cells);
             }
-            if (!flags.any) continue;
-            const int64_t skipped = seen.first - block.first;
-            const Matrix<T> some = keys.after(skipped), some_values = values.after(skipped);
-            if (i == 0 && !copies(call)) multiply_ahead(panel, some, some_values, seen);
-            else multiply_rows_of(panel, seen.stop - seen.first, some, query_of(i), call.head_size, scores);
-            adjust(panel, seen);
-            const bool hides = hide(call, state->item, panel, seen, flags.all, bytes, scores);
+            bool hides = false;
+            int64_t count = 0;
+            for (int n = 0; n < runs.count; ++n) {
+                const Range run = runs.of[n];
+                T* to = scores + count * panel.lanes();
+                count += run.stop - run.first;
+                multiply_keys(i, keys.after(run.first - block.first), values.after(run.first - block.first), run, to);
+                adjust(panel, run, to);
+                const bool all = cells.shows_all(run.first - seen.first, run.stop - seen.first);
+                if (!all) read_mask(call, state->item, panel, run, bytes);
+                hides = hide(call, state->item, panel, run, all, bytes, to) || hides;
+            }
             if (hides && finite < 0) finite = is_finite(values, block.stop - block.first, call.value_size);
-            weigh(panel, seen, some_values, output_of(i), hides && !finite);
+            int32_t parts[BLOCK / CELL];
+            const Matrix<T> some = values_of(runs, values, block, parts);
+            weigh(panel, runs, count, some, output_of(i), hides && !finite);
         }
     }
 
+    // The keys that a panel computes with: one run where pages are read in place, which have parts of their own.
+    Runs runs_of(Range seen, Cells cells) const {
+        const int first = __builtin_ctz(cells.any), last = 31 - __builtin_clz(cells.any);
+        const bool is_whole = call.table.data && !copies(call);
+        return Runs(seen, is_whole ? (2u << last) - (1u << first) : cells.any);
+    }
+    // The values of runs: of several, in parts of a cell, whose numbers are written.
+    static Matrix<T> values_of(const Runs& runs, Matrix<T> values, Range block, int32_t* parts) {
+        const int64_t start = runs.of[0].first;
+        values = values.after(start - block.first);
+        if (runs.count == 1) return values;
+        int count = 0;
+        for (int n = 0; n < runs.count; ++n) {
+            for (int64_t key = runs.of[n].first; key < runs.of[n].stop; key += CELL) {
+                parts[count++] = (int32_t)((key - start) / CELL);
+            }
+        }
+        return {values.data, values.stride, CELL, CELL * values.stride, parts};
+    }
+
+    void multiply_keys(int panel, Matrix<T> keys, Matrix<T> values, Range run, T* to) {
+        const int64_t count = run.stop - run.first;
+        if (few) {
+            return with_rows<T>(few, [&]<int Rows>(Sequence<Rows>) {
+                multiply_few<T, Rows>(query_of(panel), keys, count, call.head_size, stride_of(panels[panel], run), to);
+            });
+        }
+        if (panel == 0 && !copies(call)) return multiply_ahead(panels[0], keys, values, run, to);
+        multiply_rows_of(panels[panel], count, keys, query_of(panel), call.head_size, to);
+    }
+
+    // The lanes of a key in a block: of few rows one for each, if nothing happens to single scores. Then it is one run.
+    int stride_of(const Panel<T>& panel, Range seen) const {
+        const bool adjusts = call.softcap != 0 || call.bias[0].data || call.bias[1].data || call.mask.data || call.seed;
+        return few && !adjusts && panel.sees_all(seen) ? few : panel.lanes();
+    }
+
     // The scores of the first panel, while the next keys and the values are on their way.
-    void multiply_ahead(const Panel<T>& panel, Matrix<T> keys, Matrix<T> values, Range seen) {
+    void multiply_ahead(const Panel<T>& panel, Matrix<T> keys, Matrix<T> values, Range seen, T* found) {
         const int64_t count = seen.stop - seen.first, left = state->keys.stop - seen.first;
         for (int64_t key = 0; key < count; key += AHEAD) {
             const int64_t stop = min(key + AHEAD, count);
@@ -154,32 +206,50 @@ private:
             for (int64_t now = key; now < stop; ++now) {
                 prefetch(values.at(now), call.value_size);
             }
-            T* to = scores + key * panel.lanes();
+            T* to = found + key * panel.lanes();
             multiply_rows_of(panel, stop - key, keys.after(key), query_of(0), call.head_size, to);
         }
     }
 
     // Softcap and biases.
-    void adjust(const Panel<T>& panel, Range seen) {
+    void adjust(const Panel<T>& panel, Range seen, T* to) {
         const int64_t count = seen.stop - seen.first;
-        if (call.softcap != 0) cap<T>(scores, count * panel.lanes(), (T)call.softcap, nullptr);
+        if (call.softcap != 0) cap<T>(to, count * panel.lanes(), (T)call.softcap, nullptr);
         for (const PolyattnArray& bias : call.bias) {
-            if (bias.data) add_bias<T>(bias, state->item, panel, seen, scores);
+            if (bias.data) add_bias<T>(bias, state->item, panel, seen, to);
         }
     }
 
-    void weigh(Panel<T>& panel, Range seen, Matrix<T> values, T* output, bool hides_nonfinite) {
-        const int64_t count = seen.stop - seen.first;
+    void weigh(Panel<T>& panel, const Runs& runs, int64_t count, Matrix<T> values, T* output, bool hides_nonfinite) {
+        const int stride = stride_of(panel, runs.of[0]);
         T factor[2 * width];
+        if (few && stride > few) add_up_totals(panel);
         if (panel.count == 2) soften<2>(panel, count, factor, hides_nonfinite);
-        else soften<1>(panel, count, factor, hides_nonfinite);
-        if (call.seed) {
-            read_dropout(call, state->item, panel, seen, bytes);
-            zero_unset<T>(scores, count * panel.lanes(), bytes);
+        else soften<1>(panel, (count * stride + width - 1) / width, factor, hides_nonfinite);
+        for (int lane = few; few && stride > few && lane < width; ++lane) panel.total[lane] = 0;  // once for each row
+        T* weights = scores;
+        for (int n = 0; call.seed && n < runs.count; ++n) {
+            const int64_t size = (runs.of[n].stop - runs.of[n].first) * panel.lanes();
+            read_dropout(call, state->item, panel, runs.of[n], bytes);
+            zero_unset<T>(weights, size, bytes);
+            weights += size;
         }
         Accumulate<T> accumulate = {false, panel.has_output ? factor : nullptr};
-        multiply_weights(panel, call.value_size, values, scores, count, output, accumulate, hides_nonfinite);
         panel.has_output = true;
+        if (!few) {
+            return multiply_weights(panel, call.value_size, values, scores, count, output, accumulate, hides_nonfinite);
+        }
+        with_rows<T>(few, [&]<int Rows>(Sequence<Rows>) {
+            weigh_few<T, Rows>(scores, stride, values, count, call.value_size, output, accumulate, hides_nonfinite);
+        });
+    }
+
+    // Of few rows, the total of a row in its first lane.
+    void add_up_totals(Panel<T>& panel) {
+        for (int lane = few; few && lane < width; ++lane) {
+            panel.total[lane % few] += panel.total[lane];
+            panel.total[lane] = 0;
+        }
     }
 
     // Turn scores into weights, and write by what the sums so far are to be multiplied. If hides_nonfinite,
@@ -192,6 +262,7 @@ private:
         for (int64_t key = 0; key < count; ++key) {
             UNROLL for (int v = 0; v < Count; ++v) { top[v] = max<T>(load(scores + key * lanes + v * width), top[v]); }
         }
+        if (few) top[0] = largest_of_rows<T>(top[0], few);
         UNROLL for (int v = 0; v < Count; ++v) {
             store<T>(panel.maximum + v * width, top[v]);
             // A row that sees no key yet has weights of 0, not NaN.
@@ -218,6 +289,7 @@ private:
     // Divide, with the sink in the denominator, and write output and logsumexp.
     void write(Panel<T>& panel, T* output) {
         const int lanes = panel.lanes();
+        add_up_totals(panel);
         if (!panel.has_output) {
             for (int64_t i = 0; i < call.value_size * lanes; ++i) output[i] = 0;
         }
@@ -245,7 +317,12 @@ private:
                     total == 0 ? -infinity<T>() : top + logarithm(total);
             }
         }
-        write_rows(output, factor, lanes, call.value_size, rows);
+        if (!few) write_rows(output, factor, lanes, call.value_size, rows);
+        for (int row = 0; few && row < panel.used; ++row) {
+            for (int64_t e = 0; e < call.value_size; ++e) {
+                rows[row][e] = output[row * call.value_size + e] * factor[row];
+            }
+        }
         if constexpr (sizeof(T) == 4) {
             for (int lane = 0; converts(call) && lane < panel.used; ++lane) {
                 uint16_t* to = at<uint16_t>(call.output, state->item, panel.head[lane], panel.row[lane]);

@@ -7,22 +7,27 @@
 #include "pool.h"
 #include "work.h"
 
-#if defined(__x86_64__)
+// The instruction set that every processor of its kind has; CMakeLists.txt says where it is `generic`.
+#if defined(POLYATTN_GENERIC)
+#define POLYATTN_BASE generic
+#elif defined(__x86_64__)
+#define POLYATTN_BASE sse2
+#define POLYATTN_X86
 #include <cpuid.h>
+#else
+#define POLYATTN_BASE neon
 #endif
 
 #define DECLARE(name) namespace name { extern const Unit unit; }
-#if defined(__x86_64__)
-DECLARE(avx512)
+DECLARE(POLYATTN_BASE)
+#if defined(POLYATTN_X86)
 DECLARE(avx2)
-DECLARE(sse2)
-#else
-DECLARE(neon)
+DECLARE(avx512)
 #endif
 
 namespace {
 
-#if defined(__x86_64__)
+#if defined(POLYATTN_X86)
 // __builtin_cpu_supports is not used: some runtimes answer 0 to it.
 struct Features {
     bool avx2 = false, avx512 = false;
@@ -49,14 +54,12 @@ struct Units {
     std::atomic<const Unit*> used;
 
     Units() {
-#if defined(__x86_64__)
+#if defined(POLYATTN_X86)
         const Features features;
         if (features.avx512) add(avx512::unit);
         if (features.avx2) add(avx2::unit);
-        add(sse2::unit);
-#else
-        add(neon::unit);
 #endif
+        add(POLYATTN_BASE::unit);
         used = known[0];
     }
 
@@ -117,6 +120,6 @@ int polyattn_use(const char* instruction_set) {
     return 0;
 }
 
-int64_t polyattn_version(void) { return 5; }
+int64_t polyattn_version(void) { return 6; }
 int64_t polyattn_call_size(void) { return sizeof(PolyattnCall); }
 }

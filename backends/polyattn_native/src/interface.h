@@ -35,6 +35,9 @@ typedef struct {
     // a value times its own. Of the dtype of scores, as the query is. Only polyattn_attend, without pages.
     PolyattnArray key_steps, value_steps;
     int64_t step_keys;
+    // If not 0, they are of 4 bits, two in a uint8, the first in its low bits: a row of steps is that of a key, and
+    // has the step of each group of so many elements, and then what is added to the products of each.
+    int64_t group;
     double scale;
     double softcap;  // 0 for none
     // Row i sees the keys from i + low to i + high, both plus the item's position if there are any.

@@ -77,7 +77,7 @@ template <typename T> struct Panel {
     static constexpr int width = Lanes<T>::width;
 
     int count;          // vectors: 1 or 2
-    int used;           // rows; the lanes after them repeat the last
+    int used;           // rows; the lanes after them repeat the last, or all rows
     int64_t first_row;  // the number of the first
     int64_t head[2 * width], row[2 * width];  // of each lane
     Ranges ranges;                            // of keys that some row sees
@@ -90,8 +90,10 @@ template <typename T> struct Panel {
     bool has_output;
 
     int lanes() const { return count * width; }
+    bool sees_all(Range keys) const { return !has_gaps && keys.first >= all_keys.first && keys.stop <= all_keys.stop; }
 
-    void begin(const PolyattnCall& call, int64_t item, int64_t key_head, int64_t number, int64_t stop_row) {
+    void begin(const PolyattnCall& call, int64_t item, int64_t key_head, int64_t number, int64_t stop_row,
+               int repeat = 0) {
         const int64_t group = call.heads / call.key_heads;
         const int64_t left = stop_row - number;
         count = left > width ? 2 : 1;
@@ -102,7 +104,7 @@ template <typename T> struct Panel {
         has_gaps = has_output = false;
         ranges.clear(call);
         for (int lane = 0; lane < lanes(); ++lane) {
-            const int64_t r = number + (lane < used ? lane : used - 1);
+            const int64_t r = number + min(repeat ? lane % repeat : lane, used - 1);
             row[lane] = r / group;
             head[lane] = key_head * group + r % group;
             for (int64_t i = 1; i < ranges.count; ++i) ranges.add(i, keys_of_row(call, item, head[lane], row[lane], i));

@@ -76,7 +76,8 @@ Matrix<T> block_of(const PolyattnCall& call, const PolyattnArray& array, int64_t
             const bool is_key = &array == &call.key;
             const PolyattnArray& steps = is_key ? call.key_steps : call.value_steps;
             const T* row = at<T>(steps, item, head, is_key ? key / call.step_keys : key);
-            scale_codes((const int8_t*)array.data + offset, row, steps.column, size, to);
+            if (call.group) scale_nibbles((const uint8_t*)array.data + offset, row, call.group, size, to);
+            else scale_codes((const int8_t*)array.data + offset, row, steps.column, size, to);
             continue;
         }
         const T* found = numbers_at(call, from, offset, size, to);

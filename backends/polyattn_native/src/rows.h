@@ -82,7 +82,7 @@ const T* numbers_at(const PolyattnCall& call, const T* from, int64_t offset, int
     return from + offset;
 }
 
-// ---- integers of 8 bits ----
+// ---- integers ----
 
 // Integers times their steps, `column` apart: one for each, or the same for all.
 template <typename T> void scale_codes(const int8_t* codes, const T* steps, int64_t column, int64_t size, T* to) {
@@ -97,6 +97,31 @@ template <typename T> void scale_codes(const int8_t* codes, const T* steps, int6
     }
 #endif
     for (; i < size; ++i) to[i] = codes[i] * steps[i * column];
+}
+
+// Integers of 4 bits, two in a byte: by groups times a step, plus an offset. The offsets follow the steps.
+template <typename T> void scale_nibbles(const uint8_t* codes, const T* steps, int64_t group, int64_t size, T* to) {
+    const T* offsets = steps + size / group;
+    for (int64_t i = 0, stop = group; stop <= size; stop += group, ++steps, ++offsets) {
+#if defined(__AVX2__)
+        if constexpr (sizeof(T) == 4) {
+            const __m256 step = _mm256_set1_ps(*steps), offset = _mm256_set1_ps(*offsets);
+            for (; i + 32 <= stop; i += 32) {
+                const __m128i both = _mm_loadu_si128((const __m128i*)(codes + i / 2)), four = _mm_set1_epi8(15);
+                const __m128i low = both & four, high = _mm_srli_epi16(both, 4) & four;
+                const __m128i in_order[2] = {_mm_unpacklo_epi8(low, high), _mm_unpackhi_epi8(low, high)};
+                UNROLL for (int n = 0; n < 4; ++n) {
+                    const __m128i part = n % 2 ? _mm_srli_si128(in_order[n / 2], 8) : in_order[n / 2];
+                    _mm256_storeu_ps(to + i + 8 * n, _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(part)) * step + offset);
+                }
+            }
+        }
+#endif
+        for (; i < stop; i += 2) {
+            to[i] = (codes[i / 2] & 15) * *steps + *offsets;
+            to[i + 1] = (codes[i / 2] >> 4) * *steps + *offsets;
+        }
+    }
 }
 
 // ---- panels ----

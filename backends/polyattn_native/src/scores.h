@@ -29,16 +29,12 @@ template <int Rows> INLINE void transpose_bytes(Bytes (&rows)[Rows]) {
 
 // Read so many rows at a time for 16 keys at a time; return for how many keys.
 template <int Rows>
-int64_t read_squares(const uint8_t* const* rows, int lanes, int64_t count, uint8_t* bytes, Bytes& any, Bytes& all) {
+int64_t read_squares(const uint8_t* const* rows, int lanes, int64_t count, uint8_t* bytes) {
     int64_t key = 0;
     for (; key + 16 <= count; key += 16) {
         for (int lane = 0; lane < lanes; lane += Rows) {
             Bytes square[Rows];
-            UNROLL for (int i = 0; i < Rows; ++i) {
-                __builtin_memcpy(&square[i], rows[lane + i] + key, 16);
-                any |= square[i];
-                all &= square[i];
-            }
+            UNROLL for (int i = 0; i < Rows; ++i) { __builtin_memcpy(&square[i], rows[lane + i] + key, 16); }
             transpose_bytes(square);
             UNROLL for (int i = 0; i < Rows; ++i) {
                 __builtin_memcpy(bytes + (key + i * 16 / Rows) * lanes + lane, &square[i], 16);
@@ -55,52 +51,103 @@ template <typename N> bool are_same(const N* const* rows, int lanes) {
     return same;
 }
 
-struct Flags {
-    bool any, all;
+// The rows of a mask array, from a key on.
+template <typename T>
+void find_mask(const PolyattnCall& call, int64_t item, const Panel<T>& panel, int64_t key, const uint8_t** rows) {
+    for (int lane = 0; lane < panel.lanes(); ++lane) {
+        rows[lane] = at<uint8_t>(call.mask, item, panel.head[lane], panel.row[lane]) + key * call.mask.column;
+    }
+}
+
+// The keys of a block in cells of so many, from the first: those that a mask array shows to some row of a panel,
+// and those that it shows to all rows, as bits.
+constexpr int CELL = 16;
+struct Cells {
+    uint32_t any, all;
+
+    // Whether all rows see some keys, counted from the first of the block.
+    bool shows_all(int64_t first, int64_t stop) const {
+        const uint32_t bits = (2u << (stop - 1) / CELL) - (1u << first / CELL);
+        return (all & bits) == bits;
+    }
 };
 
-// Read a mask array for some keys, as bytes[key][lane], and return what is in it.
 template <typename T>
-Flags read_mask(const PolyattnCall& call, int64_t item, const Panel<T>& panel, Range keys, uint8_t* bytes) {
+Cells look_at_mask(const PolyattnCall& call, int64_t item, const Panel<T>& panel, Range keys) {
     const PolyattnArray& mask = call.mask;
-    const int lanes = panel.lanes();
     const int64_t count = keys.stop - keys.first;
     const uint8_t* rows[2 * Lanes<T>::width];
-    for (int lane = 0; lane < lanes; ++lane) {
-        rows[lane] = at<uint8_t>(mask, item, panel.head[lane], panel.row[lane]) + keys.first * mask.column;
+    find_mask(call, item, panel, keys.first, rows);
+    const int lanes = are_same(rows, panel.lanes()) ? 1 : panel.lanes();
+    Cells cells = {};
+    for (int64_t key = 0; key < count; key += CELL) {
+        uint64_t any[2] = {}, all[2] = {~0ull, ~0ull};
+        if (mask.column == 1 && key + CELL <= count) {
+            Bytes some = {}, every = ~Bytes{};
+            for (int lane = 0; lane < lanes; ++lane) {
+                Bytes row;
+                __builtin_memcpy(&row, rows[lane] + key, 16);
+                some |= row;
+                every &= row;
+            }
+            __builtin_memcpy(any, &some, 16);
+            __builtin_memcpy(all, &every, 16);
+        } else {
+            for (int64_t at = key; at < min(key + CELL, count); ++at) {
+                for (int lane = 0; lane < lanes; ++lane) {
+                    const uint64_t seen = rows[lane][at * mask.column] * 0x0101010101010101ull;
+                    any[0] |= seen;
+                    all[0] &= seen;
+                    all[1] &= seen;
+                }
+            }
+        }
+        // What is shown is 1 in an array of bools; other numbers are looked at one by one.
+        constexpr uint64_t ones = 0x0101010101010101ull;
+        cells.any |= (uint32_t)((any[0] | any[1]) != 0) << key / CELL;
+        cells.all |= (uint32_t)((all[0] & all[1]) == ones) << key / CELL;
     }
-    Bytes any = {}, all = ~Bytes{};
+    return cells;
+}
+
+// Runs of keys of a block, in order.
+struct Runs {
+    int count;
+    Range of[BLOCK / CELL / 2];
+
+    explicit Runs(Range whole) : count(1) { of[0] = whole; }
+    // The cells of the block that are among these.
+    Runs(Range block, uint32_t cells) : count(0) {
+        for (int64_t key = block.first; cells; cells >>= 1, key += CELL) {
+            if (!(cells & 1)) continue;
+            const int64_t stop = min(key + CELL, block.stop);
+            if (count && of[count - 1].stop == key) of[count - 1].stop = stop;
+            else of[count++] = {key, stop};
+        }
+    }
+};
+
+// Read a mask array for some keys, as bytes[key][lane].
+template <typename T>
+void read_mask(const PolyattnCall& call, int64_t item, const Panel<T>& panel, Range keys, uint8_t* bytes) {
+    const int lanes = panel.lanes();
+    const int64_t count = keys.stop - keys.first, column = call.mask.column;
+    const uint8_t* rows[2 * Lanes<T>::width];
+    find_mask(call, item, panel, keys.first, rows);
     int64_t key = 0;
     if (are_same(rows, lanes)) {
-        uint8_t some = 0, every = 1;
         for (; key < count; ++key) {
-            const uint8_t seen = rows[0][key * mask.column];
-            some |= seen;
-            every &= seen;
             // Eight lanes at a time: the next key, or the bytes after the last, take what is too much.
-            const uint64_t eight = seen * 0x0101010101010101u;
-            for (int lane = 0; lane < lanes; lane += 8) __builtin_memcpy(bytes + key * lanes + lane, &eight, 8);
+            const uint64_t seen = rows[0][key * column] * 0x0101010101010101ull;
+            for (int lane = 0; lane < lanes; lane += 8) __builtin_memcpy(bytes + key * lanes + lane, &seen, 8);
         }
-        return {some != 0, every == 1};
-    }
-    if (mask.column == 1) {
-        if (lanes % 16 == 0) key = read_squares<16>(rows, lanes, count, bytes, any, all);
-        else if (lanes == 8) key = read_squares<8>(rows, lanes, count, bytes, any, all);
+    } else if (column == 1) {
+        if (lanes % 16 == 0) key = read_squares<16>(rows, lanes, count, bytes);
+        else if (lanes == 8) key = read_squares<8>(rows, lanes, count, bytes);
     }
     for (; key < count; ++key) {
-        for (int lane = 0; lane < lanes; ++lane) {
-            const uint8_t seen = rows[lane][key * mask.column];
-            bytes[key * lanes + lane] = seen;
-            any[0] |= seen;
-            all[0] &= seen;
-        }
+        for (int lane = 0; lane < lanes; ++lane) bytes[key * lanes + lane] = rows[lane][key * column];
     }
-    Flags flags = {false, true};
-    for (int i = 0; i < 16; ++i) {
-        flags.any = flags.any || any[i];
-        flags.all = flags.all && all[i] == 1;
-    }
-    return flags;
 }
 
 // Ask the memory for the mask of a panel, while another one computes.
@@ -291,7 +338,7 @@ void hide_outside(const PolyattnCall& call, int64_t item, const Panel<T>& panel,
 template <typename T>
 bool hide(const PolyattnCall& call, int64_t item, const Panel<T>& panel, Range keys, bool all_set, const uint8_t* bytes,
           T* scores) {
-    const bool inside = !panel.has_gaps && keys.first >= panel.all_keys.first && keys.stop <= panel.all_keys.stop;
+    const bool inside = panel.sees_all(keys);
     if (!inside) hide_outside(call, item, panel, keys, scores);
     if (!all_set) select_or<T>(scores, (keys.stop - keys.first) * panel.lanes(), bytes, -infinity<T>());
     return !inside || !all_set || call.bias[0].data || call.bias[1].data;

@@ -110,13 +110,17 @@ private:
     void add(Range seen) {
         const int64_t count = seen.stop - seen.first;
         if (count <= 0) return;
-        Flags flags = {true, true};
-        if (call.mask.data) flags = read_mask(call, state->item, *panel, seen, bytes);
-        if (!flags.any) return;
+        bool all = true;
+        if (call.mask.data) {
+            const Cells cells = look_at_mask(call, state->item, *panel, seen);
+            if (!cells.any) return;
+            all = cells.shows_all(0, count);
+            if (!all) read_mask(call, state->item, *panel, seen, bytes);
+        }
         const Matrix<T> keys = block(call.key, seen, call.head_size, key_block);
         multiply_rows_of(*panel, count, keys, query, call.head_size, weights);
         differentiate_scores(keys, seen, count);
-        const bool hides = hide(call, state->item, *panel, seen, flags.all, bytes, weights);
+        const bool hides = hide(call, state->item, *panel, seen, all, bytes, weights);
         if (call.seed) read_dropout(call, state->item, *panel, seen, bytes);
         weigh(count);
         const Matrix<T> values = block(call.value, seen, call.value_size, value_block);

@@ -19,6 +19,7 @@ template <typename T> struct Tile {
     T *raw, *bounded;                     // [key][lane], with a softcap: q·k, then shares before it; tanh
     T *logsumexp, *delta, *softcap_sums;  // [row] of the group: [panel][lane]
     uint8_t* bytes;                       // [key][lane], of a mask or dropout
+    bool shown[GROUP];                    // whether a panel sees any key of the block
 
     void place(const PolyattnCall& call, BumpAllocator& memory) {
         const int64_t rows = GROUP * 2 * width, lanes = 2 * width;
@@ -46,9 +47,15 @@ template <typename T> struct Tile {
         T *p = weights_of(number), *g = shares_of(number);
         panel.narrow(call, item, block);
         const Range seen = {max(block.first, panel.any_key.first), min(block.stop, panel.any_key.stop)};
-        Flags flags = {true, true};
-        if (seen.first < seen.stop && call.mask.data) flags = read_mask(call, item, panel, block, bytes);
-        if (seen.first >= seen.stop || !flags.any) {
+        bool any = seen.first < seen.stop, all = true;
+        if (any && call.mask.data) {
+            const Cells cells = look_at_mask(call, item, panel, block);
+            any = cells.any;
+            all = cells.shows_all(0, count);
+            if (any && !all) read_mask(call, item, panel, block, bytes);
+        }
+        shown[number] = any;
+        if (!any) {
             for (int64_t i = 0; i < size; ++i) p[i] = g[i] = (T)-0.0;
             return true;
         }
@@ -61,7 +68,7 @@ template <typename T> struct Tile {
         for (const PolyattnArray& bias : call.bias) {
             if (bias.data) add_bias<T>(bias, item, panel, block, p);
         }
-        const bool hides = hide(call, item, panel, block, flags.all, bytes, p);
+        const bool hides = hide(call, item, panel, block, all, bytes, p);
         if (call.seed) {
             read_dropout(call, item, panel, block, bytes);
             select_or<T>(g, size, bytes, 0);

@@ -60,7 +60,9 @@ xla::Error* handle(xla::Frame* frame, Function function) {
     void* state = nullptr;
     int found;
     while ((found = function(&call, &state)) > 0) {}
-    return found == 0 ? nullptr : error(*frame, "out of memory", xla::RESOURCE_EXHAUSTED);
+    if (found == 0) return nullptr;
+    if (found == -2) return error(*frame, "the process was forked amid this call: call again", xla::ABORTED);
+    return error(*frame, "the compiled kernel found no memory for its tiles", xla::RESOURCE_EXHAUSTED);
 }
 
 }  // namespace

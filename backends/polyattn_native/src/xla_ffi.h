@@ -9,7 +9,15 @@
 
 namespace xla {
 
-enum { METADATA = 1, EXECUTE = 3, INVALID_ARGUMENT = 3, RESOURCE_EXHAUSTED = 8, ATTRIBUTE_ARRAY = 1, S64 = 5 };
+enum {
+    METADATA = 1,
+    EXECUTE = 3,
+    INVALID_ARGUMENT = 3,
+    RESOURCE_EXHAUSTED = 8,
+    ABORTED = 10,
+    ATTRIBUTE_ARRAY = 1,
+    S64 = 5
+};
 
 struct Error;
 

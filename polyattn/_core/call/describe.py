@@ -42,6 +42,8 @@ from polyattn._core.expressions.patterns import Band
 from polyattn._core.expressions.scores import Chain, Function, Score, Softcap
 
 _OPERANDS = frozenset(Operands._fields)
+# The types of numbers and names, which are checked in each call.
+_PLAIN = frozenset((bool, int, float, str, tuple))
 
 
 def describe(
@@ -103,7 +105,7 @@ def _simplified(
     reads: bool = True,
 ) -> dict[str, Any]:
     """Return the options that differ from their defaults, after the first two steps."""
-    values = _checked(options, destination_of(query), reads=reads)
+    values = _checked(options, query, reads=reads)
     if isinstance(values.get("score_mod"), Score):
         _softcap_to_option(values)
     if "key_lengths" in values or "block_table" in values:
@@ -118,18 +120,22 @@ def _as_operands(query: Array, key: Array, value: Array | None, values: dict[str
     return Operands.__new__(Operands, query=query, key=key, value=value, **arrays)
 
 
-def _checked(
-    options: dict[str, Any], destination: Destination | None, *, reads: bool
-) -> dict[str, Any]:
+def _checked(options: dict[str, Any], query: Array, *, reads: bool) -> dict[str, Any]:
     """Return the options that differ from their defaults, checked one by one and placed.
 
-    Expressions are not checked again unless `reads`.
+    Unless `reads`, expressions are not checked again, nor arrays of the query's class looked at.
     """
     values: dict[str, Any] = {}
+    destination: Destination | None = destination_of(query) if reads else None
     for name, given in options.items():
         option = OPTIONS[name]
         if given is option.default:
             continue
+        if not (reads or type(given) in _PLAIN):
+            if _is_in_place(given, type(query)):
+                values[name] = given
+                continue
+            destination = destination_of(query)
         if option.gradient == "array" and isinstance(given, numbers.Real):
             axes = ", ".join(option.axes or "").strip(" .,")
             raise TypeError(f"{name} must be an array along {axes} of the scores; {got(given)}")
@@ -239,3 +245,10 @@ def _softcap_to_option(values: dict[str, Any]) -> None:
         only: Any = parts[0]
         is_bare = isinstance(only, Function) and only.derivative is None
         values["score_mod"] = only.rule if is_bare else only
+
+
+def _is_in_place(given: Any, kind: Any) -> bool:
+    """Return whether an array, or all arrays of an expression, are as they get to a kernel."""
+    if isinstance(given, Expression):
+        return given.form is not None and all(type(one) is kind for one in given.form[1])
+    return type(given) is kind and bool(getattr(given.dtype, "isnative", True))

@@ -12,9 +12,6 @@ from polyattn._core.expressions.masks import Mask
 from polyattn._core.expressions.replacements import Normalizer, ScaleRule, Similarity
 from polyattn._core.expressions.scores import Score
 
-# The types of options that hold no array.
-_WITHOUT_ARRAYS = frozenset((type(None), bool, int, float, str, tuple, frozenset))
-
 
 class Call(NamedTuple):
     """The facts of a call; plans are cached by them.
@@ -81,7 +78,7 @@ class Call(NamedTuple):
         """Return the name and facts of each array; an array in a mask is named ``mask.key_ids``."""
         arrays: list[tuple[str, ArrayFacts]] = []
         for name, given in zip(self._fields, self, strict=True):
-            if type(given) in _WITHOUT_ARRAYS:  # as most are
+            if given is None:  # as most are
                 continue
             if isinstance(given, ArrayFacts):
                 arrays.append((name, given))

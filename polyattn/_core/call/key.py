@@ -16,9 +16,11 @@ from typing import Any
 
 from polyattn._base.arrays import Array
 from polyattn._base.autocast import casts
+from polyattn._base.quantized import Quantized
 from polyattn._base.tracing import (
     constant_when_traced,
     is_autocast_on,
+    is_recording,
     is_transformed,
     torch_is_imported,
 )
@@ -43,14 +45,22 @@ def call_key(operands: Sequence[Any], options: Mapping[str, Any]) -> CallKey | N
     query, key, value = operands
     kind = type(query)
     read = _reader_of(kind)
-    if read is None or type(key) is not kind or type(value) is not kind or is_transformed():
+    if read is None or is_transformed():
         return None
+    more: Sequence[Array] = ()
+    if type(key) is not kind or type(value) is not kind:
+        arrays = _integers(kind, key, value)
+        if not arrays:
+            return None
+        key, value, *more = arrays
     try:
         if is_autocast_on() and casts(
             {"query": query, "key": key, "value": value, **options}, AUTOCAST
         ):
             return None
         parts: CallKey = (kind, read(query), read(key), read(value))
+        if more:
+            parts += tuple(map(read, more))
         for name, option in options.items():
             of_option = _part_of(name, option)
             if of_option is None:
@@ -59,6 +69,14 @@ def call_key(operands: Sequence[Any], options: Mapping[str, Any]) -> CallKey | N
     except RuntimeError:  # a nested tensor has no shape
         return None
     return parts
+
+
+def _integers(kind: type, key: Any, value: Any) -> tuple[Array, ...]:
+    """Return the arrays of quantized keys and values, none if they are others, or are recorded."""
+    if not (type(key) is type(value) is Quantized) or is_recording():
+        return ()
+    arrays = *key, *value
+    return arrays if all(type(one) is kind for one in arrays) else ()
 
 
 def _part_of(name: str, option: Any) -> CallKey | None:

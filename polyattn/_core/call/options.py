@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import math
 import numbers
-import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from polyattn._base.arguments import check_int, check_signature, check_window, got
 from polyattn._base.arrays import as_facts, is_array, library_of
-from polyattn._base.tracing import as_constant, as_number
+from polyattn._base.tracing import as_constant, as_index, as_number
 from polyattn._core.expressions.expression import Expression
 from polyattn._core.expressions.masks import Mask
 from polyattn._core.expressions.replacements import Normalizer, ScaleRule, Similarity
@@ -90,7 +89,7 @@ def check_block_table(value: Any) -> Any:
 def _integers(name: str, value: Any, what: str, least_rank: int = 0) -> Any:
     """Return an integer as a Python integer and an array of integers as it is, or raise."""
     if not least_rank and isinstance(value, numbers.Integral) and not isinstance(value, bool):
-        return operator.index(value)
+        return as_index(value)
     # An array of NumPy that torch.compile traces has no dtype yet.
     is_integers = hasattr(value, "shape") and "int" in str(getattr(value, "dtype", "int"))
     if not is_integers or len(value.shape) < least_rank:
@@ -175,8 +174,7 @@ def check_dropout(value: Any) -> tuple[float, Any, Any]:
             raise TypeError(f"a dropout seed must be one integer; {got(value)}")
         return rate, seed, start
     try:
-        # `index` would make a constant of a number that torch.compile leaves open.
-        number = seed if type(seed) is int else operator.index(seed)
+        number = as_index(seed)
     except TypeError:
         raise TypeError(f"a dropout seed must be one integer; {got(value)}") from None
     if not 0 <= number < 2**64:

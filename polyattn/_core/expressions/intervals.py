@@ -27,10 +27,82 @@ AT_ONCE = 2**22
 
 
 class Intervals(NamedTuple):
-    """The intervals of keys that each row sees, int64 (items or 1, heads or 1, L, n)."""
+    """The intervals of keys that each row sees, int64 (items or 1, heads or 1, L or 1, n)."""
 
     first: Array
     stop: Array
+
+    def band(self) -> tuple[int | None, int | None, int, int] | None:
+        """Return low, high, start and stop where row i sees i + low <= j <= i + high of some keys.
+
+        These are start <= j < stop, and an end of the band that hides none of them is None. The
+        result is None for other masks, and where no row sees a key.
+        """
+        seen = self.first < self.stop
+        if seen.shape[:2] != (1, 1) or seen.shape[3] != 1 or not seen.any():
+            return None
+        xp = self.first.__array_namespace__()
+        first, stop, seen = (x[0, 0, :, 0] for x in (self.first, self.stop, seen))
+        start, end = int(first[seen].min()), int(stop[seen].max())
+        row, low, high = xp.arange(first.size), None, None
+        if (is_inside := seen & (first > start)).any():
+            low = int((first - row)[is_inside][0])
+        if (is_inside := seen & (stop < end)).any():
+            high = int((stop - row)[is_inside][0]) - 1
+        least = start if low is None else xp.maximum(start, row + low)
+        most = end if high is None else xp.minimum(end, row + high + 1)
+        is_band = xp.where(seen, (first == least) & (stop == most), least >= most).all()
+        return (low, high, start, end) if is_band else None
+
+    def documents(self, length: int) -> tuple[Array, Array, bool] | None:
+        """Return cu_seqlens of L queries and of keys, int32, and whether documents are causal.
+
+        That is for functions of packed sequences. A causal row counts from the last row and key of
+        its document. The result is None for masks that are not one document after the other, and
+        where items or heads differ. Rows at the end without keys are a document without keys.
+        """
+        if (self.first.shape[:2], self.first.shape[3]) != ((1, 1), 1) or not length:
+            return None
+        xp = self.first.__array_namespace__()
+        first, stop = (xp.broadcast_to(end[0, 0, :, 0], length) for end in self)
+        last = stop.max(where=first < stop, initial=0)
+        first, stop = (xp.where(first < stop, end, last) for end in (first, stop))
+        starts = xp.flatnonzero(xp.diff(first, prepend=-1))
+        rows = xp.append(starts, first.size)
+        keys = xp.append(first[starts], last)
+        document = xp.arange(starts.size).repeat(xp.diff(rows))
+        ends, after = keys[1:][document], rows[1:][document] - xp.arange(first.size) - 1
+        is_full = (stop == ends).all()
+        is_causal = (stop == xp.maximum(first, ends - after)).all()
+        if keys[0] or (xp.diff(keys) < 0).any() or not (is_full or is_causal):
+            return None
+        return rows.astype("int32"), keys.astype("int32"), not is_full
+
+    def tiles(self, lengths: tuple[int, int], size: tuple[int, int]) -> tuple[Array, Array]:
+        """Return whether any and whether all keys of each tile are seen, for L, S and their tile.
+
+        Both are bool, (items or 1, heads or 1, tiles down, tiles across).
+        """
+        xp = self.first.__array_namespace__()
+        lead, (length, keys) = self.first.shape[:2], lengths
+        first, stop = (xp.broadcast_to(end, (*lead, length, end.shape[-1])) for end in self)
+        down, across = -(-length // size[0]), -(-keys // size[1])
+        line = xp.arange(math.prod(lead)).reshape(*lead, 1, 1) * down
+        line = line + (xp.arange(length) // size[0])[:, None]
+
+        def counted(begin: Array, end: Array) -> Array:
+            """Count for each tile the intervals that have it, from one tile to another."""
+            is_one, many = (first < stop) & (begin < end), math.prod(lead) * down * (across + 1)
+            begins, ends = (
+                xp.bincount((line * (across + 1) + at)[is_one], minlength=many)
+                for at in (begin, end)
+            )
+            return (begins - ends).reshape(*lead, down, -1)[..., :-1].cumsum(-1)
+
+        some = counted(first // size[1], -(-stop // size[1])) > 0
+        whole = xp.where(stop == keys, across, stop // size[1])
+        rows = xp.minimum(size[0], length - xp.arange(down) * size[0])[:, None]
+        return some, counted(-(-first // size[1]), whole) == rows
 
 
 class TooManyError(Exception):

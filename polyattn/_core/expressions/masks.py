@@ -60,6 +60,11 @@ class Mask(Expression):
         return (self,)
 
     @property
+    def first_keys(self) -> Any:
+        """How many keys, the first ones, all rows of an item see; None if they see others."""
+        return None
+
+    @property
     def has_rule(self) -> bool:
         """Whether the coverage of some part is unknown because it is a function."""
         return any(mask.has_rule for mask in self.within())
@@ -118,9 +123,10 @@ class Mask(Expression):
         Returns
         -------
         Intervals or None
-            `first` and `stop`, int64 (items or 1, heads or 1, L, n): the first key of each interval
-            and the one after its last. Those of a row are in order and do not touch; a row with
-            less than n ends with empty ones. None if a row has more than `most`.
+            `first` and `stop`, int64 (items or 1, heads or 1, L or 1, n): the first key of each
+            interval and the one after its last. Those of a row are in order and do not touch; a row
+            with less than n ends with empty ones. None if a row has more than `most`. Its methods
+            `band`, `documents` and `tiles` say what engines of other kinds take.
 
         Raises
         ------

@@ -93,8 +93,12 @@ class GlobalTokens(Mask):
 
     def seen(self, at: ScoreIndices) -> Array:
         tokens = [min(token, INDEX_LIMIT) - at.per_item(self.first) for token in self.positions]
-        seen = [(at.column == token) | (at.position() == token) for token in tokens]
-        return functools.reduce(operator.or_, seen)
+        # Keys and rows apart: their arrays are short.
+        keys, rows = (
+            functools.reduce(operator.or_, [index == token for token in tokens])
+            for index in (at.column, at.position())
+        )
+        return keys | rows
 
     def _coverage(self, block: Block) -> Coverage:
         first, stop = block.columns
@@ -150,6 +154,11 @@ class FirstTokens(Mask):
 
     def _with(self, change: Callable[[str, Any], Any]) -> Any:
         return type(self)(*[change(axis, getattr(self, n)) for n, axis in self.counts.items()])
+
+    @property
+    def first_keys(self) -> Any:
+        (axis, lengths), *more = self._given() or [("", None)]
+        return lengths if axis == "columns" and not more else None
 
     def seen(self, at: ScoreIndices) -> Array:
         seen: Any = None

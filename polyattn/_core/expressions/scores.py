@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -254,6 +255,8 @@ class RelativeBias(Score):
 
     def bucket(self, away: Array, buckets: int, xp: Any) -> Array:
         """Return the bucket of keys at these distances after their rows."""
+        # A program of torch.compile may hold it as a symbol, whose powers are too long for it.
+        buckets = operator.index(buckets)
         each = buckets // 2 if self.bidirectional else buckets
         exact = each // 2
         zero = xp.zeros_like(away)

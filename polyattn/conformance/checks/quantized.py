@@ -13,7 +13,7 @@ from polyattn._dispatch.errors import BackendError
 from polyattn._dispatch.plan import Plan
 from polyattn._dispatch.request import request
 from polyattn.conformance.cases.cache_cases import ends
-from polyattn.conformance.cases.case import BLOCK, Case, make_case, quantized
+from polyattn.conformance.cases.case import BLOCK, Case, make_case, packed, quantized
 from polyattn.conformance.cases.generators import normal, random_mask
 from polyattn.conformance.checks import cases as checks
 from polyattn.conformance.checks.target import KernelVariant, Target
@@ -34,8 +34,10 @@ _FIELDS: dict[str, dict[str, Any]] = {
         "key_lengths": ends(2 * BLOCK, BLOCK),
     },
 }
+_SIZES = {"integers": {}, "integers of 4 bits": {"D": 64, "E": 32}}
 _CASES = [
-    make_case(f"integers, {name}, {dtype}", values="integers", dtype=dtype, **fields)
+    make_case(f"{values}, {name}, {dtype}", values=values, dtype=dtype, **fields | sizes)
+    for values, sizes in _SIZES.items()
     for name, fields in _FIELDS.items()
     for dtype in ("float32", "float64")
     if dtype == "float32" or name == "many keys"
@@ -60,7 +62,8 @@ def reads_integers(target: Target, variant: KernelVariant) -> bool:
 def check_quantized(target: Target, variant: KernelVariant) -> None:
     """Check that attention over integers is that over what they stand for."""
     for case, plan, operands, options in _calls(target, variant):
-        pairs = [tuple(map(target.to, pair)) for pair in quantized(*case.arguments()[0][1:])]
+        make = quantized if case.values == "integers" else packed
+        pairs = [tuple(map(target.to, pair)) for pair in make(*case.arguments()[0][1:])]
         arguments = [operands.query, *pairs], options
         before = checks.bits_of(target, arguments)
         with checks.name_case(str(case), plan.kernel):
@@ -80,5 +83,6 @@ def _calls(target: Target, variant: KernelVariant) -> Iterator[_QuantizedCall]:
             plan = cached_plan(call, request(target.backend), kernel, xp)
         except BackendError:  # the kernel does not compute the case
             continue
-        if kernel.reads_quantized(plan.placement.problem):
+        bits = 8 if case.values == "integers" else 4
+        if bits in kernel.quantized_bits and kernel.reads_quantized(plan.placement.problem):
             yield _QuantizedCall(case, plan, operands, options)

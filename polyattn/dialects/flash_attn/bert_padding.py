@@ -14,6 +14,7 @@ from polyattn.dialects._shared import check_axes, shape_of
 
 __all__ = [
     "index_first_axis",
+    "index_first_axis_residual",
     "index_put_first_axis",
     "pad_input",
     "unpad_input",
@@ -49,8 +50,14 @@ def index_put_first_axis(values: Array, indices: Array, first_axis_dim: int) -> 
     return xp.take(values, xp.take(order, chosen, axis=0), axis=0)
 
 
-#: The same two as functions of torch.autograd are called.
+def index_first_axis_residual(input: Array, indices: Array) -> tuple[Array, Array]:
+    """Return the rows as `index_first_axis` does, and the array."""
+    return index_first_axis(input, indices), input
+
+
+#: The same as functions of torch.autograd are called.
 IndexFirstAxis = SimpleNamespace(apply=index_first_axis)
+IndexFirstAxisResidual = SimpleNamespace(apply=index_first_axis_residual)
 IndexPutFirstAxis = SimpleNamespace(apply=index_put_first_axis)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from polyattn._base.arrays import Array, cast, library_of
 from polyattn.dialects._packed import Packed, places_of
 from polyattn.dialects._rotary import positions_from, rotated
@@ -51,8 +53,16 @@ def apply_rotary(
         x, cos, sin, None if isinstance(first, int) else first,
         **({} if ends is None else {"B": ends.shape[0] - 1}),
     )  # fmt: skip
-    rows = x
-    if ends is None:
+    rows: Array = x
+    places: Any
+    if ends is None and isinstance(first, int):
+        places = slice(first, first + x.shape[1])
+        if not 0 <= first <= cos.shape[0] - x.shape[1]:
+            raise ValueError(
+                f"cos has {cos.shape[0]} positions, and x the {x.shape[1]} from seqlen_offsets ="
+                f" {first} on: make the tables longer"
+            )
+    elif ends is None:
         places = positions_from(first, x.shape[1], x)
     else:
         rows = x[None, ...]

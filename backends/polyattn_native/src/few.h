@@ -1,0 +1,129 @@
+// Products where few rows read a key: the lanes are the elements of a key or value, in place of rows.
+#pragma once
+#include "products.h"
+
+namespace POLYATTN_UNIT {
+
+// The rows of such a call, as a power of two; 0 for others. It depends on sizes only, as bits do.
+template <typename T> int few_rows(const PolyattnCall& call) {
+    constexpr int width = Lanes<T>::width;
+    if (call.is_part || call.head_size % width || call.value_size % width) return 0;
+    int few = 1;
+    while (few <= width && few < call.rows * (call.heads / call.key_heads)) few *= 2;
+    return 2 * few <= width ? few : 0;
+}
+
+// The numbers of one key after another, also of pages.
+template <typename T> struct Cursor {
+    const Matrix<T>& a;
+    int64_t part = 0, place = a.first;
+    const T* now = a.at(0);
+
+    explicit Cursor(const Matrix<T>& of) : a(of) {}
+    const T* next() {
+        if (place++ == a.part) now = a.data + a.table[++part] * a.part_stride, place = 1;
+        const T* found = now;
+        now += a.stride;
+        return found;
+    }
+};
+
+// The sums over the lanes of each vector, as the lanes of one.
+template <int Step, int Width, typename V> INLINE V sum_lanes(V (&vectors)[Width]) {
+    if constexpr (Step < Width) {
+        UNROLL for (int i = 0; i < Width; i += 2 * Step) {
+            const V a = vectors[i], b = vectors[i + Step];
+            vectors[i] = exchange<Step, false>(a, b, typename Count<Width>::type{}) +
+                         exchange<Step, true>(a, b, typename Count<Width>::type{});
+        }
+        return sum_lanes<2 * Step>(vectors);
+    }
+    return vectors[0];
+}
+
+// The scores of some keys as [key][stride], of rows as [row][element]. With a stride of all lanes, they repeat the
+// rows; else -inf fills the last vector. Keys are read one after another, as the processor fetches them ahead.
+template <typename T, int Rows>
+void multiply_few(const T* rows, Matrix<T> keys, int64_t count, int64_t size, int stride, T* scores) {
+    constexpr int width = Lanes<T>::width, tile = width / Rows;
+    Cursor<T> cursor(keys);
+    const T* from = nullptr;
+    for (int64_t key = 0; key < count; key += tile) {
+        Vector<T> sums[width] = {};
+        UNROLL for (int m = 0; m < tile; ++m) {
+            if (key + m < count) from = cursor.next();
+            for (int64_t e = 0; e < size; e += width) {
+                const Vector<T> numbers = load(from + e);
+                UNROLL for (int r = 0; r < Rows; ++r) { sums[m * Rows + r] += numbers * load(rows + r * size + e); }
+            }
+        }
+        const Vector<T> found = sum_lanes<1>(sums);
+        if (stride == Rows) {
+            store<T>(scores + key * Rows, found);
+            for (int64_t i = (count - key) * Rows; i < width; ++i) scores[key * Rows + i] = -infinity<T>();
+            continue;
+        }
+        for (int m = 0; m < min(tile, count - key); ++m) {
+            for (int lane = 0; lane < width; ++lane) scores[(key + m) * width + lane] = found[m * Rows + lane % Rows];
+        }
+    }
+}
+
+// So many vectors of the values of a block times weights as [key][stride], into out as [row][element].
+template <typename T, int Rows, int Vectors>
+void weigh_part(const T* weights, int stride, Matrix<T> values, int64_t count, int64_t first, int64_t size, T* out,
+                Accumulate<T> accumulate, bool hides_nonfinite) {
+    typedef typename Lanes<T>::Int Int;
+    constexpr int width = Lanes<T>::width;
+    const Int hidden = (Int)1 << (sizeof(T) * 8 - 1);  // -0
+    Vector<T> sums[Rows][Vectors] = {};
+    Cursor<T> cursor(values);
+    for (int64_t key = 0; key < count; ++key) {
+        Vector<T> numbers[Vectors];
+        const T* from = cursor.next() + first;
+        UNROLL for (int v = 0; v < Vectors; ++v) { numbers[v] = load(from + v * width); }
+        UNROLL for (int r = 0; r < Rows; ++r) {
+            const T weight = weights[key * stride + r];
+            if (hides_nonfinite && bit_cast<Int>(weight) == hidden) continue;
+            UNROLL for (int v = 0; v < Vectors; ++v) { sums[r][v] += weight * numbers[v]; }
+        }
+    }
+    UNROLL for (int r = 0; r < Rows; ++r) {
+        UNROLL for (int v = 0; v < Vectors; ++v) {
+            T* to = out + r * size + first + v * width;
+            if (accumulate.factor) sums[r][v] += load(to) * accumulate.factor[r];
+            store<T>(to, sums[r][v]);
+        }
+    }
+}
+
+template <typename T, int Rows>
+void weigh_few(const T* weights, int stride, Matrix<T> values, int64_t count, int64_t size, T* out,
+               Accumulate<T> accumulate, bool hides_nonfinite) {
+    constexpr int width = Lanes<T>::width, most = tile_rows<2>() == 6 ? 8 : 16;  // sums in registers
+    constexpr int vectors = most / Rows < 4 ? most / Rows : 4;
+    int64_t e = 0;
+    for (; e + vectors * width <= size; e += vectors * width) {
+        weigh_part<T, Rows, vectors>(weights, stride, values, count, e, size, out, accumulate, hides_nonfinite);
+    }
+    for (; e < size; e += width) {
+        weigh_part<T, Rows, 1>(weights, stride, values, count, e, size, out, accumulate, hides_nonfinite);
+    }
+}
+
+// In the lanes of each row, the largest of them.
+template <typename T> INLINE Vector<T> largest_of_rows(Vector<T> x, int rows) {
+    for (int lane = 0; lane < Lanes<T>::width; ++lane) x[lane % rows] = max(x[lane % rows], x[lane]);
+    for (int lane = rows; lane < Lanes<T>::width; ++lane) x[lane] = x[lane % rows];
+    return x;
+}
+
+// Call a function with the number of rows as a constant.
+template <typename T, int Rows = 1, typename F> INLINE void with_rows(int rows, F function) {
+    if constexpr (2 * Rows <= Lanes<T>::width) {
+        if (rows == Rows) function(Sequence<Rows>{});
+        else with_rows<T, 2 * Rows>(rows, function);
+    }
+}
+
+}  // namespace POLYATTN_UNIT

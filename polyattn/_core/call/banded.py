@@ -1,0 +1,102 @@
+"""Mask expressions that are causal and window over some keys, for engines with these options.
+
+Any composition of numbers may come to such a band; its intervals tell, before there are arrays::
+
+    4 queries, 8 keys                                             of the keys
+    masks.causal() & masks.padding(5), query_offset=0             0 to 4   is_causal
+    masks.causal() | masks.window(None, 2), query_offset=0        0 to 6   window=(None, 2)
+    masks.window(1, 0) & ~masks.prefix(2) & masks.padding(6)      3 to 6   window=(1, 0)
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from polyattn._base.span import Span
+from polyattn._base.tracing import is_compiling
+from polyattn._core.call.problem import Problem
+from polyattn._core.expressions.masks import Mask
+
+
+class Banded(NamedTuple):
+    """A problem with causal and window over some of the keys in place of a mask expression."""
+
+    problem: Problem
+    keys: Span
+
+    @property
+    def note(self) -> str:
+        """What `explain` says of it."""
+        band = "" if self.problem.band is None else f" and {self.problem.band}"
+        return f"it gets the keys {self.keys.start}:{self.keys.stop}{band} in place of the mask"
+
+
+#: Ends of more rows take longer than is worth it before a call.
+MOST_ROWS = 2**22
+# What fewer keys do not change, if it is given no other arrays.
+_OF_ANY_KEYS = frozenset({
+    "batch_broadcast", "causal", "grouped_heads", "logsumexp", "mask_expression", "query_offset",
+    "scale", "sinks", "softcap", "value_size", "window",
+})  # fmt: skip
+
+
+def banded(problem: Problem) -> Banded | None:
+    """Return the problem of causal and window over some keys that shows the same, or None."""
+    mask, offset, rows = problem.mask_spec, problem.query_offset, problem.query_length
+    if mask is None or offset is None or is_compiling() or problem.is_symbolic or problem.is_empty:
+        return None
+    # JAX would compile for each number of keys outside of a program.
+    if problem.library == "jax" and not problem.traced:
+        return None
+    if problem.features - _OF_ANY_KEYS or mask.carried():
+        return None
+    ends = _ends_of_length(problem, offset, mask) or _ends(problem, offset, mask)
+    if ends is None:
+        return None
+    low, high, start, stop = ends
+    if low is None and high is None:
+        offset = stop - rows
+    elif (low is not None and low > offset) or (high is not None and high < offset):
+        offset = (high if low is None else low) or 0
+    left, right = None if low is None else offset - low, None if high is None else high - offset
+    needed = {
+        "causal": right == 0,
+        "window": left is not None or right not in (None, 0),
+        "query_offset": offset != stop - rows,
+    }
+    features = problem.features - {"mask_expression", *needed}
+    changed = problem._replace(
+        key_length=stop - start, query_offset=offset - start, is_causal=right == 0,
+        window=(left, right or None), mask_spec=None,
+        features=features | {name for name, is_needed in needed.items() if is_needed},
+    )  # fmt: skip
+    return Banded(changed, Span(start, stop))
+
+
+_Ends = tuple[int | None, int | None, int, int] | None  # as `Intervals.band` gives them
+
+
+def _ends(problem: Problem, offset: int, mask: Mask) -> _Ends:
+    if problem.query_length > MOST_ROWS:
+        return None
+    whole = mask if problem.band is None else problem.band & mask
+    lengths, batch = (problem.query_length, problem.key_length), problem.batch
+    found = whole.intervals(
+        lengths, offset, batch=batch, heads=problem.heads, most=1, evaluates=False
+    )
+    return None if found is None else found.band()
+
+
+def _ends_of_length(problem: Problem, offset: int, mask: Mask) -> _Ends:
+    """Return the ends of a number of keys, in 0.05 of the time that intervals take."""
+    # A step of generation has another number each time.
+    if not isinstance(stop := mask.first_keys, int):
+        return None
+    rows, band = problem.query_length, problem.band
+    low = None if band is None or band.left is None else offset - band.left
+    high = None if band is None or band.right is None else offset + band.right
+    start, stop = max(0, low or 0), min(stop, problem.key_length)
+    stop = stop if high is None else min(stop, high + rows)
+    low = None if low is None or low + rows <= start + 1 else low
+    high = None if high is None or high + 1 >= stop else high
+    return (low, high, start, stop) if start < stop else None

@@ -1,0 +1,1 @@
+"""The part of `flash_attn.losses` that code imports."""

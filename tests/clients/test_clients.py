@@ -1,0 +1,155 @@
+"""Programs that import another library's attention, unedited, against their own path by torch."""
+
+import importlib
+
+import pytest
+from optional import jax, torch
+
+from polyattn.dialects import flash_attn, splash
+
+MODELS = [
+    *["bert", "diffusion_lm", "gpt", "matcher", "point_cloud", "protein", "retrieval", "video"],
+    *["vision", "weather"],
+]
+
+
+@pytest.fixture(scope="module")
+def program():
+    """Import a program while the modules that it imports are polyattn's."""
+    with flash_attn.install("flash_attn", "flash_attn_interface", "xformers"):
+        yield importlib.import_module
+
+
+def to(dtype, inputs):
+    if isinstance(inputs, torch.Tensor):
+        return inputs.to(dtype) if inputs.is_floating_point() else inputs
+    return tuple(to(dtype, x) for x in inputs)
+
+
+def models(module, dtype):
+    """Return a program's model, its own path in the same dtype, and that in float64."""
+    torch.manual_seed(1)
+    model = module.Model().to(dtype)
+    own = [module.ByHand().to(one) for one in (dtype, torch.float64)]
+    for one in own:
+        one.load_state_dict(model.state_dict())
+    return model, *own
+
+
+def results(model, inputs):
+    """Return the outputs of a model, and the gradients of its parameters by a sum of them."""
+    outputs = model(*inputs)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    weights = (torch.linspace(-1, 1, x.numel(), dtype=x.dtype).view(x.shape) for x in outputs)
+    sum((x * weight).sum() for x, weight in zip(outputs, weights, strict=True)).backward()
+    gradients = {name: x.grad for name, x in model.named_parameters() if x.grad is not None}
+    return {f"output {number}": x.detach() for number, x in enumerate(outputs)} | gradients
+
+
+def agree(model, own, exact, inputs):
+    """Assert that a model's errors are at most twice those of its own path, or 4 roundings."""
+    wanted = results(exact, to(torch.float64, inputs))
+    found, limits = results(model, inputs), results(own, inputs)
+    assert found.keys() == wanted.keys()
+    for name, x in wanted.items():
+        size = x.abs().max()
+        limit = 2 * (limits[name] - x).abs().max() + 4 * torch.finfo(found[name].dtype).eps * size
+        assert (found[name] - x).abs().max() <= limit, name
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", MODELS)
+def test_outputs_and_gradients(program, name, dtype):
+    module, dtype = program(name), getattr(torch, dtype)
+    agree(*models(module, dtype), to(dtype, module.inputs()))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of torch, about a break of the graph
+@pytest.mark.parametrize("name", MODELS)
+def test_a_compiled_program(program, name):
+    module = program(name)
+    model, own, exact = models(module, torch.float32)
+    torch.compiler.reset()
+    model.compile(backend="aot_eager", fullgraph=name not in NOT_WHOLE)
+    agree(model, own, exact, module.inputs())
+
+
+#: Programs that make a number from a tensor: torch.compile compiles their parts.
+NOT_WHOLE = ("bert",)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_steps_of_training(program, name):
+    module = program(name)
+    inputs, (model, _, exact) = module.inputs(), models(module, torch.float32)
+    losses = trained(model, inputs), trained(exact, to(torch.float64, inputs))
+    torch.testing.assert_close(*losses, rtol=1e-4, atol=1e-6, check_dtype=False)
+
+
+def trained(model, inputs):
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
+    for _ in range(4):
+        output = model(*inputs)
+        loss = (output[0] if isinstance(output, tuple) else output).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    assert losses[-1] < losses[0]
+    return torch.stack(losses)
+
+
+def test_a_gpt_generates_from_its_cache(program):
+    module = program("gpt")
+    model, _, exact = models(module, torch.float32)
+    (tokens,) = module.inputs(5)
+    wanted = tokens
+    for _ in range(40):
+        wanted = torch.cat([wanted, exact(wanted)[:, -1:].argmax(-1)], dim=1)
+    assert torch.equal(model.generate(tokens, 40), wanted)
+
+
+def test_a_server_shares_the_pages_of_prompts(program):
+    module = program("server")
+    torch.manual_seed(0)
+    model = module.Model()
+    shared = torch.randint(module.VOCABULARY, (40,)).tolist()
+    prompts = [[*shared, 1], [5, 6, 7], [*shared, 2, 3], [9] * 17, shared[:20]]
+    wanted = [12, 20, 5, 9, 30]
+    server = module.Server(model)
+    found = server.serve(prompts, wanted)
+    assert len(server.free) > module.PAGES - sum(-(-len(x) // module.PAGE) for x in found)
+    exact = model.double()
+    assert found == [module.by_hand(exact, *one) for one in zip(prompts, wanted, strict=True)]
+
+
+@pytest.mark.slow
+def test_a_whole_globe(program):
+    module = program("weather")
+    inputs, (model, _, exact) = module.inputs(nodes=40_320), models(module, torch.float32)
+    with torch.no_grad():
+        found, wanted = model(*inputs), exact(*to(torch.float64, inputs))
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5, check_dtype=False)
+
+
+@pytest.mark.needs("jax")
+def test_a_gpt_of_jax_with_masks_of_splash_attention():
+    module = importlib.import_module("splash_gpt")
+    weights, given = module.parameters(), module.inputs()
+
+    def steps(kernels):
+        @jax.jit
+        def step(weights):
+            loss, gradients = jax.value_and_grad(module.loss)(weights, *given, kernels)
+            return loss, jax.tree.map(lambda x, slope: x - 0.5 * slope, weights, gradients)
+
+        losses, trained = [], weights
+        for _ in range(3):
+            loss, trained = step(trained)
+            losses.append(float(loss))
+        return losses
+
+    losses = steps(splash)
+    assert losses[-1] < losses[0]
+    assert losses == pytest.approx(steps(module.ByHand), rel=1e-5)

@@ -1,0 +1,417 @@
+"""FlashAttention's layers, norms, losses and rotation, against formulas in float64."""
+
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from polyattn.dialects import flash_attn as fa2
+from polyattn.dialects.flash_attn.layers.rotary import (
+    RotaryEmbedding,
+    apply_rotary_emb,
+    apply_rotary_emb_kv_,
+    apply_rotary_emb_qkv_,
+)
+from polyattn.dialects.flash_attn.losses.cross_entropy import CrossEntropyLoss, cross_entropy_loss
+from polyattn.dialects.flash_attn.modules import mha
+from polyattn.dialects.flash_attn.ops import layer_norm as norms
+
+close = torch.testing.assert_close
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+def normal(*shape, **options):
+    return torch.randn(*shape, dtype=torch.float64, **options)
+
+
+def turn(x, angles, interleaved=False):
+    """Return (B, L, H, D) rotated by angles, (B or 1, L, R), as complex numbers."""
+    size = 2 * angles.shape[-1]
+    first = x[..., :size]
+    one, other = (first[..., ::2], first[..., 1::2]) if interleaved else first.chunk(2, -1)
+    turned = torch.complex(one, other) * torch.exp(1j * angles)[:, :, None]
+    pair = (turned.real, turned.imag)
+    whole = torch.stack(pair, -1).flatten(-2) if interleaved else torch.cat(pair, -1)
+    return torch.cat((whole, x[..., size:]), -1)
+
+
+# ---- rotation ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("first", [0, 3, torch.tensor([4, 1])], ids=["0", "3", "of items"])
+@pytest.mark.parametrize("packed", ["qkv", "grouped", "q and kv"])
+def test_rotation_of_queries_and_keys_in_place(packed, first, interleaved):
+    """With gradients, also of the array that is written."""
+    heads = 4 if packed == "qkv" else 2
+    q, k, v = (normal(2, 3, n, 10, requires_grad=True) for n in (4, heads, heads))
+    angles, of_keys = normal(8, 4), normal(8, 4)
+    places = torch.as_tensor(first).reshape(-1, 1) + torch.arange(3)
+    expected = turn(q, angles[places], interleaved), turn(k, of_keys[places], interleaved), v
+    tables = angles.cos(), angles.sin(), of_keys.cos(), of_keys.sin()
+    options = {"interleaved": interleaved, "seqlen_offsets": first}
+    if packed == "q and kv":
+        given = (q * 1, torch.stack((k, v), 2))
+        turned_q = apply_rotary_emb(given[0], *tables[:2], inplace=True, **options)
+        found = turned_q, *apply_rotary_emb_kv_(given[1], *tables[2:], **options).unbind(2)
+        written = given[0], *given[1].unbind(2)
+    elif packed == "qkv":
+        given = torch.stack((q, k, v), 2)
+        found = apply_rotary_emb_qkv_(given, *tables, **options).unbind(2)
+        written = given.unbind(2)
+    else:
+        given = torch.cat((q, k, v), 2)
+        found = apply_rotary_emb_qkv_(given, *tables, **options, num_heads_q=4)
+        found, written = (x.split((4, 2, 2), 2) for x in (found, given))
+    weights = [torch.randn_like(x) for x in expected]
+    sums = [
+        sum((x * w).sum() for x, w in zip(some, weights, strict=True)) for some in (found, expected)
+    ]
+    gradients = [torch.autograd.grad(total, (q, k, v), retain_graph=True) for total in sums]
+    for results in (found, written):
+        for one, other in zip(results, expected, strict=True):
+            close(one, other)
+    for one, other in zip(*gradients, strict=True):
+        close(one, other)
+
+
+@pytest.mark.parametrize("kind", ["a leaf", "one of several views"])
+def test_rotation_returns_what_autograd_does_not_let_it_write(kind):
+    qkv = normal(2, 3, 3, 4, 8, requires_grad=True)
+    angles = normal(3, 4)
+    x = (qkv * 1).unbind(2)[0] if kind != "a leaf" else normal(2, 3, 4, 8, requires_grad=True)
+    before = x.detach().clone()
+    found = apply_rotary_emb(x, angles.cos(), angles.sin(), inplace=True)
+    close(found, turn(before, angles[None]))
+    close(x.detach(), before)
+    found.sum().backward()
+    assert (x if x.is_leaf else qkv).grad is not None
+
+
+@pytest.mark.parametrize("scale_base", [None, 4.0], ids=["plain", "xPos"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_rotary_embedding(scale_base, dtype):
+    layer = RotaryEmbedding(8, base=100.0, scale_base=scale_base, pos_idx_in_fp32=True).to(dtype)
+    qkv = normal(2, 5, 3, 4, 10).to(dtype)
+    place = torch.arange(7, dtype=torch.float64)[:, None]
+    angles = place * 100.0 ** -(torch.arange(4) / 4)
+    growth = torch.ones(7, 4, dtype=torch.float64)
+    if scale_base:
+        growth = ((2 * torch.arange(4) + 3.2) / 11.2) ** ((place - 7 // 2) / scale_base)
+    q, k, v = qkv.double().unbind(2)
+    own, factor = angles[None, 2:], growth[2:].repeat(1, 2)[:, None]
+    expected = [turn(q, own), turn(k, own), v]
+    expected[0] = torch.cat((expected[0][..., :8] * factor, q[..., 8:]), -1)
+    expected[1] = torch.cat((expected[1][..., :8] / factor, k[..., 8:]), -1)
+    limits = {"atol": 1e-6, "rtol": 1e-6} if dtype == torch.float64 else {"atol": 0.1, "rtol": 0.03}
+    given = [qkv.clone(), (qkv[:, :, 0].clone(), qkv[:, :, 1:].clone())]
+    whole = layer(given[0], seqlen_offset=2)
+    one, others = layer(*given[1], seqlen_offset=torch.tensor([2, 2]), max_seqlen=7)
+    for found in (whole, torch.cat((one[:, :, None], others), 2)):
+        close(found.double(), torch.stack(expected, 2), **limits)
+    assert layer._cos_cached.shape == (7, 4)
+    assert layer._cos_cached.dtype == dtype
+    assert layer.state_dict() == {}
+
+
+def test_tables_of_rotation_are_made_once_and_grow():
+    layer, x = RotaryEmbedding(4), torch.randn(1, 3, 3, 1, 4)
+    layer(x)
+    first = layer._cos_cached
+    layer(x[:, :2])
+    assert layer._cos_cached is first
+    layer(x, seqlen_offset=1)
+    assert layer._cos_cached.shape == (4, 2)
+    layer(x.double())
+    assert layer._cos_cached.dtype == torch.float64
+    with torch.inference_mode():
+        RotaryEmbedding(4)(x)
+
+
+def test_rotation_refuses_what_it_cannot_place():
+    angles, x = normal(3, 2), normal(1, 3, 2, 4)
+    with pytest.raises(
+        ValueError, match="cos has 3 positions, and x the 3 from seqlen_offsets = 1"
+    ):
+        apply_rotary_emb(x, angles.cos(), angles.sin(), seqlen_offsets=1)
+    with pytest.raises(ValueError, match=r"qkv of shape \(1, 3, 2, 4\) needs num_heads_q"):
+        apply_rotary_emb_qkv_(x, angles.cos(), angles.sin())
+    with pytest.raises(ValueError, match="a tensor seqlen_offset needs max_seqlen"):
+        RotaryEmbedding(4)(normal(1, 3, 3, 2, 4), seqlen_offset=torch.tensor([1]))
+
+
+# ---- norms and losses --------------------------------------------------------------------------
+
+
+def norm(x, weight, bias, is_rms, eps=1e-3):
+    """Return the norm in float64, by its definition."""
+    x, weight = x.double(), weight.double()
+    x = x if is_rms else x - x.mean(-1, keepdim=True)
+    result = x / ((x**2).mean(-1, keepdim=True) + eps).sqrt() * weight
+    return result if bias is None else result + bias.double()
+
+
+@pytest.mark.parametrize("is_rms", [False, True], ids=["layer", "rms"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_norms_of_a_sum(is_rms, dtype):
+    """In float32 at least, and rounded once."""
+    x, x1, residual = (normal(2, 3, 8).to(dtype) for _ in range(3))
+    weight, bias, weight1, scale = (normal(8).to(dtype) for _ in range(4))
+    rows = normal(2, 3).to(dtype)
+    once = {"atol": 1e-5, "rtol": 1e-12 if dtype == torch.float64 else 2**-8}
+    function = norms.rms_norm_fn if is_rms else norms.layer_norm_fn
+    scaled = x.double() * rows.double()[..., None]
+    total = scaled + x1.double() + residual.double()
+    found = function(
+        x, weight, bias, residual, x1=x1, weight1=weight1, eps=1e-3, rowscale=rows, prenorm=True
+    )
+    expected = norm(total, weight, bias, is_rms), norm(total, weight1, None, is_rms), total
+    for one, other in zip(found, expected, strict=True):
+        assert one.dtype == dtype
+        close(one.double(), other, **once)
+    alone = norms.rms_norm(x, weight, 1e-3) if is_rms else norms.layer_norm(x, weight, bias, 1e-3)
+    close(alone.double(), norm(x, weight, None if is_rms else bias, is_rms), **once)
+    centred = function(
+        x, weight, None, eps=1e-3, zero_centered_weight=True, out_dtype=torch.float64
+    )
+    close(centred, norm(x, 1 + weight.double(), None, is_rms), atol=1e-5, rtol=1e-5)
+    older = norms.dropout_add_rms_norm if is_rms else norms.dropout_add_layer_norm
+    found, total, kept = older(
+        x, None, weight, bias, 0.0, 1e-3, rows, scale, prenorm=True, residual_in_fp32=True,
+        return_dropout_mask=True,
+    )  # fmt: skip
+    scaled = scaled * scale.double()
+    assert (found.dtype, total.dtype, kept.dtype) == (dtype, torch.float32, torch.uint8)
+    assert kept.all()
+    close(total.double(), scaled, atol=1e-5, rtol=1e-5)
+    close(found.double(), norm(scaled, weight, bias, is_rms), **once)
+
+
+def test_norms_after_dropout_say_what_is_kept():
+    x, x1, residual, weight = normal(40, 50), normal(40, 50), normal(40, 50), normal(50)
+    options = {"eps": 1e-3, "dropout_p": 0.25, "return_dropout_mask": True, "prenorm": True}
+    found, total, keep, keep1 = norms.layer_norm_fn(x, weight, None, residual, x1, **options)
+    close(total, (keep * x + keep1 * x1) / 0.75 + residual)
+    close(found, norm(total, weight, None, False))
+    assert 0.70 < keep.double().mean() < 0.80
+    assert not torch.equal(keep, keep1)
+    layer = norms.DropoutAddRMSNorm(50, prenorm=True, p=0.5, eps=1e-3, dtype=torch.float64)
+    assert (layer(x)[1] == 0).any()
+    close(layer.eval()(x)[1], x)
+    assert (norms.RMSNorm(50, dropout_p=0.5, dtype=torch.float64)(x) == 0).any()
+    with pytest.raises(ValueError, match="dropout_p must be at least 0 and below 1; got 1"):
+        norms.layer_norm_fn(x, weight, None, dropout_p=1)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_cross_entropy(reduction, smoothing):
+    logits, labels = normal(6, 5, requires_grad=True), torch.tensor([0, 4, -1, 2, -1, 3])
+    layer = CrossEntropyLoss(
+        ignore_index=-1, reduction=reduction, label_smoothing=smoothing, logit_scale=0.7,
+        lse_square_scale=0.2, inplace_backward=True, return_z_loss=True,
+    )  # fmt: skip
+    loss, squares = layer(logits, labels)
+    x, used = (0.7 * logits).double(), labels != -1
+    total = x.exp().sum(-1).log()
+    target = torch.full((6, 5), smoothing / 5, dtype=torch.float64)
+    target[torch.arange(6), labels.clamp(min=0)] += 1 - smoothing
+    rows = torch.where(used, -(target * (x - total[:, None])).sum(-1) + 0.2 * total**2, 0.0)
+    of_squares = torch.where(used, 0.2 * total**2, 0.0)
+    reduce = {"mean": lambda y: y.sum() / 4, "sum": torch.sum, "none": lambda y: y}[reduction]
+    close(loss, reduce(rows))
+    close(squares, reduce(of_squares).detach())
+    one, other = (torch.autograd.grad(y.sum(), logits)[0] for y in (loss, reduce(rows)))
+    close(one, other)
+    small = cross_entropy_loss(logits.to(torch.bfloat16), labels, ignore_index=-1)[0]
+    assert small.dtype == torch.float32
+    with pytest.raises(ValueError, match="reduction must be 'mean', 'sum' or 'none'; got 'all'"):
+        CrossEntropyLoss(reduction="all")
+
+
+# ---- layers of attention -----------------------------------------------------------------------
+
+
+def eager(q, k, v, seen=True, scale=None):
+    """Return attention of (B, L, H, D), where keys are seen, with 0 for rows that see none."""
+    k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], 2) for x in (k, v))
+    s = torch.einsum("bihd,bjhd->bhij", q, k) * (scale or q.shape[-1] ** -0.5)
+    s = torch.where(torch.as_tensor(seen), s, -math.inf)
+    return torch.einsum("bhij,bjhd->bihd", s.softmax(-1).nan_to_num(0.0), v)
+
+
+def causal(rows, keys, shift=0):
+    return torch.arange(keys) <= torch.arange(rows)[:, None] + shift
+
+
+NAMES = {
+    "self": ({}, ["Wqkv", "out_proj"]),
+    "grouped": ({"num_heads_kv": 2}, ["Wqkv", "out_proj"]),
+    "cross": ({"cross_attn": True}, ["Wq", "Wkv", "out_proj"]),
+    "rotary": ({"rotary_emb_dim": 4, "use_flash_attn": True}, ["Wqkv", "out_proj"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_parameters_have_the_published_names(name):
+    options, layers = NAMES[name]
+    layer = mha.MHA(16, 4, **options)
+    assert set(layer.state_dict()) == {f"{x}.{kind}" for x in layers for kind in ("weight", "bias")}
+    groups = options.get("num_heads_kv", 4)
+    if "cross_attn" in options:
+        assert (layer.Wq.weight.shape, layer.Wkv.weight.shape) == ((16, 16), (32, 16))
+    else:
+        assert layer.Wqkv.weight.shape == (16 + 8 * groups, 16)
+    without = mha.MHA(16, 4, qkv_proj_bias=False, out_proj_bias=False, **options)
+    assert not [x for x in without.state_dict() if "bias" in x]
+
+
+def test_layers_of_norms_have_the_published_names():
+    made = norms.RMSNorm(4), norms.DropoutAddRMSNorm(4), norms.DropoutAddLayerNorm(4)
+    assert [list(x.state_dict()) for x in made] == [["weight"], ["weight"], ["weight", "bias"]]
+
+
+@pytest.mark.parametrize("use_flash_attn", [False, True], ids=["plain", "flash"])
+@pytest.mark.parametrize("name", NAMES)
+def test_mha(name, use_flash_attn):
+    options = {**NAMES[name][0], "use_flash_attn": use_flash_attn}
+    layer = mha.MHA(
+        16, 4, causal=name != "cross", softmax_scale=0.4, return_residual=True,
+        checkpointing=name == "grouped", dtype=torch.float64, **options,
+    )  # fmt: skip
+    x, other = normal(2, 5, 16), normal(2, 3, 16) if name == "cross" else None
+    found, residual = layer(x, other)
+    assert residual is x
+    if name == "cross":
+        q = layer.Wq(x)
+        k, v = layer.Wkv(other).chunk(2, -1)
+    else:
+        whole = layer.Wqkv(x)
+        q, k, v = whole.split((16, *[(whole.shape[-1] - 16) // 2] * 2), -1)
+    q, k, v = (y.unflatten(-1, (-1, 4)) for y in (q, k, v))
+    if name == "rotary":
+        angles = (torch.arange(5)[:, None] * 10000.0 ** -(torch.arange(2) / 2))[None].double()
+        q, k = turn(q, angles), turn(k, angles)
+    seen = True if name == "cross" else causal(5, 5)
+    expected = layer.out_proj(eager(q, k, v, seen, 0.4).flatten(-2))
+    close(found, expected, atol=1e-6, rtol=1e-6)
+    weights = torch.randn_like(found)
+    gradients = [
+        torch.autograd.grad((y * weights).sum(), [*layer.parameters()]) for y in (found, expected)
+    ]
+    for one, two in zip(*gradients, strict=True):
+        close(one, two, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("options", [{}, {"num_heads_kv": 2}, {"rotary_emb_scale_base": 8.0}],
+                         ids=["plain", "grouped", "xPos"])  # fmt: skip
+@pytest.mark.parametrize("lengths", [False, True], ids=["one length", "lengths"])
+@torch.no_grad()
+def test_mha_generates_from_its_cache(options, lengths):
+    layer = mha.MHA(
+        16, 4, causal=True, layer_idx=3, rotary_emb_dim=4, use_flash_attn=True,
+        dtype=torch.float64, **options,
+    )  # fmt: skip
+    x = normal(2, 7, 16)
+    params = SimpleNamespace(
+        max_seqlen=7, max_batch_size=4, seqlen_offset=0, batch_size_offset=1,
+        lengths_per_sample=None, key_value_memory_dict={},
+    )  # fmt: skip
+    parts = []
+    for start, end in ((0, 4), (4, 5), (5, 7)):
+        params.seqlen_offset = start
+        if lengths:
+            params.lengths_per_sample = torch.tensor([9, start, start, 9], dtype=torch.int32)
+        parts.append(layer(x[:, start:end], inference_params=params))
+    close(torch.cat(parts, 1), layer(x), atol=1e-6, rtol=1e-6)
+    assert params.key_value_memory_dict[3].shape == (4, 7, 2, options.get("num_heads_kv", 4), 4)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_attention_over_the_keys_of_a_mask(is_causal):
+    q, kv, qkv = normal(2, 4, 4, 8), normal(2, 6, 2, 2, 8), normal(2, 6, 3, 4, 8)
+    mask = torch.tensor([[1, 1, 1, 1, 1, 0], [1, 1, 1, 0, 0, 0]])
+    seen = mask.bool()[:, None, None]
+    for layer in (mha.CrossAttention(is_causal), mha.CrossAttention()):
+        found = layer(q, kv, causal=is_causal, key_padding_mask=mask)
+        shown = torch.stack([causal(4, 6, n - 4) for n in (5, 3)])[:, None] if is_causal else True
+        close(found, eager(q, *kv.unbind(2), seen & shown))
+    found = mha.SelfAttention(is_causal, 0.3)(qkv, key_padding_mask=mask)
+    shown = causal(6, 6) if is_causal else True
+    close(found, eager(*qkv.unbind(2), seen & shown, 0.3))
+    close(mha.SelfAttention(is_causal)(qkv), eager(*qkv.unbind(2), shown))
+
+
+def test_layers_of_packed_sequences_and_their_options():
+    x, ends = normal(9, 3, 4, 8), torch.tensor([0, 4, 9], dtype=torch.int32)
+    slopes = torch.tensor(mha.get_alibi_slopes(4), dtype=torch.float64)
+    layer = mha.FlashSelfAttention(True, 0.3, 0.5, (2, 0), slopes).eval()
+    own = {"softmax_scale": 0.3, "causal": True, "window_size": (2, 0), "alibi_slopes": slopes}
+    packed = layer(x, cu_seqlens=ends, max_seqlen=5)
+    close(packed, fa2.flash_attn_varlen_qkvpacked_func(x, ends, 5, **own))
+    cross = mha.FlashCrossAttention(True, 0.3, 0.0, (2, 0), slopes)
+    close(cross(x[:, 0], x[:, 1:], cu_seqlens=ends, max_seqlen=5), packed)
+    close(cross(x[None, :, 0], x[None, :, 1:])[0], layer(x[None])[0])
+    assert not torch.equal(layer.train()(x[None]), layer.eval()(x[None]))
+    whole = mha.MHA(32, 4, use_alibi=True, window_size=(2, 0), causal=True, use_flash_attn=True,
+                    dtype=torch.float64)  # fmt: skip
+    tokens = normal(9, 32)
+    qkv = whole.Wqkv(tokens).unflatten(-1, (3, 4, 8))
+    expected = fa2.flash_attn_varlen_qkvpacked_func(
+        qkv, ends, 5, causal=True, window_size=(2, 0), alibi_slopes=slopes
+    )
+    close(whole(tokens, cu_seqlens=ends, max_seqlen=5), whole.out_proj(expected.flatten(1)))
+
+
+def test_slopes_of_alibi():
+    np.testing.assert_allclose(mha.get_alibi_slopes(4), [1 / 4, 1 / 16, 1 / 64, 1 / 256])
+    twice = [0.5, 0.5**3, 0.5**5, 0.5**7]  # every other one of 8
+    np.testing.assert_allclose(
+        mha.get_alibi_slopes(6), [1 / 4, 1 / 16, 1 / 64, 1 / 256, *twice[:2]]
+    )
+
+
+ONE, TWO, STARTS = torch.ones(1, 2, 16), torch.ones(1, 2), torch.tensor([0, 1])
+REFUSED = {
+    "num_heads must divide embed_dim": ({"num_heads": 5}, {}),
+    "num_heads_kv 3": ({"num_heads_kv": 3}, {}),
+    "rotary_emb_dim is for self-attention": ({"rotary_emb_dim": 4, "cross_attn": True}, {}),
+    "need use_flash_attn=True": ({"use_alibi": True}, {}),
+    "x_kv and mixer_subset are for": ({}, {"x_kv": ONE}),
+    "key_padding_mask is for": ({"use_flash_attn": True}, {"key_padding_mask": TWO}),
+    "cu_seqlens needs use_flash_attn=True": ({}, {"cu_seqlens": STARTS}),
+    "and rotary_emb_dim 0": (
+        {"use_flash_attn": True, "rotary_emb_dim": 4}, {"cu_seqlens": STARTS},
+    ),
+    "inference_params needs layer_idx": ({}, {"inference_params": SimpleNamespace()}),
+    "and no key_padding_mask and cu_seqlens": (
+        {"layer_idx": 0}, {"inference_params": SimpleNamespace(), "key_padding_mask": TWO},
+    ),
+    "dwconv=True, a convolution before attention, is refused": ({"dwconv": True}, {}),
+}  # fmt: skip
+
+
+def called(options, given):
+    return mha.MHA(**{"embed_dim": 16, "num_heads": 4} | options)(ONE, **given)
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_mha_refuses(message):
+    with pytest.raises((NotImplementedError, ValueError), match=message):
+        called(*REFUSED[message])
+
+
+def test_a_layer_compiles_whole():
+    layer = mha.MHA(16, 4, causal=True, rotary_emb_dim=4, use_flash_attn=True)
+    x = torch.randn(2, 5, 16, requires_grad=True)
+    compiled = torch.compile(layer, fullgraph=True, backend="eager")
+    gradients = []
+    for one in (compiled, layer):
+        gradients.append(torch.autograd.grad(one(x).square().sum(), x)[0])
+    close(*gradients)
