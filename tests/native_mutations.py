@@ -51,6 +51,7 @@ MUTATIONS = (
     ("native: places of items forgotten", "panel.h",
      "x.offsets ? x.offsets[item] : item * x.item", "item * x.item"),
     ("native: the key after the last", "scores.h", "(at < stop[0])", "(at <= stop[0])"),
+    ("native: numbers of bfloat16 taken for NaN", "rows.h", "_CMP_UNORD_Q", "_CMP_ORD_Q"),
     ("native: half of the lanes of a mask that rows share", "scores.h",
      "lane < lanes; lane += 8", "lane < lanes; lane += 16"),
     ("native: a square of a mask not turned", "scores.h",
