@@ -582,7 +582,9 @@ def test_it_runs_unasked_where_it_takes_less_time(monkeypatch: pytest.MonkeyPatc
     assert chosen(long.bfloat16(), long.bfloat16(), long.bfloat16()) == "native"
     assert chosen(row, long[:, :2], long[:, :2]) == "native"
     assert chosen(row.half(), long.half(), long.half()) == "native"
-    assert chosen(row, long, long) == "sdpa"
+    assert chosen(row, long, long) == "native"
+    narrow = long[..., :24]
+    assert chosen(row[..., :24], narrow, narrow) == "sdpa"
     few = long[:, :, :32]
     assert chosen(few, few, few) == "native"
     assert chosen(few.bfloat16(), few.bfloat16(), few.bfloat16()) == "sdpa"

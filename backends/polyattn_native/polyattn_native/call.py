@@ -203,7 +203,7 @@ class NativeCall:
             if wrong.any():
                 number = np.broadcast_to(table, wrong.shape)[wrong][0]
                 raise IndexError(f"block_table names page {number} of a pool of {pages} pages")
-        self.array("table", np.array(table, np.int32)[..., None, None, :])
+        self.array("table", np.array(table, np.int32, order="C")[..., None, None, :])
         self.call.page = page
 
     def _add_positions(self) -> None:
