@@ -189,14 +189,17 @@ void write_rows(const T* panel, const T* factor, int lanes, int64_t size, T* con
     }
 }
 
-// Return whether no number is NaN or infinite.
-template <typename T> bool is_finite(const T* numbers, int64_t count) {
+// Return whether no number is NaN or infinite, of rows that are `stride` apart.
+template <typename T> bool is_finite(const T* numbers, int64_t rows, int64_t size, int64_t stride) {
     constexpr int width = Lanes<T>::width;
     Vector<T> sums = {};
-    int64_t i = 0;
-    for (; i + width <= count; i += width) sums += load(numbers + i) * 0;
     T sum = 0;
-    for (; i < count; ++i) sum += numbers[i] * 0;
+    if (stride == size) size *= rows, rows = 1;
+    for (; rows > 0; --rows, numbers += stride) {
+        int64_t i = 0;
+        for (; i + width <= size; i += width) sums += load(numbers + i) * 0;
+        for (; i < size; ++i) sum += numbers[i] * 0;
+    }
     for (int lane = 0; lane < width; ++lane) sum += sums[lane];
     return sum == 0;
 }
