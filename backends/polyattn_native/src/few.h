@@ -31,16 +31,17 @@ template <typename T> struct Cursor {
 
 // The numbers that are read after those of a block. The processor fetches ahead only within a page, so those in pages
 // are asked of the memory a block before, into the second cache: the first has room for few requests.
+// Not for double, to keep the library small.
 template <typename T> struct Coming {
     const T* at[BLOCK];
     int64_t count = 0, size;
 
     __attribute__((noinline)) Coming(Matrix<T> a, int64_t keys, int64_t of_key) : size(of_key) {
-        if (!a.table || keys <= 0) return;
+        if (sizeof(T) == 8 || !a.table || keys <= 0) return;
         for (Cursor<T> cursor(a); count < keys;) at[count++] = cursor.next();
     }
     INLINE void ask(int64_t key) const {
-        if (key < count) prefetch<T, 2>(at[key], size);
+        if (sizeof(T) == 4 && key < count) prefetch<T, 2>(at[key], size);
     }
 };
 
@@ -99,7 +100,7 @@ void weigh_part(const T* weights, int stride, Matrix<T> values, int64_t count, i
     for (int64_t key = 0; key < count; ++key) {
         Vector<T> numbers[Vectors];
         const T* from = cursor.next() + first;
-        if (first == 0) {
+        if (Vectors > 1 && first == 0) {
             coming.ask(key);
             prefetch(from + Vectors * width, size - Vectors * width);  // for the next parts, while its row is open
         }
