@@ -17,7 +17,7 @@ from polyattn._base.arguments import short
 from polyattn._base.arrays import Array, cast, index_range, library_of, numbers_like
 from polyattn._base.slices import spans
 from polyattn._base.tracing import is_recording, is_transformed
-from polyattn.dialects._shared import alibi, lowered
+from polyattn.dialects._shared import alibi, joined_axes, lowered
 
 Arrays = tuple[Array, Array, Array]
 #: The number of a sequence, and the start and length of its rows and of its keys.
@@ -68,7 +68,7 @@ def from_pages(
     # Entries beyond the length of a sequence may hold anything.
     least, most = (numbers_like(xp, n, table.dtype, table) for n in (0, key.shape[0] - 1))
     indices = xp.reshape(xp.minimum(xp.maximum(table, least), most), (-1,))
-    flat = (xp.reshape(xp.take(x, indices, axis=0), (-1, *x.shape[2:])) for x in (key, value))
+    flat = (joined_axes(xp.take(x, indices, axis=0), 0, 2) for x in (key, value))
     batch, length = table.shape[0], table.shape[1] * key.shape[1]
     starts = [n * length + (first[n] if first else 0) for n in range(batch)]
     return *flat, Packed([*starts, batch * length], used)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import numbers
 import operator
 from collections.abc import Callable
@@ -60,6 +61,13 @@ def _agree(given: str, *shapes: Any, is_symbolic: bool = False, **lengths: int) 
                 f"{name} must have the shape ({', '.join(axes)}), where"
                 f" {', '.join(f'{axis} is {known[axis]}' for axis in letters)}; got {tuple(shape)}"
             )
+
+
+def joined_axes(x: Array, start: int, stop: int) -> Array:
+    """Return an array with neighbouring axes as one, whose length −1 cannot say of an empty one."""
+    shape = x.shape
+    joined = (*shape[:start], math.prod(shape[start:stop]), *shape[stop:])
+    return library_of(x).xp.reshape(x, joined)
 
 
 def integers(name: str, given: Any, like: Array) -> Any:

@@ -139,11 +139,16 @@ class RMSNorm(torch.nn.Module):
         """Let the weight multiply by 1."""
         torch.nn.init.constant_(self.weight, 0.0 if self.zero_centered_weight else 1.0)
 
-    def forward(self, x: Tensor, residual: Tensor | None = None, **options: Any) -> Any:
+    def forward(
+        self, x: Tensor, residual: Tensor | None = None, prenorm: bool = False,
+        residual_in_fp32: bool = False,
+    ) -> Any:  # fmt: skip
         """Normalize x + residual; `prenorm` and `residual_in_fp32` are those of the function."""
-        options["dropout_p"] = self.drop.p if self.drop is not None and self.training else 0.0
-        options |= {"eps": self.eps, "zero_centered_weight": self.zero_centered_weight}
-        return rms_norm_fn(x, self.weight, None, residual, **options)
+        rate = self.drop.p if self.drop is not None and self.training else 0.0
+        return rms_norm_fn(
+            x, self.weight, None, residual, eps=self.eps, dropout_p=rate, prenorm=prenorm,
+            residual_in_fp32=residual_in_fp32, zero_centered_weight=self.zero_centered_weight,
+        )  # fmt: skip
 
 
 class DropoutAddLayerNorm(torch.nn.Module):
