@@ -33,7 +33,7 @@ TEXTS: dict[str, Any] = {
 def main(arguments: list[str]) -> int:
     """Run a program, or check files, and return the exit code."""
     stop = 0
-    while arguments[stop:] and arguments[stop][0:1] == "-" and arguments[stop] not in _PYTHON:
+    while arguments[stop:] and arguments[stop].startswith("-") and arguments[stop] not in _PYTHON:
         stop += 1 + (arguments[stop] == "--as")
     parser = argparse.ArgumentParser(prog="polyattn run", **TEXTS)
     add_options(parser.add_argument)
