@@ -170,6 +170,8 @@ def spans_of(name: str, packed: Packed, array: Array) -> list[tuple[int, int]]:
     starts, total = numbers_of(packed.starts), array.shape[0]
     lengths = [stop - start for start, stop in itertools.pairwise(starts)]
     used = lengths if packed.used is None else numbers_of(packed.used)
+    if any(isinstance(one, float) for one in (*starts[:1], *used[:1])):
+        raise TypeError(f"the starts and lengths of {name} must be integers; got {short(starts)}")
     spans = list(zip(starts, used, strict=False))
     edges = starts
     if packed.used is not None:

@@ -57,9 +57,10 @@ def _agree(given: str, *shapes: Any, is_symbolic: bool = False, **lengths: int) 
                 raise TypeError
         if not fits:
             letters = [axis for axis in dict.fromkeys(axes) if axis.isalpha() and axis in known]
+            sizes = ", ".join(f"{axis} is {known[axis]}" for axis in letters)
             raise ValueError(
-                f"{name} must have the shape ({', '.join(axes)}), where"
-                f" {', '.join(f'{axis} is {known[axis]}' for axis in letters)}; got {tuple(shape)}"
+                f"{name} must have the shape ({', '.join(axes)})"
+                f"{f', where {sizes}' if sizes else ''}; got {tuple(shape)}"
             )
 
 

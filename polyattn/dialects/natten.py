@@ -151,10 +151,14 @@ def _attend(
         query, key, value, *(additional or (None, None)),
     )  # fmt: skip
     shape = shape_of(query, "query")
+    is_causal = False if is_causal is None else is_causal
+    size, stride, dilation, is_causal = (
+        tuple(one) if isinstance(one, list) else one
+        for one in (kernel_size, stride, dilation, is_causal)
+    )
     mask = masks.neighborhood(
-        tuple(shape[1:-2]), kernel_size, stride=stride, dilation=dilation,
-        is_causal=False if is_causal is None else is_causal,
-    )  # fmt: skip
+        tuple(shape[1:-2]), size, stride=stride, dilation=dilation, is_causal=is_causal
+    )
     xp = library_of(query, "query").xp
     query, scale = scaled(query, scale)
     heads_first = [xp.moveaxis(joined_axes(x, 1, 1 + rank), 2, 1) for x in (query, key, value)]

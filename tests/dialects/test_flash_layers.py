@@ -142,6 +142,8 @@ def test_rotation_refuses_what_it_cannot_place():
         apply_rotary_emb(x, angles.cos(), angles.sin(), seqlen_offsets=1)
     with pytest.raises(ValueError, match=r"qkv of shape \(1, 3, 2, 4\) needs num_heads_q"):
         apply_rotary_emb_qkv_(x, angles.cos(), angles.sin())
+    with pytest.raises(ValueError, match="cos has 3 angles, of pairs, for the 4 entries of x"):
+        apply_rotary_emb(x, normal(3, 3), normal(3, 3))
     with pytest.raises(ValueError, match="a tensor seqlen_offset needs max_seqlen"):
         RotaryEmbedding(4)(normal(1, 3, 3, 2, 4), seqlen_offset=torch.tensor([1]))
 
@@ -185,6 +187,11 @@ def test_norms_of_a_sum(is_rms, dtype):
         x, weight, None, eps=1e-3, zero_centered_weight=True, out_dtype=torch.float64
     )
     close(centred, norm(x, 1 + weight.double(), None, is_rms), atol=1e-5, rtol=1e-5)
+    flat = [one.reshape(-1, *one.shape[2:]) for one in (residual, x1, rows)]
+    given = {"x1": flat[1], "weight1": weight1, "rowscale": flat[2], "eps": 1e-3, "prenorm": True}
+    close(function(x, weight, bias, flat[0], **given), found)
+    with pytest.raises(RuntimeError, match="invalid for input of size 8"):
+        function(x, weight, bias, residual[0, 0])
     older = norms.dropout_add_rms_norm if is_rms else norms.dropout_add_layer_norm
     found, total, kept = older(
         x, None, weight, bias, 0.0, 1e-3, rows, scale, prenorm=True, residual_in_fp32=True,
@@ -237,6 +244,8 @@ def test_cross_entropy(reduction, smoothing):
     close(one, other)
     small = cross_entropy_loss(logits.to(torch.bfloat16), labels, ignore_index=-1)[0]
     assert small.dtype == torch.float32
+    with pytest.raises(TypeError, match=r"labels must be integers, .*; got torch.float64"):
+        layer(logits, labels.double())
     with pytest.raises(ValueError, match="reduction must be 'mean', 'sum' or 'none'; got 'all'"):
         CrossEntropyLoss(reduction="all")
 

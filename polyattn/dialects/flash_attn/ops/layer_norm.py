@@ -54,6 +54,9 @@ def layer_norm_fn(
     """
     check_rate(dropout_p)
     wide = torch.promote_types(x.dtype, torch.float32)
+    # Rows may be flat in these, and no axis is broadcast.
+    residual, x1 = (one if one is None else one.reshape(x.shape) for one in (residual, x1))
+    rowscale = None if rowscale is None else rowscale.reshape(x.shape[:-1])
     total: Any = None if residual is None else residual.to(wide)
     kept: list[Any] = [None, None]
     for n, one in enumerate((x, x1) if x1 is not None else (x,)):

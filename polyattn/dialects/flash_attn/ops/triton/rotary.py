@@ -53,6 +53,11 @@ def apply_rotary(
         x, cos, sin, None if isinstance(first, int) else first,
         **({} if ends is None else {"B": ends.shape[0] - 1}),
     )  # fmt: skip
+    if 2 * cos.shape[1] > x.shape[-1]:
+        raise ValueError(
+            f"cos has {cos.shape[1]} angles, of pairs, for the {x.shape[-1]} entries of x: at most"
+            f" {x.shape[-1] // 2} are possible"
+        )
     rows: Array = x
     places: Any
     if ends is None and isinstance(first, int):
