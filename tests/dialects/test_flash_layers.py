@@ -142,6 +142,9 @@ def test_rotation_refuses_what_it_cannot_place():
         apply_rotary_emb(x, angles.cos(), angles.sin(), seqlen_offsets=1)
     with pytest.raises(ValueError, match=r"qkv of shape \(1, 3, 2, 4\) needs num_heads_q"):
         apply_rotary_emb_qkv_(x, angles.cos(), angles.sin())
+    for own in (torch.asarray, np.asarray):
+        with pytest.raises(ValueError, match="seqlen_offsets = -1 on: make the tables longer"):
+            apply_rotary_emb(*map(own, (x, angles.cos(), angles.sin())), seqlen_offsets=own([-1]))
     with pytest.raises(ValueError, match="cos has 3 angles, of pairs, for the 4 entries of x"):
         apply_rotary_emb(x, normal(3, 3), normal(3, 3))
     with pytest.raises(ValueError, match="a tensor seqlen_offset needs max_seqlen"):
