@@ -777,7 +777,7 @@ MUTATIONS = (
     ("tests/test_run.py::test_code_of_the_command_line_and_of_the_standard_input",
      "standard input that is no program", "polyattn_command/run.py",
      '_PYTHON = ("-m", "-c", "-")', '_PYTHON = ("-m", "-c")'),
-    (CHECKS + "test_an_empty_batch_is_computed[numpy-a batch of a grid]",
+    (CHECKS + "test_an_empty_batch_is_computed[a batch of a grid-numpy]",
      "axes of an empty batch as one of unknown length", "polyattn/dialects/_shared.py",
      "math.prod(shape[start:stop]), *shape", "-1, *shape"),
     ("tests/test_run.py::test_a_package_that_is_installed_is_left_alone",

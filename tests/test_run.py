@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import venv
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -298,6 +299,7 @@ model.py:20: flash_attn.ops.triton.rotary.apply_rotary(): too many positional ar
 
 
 def test_check_lists_what_would_fail(capsys):
+    import_module("polyattn.dialects.flash_attn.cute")  # which comes by its name only all the same
     file = write(CHECKED, "model.py")
     assert main(["--as", "flash_attn", "--check", file]) == 1
     assert capsys.readouterr().out == FAULTS
