@@ -65,7 +65,7 @@ def _agree(given: str, *shapes: Any, is_symbolic: bool = False, **lengths: int) 
 
 
 def joined_axes(x: Array, start: int, stop: int) -> Array:
-    """Return an array with neighbouring axes as one, whose length −1 cannot say of an empty one."""
+    """Return an array with neighbouring axes as one; of an empty array −1 would be ambiguous."""
     shape = x.shape
     joined = (*shape[:start], math.prod(shape[start:stop]), *shape[stop:])
     return library_of(x).xp.reshape(x, joined)
