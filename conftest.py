@@ -15,7 +15,8 @@ pytest_plugins = ["optional"] if find_spec("optional") else []
 # The package is tested without the compiled kernel; `make test` then runs the kernel's tests, and
 # some of the package's with it.
 # A device of torch is registered once in a process, and importlib would import its module again.
-collect_ignore_glob = ["tests/far_device.py"]
+# Programs of others are imported where their modules are there.
+collect_ignore_glob = ["tests/far_device.py", "tests/clients/[!t]*.py"]
 if os.environ.setdefault("POLYATTN_NATIVE", "0") == "0":
     collect_ignore_glob += ["backends/polyattn_native/*", "tests/native/*"]
 if sys.platform != "linux":  # There are no wheels of CuPy elsewhere.

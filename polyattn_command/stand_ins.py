@@ -24,6 +24,8 @@ PACKAGES = {
     "flash_attn": ("flash-attn", "2.8.3"),
     "flash_attn_interface": ("flash-attn-3", "3.0.0"),
     "flash_attn.cute": ("flash-attn-4", "4.0.0"),
+    "natten": ("natten", "0.21.0"),
+    "sageattention": ("sageattention", "2.2.0"),
     "xformers": ("xformers", "0.0.35"),
 }
 #: What `polyattn run` brings. Programs prefer FlashAttention 3 if they find it, and most expect
@@ -37,6 +39,7 @@ _MADE_OF = {
     "flash_attn.ops.rms_norm": "flash_attn.ops.layer_norm",
     "flash_attn.ops.triton.cross_entropy": "flash_attn.losses.cross_entropy",
     "flash_attn.ops.triton.layer_norm": "flash_attn.ops.layer_norm",
+    "natten.functional": "natten",
 }
 #: Compiled modules and Triton kernels that code imports, and what to call instead.
 _KERNELS = {
@@ -83,7 +86,9 @@ class Finder:
         path = Path(__file__).resolve().parents[1].joinpath("polyattn", "dialects", *own.split("."))
         for file in (path.with_suffix(".py"), path / "__init__.py"):
             if file.is_file():
-                is_package = name == own and file.stem == "__init__"
+                is_package = name == own and (
+                    file.stem == "__init__" or any(one.startswith(f"{name}.") for one in _MADE_OF)
+                )
                 return ModuleSpec(name, self, origin=str(file), is_package=is_package)  # type: ignore[arg-type]
         return None
 
@@ -101,6 +106,8 @@ class Finder:
             )
         own = import_module(f"polyattn.dialects.{_MADE_OF.get(name, name)}")
         kept = vars(module).keys() - {"__doc__"}
+        # A module with a row of its own may have been imported as one of polyattn.
+        kept |= {one[len(name) + 1 :] for one in PACKAGES if one.startswith(f"{name}.")}
         vars(module).update((key, value) for key, value in vars(own).items() if key not in kept)
         if name + TUPLES in self.names:
             vars(module).update(own._with_tuples())

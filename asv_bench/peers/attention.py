@@ -24,6 +24,7 @@ import numpy as np
 import script
 from cases import Array, Case, both
 from engines import (
+    EAGER,
     JAX,
     MOST_SCORES,
     NATIVE,
@@ -40,6 +41,7 @@ from engines import (
     on_torch,
     onnx_session,
     ours,
+    pairs_on_torch,
     textbook,
 )
 from threadpoolctl import threadpool_limits
@@ -146,6 +148,8 @@ CPU_QUICK = [
 def with_native(row: Row, threads: int) -> dict[str, Call]:
     """Return the compiled kernel, NumPy's own and the peers of the row."""
     case = row.case
+    if case.kind == "pairs":
+        return with_pairs(row, threads)
     if row.passes != "forward":
         calls = with_gradients(row, threads)
         return {name: calls[name] for name in (REFERENCE, NATIVE, "numpy") if name in calls}
@@ -162,6 +166,18 @@ def with_native(row: Row, threads: int) -> dict[str, Call]:
     }
     has_peers &= case.dtype == "float32" and case.scores <= MOST_SCORES
     return {REFERENCE: on_torch(case, threads)} | calls | (installed(peers) if has_peers else {})
+
+
+def with_pairs(row: Row, threads: int) -> dict[str, Call]:
+    """Return attention of pairs written out on torch, by its function, and polyattn's kernels."""
+    case, passes = row.case, row.passes
+    arrays, options = case.arguments()
+    peers = dict.fromkeys((row.over, REFERENCE))
+    calls = {name: pairs_on_torch(name, case, threads, passes) for name in peers}
+    if passes == "forward":
+        return calls | ours(case)
+    along, own = np.ones_like(arrays[0]), kernels(arrays, options)
+    return calls | {n: gradients(arrays, along, passes, **options, **x) for n, x in own.items()}
 
 
 def with_gradients(row: Row, threads: int) -> dict[str, Call]:
@@ -190,6 +206,15 @@ def relative(result: Any, exact: Any) -> float:
     return max(script.difference(a, b) / script.difference(b, 0.0) for a, b in pairs)
 
 
+def of_pairs(size: int, *bounds: tuple[int, float | None], **same: Any) -> list[Row]:
+    """Return rows of as many items as rows and keys, with a bias that the items share."""
+    return [
+        Row(Case(n, 4, 4, n, n, size, "pairs", **same), bound, EAGER, passes)
+        for n, bound in bounds
+        for passes in ("forward", "both")
+    ]
+
+
 HELD = [
     *rows(both(1, 12, 32, 64), 1.1, 1.1),
     *rows(both(1, 12, 64, 64), 0.9, 0.8),
@@ -213,6 +238,11 @@ HELD = [
     *rows(both(4, 8, 1024, 64), 1.0, 0.85, passes="both"),
     *rows(both(1, 12, 2048, 64), 1.0, 0.85, passes="both"),
     Row(Case(1, 12, 12, 1024, 1024, 64, "bias"), 1.0, passes="both"),
+    *of_pairs(8, (64, 0.9), (128, 0.7)),
+    *of_pairs(16, (64, 1.0), (128, 0.7)),
+    *of_pairs(32, (64, 1.0), (128, 0.8), (256, 0.8)),
+    *of_pairs(16, (64, None), (128, None), dtype="bfloat16"),
+    Row(Case(512, 4, 4, 512, 512, 16, "pairs"), 0.8),
     Row(Case(1, 8, 8, 2048, 2048, 64, "softcap"), 0.8, "NumPy"),
     Row(Case(1, 8, 8, 2048, 2048, 64, "softcap, window"), 0.8, "NumPy"),
     Row(Case(1, 8, 8, 2048, 2048, 64, "documents"), 0.8, "NumPy"),

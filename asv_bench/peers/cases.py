@@ -107,6 +107,16 @@ def _normal(rng: Any, *shape: int) -> Array:
     return rng.standard_normal(shape, dtype=np.float32)
 
 
+def _of_pairs(case: Case, rng: Any) -> Array:
+    return _normal(rng, 1, case.heads, case.length, case.keys).astype(case._numpy_dtype())
+
+
+def _shown_keys(case: Case, rng: Any) -> Array:
+    shown = rng.random((case.batch, 1, 1, case.keys)) < 0.9
+    shown[..., 0] = True
+    return shown
+
+
 def _half_of_keys(case: Case) -> Array:
     return np.linspace(case.keys / 8, case.keys * 7 / 8, case.batch).astype(int)
 
@@ -123,6 +133,7 @@ KINDS: dict[str, Callable[[Case, Any], Options]] = {
     "padding": lambda case, rng: {"mask": masks.padding(case.key_lengths)},
     "mask": lambda case, rng: {"mask": rng.random((case.length, case.keys)) > 0.5},
     "bias": lambda case, rng: {"bias": _normal(rng, case.length, case.keys)},
+    "pairs": lambda case, rng: {"bias": _of_pairs(case, rng), "mask": _shown_keys(case, rng)},
     "sinks": lambda case, rng: {"sinks": _normal(rng, case.heads)},
     "half the keys": lambda case, rng: {"key_lengths": _half_of_keys(case)},
     "alibi": lambda case, rng: {"score_mod": scores.alibi(case.heads)},

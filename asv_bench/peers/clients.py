@@ -20,7 +20,7 @@ from polyattn.dialects import flash_attn
 #: The arguments of a program's `inputs`, and the width and heads of its model.
 SIZES: dict[str, tuple[dict[str, Any], int, int]] = {
     "bert": ({"length": 384}, 256, 4),
-    "diffusion_lm": ({"length": 512}, 256, 4),
+    "diffusion_lm": ({"length": 512, "width": 256}, 256, 4),
     "gpt": ({"length": 512}, 256, 4),
     "matcher": ({"points": 512, "others": 512, "width": 256}, 256, 4),
     "point_cloud": ({"count": 4000}, 128, 4),

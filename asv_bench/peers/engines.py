@@ -18,6 +18,7 @@ import polyattn
 
 Call = Callable[[], Any]
 REFERENCE = "torch"
+EAGER = "eager"
 NATIVE = "native"
 # With more scores, functions that hold all scores at once or are many times slower are left out.
 MOST_SCORES = 2.5e8
@@ -115,6 +116,31 @@ def gradients_of_torch(case: Case, along: Array, threads: int, passes: str) -> C
     if passes == "backward":
         return partial(found, attend(), retain_graph=True)
     return lambda: found(attend())
+
+
+def pairs_on_torch(by: str, case: Case, threads: int, passes: str) -> Call:
+    """Return attention with a bias and a mask of keys, by torch's function or written out."""
+    import torch
+
+    torch.set_num_threads(threads)
+    arrays, options = case.arguments()
+    dtype, is_trained = getattr(torch, case.dtype), passes == "both"
+    inputs = [torch.from_numpy(x.astype("float32")) for x in (*arrays, options["bias"])]
+    inputs = [x.to(dtype).requires_grad_(is_trained) for x in inputs]
+    hidden = torch.where(torch.from_numpy(options["mask"]), 0.0, -torch.inf).to(dtype)
+
+    def attend(query: Any, key: Any, value: Any, bias: Any) -> Any:
+        if by == REFERENCE:
+            return torch.nn.functional.scaled_dot_product_attention(
+                query, key, value, attn_mask=bias + hidden
+            )
+        scores = torch.einsum("bhid,bhjd->bhij", query * case.size**-0.5, key) + bias + hidden
+        return torch.einsum("bhij,bhjd->bhid", scores.softmax(-1), value)
+
+    along = torch.ones_like(inputs[0])
+    if not is_trained:
+        return partial(attend, *inputs)
+    return lambda: torch.autograd.grad(attend(*inputs), inputs, along)
 
 
 # ---- JAX, ONNX Runtime and OpenVINO -------------------------------------------------------------

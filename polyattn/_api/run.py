@@ -17,7 +17,7 @@ from polyattn._core.call.operands import Operands
 from polyattn._core.call.options import AUTOCAST, OPTIONS
 from polyattn._core.call.pages import on_used_pages
 from polyattn._core.call.parts import arrays_in
-from polyattn._dispatch.cache import CachedCall, cached_call, cached_plan
+from polyattn._dispatch.cache import CachedCall, cached_call, cached_kernel, cached_plan
 from polyattn._dispatch.plan import Plan
 from polyattn._dispatch.request import request
 from polyattn._dispatch.select import check_kernel
@@ -86,6 +86,16 @@ def plan_of(
     """Return the plan of a described call."""
     check_kernel(kernel)
     return cached_plan(call, request(backend), kernel, library_of(query).xp)
+
+
+def kernel_for(*arrays: Array, layout: str, **options: Any) -> Kernel:
+    """Return the kernel that runs a call of `attention`, by the key of the call."""
+    key = call_key(arrays, {"layout": layout, **options})
+    known = [] if key is None else cached_kernel(key, request(None))
+    if not known:
+        call, operands = describe(*arrays, layout=layout, **options)
+        known.append(plan_of(call, operands.query, None, None).kernel)
+    return known[0]
 
 
 def run_planned(result: Callable[..., Any], *, logsumexp: bool = False) -> Callable[[_F], _F]:

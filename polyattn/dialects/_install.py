@@ -19,9 +19,11 @@ def install(*packages: str, tuples: bool = False) -> contextlib.ExitStack:
 
     Parameters
     ----------
-    *packages : {"flash_attn", "flash_attn_interface", "flash_attn.cute", "xformers"}
-        FlashAttention 2, 3 and 4, xFormers; by default FlashAttention 2. Code that can use several
-        generations prefers the newest that it finds. The fourth is a part of ``flash_attn``.
+    *packages : str
+        "flash_attn", "flash_attn_interface" and "flash_attn.cute", which are FlashAttention 2, 3
+        and 4; "xformers", "natten", "sageattention". By default FlashAttention 2. Code that can use
+        several generations prefers the newest that it finds. The fourth is a part of
+        ``flash_attn``.
     tuples : bool
         Whether the functions of ``flash_attn_interface``, except that for caches, return
         ``(output, logsumexp)``, as they did before August 2025. Code of that time takes the first

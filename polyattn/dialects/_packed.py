@@ -1,7 +1,8 @@
 """Attention over packed sequences (a ragged batch in one array), and over pages of a cache.
 
 Where the host can read the lengths, each run of sequences of one length is a call of its own, which
-spends nothing on the other sequences. A traced program has one call with masks instead.
+spends nothing on the other sequences. Short ones are documents of one call where the kernel skips
+the other documents. A traced program has one call with masks instead.
 """
 
 from __future__ import annotations
@@ -13,15 +14,21 @@ from typing import Any, NamedTuple
 from polyattn import masks
 from polyattn._api.attention import attention
 from polyattn._api.partial import attention_partial
+from polyattn._api.run import kernel_for
 from polyattn._base.arguments import short
 from polyattn._base.arrays import Array, cast, index_range, library_of, numbers_like
 from polyattn._base.slices import spans
 from polyattn._base.tracing import is_recording, is_transformed
-from polyattn.dialects._shared import alibi, lowered
+from polyattn.dialects._shared import alibi, joined_axes, lowered
 
 Arrays = tuple[Array, Array, Array]
+Spans = list[tuple[int, int]]
 #: The number of a sequence, and the start and length of its rows and of its keys.
 Run = tuple[int, tuple[int, int], tuple[int, int]]
+# Beyond so many multiply-adds of a row of a sequence, of the mean length, what one call computes at
+# the borders of documents takes longer than the calls that it saves (AMD EPYC, one thread).
+SHORT = 2**16
+MOST_KEPT = 64  # masks of documents
 
 
 class Packed(NamedTuple):
@@ -68,7 +75,7 @@ def from_pages(
     # Entries beyond the length of a sequence may hold anything.
     least, most = (numbers_like(xp, n, table.dtype, table) for n in (0, key.shape[0] - 1))
     indices = xp.reshape(xp.minimum(xp.maximum(table, least), most), (-1,))
-    flat = (xp.reshape(xp.take(x, indices, axis=0), (-1, *x.shape[2:])) for x in (key, value))
+    flat = (joined_axes(xp.take(x, indices, axis=0), 0, 2) for x in (key, value))
     batch, length = table.shape[0], table.shape[1] * key.shape[1]
     starts = [n * length + (first[n] if first else 0) for n in range(batch)]
     return *flat, Packed([*starts, batch * length], used)
@@ -137,6 +144,8 @@ def _one_by_one(
     if len(own) != len(other):
         raise ValueError(f"query has {len(own)} sequences, and key {len(other)}")
     runs = list(_runs(own, other, query.shape[0]))
+    if len(runs) > 1 and (given := _documents(xp, arrays, own, other, len(runs), rule, options)):
+        return list(_results(arrays, rule, given))
     of_query = [(at, len(run) * n) for run in runs for _, (at, n), _ in run[:1]]
     of_key = [(at, len(run) * n) for run in runs for _, _, (at, n) in run[:1]]
     cut = zip(*map(spans, arrays, (of_query, of_key, of_key)), strict=True)
@@ -145,6 +154,50 @@ def _one_by_one(
         parts[0] if len(parts) == 1 else xp.concat(parts, axis=0)
         for parts in zip(*pieces, strict=True)
     ]
+
+
+def _documents(
+    xp: Any, arrays: Arrays, own: Spans, other: Spans, runs: int, rule: PositionRule, options: Any
+) -> dict[str, Any] | None:
+    """Return the options of one call for all sequences, None where calls for each are better."""
+    query, key, value = arrays
+    keys, size = key.shape[0], query.shape[1] * (query.shape[2] + value.shape[2])
+    used = sum(n for _, n in own), sum(n for _, n in other)
+    saved = runs * (2 if getattr(query, "requires_grad", False) else 1)
+    if keys * size > SHORT * saved or used != (query.shape[0], keys) or "dropout" in options:
+        return None
+    # Positions count from the start of a sequence.
+    by_position = rule.causal or rule.window != (None, None)
+    if rule.chunk or rule.slopes is not None or (by_position and own != other):
+        return None
+    given = {"is_causal": rule.causal, "window": rule.window, **options}
+    given["mask"] = _kept_segments(xp, query, own, key, other)
+    return given if kernel_for(*arrays, layout="...LHD", **given).skips_documents else None
+
+
+_segments: dict[Any, masks.Mask] = {}  # by kind of array and sequences, which all layers share
+
+
+def _kept_segments(xp: Any, query: Array, own: Spans, key: Array, other: Spans) -> masks.Mask:
+    """Return the mask of documents that are the sequences, where no token is unused."""
+    kind = type(query), getattr(query, "device", None), tuple(own), tuple(other)
+    mask = _segments.get(kind)
+    if mask is None:
+        parts = [(query, own)] if own == other else [(query, own), (key, other)]
+        ids = [_ids(xp, *part) for part in parts]
+        mask = masks.segments(*ids)
+        if not getattr(ids[0], "is_inference", bool)():  # autograd saves no tensor of inference
+            if len(_segments) >= MOST_KEPT:
+                _segments.clear()
+            _segments[kind] = mask
+    return mask
+
+
+def _ids(xp: Any, array: Array, spans: Spans) -> Array:
+    """Return the number of the sequence of each token, from 1 on."""
+    tokens = index_range(xp, 0, array.shape[0], array)
+    starts = numbers_like(xp, [start for start, _ in spans], tokens.dtype, array)
+    return xp.searchsorted(starts, tokens, side="right")
 
 
 def _run(xp: Any, arrays: Arrays, run: list[Run], rule: PositionRule, options: Any) -> list[Array]:
@@ -170,6 +223,8 @@ def spans_of(name: str, packed: Packed, array: Array) -> list[tuple[int, int]]:
     starts, total = numbers_of(packed.starts), array.shape[0]
     lengths = [stop - start for start, stop in itertools.pairwise(starts)]
     used = lengths if packed.used is None else numbers_of(packed.used)
+    if any(isinstance(one, float) for one in (*starts[:1], *used[:1])):
+        raise TypeError(f"the starts and lengths of {name} must be integers; got {short(starts)}")
     spans = list(zip(starts, used, strict=False))
     edges = starts
     if packed.used is not None:

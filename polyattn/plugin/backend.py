@@ -60,6 +60,9 @@ class Kernel:
     takes_band : bool
         Whether a mask expression of numbers that is causal and a window over some of the keys comes
         to `__call__` as these, and only these keys.
+    skips_documents : bool
+        Whether a call over packed documents takes less time than a call for each of them: a row
+        costs the keys of its document only.
     tile : int or None
         For a kernel that works in tiles, the largest number of scores in one. The kernel reads it
         in each call: `polyattn.conformance` sets it low on a copy, so that small arrays have many
@@ -80,6 +83,7 @@ class Kernel:
     counts_far: ClassVar[frozenset[str]] = frozenset()
     quantized_bits: ClassVar[frozenset[int]] = frozenset({8})
     takes_band: ClassVar[bool] = False
+    skips_documents: ClassVar[bool] = False
     tile: int | None = None
 
     def reasons_against(self, problem: Problem) -> list[str]:

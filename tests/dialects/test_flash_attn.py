@@ -3,12 +3,13 @@
 import contextlib
 import itertools
 import math
+import types
 
 import numpy as np
 import pytest
 from optional import jax, jnp, torch
 
-from polyattn import attention
+from polyattn.dialects import _packed
 from polyattn.dialects import flash_attn as fa2
 from polyattn.dialects import flash_attn_interface as fa3
 from polyattn.dialects.flash_attn import cute as fa4
@@ -208,17 +209,66 @@ def test_packed_sequences_have_one_gradient_on_jax():
     assert " pad[" not in str(jax.make_jaxpr(gradient)(x))
 
 
-def test_a_run_of_equal_lengths_is_one_call(monkeypatch):
-    from polyattn.dialects import _packed
-
+@pytest.fixture
+def shapes(monkeypatch):
+    """The shapes of the queries of calls over packed sequences."""
     shapes = []
-    monkeypatch.setattr(
-        _packed, "attention", lambda *x, **o: shapes.append(x[0].shape) or attention(*x, **o)
-    )
+    for name in ("attention", "attention_partial"):
+        run = getattr(_packed, name)
+        monkeypatch.setattr(
+            _packed, name, lambda *x, run=run, **o: shapes.append(x[0].shape) or run(*x, **o)
+        )
+    return shapes
+
+
+@pytest.mark.without_native
+def test_a_run_of_equal_lengths_is_one_call(shapes):
     x = normal(11, H, D)
     ends = np.array([0, 3, 6, 9, 11])
     fa2.flash_attn_varlen_func(x, x, x, ends, ends, 3, 3)
     assert shapes == [(3, 3, H, D), (1, 2, H, D)]
+
+
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+@pytest.mark.parametrize(
+    ("calls", "ends", "other", "total", "name"),
+    [
+        (1, [0, 3, 7, 7, 12], [0, 5, 5, 9, 11], 12, "plain"),
+        (1, [0, 3, 7, 7, 12], [0, 3, 7, 7, 12], 12, "causal"),
+        (1, [0, 3, 7, 7, 12], [0, 3, 7, 7, 12], 12, "window"),
+        (3, [0, 3, 8, 12], [0, 5, 6, 11], 12, "causal"),  # rows are at positions of their own
+        (3, [0, 3, 8, 12], [0, 3, 8, 12], 12, "alibi"),
+        (3, [0, 3, 7], [0, 3, 7], 9, "plain"),  # the last are rows of no sequence
+        (1, [0, 6, 12], [0, 6, 12], 12, "plain"),  # a batch
+    ],
+)
+def test_short_sequences_are_documents_of_one_call(
+    monkeypatch, shapes, library, calls, ends, other, total, name
+):
+    """Where the kernel skips the other documents, and the call means the same."""
+    kernel_for, chosen = _packed.kernel_for, []
+
+    def that_skips(*arrays, **given):
+        chosen.append(kernel_for(*arrays, **given))
+        return types.SimpleNamespace(skips_documents=True)
+
+    monkeypatch.setattr(_packed, "kernel_for", that_skips)
+    q, k, v = normal(total, H, D), normal(other[-1], G, D), normal(other[-1], G, E)
+    if library == "numpy":  # the engine that torch has without the compiled kernel reads it
+        k[0] = v[0] = np.nan
+    lengths = np.array(ends), np.array(other)
+    given = map(TO[library], (q, k, v, *lengths))
+    output, lse, _ = fa2.flash_attn_varlen_func(
+        *given, 9, 9, **OPTIONS[name], return_attn_probs=True
+    )
+    meant = {NAMES.get(name, name): option for name, option in OPTIONS[name].items()}
+    for n, (rows, keys) in enumerate(zip(*map(sequences, lengths), strict=True)):
+        if n and rows.stop > rows.start:
+            expected = formula(q[rows], k[keys], v[keys], **meant)
+            close(output[rows], expected[0])
+            close(lse[:, rows], expected[1])
+    assert len(shapes) == calls
+    assert len(chosen) == (calls == 1 < len(ends) - 2)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ import polyattn
 from polyattn import attention, masks, scores
 from polyattn._base import arrays as arrays_module
 from polyattn._dispatch import cache, registry
+from polyattn.dialects import flash_attn
 
 torch = pytest.importorskip("torch")
 on_torch = pytest.importorskip("polyattn_native.on_torch")
@@ -210,6 +211,42 @@ def test_one_token_of_each_head_runs_where_it_takes_less_time(
 
 
 # ---- memory ----
+
+
+def test_a_call_with_gradients_is_kept_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The problem of its node is the same object in each call."""
+    runs: list[Any] = []
+    real = Ready.run
+    monkeypatch.setattr(Ready, "run", lambda *x, **more: runs.append(0) or real(*x, **more))
+    x = torch.randn(3, 1, 4, 20, 16, requires_grad=True)
+    for _ in range(3):
+        attention(*x, kernel="native").sum().backward()
+    assert len(runs) == 2
+
+
+@pytest.mark.parametrize("is_swapped", [False, True])
+def test_results_have_the_axes_in_memory_of_their_operands(is_swapped: bool) -> None:
+    x = [torch.randn(2, 9, 4, 16).transpose(1, 2) for _ in range(3)]
+    x = [one if is_swapped else one.contiguous() for one in x]
+    output = attention(*[one.requires_grad_() for one in x], kernel="native")
+    gradients = torch.autograd.grad(output.sum(), x)
+    for one in (output, *gradients):
+        assert one.stride() == x[0].stride()
+
+
+def test_short_packed_sequences_are_one_call() -> None:
+    """Equal to a call for each, with the gradients."""
+    sizes, x = [5, 40, 1, 21], torch.randn(3, 67, 4, 16, dtype=torch.float64, requires_grad=True)
+    ends = torch.tensor([0, *sizes]).cumsum(0)
+    with polyattn.trace() as calls:
+        output = flash_attn.flash_attn_varlen_func(*x, ends, ends, 40, 40, causal=True)
+    assert [(one.kernel, one.query) for one in calls.calls] == [("native", (67, 4, 16))]
+    split = [one.split(sizes) for one in x.unbind()]
+    parts = [attention(*one, is_causal=True, layout="...LHD") for one in zip(*split, strict=True)]
+    given, whole = torch.randn_like(output), torch.cat(parts)
+    torch.testing.assert_close(output, whole)
+    found, wanted = (torch.autograd.grad(y, x, given)[0] for y in (output, whole))
+    torch.testing.assert_close(found, wanted)
 
 
 @pytest.mark.parametrize("dtype", LIMITS, ids=str)

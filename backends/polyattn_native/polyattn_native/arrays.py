@@ -82,6 +82,19 @@ def is_readable(array: Any) -> bool:
     return is_contiguous and _is_aligned(array)
 
 
+def has_rows_first(strides: Sequence[int]) -> bool:
+    """Return whether the axis of rows comes before that of heads in memory, as in "...LHD"."""
+    return len(strides) > 2 and strides[-3] < strides[-2]
+
+
+def empty_beside(array: Any, shape: tuple[int, ...], dtype: Any) -> Any:
+    """Return an array (..., head, row, column) with these axes in memory as another has them."""
+    if not has_rows_first(array.strides):
+        return np.empty(shape, dtype)
+    *lead, heads, rows, size = shape
+    return np.empty((*lead, rows, heads, size), dtype).swapaxes(-3, -2)
+
+
 def _is_aligned(array: Any) -> bool:
     """Return whether addresses are multiples of the numbers' size, and bytes in order."""
     aligned: bool = array.flags.aligned and array.dtype.isnative

@@ -20,7 +20,15 @@ from polyattn.plugin import (
     sum_to,
     thread_count,
 )
-from polyattn_native.arrays import DATA, KNOWS_ADDRESSES, QUIETLY, is_readable, numbers, readable
+from polyattn_native.arrays import (
+    DATA,
+    KNOWS_ADDRESSES,
+    QUIETLY,
+    empty_beside,
+    is_readable,
+    numbers,
+    readable,
+)
 from polyattn_native.call import NativeCall, Ready
 from polyattn_native.distance_scores import is_supported
 from polyattn_native.library import library
@@ -50,7 +58,7 @@ class Native(Kernel):
         "mask_mod", "query_offset", "query_offset_array", "scale", "score_expression", "sinks",
         "softcap", "value_size", "window",
     }))  # fmt: skip
-    batch_invariant = True
+    batch_invariant = skips_documents = True
     takes_empty = False
     counts_far = frozenset({"causal", "window"})
     quantized_bits = frozenset({4, 8})
@@ -150,9 +158,10 @@ class Native(Kernel):
         native.rows_of("logsumexp", logsumexp)
         if cotangents.logsumexp is not None:
             native.rows_of("logsumexp_gradient", np.asarray(cotangents.logsumexp, dtype))
+        given = {name: getattr(operands, name) for name in ("query", "key", "value")}
         whole = {
-            name: np.empty((*problem.batch, *getattr(operands, name).shape[-3:]), dtype)
-            for name in ("query", "key", "value")
+            name: empty_beside(x, (*problem.batch, *x.shape[-3:]), dtype)
+            for name, x in given.items()
         }
         for name, array in whole.items():
             native.array(f"{name}_gradient", array)
@@ -170,9 +179,8 @@ class Native(Kernel):
         native.run(library().polyattn_differentiate)
         scale = np.einsum("...d,...d->...", whole["query"], numbers(operands.query))
         scale = scale.sum(where=logsumexp != -np.inf) / problem.scale
-        shapes = {name: getattr(operands, name).shape for name in whole}
         return Gradients(
-            **{name: sum_to(np, array, shapes[name]) for name, array in whole.items()},
+            **{name: sum_to(np, array, given[name].shape) for name, array in whole.items()},
             bias=None if of_bias is None else sum_to(np, of_bias, bias.shape),
             sinks=None if operands.sinks is None else _of_sinks(operands.sinks, logsumexp, delta),
             score_mod=[] if of_distance is None else of_distance.pullback(),

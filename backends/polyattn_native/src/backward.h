@@ -14,7 +14,8 @@
 // Q and dO are kept twice. As panels, whose lanes are rows, they give the tile: queries[panel][element][lane]. As
 // columns, whose lanes are elements, they give the gradients of keys and values: query_columns[columns][row][lane].
 // With AVX2 and float32 a panel has 16 lanes: row 20 and element 5 of a query of 64 are queries[1][5][4] and
-// query_columns[0][20][5]; element 37 is query_columns[2][20][5]. A last panel of one vector has half of the lanes.
+// query_columns[0][20][5]; element 37 is query_columns[2][20][5]. A last panel of one vector has half of the lanes,
+// and so have last columns of so few elements.
 // A task adds its groups in order, so the sums do not depend on the number of threads.
 #pragma once
 #include "products.h"
@@ -55,6 +56,12 @@ private:
         bool finite;   // queries and output gradients of the group
     };
 
+    struct Rows {
+        T* first;
+        int64_t stride;
+        T* at(int64_t key) const { return first + key * stride; }
+    };
+
     const PolyattnCall& call;
     const Work& work_;
     State* state;
@@ -63,7 +70,7 @@ private:
     T *query_columns, *gradient_columns;  // [columns][row][lane]: the same numbers
     T* query_sums;                        // [panel][element][lane]: G·K of the blocks so far
     Tile<T> tile;
-    T* key_sums;                 // [columns][key][lane]: of one block, for keys and then for values
+    T* key_sums;                 // [key][lane]: of one block and column, for keys and then for values
     T *key_block, *value_block;  // [key][element]: a block that is converted
     size_t scratch_size;
 
@@ -88,11 +95,13 @@ private:
     }
     static int64_t size_of_part(const PolyattnCall& call) { return call.keys * (call.head_size + call.value_size); }
     static int64_t columns_of(int64_t size) { return (size + 2 * width - 1) / (2 * width); }
+    static int64_t lanes_of(int64_t column, int64_t size) {
+        return size - column * 2 * width > width ? 2 * width : width;
+    }
 
     Backward(const PolyattnCall& c, const Work& w, void* scratch) : call(c), work_(w) {
         BumpAllocator memory(scratch);
         const int64_t rows = GROUP * 2 * width, lanes = 2 * width;
-        const int64_t widest = max(columns_of(call.head_size), columns_of(call.value_size));
         state = memory.take<State>(1);
         panels = memory.take<Panel<T>>(GROUP);
         queries = memory.take<T>(rows * call.head_size);
@@ -101,7 +110,7 @@ private:
         gradient_columns = memory.take<T>(rows * columns_of(call.value_size) * lanes);
         query_sums = memory.take<T>(rows * (call.head_size + width));
         tile.place(call, memory);
-        key_sums = memory.take<T>(widest * KEYS * lanes);
+        key_sums = memory.take<T>(KEYS * lanes);
         key_block = memory.take<T>(converts(call) ? KEYS * call.head_size : 0);
         value_block = memory.take<T>(converts(call) ? KEYS * call.value_size : 0);
         scratch_size = memory.used();
@@ -121,27 +130,29 @@ private:
         // Part 0 adds to the call's gradients. Part 1 has sums of its own, which are 0 at first and which
         // `join_parts` adds at last.
         if (state->part == 0 && !call.adds) {
-            for (int64_t key = 0; key < call.keys; ++key) {
-                clear(key_row(key), call.head_size);
-                clear(value_row(key), call.value_size);
-            }
+            clear(key_rows(), call.head_size);
+            clear(value_rows(), call.value_size);
         }
     }
     static void clear(T* numbers, int64_t count) {
         for (int64_t i = 0; i < count; ++i) numbers[i] = 0;
     }
+    void clear(Rows rows, int64_t size) const {
+        if (rows.stride == size) return clear(rows.first, call.keys * size);
+        for (int64_t key = 0; key < call.keys; ++key) clear(rows.at(key), size);
+    }
 
-    // Where the gradients of a key and of its value are added up.
+    // Where the gradients of keys and of values are added up.
     T* part_sums() const {
         return (T*)parts_in(work_.shared_memory, call, work_) + state->number / 2 * size_of_part(call);
     }
-    T* key_row(int64_t key) const {
-        if (state->part) return part_sums() + key * call.head_size;
-        return at<T>(call.key_gradient, state->item, state->key_head, key);
+    Rows key_rows() const {
+        if (state->part) return {part_sums(), call.head_size};
+        return {at<T>(call.key_gradient, state->item, state->key_head, 0), call.key_gradient.row};
     }
-    T* value_row(int64_t key) const {
-        if (state->part) return part_sums() + call.keys * call.head_size + key * call.value_size;
-        return at<T>(call.value_gradient, state->item, state->key_head, key);
+    Rows value_rows() const {
+        if (state->part) return {part_sums() + call.keys * call.head_size, call.value_size};
+        return {at<T>(call.value_gradient, state->item, state->key_head, 0), call.value_gradient.row};
     }
 
     static void join_parts(const PolyattnCall& call, const Work& work, void* shared) {
@@ -158,7 +169,9 @@ private:
         }
     }
     static void add(const T* more, int64_t count, T* to) {
-        for (int64_t i = 0; i < count; ++i) to[i] += more[i];
+        int64_t i = 0;
+        for (; i + width <= count; i += width) store<T>(to + i, load(to + i) + load(more + i));
+        for (; i < count; ++i) to[i] += more[i];
     }
 
     bool step() {
@@ -185,8 +198,6 @@ private:
         state->ranges.clear(call);
         state->finite = true;
         const int64_t stop = min(state->next_row + work_.rows, state->stop_row);
-        clear(query_columns, work_.rows * columns_of(call.head_size) * 2 * width);
-        clear(gradient_columns, work_.rows * columns_of(call.value_size) * 2 * width);
         while (state->next_row < stop) {
             Panel<T>& panel = panels[state->panels];
             panel.begin(call, state->item, state->key_head, state->next_row, stop);
@@ -195,7 +206,7 @@ private:
             state->next_row += panel.used;
             ++state->panels;
         }
-        clear(query_sums, work_.rows * call.head_size);
+        clear(query_sums, tile.start_of(state->panels) * call.head_size);
         clear(tile.softcap_sums, work_.rows);
         state->keys = state->ranges.hull();
         state->next = state->ranges.next(0, KEYS);
@@ -224,11 +235,9 @@ private:
             }
             tile.delta[r] = d;
             if (lane < panel.used) *at<T>(call.delta, state->item, head, row) = d;
-            if (!is_used) continue;
-            as_columns(query_rows[lane], call.head_size, (T)call.scale, r, query_columns);
-            as_columns(gradient_rows[lane], call.value_size, (T)(1 / call.keep), r, gradient_columns);
-            state->finite = state->finite && is_finite(query_rows[lane], call.head_size) &&
-                            is_finite(gradient_rows[lane], call.value_size);
+            const T *q = is_used ? query_rows[lane] : nullptr, *g = is_used ? gradient_rows[lane] : nullptr;
+            as_columns(q, call.head_size, (T)call.scale, r, query_columns);
+            as_columns(g, call.value_size, (T)(1 / call.keep), r, gradient_columns);
         }
         transpose_rows(query_rows, lanes, call.head_size, (T)call.scale, queries + start * call.head_size);
         T* to = gradients + start * call.value_size;
@@ -237,6 +246,8 @@ private:
             if (lane < panel.used && tile.logsumexp[start + lane] != EMPTY_ROW<T>) continue;
             for (int64_t e = 0; e < call.value_size; ++e) to[e * lanes + lane] = 0;
         }
+        state->finite = state->finite && is_finite(queries + start * call.head_size, call.head_size, lanes, lanes) &&
+                        is_finite(to, call.value_size, lanes, lanes);
     }
 
     static T dot(const T* a, const T* b, int64_t count) {
@@ -249,11 +260,19 @@ private:
         return sum;
     }
 
-    // Write a row, the r-th of the group: element e to columns[e / lanes][r][e % lanes].
+    // Write a row, the r-th of the group, or zeros: element e to columns[e / (2 * width)][r][e % (2 * width)].
     void as_columns(const T* row, int64_t size, T factor, int64_t r, T* columns) {
-        constexpr int lanes = 2 * width;
-        for (int64_t e = 0; e < size; ++e) {
-            columns[(e / lanes * work_.rows + r) * lanes + e % lanes] = row[e] * factor;
+        for (int64_t column = 0; column < columns_of(size); ++column) {
+            const int64_t lanes = lanes_of(column, size), first = column * 2 * width;
+            T* to = columns + first * work_.rows + r * lanes;
+            for (int64_t lane = 0; lane < lanes; lane += width) {
+                const int64_t left = row ? size - first - lane : 0;
+                if (left >= width) {
+                    store<T>(to + lane, load(row + first + lane) * factor);
+                    continue;
+                }
+                for (int64_t i = 0; i < width; ++i) to[lane + i] = i < left ? row[first + lane + i] * factor : 0;
+            }
         }
     }
 
@@ -299,8 +318,8 @@ private:
         for (int number = 0; number < state->panels; ++number) {
             if (tile.shown[number]) add_to_queries(number, keys, count, hides_nonfinite);
         }
-        add_to_keys(block, tile.shares, query_columns, call.head_size, hides_nonfinite, &Backward::key_row);
-        add_to_keys(block, tile.weights, gradient_columns, call.value_size, hides_nonfinite, &Backward::value_row);
+        add_to_keys(block, tile.shares, query_columns, call.head_size, hides_nonfinite, key_rows());
+        add_to_keys(block, tile.weights, gradient_columns, call.value_size, hides_nonfinite, value_rows());
     }
 
     void add_to_queries(int number, Matrix<T> keys, int64_t count, bool hides_nonfinite) {
@@ -314,39 +333,38 @@ private:
         if (factor != 0 || !__builtin_signbit(factor)) sum = factor * number + sum;
     }
 
-    // Add factors[panel][key][lane] · columns[row] to the gradients of keys or values, which `row_of` finds.
+    // Add factors[panel][key][lane] · columns[row] to the gradients of keys or values.
     void add_to_keys(Range block, const T* factors, const T* columns, int64_t size, bool hides_nonfinite,
-                     T* (Backward::*row_of)(int64_t) const) {
-        constexpr int lanes = 2 * width;
+                     Rows gradients) {
         const int64_t count = block.stop - block.first;
-        const int last = state->panels - 1, whole = panels[last].count == 2 ? last + 1 : last;
         for (int64_t column = 0; column < columns_of(size); ++column) {
-            T* sums = key_sums + column * KEYS * lanes;
-            const T* from = columns + column * work_.rows * lanes;
-            if (hides_nonfinite) {
-                multiply_seen_columns(count, factors, from, sums);
-                continue;
-            }
-            const Matrix<T> all_lanes = {factors, lanes, lanes, KEYS * lanes};
-            if (whole) multiply<T, 2, INNER>(count, all_lanes, from, whole * lanes, sums);
-            if (whole <= last) {
-                const Matrix<T> half = {factors + (int64_t)whole * KEYS * lanes, width};
-                multiply<T, 2, INNER>(count, half, from + whole * lanes * lanes, width, sums, {whole > 0, nullptr});
-            }
-        }
-        for (int64_t key = 0; key < count; ++key) {
-            T* to = (this->*row_of)(block.first + key);
-            for (int64_t e = 0; e < size; e += lanes) {
-                const T* from = key_sums + (e / lanes * KEYS + key) * lanes;
-                add(from, min(lanes, size - e), to + e);
+            const int64_t lanes = lanes_of(column, size), first = column * 2 * width;
+            const T* from = columns + first * work_.rows;
+            if (hides_nonfinite) multiply_seen_columns(count, factors, from, lanes);
+            else if (lanes > width) multiply_columns<2>(count, factors, from);
+            else multiply_columns<1>(count, factors, from);
+            for (int64_t key = 0; key < count; ++key) {
+                add(key_sums + key * lanes, min(lanes, size - first), gradients.at(block.first + key) + first);
             }
         }
     }
 
-    void multiply_seen_columns(int64_t count, const T* factors, const T* columns, T* sums) {
+    // Write the products of a column of so many vectors to key_sums.
+    template <int Count> void multiply_columns(int64_t count, const T* factors, const T* column) {
+        constexpr int lanes = 2 * width;
+        const int last = state->panels - 1, whole = panels[last].count == 2 ? last + 1 : last;
+        const Matrix<T> all_lanes = {factors, lanes, lanes, KEYS * lanes};
+        if (whole) multiply<T, Count, INNER>(count, all_lanes, column, whole * lanes, key_sums);
+        if (whole > last) return;
+        const Matrix<T> half = {factors + (int64_t)whole * KEYS * lanes, width};
+        const T* rest = column + whole * lanes * Count * width;
+        multiply<T, Count, INNER>(count, half, rest, width, key_sums, {whole > 0, nullptr});
+    }
+
+    void multiply_seen_columns(int64_t count, const T* factors, const T* columns, int64_t row_lanes) {
         constexpr int lanes = 2 * width;
         for (int64_t key = 0; key < count; ++key) {
-            for (int column = 0; column < lanes; ++column) {
+            for (int64_t column = 0; column < row_lanes; ++column) {
                 T sum = 0, before = 0;
                 for (int number = 0; number < state->panels; ++number) {
                     const int size = panels[number].lanes();
@@ -354,10 +372,10 @@ private:
                     if (size < lanes) before = sum, sum = 0;
                     for (int lane = 0; lane < size; ++lane) {
                         add_seen(factors[tile.start_of(number) * KEYS + key * size + lane],
-                                 columns[(tile.start_of(number) + lane) * lanes + column], sum);
+                                 columns[(tile.start_of(number) + lane) * row_lanes + column], sum);
                     }
                 }
-                sums[key * lanes + column] = sum + before;
+                key_sums[key * row_lanes + column] = sum + before;
             }
         }
     }

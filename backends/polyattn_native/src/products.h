@@ -191,8 +191,11 @@ void multiply_rows_of(const Panel<T>& panel, int64_t keys, Matrix<T> a, const T*
 }
 
 template <typename T> bool is_finite(Matrix<T> a, int64_t keys, int64_t size) {
-    for (int64_t key = 0; key < keys; ++key) {
-        if (!is_finite(a.at(key), size)) return false;
+    for (int64_t key = 0; key < keys;) {
+        const Matrix<T> rest = a.after(key);
+        const int64_t count = min(rest.part - rest.first, keys - key);
+        if (!is_finite(rest.at(0), count, size, a.stride)) return false;
+        key += count;
     }
     return true;
 }

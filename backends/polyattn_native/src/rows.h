@@ -43,6 +43,12 @@ INLINE uint16_t to_float16(float x) {
 inline void widen(int dtype, const uint16_t* from, int64_t count, float* to) {
     int64_t i = 0;
     if (dtype == POLYATTN_BFLOAT16) {
+#if defined(__AVX2__)
+        for (; i + 8 <= count; i += 8) {
+            const __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)(from + i)));
+            _mm256_storeu_ps(to + i, (__m256)_mm256_slli_epi32(wide, 16));
+        }
+#endif
         for (; i < count; ++i) to[i] = to_float(BFloat16{from[i]});
         return;
     }
@@ -57,6 +63,17 @@ inline void widen(int dtype, const uint16_t* from, int64_t count, float* to) {
 inline void narrow(int dtype, const float* from, int64_t count, uint16_t* to) {
     int64_t i = 0;
     if (dtype == POLYATTN_BFLOAT16) {
+#if defined(__AVX2__)
+        for (; i + 8 <= count; i += 8) {
+            const __m256 x = _mm256_loadu_ps(from + i);
+            const __m256i bits = (__m256i)x, odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+            const __m256i sum = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+            const __m256i nan = _mm256_set1_epi32(0x7fc0), is_nan = (__m256i)_mm256_cmp_ps(x, x, _CMP_UNORD_Q);
+            const __m256i half = _mm256_blendv_epi8(_mm256_srli_epi32(sum, 16), nan, is_nan);
+            const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(half, half), 0xd8);
+            _mm_storeu_si128((__m128i*)(to + i), _mm256_castsi256_si128(packed));
+        }
+#endif
         for (; i < count; ++i) to[i] = to_bfloat16(from[i]);
         return;
     }
@@ -172,14 +189,17 @@ void write_rows(const T* panel, const T* factor, int lanes, int64_t size, T* con
     }
 }
 
-// Return whether no number is NaN or infinite.
-template <typename T> bool is_finite(const T* numbers, int64_t count) {
+// Return whether no number is NaN or infinite, of rows that are `stride` apart.
+template <typename T> bool is_finite(const T* numbers, int64_t rows, int64_t size, int64_t stride) {
     constexpr int width = Lanes<T>::width;
     Vector<T> sums = {};
-    int64_t i = 0;
-    for (; i + width <= count; i += width) sums += load(numbers + i) * 0;
     T sum = 0;
-    for (; i < count; ++i) sum += numbers[i] * 0;
+    if (stride == size) size *= rows, rows = 1;
+    for (; rows > 0; --rows, numbers += stride) {
+        int64_t i = 0;
+        for (; i + width <= size; i += width) sums += load(numbers + i) * 0;
+        for (; i < size; ++i) sum += numbers[i] * 0;
+    }
     for (int lane = 0; lane < width; ++lane) sum += sums[lane];
     return sum == 0;
 }

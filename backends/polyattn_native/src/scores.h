@@ -44,6 +44,13 @@ int64_t read_squares(const uint8_t* const* rows, int lanes, int64_t count, uint8
     return key;
 }
 
+// Whether the lanes of a panel read the same row.
+template <typename N> bool are_same(const N* const* rows, int lanes) {
+    bool same = true;
+    for (int lane = 1; lane < lanes; ++lane) same = same && rows[lane] == rows[0];
+    return same;
+}
+
 // The rows of a mask array, from a key on.
 template <typename T>
 void find_mask(const PolyattnCall& call, int64_t item, const Panel<T>& panel, int64_t key, const uint8_t** rows) {
@@ -68,10 +75,10 @@ struct Cells {
 template <typename T>
 Cells look_at_mask(const PolyattnCall& call, int64_t item, const Panel<T>& panel, Range keys) {
     const PolyattnArray& mask = call.mask;
-    const int lanes = panel.lanes();
     const int64_t count = keys.stop - keys.first;
     const uint8_t* rows[2 * Lanes<T>::width];
     find_mask(call, item, panel, keys.first, rows);
+    const int lanes = are_same(rows, panel.lanes()) ? 1 : panel.lanes();
     Cells cells = {};
     for (int64_t key = 0; key < count; key += CELL) {
         uint64_t any[2] = {}, all[2] = {~0ull, ~0ull};
@@ -128,7 +135,13 @@ void read_mask(const PolyattnCall& call, int64_t item, const Panel<T>& panel, Ra
     const uint8_t* rows[2 * Lanes<T>::width];
     find_mask(call, item, panel, keys.first, rows);
     int64_t key = 0;
-    if (column == 1) {
+    if (are_same(rows, lanes)) {
+        for (; key < count; ++key) {
+            // Eight lanes at a time: the next key, or the bytes after the last, take what is too much.
+            const uint64_t seen = rows[0][key * column] * 0x0101010101010101ull;
+            for (int lane = 0; lane < lanes; lane += 8) __builtin_memcpy(bytes + key * lanes + lane, &seen, 8);
+        }
+    } else if (column == 1) {
         if (lanes % 16 == 0) key = read_squares<16>(rows, lanes, count, bytes);
         else if (lanes == 8) key = read_squares<8>(rows, lanes, count, bytes);
     }
@@ -268,9 +281,7 @@ void add_bias(const PolyattnArray& bias, int64_t item, const Panel<T>& panel, Ra
     for (int lane = 0; lane < lanes; ++lane) {
         rows[lane] = at<T>(bias, item, panel.head[lane], panel.row[lane]) + keys.first * bias.column;
     }
-    bool same = true;
-    for (int lane = 1; lane < lanes; ++lane) same = same && rows[lane] == rows[0];
-    if (same) {
+    if (are_same(rows, lanes)) {
         for (int64_t i = 0; i < count * lanes; i += width) {
             add_bias(scores + i, broadcast<T>(rows[0][i / lanes * bias.column]));
         }
