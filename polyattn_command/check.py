@@ -97,7 +97,7 @@ class _Uses(ast.NodeVisitor):
         try:
             _resolve(path)
         except (ImportError, AttributeError) as error:
-            package = path.partition(".")[0]
+            package = max((one for one in PACKAGES if f"{path}.".startswith(f"{one}.")), key=len)
             by_name = f"; it comes by name, --as {package}" * (package not in self._names)
             self.faults.append((node.lineno, f"{path}: {error}{by_name}"))
         else:

@@ -10,11 +10,13 @@ from typing import Any
 
 from polyattn_command.stand_ins import BY_DEFAULT, PACKAGES, TUPLES, VARIABLE, is_real, names_of
 
+#: The first words of what Python runs, beside files.
+_PYTHON = ("-m", "-c", "-")
 _SITE = str(Path(__file__).resolve().parent / "site")
 #: What the parser says beside its arguments.
 TEXTS: dict[str, Any] = {
     "usage": "polyattn run [--as NAMES] [--replace] PROGRAM [ARGUMENT ...]\n"
-    "       polyattn run [--as NAMES] [--replace] -m MODULE [ARGUMENT ...]\n"
+    "       polyattn run [--as NAMES] [--replace] -m MODULE | -c CODE | - [ARGUMENT ...]\n"
     "       polyattn run [--as NAMES] --check FILE [FILE ...]\n"
     "       polyattn run [--as NAMES] [--replace] --environment",
     "description": "Run a Python program, a module, or a command such as torchrun, unedited, on any"
@@ -31,12 +33,17 @@ TEXTS: dict[str, Any] = {
 def main(arguments: list[str]) -> int:
     """Run a program, or check files, and return the exit code."""
     stop = 0
-    while arguments[stop:] and arguments[stop].startswith("-") and arguments[stop] != "-m":
+    while arguments[stop:] and arguments[stop].startswith("-") and arguments[stop] not in _PYTHON:
         stop += 1 + (arguments[stop] == "--as")
     parser = argparse.ArgumentParser(prog="polyattn run", **TEXTS)
     add_options(parser.add_argument)
-    # argparse would read options of the program: of these it sees the first word only.
-    options = parser.parse_args(arguments[: stop + 1])
+    # argparse would read options of the program: it sees none of its words.
+    options, unknown = parser.parse_known_args(arguments[:stop])
+    if unknown:
+        parser.error(
+            f"unrecognized arguments: {' '.join(unknown)}; options of Python follow its name, as in"
+            " polyattn run python -u train.py"
+        )
     return _run(options, arguments[stop:], parser)
 
 
@@ -80,7 +87,7 @@ def _run(options: argparse.Namespace, program: list[str], parser: argparse.Argum
         return check(program, names)
     command = [] if options.environment else _command(program, parser)
     # What the program will have first in place of the folder of this command.
-    is_script = command[:1] == [sys.executable] and not options.m
+    is_script = command[:1] == [sys.executable] and program[0] not in _PYTHON
     sys.path[0] = str(Path(program[0]).resolve().parent if is_script else Path.cwd())
     real = [] if options.replace else [name for name in names if is_real(name.partition(":")[0])]
     if real and asked:
@@ -99,17 +106,22 @@ def _run(options: argparse.Namespace, program: list[str], parser: argparse.Argum
         from subprocess import call
 
         return call(command, env=environment)
-    os.execve(command[0], command, environment)
+    try:
+        os.execve(command[0], command, environment)
+    except OSError as error:  # no binary, and no line that says what runs it
+        parser.error(f"{command[0]}: {error.strerror}; name what runs it, such as python or bash")
 
 
 def _command(program: list[str], parser: argparse.ArgumentParser) -> list[str]:
     """Return a command for what Python runs, or for what is a command itself."""
-    if program in ([], ["-m"]):
+    if program in ([], ["-m"], ["-c"]):
         parser.error("name a program, or the files of --check, such as train.py")
     file = Path(program[0])
     is_python = file.is_dir() or file.suffix in (".py", ".pyw", ".pyc", ".pyz", ".zip")
     found = None
-    if program[0] != "-m" and not (file.exists() and (is_python or not os.access(file, os.X_OK))):
+    if program[0] not in _PYTHON and not (
+        file.exists() and (is_python or not os.access(file, os.X_OK))
+    ):
         from shutil import which
 
         # Those of this environment first, also where it is not activated.

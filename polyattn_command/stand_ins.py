@@ -106,6 +106,8 @@ class Finder:
             )
         own = import_module(f"polyattn.dialects.{_MADE_OF.get(name, name)}")
         kept = vars(module).keys() - {"__doc__"}
+        # A module with a row of its own may have been imported as one of polyattn.
+        kept |= {one[len(name) + 1 :] for one in PACKAGES if one.startswith(f"{name}.")}
         vars(module).update((key, value) for key, value in vars(own).items() if key not in kept)
         if name + TUPLES in self.names:
             vars(module).update(own._with_tuples())

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import venv
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -71,6 +72,17 @@ def test_a_program_runs_as_python_runs_it(name):
     assert found.returncode == expected.returncode == code
 
 
+def test_code_of_the_command_line_and_of_the_standard_input():
+    text = "import sys; print(__name__, sys.argv, sys.path)"
+    assert polyattn_run("-c", text, "-m").stdout == python("-c", text, "-m").stdout
+    command = [sys.executable, "-c", STARTED, "run", "-", "y"]
+    found = subprocess.run(command, input=text + USE, capture_output=True, text=True, check=True)
+    expected = subprocess.run(
+        [sys.executable, "-", "y"], input=text, capture_output=True, text=True, check=True
+    )
+    assert found.stdout == expected.stdout + USED
+
+
 def test_a_start_and_a_probe_import_nothing():
     found = polyattn_run(
         write(
@@ -133,6 +145,11 @@ def test_torchrun(launcher):
 def test_a_program_that_is_executable_and_a_command_that_is_none():
     Path(write(USE, "program")).chmod(0o700)
     assert polyattn_run("program").stdout == USED
+    Path(write(USE, "bare")).chmod(0o700)
+    if sys.platform != "win32":
+        found = polyattn_run("./bare")
+        assert found.returncode == 2
+        assert "error: ./bare: Exec format error; name what runs it, such as" in found.stderr
 
 
 def test_nothing_is_left_behind(tmp_path):
@@ -223,6 +240,8 @@ WRONG = {
     "unknown name": (["--as", "flash_atn", "x.py"], "flash_attn_interface:tuples; got 'flash_atn'"),
     "no module": (["--replace", "-m"], "name a program"),
     "no files": (["--check"], "name a program, or the files of --check"),
+    "no code": (["-c"], "name a program"),
+    "option of Python": (["-u", "x.py"], "-u; options of Python follow its name, as in polyattn"),
     "no names": (["--as"], "argument --as: expected one argument"),
     "unknown option": (["--repl", "x.py"], "unrecognized arguments: --repl"),
 }
@@ -249,6 +268,7 @@ import flash_attn, os.path
 import flash_attn.bert_padding as padding
 from flash_attn import flash_attn_func as f, flash_attn_nothing
 from flash_attn.no.such import name, other
+from flash_attn.cute import flash_attn_func as f4
 try:
     from flash_attn_interface import flash_attn_func as f3
 except ImportError:
@@ -269,15 +289,17 @@ FAULTS = """\
 model.py:3: flash_attn.flash_attn_nothing: module 'flash_attn' has no attribute 'flash_attn_nothing'
 model.py:4: flash_attn.no.such.name: module 'flash_attn' has no attribute 'no'
 model.py:4: flash_attn.no.such.other: module 'flash_attn' has no attribute 'no'
-model.py:6: flash_attn_interface.flash_attn_func: No module named 'flash_attn_interface'; it comes by name, --as flash_attn_interface
-model.py:12: flash_attn.flash_attn_interface.flash_attn_unpadded_func: module 'flash_attn.flash_attn_interface' has no attribute 'flash_attn_unpadded_func'
-model.py:13: flash_attn.flash_attn_func(): missing a required argument: 'v'
-model.py:14: flash_attn.flash_attn_func(): got an unexpected keyword argument 'causl'
-model.py:19: flash_attn.ops.triton.rotary.apply_rotary(): too many positional arguments
+model.py:5: flash_attn.cute.flash_attn_func: module 'flash_attn' has no attribute 'cute'; it comes by name, --as flash_attn.cute
+model.py:7: flash_attn_interface.flash_attn_func: No module named 'flash_attn_interface'; it comes by name, --as flash_attn_interface
+model.py:13: flash_attn.flash_attn_interface.flash_attn_unpadded_func: module 'flash_attn.flash_attn_interface' has no attribute 'flash_attn_unpadded_func'
+model.py:14: flash_attn.flash_attn_func(): missing a required argument: 'v'
+model.py:15: flash_attn.flash_attn_func(): got an unexpected keyword argument 'causl'
+model.py:20: flash_attn.ops.triton.rotary.apply_rotary(): too many positional arguments
 """  # noqa: E501 -- lines of output
 
 
 def test_check_lists_what_would_fail(capsys):
+    import_module("polyattn.dialects.flash_attn.cute")  # which comes by its name only all the same
     file = write(CHECKED, "model.py")
     assert main(["--as", "flash_attn", "--check", file]) == 1
     assert capsys.readouterr().out == FAULTS

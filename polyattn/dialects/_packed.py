@@ -19,7 +19,7 @@ from polyattn._base.arguments import short
 from polyattn._base.arrays import Array, cast, index_range, library_of, numbers_like
 from polyattn._base.slices import spans
 from polyattn._base.tracing import is_recording, is_transformed
-from polyattn.dialects._shared import alibi, lowered
+from polyattn.dialects._shared import alibi, joined_axes, lowered
 
 Arrays = tuple[Array, Array, Array]
 Spans = list[tuple[int, int]]
@@ -75,7 +75,7 @@ def from_pages(
     # Entries beyond the length of a sequence may hold anything.
     least, most = (numbers_like(xp, n, table.dtype, table) for n in (0, key.shape[0] - 1))
     indices = xp.reshape(xp.minimum(xp.maximum(table, least), most), (-1,))
-    flat = (xp.reshape(xp.take(x, indices, axis=0), (-1, *x.shape[2:])) for x in (key, value))
+    flat = (joined_axes(xp.take(x, indices, axis=0), 0, 2) for x in (key, value))
     batch, length = table.shape[0], table.shape[1] * key.shape[1]
     starts = [n * length + (first[n] if first else 0) for n in range(batch)]
     return *flat, Packed([*starts, batch * length], used)
@@ -223,6 +223,8 @@ def spans_of(name: str, packed: Packed, array: Array) -> list[tuple[int, int]]:
     starts, total = numbers_of(packed.starts), array.shape[0]
     lengths = [stop - start for start, stop in itertools.pairwise(starts)]
     used = lengths if packed.used is None else numbers_of(packed.used)
+    if any(isinstance(one, float) for one in (*starts[:1], *used[:1])):
+        raise TypeError(f"the starts and lengths of {name} must be integers; got {short(starts)}")
     spans = list(zip(starts, used, strict=False))
     edges = starts
     if packed.used is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import numbers
 import operator
 from collections.abc import Callable
@@ -56,10 +57,18 @@ def _agree(given: str, *shapes: Any, is_symbolic: bool = False, **lengths: int) 
                 raise TypeError
         if not fits:
             letters = [axis for axis in dict.fromkeys(axes) if axis.isalpha() and axis in known]
+            sizes = ", ".join(f"{axis} is {known[axis]}" for axis in letters)
             raise ValueError(
-                f"{name} must have the shape ({', '.join(axes)}), where"
-                f" {', '.join(f'{axis} is {known[axis]}' for axis in letters)}; got {tuple(shape)}"
+                f"{name} must have the shape ({', '.join(axes)})"
+                f"{f', where {sizes}' if sizes else ''}; got {tuple(shape)}"
             )
+
+
+def joined_axes(x: Array, start: int, stop: int) -> Array:
+    """Return an array with neighbouring axes as one; of an empty array −1 would be ambiguous."""
+    shape = x.shape
+    joined = (*shape[:start], math.prod(shape[start:stop]), *shape[stop:])
+    return library_of(x).xp.reshape(x, joined)
 
 
 def integers(name: str, given: Any, like: Array) -> Any:

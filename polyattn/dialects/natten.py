@@ -11,7 +11,14 @@ from polyattn._api.attention import attention
 from polyattn._api.partial import attention_partial, merge
 from polyattn._base.arrays import Array, library_of
 from polyattn._core.expressions.neighborhood import Neighborhood, PerAxis
-from polyattn.dialects._shared import check_axes, integers, pair, scaled, shape_of
+from polyattn.dialects._shared import (
+    check_axes,
+    integers,
+    joined_axes,
+    pair,
+    scaled,
+    shape_of,
+)
 
 __all__ = [
     "na1d", "na2d", "na3d", "natten1dav", "natten1dqk", "natten1dqkrpb",
@@ -144,16 +151,17 @@ def _attend(
         query, key, value, *(additional or (None, None)),
     )  # fmt: skip
     shape = shape_of(query, "query")
+    is_causal = False if is_causal is None else is_causal
+    size, stride, dilation, is_causal = (
+        tuple(one) if isinstance(one, list) else one
+        for one in (kernel_size, stride, dilation, is_causal)
+    )
     mask = masks.neighborhood(
-        tuple(shape[1:-2]), kernel_size, stride=stride, dilation=dilation,
-        is_causal=False if is_causal is None else is_causal,
-    )  # fmt: skip
+        tuple(shape[1:-2]), size, stride=stride, dilation=dilation, is_causal=is_causal
+    )
     xp = library_of(query, "query").xp
     query, scale = scaled(query, scale)
-    heads_first = [
-        xp.moveaxis(xp.reshape(x, (x.shape[0], -1, *x.shape[-2:])), 2, 1)
-        for x in (query, key, value)
-    ]
+    heads_first = [xp.moveaxis(joined_axes(x, 1, 1 + rank), 2, 1) for x in (query, key, value)]
     if additional is None and not return_lse:
         output = attention(*heads_first, mask=mask, scale=scale)
         return xp.reshape(xp.moveaxis(output, 1, 2), (*shape[:-1], value.shape[-1]))
@@ -264,8 +272,8 @@ def _gathered(array: Array, kernel_size: int, dilation: int) -> tuple[Any, Array
     xp = library_of(array).xp
     shape = shape_of(array, "key or value")
     tokens, places = _windows(shape[2:-1], kernel_size, dilation)
-    flat = xp.reshape(array, (*shape[:2], -1, shape[-1]))
-    taken = xp.take(flat, integers("tokens", tokens.reshape(-1), array), axis=2)
+    indices = integers("tokens", tokens.reshape(-1), array)
+    taken = xp.take(joined_axes(array, 2, -1), indices, axis=2)
     return places, xp.reshape(taken, (*shape[:2], *tokens.shape, shape[-1]))
 
 
@@ -278,20 +286,17 @@ def _scores(
         query, key, rpb, P=2 * kernel_size - 1,
     )  # fmt: skip
     places, keys = _gathered(key, kernel_size, dilation)
-    shape = shape_of(query, "query")
-    rows = xp.reshape(query, (*shape[:2], -1, shape[-1], 1))
-    scores = xp.matmul(keys, rows)[..., 0]
+    scores = xp.matmul(keys, joined_axes(query, 2, -1)[..., None])[..., 0]
     if rpb is not None:
         flat = xp.reshape(rpb, (rpb.shape[0], -1))
         added = xp.take(flat, integers("places", places.reshape(-1), rpb), axis=1)
         scores = scores + xp.reshape(added, (rpb.shape[0], *places.shape))
-    return xp.reshape(scores, (*shape[:-1], places.shape[-1]))
+    return xp.reshape(scores, (*query.shape[:-1], places.shape[-1]))
 
 
 def _sums(rank: int, attn: Array, value: Array, kernel_size: int, dilation: int) -> Array:
     letters, xp = _GRID[:rank], library_of(attn, "attn").xp
     check_axes(f"attn BH{letters}K, value BH{letters}E", attn, value, K=kernel_size**rank)
     _, values = _gathered(value, kernel_size, dilation)
-    shape = shape_of(attn, "attn")
-    weights = xp.reshape(attn, (*shape[:2], -1, 1, shape[-1]))
-    return xp.reshape(xp.matmul(weights, values), (*shape[:-1], value.shape[-1]))
+    weights = joined_axes(attn, 2, -1)[..., None, :]
+    return xp.reshape(xp.matmul(weights, values), (*attn.shape[:-1], value.shape[-1]))

@@ -12,7 +12,7 @@ import polyattn
 from polyattn.dialects import flash_attn as fa2
 from polyattn.dialects import flash_attn_interface as fa3
 from polyattn.dialects import jax as jax_dialect
-from polyattn.dialects import keras, mlx, onnx, xformers
+from polyattn.dialects import keras, mlx, natten, onnx, xformers
 from polyattn.dialects import torch as torch_dialect
 
 RNG = np.random.default_rng(0)
@@ -178,6 +178,9 @@ REFUSED = {
     "slopes": (fa2.flash_attn_varlen_func, [X, X, X, ENDS, ENDS], {"alibi_slopes": normal(3, H)},
         r"alibi_slopes must .*B is 2"),
     "window": (fa2.flash_attn_varlen_func, [X, X, X, ENDS, ENDS], {"window_size": (1.5, 0)}, "1.5"),
+    "float ends": (fa2.flash_attn_varlen_func, [X, X, X, ENDS * 1.0, ENDS], {},
+        "starts and lengths of query must be integers"),
+    "no letter": (fa2.flash_attn_func, [ENDS, X, X], {}, r"q must have .* H, D\); got"),
     "negative page": (fa2.flash_attn_varlen_func, [X, POOL, POOL, ENDS, ENDS],
         {"block_table": np.array([[0, 1], [-1, 1]])}, "pages from 0 to 3 .*; got -1"),
     "pages of values": (fa2.flash_attn_varlen_func, [X, POOL, POOL[:, :2], ENDS, ENDS],
@@ -298,3 +301,28 @@ def test_a_step_of_decoding_is_described_once(library, items, paged, monkeypatch
             )
             np.testing.assert_allclose(np.asarray(found), expected, rtol=0, atol=1e-12)
         assert not calls or gathers
+
+
+# ---- nothing to compute ------------------------------------------------------------------------
+
+EMPTY = {
+    "a batch of a grid": (natten.na2d, [(0, 3, 3, 2, 4)] * 3 + [3], (0, 3, 3, 2, 4)),
+    "scores of a grid": (natten.natten2dqk, [(0, 2, 3, 3, 4)] * 2 + [3], (0, 2, 3, 3, 9)),
+    "sums of a grid": (natten.natten1dav, [(0, 2, 6, 3), (0, 2, 6, 4), 3], (0, 2, 6, 4)),
+    "rows of two axes of heads": (xformers.memory_efficient_attention,
+        [(2, 0, 2, 3, 4), (2, 5, 2, 3, 4), (2, 5, 2, 3, 4)], (2, 0, 2, 3, 4)),
+    "padding": (lambda *x: fa2.unpad_input(*x)[0], [(0, 5, 4), (0, 5)], (0, 4)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("library", TO)
+@pytest.mark.parametrize("name", EMPTY)
+def test_an_empty_batch_is_computed(name, library):
+    function, given, shape = EMPTY[name]
+    arrays = [TO[library](normal(*x)) if isinstance(x, tuple) else x for x in given]
+    assert tuple(function(*arrays).shape) == shape
+
+
+def test_the_places_of_an_empty_batch():
+    _, indices, ends, longest, used = fa2.unpad_input(np.ones((0, 5, 4)), np.ones((0, 5)))
+    assert (indices.shape, ends.tolist(), longest, used.shape) == ((0,), [0], 0, (0,))

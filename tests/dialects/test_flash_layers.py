@@ -142,8 +142,17 @@ def test_rotation_refuses_what_it_cannot_place():
         apply_rotary_emb(x, angles.cos(), angles.sin(), seqlen_offsets=1)
     with pytest.raises(ValueError, match=r"qkv of shape \(1, 3, 2, 4\) needs num_heads_q"):
         apply_rotary_emb_qkv_(x, angles.cos(), angles.sin())
+    for own in (torch.asarray, np.asarray):
+        with pytest.raises(ValueError, match="seqlen_offsets = -1 on: make the tables longer"):
+            apply_rotary_emb(*map(own, (x, angles.cos(), angles.sin())), seqlen_offsets=own([-1]))
+    with pytest.raises(ValueError, match="cos has 3 angles, of pairs, for the 4 entries of x"):
+        apply_rotary_emb(x, normal(3, 3), normal(3, 3))
     with pytest.raises(ValueError, match="a tensor seqlen_offset needs max_seqlen"):
         RotaryEmbedding(4)(normal(1, 3, 3, 2, 4), seqlen_offset=torch.tensor([1]))
+
+
+def test_rotation_of_an_empty_batch():
+    assert apply_rotary_emb_qkv_(normal(0, 5, 3, 2, 4), normal(5, 2), normal(5, 2)).shape[0] == 0
 
 
 # ---- norms and losses --------------------------------------------------------------------------
@@ -181,6 +190,11 @@ def test_norms_of_a_sum(is_rms, dtype):
         x, weight, None, eps=1e-3, zero_centered_weight=True, out_dtype=torch.float64
     )
     close(centred, norm(x, 1 + weight.double(), None, is_rms), atol=1e-5, rtol=1e-5)
+    flat = [one.reshape(-1, *one.shape[2:]) for one in (residual, x1, rows)]
+    given = {"x1": flat[1], "weight1": weight1, "rowscale": flat[2], "eps": 1e-3, "prenorm": True}
+    close(function(x, weight, bias, flat[0], **given), found)
+    with pytest.raises(RuntimeError, match="invalid for input of size 8"):
+        function(x, weight, bias, residual[0, 0])
     older = norms.dropout_add_rms_norm if is_rms else norms.dropout_add_layer_norm
     found, total, kept = older(
         x, None, weight, bias, 0.0, 1e-3, rows, scale, prenorm=True, residual_in_fp32=True,
@@ -204,7 +218,9 @@ def test_norms_after_dropout_say_what_is_kept():
     layer = norms.DropoutAddRMSNorm(50, prenorm=True, p=0.5, eps=1e-3, dtype=torch.float64)
     assert (layer(x)[1] == 0).any()
     close(layer.eval()(x)[1], x)
-    assert (norms.RMSNorm(50, dropout_p=0.5, dtype=torch.float64)(x) == 0).any()
+    layer = norms.RMSNorm(50, dropout_p=0.5, dtype=torch.float64)
+    assert (layer(x) == 0).any()
+    close(layer.eval()(x, residual, True)[1], x + residual)
     with pytest.raises(ValueError, match="dropout_p must be at least 0 and below 1; got 1"):
         norms.layer_norm_fn(x, weight, None, dropout_p=1)
 
@@ -231,6 +247,8 @@ def test_cross_entropy(reduction, smoothing):
     close(one, other)
     small = cross_entropy_loss(logits.to(torch.bfloat16), labels, ignore_index=-1)[0]
     assert small.dtype == torch.float32
+    with pytest.raises(TypeError, match=r"labels must be integers, .*; got torch.float64"):
+        layer(logits, labels.double())
     with pytest.raises(ValueError, match="reduction must be 'mean', 'sum' or 'none'; got 'all'"):
         CrossEntropyLoss(reduction="all")
 

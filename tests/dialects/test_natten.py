@@ -66,9 +66,10 @@ def test_attention_within_windows(grid, given, library):
     expected = by_windows(q, k, v, mask, 0.3, more)
     further = [to(x.astype(str(np.asarray(arrays[0]).dtype))) for x in more]
     names = ("additional_keys", "additional_values")
+    lists = {name: [*one] if isinstance(one, tuple) else one for name, one in given.items()}
     found = call(
         *arrays,
-        **given,
+        **lists,
         scale=0.3,
         return_lse=True,
         backend="cutlass-fna",

@@ -216,6 +216,8 @@ def test_lists_of_tensors_become_blocks_and_tensors_again():
         torch.testing.assert_close(found, own.memory_efficient_attention(x, x, x))
     with pytest.raises(ValueError, match=r"split takes \(1, 11, ...\); got \(1, 10, 3, 8\)"):
         bias.split(tokens[:, 1:])
+    bias, tokens = biases.BlockDiagonalMask.from_tensor_list([images[0][:, :0], images[0]])
+    assert [part.shape[1] for part in bias.split(tokens)] == [0, images[0].shape[1]]
     other = [torch.randn(2, 1, H, D), torch.randn(1, 2, H, D)]
     bias, q, k, v = biases.BlockDiagonalMask.from_tensor_lists_qkv(other, images)
     assert (q.shape[1], k.shape[1], v) == (4, 11, None)

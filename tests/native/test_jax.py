@@ -517,3 +517,19 @@ for one, other in zip(of_slopes("native")(jnp.ones(4), x), of_slopes("xla")(jnp.
 """,
         XLA_FLAGS=os.environ["XLA_FLAGS"] + " --xla_force_host_platform_device_count=2",
     )
+
+
+def test_pools_have_gradients_where_a_call_has_two_batch_axes():
+    rng = np.random.default_rng(0)
+    query, pool = rng.standard_normal((2, 3, 4, 5, 8)), rng.standard_normal((13, 2, 4, 8))
+    table, lengths = rng.integers(0, 13, (2, 3, 6)), rng.integers(1, 25, (2, 3))
+
+    def loss(pool, kernel):
+        given = {"block_table": table, "key_lengths": lengths, "kernel": kernel}
+        return jnp.sum(polyattn.attention(jnp.asarray(query), pool, pool, **given) ** 2)
+
+    found, expected = (
+        jax.jit(jax.grad(functools.partial(loss, kernel=kernel)))(jnp.asarray(pool))
+        for kernel in ("native", "dense")
+    )
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -140,3 +141,15 @@ def test_steps_of_decoding_are_described_once(
     assert len(calls) == 2  # over the integers, and over the newest tokens
     np.testing.assert_array_equal(outputs[0], outputs[2])
     np.testing.assert_allclose(outputs[2], 1.0, atol=1e-2)
+
+
+@pytest.mark.parametrize("bits", SIZES)
+def test_steps_of_one_block_may_have_any_strides(bits: int) -> None:
+    query, key, value = ARRAYS[bits]
+    cache = empty(bits, key, window=0, block=16).append(key[:, :, :16], value[:, :, :16])
+    steps = map(np.asfortranarray, (cache.steps.key, cache.steps.value))
+    cache = replace(cache, steps=nn.KVCache(*steps, cache.steps.length))
+    floats = cache._read(integers.floats_of, 0, 1)
+    expected = attention(query, *floats, softcap=3.0, kernel="dense")
+    output = cache.attention(query, softcap=3.0)
+    np.testing.assert_allclose(output, expected, rtol=0, atol=1e-13)

@@ -173,13 +173,14 @@ class NativeCall:
 
     def _add_keys(self, name: str, given: Any) -> None:
         if isinstance(given, Quantized):
-            steps = readable(given.steps, self.accumulator)
+            steps = np.asarray(given.steps, self.accumulator)
             if given.bits == 4:
                 self.call.group = given.shape[-1] // max(steps.shape[-1], 1)
                 steps = steps.reshape(*steps.shape[:-2], 2 * steps.shape[-1])
             if name == "key":
                 self.call.step_keys = given.shape[-2] // steps.shape[-2]
-            self.array(f"{name}_steps", steps)
+            # Only now: one group has an axis of length 1, which becomes one of steps and offsets.
+            self.array(f"{name}_steps", readable(steps))
             given = given.codes
         self.array(name, readable(given))
 

@@ -225,5 +225,7 @@ def gathered(given: Arrays, call: Arrays) -> Arrays:
         return given
     lengths = jnp.max(call["stop"], (-3, -2, -1))
     x = Operands.of_options(block_table=call["table"][..., 0, 0, :], key_lengths=lengths)
-    x = in_one_piece(x._replace(**{n: given[n] for n in POOLS if n in given}))
+    # Pools have as many axes as the other arrays.
+    pools = {n: given[n].reshape(given[n].shape[-4:]) for n in POOLS if n in given}
+    x = in_one_piece(x._replace(**pools))
     return {n: getattr(x, n) if n in POOLS else a for n, a in given.items() if n != "table"}

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from polyattn._base.arrays import Array, cast, index_range, library_of, numbers_like
-from polyattn.dialects._shared import check_axes, shape_of
+from polyattn.dialects._shared import check_axes, joined_axes, shape_of
 
 __all__ = [
     "index_first_axis",
@@ -108,9 +108,9 @@ def _unpadded(
     xp: Any, hidden_states: Array, kept: Array, lengths: Array
 ) -> tuple[Array, Array, Array, int]:
     indices = xp.nonzero(xp.reshape(kept, (-1,)))[0]
-    ends = xp.concat((xp.zeros_like(lengths[:1]), xp.cumulative_sum(lengths, dtype=xp.int32)))
-    flat = xp.reshape(hidden_states, (-1, *hidden_states.shape[2:]))
-    return index_first_axis(flat, indices), indices, ends, int(xp.max(lengths))
+    ends = xp.cumulative_sum(lengths, dtype=xp.int32, include_initial=True)
+    flat, longest = joined_axes(hidden_states, 0, 2), xp.concat((ends[:1], lengths))
+    return index_first_axis(flat, indices), indices, ends, int(xp.max(longest))
 
 
 def pad_input(hidden_states: Array, indices: Array, batch: int, seqlen: int) -> Array:

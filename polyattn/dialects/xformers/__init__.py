@@ -14,7 +14,14 @@ from polyattn._base.arrays import Array, cast, is_array, library_of
 from polyattn.dialects._install import PACKAGES
 from polyattn.dialects._install import install as install_packages
 from polyattn.dialects._packed import Packed, PositionRule, from_pages, packed_attention
-from polyattn.dialects._shared import check_axes, dropout_of, scaled, shape_of, with_all_axes
+from polyattn.dialects._shared import (
+    check_axes,
+    dropout_of,
+    joined_axes,
+    scaled,
+    shape_of,
+    with_all_axes,
+)
 
 __all__ = ["install", "memory_efficient_attention"]
 __dir__ = __all__.copy
@@ -121,7 +128,7 @@ def attended(
     rule = None if bias is None else rule_of(bias)
     query, scale = scaled(query, scale)
     options: dict[str, Any] = {"scale": scale, "dropout": dropout_of(query, p)}
-    arrays = [_one_axis_of_heads(xp, x) for x in (query, key, value)]
+    arrays = [_one_axis_of_heads(x) for x in (query, key, value)]
     if rule is not None and hasattr(bias, "q_seqinfo"):
         results = _of_blocks(xp, arrays, bias, rule._replace(logsumexp=logsumexp), options)
         lse = results[1][None, ...] if logsumexp else None
@@ -134,8 +141,8 @@ def attended(
     return (output, lse) if logsumexp else output
 
 
-def _one_axis_of_heads(xp: Any, x: Array) -> Array:
-    return x if len(x.shape) == 4 else xp.reshape(x, (*x.shape[:2], -1, x.shape[-1]))
+def _one_axis_of_heads(x: Array) -> Array:
+    return x if len(x.shape) == 4 else joined_axes(x, 2, -1)
 
 
 def rule_of(bias: Any) -> PositionRule | None:
@@ -175,7 +182,7 @@ def _of_scores(xp: Any, bias: Any, rule: PositionRule | None, query: Array) -> d
 def _with_heads(xp: Any, bias: Array, query: Array) -> Array:
     """Return a bias as (B, H, L, S), from any axes of heads."""
     if len(bias.shape) == 5:
-        return xp.reshape(bias, (bias.shape[0], -1, *bias.shape[-2:]))
+        return joined_axes(bias, 1, 3)
     if len(bias.shape) == 3 and query.shape[2] == 1:
         return bias[:, None, ...]
     return with_all_axes(bias, 4, "attn_bias")
@@ -200,7 +207,7 @@ def _of_blocks(
 
 def _paged(xp: Any, key: Array, value: Array, bias: Any) -> tuple[Array, Array, Packed]:
     size, info, table = bias.page_size, bias.k_seqinfo, bias.block_tables
-    key, value = (xp.reshape(x, (-1, size, *x.shape[1:])) for x in (key, value))
+    key, value = (xp.reshape(x, (x.shape[0] // size, size, *x.shape[1:])) for x in (key, value))
     # With gaps, the first key of each sequence and the end are places among its own pages.
     batch = table.shape[0]
     first = info.seqstart_py[:batch] if "Gappy" in type(bias).__name__ else [0] * batch

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from polyattn._base.arrays import Array, library_of
-from polyattn.dialects._shared import check_axes, shape_of
+from polyattn.dialects._shared import check_axes, joined_axes, shape_of
 from polyattn.dialects.flash_attn.ops.triton.rotary import apply_rotary
 
 __all__ = [
@@ -53,7 +53,7 @@ def apply_rotary_emb_qkv_(
         num_heads_q = shape[3]
     elif len(shape) != 4 or num_heads_q is None or not 0 < num_heads_q < shape[2]:
         raise ValueError(f"a qkv of shape {tuple(shape)} needs num_heads_q, the query heads")
-    heads = xp.reshape(qkv, (*shape[:2], -1, shape[-1]))
+    heads = joined_axes(qkv, 2, -1)
     end = (heads.shape[2] + num_heads_q) // 2
     parts = [(0, end, cos, sin)]  # q and k at once
     if cos_k is not None:

@@ -35,6 +35,8 @@ def cross_entropy_loss(
             "process_group of several processes is not supported: gather the logits of all classes"
             " and call without it"
         )
+    if labels.is_floating_point():
+        raise TypeError(f"labels must be integers, one of each row; got {labels.dtype}")
     x = logits.to(torch.promote_types(logits.dtype, torch.float32))
     x = x if logit_scale == 1 else x * logit_scale
     losses = F.cross_entropy(

@@ -54,6 +54,9 @@ def layer_norm_fn(
     """
     check_rate(dropout_p)
     wide = torch.promote_types(x.dtype, torch.float32)
+    # Rows may be flat in these, and no axis is broadcast.
+    residual, x1 = (one if one is None else one.reshape(x.shape) for one in (residual, x1))
+    rowscale = None if rowscale is None else rowscale.reshape(x.shape[:-1])
     total: Any = None if residual is None else residual.to(wide)
     kept: list[Any] = [None, None]
     for n, one in enumerate((x, x1) if x1 is not None else (x,)):
@@ -139,11 +142,16 @@ class RMSNorm(torch.nn.Module):
         """Let the weight multiply by 1."""
         torch.nn.init.constant_(self.weight, 0.0 if self.zero_centered_weight else 1.0)
 
-    def forward(self, x: Tensor, residual: Tensor | None = None, **options: Any) -> Any:
+    def forward(
+        self, x: Tensor, residual: Tensor | None = None, prenorm: bool = False,
+        residual_in_fp32: bool = False,
+    ) -> Any:  # fmt: skip
         """Normalize x + residual; `prenorm` and `residual_in_fp32` are those of the function."""
-        options["dropout_p"] = self.drop.p if self.drop is not None and self.training else 0.0
-        options |= {"eps": self.eps, "zero_centered_weight": self.zero_centered_weight}
-        return rms_norm_fn(x, self.weight, None, residual, **options)
+        rate = self.drop.p if self.drop is not None and self.training else 0.0
+        return rms_norm_fn(
+            x, self.weight, None, residual, eps=self.eps, dropout_p=rate, prenorm=prenorm,
+            residual_in_fp32=residual_in_fp32, zero_centered_weight=self.zero_centered_weight,
+        )  # fmt: skip
 
 
 class DropoutAddLayerNorm(torch.nn.Module):

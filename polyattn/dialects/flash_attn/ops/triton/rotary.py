@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from polyattn._base.arrays import Array, cast, library_of
-from polyattn.dialects._packed import Packed, places_of
+from polyattn.dialects._packed import Packed, is_on_host, numbers_of, places_of
 from polyattn.dialects._rotary import positions_from, rotated
 from polyattn.dialects._shared import check_axes, integers
 
@@ -53,17 +53,24 @@ def apply_rotary(
         x, cos, sin, None if isinstance(first, int) else first,
         **({} if ends is None else {"B": ends.shape[0] - 1}),
     )  # fmt: skip
+    if 2 * cos.shape[1] > x.shape[-1]:
+        raise ValueError(
+            f"cos has {cos.shape[1]} angles, of pairs, for the {x.shape[-1]} entries of x: at most"
+            f" {x.shape[-1] // 2} are possible"
+        )
     rows: Array = x
     places: Any
-    if ends is None and isinstance(first, int):
-        places = slice(first, first + x.shape[1])
-        if not 0 <= first <= cos.shape[0] - x.shape[1]:
-            raise ValueError(
-                f"cos has {cos.shape[0]} positions, and x the {x.shape[1]} from seqlen_offsets ="
-                f" {first} on: make the tables longer"
-            )
-    elif ends is None:
-        places = positions_from(first, x.shape[1], x)
+    if ends is None:
+        is_one = isinstance(first, int)
+        known = (first,) if is_one else numbers_of(first) if is_on_host(first) else ()
+        for start in known:
+            if not 0 <= start <= cos.shape[0] - x.shape[1]:
+                raise ValueError(
+                    f"cos has {cos.shape[0]} positions, and x the {x.shape[1]} from seqlen_offsets"
+                    f" = {start} on: make the tables longer"
+                )
+        length = x.shape[1]
+        places = slice(first, first + length) if is_one else positions_from(first, length, x)
     else:
         rows = x[None, ...]
         sequence, places, _ = places_of(xp, Packed(ends), x.shape[0], x)

@@ -70,7 +70,8 @@ class _SeqLenInfo:
         sizes = batch_sizes or [1] * (len(self.seqstart_py) - 1)
         ends = [self.seqstart_py[n] for n in itertools.accumulate(sizes, initial=0)]
         parts = torch.split(x, [stop - start for start, stop in itertools.pairwise(ends)], dim=1)
-        return [part.reshape(n, -1, *x.shape[2:]) for n, part in zip(sizes, parts, strict=True)]
+        pairs = zip(sizes, parts, strict=True)
+        return [one.reshape(n, one.shape[1] // max(n, 1), *x.shape[2:]) for n, one in pairs]
 
 
 @dataclass
@@ -158,7 +159,7 @@ class BlockDiagonalMask(_OfBlocks):
         lengths = [[n for x in xs for n in [x.shape[1]] * len(x)] for xs in (tensors_q, tensors_k)]
         bias, lists = cls.from_seqlens(*lengths), (tensors_q, tensors_k, tensors_v)
         bias._batch_sizes = [len(x) for x in tensors_q]
-        tokens = [xs and torch.cat([x.reshape(1, -1, *x.shape[2:]) for x in xs], 1) for xs in lists]
+        tokens = [xs and torch.cat([x.flatten(0, 1)[None] for x in xs], 1) for xs in lists]
         return bias, *tokens  # type: ignore[return-value]
 
     def split_queries(self, tensor: torch.Tensor) -> Tensors:
