@@ -25,7 +25,7 @@ def dot_product_attention(
     query, key, value : Array
         Shapes (..., L, H, D), (..., S, G, D) and (..., S, G, E), with up to three batch axes.
     bias : Array, optional
-        As for `polyattn.dialects.jax.dot_product_attention`, as all arguments here.
+        As for `polyattn.dialects.dot_product_attention`, as all arguments here.
     mask : Array of bool, optional
         True where a key takes part; broadcasts to (..., H, L, S).
     scale : float or Array without axes, optional

@@ -117,7 +117,7 @@ class QuantizedCache:
         Raises
         ------
         ValueError
-            If a number is not one of these, or a size not a multiple of `group`.
+            If a number is not one of these, or a size is no multiple of the group.
 
         Examples
         --------
