@@ -114,6 +114,7 @@ def test_an_engine_gets_the_keys_of_a_band(engine, name, monkeypatch):
     np.testing.assert_allclose(found, expected, rtol=2e-5, atol=2e-6)
 
 
+@pytest.mark.needs("torch")
 def test_explain_says_what_stands_in_for_the_mask():
     x = np.zeros((3, S, 8), np.float32)
     for mask, said in (
