@@ -37,7 +37,7 @@ def main(arguments: list[str]) -> int:
         stop += 1 + (arguments[stop] == "--as")
     parser = argparse.ArgumentParser(prog="polyattn run", **TEXTS)
     add_options(parser.add_argument)
-    # argparse would read options of the program: it sees none of its words.
+    # argparse would read options of the program, and gets no word of it.
     options, unknown = parser.parse_known_args(arguments[:stop])
     if unknown:
         parser.error(

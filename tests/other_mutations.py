@@ -535,7 +535,7 @@ MUTATIONS = (
      "if False:"),
     (UNROUNDED + "[torch-way3]",
      "a rounded delta, torch", "backends/polyattn_torch/kernel_node.py",
-     "problem = _kept(unrounded, self._kernel, self._problem(by_operations))",
+     "problem = derived(_unrounded, self._problem(by_operations), self._kernel)",
      "problem = self._problem(by_operations)"),
     ("tests/backends/test_torch_gradients.py::test_a_bias_of_16_bits_with_a_gradient_needs_one_forward_pass",
      "two forward passes for a bias, torch", "backends/polyattn_torch/fused_node.py",

@@ -10,8 +10,6 @@ expressions too, and leaves a numbered `Slot` in place of each::
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -42,9 +40,7 @@ from polyattn_torch.autograd import (
     is_recorded,
     record,
 )
-
-# Problems of nodes that are kept, at most.
-MOST_MADE = 512
+from polyattn_torch.derived import derived
 
 
 class Slot(NamedTuple):
@@ -63,7 +59,7 @@ class KernelNode(AutogradNode):
     ) -> None:
         self._kernel, self._backend, self._template = kernel, backend, template
         # What is recorded is the node, so the kernel may write in place.
-        self.problem = _kept(_of_node, problem)
+        self.problem = derived(_of_node, problem)
         #: The numbers of the slots that are operands by themselves, by name.
         self._slots: dict[str, int] = {
             name: slot.number
@@ -73,7 +69,7 @@ class KernelNode(AutogradNode):
 
     def results(self, tensors: Tensors, *, by_operations: bool = False) -> Tensors:
         """Return output and logsumexp; the output before it is rounded, if the kernel can."""
-        problem = _kept(unrounded, self._kernel, self._problem(by_operations))
+        problem = derived(_unrounded, self._problem(by_operations), self._kernel)
         dtype, operands = getattr(torch, problem.dtype), self._operands(tensors)
         query, key, value = (x.to(dtype) for x in (operands.query, operands.key, operands.value))
         operands = operands._replace(query=query, key=key, value=value)
@@ -141,20 +137,8 @@ def _of_node(problem: Problem) -> Problem:
     return problem._replace(features=problem.features | {"logsumexp"}, requires_grad=False)
 
 
-_made: dict[Any, tuple[tuple[Any, ...], Problem]] = {}
-
-
-def _kept(make: Callable[..., Problem], *given: Any) -> Problem:
-    """Return a problem, the same object for the same ones: kernels keep calls ready by it."""
-    if torch.compiler.is_compiling():
-        return make(*given)
-    key = make, *map(id, given)
-    known = _made.get(key)
-    if known is None or any(map(operator.is_not, known[0], given)):
-        if len(_made) >= MOST_MADE:
-            _made.clear()
-        known = _made[key] = given, make(*given)
-    return known[1]
+def _unrounded(problem: Problem, kernel: Kernel) -> Problem:
+    return unrounded(kernel, problem)
 
 
 def node_of(

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from polyattn.plugin import Backend, Kernel, Operands, Problem
+from polyattn_torch.derived import derived
 
 # The items of a ragged batch with more numbers have a call each: a copy with the padding zeroed,
 # which an engine needs that is not safe from NaN, takes longer.
@@ -34,14 +35,14 @@ def calls_by_lengths(
     if not is_one and (share or len(problem.batch) != 1 or problem.features - _OF_AN_ITEM):
         return _declared(kernel, problem, x, [_cut(problem, x, longest)])
     if is_one:
-        own = _problem_of_first(problem, longest, offsets[0])
+        own = derived(_of_first, problem, problem.batch, longest, offsets[0])
         first = _first_keys(x._replace(mask=None, query_offset=None), longest)
         return _declared(kernel, problem, x, [(own, first)])
     calls = []
     for n, arrays in enumerate(zip(*[one.split(1) for one in x[:3]], strict=True)):
         length = numbers[n % len(numbers)]
-        own = _problem_of_first(problem, length, offsets[n % len(offsets)])
-        calls.append((own._replace(batch=(1,)), _first_keys(Operands(*arrays), length)))
+        own = derived(_of_first, problem, (1,), length, offsets[n % len(offsets)])
+        calls.append((own, _first_keys(Operands(*arrays), length)))
     return _declared(kernel, problem, x, calls)
 
 
@@ -79,26 +80,11 @@ def _first_keys(x: Operands, length: int) -> Operands:
     return x._replace(key=key, value=value)
 
 
-def _problem_of_first(problem: Problem, length: int, offset: int | None) -> Problem:
-    """Return the problem of all items of a length, or of one, without a mask: the latest again.
-
-    All layers of a model have the same, and what is known of a problem is found by its identity.
-    """
-    global _latest
-    of: tuple[Any, ...]
-    known: Problem
-    of, known = _latest
-    if of[0] is problem and of[1:] == (length, offset):
-        return known
+def _of_first(problem: Problem, batch: tuple[int, ...], length: int, offset: int | None) -> Problem:
+    """Return the problem of some items of one length without a mask."""
     features = problem.features - {"mask_expression", "query_offset_array"}
-    known = _over_first(
-        problem._replace(mask_spec=None, query_offset=offset, features=features), length
-    )
-    _latest = (problem, length, offset), known
-    return known
-
-
-_latest: Any = (None,), None
+    of_all = problem._replace(mask_spec=None, query_offset=offset, features=features)
+    return _over_first(of_all._replace(batch=batch), length)
 
 
 def _over_first(problem: Problem, length: int) -> Problem:

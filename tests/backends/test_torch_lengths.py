@@ -174,7 +174,7 @@ def test_a_kernel_with_derivatives_keeps_them_beside_a_mask():
 
 
 def test_layers_with_the_same_lengths_have_one_problem(monkeypatch):
-    """What is known of a problem, such as the engine of torch, is found by its identity."""
+    """Kernels find what they know of a problem, such as the engine of torch, by its identity."""
     problems = []
 
     def call(kernel, problem, operands, backend):
@@ -191,4 +191,10 @@ def test_layers_with_the_same_lengths_have_one_problem(monkeypatch):
             expected = attention(QUERY, key[:, :, :length], value[:, :, :length], kernel="dense")
             torch.testing.assert_close(found, expected)
     assert len(problems) == 9
-    assert len({id(problem) for problem in problems}) == 3
+    assert len({id(problem) for problem in problems}) == 2
+    problems.clear()
+    monkeypatch.setattr(by_lengths, "MANY_NUMBERS", 0)
+    for _ in range(3):
+        attention(QUERY, KEY, VALUE, key_lengths=torch.tensor([130, 7, 300, 131]), kernel="sdpa")
+    assert len(problems) == 12
+    assert len({id(problem) for problem in problems}) == 4

@@ -105,7 +105,7 @@ _CONSTANTS = {"None": None, "True": True, "False": False, "bytes": b""}
 def can_code(field: Any) -> bool:
     """Return whether a code can have an option, by its spec.
 
-    Its numbers have 64 bits, none of its fields is a string, and modules name its classes.
+    Its numbers have 64 bits, its fields hold no string, and modules name its classes.
     """
     if isinstance(field, Expression):
         fields = [getattr(field, name) for name in field.__match_args__]

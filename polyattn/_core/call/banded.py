@@ -26,7 +26,7 @@ class Banded(NamedTuple):
 
     @property
     def note(self) -> str:
-        """What `explain` says of it."""
+        """The line that `explain` shows."""
         band = "" if self.problem.band is None else f" and {self.problem.band}"
         return f"it gets the keys {self.keys.start}:{self.keys.stop}{band} in place of the mask"
 

@@ -35,7 +35,7 @@ class Intervals(NamedTuple):
     def band(self) -> tuple[int | None, int | None, int, int] | None:
         """Return low, high, start and stop where row i sees i + low <= j <= i + high of some keys.
 
-        These are start <= j < stop, and an end of the band that hides none of them is None. The
+        These are start <= j < stop, and an end of the band that hides no key is None. The
         result is None for other masks, and where no row sees a key.
         """
         seen = self.first < self.stop

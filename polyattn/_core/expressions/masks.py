@@ -61,7 +61,7 @@ class Mask(Expression):
 
     @property
     def first_keys(self) -> Any:
-        """How many keys, the first ones, all rows of an item see; None if they see others."""
+        """The number of first keys that all rows of an item see; None if they see others."""
         return None
 
     @property

@@ -25,7 +25,7 @@ def _moved(record: Any, device: Any) -> Any:
 
 @dataclass
 class _SeqLenInfo:
-    """Where sequences begin, and the last one ends; of some, how many tokens are used.
+    """The starts of sequences and the end of the last; of some, the number of tokens in use.
 
     Sequences of pages begin among their own pages, where `seqlen` is their end.
     """
