@@ -588,6 +588,51 @@ def test_a_program_leaves_what_a_code_cannot_have_to_another_kernel(
     assert ("polyattn_native.output" in targets) == runs
 
 
+@pytest.mark.parametrize("layout", ["heads first", "rows first", "keys of all items"])
+def test_a_program_knows_the_strides_of_what_an_operator_returns(layout: str) -> None:
+    from functorch.compile import make_boxed_func
+    from torch._dynamo.backends.common import aot_autograd
+
+    checked: list[str] = []
+
+    class Compare(torch.fx.Interpreter):
+        def run_node(self, node: Any) -> Any:
+            result = super().run_node(node)
+            if "polyattn_native" in str(node.target):
+                told = node.meta["val"]
+                pairs = (
+                    zip(result, told, strict=True)
+                    if isinstance(told, (list, tuple))
+                    else [(result, told)]
+                )
+                assert all(one.stride() == other.stride() for one, other in pairs)
+                checked.append(str(node.target))
+            return result
+
+    def compiler(graph: Any, _: Any) -> Any:
+        return make_boxed_func(Compare(graph).run)
+
+    x = arrays(trained=True)
+    if layout == "rows first":
+        x = [
+            one.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for one in x
+        ]
+    if layout == "keys of all items":
+        x = [x[0], *(one.detach()[:1].clone().requires_grad_() for one in x[1:])]
+    torch.compiler.reset()
+    backend = aot_autograd(fw_compiler=compiler, bw_compiler=compiler)
+    program = torch.compile(
+        lambda *x: attention(*x, is_causal=True), fullgraph=True, backend=backend
+    )
+    program(*x).sum().backward()
+    found = [one.grad.clone() for one in x]
+    with torch.no_grad():
+        torch.testing.assert_close(program(*x), attention(*x, is_causal=True, kernel="dense"))
+    expected = torch.autograd.grad(attention(*x, is_causal=True, kernel="dense").sum(), x)
+    torch.testing.assert_close(found, list(expected))
+    assert {name.split(".")[1] for name in checked} == {"attend", "differentiate", "output"}
+
+
 def test_an_exported_program_needs_no_kernel_of_another_distribution() -> None:
     class Model(torch.nn.Module):
         def forward(self, q: Any, k: Any, v: Any) -> Any:

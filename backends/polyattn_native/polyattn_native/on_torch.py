@@ -28,7 +28,7 @@ from polyattn.plugin import (
     Tangents,
 )
 from polyattn_native import torch_operators
-from polyattn_native.arrays import has_rows_first, is_readable
+from polyattn_native.arrays import is_readable
 from polyattn_native.kernel import Native
 from polyattn_native.library import library
 from polyattn_native.visible import kind_of
@@ -140,11 +140,8 @@ class NativeOnTorch(Native):
             return _tensor(output), None if logsumexp is None else _tensor(logsumexp)
         kind = id(problem), query.stride(), key.stride(), value.stride()
         ready = self._ready.get(kind)
-        *lead, heads, rows = problem.scores[:-1]
-        if has_rows_first(query.stride()):
-            output = query.new_empty((*lead, rows, heads, problem.value_size)).transpose(-3, -2)
-        else:
-            output = query.new_empty((*lead, heads, rows, problem.value_size))
+        shape = (*problem.scores[:-1], problem.value_size)
+        output = torch_operators.empty_beside(query, shape, query.dtype)
         logsumexp = None
         if "logsumexp" in problem.features:
             dtype = getattr(torch, problem.accumulator)

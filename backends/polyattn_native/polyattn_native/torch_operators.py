@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from polyattn.plugin import Cotangents, Expression, Gradients, Mask, Operands, Problem, Residuals
+from polyattn_native.arrays import has_rows_first
 from polyattn_native.expression_codes import Coded, Open, can_code, decoded
 
 _ARGUMENTS = (
@@ -136,7 +137,7 @@ def register(
         of_bias = logsumexp.new_empty(0) if found.bias is None else found.bias
         rest = [] if x.bias is None else [of_bias]
         rest += [] if x.sinks is None else [found.sinks]
-        return [found.query, found.key, found.value, *rest, *found.score_mod]
+        return [*map(_laid_out, found[:3], x[:3]), *rest, *found.score_mod]
 
     for name, compute, fake in (
         ("attend", attend_to, _attend_fake),
@@ -155,7 +156,21 @@ def _attend_fake(query: Any, key: Any, value: Any, *rest: Any) -> Any:
     shapes = [None if one is None else one.shape for one in (query, key, value, x.block_table)]
     rows = (*_batch(*shapes), *query.shape[-3:-1])
     logsumexp = query.new_empty(rows, dtype=_accumulator(query.dtype))
-    return query.new_empty((*rows, value.shape[-1])), logsumexp
+    return empty_beside(query, (*rows, value.shape[-1]), query.dtype), logsumexp
+
+
+def empty_beside(tensor: Any, shape: tuple[int, ...], dtype: torch.dtype) -> Any:
+    """Return a tensor (..., head, row, column) with these axes in memory as another has them."""
+    if not has_rows_first(tensor.stride()):
+        return tensor.new_empty(shape, dtype=dtype)
+    *lead, heads, rows, size = shape
+    return tensor.new_empty((*lead, rows, heads, size), dtype=dtype).transpose(-3, -2)
+
+
+def _laid_out(gradient: Any, tensor: torch.Tensor) -> Any:
+    """Return a gradient in memory as a program expects it."""
+    expected = empty_beside(tensor, gradient.shape, gradient.dtype)
+    return gradient if gradient.stride() == expected.stride() else expected.copy_(gradient)
 
 
 def _differentiate_fake(
@@ -163,12 +178,13 @@ def _differentiate_fake(
     value: Any, code: str, tensors: Any, floats: Any, numbers: Any, opened: Any, *rest: Any,
 ) -> list[torch.Tensor]:  # fmt: skip
     x = _operands(query, key, value, code, tensors, repeat(1.0), numbers, repeat(0))[0]
-    shapes = [one.shape for one in (query, key, value)]
-    shapes += [] if x.bias is None else [x.bias.shape if rest[-1] else 0]
+    dtype = _accumulator(query.dtype)
+    found = [empty_beside(one, one.shape, dtype) for one in (query, key, value)]
+    shapes: list[Any] = [] if x.bias is None else [x.bias.shape if rest[-1] else 0]
     shapes += [] if x.sinks is None else [x.sinks.shape]
     if isinstance(x.score_mod, Expression):
         shapes += [one.shape for _, one in x.score_mod.carried()]
-    return [query.new_empty(shape, dtype=_accumulator(query.dtype)) for shape in shapes]
+    return found + [query.new_empty(shape, dtype=dtype) for shape in shapes]
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
