@@ -19,13 +19,12 @@ from polyattn._dispatch.transfer import move_operands, move_results, mover_back
 from polyattn.plugin import Backend, Kernel, undeclared
 
 _F = TypeVar("_F", bound=Callable[..., Any])
-NO_PROMISE = "it does not promise the same bits for each cut of a sequence (cut_invariant)"
 
 
 def reasons_against(kernel: Kernel, problem: Problem) -> list[str]:
     """Return the reasons why a kernel cannot compute a problem."""
     if problem.same_bits and not kernel.cut_invariant:
-        return [NO_PROMISE]
+        return ["it does not promise the same bits for each cut of a sequence (cut_invariant)"]
     missing = undeclared(kernel, problem.features)
     if missing is not None:
         return [missing]

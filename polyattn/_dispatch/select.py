@@ -23,7 +23,7 @@ from polyattn._dispatch.contract import flaw, is_installed
 from polyattn._dispatch.errors import BackendError, BackendUnavailableError, UnsupportedError
 from polyattn._dispatch.explanation import Candidate, Explanation
 from polyattn._dispatch.placement import Placement, Refusal, check_one_place, find_placement
-from polyattn._dispatch.plan import NO_PROMISE, Plan, reasons_against
+from polyattn._dispatch.plan import Plan, reasons_against
 from polyattn._dispatch.request import AUTO, Names, Request, check_known
 from polyattn._dispatch.trace import CallCount
 from polyattn.plugin import Backend, Kernel, undeclared
@@ -115,24 +115,17 @@ def _error(
     subject = f"kernel={kernel.name if isinstance(kernel, Kernel) else kernel!r} cannot"
     if kernel is None:
         subject = f"no backend {'that was asked for' if requested.backends else 'here'} can"
-    hint = [_without_bits(explanation)] if requested.same_bits else []
+    hint = [_IN_SAME_BITS] if requested.same_bits else []
     # Line by line, since torch.compile cannot trace the text of a value inside a string.
     error = kind("\n".join([f"{subject} take this call", *explanation.lines(), *hint]))
     error.explanation = explanation
     return error
 
 
-def _without_bits(explanation: Explanation) -> str:
-    """Return what to do about a call that no kernel computes in a block of `same_bits`."""
-    tried = [one for one in explanation.candidates if one.kernel and one.reasons]
-    keeping = sorted({str(one.kernel) for one in tried if NO_PROMISE not in one.reasons})
-    if keeping:
-        names = " and ".join(keeping)
-        return f"Drop what {names} does not compute, or make the call outside of same_bits()"
-    return (
-        "None of these kernels promises the same bits: that of polyattn-native does, for arrays of"
-        " NumPy, torch and JAX on the CPU. Or make the call outside of same_bits()"
-    )
+_IN_SAME_BITS = (
+    "In same_bits() only kernels run that declare cut_invariant, as polyattn-native does on the"
+    " CPU: drop the options that it does not compute, or make the call outside of the block"
+)
 
 
 def _try_candidates(

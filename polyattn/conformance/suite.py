@@ -108,6 +108,10 @@ class BackendSuite:
         """A batch item has the same bits without the others, if the kernel declares so."""
         promises.check_batch_invariance(target, variant)
 
+    def test_cut_invariant(self, target: Target, variant: KernelVariant) -> None:
+        """A row has the same bits, however its sequence is cut, if the kernel declares so."""
+        promises.check_cut_invariance(target, variant)
+
     def test_pages_in_any_order(self, target: Target, variant: KernelVariant) -> None:
         """Partial results of one page each may be merged in any order, if it computes any."""
         promises.check_pages_in_any_order(target, variant)
