@@ -216,6 +216,7 @@ def _add_check(commands: Any) -> None:
     add("--list", action="store_true", help="print the cases and which kernels run them; run none")
     add("--json", action="store_true", help="print JSON instead of tables")
     add("--html", type=Path, metavar="FILE", help="also write an HTML page")
+    add("--write-cases", type=Path, metavar="DIR", help="instead, write cases with exact results")
 
 
 def _shape(text: str) -> tuple[int, ...]:
@@ -303,13 +304,16 @@ def _export(options: argparse.Namespace) -> int:
 
 def _check(options: argparse.Namespace) -> int:
     """Return 0 if all results agree, 1 if one does not, 130 if interrupted."""
-    from polyattn.conformance import CASES, ESSENTIAL, Target, selection
+    from polyattn.conformance import CASES, ESSENTIAL, Target, selection, written
     from polyattn.conformance.checks.frames import print_fatal_errors
     from polyattn.conformance.report import html as page
     from polyattn.conformance.report import run
 
     if options.html is not None:
         check_file("--html", options.html)
+    if options.write_cases is not None:
+        show(written.write(options.write_cases, progress(written.cases_to_write(), unit="case")))
+        return 0
     if options.list and (options.callable or options.json):
         raise ValueError("--list prints a table of kernels; leave out --callable and --json")
     cases = ESSENTIAL if options.quick else CASES

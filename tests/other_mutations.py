@@ -25,6 +25,7 @@ SERVING = "tests/conformance/test_serving.py::"
 SELECT = "tests/dispatch/test_select.py::"
 TRACE = "tests/dispatch/test_trace.py::"
 STRATEGIES = "tests/parallel/test_strategies.py::"
+WRITTEN = "tests/conformance/test_written.py::"
 WEIGHTS = (
     "tests/backends/test_numpy_backward.py::"
     "test_the_weights_of_the_gradient_have_the_bits_of_those_of_the_output"
@@ -459,6 +460,10 @@ MUTATIONS = (
      "slots without poison", "polyattn/conformance/cases/case.py",
      "np.swapaxes(arrays[name], -3, -2)[self._unused(options)] = self.poison",
      "pass"),
+    (WRITTEN + "test_a_reader_draws_the_line_where_the_suite_does[plain]",
+     "a written limit that is twice as large", "polyattn/conformance/written.py",
+     'yield "limit", yard.allowed',
+     'yield "limit", 2 * yard.allowed'),
     # functions of others
     (FUNCTIONS + "test_essential_cases_find_a_softcap_after_the_mask",
      "a quick choice without two options together", "polyattn/conformance/cases/catalogue.py",

@@ -40,6 +40,7 @@ LEFT_OUT = {
     "polyattn explain --shape 2,8,128,64 --backend einsum": EXAMPLE,
     "polyattn check einsum --kernel einsum": EXAMPLE,
     "polyattn check --callable mine:attend --quick": "tests/docs/test_site.py",
+    "polyattn check --write-cases cases": "tests/conformance/test_written.py",
 }
 
 
