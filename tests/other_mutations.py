@@ -12,6 +12,7 @@ ENGINES = "tests/parallel/test_engines.py::test_one_device_of_jax"
 EXPORTED = "tests/export/test_caches.py::"
 FAMILIES = "tests/nn/test_families.py::"
 FILES = "tests/base/test_files.py::"
+FILES_OF_CHECKS = "tests/conformance/test_files.py::"
 FIT = "tests/api/test_attention.py::test_what_does_not_fit_is_refused"
 FORKS = "tests/base/test_forks.py::"
 FUNCTIONS = "tests/conformance/test_functions.py::"
@@ -464,6 +465,10 @@ MUTATIONS = (
      "a written limit that is twice as large", "polyattn/conformance/written.py",
      'yield "limit", yard.allowed',
      'yield "limit", 2 * yard.allowed'),
+    (FILES_OF_CHECKS + "test_a_script_has_the_calls_and_the_layout_of_a_dialect",
+     "a script with heads first for every function", "polyattn/conformance/functions/repro.py",
+     "in_our_words(recording)",
+     "recording"),
     # functions of others
     (FUNCTIONS + "test_essential_cases_find_a_softcap_after_the_mask",
      "a quick choice without two options together", "polyattn/conformance/cases/catalogue.py",

@@ -40,6 +40,8 @@ LEFT_OUT = {
     "polyattn explain --shape 2,8,128,64 --backend einsum": EXAMPLE,
     "polyattn check einsum --kernel einsum": EXAMPLE,
     "polyattn check --callable mine:attend --quick": "tests/docs/test_site.py",
+    "polyattn check --callable mine:attend --library torch:cuda": "needs a GPU",
+    "polyattn check acme --kernel fused": "there is no such backend",
     "polyattn check --write-cases cases": "tests/conformance/test_written.py",
 }
 
