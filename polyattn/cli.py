@@ -331,9 +331,9 @@ def _check(options: argparse.Namespace) -> int:
         show("\n".join(selection.lines(targets, cases, options.kernel)))
         return 0
     report = run.run(run.steps(targets, cases, options.kernel), run.described)
-    made = files.made(list(files.results_of(report))) | {"html": page.page(report)}
-    made["repro"] = repro.of_report(report) if options.repro else None
-    files.give(options, _json(report.as_dict()) if options.json else report, made)
+    script = repro.of_report(report) if options.repro else None
+    text = _json(report.as_dict()) if options.json else report
+    files.give(options, text, files.results_of(report), html=page.page(report), repro=script)
     if report.done < report.total:
         complain(f"polyattn check: interrupted after {report.done} of {report.total}")
         return 130
@@ -376,9 +376,9 @@ def _check_callable(options: argparse.Namespace, cases: Any) -> int:
         text = _json([function_report.as_dict(row) for row in rows])
     table = function_report.table_rows(rows)
     results = list(files.results_of_function(options.callable, rows))
-    made = files.made(results) | {"html": page.callable_page(options.callable, table, differ)}
-    if options.repro:
-        failing = [result.name for result in results if result.kind == "failure"]
-        made["repro"] = repro.script(repro.Subject(function, options.callable, target), failing)
-    files.give(options, text, made)
+    subject = repro.Subject(function, options.callable, target)
+    failing = [result.name for result in results if result.kind == "failure"]
+    script = repro.script(subject, failing) if options.repro else None
+    whole = page.callable_page(options.callable, table, differ)
+    files.give(options, text, results, html=whole, repro=script)
     return 1 if differ else 0

@@ -67,35 +67,37 @@ def script_of(function, names, target="numpy"):
     return repro.script(repro.Subject(function, f"mine:{function.__name__}", target), names)
 
 
-def suites_of(text):
-    """Return the suites of a report in the XML of JUnit, and check their counts."""
-    suites = {}
-    for suite in ElementTree.fromstring(text):
-        tests = list(suite)
-        assert suite.get("tests") == str(len(tests))
-        for kind, count in (("failure", "failures"), ("skipped", "skipped")):
-            found = sum(test.find(kind) is not None for test in tests)
-            assert suite.get(count) == str(found)
-        suites[suite.get("name")] = {test.get("name"): test for test in tests}
-    return suites
+def parsed(results):
+    """Return the tests in the XML of JUnit by class and name, and check its counts."""
+    suite = ElementTree.fromstring(files.junit(results))
+    tests = {(test.get("classname"), test.get("name")): test for test in suite}
+    assert suite.get("tests") == str(len(tests)) == str(len(suite))
+    for kind, count in (("failure", "failures"), ("skipped", "skipped")):
+        assert suite.get(count) == str(sum(x.find(kind) is not None for x in tests.values()))
+    return tests
 
 
 def test_a_test_of_junit_is_a_case_of_a_function(mine):
     names = ["plain", "softcap", "scale", "causal"]
-    made = files.made(results_of(mine.deaf, names))
-    suites = suites_of(made["junit"])
-    assert suites["mine:deaf.scale"]["scale"].find("*") is None
-    message = suites["mine:deaf.softcap"]["softcap"].find("failure").get("message")
+    results = results_of(mine.deaf, names)
+    tests = parsed(results)
+    assert tests["mine:deaf.scale", "scale"].find("*") is None
+    message = tests["mine:deaf.softcap", "softcap"].find("failure").get("message")
     assert message.startswith("softcap is ignored; softcap: output")
-    skipped = suites["mine:deaf.causal"]["causal"].find("skipped").get("message")
+    skipped = tests["mine:deaf.causal", "causal"].find("skipped").get("message")
     assert skipped == "no argument for is_causal"
-    checked = re.search(r">(\d+) of (\d+) agree<", made["badge"]).groups()
-    assert int(checked[1]) - int(checked[0]) == sum(
-        int(suite.get("failures")) for suite in ElementTree.fromstring(made["junit"])
-    )
-    made = files.made(results_of(mine.raising, names))
-    failed = suites_of(made["junit"])["mine:raising.scale"]["scale"].find("failure")
+    tests = parsed(results_of(mine.raising, names))
+    failed = tests["mine:raising.scale", "scale"].find("failure")
     assert failed.get("message") == "RuntimeError: <it has no scale>"
+
+
+def test_a_badge_counts_what_was_checked():
+    results = [files.Result("", "", kind, "") for kind in ("", "", "skipped", "failure")]
+    badge = ElementTree.fromstring(files.badge(results))
+    assert badge.find("{*}title").text == "polyattn check: 2 of 3 agree"
+    assert "#c33" in files.badge(results)
+    assert "2 of 2 agree" in files.badge(results[:3])
+    assert "#c33" not in files.badge(results[:3])
 
 
 class Deaf(Dense):
@@ -122,12 +124,12 @@ def deaf(monkeypatch):
 
 
 def test_a_test_of_junit_is_a_row_of_a_kernel(deaf):
-    made = files.made(list(files.results_of(deaf)))
-    tests = suites_of(made["junit"])["numpy.deaf"]
-    assert tests.keys() == {row.name for row in report.ROWS}
-    assert "as if softcap is ignored" in tests["softcap"].find("failure").get("message")
-    assert tests["plain"].find("*") is None
-    assert tests["window"].find("skipped") is not None
+    tests = parsed(list(files.results_of(deaf)))
+    assert tests.keys() == {("numpy.deaf", row.name) for row in report.ROWS}
+    failure = tests["numpy.deaf", "softcap"].find("failure")
+    assert "as if softcap is ignored" in failure.get("message")
+    assert tests["numpy.deaf", "plain"].find("*") is None
+    assert tests["numpy.deaf", "window"].find("skipped") is not None
 
 
 def test_a_failure_of_a_kernel_is_a_script(deaf):

@@ -71,7 +71,9 @@ def script(subject: Subject, names: Iterable[str]) -> str | None:
     # A wrong result before an exception: nobody else notices it.
     failing.sort(key=lambda x: (x[0][0] == "r", x[1].dtype != "float32", len(x[1].options)))
     for how, case in failing:
-        if made := _made(subject, _smallest(subject, case, how), how):
+        while smaller := next((x for x in _smaller(case) if _failure(subject, x) == how), None):
+            case = smaller
+        if made := _made(subject, case, how):
             return made
     return None
 
@@ -88,14 +90,6 @@ def _failure(subject: Subject, case: Case) -> str | None:
     return (
         f"differs: {found.interpretation or 'no other meaning explains it'}" if is_wrong else None
     )
-
-
-def _smallest(subject: Subject, case: Case, how: str) -> Case:
-    """Return the smallest case that fails in the same way."""
-    smaller = (x for x in _smaller(case) if _failure(subject, x) == how)
-    while found := next(smaller, None):
-        case, smaller = found, (x for x in _smaller(found) if _failure(subject, x) == how)
-    return case
 
 
 def _smaller(case: Case) -> Iterator[Case]:

@@ -56,27 +56,16 @@ def results_of_function(function: str, rows: Iterable[Row]) -> Iterator[Result]:
             yield Result(f"{function}.{row.name}", case, kinds.get(found.status, ""), text)
 
 
-def made(results: list[Result]) -> dict[str, str | None]:
-    """Return the contents of the files of results, by their options."""
-    return {"junit": junit(results), "badge": badge(results)}
-
-
 def junit(results: list[Result]) -> str:
-    """Return results as JUnit's XML: a suite for each subject."""
-    suites: dict[str, list[Result]] = {}
-    for result in results:
-        suites.setdefault(result.subject, []).append(result)
-    lines = ['<?xml version="1.0" encoding="utf-8"?>', '<testsuites name="polyattn check">']
-    for subject, group in suites.items():
-        kinds = [result.kind for result in group]
-        counts = f'failures="{kinds.count("failure")}" skipped="{kinds.count("skipped")}"'
-        lines.append(f'<testsuite name="{escape(subject)}" tests="{len(group)}" {counts}>')
-        for _, name, kind, text in group:
-            inner = f'<{kind} message="{escape(text)}"/>' if kind else ""
-            case = f'classname="{escape(subject)}" name="{escape(name)}"'
-            lines.append(f"<testcase {case}>{inner}</testcase>")
-        lines.append("</testsuite>")
-    return "\n".join([*lines, "</testsuites>", ""])
+    """Return results as JUnit's XML."""
+    kinds = [result.kind for result in results]
+    counts = f'failures="{kinds.count("failure")}" skipped="{kinds.count("skipped")}"'
+    lines = [f'<testsuite name="polyattn check" tests="{len(results)}" {counts}>']
+    for subject, name, kind, text in results:
+        inner = f'<{kind} message="{escape(text)}"/>' if kind else ""
+        case = f'classname="{escape(subject)}" name="{escape(name)}"'
+        lines.append(f"<testcase {case}>{inner}</testcase>")
+    return "\n".join(['<?xml version="1.0" encoding="utf-8"?>', *lines, "</testsuite>", ""])
 
 
 def badge(results: list[Result]) -> str:
@@ -94,11 +83,13 @@ def check_files(options: Any) -> None:
             check_file(f"--{name}", file)
 
 
-def give(options: Any, text: object, made: dict[str, str | None]) -> None:
+def give(options: Any, text: object, results: Iterable[Result], **made: str | None) -> None:
     """Print the results, and write the files that are asked for even if that fails."""
     try:
         show(text)
     finally:
+        every = list(results)
+        made |= {"junit": junit(every), "badge": badge(every)}
         for name, content in made.items():
             if content is not None and (file := getattr(options, name)) is not None:
                 write_file(file, content)
