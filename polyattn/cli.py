@@ -314,6 +314,8 @@ def _check(options: argparse.Namespace) -> int:
 
     files.check_files(options)
     if options.write_cases is not None:
+        if options.backends or options.callable:
+            raise ValueError("--write-cases checks nothing; leave out the backend and --callable")
         show(written.write(options.write_cases, progress(written.cases_to_write(), unit="case")))
         return 0
     if options.list and (options.callable or options.json):
@@ -331,9 +333,9 @@ def _check(options: argparse.Namespace) -> int:
         show("\n".join(selection.lines(targets, cases, options.kernel)))
         return 0
     report = run.run(run.steps(targets, cases, options.kernel), run.described)
-    script = repro.of_report(report) if options.repro else None
-    text = _json(report.as_dict()) if options.json else report
-    files.give(options, text, files.results_of(report), html=page.page(report), repro=script)
+    text, script = _json(report.as_dict()), partial(repro.of_report, report)
+    whole, results = page.page(report), files.results_of(report)
+    files.give(options, text if options.json else report, results, whole, script)
     if report.done < report.total:
         complain(f"polyattn check: interrupted after {report.done} of {report.total}")
         return 130
@@ -378,7 +380,6 @@ def _check_callable(options: argparse.Namespace, cases: Any) -> int:
     results = list(files.results_of_function(options.callable, rows))
     subject = repro.Subject(function, options.callable, target)
     failing = [result.name for result in results if result.kind == "failure"]
-    script = repro.script(subject, failing) if options.repro else None
     whole = page.callable_page(options.callable, table, differ)
-    files.give(options, text, results, html=whole, repro=script)
+    files.give(options, text, results, whole, partial(repro.script, subject, failing))
     return 1 if differ else 0

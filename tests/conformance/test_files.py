@@ -34,6 +34,9 @@ def raising(query, key, value, scale=None):
 def right(query, key, value, is_causal=False):
     return attention(query, key, value, is_causal=is_causal)
 
+def wide(query, key, value):
+    return attention(query, key, value).astype("float64")
+
 def flash_attn_func(
     q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0,
     alibi_slopes=None, deterministic=False,
@@ -202,5 +205,10 @@ def test_the_command_writes_them(mine, tmp_path, capsys):
     assert main(["check", "--callable", "mine:deaf", "--quick", *options]) == 1
     assert "cases differ" in capsys.readouterr().out
     assert all(file.stat().st_size > 100 for file in names.values())
+    names["repro"].unlink()
+    for name, code, error in (("right", 0, ""), ("wide", 1, "no failure is one call")):
+        assert main(["check", "--callable", f"mine:{name}", "--quick", *options]) == code
+        assert error in capsys.readouterr().err
+        assert not names["repro"].exists()
     assert main(["check", "numpy", "--junit", str(tmp_path / "no/such.xml")]) == 2
     assert "--junit needs a file in an existing folder" in capsys.readouterr().err

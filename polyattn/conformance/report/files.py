@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from html import escape
 from typing import Any, NamedTuple
 
 from polyattn._base.files import check_file, write_file
-from polyattn._base.streams import show
+from polyattn._base.streams import complain, show
 from polyattn.conformance.functions.check import DIFFERS, NO_ARGUMENT, RAISES
 from polyattn.conformance.functions.report import Row
 from polyattn.conformance.report.report import ROWS, Report, cell_text
@@ -83,13 +83,23 @@ def check_files(options: Any) -> None:
             check_file(f"--{name}", file)
 
 
-def give(options: Any, text: object, results: Iterable[Result], **made: str | None) -> None:
-    """Print the results, and write the files that are asked for even if that fails."""
+def give(
+    options: Any, text: object, results: Iterable[Result], html: str,
+    script: Callable[[], str | None],
+) -> None:  # fmt: skip
+    """Print the results, then write the files that are asked for, even if printing fails."""
     try:
         show(text)
     finally:
         every = list(results)
-        made |= {"junit": junit(every), "badge": badge(every)}
+        made = {"html": html, "junit": junit(every), "badge": badge(every)}
         for name, content in made.items():
-            if content is not None and (file := getattr(options, name)) is not None:
+            if (file := getattr(options, name)) is not None:
                 write_file(file, content)
+    if options.repro is not None and any(result.kind == "failure" for result in every):
+        if (content := script() or "") == "":
+            complain(
+                f"polyattn check: no failure is one call of arrays; {options.repro} is not made"
+            )
+        else:
+            write_file(options.repro, content)
