@@ -42,6 +42,7 @@ def cases_to_write() -> list[Case]:
 
 
 def _is_plain(case: Case) -> bool:
+    """Return whether a case is small, and has no function, expression, dropout or view."""
     arrays, options = case.arguments()
     plain = (bool, int, float, str, tuple, np.ndarray)
     is_held = all(isinstance(x, plain) for x in options.values()) and case.view is None

@@ -28,7 +28,7 @@ def deaf(query, key, value, softcap=None, scale=None):
 
 def raising(query, key, value, scale=None):
     if scale is not None:
-        raise RuntimeError("<it has no scale>")
+        raise RuntimeError("<it has \\x1b no scale>")
     return attention(query, key, value)
 
 def right(query, key, value, is_causal=False):
@@ -91,7 +91,7 @@ def test_a_test_of_junit_is_a_case_of_a_function(mine):
     assert skipped == "no argument for is_causal"
     tests = parsed(results_of(mine.raising, names))
     failed = tests["mine:raising.scale", "scale"].find("failure")
-    assert failed.get("message") == "RuntimeError: <it has no scale>"
+    assert failed.get("message") == "RuntimeError: <it has ? no scale>"
 
 
 def test_a_badge_counts_what_was_checked():
@@ -167,7 +167,7 @@ def test_a_script_is_of_the_simplest_case_and_repeats_the_failure(mine, tmp_path
 def test_a_script_shows_an_exception(mine, tmp_path):
     text = script_of(mine.raising, ["plain", "scale"])
     assert text.startswith('"""mine.raising raises RuntimeError.')
-    assert runs(text, tmp_path) == "RuntimeError: <it has no scale>"
+    assert runs(text, tmp_path) == "RuntimeError: <it has \x1b no scale>"
 
 
 def test_a_script_has_the_calls_and_the_layout_of_a_dialect(mine, tmp_path):
