@@ -333,9 +333,9 @@ def _check(options: argparse.Namespace) -> int:
         show("\n".join(selection.lines(targets, cases, options.kernel)))
         return 0
     report = run.run(run.steps(targets, cases, options.kernel), run.described)
-    text, script = _json(report.as_dict()), partial(repro.of_report, report)
-    whole, results = page.page(report), files.results_of(report)
-    files.give(options, text if options.json else report, results, whole, script)
+    made = files.made(list(files.results_of(report))) | {"html": page.page(report)}
+    made["repro"] = partial(repro.of_report, report) if report.failed else None
+    files.give(options, _json(report.as_dict()) if options.json else report, made)
     if report.done < report.total:
         complain(f"polyattn check: interrupted after {report.done} of {report.total}")
         return 130
@@ -378,8 +378,9 @@ def _check_callable(options: argparse.Namespace, cases: Any) -> int:
         text = _json([function_report.as_dict(row) for row in rows])
     table = function_report.table_rows(rows)
     results = list(files.results_of_function(options.callable, rows))
-    subject = repro.Subject(function, options.callable, target)
+    made = files.made(results) | {"html": page.callable_page(options.callable, table, differ)}
     failing = [result.name for result in results if result.kind == "failure"]
-    whole = page.callable_page(options.callable, table, differ)
-    files.give(options, text, results, whole, partial(repro.script, subject, failing))
+    subject = repro.Subject(function, options.callable, target)
+    made["repro"] = partial(repro.script, subject, failing) if failing else None
+    files.give(options, text, made)
     return 1 if differ else 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from html import escape
 from typing import Any, NamedTuple
 
@@ -18,6 +18,8 @@ _BADGE = """<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="20" 
 <g fill="#fff" font-family="Verdana,sans-serif" font-size="11"><text x="6" y="14">polyattn check\
 </text><text x="109" y="14">{text}</text></g></svg>
 """
+#: What a file contains, or the function that finds it after the results are printed.
+Content = str | Callable[[], str | None] | None
 OPTIONS = ("html", "junit", "badge", "repro")
 
 
@@ -56,6 +58,11 @@ def results_of_function(function: str, rows: Iterable[Row]) -> Iterator[Result]:
             yield Result(f"{function}.{row.name}", case, kinds.get(found.status, ""), text)
 
 
+def made(results: list[Result]) -> dict[str, Content]:
+    """Return the contents of the files of results, by their options."""
+    return {"junit": junit(results), "badge": badge(results)}
+
+
 def junit(results: list[Result]) -> str:
     """Return results as JUnit's XML."""
     kinds = [result.kind for result in results]
@@ -84,21 +91,15 @@ def check_files(options: Any) -> None:
             check_file(f"--{name}", file)
 
 
-def give(
-    options: Any, text: object, results: Iterable[Result], html: str,
-    script: Callable[[], str | None],
-) -> None:  # fmt: skip
-    """Print the results, then write the files that are asked for, even if printing fails."""
+def give(options: Any, text: object, made: Mapping[str, Content]) -> None:
+    """Print the results, and write the files that are asked for even if that fails."""
     try:
         show(text)
     finally:
-        every = list(results)
-        made = {"html": html, "junit": junit(every), "badge": badge(every)}
         for name, content in made.items():
-            if (file := getattr(options, name)) is not None:
-                write_file(file, content)
-    if options.repro is not None and any(result.kind == "failure" for result in every):
-        if (found := script()) is not None:
-            write_file(options.repro, found)
-        else:
-            complain(f"polyattn check: no failure is one call of arrays: no {options.repro}")
+            if (file := getattr(options, name)) is None or content is None:
+                continue
+            if (found := content() if callable(content) else content) is not None:
+                write_file(file, found)
+            else:
+                complain(f"polyattn check: no failure is one call of arrays: {file} is not made")
