@@ -93,6 +93,19 @@ def in_other_dtypes(cases: Iterable[Case]) -> Iterator[Case]:
                 yield replace(case, name=f"{case.name}, {dtype}", dtype=dtype)
 
 
+# A prime, so that the multiples of a number are the sizes below it, each once.
+_SIZES = 73
+
+
+def size_cases(dtype: str) -> Iterator[Case]:
+    """Yield cases that have every size of vectors from 1 to 72, and every length from 1 to 130."""
+    for n in range(1, _SIZES):
+        lengths = n * 41 % _SIZES, 58 + n * 47 % _SIZES
+        L, S = lengths if n % 2 == (dtype == "float64") else lengths[::-1]
+        name = f"D = {n}, {dtype}"
+        yield make_case(name, dtype=dtype, batch=(1,), H=1, D=n, E=n * 29 % _SIZES, L=L, S=S)
+
+
 #: All cases by name.
 CASES = {
     case.name: sampled(case)
