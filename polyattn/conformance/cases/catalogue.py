@@ -24,6 +24,7 @@ from polyattn.conformance.cases.topics import (
     OFFSETS,
     PAIRED,
     POISONED,
+    SEPARATING,
     TOPICS,
     Fields,
 )
@@ -88,7 +89,7 @@ def in_other_dtypes(cases: Iterable[Case]) -> Iterator[Case]:
         yield case
         is_plain = " x " not in case.name and not case.name.startswith("long")
         if is_plain and case.topic != TOPIC:
-            in_all = case.name == "plain" or case.name in PAIRED | ADVERSARIAL | STEPS
+            in_all = case.name == "plain" or case.name in PAIRED | ADVERSARIAL | SEPARATING | STEPS
             for dtype in others if in_all else (next(turns),):
                 yield replace(case, name=f"{case.name}, {dtype}", dtype=dtype)
 
@@ -123,6 +124,8 @@ ESSENTIAL = {
         *(name for name in LAYOUTS if name.endswith("plain")),
         *("score_mod hides keys", "outliers, float16", "many", *STEPS, "alibi value", "pages"),
         *CORNERS,
+        *(*SEPARATING, "scores of 30, float16", "scores of 30, bfloat16"),
+        *("values of mean 1000, float16", "scale 0", "window of one", "causal x window"),
         *("16 x 16, causal window", "16 x 16, mask and bias"),
         *("33 x 31", "65 x 127, causal", "129 x 127, causal", "decode", "offset past the end"),
     )

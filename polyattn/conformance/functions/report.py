@@ -76,12 +76,14 @@ class Row(NamedTuple):
         )
 
 
+#: The row of calls with more than one option.
+TOGETHER = "options together"
 #: The kind of each row, by its name.
 _KINDS = {
     **{name: "feature" for name in FEATURES if name not in ("logsumexp", "dropout")},
     **{"rank": "arrays", "layout": "arrays"},
     **dict.fromkeys(DTYPES, "dtype"),
-    **{name: "topic" for name in TOPICS if name != "formula"},
+    **{name: "topic" for name in (*TOPICS, TOGETHER) if name != "formula"},
     **dict.fromkeys(("sizes", "gradients", "logsumexp"), "parts"),
     **{"items by themselves": "parts", "rows by themselves": "parts"},
 }
@@ -96,11 +98,11 @@ _OTHERS: dict[str, tuple[Callable[..., Finding], tuple[str, ...]]] = {
 
 
 def _row_of(case: Case) -> str | None:
-    """Return the row of a case, which differs from a plain call in one thing; None for others."""
+    """Return the row of a case: what differs from a plain call; None if only ours has that."""
     if _is_only_ours(case):
         return None
     if case.topic != "formula":
-        return case.topic if case.dtype == "float32" else None
+        return case.topic if case.dtype == "float32" or case.name in ESSENTIAL else None
     differs = set(case.features)
     if any(name.startswith("query_offset") for name in differs) and len(differs) == 2:
         differs.discard("causal")  # an offset changes only calls where positions matter
@@ -111,7 +113,9 @@ def _row_of(case: Case) -> str | None:
     if case.dtype != "float32" or not differs:
         differs.add(case.dtype)
     (first, *others) = differs
-    return first if not others and first in _KINDS else None
+    if others:
+        return TOGETHER if case.dtype == "float32" else None
+    return first if first in _KINDS else None
 
 
 def _is_only_ours(case: Case) -> bool:
