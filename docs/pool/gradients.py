@@ -62,13 +62,6 @@ def query_gradient_unscaled(q, k, v, p, g, scale):
 
 
 @with_rule
-def key_gradient_scaled_twice(q, k, v, p, g, scale):
-    """The gradient of the keys is scaled twice."""
-    ds = by_scores(p, v, g)
-    return ds @ k * scale, ds.mT @ q * scale**2, p.mT @ g
-
-
-@with_rule
 def row_sum_missing(q, k, v, p, g, scale):
     """The gradient of the softmax lacks the sum over the row."""
     ds = p * (g @ v.mT)
@@ -111,13 +104,6 @@ def query_gradient_of_64_elements(q, k, v, p, g, scale):
     """The gradient of the query is 0 from its element 64 on."""
     dq, dk, dv = rule(q, k, v, p, g, scale)
     return dq * (torch.arange(q.shape[-1]) < 64), dk, dv
-
-
-@with_rule
-def first_row_without_gradient(q, k, v, p, g, scale):
-    """The first row gives no gradient."""
-    g = torch.cat([torch.zeros_like(g[..., :1, :]), g[..., 1:, :]], -2)
-    return rule(q, k, v, p, g, scale)
 
 
 def one_head_of_each_group(query, key, value, *, is_causal=False):

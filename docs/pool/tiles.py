@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 from array_api_compat import array_namespace
+
 from pool.steps import attend, finished, positions, prepared, scores, seen, weighed, weights
 
 TILE = 64
@@ -46,13 +47,6 @@ def keys_padded_with_0(query, key, value):
     """Keys are padded with zeros to a multiple of 8, and the padding is seen."""
     pads = [(0, 0)] * (key.ndim - 2) + [(0, -key.shape[-2] % 8), (0, 0)]
     return attend(query, np.pad(key, pads), np.pad(value, pads))
-
-
-def tail_of_rows_0(query, key, value):
-    """The rows after the last whole tile of 16 are 0, if there is a tile."""
-    output, L = np.array(attend(query, key, value)), query.shape[-2]  # noqa: N806
-    output[..., L // 16 * 16 or L :, :] = 0
-    return output
 
 
 def rows_from_128_repeated(query, key, value, *, is_causal=False):
