@@ -36,6 +36,7 @@ def with_rule(rule):
         wide = (x.float() if x.itemsize < 4 else x for x in arrays)
         return Attention.apply(rule, *wide, is_causal).to(query.dtype)
 
+    attend.__doc__ = rule.__doc__
     return attend
 
 
