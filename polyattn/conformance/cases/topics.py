@@ -236,7 +236,7 @@ SEPARATING: Group = {
         for L, S, name, fields in (
             *((n, 300, "", {}) for n in (1, 300)),
             (300, 300, ", window", {"window": (40, 0)}),
-            *((n, 700 * n * n, "", {}) for n in (1, 2)),
+            (2, 2800, "", {}),
             (1, 33000, "", {}),
         )
     },
