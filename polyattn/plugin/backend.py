@@ -162,6 +162,24 @@ class Kernel:
         """
         raise NotImplementedError
 
+    def multiply(self, x: Array, weight: Array, bias: Array | None) -> Array | None:
+        """Compute x · weight + bias, for the maps of `polyattn.nn` in `polyattn.same_bits`.
+
+        A row of the result is a function of a row of `x`, of the weight and the bias: its bits do
+        not depend on the number of rows, nor on that of columns.
+
+        Parameters
+        ----------
+        x, weight, bias : Array, Array, Array or None
+            Shapes (..., inputs), (inputs, outputs) and (outputs,).
+
+        Returns
+        -------
+        Array or None
+            Shape (..., outputs); None if the kernel has no such product of these arrays.
+        """
+        return None
+
     def weights(
         self, problem: Problem, operands: Operands, logsumexp: Array | None, backend: Backend
     ) -> tuple[Array, Array | None]:

@@ -32,6 +32,7 @@ from polyattn_native.arrays import (
 from polyattn_native.call import NativeCall, Ready
 from polyattn_native.distance_scores import is_supported
 from polyattn_native.library import library
+from polyattn_native.product import product
 
 # Features that the problem says all about.
 PLAIN = frozenset({
@@ -143,6 +144,10 @@ class Native(Kernel):
         if logsumexp is not None:
             native.rows_of("logsumexp", logsumexp)
         return native
+
+    def multiply(self, x: Array, weight: Array, bias: Array | None) -> Array | None:
+        """Return x · weight + bias, whose rows have the same bits in every product."""
+        return product(x, weight, bias, self.threads())
 
     @QUIETLY
     def backward(
