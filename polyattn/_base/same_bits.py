@@ -36,11 +36,6 @@ def same_bits() -> Iterator[None]:
     None
         Nothing; the promise ends with the block.
 
-    Raises
-    ------
-    UnsupportedError
-        In a call inside the block, if no kernel computes it and keeps the promise.
-
     Examples
     --------
     >>> import polyattn

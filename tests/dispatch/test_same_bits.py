@@ -6,7 +6,17 @@ import numpy as np
 import pytest
 from optional import jax, torch
 
-from polyattn import UnsupportedError, attention, attention_vjp, explain, same_bits, scores
+from polyattn import (
+    UnsupportedError,
+    attention,
+    attention_partial,
+    attention_vjp,
+    explain,
+    merge,
+    parallel,
+    same_bits,
+    scores,
+)
 from polyattn._dispatch import cache, registry
 from polyattn.plugin.dense import Dense
 
@@ -119,3 +129,30 @@ def test_a_refusal_says_what_to_drop():
 def test_a_block_holds_in_its_thread_only():
     with same_bits(), ThreadPoolExecutor(1) as pool:
         assert pool.submit(lambda: explain(X, X, X).chosen.kernel).result() == "small"
+
+
+@pytest.mark.without_native
+def test_merges_of_parts_of_the_keys_are_refused():
+    with same_bits():
+        one = attention_partial(X, X, X, kernel="keeping")
+        assert merge(one).output is one.output
+        with pytest.raises(UnsupportedError, match="depend on the parts"):
+            merge(one, one)
+
+
+@pytest.mark.without_native
+def test_ranks_keep_bits_where_each_has_the_keys_of_its_rows(keeping):
+    def attend(strategy):
+        def of_rank(ranks):
+            own = parallel.shard(X[:, :, :4], over=ranks)
+            return parallel.attention(own, own, own, over=ranks, strategy=strategy)
+
+        return parallel.run_threads(2, of_rank)
+
+    with same_bits():
+        for strategy in "gather", "heads":
+            attend(strategy)
+        for strategy in "ring", "decode":
+            with pytest.raises(NotImplementedError, match=r"same_bits\(\) needs whole rows"):
+                attend(strategy)
+    assert keeping.asked == [True] * 4

@@ -1,5 +1,5 @@
 // The product of a matrix with weights, x · w + bias, whose sums go over k in one order for every number of
-// rows, columns and threads: one chain for each FOLD of k, and the chains are added one after another.
+// rows, columns and threads: one chain for each part of k, and the chains are added one after another.
 #pragma once
 #include "panel.h"
 #include "vectors.h"
@@ -8,7 +8,7 @@
 namespace POLYATTN_UNIT {
 
 // The products of a chain: more would lose accuracy.
-constexpr int64_t FOLD = 256;
+constexpr int64_t CHAIN = 256;
 // The most rows of a task, which share weights that are packed.
 constexpr int64_t MOST_ROWS = 512;
 // The most panels of a task of a single row, which reads rows of weights as streams.
@@ -41,7 +41,7 @@ private:
 
     // What stays between two steps of a task.
     struct State {
-        int64_t task, k;  // the first of the next fold
+        int64_t task, k;  // the first of the next part
     };
 
     const PolyattnCall& call;
@@ -59,19 +59,19 @@ private:
         BumpAllocator memory(scratch);
         state = memory.take<State>(1);
         sums = memory.take<T>(max(size, tile_rows) * columns);
-        packed = memory.take<T>(FOLD * columns);
+        packed = memory.take<T>(CHAIN * columns);
         scratch_size = memory.used();
     }
 
     // Whether a single row reads weights in place.
     bool is_row() const { return call.rows == 1 && call.key.column == 1; }
 
-    // Compute one fold of a task.
+    // Compute one part of k of a task.
     bool step() {
         const int64_t chunk = state->task / groups, first = state->task % groups * size;
         const int64_t stop = min(first + size, panels), full = min(stop, call.value_size / columns);
         const Range rows = {chunk * MOST_ROWS, min((chunk + 1) * MOST_ROWS, call.rows)};
-        const Range k = {state->k, min(state->k + FOLD, call.head_size)};
+        const Range k = {state->k, min(state->k + CHAIN, call.head_size)};
         if (is_row()) {
             multiply_row(k, first * columns, (full - first) * columns);
             add_up(0, 1, first * columns, (full - first) * columns, k);
@@ -142,7 +142,7 @@ private:
         }
     }
 
-    // Add the sums of a fold to the output, and the bias at the end.
+    // Add the sums of a part of k to the output, and the bias at the end.
     __attribute__((noinline)) void add_up(int64_t row, int rows, int64_t first, int64_t used, Range k) {
         const ptrdiff_t next = call.bias[0].column;
         const T* bias = k.stop == call.head_size ? (const T*)call.bias[0].data : nullptr;
@@ -163,7 +163,7 @@ private:
         }
     }
 
-    // Copy a fold of a panel, with zeros for columns that it lacks.
+    // Copy a part of k of a panel, with zeros for columns that it lacks.
     void pack(Range k, int64_t first, int64_t used) {
         const T* weights = weight_at(k.first, first);
         const int64_t count = k.stop - k.first, row = call.key.row, next = call.key.column;

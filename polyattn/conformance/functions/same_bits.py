@@ -18,7 +18,7 @@ from polyattn.conformance.functions.signatures import arguments_for, in_our_word
 def rows_with_other_bits(function: Function, target: Target) -> dict[str, str | tuple[int, int]]:
     """Return how many rows differ, and of how many, or why that is not known, by cut and dtype."""
     found: dict[str, str | tuple[int, int]] = {}
-    run = _runner(in_our_words(function), target)
+    run = runner(in_our_words(function), target)
     for dtype in ("float32", "float16", "bfloat16"):
         for cut in CUTS if target.has(dtype) else ():
             case = CutCase(cut, "window" if cut == "keys evicted" else "causal", dtype, 64)
@@ -39,7 +39,9 @@ def lines(found: dict[str, str | tuple[int, int]]) -> list[str]:
     return table(texts)
 
 
-def _runner(function: Function, target: Target) -> Run:
+def runner(function: Function, target: Target) -> Run:
+    """Return a function that calls another, whose names are ours, and gives its output."""
+
     def run(arguments: Arguments) -> tuple[Array, ...]:
         keywords = arguments_for(function, _in_plain_words(arguments))
         given = {name: with_arrays(x, target.to) for name, x in keywords.items()}
@@ -61,6 +63,8 @@ def _in_plain_words(arguments: Arguments) -> dict[str, Any]:
     mask = options.get("mask", True)
     seen = within & (mask(0, 0, i, j) if callable(mask) else mask)
     seen = seen & (j < options.get("key_lengths", [len(j)])[0])
+    if "window" in options:
+        seen = seen & (j >= i + offset - options["window"][0])
     if seen.all():
         return {}
     if causal and len(i) == len(j) and np.array_equal(seen, within):
