@@ -379,7 +379,7 @@ def _check_callable(options: argparse.Namespace, cases: Any) -> int:
     if options.same_bits:
         found = same_bits.rows_with_other_bits(function, target)
         show(_json(found) if options.json else "\n".join(same_bits.lines(found)))
-        return 1 if any(not isinstance(one, str) and one[0] for one in found.values()) else 0
+        return 1 if any(not isinstance(x, str) and x[0] for x in found.values()) else 0
     bar = partial(progress, unit="case")
     rows = function_report.summarise(function, cases.values(), target.to, target.back, bar)
     differ = sum(row.differing for row in rows)
