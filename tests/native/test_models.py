@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 import polyattn
-from polyattn import nn
+from polyattn import masks, nn
 
 pytest.importorskip("polyattn_native.library")
 torch = pytest.importorskip("torch")
@@ -110,6 +112,30 @@ def test_an_encoder_gives_the_vectors_of_each_text_alone(library: str, dtype: st
         for row, length in enumerate(lengths):
             alone = model(put(IDS[row : row + 1, :length]))
             same(padded[row, :length], alone[0], f"{length} tokens")
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_minilm_gives_the_vectors_of_each_sentence_alone(
+    library: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("tokenizers")
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "examples" / "minilm"))
+    weights: Any = pytest.importorskip("weights")
+    if importlib.util.find_spec(weights.MODULE) is None:
+        pytest.skip(weights.INSTALL)
+    put, folder = LIBRARIES[library], weights.find_model()
+    model = weights.load_model(folder, like=put(np.zeros(1, np.float32)))
+    texts = ["Milk.", "The cat drank the milk because it was sweet.", "Where is it, then?"]
+    ids, keep = map(np.asarray, weights.tokenize(weights.load_tokenizer(folder), texts))
+    text, place = np.nonzero(keep)
+    with polyattn.same_bits(), torch.no_grad():
+        padded = np.asarray(model(put(ids), mask=put(keep[:, None, None, :])))
+        documents = masks.segments(put(text))
+        packed = np.asarray(model(put(ids[keep]), positions=put(place), mask=documents))
+        for row, length in enumerate(keep.sum(1)):
+            alone = np.asarray(model(put(ids[row : row + 1, :length])))[0]
+            same(padded[row, :length], alone, "in a batch")
+            same(packed[text == row], alone, "packed")
 
 
 def test_a_compiled_step_is_refused() -> None:
