@@ -70,4 +70,4 @@ def test_what_a_function_has_no_argument_for_or_raises_is_said():
 
 def test_the_command_refuses_what_has_no_such_table(capsys):
     assert main(["check", "numpy", "--same-bits"]) == 2
-    assert "give --callable" in capsys.readouterr().err
+    assert "give a function" in capsys.readouterr().err

@@ -33,7 +33,7 @@ ELSEWHERE = {
 # What these print differs from run to run.
 NOT_SHOWN = ("milliseconds(compute",)
 # Pages whose commands take half a minute or more.
-LONG = {"docs/bench.md": pytest.mark.slow, "README.md": pytest.mark.slow}
+LONG = {"docs/bench.md": pytest.mark.slow}
 # Commands that run elsewhere or not at all, each with the reason.
 EXAMPLE = "needs the example of a plugin, with which tests/docs/test_site.py runs it"
 SDPA = "torch.nn.functional:scaled_dot_product_attention"
@@ -43,6 +43,9 @@ LEFT_OUT = {
     "polyattn check --callable mine:attend --quick": "tests/docs/test_site.py",
     # whose code is 1, for rows that differ: tests/conformance/test_same_bits.py
     f"polyattn check --callable {SDPA} --same-bits": "it takes 20 seconds",
+    "polyattn check --callable mine:attend --library torch:cuda": "needs a GPU",
+    "polyattn check acme --kernel fused": "there is no such backend",
+    "polyattn check --write-cases cases": "tests/conformance/test_written.py",
 }
 
 
