@@ -2,6 +2,7 @@
 // rows, columns and threads: one chain for each part of k, and the chains are added one after another.
 #pragma once
 #include "panel.h"
+#include "rows.h"
 #include "vectors.h"
 #include "work.h"
 
@@ -163,31 +164,20 @@ private:
         }
     }
 
-    // Copy a part of k of a panel, with zeros for columns that it lacks.
+    // Copy a part of k of a panel; columns that it lacks are not used.
     void pack(Range k, int64_t first, int64_t used) {
         const T* weights = weight_at(k.first, first);
-        const int64_t count = k.stop - k.first, row = call.key.row, next = call.key.column;
-        int64_t done = 0;  // columns
-        for (; row == 1 && next != 1 && done + width <= used; done += width) {
-            int64_t i = 0;
-            for (; i + width <= count; i += width) {
-                Vector<T> square[width];
-                UNROLL for (int c = 0; c < width; ++c)
-                    square[c] = load(weights + (done + c) * next + i);
-                transpose<width>(square);
-                UNROLL for (int c = 0; c < width; ++c)
-                    store<T>(packed + (i + c) * columns + done, square[c]);
-            }
-            for (; i < count; ++i) {
-                for (int c = 0; c < width; ++c) packed[i * columns + done + c] = weights[(done + c) * next + i];
-            }
+        const int64_t row = call.key.row, next = call.key.column;
+        if (row == 1 && next != 1) {
+            const T* each[columns];
+            for (int64_t c = 0; c < columns; ++c) each[c] = weights + min(c, used - 1) * next;
+            return transpose_rows<T>(each, columns, k.stop - k.first, 1, packed);
         }
-        for (int64_t i = 0; i < count; ++i, weights += row) {
+        for (int64_t i = 0; i < k.stop - k.first; ++i, weights += row) {
             T* to = packed + i * columns;
-            int64_t c = done;
+            int64_t c = 0;
             for (; next == 1 && c + width <= used; c += width) store<T>(to + c, load(weights + c));
-            for (; c < used; ++c) to[c] = weights[c * next];
-            for (; c < columns; ++c) to[c] = 0;
+            for (; c < columns; ++c) to[c] = c < used ? weights[c * next] : 0;
         }
     }
 };
