@@ -74,18 +74,6 @@ class CCall(ctypes.Structure):
     )
 
 
-class CProduct(ctypes.Structure):
-    """The sizes and strides of a product x · w + bias."""
-
-    _fields_ = tuple(
-        (name, c_int64)
-        for name in (
-            "rows", "inner", "columns", "x_row", "x_column", "w_row", "w_column", "bias_column",
-            "dtype",
-        )
-    )  # fmt: skip
-
-
 def check_platform(byteorder: str = sys.byteorder) -> None:
     """Raise unless the processor is little-endian, and polyattn is of the same release."""
     if byteorder != "little":
@@ -149,7 +137,7 @@ def load(path: Path) -> ctypes.CDLL:
     for name in ("attend", "differentiate", "push_forward"):
         getattr(library, f"polyattn_{name}").argtypes = (call, state)
     library.polyattn_attend_to.argtypes = (call, c_int64, *(c_void_p,) * 5, state)
-    library.polyattn_multiply.argtypes = (POINTER(CProduct), c_int64, *(c_void_p,) * 4, state)
+    library.polyattn_multiply.argtypes = (c_void_p, c_int64, *(c_void_p,) * 4, state)
     library.polyattn_share.argtypes = library.polyattn_cancel.argtypes = (state,)
     library.polyattn_share.restype = c_double
     library.polyattn_cancel.restype = None

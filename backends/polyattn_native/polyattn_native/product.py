@@ -12,10 +12,12 @@ import numpy as np
 from polyattn.plugin import Array, progress
 from polyattn_native.arrays import address_of
 from polyattn_native.call import run
-from polyattn_native.library import CProduct, library
+from polyattn_native.library import library
 
 #: The dtypes of products, as the library numbers them.
 DTYPES = {np.dtype(np.float32): 0, np.dtype(np.float64): 1}
+#: `PolyattnProduct` of `src/interface.h`: sizes, strides and the dtype.
+NUMBERS = ctypes.c_int64 * 9
 #: The multiply-adds that a thread must have: fewer take less time than to wake it.
 THREAD_WORK = 2**19
 #: Those of a product in which nobody waits for an interrupt.
@@ -65,4 +67,4 @@ def _facts(
     """Return a product as an argument of the library, and the number of its multiply-adds."""
     sizes = *shape, weight_shape[1]
     steps = [step // dtype.itemsize for step in (*strides, *weight_strides, bias_stride)]
-    return ctypes.byref(CProduct(*sizes, *steps, DTYPES[dtype])), math.prod(sizes)
+    return NUMBERS(*sizes, *steps, DTYPES[dtype]), math.prod(sizes)
