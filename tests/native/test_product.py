@@ -160,4 +160,6 @@ def test_transforms_and_programs_of_torch_are_refused() -> None:
     with pytest.raises(NotImplementedError, match=r"outside of torch\.compile and torch\.func"):
         torch.func.vmap(layer)(x)
     with pytest.raises(NotImplementedError, match=r"outside of torch\.compile and torch\.func"):
+        torch.compile(layer, backend="eager")(x)
+    with pytest.raises(NotImplementedError, match=r"outside of torch\.compile and torch\.func"):
         torch.func.grad(lambda x: layer(x).sum())(x)
