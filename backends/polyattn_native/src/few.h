@@ -108,7 +108,7 @@ void multiply_in_order(const T* rows, int few, Matrix<T> keys, int64_t count, in
         multiply<T, 2, INNER>(few, {rows, size}, panel, size, found);
         for (int lane = 0; lane < tile; ++lane) {
             T* to = scores + (key + lane) * stride;
-            for (int i = 0; i < stride; ++i) to[i] = found[i % few * lanes + lane];
+            for (int i = 0; i < stride; ++i) to[i] = found[(i & (few - 1)) * lanes + lane];
         }
     }
     for (int64_t i = count * stride; i % width; ++i) scores[i] = -infinity<T>();

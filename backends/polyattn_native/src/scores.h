@@ -419,12 +419,11 @@ void split_at(const Folds<T>& folds, int stride, T hidden, bool is_after, const 
     for (int64_t i = 0, key = folds.first; key < folds.last; ++key) {
         for (int lane = 0; lane < stride; lane += step, i += step) {
             if (step == 1) {
-                const Int at = folds.at[lane];
-                zone[i] = is_after ? (key < min(at, folds.last) ? hidden : from[i]) : key >= at ? hidden : from[i];
+                zone[i] = key < folds.at[lane] ? is_after ? hidden : from[i] : is_after ? from[i] : hidden;
                 continue;
             }
-            const Ints<T> at = load_ints<T>(folds.at + lane), now = Ints<T>{} + (Int)key;
-            const Ints<T> hides = is_after ? (now < at) & (now < (Int)folds.last) : now >= at;
+            const Ints<T> before = Ints<T>{} + (Int)key < load_ints<T>(folds.at + lane),
+                          hides = is_after ? before : ~before;
             store<T>(zone + i, select<T>(hides, broadcast<T>(hidden), load(from + i)));
         }
     }
