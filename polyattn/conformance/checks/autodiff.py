@@ -44,6 +44,11 @@ def by_torch(
     }
 
 
+def torch_vjp(function: Callable[..., Any], inputs: list[Any], along: Any) -> Any:
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    return importlib.import_module("torch").autograd.grad(function(*leaves), leaves, along)
+
+
 def jax_vjp(function: Callable[..., Any], inputs: list[Any], along: Any) -> Any:
     return importlib.import_module("jax").vjp(function, *inputs)[1](along)
 
@@ -76,6 +81,8 @@ def by_vjp(
     return gradients
 
 
+#: The functions that pull a cotangent back, by library.
+VJP: dict[str, Callable[..., Any]] = {"torch": torch_vjp, "jax": jax_vjp, "mlx": mlx_vjp}
 BY: dict[str, Callable[..., dict[str, Any] | None]] = {
     "torch": by_torch,
     "jax": partial(by_vjp, jax_vjp),

@@ -10,14 +10,17 @@ import importlib
 import inspect
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from polyattn._base.arguments import did_you_mean
+from polyattn._base.arrays import library_of
 from polyattn._core.call.parts import arrays_in
 from polyattn.conformance.cases.cache_cases import Arguments, of_item
 from polyattn.conformance.cases.case import Case, bits, with_arrays
+from polyattn.conformance.checks.autodiff import VJP
 from polyattn.conformance.checks.target import Target
 from polyattn.conformance.functions.interpretations import interpret
 from polyattn.conformance.functions.serving import Function, NoArgumentError
@@ -28,6 +31,7 @@ from polyattn.conformance.functions.signatures import (
     parameters_of,
     without_idle,
 )
+from polyattn.conformance.reference.gradients import cotangent, gradient_yardsticks
 from polyattn.conformance.reference.oracle import Array
 from polyattn.conformance.reference.tolerance import (
     Deviation,
@@ -246,6 +250,43 @@ def check_parts(
         return Finding(RAISES, error="ValueError: the outputs of the parts do not fit together")
     remark = "" if bits(joined) == bits(outputs[0]) else "other bits than together"
     return _judge(case, joined, output_yardstick)._replace(remark=remark)
+
+
+def check_gradients(
+    function: Function, case: Case, to: Callable[[Any], Any], back: Callable[[Any], Any]
+) -> Finding:
+    """Check the gradients of query, key and value, by the library's own differentiation."""
+    case, function = replace(case, rows=None), in_our_words(function)
+    (arrays, _), along = case.arguments(), cotangent(case)
+
+    @functools.wraps(function)
+    def gradients(*inputs: Any, **options: Any) -> Any:
+        def output(*given: Any) -> Any:
+            returned = function(*given, **options)
+            return returned[0] if isinstance(returned, (tuple, list)) else returned
+
+        library = library_of(inputs[0])
+        if library.name not in VJP:
+            raise NoArgumentError("gradients")
+        results = VJP[library.name](output, list(inputs), to(along))
+        return library.xp.concat([library.xp.reshape(x, (-1,)) for x in results])
+
+    ran = run_function(gradients, case, case.arguments(), to, back)
+    if isinstance(ran, Finding):
+        return ran
+    ends = np.cumsum([x.size for x in arrays])
+    offs = [
+        deviation(part.reshape(x.shape), yard, f"{case}: gradient of {name}")
+        for x, part, (name, yard) in zip(
+            arrays, np.split(ran.output, ends), gradient_yardsticks(case).items(), strict=False
+        )
+    ]
+    worst = max(offs, key=lambda off: (off.fault is not None, off.units))
+    if worst.fault is None:
+        return Finding(AGREES, worst)
+    return Finding(
+        DIFFERS, worst, interpretation=check_callable(function, case, to, back).interpretation
+    )
 
 
 class _Ran(NamedTuple):

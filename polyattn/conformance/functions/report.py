@@ -21,6 +21,7 @@ from polyattn.conformance.functions.check import (
     RAISES,
     Finding,
     check_callable,
+    check_gradients,
     check_logsumexp,
     check_parts,
 )
@@ -76,12 +77,22 @@ _KINDS = {
     **{"rank": "arrays", "layout": "arrays"},
     **dict.fromkeys(DTYPES, "dtype"),
     **{name: "topic" for name in TOPICS if name != "formula"},
-    **{"logsumexp": "parts", "items by themselves": "parts", "rows by themselves": "parts"},
+    **{
+        "gradients": "parts",
+        "logsumexp": "parts",
+        "items by themselves": "parts",
+        "rows by themselves": "parts",
+    },
 }
 _ROWS = ("cache, new rows", "pages, new rows")
 _ONE_THING = ("scale", "softcap", "causal", "grouped heads", "sinks", "mask hides some rows")
+_DIFFERENTIATED = (
+    *("plain", "plain, float16", "grouped heads", "mask array"),
+    *("mask hides some rows", "bias hides some rows", "nan under mask array"),
+)
 #: The rows of other checks: which, and the names of the cases.
 _OTHERS: dict[str, tuple[Callable[..., Finding], tuple[str, ...]]] = {
+    "gradients": (check_gradients, _DIFFERENTIATED),
     "logsumexp": (check_logsumexp, ("plain", *_ONE_THING)),
     "items by themselves": (partial(check_parts, part=of_item), ("plain", *_ROWS)),
     "rows by themselves": (partial(check_parts, part=of_row), _ROWS),
@@ -113,14 +124,27 @@ def _is_only_ours(case: Case) -> bool:
     return "dropout" in case.features or any(isinstance(x, Expression) for x in options)
 
 
-def _checks(cases: dict[str, Case]) -> Iterator[tuple[Case, str, Callable[..., Finding]]]:
-    """Yield what is checked: a case, its row, and the check."""
-    for case in cases.values():
-        row = _row_of(case)
-        if row is not None:
-            yield case, row, check_callable
+#: Cases with their row and check.
+Plan = list[tuple[Case, str, Callable[..., Finding]]]
+
+
+def planned(cases: Iterable[Case]) -> Plan:
+    """Return the cases about one thing each, with the row and the check of each."""
+    named = {case.name: case for case in cases}
+    plan: Plan = [
+        (case, row, check_callable) for case in named.values() if (row := _row_of(case)) is not None
+    ]
     for row, (check, names) in _OTHERS.items():
-        yield from ((cases[name], row, check) for name in names if name in cases)
+        plan += [(named[name], row, check) for name in names if name in named]
+    return plan
+
+
+def grouped(plan: Plan, findings: Iterable[Finding]) -> list[Row]:
+    """Return the findings of a plan as the rows of a table."""
+    rows = {name: Row(kind, name, {}) for name, kind in _KINDS.items()}
+    for (case, row, _), finding in zip(plan, findings, strict=True):
+        rows[row].findings[case.name] = finding
+    return [row for row in rows.values() if row.findings]
 
 
 def summarise(
@@ -128,20 +152,18 @@ def summarise(
     cases: Iterable[Case],
     to: Callable[[Any], Any],
     back: Callable[[Any], Any],
-    progress: Callable[[Iterable[Case]], Iterable[Case]] | None = None,
+    progress: Callable[[Iterable[Any]], Iterable[Any]] = iter,
 ) -> list[Row]:
     """Check a function with the cases about one thing each, and group the results by it.
 
     The arguments are those of `check_callable`; `progress` wraps the iteration, as `tqdm` does.
     """
-    chosen = list(_checks({case.name: case for case in cases}))
-    rows = {name: Row(kind, name, {}) for name, kind in _KINDS.items()}
-    through: Iterable[Case] = [case for case, _, _ in chosen]
-    for case, (_, row, check) in zip(
-        progress(through) if progress else through, chosen, strict=True
-    ):
-        rows[row].findings[case.name] = call_named(f"case {case}", check, function, case, to, back)
-    return [row for row in rows.values() if row.findings]
+    plan = planned(cases)
+    findings = [
+        call_named(f"case {case}", check, function, case, to, back)
+        for case, _, check in progress(plan)
+    ]
+    return grouped(plan, findings)
 
 
 def lines(rows: Iterable[Row]) -> list[str]:
