@@ -308,6 +308,13 @@ torch's `varlen_attn`, FlashAttention, xFormers and FlashInfer run on GPUs only:
 ## What changed between versions
 
 {history}
+
+```{{toctree}}
+:hidden:
+:glob:
+
+peers/*
+```
 """
 
 PAGE = """\
@@ -431,23 +438,22 @@ def history(found: dict[str, list[dict[str, Any]]]) -> str:
     return table(["", "versions", "what changed"], rows)
 
 
-def write_pages() -> None:
-    """Write the front page and a page for each subject."""
-    found = loaded()
+def pages() -> dict[str, str]:
+    """Return the front page and a page for each subject, by their places in docs/."""
+    found, texts = loaded(), dict[str, str]()
     rows, used = [], set()
     for name, (data, *_) in found.items():
-        (DOCS / "peers" / f"{name}.md").write_text(page_of(data), encoding="utf-8")
-        rows.append(
-            [f"[{name}](peers/{name}.md) {version_of(data)}", *(cell(data, x) for x in AREAS)]
-        )
+        page = f"peers/{re.sub(r'[._]', '-', name)}.md"
+        texts[page] = page_of(data)
+        rows.append([f"[{name}]({page}) {version_of(data)}", *(cell(data, x) for x in AREAS)])
         used |= {x for area in AREAS for x in differing(data, area)}
     legend = "\n".join(f"- *{what}*: {says}" for what, says in MEANS.items() if what in used)
     text = FRONT.format(table=table(["", *AREAS], rows), legend=legend, history=history(found))
-    (DOCS / "peers.md").write_text(text, encoding="utf-8")
+    return {"peers.md": text} | texts
 
 
 if __name__ == "__main__":
     for subject_name in sys.argv[1:]:
         write_data(subject_name.removeprefix("lines:"), not subject_name.startswith("lines:"))
-    if not sys.argv[1:]:
-        write_pages()
+    for file, written in pages().items() if not sys.argv[1:] else ():
+        (DOCS / file).write_text(written, encoding="utf-8")
