@@ -34,7 +34,7 @@ AREAS = {
     "plain": ("grouped_heads", "scale", "value_size", "float32", "float64", "memory layouts"),
     "masks": (
         *("mask", "mask_mod", "bias", "window", "score_mod", "softcap", "sinks"),
-        "order of the steps",
+        *("order of the steps", "options together"),
     ),
     "causal, L ≠ S": ("causal",),
     "empty rows": ("rows without a visible key",),
@@ -42,7 +42,7 @@ AREAS = {
     "16 bits": ("float16", "bfloat16"),
     "extreme values": ("extreme values",),
     "gradients": ("gradients",),
-    "lengths": ("lengths", "nothing to compute"),
+    "lengths": ("lengths", "nothing to compute", "sizes"),
     "caches, pages": ("caches and pages",),
     "same bits": ("items by themselves", "rows by themselves"),
 }
@@ -106,13 +106,19 @@ def outcome(finding: Finding) -> str:
 def areas_of(name: str) -> dict[str, dict[str, Any]]:
     """Return how many cases of each area end in what way, the largest error and one of them."""
     areas: dict[str, dict[str, Any]] = defaultdict(dict)
-    for row in measure(SUBJECTS[name], list(ESSENTIAL.values())):
+    rows = measure(SUBJECTS[name], list(ESSENTIAL.values()))
+    forward = {case: f for row in rows if row.kind != "parts" for case, f in row.findings.items()}
+    for row in rows:
         for case, finding in row.findings.items():
-            area, what = AREA_OF.get(row.name), outcome(finding)
-            asked = ESSENTIAL[case]
-            if area is None or finding.status == NO_ARGUMENT or asked.full_batch == ():
+            area, asked = AREA_OF.get(row.name), ESSENTIAL.get(case)
+            if area is None or finding.status == NO_ARGUMENT:
+                continue
+            if asked is not None and asked.full_batch == ():
                 continue  # arrays of another rank are not in the table
-            causal = "causal" in asked.features and asked.L != asked.S
+            what = outcome(finding)
+            if row.name == "gradients" and finding.status == DIFFERS and case in forward:
+                what = outcome(forward[case]) if forward[case].status == DIFFERS else what
+            causal = asked is not None and "causal" in asked.features and asked.L != asked.S
             if what == "top left" or (causal and what == "wrong"):
                 area = "causal, L ≠ S"
             count, units, example = areas[area].get(what, (0, 0.0, case))

@@ -4,7 +4,6 @@ import json
 
 import numpy as np
 import pytest
-from optional import is_absent
 
 from polyattn import attention, conformance
 from polyattn.cli import main
@@ -13,10 +12,8 @@ from polyattn.conformance.functions import subjects
 from polyattn.conformance.functions.check import (
     AGREES,
     DIFFERS,
-    NO_ARGUMENT,
     RAISES,
     check_callable,
-    check_gradients,
 )
 from polyattn.conformance.functions.report import as_dict
 from polyattn.conformance.functions.subjects import SUBJECTS, Peer, measure, subject_of
@@ -112,57 +109,6 @@ def test_the_table_is_complete(name):
 
 def test_subjects_that_are_installed_say_their_versions():
     assert subject_of("onnx.reference").versions.keys() == {"onnx"}
-
-
-# ---- gradients ---------------------------------------------------------------------------------
-
-torch = pytest.importorskip("torch") if not is_absent("torch") else None
-needs_torch = pytest.mark.skipif(is_absent("torch"), reason="torch is not installed")
-
-
-def gradients_of(function, name):
-    there = conformance.Target("torch")
-    return check_gradients(function, CASES[name], there.to, there.back)
-
-
-def dense(q, k, v, mask=None):
-    return attention(q, k, v, mask=mask, kernel="dense")
-
-
-def flat(q, k, v, mask=None, bias=None):
-    """Attention by hand, in which an empty row is the mean."""
-    scores = q @ k.mT * q.shape[-1] ** -0.5
-    if mask is not None:
-        scores = torch.where(mask, scores, torch.finfo(q.dtype).min)
-    return torch.softmax(scores if bias is None else scores + bias, -1) @ v
-
-
-def no_gradient_of_keys(q, k, v, mask=None):
-    return attention(q, k.detach() + 0 * k, v, mask=mask)
-
-
-@needs_torch
-@pytest.mark.parametrize(
-    ("function", "case", "status", "meaning"),
-    [
-        (attention, "plain", AGREES, ""),
-        (dense, "nan under mask array", AGREES, ""),
-        (dense, "mask hides some rows", AGREES, ""),
-        (flat, "mask array", AGREES, ""),
-        (flat, "mask hides some rows", DIFFERS, "a row without keys is the mean of the values"),
-        (flat, "bias hides some rows", DIFFERS, "a row without keys is NaN"),
-        (flat, "nan under mask array", DIFFERS, "a hidden NaN or infinity reaches the row"),
-        (no_gradient_of_keys, "plain", DIFFERS, ""),
-    ],
-)
-def test_gradients_are_checked_by_the_library_that_differentiates(function, case, status, meaning):
-    finding = gradients_of(function, case)
-    assert (finding.status, finding.interpretation) == (status, meaning), finding
-
-
-def test_arrays_that_nothing_differentiates_have_no_gradients():
-    finding = check_gradients(attention, CASES["plain"], np.array, np.asarray)
-    assert (finding.status, finding.missing) == (NO_ARGUMENT, "gradients")
 
 
 def test_a_row_without_keys_that_sees_all_is_named():

@@ -10,17 +10,14 @@ import importlib
 import inspect
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from polyattn._base.arguments import did_you_mean
-from polyattn._base.arrays import library_of
 from polyattn._core.call.parts import arrays_in
 from polyattn.conformance.cases.cache_cases import Arguments, of_item
 from polyattn.conformance.cases.case import Case, bits, with_arrays
-from polyattn.conformance.checks.autodiff import VJP
 from polyattn.conformance.checks.target import Target
 from polyattn.conformance.functions.interpretations import interpret
 from polyattn.conformance.functions.serving import Function, NoArgumentError
@@ -31,7 +28,6 @@ from polyattn.conformance.functions.signatures import (
     parameters_of,
     without_idle,
 )
-from polyattn.conformance.reference.gradients import cotangent, gradient_yardsticks
 from polyattn.conformance.reference.oracle import Array
 from polyattn.conformance.reference.tolerance import (
     Deviation,
@@ -116,7 +112,7 @@ def load(spec: str) -> Function:
     try:
         function: Any = importlib.import_module(module)
     except (Exception, SystemExit) as error:  # it may raise anything, and call sys.exit
-        why = _text(error) + "; leave out the .py" * module.endswith(".py")
+        why = text_of(error) + "; leave out the .py" * module.endswith(".py")
         raise ValueError(f"the module {module!r} cannot be imported: {why}") from error
     try:
         function = functools.reduce(getattr, name.split("."), function)
@@ -252,43 +248,6 @@ def check_parts(
     return _judge(case, joined, output_yardstick)._replace(remark=remark)
 
 
-def check_gradients(
-    function: Function, case: Case, to: Callable[[Any], Any], back: Callable[[Any], Any]
-) -> Finding:
-    """Check the gradients of query, key and value, by the library's own differentiation."""
-    case, function = replace(case, rows=None), in_our_words(function)
-    (arrays, _), along = case.arguments(), cotangent(case)
-
-    @functools.wraps(function)
-    def gradients(*inputs: Any, **options: Any) -> Any:
-        def output(*given: Any) -> Any:
-            returned = function(*given, **options)
-            return returned[0] if isinstance(returned, (tuple, list)) else returned
-
-        library = library_of(inputs[0])
-        if library.name not in VJP:
-            raise NoArgumentError("gradients")
-        results = VJP[library.name](output, list(inputs), to(along))
-        return library.xp.concat([library.xp.reshape(x, (-1,)) for x in results])
-
-    ran = run_function(gradients, case, case.arguments(), to, back)
-    if isinstance(ran, Finding):
-        return ran
-    ends = np.cumsum([x.size for x in arrays])
-    offs = [
-        deviation(part.reshape(x.shape), yard, f"{case}: gradient of {name}")
-        for x, part, (name, yard) in zip(
-            arrays, np.split(ran.output, ends), gradient_yardsticks(case).items(), strict=False
-        )
-    ]
-    worst = max(offs, key=lambda off: (off.fault is not None, off.units))
-    if worst.fault is None:
-        return Finding(AGREES, worst)
-    return Finding(
-        DIFFERS, worst, interpretation=check_callable(function, case, to, back).interpretation
-    )
-
-
 class _Ran(NamedTuple):
     """The results of a function, as arrays of NumPy."""
 
@@ -303,15 +262,11 @@ def run_function(
     back: Callable[[Any], Any], others: dict[str, Any] | None = None,
 ) -> _Ran | Finding:  # fmt: skip
     """Run a function, perhaps with other options; return a finding if there is no output."""
-    arrays, options = arguments
     try:
-        options = without_idle(function, case.features, options)
-        options = arguments_for(function, options, grouped="grouped_heads" in case.features)
-        options |= others or {}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            inputs = [to(x) for x in arrays]
-            keywords = {name: with_arrays(option, to) for name, option in options.items()}
+            inputs, keywords = given(function, case, arguments, to)
+            keywords |= others or {}
             held = inputs + [x for option in keywords.values() for x in arrays_in(option)]
             before = [bits(back(x)) for x in held]
             returned = function(*inputs, **keywords)
@@ -323,10 +278,21 @@ def run_function(
     except NoArgumentError as error:
         return Finding(NO_ARGUMENT, missing=str(error))
     except (Exception, SystemExit) as error:
-        return Finding(RAISES, error=_text(error))
+        return Finding(RAISES, error=text_of(error))
     wrong += [f"the output is {output.dtype}"] * (output.dtype != case.dtype)
     remark = f"it returns a tuple of {many}" if many else ""
     return _Ran(output, logsumexp, tuple(wrong), remark)
+
+
+def given(
+    function: Function, case: Case, arguments: Arguments, to: Callable[[Any], Any]
+) -> tuple[list[Any], dict[str, Any]]:
+    """Return query, key and value and the keyword arguments of a function in its library."""
+    arrays, options = arguments
+    options = without_idle(function, case.features, options)
+    options = arguments_for(function, options, grouped="grouped_heads" in case.features)
+    inputs = [to(x) for x in arrays]
+    return inputs, {name: with_arrays(option, to) for name, option in options.items()}
 
 
 def _as_array(returned: Any, back: Callable[[Any], Any]) -> Array:
@@ -342,7 +308,7 @@ def _as_array(returned: Any, back: Callable[[Any], Any]) -> Array:
     return array
 
 
-def _text(error: BaseException) -> str:
+def text_of(error: BaseException) -> str:
     """Return the type and first line of an error, or what sys.exit was called with."""
     if isinstance(error, SystemExit):
         return f"SystemExit: it calls sys.exit({error.code!r})"

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from polyattn._base.text_table import paragraph, table
 from polyattn._core.call.features import DTYPES, FEATURES
 from polyattn._core.expressions.expression import Expression
 from polyattn.conformance.cases.cache_cases import of_item, of_row
 from polyattn.conformance.cases.case import Case
+from polyattn.conformance.cases.catalogue import ESSENTIAL, size_cases
+from polyattn.conformance.cases.gradient_cases import GRADIENT_CASES, POISONED_GRADIENT_CASES
 from polyattn.conformance.cases.topics import TOPICS
 from polyattn.conformance.checks.frames import call_named
 from polyattn.conformance.functions.check import (
@@ -21,10 +26,10 @@ from polyattn.conformance.functions.check import (
     RAISES,
     Finding,
     check_callable,
-    check_gradients,
     check_logsumexp,
     check_parts,
 )
+from polyattn.conformance.functions.gradients import check_gradients, has_gradients
 from polyattn.conformance.functions.serving import Function
 
 __all__ = ["Row", "as_dict", "lines", "summarise", "summary"]
@@ -71,28 +76,21 @@ class Row(NamedTuple):
         )
 
 
+#: The row of calls with more than one option.
+TOGETHER = "options together"
 #: The kind of each row, by its name.
 _KINDS = {
     **{name: "feature" for name in FEATURES if name not in ("logsumexp", "dropout")},
     **{"rank": "arrays", "layout": "arrays"},
     **dict.fromkeys(DTYPES, "dtype"),
-    **{name: "topic" for name in TOPICS if name != "formula"},
-    **{
-        "gradients": "parts",
-        "logsumexp": "parts",
-        "items by themselves": "parts",
-        "rows by themselves": "parts",
-    },
+    **{name: "topic" for name in (*TOPICS, TOGETHER) if name != "formula"},
+    **dict.fromkeys(("sizes", "gradients", "logsumexp"), "parts"),
+    **{"items by themselves": "parts", "rows by themselves": "parts"},
 }
 _ROWS = ("cache, new rows", "pages, new rows")
 _ONE_THING = ("scale", "softcap", "causal", "grouped heads", "sinks", "mask hides some rows")
-_DIFFERENTIATED = (
-    *("plain", "plain, float16", "grouped heads", "mask array"),
-    *("mask hides some rows", "bias hides some rows", "nan under mask array"),
-)
 #: The rows of other checks: which, and the names of the cases.
 _OTHERS: dict[str, tuple[Callable[..., Finding], tuple[str, ...]]] = {
-    "gradients": (check_gradients, _DIFFERENTIATED),
     "logsumexp": (check_logsumexp, ("plain", *_ONE_THING)),
     "items by themselves": (partial(check_parts, part=of_item), ("plain", *_ROWS)),
     "rows by themselves": (partial(check_parts, part=of_row), _ROWS),
@@ -100,11 +98,11 @@ _OTHERS: dict[str, tuple[Callable[..., Finding], tuple[str, ...]]] = {
 
 
 def _row_of(case: Case) -> str | None:
-    """Return the row of a case, which differs from a plain call in one thing; None for others."""
+    """Return the row of a case: what differs from a plain call; None if only ours has that."""
     if _is_only_ours(case):
         return None
     if case.topic != "formula":
-        return case.topic if case.dtype == "float32" else None
+        return case.topic if case.dtype == "float32" or case.name in ESSENTIAL else None
     differs = set(case.features)
     if any(name.startswith("query_offset") for name in differs) and len(differs) == 2:
         differs.discard("causal")  # an offset changes only calls where positions matter
@@ -115,7 +113,9 @@ def _row_of(case: Case) -> str | None:
     if case.dtype != "float32" or not differs:
         differs.add(case.dtype)
     (first, *others) = differs
-    return first if not others and first in _KINDS else None
+    if others:
+        return TOGETHER if case.dtype == "float32" else None
+    return first if first in _KINDS else None
 
 
 def _is_only_ours(case: Case) -> bool:
@@ -128,12 +128,19 @@ def _is_only_ours(case: Case) -> bool:
 Plan = list[tuple[Case, str, Callable[..., Finding]]]
 
 
-def planned(cases: Iterable[Case]) -> Plan:
-    """Return the cases about one thing each, with the row and the check of each."""
+def planned(cases: Iterable[Case], differentiable: bool) -> Plan:
+    """Return what is checked: a case, its row, and the check."""
     named = {case.name: case for case in cases}
     plan: Plan = [
         (case, row, check_callable) for case in named.values() if (row := _row_of(case)) is not None
     ]
+    sizes = list(size_cases("float32")) if named.keys() >= ESSENTIAL.keys() else []
+    sizes[::2] = [replace(case, E=None) for case in sizes[::2]]  # some functions have only E = D
+    plan += [(case, "sizes", check_callable) for case in sizes]
+    if differentiable:
+        with_gradients = (POISONED_GRADIENT_CASES | GRADIENT_CASES).values()
+        chosen = [case for case in with_gradients if case.name in named and not _is_only_ours(case)]
+        plan += [(case, "gradients", check_gradients) for case in (*chosen, *sizes)]
     for row, (check, names) in _OTHERS.items():
         plan += [(named[name], row, check) for name in names if name in named]
     return plan
@@ -158,7 +165,7 @@ def summarise(
 
     The arguments are those of `check_callable`; `progress` wraps the iteration, as `tqdm` does.
     """
-    plan = planned(cases)
+    plan = planned(cases, has_gradients(to, np.ones((1, 1), "float32")))
     findings = [
         call_named(f"case {case}", check, function, case, to, back)
         for case, _, check in progress(plan)

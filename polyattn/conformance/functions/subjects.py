@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from polyattn._base.arguments import did_you_mean
 from polyattn.conformance.cases.case import Case
 from polyattn.conformance.cases.catalogue import CASES
+from polyattn.conformance.checks.autodiff import VJP
 from polyattn.conformance.checks.target import Target
 from polyattn.conformance.functions.check import RAISES, Finding
 from polyattn.conformance.functions.report import Row, grouped, planned
@@ -53,6 +54,11 @@ class Peer(NamedTuple):
         """The installed versions of what it needs; raises ImportError if one is not installed."""
         return {name: metadata.version(name) for name in self.needs.split()}
 
+    @property
+    def is_differentiable(self) -> bool:
+        """Whether the library of its arrays can differentiate."""
+        return self.arrays.partition(".")[0] in VJP
+
 
 _TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 #: The subjects by name.
@@ -76,7 +82,7 @@ def measure(
     subject: Peer, cases: Sequence[Case], bar: Callable[[Iterable[Any]], Iterable[Any]] = iter
 ) -> list[Row]:
     """Check a subject with cases of `CASES`, in a process of its own; a crash is a finding."""
-    plan = planned(cases)
+    plan = planned(cases, subject.is_differentiable)
     answers = _answers(subject, [case.name for case in cases], len(plan))
     return grouped(plan, [next(answers) for _ in bar(plan)])
 
@@ -111,5 +117,6 @@ def _work(pipe: Any, subject: Peer, cases: Sequence[str], first: int) -> None:
     os.environ.update(subject.environment)
     target = Target("array-api", subject.arrays)
     exec(subject.setup, names)
-    for case, _, check in planned([CASES[case] for case in cases])[first:]:
+    plan = planned([CASES[case] for case in cases], subject.is_differentiable)
+    for case, _, check in plan[first:]:
         pipe.send(check(names["attend"], case, target.to, target.back))
