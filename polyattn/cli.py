@@ -216,6 +216,12 @@ def _add_check(commands: Any) -> None:
         action="store_true",
         help="the essential cases: one for each feature and corner case",
     )
+    add(
+        "--same-bits",
+        action="store_true",
+        help="with --callable: how many rows have other bits where their sequence is decoded, cut"
+        " into chunks or pages, padded, packed or in a batch",
+    )
     add("--list", action="store_true", help="print the cases and which kernels run them; run none")
     add("--json", action="store_true", help="print JSON instead of tables")
     add("--html", type=Path, metavar="FILE", help="also write an HTML page")
@@ -321,6 +327,10 @@ def _check(options: argparse.Namespace) -> int:
     if options.write_cases is not None:
         show(written.write(options.write_cases, progress(written.cases_to_write(), unit="case")))
         return 0
+    if options.same_bits and (options.callable is None or options.html is not None):
+        raise ValueError(
+            "--same-bits prints a table of a function: give --callable, without --html"
+        )
     if options.list and (options.callable or options.subject or options.json):
         raise ValueError(
             "--list prints a table of kernels; leave out --callable, --subject and --json"

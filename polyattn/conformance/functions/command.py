@@ -7,10 +7,10 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 
-from polyattn._base.streams import progress
+from polyattn._base.streams import progress, show
 from polyattn.conformance.cases.case import Case
 from polyattn.conformance.functions import check as callables
-from polyattn.conformance.functions import repro, subjects
+from polyattn.conformance.functions import repro, same_bits, subjects
 from polyattn.conformance.functions.report import Row, as_dict, lines, summarise, table_rows
 from polyattn.conformance.report import files
 from polyattn.conformance.report import html as page
@@ -34,6 +34,8 @@ def check(options: argparse.Namespace, cases: Sequence[Case]) -> int:
         sys.path.append("")  # the current folder last: no file in it replaces an installed module
         function = callables.load(options.callable)
         target = callables.target_of(options.callable, options.library)
+        if options.same_bits:
+            return _same_bits(options, same_bits.rows_with_other_bits(function, target))
         rows = summarise(function, cases, target.to, target.back, bar)
         found = {f"{options.callable} on arrays of {target.library}": rows}
         if options.repro:
@@ -52,6 +54,12 @@ def check(options: argparse.Namespace, cases: Sequence[Case]) -> int:
     made |= files.made(results) | {"html": page.functions_page(tables, differ)}
     files.give(options, _json(found, options) if options.json else _text(found), made)
     return 1 if differ else 0
+
+
+def _same_bits(options: argparse.Namespace, rows: dict[str, str | tuple[int, int]]) -> int:
+    """Print how many rows have other bits; return 1 if there are any."""
+    show(files.as_json(rows) if options.json else "\n".join(same_bits.lines(rows)))
+    return 1 if any(not isinstance(one, str) and one[0] for one in rows.values()) else 0
 
 
 _FAILING = (callables.DIFFERS, callables.RAISES)
