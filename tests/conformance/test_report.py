@@ -79,7 +79,7 @@ def test_a_page_that_needs_nothing_beside_itself(tmp_path, capsys):
         ("numpy --callable torch:matmul", "--callable takes the place of a backend"),
         (
             "numpy --list --json",
-            "--list prints a table of kernels; leave out --callable and --json",
+            "--list prints a table of kernels; leave out --callable, --subject and --json",
         ),
     ],
 )
