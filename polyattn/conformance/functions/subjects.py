@@ -106,6 +106,7 @@ def _answers(subject: Peer, cases: Sequence[str], count: int) -> Iterator[Findin
             end = signal.Signals(-code).name if code < 0 else f"exit {code}"
         finally:
             process.kill()
+            process.join()
         if done < count:
             yield Finding(RAISES, error=f"the process ended: {end}")
             done += 1
