@@ -63,8 +63,11 @@ MEANS = {
     " slots to 0.",
     "NaN is 0": "A row whose query is NaN is 0, so an error upstream does not show.",
     "padded": "The last axis of a mask is padded rather than broadcast. Pass a mask of all keys.",
+    "mask ignored": "A mask beside causality is ignored. Put causality into the mask.",
+    "causal ignored": "Causality beside a mask is ignored. Put it into the mask.",
     "heads in turn": "Query head h reads key head h % G rather than h // (H / G). Repeat the key"
     " heads before the call.",
+    "scale 0 as none": "A scale of 0 counts as the default, 1/√D. Multiply the queries by 0.",
     "in float32": "float64 is computed in float32, or its scale is. Expect the digits of float32.",
     "in 16 bits": "16-bit arrays are summed in 16 bits. Expect larger errors in long rows.",
     "other bits": "A row or an item by itself has other bits than in the whole call, so a decoded"
@@ -81,6 +84,9 @@ SHORT = {
     "a row whose query is NaN is 0": "NaN is 0",
     "the last axis of a mask is padded rather than broadcast": "padded",
     "query head h reads key/value head h % G": "heads in turn",
+    "scale is ignored": "scale 0 as none",
+    "mask is ignored": "mask ignored",
+    "is_causal is ignored": "causal ignored",
     "the scale is rounded to float32": "in float32",
     "the root of the scale is rounded to float32": "in float32",
     "computed in float32": "in float32",
@@ -132,7 +138,7 @@ def words_of(name: str) -> dict[str, Any]:
     words = WORDS[name]
     arrays = WORDS["arrays"][SUBJECTS[name].arrays]
     imports = "\n".join(x.strip("\n") for x in (arrays["import"], words.get("import", "")) if x)
-    call = "attend(q, k, v{causal}{mask}{bias}{window}{grouped})"
+    call = "attend(q, k, v{causal}{mask}{bias}{window}{grouped}{scale})"
     return {"call": call, "size": 4, **arrays, **words, "imports": imports}
 
 
@@ -143,7 +149,7 @@ def call_of(words: dict[str, Any], asks: set[str]) -> str:
     return words["call"].format(**slots, none="None" if neither else "")
 
 
-OPTIONS = ("causal", "mask", "bias", "window", "grouped")
+OPTIONS = ("causal", "mask", "bias", "window", "grouped", "scale")
 
 
 def setup_of(name: str) -> str:
@@ -276,14 +282,11 @@ def write_data(name: str, anew: bool) -> None:
     os.environ.update(subject.environment)
     version = next(iter(subject.versions.values())).partition("+")[0]
     file = DATA / f"{name}-{version}.json"
-    areas = areas_of(name) if anew else json.loads(file.read_text(encoding="utf-8"))["areas"]
-    data = {
-        "name": name,
-        "versions": subject.versions,
-        "seconds": round(sum(os.times()[:4]) - sum(began[:4])),  # of the processor
-        "areas": areas,
-        "lines": answered(name, areas),
-    }
+    data = {} if anew else json.loads(file.read_text(encoding="utf-8"))
+    if anew:
+        data = {"name": name, "versions": subject.versions, "areas": areas_of(name)}
+        data["seconds"] = round(sum(os.times()[:4]) - sum(began[:4]))  # of the processor
+    data["lines"] = answered(name, data["areas"])
     text = json.dumps(data, indent=1, ensure_ascii=False)
     text = re.sub(r"\[\s+(\d+),\s+(\S+),\s+(\".*\")\s+\]", r"[\1, \2, \3]", text)
     file.write_text(text + "\n", encoding="utf-8")

@@ -58,12 +58,14 @@ def test_the_lines_of_a_page_print_what_they_show(name):
 
 @pytest.mark.parametrize("name", FOUND)
 def test_what_a_cell_says_has_lines_that_repeat_it(name):
-    """Each outcome of the front table but errors, which the lines of another area may show."""
+    """Each outcome of the front table, but for wrong numbers beside another meaning."""
     newest = FOUND[name][0]
+    shown = {line["outcome"] for line in newest["lines"]}
     for area in peers.AREAS:
-        shown = {line["outcome"] for line in newest["lines"] if line["area"] == area}
+        here = {line["outcome"] for line in newest["lines"] if line["area"] == area}
         for what in set(peers.differing(newest, area)) - shown:
-            assert what in ("raises", "wrong"), (area, what)
+            assert what == "wrong", (area, what)
+            assert here - {"agrees", "raises"}, area
 
 
 def test_enough_was_measured_here_and_each_in_less_than_five_minutes():
