@@ -10,6 +10,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -325,6 +326,8 @@ def _check(options: argparse.Namespace) -> int:
 
     files.check_files(options)
     if options.write_cases is not None:
+        if options.backends or options.callable or options.subject:
+            raise ValueError("--write-cases checks nothing; leave out the backend and --callable")
         show(written.write(options.write_cases, progress(written.cases_to_write(), unit="case")))
         return 0
     if options.same_bits and (options.callable is None or options.html is not None):
@@ -349,7 +352,7 @@ def _check(options: argparse.Namespace) -> int:
         return 0
     report = run.run(run.steps(targets, cases, options.kernel), run.described)
     made = files.made(list(files.results_of(report))) | {"html": page.page(report)}
-    made["repro"] = repro.of_report(report) if options.repro else None
+    made["repro"] = partial(repro.of_report, report) if report.failed else None
     files.give(options, files.as_json(report.as_dict()) if options.json else report, made)
     if report.done < report.total:
         complain(f"polyattn check: interrupted after {report.done} of {report.total}")

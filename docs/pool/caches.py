@@ -2,6 +2,7 @@
 
 import numpy as np
 from array_api_compat import array_namespace
+
 from pool.steps import ended, finished, gathered, prepared, scores, serve, weights
 
 

@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 from array_api_compat import array_namespace
+
 from pool.steps import attend, finished, positions, prepared, scores, seen, weighed, weights
 
 TILE = 64

@@ -11,6 +11,7 @@ import { join, resolve } from "node:path";
 import { pathToFileURL } from "node:url";
 
 const [folder, file = join(import.meta.dirname, "attention.mjs")] = process.argv.slice(2);
+if (!folder) throw new Error("name the folder: node check_cases.mjs DIR [FILE]");
 const { attention } = await import(pathToFileURL(resolve(file)));
 
 const ARRAYS = {

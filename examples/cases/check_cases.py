@@ -89,9 +89,10 @@ def check(case, function, gradients=None):
 
 
 if __name__ == "__main__":
-    names = sys.argv[2:] or ["attention:attention", "attention:gradients"]
+    folder, *names = sys.argv[1:] or sys.exit(__doc__)
+    names = names or ["attention:attention", "attention:gradients"]
     functions = [getattr(importlib.import_module((x := n.split(":"))[0]), x[1]) for n in names]
-    found = {case["name"]: check(case, *functions) for case in read_cases(Path(sys.argv[1]))}
+    found = {case["name"]: check(case, *functions) for case in read_cases(Path(folder))}
     for name, faults in (wrong := {n: faults for n, faults in found.items() if faults}).items():
         print(f"{name}: {'; '.join(map(': '.join, faults.items()))}")
     print(f"{len(found)} cases: {len(wrong)} wrong, {list(found.values()).count(None)} left out")

@@ -164,4 +164,5 @@ def write(cases, folder):
 
 
 if __name__ == "__main__":
-    print(f"{write(read_cases(Path(sys.argv[1])), Path(sys.argv[2]))} workloads in {sys.argv[2]}")
+    read, trace = map(Path, sys.argv[1:] if len(sys.argv) == 3 else sys.exit(__doc__))
+    print(f"{write(read_cases(read), trace)} workloads in {trace}")

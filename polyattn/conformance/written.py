@@ -32,31 +32,30 @@ _CODES |= {"int64": "I64", "int32": "I32", "bool": "BOOL"}
 
 def cases_to_write() -> list[Case]:
     """Return the small cases of numbers and arrays: essential, with gradients, or of one thing."""
-    return [case for case in (CASES | GRADIENT_CASES).values() if _is_chosen(case)]
+    return [
+        case
+        for name, case in (CASES | GRADIENT_CASES).items()
+        if name in ESSENTIAL.keys() | GRADIENT_CASES.keys()
+        or (case.dtype == "float32" and " x " not in name and not name.startswith("long"))
+        if _is_plain(case)
+    ]
 
 
-def _is_chosen(case: Case) -> bool:
-    is_one_thing = case.dtype == "float32" and " x " not in case.name and case.name[:4] != "long"
-    if not (is_one_thing or case.name in ESSENTIAL or case.name in GRADIENT_CASES):
-        return False
+def _is_plain(case: Case) -> bool:
+    """Return whether a case is small, and has no function, expression, dropout or view."""
     arrays, options = case.arguments()
-    is_small = sum(x.size for x in arrays) <= MOST_NUMBERS
     plain = (bool, int, float, str, tuple, np.ndarray)
-    is_plain = all(isinstance(x, plain) for x in options.values()) and case.view is None
-    return is_small and is_plain and "dropout" not in options
-
-
-def check_folder(folder: Path) -> None:
-    """Raise if a folder has no parent, is a file, or is not empty, before any work."""
-    if not folder.absolute().parent.is_dir():
-        raise ValueError(f"--write-cases needs a folder in an existing one; got {folder}")
-    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-        raise ValueError(f"--write-cases needs a new or empty folder; {folder} exists already")
+    is_held = all(isinstance(x, plain) for x in options.values()) and case.view is None
+    is_small = sum(x.size for x in arrays) <= MOST_NUMBERS
+    return is_held and is_small and "dropout" not in options
 
 
 def write(folder: Path, cases: Iterable[Case]) -> str:
     """Write cases to a new or empty folder, and return a line that says what it has."""
-    check_folder(folder)
+    if not folder.absolute().parent.is_dir():
+        raise ValueError(f"--write-cases needs a folder in an existing one; got {folder}")
+    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        raise ValueError(f"--write-cases needs a new or empty folder; {folder} exists already")
     folder.mkdir(exist_ok=True)
     tensors: dict[str, Array] = {}
     listed = [_written(case, f"{n}/", tensors) for n, case in enumerate(cases)]

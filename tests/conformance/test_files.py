@@ -28,11 +28,14 @@ def deaf(query, key, value, softcap=None, scale=None):
 
 def raising(query, key, value, scale=None):
     if scale is not None:
-        raise RuntimeError("<it has no scale>")
+        raise RuntimeError("<it has \\x1b no scale>")
     return attention(query, key, value)
 
 def right(query, key, value, is_causal=False):
     return attention(query, key, value, is_causal=is_causal)
+
+def wide(query, key, value):
+    return attention(query, key, value).astype("float64")
 
 def flash_attn_func(
     q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0,
@@ -67,35 +70,37 @@ def script_of(function, names, target="numpy"):
     return repro.script(repro.Subject(function, f"mine:{function.__name__}", target), names)
 
 
-def suites_of(text):
-    """Return the suites of a report in the XML of JUnit, and check their counts."""
-    suites = {}
-    for suite in ElementTree.fromstring(text):
-        tests = list(suite)
-        assert suite.get("tests") == str(len(tests))
-        for kind, count in (("failure", "failures"), ("skipped", "skipped")):
-            found = sum(test.find(kind) is not None for test in tests)
-            assert suite.get(count) == str(found)
-        suites[suite.get("name")] = {test.get("name"): test for test in tests}
-    return suites
+def parsed(results):
+    """Return the tests in the XML of JUnit by class and name, and check its counts."""
+    suite = ElementTree.fromstring(files.junit(results))
+    tests = {(test.get("classname"), test.get("name")): test for test in suite}
+    assert suite.get("tests") == str(len(tests)) == str(len(suite))
+    for kind, count in (("failure", "failures"), ("skipped", "skipped")):
+        assert suite.get(count) == str(sum(x.find(kind) is not None for x in tests.values()))
+    return tests
 
 
 def test_a_test_of_junit_is_a_case_of_a_function(mine):
     names = ["plain", "softcap", "scale", "causal"]
-    made = files.made(results_of(mine.deaf, names))
-    suites = suites_of(made["junit"])
-    assert suites["mine:deaf.scale"]["scale"].find("*") is None
-    message = suites["mine:deaf.softcap"]["softcap"].find("failure").get("message")
+    results = results_of(mine.deaf, names)
+    tests = parsed(results)
+    assert tests["mine:deaf.scale", "scale"].find("*") is None
+    message = tests["mine:deaf.softcap", "softcap"].find("failure").get("message")
     assert message.startswith("softcap is ignored; softcap: output")
-    skipped = suites["mine:deaf.causal"]["causal"].find("skipped").get("message")
+    skipped = tests["mine:deaf.causal", "causal"].find("skipped").get("message")
     assert skipped == "no argument for is_causal"
-    checked = re.search(r">(\d+) of (\d+) agree<", made["badge"]).groups()
-    assert int(checked[1]) - int(checked[0]) == sum(
-        int(suite.get("failures")) for suite in ElementTree.fromstring(made["junit"])
-    )
-    made = files.made(results_of(mine.raising, names))
-    failed = suites_of(made["junit"])["mine:raising.scale"]["scale"].find("failure")
-    assert failed.get("message") == "RuntimeError: <it has no scale>"
+    tests = parsed(results_of(mine.raising, names))
+    failed = tests["mine:raising.scale", "scale"].find("failure")
+    assert failed.get("message") == "RuntimeError: <it has ? no scale>"
+
+
+def test_a_badge_counts_what_was_checked():
+    results = [files.Result("", "", kind, "") for kind in ("", "", "skipped", "failure")]
+    badge = ElementTree.fromstring(files.badge(results))
+    assert badge.find("{*}title").text == "polyattn check: 2 of 3 agree"
+    assert "#c33" in files.badge(results)
+    assert "2 of 2 agree" in files.badge(results[:3])
+    assert "#c33" not in files.badge(results[:3])
 
 
 class Deaf(Dense):
@@ -122,12 +127,12 @@ def deaf(monkeypatch):
 
 
 def test_a_test_of_junit_is_a_row_of_a_kernel(deaf):
-    made = files.made(list(files.results_of(deaf)))
-    tests = suites_of(made["junit"])["numpy.deaf"]
-    assert tests.keys() == {row.name for row in report.ROWS}
-    assert "as if softcap is ignored" in tests["softcap"].find("failure").get("message")
-    assert tests["plain"].find("*") is None
-    assert tests["window"].find("skipped") is not None
+    tests = parsed(list(files.results_of(deaf)))
+    assert tests.keys() == {("numpy.deaf", row.name) for row in report.ROWS}
+    failure = tests["numpy.deaf", "softcap"].find("failure")
+    assert "as if softcap is ignored" in failure.get("message")
+    assert tests["numpy.deaf", "plain"].find("*") is None
+    assert tests["numpy.deaf", "window"].find("skipped") is not None
 
 
 def test_a_failure_of_a_kernel_is_a_script(deaf):
@@ -162,7 +167,7 @@ def test_a_script_is_of_the_simplest_case_and_repeats_the_failure(mine, tmp_path
 def test_a_script_shows_an_exception(mine, tmp_path):
     text = script_of(mine.raising, ["plain", "scale"])
     assert text.startswith('"""mine.raising raises RuntimeError.')
-    assert runs(text, tmp_path) == "RuntimeError: <it has no scale>"
+    assert runs(text, tmp_path) == "RuntimeError: <it has \x1b no scale>"
 
 
 def test_a_script_has_the_calls_and_the_layout_of_a_dialect(mine, tmp_path):
@@ -200,5 +205,10 @@ def test_the_command_writes_them(mine, tmp_path, capsys):
     assert main(["check", "--callable", "mine:deaf", "--quick", *options]) == 1
     assert "cases differ" in capsys.readouterr().out
     assert all(file.stat().st_size > 100 for file in names.values())
+    names["repro"].unlink()
+    for name, code, error in (("right", 0, ""), ("wide", 1, "no failure is one call")):
+        assert main(["check", "--callable", f"mine:{name}", "--quick", *options]) == code
+        assert error in capsys.readouterr().err
+        assert not names["repro"].exists()
     assert main(["check", "numpy", "--junit", str(tmp_path / "no/such.xml")]) == 2
     assert "--junit needs a file in an existing folder" in capsys.readouterr().err

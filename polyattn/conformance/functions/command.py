@@ -6,6 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 from polyattn._base.streams import progress, show
 from polyattn.conformance.cases.case import Case
@@ -29,7 +30,7 @@ def check(options: argparse.Namespace, cases: Sequence[Case]) -> int:
     for name, given in others.items():
         if values := [str(x) for x in given if x]:
             raise ValueError(f"{option} takes the place of {name}; got {' '.join(values)}")
-    bar, made = partial(progress, unit="case"), {}
+    bar, made = partial(progress, unit="case"), dict[str, Any]()
     if options.subject is None:
         sys.path.append("")  # the current folder last: no file in it replaces an installed module
         function = callables.load(options.callable)
@@ -38,10 +39,9 @@ def check(options: argparse.Namespace, cases: Sequence[Case]) -> int:
             return _same_bits(options, same_bits.rows_with_other_bits(function, target))
         rows = summarise(function, cases, target.to, target.back, bar)
         found = {f"{options.callable} on arrays of {target.library}": rows}
-        if options.repro:
-            failing = (n for row in rows for n, f in row.findings.items() if f.status in _FAILING)
-            subject = repro.Subject(function, options.callable, target)
-            made["repro"] = repro.script(subject, failing)
+        failing = [n for row in rows for n, f in row.findings.items() if f.status in _FAILING]
+        subject = repro.Subject(function, options.callable, target)
+        made["repro"] = partial(repro.script, subject, failing) if failing else None
     else:
         named = {name: subjects.subject_of(name) for name in options.subject.split(",")}
         found = {}

@@ -68,10 +68,15 @@ def script(subject: Subject, names: Iterable[str]) -> str | None:
     """Return the script of the simplest named case that fails and that one can be made of."""
     cases = [replace(CASES[name], rows=None) for name in names if name in CASES]
     failing = [(how, case) for case in cases if (how := _failure(subject, case)) is not None]
-    # A wrong result before an exception: nobody else notices it.
-    failing.sort(key=lambda x: (x[0][0] == "r", x[1].dtype != "float32", len(x[1].options)))
-    for how, case in failing:
-        if made := _made(subject, _smallest(subject, case, how), how):
+
+    def order(failure: tuple[str, Case]) -> tuple[bool, bool, int]:
+        how, case = failure  # a wrong result before an exception: nothing else shows it
+        return how.startswith("raises"), case.dtype != "float32", len(case.options)
+
+    for how, case in sorted(failing, key=order):
+        while smaller := next((x for x in _smaller(case) if _failure(subject, x) == how), None):
+            case = smaller
+        if made := _made(subject, case, how):
             return made
     return None
 
@@ -84,18 +89,9 @@ def _failure(subject: Subject, case: Case) -> str | None:
         return None
     if found.status == RAISES:
         return f"raises {found.error.partition(':')[0]}"
-    is_wrong = found.deviation is not None and found.deviation.fault is not None
-    return (
-        f"differs: {found.interpretation or 'no other meaning explains it'}" if is_wrong else None
-    )
-
-
-def _smallest(subject: Subject, case: Case, how: str) -> Case:
-    """Return the smallest case that fails in the same way."""
-    smaller = (x for x in _smaller(case) if _failure(subject, x) == how)
-    while found := next(smaller, None):
-        case, smaller = found, (x for x in _smaller(found) if _failure(subject, x) == how)
-    return case
+    if found.deviation is None or found.deviation.fault is None:
+        return None
+    return f"differs: {found.interpretation or 'no other meaning explains it'}"
 
 
 def _smaller(case: Case) -> Iterator[Case]:
