@@ -48,52 +48,8 @@ AREAS = {
 AREA_OF = {row: area for area, rows in AREAS.items() for row in rows}
 CRASHES = "crashes"
 
-#: What a cell calls each finding, and what it means for a user.
-MEANS = {
-    "wrong": "No other meaning that was tried explains the result.",
-    CRASHES: "The process ends. Keep such calls out, or in a process of their own.",
-    "top left": "Rows count from the first key, so a new token beside a cache sees the first key"
-    " only. Where L and S differ, pass a mask.",
-    "mean": "A row whose keys are all hidden is the mean of the values that it must not see. Set"
-    " such rows to 0.",
-    "NaN row": "A row whose keys are all hidden is NaN, and so is what follows from it. Set such"
-    " rows to 0.",
-    "sees all": "A row whose keys are all hidden sees them all. Set such rows to 0.",
-    "leaks": "NaN or infinity in a hidden key or value reaches the row. Set padding and unused"
-    " slots to 0.",
-    "NaN is 0": "A row whose query is NaN is 0, so an error upstream does not show.",
-    "padded": "The last axis of a mask is padded rather than broadcast. Pass a mask of all keys.",
-    "mask ignored": "A mask beside causality is ignored. Put causality into the mask.",
-    "causal ignored": "Causality beside a mask is ignored. Put it into the mask.",
-    "heads in turn": "Query head h reads key head h % G rather than h // (H / G). Repeat the key"
-    " heads before the call.",
-    "scale 0 as none": "A scale of 0 counts as the default, 1/√D. Multiply the queries by 0.",
-    "in float32": "float64 is computed in float32, or its scale is. Expect the digits of float32.",
-    "in 16 bits": "16-bit arrays are summed in 16 bits. Expect larger errors in long rows.",
-    "other bits": "A row or an item by itself has other bits than in the whole call, so a decoded"
-    " token may differ from the same one in a prompt.",
-    RAISES: "An error: nothing is computed.",
-}
-SHORT = {
-    "rows count from the first key (query_offset=0)": "top left",
-    "a row without keys is the mean of the values": "mean",
-    "a row without keys is NaN": "NaN row",
-    "a row without keys sees all keys": "sees all",
-    "every row is NaN": "NaN row",
-    "a hidden NaN or infinity reaches the row": "leaks",
-    "a row whose query is NaN is 0": "NaN is 0",
-    "the last axis of a mask is padded rather than broadcast": "padded",
-    "query head h reads key/value head h % G": "heads in turn",
-    "scale is ignored": "scale 0 as none",
-    "mask is ignored": "mask ignored",
-    "is_causal is ignored": "causal ignored",
-    "the scale is rounded to float32": "in float32",
-    "the root of the scale is rounded to float32": "in float32",
-    "computed in float32": "in float32",
-    "the output is float32; computed in float32": "in float32",
-    "computed in float16": "in 16 bits",
-    "computed in bfloat16": "in 16 bits",
-}
+#: What a cell calls each finding, with what it means for a user; and the names of meanings.
+MEANS, SHORT = ASKED["means"], ASKED["short"]
 
 
 # ---- measure -----------------------------------------------------------------------------------
@@ -125,6 +81,8 @@ def areas_of(name: str) -> dict[str, dict[str, Any]]:
             if row.name == "gradients" and finding.status == DIFFERS and case in forward:
                 what = outcome(forward[case]) if forward[case].status == DIFFERS else what
             causal = asked is not None and "causal" in asked.features and asked.L != asked.S
+            if what == "top left" and asked is not None and asked.poison is not None:
+                what = "leaks"  # either makes the same rows NaN
             if what == "top left" or (causal and what == "wrong"):
                 area = "causal, L ≠ S"
             count, units, example = areas[area].get(what, (0, 0.0, case))
@@ -421,8 +379,7 @@ def page_of(data: dict[str, Any]) -> str:
     versions = ", ".join(f"{name} {x.partition('+')[0]}" for name, x in data["versions"].items())
     title = SUBJECTS[data["name"]].title
     return PAGE.format(
-        title=title[0].upper() * (not title.startswith(("flax", "jax", "torch", "keras", "mlx")))
-        + title[1:],
+        title=title,
         **{"versions": versions, "name": data["name"], "seconds": data["seconds"]},
         **{"table": "\n".join(rows), "setup": setup_of(data["name"]), "findings": findings(data)},
     )
@@ -436,7 +393,7 @@ def history(found: dict[str, list[dict[str, Any]]]) -> str:
             changes = [
                 f"{area}: {cell(data, area)} → {cell(newest, area)}"
                 for area in AREAS
-                if cell(data, area) != cell(newest, area)
+                if area != "same bits" and cell(data, area) != cell(newest, area)  # of processors
             ]
             rows.append(
                 [
