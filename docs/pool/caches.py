@@ -35,10 +35,6 @@ newest_key_twice = with_lengths(
 length_of_first_item = with_lengths(
     "All items have the length of the first.", lambda lengths, capacity: 0 * lengths + lengths[:1]
 )
-length_of_longest_item = with_lengths(
-    "All items have the length of the longest.",
-    lambda lengths, capacity: 0 * lengths + lengths.max(),
-)
 last_page_whole = with_lengths(
     "All slots of the last page are seen.",
     lambda lengths, capacity: np.minimum(-(-lengths // 4) * 4, capacity),
@@ -92,13 +88,6 @@ def table_ignored(query, key, value, *, key_lengths=None, block_table=None, is_c
         block_table = np.arange(block_table.size).reshape(block_table.shape) % key.shape[0]
     return serve(query, key, value, key_lengths=key_lengths, block_table=block_table,
                  is_causal=is_causal)  # fmt: skip
-
-
-def table_of_first_item(query, key, value, *, key_lengths=None, block_table=None):
-    """All items read the pages of the first."""
-    if block_table is not None:
-        block_table = np.broadcast_to(block_table[:1], block_table.shape)
-    return serve(query, key, value, key_lengths=key_lengths, block_table=block_table)
 
 
 def pages_of_the_next_item(query, key, value, *, key_lengths=None, block_table=None):

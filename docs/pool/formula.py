@@ -78,12 +78,6 @@ def maximum_at_least_0(query, key, value, *, is_causal=False):
     return xp.astype(output, query.dtype)
 
 
-def softmax_in_base_2(query, key, value, *, is_causal=False):
-    """The exponential is of base 2, and the scores are not multiplied by log2(e)."""
-    scale = math.log(2) / math.sqrt(max(query.shape[-1], 1))
-    return attend(query, key, value, is_causal=is_causal, scale=scale)
-
-
 def scores_clipped(query, key, value, *, is_causal=False):
     """Scores are clipped at 20 in size, as if against overflow."""
     xp, arrays = array_namespace(query), prepared(query, key, value)
@@ -155,14 +149,6 @@ def heads_in_turn(query, key, value, *, is_causal=False):
     if query.ndim > 2 and key.shape[-3] and query.shape[-3] != key.shape[-3]:
         xp, G = array_namespace(query), key.shape[-3]  # noqa: N806
         key, value = (xp.concat([x] * (query.shape[-3] // G), axis=-3) for x in (key, value))
-    return attend(query, key, value, is_causal=is_causal)
-
-
-def value_heads_in_turn(query, key, value, *, is_causal=False):
-    """Query head h reads key head h // (H / G), but value head h % G."""
-    if query.ndim > 2 and key.shape[-3] and query.shape[-3] != key.shape[-3]:
-        xp, times = array_namespace(query), query.shape[-3] // key.shape[-3]
-        key, value = xp.repeat(key, times, axis=-3), xp.concat([value] * times, axis=-3)
     return attend(query, key, value, is_causal=is_causal)
 
 

@@ -36,6 +36,7 @@ def with_rule(rule):
         wide = (x.float() if x.itemsize < 4 else x for x in arrays)
         return Attention.apply(rule, *wide, is_causal).to(query.dtype)
 
+    attend.__doc__ = rule.__doc__
     return attend
 
 
@@ -59,13 +60,6 @@ def query_gradient_unscaled(q, k, v, p, g, scale):
     """The gradient of the query is not scaled."""
     ds = by_scores(p, v, g)
     return ds @ k, ds.mT @ q * scale, p.mT @ g
-
-
-@with_rule
-def key_gradient_scaled_twice(q, k, v, p, g, scale):
-    """The gradient of the keys is scaled twice."""
-    ds = by_scores(p, v, g)
-    return ds @ k * scale, ds.mT @ q * scale**2, p.mT @ g
 
 
 @with_rule
@@ -111,13 +105,6 @@ def query_gradient_of_64_elements(q, k, v, p, g, scale):
     """The gradient of the query is 0 from its element 64 on."""
     dq, dk, dv = rule(q, k, v, p, g, scale)
     return dq * (torch.arange(q.shape[-1]) < 64), dk, dv
-
-
-@with_rule
-def first_row_without_gradient(q, k, v, p, g, scale):
-    """The first row gives no gradient."""
-    g = torch.cat([torch.zeros_like(g[..., :1, :]), g[..., 1:, :]], -2)
-    return rule(q, k, v, p, g, scale)
 
 
 def one_head_of_each_group(query, key, value, *, is_causal=False):

@@ -137,27 +137,6 @@ def window_replaces_causal(query, key, value, *, window=None, is_causal=False):
     return attend(query, key, value, window=window, is_causal=causal)
 
 
-def window_from_the_first_key(query, key, value, *, window=None):
-    """The rows of a window count from the first key."""
-    left, right = window or (None, None)
-    arrays = prepared(query, key, value)
-    s = scores(*arrays[:2])
-    ahead = positions(s, 0)
-    shown = ahead <= (math.inf if right is None else right)
-    shown = shown & (ahead >= (-math.inf if left is None else -left))
-    return finished(s, shown, arrays, query)
-
-
-def positions_of_8_bits(query, key, value, *, is_causal=False):
-    """Positions are integers of 8 bits, and wrap from 128 on."""
-    xp, arrays = array_namespace(query), prepared(query, key, value)
-    s = scores(*arrays[:2])
-    i, j = (xp.astype(xp.arange(n, device=s.device), xp.int8) for n in s.shape[-2:])
-    offset = s.shape[-1] - s.shape[-2]
-    i = xp.astype(xp.arange(offset, offset + s.shape[-2], device=s.device), xp.int8)
-    return finished(s, (j <= i[:, None]) if is_causal else seen(s), arrays, query)
-
-
 def positions_of_bfloat16(query, key, value, *, is_causal=False):
     """Positions are rounded to 8 digits, as in bfloat16: 257 is 256 and sees its next key."""
     xp, arrays = array_namespace(query), prepared(query, key, value)

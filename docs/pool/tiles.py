@@ -49,13 +49,6 @@ def keys_padded_with_0(query, key, value):
     return attend(query, np.pad(key, pads), np.pad(value, pads))
 
 
-def tail_of_rows_0(query, key, value):
-    """The rows after the last whole tile of 16 are 0, if there is a tile."""
-    output, L = np.array(attend(query, key, value)), query.shape[-2]  # noqa: N806
-    output[..., L // 16 * 16 or L :, :] = 0
-    return output
-
-
 def rows_from_128_repeated(query, key, value, *, is_causal=False):
     """Rows from 128 on are those 128 before: the grid is too small."""
     output = np.array(attend(query, key, value, is_causal=is_causal))

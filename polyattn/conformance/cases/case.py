@@ -263,7 +263,7 @@ def one_key_each(case: Case, rng: Any) -> tuple[Any, ...]:
 def means(case: Case, rng: Any) -> tuple[Any, ...]:
     """Values of mean 1000: they show weights whose sum is not 1."""
     query, key, value = normal(case, rng)
-    return query, key, value + 1000
+    return 0.1 * query, key, value + 1000
 
 
 def items_unlike(case: Case, rng: Any) -> tuple[Any, ...]:

@@ -235,12 +235,12 @@ SEPARATING: Group = {
         }
         for L, S, name, fields in (
             *((n, 300, "", {}) for n in (1, 300)),
-            (300, 300, ", causal", {"is_causal": True}),
             (300, 300, ", window", {"window": (40, 0)}),
-            *((n, 700 * n * n, "", {}) for n in (1, 2)),
+            (2, 2800, "", {}),
             (1, 33000, "", {}),
         )
     },
+    "300 x 300, causal": {"batch": (1,), "H": 1, "L": 300, "S": 300, "is_causal": True},
     "scores of 30": {"values": "scores of 30", "S": 33},
     "values of mean 1000": {"values": "values of mean 1000", "S": 130, "L": 5},
     "items unlike": {"values": "items unlike", "batch": (3,), "S": 70},
