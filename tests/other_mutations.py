@@ -23,6 +23,7 @@ PLUGINS = "tests/dispatch/test_extensions.py::"
 REPORT = "tests/conformance/test_report.py::"
 RUN = "tests/api/test_run.py::"
 SERVING = "tests/conformance/test_serving.py::"
+SUBJECTS = "tests/conformance/test_subjects.py::"
 SELECT = "tests/dispatch/test_select.py::"
 TRACE = "tests/dispatch/test_trace.py::"
 STRATEGIES = "tests/parallel/test_strategies.py::"
@@ -470,6 +471,19 @@ MUTATIONS = (
      "in_our_words(recording)",
      "recording"),
     # functions of others
+    (SUBJECTS + "test_a_call_that_ends_its_process_or_never_ends_is_a_finding_and_the_others_go_on",
+     "cases that are checked again behind one that ends the process",
+     "polyattn/conformance/functions/subjects.py",
+     "in plan[first:]:",
+     "in plan:"),
+    (SUBJECTS + "test_the_command_checks_one_subject_after_another",
+     "the exit code of the first subject only", "polyattn/conformance/functions/command.py",
+     "for rows in found.values() for row in rows)",
+     "for row in list(found.values())[0])"),
+    (INTERPRETED + "test_a_difference_is_interpreted[empty rows see all]",
+     "an empty row that sees all, taken for the mean", MEANINGS,
+     "return s if score is None else np.where",
+     "return np.where"),
     (FUNCTIONS + "test_essential_cases_find_a_softcap_after_the_mask",
      "a quick choice without two options together", "polyattn/conformance/cases/catalogue.py",
      "NO_ROWS | ADVERSARIAL | IN_ORDER)",
