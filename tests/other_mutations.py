@@ -56,6 +56,7 @@ HALF_A_STEP = QUANTIZED + "test_an_entry_is_within_half_a_step_and_the_newest_ar
 INTEGERS = QUANTIZED + "test_attention_is_that_over_what_the_integers_stand_for"
 TRACED = QUANTIZED + "test_shapes_without_lengths_give_the_same"
 PAGED = "tests/nn/test_paged_cache.py::test_items_hold_what_was_appended_forked_and_truncated"
+TOP_KEYS = "tests/api/test_top_keys.py::test_the_keys_are_those_of_a_sort"
 UNLIKE = (
     "tests/nn/test_generate.py::"
     "test_prompts_of_different_lengths_are_continued_as_each_by_itself[numpy-rotary]"
@@ -1085,4 +1086,12 @@ MUTATIONS = (
      "a pool of the user's written to", "polyattn/nn/paged_cache.py",
      " and memory.value is self.value",
      ""),
+    (TOP_KEYS + "[one tile-plain-numpy]",
+     "the last of keys with equal scores", "backends/polyattn_numpy/backend.py",
+     "np.cumsum(equal, axis=-1, dtype=np.int32)",
+     "np.cumsum(equal[..., ::-1], axis=-1, dtype=np.int32)[..., ::-1]"),
+    (TOP_KEYS + "[tiles-rows without keys-torch]",
+     "absent keys among the keys of a tile", "polyattn/_kernels/top_keys.py",
+     "xp.where(best == -math.inf, absent, places)",
+     "places"),
 )  # fmt: skip

@@ -77,6 +77,7 @@ OWNED_BY = {
     "_kernels/recomputed": CASES,
     "_kernels/sums": CASES,
     "_kernels/visible": CASES,
+    "_kernels/top_keys": "tests/api/test_top_keys.py",
     "_kernels/weights": "tests/api/test_weights.py",
     "_dispatch/contract": REGISTRY,
     "_dispatch/entries": EXTENSIONS,

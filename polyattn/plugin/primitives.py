@@ -82,6 +82,14 @@ class BackendPrimitives:
         small = xp.exp(xp.where(negative, scores, -scores))
         return xp.where(negative, small, xp.ones_like(small)) / (1 + small)
 
+    def largest(self, numbers: Array, count: int) -> Array:
+        """Return the places of the largest numbers of each row, in ascending order.
+
+        Of equal ones the first; rows (..., n) have at least `count` numbers, and none is NaN.
+        """
+        order = self.xp.argsort(numbers, axis=-1, descending=True, stable=True)
+        return self.xp.sort(order[..., :count], axis=-1)
+
     def over_size(
         self, term: Callable[[Any, Array, Array], Array], query: Array, key: Array
     ) -> Array:
