@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from polyattn._base.arrays import Array, library_of
+from polyattn._base.arrays import Array, index_range, library_of, zeros
 
 # The libraries whose arrays can be written in place, at arrays of indices.
 _WRITABLE = ("cupy", "mlx", "numpy", "torch")
@@ -32,6 +32,28 @@ def write(whole: Any, at: tuple[Any, ...], values: Any) -> None:
         index = tuple([number // math.prod(shape[n + 1 :]) % size for n, size in enumerate(shape)])
         place = [one if isinstance(one, slice) else int(one[index]) for one in at]
         whole[(*place, ...)] = values[(*index, ...)]
+
+
+def marked(numbers: Array, length: int) -> Array | None:
+    """Return (..., length), True at the numbers of each list (..., K); others mark nothing.
+
+    None for a library whose arrays cannot be written at arrays of indices.
+    """
+    library, lists = library_of(numbers), math.prod(numbers.shape[:-1])
+    if library.name not in (*_WRITABLE, "jax"):
+        return None
+    xp, width = library.xp, length + 1  # the last place of each list is for the others
+    at = xp.where((numbers < 0) | (numbers > length), xp.full_like(numbers, length), numbers)
+    start = xp.reshape(index_range(xp, 0, lists, numbers) * width, (*numbers.shape[:-1], 1))
+    at = xp.reshape(at + start, (-1,))
+    whole = zeros(xp, (lists * width,), xp.bool, numbers)
+    if library.name == "torch":  # by a function, which its vmap takes
+        whole = whole.index_fill(0, at, True)
+    elif library.name == "jax":
+        whole = whole.at[at].set(True)
+    else:
+        whole[at] = True
+    return xp.reshape(whole, (*numbers.shape[:-1], width))[..., :length]
 
 
 def scatter_add(whole: Any, numbers: Array, parts: Array) -> Array:

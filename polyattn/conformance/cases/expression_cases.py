@@ -55,6 +55,24 @@ def drafts(case: Case, rng: Any) -> Any:
     return masks.tree(np.maximum(index - far, -1))
 
 
+def selected(case: Case, rng: Any) -> Any:
+    """Return a third of the keys of each row of each head, some twice and some absent."""
+    shape = (*case.full_batch, case.H, case.L, max(1, case.S // 3))
+    return masks.selected(rng.integers(-1, case.S, shape))
+
+
+def selected_of_all(case: Case, rng: Any) -> Any:
+    """Return keys that all heads and items share, and causal ones of them."""
+    keys = rng.permuted(np.tile(np.arange(case.S + 2), (case.L, 1)), axis=-1)
+    return masks.causal() & masks.selected(keys[:, : max(1, case.S // 2)])
+
+
+def blocks(case: Case, rng: Any) -> Any:
+    """Return two blocks of 5 keys for each 4 rows, or one."""
+    shape = (*case.full_batch, case.H, -(-case.L // 4), 2)
+    return masks.blocks(rng.integers(-1, -(-case.S // 5), shape), (4, 5)) & ~masks.dilated(3)
+
+
 def padded(case: Case, rng: Any) -> Any:
     return masks.padding(counts(case, case.S - 2, 1, case.S), counts(case, case.L, case.L - 3))
 
@@ -178,6 +196,13 @@ VARIANTS: Group = {
     "positions": {"mask": Generated(by_position), "L": 7, "S": 17},
     "tree": {"mask": Generated(drafts), "L": 7, "S": 17},
     "tree, offset below 0": {"mask": Generated(drafts), "query_offset": -3},
+    "selected keys": {"mask": Generated(selected)},
+    "selected keys of all heads, L < S": {"mask": Generated(selected_of_all), "L": 7, "S": 17},
+    "selected keys, dropout, bias, sinks": {
+        **{"mask": Generated(selected), "dropout": (0.25, 7), "bias": normal()},
+        **{"sinks": normal("H"), "query_offset": 2, "H": 4, "G": 2},
+    },
+    "blocks of keys": {"mask": Generated(blocks), "score_mod": Generated(relative)},
     "mask value per head": {"mask": Generated(per_head)},
     "mask value of a function": {"mask": masks.causal() | masks.rule(two_in_three)},
     "compiled mask": {"mask": Generated(compiled)},
@@ -261,6 +286,8 @@ LENGTHS: Group = {
         SQUARE | {"mask": Generated(composed), "is_causal": True, "query_offset": -120}
     ),
     "129 x 300, dropout": {"dropout": (0.3, 11), "is_causal": True, "L": 129, "S": 300},
+    "150 x 150, blocks of keys": SQUARE | {"mask": Generated(blocks), "H": 4, "G": 2},
+    "65 x 700, selected keys": {"mask": Generated(selected_of_all), "L": 65, "S": 700},
     "150 x 150, heads that differ": SQUARE | {"mask": Generated(by_head), "H": 4},
     "65 x 513, score value": {"score_mod": Generated(relative), "L": 65, "S": 513},
 }
