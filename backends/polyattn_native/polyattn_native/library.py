@@ -11,7 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 DTYPES = ("float32", "float64", "float16", "bfloat16")
-VERSION = 6
+VERSION = 7
 #: Names a lower instruction set than the processor's best.
 VARIABLE = "POLYATTN_NATIVE_ISA"
 
@@ -70,6 +70,7 @@ class CCall(ctypes.Structure):
         *((n, CArray) for n in ("output_tangent", "logsumexp_tangent")),
         ("is_part", c_int32),
         ("adds", c_int32),
+        ("together", c_int64),
     )
 
 

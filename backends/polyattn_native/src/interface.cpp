@@ -120,6 +120,6 @@ int polyattn_use(const char* instruction_set) {
     return 0;
 }
 
-int64_t polyattn_version(void) { return 6; }
+int64_t polyattn_version(void) { return 7; }
 int64_t polyattn_call_size(void) { return sizeof(PolyattnCall); }
 }
