@@ -39,6 +39,8 @@ class Drawn:
         self.items, groups = rng.integers(1, 4, 2).tolist()
         self.heads = groups * int(rng.integers(1, 4))
         self.rows, self.keys, head, value = rng.integers(1, 73, 4).tolist()
+        if seed % 2:  # whole vectors
+            head, value = 16 * (1 + head // 16), 16 * (1 + value // 16)
         shapes = (
             (self.items, self.heads, self.rows, head),
             (int(rng.choice([1, self.items])), groups, self.keys, head),

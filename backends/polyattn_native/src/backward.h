@@ -19,6 +19,7 @@
 // A task adds its groups in order, so the sums do not depend on the number of threads.
 #pragma once
 #include "products.h"
+#include "selected.h"
 #include "tile.h"
 #include "turns.h"
 #include "work.h"
@@ -28,6 +29,7 @@ namespace POLYATTN_UNIT {
 template <typename T> class Backward {
 public:
     static Work work(const PolyattnCall& call) {
+        if (Selected<T>::fits(call)) return Selected<T>::work(call);
         Work work = {};
         work.rows = GROUP * 2 * width;
         const int64_t pairs = call.items / together(call) * call.key_heads;
@@ -265,16 +267,6 @@ private:
         }
         state->finite = state->finite && is_finite(queries + start * call.head_size, call.head_size, lanes, lanes) &&
                         is_finite(to, call.value_size, lanes, lanes);
-    }
-
-    static T dot(const T* a, const T* b, int64_t count) {
-        Vector<T> sums = {};
-        int64_t i = 0;
-        for (; i + width <= count; i += width) sums += load(a + i) * load(b + i);
-        T sum = 0;
-        for (; i < count; ++i) sum += a[i] * b[i];
-        for (int lane = 0; lane < width; ++lane) sum += sums[lane];
-        return sum;
     }
 
     // Write a row, the r-th of the group, or zeros: element e to columns[e / (2 * width)][r][e % (2 * width)].
