@@ -62,6 +62,27 @@ def scatter_add(whole: Any, numbers: Array, parts: Array) -> Array:
         return whole.at[numbers].add(parts)
     if hasattr(whole, "index_add"):  # torch
         return whole.index_add(0, numbers, parts)
+    if len(parts.shape) == 1 and hasattr(library_of(whole).xp.add, "at"):  # NumPy and CuPy
+        library_of(whole).xp.add.at(whole, numbers, parts)
+        return whole
     for number in range(parts.shape[0]):
         whole[int(numbers[number]), ...] += parts[number, ...]
     return whole
+
+
+def add_lists(whole: Any, lists: Array, parts: Array) -> Array:
+    """Return an array with parts (n, K, size) added at the numbers of each list (n, K).
+
+    The numbers of a list differ, but for that of the last place, whose sum is of no use.
+    """
+    if library_of(whole).name == "numpy":  # in an eighth of the time of numpy.add.at
+        for numbers, part in zip(lists, parts, strict=True):
+            whole[numbers] += part
+        return whole
+    xp = library_of(whole).xp
+    numbers = xp.reshape(lists, (-1,))
+    parts = xp.reshape(parts, (numbers.shape[0], parts.shape[-1]))
+    if library_of(whole).name == "cupy":
+        xp.add.at(whole, numbers, parts)
+        return whole
+    return scatter_add(whole, numbers, parts)

@@ -20,6 +20,7 @@ from polyattn._base.arrays import (
     library_of,
     numbers_like,
     with_rank,
+    zeros,
 )
 from polyattn._base.host import is_host
 from polyattn._base.scatter import scatter
@@ -57,10 +58,8 @@ class Selection(Mask):
     def seen(self, at: ScoreIndices) -> Array:
         lists, (rows, keys) = self.lists, self.sizes
         shape = (1, 1, *lists.shape)[-max(3, len(lists.shape)) :]
-        *lead, heads, _, many = shape
+        *lead, heads, _, _ = shape
         number = at.column + self.first
-        if not many:
-            return number < 0
         count = math.prod(lead)
         items = at.xp.reshape(index_range(at.xp, 0, count, lists), tuple(lead))
         item = at.per_item(items) if count > 1 else 0
@@ -197,6 +196,8 @@ def sorted_lists(name: str, numbers: Array) -> Array:
     if not numbers.shape:
         raise ValueError(f"{name} must have an axis for the numbers of each row; got {numbers!r}")
     xp = library_of(numbers, name).xp
+    if not numbers.shape[-1]:  # none for all, so that each list has a number
+        numbers = zeros(xp, (*numbers.shape[:-1], 1), xp.int64, numbers) - 1
     ascending = xp.sort(numbers if is_host(numbers) else as_index(xp, numbers), axis=-1)
     if is_host(ascending) and (least := ascending.min(initial=0)) < -1:
         raise ValueError(

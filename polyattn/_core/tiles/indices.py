@@ -73,6 +73,11 @@ class Indices:
         self._heads = heads or Span(0, problem.heads)
         self._rank = len(self._batch) + 3
 
+    @classmethod
+    def of_tile(cls, problem: Problem, xp: Any, x: Operands, rows: Span, columns: Span) -> Indices:
+        """Return the indices of a tile, or those that the operands bring along."""
+        return cls(problem, xp, x, rows, columns) if x.indices is None else x.indices
+
     def _range(self, start: int, stop: Any, *shape: int) -> Array:
         numbers, lead = index_range(self.xp, start, stop, self._x.query), self._rank - len(shape)
         return self.xp.reshape(numbers, (1,) * lead + shape)
@@ -122,6 +127,10 @@ class Indices:
         if self._some_heads and len(array.shape) > 2 and array.shape[-3] != 1:
             array = array[..., slice(*self._heads), :, :]
         return self._of_items(array)
+
+    def of_bias(self, bias: Array) -> Array:
+        """Return the bias of the tile."""
+        return self.of_scores(bias)
 
     def _of_items(self, array: Array) -> Array:
         """Cut (..., H, l, s) down to the tile's batch items."""
