@@ -213,6 +213,12 @@ def _add_check(commands: Any) -> None:
         action="store_true",
         help="the essential cases: one for each feature and corner case",
     )
+    add(
+        "--same-bits",
+        action="store_true",
+        help="with --callable: how many rows have other bits where their sequence is decoded, cut"
+        " into chunks or pages, padded, packed or in a batch",
+    )
     add("--list", action="store_true", help="print the cases and which kernels run them; run none")
     add("--json", action="store_true", help="print JSON instead of tables")
     add("--html", type=Path, metavar="FILE", help="also write an HTML page")
@@ -310,6 +316,10 @@ def _check(options: argparse.Namespace) -> int:
 
     if options.html is not None:
         check_file("--html", options.html)
+    if options.same_bits and (options.callable is None or options.html is not None):
+        raise ValueError(
+            "--same-bits prints a table of a function: give --callable, without --html"
+        )
     if options.list and (options.callable or options.json):
         raise ValueError("--list prints a table of kernels; leave out --callable and --json")
     cases = ESSENTIAL if options.quick else CASES
@@ -357,6 +367,7 @@ def _json(value: Any) -> str:
 def _check_callable(options: argparse.Namespace, cases: Any) -> int:
     from polyattn.conformance.functions import check as callables
     from polyattn.conformance.functions import report as function_report
+    from polyattn.conformance.functions import same_bits
     from polyattn.conformance.report import html as page
 
     for name, values in (("a backend", options.backends), ("--kernel", options.kernel)):
@@ -365,6 +376,10 @@ def _check_callable(options: argparse.Namespace, cases: Any) -> int:
     sys.path.append("")  # the current folder last: no file in it replaces an installed module
     function = callables.load(options.callable)
     target = callables.target_of(options.callable, options.library)
+    if options.same_bits:
+        found = same_bits.rows_with_other_bits(function, target)
+        show(_json(found) if options.json else "\n".join(same_bits.lines(found)))
+        return 1 if any(not isinstance(one, str) and one[0] for one in found.values()) else 0
     bar = partial(progress, unit="case")
     rows = function_report.summarise(function, cases.values(), target.to, target.back, bar)
     differ = sum(row.differing for row in rows)

@@ -41,6 +41,7 @@ OWNED_BY = {
     "_base/extras": CLI,
     "_base/quantized": "tests/conformance/test_quantized.py",
     "_base/refused": "tests/api/test_other_arrays.py",
+    "_base/same_bits": "tests/dispatch/test_same_bits.py",
     "_base/scatter": "tests/call/test_pages.py",
     "_base/slices": "tests/expressions/test_parts.py",
     "_base/settings": "tests/dispatch/test_request.py",

@@ -42,6 +42,11 @@ class Kernel:
         have much in common.
     batch_invariant : bool
         Whether a batch item's result has the same bits with and without the others.
+    cut_invariant : bool
+        Whether output and logsumexp of a row have the same bits however its sequence is cut, at
+        least where `Problem.same_bits` asks for it. They are then a function of its query, of the
+        keys and values that it sees, in their order, and of the options at their positions: the
+        same in the whole call, row by row, in chunks, over pages, padded, packed and in a batch.
     deterministic : bool
         Whether the same call twice gives the same bits.
     takes_empty : bool
@@ -78,6 +83,7 @@ class Kernel:
     poison_safe: ClassVar[bool] = True
     rounds_once: ClassVar[bool] = True
     batch_invariant: ClassVar[bool] = False
+    cut_invariant: ClassVar[bool] = False
     deterministic: ClassVar[bool] = True
     takes_empty: ClassVar[bool] = True
     compiles: ClassVar[bool] = False

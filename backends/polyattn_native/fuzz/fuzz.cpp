@@ -2,7 +2,8 @@
 //
 // The seeds of the calls are SEED to SEED + COUNT - 1. It prints the seed of the first wrong call,
 // and then exits with 1. Without the name of an instruction set, each call takes one of all.
-// `fuzz SEED COUNT sums` makes only calls whose tasks add to the same numbers, and compares their bits.
+// `fuzz SEED COUNT sums` makes only calls whose tasks add to the same numbers, and compares their bits;
+// `fuzz SEED COUNT cuts` only sequences of which rows are computed in several ways.
 #include <stdio.h>
 #if !defined(_WIN32)
 #include <sys/wait.h>
@@ -15,6 +16,7 @@
 #include <thread>
 
 #include "arrays.h"
+#include "cuts.h"
 
 namespace {
 
@@ -705,15 +707,17 @@ int main(int count_of_words, char** words) {
     for (size_t at = 0, end; (end = known.find(' ', at)) != std::string::npos; at = end + 1)
         sets.push_back(known.substr(at, end - at));
     const bool only_sums = count_of_words > 3 && strcmp(words[3], "sums") == 0;
-    if (count_of_words > 3 && !only_sums) sets = {words[3]};
+    const bool only_cuts = count_of_words > 3 && strcmp(words[3], "cuts") == 0;
+    if (count_of_words > 3 && !only_sums && !only_cuts) sets = {words[3]};
     for (uint64_t n = seed; n < seed + count; ++n) {
         const std::string& set = sets[(size_t)(n % sets.size())];
         if (!polyattn_use(set.c_str())) return printf("%s is not known here\n", set.c_str()), 2;
-        const bool right = only_sums || n % 97 % 12 == 6 ? is_right(n, true)
-                           : n % 97 == 96                ? ends(n, (Function)(n / 97 % 3))
-                           : n % 97 == 48                ? are_right(n)
-                           : n % 97 == 72                ? is_right_in_child(n)
-                                                         : is_right(n);
+        const bool right = only_cuts || n % 97 % 12 == 9   ? is_invariant(n)
+                           : only_sums || n % 97 % 12 == 6 ? is_right(n, true)
+                           : n % 97 == 96                  ? ends(n, (Function)(n / 97 % 3))
+                           : n % 97 == 48                  ? are_right(n)
+                           : n % 97 == 72                  ? is_right_in_child(n)
+                                                           : is_right(n);
         if (!right) return printf("%s: seed %llu is wrong\n", set.c_str(), (unsigned long long)n), 1;
     }
     printf("%llu calls by %sare right\n", (unsigned long long)count, known.c_str());

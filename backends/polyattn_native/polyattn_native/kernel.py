@@ -59,7 +59,7 @@ class Native(Kernel):
         "mask_mod", "query_offset", "query_offset_array", "scale", "score_expression", "sinks",
         "softcap", "value_size", "window",
     }))  # fmt: skip
-    batch_invariant = skips_documents = True
+    batch_invariant = cut_invariant = skips_documents = True
     takes_empty = False
     counts_far = frozenset({"causal", "window"})
     quantized_bits = frozenset({4, 8})

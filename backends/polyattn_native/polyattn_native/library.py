@@ -70,6 +70,7 @@ class CCall(ctypes.Structure):
         *((n, CArray) for n in ("output_tangent", "logsumexp_tangent")),
         ("is_part", c_int32),
         ("adds", c_int32),
+        ("same_bits", c_int32),
         ("together", c_int64),
     )
 

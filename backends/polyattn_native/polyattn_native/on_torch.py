@@ -87,6 +87,8 @@ class NativeOnTorch(Native):
             reasons.append("it needs real tensors, not fake or meta ones")
         if "vmap" in problem.transforms:
             reasons.append("it does not support torch.func.vmap")
+        elif problem.same_bits and (problem.transforms or _is_recorded()):
+            reasons.append("what torch.func transforms, or a mode records, it leaves to tiles")
         return reasons
 
     def only_on_request(self, problem: Problem) -> str | None:

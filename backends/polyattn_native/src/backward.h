@@ -29,7 +29,9 @@ namespace POLYATTN_UNIT {
 template <typename T> class Backward {
 public:
     static Work work(const PolyattnCall& call) {
-        if (Selected<T>::fits(call)) return Selected<T>::work(call);
+        if constexpr (sizeof(T) == 4 && width > 4) {  // not for double and short vectors, to keep the library small
+            if (Selected<T>::fits(call)) return Selected<T>::work(call);
+        }
         Work work = {};
         work.rows = GROUP * 2 * width;
         const int64_t pairs = call.items / together(call) * call.key_heads;
@@ -371,20 +373,17 @@ private:
     }
 
     void multiply_seen_columns(int64_t count, const T* factors, const T* columns, int64_t row_lanes) {
-        constexpr int lanes = 2 * width;
         for (int64_t key = 0; key < count; ++key) {
             for (int64_t column = 0; column < row_lanes; ++column) {
-                T sum = 0, before = 0;
+                T sum = 0;
                 for (int number = 0; number < state->panels; ++number) {
                     const int size = panels[number].lanes();
-                    // As the fast product adds them up: the last panel by itself if it is half.
-                    if (size < lanes) before = sum, sum = 0;
                     for (int lane = 0; lane < size; ++lane) {
                         add_seen(factors[tile.start_of(number) * KEYS + key * size + lane],
                                  columns[(tile.start_of(number) + lane) * row_lanes + column], sum);
                     }
                 }
-                key_sums[key * row_lanes + column] = sum + before;
+                key_sums[key * row_lanes + column] = sum;
             }
         }
     }

@@ -70,6 +70,7 @@ typedef struct {
     PolyattnArray output_tangent, logsumexp_tangent;
     int32_t is_part;  // whether the call has a part of the rows, and
     int32_t adds;  // whether the gradients of keys and values are added to those of parts before
+    int32_t same_bits;  // whether few rows of a key head get the bits that they have among many
     // With a table: of so many items, one after another, the pages may be the same, so one task adds to their
     // gradients, which are in pages as keys and values are. Then `adds` is set.
     int64_t together;

@@ -24,7 +24,7 @@ public:
     static bool fits(const PolyattnCall& call) {
         const bool adjusts = call.softcap != 0 || call.bias[0].data || call.bias[1].data || call.mask.data || call.seed;
         const bool has_lanes = call.head_size % width == 0 && call.value_size % width == 0;
-        return call.table.data && call.page == 1 && call.rows == 1 && has_lanes && !adjusts;
+        return call.table.data && call.page == 1 && call.rows == 1 && has_lanes && !adjusts && !call.same_bits;
     }
 
     static Work work(const PolyattnCall& call) {
@@ -117,7 +117,7 @@ private:
         const Matrix<T> keys = matrix_of(call.key, list, count, call.head_size, key_block);
         const Matrix<T> values = matrix_of(call.value, list, count, call.value_size, value_block);
         const Coming<T> none(keys, 0, 0);
-        const T one = 1;
+        T total_of_shares = 0;
         for (int64_t i = 0; i < call.heads / call.key_heads; ++i) {
             const int64_t head = head_of(i), size = call.head_size, offset = offset_of(call.query, item, head, 0);
             const T total = *at<T>(call.logsumexp, item, head, 0), d = *at<T>(call.delta, item, head, 0);
@@ -132,8 +132,8 @@ private:
                 store<T>(weights + key, weight);
                 store<T>(shares + key, weight * (load(shares + key) - d) * (T)call.scale);
             }
-            weigh_few<T, 1>(shares, 1, keys, count, size, at<T>(call.query_gradient, item, head, 0), {false, &one},
-                            false, none);
+            weigh_few<T, 1>(shares, 1, keys, count, size, at<T>(call.query_gradient, item, head, 0), {true, nullptr},
+                            false, &total_of_shares, none);
             add_to(call.key_gradient, list, count, shares, q, size);
             add_to(call.value_gradient, list, count, weights, g, call.value_size);
         }
