@@ -31,7 +31,7 @@ from polyattn_native.arrays import (
 from polyattn_native.call import NativeCall, Ready
 from polyattn_native.distance_scores import is_supported
 from polyattn_native.library import library
-from polyattn_native.selected import SelectedCall, selects
+from polyattn_native.selected import SelectedCall, remark, selects
 from polyattn_native.selected import reasons_against as against_selected
 
 # Features that the problem says all about.
@@ -59,7 +59,7 @@ class Native(Kernel):
         "mask_mod", "query_offset", "query_offset_array", "scale", "score_expression", "sinks",
         "softcap", "value_size", "window",
     }))  # fmt: skip
-    batch_invariant = cut_invariant = skips_documents = True
+    batch_invariant = cut_invariant = skips_documents = reads_selections = True
     takes_empty = False
     counts_far = frozenset({"causal", "window"})
     quantized_bits = frozenset({4, 8})
@@ -98,6 +98,10 @@ class Native(Kernel):
         if "backward" in problem.features and problem.scale == 0:
             reasons.append("its gradients need a scale other than 0")
         return reasons
+
+    def remark(self, problem: Problem) -> str | None:
+        """Return which selected keys are read."""
+        return remark(problem)
 
     def reads_quantized(self, problem: Problem) -> bool:
         """Return whether there are numbers, and nothing but these is asked for."""

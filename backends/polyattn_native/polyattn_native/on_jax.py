@@ -52,6 +52,7 @@ class NativeOnJax(Native):
     features = Native.features - {"mask_mod"}
     counts_far = Kernel.counts_far
     reads_quantized = Kernel.reads_quantized
+    reads_selections = False
 
     def reasons_against(self, problem: Problem) -> list[str]:
         """Return why a call is left to XLA."""

@@ -20,7 +20,7 @@ from polyattn_native.call import NativeCall
 from polyattn_native.visible import kind_of
 
 # Keys that few rows read by their numbers take as long as so many that a panel reads in order.
-FEW_ROWS, TIMES = 16, 8
+FEW_ROWS, TIMES = 16, 4
 # The elements of a mask that are made at once.
 AT_ONCE = 2**20
 OPTIONS = frozenset({
@@ -53,6 +53,14 @@ def selects(problem: Problem) -> bool:
     rows = selection.sizes[0] or problem.query_length
     times = 1 if rows * problem.group_size >= FEW_ROWS else TIMES
     return times * _most_keys(selection) < problem.key_length
+
+
+def remark(problem: Problem) -> str | None:
+    """Return how many keys a call of a selection reads."""
+    if not selects(problem):
+        return None
+    many = min(_most_keys(selection_of(problem.mask_spec)), problem.key_length)
+    return f"it reads {many:,} of {problem.key_length:,} keys for a row where they lie"
 
 
 def reasons_against(problem: Problem) -> list[str]:
@@ -104,6 +112,10 @@ class SelectedCall:
         self.lead = problem.heads if self.by_head else problem.key_heads
         self.has_gradients = products > 2
         self.x, self.starts = _in_rows(problem, x, is_whole=self.has_gradients)
+        # Rows of memory from one key head to the next, where they are whole.
+        step, row = self.x.key.strides[-3:-1]
+        is_common = self.x.value.strides[-3] * row == self.x.value.strides[-2] * step
+        self.between_heads = step // row if is_common and not step % row else None
         self.arrays: list[tuple[str, Any]] = []
 
     def _depends_on_heads(self) -> bool:
@@ -138,13 +150,19 @@ class SelectedCall:
         whole = length // self.rows * self.rows
         for span in (Span(0, whole), Span(whole, length)):
             listed: Any = None
-            # A head after the other: its keys stay in the caches. Gradients of one head are one
-            # task, so these have a call for all.
-            for lead in Span(0, self.lead).split(self.lead if self.has_gradients else 1):
+            # A head after the other: its keys stay in the caches. One call for all where rows are
+            # few, and for gradients, of which those of one head are one task.
+            at_once = self.lead if self.has_gradients or self._is_short() else 1
+            for lead in Span(0, self.lead).split(at_once):
                 if span.length:
                     if self.by_head or listed is None:
                         listed = self._listed(lead if self.by_head else Span(0, 1), span)
                     self._call(lead, span, *listed).run(function)
+
+    def _is_short(self) -> bool:
+        has_heads = self.x.sinks is not None or self.x.bias is not None
+        rows = self.items * self.problem.query_length
+        return rows <= FEW_ROWS and not has_heads and self.between_heads is not None
 
     def _listed(self, heads: Span, span: Span) -> tuple[Any, Any, Any]:
         """Return the blocks of keys that blocks of rows see, how many keys they have, and a mask.
@@ -204,8 +222,7 @@ class SelectedCall:
         of_keys = self.lead // problem.key_heads
         table, first = self._table(blocks, counts), lead.start // of_keys
         if lead.length > 1:
-            # Keys and values are contiguous.
-            before = np.arange(lead.length, dtype=np.int32) // of_keys * problem.key_length
+            before = np.arange(lead.length, dtype=np.int32) // of_keys * self.between_heads
             table = table + before[:, None, None]
         table = table.reshape(*batch, -1)
 
