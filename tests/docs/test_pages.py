@@ -43,6 +43,9 @@ LEFT_OUT = {
     "polyattn check --callable mine:attend --quick": "tests/docs/test_site.py",
     # whose code is 1, for rows that differ: tests/conformance/test_same_bits.py
     f"polyattn check --callable {SDPA} --same-bits": "it takes 20 seconds",
+    "polyattn check --callable mine:attend --library torch:cuda": "needs a GPU",
+    "polyattn check acme --kernel fused": "there is no such backend",
+    "polyattn check --write-cases cases": "tests/conformance/test_written.py",
 }
 
 
