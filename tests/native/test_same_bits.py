@@ -102,3 +102,23 @@ REFUSED: dict[str, Callable[[Any], Any]] = {
 def test_what_another_kernel_would_compute_is_refused(name: str) -> None:
     with same_bits(), pytest.raises((UnsupportedError, ValueError), match=r"same_bits\(\)"):
         REFUSED[name](X)
+
+
+@pytest.mark.parametrize("way", ["numpy", "torch", "torch.compile", "jax.jit"])
+def test_a_row_by_itself_has_the_bits_that_it_has_among_others(way: str) -> None:
+    """Of sizes for which the lanes of a decoded row are elements, by default in another order."""
+    x = RNG.standard_normal((1, 4, 300, 64), dtype=np.float32)
+    of_one: dict[str, Callable[..., Any]] = {
+        "numpy": attention,
+        "torch": lambda *qkv: attention(*map(torch.from_numpy, qkv)),
+        "torch.compile": lambda *qkv: torch.compile(attention, backend="eager", fullgraph=True)(
+            *map(torch.from_numpy, qkv)
+        ),
+        "jax.jit": lambda *qkv: jax.jit(attention)(*qkv),
+    }
+    by_default = np.asarray(of_one[way](x[:, :, -1:], x, x))
+    with same_bits():
+        whole = attention(x, x, x)
+        decoded = np.asarray(of_one[way](x[:, :, -1:], x, x))
+    np.testing.assert_array_equal(decoded, whole[:, :, -1:])
+    assert way in ("torch", "torch.compile") or (by_default != decoded).any()

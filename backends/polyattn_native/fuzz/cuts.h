@@ -8,10 +8,10 @@
 struct Sequence {
     Random random;
     Kind kind = FLOAT32, sums = FLOAT32;
-    bool is_integer, has_bias, has_sinks, has_dropout;
+    bool is_integer, has_gradient, has_bias, has_sinks, has_dropout;
     int64_t key_heads, group, rows, keys, head_size, value_size;
     double scale, softcap;
-    std::vector<double> query, key, value, steps, bias, sinks;  // [head][row or key][element]
+    std::vector<double> query, key, value, steps, gradient, bias, sinks;  // [head][row or key][element]
     std::vector<char> seen;                                     // [row][key]
     std::vector<uint32_t> seed;
 
@@ -19,6 +19,7 @@ struct Sequence {
         is_integer = random.chance(0.15);
         if (!is_integer) kind = random.one_of({FLOAT32, FLOAT32, FLOAT64, FLOAT16, BFLOAT16});
         if (kind == FLOAT64) sums = FLOAT64;
+        has_gradient = kind == sums && !is_integer && random.chance(0.4);
         keys = random.between(1, random.one_of<int64_t>({20, 300, 700, 700, 1500, 2600}));
         rows = std::min(keys, random.between(1, random.one_of<int64_t>({8, 40, 40, keys > 700 ? 60 : 300})));
         key_heads = random.between(1, 2), group = random.one_of<int64_t>({1, 1, 2, 3, 8});
@@ -31,6 +32,7 @@ struct Sequence {
         fill(key, key_heads * keys * head_size);
         fill(value, key_heads * keys * value_size);
         fill(steps, 2 * keys);
+        fill(gradient, key_heads * group * rows * value_size);
         if (random.chance(0.2)) value[(size_t)random.between(0, (int64_t)value.size() - 1)] = INFINITY;
         if (is_integer) {
             for (std::vector<double>* codes : {&key, &value}) {
@@ -67,7 +69,7 @@ struct Part {
     std::vector<uint32_t> seed;
     std::vector<char> sinks;
     int64_t item;
-    Array output, logsumexp;
+    Array output, logsumexp, query_gradient;
 
     template <typename F>
     Array made(Random& random, PolyattnArray& view, Kind kind, std::vector<int64_t> shape, F number, bool any = false) {
@@ -81,7 +83,7 @@ struct Part {
     Part(const Sequence& s, Random& random, int64_t first, int64_t rows, int64_t head, int64_t heads, int64_t group,
          const std::vector<int64_t>& places) {
         const int64_t keys = call.keys = (int64_t)places.size(), g0 = head / s.group;
-        const bool pages = !s.is_integer && random.chance(0.3);
+        const bool pages = !s.is_integer && !s.has_gradient && random.chance(0.3);
         call.items = random.between(1, 3), item = random.between(0, call.items - 1);
         call.heads = heads, call.key_heads = heads / group, call.rows = rows;
         call.head_size = s.head_size, call.value_size = s.value_size, call.scale = s.scale, call.softcap = s.softcap;
@@ -147,6 +149,17 @@ struct Part {
         }
         output = made(random, call.output, s.kind, {call.items, heads, rows, s.value_size}, [](auto...) { return 7; });
         logsumexp = made(random, call.logsumexp, s.sums, {call.items, heads, rows, 1}, [](auto...) { return 7; });
+        if (!s.has_gradient) return;
+        const auto nothing = [](auto...) { return 0; };
+        made(random, call.output_gradient, s.sums, {call.items, heads, rows, s.value_size},
+             [&](int64_t i, int64_t h, int64_t r, int64_t e) {
+                 const int64_t row = (head + h) * s.rows + first + r;
+                 return i == item ? s.gradient[(size_t)(row * s.value_size + e)] : random.normal();
+             });
+        query_gradient = made(random, call.query_gradient, s.sums, {call.items, heads, rows, s.head_size}, nothing);
+        made(random, call.key_gradient, s.sums, {call.items, call.key_heads, keys, s.head_size}, nothing);
+        made(random, call.value_gradient, s.sums, {call.items, call.key_heads, keys, s.value_size}, nothing);
+        made(random, call.delta, s.sums, {call.items, heads, rows, 1}, nothing);
     }
 
     bool sees(const Sequence& s, const std::vector<int64_t>& places, int64_t row, int64_t key) const {
@@ -195,11 +208,14 @@ struct Part {
             random.chance(0.5));
     }
 
-    bool compute() {
+    static bool run(int (*function)(const PolyattnCall*, void**), const PolyattnCall& call) {
         void* state = nullptr;
         int status;
-        while ((status = polyattn_attend(&call, &state)) == 1) {}
+        while ((status = function(&call, &state)) == 1) {}
         return status == 0;
+    }
+    bool compute() const {
+        return run(polyattn_attend, call) && (!call.query_gradient.data || run(polyattn_differentiate, call));
     }
 };
 
@@ -233,19 +249,20 @@ inline bool is_invariant(uint64_t start) {
         for (int64_t k = 0; k < after || places.empty(); ++k) places.push_back(-1);
         Part part(s, random, first, rows, head, heads, one ? 1 : s.group, places);
         if (!part.compute()) return false;
-        const Array* found[] = {&part.output, &part.logsumexp};
-        const Array* wanted[] = {&whole.output, &whole.logsumexp};
-        for (int n = 0; n < 2; ++n) {
+        static const char* const names[] = {"output", "logsumexp", "query's gradient"};
+        const Array* found[] = {&part.output, &part.logsumexp, &part.query_gradient};
+        const Array* wanted[] = {&whole.output, &whole.logsumexp, &whole.query_gradient};
+        for (int n = 0; n < (s.has_gradient ? 3 : 2); ++n) {
             for (int64_t h = 0; h < heads; ++h) {
                 for (int64_t r = 0; r < rows; ++r) {
-                    for (int64_t e = 0; e < (n ? 1 : s.value_size); ++e) {
+                    for (int64_t e = 0; e < wanted[n]->shape()[3]; ++e) {
                         const double a = (*wanted[n])(whole.item, head + h, first + r, e),
                                      b = (*found[n])(part.item, h, r, e);
                         // 0 · infinity where a weight underflows.
                         if (a == b || (a - a != 0 && b - b != 0)) continue;
                         printf("seed %llu: %s of row %lld, head %lld is %.17g in whole, %.17g in cut %d\n",
-                               (unsigned long long)start, n ? "logsumexp" : "output", (long long)(first + r),
-                               (long long)(head + h), a, b, cut);
+                               (unsigned long long)start, names[n], (long long)(first + r), (long long)(head + h), a, b,
+                               cut);
                         return false;
                     }
                 }

@@ -122,9 +122,8 @@ void weigh_part(const T* weights, int stride, Matrix<T> values, int64_t count, i
     constexpr int width = Lanes<T>::width;
     const Int hidden = (Int)1 << (sizeof(T) * 8 - 1);  // -0
     Vector<T> sums[Rows][Vectors] = {};
-    T total[Rows];
+    Vector<T> total = load(totals);  // in the lanes of its rows
     UNROLL for (int r = 0; r < Rows; ++r) {
-        total[r] = totals[r];
         UNROLL for (int v = 0; v < Vectors; ++v) {
             const T* from = out + r * size + first + v * width;
             if (accumulate.factor) sums[r][v] = load(from) * accumulate.factor[r];
@@ -140,15 +139,15 @@ void weigh_part(const T* weights, int stride, Matrix<T> values, int64_t count, i
             prefetch(from + Vectors * width, size - Vectors * width);  // for the next parts, while its row is open
         }
         UNROLL for (int v = 0; v < Vectors; ++v) { numbers[v] = load(from + v * width); }
+        if (Rows == 1 || first == 0) total += load(weights + key * stride);
         UNROLL for (int r = 0; r < Rows; ++r) {
             const T weight = weights[key * stride + r];
-            total[r] += weight;
             if (hides_nonfinite && bit_cast<Int>(weight) == hidden) continue;
             UNROLL for (int v = 0; v < Vectors; ++v) { sums[r][v] += weight * numbers[v]; }
         }
     }
+    if (first == 0) store<T>(totals, total);
     UNROLL for (int r = 0; r < Rows; ++r) {
-        if (first == 0) totals[r] = total[r];
         UNROLL for (int v = 0; v < Vectors; ++v)
             store<T>(out + r * size + first + v * width, sums[r][v]);
     }

@@ -275,32 +275,12 @@ private:
         T* zone = scores + folds.first * stride;
         __builtin_memcpy(spare, zone, (size_t)size * sizeof(T));
         const T hidden = hides_nonfinite ? (T)-0.0 : (T)0;
-        split_zone(folds, stride, hidden, false, zone);
+        split_at(folds, stride, hidden, false, spare, zone);
         if (folds.last > 0) add(0, folds.last);
         fold(number, folds, accumulate.factor, is_compact);
         accumulate = {true, nullptr};
-        split_zone(folds, stride, hidden, true, zone);
+        split_at(folds, stride, hidden, true, spare, zone);
         add(folds.first, count);
-    }
-
-    // Hide the weights between the first and the last fold that belong to the sum after a lane's fold, or before it.
-    void split_zone(const Folds<T>& folds, int stride, T hidden, bool is_after, T* zone) {
-        typedef typename Lanes<T>::Int Int;
-        const int step = stride < width ? 1 : width;
-        for (int64_t i = 0, key = folds.first; key < folds.last; ++key) {
-            for (int lane = 0; lane < stride; lane += step, i += step) {
-                if (step == 1) {
-                    const Int at = folds.at[lane];
-                    zone[i] = is_after    ? (key < min(at, folds.last) ? hidden : spare[i])
-                              : key >= at ? hidden
-                                          : spare[i];
-                    continue;
-                }
-                const Ints<T> at = load_ints<T>(folds.at + lane), now = Ints<T>{} + (Int)key;
-                const Ints<T> hides = is_after ? (now < at) & (now < (Int)folds.last) : now >= at;
-                store<T>(zone + i, select<T>(hides, broadcast<T>(hidden), load(spare + i)));
-            }
-        }
     }
 
     // Add the sums of the lanes that fold to those of the keys before.
@@ -316,22 +296,14 @@ private:
             const Vector<T> of_low = factor ? load(factor + v) : one;
             const Ints<T> here = load_ints<T>(folds.at + v) != (Ints<T>{} + folds.NONE);
             store<T>(before, load(panel.maximum + v));
-            if (of_totals) fold_vectors(here, one, one, width, width, false, panel.total + v, panel.folded + v);
+            if (of_totals) fold_vectors<T>(here, one, one, width, width, false, panel.total + v, panel.folded + v);
             for (int row = 0; row < few; ++row) {
                 const int64_t start = row * call.value_size;
-                fold_vectors(Ints<T>{} + here[row], broadcast<T>(scale[row]), broadcast<T>(of_low[row]),
-                             call.value_size, width, is_first, low + start, high + start);
+                fold_vectors<T>(Ints<T>{} + here[row], broadcast<T>(scale[row]), broadcast<T>(of_low[row]),
+                                call.value_size, width, is_first, low + start, high + start);
             }
             if (few) continue;
-            fold_vectors(here, scale, of_low, size_of(panel) - v, panel.lanes(), is_first, low + v, high + v);
-        }
-    }
-    static void fold_vectors(Ints<T> here, Vector<T> scale, Vector<T> factor, int64_t size, int64_t step, bool is_first,
-                             T* low, T* high) {
-        for (int64_t i = 0; i < size; i += step) {
-            const Vector<T> sum = load(low + i) * factor, more = select<T>(here, sum, Vector<T>{});
-            store<T>(high + i, is_first ? more : load(high + i) * scale + more);
-            store<T>(low + i, select<T>(here, Vector<T>{}, sum));
+            fold_vectors<T>(here, scale, of_low, size_of(panel) - v, panel.lanes(), is_first, low + v, high + v);
         }
     }
 

@@ -75,7 +75,7 @@ struct Ranges {
 
 // The keys of a row that are added one after another: then their sum is added to that of the keys before, and the next
 // begins with 0. Only keys that the row sees count, so its bits do not depend on where blocks begin.
-constexpr int FOLD = 512;
+constexpr int FOLD = 1024;
 
 // Rows are counted over the query heads that share a key head: those of one position are adjacent.
 template <typename T> struct Panel {

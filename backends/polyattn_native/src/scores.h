@@ -410,6 +410,37 @@ template <typename T> struct Folds {
     }
 };
 
+// Hide the weights between the first and the last fold that belong to the sum after a lane's fold, or before it.
+template <typename T>
+void split_at(const Folds<T>& folds, int stride, T hidden, bool is_after, const T* from, T* zone) {
+    constexpr int width = Lanes<T>::width;
+    typedef typename Lanes<T>::Int Int;
+    const int step = stride < width ? 1 : width;
+    for (int64_t i = 0, key = folds.first; key < folds.last; ++key) {
+        for (int lane = 0; lane < stride; lane += step, i += step) {
+            if (step == 1) {
+                const Int at = folds.at[lane];
+                zone[i] = is_after ? (key < min(at, folds.last) ? hidden : from[i]) : key >= at ? hidden : from[i];
+                continue;
+            }
+            const Ints<T> at = load_ints<T>(folds.at + lane), now = Ints<T>{} + (Int)key;
+            const Ints<T> hides = is_after ? (now < at) & (now < (Int)folds.last) : now >= at;
+            store<T>(zone + i, select<T>(hides, broadcast<T>(hidden), load(from + i)));
+        }
+    }
+}
+
+// Add the sums of the lanes that fold to those of the keys before, which are scaled, as are the new ones.
+template <typename T>
+void fold_vectors(Ints<T> here, Vector<T> scale, Vector<T> factor, int64_t size, int64_t step, bool is_first, T* low,
+                  T* high) {
+    for (int64_t i = 0; i < size; i += step) {
+        const Vector<T> sum = load(low + i) * factor, more = select<T>(here, sum, Vector<T>{});
+        store<T>(high + i, is_first ? more : load(high + i) * scale + more);
+        store<T>(low + i, select<T>(here, Vector<T>{}, sum));
+    }
+}
+
 // ---- what derivatives compute again ----
 
 // The logsumexp of a row that sees no key, in place of -inf: its weights are 0.
