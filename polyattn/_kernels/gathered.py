@@ -65,13 +65,12 @@ class Gathered(Kernel):
 
     def remark(self, problem: Problem) -> str | None:
         """Return how many keys are gathered, and how much memory they take."""
-        rows, _, numbers = _sizes(problem, _selection(problem), self.tile)
-        named = min(_named(_selection(problem)), problem.key_length)
-        width = 8 if problem.accumulator == "float64" else 4
-        return (
-            f"it gathers {named:,} of {problem.key_length:,} keys for {rows} row"
-            f"{'s' if rows > 1 else ''} at once, {_bytes(width * numbers)} at a time"
-        )
+        selection = _selection(problem)
+        rows, _, numbers = _sizes(problem, selection, self.tile)
+        whose = "each row" if rows == 1 else f"{rows:,} rows at once"
+        size = _bytes(numbers * (8 if problem.accumulator == "float64" else 4))
+        keys = f"{_named(selection):,} of {problem.key_length:,} keys"
+        return f"it gathers {keys} for {whose}, {size} at a time"
 
     def __call__(
         self, problem: Problem, operands: Operands, backend: Backend
@@ -96,7 +95,7 @@ class Gathered(Kernel):
         """Return the gradients, with memory for some gathered keys beside them."""
         if 0 in problem.scores:
             return backward.gradients(problem, operands, residuals, cotangents, backend, 1, 1)
-        total = _Sums(problem, operands, backend.xp)
+        total = _GatheredSums(problem, operands, backend.xp)
         for rows, part in _parts(problem, operands, backend.xp, self.tile):
             known, given = (
                 type(x)(part.of_rows(x.output, rows), _per_row(part, x.logsumexp, rows))
@@ -127,8 +126,8 @@ class Gathered(Kernel):
         return backend.xp.concat(outputs, axis=-2), backend.xp.concat(logsumexps, axis=-1)
 
 
-def _per_row(part: _Part, numbers: Array | None, rows: Span) -> Any:
-    """Return a number of each row, (..., H, L), as `_Part.of_rows` does."""
+def _per_row(part: _RowBlocks, numbers: Array | None, rows: Span) -> Any:
+    """Return a number of each row, (..., H, L), as `_RowBlocks.of_rows` does."""
     return None if numbers is None else part.of_rows(numbers[..., None], rows)[..., 0]
 
 
@@ -136,9 +135,9 @@ def _per_row(part: _Part, numbers: Array | None, rows: Span) -> Any:
 
 
 def why_many(problem: Problem) -> str | None:
-    """Return why the named keys of a problem are too many to be gathered, None if they are few."""
-    named = _named(_selection(problem))
-    if named * FEWER <= problem.key_length:
+    """Return why the keys that are named are too many to be gathered, None if they are few."""
+    found = selection_of(problem.mask_spec)
+    if found is None or (named := _named(found[0])) * FEWER <= problem.key_length:
         return None
     return f"{named:,} of {problem.key_length:,} keys are named for a row: a mask takes less time"
 
@@ -190,7 +189,7 @@ def _is_of_all_heads(selection: Selection) -> bool:
 # ---- parts ----
 
 
-class _Part(NamedTuple):
+class _RowBlocks(NamedTuple):
     """Some blocks of rows and their keys, as a problem with an axis of blocks after the batch."""
 
     whole: Problem
@@ -199,7 +198,7 @@ class _Part(NamedTuple):
     operands: Operands
 
     @classmethod
-    def of(cls, whole: Problem, x: Operands, xp: Any, rows: Span, blocks: int) -> _Part:
+    def of(cls, whole: Problem, x: Operands, xp: Any, rows: Span, blocks: int) -> _RowBlocks:
         """Return the part of some rows."""
         selection, rest = selection_of(x.mask) or (None, None)
         assert selection is not None
@@ -253,7 +252,7 @@ class _Part(NamedTuple):
         return self.joined(output), self.joined(logsumexp[..., None])[..., 0]
 
 
-def _parts(problem: Problem, x: Operands, xp: Any, tile: int) -> Iterator[tuple[Span, _Part]]:
+def _parts(problem: Problem, x: Operands, xp: Any, tile: int) -> Iterator[tuple[Span, _RowBlocks]]:
     """Yield the rows of each part of a call, in order, and the part."""
     selection = _selection(problem, x.mask)
     size, many, _ = _sizes(problem, selection, tile)
@@ -265,7 +264,7 @@ def _parts(problem: Problem, x: Operands, xp: Any, tile: int) -> Iterator[tuple[
         is_whole = size == 1 or rows == of_rows
         blocks = min(many, (problem.query_length - start) // rows) if is_whole else 1
         span = Span(start, start + blocks * rows)
-        yield span, _Part.of(problem, x, xp, span, blocks)
+        yield span, _RowBlocks.of(problem, x, xp, span, blocks)
         start = span.stop
 
 
@@ -273,7 +272,7 @@ def _at_points(*_: Any) -> Any:
     raise AssertionError("the indices of a part evaluate its mask")
 
 
-class _Sums:
+class _GatheredSums:
     """The gradients of a call, as the sums of those of its parts."""
 
     def __init__(self, problem: Problem, x: Operands, xp: Any) -> None:
@@ -281,7 +280,7 @@ class _Sums:
         self._queries: list[Array] = []
         self._sums: dict[str, Any] = {}
 
-    def add(self, part: _Part, of_part: Gradients) -> None:
+    def add(self, part: _RowBlocks, of_part: Gradients) -> None:
         """Add the gradients of a part."""
         for name, gradient in of_part._asdict().items():
             if gradient is None or name in self._problem.constants:
@@ -300,7 +299,7 @@ class _Sums:
             else:
                 self._sums[name] = self._sums[name] + gradient if name in self._sums else gradient
 
-    def _scatter(self, name: str, part: _Part, gradient: Array) -> None:
+    def _scatter(self, name: str, part: _RowBlocks, gradient: Array) -> None:
         """Add the gradient of gathered keys, values or bias where they were gathered."""
         xp, array, at = self._xp, getattr(self._x, name), part.at
         count, size = math.prod(array.shape), () if name == "bias" else array.shape[-1:]

@@ -28,11 +28,11 @@ class NamedIndices(Indices):
     def __init__(
         self, problem: Problem, xp: Any, x: Operands, rows: Span, blocks: int, selection: Selection
     ) -> None:
-        self._lead = len(problem.batch) + 3
+        self._rank_of_call = len(problem.batch) + 3
         self.keys, self.hidden = _named(selection, problem, xp, rows, blocks)
         named = Span(0, self.keys.shape[-1])
         super().__init__(problem, xp, x, Span(0, rows.length // blocks), named)
-        self._batch, self._rank = (*problem.batch, blocks), self._lead + 1
+        self._batch, self._rank = (*problem.batch, blocks), self._rank_of_call + 1
         self._first, self._blocks = rows.start, blocks
 
     @property
@@ -60,7 +60,7 @@ class NamedIndices(Indices):
     # ---- entries of arrays at the keys ----
 
     def _of_items(self, array: Array) -> Array:
-        return with_rank(array, self._lead)[..., None, :, :, :]
+        return with_rank(array, self._rank_of_call)[..., None, :, :, :]
 
     def of_bias(self, bias: Array) -> Array:
         """Return a bias, which is gathered already."""
@@ -80,7 +80,7 @@ class NamedIndices(Indices):
         return flat
 
     def _at_scores(self, array: Array) -> tuple[Array, list[Any]]:
-        *lead, heads, rows, keys = with_rank(array, self._lead).shape
+        *lead, heads, rows, keys = with_rank(array, self._rank_of_call).shape
         table = self.xp.reshape(array, (math.prod(lead), heads, rows, keys))
         at = [
             index if length != 1 else 0
@@ -119,7 +119,7 @@ class NamedIndices(Indices):
 
     def numbers(self, array: Array, heads: int) -> Array:
         """Return the numbers of the keys that `taken` takes, in (items · G · S)."""
-        *lead, groups, keys, _ = with_rank(array, self._lead).shape
+        *lead, groups, keys, _ = with_rank(array, self._rank_of_call).shape
         head = self._range(0, heads, heads, 1) // max(1, heads // max(1, groups))
         items = self._numbers_of(lead)[..., 0]
         return (items * groups + head[..., 0, :, :]) * keys + self.keys[..., 0, :]
