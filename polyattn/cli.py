@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import polyattn
-from polyattn._base.files import check_file, write_file
 from polyattn._base.streams import complain, open_streams, progress, reason, settle, show
 from polyattn._dispatch import listing, registry
 from polyattn._dispatch.errors import BackendError
@@ -216,6 +215,10 @@ def _add_check(commands: Any) -> None:
     add("--list", action="store_true", help="print the cases and which kernels run them; run none")
     add("--json", action="store_true", help="print JSON instead of tables")
     add("--html", type=Path, metavar="FILE", help="also write an HTML page")
+    add("--junit", type=Path, metavar="FILE", help="also write the results in JUnit's XML")
+    add("--badge", type=Path, metavar="FILE", help="also write a badge, an image of SVG")
+    add("--repro", type=Path, metavar="FILE", help="also write a failing case as a script")
+    add("--write-cases", type=Path, metavar="DIR", help="instead, write cases with exact results")
 
 
 def _shape(text: str) -> tuple[int, ...]:
@@ -303,13 +306,18 @@ def _export(options: argparse.Namespace) -> int:
 
 def _check(options: argparse.Namespace) -> int:
     """Return 0 if all results agree, 1 if one does not, 130 if interrupted."""
-    from polyattn.conformance import CASES, ESSENTIAL, Target, selection
+    from polyattn.conformance import CASES, ESSENTIAL, Target, selection, written
     from polyattn.conformance.checks.frames import print_fatal_errors
+    from polyattn.conformance.functions import repro
+    from polyattn.conformance.report import files, run
     from polyattn.conformance.report import html as page
-    from polyattn.conformance.report import run
 
-    if options.html is not None:
-        check_file("--html", options.html)
+    files.check_files(options)
+    if options.write_cases is not None:
+        if options.backends or options.callable:
+            raise ValueError("--write-cases checks nothing; leave out the backend and --callable")
+        show(written.write(options.write_cases, progress(written.cases_to_write(), unit="case")))
+        return 0
     if options.list and (options.callable or options.json):
         raise ValueError("--list prints a table of kernels; leave out --callable and --json")
     cases = ESSENTIAL if options.quick else CASES
@@ -325,20 +333,13 @@ def _check(options: argparse.Namespace) -> int:
         show("\n".join(selection.lines(targets, cases, options.kernel)))
         return 0
     report = run.run(run.steps(targets, cases, options.kernel), run.described)
-    _give(options, _json(report.as_dict()) if options.json else report, page.page(report))
+    made = files.made(list(files.results_of(report))) | {"html": page.page(report)}
+    made["repro"] = partial(repro.of_report, report) if report.failed else None
+    files.give(options, _json(report.as_dict()) if options.json else report, made)
     if report.done < report.total:
         complain(f"polyattn check: interrupted after {report.done} of {report.total}")
         return 130
     return 1 if report.failed else 0
-
-
-def _give(options: argparse.Namespace, text: object, page: str) -> None:
-    """Print the results, and write their page even if that fails."""
-    try:
-        show(text)
-    finally:
-        if options.html is not None:
-            write_file(options.html, page)
 
 
 def _json(value: Any) -> str:
@@ -357,6 +358,8 @@ def _json(value: Any) -> str:
 def _check_callable(options: argparse.Namespace, cases: Any) -> int:
     from polyattn.conformance.functions import check as callables
     from polyattn.conformance.functions import report as function_report
+    from polyattn.conformance.functions import repro
+    from polyattn.conformance.report import files
     from polyattn.conformance.report import html as page
 
     for name, values in (("a backend", options.backends), ("--kernel", options.kernel)):
@@ -373,9 +376,11 @@ def _check_callable(options: argparse.Namespace, cases: Any) -> int:
     text = "\n".join(lines)
     if options.json:
         text = _json([function_report.as_dict(row) for row in rows])
-    _give(
-        options,
-        text,
-        page.callable_page(options.callable, function_report.table_rows(rows), differ),
-    )
+    table = function_report.table_rows(rows)
+    results = list(files.results_of_function(options.callable, rows))
+    made = files.made(results) | {"html": page.callable_page(options.callable, table, differ)}
+    failing = [result.name for result in results if result.kind == "failure"]
+    subject = repro.Subject(function, options.callable, target)
+    made["repro"] = partial(repro.script, subject, failing) if failing else None
+    files.give(options, text, made)
     return 1 if differ else 0

@@ -8,6 +8,7 @@ The position of row i is ``i + query_offset``, as for ``is_causal=`` and ``windo
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from polyattn._base.arguments import check_int, check_signature, check_window
 from polyattn._base.arrays import Array, facts_of, is_array
@@ -80,7 +81,7 @@ def causal() -> Mask:
     return Band(None, 0)
 
 
-def window(left: int | None, right: int | None) -> Mask:
+def window(left: int | None, right: Any = ...) -> Mask:
     """Show the keys near the row's position.
 
     Parameters
@@ -94,7 +95,8 @@ def window(left: int | None, right: int | None) -> Mask:
     Mask
         Row i sees key j where ``p - left <= j <= p + right``, with ``p = i + query_offset``.
     """
-    return Band(*check_window((left, right)))
+    # A call with one number is told how to write both.
+    return Band(*check_window(left if right is ... else (left, right)))
 
 
 def prefix(lengths: int | Array) -> Mask:

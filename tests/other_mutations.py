@@ -12,6 +12,7 @@ ENGINES = "tests/parallel/test_engines.py::test_one_device_of_jax"
 EXPORTED = "tests/export/test_caches.py::"
 FAMILIES = "tests/nn/test_families.py::"
 FILES = "tests/base/test_files.py::"
+FILES_OF_CHECKS = "tests/conformance/test_files.py::"
 FIT = "tests/api/test_attention.py::test_what_does_not_fit_is_refused"
 FORKS = "tests/base/test_forks.py::"
 FUNCTIONS = "tests/conformance/test_functions.py::"
@@ -25,6 +26,7 @@ SERVING = "tests/conformance/test_serving.py::"
 SELECT = "tests/dispatch/test_select.py::"
 TRACE = "tests/dispatch/test_trace.py::"
 STRATEGIES = "tests/parallel/test_strategies.py::"
+WRITTEN = "tests/conformance/test_written.py::"
 WEIGHTS = (
     "tests/backends/test_numpy_backward.py::"
     "test_the_weights_of_the_gradient_have_the_bits_of_those_of_the_output"
@@ -459,6 +461,14 @@ MUTATIONS = (
      "slots without poison", "polyattn/conformance/cases/case.py",
      "np.swapaxes(arrays[name], -3, -2)[self._unused(options)] = self.poison",
      "pass"),
+    (WRITTEN + "test_a_reader_draws_the_line_where_the_suite_does[plain]",
+     "a written limit that is twice as large", "polyattn/conformance/written.py",
+     'yield "limit", yard.allowed',
+     'yield "limit", 2 * yard.allowed'),
+    (FILES_OF_CHECKS + "test_a_script_has_the_calls_and_the_layout_of_a_dialect",
+     "a script with heads first for every function", "polyattn/conformance/functions/repro.py",
+     "in_our_words(recording)",
+     "recording"),
     # functions of others
     (FUNCTIONS + "test_essential_cases_find_a_softcap_after_the_mask",
      "a quick choice without two options together", "polyattn/conformance/cases/catalogue.py",

@@ -23,6 +23,8 @@ from polyattn_dask.sizes import (
 
 #: With more pairs of chunks to look at, masks are not asked: about a second.
 MOST_LOOKS = 100_000
+#: Tokens of which one chunk is worth a hint: nothing is skipped or computed in parts.
+LONG = 1024
 #: The arguments whose rechunk is reported.
 CUT = ("query", "key", "value", "mask", "bias", "score_mod")
 
@@ -46,10 +48,12 @@ def estimate(problem: Problem) -> str | None:
         tasks += max(1, count) + joins
     if "logsumexp" in problem.features:
         tasks += 2 * blocks
+    whole = blocks == len(grid.columns) == 1 and grid.columns[0].length >= LONG
+    hint = "; the tokens are one chunk: cut them, as in x.rechunk({-2: 512})" if whole else ""
     most = "at most " if _may_read(problem) or not visible.is_exact else ""
     return (
         f"{most}{pairs:,} of {blocks * len(grid.columns):,} pairs of chunks, {tasks:,} tasks of up"
-        f" to {format_bytes(largest)}, {_rechunked(problem, grid)}"
+        f" to {format_bytes(largest)}, {_rechunked(problem, grid)}{hint}"
     )
 
 

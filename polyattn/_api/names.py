@@ -30,7 +30,7 @@ FOREIGN = {
     "v": "value=",
     "mask_mod": "mask=",
     "attn_mask": _MASK,
-    "attention_mask": _MASK,
+    "attention_mask": f"{_MASK}; of shape (batch, S), mask=(attention_mask != 0)[:, None, None, :]",
     "key_padding_mask": "mask=~key_padding_mask[:, None, None, :], or mask=masks.padding(lengths)",
     "block_mask": "mask= with the function that it was made of, block_mask.mask_mod",
     "attn_bias": "bias=",
@@ -64,6 +64,8 @@ FOREIGN = {
     "return_softmax_lse": _LOGSUMEXP,
     "need_weights": _WEIGHTS,
     "return_attn_probs": _WEIGHTS,
+    "return_weights": _WEIGHTS,
+    "output_attentions": _WEIGHTS,
     "implementation": "backend= or kernel=",
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 from collections.abc import Iterator, Mapping
@@ -9,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 
 from polyattn._base.arguments import did_you_mean
-from polyattn._base.text_table import table
+from polyattn._base.text_table import paragraph, table
 from polyattn._dispatch import extensions, registry
 from polyattn._dispatch.entries import RESERVED, variable_of
 from polyattn._dispatch.request import request
@@ -61,7 +62,9 @@ class BackendTable(tuple[BackendInfo, ...]):
 
     def __str__(self) -> str:
         head = ("backend", "library", "devices", "kernels")
-        return "\n".join(table([head, *map(self._row, self)]))
+        faults = [paragraph(f"  {one}", "    ") for x in self for one in x.faults]
+        said = ["", "Known faults of these libraries:", *itertools.chain(*faults)] if faults else []
+        return "\n".join([*table([head, *map(self._row, self)]), *said])
 
     def __repr__(self) -> str:
         here = [info.name for info in self if info.available]
@@ -76,7 +79,7 @@ class BackendTable(tuple[BackendInfo, ...]):
             info.name,
             ", ".join(f"{k} {v}" for k, v in info.versions.items()) or "-",
             ", ".join(map(info.device, info.devices)) or "the arrays' own",
-            "; ".join([", ".join(map(info.kernel, info.kernels)), *info.faults, *info.waiting]),
+            "; ".join([", ".join(map(info.kernel, info.kernels)), *info.waiting]),
         )
 
     def as_dicts(self) -> list[dict[str, object]]:

@@ -97,10 +97,9 @@ class Gathered(Kernel):
             return backward.gradients(problem, operands, residuals, cotangents, backend, 1, 1)
         total = _GatheredSums(problem, operands, backend.xp)
         for rows, part in _parts(problem, operands, backend.xp, self.tile):
-            known, given = (
-                type(x)(part.of_rows(x.output, rows), _per_row(part, x.logsumexp, rows))
-                for x in (residuals, cotangents)
-            )
+            (output, sums), (of_output, of_sums) = residuals, cotangents
+            known = Residuals(part.of_rows(output, rows), _per_row(part, sums, rows))
+            given = Cotangents(part.of_rows(of_output, rows), _per_row(part, of_sums, rows))
             sizes = part.sizes
             total.add(
                 part, backward.gradients(part.problem, part.operands, known, given, backend, *sizes)

@@ -22,6 +22,7 @@ from polyattn._core.call.features import DTYPES
 
 LENGTHS = "256:4096"
 SECONDS = 60.0
+ALL = "all"  # kernels
 
 
 def add_options(add: Callable[..., Any], window: Callable[[str], tuple[int | None, ...]]) -> None:
@@ -50,7 +51,10 @@ def add_options(add: Callable[..., Any], window: Callable[[str], tuple[int | Non
         help="visible keys before and after each query, such as 255,0 or none,0",
     )
     add("--decode", action="store_true", help="one query, with keys of each length")
-    add("--kernel", metavar="NAME", help="use only this kernel")
+    add(
+        "--kernel", metavar="NAME",
+        help="use only this kernel; all: a row for each kernel that supports the call",
+    )  # fmt: skip
     add(
         "--seconds", type=_seconds, default=SECONDS, metavar="N",
         help="time budget, without loading libraries (default: %(default)g)",
@@ -168,18 +172,21 @@ def _workload(options: argparse.Namespace) -> Any:
             raise ValueError("NumPy needs ml_dtypes for bfloat16: pip install ml_dtypes")
         importlib.import_module("ml_dtypes")
     given = {name: getattr(options, name) for name in Workload.__dataclass_fields__}
-    return Workload(**given | {"key_heads": options.key_heads or options.heads})
+    kernel = None if options.kernel == ALL else options.kernel
+    return Workload(**given | {"key_heads": options.key_heads or options.heads, "kernel": kernel})
 
 
 def _supporting(contenders: Sequence[Any], workload: Any, options: argparse.Namespace) -> list[Any]:
     """Return the backends that support the call; raise if one that was named does not."""
     from polyattn._dispatch.errors import UnsupportedError
 
-    supporting = []
+    supporting: list[Any] = []
     for one in contenders:
         refusals = [one.refusal(workload, length) for length in options.lengths]
         if None in refusals:  # a refused length gets a note in its row
-            supporting.append(one)
+            length = options.lengths[refusals.index(None)]
+            each = one.each_kernel(workload, length) if options.kernel == ALL else [one]
+            supporting += each
         elif options.backends:
             raise UnsupportedError(f"{one.name} does not support this call\n{refusals[-1]}")
         else:
@@ -193,7 +200,8 @@ def _supporting(contenders: Sequence[Any], workload: Any, options: argparse.Name
 
 def _command(options: argparse.Namespace, contenders: Sequence[Any]) -> str:
     """Return the command that repeats the run, with every option written out."""
-    words = ["polyattn", "bench", "--backends", ",".join(one.name for one in contenders)]
+    names = dict.fromkeys(one.name.removesuffix(f"/{one.kernel}") for one in contenders)
+    words = ["polyattn", "bench", "--backends", ",".join(names)]
     words += ["--lengths", ",".join(map(str, options.lengths))]
     for name in ("batch", "heads", "key_heads", "size", "dtype", "kernel"):
         value = getattr(options, name)

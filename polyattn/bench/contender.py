@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ from polyattn._api.explain import explain
 from polyattn._base.arrays import namespace_of
 from polyattn._dispatch import registry
 from polyattn._dispatch.errors import UnsupportedError
+from polyattn._dispatch.explanation import Explanation
 from polyattn._dispatch.request import SIGNS, parse
 from polyattn.bench.workload import Workload
 from polyattn.plugin import Array, Backend
@@ -28,26 +29,31 @@ class Contender:
     device: str | None  # as the library names it; None if the plugin names no devices
     hardware: str  # the device by the name that all libraries share
     backend: Backend  # the plugin, or one that runs the core's kernels on NumPy arrays
+    kernel: str | None = None  # one of several of a backend, each a contender
+
+    def each_kernel(self, workload: Workload, length: int) -> list[Contender]:
+        """Return a contender for each kernel of the backend that supports the call."""
+        kernels = [c.kernel for c in self._explain(workload, length).candidates if not c.reasons]
+        return [replace(self, name=f"{self.name}/{name}", kernel=name) for name in kernels]
 
     def refusal(self, workload: Workload, length: int) -> str | None:
         """Return why the backend refuses the call, or None; nothing is computed."""
-        query, key = workload.shapes(length)
-        decision = explain(
-            query,
-            key,
-            key,
-            **workload.options(),
-            dtype=workload.dtype,
-            library=self.library,
-            device=self.device,
-            backend=self.stem,
-        )
+        decision = self._explain(workload, length)
         return None if decision.chosen else str(decision)
+
+    def _explain(self, workload: Workload, length: int) -> Explanation:
+        query, key = workload.shapes(length)
+        how = self._options(workload) | {"library": self.library, "device": self.device}
+        return explain(query, key, key, dtype=workload.dtype, **how)
+
+    def _options(self, workload: Workload) -> dict[str, Any]:
+        options = {**workload.options(), "backend": self.stem}
+        return options | ({"kernel": self.kernel} if self.kernel else {})
 
     def start(self, workload: Workload, arrays: Iterable[Any]) -> Running:
         """Move the arrays to the backend and return the call on them."""
         placed = [self.backend.place(array, self.device) for array in arrays]
-        options = {**workload.options(), "backend": self.stem}
+        options = self._options(workload)
 
         def call(query: Array, key: Array, value: Array) -> Array:
             return attention(query, key, value, **options)

@@ -55,6 +55,9 @@ def measure_peaks(
     some backends only would be no roof for the others.
     """
     end = (time.perf_counter() + deadline) / 2
+    # One of each backend, whose kernels have the same products.
+    firsts = {(one.stem, one.device): one for one in reversed(contenders)}
+    contenders = list(reversed(firsts.values()))
     for done, contender in enumerate(contenders):
         say(f"{contender.name}, a matrix product and a sum")
         time.sleep(REST)

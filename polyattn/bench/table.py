@@ -22,8 +22,8 @@ LEGEND = (
     " matrix product's and of the roofline; error: the largest against float64; memory: peak,"
     " without inputs and output."
 )
-# A rate so far above a limit shows that the limit is wrong.
-WRONG = 1.2
+# A rate above a limit shows that the limit is wrong.
+WRONG = 1.0
 LIMIT_IS_WRONG = (
     " A dash in product or roof: the call was faster than the limit, which was measured while the"
     " machine was busy, or is that of the memory for arrays in a cache."

@@ -129,10 +129,39 @@ def onnx(
     _check_names(given, parameters, outputs)
     model = spox.build(given | parameters, outputs)
     _without_copies(model)
+    _name_lengths(model)
     require_onnx("onnx.checker").check_model(model, full_check=True)
     _sign(model)
     store(model, weights, file)
     return model
+
+
+def _name_lengths(model: Any) -> None:
+    """Give the unknown lengths of outputs the names of the inputs' lengths that they equal."""
+    # Where a length is a name, shape inference loses it in computed shapes; numbers it keeps.
+    named = [_lengths_if(model, *numbers) for numbers in ((1009, 211), (2003, 307))]
+    for output, *names in zip(model.graph.output, *named, strict=True):
+        lengths = output.type.tensor_type.shape.dim
+        for length, one, other in zip(lengths, *names, strict=True):
+            if one and one == other and not length.WhichOneof("value"):
+                length.dim_param = one
+
+
+def _lengths_if(model: Any, first: int, step: int) -> list[list[str | None]]:
+    """Return the names of the outputs' lengths if those of the inputs are distinct numbers."""
+    numbered: Any = type(model)()
+    names: dict[str, int] = {}
+    numbered.CopyFrom(model)
+    for given in numbered.graph.input:
+        for length in given.type.tensor_type.shape.dim:
+            if length.dim_param:
+                length.dim_value = names.setdefault(length.dim_param, first + step * len(names))
+    found = require_onnx("onnx.shape_inference").infer_shapes(numbered, data_prop=True)
+    at = {number: name for name, number in names.items()}
+    return [
+        [at.get(length.dim_value) for length in output.type.tensor_type.shape.dim]
+        for output in found.graph.output
+    ]
 
 
 def _facts(

@@ -274,6 +274,12 @@ def overwritten(cache: KVCache, rows: tuple[Array, Array], more: int | Array) ->
     return replace(cache, key=key, value=value, length=cache.length + more, buffer=None)
 
 
+def _batch_hint(shape: tuple[int, ...], lead: tuple[Any, ...]) -> str:
+    """Return how to make a cache for a batch, if that is what lacks."""
+    batch = tuple(shape[:-3])
+    return f": make the cache with batch={batch}" if batch and len(lead) == 1 else ""
+
+
 def checked_tokens(
     memory: tuple[Array, Array], lead: tuple[Any, ...], key: Array, value: Array
 ) -> tuple[Array, Array]:
@@ -291,7 +297,7 @@ def checked_tokens(
         if not (fits or _may_fit(new.shape, (*lead, None, size))):
             raise ValueError(
                 f"{name} must have the shape {(*lead, 'n', size)} of the cache; got"
-                f" {tuple(new.shape)}"
+                f" {tuple(new.shape)}{_batch_hint(new.shape, lead)}"
             )
     if key.shape[-2] != value.shape[-2]:
         raise ValueError(

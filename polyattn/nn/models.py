@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from polyattn._base.arguments import check_int
+from polyattn._base.arguments import check_int, got
 from polyattn._base.arrays import Array, cast, index_range, length_of, library_of
 from polyattn.nn.attention import Cache
 from polyattn.nn.blocks import DecoderBlock, EncoderBlock, Stack, weights_of
@@ -334,6 +334,8 @@ class Transformer(Module):
         tuple of KVCache, PagedCache or QuantizedCache
             The ``caches=`` of the first call.
         """
+        if not isinstance(kind, type):
+            raise TypeError(f"kind must be a class of caches, such as nn.PagedCache; {got(kind)}")
         like = next(iter(self.parameters().values()))
         settings |= {"like": like, "batch": batch, "kind": kind}
         return tuple([block.attention.cache(capacity, **settings) for block in self.stack.blocks])

@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterable, Sequence, Sized
 from typing import Any, NamedTuple
 
-from polyattn._api.weights import selected
+from polyattn._api.weights import TopWeights, selected
 from polyattn._base.arguments import got
 from polyattn._base.arrays import Array, cast, is_array, library_of
 from polyattn._base.extras import require_matplotlib
@@ -25,12 +25,13 @@ FONT = 8  # points
 SPACING = 1.3  # the space for a label, over its height
 BAR = {"fraction": 0.05, "aspect": 30, "pad": 0.02}
 LONGEST = 16  # characters of a label
+MOST_CELLS = 512  # of a map along an axis; of more tokens a cell shows the largest weight
 # The signs for white space in labels.
 BLANK = {"\n": "↵", "\r": "←", "\t": "⇥"}
 
 
 def attention_map(
-    weights: Array,
+    weights: Array | TopWeights,
     queries: Sequence[Any] | None = None,
     keys: Sequence[Any] | None = None,
     *,
@@ -43,8 +44,10 @@ def attention_map(
 
     Parameters
     ----------
-    weights : Array
-        Shape (L, S) or (H, L, S), as `polyattn.attention_weights` returns them.
+    weights : Array or TopWeights
+        Shape (L, S) or (H, L, S), as `polyattn.attention_weights` returns them; or its result for
+        ``top=``, for keys up to the last that it names. Above 512 queries or keys, a point of the
+        map is the largest weight of a block of them, so that no weight is lost.
     queries, keys : sequence of str, optional
         L and S tokens; a string is a sequence of characters. If there is no room for all labels,
         every second one is written, or every third, and so on.
@@ -85,20 +88,24 @@ def attention_map(
     ['head 0', 'head 1', 'head 2', 'head 3']
     """
     figures = require_matplotlib("figure")
-    titles, maps = _maps(weights, heads)
-    rows, columns = maps.shape[1:]
+    titles, maps, (rows, columns) = _maps(weights, heads)
     labels = _labels("queries", queries, rows), _labels("keys", keys, columns)
     if power is None:
         power = 1.0 if columns <= 64 else 0.5
     elif check_finite("power", power) <= 0:
         raise ValueError(f"power must be above 0; got {power!r}")
-    places = _grid(figures, maps.shape, labels) if axes is None else _places(axes, len(maps))
+    places = (
+        _grid(figures, (len(maps), rows, columns), labels)
+        if axes is None
+        else _places(axes, len(maps))
+    )
     figure = _with_layout(places[0].axes.figure)
     colours = require_matplotlib("colors").PowerNorm(power, vmin=0, vmax=maps.max() or 1)
     cell = 1.0 if extent is None else _cell_ratio(extent, labels, rows, columns)
+    edges = (-0.5, columns - 0.5, rows - 0.5, -0.5) if extent is None else extent
     aspect = cell if 1 / 3 <= rows / columns <= 3 else "auto"
     for place, title, head in zip(places, titles, maps, strict=True):
-        image = place.axes.imshow(head, cmap=COLOURS, norm=colours, aspect=aspect, extent=extent)
+        image = place.axes.imshow(head, cmap=COLOURS, norm=colours, aspect=aspect, extent=edges)
         if title:
             place.axes.set_title(title, fontsize=FONT)
         _write(place.axes.yaxis, "query", labels[0], place.at_left, extent is None)
@@ -163,17 +170,42 @@ def entropy(weights: Array | Sequence[Array], *, axes: Any = None) -> Any:
 # ---- weights -----------------------------------------------------------------------------------
 
 
-def _maps(weights: Array, heads: int | slice | Sequence[int] | None) -> tuple[list[str], Any]:
-    """Return a title for each head to draw, and the weights, shape (heads, L, S)."""
-    _check_rank(weights, {2: "(L, S)", 3: "(H, L, S)"}, "weights")
-    if len(weights.shape) == 2:
+def _maps(
+    weights: Array | TopWeights, heads: int | slice | Sequence[int] | None
+) -> tuple[list[str], Any, tuple[int, int]]:
+    """Return a title for each head to draw, its map of at most `MOST_CELLS` a side, and (L, S)."""
+    numpy = importlib.import_module("numpy")
+    array = weights.weights if isinstance(weights, TopWeights) else weights
+    _check_rank(array, {2: "(L, S)", 3: "(H, L, S)"}, "weights")
+    if len(array.shape) == 2:
         if heads is not None:
             raise ValueError(f"heads={heads!r} needs weights of shape (H, L, S); got (L, S)")
-        return [""], _host(weights, "weights")[None]
-    chosen = selected("heads", slice(None) if heads is None else heads, weights.shape[0])
-    numpy = importlib.import_module("numpy")
-    maps = numpy.stack([_host(weights[head, ...], "weights") for head in chosen])
-    return [f"head {head}" for head in chosen], maps
+        chosen, titles = [0], [""]
+    else:
+        chosen = selected("heads", slice(None) if heads is None else heads, array.shape[0])
+        titles = [f"head {head}" for head in chosen]
+    heads_first = array if titles[0] else array[None, ...]
+    maps = [_host(heads_first[head, ...], "weights") for head in chosen]
+    if not isinstance(weights, TopWeights):
+        return titles, numpy.stack([_pooled(head, numpy) for head in maps]), maps[0].shape
+    keys = numpy.asarray(convert_like(weights.keys, numpy.zeros(1))).reshape(-1, *array.shape[-2:])
+    shape = array.shape[-2], int(keys.max()) + 1
+    steps = [math.ceil(size / MOST_CELLS) for size in shape]
+    cells = [math.ceil(size / step) for size, step in zip(shape, steps, strict=True)]
+    grid = numpy.zeros((len(maps), *cells))
+    rows = numpy.arange(shape[0])[:, None] // steps[0]
+    for map_, head, weight in zip(grid, chosen, maps, strict=True):
+        numpy.maximum.at(map_, (rows, keys[head] // steps[1]), weight)
+    return titles, grid, shape
+
+
+def _pooled(weights: Any, numpy: Any) -> Any:
+    """Return the largest weight of each block, so that no axis has more than `MOST_CELLS`."""
+    for axis, size in enumerate(weights.shape):
+        step = math.ceil(size / MOST_CELLS)
+        if step > 1:
+            weights = numpy.maximum.reduceat(weights, range(0, size, step), axis=axis)
+    return weights
 
 
 def _layers(weights: Any) -> list[Any]:

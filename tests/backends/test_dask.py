@@ -214,6 +214,8 @@ def test_explain_shows_pairs_tasks_bytes_and_rechunks():
     shape = LONG[1:]
     found = explain(shape, shape, shape, library="dask", chunks=4096, window=(1023, 0)).chosen
     assert found.remark == ("99 of 2,500 pairs of chunks, 50 tasks of up to 56.25 MiB, no rechunk")
+    whole = explain(shape, shape, shape, library="dask", chunks=shape, window=(1023, 0)).chosen
+    assert whole.remark.endswith("; the tokens are one chunk: cut them, as in x.rechunk({-2: 512})")
     q, k, v = arrays()
     mask = cut(np.ones((L, S), bool), 10, S)
     remark = explain(q, k, v, mask=mask, logsumexp=True).chosen.remark

@@ -65,6 +65,10 @@ def test_no_function_with_a_fault_is_given_an_output(root):
 def test_the_list_and_explain_name_faults(monkeypatch):
     (info,) = (info for info in polyattn.list_backends() if info.name == "numpy")
     assert info.faults == tuple(map(str, faults_of()))
+    rows, _, below = str(polyattn.list_backends()).partition("Known faults of these libraries:")
+    assert bool(below) == bool(info.faults)
+    assert all(fault.split(":")[0] in below for fault in info.faults)
+    assert not any(fault.split(":")[0] in rows for fault in info.faults)
     kernel = "polyattn_numpy.tiled_kernel"
     monkeypatch.setattr(f"{kernel}.faults_of", lambda **x: faults_of("2.4.0", **x))
     for size, dtype, named in ((3, "float32", True), (7, "float64", True), (7, "float32", False)):

@@ -253,6 +253,17 @@ def test_the_command_that_is_shown_repeats_the_run(tmp_path, hasty):
     assert (read(file).workload, read(file).command) == (first.workload, first.command)
 
 
+def test_all_kernels_of_a_backend_have_a_row_and_the_command_repeats_them(tmp_path, hasty):
+    file = tmp_path / "a.json"
+    assert main([*HASTE, "--lengths", "8", "--causal", "--kernel", "all", "--json", str(file)]) == 0
+    first = read(file)
+    rows = [(row.backend, row.kernel) for row in first.rows]
+    assert rows == [("numpy/tiled", "tiled"), ("numpy/dense", "dense")]  # small refuses causal
+    assert len(first.peaks) == 1
+    assert main([*shlex.split(first.command)[1:], "--json", str(file)]) == 0
+    assert (read(file).workload, read(file).command) == (first.workload, first.command)
+
+
 @pytest.mark.parametrize(
     ("where", "error", "code", "lengths"),
     [

@@ -83,6 +83,12 @@ def test_dropout_at_a_rate_of_0_is_no_dropout():
     assert found[1].seed is None
 
 
+def test_a_key_of_jax_is_no_seed_of_dropout():
+    jax = pytest.importorskip("jax")
+    with pytest.raises(TypeError, match=r"pass jax\.random\.bits\(key\)"):
+        attention(X, X, X, dropout=(0.1, jax.random.key(0)))
+
+
 def test_a_start_of_dropout_in_numpy_is_that_of_its_numbers():
     one, other = (
         describing.describe(X, X, X, dropout=(0.5, 3, start))

@@ -113,8 +113,6 @@ EFFICIENCY = 100 / float(re.search(r"^\| ring \| [\d.]+ \| ([\d.]+) ", PERFORMAN
 LONG = [row for row in draw.measured() if row[0] >= 2048 and row[1] == 64]
 TEXTBOOK = sorted(round(row[2] / row[3]) for row in LONG)
 SAID = [
-    ("README.md", f"kernel took 1.0 to {on_the_xeon(512):.2f} from 512 tokens on and"),
-    ("README.md", f"and {on_the_xeon(256):.1f} for 256 causal"),
     ("docs/native.md", f"up to {on_the_xeon(512):.2f} at 512 (the table of"),
     (
         "docs/performance.md",
@@ -153,9 +151,6 @@ SAID = [
     ("docs/performance.md", f"of a whole encoder takes {float(PADDED):.1f} times the time"),
     ("docs/performance.md", f"and {min(SHORT_XLA):.1f} to {max(SHORT_XLA):.1f} below."),
     ("docs/performance.md", f"takes {min(XLA):.1f} to 1.5 times torch's time from 512 tokens on"),
-    ("README.md", f"takes {PACKED} of the time of `transformers` on torch with its"),
-    ("README.md", f"packed, and {PADDED} with padding"),
-    ("README.md", "[{:.0f} to {:.0f} µs]".format(*ADDED)),
     ("README.md", f"on NumPy takes {STEPS_OF['whole call']} µs, of which the kernel"),
     ("README.md", f"of which the kernel {STEPS_OF['of which the kernel']}."),
     ("README.md", "adds {:.0f} to {:.0f} µs.".format(*[round(n, -1) for n in FIRST])),

@@ -33,13 +33,16 @@ ELSEWHERE = {
 # What these print differs from run to run.
 NOT_SHOWN = ("milliseconds(compute",)
 # Pages whose commands take half a minute or more.
-LONG = {"docs/bench.md": pytest.mark.slow, "README.md": pytest.mark.slow}
+LONG = {"docs/bench.md": pytest.mark.slow}
 # Commands that run elsewhere or not at all, each with the reason.
 EXAMPLE = "needs the example of a plugin, with which tests/docs/test_site.py runs it"
 LEFT_OUT = {
     "polyattn explain --shape 2,8,128,64 --backend einsum": EXAMPLE,
     "polyattn check einsum --kernel einsum": EXAMPLE,
     "polyattn check --callable mine:attend --quick": "tests/docs/test_site.py",
+    "polyattn check --callable mine:attend --library torch:cuda": "needs a GPU",
+    "polyattn check acme --kernel fused": "there is no such backend",
+    "polyattn check --write-cases cases": "tests/conformance/test_written.py",
 }
 
 

@@ -9,7 +9,7 @@ import pytest
 from runtimes import by_onnxruntime, by_reference, kinds, onnx
 
 import polyattn
-from polyattn import attention, masks, scores
+from polyattn import attention, masks, nn, scores
 from polyattn.cli import main
 from polyattn.export import onnx as export
 
@@ -49,6 +49,22 @@ DECOMPOSED = {
 @functools.cache
 def exported(name):
     return export(attention, SHAPES, options=(NATIVE | DECOMPOSED)[name])
+
+
+def test_outputs_name_the_lengths_that_are_those_of_inputs():
+    def lengths(x):
+        weighed = attention(x, x, x, is_causal=True)
+        return {"same": weighed, "shorter": weighed[:, :, 1:, :]}
+
+    same, shorter = (
+        [d.dim_param or d.dim_value or None for d in output.type.tensor_type.shape.dim]
+        for output in export(lengths, {"x": ("B", H, "L", D)}).graph.output
+    )
+    assert same == ["B", H, "L", D]
+    assert shorter == ["B", H, None, D]
+    model = nn.Transformer.init(50, 8, 2, 2, like=np.zeros(1, np.float32), is_causal=True)
+    (output,) = export(model, {"ids": ("B", "L")}, dtype="int64").graph.output
+    assert [d.dim_param for d in output.type.tensor_type.shape.dim[:2]] == ["B", "L"]
 
 
 @pytest.mark.parametrize("name", [*NATIVE, *DECOMPOSED])

@@ -360,6 +360,11 @@ def test_arrays_and_functions_compose_from_either_side():
         assert len(mask.parts) == 2
 
 
+def test_a_window_of_one_number_is_told_how_to_write_two():
+    with pytest.raises(TypeError, match=r"window must be a pair \(left, right\).*; got 10"):
+        masks.window(10)
+
+
 # ---- where it goes -----------------------------------------------------------------------------
 
 

@@ -264,6 +264,16 @@ REFUSED = {
     "count": (counted([3, 0, 0]), "counts must be integers from 0 to 2; got"),
     "numbers": (lambda c, x: c.free([0, 2, 1]), "True or False for each of the 3 items"),
     "batch": (lambda c, x: MHA.cache(4, kind=nn.PagedCache, **OF_BATCH), "batch=(B,); got (2, 3)"),
+    "no batch": (
+        lambda c, x: MHA(np.zeros((3, 2, 8)), cache=MHA.cache(4, like=np.zeros(1))),
+        "make the cache with batch=(3,)",
+    ),
+    "a name": (
+        lambda c, x: nn.Transformer.init(5, 8, 2, 1, like=x, is_causal=True).caches(
+            4, kind="paged"
+        ),
+        "kind must be a class of caches, such as nn.PagedCache; got 'paged'",
+    ),
     "counts of a KVCache": (
         lambda c, x: MHA(np.zeros((1, 2, 8)), cache=MHA.cache(4, like=x), counts=[1]),
         "counts needs a PagedCache, which has a length for each item; got a KVCache",

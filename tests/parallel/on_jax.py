@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import on_ranks
+import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from polyattn import attention, attention_vjp, masks, parallel, scores
@@ -156,6 +157,27 @@ def check_numbers_from_the_host(strategies=on_ranks.STRATEGIES):
         on_mesh = jax.shard_map(attend, mesh=mesh, in_specs=(rows, tokens, tokens), out_specs=rows)
         compare_slopes(on_mesh, partial(attention, **options), *x)
     print("numbers from the host: right")
+
+
+def check_functions_of_traced_arrays(strategies=("ring",)):
+    """Check that a function over a traced array is refused by name where its gradient is asked."""
+    mesh, x = mesh_and_tokens()
+    spec = PartitionSpec(None, None, "ring")
+
+    def attend(x, slope):
+        def bent(score, b, h, i, j):
+            return score - slope * (i - j)
+
+        return parallel.attention(*x, over="ring", strategy=strategies[0], score_mod=bent)
+
+    on_mesh = jax.shard_map(
+        attend, mesh=mesh, in_specs=(PartitionSpec(None, None, None, "ring"), PartitionSpec()),
+        out_specs=spec,
+    )  # fmt: skip
+    assert on_mesh(jnp.stack([x, x, x]), 0.5).shape == x.shape
+    with pytest.raises(TypeError, match=r"function in score_mod= uses slope, which JAX traces"):
+        jax.grad(lambda slope: on_mesh(jnp.stack([x, x, x]), slope).sum())(0.5)
+    print("functions of traced arrays: refused")
 
 
 def mesh_and_tokens():

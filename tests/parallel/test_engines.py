@@ -137,6 +137,7 @@ def test_devices_of_jax(size, checks):
         (on_jax.check_options_of_another_axis, "gather"),
         (on_jax.check_options_of_another_axis, "decode"),
         (on_jax.check_numbers_from_the_host, "heads"),
+        (on_jax.check_functions_of_traced_arrays, "ring"),
     ],
 )
 def test_one_device_of_jax(check, strategy):

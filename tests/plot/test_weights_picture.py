@@ -10,7 +10,7 @@ import pytest
 from matplotlib.figure import Figure
 from optional import array_api_strict, jnp, torch
 
-from polyattn import attention_weights, masks, plot
+from polyattn import TopWeights, attention_weights, masks, plot
 
 matplotlib.use("Agg")
 WORDS = ["the", "cat", "drank", "the", "milk", "because", "it", "was", "so", "sweet"]
@@ -111,6 +111,34 @@ def test_small_weights_of_many_keys_are_told_from_none():
     for keys, power in ((64, 1), (65, 0.5)):
         assert colours(plot.attention_map(weights(keys=keys)))[0].gamma == power
     assert colours(plot.attention_map(weights(keys=65), power=1))[0].gamma == 1
+
+
+def test_the_largest_weights_are_drawn_as_the_whole_map_has_them():
+    query, key = RNG.normal(size=(2, 3, 20, 8))
+    whole = attention_weights(query, key)
+    top = attention_weights(query, key, top=4)
+    figure = plot.attention_map(top, heads=[2, 0])
+    for axes, head in zip(maps(figure), (2, 0), strict=True):
+        least = np.sort(whole[head])[:, -4, None]
+        assert np.allclose(shown(axes), np.where(whole[head] >= least, whole[head], 0))
+
+
+@pytest.mark.parametrize("of", [plot.attention_map, lambda w: plot.attention_map(as_top(w))])
+def test_a_point_of_a_long_map_is_the_largest_weight_of_its_tokens(of):
+    weights = np.full((1030, 600), 1e-3, np.float32)
+    weights[1029, 401] = 0.7
+    axes = maps(of(weights))[0]
+    assert shown(axes).shape == (344, 300)
+    expected = np.full((344, 300), 1e-3, np.float32)
+    expected[343, 200] = 0.7
+    assert (shown(axes) == expected).all()
+    assert axes.get_xlim() == (-0.5, 599.5)
+    assert axes.get_ylim() == (1029.5, -0.5)
+
+
+def as_top(weights):
+    keys = np.broadcast_to(np.arange(weights.shape[1]), weights.shape)
+    return TopWeights(weights, keys)
 
 
 def test_it_draws_on_axes_that_it_is_given():

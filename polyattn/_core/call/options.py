@@ -171,7 +171,9 @@ def check_dropout(value: Any) -> tuple[float, Any, Any]:
     # What NumPy holds can be read, and then goes with arrays of any library.
     if is_array(seed) and type(seed).__module__ != "numpy":
         if tuple(seed.shape) != () or "int" not in str(seed.dtype):
-            raise TypeError(f"a dropout seed must be one integer; {got(value)}")
+            is_key = "key" in str(seed.dtype)
+            how = ": of a jax.random.key pass jax.random.bits(key)" if is_key else ""
+            raise TypeError(f"a dropout seed must be one integer; {got(value)}{how}")
         return rate, seed, start
     try:
         number = as_index(seed)

@@ -192,7 +192,7 @@ def check_callable(
     """
     if "dropout" in case.features:
         raise ValueError(f"{case}: other functions draw different dropout masks")
-    ran = _run(in_our_words(function), case, case.arguments(), to, back)
+    ran = run_function(in_our_words(function), case, case.arguments(), to, back)
     if isinstance(ran, Finding):
         return ran
     return _judge(case, ran.output, output_yardstick, ran.wrong)._replace(remark=ran.remark)
@@ -204,7 +204,7 @@ def check_logsumexp(
     """Check the logsumexp of a function, the second of the tuple that it returns when asked."""
     function = in_our_words(function)
     asked = RETURNS_LOGSUMEXP & parameters_of(function)[0]
-    ran = _run(function, case, case.arguments(), to, back, dict.fromkeys(asked, True))
+    ran = run_function(function, case, case.arguments(), to, back, dict.fromkeys(asked, True))
     if isinstance(ran, Finding) and (asked or ran.status != RAISES):
         return ran
     if isinstance(ran, Finding) or ran.logsumexp is None:
@@ -236,7 +236,7 @@ def check_parts(
     count, axis = (case.batch[0], 0) if part is of_item else (case.L, -2)
     outputs = []
     for given in (arguments, *(part(arguments, n) for n in range(count))):
-        ran = _run(function, case, given, to, back)
+        ran = run_function(function, case, given, to, back)
         if isinstance(ran, Finding):
             return ran
         outputs.append(ran.output)
@@ -257,7 +257,7 @@ class _Ran(NamedTuple):
     remark: str
 
 
-def _run(
+def run_function(
     function: Function, case: Case, arguments: Arguments, to: Callable[[Any], Any],
     back: Callable[[Any], Any], others: dict[str, Any] | None = None,
 ) -> _Ran | Finding:  # fmt: skip

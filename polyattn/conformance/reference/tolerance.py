@@ -47,6 +47,12 @@ class Yardstick(NamedTuple):
         limit: Array = self.times * (2 * self.textbook + self.floor)
         return limit
 
+    @property
+    def allowed(self) -> Array:
+        """The largest error of each element; 0 where a result must be exact or is not finite."""
+        is_finite = np.isfinite(self.exact) & np.isfinite(self.unit)
+        return np.where(is_finite, self.limit, 0) * np.where(is_finite, self.unit, 0)
+
     def of(self, result: Array) -> Array:
         """Return the rows of a result to check; all of it if its length is wrong."""
         if self.rows is None or result.shape[self.axis :][:1] != (self.length,):
