@@ -12,13 +12,17 @@ What else a call has, such as a bias, is evaluated at the named keys only.
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 from collections.abc import Iterator
 from typing import Any, ClassVar, NamedTuple
 
 from polyattn._base.arrays import Array, with_rank, zeros
 from polyattn._base.scatter import add_lists, scatter_add
+from polyattn._base.slices import Slice, take
 from polyattn._base.span import Span
+from polyattn._base.tracing import is_compiling
 from polyattn._core.call.gradients import Gradients
 from polyattn._core.call.operands import Cotangents, Operands, Residuals, Tangents
 from polyattn._core.call.problem import Problem
@@ -81,12 +85,20 @@ class Gathered(Kernel):
             empty = initial_state(problem, operands, xp, Span(0, problem.query_length))
             return normalize(problem, empty, query.dtype, xp)
         operands = widened(problem, operands, xp)
-        parts = _parts(problem, operands, xp, self.tile)
-        blocks = (
-            part.joined_results(*dense.attention(part.problem, part.operands, backend))
-            for _, part in parts
+
+        def of_rows(rows: int, blocks: int, start: Any) -> tuple[Array, Array | None]:
+            part = _RowBlocks.of(problem, operands, xp, Slice(start, rows * blocks), blocks)
+            return part.joined_results(*dense.attention(part.problem, part.operands, backend))
+
+        spans = _spans(problem, operands, self.tile)
+        results = (
+            result
+            for sizes, alike in itertools.groupby(spans, key=lambda span: span[1:])
+            for result in backend.in_turn(
+                functools.partial(of_rows, *sizes), [start for start, *_ in alike], *operands[:3]
+            )
         )
-        return backend.stack_rows(problem, query, blocks)
+        return backend.stack_rows(problem, query, results)
 
     def backward(
         self, problem: Problem, operands: Operands, residuals: Residuals, cotangents: Cotangents,
@@ -125,7 +137,7 @@ class Gathered(Kernel):
         return backend.xp.concat(outputs, axis=-2), backend.xp.concat(logsumexps, axis=-1)
 
 
-def _per_row(part: _RowBlocks, numbers: Array | None, rows: Span) -> Any:
+def _per_row(part: _RowBlocks, numbers: Array | None, rows: Slice) -> Any:
     """Return a number of each row, (..., H, L), as `_RowBlocks.of_rows` does."""
     return None if numbers is None else part.of_rows(numbers[..., None], rows)[..., 0]
 
@@ -197,7 +209,7 @@ class _RowBlocks(NamedTuple):
     operands: Operands
 
     @classmethod
-    def of(cls, whole: Problem, x: Operands, xp: Any, rows: Span, blocks: int) -> _RowBlocks:
+    def of(cls, whole: Problem, x: Operands, xp: Any, rows: Slice, blocks: int) -> _RowBlocks:
         """Return the part of some rows."""
         selection, rest = selection_of(x.mask) or (None, None)
         assert selection is not None
@@ -218,7 +230,7 @@ class _RowBlocks(NamedTuple):
         """The rows and keys of a tile that holds all."""
         return max(1, self.problem.query_length), max(1, self.problem.key_length)
 
-    def of_operand(self, name: str, array: Array | None, rows: Span) -> Any:
+    def of_operand(self, name: str, array: Array | None, rows: Slice) -> Any:
         """Return the part of query, key, value or bias, or of its tangent."""
         if array is None or name == "sinks":
             return array
@@ -230,10 +242,11 @@ class _RowBlocks(NamedTuple):
             else self.at.taken(array, self.problem.key_heads)
         )
 
-    def of_rows(self, array: Array, rows: Span) -> Array:
+    def of_rows(self, array: Array, rows: Slice) -> Array:
         """Turn rows of (..., H, L, size) into (..., blocks, H, rows, size)."""
         xp, (*_, blocks) = self.at.xp, self.problem.batch
-        array = with_rank(array, len(self.whole.batch) + 3)[..., rows.start : rows.stop, :]
+        array = with_rank(array, len(self.whole.batch) + 3)
+        array = take(array, -2, *rows)
         *lead, heads, length, size = array.shape
         return xp.moveaxis(
             xp.reshape(array, (*lead, heads, blocks, length // blocks, size)), -3, -4
@@ -251,9 +264,11 @@ class _RowBlocks(NamedTuple):
         return self.joined(output), self.joined(logsumexp[..., None])[..., 0]
 
 
-def _parts(problem: Problem, x: Operands, xp: Any, tile: int) -> Iterator[tuple[Span, _RowBlocks]]:
-    """Yield the rows of each part of a call, in order, and the part."""
+def _spans(problem: Problem, x: Operands, tile: int) -> Iterator[tuple[int, int, int]]:
+    """Yield the first row of each part of a call, the rows of a block, and the blocks."""
     selection = _selection(problem, x.mask)
+    if is_compiling():  # each part is compiled by itself
+        tile = max(tile, _sizes(problem, selection, 2**62)[2] // 16)
     size, many, _ = _sizes(problem, selection, tile)
     of_rows, start = selection.sizes[0], 0
     while start < problem.query_length:
@@ -262,9 +277,15 @@ def _parts(problem: Problem, x: Operands, xp: Any, tile: int) -> Iterator[tuple[
             rows = min(rows, of_rows - (start + selection.first_row) % of_rows)
         is_whole = size == 1 or rows == of_rows
         blocks = min(many, (problem.query_length - start) // rows) if is_whole else 1
-        span = Span(start, start + blocks * rows)
-        yield span, _RowBlocks.of(problem, x, xp, span, blocks)
-        start = span.stop
+        yield start, rows, blocks
+        start += rows * blocks
+
+
+def _parts(problem: Problem, x: Operands, xp: Any, tile: int) -> Iterator[tuple[Slice, _RowBlocks]]:
+    """Yield the rows of each part of a call, in order, and the part."""
+    for start, size, blocks in _spans(problem, x, tile):
+        rows = Slice(start, size * blocks)
+        yield rows, _RowBlocks.of(problem, x, xp, rows, blocks)
 
 
 def _at_points(*_: Any) -> Any:

@@ -9,6 +9,7 @@ import math
 from typing import Any
 
 from polyattn._base.arrays import Array, as_index, index_range, with_rank
+from polyattn._base.slices import Slice, take
 from polyattn._base.span import Span
 from polyattn._core.call.operands import Operands
 from polyattn._core.call.problem import Problem
@@ -21,12 +22,12 @@ from polyattn._core.tiles.indices import Indices
 class NamedIndices(Indices):
     """The indices (b, h, i, j) of some rows and of the keys that a selection names for them.
 
-    `x.mask` is what else hides keys. `keys` are (..., blocks, H or 1, 1, named), with 0 in place of
-    the keys that `hidden` marks.
+    JAX may trace the first row. `x.mask` is what else hides keys. `keys` are (..., blocks, H or 1,
+    1, named), with 0 in place of the keys that `hidden` marks.
     """
 
     def __init__(
-        self, problem: Problem, xp: Any, x: Operands, rows: Span, blocks: int, selection: Selection
+        self, problem: Problem, xp: Any, x: Operands, rows: Slice, blocks: int, selection: Selection
     ) -> None:
         self._rank_of_call = len(problem.batch) + 3
         self.keys, self.hidden = _named(selection, problem, xp, rows, blocks)
@@ -126,13 +127,13 @@ class NamedIndices(Indices):
 
 
 def _named(
-    selection: Selection, problem: Problem, xp: Any, rows: Span, blocks: int
+    selection: Selection, problem: Problem, xp: Any, rows: Slice, blocks: int
 ) -> tuple[Array, Array]:
     """Return the keys that are named for blocks of rows, and which of them are hidden."""
     of_rows, size = selection.sizes
     lists = with_rank(selection.lists, len(problem.batch) + 3)
     if of_rows == 1:
-        lists = lists[..., rows.start : rows.stop, :]
+        lists = take(lists, -2, *rows)
     else:
         row = index_range(xp, 0, blocks, lists) * (rows.length // blocks) + rows.start
         number = row * 0 if of_rows is None else (row + selection.first_row) // of_rows
