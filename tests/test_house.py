@@ -70,6 +70,7 @@ OWNED_BY = {
     "_core/tiles/compiled": "tests/expressions/test_masks.py",
     "_core/tiles/coverage": "tests/expressions/test_masks.py",
     "_core/tiles/indices": CASES,
+    "_core/tiles/named": CASES,
     "_core/tiles/online_softmax": CASES,
     "_kernels/backward": CASES,
     "_kernels/dense": CASES,

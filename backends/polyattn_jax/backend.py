@@ -10,7 +10,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.metadata
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -118,6 +119,18 @@ class JaxBackend(Backend):
         if isinstance(query, jax.core.Tracer) or isinstance(key, jax.core.Tracer):
             return PRIMITIVES.over_size(term, query, key)
         return super().over_size(term, query, key)
+
+    def in_turn(
+        self, function: Callable[[Any], Any], starts: Sequence[int], *arrays: Array
+    ) -> Iterable[Any]:
+        """Return what a function of some arrays returns for each start, by a loop of a program.
+
+        A gradient computes it again, so that nothing is kept from one start to the next.
+        """
+        if len(starts) == 1 or not any(isinstance(x, jax.core.Tracer) for x in arrays):
+            return map(function, starts)
+        stacked = jax.lax.map(jax.checkpoint(function), jnp.asarray(starts))
+        return [jax.tree.map(operator.itemgetter(n), stacked) for n in range(len(starts))]
 
     def visible_product(self, weights: Array, seen: Array, x: Array) -> jax.Array:
         """Return weights · x, to which x adds nothing where it is not seen."""

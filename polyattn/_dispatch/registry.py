@@ -27,7 +27,7 @@ from polyattn.plugin import Backend, BackendSpec, Kernel
 ARRAY_API = "array-api"
 
 _TILED = Tiled()
-_ARRAY_API_KERNELS: tuple[Kernel, ...] = (Gathered(), _TILED, Dense())
+_ARRAY_API_KERNELS: tuple[Kernel, ...] = (_TILED, Dense(), Gathered())
 
 
 @dataclass

@@ -12,13 +12,17 @@ What else a call has, such as a bias, is evaluated at the named keys only.
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 from collections.abc import Iterator
 from typing import Any, ClassVar, NamedTuple
 
 from polyattn._base.arrays import Array, with_rank, zeros
 from polyattn._base.scatter import add_lists, scatter_add
+from polyattn._base.slices import Slice, take
 from polyattn._base.span import Span
+from polyattn._base.tracing import is_compiling
 from polyattn._core.call.gradients import Gradients
 from polyattn._core.call.operands import Cotangents, Operands, Residuals, Tangents
 from polyattn._core.call.problem import Problem
@@ -65,13 +69,12 @@ class Gathered(Kernel):
 
     def remark(self, problem: Problem) -> str | None:
         """Return how many keys are gathered, and how much memory they take."""
-        rows, _, numbers = _sizes(problem, _selection(problem), self.tile)
-        named = min(_named(_selection(problem)), problem.key_length)
-        width = 8 if problem.accumulator == "float64" else 4
-        return (
-            f"it gathers {named:,} of {problem.key_length:,} keys for {rows} row"
-            f"{'s' if rows > 1 else ''} at once, {_bytes(width * numbers)} at a time"
-        )
+        selection = _selection(problem)
+        rows, _, numbers = _sizes(problem, selection, self.tile)
+        whose = "each row" if rows == 1 else f"{rows:,} rows at once"
+        size = _bytes(numbers * (8 if problem.accumulator == "float64" else 4))
+        keys = f"{_named(selection):,} of {problem.key_length:,} keys"
+        return f"it gathers {keys} for {whose}, {size} at a time"
 
     def __call__(
         self, problem: Problem, operands: Operands, backend: Backend
@@ -82,12 +85,20 @@ class Gathered(Kernel):
             empty = initial_state(problem, operands, xp, Span(0, problem.query_length))
             return normalize(problem, empty, query.dtype, xp)
         operands = widened(problem, operands, xp)
-        parts = _parts(problem, operands, xp, self.tile)
-        blocks = (
-            part.joined_results(*dense.attention(part.problem, part.operands, backend))
-            for _, part in parts
+
+        def of_rows(rows: int, blocks: int, start: Any) -> tuple[Array, Array | None]:
+            part = _RowBlocks.of(problem, operands, xp, Slice(start, rows * blocks), blocks)
+            return part.joined_results(*dense.attention(part.problem, part.operands, backend))
+
+        spans = _spans(problem, operands, self.tile)
+        results = (
+            result
+            for sizes, alike in itertools.groupby(spans, key=lambda span: span[1:])
+            for result in backend.in_turn(
+                functools.partial(of_rows, *sizes), [start for start, *_ in alike], *operands[:3]
+            )
         )
-        return backend.stack_rows(problem, query, blocks)
+        return backend.stack_rows(problem, query, results)
 
     def backward(
         self, problem: Problem, operands: Operands, residuals: Residuals, cotangents: Cotangents,
@@ -96,12 +107,11 @@ class Gathered(Kernel):
         """Return the gradients, with memory for some gathered keys beside them."""
         if 0 in problem.scores:
             return backward.gradients(problem, operands, residuals, cotangents, backend, 1, 1)
-        total = _Sums(problem, operands, backend.xp)
+        total = _GatheredSums(problem, operands, backend.xp)
         for rows, part in _parts(problem, operands, backend.xp, self.tile):
-            known, given = (
-                type(x)(part.of_rows(x.output, rows), _per_row(part, x.logsumexp, rows))
-                for x in (residuals, cotangents)
-            )
+            (output, sums), (of_output, of_sums) = residuals, cotangents
+            known = Residuals(part.of_rows(output, rows), _per_row(part, sums, rows))
+            given = Cotangents(part.of_rows(of_output, rows), _per_row(part, of_sums, rows))
             sizes = part.sizes
             total.add(
                 part, backward.gradients(part.problem, part.operands, known, given, backend, *sizes)
@@ -127,8 +137,8 @@ class Gathered(Kernel):
         return backend.xp.concat(outputs, axis=-2), backend.xp.concat(logsumexps, axis=-1)
 
 
-def _per_row(part: _Part, numbers: Array | None, rows: Span) -> Any:
-    """Return a number of each row, (..., H, L), as `_Part.of_rows` does."""
+def _per_row(part: _RowBlocks, numbers: Array | None, rows: Slice) -> Any:
+    """Return a number of each row, (..., H, L), as `_RowBlocks.of_rows` does."""
     return None if numbers is None else part.of_rows(numbers[..., None], rows)[..., 0]
 
 
@@ -136,9 +146,9 @@ def _per_row(part: _Part, numbers: Array | None, rows: Span) -> Any:
 
 
 def why_many(problem: Problem) -> str | None:
-    """Return why the named keys of a problem are too many to be gathered, None if they are few."""
-    named = _named(_selection(problem))
-    if named * FEWER <= problem.key_length:
+    """Return why the keys that are named are too many to be gathered, None if they are few."""
+    found = selection_of(problem.mask_spec)
+    if found is None or (named := _named(found[0])) * FEWER <= problem.key_length:
         return None
     return f"{named:,} of {problem.key_length:,} keys are named for a row: a mask takes less time"
 
@@ -190,7 +200,7 @@ def _is_of_all_heads(selection: Selection) -> bool:
 # ---- parts ----
 
 
-class _Part(NamedTuple):
+class _RowBlocks(NamedTuple):
     """Some blocks of rows and their keys, as a problem with an axis of blocks after the batch."""
 
     whole: Problem
@@ -199,7 +209,7 @@ class _Part(NamedTuple):
     operands: Operands
 
     @classmethod
-    def of(cls, whole: Problem, x: Operands, xp: Any, rows: Span, blocks: int) -> _Part:
+    def of(cls, whole: Problem, x: Operands, xp: Any, rows: Slice, blocks: int) -> _RowBlocks:
         """Return the part of some rows."""
         selection, rest = selection_of(x.mask) or (None, None)
         assert selection is not None
@@ -220,7 +230,7 @@ class _Part(NamedTuple):
         """The rows and keys of a tile that holds all."""
         return max(1, self.problem.query_length), max(1, self.problem.key_length)
 
-    def of_operand(self, name: str, array: Array | None, rows: Span) -> Any:
+    def of_operand(self, name: str, array: Array | None, rows: Slice) -> Any:
         """Return the part of query, key, value or bias, or of its tangent."""
         if array is None or name == "sinks":
             return array
@@ -232,10 +242,11 @@ class _Part(NamedTuple):
             else self.at.taken(array, self.problem.key_heads)
         )
 
-    def of_rows(self, array: Array, rows: Span) -> Array:
+    def of_rows(self, array: Array, rows: Slice) -> Array:
         """Turn rows of (..., H, L, size) into (..., blocks, H, rows, size)."""
         xp, (*_, blocks) = self.at.xp, self.problem.batch
-        array = with_rank(array, len(self.whole.batch) + 3)[..., rows.start : rows.stop, :]
+        array = with_rank(array, len(self.whole.batch) + 3)
+        array = take(array, -2, *rows)
         *lead, heads, length, size = array.shape
         return xp.moveaxis(
             xp.reshape(array, (*lead, heads, blocks, length // blocks, size)), -3, -4
@@ -253,9 +264,11 @@ class _Part(NamedTuple):
         return self.joined(output), self.joined(logsumexp[..., None])[..., 0]
 
 
-def _parts(problem: Problem, x: Operands, xp: Any, tile: int) -> Iterator[tuple[Span, _Part]]:
-    """Yield the rows of each part of a call, in order, and the part."""
+def _spans(problem: Problem, x: Operands, tile: int) -> Iterator[tuple[int, int, int]]:
+    """Yield the first row of each part of a call, the rows of a block, and the blocks."""
     selection = _selection(problem, x.mask)
+    if is_compiling():  # each part is compiled by itself
+        tile = max(tile, _sizes(problem, selection, 2**62)[2] // 16)
     size, many, _ = _sizes(problem, selection, tile)
     of_rows, start = selection.sizes[0], 0
     while start < problem.query_length:
@@ -264,16 +277,22 @@ def _parts(problem: Problem, x: Operands, xp: Any, tile: int) -> Iterator[tuple[
             rows = min(rows, of_rows - (start + selection.first_row) % of_rows)
         is_whole = size == 1 or rows == of_rows
         blocks = min(many, (problem.query_length - start) // rows) if is_whole else 1
-        span = Span(start, start + blocks * rows)
-        yield span, _Part.of(problem, x, xp, span, blocks)
-        start = span.stop
+        yield start, rows, blocks
+        start += rows * blocks
+
+
+def _parts(problem: Problem, x: Operands, xp: Any, tile: int) -> Iterator[tuple[Slice, _RowBlocks]]:
+    """Yield the rows of each part of a call, in order, and the part."""
+    for start, size, blocks in _spans(problem, x, tile):
+        rows = Slice(start, size * blocks)
+        yield rows, _RowBlocks.of(problem, x, xp, rows, blocks)
 
 
 def _at_points(*_: Any) -> Any:
     raise AssertionError("the indices of a part evaluate its mask")
 
 
-class _Sums:
+class _GatheredSums:
     """The gradients of a call, as the sums of those of its parts."""
 
     def __init__(self, problem: Problem, x: Operands, xp: Any) -> None:
@@ -281,7 +300,7 @@ class _Sums:
         self._queries: list[Array] = []
         self._sums: dict[str, Any] = {}
 
-    def add(self, part: _Part, of_part: Gradients) -> None:
+    def add(self, part: _RowBlocks, of_part: Gradients) -> None:
         """Add the gradients of a part."""
         for name, gradient in of_part._asdict().items():
             if gradient is None or name in self._problem.constants:
@@ -300,7 +319,7 @@ class _Sums:
             else:
                 self._sums[name] = self._sums[name] + gradient if name in self._sums else gradient
 
-    def _scatter(self, name: str, part: _Part, gradient: Array) -> None:
+    def _scatter(self, name: str, part: _RowBlocks, gradient: Array) -> None:
         """Add the gradient of gathered keys, values or bias where they were gathered."""
         xp, array, at = self._xp, getattr(self._x, name), part.at
         count, size = math.prod(array.shape), () if name == "bias" else array.shape[-1:]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from polyattn._base import arrays
@@ -125,6 +125,12 @@ class BackendPrimitives:
             "this library differentiates no function: give the derivative, as in"
             " scores.function(f, derivative=g)"
         )
+
+    def in_turn(
+        self, function: Callable[[Any], Any], starts: Sequence[int], *arrays: Array
+    ) -> Iterable[Any]:
+        """Return what a function of some arrays returns for each start, one after another."""
+        return map(function, starts)
 
     def stack_rows(
         self, problem: Problem, like: Array, blocks: Iterable[tuple[Array, Array | None]]

@@ -9,6 +9,7 @@ import math
 from typing import Any
 
 from polyattn._base.arrays import Array, as_index, index_range, with_rank
+from polyattn._base.slices import Slice, take
 from polyattn._base.span import Span
 from polyattn._core.call.operands import Operands
 from polyattn._core.call.problem import Problem
@@ -21,18 +22,18 @@ from polyattn._core.tiles.indices import Indices
 class NamedIndices(Indices):
     """The indices (b, h, i, j) of some rows and of the keys that a selection names for them.
 
-    `x.mask` is what else hides keys. `keys` are (..., blocks, H or 1, 1, named), with 0 in place of
-    the keys that `hidden` marks.
+    JAX may trace the first row. `x.mask` is what else hides keys. `keys` are (..., blocks, H or 1,
+    1, named), with 0 in place of the keys that `hidden` marks.
     """
 
     def __init__(
-        self, problem: Problem, xp: Any, x: Operands, rows: Span, blocks: int, selection: Selection
+        self, problem: Problem, xp: Any, x: Operands, rows: Slice, blocks: int, selection: Selection
     ) -> None:
-        self._lead = len(problem.batch) + 3
+        self._rank_of_call = len(problem.batch) + 3
         self.keys, self.hidden = _named(selection, problem, xp, rows, blocks)
         named = Span(0, self.keys.shape[-1])
         super().__init__(problem, xp, x, Span(0, rows.length // blocks), named)
-        self._batch, self._rank = (*problem.batch, blocks), self._lead + 1
+        self._batch, self._rank = (*problem.batch, blocks), self._rank_of_call + 1
         self._first, self._blocks = rows.start, blocks
 
     @property
@@ -60,7 +61,7 @@ class NamedIndices(Indices):
     # ---- entries of arrays at the keys ----
 
     def _of_items(self, array: Array) -> Array:
-        return with_rank(array, self._lead)[..., None, :, :, :]
+        return with_rank(array, self._rank_of_call)[..., None, :, :, :]
 
     def of_bias(self, bias: Array) -> Array:
         """Return a bias, which is gathered already."""
@@ -80,7 +81,7 @@ class NamedIndices(Indices):
         return flat
 
     def _at_scores(self, array: Array) -> tuple[Array, list[Any]]:
-        *lead, heads, rows, keys = with_rank(array, self._lead).shape
+        *lead, heads, rows, keys = with_rank(array, self._rank_of_call).shape
         table = self.xp.reshape(array, (math.prod(lead), heads, rows, keys))
         at = [
             index if length != 1 else 0
@@ -119,20 +120,20 @@ class NamedIndices(Indices):
 
     def numbers(self, array: Array, heads: int) -> Array:
         """Return the numbers of the keys that `taken` takes, in (items · G · S)."""
-        *lead, groups, keys, _ = with_rank(array, self._lead).shape
+        *lead, groups, keys, _ = with_rank(array, self._rank_of_call).shape
         head = self._range(0, heads, heads, 1) // max(1, heads // max(1, groups))
         items = self._numbers_of(lead)[..., 0]
         return (items * groups + head[..., 0, :, :]) * keys + self.keys[..., 0, :]
 
 
 def _named(
-    selection: Selection, problem: Problem, xp: Any, rows: Span, blocks: int
+    selection: Selection, problem: Problem, xp: Any, rows: Slice, blocks: int
 ) -> tuple[Array, Array]:
     """Return the keys that are named for blocks of rows, and which of them are hidden."""
     of_rows, size = selection.sizes
     lists = with_rank(selection.lists, len(problem.batch) + 3)
     if of_rows == 1:
-        lists = lists[..., rows.start : rows.stop, :]
+        lists = take(lists, -2, *rows)
     else:
         row = index_range(xp, 0, blocks, lists) * (rows.length // blocks) + rows.start
         number = row * 0 if of_rows is None else (row + selection.first_row) // of_rows

@@ -10,7 +10,14 @@ import numpy as np
 
 from polyattn import masks, scores
 from polyattn.conformance.cases.case import Case, Generated, make_case
-from polyattn.conformance.cases.generators import bent, normal, offsets, random_mask, two_in_three
+from polyattn.conformance.cases.generators import (
+    bent,
+    normal,
+    offsets,
+    random_mask,
+    slope_of_bent,
+    two_in_three,
+)
 
 Fields = dict[str, Any]
 Group = dict[str, Fields]
@@ -65,6 +72,10 @@ def selected_of_all(case: Case, rng: Any) -> Any:
     """Return keys that all heads and items share, and causal ones of them."""
     keys = rng.permuted(np.tile(np.arange(case.S + 2), (case.L, 1)), axis=-1)
     return masks.causal() & masks.selected(keys[:, : max(1, case.S // 2)])
+
+
+def selected_and_rule(case: Case, rng: Any) -> Any:
+    return selected(case, rng) & masks.rule(two_in_three)
 
 
 def blocks(case: Case, rng: Any) -> Any:
@@ -202,6 +213,17 @@ VARIANTS: Group = {
         **{"mask": Generated(selected), "dropout": (0.25, 7), "bias": normal()},
         **{"sinks": normal("H"), "query_offset": 2, "H": 4, "G": 2},
     },
+    "selected keys, many steps": {
+        **{"mask": Generated(selected_of_all), "is_causal": True, "window": (9, None)},
+        **{"query_offset": Generated(offsets), "softcap": 2.0, "scale": 0.5, "E": 5},
+        **{"batch": (2, 1), "key_batch": (1, 3), "value_batch": (3,)},
+        "score_mod": scores.function(bent, slope_of_bent),
+    },
+    "selected keys and a function, sigmoid": {
+        **{"mask": Generated(selected_and_rule), "normalizer": scores.sigmoid()},
+        "similarity": Generated(additive),
+    },
+    "selected keys, score norm": {"mask": Generated(selected_of_all), "scale": scores.by_norm(5.0)},
     "blocks of keys": {"mask": Generated(blocks), "score_mod": Generated(relative)},
     "mask value per head": {"mask": Generated(per_head)},
     "mask value of a function": {"mask": masks.causal() | masks.rule(two_in_three)},
