@@ -115,7 +115,7 @@ class SelectedCall:
         # Rows of memory from one key head to the next, where they are whole.
         step, row = self.x.key.strides[-3:-1]
         is_common = self.x.value.strides[-3] * row == self.x.value.strides[-2] * step
-        self.between_heads = step // row if is_common and not step % row else None
+        self.between_heads: Any = step // row if is_common and not step % row else None
         self.arrays: list[tuple[str, Any]] = []
 
     def _depends_on_heads(self) -> bool:
