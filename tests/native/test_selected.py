@@ -16,6 +16,7 @@ from polyattn import (
     attention_vjp,
     masks,
     scores,
+    use_threads,
 )
 
 selected = pytest.importorskip("polyattn_native.selected")
@@ -114,17 +115,20 @@ def test_results_are_those_of_a_dense_mask(rest: str, beside: str, dtype: str) -
 @pytest.mark.parametrize("rest", RESTS)
 @pytest.mark.parametrize("beside", WITH[:-1])
 def test_gradients_are_those_of_a_dense_mask_within_1e_12(rest: str, beside: str) -> None:
-    for seed in range(6):
-        x = Drawn(seed, "float64", rest, beside)
+    # Those of single keys in float32 are added up by ranges of the memory.
+    kinds = [(seed, "float64", 1e-12) for seed in range(4)]
+    for seed, dtype, tolerance in [*kinds, *((seed, "float32", 3e-5) for seed in (1, 3, 5, 7))]:
+        x = Drawn(seed, dtype, rest, beside)
         gradient, found = None, []
         for kernel in ("dense", "native"):
             output, pullback = attention_vjp(*x.arrays, mask=x.mask, kernel=kernel, **x.options)
-            gradient = x.rng.standard_normal(output.shape) if gradient is None else gradient
+            if gradient is None:
+                gradient = x.rng.standard_normal(output.shape).astype(dtype)
             found.append(pullback(gradient))
         for expected, one in zip(*found, strict=True):
             if isinstance(expected, np.ndarray):
                 scale = max(1.0, abs(expected).max(initial=0))
-                assert abs(one - expected).max(initial=0) < 1e-12 * scale
+                assert abs(one - expected).max(initial=0) < tolerance * scale
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
@@ -213,3 +217,16 @@ def test_jax_is_refused_by_name() -> None:
     x = jnp.ones((2, 40, 8))
     with pytest.raises(UnsupportedError, match="NumPy and torch only"):
         attention(x, x, x, kernel="native", mask=masks.selected(np.zeros((40, 2), int)))
+
+
+def test_threads_change_no_bits() -> None:
+    rng = np.random.default_rng(2)
+    x = rng.standard_normal((3, 2, 4, 300, 32)).astype(np.float32)
+    mask = masks.selected(rng.integers(0, 300, (300, 40)))
+    found = []
+    for threads in (1, 3):
+        with use_threads(threads):
+            output, pullback = attention_vjp(*x, mask=mask, kernel="native")
+            found.append([output, *pullback(output)[:3]])
+    for one, other in zip(*found, strict=True):
+        np.testing.assert_array_equal(one, other)
