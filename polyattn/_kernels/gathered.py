@@ -34,8 +34,9 @@ from polyattn._kernels import backward, dense, jvp
 from polyattn._kernels.tiled import widened
 from polyattn.plugin import Backend, Kernel
 
-#: Of a row's keys, so many times fewer must be named.
-FEWER = 4
+#: So many rows multiply the same keys as fast as a dense product does. There must be so many times
+#: more keys than are named for so many rows, and for fewer.
+MANY_ROWS, TIMES, TIMES_OF_FEW = 16, 3, 24
 #: The features that the mask of a selection rules out.
 _OTHERS = frozenset({"mask"})
 
@@ -148,7 +149,11 @@ def _per_row(part: _RowBlocks, numbers: Array | None, rows: Slice) -> Any:
 def why_many(problem: Problem) -> str | None:
     """Return why the keys that are named are too many to be gathered, None if they are few."""
     found = selection_of(problem.mask_spec)
-    if found is None or (named := _named(found[0])) * FEWER <= problem.key_length:
+    if found is None:
+        return None
+    named, rows = _named(found[0]), found[0].sizes[0] or problem.query_length or 1
+    is_many = min(rows, problem.query_length or 1) * problem.group_size >= MANY_ROWS
+    if named * (TIMES if is_many else TIMES_OF_FEW) <= problem.key_length:
         return None
     return f"{named:,} of {problem.key_length:,} keys are named for a row: a mask takes less time"
 
