@@ -109,3 +109,25 @@ def test_gradients_of_other_libraries(gradients, name):
     output, pullback = attention_vjp(QUERY, KEY, VALUE, mask=SELECTIONS[name], kernel="dense")
     for one, other in zip(gradients(SELECTIONS[name]), pullback(2 * output)[:3], strict=True):
         np.testing.assert_allclose(one, other, atol=1e-4)
+
+
+def under_compile(query, key, indices):
+    run = torch.compile(named, backend="eager", fullgraph=True)
+    return run(*map(torch.from_numpy, (query, key, indices)))
+
+
+def under_vmap(query, key, indices):
+    return torch.func.vmap(named)(*map(torch.from_numpy, (query, key, indices)))
+
+
+def named(query, key, indices):
+    mask = masks.selected(indices) & masks.causal()
+    return attention(query, key, key, mask=mask, kernel="gathered")
+
+
+@pytest.mark.parametrize("way", [under_compile, under_vmap])
+def test_traced_calls_of_torch(way):
+    indices = np.broadcast_to(KEYS, (2, *KEYS.shape[1:])).copy()
+    mask = masks.selected(indices) & masks.causal()
+    expected = attention(QUERY, KEY, KEY, mask=mask, kernel="dense")
+    np.testing.assert_allclose(way(QUERY, KEY, indices), expected, atol=1e-12)
