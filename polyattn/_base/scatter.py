@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 from polyattn._base.arrays import Array, index_range, library_of, zeros
+from polyattn._base.tracing import is_transformed
 
 # The libraries whose arrays can be written in place, at arrays of indices.
 _WRITABLE = ("cupy", "mlx", "numpy", "torch")
@@ -85,4 +86,6 @@ def add_lists(whole: Any, lists: Array, parts: Array) -> Array:
     if library_of(whole).name == "cupy":
         xp.add.at(whole, numbers, parts)
         return whole
+    if hasattr(whole, "index_add_") and not (parts.requires_grad or is_transformed()):
+        return whole.index_add_(0, numbers, parts)  # without a copy of the whole
     return scatter_add(whole, numbers, parts)

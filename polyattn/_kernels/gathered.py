@@ -28,14 +28,15 @@ from polyattn._core.call.operands import Cotangents, Operands, Residuals, Tangen
 from polyattn._core.call.problem import Problem
 from polyattn._core.expressions.masks import RuleMask
 from polyattn._core.expressions.selections import Selection, selection_of
-from polyattn._core.tiles.named import NamedIndices
+from polyattn._core.tiles.named import NamedIndices, swapped
 from polyattn._core.tiles.online_softmax import initial_state, normalize
 from polyattn._kernels import backward, dense, jvp
 from polyattn._kernels.tiled import widened
 from polyattn.plugin import Backend, Kernel
 
-#: Of a row's keys, so many times fewer must be named.
-FEWER = 4
+#: So many rows multiply the same keys as fast as a dense product does. There must be so many times
+#: more keys than are named for so many rows, and for fewer.
+MANY_ROWS, TIMES, TIMES_OF_FEW = 16, 3, 24
 #: The features that the mask of a selection rules out.
 _OTHERS = frozenset({"mask"})
 
@@ -73,7 +74,7 @@ class Gathered(Kernel):
         rows, _, numbers = _sizes(problem, selection, self.tile)
         whose = "each row" if rows == 1 else f"{rows:,} rows at once"
         size = _bytes(numbers * (8 if problem.accumulator == "float64" else 4))
-        keys = f"{_named(selection):,} of {problem.key_length:,} keys"
+        keys = f"{selection.most_keys:,} of {problem.key_length:,} keys"
         return f"it gathers {keys} for {whose}, {size} at a time"
 
     def __call__(
@@ -148,7 +149,11 @@ def _per_row(part: _RowBlocks, numbers: Array | None, rows: Slice) -> Any:
 def why_many(problem: Problem) -> str | None:
     """Return why the keys that are named are too many to be gathered, None if they are few."""
     found = selection_of(problem.mask_spec)
-    if found is None or (named := _named(found[0])) * FEWER <= problem.key_length:
+    if found is None:
+        return None
+    named, rows = found[0].most_keys, found[0].sizes[0] or problem.query_length or 1
+    is_many = min(rows, problem.query_length or 1) * problem.group_size >= MANY_ROWS
+    if named * (TIMES if is_many else TIMES_OF_FEW) <= problem.key_length:
         return None
     return f"{named:,} of {problem.key_length:,} keys are named for a row: a mask takes less time"
 
@@ -172,10 +177,6 @@ def _selection(problem: Problem, mask: Any = None) -> Selection:
     return found[0]
 
 
-def _named(selection: Selection) -> int:
-    return int(selection.lists.shape[-1] * selection.sizes[1])
-
-
 def _sizes(problem: Problem, selection: Selection, tile: int) -> tuple[int, int, int]:
     """Return the rows of a block, the blocks of a part, and the numbers that it holds."""
     of_rows, _ = selection.sizes
@@ -183,7 +184,7 @@ def _sizes(problem: Problem, selection: Selection, tile: int) -> tuple[int, int,
     if not isinstance(selection.first_row, int):
         rows = 1  # a part whose first row is traced may begin anywhere in a block
     heads = problem.key_heads if _is_of_all_heads(selection) else problem.heads
-    items, named = math.prod(problem.batch), max(1, _named(selection))
+    items, named = math.prod(problem.batch), max(1, selection.most_keys)
     gathered = items * heads * named * (problem.head_size + problem.value_size)
     scores = items * problem.heads * named
     if rows > 1:
@@ -248,13 +249,13 @@ class _RowBlocks(NamedTuple):
         array = with_rank(array, len(self.whole.batch) + 3)
         array = take(array, -2, *rows)
         *lead, heads, length, size = array.shape
-        return xp.moveaxis(
-            xp.reshape(array, (*lead, heads, blocks, length // blocks, size)), -3, -4
-        )
+        parts = xp.reshape(array, (*lead, heads, blocks, length // blocks, size))
+        return swapped(xp, parts, -4)
 
     def joined(self, array: Array) -> Array:
         """Turn (..., blocks, H, rows, size) into (..., H, L, size)."""
-        *lead, heads, blocks, rows, size = (array := self.at.xp.moveaxis(array, -4, -3)).shape
+        array = swapped(self.at.xp, array, -4)
+        *lead, heads, blocks, rows, size = array.shape
         return self.at.xp.reshape(array, (*lead, heads, blocks * rows, size))
 
     def joined_results(self, output: Array, logsumexp: Array | None) -> tuple[Array, Array | None]:

@@ -55,6 +55,11 @@ class Selection(Mask):
         """The rows and the keys of a block; None for the rows if all have one list."""
         raise NotImplementedError
 
+    @property
+    def most_keys(self) -> int:
+        """The number of keys that a row may see."""
+        return int(self.lists.shape[-1]) * self.sizes[1]
+
     def seen(self, at: ScoreIndices) -> Array:
         lists, (rows, keys) = self.lists, self.sizes
         shape = (1, 1, *lists.shape)[-max(3, len(lists.shape)) :]
@@ -234,9 +239,11 @@ def selection_of(mask: Any) -> tuple[Selection, Mask | None] | None:
     Of several it is that with the fewest keys for a row.
     """
     conditions = mask.conditions if isinstance(mask, Mask) else ()
-    found = [one for one in conditions if isinstance(one, Selection)]
-    if not found:
+    least: Any = None
+    for one in conditions:  # a loop, which torch.compile traces
+        if isinstance(one, Selection) and (least is None or one.most_keys < least.most_keys):
+            least = one
+    if least is None:
         return None
-    least = min(found, key=lambda one: one.lists.shape[-1] * one.sizes[1])
     rest = tuple([one for one in conditions if one is not least])
     return least, And(rest) if len(rest) > 1 else (*rest, None)[0]

@@ -126,6 +126,13 @@ class NamedIndices(Indices):
         return (items * groups + head[..., 0, :, :]) * keys + self.keys[..., 0, :]
 
 
+def swapped(xp: Any, array: Array, axis: int) -> Array:
+    """Return an array whose axis, counted from the end, has changed places with the next one."""
+    order = list(range(len(array.shape)))
+    order[axis], order[axis + 1] = order[axis + 1], order[axis]
+    return xp.permute_dims(array, tuple(order))
+
+
 def _named(
     selection: Selection, problem: Problem, xp: Any, rows: Slice, blocks: int
 ) -> tuple[Array, Array]:
@@ -138,7 +145,7 @@ def _named(
         row = index_range(xp, 0, blocks, lists) * (rows.length // blocks) + rows.start
         number = row * 0 if of_rows is None else (row + selection.first_row) // of_rows
         lists = xp.take(lists, number, axis=-2)
-    lists = as_index(xp, xp.moveaxis(lists, -3, -2))  # (..., blocks, H or 1, K)
+    lists = as_index(xp, swapped(xp, lists, -3))  # (..., blocks, H or 1, K)
     shape = (*lists.shape[:-1], 1, lists.shape[-1])
     hidden = xp.reshape(repeated(xp, lists), (*shape, 1))
     keys = xp.reshape(lists, (*shape, 1)) * size + index_range(xp, 0, size, lists)
