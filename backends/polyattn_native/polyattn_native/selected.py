@@ -33,16 +33,12 @@ OPTIONS = frozenset({
 def selection_of(mask: Any) -> Any:
     """Return the condition of a mask that selects the fewest keys, None if none does."""
     found: Any = None
-    for one in mask.conditions if isinstance(mask, Mask) else ():  # which torch.compile traces
+    conditions: Any = mask.conditions if isinstance(mask, Mask) else ()
+    for one in conditions:  # a loop, which torch.compile traces
         is_selection = kind_of(one) in ("selected", "blocks")
-        if is_selection and (found is None or _most_keys(one) < _most_keys(found)):
+        if is_selection and (found is None or one.most_keys < found.most_keys):
             found = one
     return found
-
-
-def _most_keys(selection: Any) -> int:
-    """Return how many keys a row selects at most."""
-    return int(selection.lists.shape[-1]) * int(selection.sizes[1])
 
 
 def selects(problem: Problem) -> bool:
@@ -52,14 +48,14 @@ def selects(problem: Problem) -> bool:
         return False
     rows = selection.sizes[0] or problem.query_length
     times = 1 if rows * problem.group_size >= FEW_ROWS else TIMES
-    return times * _most_keys(selection) < problem.key_length
+    return bool(times * selection.most_keys < problem.key_length)
 
 
 def remark(problem: Problem) -> str | None:
     """Return how many keys a call of a selection reads."""
     if not selects(problem):
         return None
-    many = min(_most_keys(selection_of(problem.mask_spec)), problem.key_length)
+    many = min(selection_of(problem.mask_spec).most_keys, problem.key_length)
     return f"it reads {many:,} of {problem.key_length:,} keys for a row where they lie"
 
 
