@@ -312,6 +312,8 @@ def _starts(problem: Problem, array: Any) -> Any:
     ]
     if row <= 0 or any(step < 0 or step % row for step in steps):
         return None
+    if sum(n * step for n, step in zip(array.shape, steps, strict=False)) // row >= 2**31:
+        return None  # the table is of int32
     if problem.page is not None:
         return np.asarray(steps[0] // row)
     starts = np.zeros((), np.int64)
