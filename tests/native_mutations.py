@@ -202,6 +202,16 @@ MUTATIONS = (
      "rows[lane][e] -= sums[lane] * result[e];", "rows[lane][e] -= 0 * result[e];"),
     ("native: a tangent with dropout", "tangent.h",
      "select<T>(kept, share / (T)call.keep, Vector<T>{})", "select<T>(kept, share, Vector<T>{})"),
+    # products
+    ("native: the sums of a product begin anew with each chain", "matrix.h",
+     "if (k.first > 0) total += load(out + c);", ""),
+    ("native: eight products of a single row added up before the others", "matrix.h",
+     "Vector<T> sum = load(sums + c) + numbers[0] * load(weights + c);",
+     "Vector<T> sum = numbers[0] * load(weights + c);",
+     "store<T>(sums + c, sum);", "store<T>(sums + c, load(sums + c) + sum);"),
+    ("native: columns that a panel lacks are those of the next", "matrix.h",
+     "for (; c < used; ++c) {\n                if (k.first > 0) sum",
+     "for (; c < min(used + 1, columns); ++c) {\n                if (k.first > 0) sum"),
 )  # fmt: skip
 
 

@@ -16,7 +16,8 @@ pytest.importorskip("polyattn_native.library")
 jax = pytest.importorskip("jax")
 torch = pytest.importorskip("torch")
 
-X = np.random.default_rng(0).standard_normal((2, 4, 300, 32), dtype=np.float32)
+RNG = np.random.default_rng(0)
+X = RNG.standard_normal((2, 4, 300, 32), dtype=np.float32)
 
 
 def call(q: Any, x: Any) -> Any:

@@ -71,6 +71,7 @@ class CCall(ctypes.Structure):
         ("is_part", c_int32),
         ("adds", c_int32),
         ("same_bits", c_int32),
+        ("together", c_int64),
     )
 
 
@@ -137,6 +138,7 @@ def load(path: Path) -> ctypes.CDLL:
     for name in ("attend", "differentiate", "push_forward"):
         getattr(library, f"polyattn_{name}").argtypes = (call, state)
     library.polyattn_attend_to.argtypes = (call, c_int64, *(c_void_p,) * 5, state)
+    library.polyattn_multiply.argtypes = (c_void_p, c_int64, *(c_void_p,) * 4, state)
     library.polyattn_share.argtypes = library.polyattn_cancel.argtypes = (state,)
     library.polyattn_share.restype = c_double
     library.polyattn_cancel.restype = None

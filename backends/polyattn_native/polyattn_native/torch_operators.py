@@ -277,8 +277,8 @@ def _facts(x: Any) -> Any:
 
 def _problem(
     query: Any, key: Any, value: Any, mask: Any, bias: Any, rule: Any, offset: Any, table: Any,
-    has_logsumexp: bool, has_sinks: bool, is_causal: bool, window: Any, same_bits: bool, start: Any,
-    scale: float, softcap: float | None, dropout: float,
+    has_logsumexp: bool, has_sinks: bool, is_causal: bool, window: Any, start: Any, scale: float,
+    softcap: float | None, dropout: float,
 ) -> Problem:  # fmt: skip
     (query, dtype), key, value = query, key[0], value[0]
     mask_spec = mask if isinstance(mask, Mask) else None
@@ -320,5 +320,4 @@ def _problem(
         score_spec=rule,
         dropout=dropout,
         dropout_start=start,
-        same_bits=same_bits,
     )

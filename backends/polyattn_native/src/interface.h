@@ -28,7 +28,7 @@ typedef struct {
     PolyattnArray logsumexp;  // (item, head, row), float32 or float64
     // Keys and values in pages of `page` keys each, if there is a table: the item of `key` and `value` is
     // then a page, and the pages of an item are a row of the table. Entries beyond the last page that a row
-    // sees are ignored. Only polyattn_attend reads pages.
+    // sees are ignored. polyattn_push_forward does not read pages.
     PolyattnArray table;  // int32: (item, 1, 1, keys / page), its last axis contiguous
     int64_t page;
     // Keys and values of int8, if there are steps: a key times row key / step_keys of its steps, by element, and
@@ -71,6 +71,9 @@ typedef struct {
     int32_t is_part;  // whether the call has a part of the rows, and
     int32_t adds;  // whether the gradients of keys and values are added to those of parts before
     int32_t same_bits;  // whether few rows of a key head get the bits that they have among many
+    // With a table: of so many items, one after another, the pages may be the same, so one task adds to their
+    // gradients, which are in pages as keys and values are. Then `adds` is set.
+    int64_t together;
 } PolyattnCall;
 
 #if defined(_WIN32)
@@ -86,10 +89,18 @@ POLYATTN_API int polyattn_attend(const PolyattnCall* call, void** state);
 POLYATTN_API int polyattn_differentiate(const PolyattnCall* call, void** state);
 POLYATTN_API int polyattn_push_forward(const PolyattnCall* call, void** state);
 // As polyattn_attend, with other arrays of the same strides in place of the call's: pointers to the addresses of
-// their data. Without a state it returns when all is written. 2 if an address is not aligned to the size of a
+// their data. Without a state it returns when all is written, as polyattn_multiply does. 2 if an address is not aligned to the size of a
 // number: then nothing is written. Not for integers.
 POLYATTN_API int polyattn_attend_to(const PolyattnCall* call, int64_t threads, void** query, void** key, void** value,
                                     void** output, void** logsumexp, void** state);
+// output = x · w + bias: the bits of a row depend on nothing but a row of x, w and the bias, which may be null.
+typedef struct {
+    int64_t rows, inner, columns;  // x (rows, inner), w (inner, columns), bias (columns)
+    int64_t x_row, x_column, w_row, w_column, bias_column;  // strides; the output is contiguous
+    int64_t dtype;                                          // float32 or float64
+} PolyattnProduct;
+POLYATTN_API int polyattn_multiply(const PolyattnProduct* product, int64_t threads, void* x, void* w, void* bias,
+                                   void* output, void** state);
 // The share of a call under way that threads have begun, from 0 to 1.
 POLYATTN_API double polyattn_share(void* const* state);
 // End a call that will not be called again.
