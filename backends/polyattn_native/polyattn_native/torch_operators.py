@@ -260,8 +260,8 @@ def _call(
         x, start = x._replace(dropout_start=start), None
     if problem is None:
         given = x.query, x.key, x.value, x.mask, x.bias, x.score_mod, x.query_offset, x.block_table
-        more = has_logsumexp, x.sinks is not None, is_causal, window, same_bits, start, *factors
-        problem = _problem(*[_facts(one) for one in given], *more)
+        more = has_logsumexp, x.sinks is not None, is_causal, window, start, *factors
+        problem = _problem(*[_facts(one) for one in given], *more)._replace(same_bits=same_bits)
         if len(_calls) >= MOST_CALLS:
             _calls.clear()
         is_fixed = not tensors and not opened
