@@ -170,9 +170,9 @@ def _try_candidates(
                 others = tuple([k for k in placement.kernels if k.name not in withheld])
                 chosen = kernel, placement._replace(problem=own, kernels=others, band=band)
             if explains:
-                notes = [_COPIES_PAGES] if own is not placement.problem else []
+                notes: list[str | None] = [_COPIES_PAGES] if own is not placement.problem else []
                 notes += [] if band is None else [band.note]
-                notes += _notes_of_mask(kernel, problem)
+                notes.append(None if kernel.reads_selections else dense_note(problem))
                 candidate = _described(candidate, kernel, seen, notes, runs=runs)
             candidates.append(candidate)
             if runs and not explains:
@@ -243,7 +243,7 @@ def _absent(name: str, kernel: str | Kernel | None, requested: Request) -> list[
 
 
 def _described(
-    candidate: Candidate, kernel: Kernel, problem: Problem, notes: list[str], *, runs: bool
+    candidate: Candidate, kernel: Kernel, problem: Problem, notes: list[str | None], *, runs: bool
 ) -> Candidate:
     """Return a candidate with what only `explain` shows of its kernel."""
     status = candidate.status if runs or candidate.status != "chosen" else "next"
@@ -268,17 +268,12 @@ def _matching(
         return (requested,)
     if requested is not None:
         return [kernel for kernel in kernels if kernel.name == requested]
-    if selection_of(problem.mask_spec) is None:
+    if selection_of(problem.mask_spec)[0] is None:
         return [kernel for kernel in kernels if not isinstance(kernel, Gathered)]
     if why_many(problem) is not None:
         return kernels
     reads = [kernel for kernel in kernels if kernel.reads_selections]
     return [*reads, *(kernel for kernel in kernels if not kernel.reads_selections)]
-
-
-def _notes_of_mask(kernel: Kernel, problem: Problem) -> list[str]:
-    note = None if kernel.reads_selections else dense_note(problem)
-    return [] if note is None else [note]
 
 
 def _expanded(names: Names, library: str) -> list[tuple[str, bool]]:

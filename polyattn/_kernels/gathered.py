@@ -56,7 +56,7 @@ class Gathered(Kernel):
 
     def reasons_against(self, problem: Problem) -> list[str]:
         """Return why the keys cannot be gathered."""
-        if selection_of(problem.mask_spec) is None:
+        if selection_of(problem.mask_spec)[0] is None:
             return ["its mask names no keys, as masks.selected and masks.blocks do"]
         if problem.is_symbolic:
             return ["it gathers keys for lengths that are known"]
@@ -70,7 +70,7 @@ class Gathered(Kernel):
 
     def remark(self, problem: Problem) -> str | None:
         """Return how many keys are gathered, and how much memory they take."""
-        selection = _selection(problem)
+        selection, _ = selection_of(problem.mask_spec)
         rows, _, numbers = _sizes(problem, selection, self.tile)
         whose = "each row" if rows == 1 else f"{rows:,} rows at once"
         size = _bytes(numbers * (8 if problem.accumulator == "float64" else 4))
@@ -148,10 +148,10 @@ def _per_row(part: _RowBlocks, numbers: Array | None, rows: Slice) -> Any:
 
 def why_many(problem: Problem) -> str | None:
     """Return why the keys that are named are too many to be gathered, None if they are few."""
-    found = selection_of(problem.mask_spec)
-    if found is None:
+    selection, _ = selection_of(problem.mask_spec)
+    if selection is None:
         return None
-    named, rows = found[0].most_keys, found[0].sizes[0] or problem.query_length or 1
+    named, rows = selection.most_keys, selection.sizes[0] or problem.query_length or 1
     is_many = min(rows, problem.query_length or 1) * problem.group_size >= MANY_ROWS
     if named * (TIMES if is_many else TIMES_OF_FEW) <= problem.key_length:
         return None
@@ -160,7 +160,7 @@ def why_many(problem: Problem) -> str | None:
 
 def dense_note(problem: Problem) -> str | None:
     """Return what a selection costs a kernel that does not read it."""
-    if selection_of(problem.mask_spec) is None:
+    if selection_of(problem.mask_spec)[0] is None:
         return None
     count = math.prod(problem.scores[-2:])
     return f"the mask becomes one of {count:,} scores, {_bytes(count)} of bools for a head"
@@ -169,12 +169,6 @@ def dense_note(problem: Problem) -> str | None:
 def _bytes(count: int) -> str:
     power = 20 if count < 2**30 else 30
     return f"{count / 2**power:,.3g} {'MiB' if power == 20 else 'GiB'}"
-
-
-def _selection(problem: Problem, mask: Any = None) -> Selection:
-    found = selection_of(problem.mask_spec if mask is None else mask)
-    assert found is not None
-    return found[0]
 
 
 def _sizes(problem: Problem, selection: Selection, tile: int) -> tuple[int, int, int]:
@@ -212,8 +206,7 @@ class _RowBlocks(NamedTuple):
     @classmethod
     def of(cls, whole: Problem, x: Operands, xp: Any, rows: Slice, blocks: int) -> _RowBlocks:
         """Return the part of some rows."""
-        selection, rest = selection_of(x.mask) or (None, None)
-        assert selection is not None
+        selection, rest = selection_of(x.mask)
         at = NamedIndices(whole, xp, x._replace(mask=rest), rows, blocks, selection)
         problem = whole._replace(
             batch=(*whole.batch, blocks), query_length=rows.length // blocks,
@@ -267,7 +260,7 @@ class _RowBlocks(NamedTuple):
 
 def _spans(problem: Problem, x: Operands, tile: int) -> Iterator[tuple[int, int, int]]:
     """Yield the first row of each part of a call, the rows of a block, and the blocks."""
-    selection = _selection(problem, x.mask)
+    selection, _ = selection_of(x.mask)
     if is_compiling():  # each part is compiled by itself
         tile = max(tile, _sizes(problem, selection, 2**62)[2] // 16)
     size, many, _ = _sizes(problem, selection, tile)

@@ -58,6 +58,7 @@ from polyattn._core.expressions.indices import PointIndices, saturating_sum
 from polyattn._core.expressions.masks import Mask
 from polyattn._core.expressions.patterns import CachePadding
 from polyattn._core.expressions.scores import Score
+from polyattn._core.expressions.selections import selection_of
 from polyattn._core.tiles.axes import one_batch_axis
 from polyattn._core.tiles.band import band, column_span
 from polyattn._core.tiles.coverage import TileGrid, TileQuery, combined_mask
@@ -82,6 +83,7 @@ __all__ = [  # noqa: RUF022 -- in the groups of the reference, in the order of n
     # Masks and score rules.
     "Mask", "Score", "Expression", "CachePadding", "Indices", "PointIndices", "band",
     "visible_keys", "may_have_empty_rows", "empty_rows", "cleared", "saturating_sum",
+    "selection_of",
     # Tiles.
     "Span", "column_span", "combined_mask", "TileGrid", "TileQuery",
 ]  # fmt: skip

@@ -14,10 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from polyattn.plugin import Mask, Operands, PointIndices, Problem, Span
+from polyattn.plugin import Operands, PointIndices, Problem, Span, selection_of
 from polyattn_native.arrays import converted, offsets_of, readable
 from polyattn_native.call import NativeCall
-from polyattn_native.visible import kind_of
 
 # Keys that few rows read by their numbers take as long as so many that a panel reads in order.
 FEW_ROWS, TIMES = 16, 4
@@ -30,20 +29,9 @@ OPTIONS = frozenset({
 })  # fmt: skip
 
 
-def selection_of(mask: Any) -> Any:
-    """Return the condition of a mask that selects the fewest keys, None if none does."""
-    found: Any = None
-    conditions: Any = mask.conditions if isinstance(mask, Mask) else ()
-    for one in conditions:  # a loop, which torch.compile traces
-        is_selection = kind_of(one) in ("selected", "blocks")
-        if is_selection and (found is None or one.most_keys < found.most_keys):
-            found = one
-    return found
-
-
 def selects(problem: Problem) -> bool:
     """Return whether a call takes less time by its selected keys than with a mask."""
-    selection = selection_of(problem.mask_spec)
+    selection, _ = selection_of(problem.mask_spec)
     if selection is None or problem.is_symbolic:
         return False
     rows = selection.sizes[0] or problem.query_length
@@ -55,7 +43,7 @@ def remark(problem: Problem) -> str | None:
     """Return how many keys a call of a selection reads."""
     if not selects(problem):
         return None
-    many = min(selection_of(problem.mask_spec).most_keys, problem.key_length)
+    many = min(selection_of(problem.mask_spec)[0].most_keys, problem.key_length)
     return f"it reads {many:,} of {problem.key_length:,} keys for a row where they lie"
 
 
@@ -63,7 +51,7 @@ def reasons_against(problem: Problem) -> list[str]:
     """Return why the call of a selection is left to another kernel."""
     if not selects(problem):
         return []
-    selection = selection_of(problem.mask_spec)
+    selection, _ = selection_of(problem.mask_spec)
     names = sorted(problem.features - OPTIONS)
     reasons = [f"with selected keys it does not compute {', '.join(names)}"] if names else []
     if "bias" in problem.features:
@@ -91,11 +79,9 @@ class SelectedCall:
         self.problem, self.threads, self.products = problem, threads, products
         self.accumulator = np.dtype(problem.accumulator)
         self.items = math.prod(problem.batch)
-        selection = selection_of(x.mask)
-        rest = [one for one in x.mask.conditions if one is not selection]  # type: ignore[union-attr]
-        if problem.band is not None:
-            rest.append(problem.band)
-        self.rest = reduce(and_, rest) if rest else None
+        selection, rest = selection_of(x.mask)
+        others = [one for one in (rest, problem.band) if one is not None]
+        self.rest = reduce(and_, others) if others else None
         self.offset: Any = problem.query_offset
         if self.offset is None:
             self.offset = np.broadcast_to(offsets_of(problem, x), self.items)

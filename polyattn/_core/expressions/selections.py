@@ -233,8 +233,8 @@ def lists_of_edges(rows: Array, keys: Array, query_length: int) -> Array:
     return scatter(lists, (rows, most - xp.take(counts, rows) + place), keys)
 
 
-def selection_of(mask: Any) -> tuple[Selection, Mask | None] | None:
-    """Return the selection of a mask that is one, or one and others, and these; None for others.
+def selection_of(mask: Any) -> tuple[Any, Mask | None]:
+    """Return the `Selection` of a mask that is one, or one and others, or None; and the others.
 
     Of several it is that with the fewest keys for a row.
     """
@@ -243,7 +243,5 @@ def selection_of(mask: Any) -> tuple[Selection, Mask | None] | None:
     for one in conditions:  # a loop, which torch.compile traces
         if isinstance(one, Selection) and (least is None or one.most_keys < least.most_keys):
             least = one
-    if least is None:
-        return None
     rest = tuple([one for one in conditions if one is not least])
     return least, And(rest) if len(rest) > 1 else (*rest, None)[0]
