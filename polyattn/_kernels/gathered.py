@@ -110,13 +110,10 @@ class Gathered(Kernel):
             return backward.gradients(problem, operands, residuals, cotangents, backend, 1, 1)
         total = _GatheredSums(problem, operands, backend.xp)
         for rows, part in _parts(problem, operands, backend.xp, self.tile):
-            (output, sums), (of_output, of_sums) = residuals, cotangents
-            known = Residuals(part.of_rows(output, rows), _per_row(part, sums, rows))
-            given = Cotangents(part.of_rows(of_output, rows), _per_row(part, of_sums, rows))
-            sizes = part.sizes
-            total.add(
-                part, backward.gradients(part.problem, part.operands, known, given, backend, *sizes)
-            )
+            known = Residuals(*part.of_results(residuals, rows))
+            given = Cotangents(*part.of_results(cotangents, rows))
+            whole = part.problem, part.operands, known, given, backend, *part.sizes
+            total.add(part, backward.gradients(*whole))
         return total.total()
 
     def jvp(
@@ -128,19 +125,13 @@ class Gathered(Kernel):
             return jvp.pushforward(problem, operands, residuals, tangents, backend, 1, 1)
         found = []
         for rows, part in _parts(problem, operands, backend.xp, self.tile):
-            given = Tangents(*map(part.of_operand, tangents._fields, tangents, [rows] * 5))
-            output, logsumexp = residuals
-            known = Residuals(part.of_rows(output, rows), _per_row(part, logsumexp, rows))
-            sizes = part.sizes
-            result = jvp.pushforward(part.problem, part.operands, known, given, backend, *sizes)
-            found.append(part.joined_results(*result))
+            known = Residuals(*part.of_results(residuals, rows))
+            named = tangents._asdict().items()
+            given = Tangents(*[part.of_operand(name, x, rows) for name, x in named])
+            whole = part.problem, part.operands, known, given, backend, *part.sizes
+            found.append(part.joined_results(*jvp.pushforward(*whole)))
         outputs, logsumexps = zip(*found, strict=True)
         return backend.xp.concat(outputs, axis=-2), backend.xp.concat(logsumexps, axis=-1)
-
-
-def _per_row(part: _RowBlocks, numbers: Array | None, rows: Slice) -> Any:
-    """Return a number of each row, (..., H, L), as `_RowBlocks.of_rows` does."""
-    return None if numbers is None else part.of_rows(numbers[..., None], rows)[..., 0]
 
 
 # ---- sizes, from static facts ----
@@ -230,11 +221,9 @@ class _RowBlocks(NamedTuple):
             return array
         if name == "query":
             return self.of_rows(array, rows)
-        return (
-            self.at.of_scores(array)
-            if name == "bias"
-            else self.at.taken(array, self.problem.key_heads)
-        )
+        if name == "bias":
+            return self.at.of_scores(array)
+        return self.at.taken(array, self.problem.key_heads)
 
     def of_rows(self, array: Array, rows: Slice) -> Array:
         """Turn rows of (..., H, L, size) into (..., blocks, H, rows, size)."""
@@ -244,6 +233,13 @@ class _RowBlocks(NamedTuple):
         *lead, heads, length, size = array.shape
         parts = xp.reshape(array, (*lead, heads, blocks, length // blocks, size))
         return swapped(xp, parts, -4)
+
+    def of_results(self, results: tuple[Any, Any], rows: Slice) -> tuple[Any, Any]:
+        """Return the part of an output and of a number for each row, which may be None."""
+        output, numbers = results
+        if numbers is not None:
+            numbers = self.of_rows(numbers[..., None], rows)[..., 0]
+        return self.of_rows(output, rows), numbers
 
     def joined(self, array: Array) -> Array:
         """Turn (..., blocks, H, rows, size) into (..., H, L, size)."""
@@ -303,36 +299,32 @@ class _GatheredSums:
                 self._queries.append(part.joined(gradient))
             elif name in ("key", "value", "bias"):
                 self._scatter(name, part, gradient)
+            elif name not in self._sums:
+                self._sums[name] = gradient
             elif isinstance(gradient, list):
-                before = self._sums.get(name)
-                self._sums[name] = (
-                    gradient
-                    if before is None
-                    else [one + other for one, other in zip(before, gradient, strict=True)]
-                )
+                pairs = zip(self._sums[name], gradient, strict=True)
+                self._sums[name] = [before + more for before, more in pairs]
             else:
-                self._sums[name] = self._sums[name] + gradient if name in self._sums else gradient
+                self._sums[name] = self._sums[name] + gradient
 
     def _scatter(self, name: str, part: _RowBlocks, gradient: Array) -> None:
         """Add the gradient of gathered keys, values or bias where they were gathered."""
         xp, array, at = self._xp, getattr(self._x, name), part.at
-        count, size = math.prod(array.shape), () if name == "bias" else array.shape[-1:]
-        count = count // max(1, math.prod(size))
-        if name not in self._sums:  # and one more for what is hidden
-            self._sums[name] = zeros(xp, (count + 1, *size), gradient.dtype, array)
-        hidden, numbers = at.hidden, at.places(array) if name == "bias" else None
-        if numbers is None:
-            hidden, numbers = hidden[..., 0, :], at.numbers(array, part.problem.key_heads)
-        lists = gradient.shape if name == "bias" else gradient.shape[:-1]
-        numbers = xp.broadcast_to(numbers, lists)
+        *lead, size = (*array.shape, 1) if name == "bias" else array.shape
+        count, sums = math.prod(lead), self._sums.get(name)
+        if sums is None:  # and one more for what is hidden
+            shape = (count + 1,) if name == "bias" else (count + 1, size)
+            sums = zeros(xp, shape, gradient.dtype, array)
         if name == "bias":
+            numbers = xp.broadcast_to(at.places(array), gradient.shape)
             flat = xp.reshape(numbers, (-1,)), xp.reshape(gradient, (-1,))
-            self._sums[name] = scatter_add(self._sums[name], *flat)
+            self._sums[name] = scatter_add(sums, *flat)
             return
-        numbers = xp.where(hidden, xp.full_like(numbers, count), numbers)
-        shape = (math.prod(lists[:-1]), lists[-1])
-        lists = xp.reshape(numbers, shape), xp.reshape(gradient, (*shape, *size))
-        self._sums[name] = add_lists(self._sums[name], *lists)
+        numbers = xp.broadcast_to(at.numbers(array, part.problem.key_heads), gradient.shape[:-1])
+        numbers = xp.where(at.hidden[..., 0, :], xp.full_like(numbers, count), numbers)
+        shape = (math.prod(numbers.shape[:-1]), numbers.shape[-1])
+        lists = xp.reshape(numbers, shape), xp.reshape(gradient, (*shape, size))
+        self._sums[name] = add_lists(sums, *lists)
 
     def total(self) -> Gradients:
         """Return all of them, in the accumulator's dtype."""
