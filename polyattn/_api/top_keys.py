@@ -82,7 +82,8 @@ def top_keys(
     check_names("top_keys", options, without=("dropout", "kernel", "normalizer", "sinks"))
     kernel = TopKeys(check_int("count", count, least=1))
     # A sum over heads that autograd records would keep each tile.
-    query, key = (x.detach() if hasattr(x, "detach") else x for x in (query, key))
+    given: tuple[Any, ...] = query, key, head_weights
+    query, key, head_weights = (x.detach() if hasattr(x, "detach") else x for x in given)
     arguments = autocast({"query": query, "key": key, "value": None, **options}, AUTOCAST)
     backend = arguments.pop("backend", None)
     call, operands = describe(**arguments, for_weights=True)
@@ -100,6 +101,5 @@ def top_keys(
             )
         if not facts.dtype.startswith(("float", "bfloat")):
             raise TypeError(f"head_weights must be floats; got {facts}")
-        of_heads = of_heads.detach() if hasattr(of_heads, "detach") else of_heads
     keys, _ = plan.weights(heads_first(call, operands), of_heads)
     return keys[0, ...] if is_flat(call) else keys

@@ -146,11 +146,14 @@ class Native(Kernel):
             is_plain = native.problem.features - EXPRESSIONS <= PLAIN
             self._ready[kind] = Ready(native, is_whole=native.forget() and is_plain)
 
+    def _call(self, problem: Problem, operands: Operands, products: int = 2) -> Any:
+        made = SelectedCall if selects(problem) else NativeCall
+        return made(problem, operands, self.threads(), products=products)
+
     def _prepared(
         self, problem: Problem, operands: Operands, output: Array, logsumexp: Array | None
     ) -> Any:
-        made: Any = SelectedCall if selects(problem) else NativeCall
-        native = made(problem, operands, self.threads())
+        native = self._call(problem, operands)
         native.array("output", output)
         if logsumexp is not None:
             native.rows_of("logsumexp", logsumexp)
@@ -166,8 +169,7 @@ class Native(Kernel):
         backend: Backend,
     ) -> Gradients:  # fmt: skip
         """Return the gradients."""
-        made: Any = SelectedCall if selects(problem) else NativeCall
-        native = made(problem, operands, self.threads(), products=5)
+        native = self._call(problem, operands, products=5)
         dtype, rows = native.accumulator, problem.scores[:-1]
         native.array("output", readable(residuals.output, dtype))
         native.array("output_gradient", readable(cotangents.output, dtype))

@@ -56,7 +56,7 @@ def check(options: argparse.Namespace, cases: Sequence[Case]) -> int:
     return 1 if differ else 0
 
 
-def _same_bits(options: argparse.Namespace, rows: dict[str, str | tuple[int, int]]) -> int:
+def _same_bits(options: argparse.Namespace, rows: same_bits.Counts) -> int:
     """Print how many rows have other bits; return 1 if there are any."""
     show(files.as_json(rows) if options.json else "\n".join(same_bits.lines(rows)))
     return 1 if any(not isinstance(one, str) and one[0] for one in rows.values()) else 0

@@ -161,7 +161,7 @@ def summarise(
     back: Callable[[Any], Any],
     progress: Callable[[Iterable[Any]], Iterable[Any]] = iter,
 ) -> list[Row]:
-    """Check a function with the cases about one thing each, and group the results by it.
+    """Check a function with all cases that have a row, and group the results by it.
 
     The arguments are those of `check_callable`; `progress` wraps the iteration, as `tqdm` does.
     """
