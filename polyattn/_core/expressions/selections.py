@@ -41,14 +41,11 @@ MOST_COMPARED = 2**24
 class Selection(Mask):
     """Keys, or blocks of keys, by their numbers in lists (..., H, rows, K)."""
 
+    #: The numbers of the blocks that the rows of each block see, ascending.
+    lists: Any
     #: The position of the first row and of the first key, which a part of the scores moves.
     first_row: Any = 0
     first: Any = 0
-
-    @property
-    def lists(self) -> Any:
-        """The numbers of the blocks that the rows of each block see, ascending."""
-        raise NotImplementedError
 
     @property
     def sizes(self) -> tuple[int | None, int]:
@@ -117,53 +114,45 @@ class Selection(Mask):
 @dataclass(frozen=True, eq=False, repr=False)
 class Selected(Selection):
     name: ClassVar[str] = "selected"
-    axes: ClassVar[dict[str, str]] = {"indices": ".HL-", "first": "."}
-    indices: Any  # (..., H, L, K)
+    axes: ClassVar[dict[str, str]] = {"lists": ".HL-", "first": "."}
+    lists: Any  # (..., H, L, K)
     first: Any = 0
 
     @property
-    def lists(self) -> Any:
-        return self.indices
-
-    @property
     def sizes(self) -> tuple[int | None, int]:
-        return None if self.indices.shape[-2] == 1 else 1, 1
+        return None if self.lists.shape[-2] == 1 else 1, 1
 
     def part(self, part: Part) -> Selected:
         first = part.counted(self.first, -part.columns.start)
-        return Selected(part.array(self.indices, ".HL-"), first)
+        return Selected(part.array(self.lists, ".HL-"), first)
 
     def check(self, dims: ScoreDims) -> None:
-        _check_lists("masks.selected: indices", self.indices, dims, dims.query_length)
+        _check_lists("masks.selected: indices", self.lists, dims, "L", dims.query_length)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Blocks(Selection):
     name: ClassVar[str] = "blocks"
-    axes: ClassVar[dict[str, str]] = {"table": ".H--", "first": ".", "first_row": "."}
-    table: Any  # (..., H, blocks of rows, K)
+    axes: ClassVar[dict[str, str]] = {"lists": ".H--", "first": ".", "first_row": "."}
+    lists: Any  # (..., H, blocks of rows, K)
     size: tuple[int, int]  # the rows and the keys of a block
     first: Any = 0
     first_row: Any = 0
 
     @property
-    def lists(self) -> Any:
-        return self.table
-
-    @property
     def sizes(self) -> tuple[int | None, int]:
-        return None if self.table.shape[-2] == 1 else self.size[0], self.size[1]
+        return None if self.lists.shape[-2] == 1 else self.size[0], self.size[1]
 
     def part(self, part: Part) -> BlocksPart:
         starts = (
             part.counted(first, -span.start)
             for first, span in ((self.first, part.columns), (self.first_row, part.rows))
         )
-        return BlocksPart(part.array(self.table, ".H--"), self.size, *starts)
+        return BlocksPart(part.array(self.lists, ".H--"), self.size, *starts)
 
     def check(self, dims: ScoreDims) -> None:
         rows = None if dims.query_length is None else -(-dims.query_length // self.size[0])
-        _check_lists("masks.blocks: table", self.table, dims, rows)
+        _check_lists("masks.blocks: table", self.lists, dims, "ceil(L / rows)", rows)
 
 
 class BlocksPart(Blocks):
@@ -173,9 +162,11 @@ class BlocksPart(Blocks):
         pass
 
 
-def _check_lists(name: str, facts: ArrayFacts, dims: ScoreDims, rows: int | None) -> None:
+def _check_lists(
+    name: str, facts: ArrayFacts, dims: ScoreDims, many: str, rows: int | None
+) -> None:
     """Raise unless lists (..., H, rows, K) fit the scores; one of 1 may stand for all rows."""
-    lead, many = facts.shape[:-1], "L" if name.endswith("indices") else "ceil(L / rows)"
+    lead = facts.shape[:-1]
     whole: tuple[Any, ...] = (*dims.scores[:-2], rows)
     array = name.split()[-1]
     if len(lead) == 2 < len(whole) and lead[0] != 1:
