@@ -39,8 +39,7 @@ class NamedIndices(Indices):
     @property
     def batch(self) -> Array:
         """The flat index over all batch axes of the call, shape (..., 1, 1, 1, 1)."""
-        batch = self._problem.batch
-        return self._range(0, math.prod(batch), *batch, 1, 1, 1, 1)
+        return self._numbers_of(self._problem.batch)
 
     @property
     def row(self) -> Array:

@@ -246,10 +246,12 @@ def cancelling(case: Case, rng: Any) -> tuple[Any, ...]:
     return 0.01 * query, key, value + 1000.0 * signs
 
 
-def alike(case: Case, rng: Any) -> tuple[Any, ...]:
-    """Keys with a large mean, as of a bias in the layer that makes them."""
-    query, key, value = normal(case, rng)
-    return query, key + 64, value
+def shifted(
+    case: Case, rng: Any, key: float = 0.0, value: float = 0.0, query: float = 1.0
+) -> tuple[Any, ...]:
+    """Keys of a large mean, as of a bias in a layer, or values, which show the sum of weights."""
+    q, k, v = scaled(case, rng, query=query)
+    return q, k + key, v + value
 
 
 def one_key_each(case: Case, rng: Any) -> tuple[Any, ...]:
@@ -258,12 +260,6 @@ def one_key_each(case: Case, rng: Any) -> tuple[Any, ...]:
     at = np.arange(1, case.L + 1) * case.S // max(case.L, 1) - 1
     query[...] = 4 * np.repeat(key, case.H // key.shape[-3], axis=-3)[..., at, :]
     return query, key, value
-
-
-def means(case: Case, rng: Any) -> tuple[Any, ...]:
-    """Values of mean 1000: they show weights whose sum is not 1."""
-    query, key, value = normal(case, rng)
-    return 0.1 * query, key, value + 1000
 
 
 def items_unlike(case: Case, rng: Any) -> tuple[Any, ...]:
@@ -337,10 +333,10 @@ VALUES: dict[str, Callable[[Any, Any], tuple[Any, ...]]] = {
     "subnormal": subnormal,
     "large values": large,
     "cancelling values": cancelling,
-    "keys of mean 64": alike,
+    "keys of mean 64": partial(shifted, key=64.0),
     "one key each": one_key_each,
     "scores of 30": partial(scaled, query=10.0),
-    "values of mean 1000": means,
+    "values of mean 1000": partial(shifted, value=1000.0, query=0.1),
     "items unlike": items_unlike,
     "integers": integers,
     "integers of 4 bits": integers_of_4_bits,
