@@ -190,6 +190,15 @@ def test_a_script_uses_the_library_of_the_function():
     assert "query = torch.asarray(np.array([" in text
 
 
+def test_a_script_of_a_size_has_the_values_of_the_check():
+    def odd(query, key, value):
+        if value.shape[-1] != query.shape[-1]:
+            raise ValueError("E must be D")
+        return attention(query, key, value) * (1 + query.shape[-1] % 2)
+
+    assert script_of(odd, ["D = 7, float32"]).startswith('"""mine.odd differs')
+
+
 def test_there_is_no_script_without_a_wrong_number(mine):
     assert script_of(mine.right, ["plain", "causal"]) is None
 

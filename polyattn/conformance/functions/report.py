@@ -134,8 +134,7 @@ def planned(cases: Iterable[Case], differentiable: bool) -> Plan:
     plan: Plan = [
         (case, row, check_callable) for case in named.values() if (row := _row_of(case)) is not None
     ]
-    sizes = list(size_cases("float32")) if named.keys() >= ESSENTIAL.keys() else []
-    sizes[::2] = [replace(case, E=None) for case in sizes[::2]]  # some functions have only E = D
+    sizes = all_sizes() if named.keys() >= ESSENTIAL.keys() else []
     plan += [(case, "sizes", check_callable) for case in sizes]
     if differentiable:
         with_gradients = (POISONED_GRADIENT_CASES | GRADIENT_CASES).values()
@@ -144,6 +143,13 @@ def planned(cases: Iterable[Case], differentiable: bool) -> Plan:
     for row, (check, names) in _OTHERS.items():
         plan += [(named[name], row, check) for name in names if name in named]
     return plan
+
+
+def all_sizes() -> list[Case]:
+    """Return a case of every size, of which half have E = D, since some functions have no other."""
+    cases = list(size_cases("float32"))
+    cases[::2] = [replace(case, E=None) for case in cases[::2]]
+    return cases
 
 
 def grouped(plan: Plan, findings: Iterable[Finding]) -> list[Row]:

@@ -12,9 +12,10 @@ import numpy as np
 
 import polyattn
 from polyattn.conformance.cases.case import Case, bits
-from polyattn.conformance.cases.catalogue import CASES, size_cases
+from polyattn.conformance.cases.catalogue import CASES
 from polyattn.conformance.checks.target import Target
 from polyattn.conformance.functions.check import RAISES, check_callable, run_function
+from polyattn.conformance.functions.report import all_sizes
 from polyattn.conformance.functions.serving import Function
 from polyattn.conformance.functions.signatures import in_our_words
 from polyattn.conformance.reference.oracle import Array
@@ -66,7 +67,7 @@ def of_report(report: Report) -> str | None:
 
 def script(subject: Subject, names: Iterable[str]) -> str | None:
     """Return the script of the simplest named case that fails and that one can be made of."""
-    known = CASES | {case.name: case for case in size_cases("float32")}
+    known = CASES | {case.name: case for case in all_sizes()}
     cases = [replace(known[name], rows=None) for name in names if name in known]
     failing = [(how, case) for case in cases if (how := _failure(subject, case)) is not None]
 
