@@ -170,10 +170,6 @@ def generate(
 def _step(options: Mapping[str, Any], same_bits: bool) -> Callable[..., Any]:
     """Return the function of a step: the logits of the last token of each row, and the caches."""
 
-    def in_block(*given: Any) -> tuple[Array, Any]:
-        with same_bits_block():
-            return run(*given)
-
     def run(model: Transformer, new: Array, caches: Any, kept: Any) -> tuple[Array, Any]:
         own = {} if kept is None else {"counts": kept}
         x, caches = model.hidden(new, caches=caches, **options, **own)
@@ -184,7 +180,7 @@ def _step(options: Mapping[str, Any], same_bits: bool) -> Callable[..., Any]:
         x = xp.take(xp.reshape(x, (-1, x.shape[-1])), rows, axis=0)
         return model.logits(x[:, None, :])[:, 0, :], caches
 
-    return in_block if same_bits else run
+    return same_bits_block()(run) if same_bits else run
 
 
 def _prompts(ids: Any, lengths: Any, model: Transformer) -> tuple[Array, Any]:
