@@ -234,5 +234,7 @@ def selection_of(mask: Any) -> tuple[Any, Mask | None]:
     for one in conditions:  # a loop, which torch.compile traces
         if isinstance(one, Selection) and (least is None or one.most_keys < least.most_keys):
             least = one
+    if least is None:
+        return None, mask
     rest = tuple([one for one in conditions if one is not least])
     return least, And(rest) if len(rest) > 1 else (*rest, None)[0]
