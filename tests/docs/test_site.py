@@ -14,6 +14,7 @@ from pathlib import Path
 import array_types
 import capabilities
 import links
+import looks
 import numpy as np
 import pytest
 import written
@@ -96,6 +97,12 @@ def test_every_page_has_its_place_in_the_sidebar_once():
     before = text.partition("```{toctree}")[0]
     ours = [name for name in named if not name.startswith("reference/")]
     assert [name for name in ours if f"({name}.md)" not in before] == []
+
+
+def test_no_picture_of_the_gallery_is_alone_in_a_row():
+    for number in range(2, 60):
+        for choices in (looks.WIDE, looks.NARROW):
+            assert number % looks.columns(number, choices) != 1, number
 
 
 def test_the_table_of_errors_says_who_raises_each():
