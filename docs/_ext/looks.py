@@ -40,12 +40,17 @@ def size_pictures(doctree: nodes.document) -> None:
                 node["width"] = f"{round(picture.width * DPI / dots)}px"
 
 
+def is_code(node: nodes.Node) -> bool:
+    """Say if a node is code, or a link to code."""
+    return isinstance(node, nodes.literal) or list(map(type, node.children)) == [nodes.literal]
+
+
 def mark_formulas(doctree: nodes.document) -> None:
     """Mark the cells of tables that hold code or a shape only, and long code in sentences."""
     for cell in doctree.findall(nodes.entry):
         parts = [part for paragraph in cell.children for part in paragraph.children]
-        is_code = len(parts) == 1 and any(True for _ in parts[0].findall(nodes.literal))
-        if is_code or re.fullmatch(r"\(\d.*\)", cell.astext()):
+        code_only = len(parts) == 1 and is_code(parts[0])
+        if code_only or re.fullmatch(r"\(\d.*\)", cell.astext()):
             cell["classes"].append("formula" if len(cell.astext()) <= LONG else "long-formula")
     for code in doctree.findall(nodes.literal):
         if len(code.astext()) > LONG_CODE:
