@@ -9,10 +9,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from optional import torch
 
 from polyattn import attention, attention_partial
 from polyattn.conformance import CASES, ESSENTIAL, make_case
 from polyattn.conformance.cases.cache_cases import of_item
+from polyattn.conformance.cases.gradient_cases import GRADIENT_CASES
 from polyattn.conformance.functions.check import (
     AGREES,
     DIFFERS,
@@ -26,6 +28,7 @@ from polyattn.conformance.functions.check import (
     load,
     target_of,
 )
+from polyattn.conformance.functions.gradients import check_gradients
 from polyattn.conformance.functions.report import summarise, summary
 from polyattn.dialects import scaled_dot_product_attention
 from polyattn.dialects.flash_attn import flash_attn_func
@@ -347,3 +350,33 @@ def test_a_signature_of_another_library_lacks_some_arguments():
 def test_arrays_on_the_device_of_a_backend():
     assert str(target_of("torch:nn", "torch:cpu").to(np.ones(1)).device) == "cpu"
     assert target_of("flash_attn:flash_attn_func", None).library == "torch"
+
+
+# ---- gradients and sizes -----------------------------------------------------------------------
+
+
+def test_a_function_that_is_wrong_for_one_size_is_found():
+    def kernel(query, key, value, scale=None):
+        output = attention(query, key, value, scale=scale)
+        return output * 1.001 if query.shape[-1] == 53 else output
+
+    rows = report_on(kernel)
+    assert [name for name, row in rows.items() if row.differing] == ["sizes"]
+    assert rows["sizes"].differing == 1
+    assert "gradients" not in rows, "NumPy has none"
+
+
+@pytest.mark.parametrize("names", [("key",), ("bias",), ("query", "value")], ids=", ".join)
+def test_wrong_gradients_are_named(names):
+    def kernel(query, key, value, is_causal=False, bias=None):
+        arrays = {"query": query, "key": key, "value": value, "bias": bias}
+        for name in names:  # twice the gradient, and the same numbers
+            x = arrays[name]
+            arrays[name] = x if x is None else 2 * x - x.detach()
+        return attention(**arrays, is_causal=is_causal)
+
+    for case in ("bias", "causal"):
+        finding = check_gradients(kernel, GRADIENT_CASES[case], torch.asarray, np.asarray)
+        wrong = [name for name in names if case == "bias" or name != "bias"]
+        assert finding.interpretation == f"by {', '.join(wrong)}" * bool(wrong)
+        assert finding.status == (DIFFERS if wrong else AGREES)

@@ -252,6 +252,26 @@ def alike(case: Case, rng: Any) -> tuple[Any, ...]:
     return query, key + 64, value
 
 
+def one_key_each(case: Case, rng: Any) -> tuple[Any, ...]:
+    """Rows with nearly all weight on one key each: the newest row on the newest key."""
+    query, key, value = normal(case, rng)
+    at = np.arange(1, case.L + 1) * case.S // max(case.L, 1) - 1
+    query[...] = 4 * np.repeat(key, case.H // key.shape[-3], axis=-3)[..., at, :]
+    return query, key, value
+
+
+def means(case: Case, rng: Any) -> tuple[Any, ...]:
+    """Values of mean 1000: they show weights whose sum is not 1."""
+    query, key, value = normal(case, rng)
+    return 0.1 * query, key, value + 1000
+
+
+def items_unlike(case: Case, rng: Any) -> tuple[Any, ...]:
+    """Items and heads whose values differ in size: those of another would be seen."""
+    query, key, value = normal(case, rng)
+    return query, key, value * 4.0 ** np.arange(case.H * len(value)).reshape(-1, case.H, 1, 1)
+
+
 #: The keys that share a step of each channel.
 BLOCK = 8
 #: The numbers that share a step and an offset, of 4 bits.
@@ -318,6 +338,10 @@ VALUES: dict[str, Callable[[Any, Any], tuple[Any, ...]]] = {
     "large values": large,
     "cancelling values": cancelling,
     "keys of mean 64": alike,
+    "one key each": one_key_each,
+    "scores of 30": partial(scaled, query=10.0),
+    "values of mean 1000": means,
+    "items unlike": items_unlike,
     "integers": integers,
     "integers of 4 bits": integers_of_4_bits,
 }

@@ -24,6 +24,7 @@ from polyattn.conformance.cases.topics import (
     OFFSETS,
     PAIRED,
     POISONED,
+    SEPARATING,
     TOPICS,
     Fields,
 )
@@ -88,9 +89,22 @@ def in_other_dtypes(cases: Iterable[Case]) -> Iterator[Case]:
         yield case
         is_plain = " x " not in case.name and not case.name.startswith("long")
         if is_plain and case.topic != TOPIC:
-            in_all = case.name == "plain" or case.name in PAIRED | ADVERSARIAL | STEPS
+            in_all = case.name == "plain" or case.name in PAIRED | ADVERSARIAL | SEPARATING | STEPS
             for dtype in others if in_all else (next(turns),):
                 yield replace(case, name=f"{case.name}, {dtype}", dtype=dtype)
+
+
+# A prime, so that the multiples of a number are the sizes below it, each once.
+_SIZES = 73
+
+
+def size_cases(dtype: str) -> Iterator[Case]:
+    """Yield cases that have every size of vectors from 1 to 72, and every length from 1 to 130."""
+    for n in range(1, _SIZES):
+        lengths = n * 41 % _SIZES, 58 + n * 47 % _SIZES
+        L, S = lengths if n % 2 == (dtype == "float64") else lengths[::-1]
+        name = f"D = {n}, {dtype}"
+        yield make_case(name, dtype=dtype, batch=(1,), H=1, D=n, E=n * 29 % _SIZES, L=L, S=S)
 
 
 #: All cases by name.
@@ -110,6 +124,8 @@ ESSENTIAL = {
         *(name for name in LAYOUTS if name.endswith("plain")),
         *("score_mod hides keys", "outliers, float16", "many", *STEPS, "alibi value", "pages"),
         *CORNERS,
+        *(*SEPARATING, "scores of 30, float16", "scores of 30, bfloat16"),
+        *("values of mean 1000, float16", "scale 0", "window of one", "causal x window"),
         *("16 x 16, causal window", "16 x 16, mask and bias"),
         *("33 x 31", "65 x 127, causal", "129 x 127, causal", "decode", "offset past the end"),
     )

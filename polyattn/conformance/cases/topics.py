@@ -226,6 +226,26 @@ ADVERSARIAL: Group = {
     "cancelling values": {"values": "cancelling values", "S": 32},
 }
 
+#: Inputs that show mistakes which random ones hide. Long ones have no copies in other dtypes.
+SEPARATING: Group = {
+    **{
+        f"{L} x {S}, one key each{name}": {
+            **{"values": "one key each", "batch": (1,), "H": 1, "L": L, "S": S, "D": 32},
+            **fields,
+        }
+        for L, S, name, fields in (
+            *((n, 300, "", {}) for n in (1, 300)),
+            (300, 300, ", window", {"window": (40, 0)}),
+            (2, 2800, "", {}),
+            (1, 33000, "", {}),
+        )
+    },
+    "300 x 300, causal": {"batch": (1,), "H": 1, "L": 300, "S": 300, "is_causal": True},
+    "scores of 30": {"values": "scores of 30", "S": 33},
+    "values of mean 1000": {"values": "values of mean 1000", "S": 130, "L": 5},
+    "items unlike": {"values": "items unlike", "batch": (3,), "S": 70},
+}
+
 # Keys 3 and 4 are hidden from every row. Other poisoned keys are hidden from some rows, whose
 # results must not change; the rows that see them must become NaN.
 HIDDEN: Group = {
@@ -303,6 +323,7 @@ TOPICS: dict[str, Group] = {
     "rows without a visible key": EMPTY_ROWS,
     "nothing to compute": NO_ROWS,
     "extreme values": ADVERSARIAL,
+    "inputs that separate": SEPARATING,
     "NaN and infinity": POISONED,
     "lengths": {},
     "memory layouts": LAYOUTS,

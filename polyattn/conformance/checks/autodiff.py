@@ -27,21 +27,28 @@ def by_torch(
     target: Target, case: Case, kernel: Kernel, arguments: Arguments
 ) -> dict[str, Any] | None:
     """Return the gradients by torch's autograd, or None if the kernel refuses."""
-    torch = importlib.import_module("torch")
     arrays, options = arguments
     inputs = differentiable(arrays, options)
     for x in inputs.values():
         x.requires_grad_()
     if explain(*arrays, **options, backend=target.backend, kernel=kernel).chosen is None:
         return None
-    output = target.call(case, kernel, arguments=arguments)
-    assert output.requires_grad, f"{case}: the output does not require a gradient"
-    along = target.to(cotangent(case))
-    gradients = torch.autograd.grad(output, tuple(inputs.values()), along, allow_unused=True)
-    return {
-        name: torch.zeros_like(x) if gradient is None else gradient
-        for (name, x), gradient in zip(inputs.items(), gradients, strict=True)
-    }
+
+    def call(*_: Any) -> Any:
+        return target.call(case, kernel, arguments=arguments)
+
+    gradients = torch_vjp(call, list(inputs.values()), target.to(cotangent(case)))
+    return dict(zip(inputs, gradients, strict=True))
+
+
+def torch_vjp(function: Callable[..., Any], inputs: list[Any], along: Any) -> Any:
+    torch = importlib.import_module("torch")
+    inputs = [x.requires_grad_() for x in inputs]
+    output = function(*inputs)
+    assert output.requires_grad, "the output does not require a gradient"
+    gradients = torch.autograd.grad(output, inputs, along, allow_unused=True)
+    pairs = zip(inputs, gradients, strict=True)
+    return [torch.zeros_like(x) if gradient is None else gradient for x, gradient in pairs]
 
 
 def jax_vjp(function: Callable[..., Any], inputs: list[Any], along: Any) -> Any:
@@ -76,8 +83,13 @@ def by_vjp(
     return gradients
 
 
+#: How each library differentiates a function of arrays: with the inputs and the cotangent.
+VJP: dict[str, Callable[[Callable[..., Any], list[Any], Any], Any]] = {
+    "torch": torch_vjp,
+    "jax": jax_vjp,
+    "mlx": mlx_vjp,
+}
 BY: dict[str, Callable[..., dict[str, Any] | None]] = {
     "torch": by_torch,
-    "jax": partial(by_vjp, jax_vjp),
-    "mlx": partial(by_vjp, mlx_vjp),
+    **{name: partial(by_vjp, VJP[name]) for name in ("jax", "mlx")},
 }

@@ -20,11 +20,13 @@ from polyattn._base.arrays import facts_of
 from polyattn._dispatch import registry
 from polyattn.conformance.cases.cache_cases import CACHES, OF_256, of_item
 from polyattn.conformance.cases.case import Case, bits, make_case, with_arrays
-from polyattn.conformance.cases.catalogue import CASES, ESSENTIAL
+from polyattn.conformance.cases.catalogue import CASES, ESSENTIAL, size_cases
 from polyattn.conformance.checks import cases as checks
 from polyattn.conformance.checks import gradients, quantized
+from polyattn.conformance.checks.lazy import is_lazy
 from polyattn.conformance.checks.target import KernelVariant, Target
 from polyattn.conformance.reference.gradients import gradient_yardsticks
+from polyattn.conformance.selection import why_few
 from polyattn.plugin import Kernel
 
 
@@ -65,27 +67,21 @@ def check_declarations(
 
 # ---- sizes -------------------------------------------------------------------------------------
 
-# A prime, so that the multiples of a number are the sizes below it, each once.
-_SIZES = 73
-
-
-def _size_cases(dtype: str) -> Iterator[Case]:
-    """Yield cases that have every size of vectors from 1 to 72, and every length from 1 to 130."""
-    for n in range(1, _SIZES):
-        lengths = n * 41 % _SIZES, 58 + n * 47 % _SIZES
-        L, S = lengths if n % 2 == (dtype == "float64") else lengths[::-1]  # noqa: N806
-        name = f"D = {n}, {dtype}"
-        yield make_case(name, dtype=dtype, batch=(), H=1, D=n, E=n * 29 % _SIZES, L=L, S=S)
-
 
 def check_sizes(target: Target, variant: KernelVariant, dtype: str) -> None:
     """Check results and gradients for every size: some are multiples of a processor's units."""
-    for case in _size_cases(dtype):
+    for case in size_cases(dtype):
         checks.check_case(target, variant, replace(case, rows=(0, case.L // 2, case.L - 1)))
         if gradients.differentiates("backward", target, variant, case):
             arguments = target.arguments(case)
             computed = gradients.backward(target, variant.for_case(case), case, arguments)
             gradients.compare(case, {name: computed[name][0] for name in gradient_yardsticks(case)})
+
+
+def is_swept(target: Target, variant: KernelVariant) -> bool:
+    """Return whether every size is tried: with kernels that no call compiles, in large tiles."""
+    few = variant.small_tiles or why_few(target, variant, "case")
+    return "float32" in target.dtypes and not (is_lazy(target) or few)
 
 
 # ---- determinism and batch invariance ----------------------------------------------------------
@@ -287,6 +283,13 @@ PROMISES = {
         lambda *_: True,
         check_declarations,
         "",
+    ),
+    "sizes": Promise(
+        "sizes",
+        "results and gradients are right for every size of vectors to 72, every length to 130",
+        is_swept,
+        lambda target, variant: check_sizes(target, variant, "float32"),
+        "not checked",
     ),
     "deterministic": Promise(
         "deterministic",

@@ -112,7 +112,7 @@ def load(spec: str) -> Function:
     try:
         function: Any = importlib.import_module(module)
     except (Exception, SystemExit) as error:  # it may raise anything, and call sys.exit
-        why = _text(error) + "; leave out the .py" * module.endswith(".py")
+        why = text_of(error) + "; leave out the .py" * module.endswith(".py")
         raise ValueError(f"the module {module!r} cannot be imported: {why}") from error
     try:
         function = functools.reduce(getattr, name.split("."), function)
@@ -262,15 +262,11 @@ def run_function(
     back: Callable[[Any], Any], others: dict[str, Any] | None = None,
 ) -> _Ran | Finding:  # fmt: skip
     """Run a function, perhaps with other options; return a finding if there is no output."""
-    arrays, options = arguments
     try:
-        options = without_idle(function, case.features, options)
-        options = arguments_for(function, options, grouped="grouped_heads" in case.features)
-        options |= others or {}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            inputs = [to(x) for x in arrays]
-            keywords = {name: with_arrays(option, to) for name, option in options.items()}
+            inputs, keywords = given(function, case, arguments, to)
+            keywords |= others or {}
             held = inputs + [x for option in keywords.values() for x in arrays_in(option)]
             before = [bits(back(x)) for x in held]
             returned = function(*inputs, **keywords)
@@ -282,10 +278,21 @@ def run_function(
     except NoArgumentError as error:
         return Finding(NO_ARGUMENT, missing=str(error))
     except (Exception, SystemExit) as error:
-        return Finding(RAISES, error=_text(error))
+        return Finding(RAISES, error=text_of(error))
     wrong += [f"the output is {output.dtype}"] * (output.dtype != case.dtype)
     remark = f"it returns a tuple of {many}" if many else ""
     return _Ran(output, logsumexp, tuple(wrong), remark)
+
+
+def given(
+    function: Function, case: Case, arguments: Arguments, to: Callable[[Any], Any]
+) -> tuple[list[Any], dict[str, Any]]:
+    """Return query, key and value and the keyword arguments of a function in its library."""
+    arrays, options = arguments
+    options = without_idle(function, case.features, options)
+    options = arguments_for(function, options, grouped="grouped_heads" in case.features)
+    inputs = [to(x) for x in arrays]
+    return inputs, {name: with_arrays(option, to) for name, option in options.items()}
 
 
 def _as_array(returned: Any, back: Callable[[Any], Any]) -> Array:
@@ -301,7 +308,7 @@ def _as_array(returned: Any, back: Callable[[Any], Any]) -> Array:
     return array
 
 
-def _text(error: BaseException) -> str:
+def text_of(error: BaseException) -> str:
     """Return the type and first line of an error, or what sys.exit was called with."""
     if isinstance(error, SystemExit):
         return f"SystemExit: it calls sys.exit({error.code!r})"

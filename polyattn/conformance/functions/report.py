@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from polyattn._base.text_table import paragraph, table
 from polyattn._core.call.features import DTYPES, FEATURES
 from polyattn._core.expressions.expression import Expression
 from polyattn.conformance.cases.cache_cases import of_item, of_row
 from polyattn.conformance.cases.case import Case
+from polyattn.conformance.cases.catalogue import ESSENTIAL, size_cases
+from polyattn.conformance.cases.gradient_cases import GRADIENT_CASES, POISONED_GRADIENT_CASES
 from polyattn.conformance.cases.topics import TOPICS
 from polyattn.conformance.checks.frames import call_named
 from polyattn.conformance.functions.check import (
@@ -24,6 +29,7 @@ from polyattn.conformance.functions.check import (
     check_logsumexp,
     check_parts,
 )
+from polyattn.conformance.functions.gradients import check_gradients, has_gradients
 from polyattn.conformance.functions.serving import Function
 
 __all__ = ["Row", "as_dict", "lines", "summarise", "summary"]
@@ -70,13 +76,16 @@ class Row(NamedTuple):
         )
 
 
+#: The row of calls with more than one option.
+TOGETHER = "options together"
 #: The kind of each row, by its name.
 _KINDS = {
     **{name: "feature" for name in FEATURES if name not in ("logsumexp", "dropout")},
     **{"rank": "arrays", "layout": "arrays"},
     **dict.fromkeys(DTYPES, "dtype"),
-    **{name: "topic" for name in TOPICS if name != "formula"},
-    **{"logsumexp": "parts", "items by themselves": "parts", "rows by themselves": "parts"},
+    **{name: "topic" for name in (*TOPICS, TOGETHER) if name != "formula"},
+    **dict.fromkeys(("sizes", "gradients", "logsumexp"), "parts"),
+    **{"items by themselves": "parts", "rows by themselves": "parts"},
 }
 _ROWS = ("cache, new rows", "pages, new rows")
 _ONE_THING = ("scale", "softcap", "causal", "grouped heads", "sinks", "mask hides some rows")
@@ -89,11 +98,11 @@ _OTHERS: dict[str, tuple[Callable[..., Finding], tuple[str, ...]]] = {
 
 
 def _row_of(case: Case) -> str | None:
-    """Return the row of a case, which differs from a plain call in one thing; None for others."""
+    """Return the row of a case: what differs from a plain call; None if only ours has that."""
     if _is_only_ours(case):
         return None
     if case.topic != "formula":
-        return case.topic if case.dtype == "float32" else None
+        return case.topic if case.dtype == "float32" or case.name in ESSENTIAL else None
     differs = set(case.features)
     if any(name.startswith("query_offset") for name in differs) and len(differs) == 2:
         differs.discard("causal")  # an offset changes only calls where positions matter
@@ -104,7 +113,9 @@ def _row_of(case: Case) -> str | None:
     if case.dtype != "float32" or not differs:
         differs.add(case.dtype)
     (first, *others) = differs
-    return first if not others and first in _KINDS else None
+    if others:
+        return TOGETHER if case.dtype == "float32" else None
+    return first if first in _KINDS else None
 
 
 def _is_only_ours(case: Case) -> bool:
@@ -113,12 +124,21 @@ def _is_only_ours(case: Case) -> bool:
     return "dropout" in case.features or any(isinstance(x, Expression) for x in options)
 
 
-def _checks(cases: dict[str, Case]) -> Iterator[tuple[Case, str, Callable[..., Finding]]]:
+def _checks(
+    cases: dict[str, Case], differentiable: bool
+) -> Iterator[tuple[Case, str, Callable[..., Finding]]]:
     """Yield what is checked: a case, its row, and the check."""
     for case in cases.values():
         row = _row_of(case)
         if row is not None:
             yield case, row, check_callable
+    sizes = list(size_cases("float32")) if cases.keys() >= ESSENTIAL.keys() else []
+    sizes[::2] = [replace(case, E=None) for case in sizes[::2]]  # some functions have only E = D
+    yield from ((case, "sizes", check_callable) for case in sizes)
+    if differentiable:
+        with_gradients = (POISONED_GRADIENT_CASES | GRADIENT_CASES).values()
+        chosen = [case for case in with_gradients if case.name in cases and not _is_only_ours(case)]
+        yield from ((case, "gradients", check_gradients) for case in (*chosen, *sizes))
     for row, (check, names) in _OTHERS.items():
         yield from ((cases[name], row, check) for name in names if name in cases)
 
@@ -134,7 +154,8 @@ def summarise(
 
     The arguments are those of `check_callable`; `progress` wraps the iteration, as `tqdm` does.
     """
-    chosen = list(_checks({case.name: case for case in cases}))
+    by_name = {case.name: case for case in cases}
+    chosen = list(_checks(by_name, has_gradients(to, np.ones((1, 1), "float32"))))
     rows = {name: Row(kind, name, {}) for name, kind in _KINDS.items()}
     through: Iterable[Case] = [case for case, _, _ in chosen]
     for case, (_, row, check) in zip(

@@ -12,7 +12,7 @@ import numpy as np
 
 import polyattn
 from polyattn.conformance.cases.case import Case, bits
-from polyattn.conformance.cases.catalogue import CASES
+from polyattn.conformance.cases.catalogue import CASES, size_cases
 from polyattn.conformance.checks.target import Target
 from polyattn.conformance.functions.check import RAISES, check_callable, run_function
 from polyattn.conformance.functions.serving import Function
@@ -66,7 +66,8 @@ def of_report(report: Report) -> str | None:
 
 def script(subject: Subject, names: Iterable[str]) -> str | None:
     """Return the script of the simplest named case that fails and that one can be made of."""
-    cases = [replace(CASES[name], rows=None) for name in names if name in CASES]
+    known = CASES | {case.name: case for case in size_cases("float32")}
+    cases = [replace(known[name], rows=None) for name in names if name in known]
     failing = [(how, case) for case in cases if (how := _failure(subject, case)) is not None]
 
     def order(failure: tuple[str, Case]) -> tuple[bool, bool, int]:

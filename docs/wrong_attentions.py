@@ -1,0 +1,116 @@
+"""Write wrong-attentions.md: which check finds which of the wrong attentions of `pool`.
+
+``python docs/wrong_attentions.py`` runs every check on every function, on all processors, and
+writes docs/pool/found.json, the page and its picture; with names only on these functions; with
+``--page`` it writes only the page and the picture.
+"""
+
+import json
+import os
+import sys
+import tomllib
+from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import matplotlib
+from matplotlib.figure import Figure
+from pictures import drawn, write
+from pool.functions import CONTROLS, MODULES, WRONG
+from pool.rules import RULES, finds
+
+matplotlib.use("Agg")
+FOLDER = Path(__file__).parent
+FOUND, PAGE = FOLDER / "pool" / "found.json", FOLDER / "wrong-attentions.md"
+PICTURE = FOLDER / "images" / "wrong-attentions.png"
+GITHUB = "https://github.com/"
+
+
+def row(name):
+    """Return which checks find a function."""
+    function = (CONTROLS | WRONG)[name]
+    found = {}
+    for rule in RULES:  # the whole form has all of the quick one
+        found[rule] = (rule == "check" and found["check --quick"]) or bool(finds(rule, function))
+    return name, found
+
+
+def run(names):
+    """Return which checks find the functions of some names, or all, on all processors."""
+    names = names or [*CONTROLS, *WRONG]
+    with ProcessPoolExecutor(os.cpu_count()) as pool:
+        return dict(pool.map(row, names))
+
+
+def about():
+    """Return the row of pool.toml of each function."""
+    table = tomllib.loads((FOLDER / "pool" / "pool.toml").read_text(encoding="utf-8"))
+    return {name: data for rows in table.values() for name, data in rows.items()}
+
+
+def linked(reports):
+    """Return public reports as links."""
+
+    def link(report):
+        where, _, number = report.partition("#")
+        return f"[{report}]({GITHUB}{where}/issues/{number})" if number else report
+
+    return ", ".join(map(link, filter(None, reports.split(", "))))
+
+
+def page(found):
+    """Return the text of the page."""
+    data, checks, functions = about(), [], []
+    for rule in RULES:
+        n = sum(found[name][rule] for name in WRONG)
+        checks.append(f"| {rule} | {n} | {n / len(WRONG):.0%} |")
+    for module in MODULES:
+        functions += ["", f"### {module.__name__.partition('.')[2]}", ""]
+        functions += [
+            "| function | what is wrong | class | reported | found |",
+            "|---|---|---|---|---|",
+        ]
+        for name in (n for n in WRONG if WRONG[n] in vars(module).values()):
+            marks = "".join("+" if found[name][rule] else "-" for rule in RULES)
+            what, one = WRONG[name].__doc__.strip().partition("\n")[0], data[name]
+            reports = linked(one.get("report", ""))
+            functions.append(f"| `{name}` | {what} | {one['class']} | {reports} | `{marks}` |")
+    text = (FOLDER / "pool" / "page.txt").read_text(encoding="utf-8")
+    tables = {"checks": "\n".join(checks), "functions": "\n".join(functions)}
+    return text.format(count=len(WRONG), **tables) + "\n"
+
+
+def figure(found):
+    """Draw the share that each check finds of each class."""
+    data = about()
+    classes = Counter(one["class"] for one in data.values())
+    shares = [
+        [sum(found[n][r] for n, x in data.items() if x["class"] == c) / classes[c] for c in classes]
+        for r in RULES
+    ]
+    drawing = Figure((8, 4.2), layout="constrained")
+    axes = drawing.add_subplot()
+    axes.imshow(shares, cmap="Blues", vmin=0, vmax=1, aspect="auto")
+    labels = [f"{name}\n({n})".replace(" ", "\n", 1) for name, n in classes.items()]
+    axes.set_xticks(range(len(classes)), labels)
+    axes.set_yticks(range(len(RULES)), list(RULES))
+    for i, shown in enumerate(shares):
+        for j, share in enumerate(shown):
+            colour = "white" if share > 0.6 else "black"
+            axes.text(j, i, f"{share:.0%}", ha="center", va="center", color=colour)
+    return drawing
+
+
+def main():
+    """Run the checks unless only the page is asked for, and write the page and the picture."""
+    found = json.loads(FOUND.read_text(encoding="utf-8")) if sys.argv[1:] else {}
+    if "--page" not in sys.argv:
+        found |= run(sys.argv[1:])
+        found = {name: found[name] for name in (*CONTROLS, *WRONG)}
+        FOUND.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    PAGE.write_text(page(found), encoding="utf-8")
+    write(drawn(figure(found)), PICTURE)
+
+
+if __name__ == "__main__":
+    main()
