@@ -154,7 +154,7 @@ SAID = [
     ("README.md", f"on NumPy takes {STEPS_OF['whole call']} µs, "),
     ("README.md", f"{STEPS_OF['of which the kernel']} of them in the kernel."),
     ("README.md", "adds {:.0f} to {:.0f} µs.".format(*[round(n, -1) for n in FIRST])),
-    ("README.md", f"a window of 256 takes {ratio('window.256, 0.')} of the causal time"),
+    ("README.md", f"a window of 256 takes {ratio('window.256, 0.')} times as long as causal"),
     *[("README.md", row) for row in SPEED],
     ("docs/how-to/service.md", f"packing takes {PACKED} times as long"),
     ("docs/how-to/service.md", f"on NumPy takes {PADDED} times as long"),
