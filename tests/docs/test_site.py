@@ -10,6 +10,7 @@ import tomllib
 from dataclasses import replace
 from importlib.metadata import entry_points
 from pathlib import Path
+from types import SimpleNamespace
 
 import array_types
 import capabilities
@@ -18,6 +19,8 @@ import looks
 import numpy as np
 import pytest
 import written
+from docutils import nodes
+from docutils.utils import new_document
 
 from polyattn import UnsupportedError, attention, attention_vjp
 from polyattn.conformance import CASES, ESSENTIAL
@@ -103,6 +106,40 @@ def test_no_picture_of_the_gallery_is_alone_in_a_row():
     for number in range(2, 60):
         for choices in (looks.WIDE, looks.NARROW):
             assert number % looks.columns(number, choices) != 1, number
+
+
+CAPTION = '<p class="caption"><span class="caption-text">{}</span></p><ul><li class="{}"></li></ul>'
+GROUPS = "".join(
+    CAPTION.format(name, kind)
+    for name, kind in (("Start", ""), ("Learn", ""), ("How to", "current"), ("Speed", ""))
+)
+
+
+@pytest.mark.parametrize(
+    ("page", "names"), [("index", ["Start", "Learn", "How to"]), ("masks", ["How to"])]
+)
+def test_the_first_groups_of_the_sidebar_are_open_on_the_landing_page(page, names):
+    app = SimpleNamespace(config=SimpleNamespace(root_doc="index"))
+    context = {"furo_navigation_tree": GROUPS}
+    looks.describe(app, page, "page.html", context, None)
+    pattern = r'<details open><summary class="caption">(.*?)</summary>'
+    assert re.findall(pattern, context["furo_navigation_tree"]) == names
+
+
+def test_a_cell_of_code_gets_room_and_a_picture_does_not():
+    code, link, long = (
+        nodes.literal("", "x=1"),
+        nodes.reference("", ""),
+        nodes.literal("", "x" * 61),
+    )
+    link += nodes.literal("", "y=2")
+    picture = nodes.reference("", "", nodes.image(uri="z.png"), nodes.literal("", "z"))
+    cells = [nodes.entry("", nodes.paragraph("", "", part)) for part in (code, link, picture)]
+    page = new_document("")
+    page += [*cells, nodes.paragraph("", "", long)]
+    looks.mark_formulas(page)
+    assert [cell["classes"] for cell in cells] == [["formula"], ["formula"], []]
+    assert long["classes"] == ["long-code"]
 
 
 def test_the_table_of_errors_says_who_raises_each():
