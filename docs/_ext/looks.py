@@ -46,12 +46,14 @@ def is_code(node: nodes.Node) -> bool:
 
 
 def mark_formulas(doctree: nodes.document) -> None:
-    """Mark the cells of tables that hold code or a shape only, and long code in sentences."""
+    """Mark cells that hold only code, a shape or a figure, and long code in sentences."""
     for cell in doctree.findall(nodes.entry):
         parts = [part for paragraph in cell.children for part in paragraph.children]
         code_only = len(parts) == 1 and is_code(parts[0])
         if code_only or re.fullmatch(r"\(\d.*\)", cell.astext()):
             cell["classes"].append("formula" if len(cell.astext()) <= LONG else "long-formula")
+        elif re.match(r"[\d.]+", cell.astext()) and any(cell.findall(nodes.strong)):
+            cell["classes"].append("figure")
     for code in doctree.findall(nodes.literal):
         if len(code.astext()) > LONG_CODE:
             code["classes"].append("long-code")
