@@ -42,6 +42,7 @@ LEFT_OUT = {
     "polyattn check --callable mine:attend --quick": "tests/docs/test_site.py",
     "polyattn check --callable mine:attend --library torch:cuda": "needs a GPU",
     "polyattn check acme --kernel fused": "there is no such backend",
+    "polyattn check --callable pool.tiles:index_of_16_bits --quick": "test_wrong_attentions.py",
     "polyattn check --write-cases cases": "tests/conformance/test_written.py",
 }
 
