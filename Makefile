@@ -112,6 +112,7 @@ native-sanitizers: native-races  ## random calls of the compiled kernel under AS
 ifneq ($(COMPILER),)
 	$(call sanitized,asan,address$(COMMA)undefined)
 	$(VENV)/asan/fuzz $(FUZZ)
+	$(VENV)/asan/fuzz $(FUZZ) cuts
 	$(VENV)/tsan/fuzz 30 60
 endif
 

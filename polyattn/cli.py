@@ -212,6 +212,8 @@ def _add_check(commands: Any) -> None:
         action="store_true",
         help="the essential cases: one for each feature and corner case",
     )
+    counts = "with --callable: instead, count the rows that have other bits decoded, cut or packed"
+    add("--same-bits", action="store_true", help=counts)
     add("--list", action="store_true", help="print the cases and which kernels run them; run none")
     add("--json", action="store_true", help="print JSON instead of tables")
     add("--html", type=Path, metavar="FILE", help="also write an HTML page")
@@ -318,6 +320,9 @@ def _check(options: argparse.Namespace) -> int:
             raise ValueError("--write-cases checks nothing; leave out the backend and --callable")
         show(written.write(options.write_cases, progress(written.cases_to_write(), unit="case")))
         return 0
+    has_files = any(getattr(options, name) for name in files.OPTIONS)
+    if options.same_bits and (has_files or not options.callable):
+        raise ValueError("--same-bits prints counts of --callable: give a function, and no file")
     if options.list and (options.callable or options.json):
         raise ValueError("--list prints a table of kernels; leave out --callable and --json")
     cases = ESSENTIAL if options.quick else CASES
@@ -358,7 +363,7 @@ def _json(value: Any) -> str:
 def _check_callable(options: argparse.Namespace, cases: Any) -> int:
     from polyattn.conformance.functions import check as callables
     from polyattn.conformance.functions import report as function_report
-    from polyattn.conformance.functions import repro
+    from polyattn.conformance.functions import repro, same_bits
     from polyattn.conformance.report import files
     from polyattn.conformance.report import html as page
 
@@ -368,6 +373,10 @@ def _check_callable(options: argparse.Namespace, cases: Any) -> int:
     sys.path.append("")  # the current folder last: no file in it replaces an installed module
     function = callables.load(options.callable)
     target = callables.target_of(options.callable, options.library)
+    if options.same_bits:
+        found = same_bits.rows_with_other_bits(function, target)
+        show(_json(found) if options.json else "\n".join(same_bits.lines(found)))
+        return 1 if any(not isinstance(one, str) and one[0] for one in found.values()) else 0
     bar = partial(progress, unit="case")
     rows = function_report.summarise(function, cases.values(), target.to, target.back, bar)
     differ = sum(row.differing for row in rows)

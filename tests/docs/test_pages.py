@@ -36,10 +36,13 @@ NOT_SHOWN = ("milliseconds(compute",)
 LONG = {"docs/bench.md": pytest.mark.slow}
 # Commands that run elsewhere or not at all, each with the reason.
 EXAMPLE = "needs the example of a plugin, with which tests/docs/test_site.py runs it"
+SDPA = "torch.nn.functional:scaled_dot_product_attention"
 LEFT_OUT = {
     "polyattn explain --shape 2,8,128,64 --backend einsum": EXAMPLE,
     "polyattn check einsum --kernel einsum": EXAMPLE,
     "polyattn check --callable mine:attend --quick": "tests/docs/test_site.py",
+    # whose code is 1, for rows that differ: tests/conformance/test_same_bits.py
+    f"polyattn check --callable {SDPA} --same-bits": "it takes 20 seconds",
     "polyattn check --callable mine:attend --library torch:cuda": "needs a GPU",
     "polyattn check acme --kernel fused": "there is no such backend",
     "polyattn check --callable pool.tiles:index_of_16_bits --quick": "test_wrong_attentions.py",
