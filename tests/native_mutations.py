@@ -87,7 +87,8 @@ MUTATIONS = (
      "select<T>(largest == -infinity<T>(), Vector<T>{}, largest)", "largest"),
     # the order of sums
     ("native: keys counted from the begin of a block", "scores.h",
-     "left = load_ints<T>(panel.until_fold + v);", "left = Ints<T>{} + (Int)(FOLD - keys.first % FOLD);"),
+     "left = load_ints<T>(panel.until_fold + v);",
+     "left = Ints<T>{} + (Int)(FOLD - keys.first % FOLD);"),
     ("native: the sum of a block added at its end", "products.h",
      "sums[m][v] = load(out + (m * Count + v) * width) * factors[v];", "sums[m][v] = Vector<T>{};",
      "store<T>(out + (m * Count + v) * width, sums[m][v]);",
@@ -98,7 +99,8 @@ MUTATIONS = (
      "return exp<T>(s - reference.top) * reference.weigh(reference.top);"),
     ("native: the key before which a lane folds in neither sum", "scores.h",
      "hides = is_after ? before : ~before;",
-     "hides = is_after ? before | (Ints<T>{} + (Int)key == load_ints<T>(folds.at + lane)) : ~before;"),
+     "hides = is_after ? before | (Ints<T>{} + (Int)key == load_ints<T>(folds.at + lane))"
+     " : ~before;"),
     ("native: hidden keys counted where a gradient folds", "tile.h",
      "folds[number].count(panel, block, count, p, by_scores)",
      "folds[number].count(panel, block, count, p, false)"),
