@@ -102,7 +102,7 @@ def xla_gradients():
 SHORT_XLA = xla(r"\(1, 12, (?:32|64|128|256), \d+, 64\) \| (?:full|causal)")
 MANY_CAUSAL = xla(r"\(4, 8, 1024, 1024, 64\) \| causal")
 XLA = xla(
-    r"\(1, 12, (?:512|2048), \d+, 64\) \| (?:full|causal) \| \S+ \S+ \| [\d.]+ \| [\d.]+ \| [\d.]+"
+    r"\(1, 12, (?:512|2048), \d+, 64\) \| (?:full|causal) \| \S+ \| [\d.]+ \| [\d.]+ \| [\d.]+"
 )
 LAYERS = (ROOT / "docs" / "nn.md").read_text(encoding="utf-8").partition("| family |")[2]
 FAMILIES = sum(
