@@ -28,6 +28,7 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCS, PLUGIN = ROOT / "docs", ROOT / "examples" / "plugin"
 PAGES = [p for p in sorted(DOCS.rglob("*.md")) if "/_" not in p.relative_to(ROOT).as_posix()]
 WRITING = (DOCS / "writing-a-backend.md").read_text(encoding="utf-8")
+CHECKING = (DOCS / "how-to" / "check-kernels.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="CuPy, whose kernels it lists, is not here")
@@ -192,7 +193,7 @@ def plugin(tmp_path_factory):
 def test_the_function_of_the_page_is_told_what_the_page_shows():
     code, shown = re.search(
         r"```python\n(import numpy as np\n\n\ndef attend.*?)```.*?mine:attend --quick\n(.*?)```",
-        WRITING,
+        CHECKING,
         re.DOTALL,
     ).groups()
     made = {}
