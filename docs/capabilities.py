@@ -39,9 +39,9 @@ PROMISES = {
 }
 INTRO = """# Capabilities: what each kernel computes
 
-`python docs/capabilities.py` writes this page from what the kernels declare. A kernel never gets a
-call with a feature that it does not declare. `polyattn.explain` says what a call needs, and gives
-the reasons that depend on shapes and dtypes. `polyattn check` tests that each declaration is true.
+What the kernels declare (`python docs/capabilities.py` writes this page). A kernel never gets a call
+with a feature that it does not declare. `polyattn.explain` says what a call needs, and gives the
+reasons that depend on shapes and dtypes. `polyattn check` tests that each declaration is true.
 
 `native` of numpy, torch and jax is [the compiled kernel](native.md), which `polyattn-native` adds.
 """
@@ -83,25 +83,29 @@ def cell(kernel: Kernel, feature: str) -> str:
 
 
 def table(kernels: dict[str, tuple[Kernel, ...]]) -> list[str]:
-    """Return the table: a row for each feature or promise, a column for each kernel."""
+    """Return what every kernel has, and a table of the rest with a column for each kernel."""
     columns = [(name, kernel) for name, some in kernels.items() for kernel in some]
-    lines = [
+    rows = {
+        f"`{feature}`: {meaning}": [cell(kernel, feature) for _, kernel in columns]
+        for feature, (meaning, *_) in FEATURES.items()
+    }
+    for promise, meaning in PROMISES.items():
+        kept = [YES if getattr(kernel, promise) else "" for _, kernel in columns]
+        rows[f"*{promise}*: {meaning}"] = kept
+    common = [name for name, cells in rows.items() if set(cells) == {YES}]
+    return [
+        f"Every kernel has {'; '.join(common)}. The rest:",
+        "",
         "| | " + " | ".join(f"{name} `{kernel.name}`" for name, kernel in columns) + " |",
         "|---|" + ":-:|" * len(columns),
+        *(f"| {name} | {' | '.join(rows[name])} |" for name in rows if name not in common),
     ]
-    for feature, (meaning, *_) in FEATURES.items():
-        cells = (cell(kernel, feature) for _, kernel in columns)
-        lines.append(f"| `{feature}`: {meaning} | " + " | ".join(cells) + " |")
-    for promise, meaning in PROMISES.items():
-        cells = (YES if getattr(kernel, promise) else "" for _, kernel in columns)
-        lines.append(f"| *{promise}*: {meaning} | " + " | ".join(cells) + " |")
-    return lines
 
 
 def dtypes() -> list[str]:
     """Return a sentence for each plugin: its dtypes and devices."""
     return [
-        f"- **{spec.name}** takes {', '.join(spec.dtypes)} on {', '.join(spec.devices)}."
+        f"- **{spec.name}** supports {', '.join(spec.dtypes)} on {', '.join(spec.devices)}."
         for spec in SPECS
     ]
 
