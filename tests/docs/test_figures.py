@@ -109,7 +109,6 @@ FAMILIES = sum(
     kinds.count("`") // 2 for kinds in re.findall(r"^\| [^|]* \| (`[^|]*) \|", LAYERS, re.M)
 )
 PEAK = re.search(r"^\| `window` .* (\d+ MiB) ", PERFORMANCE, re.MULTILINE)[1]
-EFFICIENCY = 100 / float(re.search(r"^\| ring \| [\d.]+ \| ([\d.]+) ", PERFORMANCE, re.M)[1])
 LONG = [row for row in draw.measured() if row[0] >= 2048 and row[1] == 64]
 TEXTBOOK = sorted(round(row[2] / row[3]) for row in LONG)
 SAID = [
@@ -132,7 +131,6 @@ SAID = [
         "docs/performance.md",
         f"in bfloat16, with gradients, takes {PAIRS[0]:.1f} to {PAIRS[-1]:.1f} times the time",
     ),
-    ("docs/performance.md", f"of CPU time: {EFFICIENCY:.0f} % for the ring"),
     ("docs/how-to/long-arrays.md", f"took [{PEAK}]"),
     (
         "docs/learn/cost.md",
