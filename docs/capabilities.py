@@ -35,6 +35,7 @@ PROMISES = {
     "poison_safe": "NaN or ±inf in a masked key or value leaves the row unchanged",
     "rounds_once": "gradients keep the digits of float32 where keys have much in common",
     "batch_invariant": "a batch item has the same bits with and without other items",
+    "cut_invariant": "a row has the same bits, however its sequence is cut",
     "deterministic": "the same call twice gives the same bits",
 }
 INTRO = """# Capabilities: what each kernel computes

@@ -1,585 +1,426 @@
-"""Write docs/peers.md: where other attention functions differ from ours, and by how much."""
+"""Write docs/peers.md and docs/peers/: where other attention functions differ from ours.
 
-import functools
-import math
-import pickle
+``python docs/peers.py NAME…`` measures subjects of `polyattn check --subject`, with the versions
+that the running Python has, into docs/peers/data; without a name the pages are written from it.
+"""
+
+import json
+import os
 import re
 import signal
 import subprocess
 import sys
-from collections import Counter, defaultdict
-from collections.abc import Callable
-from dataclasses import replace
+import tomllib
+from collections import defaultdict
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-import onnx
-import onnx.reference
-import onnxruntime
-import torch
-import transformers
-from jax.experimental.pallas import tpu as pltpu
-from jax.experimental.pallas.ops.tpu.paged_attention import paged_attention
-from onnx import helper
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from polyattn import attention
-from polyattn.conformance import CASES, Target
-from polyattn.conformance.cases.cache_cases import CACHES
-from polyattn.conformance.functions.check import (
-    AGREES,
-    DIFFERS,
-    NO_ARGUMENT,
-    RAISES,
-    Finding,
-    NoArgumentError,
-    arguments_for,
-    check_callable,
-)
-from polyattn.conformance.functions.report import Row, summarise
+from polyattn.conformance import ESSENTIAL, Case
+from polyattn.conformance.functions.check import AGREES, DIFFERS, NO_ARGUMENT, RAISES, Finding
+from polyattn.conformance.functions.subjects import SUBJECTS, measure
 
-PAGE = Path(__file__).with_name("peers.md")
-
-
-# ---- the peers: names, layouts and types translated, and no meaning ----------------------------
-
-
-def jax_attention(
-    query,
-    key,
-    value,
-    *,
-    mask=None,
-    bias=None,
-    is_causal=False,
-    scale=None,
-    window=None,
-    layout="...HLD",
-):
-    """Call jax.nn.dot_product_attention, whose arrays have heads after length."""
-    if callable(mask):
-        raise NoArgumentError("mask as a function")
-    swap = layout == "...HLD" and query.ndim > 2
-
-    def run(arrays, masks):
-        arrays = [jnp.swapaxes(x, -3, -2) for x in arrays] if swap else arrays
-        output = jax.nn.dot_product_attention(
-            *arrays, **masks, is_causal=is_causal, scale=scale, local_window_size=radii
-        )
-        return jnp.swapaxes(output, -3, -2) if swap else output
-
-    # It has no word for a side without a bound; no row is further from any key than this.
-    far = query.size + key.size
-    radii = None if window is None else tuple(far if end is None else end for end in window)
-    with jax.enable_x64(True):
-        return jax.jit(run)((query, key, value), {"mask": mask, "bias": bias})
-
-
-def node_model(kind, feeds, outputs, opset, names=None, domain="", **attributes):
-    """Return a model of one node for inputs of these arrays' dtypes; an empty name is no input."""
-    types = {name: helper.np_dtype_to_tensor_dtype(x.dtype) for name, x in feeds.items()}
-    attributes = {name: x for name, x in attributes.items() if x is not None}
-    node = helper.make_node(kind, names or list(feeds), outputs, domain=domain, **attributes)
-    graph = helper.make_graph(
-        [node],
-        "attention",
-        [helper.make_tensor_value_info(name, kind, None) for name, kind in types.items()],
-        [helper.make_tensor_value_info(name, next(iter(types.values())), None) for name in outputs],
-    )
-    opsets = [helper.make_opsetid("", opset), *[helper.make_opsetid(domain, 1)] * bool(domain)]
-    return helper.make_model(graph, opset_imports=opsets, ir_version=11)
-
-
-def attention_model(opset, query, key, value, attn_mask, **attributes):
-    """Return a model of the operator Attention, and its inputs."""
-    given = {"Q": query, "K": key, "V": value, "attn_mask": attn_mask}
-    feeds = {name: x for name, x in given.items() if x is not None}
-    return node_model("Attention", feeds, ["Y"], opset, **attributes), feeds
-
-
-class CrashError(Exception):
-    """The process that made a call is gone."""
-
-
-# A process of its own, for some calls end it.
-SERVER = """
-import pickle, sys
-import onnxruntime
-options = onnxruntime.SessionOptions()
-options.intra_op_num_threads, options.log_severity_level = 1, 4
-while True:
-    model, feeds = pickle.load(sys.stdin.buffer)
-    try:
-        session = onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
-        reply = session.run(None, feeds)[0]
-    except Exception as error:
-        reply = str(error)
-    pickle.dump(reply, sys.stdout.buffer)
-    sys.stdout.flush()
-"""
-
-
-@functools.cache
-def server():
-    """Return a process that runs models."""
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-    return subprocess.Popen([sys.executable, "-P", "-c", SERVER], **pipes)
-
-
-def run_in_server(model, feeds):
-    """Return the output of a model, by ONNX Runtime."""
-    process = server()
-    pickle.dump((model.SerializeToString(), feeds), process.stdin)
-    process.stdin.flush()
-    try:
-        reply = pickle.load(process.stdout)
-    except EOFError:
-        server.cache_clear()
-        raise CrashError(f"the process ended by {signal.Signals(-process.wait()).name}") from None
-    if isinstance(reply, str):
-        raise RuntimeError(reply)
-    return reply
-
-
-def onnxruntime_attention(
-    query, key, value, *, attn_mask=None, is_causal=False, scale=None, softcap=None
-):
-    """Run the operator Attention of opset 24 in ONNX Runtime, on the CPU."""
-    attributes = {"is_causal": int(is_causal) or None, "scale": scale, "softcap": softcap}
-    return run_in_server(*attention_model(24, query, key, value, attn_mask, **attributes))
-
-
-def onnx_reference_attention(
-    query, key, value, *, attn_mask=None, is_causal=False, scale=None, softcap=None, window=None
-):
-    """Run the operator Attention of opset 25 in ONNX's reference evaluator."""
-    attributes = {"is_causal": int(is_causal) or None, "scale": scale, "softcap": softcap}
-    if window is not None:
-        left, right = (-1 if end is None else end for end in window)
-        attributes |= {"left_window_size": left, "right_window_size": right}
-    model, feeds = attention_model(25, query, key, value, attn_mask, **attributes)
-    return onnx.reference.ReferenceEvaluator(model).run(None, feeds)[0]
-
-
-# ---- caches and pages --------------------------------------------------------------------------
-
-#: The inputs of the operator, in its order.
-INPUTS = (
-    *("query", "key", "value", "past_key", "past_value", "seqlens_k", "total_sequence_length"),
-    *("cos_cache", "sin_cache", "position_ids", "attention_bias", "head_sink"),
+DOCS = Path(__file__).parent
+DATA = DOCS / "peers" / "data"
+WORDS, ASKED = (
+    tomllib.loads((DOCS / "peers" / f"{name}.toml").read_text(encoding="utf-8"))
+    for name in ("words", "questions")
 )
 
-
-def group_query_attention(
-    query, key, value, past_key, past_value, seqlens_k, total_sequence_length, *,
-    attention_bias=None, head_sink=None, **attributes,
-):  # fmt: skip
-    """Run the operator GroupQueryAttention in ONNX Runtime, on the CPU."""
-    feeds = {name: x for name, x in locals().items() if name in INPUTS and x is not None}
-    given = [name if name in feeds else "" for name in INPUTS]
-    while not given[-1]:
-        given.pop()
-    outputs = ["output", "present_key", "present_value"]
-    model = node_model(
-        "GroupQueryAttention", feeds, outputs, 24, given, "com.microsoft", **attributes
-    )
-    return run_in_server(model, feeds)
-
-
-def pallas_attention(
-    q, k_pages, v_pages, lengths, page_indices, *, attn_logits_soft_cap, pages_per_compute_block
-):
-    """Call `paged_attention` of Pallas, a kernel for TPUs, interpreted on the CPU."""
-    with pltpu.force_tpu_interpret_mode():
-        return paged_attention(
-            q, k_pages, v_pages, lengths, page_indices,
-            attn_logits_soft_cap=attn_logits_soft_cap,
-            pages_per_compute_block=pages_per_compute_block,
-        )  # fmt: skip
-
-
-@functools.cache
-def servers():
-    """Return the functions over caches and pages, and the dtype of their cases."""
-    there = Target("torch")
-    return {
-        "GroupQueryAttention": (group_query_attention, np.array, np.asarray, "float32"),
-        "Pallas `paged_attention`": (pallas_attention, to_jax, np.asarray, "bfloat16"),
-        "`sdpa_attention_forward`": (sdpa_attention_forward, there.to, there.back, "float32"),
-    }
-
-
-def serving_column(name: str) -> dict[str, str]:
-    """Return what a function over caches and pages does in each case."""
-    function, to, back, dtype = servers()[name]
-    cells = {}
-    for case in CACHES:
-        of_dtype = replace(CASES[case], name=f"{case}, {dtype}", dtype=dtype)
-        finding = check_callable(function, of_dtype, to, back)
-        is_asked, agrees = finding.status != NO_ARGUMENT, finding.status == AGREES
-        said = outcome(finding) + share([finding], [finding]) if is_asked else "–"
-        cells[case] = said if agrees or not is_asked else f"**{said}**"
-    return cells
-
-
-def to_jax(x):
-    """Return a JAX array of the same dtype."""
-    with jax.enable_x64(True):
-        return jnp.asarray(x)
-
-
-class Peer(NamedTuple):
-    """Another attention function, and how arrays go there and back."""
-
-    name: str
-    short: str
-    how: str
-    function: Callable[..., Any]
-    to: Callable[[Any], Any]
-    back: Callable[[Any], Any]
-
-
-@functools.cache
-def peers():
-    """Return the peers by the names of their libraries."""
-    there = Target("torch")
-    return {
-        "torch": Peer(
-            "torch.nn.functional.scaled_dot_product_attention",
-            f"torch {torch.__version__.partition('+')[0]}",
-            "called as it is; on the CPU it chooses among its own kernels.",
-            torch.nn.functional.scaled_dot_product_attention,
-            there.to,
-            there.back,
-        ),
-        "jax": Peer(
-            "jax.nn.dot_product_attention",
-            f"jax {jax.__version__}",
-            "called under `jax.jit`, with 64-bit types allowed, on the CPU. Heads and length are"
-            " swapped on the way; `window` is `local_window_size`.",
-            jax_attention,
-            to_jax,
-            np.asarray,
-        ),
-        "onnxruntime": Peer(
-            "ONNX Runtime, Attention of opset 24",
-            f"onnxruntime {onnxruntime.__version__}",
-            "a model of one node, on the CPU.",
-            onnxruntime_attention,
-            np.array,
-            np.asarray,
-        ),
-        "onnx": Peer(
-            "onnx.reference, Attention of opset 25",
-            f"onnx {onnx.__version__}",
-            "a model of one node; `window` is `left_window_size` and `right_window_size`.",
-            onnx_reference_attention,
-            np.array,
-            np.asarray,
-        ),
-    }
-
-
-# ---- the table ---------------------------------------------------------------------------------
-
-#: What a cell calls each interpretation.
-SHORT = {
-    "rows count from the first key (query_offset=0)": "top-left",
-    "a row without keys is the mean of the values": "mean",
-    "a row without keys is NaN": "NaN row",
-    "a hidden NaN or infinity reaches the row": "leaks",
-    "the last axis of a mask is padded rather than broadcast": "padded",
-    "the scale is rounded to float32": "float32 scale",
-    "the root of the scale is rounded to float32": "float32 scale",
-    "computed in float32": "float32 inside",
-    "computed in float16": "float16 inside",
-    "computed in bfloat16": "bfloat16 inside",
-    "a row whose query is NaN is 0": "NaN is 0",
-    "every row is NaN": "all NaN",
-    "": "unexplained",
+#: The areas of the front table, by the rows of the check.
+AREAS = {
+    "plain": ("grouped_heads", "scale", "value_size", "float32", "float64", "memory layouts"),
+    "masks": (
+        *("mask", "mask_mod", "bias", "window", "score_mod", "softcap", "sinks"),
+        *("order of the steps", "options together"),
+    ),
+    "causal, L ≠ S": ("causal",),
+    "empty rows": ("rows without a visible key",),
+    "NaN hidden": ("NaN and infinity",),
+    "16 bits": ("float16", "bfloat16"),
+    "extreme values": ("extreme values",),
+    "gradients": ("gradients",),
+    "lengths": ("lengths", "nothing to compute"),
+    "caches, pages": ("caches and pages",),
+    "same bits": ("items by themselves", "rows by themselves"),
 }
+AREA_OF = {row: area for area, rows in AREAS.items() for row in rows}
+CRASHES = "crashes"
 
-#: How many outcomes a cell has room for, beside those that agree.
-MOST = 2
-
-GROUPS = {
-    "feature": "One feature at a time",
-    "arrays": "Other arrays",
-    "dtype": "A plain call in each dtype",
-    "topic": "Corners",
-    "parts": "Parts of a call",
-}
-LABELS = {
-    "batch_broadcast": "batch axes broadcast",
-    "causal": "`is_causal`",
-    "grouped_heads": "grouped heads",
-    "mask": "`mask` array",
-    "mask_mod": "`mask` function",
-    "query_offset_array": "`query_offset` array",
-    "value_size": "E other than D",
-    "rank": "rank other than 4",
-    "layout": "heads after length",
-}
+#: What a cell calls each finding, with what it means for a user; and the names of meanings.
+MEANS, SHORT = ASKED["means"], ASKED["short"]
 
 
-@functools.cache
-def rows_of(peer: str, names: tuple[str, ...] = tuple(CASES)) -> dict[str, Row]:
-    """Return what was found of a peer on the cases of these names, by the rows' labels."""
-    there = peers()[peer]
-    rows = summarise(there.function, [CASES[name] for name in names], there.to, there.back)
-    return {label(row): row for row in rows}
-
-
-def label(row: Row) -> str:
-    """Return what a row is called."""
-    return LABELS.get(row.name, f"`{row.name}`" if row.kind == "feature" else row.name)
-
-
-def figure(units: float) -> str:
-    """Return a number in two digits."""
-    if math.isinf(units):
-        return "∞"
-    digits = f"{units:.1e}"
-    if units == 0 or 0.01 <= units < 1e4:
-        return f"{float(digits):g}"
-    return re.sub(r"e\+?(-?)0*", r"e\1", digits)
+# ---- measure -----------------------------------------------------------------------------------
 
 
 def outcome(finding: Finding) -> str:
-    """Return what a cell says of a finding."""
+    """Return what a cell calls a finding."""
     if finding.status == DIFFERS:
-        return SHORT.get(finding.interpretation, finding.interpretation)
-    return "crashes" if finding.error.startswith(CrashError.__name__) else finding.status
+        return SHORT.get(finding.interpretation, "wrong")
+    if finding.error.startswith("the process ended"):
+        return CRASHES
+    return "other bits" if finding.remark.startswith("other bits") else finding.status
 
 
-def cell(row: Row) -> str:
-    """Return what a peer does with the cases of a row, figures in parentheses."""
-    asked = [f for f in row.findings.values() if f.status != NO_ARGUMENT]
-    outcomes = defaultdict(list)
-    for finding in asked:
-        outcomes[outcome(finding)].append(finding)
-    well = outcomes.pop(AGREES, None)
-    order = sorted(outcomes, key=lambda what: (-len(outcomes[what]), what))
-    said = [f"**{what}**{share(outcomes[what], asked)}" for what in order]
-    said = [*said[:MOST], "…"] if len(said) > MOST else said
-    if well is not None:
-        bits = ", other bits" * any(finding.remark for finding in well)
-        said.append(f"{AGREES}{share(well, asked)}{bits}")
-    return "; ".join(said) or "–"
+def areas_of(name: str) -> dict[str, dict[str, Any]]:
+    """Return how many cases of each area end in what way, the largest error and one of them."""
+    areas: dict[str, dict[str, Any]] = defaultdict(dict)
+    # Without one case, so that no row sweeps all sizes: minutes where each call is compiled.
+    rows = measure(SUBJECTS[name], [case for case in ESSENTIAL.values() if case.name != "many"])
+    forward = {case: f for row in rows if row.kind != "parts" for case, f in row.findings.items()}
+    for row in rows:
+        for case, finding in row.findings.items():
+            area, asked = AREA_OF.get(row.name), ESSENTIAL.get(case)
+            if area is None or finding.status == NO_ARGUMENT:
+                continue
+            if asked is not None and asked.full_batch == ():
+                continue  # arrays of another rank are not in the table
+            what = outcome(finding)
+            if row.name == "gradients" and finding.status == DIFFERS and case in forward:
+                what = outcome(forward[case]) if forward[case].status == DIFFERS else what
+            causal = asked is not None and "causal" in asked.features and asked.L != asked.S
+            if what == "top left" and asked is not None and asked.poison is not None:
+                what = "leaks"  # either makes the same rows NaN
+            if what == "top left" or (causal and what == "wrong"):
+                area = "causal, L ≠ S"
+            count, units, example = areas[area].get(what, (0, 0.0, case))
+            own = finding.deviation.units if finding.deviation is not None else 0.0
+            areas[area][what] = (count + 1, max(units, float(own)), example)
+    return areas
 
 
-def share(found: list[Finding], asked: list[Finding]) -> str:
-    """Return how many findings there are, if not all, and the largest error of those that ran."""
-    units = [f.deviation.units for f in found if f.deviation is not None]
-    number = f" {len(found)}/{len(asked)}" if len(found) < len(asked) else ""
-    return number + (f" ({figure(max(units))})" if units else "")
+def words_of(name: str) -> dict[str, Any]:
+    """Return how a subject is called in the lines of its page."""
+    words = WORDS[name]
+    arrays = WORDS["arrays"][SUBJECTS[name].arrays]
+    imports = "\n".join(x.strip("\n") for x in (arrays["import"], words.get("import", "")) if x)
+    call = "attend(q, k, v{causal}{mask}{bias}{window}{grouped}{scale})"
+    return {"call": call, "size": 4, **arrays, **words, "imports": imports}
 
 
-def table(columns: dict[str, dict[str, str]], first: str = "") -> str:
-    """Return a table in Markdown, of columns of cells by their labels."""
-    lines = [f"| {first} | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
-    for name in next(iter(columns.values())):
-        lines.append(f"| {name} | " + " | ".join(c[name] for c in columns.values()) + " |")
-    return "\n".join(lines)
+def call_of(words: dict[str, Any], asks: set[str]) -> str:
+    """Return the call that has what is asked, in the subject's words."""
+    slots = {x: words[x] if x in asks else words.get(f"no_{x}", "") for x in OPTIONS}
+    neither = asks.isdisjoint(("mask", "bias"))
+    return words["call"].format(**slots, none="None" if neither else "")
 
 
-def column(rows: dict[str, Row]) -> dict[str, str]:
-    """Return the cells of a peer by their labels, groups of rows with empty ones before them."""
-    cells: dict[str, str] = {}
-    for name, row in rows.items():
-        cells.setdefault(f"**{GROUPS[row.kind]}**", "")
-        cells[name] = cell(row)
-    return cells
+OPTIONS = ("causal", "mask", "bias", "window", "grouped", "scale")
 
 
-# ---- questions by hand -------------------------------------------------------------------------
+def setup_of(name: str) -> str:
+    """Return the code before the lines: what the subject is, and how its arrays are made."""
+    words = words_of(name)
+    swap = ".swapaxes(1, 2)" if words.get("length_first") else ""
+    axes = "(B, L, H, D)" if swap else "(B, H, L, D)"
+    prelude = ASKED["prelude"].strip("\n")
+    for place, text in (
+        *(("{imports}", words["imports"]), ("{to}", words["to"]), ("{size}", str(words["size"]))),
+        *(("{first}", swap), ("{last}", swap), ("{axes}", axes)),
+    ):
+        prelude = prelude.replace(place, text)
+    environment = "".join(
+        f"os.environ[{n!r}] = {x!r}\n" for n, x in SUBJECTS[name].environment.items()
+    )
+    first = f"import os\n\n{environment}\n" if environment else ""
+    return first + SUBJECTS[name].setup.strip("\n") + "\n\n\n" + prelude + "\n"
 
 
-def ask(peer: Peer, arrays, **options):
-    """Return a peer's output as a NumPy array, or what it raised."""
-    try:
-        given = arguments_for(peer.function, options)
-        given = {n: peer.to(x) if isinstance(x, np.ndarray) else x for n, x in given.items()}
-        return np.asarray(peer.back(peer.function(*map(peer.to, arrays), **given)))
-    except Exception as error:
-        return error
-
-
-def draw(*shapes, dtype="float32"):
-    """Return arrays of normal numbers, the same ones each time."""
-    rng = np.random.default_rng(0)
-    return [rng.normal(size=shape).astype(dtype) for shape in shapes]
-
-
-def says(output, meanings: dict[str, Any]) -> str:
-    """Return the name of the meaning that an output is of."""
-    if isinstance(output, Exception):
-        return "refused" if not isinstance(output, CrashError) else "crashes"
-    for name, expected in meanings.items():
-        if output.shape == np.shape(expected) and np.allclose(
-            output, expected, rtol=1e-4, atol=1e-5, equal_nan=True
+def lines_of(name: str) -> list[dict[str, Any]]:
+    """Return the lines that put each question to a subject."""
+    words, lines = words_of(name), []
+    general = [] if "only" in words else ASKED["questions"]
+    for question in [*general, *words.get("questions", [])]:
+        asks = set(question.get("asks", "").split())
+        gradient = "{gradient}" in question.get("show", "")
+        if (
+            not asks <= words.keys()
+            or question["name"] in words.get("skip", [])
+            or (gradient and "gradient" not in words)
         ):
-            return name
-    return "something else"
+            continue
+        call, of = call_of(words, asks), question.get("of", "")
+        filled = {
+            "{call}": call,
+            "{plain}": call_of(words, asks - {"causal"}),
+            "{gradient}": words.get("gradient", "").replace("{0}", of),
+        }
+        filled["{size}"] = str(words["size"])
+        code, show = question["code"].strip("\n"), question.get("show", "row({call})")
+        if gradient:
+            code += f"\nf = lambda {of}: {call}"
+        for place, text in filled.items():
+            code, show = code.replace(place, text), show.replace(place, text)
+        lines.append({**question, "code": f"{code}\nshow(lambda: {show})\n"})
+    return lines
 
 
-def third_axis(peer: Peer) -> str:
-    """Return how a mask (2, L, S) is read where both batch and heads are 2."""
-    arrays = draw((2, 2, 3, 4), (2, 2, 5, 4), (2, 2, 5, 4))
-    mask = np.arange(5) < np.array([5, 2])[:, None, None]
-    mask = np.broadcast_to(mask, (2, 3, 5))
-    meanings = {
-        "one per head": attention(*arrays, mask=mask[None]),
-        "one per batch item": attention(*arrays, mask=mask[:, None]),
-    }
-    return says(ask(peer, arrays, mask=mask), meanings)
+def lines_of_case(name: str, case: Case) -> str | None:
+    """Return lines for arrays of the shapes of a case, or None if the call has other options."""
+    words, (arrays, options) = words_of(name), case.arguments()
+    asks = {"causal" if option == "is_causal" else option for option in options}
+    asks |= {"grouped"} if "grouped_heads" in case.features else set()
+    if not asks <= words.keys() or arrays[0].ndim != 4 or callable(options.get("mask")):
+        return None
+    shapes = ", ".join(str(x.shape) for x in arrays)
+    lines = [f'q, k, v = (arrange(np.ones(x), "{case.dtype}") for x in ({shapes}))']
+    for option, dtype in (("mask", "bool"), ("bias", case.dtype)):
+        if option in options:
+            shape = np.shape(options[option])
+            lines.append(f'{option} = to(np.ones({(1,) * (4 - len(shape)) + shape}), "{dtype}")')
+    return "\n".join([*lines, f"show(lambda: row({call_of(words, asks)}))\n"])
 
 
-def rank_two(peer: Peer) -> str:
-    """Return how arrays (L, D) are read."""
-    arrays = draw((3, 4), (3, 4), (3, 4))
-    meanings = {"one head": attention(*arrays), "L heads of one row": arrays[2]}
-    return says(ask(peer, arrays), meanings)
+# A process that runs lines one after another, and prints what they print as JSON.
+RUNNER = """
+import contextlib, io, json, sys
+setup, blocks = json.load(sys.stdin)
+names = {}
+exec(setup, names)
+for block in blocks:
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        exec(block, names)
+    print(json.dumps(printed.getvalue()), file=sys.stderr, flush=True)
+"""
 
 
-def no_keys(peer: Peer) -> str:
-    """Return what a row is where S = 0."""
-    arrays = draw((1, 2, 3, 4), (1, 2, 0, 4), (1, 2, 0, 4))
-    meanings = {"0": np.zeros((1, 2, 3, 4)), "NaN": np.full((1, 2, 3, 4), np.nan)}
-    return says(ask(peer, arrays), meanings)
+def printed_by(setup: str, blocks: list[str]) -> list[str | None]:
+    """Return what each block of lines prints; None for one that ends the process."""
+    done: list[str | None] = []
+    while len(done) < len(blocks):
+        ran = subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", RUNNER],
+            input=json.dumps([setup, blocks[len(done) :]]),
+            **{"capture_output": True, "text": True, "check": False, "timeout": 600},
+        )
+        lines = [x for x in ran.stderr.splitlines() if x[:1] == '"']
+        done += map(json.loads, lines)
+        if len(done) < len(blocks):
+            assert ran.returncode < 0, ran.stderr
+            print(f"  {signal.Signals(-ran.returncode).name}: {blocks[len(done)]}")
+            done.append(None)
+    return done
 
 
-def hidden_row(peer: Peer, **hiding) -> str:
-    """Return what a row is whose keys are all hidden, the other rows being right."""
-    arrays = draw((1, 2, 3, 4), (1, 2, 5, 4), (1, 2, 5, 4))
-    hidden = (np.arange(3) == 1)[:, None] & np.ones(5, bool)
-    (name, value), *_ = hiding.items()
-    option = ~hidden if name == "mask" else np.where(hidden, value, 0).astype("float32")
-    right = attention(*arrays, mask=~hidden)
-    mean = np.mean(arrays[2], axis=-2, keepdims=True)
-    row = (np.arange(3) == 1)[:, None]
-    meanings = {
-        name: np.where(row, x, right) for name, x in (("0", 0), ("mean", mean), ("NaN", np.nan))
-    }
-    return says(ask(peer, arrays, **{name: option}), meanings)
+def answered(name: str, areas: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the lines of a subject with what they print, and what that means."""
+    lines = lines_of(name)
+    setup = setup_of(name)
+    for line, text in zip(lines, printed_by(setup, [x["code"] for x in lines]), strict=True):
+        line["printed"], line["outcome"] = text, meaning_of(text, line["answers"])
+    # Errors and crashes that no question met.
+    more = []
+    for area, found in areas.items():
+        met = {line["outcome"] for line in lines if line["area"] == area}
+        for what in {RAISES, CRASHES} & found.keys() - met:
+            example = found[what][2]
+            code = lines_of_case(name, ESSENTIAL[example])
+            if code is not None and "only" not in WORDS[name]:
+                more.append({"area": area, "name": f"case {example}", "code": code})
+    for line, text in zip(more, printed_by(setup, [x["code"] for x in more]), strict=True):
+        line["printed"], line["outcome"] = text, meaning_of(text, {})
+    kept = ("area", "name", "code", "printed", "outcome")
+    return [{key: line[key] for key in kept} for line in lines + more]
 
 
-def float16(peer: Peer) -> str:
-    """Return what becomes of a plain call in float16 where no function is compiled."""
-    with jax.disable_jit():
-        finding = check_callable(peer.function, CASES["plain, float16"], peer.to, peer.back)
-    return outcome(finding) + share([finding], [finding])
+def meaning_of(text: str | None, answers: dict[str, str]) -> str:
+    """Return the meaning of what lines print."""
+    if text is None:
+        return CRASHES
+    text = text.strip()
+    raised = re.fullmatch(r"[A-Z]\w+", text) and text not in ("True", "False")
+    return answers.get(text, RAISES if raised else "wrong")
 
 
-QUESTIONS = {
-    "a bool mask (2, L, S) where batch and heads are both 2": third_axis,
-    "arrays (L, D)": rank_two,
-    "a row where S = 0": no_keys,
-    "a row hidden by False in a mask": functools.partial(hidden_row, mask=False),
-    "a row hidden by a bias of −inf": functools.partial(hidden_row, bias=-np.inf),
-    "a row hidden by a bias of `finfo.min`": functools.partial(
-        hidden_row, bias=float(np.finfo("float32").min)
-    ),
-    "float16, without `jax.jit`": float16,
-}
+def write_data(name: str, anew: bool) -> None:
+    """Measure a subject and write what was found."""
+    began, subject = os.times(), SUBJECTS[name]
+    os.environ.update(subject.environment)
+    version = next(iter(subject.versions.values())).partition("+")[0]
+    file = DATA / f"{name}-{version}.json"
+    data = {} if anew else json.loads(file.read_text(encoding="utf-8"))
+    if anew:
+        data = {"name": name, "versions": subject.versions, "areas": areas_of(name)}
+        data["seconds"] = round(sum(os.times()[:4]) - sum(began[:4]))  # of the processor
+    data["lines"] = answered(name, data["areas"])
+    text = json.dumps(data, indent=1, ensure_ascii=False)
+    text = re.sub(r"\[\s+(\d+),\s+(\S+),\s+(\".*\")\s+\]", r"[\1, \2, \3]", text)
+    file.write_text(text + "\n", encoding="utf-8")
+    print(name, version, f"{data['seconds']} s", flush=True)
 
 
-# ---- the page ----------------------------------------------------------------------------------
+# ---- the pages ---------------------------------------------------------------------------------
 
-
-def counts(rows: dict[str, Row]) -> dict[str, str]:
-    """Return how many cases end in what way, and the arguments that are missing."""
-    found = [finding for row in rows.values() for finding in row.findings.values()]
-    ended = Counter(finding.status for finding in found)
-    missing = {n for f in found if f.status == NO_ARGUMENT for n in f.missing.split(", ")}
-    return {
-        "agree": str(ended[AGREES]),
-        "differ": str(ended[DIFFERS]),
-        "raise an error": str(ended[RAISES]),
-        "need an argument that it does not have": str(ended[NO_ARGUMENT]),
-        "it has no argument for": ", ".join(sorted(missing)),
-    }
-
-
-INTRODUCTION = """\
+FRONT = """\
 # How other attention functions differ
 
-`python docs/peers.py` writes this page. It ran on a CPU with
-{versions}.
+`python docs/peers.py` writes this page and those of the functions from measurements, which
+`polyattn check --subject NAME --quick` repeats. Each function ran on a CPU, in a process of its
+own, on the cases of `polyattn.conformance` that it has arguments for, and was compared with [what
+attention means here](semantics.md). A difference is not always a bug: most are another meaning, and
+the cell names it. The page of a function has lines of its own library's code that repeat each.
 
-Each function is run on the cases of `polyattn.conformance`, one feature, dtype or corner at a
-time. The results are compared with [what attention means here](semantics.md). A difference is not
-always a bug: most are another meaning, and the cell names it.
-`polyattn.conformance.functions.check` does the same for any function.
+{table}
 
-A cell counts only the cases that the function has arguments for. *2/3* means two of three cases.
-The number in parentheses is their largest error in units of `eps · Σ w|v|`, the rounding of a
-weight; in float32, about 10⁷ units are as large as the values themselves. A result agrees if it is
-within the limit of its case, which is wide where scores are large.
+A cell lists what was found in some case of the area, most frequent first; *agrees* alone means all
+cases, *–* that the function has no argument for any.
 
-- *∞*: not exact where it must be, such as at a 0, or NaN instead of a number.
-- *–*: the function has no argument for any of the cases.
-- *raises*: an error.
-- *other bits*: by themselves, parts of a call agree, and not bit for bit with the whole.
-- *crashes*: the process ended.
+{legend}
 
-The figures come from one machine. A test checks that the words in the cells of torch and jax are
-still true.
+torch's `varlen_attn`, FlashAttention, xFormers and FlashInfer run on GPUs only: on such a machine
+`polyattn check --callable torch.nn.attention.varlen:varlen_attn --library torch:cuda` checks one.
+
+## What changed between versions
+
+{history}
+
+```{{toctree}}
+:hidden:
+:glob:
+
+peers/*
+```
+"""
+
+PAGE = """\
+# {title}
+
+{versions}. `polyattn check --subject {name} --quick` checks this and more sizes. This
+took {seconds} seconds of the processor.
+
+| | agree | otherwise |
+|---|---|---|
+{table}
+
+The lines below need this first:
+
+```python
+{setup}```
+
+{findings}
 """
 
 
-SERVING = """\
-## Caches and pages
-
-The same for functions over caches and pages, one case in a row: GroupQueryAttention of ONNX Runtime
-(`com.microsoft`); `paged_attention` of JAX's Pallas kernels for TPUs, interpreted, in bfloat16, to
-which it rounds keys and values; and `sdpa_attention_forward` of transformers {transformers}, whose
-mask says where keys end. A cache is one page of each item for `paged_attention`.
-
-torch's `varlen_attn`, FlashAttention and FlashInfer run on CUDA only, and were not run. Where there
-is a GPU, `polyattn check --callable torch.nn.attention.varlen:varlen_attn --library torch:cuda`
-checks one of them.
-"""
+def loaded() -> dict[str, list[dict[str, Any]]]:
+    """Return the data of each subject, the newest version first."""
+    found = defaultdict(list)
+    for file in DATA.glob("*.json"):
+        data = json.loads(file.read_text(encoding="utf-8"))
+        found[data["name"]].append(data)
+    for of_name in found.values():
+        of_name.sort(key=lambda data: [int(x) for x in version_of(data).split(".")], reverse=True)
+    return {name: found[name] for name in SUBJECTS if name in found}
 
 
-def main() -> None:
-    """Write the page."""
-    found = {name: rows_of(name) for name in peers()}
-    heads = [peer.short for peer in peers().values()]
-    columns = dict(zip(heads, map(column, found.values()), strict=True))
-    interpretations = {
-        name for rows in found.values() for row in rows.values() for name in row.interpretations
-    }
-    meant = {name: name or "no other meaning that was tried" for name in interpretations}
-    legend = [f"- *{short}*: {meant[name]}." for name, short in SHORT.items() if name in meant]
-    totals = dict(zip(heads, map(counts, found.values()), strict=True))
-    answers = {
-        head: {question: answer(peer) for question, answer in QUESTIONS.items()}
-        for head, peer in zip(heads, peers().values(), strict=True)
-    }
-    parts = [
-        INTRODUCTION.format(versions=", ".join(heads)),
-        table(columns),
-        "",
-        *legend,
-        "",
-        "## Single calls",
-        "",
-        table(answers),
-        "",
-        "## In all",
-        "",
-        table(totals, f"of {sum(len(row.findings) for row in found['torch'].values())} cases"),
-        "",
-        *[f"- **{peer.name}**: {peer.how}" for peer in peers().values()],
-    ]
-    parts += ["", SERVING.format(transformers=transformers.__version__)]
-    parts += [table({name: serving_column(name) for name in servers()})]
-    PAGE.write_text("\n".join(parts) + "\n", encoding="utf-8")
+def version_of(data: dict[str, Any]) -> str:
+    """Return the version of the library that was measured."""
+    return str(next(iter(data["versions"].values()))).partition("+")[0]
+
+
+def differing(data: dict[str, Any], area: str) -> list[str]:
+    """Return what was found in an area beside agreement, most frequent first."""
+    counts = {what: found[0] for what, found in data["areas"].get(area, {}).items()}
+    for line in data["lines"]:
+        if line["area"] == area:
+            counts.setdefault(line["outcome"], 0)
+    return sorted(counts.keys() - {AGREES}, key=lambda x: (x == RAISES, -counts[x], x))
+
+
+def cell(data: dict[str, Any], area: str) -> str:
+    """Return what the front table says of a function in an area."""
+    asked = data["areas"].get(area) or [line for line in data["lines"] if line["area"] == area]
+    said = ", ".join(f"**{x}**" if x != RAISES else x for x in differing(data, area))
+    return said or (AGREES if asked else "–")
+
+
+def table(head: list[str], rows: list[list[str]]) -> str:
+    """Return a table in Markdown."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def findings(data: dict[str, Any]) -> str:
+    """Return the lines that repeat what was found, area by area."""
+    parts, met = [], defaultdict(set)
+    for line in data["lines"]:
+        what = line["outcome"]
+        if what != AGREES and (what not in met[line["area"]] or what != RAISES):
+            said = f"**{what}**: {MEANS[what]}" if what not in met["said"] else f"**{what}**"
+            met[line["area"]].add(what)
+            met["said"].add(what)
+            parts.append(f"## {line['area']}: {line['name']}\n\n{said}\n\n{shown(line)}")
+    for area in AREAS:
+        for what in set(differing(data, area)) - met[area]:
+            by_other = what == "wrong" and met[area] - {RAISES}  # its lines show another effect
+            assert by_other or what in met["said"], (
+                f"{data['name']}: no lines repeat {what} of {area}"
+            )
+    return "\n\n".join(parts)
+
+
+def shown(line: dict[str, Any]) -> str:
+    """Return lines with what they print; those that end the process are no Python to run."""
+    if line["printed"] is None:
+        return f"These lines end the process:\n\n```text\n{line['code']}```"
+    return f"```python\n{line['code']}```\n\n```text\n{line['printed']}```"
+
+
+def page_of(data: dict[str, Any]) -> str:
+    """Return the page of a subject."""
+    rows = []
+    for area in AREAS:
+        found = dict(data["areas"].get(area, {}))
+        agree, others = found.pop(AGREES, [0])[0], sum(x[0] for x in found.values())
+        if agree + others:
+            said = ", ".join(f"{what} {count}" for what, (count, *_) in found.items())
+            rows.append(f"| {area} | {agree} of {agree + others} | {said} |")
+    versions = ", ".join(f"{name} {x.partition('+')[0]}" for name, x in data["versions"].items())
+    title = SUBJECTS[data["name"]].title
+    return PAGE.format(
+        title=title,
+        **{"versions": versions, "name": data["name"], "seconds": data["seconds"]},
+        **{"table": "\n".join(rows), "setup": setup_of(data["name"]), "findings": findings(data)},
+    )
+
+
+def history(found: dict[str, list[dict[str, Any]]]) -> str:
+    """Return what differs between two versions of a subject."""
+    rows = []
+    for name, (newest, *older) in found.items():
+        for data in older:
+            changes = [
+                f"{area}: {cell(data, area)} → {cell(newest, area)}"
+                for area in AREAS
+                if area != "same bits" and cell(data, area) != cell(newest, area)  # of processors
+            ]
+            rows.append(
+                [
+                    f"`{name}`",
+                    f"{version_of(data)} → {version_of(newest)}",
+                    "; ".join(changes) or "nothing",
+                ]
+            )
+    return table(["", "versions", "what changed"], rows)
+
+
+def pages() -> dict[str, str]:
+    """Return the front page and a page for each subject, by their places in docs/."""
+    found, texts = loaded(), dict[str, str]()
+    rows, used = [], set()
+    for name, (data, *_) in found.items():
+        page = f"peers/{re.sub(r'[._]', '-', name)}.md"
+        texts[page] = page_of(data)
+        rows.append([f"[{name}]({page}) {version_of(data)}", *(cell(data, x) for x in AREAS)])
+        used |= {x for area in AREAS for x in differing(data, area)}
+    legend = "\n".join(f"- *{what}*: {says}" for what, says in MEANS.items() if what in used)
+    text = FRONT.format(table=table(["", *AREAS], rows), legend=legend, history=history(found))
+    return {"peers.md": text} | texts
 
 
 if __name__ == "__main__":
-    main()
+    for subject_name in sys.argv[1:]:
+        write_data(subject_name.removeprefix("lines:"), not subject_name.startswith("lines:"))
+    for file, written in pages().items() if not sys.argv[1:] else ():
+        (DOCS / file).write_text(written, encoding="utf-8")

@@ -12,6 +12,7 @@ from polyattn._api.gradients import attention_backward, attention_jvp, attention
 from polyattn._api.partial import Partial, attention_partial, merge
 from polyattn._api.weights import TopWeights, attention_weights
 from polyattn._base.progress import show_progress
+from polyattn._base.same_bits import same_bits
 from polyattn._base.threads import use_threads
 from polyattn._core.call.gradients import Gradients
 from polyattn._core.expressions.expression import RENDERERS
@@ -47,6 +48,7 @@ __all__ = [
     "list_backends",
     "masks",
     "merge",
+    "same_bits",
     "scores",
     "show_progress",
     "trace",

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -206,12 +205,20 @@ def _add_check(commands: Any) -> None:
         " scaled_dot_product_attention, of a dialect or of a function over a cache or pages, or"
         " with our argument names",
     )
+    add(
+        "--subject",
+        metavar="NAMES",
+        help="instead of a backend, attention functions of other libraries, such as"
+        " torch.sdpa,jax.nn, each in a process of its own; a wrong name lists them",
+    )
     add("--kernel", action="append", default=[], metavar="NAME", help="only this; may be repeated")
     add(
         *("--quick", "--essential"),
         action="store_true",
         help="the essential cases: one for each feature and corner case",
     )
+    counts = "with --callable: instead, count the rows that have other bits decoded, cut or packed"
+    add("--same-bits", action="store_true", help=counts)
     add("--list", action="store_true", help="print the cases and which kernels run them; run none")
     add("--json", action="store_true", help="print JSON instead of tables")
     add("--html", type=Path, metavar="FILE", help="also write an HTML page")
@@ -308,22 +315,28 @@ def _check(options: argparse.Namespace) -> int:
     """Return 0 if all results agree, 1 if one does not, 130 if interrupted."""
     from polyattn.conformance import CASES, ESSENTIAL, Target, selection, written
     from polyattn.conformance.checks.frames import print_fatal_errors
+    from polyattn.conformance.functions import command as functions
     from polyattn.conformance.functions import repro
     from polyattn.conformance.report import files, run
     from polyattn.conformance.report import html as page
 
     files.check_files(options)
     if options.write_cases is not None:
-        if options.backends or options.callable:
+        if options.backends or options.callable or options.subject:
             raise ValueError("--write-cases checks nothing; leave out the backend and --callable")
         show(written.write(options.write_cases, progress(written.cases_to_write(), unit="case")))
         return 0
-    if options.list and (options.callable or options.json):
-        raise ValueError("--list prints a table of kernels; leave out --callable and --json")
+    has_files = any(getattr(options, name) for name in files.OPTIONS)
+    if options.same_bits and (has_files or not options.callable):
+        raise ValueError("--same-bits prints counts of --callable: give a function, and no file")
+    if options.list and (options.callable or options.subject or options.json):
+        raise ValueError(
+            "--list prints a table of kernels; leave out --callable, --subject and --json"
+        )
     cases = ESSENTIAL if options.quick else CASES
     print_fatal_errors()
-    if options.callable is not None:
-        return _check_callable(options, cases)
+    if options.callable is not None or options.subject is not None:
+        return functions.check(options, list(cases.values()))
     if options.backends:
         names = [name for names in options.backends for name in names.split(",")]
         targets = [Target(name, options.library) for name in names]
@@ -335,52 +348,8 @@ def _check(options: argparse.Namespace) -> int:
     report = run.run(run.steps(targets, cases, options.kernel), run.described)
     made = files.made(list(files.results_of(report))) | {"html": page.page(report)}
     made["repro"] = partial(repro.of_report, report) if report.failed else None
-    files.give(options, _json(report.as_dict()) if options.json else report, made)
+    files.give(options, files.as_json(report.as_dict()) if options.json else report, made)
     if report.done < report.total:
         complain(f"polyattn check: interrupted after {report.done} of {report.total}")
         return 130
     return 1 if report.failed else 0
-
-
-def _json(value: Any) -> str:
-    """Return JSON, with null for infinite errors, which JSON lacks."""
-
-    def finite(x: Any) -> Any:
-        if isinstance(x, dict):
-            return {name: finite(y) for name, y in x.items()}
-        if isinstance(x, (list, tuple)):
-            return [finite(y) for y in x]
-        return None if isinstance(x, float) and not math.isfinite(x) else x
-
-    return json.dumps(finite(value), indent=2, allow_nan=False)
-
-
-def _check_callable(options: argparse.Namespace, cases: Any) -> int:
-    from polyattn.conformance.functions import check as callables
-    from polyattn.conformance.functions import report as function_report
-    from polyattn.conformance.functions import repro
-    from polyattn.conformance.report import files
-    from polyattn.conformance.report import html as page
-
-    for name, values in (("a backend", options.backends), ("--kernel", options.kernel)):
-        if values:
-            raise ValueError(f"--callable takes the place of {name}; got {' '.join(values)}")
-    sys.path.append("")  # the current folder last: no file in it replaces an installed module
-    function = callables.load(options.callable)
-    target = callables.target_of(options.callable, options.library)
-    bar = partial(progress, unit="case")
-    rows = function_report.summarise(function, cases.values(), target.to, target.back, bar)
-    differ = sum(row.differing for row in rows)
-    lines = [f"{options.callable} on arrays of {target.library}", "", *function_report.lines(rows)]
-    lines.append(f"  {differ or 'no'} case{'s' * (differ != 1)} differ{'s' * (differ == 1)}")
-    text = "\n".join(lines)
-    if options.json:
-        text = _json([function_report.as_dict(row) for row in rows])
-    table = function_report.table_rows(rows)
-    results = list(files.results_of_function(options.callable, rows))
-    made = files.made(results) | {"html": page.callable_page(options.callable, table, differ)}
-    failing = [result.name for result in results if result.kind == "failure"]
-    subject = repro.Subject(function, options.callable, target)
-    made["repro"] = partial(repro.script, subject, failing) if failing else None
-    files.give(options, text, made)
-    return 1 if differ else 0

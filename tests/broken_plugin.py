@@ -235,6 +235,7 @@ def coarse(dense, p, x, backend):
 
 OTHERS = [
     Sabotaged("batchy", batchy, batch_invariant=True),
+    Sabotaged("uncut", lambda dense, *given: dense(*given), cut_invariant=True),
     *[
         Sabotaged(sabotage.__name__, sabotage)
         for sabotage in (

@@ -23,6 +23,7 @@ PLUGINS = "tests/dispatch/test_extensions.py::"
 REPORT = "tests/conformance/test_report.py::"
 RUN = "tests/api/test_run.py::"
 SERVING = "tests/conformance/test_serving.py::"
+SUBJECTS = "tests/conformance/test_subjects.py::"
 SELECT = "tests/dispatch/test_select.py::"
 TRACE = "tests/dispatch/test_trace.py::"
 STRATEGIES = "tests/parallel/test_strategies.py::"
@@ -206,8 +207,8 @@ MUTATIONS = (
      "{}"),
     # forks
     (FORKS + "test_locks_that_another_thread_holds_are_free",
-     "a lock that survives a fork", "polyattn/_dispatch/request.py",
-     "_blocks_lock = forkable_lock()", "_blocks_lock = __import__('threading').RLock()"),
+     "a lock that survives a fork", "polyattn/_base/settings.py",
+     "_blocks_open = forkable_lock(), 0", "_blocks_open = __import__('threading').RLock(), 0"),
     (FORKS + "test_a_lock_of_the_forking_thread_stays_its_own",
      "a lock that is made anew under its owner", "polyattn/_base/forks.py",
      "if not lock._is_owned():  # by", "if True:  # by"),
@@ -470,6 +471,19 @@ MUTATIONS = (
      "in_our_words(recording)",
      "recording"),
     # functions of others
+    (SUBJECTS + "test_a_call_that_ends_its_process_or_never_ends_is_a_finding_and_the_others_go_on",
+     "cases that are checked again behind one that ends the process",
+     "polyattn/conformance/functions/subjects.py",
+     "in plan[first:]:",
+     "in plan:"),
+    (SUBJECTS + "test_the_command_checks_one_subject_after_another",
+     "the exit code of the first subject only", "polyattn/conformance/functions/command.py",
+     "for rows in found.values() for row in rows)",
+     "for row in list(found.values())[0])"),
+    (INTERPRETED + "test_a_difference_is_interpreted[empty rows see all]",
+     "an empty row that sees all, taken for the mean", MEANINGS,
+     "return s if score is None else np.where",
+     "return np.where"),
     (FUNCTIONS + "test_essential_cases_find_a_softcap_after_the_mask",
      "a quick choice without two options together", "polyattn/conformance/cases/catalogue.py",
      "NO_ROWS | ADVERSARIAL | IN_ORDER)",
@@ -599,6 +613,12 @@ MUTATIONS = (
      "a block that ended still holds", "polyattn/_base/settings.py",
      "block.is_open = False",
      "pass"),
+    ("tests/dispatch/test_same_bits.py::test_a_call_inside_and_one_outside_are_two[jax]",
+     "a program of JAX for inside and outside", "polyattn/_base/same_bits.py",
+     "nullcontext() if context is None else context(True)", "nullcontext()"),
+    ("tests/dispatch/test_same_bits.py::test_a_call_inside_and_one_outside_are_two[numpy]",
+     "a block is not part of the request", "polyattn/_dispatch/request.py",
+     "return _NOTHING_BUT_BITS if same else _NOTHING", "return _NOTHING"),
     ("tests/backends/test_torch_compiled.py::test_a_compiled_call_takes_the_context_of_its_task",
      "a compiled call takes the choice of another task", "polyattn/_dispatch/request.py",
      "TracedValue(lambda: _context.get() or ())",

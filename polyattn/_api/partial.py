@@ -23,9 +23,11 @@ from polyattn._base.arrays import (
     quiet,
 )
 from polyattn._base.autocast import autocast
+from polyattn._base.same_bits import keeps_bits
 from polyattn._core.call.describe import describe
 from polyattn._core.call.features import DTYPES
 from polyattn._core.call.options import AUTOCAST
+from polyattn._dispatch.errors import UnsupportedError
 
 
 class Partial(NamedTuple):
@@ -137,6 +139,8 @@ def merge(*partials: Partial) -> Partial:
         If there is no partial, or if libraries, devices or dtypes differ.
     ValueError
         If the shapes differ.
+    UnsupportedError
+        In a block of `same_bits`: a merge rounds, so its bits depend on the parts.
 
     See Also
     --------
@@ -168,6 +172,11 @@ def merge(*partials: Partial) -> Partial:
                 "merge takes Partials, or pairs (output, logsumexp), as separate arguments:"
                 f" merge(*partials); got a {type(partial).__name__}"
             )
+    if keeps_bits() and len(partials) > 1:
+        raise UnsupportedError(
+            "a merge of partial results has bits that depend on the parts, so it is refused in"
+            " same_bits(): call attention over all keys at once"
+        )
     _check_alike(partials)
     library = library_of(partials[0][0])
     with quiet(library.name):

@@ -8,6 +8,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from polyattn._base.forks import forkable_lock
+
 T = TypeVar("T")
 
 
@@ -29,6 +31,9 @@ class Context(Generic[T]):
 
     def __init__(self, name: str) -> None:
         self._innermost: ContextVar[_OpenBlock[T] | None] = ContextVar(name, default=None)
+        self._lock, self._blocks_open = forkable_lock(), 0
+        #: Read before the variable, in less time; torch.compile guards on it, not on the number.
+        self.is_open_anywhere = False
 
     def get(self) -> T | None:
         """Return the value, or None outside of all blocks."""
@@ -38,6 +43,7 @@ class Context(Generic[T]):
     @contextmanager
     def block(self, value: T) -> Iterator[None]:
         """Let a value hold inside a block."""
+        self._count(1)
         block = _OpenBlock(value, self._open())
         self._innermost.set(block)
         try:
@@ -45,6 +51,12 @@ class Context(Generic[T]):
         finally:
             block.is_open = False
             self._innermost.set(self._open())
+            self._count(-1)
+
+    def _count(self, change: int) -> None:
+        with self._lock:
+            self._blocks_open += change
+            self.is_open_anywhere = self._blocks_open > 0
 
     def _open(self) -> _OpenBlock[T] | None:
         block = self._innermost.get()

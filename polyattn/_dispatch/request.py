@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from polyattn._base.arguments import did_you_mean
-from polyattn._base.forks import forkable_lock
 from polyattn._base.quirks import TracedValue, reader_of
+from polyattn._base.same_bits import keeps_bits
 from polyattn._base.settings import Context
 from polyattn._dispatch import extensions, registry
 from polyattn._dispatch.entries import variable_of
@@ -33,6 +33,7 @@ class Request(NamedTuple):
 
     names: Names
     channel: str = "arrays"
+    same_bits: bool = False  #: whether only kernels that declare ``cut_invariant`` may run
 
     @property
     def backends(self) -> Names:
@@ -56,20 +57,19 @@ class Request(NamedTuple):
 
     def __str__(self) -> str:
         names = ",".join(self.names)
-        return {
+        source = {
             "argument": f"backend={names!r}",
             "context": f"use_backend({names!r})",
             "environment": f"{VARIABLE}={names}",
             "arrays": "the arrays' own library",
         }[self.channel]
+        return f"{source}, in same_bits()" if self.same_bits else source
 
 
 _NOTHING = Request(())
+_NOTHING_BUT_BITS = Request((), same_bits=True)
 _context: Context[Names] = Context("polyattn_backend")
 _here = TracedValue(lambda: _context.get() or ())
-_blocks_open = 0
-_any_block_open = False  # torch.compile guards on this rather than on the number
-_blocks_lock = forkable_lock()
 
 
 @contextmanager
@@ -105,33 +105,25 @@ def use_backend(*names: str) -> Iterator[None]:
     ...     polyattn.attention(x, x, x).shape
     (2, 5, 8)
     """
-    global _any_block_open, _blocks_open
     parsed = parse(names, "use_backend")
     check_known(Request(parsed, "context"))
-    with _blocks_lock:
-        _blocks_open += 1
-        _any_block_open = True
-    try:
-        with _context.block(parsed):
-            yield
-    finally:
-        with _blocks_lock:
-            _blocks_open -= 1
-            _any_block_open = _blocks_open > 0
+    with _context.block(parsed):
+        yield
 
 
 def request(backend: str | Sequence[str] | None) -> Request:
-    """Return the backends requested by argument, context or environment."""
+    """Return what is requested by argument, context or environment, and by `same_bits`."""
+    same = keeps_bits()
     if backend is not None:
-        return Request(parse(backend), "argument")
-    if _any_block_open:
+        return Request(parse(backend), "argument", same)
+    if _context.is_open_anywhere:
         names = _here.value
         if names:
-            return Request(names, "context")
+            return Request(names, "context", same)
     variable = _variable.value
     if variable:
-        return Request(parse(variable, f"{VARIABLE}="), "environment")
-    return _NOTHING
+        return Request(parse(variable, f"{VARIABLE}="), "environment", same)
+    return _NOTHING_BUT_BITS if same else _NOTHING
 
 
 def parse(backend: str | Sequence[str], source: str = "backend=") -> Names:

@@ -35,6 +35,7 @@ def select(
     call: Call, problem: Problem, requested: Request, kernel: str | Kernel | None, xp: Any
 ) -> Plan:
     """Return the plan of a call, with a query of the namespace `xp`, or raise with all reasons."""
+    problem = _with_bits(problem, requested)
     chosen, candidates = _try_candidates(call, problem, requested, kernel, xp)
     if chosen is None:
         explanation = Explanation(call, problem, str(requested), tuple(candidates))
@@ -59,9 +60,15 @@ def explain_selection(
     call: Call, problem: Problem, requested: Request, kernel: str | Kernel | None, xp: Any
 ) -> Explanation:
     """Return the decision with all candidates; `xp` is None if only shapes are known."""
+    problem = _with_bits(problem, requested)
     _, candidates = _try_candidates(call, problem, requested, kernel, xp, explains=True)
     candidates.sort(key=lambda candidate: candidate.status == "not allowed")
     return Explanation(call, problem, str(requested), tuple(candidates))
+
+
+def _with_bits(problem: Problem, requested: Request) -> Problem:
+    """Return the problem as the kernels get it, who may have to keep the bits of each row."""
+    return problem._replace(same_bits=True) if requested.same_bits else problem
 
 
 def check_kernel(kernel: str | Kernel | None) -> None:
@@ -108,10 +115,17 @@ def _error(
     subject = f"kernel={kernel.name if isinstance(kernel, Kernel) else kernel!r} cannot"
     if kernel is None:
         subject = f"no backend {'that was asked for' if requested.backends else 'here'} can"
+    hint = [_IN_SAME_BITS] if requested.same_bits else []
     # Line by line, since torch.compile cannot trace the text of a value inside a string.
-    error = kind("\n".join([f"{subject} take this call", *explanation.lines()]))
+    error = kind("\n".join([f"{subject} take this call", *explanation.lines(), *hint]))
     error.explanation = explanation
     return error
+
+
+_IN_SAME_BITS = (
+    "In same_bits() only kernels run that declare cut_invariant, as polyattn-native does on the"
+    " CPU: drop the options that it does not compute, or make the call outside of the block"
+)
 
 
 def _try_candidates(
@@ -233,12 +247,14 @@ def _described(
     origin = extensions.origins(candidate.backend.partition(":")[0]).get(kernel.name)
     remarks: list[str | None] = []
     if status in ("chosen", "next"):
-        remarks = [*notes, kernel.remark(problem)]
+        keeps = _KEEPS_BITS if problem.same_bits else f"in same_bits() {_KEEPS_BITS}"
+        remarks = [*notes, keeps if kernel.cut_invariant else None, kernel.remark(problem)]
     remark = "; ".join(filter(None, remarks)) or None
     return candidate._replace(status=status, origin=origin, remark=remark)
 
 
 _COPIES_PAGES = "it gets gathered, contiguous copies of the pages"
+_KEEPS_BITS = "a row has the same bits for each cut of its sequence"
 
 
 def _matching(kernels: Sequence[Kernel], requested: str | Kernel | None) -> Sequence[Kernel]:
@@ -279,9 +295,10 @@ def _judge(
         return Candidate(backend, kernel.name, held[0], held[1:])
     reasons = reasons_against(kernel, problem)
     # Whether another is better is asked where it decides, and for `explain` where it can be told.
-    asks = not (reasons or requested)
+    asks = not (reasons or requested or problem.same_bits)
     if explains:
-        asks = not (undeclared(kernel, problem.features) or (reasons and problem.is_symbolic))
+        asks = not undeclared(kernel, problem.features) and not problem.same_bits
+        asks = asks and not (reasons and problem.is_symbolic)
     slower = kernel.only_on_request(problem) if asks else None
     status = "refused" if reasons else "chosen" if requested or not slower else "on request"
     return Candidate(backend, kernel.name, status, tuple(reasons), slower)

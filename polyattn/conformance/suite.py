@@ -24,7 +24,7 @@ from polyattn._dispatch.registry import ARRAY_API
 from polyattn.conformance.cases.case import Case
 from polyattn.conformance.cases.catalogue import CASES, ESSENTIAL
 from polyattn.conformance.checks import cases as checks
-from polyattn.conformance.checks import gradients, promises, quantized
+from polyattn.conformance.checks import cuts, gradients, promises, quantized
 from polyattn.conformance.checks.lazy import is_lazy, lazily
 from polyattn.conformance.checks.target import KernelVariant, Target
 from polyattn.conformance.selection import chosen, why_few
@@ -107,6 +107,10 @@ class BackendSuite:
     def test_batch_invariant(self, target: Target, variant: KernelVariant) -> None:
         """A batch item has the same bits without the others, if the kernel declares so."""
         promises.check_batch_invariance(target, variant)
+
+    def test_cut_invariant(self, target: Target, variant: KernelVariant) -> None:
+        """A row has the same bits, however its sequence is cut, if the kernel declares so."""
+        cuts.check_cut_invariance(target, variant)
 
     def test_pages_in_any_order(self, target: Target, variant: KernelVariant) -> None:
         """Partial results of one page each may be merged in any order, if it computes any."""

@@ -61,6 +61,9 @@ NAMES = {
         _same("bias", "mask", "scale", "is_causal", window="local_window_size"),
         no_bound=2**30,  # stands for a side without a bound
     ),
+    "flax": Names(
+        frozenset(("broadcast_dropout", "dropout_rng")), True, _same("bias", "mask", "is_causal")
+    ),
     "keras": Names(
         frozenset(("flash_attention", "attn_logits_soft_cap")),
         True,

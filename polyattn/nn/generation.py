@@ -18,12 +18,13 @@ from polyattn._base.arrays import (
     numbers_like,
 )
 from polyattn._base.host import as_array, destination_of
+from polyattn._base.same_bits import same_bits as same_bits_block
 from polyattn._dispatch.transfer import as_float64, convert_like
 from polyattn.nn.attention import Cache
 from polyattn.nn.cache import KVCache
 from polyattn.nn.ids import check_range
 from polyattn.nn.layers import Embedding
-from polyattn.nn.models import Transformer
+from polyattn.nn.models import Transformer, with_contiguous_rows
 from polyattn.nn.page_plan import Ledger, on_host, to_device
 from polyattn.nn.paged_cache import PagedCache
 from polyattn.nn.positions import LearnedPositions
@@ -44,6 +45,7 @@ def generate(
     stop: int | Iterable[int] | None = None,
     on_token: Callable[[Array], Any] | None = None,
     jit: Callable[[Any], Any] | None = None,
+    same_bits: bool = False,
     **options: Any,
 ) -> Any:
     """Continue token sequences with a decoder.
@@ -82,6 +84,11 @@ def generate(
         Compiles the function of a step, such as ``jax.jit`` once
         `polyattn.integrations.jax.register` was called. Without it JAX compiles each operation
         for each length.
+    same_bits : bool
+        Whether each step runs in `polyattn.same_bits`, so that tokens and samples depend on their
+        own prompt only, bit by bit: not on other prompts, chunks and kinds of caches. On NumPy and
+        torch on the CPU, with polyattn-native and without `jit`. Weights that are transposed in
+        memory, as of models that torch stored, are copied for the time of the call.
     **options : Any
         Further options of the model, such as ``backend``; not positions and segments, which differ
         at each step.
@@ -133,8 +140,11 @@ def generate(
                 " int64"
             )
         check_range("token id", prompts, tokens, may_wait=True)
+    if same_bits and jit is not None:
+        raise TypeError("same_bits=True computes each step by a compiled library: omit jit")
     held = _first_caches(model, prompts, kept, steps, caches, jit is not None)
-    run = _step(options)
+    model = with_contiguous_rows(model) if same_bits else model
+    run = _step(options, same_bits)
     step = run if jit is None else jit(run)
     new, parts = prompts, [prompts]
     ended, last = np.zeros(batch, dtype=bool), np.zeros(batch, dtype=np.int64)
@@ -157,8 +167,12 @@ def generate(
     return [row[:end] for row, end in zip(rows, ends.tolist(), strict=True)]
 
 
-def _step(options: Mapping[str, Any]) -> Callable[..., Any]:
+def _step(options: Mapping[str, Any], same_bits: bool) -> Callable[..., Any]:
     """Return the function of a step: the logits of the last token of each row, and the caches."""
+
+    def in_block(*given: Any) -> tuple[Array, Any]:
+        with same_bits_block():
+            return run(*given)
 
     def run(model: Transformer, new: Array, caches: Any, kept: Any) -> tuple[Array, Any]:
         own = {} if kept is None else {"counts": kept}
@@ -170,7 +184,7 @@ def _step(options: Mapping[str, Any]) -> Callable[..., Any]:
         x = xp.take(xp.reshape(x, (-1, x.shape[-1])), rows, axis=0)
         return model.logits(x[:, None, :])[:, 0, :], caches
 
-    return run
+    return in_block if same_bits else run
 
 
 def _prompts(ids: Any, lengths: Any, model: Transformer) -> tuple[Array, Any]:

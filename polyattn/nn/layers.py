@@ -14,6 +14,7 @@ from typing import Any
 from polyattn._base.arguments import check_int
 from polyattn._base.arrays import Array, cast, facts_of, library_of, namespace_of
 from polyattn._base.autocast import autocast
+from polyattn._base.same_bits import keeps_bits
 from polyattn._base.tracing import is_autocast_on
 from polyattn.nn.erf import gelu
 from polyattn.nn.ids import look_up
@@ -218,7 +219,11 @@ def _logistic(x: Array, xp: Any) -> Array:
     # If an array of JAX exists, JAX has been imported.
     own = sys.modules["jax"].nn if library_of(x).name == "jax" else xp
     if hasattr(own, "sigmoid"):  # in one step: torch, MLX and JAX
-        return own.sigmoid(x)
+        if not keeps_bits():
+            return own.sigmoid(x)
+        # The bits of torch's depend on where a number lies in memory, those of its exp do not.
+        power = xp.exp(xp.clip(x, max=40.0))
+        return power / (power + 1)
     # From 40 on it is 1 in float64 too, and no exponential overflows.
     power = xp.exp(xp.minimum(x, 40.0))
     power /= power + 1  # in place where the library can, for NumPy's new memory costs as much
@@ -347,4 +352,5 @@ class Embedding(Module):
             Shape (..., tokens).
         """
         xp = namespace_of(x)
-        return xp.matmul(x, xp.matrix_transpose(self.weight))
+        weight = xp.matrix_transpose(self.weight)
+        return affine(x, weight, None) if keeps_bits() else xp.matmul(x, weight)

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from polyattn._base.arguments import check_int, got
 from polyattn._base.arrays import Array, cast, index_range, length_of, library_of
 from polyattn.nn.attention import Cache
@@ -339,3 +341,27 @@ class Transformer(Module):
         like = next(iter(self.parameters().values()))
         settings |= {"like": like, "batch": batch, "kind": kind}
         return tuple([block.attention.cache(capacity, **settings) for block in self.stack.blocks])
+
+
+def with_contiguous_rows(model: Transformer) -> Transformer:
+    """Return a model whose maps have contiguous rows, which the product of one row reads fastest.
+
+    A weight that a library stored as (outputs, inputs) is copied; so is a tied embedding, of which
+    the map is the transpose.
+    """
+
+    def laid_out(name: str, array: Array) -> Array:
+        if len(array.shape) != 2:
+            return array
+        turn = library_of(array).xp.matrix_transpose
+        if model.tied and name == "embedding.weight":
+            return turn(_contiguous(turn(array)))
+        return _contiguous(array)
+
+    parameters = model.parameters().items()
+    return model.with_parameters({name: laid_out(name, array) for name, array in parameters})
+
+
+def _contiguous(array: Array) -> Array:
+    made = getattr(array, "contiguous", None)
+    return np.ascontiguousarray(array) if made is None else made()

@@ -9,6 +9,7 @@ from typing import Any
 
 from polyattn._api.partial import Partial
 from polyattn._base.arrays import Array
+from polyattn._base.same_bits import keeps_bits
 from polyattn._base.slices import joined, split
 from polyattn._core.expressions.replacements import ByNorm
 from polyattn.parallel.call import OptionGradients, ParallelCall
@@ -82,4 +83,6 @@ def needs_whole_rows(call: ParallelCall) -> list[str]:
     options = [] if problem.normalizer is None else [f"normalizer={problem.normalizer!r}"]
     if isinstance(problem.score_norm, ByNorm):
         options.append(f"scale={problem.score_norm!r}")
+    if keeps_bits():
+        options.append("same_bits()")
     return [f"it joins attention over parts of the keys, and {x} needs whole rows" for x in options]

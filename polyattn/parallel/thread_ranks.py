@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import threading
 import time
 from collections import defaultdict, deque
@@ -143,7 +144,11 @@ def run_threads(
         except BaseException as error:
             mail.fail(rank, error)
 
-    threads = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in range(size)]
+    contexts = [contextvars.copy_context() for _ in range(size)]
+    threads = [
+        threading.Thread(target=context.run, args=(work, rank), daemon=True)
+        for rank, context in enumerate(contexts)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:

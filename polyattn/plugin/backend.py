@@ -42,6 +42,11 @@ class Kernel:
         have much in common.
     batch_invariant : bool
         Whether a batch item's result has the same bits with and without the others.
+    cut_invariant : bool
+        Whether output and logsumexp of a row have the same bits however its sequence is cut, at
+        least where `Problem.same_bits` asks for it. They are then a function of its query, of the
+        keys and values that it sees, in their order, and of the options at their positions: the
+        same in the whole call, row by row, in chunks, over pages, padded, packed and in a batch.
     deterministic : bool
         Whether the same call twice gives the same bits.
     takes_empty : bool
@@ -75,6 +80,7 @@ class Kernel:
     poison_safe: ClassVar[bool] = True
     rounds_once: ClassVar[bool] = True
     batch_invariant: ClassVar[bool] = False
+    cut_invariant: ClassVar[bool] = False
     deterministic: ClassVar[bool] = True
     takes_empty: ClassVar[bool] = True
     compiles: ClassVar[bool] = False
@@ -155,6 +161,24 @@ class Kernel:
             That of the logsumexp, shape (..., H, L).
         """
         raise NotImplementedError
+
+    def multiply(self, x: Array, weight: Array, bias: Array | None) -> Array | None:
+        """Compute x · weight + bias, for the maps of `polyattn.nn` in `polyattn.same_bits`.
+
+        A row of the result is a function of a row of `x`, of the weight and the bias: its bits do
+        not depend on the number of rows, nor on that of columns.
+
+        Parameters
+        ----------
+        x, weight, bias : Array, Array, Array or None
+            Shapes (..., inputs), (inputs, outputs) and (outputs,).
+
+        Returns
+        -------
+        Array or None
+            Shape (..., outputs); None if the kernel has no such product of these arrays.
+        """
+        return None
 
     def weights(
         self, problem: Problem, operands: Operands, logsumexp: Array | None, backend: Backend

@@ -95,8 +95,8 @@ def test_a_lock_of_the_forking_thread_stays_its_own(run_python):
         START
         + """
 from polyattn._dispatch import registry, request
-with registry._lock, request._blocks_lock:
-    print(in_child(lambda: registry._lock.release() or request._blocks_lock.release()))
+with registry._lock, request._context._lock:
+    print(in_child(lambda: registry._lock.release() or request._context._lock.release()))
 print(in_child(lambda: polyattn.attention(*np.ones((3, 1, 8))) is None))
 """,
         *QUIET,

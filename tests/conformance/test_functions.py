@@ -276,33 +276,7 @@ def test_a_module_that_ends_the_process_is_refused(tmp_path, monkeypatch):
         load("a_script_that_ends:attend")
 
 
-# ---- the page ----------------------------------------------------------------------------------
-
-
-def without_figures(cell):
-    return re.sub(r" \([^)]*\)", "", cell)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("peer", ["torch", pytest.param("jax", marks=pytest.mark.slow)])
-def test_the_page_says_what_is_found(peer):
-    peers = importlib.import_module("peers")
-    page = (DOCS / "peers.md").read_text(encoding="utf-8").splitlines()
-    lines = [line for line in page if line[:1] == "|"]
-    table = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
-    place = next(n for n, head in enumerate(table[0]) if head.startswith(f"{peer} "))
-    written = {row[0]: without_figures(row[place]) for row in table}
-    # The long cases take longest, and say the same.
-    names = tuple(case.name for case in CASES.values() if case.topic != "lengths")
-    found = {label: peers.cell(row) for label, row in peers.rows_of(peer, names).items()}
-    assert len(found) > 20
-    for label, cell in found.items():
-        parts = 1 if label == "NaN and infinity" else None  # the processor decides about one NaN
-        page, here = (text.split(";")[:parts] for text in (written[label], without_figures(cell)))
-        if label.endswith("by themselves"):  # threads and the processor decide about bits
-            page, here = ([x.removesuffix(", other bits") for x in cells] for cells in (page, here))
-        assert page == here, label
-
+# ---- signatures ----------------------------------------------------------------------------------
 
 KNOWN = {
     "flash_attn:flash_attn_func": {"causal", "window", "softcap", "grouped_heads", "logsumexp"},

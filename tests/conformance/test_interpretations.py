@@ -157,6 +157,11 @@ FAULTS = {
     "NaN in empty rows": Fault(
         "mask hides some rows", "a row without keys is NaN", attend=nan_in_empty_rows
     ),
+    "empty rows see all": Fault(
+        "mask hides some rows",
+        "a row without keys sees all keys",
+        lambda mask, **given: {"mask": mask | ~mask.any(-1, keepdims=True)},
+    ),
     "padded": Fault(
         "bias (B, 1, L, 1)",
         "the last axis of a mask is padded rather than broadcast",

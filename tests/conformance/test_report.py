@@ -79,7 +79,7 @@ def test_a_page_that_needs_nothing_beside_itself(tmp_path, capsys):
         ("numpy --callable torch:matmul", "--callable takes the place of a backend"),
         (
             "numpy --list --json",
-            "--list prints a table of kernels; leave out --callable and --json",
+            "--list prints a table of kernels; leave out --callable, --subject and --json",
         ),
     ],
 )
@@ -363,7 +363,7 @@ def test_texts_of_plugins_are_escaped(monkeypatch, capsys):
     assert not re.search("<[iu]>|<b>.?\x1b", page)
     assert "&lt;b&gt;" in page
     error = [("", "agree"), ("plain", "TypeError: <i>")]
-    assert "TypeError: &lt;i&gt;" in html.callable_page("a:b", error, 1)
+    assert "TypeError: &lt;i&gt;" in html.functions_page({"a:b": error}, 1)
     monkeypatch.setattr(run, "run", lambda *steps: found)
     assert main(QUICK) == 1
     out = capsys.readouterr().out

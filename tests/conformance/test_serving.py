@@ -123,3 +123,8 @@ def test_parts_by_themselves_may_have_other_bits():
     assert (items.count(AGREES), rows.count(AGREES)) == (3, 2)
     assert summary(items)[2] == ""
     assert summary(rows)[2] == "other bits than together (2)"
+
+
+def test_causality_beside_a_mask_is_asked_of_no_function_of_transformers():
+    finding = check(of_transformers, "causal and mask share no key")
+    assert (finding.status, finding.missing) == (NO_ARGUMENT, "is_causal beside a mask")

@@ -103,6 +103,7 @@ def test_a_kernel_that_drops_a_feature_fails_the_cases_of_it(feature, failures):
 BREAKING = {
     "noisy": ("test_deterministic", None),
     "batchy": ("test_batch_invariant", None),
+    "uncut": ("test_cut_invariant", None),
     "wide_pages": ("test_pages_in_any_order", None),
     "leaky": ("test_case", "NaN and infinity"),
     "scribbling": ("test_case", "formula"),

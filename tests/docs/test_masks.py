@@ -8,12 +8,12 @@ from pathlib import Path
 import matplotlib
 import numpy as np
 import pages
-import peers
 import pytest
 from optional import F, causal_lower_right, causal_upper_left, flex, jax, jnp, torch
 from transformers import masking_utils as theirs
 
 from polyattn import attention, masks
+from polyattn.conformance.functions.subjects import SUBJECTS
 
 matplotlib.use("Agg")
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -174,7 +174,8 @@ def by_onnx(**options):
     """What ONNX's reference evaluator sees."""
     arrays = [np.zeros((B, H, n, 1), np.float32) for n in (L, S)]
     arrays.append(np.broadcast_to(np.eye(S, dtype=np.float32), (B, H, S, S)))
-    return peers.onnx_reference_attention(*arrays, **options) > 0
+    exec(SUBJECTS["onnx.reference"].setup, names := {})
+    return names["attend"](*arrays, **options) > 0
 
 
 def by_transformers(function, batch=B, keys=S):

@@ -15,7 +15,9 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCS = [p for p in ROOT.glob("docs/**/*.md") if "/_" not in p.relative_to(ROOT).as_posix()]
 PAGES = sorted([ROOT / "README.md", *DOCS, *ROOT.glob("examples/*/README.md")])
 NAMES = {page.relative_to(ROOT).as_posix(): page for page in PAGES}
-WITH_CODE = {name for name, page in NAMES.items() if any(pages.blocks(page))}
+# Those of other libraries run in processes of their own: test_peers.py.
+OF_PEERS = {name for name in NAMES if name.startswith("docs/peers/")}
+WITH_CODE = {name for name, page in NAMES.items() if any(pages.blocks(page))} - OF_PEERS
 COMMANDS = {name: lines for name, page in NAMES.items() if (lines := pages.commands(page))}
 
 PYTHON = re.compile(
@@ -36,10 +38,13 @@ NOT_SHOWN = ("milliseconds(compute",)
 LONG = {"docs/bench.md": pytest.mark.slow}
 # Commands that run elsewhere or not at all, each with the reason.
 EXAMPLE = "needs the example of a plugin, with which tests/docs/test_site.py runs it"
+SDPA = "torch.nn.functional:scaled_dot_product_attention"
 LEFT_OUT = {
     "polyattn explain --shape 2,8,128,64 --backend einsum": EXAMPLE,
     "polyattn check einsum --kernel einsum": EXAMPLE,
     "polyattn check --callable mine:attend --quick": "tests/docs/test_site.py",
+    # whose code is 1, for rows that differ: tests/conformance/test_same_bits.py
+    f"polyattn check --callable {SDPA} --same-bits": "it takes 20 seconds",
     "polyattn check --callable mine:attend --library torch:cuda": "needs a GPU",
     "polyattn check acme --kernel fused": "there is no such backend",
     "polyattn check --write-cases cases": "tests/conformance/test_written.py",

@@ -2,7 +2,8 @@
 //
 // The seeds of the calls are SEED to SEED + COUNT - 1. It prints the seed of the first wrong call,
 // and then exits with 1. Without the name of an instruction set, each call takes one of all.
-// `fuzz SEED COUNT sums` makes only calls whose tasks add to the same numbers, and compares their bits.
+// `fuzz SEED COUNT sums` makes only calls whose tasks add to the same numbers, and compares their bits;
+// `fuzz SEED COUNT cuts` only sequences of which rows are computed in several ways.
 #include <stdio.h>
 #if !defined(_WIN32)
 #include <sys/wait.h>
@@ -15,6 +16,7 @@
 #include <thread>
 
 #include "arrays.h"
+#include "cuts.h"
 
 namespace {
 
@@ -627,6 +629,49 @@ bool is_right(uint64_t seed, bool of_sums = false) {
     return true;
 }
 
+// Whether a random product is right, and a part of it has its bits.
+template <typename T> bool is_right_product(uint64_t seed) {
+    Random random{seed};
+    const int64_t rows = random.between(0, 40), columns = random.between(0, 200);
+    const int64_t inner = random.one_of({random.between(0, 30), random.between(250, 262), random.between(0, 800)});
+    const bool x_turned = random.chance(0.3), w_turned = random.chance(0.5), has_bias = random.chance(0.7);
+    PolyattnProduct product = {
+        rows, inner, columns, inner, 1, columns, 1, 1, sizeof(T) == 8 ? POLYATTN_FLOAT64 : POLYATTN_FLOAT32};
+    if (x_turned) product.x_row = 1, product.x_column = rows;
+    if (w_turned) product.w_row = 1, product.w_column = inner;
+    std::vector<T> x(rows * inner), w(inner * columns), bias(columns), whole(rows * columns), part(rows * columns);
+    for (auto* numbers : {&x, &w, &bias}) {
+        for (T& number : *numbers) number = (T)random.normal();
+    }
+    T* const offset = has_bias ? bias.data() : nullptr;
+    polyattn_multiply(&product, random.between(1, 3), x.data(), w.data(), offset, whole.data(), nullptr);
+    const int64_t row = random.between(0, rows), column = random.between(0, columns);
+    product.rows = random.chance(0.5) ? std::min(rows - row, (int64_t)1) : rows - row;
+    product.columns = random.between(0, columns - column);
+    polyattn_multiply(&product, random.between(1, 3), x.data() + row * product.x_row,
+                      w.data() + column * product.w_column, offset ? offset + column : offset, part.data(), nullptr);
+    for (int64_t i = 0; i < rows * columns; ++i) {
+        const int64_t r = i / columns, c = i % columns;
+        double sum = has_bias ? bias[c] : 0, size = 1;
+        for (int64_t k = 0; k < inner; ++k) {
+            const double more =
+                (double)x[x_turned ? k * rows + r : r * inner + k] * w[w_turned ? c * inner + k : k * columns + c];
+            sum += more;
+            size += fabs(more);
+        }
+        if (!(fabs(sum - whole[i]) <= size * (sizeof(T) == 8 ? 1e-14 : 4e-6)))
+            return printf("seed %llu: product[%lld] is %g, not %g\n", (unsigned long long)seed, (long long)i,
+                          (double)whole[i], sum),
+                   false;
+    }
+    for (int64_t i = 0; i < product.rows * product.columns; ++i) {
+        const T& other = whole[(row + i / product.columns) * columns + column + i % product.columns];
+        if (memcmp(&other, &part[i], sizeof(T)))
+            return printf("seed %llu: bits of a part of a product\n", (unsigned long long)seed), false;
+    }
+    return true;
+}
+
 // ---- calls at once, and calls that last ----
 
 // Whether the child of a fork computes, which has no threads yet.
@@ -705,15 +750,19 @@ int main(int count_of_words, char** words) {
     for (size_t at = 0, end; (end = known.find(' ', at)) != std::string::npos; at = end + 1)
         sets.push_back(known.substr(at, end - at));
     const bool only_sums = count_of_words > 3 && strcmp(words[3], "sums") == 0;
-    if (count_of_words > 3 && !only_sums) sets = {words[3]};
+    const bool only_cuts = count_of_words > 3 && strcmp(words[3], "cuts") == 0;
+    if (count_of_words > 3 && !only_sums && !only_cuts) sets = {words[3]};
     for (uint64_t n = seed; n < seed + count; ++n) {
         const std::string& set = sets[(size_t)(n % sets.size())];
         if (!polyattn_use(set.c_str())) return printf("%s is not known here\n", set.c_str()), 2;
-        const bool right = only_sums || n % 97 % 12 == 6 ? is_right(n, true)
-                           : n % 97 == 96                ? ends(n, (Function)(n / 97 % 3))
-                           : n % 97 == 48                ? are_right(n)
-                           : n % 97 == 72                ? is_right_in_child(n)
-                                                         : is_right(n);
+        const bool right = only_cuts || n % 97 % 12 == 9   ? is_invariant(n)
+                           : only_sums || n % 97 % 12 == 6 ? is_right(n, true)
+                           : n % 97 % 24 == 13             ? is_right_product<float>(n)
+                           : n % 97 % 24 == 14             ? is_right_product<double>(n)
+                           : n % 97 == 96                  ? ends(n, (Function)(n / 97 % 3))
+                           : n % 97 == 48                  ? are_right(n)
+                           : n % 97 == 72                  ? is_right_in_child(n)
+                                                           : is_right(n);
         if (!right) return printf("%s: seed %llu is wrong\n", set.c_str(), (unsigned long long)n), 1;
     }
     printf("%llu calls by %sare right\n", (unsigned long long)count, known.c_str());

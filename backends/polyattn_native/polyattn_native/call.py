@@ -68,6 +68,7 @@ def call_of(problem: Problem, products: int, threads: int) -> CCall:
         high=high or 0,
         threshold=min(round(problem.dropout * 2**32), 2**32 - 1),
         keep=1 - problem.dropout,
+        same_bits=problem.same_bits,
     )
 
 

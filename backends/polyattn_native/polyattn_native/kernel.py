@@ -32,6 +32,7 @@ from polyattn_native.arrays import (
 from polyattn_native.call import NativeCall, Ready
 from polyattn_native.distance_scores import is_supported
 from polyattn_native.library import library
+from polyattn_native.product import product
 
 # Features that the problem says all about.
 PLAIN = frozenset({
@@ -58,7 +59,7 @@ class Native(Kernel):
         "mask_mod", "query_offset", "query_offset_array", "scale", "score_expression", "sinks",
         "softcap", "value_size", "window",
     }))  # fmt: skip
-    batch_invariant = skips_documents = True
+    batch_invariant = cut_invariant = skips_documents = True
     takes_empty = False
     counts_far = frozenset({"causal", "window"})
     quantized_bits = frozenset({4, 8})
@@ -143,6 +144,10 @@ class Native(Kernel):
         if logsumexp is not None:
             native.rows_of("logsumexp", logsumexp)
         return native
+
+    def multiply(self, x: Array, weight: Array, bias: Array | None) -> Array | None:
+        """Return x · weight + bias, whose rows have the same bits in every product."""
+        return product(x, weight, bias, self.threads())
 
     @QUIETLY
     def backward(

@@ -11,7 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 DTYPES = ("float32", "float64", "float16", "bfloat16")
-VERSION = 6
+VERSION = 7
 #: Names a lower instruction set than the processor's best.
 VARIABLE = "POLYATTN_NATIVE_ISA"
 
@@ -70,6 +70,7 @@ class CCall(ctypes.Structure):
         *((n, CArray) for n in ("output_tangent", "logsumexp_tangent")),
         ("is_part", c_int32),
         ("adds", c_int32),
+        ("same_bits", c_int32),
     )
 
 
@@ -136,6 +137,7 @@ def load(path: Path) -> ctypes.CDLL:
     for name in ("attend", "differentiate", "push_forward"):
         getattr(library, f"polyattn_{name}").argtypes = (call, state)
     library.polyattn_attend_to.argtypes = (call, c_int64, *(c_void_p,) * 5, state)
+    library.polyattn_multiply.argtypes = (c_void_p, c_int64, *(c_void_p,) * 4, state)
     library.polyattn_share.argtypes = library.polyattn_cancel.argtypes = (state,)
     library.polyattn_share.restype = c_double
     library.polyattn_cancel.restype = None

@@ -75,7 +75,7 @@ class NativeOnJax(Native):
     ) -> tuple[Array, Array | None]:
         """Return the output, and the logsumexp if the problem asks for it."""
         if _has_sharding(operands):
-            return by_xla(backend)(problem, in_one_piece(operands), backend)
+            return by_xla(backend, problem)(problem, in_one_piece(operands), backend)
         output, logsumexp = _attend(*prepared(problem, operands), backend)
         return output, logsumexp if "logsumexp" in problem.features else None
 
@@ -85,7 +85,9 @@ class NativeOnJax(Native):
     ) -> Gradients:  # fmt: skip
         """Return the gradients."""
         if _has_sharding((operands, residuals, cotangents)):
-            return by_xla(backend).backward(problem, operands, residuals, cotangents, backend)
+            return by_xla(backend, problem).backward(
+                problem, operands, residuals, cotangents, backend
+            )
         found: Gradients = _backward(*prepared(problem, operands), backend, residuals, cotangents)
         return found
 
@@ -95,7 +97,7 @@ class NativeOnJax(Native):
     ) -> tuple[Array, Array]:  # fmt: skip
         """Return the tangents of output and logsumexp."""
         if _has_sharding((operands, residuals, tangents)):
-            return by_xla(backend).jvp(problem, operands, residuals, tangents, backend)
+            return by_xla(backend, problem).jvp(problem, operands, residuals, tangents, backend)
         output, logsumexp = _jvp(*prepared(problem, operands), backend, residuals, tangents)
         return output, logsumexp
 

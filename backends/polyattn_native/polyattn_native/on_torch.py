@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.autograd.function import once_differentiable
 
 from polyattn.plugin import (
     Array,
@@ -31,6 +32,7 @@ from polyattn_native import torch_operators
 from polyattn_native.arrays import is_readable
 from polyattn_native.kernel import Native
 from polyattn_native.library import library
+from polyattn_native.product import product
 from polyattn_native.visible import kind_of
 
 POINTER = ctypes.sizeof(ctypes.c_void_p)
@@ -87,6 +89,8 @@ class NativeOnTorch(Native):
             reasons.append("it needs real tensors, not fake or meta ones")
         if "vmap" in problem.transforms:
             reasons.append("it does not support torch.func.vmap")
+        elif problem.same_bits and (problem.transforms or _is_recorded()):
+            reasons.append("what torch.func transforms, or a mode records, it leaves to tiles")
         return reasons
 
     def only_on_request(self, problem: Problem) -> str | None:
@@ -162,6 +166,16 @@ class NativeOnTorch(Native):
             self._keep(kind, native)
         return output, logsumexp
 
+    def multiply(self, x: Array, weight: Array, bias: Array | None) -> Array | None:
+        """Return x · weight + bias, whose rows have the same bits in every product."""
+        given = [one for one in (x, weight, bias) if one is not None]
+        if torch.compiler.is_compiling() or not _hold_numbers(given):
+            return None
+        if torch.is_grad_enabled() and any(one.requires_grad for one in given):
+            apply: Any = _Product.apply
+            return apply(x, weight, bias)
+        return _product(x, weight, bias)
+
     def backward(
         self, problem: Problem, operands: Operands, residuals: Residuals, cotangents: Cotangents,
         backend: Backend,
@@ -201,6 +215,44 @@ class NativeOnTorch(Native):
             found = _tensors(of_numpy(problem, *arrays, backend))
         output, logsumexp = found
         return output, logsumexp
+
+
+class _Product(torch.autograd.Function):
+    """The product x · weight + bias and its gradients, of which all are sums in one order."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, weight: Any, bias: Any) -> Any:
+        ctx.save_for_backward(x, weight)
+        return _product(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Any) -> Any:
+        x, weight = ctx.saved_tensors
+        of_x, of_weight, of_bias = ctx.needs_input_grad
+        rows = gradient.reshape(-1, gradient.shape[-1])
+        return (
+            _product(gradient, weight.mT, None) if of_x else None,
+            _product(x.reshape(-1, x.shape[-1]).mT, rows, None) if of_weight else None,
+            rows.sum(0) if of_bias else None,
+        )
+
+
+def _product(x: Any, weight: Any, bias: Any) -> Any:
+    x, weight, bias = [one if one is None else _array(one) for one in (x, weight, bias)]
+    found: Any = product(x, weight, bias, torch.get_num_threads())
+    return torch.from_numpy(found)
+
+
+def _hold_numbers(tensors: list[Any]) -> bool:
+    """Return whether all are tensors on the CPU of one dtype, float32 or float64, with numbers."""
+    dtypes, devices = ({getattr(one, of) for one in tensors} for of in ("dtype", "device"))
+    is_one = len(dtypes) == 1 and devices == {torch.device("cpu")}
+    is_plain = is_one and dtypes <= {torch.float32, torch.float64} and not _is_recorded()
+    return is_plain and not any(
+        type(one) not in _ORDINARY or torch._C._functorch.is_functorch_wrapped_tensor(one)
+        for one in tensors
+    )
 
 
 def _is_recorded() -> bool:

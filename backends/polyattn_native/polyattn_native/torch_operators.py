@@ -103,7 +103,7 @@ def _arguments(problem: Problem, x: Operands) -> tuple[Any, ...]:
     for option in (
         x.bias, x.sinks, x.score_mod,  # first: those with gradients
         mask, offset, x.key_lengths, x.block_table, seed, start,
-        problem.is_causal, problem.window,
+        problem.is_causal, problem.window, problem.same_bits,
     ):  # fmt: skip
         coded.add(option)
     code = " ".join(coded.words)
@@ -225,7 +225,7 @@ def _batch(query: Any, key: Any, value: Any, table: Any) -> Any:
 
 
 def _operands(query: Any, key: Any, value: Any, *coded: Any) -> tuple[Operands, list[Any]]:
-    """Return the operands, and start of dropout, causal and window."""
+    """Return the operands, and start of dropout, causal, window and same bits."""
     bias, sinks, rule, mask, offset, lengths, table, seed, *rest = decoded(*coded)
     if isinstance(seed, tuple):
         seed = int(seed[0]) + (int(seed[1]) << 32)
@@ -253,14 +253,14 @@ def _call(
     problem, x = _calls.get(kind, (None, None))
     if problem is not None and x is not None:
         return problem, x._replace(query=query, key=key, value=value)
-    x, (start, is_causal, window) = _operands(
+    x, (start, is_causal, window, same_bits) = _operands(
         query, key, value, code, tensors, values, numbers, opened
     )
     if isinstance(start, torch.Tensor):
         x, start = x._replace(dropout_start=start), None
     if problem is None:
         given = x.query, x.key, x.value, x.mask, x.bias, x.score_mod, x.query_offset, x.block_table
-        more = has_logsumexp, x.sinks is not None, is_causal, window, start, *factors
+        more = has_logsumexp, x.sinks is not None, is_causal, window, same_bits, start, *factors
         problem = _problem(*[_facts(one) for one in given], *more)
         if len(_calls) >= MOST_CALLS:
             _calls.clear()
@@ -277,8 +277,8 @@ def _facts(x: Any) -> Any:
 
 def _problem(
     query: Any, key: Any, value: Any, mask: Any, bias: Any, rule: Any, offset: Any, table: Any,
-    has_logsumexp: bool, has_sinks: bool, is_causal: bool, window: Any, start: Any, scale: float,
-    softcap: float | None, dropout: float,
+    has_logsumexp: bool, has_sinks: bool, is_causal: bool, window: Any, same_bits: bool, start: Any,
+    scale: float, softcap: float | None, dropout: float,
 ) -> Problem:  # fmt: skip
     (query, dtype), key, value = query, key[0], value[0]
     mask_spec = mask if isinstance(mask, Mask) else None
@@ -320,4 +320,5 @@ def _problem(
         score_spec=rule,
         dropout=dropout,
         dropout_start=start,
+        same_bits=same_bits,
     )

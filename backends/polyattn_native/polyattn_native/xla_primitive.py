@@ -49,9 +49,14 @@ primitive.multiple_results = True
 primitive.def_impl(functools.partial(xla.apply_primitive, primitive))
 
 
-@functools.cache
-def by_xla(backend: Backend) -> Kernel:
+def by_xla(backend: Backend, problem: Problem) -> Kernel:
     """Return the kernel that XLA compiles, which computes what the library is not called for."""
+    if problem.same_bits:
+        raise ValueError(
+            "in same_bits() the kernel native computes no dropout under vmap, no vmap over masks"
+            " and tables alone, no second derivative, and no program for several devices or export:"
+            " make the call outside of the block"
+        )
     return next(kernel for kernel in backend.kernels if kernel.name == "xla")
 
 
@@ -84,7 +89,7 @@ class LibraryCall(NamedTuple):
         return jax.jvp(attention, (primals,), (tangents,))[1]  # type: ignore[no-any-return]
 
     def _attention(self, problem: Problem, arrays: Arrays) -> list[Any]:
-        kernel = by_xla(self.backend)
+        kernel = by_xla(self.backend, problem)
         output, logsumexp = kernel(*operands(problem, arrays), self.backend)
         return [output, logsumexp[..., None]]  # type: ignore[index]
 
@@ -99,7 +104,9 @@ class LibraryCall(NamedTuple):
         residuals = Residuals(output=output, logsumexp=arrays["logsumexp"][..., 0])
         cotangents = Cotangents(output=along, logsumexp=of_logsumexp)
         call = operands(self.problem, arrays | whole)
-        found = by_xla(self.backend).backward(*call, residuals, cotangents, self.backend)
+        found = by_xla(self.backend, self.problem).backward(
+            *call, residuals, cotangents, self.backend
+        )
         by_name: dict[str, Any] = found._asdict() | {"delta": delta}
         by_name["by_distance"] = next(iter(found.score_mod or []), None)
         if found.softcap is not None:  # of the rows only their sum is used

@@ -69,8 +69,9 @@ private:
     T *queries, *gradients;               // [panel][element][lane]: scale · Q, dO / keep
     T *query_columns, *gradient_columns;  // [columns][row][lane]: the same numbers
     T* query_sums;                        // [panel][element][lane]: G·K of the blocks so far
+    T *folded, *spare;  // the same of the keys before the last fold; shares of keys where lanes fold
     Tile<T> tile;
-    T* key_sums;                 // [key][lane]: of one block and column, for keys and then for values
+    T* key_sums;  // [key][lane]: of one block and column, for keys and then for values
     T *key_block, *value_block;  // [key][element]: a block that is converted
     size_t scratch_size;
 
@@ -109,6 +110,8 @@ private:
         query_columns = memory.take<T>(rows * columns_of(call.head_size) * lanes);
         gradient_columns = memory.take<T>(rows * columns_of(call.value_size) * lanes);
         query_sums = memory.take<T>(rows * (call.head_size + width));
+        folded = memory.take<T>(call.keys > FOLD ? rows * (call.head_size + width) : 0);
+        spare = memory.take<T>(call.keys > FOLD ? KEYS * lanes : 0);
         tile.place(call, memory);
         key_sums = memory.take<T>(KEYS * lanes);
         key_block = memory.take<T>(converts(call) ? KEYS * call.head_size : 0);
@@ -292,7 +295,9 @@ private:
                         tile.softcap_sums[start + lane];
                 }
             }
-            write_rows(query_sums + start * call.head_size, factor, panel.lanes(), call.head_size, rows);
+            if (panel.has_folded) fold(number, Folds<T>(0));
+            const T* sums = panel.has_folded ? folded : query_sums;
+            write_rows(sums + start * call.head_size, factor, panel.lanes(), call.head_size, rows);
         }
         state->panels = 0;
     }
@@ -324,9 +329,34 @@ private:
 
     void add_to_queries(int number, Matrix<T> keys, int64_t count, bool hides_nonfinite) {
         const Panel<T>& panel = panels[number];
-        T* sums = query_sums + tile.start_of(number) * call.head_size;
-        const Accumulate<T> accumulate = {true, nullptr};
-        multiply_weights(panel, call.head_size, keys, tile.shares_of(number), count, sums, accumulate, hides_nonfinite);
+        const Folds<T>& folds = tile.folds[number];
+        const int lanes = panel.lanes();
+        const T* shares = tile.shares_of(number);
+        const auto add = [&](int64_t first, int64_t stop, const T* of_first) {
+            if (first >= stop) return;
+            multiply_weights(panel, call.head_size, keys.after(first), of_first, stop - first,
+                             query_sums + tile.start_of(number) * call.head_size, {true, nullptr}, hides_nonfinite);
+        };
+        if (folds.first == folds.NONE) return add(0, count, shares);
+        const T* zone = shares + folds.first * lanes;
+        add(0, folds.first, shares);
+        split_at<T>(folds, lanes, (T)-0.0, false, zone, spare);
+        add(folds.first, folds.last, spare);
+        fold(number, folds);
+        split_at<T>(folds, lanes, (T)-0.0, true, zone, spare);
+        add(folds.first, folds.last, spare);
+        add(folds.last, count, shares + folds.last * lanes);
+    }
+    void fold(int number, const Folds<T>& folds) {
+        Panel<T>& panel = panels[number];
+        const Vector<T> one = broadcast<T>(1);
+        const int64_t start = tile.start_of(number) * call.head_size, size = panel.lanes() * call.head_size;
+        for (int v = 0; v < panel.lanes(); v += width) {
+            const Ints<T> here = load_ints<T>(folds.at + v) != (Ints<T>{} + folds.NONE);
+            fold_vectors<T>(here, one, one, size - v, panel.lanes(), !panel.has_folded, query_sums + start + v,
+                            folded + start + v);
+        }
+        panel.has_folded = true;
     }
 
     static void add_seen(T factor, T number, T& sum) {
@@ -362,20 +392,17 @@ private:
     }
 
     void multiply_seen_columns(int64_t count, const T* factors, const T* columns, int64_t row_lanes) {
-        constexpr int lanes = 2 * width;
         for (int64_t key = 0; key < count; ++key) {
             for (int64_t column = 0; column < row_lanes; ++column) {
-                T sum = 0, before = 0;
+                T sum = 0;
                 for (int number = 0; number < state->panels; ++number) {
                     const int size = panels[number].lanes();
-                    // As the fast product adds them up: the last panel by itself if it is half.
-                    if (size < lanes) before = sum, sum = 0;
                     for (int lane = 0; lane < size; ++lane) {
                         add_seen(factors[tile.start_of(number) * KEYS + key * size + lane],
                                  columns[(tile.start_of(number) + lane) * row_lanes + column], sum);
                     }
                 }
-                key_sums[key * row_lanes + column] = sum + before;
+                key_sums[key * row_lanes + column] = sum;
             }
         }
     }

@@ -88,14 +88,48 @@ void multiply_few(const T* rows, Matrix<T> keys, int64_t count, int64_t size, in
     }
 }
 
+// The same in the order of a panel, so with its bits: each sum goes over the elements, one after another. The lanes
+// are keys, of which `panel` has room for two vectors.
+template <typename T>
+void multiply_in_order(const T* rows, int few, Matrix<T> keys, int64_t count, int64_t size, int stride, T* panel,
+                       T* scores, const Coming<T>& coming) {
+    constexpr int width = Lanes<T>::width, lanes = 2 * width;
+    Cursor<T> cursor(keys);
+    const T* from[lanes];
+    T found[width / 2 * lanes];
+    for (int64_t key = 0; key < count; key += lanes) {
+        const int tile = (int)min(lanes, count - key);
+        for (int lane = 0; lane < lanes; ++lane) {
+            from[lane] = lane < tile ? cursor.next() : from[lane - 1];
+            if (!keys.table) prefetch(from[lane] + lanes * keys.stride, size);
+            coming.ask(key + lane);
+        }
+        transpose_rows<T>(from, lanes, size, 1, panel);
+        multiply<T, 2, INNER>(few, {rows, size}, panel, size, found);
+        for (int lane = 0; lane < tile; ++lane) {
+            T* to = scores + (key + lane) * stride;
+            for (int i = 0; i < stride; ++i) to[i] = found[(i & (few - 1)) * lanes + lane];
+        }
+    }
+    for (int64_t i = count * stride; i % width; ++i) scores[i] = -infinity<T>();
+}
+
 // So many vectors of the values of a block times weights as [key][stride], into out as [row][element].
 template <typename T, int Rows, int Vectors>
 void weigh_part(const T* weights, int stride, Matrix<T> values, int64_t count, int64_t first, int64_t size, T* out,
-                Accumulate<T> accumulate, bool hides_nonfinite, const Coming<T>& coming) {
+                Accumulate<T> accumulate, bool hides_nonfinite, T* totals, const Coming<T>& coming) {
     typedef typename Lanes<T>::Int Int;
     constexpr int width = Lanes<T>::width;
     const Int hidden = (Int)1 << (sizeof(T) * 8 - 1);  // -0
     Vector<T> sums[Rows][Vectors] = {};
+    Vector<T> total = load(totals);  // in the lanes of its rows
+    UNROLL for (int r = 0; r < Rows; ++r) {
+        UNROLL for (int v = 0; v < Vectors; ++v) {
+            const T* from = out + r * size + first + v * width;
+            if (accumulate.factor) sums[r][v] = load(from) * accumulate.factor[r];
+            else if (accumulate.add) sums[r][v] = load(from);
+        }
+    }
     Cursor<T> cursor(values);
     for (int64_t key = 0; key < count; ++key) {
         Vector<T> numbers[Vectors];
@@ -105,38 +139,41 @@ void weigh_part(const T* weights, int stride, Matrix<T> values, int64_t count, i
             prefetch(from + Vectors * width, size - Vectors * width);  // for the next parts, while its row is open
         }
         UNROLL for (int v = 0; v < Vectors; ++v) { numbers[v] = load(from + v * width); }
+        if (Rows == 1 || first == 0) total += load(weights + key * stride);
         UNROLL for (int r = 0; r < Rows; ++r) {
             const T weight = weights[key * stride + r];
             if (hides_nonfinite && bit_cast<Int>(weight) == hidden) continue;
             UNROLL for (int v = 0; v < Vectors; ++v) { sums[r][v] += weight * numbers[v]; }
         }
     }
+    if (first == 0) store<T>(totals, total);
     UNROLL for (int r = 0; r < Rows; ++r) {
-        UNROLL for (int v = 0; v < Vectors; ++v) {
-            T* to = out + r * size + first + v * width;
-            if (accumulate.factor) sums[r][v] += load(to) * accumulate.factor[r];
-            store<T>(to, sums[r][v]);
-        }
+        UNROLL for (int v = 0; v < Vectors; ++v)
+            store<T>(out + r * size + first + v * width, sums[r][v]);
     }
 }
 
 template <typename T, int Rows>
 void weigh_few(const T* weights, int stride, Matrix<T> values, int64_t count, int64_t size, T* out,
-               Accumulate<T> accumulate, bool hides_nonfinite, const Coming<T>& coming) {
+               Accumulate<T> accumulate, bool hides_nonfinite, T* totals, const Coming<T>& coming) {
     constexpr int width = Lanes<T>::width, most = tile_rows<2>() == 6 ? 8 : 16;  // sums in registers
     constexpr int vectors = most / Rows < 4 ? most / Rows : 4;
     int64_t e = 0;
     for (; e + vectors * width <= size; e += vectors * width) {
-        weigh_part<T, Rows, vectors>(weights, stride, values, count, e, size, out, accumulate, hides_nonfinite, coming);
+        weigh_part<T, Rows, vectors>(weights, stride, values, count, e, size, out, accumulate, hides_nonfinite, totals,
+                                     coming);
     }
     for (; e < size; e += width) {
-        weigh_part<T, Rows, 1>(weights, stride, values, count, e, size, out, accumulate, hides_nonfinite, coming);
+        weigh_part<T, Rows, 1>(weights, stride, values, count, e, size, out, accumulate, hides_nonfinite, totals,
+                               coming);
     }
 }
 
 // In the lanes of each row, the largest of them.
 template <typename T> INLINE Vector<T> largest_of_rows(Vector<T> x, int rows) {
-    for (int lane = 0; lane < Lanes<T>::width; ++lane) x[lane % rows] = max(x[lane % rows], x[lane]);
+    for (int lane = rows; lane < Lanes<T>::width; ++lane) {
+        if (x[lane] > x[lane % rows]) x[lane % rows] = x[lane];
+    }
     for (int lane = rows; lane < Lanes<T>::width; ++lane) x[lane] = x[lane % rows];
     return x;
 }

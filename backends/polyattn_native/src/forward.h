@@ -51,8 +51,11 @@ private:
     Panel<T>* panels;
     T *queries, *outputs;        // [panel][element][lane]: scale · Q, the output before the division; [row][element]
                                  // of few rows
+    T* folded;                   // the outputs of the keys before the last fold, if rows may fold
     T* scores;                   // [key][lane] of a block and a panel, then weights
+    T* spare;                    // weights of the keys at which its lanes fold
     T *key_block, *value_block;  // [key][element] of a block that is converted or copied
+    T* key_panel;                // [element][lane] of two vectors of keys, of few rows with the bits of many
     uint8_t* bytes;              // [key][lane], of a mask or dropout
     size_t scratch_size;
 
@@ -63,7 +66,10 @@ private:
         panels = memory.take<Panel<T>>(rows / width + 1);
         queries = memory.take<T>(rows * call.head_size);
         outputs = memory.take<T>(rows * (call.value_size + width));
+        folded = memory.take<T>(call.keys > FOLD ? rows * (call.value_size + width) : 0);
         scores = memory.take<T>(BLOCK * 2 * width);
+        spare = memory.take<T>(call.keys > FOLD ? BLOCK * 2 * width : 0);
+        key_panel = memory.take<T>(few && call.same_bits ? 2 * width * call.head_size : 0);
         bytes = memory.take<uint8_t>(BLOCK * 2 * width + 64);
         key_block = memory.take<T>(copies(call) ? BLOCK * call.head_size : 0);
         value_block = memory.take<T>(copies(call) ? BLOCK * call.value_size : 0);
@@ -71,7 +77,9 @@ private:
     }
 
     T* query_of(int panel) { return queries + (int64_t)panel * 2 * width * call.head_size; }
-    T* output_of(int panel) { return outputs + (int64_t)panel * 2 * width * call.value_size; }
+    int64_t start_of(int panel) const { return (int64_t)panel * 2 * width * call.value_size; }
+    T* output_of(int panel) { return outputs + start_of(panel); }
+    int64_t size_of(const Panel<T>& panel) const { return call.value_size * (few ? few : panel.lanes()); }
 
     void begin(int64_t number) {
         const int64_t group = call.heads / call.key_heads, rows = call.rows * group;
@@ -91,9 +99,8 @@ private:
             row += panel.used;
             ++state->panels;
         }
-        // Blocks begin at multiples of their size, so that a row's sums do not depend on others.
         state->keys = state->ranges.hull();
-        state->next = state->ranges.next(0, BLOCK);
+        state->next = state->keys.first;
     }
 
     void read_query(const Panel<T>& panel, T* to) {
@@ -112,12 +119,12 @@ private:
 
     bool step() {
         if (state->next < state->keys.stop) {
-            const Range block = {max(state->next, state->keys.first), min(state->next + BLOCK, state->keys.stop)};
+            const Range block = {state->next, min(state->next + BLOCK, state->keys.stop)};
             attend_to(block);
-            state->next = state->ranges.next(state->next + BLOCK, BLOCK);
+            state->next = state->ranges.next(state->next + BLOCK, BLOCK, state->keys.first);
         }
         if (state->next < state->keys.stop) return false;
-        for (int i = 0; i < state->panels; ++i) write(panels[i], output_of(i));
+        for (int i = 0; i < state->panels; ++i) write(panels[i], i);
         return true;
     }
 
@@ -139,24 +146,28 @@ private:
                 if (!cells.any) continue;
                 runs = runs_of(seen, cells);
             }
-            bool hides = false;
+            bool hides = false, by_scores = panel.has_gaps || (runs.count > 1 && !panel.sees_all(seen));
             int64_t count = 0;
             for (int n = 0; n < runs.count; ++n) {
                 const Range run = runs.of[n];
                 T* to = scores + count * panel.lanes();
                 count += run.stop - run.first;
                 multiply_keys(i, keys.after(run.first - block.first), values.after(run.first - block.first), run, to);
-                adjust(panel, run, to);
+                by_scores = adjust(panel, run, to) || by_scores;
                 const bool all = cells.shows_all(run.first - seen.first, run.stop - seen.first);
                 if (!all) read_mask(call, state->item, panel, run, bytes);
                 hides = hide(call, state->item, panel, run, all, bytes, to) || hides;
+                by_scores = by_scores || !all;
             }
+            Folds<T> folds;
+            if (panel.folds) folds.count(panel, seen, count, scores, by_scores);
+            hides = hides || folds.first < folds.last;
             if (hides && finite < 0) finite = is_finite(values, block.stop - block.first, call.value_size);
             int32_t parts[BLOCK / CELL];
             const Matrix<T> some = values_of(runs, values, block, parts);
             const int64_t left = few ? min(state->keys.stop - seen.stop, BLOCK) : 0;
             const Coming<T> coming(keys.after(seen.stop - block.first), left, call.head_size);
-            weigh(panel, runs, count, some, output_of(i), hides && !finite, coming);
+            weigh(i, runs, count, some, folds, hides && !finite, coming);
         }
     }
 
@@ -185,6 +196,10 @@ private:
         if (few) {
             const Coming<T> coming(values, count, call.value_size);
             const int stride = stride_of(panels[panel], run);
+            if (call.same_bits) {
+                return multiply_in_order<T>(query_of(panel), few, keys, count, call.head_size, stride, key_panel, to,
+                                            coming);
+            }
             return with_rows<T>(few, [&]<int Rows>(Sequence<Rows>) {
                 multiply_few<T, Rows>(query_of(panel), keys, count, call.head_size, stride, to, coming);
             });
@@ -215,23 +230,28 @@ private:
         }
     }
 
-    // Softcap and biases.
-    void adjust(const Panel<T>& panel, Range seen, T* to) {
+    // Softcap and biases; return whether a bias hides keys.
+    bool adjust(const Panel<T>& panel, Range seen, T* to) {
         const int64_t count = seen.stop - seen.first;
         if (call.softcap != 0) cap<T>(to, count * panel.lanes(), (T)call.softcap, nullptr);
+        bool hides = false;
         for (const PolyattnArray& bias : call.bias) {
-            if (bias.data) add_bias<T>(bias, state->item, panel, seen, to);
+            if (bias.data) hides = add_bias<T>(bias, state->item, panel, seen, to) || hides;
         }
+        return hides;
     }
 
-    void weigh(Panel<T>& panel, const Runs& runs, int64_t count, Matrix<T> values, T* output, bool hides_nonfinite,
-               const Coming<T>& coming) {
+    void weigh(int number, const Runs& runs, int64_t count, Matrix<T> values, const Folds<T>& folds,
+               bool hides_nonfinite, const Coming<T>& coming) {
+        Panel<T>& panel = panels[number];
         const int stride = stride_of(panel, runs.of[0]);
-        T factor[2 * width];
-        if (few && stride > few) add_up_totals(panel);
-        if (panel.count == 2) soften<2>(panel, count, factor, hides_nonfinite);
-        else soften<1>(panel, (count * stride + width - 1) / width, factor, hides_nonfinite);
-        for (int lane = few; few && stride > few && lane < width; ++lane) panel.total[lane] = 0;  // once for each row
+        T factor[2 * width], before[width];
+        const bool is_compact = stride < width;  // then `weigh_few` adds up the totals, one for each row
+        for (int lane = 0; is_compact && lane < width; ++lane) before[lane] = panel.total[lane % few];
+        const Folds<T> none;
+        if (panel.count == 2) soften<2>(panel, count, factor, hides_nonfinite, folds);
+        else soften<1>(panel, (count * stride + width - 1) / width, factor, hides_nonfinite, is_compact ? none : folds);
+        for (int lane = 0; is_compact && lane < width; ++lane) panel.total[lane] = before[lane] * factor[lane];
         T* weights = scores;
         for (int n = 0; call.seed && n < runs.count; ++n) {
             const int64_t size = (runs.of[n].stop - runs.of[n].first) * panel.lanes();
@@ -241,65 +261,139 @@ private:
         }
         Accumulate<T> accumulate = {false, panel.has_output ? factor : nullptr};
         panel.has_output = true;
-        if (!few) {
-            return multiply_weights(panel, call.value_size, values, scores, count, output, accumulate, hides_nonfinite);
-        }
-        with_rows<T>(few, [&]<int Rows>(Sequence<Rows>) {
-            weigh_few<T, Rows>(scores, stride, values, count, call.value_size, output, accumulate, hides_nonfinite,
-                               coming);
-        });
+        const auto add = [&](int64_t first, int64_t stop) {
+            add_product(number, stride, scores + first * stride, values.after(first), stop - first, accumulate,
+                        hides_nonfinite, coming);
+            accumulate = {true, nullptr};
+        };
+        if (folds.first == folds.NONE) return add(0, count);
+        // The keys between the first and the last fold are in both sums, each with the weights that belong to it.
+        const int64_t size = (folds.last - folds.first) * stride;
+        T* zone = scores + folds.first * stride;
+        __builtin_memcpy(spare, zone, (size_t)size * sizeof(T));
+        const T hidden = hides_nonfinite ? (T)-0.0 : (T)0;
+        split_at(folds, stride, hidden, false, spare, zone);
+        if (folds.last > 0) add(0, folds.last);
+        fold(number, folds, accumulate.factor, is_compact);
+        accumulate = {true, nullptr};
+        split_at(folds, stride, hidden, true, spare, zone);
+        add(folds.first, count);
     }
 
-    // Of few rows, the total of a row in its first lane.
-    void add_up_totals(Panel<T>& panel) {
-        for (int lane = few; few && lane < width; ++lane) {
-            panel.total[lane % few] += panel.total[lane];
-            panel.total[lane] = 0;
+    // Add the sums of the lanes that fold to those of the keys before.
+    void fold(int number, const Folds<T>& folds, const T* factor, bool of_totals) {
+        Panel<T>& panel = panels[number];
+        T *low = output_of(number), *high = folded + start_of(number);
+        const bool is_first = !panel.has_folded;
+        panel.has_folded = true;
+        for (int v = 0; v < panel.lanes(); v += width) {
+            T* before = panel.maximum_of_folded + v;
+            const Vector<T> one = broadcast<T>(1),
+                            scale = Reference<T>(load(panel.maximum + v)).scale_from(load(before));
+            const Vector<T> of_low = factor ? load(factor + v) : one;
+            const Ints<T> here = load_ints<T>(folds.at + v) != (Ints<T>{} + folds.NONE);
+            store<T>(before, load(panel.maximum + v));
+            if (of_totals) fold_vectors<T>(here, one, one, width, width, false, panel.total + v, panel.folded + v);
+            for (int row = 0; row < few; ++row) {
+                const int64_t start = row * call.value_size;
+                fold_vectors<T>(Ints<T>{} + here[row], broadcast<T>(scale[row]), broadcast<T>(of_low[row]),
+                                call.value_size, width, is_first, low + start, high + start);
+            }
+            if (few) continue;
+            fold_vectors<T>(here, scale, of_low, size_of(panel) - v, panel.lanes(), is_first, low + v, high + v);
         }
+    }
+
+    void add_product(int number, int stride, const T* weights, Matrix<T> values, int64_t count,
+                     Accumulate<T> accumulate, bool hides_nonfinite, const Coming<T>& coming) {
+        Panel<T>& panel = panels[number];
+        T* output = output_of(number);
+        if (!few) {
+            return multiply_weights(panel, call.value_size, values, weights, count, output, accumulate,
+                                    hides_nonfinite);
+        }
+        T ignored[width] = {};
+        T* totals = stride < width ? panel.total : ignored;
+        with_rows<T>(few, [&]<int Rows>(Sequence<Rows>) {
+            weigh_few<T, Rows>(weights, stride, values, count, call.value_size, output, accumulate, hides_nonfinite,
+                               totals, coming);
+        });
+        for (int lane = few; totals == panel.total && lane < width; ++lane) totals[lane] = totals[lane % few];
     }
 
     // Turn scores into weights, and write by what the sums so far are to be multiplied. If hides_nonfinite,
     // the weight of a hidden key is -0.
-    template <int Count> void soften(Panel<T>& panel, int64_t count, T* factor, bool hides_nonfinite) {
+    template <int Count>
+    void soften(Panel<T>& panel, int64_t count, T* factor, bool hides_nonfinite, const Folds<T>& folds) {
         constexpr int lanes = Count * width;
-        Vector<T> top[Count], total[Count], before[Count];
+        Vector<T> top[Count], total[Count], high[Count];
+        Reference<T> references[Count];
         UNROLL for (int v = 0; v < Count; ++v)
-            top[v] = before[v] = load(panel.maximum + v * width);
+            top[v] = load(panel.maximum + v * width);
         for (int64_t key = 0; key < count; ++key) {
             UNROLL for (int v = 0; v < Count; ++v) { top[v] = max<T>(load(scores + key * lanes + v * width), top[v]); }
         }
         if (few) top[0] = largest_of_rows<T>(top[0], few);
+        bool is_far = false;
         UNROLL for (int v = 0; v < Count; ++v) {
+            references[v] = Reference<T>(top[v]);
+            const Vector<T> f = references[v].scale_from(load(panel.maximum + v * width));
             store<T>(panel.maximum + v * width, top[v]);
-            // A row that sees no key yet has weights of 0, not NaN.
-            top[v] = select<T>(top[v] == -infinity<T>(), Vector<T>{}, top[v]);
-            Vector<T> f = exp<T>(before[v] - top[v]);
             store<T>(factor + v * width, f);
             total[v] = load(panel.total + v * width) * f;
+            high[v] = load(panel.folded + v * width) * f;
+            is_far = is_far || references[v].is_far;
         }
         const Vector<T> hidden = broadcast<T>(hides_nonfinite ? (T)-0.0 : (T)0);
-        Vector<T> sums[Count] = {};
-        for (int64_t key = 0; key < count; ++key) {
-            UNROLL for (int v = 0; v < Count; ++v) {
-                T* score = scores + key * lanes + v * width;
-                Vector<T> s = load(score), weight = exp<T>(s - top[v]);
-                sums[v] += weight;
-                if (hides_nonfinite) weight = select<T>(s == -infinity<T>(), hidden, weight);
-                store<T>(score, weight);
+        const auto weigh_all = [&](auto weigh) {
+            for (int64_t key = 0; key < count;) {
+                if (key >= folds.first && key <= folds.last) {
+                    UNROLL for (int v = 0; v < Count; ++v) {
+                        const Ints<T> here =
+                            load_ints<T>(folds.at + v * width) == (Ints<T>{} + (typename Lanes<T>::Int)key);
+                        high[v] += select<T>(here, total[v], Vector<T>{});
+                        total[v] = select<T>(here, Vector<T>{}, total[v]);
+                    }
+                }
+                const int64_t stop = key < folds.first ? min(folds.first, count) : key < folds.last ? key + 1 : count;
+                for (; key < stop; ++key) {
+                    UNROLL for (int v = 0; v < Count; ++v) {
+                        T* score = scores + key * lanes + v * width;
+                        Vector<T> s = load(score), weight = weigh(references[v], s);
+                        total[v] += weight;
+                        if (hides_nonfinite) weight = select<T>(s == -infinity<T>(), hidden, weight);
+                        store<T>(score, weight);
+                    }
+                }
             }
+        };
+        if (is_far) weigh_all([](const Reference<T>& reference, Vector<T> s) { return reference.weigh_far(s); });
+        else
+            weigh_all([](const Reference<T>& reference, Vector<T> s)
+                          __attribute__((always_inline)) { return reference.weigh(s); });
+        UNROLL for (int v = 0; v < Count; ++v) {
+            store<T>(panel.total + v * width, total[v]);
+            store<T>(panel.folded + v * width, high[v]);
         }
-        UNROLL for (int v = 0; v < Count; ++v)
-            store<T>(panel.total + v * width, total[v] + sums[v]);
     }
 
     // Divide, with the sink in the denominator, and write output and logsumexp.
-    void write(Panel<T>& panel, T* output) {
+    void write(Panel<T>& panel, int number) {
+        T* output = output_of(number);
         const int lanes = panel.lanes();
-        add_up_totals(panel);
-        if (!panel.has_output) {
-            for (int64_t i = 0; i < call.value_size * lanes; ++i) output[i] = 0;
+        for (int64_t i = 0; !panel.has_output && i < size_of(panel); ++i) output[i] = 0;
+        if (panel.has_folded) {
+            const Folds<T> all(0);
+            fold(number, all, nullptr, true);
+            for (int lane = 0; lane < lanes; ++lane) panel.total[lane] = panel.folded[lane];
+            output = folded + start_of(number);
         }
-        T factor[2 * width];
+        T factor[2 * width], own[2 * width];  // the weight of the largest score
+        for (int v = 0; v < lanes; v += width) {
+            const Vector<T> top = load(panel.maximum + v);
+            const Reference<T> reference(top);
+            store<T>(own + v, reference.is_far ? reference.weigh_far(reference.top) : reference.weigh(reference.top));
+        }
         T* rows[2 * width];
         for (int lane = 0; lane < lanes; ++lane) {
             T top = panel.maximum[lane], total = panel.total[lane], scaled = 1;
@@ -309,7 +403,7 @@ private:
                 const T both = sink > top || sink != sink ? sink : top;
                 if (both != -infinity<T>()) {
                     scaled = top == -infinity<T>() ? 0 : exponential(top - both);
-                    total = total * scaled + exponential(sink - both);
+                    total = total * scaled + exponential(sink - both) * own[lane];
                     top = both;
                 }
             }
@@ -320,7 +414,7 @@ private:
                                         : at<T>(call.output, state->item, panel.head[lane], panel.row[lane]);
             if (call.logsumexp.data) {
                 *at<T>(call.logsumexp, state->item, panel.head[lane], panel.row[lane]) =
-                    total == 0 ? -infinity<T>() : top + logarithm(total);
+                    total == 0 ? -infinity<T>() : top + logarithm(total / own[lane]);
             }
         }
         if (!few) write_rows(output, factor, lanes, call.value_size, rows);

@@ -70,6 +70,15 @@ struct Units {
     }
 } units;
 
+// Run the tasks of a call; without a state, until all is written.
+int run_whole(const PolyattnCall& call, Work (*make)(const PolyattnCall&), void** state) {
+    if (state) return run_tasks(call, make, *state);
+    void* own = nullptr;
+    int status;
+    while ((status = run_tasks(call, make, own)) == 1) {}
+    return status;
+}
+
 }  // namespace
 
 extern "C" {
@@ -89,11 +98,7 @@ int polyattn_attend_to(const PolyattnCall* call, int64_t threads, void** query, 
     other.value.data = *value;
     other.output.data = *output;
     other.logsumexp.data = logsumexp ? *logsumexp : nullptr;
-    if (state) return polyattn_attend(&other, state);
-    void* own = nullptr;
-    int status;
-    while ((status = polyattn_attend(&other, &own)) == 1) {}
-    return status;
+    return run_whole(other, units.used.load()->attend[call->dtype == POLYATTN_FLOAT64], state);
 }
 
 int polyattn_differentiate(const PolyattnCall* call, void** state) {
@@ -102,6 +107,20 @@ int polyattn_differentiate(const PolyattnCall* call, void** state) {
 
 int polyattn_push_forward(const PolyattnCall* call, void** state) {
     return run_tasks(*call, units.used.load()->push_forward[call->dtype == POLYATTN_FLOAT64], *state);
+}
+
+int polyattn_multiply(const PolyattnProduct* product, int64_t threads, void* x, void* w, void* bias, void* output,
+                      void** state) {
+    PolyattnCall call = {};
+    call.rows = product->rows;
+    call.head_size = product->inner;
+    call.value_size = product->columns;
+    call.threads = (int32_t)threads;
+    call.query = {x, nullptr, 0, 0, product->x_row, product->x_column};
+    call.key = {w, nullptr, 0, 0, product->w_row, product->w_column};
+    call.bias[0] = {bias, nullptr, 0, 0, 0, product->bias_column};
+    call.output = {output, nullptr, 0, 0, product->columns, 1};
+    return run_whole(call, units.used.load()->multiply[product->dtype == POLYATTN_FLOAT64], state);
 }
 
 double polyattn_share(void* const* state) { return share_of_tasks(*state); }
@@ -120,6 +139,6 @@ int polyattn_use(const char* instruction_set) {
     return 0;
 }
 
-int64_t polyattn_version(void) { return 6; }
+int64_t polyattn_version(void) { return 7; }
 int64_t polyattn_call_size(void) { return sizeof(PolyattnCall); }
 }

@@ -70,6 +70,7 @@ typedef struct {
     PolyattnArray output_tangent, logsumexp_tangent;
     int32_t is_part;  // whether the call has a part of the rows, and
     int32_t adds;  // whether the gradients of keys and values are added to those of parts before
+    int32_t same_bits;  // whether few rows of a key head get the bits that they have among many
 } PolyattnCall;
 
 #if defined(_WIN32)
@@ -85,10 +86,18 @@ POLYATTN_API int polyattn_attend(const PolyattnCall* call, void** state);
 POLYATTN_API int polyattn_differentiate(const PolyattnCall* call, void** state);
 POLYATTN_API int polyattn_push_forward(const PolyattnCall* call, void** state);
 // As polyattn_attend, with other arrays of the same strides in place of the call's: pointers to the addresses of
-// their data. Without a state it returns when all is written. 2 if an address is not aligned to the size of a
+// their data. Without a state it returns when all is written, as polyattn_multiply does. 2 if an address is not aligned to the size of a
 // number: then nothing is written. Not for integers.
 POLYATTN_API int polyattn_attend_to(const PolyattnCall* call, int64_t threads, void** query, void** key, void** value,
                                     void** output, void** logsumexp, void** state);
+// output = x · w + bias: the bits of a row depend on nothing but a row of x, w and the bias, which may be null.
+typedef struct {
+    int64_t rows, inner, columns;  // x (rows, inner), w (inner, columns), bias (columns)
+    int64_t x_row, x_column, w_row, w_column, bias_column;  // strides; the output is contiguous
+    int64_t dtype;                                          // float32 or float64
+} PolyattnProduct;
+POLYATTN_API int polyattn_multiply(const PolyattnProduct* product, int64_t threads, void* x, void* w, void* bias,
+                                   void* output, void** state);
 // The share of a call under way that threads have begun, from 0 to 1.
 POLYATTN_API double polyattn_share(void* const* state);
 // End a call that will not be called again.

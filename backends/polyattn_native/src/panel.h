@@ -56,11 +56,12 @@ struct Ranges {
         for (int64_t i = 1; i < count; ++i) keys = {min(keys.first, of[i].first), max(keys.stop, of[i].stop)};
         return keys;
     }
-    // The first block of `size` keys at or after `from`, where one begins, of which a row may see a key.
-    int64_t next(int64_t from, int64_t size) const {
+    // The first block of `size` keys at or after `from`, where one begins, of which a row may see a key. Blocks begin
+    // at multiples of their size from a first key.
+    int64_t next(int64_t from, int64_t size, int64_t first = 0) const {
         int64_t found = INT64_MAX;
         for (int64_t i = 0; i < count; ++i) {
-            if (of[i].stop > from) found = min(found, max(from, of[i].first / size * size));
+            if (of[i].stop > from) found = min(found, max(from, first + (of[i].first - first) / size * size));
         }
         return found;
     }
@@ -71,6 +72,10 @@ struct Ranges {
         return false;
     }
 };
+
+// The keys of a row that are added one after another: then their sum is added to that of the keys before, and the next
+// begins with 0. Only keys that the row sees count, so its bits do not depend on where blocks begin.
+constexpr int FOLD = 1024;
 
 // Rows are counted over the query heads that share a key head: those of one position are adjacent.
 template <typename T> struct Panel {
@@ -87,7 +92,10 @@ template <typename T> struct Panel {
     int64_t first[2 * width], stop[2 * width];
     bool has_gaps;  // whether a row sees two ranges of the block: then `hide_outside` reads the ranges again
     T maximum[2 * width], total[2 * width];
-    bool has_output;
+    bool has_output, has_folded;
+    bool folds;                                // whether a row may see more keys than FOLD
+    typename Lanes<T>::Int until_fold[2 * width];  // keys until the next fold
+    T folded[2 * width], maximum_of_folded[2 * width];  // the totals of the keys before the last fold; their reference
 
     int lanes() const { return count * width; }
     bool sees_all(Range keys) const { return !has_gaps && keys.first >= all_keys.first && keys.stop <= all_keys.stop; }
@@ -101,21 +109,28 @@ template <typename T> struct Panel {
         first_row = number;
         any_key = {call.keys, 0};
         all_keys = {0, call.keys};
-        has_gaps = has_output = false;
+        has_gaps = has_output = has_folded = folds = false;
         ranges.clear(call);
         for (int lane = 0; lane < lanes(); ++lane) {
             const int64_t r = number + min(repeat ? lane % repeat : lane, used - 1);
             row[lane] = r / group;
             head[lane] = key_head * group + r % group;
-            for (int64_t i = 1; i < ranges.count; ++i) ranges.add(i, keys_of_row(call, item, head[lane], row[lane], i));
             const Range keys = keys_of_row(call, item, head[lane], row[lane], 0);
             ranges.add(0, keys);
+            int64_t most = keys.stop - keys.first;
+            for (int64_t i = 1; i < ranges.count; ++i) {
+                const Range more = keys_of_row(call, item, head[lane], row[lane], i);
+                ranges.add(i, more);
+                most += more.stop - more.first;
+            }
+            folds = folds || most > FOLD;
+            until_fold[lane] = FOLD;
             first[lane] = keys.first;
             stop[lane] = keys.stop;
             any_key = {min(any_key.first, keys.first), max(any_key.stop, keys.stop)};
             all_keys = {max(all_keys.first, keys.first), min(all_keys.stop, keys.stop)};
-            maximum[lane] = -infinity<T>();
-            total[lane] = 0;
+            maximum[lane] = maximum_of_folded[lane] = -infinity<T>();
+            total[lane] = folded[lane] = 0;
         }
     }
 

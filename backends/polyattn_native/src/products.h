@@ -21,7 +21,7 @@ template <int Count> constexpr int tile_rows() {
 // The order of the numbers a(m, k): m or k is contiguous.
 enum Order { OUTER, INNER };
 
-// What becomes of the sums: they replace out, are added to it, or to it times a factor by column.
+// Where the sums begin: with 0, with out, or with it times a factor by column.
 template <typename T> struct Accumulate {
     bool add = false;
     const T* factor = nullptr;
@@ -91,6 +91,20 @@ template <typename T, int Count, Order order, int M>
 void multiply_tile(Matrix<T> a, const T* panel, int64_t inner, T* out, Accumulate<T> accumulate) {
     constexpr int width = Lanes<T>::width;
     Vector<T> sums[M][Count] = {};
+    if (accumulate.factor) {
+        Vector<T> factors[Count];
+        UNROLL for (int v = 0; v < Count; ++v)
+            factors[v] = load(accumulate.factor + v * width);
+        UNROLL for (int m = 0; m < M; ++m) {
+            UNROLL for (int v = 0; v < Count; ++v)
+                sums[m][v] = load(out + (m * Count + v) * width) * factors[v];
+        }
+    } else if (accumulate.add) {
+        UNROLL for (int m = 0; m < M; ++m) {
+            UNROLL for (int v = 0; v < Count; ++v)
+                sums[m][v] = load(out + (m * Count + v) * width);
+        }
+    }
     int64_t k = 0;
     for (int64_t part = 0, first = a.first; k < inner; ++part, first = 0) {
         const T* numbers = a.data + (a.table ? a.table[part] : part) * a.part_stride + first * a.stride;
@@ -107,18 +121,9 @@ void multiply_tile(Matrix<T> a, const T* panel, int64_t inner, T* out, Accumulat
             numbers += order == INNER ? 1 : a.stride;
         }
     }
-    Vector<T> factors[Count];
-    if (accumulate.factor) {
-        UNROLL for (int v = 0; v < Count; ++v)
-            factors[v] = load(accumulate.factor + v * width);
-    }
     UNROLL for (int m = 0; m < M; ++m) {
-        UNROLL for (int v = 0; v < Count; ++v) {
-            T* at = out + (m * Count + v) * width;
-            if (accumulate.factor) sums[m][v] = load(at) * factors[v] + sums[m][v];
-            else if (accumulate.add) sums[m][v] += load(at);
-            store<T>(at, sums[m][v]);
-        }
+        UNROLL for (int v = 0; v < Count; ++v)
+            store<T>(out + (m * Count + v) * width, sums[m][v]);
     }
 }
 
@@ -153,15 +158,15 @@ void multiply_seen(int64_t rows, Matrix<T> a, const T* weights, int lanes, int64
     const Int sign = (Int)1 << (sizeof(T) * 8 - 1);
     for (int64_t m = 0; m < rows; ++m) {
         for (int v = 0; v < lanes; v += Lanes<T>::width) {
+            T* to = out + m * lanes + v;
             Vector<T> sum = {};
+            if (accumulate.factor) sum = load(to) * load(accumulate.factor + v);
+            else if (accumulate.add) sum = load(to);
             for (int64_t k = 0; k < inner; ++k) {
                 Vector<T> weight = load(weights + k * lanes + v);
                 Vector<T> more = a.at(k)[m] * weight + sum;
                 sum = select<T>((Ints<T>)weight == sign, sum, more);
             }
-            T* to = out + m * lanes + v;
-            if (accumulate.factor) sum = load(to) * load(accumulate.factor + v) + sum;
-            else if (accumulate.add) sum += load(to);
             store<T>(to, sum);
         }
     }

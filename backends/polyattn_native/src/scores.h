@@ -265,15 +265,23 @@ template <typename T> void cap(T* scores, int64_t size, T softcap, T* bounded) {
     }
 }
 
-template <typename T> INLINE void add_bias(T* score, Vector<T> bias) {
+template <typename T> INLINE Ints<T> add_bias(T* score, Vector<T> bias) {
     // -inf masks, whatever the score is.
-    Vector<T> sum = load(score) + bias;
-    store<T>(score, select<T>(bias == -infinity<T>(), broadcast<T>(-infinity<T>()), sum));
+    const Vector<T> sum = load(score) + bias;
+    const Ints<T> hides = bias == -infinity<T>();
+    store<T>(score, select<T>(hides, broadcast<T>(-infinity<T>()), sum));
+    return hides;
+}
+template <typename T> INLINE bool any(Ints<T> found) {
+    typename Lanes<T>::Int some = 0;
+    UNROLL for (int lane = 0; lane < Lanes<T>::width; ++lane)
+        some |= found[lane];
+    return some;
 }
 
-// Step 4, for some keys.
+// Step 4, for some keys; return whether it hides one.
 template <typename T>
-void add_bias(const PolyattnArray& bias, int64_t item, const Panel<T>& panel, Range keys, T* scores) {
+bool add_bias(const PolyattnArray& bias, int64_t item, const Panel<T>& panel, Range keys, T* scores) {
     constexpr int width = Lanes<T>::width;
     const int lanes = panel.lanes();
     const int64_t count = keys.stop - keys.first;
@@ -281,11 +289,12 @@ void add_bias(const PolyattnArray& bias, int64_t item, const Panel<T>& panel, Ra
     for (int lane = 0; lane < lanes; ++lane) {
         rows[lane] = at<T>(bias, item, panel.head[lane], panel.row[lane]) + keys.first * bias.column;
     }
+    Ints<T> hides = {};
     if (are_same(rows, lanes)) {
         for (int64_t i = 0; i < count * lanes; i += width) {
-            add_bias(scores + i, broadcast<T>(rows[0][i / lanes * bias.column]));
+            hides |= add_bias(scores + i, broadcast<T>(rows[0][i / lanes * bias.column]));
         }
-        return;
+        return any<T>(hides);
     }
     for (int v = 0; v < lanes; v += width) {
         int64_t key = 0;
@@ -295,15 +304,16 @@ void add_bias(const PolyattnArray& bias, int64_t item, const Panel<T>& panel, Ra
                 UNROLL for (int i = 0; i < width; ++i)
                     square[i] = load(rows[v + i] + key);
                 transpose(square);
-                UNROLL for (int i = 0; i < width; ++i) { add_bias(scores + (key + i) * lanes + v, square[i]); }
+                UNROLL for (int i = 0; i < width; ++i) { hides |= add_bias(scores + (key + i) * lanes + v, square[i]); }
             }
         }
         for (; key < count; ++key) {
             Vector<T> column;
             for (int i = 0; i < width; ++i) column[i] = rows[v + i][key * bias.column];
-            add_bias(scores + key * lanes + v, column);
+            hides |= add_bias(scores + key * lanes + v, column);
         }
     }
+    return any<T>(hides);
 }
 
 // Step 5 by the first and last keys of the rows, or of each of their ranges.
@@ -342,6 +352,92 @@ bool hide(const PolyattnCall& call, int64_t item, const Panel<T>& panel, Range k
     if (!inside) hide_outside(call, item, panel, keys, scores);
     if (!all_set) select_or<T>(scores, (keys.stop - keys.first) * panel.lanes(), bytes, -infinity<T>());
     return !inside || !all_set || call.bias[0].data || call.bias[1].data;
+}
+
+// ---- where sums begin anew ----
+
+// The keys of a block before which the lanes of a panel fold their sums, counted among those that are computed.
+template <typename T> struct Folds {
+    typedef typename Lanes<T>::Int Int;
+    static constexpr Int NONE = 1 << 30;
+
+    Int at[2 * Lanes<T>::width];
+    int64_t first, last;  // of all lanes
+
+    explicit Folds(Int place = NONE) : first(place), last(place) {
+        for (Int& lane : at) lane = place;
+    }
+
+    // Count the keys of a block: those within the ranges, or those whose scores are not -inf.
+    void count(Panel<T>& panel, Range keys, int64_t number, const T* scores, bool by_scores) {
+        constexpr int width = Lanes<T>::width;
+        const int lanes = panel.lanes();
+        for (int v = 0; v < lanes; v += width) {
+            const Ints<T> left = load_ints<T>(panel.until_fold + v);
+            Ints<T> begin = {}, seen = {};
+            if (by_scores) {
+                for (int64_t key = 0; key < number; ++key) seen -= load(scores + key * lanes + v) != -infinity<T>();
+            } else if (panel.sees_all(keys)) {
+                seen += (Int)number;
+            } else {
+                for (int lane = 0; lane < width; ++lane) {
+                    const int64_t start = max(panel.first[v + lane], keys.first);
+                    begin[lane] = (Int)(start - keys.first);
+                    seen[lane] = (Int)max(min(panel.stop[v + lane], keys.stop) - start, 0);
+                }
+            }
+            const Ints<T> folds = seen > left;
+            Ints<T> place = Ints<T>{} + NONE;
+            if (any<T>(folds)) {
+                Ints<T> until = begin + left, rest = left;
+                if (by_scores) {
+                    until = Ints<T>{};
+                    for (int64_t key = 0; key < number; ++key) {
+                        rest += load(scores + key * lanes + v) != -infinity<T>();
+                        until -= rest >= 0;
+                    }
+                }
+                place = folds ? until : place;
+                for (int lane = 0; lane < width; ++lane) {
+                    if (!folds[lane]) continue;
+                    last = first == NONE ? place[lane] : max(last, place[lane]);
+                    first = min(first, place[lane]);
+                }
+            }
+            store_ints<T>(at + v, place);
+            store_ints<T>(panel.until_fold + v, left - seen + (folds ? Ints<T>{} + FOLD : Ints<T>{}));
+        }
+    }
+};
+
+// Hide the weights between the first and the last fold that belong to the sum after a lane's fold, or before it.
+template <typename T>
+void split_at(const Folds<T>& folds, int stride, T hidden, bool is_after, const T* from, T* zone) {
+    constexpr int width = Lanes<T>::width;
+    typedef typename Lanes<T>::Int Int;
+    const int step = stride < width ? 1 : width;
+    for (int64_t i = 0, key = folds.first; key < folds.last; ++key) {
+        for (int lane = 0; lane < stride; lane += step, i += step) {
+            if (step == 1) {
+                zone[i] = key < folds.at[lane] ? is_after ? hidden : from[i] : is_after ? from[i] : hidden;
+                continue;
+            }
+            const Ints<T> before = Ints<T>{} + (Int)key < load_ints<T>(folds.at + lane),
+                          hides = is_after ? before : ~before;
+            store<T>(zone + i, select<T>(hides, broadcast<T>(hidden), load(from + i)));
+        }
+    }
+}
+
+// Add the sums of the lanes that fold to those of the keys before, which are scaled, as are the new ones.
+template <typename T>
+void fold_vectors(Ints<T> here, Vector<T> scale, Vector<T> factor, int64_t size, int64_t step, bool is_first, T* low,
+                  T* high) {
+    for (int64_t i = 0; i < size; i += step) {
+        const Vector<T> sum = load(low + i) * factor, more = select<T>(here, sum, Vector<T>{});
+        store<T>(high + i, is_first ? more : load(high + i) * scale + more);
+        store<T>(low + i, select<T>(here, Vector<T>{}, sum));
+    }
 }
 
 // ---- what derivatives compute again ----

@@ -20,6 +20,7 @@ template <typename T> struct Tile {
     T *logsumexp, *delta, *softcap_sums;  // [row] of the group: [panel][lane]
     uint8_t* bytes;                       // [key][lane], of a mask or dropout
     bool shown[GROUP];                    // whether a panel sees any key of the block
+    Folds<T> folds[GROUP];                // of the gradients of the query
 
     void place(const PolyattnCall& call, BumpAllocator& memory) {
         const int64_t rows = GROUP * 2 * width, lanes = 2 * width;
@@ -55,6 +56,7 @@ template <typename T> struct Tile {
             if (any && !all) read_mask(call, item, panel, block, bytes);
         }
         shown[number] = any;
+        folds[number] = Folds<T>();
         if (!any) {
             for (int64_t i = 0; i < size; ++i) p[i] = g[i] = (T)-0.0;
             return true;
@@ -65,10 +67,12 @@ template <typename T> struct Tile {
             for (int64_t i = 0; i < size; ++i) raw[i] = p[i];
             cap<T>(p, size, (T)call.softcap, bounded);
         }
+        bool by_scores = panel.has_gaps || !all;
         for (const PolyattnArray& bias : call.bias) {
-            if (bias.data) add_bias<T>(bias, item, panel, block, p);
+            if (bias.data) by_scores = add_bias<T>(bias, item, panel, block, p) || by_scores;
         }
         const bool hides = hide(call, item, panel, block, all, bytes, p);
+        if (panel.folds) folds[number].count(panel, block, count, p, by_scores);
         if (call.seed) {
             read_dropout(call, item, panel, block, bytes);
             select_or<T>(g, size, bytes, 0);
@@ -78,7 +82,7 @@ template <typename T> struct Tile {
         for (const PolyattnArray& bias : call.bias_gradient) {
             if (bias.data) add_to_bias(bias, item, panel, block, call.softcap != 0 ? raw : g);
         }
-        return hides;
+        return hides || folds[number].first < folds[number].last;
     }
 
 private:

@@ -1,6 +1,7 @@
 // All functions of one instruction set: this file is compiled once for each.
 #include "backward.h"
 #include "forward.h"
+#include "matrix.h"
 #include "tangent.h"
 
 namespace POLYATTN_UNIT {
@@ -14,6 +15,7 @@ const Unit unit = {
     {Forward<float>::work, Forward<double>::work},
     {Backward<float>::work, Backward<double>::work},
     {Tangent<float>::work, Tangent<double>::work},
+    {Product<float>::work, Product<double>::work},
 };
 
 }  // namespace POLYATTN_UNIT

@@ -5,6 +5,8 @@
 #include <stdint.h>
 #if defined(__x86_64__) || defined(_M_X64)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 #define INLINE inline __attribute__((always_inline))
@@ -33,6 +35,10 @@ template <typename T> using Ints = typename Lanes<T>::Ints;
 
 template <typename T> INLINE Vector<T> load(const T* p) { return *(const typename Lanes<T>::Loose*)p; }
 template <typename T> INLINE void store(T* p, Vector<T> v) { *(typename Lanes<T>::Loose*)p = v; }
+template <typename T> INLINE Ints<T> load_ints(const typename Lanes<T>::Int* p) {
+    return (Ints<T>)load<T>((const T*)p);
+}
+template <typename T> INLINE void store_ints(typename Lanes<T>::Int* p, Ints<T> v) { store<T>((T*)p, (Vector<T>)v); }
 template <typename T> INLINE Vector<T> broadcast(T x) { return x - Vector<T>{}; }
 
 template <typename T> INLINE Vector<T> select(Ints<T> where, Vector<T> yes, Vector<T> no) { return where ? yes : no; }
@@ -41,6 +47,23 @@ template <typename T> INLINE Vector<T> max(Vector<T> a, Vector<T> b) { return a 
 // Ask the memory for numbers; with a locality of 2 in place of 3, into the second cache.
 template <typename T, int locality = 3> INLINE void prefetch(const T* numbers, int64_t count) {
     for (int64_t i = 0; i < count; i += 64 / sizeof(T)) __builtin_prefetch(numbers + i, 0, locality);
+}
+
+// x · y + z, rounded once where the processor can: then always, whatever the compiler makes of the code around it.
+template <typename T> INLINE Vector<T> fused(Vector<T> x, T y, Vector<T> z) {
+    [[maybe_unused]] const Vector<T> factor = broadcast<T>(y);
+#if defined(__AVX512F__)
+    if constexpr (sizeof(T) == 4) return (Vector<T>)_mm512_fmadd_ps((__m512)x, (__m512)factor, (__m512)z);
+    else return (Vector<T>)_mm512_fmadd_pd((__m512d)x, (__m512d)factor, (__m512d)z);
+#elif defined(__FMA__)
+    if constexpr (sizeof(T) == 4) return (Vector<T>)_mm256_fmadd_ps((__m256)x, (__m256)factor, (__m256)z);
+    else return (Vector<T>)_mm256_fmadd_pd((__m256d)x, (__m256d)factor, (__m256d)z);
+#elif defined(__aarch64__)
+    if constexpr (sizeof(T) == 4) return (Vector<T>)vfmaq_f32((float32x4_t)z, (float32x4_t)x, (float32x4_t)factor);
+    else return (Vector<T>)vfmaq_f64((float64x2_t)z, (float64x2_t)x, (float64x2_t)factor);
+#else
+    return x * y + z;
+#endif
 }
 
 template <typename T> constexpr T infinity() { return (T)__builtin_inf(); }
@@ -131,6 +154,88 @@ template <typename T> INLINE Vector<T> exp(Vector<T> x) {
     split_exp<T>(x, power, rest);
     return select<T>(x < min_exponent<T>(), Vector<T>{}, power + power * rest);
 }
+
+// ---- weights ----
+
+// exp(s) = 2^f · 2^n, n whole and f a function of s. A weight is 2^f · 2^(n - m), m the n of the largest score, plus 1:
+// if m rises, weights and their sums are scaled by a power of two, which is exact. The parts of numbers:
+template <typename T> struct Parts;
+template <> struct Parts<float> {
+    static constexpr int mantissa = 23, bias = 127;
+    static constexpr float log2_e = 1.4426950408889634f, log2_e_low = 0, ln2 = 0.693359375f, ln2_low = -2.1219444e-4f;
+};
+template <> struct Parts<double> {
+    static constexpr int mantissa = 52, bias = 1023;
+    static constexpr double log2_e = 1.4426950408889634, log2_e_low = 2.0355273740931033e-17;
+    static constexpr double ln2 = 0.69314718036912382, ln2_low = 1.9082149292705877e-10;
+};
+
+template <typename T> struct Reference : Parts<T> {
+    using P = Parts<T>;
+    static constexpr T magic = (T)1.5 * ((int64_t)1 << P::mantissa), far = (T)((int64_t)1 << (P::mantissa - 3));
+
+    Vector<T> top, least;
+    Ints<T> base;  // of the exponent's bits
+    bool is_far;   // whether a row has scores of which the magic number has no n
+
+    Reference() = default;
+    // A row that sees no key yet has weights of 0, not NaN.
+    explicit Reference(Vector<T> largest) : top(select<T>(largest == -infinity<T>(), Vector<T>{}, largest)) {
+        const Vector<T> t = in_bits(top);
+        least = t - (P::bias - 3);
+        base = (Ints<T>)t - (P::bias - 1);
+        const Ints<T> near = (top < far - 2 * P::bias) & (top > 2 * P::bias - far);
+        typename Lanes<T>::Int all = -1;
+        UNROLL for (int lane = 0; lane < Lanes<T>::width; ++lane)
+            all &= near[lane];
+        is_far = !all;
+    }
+
+    // n + magic
+    static INLINE Vector<T> in_bits(Vector<T> s) { return fused<T>(s, P::log2_e, broadcast<T>(magic)); }
+    static INLINE Vector<T> rest_of(Vector<T> s, Vector<T> n) {
+#if defined(__FMA__) || defined(__aarch64__)
+        const Vector<T> rest = fused<T>(s, P::log2_e, -n);
+        return sizeof(T) == 4 ? rest : fused<T>(s, P::log2_e_low, rest);
+#else
+        return (s - n * P::ln2 - n * P::ln2_low) * P::log2_e;
+#endif
+    }
+
+    // 0 where it might be subnormal; NaN stays.
+    INLINE Vector<T> weigh(Vector<T> s) const {
+        const Vector<T> t = in_bits(s), power = (Vector<T>)(((Ints<T>)t - base) << P::mantissa);
+        return select<T>(t < least, Vector<T>{}, power + power * exp2_less_1(rest_of(s, t - magic)));
+    }
+    // By what sums relative to an earlier largest score are multiplied.
+    INLINE Vector<T> scale_from(Vector<T> before) const {
+        if (is_far) return weigh_far(before, true);
+        const Vector<T> t = in_bits(before);
+        return select<T>(t < least, Vector<T>{}, (Vector<T>)(((Ints<T>)t - base + 1) << P::mantissa));
+    }
+
+    // n / 4, which is finite, and f of a far score.
+    static double quarter_of(T s, T n, T& rest) {
+        if (s < far && s > -far) return n / 4;
+        const double quarter = s * ((double)P::log2_e / 4), whole = 6755399441055744.0;
+        const double found = quarter < 0x1p48 && quarter > -0x1p48 ? (4 * quarter + whole - whole) / 4 : quarter;
+        rest = (T)(4 * (quarter - found));
+        return found;
+    }
+    __attribute__((noinline)) Vector<T> weigh_far(Vector<T> s, bool is_scale = false) const {
+        const Vector<T> n = in_bits(s) - magic, of_top = in_bits(top) - magic;
+        Vector<T> rest = rest_of(s, n), power;
+        for (int lane = 0; lane < Lanes<T>::width; ++lane) {
+            T ignored, mine = rest[lane];
+            const double below = quarter_of(s[lane], n[lane], mine) - quarter_of(top[lane], of_top[lane], ignored);
+            const auto exponent = (typename Lanes<T>::Int)(below >= -256 ? 4 * below + P::bias - !is_scale : 0);
+            power[lane] = exponent < 2 ? 0 : __builtin_bit_cast(T, exponent << P::mantissa);
+            if (below != below) power[lane] = (T)below;
+            rest[lane] = power[lane] == 0 ? 0 : mine;
+        }
+        return is_scale ? power : power + power * exp2_less_1(rest);
+    }
+};
 
 INLINE float exponential(float x) { return __builtin_expf(x); }
 INLINE double exponential(double x) { return __builtin_exp(x); }

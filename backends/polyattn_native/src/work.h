@@ -24,6 +24,7 @@ struct Unit {
     Work (*attend[2])(const PolyattnCall&);
     Work (*differentiate[2])(const PolyattnCall&);
     Work (*push_forward[2])(const PolyattnCall&);
+    Work (*multiply[2])(const PolyattnCall&);
 };
 
 // What a thread does between two looks at what another one writes.

@@ -80,6 +80,8 @@ class Problem(NamedTuple):
     constants: frozenset[str] = frozenset()
     #: The arrays that carry a graph of gradients, by the names that they have as arguments.
     trained: frozenset[str] = frozenset()
+    #: Whether a row must have the same bits for each cut of its sequence, in `polyattn.same_bits`.
+    same_bits: bool = False
 
     @property
     def device_kind(self) -> str:

@@ -23,6 +23,7 @@ from polyattn.conformance.cases.case import Case, bits, make_case, with_arrays
 from polyattn.conformance.cases.catalogue import CASES, ESSENTIAL, size_cases
 from polyattn.conformance.checks import cases as checks
 from polyattn.conformance.checks import gradients, quantized
+from polyattn.conformance.checks.cuts import check_cut_invariance
 from polyattn.conformance.checks.lazy import is_lazy
 from polyattn.conformance.checks.target import KernelVariant, Target
 from polyattn.conformance.reference.gradients import gradient_yardsticks
@@ -303,6 +304,13 @@ PROMISES = {
         "a batch item has the same bits with and without the others",
         lambda _, variant: variant.kernel.batch_invariant,
         check_batch_invariance,
+        "not declared",
+    ),
+    "cut_invariant": Promise(
+        "cut invariant",
+        "a row has the same bits, however its sequence is cut",
+        lambda _, variant: variant.kernel.cut_invariant,
+        check_cut_invariance,
         "not declared",
     ),
     "pages_in_any_order": Promise(

@@ -271,8 +271,11 @@ def _without(name: str, default: Any, call: GivenCall) -> Arguments | None:
     return None if call.get(name) is None else {name: default}
 
 
-def _empty_rows(score: float, call: GivenCall) -> Arguments | None:
-    """Let rows without a key see all keys, except those with a bias of -inf if others remain."""
+def _empty_rows(score: float | None, call: GivenCall) -> Arguments | None:
+    """Let rows without a key see all keys, except those with a bias of -inf if others remain.
+
+    A score replaces those of such rows.
+    """
     if not call.hides_keys or call.get("sinks") is not None or not call.S:
         return None
     mod, bias = call.get("score_mod"), call.bias
@@ -282,7 +285,7 @@ def _empty_rows(score: float, call: GivenCall) -> Arguments | None:
 
     def score_mod(s: Any, *at: Any) -> Any:
         s = (s if mod is None else mod(s, *at)) + bias[at].astype(s.dtype)
-        return np.where(empty[at[:3]], np.asarray(score, s.dtype), s)
+        return s if score is None else np.where(empty[at[:3]], np.asarray(score, s.dtype), s)
 
     return _ANYWHERE | {"mask": lambda *at: seen[at], "score_mod": score_mod, "bias": None}
 
@@ -340,6 +343,7 @@ INTERPRETATIONS: dict[str, Change] = {
     },
     "a row without keys is the mean of the values": partial(_empty_rows, 0.0),
     "a row without keys is NaN": partial(_empty_rows, math.nan),
+    "a row without keys sees all keys": partial(_empty_rows, None),
     "the last axis of a mask is padded rather than broadcast": _last_axis_padded,
     "the scale is rounded to float32": partial(_float32_scale, False),
     "the root of the scale is rounded to float32": partial(_float32_scale, True),

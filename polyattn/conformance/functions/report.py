@@ -124,23 +124,34 @@ def _is_only_ours(case: Case) -> bool:
     return "dropout" in case.features or any(isinstance(x, Expression) for x in options)
 
 
-def _checks(
-    cases: dict[str, Case], differentiable: bool
-) -> Iterator[tuple[Case, str, Callable[..., Finding]]]:
-    """Yield what is checked: a case, its row, and the check."""
-    for case in cases.values():
-        row = _row_of(case)
-        if row is not None:
-            yield case, row, check_callable
-    sizes = list(size_cases("float32")) if cases.keys() >= ESSENTIAL.keys() else []
+#: Cases with their row and check.
+Plan = list[tuple[Case, str, Callable[..., Finding]]]
+
+
+def planned(cases: Iterable[Case], differentiable: bool) -> Plan:
+    """Return what is checked: a case, its row, and the check."""
+    named = {case.name: case for case in cases}
+    plan: Plan = [
+        (case, row, check_callable) for case in named.values() if (row := _row_of(case)) is not None
+    ]
+    sizes = list(size_cases("float32")) if named.keys() >= ESSENTIAL.keys() else []
     sizes[::2] = [replace(case, E=None) for case in sizes[::2]]  # some functions have only E = D
-    yield from ((case, "sizes", check_callable) for case in sizes)
+    plan += [(case, "sizes", check_callable) for case in sizes]
     if differentiable:
         with_gradients = (POISONED_GRADIENT_CASES | GRADIENT_CASES).values()
-        chosen = [case for case in with_gradients if case.name in cases and not _is_only_ours(case)]
-        yield from ((case, "gradients", check_gradients) for case in (*chosen, *sizes))
+        chosen = [case for case in with_gradients if case.name in named and not _is_only_ours(case)]
+        plan += [(case, "gradients", check_gradients) for case in (*chosen, *sizes)]
     for row, (check, names) in _OTHERS.items():
-        yield from ((cases[name], row, check) for name in names if name in cases)
+        plan += [(named[name], row, check) for name in names if name in named]
+    return plan
+
+
+def grouped(plan: Plan, findings: Iterable[Finding]) -> list[Row]:
+    """Return the findings of a plan as the rows of a table."""
+    rows = {name: Row(kind, name, {}) for name, kind in _KINDS.items()}
+    for (case, row, _), finding in zip(plan, findings, strict=True):
+        rows[row].findings[case.name] = finding
+    return [row for row in rows.values() if row.findings]
 
 
 def summarise(
@@ -148,21 +159,18 @@ def summarise(
     cases: Iterable[Case],
     to: Callable[[Any], Any],
     back: Callable[[Any], Any],
-    progress: Callable[[Iterable[Case]], Iterable[Case]] | None = None,
+    progress: Callable[[Iterable[Any]], Iterable[Any]] = iter,
 ) -> list[Row]:
     """Check a function with the cases about one thing each, and group the results by it.
 
     The arguments are those of `check_callable`; `progress` wraps the iteration, as `tqdm` does.
     """
-    by_name = {case.name: case for case in cases}
-    chosen = list(_checks(by_name, has_gradients(to, np.ones((1, 1), "float32"))))
-    rows = {name: Row(kind, name, {}) for name, kind in _KINDS.items()}
-    through: Iterable[Case] = [case for case, _, _ in chosen]
-    for case, (_, row, check) in zip(
-        progress(through) if progress else through, chosen, strict=True
-    ):
-        rows[row].findings[case.name] = call_named(f"case {case}", check, function, case, to, back)
-    return [row for row in rows.values() if row.findings]
+    plan = planned(cases, has_gradients(to, np.ones((1, 1), "float32")))
+    findings = [
+        call_named(f"case {case}", check, function, case, to, back)
+        for case, _, check in progress(plan)
+    ]
+    return grouped(plan, findings)
 
 
 def lines(rows: Iterable[Row]) -> list[str]:

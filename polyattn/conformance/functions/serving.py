@@ -178,6 +178,8 @@ def transformers(
 ) -> Array:  # fmt: skip
     """Call a function as `sdpa_attention_forward`; lengths and windows are its mask."""
     xp, (B, H, L, _), (_, G, S, _) = _check(query), query.shape, key.shape
+    if is_causal and attn_mask is not None:
+        raise NoArgumentError("is_causal beside a mask")  # it looks at one of them only
     if key_lengths is not None or window is not None:
         if attn_mask is not None:
             raise NoArgumentError("key_lengths or window beside a mask")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from html import escape
 from typing import Any, NamedTuple
@@ -82,6 +84,19 @@ def badge(results: list[Result]) -> str:
     wrong = kinds.count("failure")
     text = f"{len(kinds) - wrong} of {len(kinds)} agree"
     return _BADGE.format(text=text, width=114 + 7 * len(text), colour="#c33" if wrong else "#2a4")
+
+
+def as_json(value: Any) -> str:
+    """Return JSON, with null for infinite errors, which JSON lacks."""
+
+    def finite(x: Any) -> Any:
+        if isinstance(x, dict):
+            return {name: finite(y) for name, y in x.items()}
+        if isinstance(x, (list, tuple)):
+            return [finite(y) for y in x]
+        return None if isinstance(x, float) and not math.isfinite(x) else x
+
+    return json.dumps(finite(value), indent=2, allow_nan=False)
 
 
 def check_files(options: Any) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from html import escape
 
 import polyattn
@@ -36,10 +36,10 @@ def page(report: Report) -> str:
     return _whole(verdict, (part for section in report.sections for part in _parts(section)))
 
 
-def callable_page(name: str, rows: Iterable[tuple[str, ...]], differing: int) -> str:
-    """Return the table of the report of a function as an HTML page."""
+def functions_page(tables: Mapping[str, Iterable[Iterable[str]]], differing: int) -> str:
+    """Return the tables of the reports of functions as an HTML page."""
     verdict = f"{differing} cases differ" if differing else "All cases agree"
-    return _whole(verdict, [f"<h2>{escape(name)}</h2>", _table(rows)])
+    return _whole(verdict, (f"<h2>{escape(n)}</h2>{_table(rows)}" for n, rows in tables.items()))
 
 
 def _whole(verdict: str, parts: Iterable[str]) -> str:

@@ -1,0 +1,81 @@
+"""Run ``polyattn check --callable`` and ``polyattn check --subject``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from polyattn._base.streams import progress, show
+from polyattn.conformance.cases.case import Case
+from polyattn.conformance.functions import check as callables
+from polyattn.conformance.functions import repro, same_bits, subjects
+from polyattn.conformance.functions.report import Row, as_dict, lines, summarise, table_rows
+from polyattn.conformance.report import files
+from polyattn.conformance.report import html as page
+
+__all__ = ["check"]
+__dir__ = __all__.copy
+
+
+def check(options: argparse.Namespace, cases: Sequence[Case]) -> int:
+    """Print the results of functions; return 1 if one does not agree, else 0."""
+    option = "--callable" if options.subject is None else "--subject"
+    others = {"a backend": options.backends, "--kernel": options.kernel}
+    if options.subject is not None:
+        unused = {"--callable": "callable", "--library": "library", "--repro": "repro"}
+        others |= {name: [getattr(options, field)] for name, field in unused.items()}
+    for name, given in others.items():
+        if values := [str(x) for x in given if x]:
+            raise ValueError(f"{option} takes the place of {name}; got {' '.join(values)}")
+    bar, made = partial(progress, unit="case"), dict[str, Any]()
+    if options.subject is None:
+        sys.path.append("")  # the current folder last: no file in it replaces an installed module
+        function = callables.load(options.callable)
+        target = callables.target_of(options.callable, options.library)
+        if options.same_bits:
+            return _same_bits(options, same_bits.rows_with_other_bits(function, target))
+        rows = summarise(function, cases, target.to, target.back, bar)
+        found = {f"{options.callable} on arrays of {target.library}": rows}
+        failing = [n for row in rows for n, f in row.findings.items() if f.status in _FAILING]
+        subject = repro.Subject(function, options.callable, target)
+        made["repro"] = partial(repro.script, subject, failing) if failing else None
+    else:
+        named = {name: subjects.subject_of(name) for name in options.subject.split(",")}
+        found = {}
+        for name, peer in named.items():
+            versions = ", ".join(map(" ".join, peer.versions.items()))
+            found[f"{name} ({versions})"] = subjects.measure(peer, cases, bar)
+    results = [x for name, rows in found.items() for x in files.results_of_function(name, rows)]
+    differ = sum(row.differing for rows in found.values() for row in rows)
+    tables = {name: table_rows(rows) for name, rows in found.items()}
+    made |= files.made(results) | {"html": page.functions_page(tables, differ)}
+    files.give(options, _json(found, options) if options.json else _text(found), made)
+    return 1 if differ else 0
+
+
+def _same_bits(options: argparse.Namespace, rows: dict[str, str | tuple[int, int]]) -> int:
+    """Print how many rows have other bits; return 1 if there are any."""
+    show(files.as_json(rows) if options.json else "\n".join(same_bits.lines(rows)))
+    return 1 if any(not isinstance(one, str) and one[0] for one in rows.values()) else 0
+
+
+_FAILING = (callables.DIFFERS, callables.RAISES)
+
+
+def _text(found: dict[str, list[Row]]) -> str:
+    """Return the results of functions as text."""
+    text = []
+    for name, rows in found.items():
+        differ = sum(row.differing for row in rows)
+        end = f"  {differ or 'no'} case{'s' * (differ != 1)} differ{'s' * (differ == 1)}"
+        text += [name, "", *lines(rows), end]
+    return "\n".join(text)
+
+
+def _json(found: dict[str, list[Row]], options: argparse.Namespace) -> str:
+    """Return the results as JSON: of one function its rows, of subjects those of each."""
+    rows = {name: [as_dict(row) for row in rows] for name, rows in found.items()}
+    return files.as_json(rows if options.subject else next(iter(rows.values())))

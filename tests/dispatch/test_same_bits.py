@@ -1,0 +1,158 @@
+"""The block of `same_bits`: the kernels that run in it, and what caches keep apart."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+from optional import jax, torch
+
+from polyattn import (
+    UnsupportedError,
+    attention,
+    attention_partial,
+    attention_vjp,
+    explain,
+    merge,
+    parallel,
+    same_bits,
+    scores,
+)
+from polyattn._dispatch import cache, registry
+from polyattn.plugin.dense import Dense
+
+X = np.random.default_rng(0).standard_normal((2, 4, 5, 8), dtype=np.float32)
+
+
+class Keeping(Dense):
+    """The formula, which says that it keeps bits; it records whether it was asked to."""
+
+    name = "keeping"
+    cut_invariant = True
+    features = Dense.features - {"softcap"}
+
+    def __init__(self):
+        self.asked = []
+
+    def only_on_request(self, problem):
+        return "others are faster"
+
+    def __call__(self, problem, operands, backend):
+        self.asked.append(problem.same_bits)
+        return super().__call__(problem, operands, backend)
+
+
+@pytest.fixture(autouse=True)
+def keeping(monkeypatch):
+    """The last kernel of each backend, which declares the promise."""
+    kernel = Keeping()
+    monkeypatch.setattr(registry, "_ARRAY_API_KERNELS", (*registry._ARRAY_API_KERNELS, kernel))
+    cache.forget()
+    yield kernel
+    cache.forget()
+
+
+def run_of(library):
+    """Return a function that calls attention on tensors of a library, compiled."""
+    if library == "torch":
+        function = torch.compile(lambda q: attention(q, q, q), backend="eager", fullgraph=True)
+        return lambda: function(torch.from_numpy(X))
+    if library == "jax":
+        function = jax.jit(lambda q: attention(q, q, q))
+        return lambda: function(X)
+    return lambda: attention(X, X, X)
+
+
+@pytest.mark.without_native
+@pytest.mark.parametrize(
+    "library",
+    [
+        "numpy",
+        pytest.param("torch", marks=pytest.mark.needs("torch")),
+        pytest.param("jax", marks=pytest.mark.needs("jax")),
+    ],
+)
+def test_a_call_inside_and_one_outside_are_two(keeping, library):
+    """For equal calls that were planned, and for programs."""
+    run = run_of(library)
+    with same_bits():  # the first block of a process clears JAX's programs
+        pass
+    for turn in range(2):
+        run()
+        assert keeping.asked == []
+        with same_bits():
+            run()
+            run()
+        # A program of JAX calls the kernel where it is traced.
+        assert set(keeping.asked) == {True} or (library == "jax" and turn == 1)
+        keeping.asked.clear()
+
+
+@pytest.mark.without_native
+def test_gradients_are_of_a_kernel_that_keeps_bits(keeping):
+    with same_bits():
+        output, pullback = attention_vjp(X, X, X)
+        assert pullback(output).query.shape == X.shape
+    assert keeping.asked == [True]
+
+
+@pytest.mark.without_native
+def test_explain_says_that_only_kernels_with_the_promise_run():
+    with same_bits():
+        inside = explain(X, X, X)
+        named = explain(X, X, X, backend="numpy", kernel="dense")
+    outside = explain(X, X, X)
+    assert (inside.source, named.source) == (
+        "the arrays' own library, in same_bits()", "backend='numpy', in same_bits()",
+    )  # fmt: skip
+    assert (inside.chosen.kernel, named.chosen, outside.chosen.kernel) == ("keeping", None, "small")
+    refused = {c.kernel: c.text for c in inside.candidates if c.status == "refused"}
+    reason = "it does not promise the same bits for each cut of a sequence (cut_invariant)"
+    assert refused == dict.fromkeys(("small", "tiled", "dense"), reason)
+    note = "a row has the same bits for each cut of its sequence"
+    assert inside.chosen.text == note
+    assert explain(X, X, X, kernel="keeping").chosen.text.endswith(f"in same_bits() {note}")
+    assert not any(note in c.text for c in outside.candidates)
+
+
+@pytest.mark.without_native
+def test_a_refusal_says_what_to_drop():
+    with same_bits(), pytest.raises(UnsupportedError) as caught:
+        attention(X, X, X, score_mod=scores.softcap(3.0))
+    text = str(caught.value)
+    assert "keeping  refused  it does not compute softcap\n" in text
+    assert text.endswith(
+        "drop the options that it does not compute, or make the call outside of the block"
+    )
+
+
+@pytest.mark.without_native
+def test_a_block_holds_in_its_thread_only():
+    with same_bits(), ThreadPoolExecutor(1) as pool:
+        assert pool.submit(lambda: explain(X, X, X).chosen.kernel).result() == "small"
+
+
+@pytest.mark.without_native
+def test_merges_of_parts_of_the_keys_are_refused():
+    with same_bits():
+        one = attention_partial(X, X, X, kernel="keeping")
+        assert merge(one).output is one.output
+        with pytest.raises(UnsupportedError, match="depend on the parts"):
+            merge(one, one)
+
+
+@pytest.mark.without_native
+def test_ranks_keep_bits_where_each_has_the_keys_of_its_rows(keeping):
+    def attend(strategy):
+        def of_rank(ranks):
+            own = parallel.shard(X[:, :, :4], over=ranks)
+            return parallel.attention(own, own, own, over=ranks, strategy=strategy)
+
+        return parallel.run_threads(2, of_rank)
+
+    with same_bits():
+        for strategy in "gather", "heads":
+            attend(strategy)
+        for strategy in "ring", "decode":
+            with pytest.raises(NotImplementedError, match=r"same_bits\(\) needs whole rows"):
+                attend(strategy)
+    assert keeping.asked == [True] * 4

@@ -1,0 +1,105 @@
+"""The compiled kernel in `same_bits`: one result for all libraries and programs, or a refusal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from polyattn import UnsupportedError, attention, explain, same_bits, use_threads
+from polyattn.conformance.checks import cuts
+from polyattn.conformance.checks.target import Target
+
+pytest.importorskip("polyattn_native.library")
+jax = pytest.importorskip("jax")
+torch = pytest.importorskip("torch")
+
+RNG = np.random.default_rng(0)
+X = RNG.standard_normal((2, 4, 300, 32), dtype=np.float32)
+
+
+def call(q: Any, x: Any) -> Any:
+    return attention(q, x, x, is_causal=True)
+
+
+def on_one_thread(q: Any, x: Any) -> Any:
+    with use_threads(1):
+        return call(q, x)
+
+
+def heads_last(q: Any, x: Any) -> Any:
+    q, x = (np.ascontiguousarray(np.swapaxes(one, 1, 2)) for one in (q, x))
+    return np.swapaxes(attention(q, x, x, is_causal=True, layout="...LHD"), 1, 2)
+
+
+def compiled(q: Any, x: Any) -> Any:
+    return torch.compile(call, backend="eager", fullgraph=True)(*map(torch.from_numpy, (q, x)))
+
+
+#: Ways to make one call, from arrays of NumPy.
+WAYS: dict[str, Callable[[Any, Any], Any]] = {
+    "numpy": call,
+    "numpy, one thread": on_one_thread,
+    "numpy, heads after length": heads_last,
+    "torch": lambda q, x: call(*map(torch.from_numpy, (q, x))),
+    "torch, trained": lambda q, x: call(
+        torch.from_numpy(q).requires_grad_(), torch.from_numpy(x)
+    ).detach(),
+    "torch.compile": compiled,
+    "jax": lambda q, x: call(*map(jax.numpy.asarray, (q, x))),
+    "jax.jit": lambda q, x: jax.jit(call)(q, x),
+    "jax.vmap": lambda q, x: jax.vmap(call)(q, x),
+    "jax.vjp": lambda q, x: jax.vjp(call, q, x)[0],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("way", WAYS)
+def test_the_bits_are_those_of_the_whole_call_on_numpy(way: str, dtype: str) -> None:
+    x = X.astype(dtype)
+    with same_bits():
+        whole = call(x, x)
+        for rows in (1, 3, 300):
+            found = WAYS[way](x[:, :, -rows:].copy(), x)
+            np.testing.assert_array_equal(np.asarray(found), whole[:, :, -rows:])
+
+
+@pytest.mark.slow
+def test_every_cut_has_the_same_bits_on_jax() -> None:
+    """The suite of JAX tries some."""
+    target = Target("jax")
+    with same_bits():
+        run = cuts._runner(target, target.variants(["native"])[0])
+        found = {case: cuts.differing(*case, run)[0] for case in cuts.cut_cases(target.dtypes)}
+    assert [case for case, different in found.items() if different] == []
+
+
+def test_a_call_that_another_kernel_computes_in_less_time_runs_too() -> None:
+    row = torch.zeros(1, 4, 1, 24)
+    assert explain(row, row, row).chosen.kernel == "sdpa"  # type: ignore[union-attr]
+    with same_bits():
+        assert explain(row, row, row).chosen.kernel == "native"  # type: ignore[union-attr]
+
+
+def summed(q: Any) -> Any:
+    return call(q, q).sum()
+
+
+#: What another kernel would compute, if it were not refused.
+REFUSED: dict[str, Callable[[Any], Any]] = {
+    "torch.func.vmap": lambda x: torch.func.vmap(summed)(torch.from_numpy(x)),
+    "torch.func.grad": lambda x: torch.func.grad(summed)(torch.from_numpy(x)),
+    "a function as a mask": lambda x: attention(x, x, x, mask=lambda b, h, i, j: j != 1),
+    "dropout under jax.vmap": lambda x: jax.vmap(
+        lambda q: attention(q, q, q, dropout=(0.1, 3))
+    )(x),
+    "a second derivative": lambda x: jax.hessian(summed)(x[:1, :1, :2]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_another_kernel_would_compute_is_refused(name: str) -> None:
+    with same_bits(), pytest.raises((UnsupportedError, ValueError), match=r"same_bits\(\)"):
+        REFUSED[name](X)
