@@ -10,6 +10,7 @@ from polyattn._api.attention import attention
 from polyattn._api.explain import explain
 from polyattn._api.gradients import attention_backward, attention_jvp, attention_vjp
 from polyattn._api.partial import Partial, attention_partial, merge
+from polyattn._api.top_keys import top_keys
 from polyattn._api.weights import TopWeights, attention_weights
 from polyattn._base.progress import show_progress
 from polyattn._base.same_bits import same_bits
@@ -51,6 +52,7 @@ __all__ = [
     "same_bits",
     "scores",
     "show_progress",
+    "top_keys",
     "trace",
     "use_backend",
     "use_threads",

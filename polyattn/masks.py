@@ -33,15 +33,23 @@ from polyattn._core.expressions.patterns import (
     Segments,
     by_index,
 )
+from polyattn._core.expressions.selections import (
+    Blocks,
+    Selected,
+    lists_of_edges,
+    sorted_lists,
+)
 from polyattn._core.expressions.tree import Tree, ancestors_of
 from polyattn._core.tiles.compiled import compile
 
 __all__ = [
     "Mask",
+    "blocks",
     "causal",
     "compile",
     "dense",
     "dilated",
+    "edges",
     "global_tokens",
     "neighborhood",
     "padding",
@@ -49,6 +57,7 @@ __all__ = [
     "prefix",
     "rule",
     "segments",
+    "selected",
     "tree",
     "window",
 ]
@@ -360,6 +369,129 @@ def neighborhood(
     masks.neighborhood((16, 16), (5, 5))
     """
     return neighborhood_of(shape, kernel_size, stride, dilation, is_causal)
+
+
+def selected(indices: Array) -> Mask:
+    """Show each row the keys that are named for it, such as the best ones of an index.
+
+    Parameters
+    ----------
+    indices : Array of int
+        The keys of each row, of this call and in any order, and −1 for none: shape (..., H, L, K),
+        where H or L may be 1, and (L, K) is for all heads. A key named twice counts once, and a
+        number of S or above names none. The mask keeps a copy.
+
+    Returns
+    -------
+    Mask
+        Row i of head h sees key j where j is in ``indices[..., h, i, :]``.
+
+    Raises
+    ------
+    ValueError
+        If a number is below −1, where the array is in NumPy. Elsewhere it names no key.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from polyattn import attention, masks
+    >>> x = np.ones((8, 4, 64), dtype=np.float32)
+    >>> keys = np.array([[0, -1], [1, 0], [0, 2], [3, 1]])
+    >>> attention(x, x, x, mask=masks.selected(keys) & masks.causal()).shape
+    (8, 4, 64)
+    """
+    return Selected(_lists("masks.selected: indices", indices))
+
+
+def blocks(table: Array, size: int | tuple[int, int]) -> Mask:
+    """Show blocks of rows the blocks of keys that are named for them.
+
+    Parameters
+    ----------
+    table : Array of int
+        The numbers of the blocks of keys that each block of rows sees, in any order, and −1 for
+        none: shape (..., H, ceil(L / rows), K), where H may be 1. A number of ceil(S / keys) or
+        above names none. The mask keeps a copy.
+    size : int or tuple of int
+        The rows and the keys of a block, or one number for both. Row i is in block i // rows, and
+        key j in block j // keys; the last blocks may be smaller.
+
+    Returns
+    -------
+    Mask
+        Row i of head h sees key j where ``j // keys`` is in ``table[..., h, i // rows, :]``.
+
+    Raises
+    ------
+    ValueError
+        If a number is below −1, where the array is in NumPy. Elsewhere it names no block.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from polyattn import attention, masks
+    >>> x = np.ones((8, 256, 64), dtype=np.float32)
+    >>> chosen = np.array([[0, -1], [0, 1], [0, 2], [1, 3]])
+    >>> attention(x, x, x, mask=masks.blocks(chosen, 64) & masks.causal()).shape
+    (8, 256, 64)
+    """
+    sizes = size if isinstance(size, tuple) else (size, size)
+    if len(sizes) != 2:
+        raise ValueError(f"masks.blocks: size is a number, or one of rows and keys; got {size!r}")
+    rows, keys = (check_int("masks.blocks: size", number, least=1) for number in sizes)
+    return Blocks(_lists("masks.blocks: table", table), (rows, keys))
+
+
+def edges(rows: Array, keys: Array, query_length: int) -> Mask:
+    """Show each row the keys to which it has an edge of a graph.
+
+    Parameters
+    ----------
+    rows, keys : Array of int
+        The row and the key of each edge, shape (edges,), in any order. An edge given twice counts
+        once. The numbers are read: the arrays may not be traced.
+    query_length : int
+        L, the number of rows. Rows without edges see no key.
+
+    Returns
+    -------
+    Mask
+        The `selected` keys of each row, (L, K), where K is the most edges of a row.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If the arrays differ in length or cannot be read, or a number is out of range.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from polyattn import masks
+    >>> masks.edges(np.array([0, 2, 2]), np.array([1, 0, 2]), 3)
+    masks.selected(numpy.asarray([[-1, 1], [-1, -1], [0, 2]], dtype=numpy.int64))
+
+    Of a matrix of SciPy the edges are ``m = m.tocoo(); masks.edges(m.row, m.col, m.shape[0])``.
+    """
+    length = check_int("masks.edges: query_length", query_length, least=0)
+    rows, keys = (
+        check_ids(f"masks.edges: {name}", ids) for name, ids in (("rows", rows), ("keys", keys))
+    )
+    for name, ids in (("rows", rows), ("keys", keys)):
+        if is_unreadable(ids) or facts_of(ids).traced:
+            raise TypeError(
+                f"masks.edges reads its arrays, and {name} is traced: make the mask before, or give"
+                " masks.selected the keys of each row"
+            )
+    if len(rows.shape) != 1 or rows.shape != keys.shape:
+        shapes = f"{tuple(rows.shape)} and {tuple(keys.shape)}"
+        raise ValueError(f"masks.edges: rows and keys must have one shape (edges,); got {shapes}")
+    return Selected(lists_of_edges(rows, keys, length))
+
+
+def _lists(name: str, numbers: Array) -> Array:
+    if is_unreadable(numbers):  # as a tensor it has a dtype; an array is placed where the query is
+        return sorted_lists(name, check_ids(name, traced_tensor(numbers))).numpy()
+    return sorted_lists(name, check_ids(name, numbers))
 
 
 def dense(array: Array) -> Mask:

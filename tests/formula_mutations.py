@@ -30,7 +30,7 @@ CAP_LATE = """    if problem.softcap is not None:
 """
 SCORE_MOD = "    s = at.modified(capped)  # 3\n"
 BIAS = """    if x.bias is not None:
-        bias = cast(xp, at.of_scores(x.bias), s.dtype)
+        bias = cast(xp, at.of_bias(x.bias), s.dtype)
         s = hide(xp, s + bias, bias != -math.inf)  # 4
 """
 SINKS = """        if x.sinks is not None:

@@ -59,6 +59,7 @@ HALF_A_STEP = QUANTIZED + "test_an_entry_is_within_half_a_step_and_the_newest_ar
 INTEGERS = QUANTIZED + "test_attention_is_that_over_what_the_integers_stand_for"
 TRACED = QUANTIZED + "test_shapes_without_lengths_give_the_same"
 PAGED = "tests/nn/test_paged_cache.py::test_items_hold_what_was_appended_forked_and_truncated"
+TOP_KEYS = "tests/api/test_top_keys.py::test_the_keys_are_those_of_a_sort"
 UNLIKE = (
     "tests/nn/test_generate.py::"
     "test_prompts_of_different_lengths_are_continued_as_each_by_itself[numpy-rotary]"
@@ -629,6 +630,19 @@ MUTATIONS = (
     (RUN + "test_a_call_that_looks_like_an_earlier_one_is_its_own[class]",
      "two expressions with one number have one key", "polyattn/_core/expressions/expression.py",
      "else (type(field), *forms)", "else tuple(forms)"),
+    ("tests/kernels/test_gathered.py::test_a_part_may_begin_inside_of_a_block",
+     "named keys count from the first of the whole", "polyattn/_core/tiles/named.py",
+     "keys = keys - selection.first", "keys = keys - 0"),
+    ("tests/kernels/test_gathered.py::test_few_named_keys_are_gathered_and_the_gradients_are_those_of_a_dense_mask",
+     "a key that is named twice counts twice", "polyattn/_core/tiles/named.py",
+     "xp.reshape(repeated(xp, lists), (*shape, 1))", "xp.reshape(lists < 0, (*shape, 1))"),
+    ("tests/kernels/test_gathered.py::test_few_named_keys_are_gathered_and_the_gradients_are_those_of_a_dense_mask",
+     "the gradient of a hidden key overwrites that of the first", "polyattn/_kernels/gathered.py",
+     "numbers = xp.where(hidden, xp.full_like(numbers, count), numbers)", "pass"),
+    ("tests/expressions/test_selections.py::test_a_selection_is_a_set_in_any_order",
+     "named keys searched for unsorted", "polyattn/_core/expressions/selections.py",
+     "ascending = xp.sort(numbers if is_host(numbers) else as_index(xp, numbers), axis=-1)",
+     "ascending = numbers"),
     ("tests/expressions/test_neighborhood.py::test_windows_of_one_axis",
      "a dilated window sees another phase", "polyattn/_core/expressions/neighborhood.py",
      "y % axis.dilation == x % axis.dilation",
@@ -1115,4 +1129,12 @@ MUTATIONS = (
      "a pool of the user's written to", "polyattn/nn/paged_cache.py",
      " and memory.value is self.value",
      ""),
+    (TOP_KEYS + "[one tile-plain-numpy]",
+     "the last of keys with equal scores", "backends/polyattn_numpy/backend.py",
+     "np.cumsum(equal, axis=-1, dtype=np.int32)",
+     "np.cumsum(equal[..., ::-1], axis=-1, dtype=np.int32)[..., ::-1]"),
+    (TOP_KEYS + "[tiles-rows without keys-torch]",
+     "absent keys among the keys of a tile", "polyattn/_kernels/top_keys.py",
+     "xp.where(best == -math.inf, absent, places)",
+     "places"),
 )  # fmt: skip

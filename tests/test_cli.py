@@ -43,7 +43,7 @@ def test_backends_as_json(capsys):
     assert main(["backends", "--json"]) == 0
     rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
     assert rows["torch"]["devices"][0] == "cpu"
-    assert rows["array-api"]["kernels"] == ["tiled", "dense"]
+    assert rows["array-api"]["kernels"] == ["tiled", "dense", "gathered"]
 
 
 def test_backends_names_a_misspelt_variable(capsys, monkeypatch):

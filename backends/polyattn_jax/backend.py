@@ -10,7 +10,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.metadata
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -119,6 +120,18 @@ class JaxBackend(Backend):
             return PRIMITIVES.over_size(term, query, key)
         return super().over_size(term, query, key)
 
+    def in_turn(
+        self, function: Callable[[Any], Any], starts: Sequence[int], *arrays: Array
+    ) -> Iterable[Any]:
+        """Return what a function of some arrays returns for each start, by a loop of a program.
+
+        A gradient computes it again, so that nothing is kept from one start to the next.
+        """
+        if len(starts) == 1 or not any(isinstance(x, jax.core.Tracer) for x in arrays):
+            return map(function, starts)
+        stacked = jax.lax.map(jax.checkpoint(function), jnp.asarray(starts))
+        return [jax.tree.map(operator.itemgetter(n), stacked) for n in range(len(starts))]
+
     def visible_product(self, weights: Array, seen: Array, x: Array) -> jax.Array:
         """Return weights · x, to which x adds nothing where it is not seen."""
         result: jax.Array = _visible_product(weights, seen, x)
@@ -131,6 +144,11 @@ class JaxBackend(Backend):
         maximum = jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True))
         weights = jnp.exp(scores - or_zero(jnp, maximum))
         return weights, maximum, jnp.sum(weights, axis=-1, keepdims=True)
+
+    def largest(self, numbers: Array, count: int) -> Array:
+        """Return the places of the largest numbers of each row, without sorting them all."""
+        # Which takes 0 for larger than −0.
+        return jnp.sort(jax.lax.top_k(jnp.where(numbers == 0, 0, numbers), count)[1], axis=-1)
 
     def pullback(self, function: Callable[[Array], Array], array: Array, gradient: Array) -> Array:
         """Return the gradient of an array from that of a function of it."""

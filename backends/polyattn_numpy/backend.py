@@ -60,5 +60,14 @@ class NumpyBackend(Backend):
         weights += 1
         return np.reciprocal(weights, out=weights)
 
+    def largest(self, numbers: Array, count: int) -> Array:
+        """Return the places of the largest numbers of each row, without sorting them."""
+        last = numbers.shape[-1] - count
+        least = np.partition(numbers, last, axis=-1)[..., last, None]
+        chosen, equal = numbers > least, numbers == least
+        left = count - chosen.sum(axis=-1, keepdims=True)
+        chosen |= equal & (np.cumsum(equal, axis=-1, dtype=np.int32) <= left)
+        return chosen.nonzero()[-1].reshape(*numbers.shape[:-1], count)
+
     def empty_result(self, problem: Problem, like: Array) -> tuple[Array, Array | None]:
         return empty_result(problem, like.dtype)

@@ -121,6 +121,17 @@ class TorchBackend(Backend):
         """Return the sigmoid of each score."""
         return torch.sigmoid(scores)
 
+    def largest(self, numbers: Array, count: int) -> torch.Tensor:
+        """Return the places of the largest numbers of each row, without sorting them."""
+        least = numbers.topk(count).values[..., -1:]
+        chosen, equal = numbers > least, numbers == least
+        left = count - chosen.sum(-1, keepdim=True, dtype=torch.int32)
+        chosen |= equal & (equal.cumsum(-1, dtype=torch.int32) <= left)
+        # The first places are the largest of those that count down.
+        down = torch.arange(numbers.shape[-1], 0, -1, dtype=torch.int32, device=numbers.device)
+        counted: torch.Tensor = torch.where(chosen, down, 0).topk(count).values
+        return numbers.shape[-1] - counted.long()
+
     def empty_result(self, problem: Problem, like: Array) -> tuple[Array, Array | None] | None:
         """Allocate the result of a call, unless autograd records it."""
         if problem.requires_grad or problem.transforms or torch.compiler.is_compiling():

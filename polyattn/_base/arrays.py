@@ -314,6 +314,11 @@ def index_range(xp: Any, start: int, stop: Any, like: Array) -> Array:
     return xp.arange(start, stop, **_on_device_of(xp, like))
 
 
+def zeros(xp: Any, shape: tuple[int, ...], dtype: Any, like: Array) -> Array:
+    """Return an array of zeros on the device of `like`."""
+    return xp.zeros(shape, dtype=dtype, **_on_device_of(xp, like))
+
+
 def as_index(xp: Any, numbers: Array) -> Array:
     """Return integers in the dtype of `index_range`, or in int64."""
     # A narrow dtype may not hold the positions that it is compared with, and torch computes little

@@ -19,13 +19,15 @@ from polyattn._dispatch.entries import KERNELS, OURS, Entry, entries
 from polyattn._dispatch.errors import BackendUnavailableError
 from polyattn._dispatch.standard import StandardBackend
 from polyattn._kernels.dense_kernel import Dense
+from polyattn._kernels.gathered import Gathered
 from polyattn._kernels.tiled import Tiled
 from polyattn.plugin import Backend, BackendSpec, Kernel
 
 #: The backend that runs the core's kernels on the library of the arrays.
 ARRAY_API = "array-api"
 
-_ARRAY_API_KERNELS: tuple[Kernel, ...] = (Tiled(), Dense())
+_TILED = Tiled()
+_ARRAY_API_KERNELS: tuple[Kernel, ...] = (_TILED, Dense(), Gathered())
 
 
 @dataclass
@@ -118,7 +120,7 @@ def load(name: str) -> str | None:
                     backend = plugin.spec.load()
                     plugin.failure = flaw_of(backend.kernels) or _unmatched(plugin.spec, backend)
                 if plugin.failure is None:
-                    backend.tiled = _ARRAY_API_KERNELS[0]
+                    backend.tiled = _TILED
                     extensions.join(name, backend, [kernel.name for kernel in _ARRAY_API_KERNELS])
                     plugin.backend = backend
             except KeyboardInterrupt:

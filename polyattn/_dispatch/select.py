@@ -18,6 +18,7 @@ from polyattn._core.call.facts import Call
 from polyattn._core.call.features import DERIVATIVES
 from polyattn._core.call.problem import Problem
 from polyattn._core.expressions.scores import Chain, Function
+from polyattn._core.expressions.selections import selection_of
 from polyattn._dispatch import extensions, registry
 from polyattn._dispatch.contract import flaw, is_installed
 from polyattn._dispatch.errors import BackendError, BackendUnavailableError, UnsupportedError
@@ -26,6 +27,7 @@ from polyattn._dispatch.placement import Placement, Refusal, check_one_place, fi
 from polyattn._dispatch.plan import Plan, reasons_against
 from polyattn._dispatch.request import AUTO, Names, Request, check_known
 from polyattn._dispatch.trace import CallCount
+from polyattn._kernels.gathered import Gathered, dense_note, why_many
 from polyattn.plugin import Backend, Kernel, undeclared
 
 _log = logging.getLogger("polyattn")
@@ -153,7 +155,7 @@ def _try_candidates(
         if isinstance(placement, Candidate):
             candidates.append(placement)
             continue
-        kernels = _matching(placement.kernels, requested_kernel)
+        kernels = _matching(placement.kernels, requested_kernel, problem)
         withheld = _withheld(name, placement.kernels, requested)
         absent = _absent(name, requested_kernel, requested)
         candidates += absent
@@ -170,6 +172,7 @@ def _try_candidates(
             if explains:
                 notes = [_COPIES_PAGES] if own is not placement.problem else []
                 notes += [] if band is None else [band.note]
+                notes += _notes_of_mask(kernel, problem)
                 candidate = _described(candidate, kernel, seen, notes, runs=runs)
             candidates.append(candidate)
             if runs and not explains:
@@ -257,10 +260,25 @@ _COPIES_PAGES = "it gets gathered, contiguous copies of the pages"
 _KEEPS_BITS = "a row has the same bits for each cut of its sequence"
 
 
-def _matching(kernels: Sequence[Kernel], requested: str | Kernel | None) -> Sequence[Kernel]:
+def _matching(
+    kernels: Sequence[Kernel], requested: str | Kernel | None, problem: Problem
+) -> Sequence[Kernel]:
+    """Return the kernels of a name, or all in the order in which they are tried."""
     if isinstance(requested, Kernel):
         return (requested,)
-    return [kernel for kernel in kernels if requested in (None, kernel.name)]
+    if requested is not None:
+        return [kernel for kernel in kernels if kernel.name == requested]
+    if selection_of(problem.mask_spec) is None:
+        return [kernel for kernel in kernels if not isinstance(kernel, Gathered)]
+    if why_many(problem) is not None:
+        return kernels
+    reads = [kernel for kernel in kernels if kernel.reads_selections]
+    return [*reads, *(kernel for kernel in kernels if not kernel.reads_selections)]
+
+
+def _notes_of_mask(kernel: Kernel, problem: Problem) -> list[str]:
+    note = None if kernel.reads_selections else dense_note(problem)
+    return [] if note is None else [note]
 
 
 def _expanded(names: Names, library: str) -> list[tuple[str, bool]]:

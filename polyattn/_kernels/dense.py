@@ -85,7 +85,7 @@ def scores(
         capped = problem.softcap * xp.tanh(normed / problem.softcap)  # 2
     s = at.modified(capped)  # 3
     if x.bias is not None:
-        bias = cast(xp, at.of_scores(x.bias), s.dtype)
+        bias = cast(xp, at.of_bias(x.bias), s.dtype)
         s = hide(xp, s + bias, bias != -math.inf)  # 4
     for seen in visible:
         s = hide(xp, s, seen)  # 5
@@ -104,7 +104,7 @@ def attend(
 ) -> SoftmaxState:
     """Return attention of some rows to some keys, before the division; see `scores`."""
     xp = backend.xp
-    at = Indices(problem, xp, x, rows, columns)
+    at = Indices.of_tile(problem, xp, x, rows, columns)
     key = part_of(problem, x.key, columns, xp)
     s = scores(problem, x, backend, query, key, at, masked=masked).final  # 1 to 5
     if problem.normalizer is None:

@@ -108,5 +108,5 @@ def _of_scores(
     # Each score depends on itself only, so that the pullback is the pushforward too.
     t, _ = tile.at.score_pullback(tile.scores.capped, t, backend.pullback)
     if tangents.bias is not None:
-        t = t + cast(xp, tile.at.of_scores(tangents.bias), t.dtype)
+        t = t + cast(xp, tile.at.of_bias(tangents.bias), t.dtype)
     return xp.where(tile.seen, t, zeros) if problem.masks else t

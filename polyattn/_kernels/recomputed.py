@@ -66,7 +66,7 @@ def score_tile(
 ) -> Scored:
     """Return the scores of a tile and its weights, by the logsumexp that is known."""
     xp = backend.xp
-    at = Indices(problem, xp, x, block.rows, columns)
+    at = Indices.of_tile(problem, xp, x, block.rows, columns)
     key = part_of(problem, x.key, columns, xp)
     s = scores(problem, x, backend, block.query, key, at, masked=masked)
     if problem.normalizer is None:

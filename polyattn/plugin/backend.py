@@ -68,6 +68,9 @@ class Kernel:
     skips_documents : bool
         Whether a call over packed documents takes less time than a call for each of them: a row
         costs the keys of its document only.
+    reads_selections : bool
+        Whether a row costs the keys that `masks.selected` and `masks.blocks` name for it only: then
+        it comes before the others where these are few.
     tile : int or None
         For a kernel that works in tiles, the largest number of scores in one. The kernel reads it
         in each call: `polyattn.conformance` sets it low on a copy, so that small arrays have many
@@ -90,6 +93,7 @@ class Kernel:
     quantized_bits: ClassVar[frozenset[int]] = frozenset({8})
     takes_band: ClassVar[bool] = False
     skips_documents: ClassVar[bool] = False
+    reads_selections: ClassVar[bool] = False
     tile: int | None = None
 
     def reasons_against(self, problem: Problem) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from polyattn._base import arrays
@@ -82,6 +82,14 @@ class BackendPrimitives:
         small = xp.exp(xp.where(negative, scores, -scores))
         return xp.where(negative, small, xp.ones_like(small)) / (1 + small)
 
+    def largest(self, numbers: Array, count: int) -> Array:
+        """Return the places of the largest numbers of each row, in ascending order.
+
+        Of equal ones the first; rows (..., n) have at least `count` numbers, and none is NaN.
+        """
+        order = self.xp.argsort(numbers, axis=-1, descending=True, stable=True)
+        return self.xp.sort(order[..., :count], axis=-1)
+
     def over_size(
         self, term: Callable[[Any, Array, Array], Array], query: Array, key: Array
     ) -> Array:
@@ -117,6 +125,12 @@ class BackendPrimitives:
             "this library differentiates no function: give the derivative, as in"
             " scores.function(f, derivative=g)"
         )
+
+    def in_turn(
+        self, function: Callable[[Any], Any], starts: Sequence[int], *arrays: Array
+    ) -> Iterable[Any]:
+        """Return what a function of some arrays returns for each start, one after another."""
+        return map(function, starts)
 
     def stack_rows(
         self, problem: Problem, like: Array, blocks: Iterable[tuple[Array, Array | None]]

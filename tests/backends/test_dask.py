@@ -54,6 +54,8 @@ def arrays():
 OPTIONS = {
     "positions": {"mask": masks.positions(IDS[:, :L], IDS - 1, masks.window(1, 0))},
     "tree": {"mask": masks.tree(np.arange(L) // 2 - 1)},
+    "selected": {"mask": masks.selected(np.arange(3 * L).reshape(L, 3) * 7 % S) & masks.causal()},
+    "blocks": {"mask": masks.blocks(np.arange(-(-L // 5))[:, None] % 3, (5, 4))},
     "ids, causal": {"mask": masks.segments(IDS[:, :L], IDS) & masks.causal()},
     "functions of indices": {
         "mask": lambda b, h, i, j: (b + h + i + 2 * j) % 3 != 0,

@@ -105,7 +105,7 @@ def reasons():
 
 def test_a_kernel_joins_a_backend_and_runs_first(give):
     give()
-    assert names() == ["fast", "small", "tiled", "dense"]
+    assert names() == ["fast", "small", "tiled", "dense", "gathered"]
     assert (attention(X, X, X) == 7).all()
     explanation = explain(X, X, X)
     assert (explanation.chosen.kernel, explanation.chosen.origin) == ("fast", "speedy")
@@ -118,7 +118,7 @@ def test_it_is_listed_with_its_distribution(give):
     give()
     (info,) = (info for info in polyattn.list_backends() if info.name == "numpy")
     assert (info.kernels[0], info.origins) == ("fast", {"fast": "speedy"})
-    assert "fast (speedy), small, tiled, dense" in str(polyattn.list_backends())
+    assert "fast (speedy), small, tiled, dense, gathered" in str(polyattn.list_backends())
 
 
 def test_it_is_passed_over_with_its_reasons(give):
@@ -141,9 +141,9 @@ def test_it_may_compute_gradients(give):
 @pytest.mark.parametrize(
     ("before", "expected"),
     [
-        ("small", ["fast", "second", "small", "tiled", "dense"]),
-        ("tiled", ["small", "fast", "second", "tiled", "dense"]),
-        ("dense", ["small", "tiled", "fast", "second", "dense"]),
+        ("small", ["fast", "second", "small", "tiled", "dense", "gathered"]),
+        ("tiled", ["small", "fast", "second", "tiled", "dense", "gathered"]),
+        ("dense", ["small", "tiled", "fast", "second", "dense", "gathered"]),
     ],
 )
 def test_several_stand_before_the_kernel_that_the_spec_names(give, before, expected):
@@ -156,13 +156,13 @@ def test_several_stand_before_the_kernel_that_the_spec_names(give, before, expec
 def test_those_of_two_distributions_stand_in_the_order_of_their_names(give):
     give(spec({"numpy": "fast_kernels:Third"}, name="a"), ["a = one:SPEC"], "one")
     give(spec({"numpy": "fast_kernels:Second"}, name="b"), ["b = two:SPEC"], "two")
-    assert names() == ["third", "second", "small", "tiled", "dense"]
+    assert names() == ["third", "second", "small", "tiled", "dense", "gathered"]
 
 
 @pytest.mark.needs("torch")
 def test_they_follow_the_kernels_that_a_backend_has_for_a_while(give, monkeypatch):
     give(spec({"torch": "fast_kernels:Fast"}))
-    assert names("torch") == ["fast", "paged", "sdpa", "flex", "tiled", "dense"]
+    assert names("torch") == ["fast", "paged", "sdpa", "flex", "tiled", "dense", "gathered"]
     monkeypatch.setattr("polyattn_torch.backend.exported_opset", lambda: 23)
     assert names("torch")[1:4] == ["fast", "paged", "sdpa"]
     assert "fast" not in names()
@@ -185,7 +185,7 @@ def test_they_follow_the_kernels_that_a_backend_has_for_a_while(give, monkeypatc
 def test_a_spec_that_is_broken_affects_nothing_else(give, text, reason):
     give(text)
     assert reason in reasons()["kernels fast"]
-    assert names() == ["small", "tiled", "dense"]
+    assert names() == ["small", "tiled", "dense", "gathered"]
     with pytest.raises(polyattn.UnsupportedError) as caught:
         attention(X, X, X, kernel="fast")
     assert reason in str(caught.value)
@@ -215,7 +215,7 @@ def test_kernels_that_cannot_join_affect_nothing_else(give, text, reason, monkey
     monkeypatch.setattr(registry, "_warned", set())
     with pytest.warns(RuntimeWarning, match=f"kernels fast for numpy .*{re.escape(reason)}"):
         assert reason in reasons()["kernels fast for numpy"]
-    assert names() == ["small", "tiled", "dense"]
+    assert names() == ["small", "tiled", "dense", "gathered"]
     for backend, error in (
         (None, polyattn.UnsupportedError),
         ("numpy", polyattn.BackendUnavailableError),
@@ -234,7 +234,7 @@ def test_kernels_that_cannot_join_affect_nothing_else(give, text, reason, monkey
 @pytest.mark.needs("torch")
 def test_a_place_among_the_array_api_kernels_is_before_all_of_them(give):
     give(spec({"torch": "fast_kernels:Fast"}, before={"torch": "dense"}))
-    assert names("torch") == ["paged", "sdpa", "flex", "tiled", "dense"]
+    assert names("torch") == ["paged", "sdpa", "flex", "tiled", "dense", "gathered"]
     ((_, _, reason),) = extensions.absent("torch", "fast")
     assert reason == "before='dense' is not a place in torch: name one of paged, sdpa, flex, tiled"
 
@@ -242,7 +242,7 @@ def test_a_place_among_the_array_api_kernels_is_before_all_of_them(give):
 @pytest.mark.needs("torch")
 def test_what_one_backend_cannot_have_another_can(give):
     give(spec({"nunpy": "x:Y", "numpy": "fast_kernels:Fast", "torch": "x:Y"}))
-    assert names() == ["fast", "small", "tiled", "dense"]
+    assert names() == ["fast", "small", "tiled", "dense", "gathered"]
     listed = {info.name: info.reason for info in polyattn.list_backends()}
     unknown = "no plugin provides the backend 'nunpy'; did you mean 'numpy'?"
     assert listed["kernels fast for nunpy"] == unknown

@@ -93,6 +93,13 @@ MASKS = {
     "absent keys": (masks.positions(np.arange(10), np.where(IDS[0] == 1, -1, np.arange(10))), 2),
     "unsigned": (masks.prefix(np.array([2**40], np.uint64)) & masks.causal(), 1),
     "a far window": (masks.window(2**70, 2**70), 1),
+    "selected": (
+        masks.selected(np.array([[7, 0, 1, -1, 8, 1, 12], [0, 3, 4, 5, 9, -1, -1]])[IDS[0] % 2]),
+        3,
+    ),
+    "selected for all rows": (masks.selected([[4, 2, 3]]), 1),
+    "selected, none": (masks.selected([[-1, 12]]), 1),
+    "blocks": (masks.blocks([[0, -1, -1], [2, 0, 9], [1, 2, 2]], (4, 3)), 2),
     "nothing": (masks.prefix(0), 1),
     "compiled": (masks.compile(masks.causal() & masks.prefix(3), 10), 1),
 }

@@ -24,6 +24,8 @@ QUERY_IDS, KEY_IDS = np.sort(RNG.integers(0, 5, (B, L))), RNG.integers(0, 5, (B,
 ARRAY = RNG.random((H, L, S)) < 0.4
 #: Shuffled, some twice, some absent.
 QUERY_PLACES, KEY_PLACES = RNG.integers(-1, 18, (B, L)), RNG.integers(-2, 18, (B, S))
+#: In any order, some twice, some absent and some beyond the keys.
+SELECTED, TABLE = RNG.integers(-1, S + 2, (B, H, L, 5)), RNG.integers(-1, 7, (B, H, 6, 3))
 PARENTS = np.maximum(np.arange(L) - RNG.integers(1, 5, (B, L)), -1)
 
 
@@ -142,6 +144,27 @@ SHOWN |= {
         lambda to: ~masks.positions(to(QUERY_PLACES), to(KEY_PLACES)),
         lambda b, h, i, j, p: not 0 <= KEY_PLACES[b, j] <= QUERY_PLACES[b, i],
     ),
+    "selected": (
+        lambda to: masks.selected(to(SELECTED)),
+        lambda b, h, i, j, p: j in SELECTED[b, h, i],
+    ),
+    "selected of all heads": (
+        lambda to: masks.causal() & ~masks.selected(to(SELECTED[:, :1].astype(np.int8))),
+        lambda b, h, i, j, p: j <= p and j not in SELECTED[b, 0, i],
+    ),
+    "selected for all rows": (
+        lambda to: masks.selected(to(SELECTED[0, 0, :1])),
+        lambda b, h, i, j, p: j in SELECTED[0, 0, 0],
+    ),
+    "selected of none": (lambda to: masks.selected(to(SELECTED[..., :0])), lambda *at: False),
+    "blocks": (
+        lambda to: masks.blocks(to(TABLE), (4, 5)),
+        lambda b, h, i, j, p: j // 5 in TABLE[b, h, i // 4],
+    ),
+    "blocks of all heads": (
+        lambda to: masks.blocks(to(TABLE[0, 0]), (4, 3)) | masks.prefix(2),
+        lambda b, h, i, j, p: j // 3 in TABLE[0, 0, i // 4] or j < 2,
+    ),
     "tree": (lambda to: masks.tree(to(PARENTS)), is_in_tree),
     "tree of all items": (
         lambda to: masks.tree(to(PARENTS[1])) & masks.window(9, None),
@@ -209,7 +232,7 @@ def test_a_mask_called_as_a_function_has_no_offset(name):
 
 #: Masks that know their tiles exactly.
 EXACT = ("causal", "window", "prefix", "padding", "padding of both", "global tokens", "not causal",
-         "dense")  # fmt: skip
+         "dense", "selected", "selected for all rows", "selected of none")  # fmt: skip
 
 
 @pytest.mark.parametrize("name", SHOWN)
@@ -377,6 +400,10 @@ X = np.ones((2, 4, 6, 8))
         (masks.tree([-1] * 5), ValueError, "L = 6 drafts; got 5"),
         (masks.tree([[-1] * 6] * 3), ValueError, r"parents of shape \(\.\.\., L\).*got \(3, 6\)"),
         (masks.causal() & ~masks.padding(np.zeros(3, int)), ValueError, "key_lengths"),
+        (masks.selected(np.zeros((5, 2), int)), ValueError, r"\(2, 4, 6, K\); got \(5, 2\)"),
+        (masks.selected(np.zeros((4, 6, 2), int)), ValueError, "first could be batch or heads"),
+        (masks.selected([3]), ValueError, r"to \(\.\.\., H, L, K\).*got \(1,\)"),
+        (masks.blocks([[0], [1]], 2), ValueError, r"H, ceil\(L / rows\), K\) = \(2, 4, 3, K\)"),
         (masks.dense(np.ones((2, 6, 6), bool)) | masks.causal(), ValueError, r"mask\[:, None\]"),
     ],
 )

@@ -20,7 +20,7 @@ from polyattn.plugin import Span, TileQuery
 from polyattn.plugin.internal import Slice
 
 BATCH, H, L, S, OFFSET = (2, 3), 4, 21, 26, 3
-RNG = np.random.default_rng(5)
+RNG, OTHER = np.random.default_rng(5), np.random.default_rng(6)
 WHOLE = Part(BATCH, (Slice(0, 2), Slice(0, 3)), *(Slice(0, n) for n in (H, L, S)), OFFSET)
 PARTS = [
     WHOLE._replace(items=(Slice(1, 1), Slice(0, 3)), rows=Slice(8, 8), columns=Slice(4, 16)),
@@ -51,6 +51,9 @@ MASKS = {
         ~masks.window(4, 2) & masks.prefix(np.array([[3], [12]])) | masks.global_tokens(0, 9),
     ),
     "tree": masks.tree(np.maximum(np.arange(-1, L - 1) - RNG.integers(0, 6, (2, 1, L)), -1)),
+    "selected": masks.selected(OTHER.integers(-1, S, (2, 1, H, L, 4)).astype(np.int8)),
+    "selected for all rows": masks.selected([[21, 3]]),
+    "blocks": masks.blocks(OTHER.integers(-1, 9, (2, 1, 1, 5, 2)), (5, 3)),
     "dense": masks.dense(ARRAY) | masks.dense(ARRAY[0, 0, 0]),
     "rule": masks.rule(rule),
     "composed": ~masks.causal() & masks.dense(ARRAY[0, 0, 0, 0]) | masks.global_tokens(4),
@@ -176,7 +179,7 @@ def test_a_mask_knows_as_much_of_the_tiles_of_a_part(name):
     for any_visible, all_visible in found:
         assert np.all(any_visible <= whole[0])
         assert np.all(all_visible >= whole[1])
-    shows_some = ("dilated", "prefix per item", "dense", "composed", "compiled")
+    shows_some = ("dilated", "selected", "prefix per item", "dense", "composed", "compiled")
     assert not np.all(whole[0]) or name in shows_some
 
 
@@ -244,8 +247,8 @@ def within(value):
 def test_each_mask_and_score_is_tested_here():
     tested = {cls for one in (*MASKS.values(), *SCORES.values()) for cls in within(one)}
     rest = {cls.__name__ for cls in classes() if issubclass(cls, Mask | Score)}
-    # The base of two, the padding of a memory, whose part is padding, and the part of a grid.
-    others = {"Joined", "CachePadding", "NeighborhoodPart"}
+    # The base of two, the padding of a memory, whose part is padding, and parts of two masks.
+    others = {"Joined", "CachePadding", "NeighborhoodPart", "BlocksPart"}
     assert rest - {cls.__name__ for cls in tested} <= others
 
 

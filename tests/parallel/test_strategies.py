@@ -22,7 +22,7 @@ VALUES = (
     "plain, bfloat16", "mask array x bias", "mask function x score_mod", "offset below 0",
     "window x offset array", "sinks x grouped heads", "dropout", "rank 2",
     "composed masks, offset below 0", "mask hides some rows, sinks", "similarity x score norm",
-    "nan under mask array",
+    "nan under mask array", "selected keys, dropout, bias, sinks",
 )  # fmt: skip
 GRADIENTS = (
     "dropout",
@@ -30,6 +30,7 @@ GRADIENTS = (
     "sinks x grouped heads",
     "alibi value, float64",
     "sigmoid, float64",
+    "blocks of keys, float64",
 )
 
 

@@ -15,6 +15,7 @@ from polyattn_native.arrays import (
     address_of,
     converted,
     describe,
+    empty_beside,
     offsets_of,
     readable,
     readable_view,
@@ -166,7 +167,7 @@ class NativeCall:
 
     def array(self, name: str, array: Any) -> None:
         """Add an array with the axes (..., head, row, column)."""
-        is_pool = self.x.block_table is not None and name in ("key", "value")
+        is_pool = self.x.block_table is not None and name in OF_KEYS
         batch = array.shape[:1] if is_pool else self.problem.batch
         describe(getattr(self.call, name), array, batch, self.offsets)
         self.keep.append(array)
@@ -184,6 +185,12 @@ class NativeCall:
             self.array(f"{name}_steps", readable(steps))
             given = given.codes
         self.array(name, readable(given))
+
+    def gradient_of(self, name: str, shape: tuple[int, ...]) -> Any:
+        """Add and return memory for the gradient of query, key or value."""
+        gradient = empty_beside(getattr(self.x, name), shape, self.accumulator)
+        self.array(f"{name}_gradient", gradient)
+        return gradient
 
     def rows_of(self, name: str, array: Any) -> None:
         """Add an array with a number for each row."""

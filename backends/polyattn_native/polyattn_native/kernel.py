@@ -24,7 +24,6 @@ from polyattn_native.arrays import (
     DATA,
     KNOWS_ADDRESSES,
     QUIETLY,
-    empty_beside,
     is_readable,
     numbers,
     readable,
@@ -33,6 +32,8 @@ from polyattn_native.call import NativeCall, Ready
 from polyattn_native.distance_scores import is_supported
 from polyattn_native.library import library
 from polyattn_native.product import product
+from polyattn_native.selected import SelectedCall, remark, selects
+from polyattn_native.selected import reasons_against as against_selected
 
 # Features that the problem says all about.
 PLAIN = frozenset({
@@ -59,7 +60,7 @@ class Native(Kernel):
         "mask_mod", "query_offset", "query_offset_array", "scale", "score_expression", "sinks",
         "softcap", "value_size", "window",
     }))  # fmt: skip
-    batch_invariant = cut_invariant = skips_documents = True
+    batch_invariant = cut_invariant = skips_documents = reads_selections = True
     takes_empty = False
     counts_far = frozenset({"causal", "window"})
     quantized_bits = frozenset({4, 8})
@@ -83,9 +84,13 @@ class Native(Kernel):
 
     def reasons_against(self, problem: Problem) -> list[str]:
         """Return why an expression is left to tiles."""
-        reasons = []
+        reasons = against_selected(problem)
         mask = problem.mask_spec
-        if "mask_mod" in problem.features and (mask is None or mask.has_rule):
+        if (
+            not selects(problem)
+            and "mask_mod" in problem.features
+            and (mask is None or mask.has_rule)
+        ):
             reasons.append(
                 "it evaluates masks that are functions if masks.compile knows their tiles"
             )
@@ -95,9 +100,14 @@ class Native(Kernel):
             reasons.append("its gradients need a scale other than 0")
         return reasons
 
+    def remark(self, problem: Problem) -> str | None:
+        """Return which selected keys are read."""
+        return remark(problem)
+
     def reads_quantized(self, problem: Problem) -> bool:
         """Return whether there are numbers, and nothing but these is asked for."""
-        return not (problem.traced or problem.requires_grad or problem.transforms)
+        is_asked = problem.traced or problem.requires_grad or problem.transforms
+        return not (is_asked or selects(problem))
 
     def __call__(
         self, problem: Problem, operands: Operands, backend: Backend
@@ -138,8 +148,9 @@ class Native(Kernel):
 
     def _prepared(
         self, problem: Problem, operands: Operands, output: Array, logsumexp: Array | None
-    ) -> NativeCall:
-        native = NativeCall(problem, operands, self.threads())
+    ) -> Any:
+        made: Any = SelectedCall if selects(problem) else NativeCall
+        native = made(problem, operands, self.threads())
         native.array("output", output)
         if logsumexp is not None:
             native.rows_of("logsumexp", logsumexp)
@@ -155,7 +166,8 @@ class Native(Kernel):
         backend: Backend,
     ) -> Gradients:  # fmt: skip
         """Return the gradients."""
-        native = NativeCall(problem, operands, self.threads(), products=5)
+        made: Any = SelectedCall if selects(problem) else NativeCall
+        native = made(problem, operands, self.threads(), products=5)
         dtype, rows = native.accumulator, problem.scores[:-1]
         native.array("output", readable(residuals.output, dtype))
         native.array("output_gradient", readable(cotangents.output, dtype))
@@ -165,11 +177,9 @@ class Native(Kernel):
             native.rows_of("logsumexp_gradient", np.asarray(cotangents.logsumexp, dtype))
         given = {name: getattr(operands, name) for name in ("query", "key", "value")}
         whole = {
-            name: empty_beside(x, (*problem.batch, *x.shape[-3:]), dtype)
+            name: native.gradient_of(name, (*problem.batch, *x.shape[-3:]))
             for name, x in given.items()
         }
-        for name, array in whole.items():
-            native.array(f"{name}_gradient", array)
         delta = np.empty(rows, dtype)
         native.rows_of("delta", delta)
         softcap = None

@@ -71,6 +71,7 @@ class CCall(ctypes.Structure):
         ("is_part", c_int32),
         ("adds", c_int32),
         ("same_bits", c_int32),
+        ("together", c_int64),
     )
 
 

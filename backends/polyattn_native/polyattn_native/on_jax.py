@@ -28,6 +28,7 @@ from polyattn.plugin import (
     undeclared,
 )
 from polyattn_native.kernel import Native
+from polyattn_native.selected import selects
 from polyattn_native.visible import kind_of
 from polyattn_native.xla_arguments import (
     arguments,
@@ -51,10 +52,13 @@ class NativeOnJax(Native):
     features = Native.features - {"mask_mod"}
     counts_far = Kernel.counts_far
     reads_quantized = Kernel.reads_quantized
+    reads_selections = False
 
     def reasons_against(self, problem: Problem) -> list[str]:
         """Return why a call is left to XLA."""
         reasons = super().reasons_against(problem)
+        if selects(problem):
+            reasons.append("it reads selected keys of NumPy and torch only")
         if not all(isinstance(length, int) for length in problem.scores):
             reasons.append("it is compiled for lengths, and these are symbolic")
         chosen: Any = jax.config.jax_default_device or jax.default_backend()  # type: ignore[attr-defined]

@@ -260,8 +260,8 @@ def _call(
         x, start = x._replace(dropout_start=start), None
     if problem is None:
         given = x.query, x.key, x.value, x.mask, x.bias, x.score_mod, x.query_offset, x.block_table
-        more = has_logsumexp, x.sinks is not None, is_causal, window, same_bits, start, *factors
-        problem = _problem(*[_facts(one) for one in given], *more)
+        more = has_logsumexp, x.sinks is not None, is_causal, window, start, *factors
+        problem = _problem(*[_facts(one) for one in given], *more)._replace(same_bits=same_bits)
         if len(_calls) >= MOST_CALLS:
             _calls.clear()
         is_fixed = not tensors and not opened
@@ -277,8 +277,8 @@ def _facts(x: Any) -> Any:
 
 def _problem(
     query: Any, key: Any, value: Any, mask: Any, bias: Any, rule: Any, offset: Any, table: Any,
-    has_logsumexp: bool, has_sinks: bool, is_causal: bool, window: Any, same_bits: bool, start: Any,
-    scale: float, softcap: float | None, dropout: float,
+    has_logsumexp: bool, has_sinks: bool, is_causal: bool, window: Any, start: Any, scale: float,
+    softcap: float | None, dropout: float,
 ) -> Problem:  # fmt: skip
     (query, dtype), key, value = query, key[0], value[0]
     mask_spec = mask if isinstance(mask, Mask) else None
@@ -320,5 +320,4 @@ def _problem(
         score_spec=rule,
         dropout=dropout,
         dropout_start=start,
-        same_bits=same_bits,
     )

@@ -19,6 +19,7 @@
 // A task adds its groups in order, so the sums do not depend on the number of threads.
 #pragma once
 #include "products.h"
+#include "selected.h"
 #include "tile.h"
 #include "turns.h"
 #include "work.h"
@@ -28,9 +29,12 @@ namespace POLYATTN_UNIT {
 template <typename T> class Backward {
 public:
     static Work work(const PolyattnCall& call) {
+        if constexpr (sizeof(T) == 4 && width > 4) {  // not for double and short vectors, to keep the library small
+            if (Selected<T>::fits(call)) return Selected<T>::work(call);
+        }
         Work work = {};
         work.rows = GROUP * 2 * width;
-        const int64_t pairs = call.items * call.key_heads;
+        const int64_t pairs = call.items / together(call) * call.key_heads;
         work.tasks = pairs * parts_of(call);
         work.scratch = Backward(call, work, nullptr).scratch_size;
         work.shared =
@@ -47,7 +51,7 @@ private:
     static constexpr int width = Lanes<T>::width;
 
     struct State {
-        int64_t number, item, key_head, part;
+        int64_t number, item, stop_item, key_head, part;
         int64_t next_row, stop_row;
         int panels;    // of the group at hand; 0 before it is begun
         Ranges ranges;  // of keys that some row of the group sees
@@ -59,7 +63,12 @@ private:
     struct Rows {
         T* first;
         int64_t stride;
-        T* at(int64_t key) const { return first + key * stride; }
+        const int32_t* table = nullptr;  // of pages
+        int64_t page = 0, page_stride = 0;
+        T* at(int64_t key) const {
+            if (!table) return first + key * stride;
+            return first + table[key / page] * page_stride + key % page * stride;
+        }
     };
 
     const PolyattnCall& call;
@@ -82,8 +91,10 @@ private:
             if (bias.data && (bias.row == 0 || Turns::is_by_distance(bias))) return 1;
         }
         const int64_t rows = call.rows * (call.heads / call.key_heads), group = GROUP * 2 * width;
-        return call.key_heads < 4 && !call.is_part && rows > group ? 2 : 1;
+        return !call.table.data && call.key_heads < 4 && !call.is_part && rows > group ? 2 : 1;
     }
+    // The items of a task.
+    static int64_t together(const PolyattnCall& call) { return call.table.data ? call.together : 1; }
     // A part begins with a position: the heads of one may add to the same numbers of a bias, and turns do
     // not order the parts of a key head.
     static int64_t first_row_of(int64_t part, const PolyattnCall& call) {
@@ -114,8 +125,8 @@ private:
         spare = memory.take<T>(call.keys > FOLD ? KEYS * lanes : 0);
         tile.place(call, memory);
         key_sums = memory.take<T>(KEYS * lanes);
-        key_block = memory.take<T>(converts(call) ? KEYS * call.head_size : 0);
-        value_block = memory.take<T>(converts(call) ? KEYS * call.value_size : 0);
+        key_block = memory.take<T>(copies(call) ? KEYS * call.head_size : 0);
+        value_block = memory.take<T>(copies(call) ? KEYS * call.value_size : 0);
         scratch_size = memory.used();
     }
 
@@ -124,7 +135,8 @@ private:
     void begin(int64_t number) {
         const int64_t parts = parts_of(call), pair = number / parts;
         state->number = number;
-        state->item = pair / call.key_heads;
+        state->item = pair / call.key_heads * together(call);
+        state->stop_item = state->item + together(call);
         state->key_head = pair % call.key_heads;
         state->part = number % parts;
         state->next_row = first_row_of(state->part, call);
@@ -149,13 +161,18 @@ private:
     T* part_sums() const {
         return (T*)parts_in(work_.shared_memory, call, work_) + state->number / 2 * size_of_part(call);
     }
+    Rows rows_of(const PolyattnArray& x) const {
+        if (!call.table.data) return {at<T>(x, state->item, state->key_head, 0), x.row};
+        return {(T*)x.data + state->key_head * x.head, x.row, at<int32_t>(call.table, state->item, 0, 0), call.page,
+                x.item};
+    }
     Rows key_rows() const {
         if (state->part) return {part_sums(), call.head_size};
-        return {at<T>(call.key_gradient, state->item, state->key_head, 0), call.key_gradient.row};
+        return rows_of(call.key_gradient);
     }
     Rows value_rows() const {
         if (state->part) return {part_sums() + call.keys * call.head_size, call.value_size};
-        return {at<T>(call.value_gradient, state->item, state->key_head, 0), call.value_gradient.row};
+        return rows_of(call.value_gradient);
     }
 
     static void join_parts(const PolyattnCall& call, const Work& work, void* shared) {
@@ -192,6 +209,10 @@ private:
             if (state->next < state->keys.stop) return false;
         }
         if (state->panels > 0) end_group();
+        if (state->next_row == state->stop_row && state->item + 1 < state->stop_item) {
+            ++state->item;
+            state->next_row = first_row_of(0, call);
+        }
         if (state->next_row < state->stop_row || !turns.is_open(state->number, Turns::LAST)) return false;
         turns.pass(state->number, Turns::LAST);
         return true;
@@ -251,16 +272,6 @@ private:
         }
         state->finite = state->finite && is_finite(queries + start * call.head_size, call.head_size, lanes, lanes) &&
                         is_finite(to, call.value_size, lanes, lanes);
-    }
-
-    static T dot(const T* a, const T* b, int64_t count) {
-        Vector<T> sums = {};
-        int64_t i = 0;
-        for (; i + width <= count; i += width) sums += load(a + i) * load(b + i);
-        T sum = 0;
-        for (; i < count; ++i) sum += a[i] * b[i];
-        for (int lane = 0; lane < width; ++lane) sum += sums[lane];
-        return sum;
     }
 
     // Write a row, the r-th of the group, or zeros: element e to columns[e / (2 * width)][r][e % (2 * width)].

@@ -48,6 +48,7 @@ private:
     const Work& work_;
     State* state;
     const int few;  // rows of a key head, if its lanes are elements; the lanes of the panel repeat them then
+    const bool copied;  // whether blocks of keys are; few rows read pages of any size in place
     Panel<T>* panels;
     T *queries, *outputs;        // [panel][element][lane]: scale · Q, the output before the division; [row][element]
                                  // of few rows
@@ -59,7 +60,8 @@ private:
     uint8_t* bytes;              // [key][lane], of a mask or dropout
     size_t scratch_size;
 
-    Forward(const PolyattnCall& c, const Work& w, void* scratch) : call(c), work_(w), few(few_rows<T>(c)) {
+    Forward(const PolyattnCall& c, const Work& w, void* scratch)
+        : call(c), work_(w), few(few_rows<T>(c)), copied(copies(c, few)) {
         BumpAllocator memory(scratch);
         const int64_t rows = work_.rows + 2 * width;
         state = memory.take<State>(1);
@@ -71,8 +73,8 @@ private:
         spare = memory.take<T>(call.keys > FOLD ? BLOCK * 2 * width : 0);
         key_panel = memory.take<T>(few && call.same_bits ? 2 * width * call.head_size : 0);
         bytes = memory.take<uint8_t>(BLOCK * 2 * width + 64);
-        key_block = memory.take<T>(copies(call) ? BLOCK * call.head_size : 0);
-        value_block = memory.take<T>(copies(call) ? BLOCK * call.value_size : 0);
+        key_block = memory.take<T>(copied ? BLOCK * call.head_size : 0);
+        value_block = memory.take<T>(copied ? BLOCK * call.value_size : 0);
         scratch_size = memory.used();
     }
 
@@ -129,9 +131,10 @@ private:
     }
 
     void attend_to(Range block) {
-        const Matrix<T> keys = block_of(call, call.key, state->item, state->key_head, block, call.head_size, key_block);
+        const Matrix<T> keys =
+            block_of(call, call.key, state->item, state->key_head, block, call.head_size, key_block, few);
         const Matrix<T> values =
-            block_of(call, call.value, state->item, state->key_head, block, call.value_size, value_block);
+            block_of(call, call.value, state->item, state->key_head, block, call.value_size, value_block, few);
         int finite = -1;  // not known yet
         for (int i = 0; i < state->panels; ++i) {
             Panel<T>& panel = panels[i];
@@ -174,7 +177,7 @@ private:
     // The keys that a panel computes with: one run where pages are read in place, which have parts of their own.
     Runs runs_of(Range seen, Cells cells) const {
         const int first = __builtin_ctz(cells.any), last = 31 - __builtin_clz(cells.any);
-        const bool is_whole = call.table.data && !copies(call);
+        const bool is_whole = call.table.data && !copied;
         return Runs(seen, is_whole ? (2u << last) - (1u << first) : cells.any);
     }
     // The values of runs: of several, in parts of a cell, whose numbers are written.
@@ -204,7 +207,7 @@ private:
                 multiply_few<T, Rows>(query_of(panel), keys, count, call.head_size, stride, to, coming);
             });
         }
-        if (panel == 0 && !copies(call)) return multiply_ahead(panels[0], keys, values, run, to);
+        if (panel == 0 && !copied) return multiply_ahead(panels[0], keys, values, run, to);
         multiply_rows_of(panels[panel], count, keys, query_of(panel), call.head_size, to);
     }
 

@@ -28,7 +28,7 @@ typedef struct {
     PolyattnArray logsumexp;  // (item, head, row), float32 or float64
     // Keys and values in pages of `page` keys each, if there is a table: the item of `key` and `value` is
     // then a page, and the pages of an item are a row of the table. Entries beyond the last page that a row
-    // sees are ignored. Only polyattn_attend reads pages.
+    // sees are ignored. polyattn_push_forward does not read pages.
     PolyattnArray table;  // int32: (item, 1, 1, keys / page), its last axis contiguous
     int64_t page;
     // Keys and values of int8, if there are steps: a key times row key / step_keys of its steps, by element, and
@@ -71,6 +71,9 @@ typedef struct {
     int32_t is_part;  // whether the call has a part of the rows, and
     int32_t adds;  // whether the gradients of keys and values are added to those of parts before
     int32_t same_bits;  // whether few rows of a key head get the bits that they have among many
+    // With a table: of so many items, one after another, the pages may be the same, so one task adds to their
+    // gradients, which are in pages as keys and values are. Then `adds` is set.
+    int64_t together;
 } PolyattnCall;
 
 #if defined(_WIN32)

@@ -49,21 +49,21 @@ template <typename T> struct Matrix {
     }
 };
 
-// Pages of fewer keys are copied: they would leave most sums of a tile unused.
+// Pages of fewer keys are copied, unless few rows read them: they would leave most sums of a tile unused.
 constexpr int64_t MIN_PAGE = 8;
 
 // Whether the keys and values of a block are converted or copied.
-INLINE bool copies(const PolyattnCall& call) {
-    return converts(call) || call.key_steps.data || (call.table.data && call.page < MIN_PAGE);
+INLINE bool copies(const PolyattnCall& call, bool few = false) {
+    return converts(call) || call.key_steps.data || (call.table.data && call.page < MIN_PAGE && !few);
 }
 
 // Keys or values of a block: in place, or copied.
 template <typename T>
 Matrix<T> block_of(const PolyattnCall& call, const PolyattnArray& array, int64_t item, int64_t head, Range keys,
-                   int64_t size, T* block) {
+                   int64_t size, T* block, bool few = false) {
     const T* from = (const T*)array.data;
     const int32_t* table = call.table.data ? at<int32_t>(call.table, item, 0, 0) : nullptr;
-    if (!copies(call)) {
+    if (!copies(call, few)) {
         if (!table) return {from + offset_of(array, item, head, keys.first), array.row};
         const Matrix<T> whole = {from + head * array.head, array.row, call.page, array.item, table};
         return whole.after(keys.first);

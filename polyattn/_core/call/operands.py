@@ -29,6 +29,8 @@ class Operands(NamedTuple):
     seed: int | Array | None = None  #: of dropout
     #: Where the hash of dropout begins, (4,), if the problem has no numbers for it.
     dropout_start: Array | None = None
+    #: What stands for `Indices`, where the keys were gathered and are not those of the call.
+    indices: Any = None
 
     @classmethod
     def of_options(cls, **options: Any) -> Operands:

@@ -145,9 +145,24 @@ class ScoreIndices(Protocol):
     def per_row(self, numbers: Array) -> Array: ...
     def per_key(self, numbers: Array) -> Array: ...
     def of_scores(self, array: Array) -> Array: ...
-    def looked_up(self, table: Array, *indices: Array) -> Array: ...
+    def looked_up(self, table: Array, *indices: Any) -> Array: ...
+    def is_listed(
+        self, lists: Array, places: tuple[Any, ...], number: Array, size: int
+    ) -> Array: ...
     def by_rule(self, rule: Callable[..., Array]) -> Array: ...
     def by_score_mod(self, rule: Callable[..., Array], scores: Array) -> Array: ...
+
+
+def found_in_lists(at: ScoreIndices, lists: Array, places: tuple[Any, ...], number: Array) -> Array:
+    """Return whether a number is in the ascending list at each place, in log2(K) steps."""
+    many = lists.shape[-1]
+    below = number * 0  # how many of the list are less
+    for step in [2**n for n in reversed(range(many.bit_length()))]:
+        last = clip(at.xp, below + (step - 1), 0, many - 1)
+        is_less = (below + step <= many) & (at.looked_up(lists, *places, last) < number)
+        below = at.xp.where(is_less, below + step, below)
+    found = at.looked_up(lists, *places, clip(at.xp, below, 0, many - 1))
+    return (below < many) & (found == number)
 
 
 def call_mask(
@@ -267,9 +282,16 @@ class PointIndices:
         own = tuple([n for n in shape[-3:] if n != 1])
         return self._of_item(self.xp.reshape(array, (*shape[:-3], *own)), rest)
 
-    def looked_up(self, table: Array, *indices: Array) -> Array:
+    def looked_up(self, table: Array, *indices: Any) -> Array:
         """Return the entries of a table at arrays of indices, one for each axis."""
         return table[indices]
+
+    def is_listed(self, lists: Array, places: tuple[Any, ...], number: Array, size: int) -> Array:
+        """Return whether the block of `size` of a number is in a list, by a search.
+
+        `lists` has ascending lists along its last axis, and `places` the indices of the others.
+        """
+        return found_in_lists(self, lists, places, number // size)
 
     def by_rule(self, rule: Callable[..., Array]) -> Array:
         """Call a mask function (b, h, i, j)."""

@@ -223,6 +223,29 @@ class Rows(NamedTuple):
         at = self.xp.where(at < high, at, len(order))
         return Intervals(*[self.xp.append(x[order], self.keys)[at] for x in (begins, ends)])
 
+    def of_lists(self, lists: Array, size: int, first: int) -> Intervals:
+        """Return the keys of the blocks in ascending lists (items, heads, L, K), as runs of them.
+
+        A block has `size` keys, and `first` is the number of the first key.
+        """
+        xp = self.xp
+        is_one = (lists >= 0) & (lists * size < first + self.keys) & ((lists + 1) * size > first)
+        follows = is_one[..., 1:] & is_one[..., :-1] & (lists[..., 1:] - lists[..., :-1] <= 1)
+        edge = xp.zeros((*lists.shape[:-1], 1), bool)
+        begins = is_one & ~xp.concatenate([edge, follows], -1)[..., : lists.shape[-1]]
+        ends = is_one & ~xp.concatenate([follows, edge], -1)[..., : lists.shape[-1]]
+        count = int(begins.sum(-1).max(initial=0))
+        if count > self.most:
+            raise TooManyError
+        if not count:
+            return self.one(xp.zeros((*lists.shape[:-2], self.length), int), 0)
+        # The nth run begins at the nth of the first and ends at the nth of the last.
+        bounds = [
+            xp.sort(xp.where(which, keys - first, self.keys + size), -1)[..., :count]
+            for which, keys in ((begins, lists * size), (ends, (lists + 1) * size))
+        ]
+        return self.packed(*bounds)
+
     def by_position(self, of_keys: Array, seen: Intervals) -> Intervals:
         """Return the keys whose positions (items or 1, S) are in intervals of positions.
 

@@ -20,6 +20,7 @@ from polyattn._base.arrays import (
     length_of,
     with_rank,
 )
+from polyattn._base.scatter import marked
 from polyattn._base.span import Span
 from polyattn._core.call.operands import Operands
 from polyattn._core.call.problem import Problem
@@ -28,6 +29,7 @@ from polyattn._core.expressions.indices import (
     call_mask,
     call_score_mod,
     facts_of_result,
+    found_in_lists,
     saturating_sum,
 )
 from polyattn._core.expressions.masks import Mask
@@ -70,6 +72,11 @@ class Indices:
         self._items = items
         self._heads = heads or Span(0, problem.heads)
         self._rank = len(self._batch) + 3
+
+    @classmethod
+    def of_tile(cls, problem: Problem, xp: Any, x: Operands, rows: Span, columns: Span) -> Indices:
+        """Return the indices of a tile, or those that the operands bring along."""
+        return cls(problem, xp, x, rows, columns) if x.indices is None else x.indices
 
     def _range(self, start: int, stop: Any, *shape: int) -> Array:
         numbers, lead = index_range(self.xp, start, stop, self._x.query), self._rank - len(shape)
@@ -121,6 +128,10 @@ class Indices:
             array = array[..., slice(*self._heads), :, :]
         return self._of_items(array)
 
+    def of_bias(self, bias: Array) -> Array:
+        """Return the bias of the tile."""
+        return self.of_scores(bias)
+
     def _of_items(self, array: Array) -> Array:
         """Cut (..., H, l, s) down to the tile's batch items."""
         items = self._items
@@ -148,13 +159,32 @@ class Indices:
         numbers = as_index(self.xp, self.cut(numbers[..., None, :]))
         return self._of_items(numbers[..., None, :, :])
 
-    def looked_up(self, table: Array, *indices: Array) -> Array:
+    def looked_up(self, table: Array, *indices: Any) -> Array:
         """Return the entries of a table at arrays of indices, one for each of its axes."""
         flat: Any = 0
         for index, length in zip(indices, table.shape, strict=True):
             flat = flat * length + index
         taken = self.xp.take(self.xp.reshape(table, (-1,)), self.xp.reshape(flat, (-1,)), axis=0)
         return self.xp.reshape(taken, flat.dynamic_shape if None in flat.shape else flat.shape)
+
+    def is_listed(self, lists: Array, places: tuple[Any, ...], number: Array, size: int) -> Array:
+        """Return whether the block of `size` of each key is in the list of a row.
+
+        The keys are numbered from any first one on. They are marked, where the library can.
+        """
+        xp, many = self.xp, number.shape[-1]
+        if many is None or None in self._problem.scores:
+            return found_in_lists(self, lists, places, number // size)
+        block = number // size
+        first = block[..., :1]
+        of_rows = self.looked_up(
+            lists, *places, with_rank(index_range(xp, 0, lists.shape[-1], lists), self._rank)
+        )
+        # The first and the last block may be cut.
+        marks = marked(of_rows - first, many if size == 1 else (many - 1) // size + 2)
+        if marks is None:
+            return found_in_lists(self, lists, places, block)
+        return marks if size == 1 else xp.take(marks, xp.reshape(block - first, (-1,)), axis=-1)
 
     # ---- positions of the rows among the keys ----
 

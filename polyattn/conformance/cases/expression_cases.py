@@ -10,7 +10,14 @@ import numpy as np
 
 from polyattn import masks, scores
 from polyattn.conformance.cases.case import Case, Generated, make_case
-from polyattn.conformance.cases.generators import bent, normal, offsets, random_mask, two_in_three
+from polyattn.conformance.cases.generators import (
+    bent,
+    normal,
+    offsets,
+    random_mask,
+    slope_of_bent,
+    two_in_three,
+)
 
 Fields = dict[str, Any]
 Group = dict[str, Fields]
@@ -53,6 +60,28 @@ def drafts(case: Case, rng: Any) -> Any:
     index = np.arange(case.L)
     far = rng.integers(1, 4, (*case.full_batch, case.L))
     return masks.tree(np.maximum(index - far, -1))
+
+
+def selected(case: Case, rng: Any) -> Any:
+    """Return a third of the keys of each row of each head, some twice and some absent."""
+    shape = (*case.full_batch, case.H, case.L, max(1, case.S // 3))
+    return masks.selected(rng.integers(-1, case.S, shape))
+
+
+def selected_of_all(case: Case, rng: Any) -> Any:
+    """Return keys that all heads and items share, and causal ones of them."""
+    keys = rng.permuted(np.tile(np.arange(case.S + 2), (case.L, 1)), axis=-1)
+    return masks.causal() & masks.selected(keys[:, : max(1, case.S // 2)])
+
+
+def selected_and_rule(case: Case, rng: Any) -> Any:
+    return selected(case, rng) & masks.rule(two_in_three)
+
+
+def blocks(case: Case, rng: Any) -> Any:
+    """Return two blocks of 5 keys for each 4 rows, or one."""
+    shape = (*case.full_batch, case.H, -(-case.L // 4), 2)
+    return masks.blocks(rng.integers(-1, -(-case.S // 5), shape), (4, 5)) & ~masks.dilated(3)
 
 
 def padded(case: Case, rng: Any) -> Any:
@@ -178,6 +207,24 @@ VARIANTS: Group = {
     "positions": {"mask": Generated(by_position), "L": 7, "S": 17},
     "tree": {"mask": Generated(drafts), "L": 7, "S": 17},
     "tree, offset below 0": {"mask": Generated(drafts), "query_offset": -3},
+    "selected keys": {"mask": Generated(selected)},
+    "selected keys of all heads, L < S": {"mask": Generated(selected_of_all), "L": 7, "S": 17},
+    "selected keys, dropout, bias, sinks": {
+        **{"mask": Generated(selected), "dropout": (0.25, 7), "bias": normal()},
+        **{"sinks": normal("H"), "query_offset": 2, "H": 4, "G": 2},
+    },
+    "selected keys, many steps": {
+        **{"mask": Generated(selected_of_all), "is_causal": True, "window": (9, None)},
+        **{"query_offset": Generated(offsets), "softcap": 2.0, "scale": 0.5, "E": 5},
+        **{"batch": (2, 1), "key_batch": (1, 3), "value_batch": (3,)},
+        "score_mod": scores.function(bent, slope_of_bent),
+    },
+    "selected keys and a function, sigmoid": {
+        **{"mask": Generated(selected_and_rule), "normalizer": scores.sigmoid()},
+        "similarity": Generated(additive),
+    },
+    "selected keys, score norm": {"mask": Generated(selected_of_all), "scale": scores.by_norm(5.0)},
+    "blocks of keys": {"mask": Generated(blocks), "score_mod": Generated(relative)},
     "mask value per head": {"mask": Generated(per_head)},
     "mask value of a function": {"mask": masks.causal() | masks.rule(two_in_three)},
     "compiled mask": {"mask": Generated(compiled)},
@@ -261,6 +308,8 @@ LENGTHS: Group = {
         SQUARE | {"mask": Generated(composed), "is_causal": True, "query_offset": -120}
     ),
     "129 x 300, dropout": {"dropout": (0.3, 11), "is_causal": True, "L": 129, "S": 300},
+    "150 x 150, blocks of keys": SQUARE | {"mask": Generated(blocks), "H": 4, "G": 2},
+    "65 x 700, selected keys": {"mask": Generated(selected_of_all), "L": 65, "S": 700},
     "150 x 150, heads that differ": SQUARE | {"mask": Generated(by_head), "H": 4},
     "65 x 513, score value": {"score_mod": Generated(relative), "L": 65, "S": 513},
 }

@@ -93,6 +93,7 @@ NAMES = (
     "mask value",
     "mask value hides some rows",
     "composed masks, offset below 0",
+    "selected keys",
     "score value",
     "score value x mask value",
     "score value x offset array",
@@ -144,7 +145,8 @@ BY_DIFFERENCES = (
     *("nan under a mask value, similarity", "nan under a mask value, score norm"),
     *("nan under a mask value, normalizer", "nan under a mask, many steps"),
     *("eight heads, softcap and bias (1, H, L, 1)", "nan in the queries of empty rows"),
-    "S = 0, sinks",
+    *("selected keys, dropout, bias, sinks", "selected keys, many steps", "blocks of keys"),
+    *("selected keys and a function, sigmoid", "selected keys, score norm", "S = 0, sinks"),
 )
 
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from polyattn import attention_partial, merge
+from polyattn import attention_partial, masks, merge
 from polyattn._base.arrays import facts_of
 from polyattn._dispatch import registry
 from polyattn.conformance.cases.cache_cases import CACHES, OF_256, of_item
@@ -96,6 +96,7 @@ _ITEMS: dict[str, dict[str, Any]] = {
     "grouped heads": {"H": 4, "G": 2},
     "long keys": {"L": 3, "S": 257},
     "long": {"L": 65, "S": 65, "D": 64},
+    "selected keys": {"mask": masks.selected(np.arange(44).reshape(11, 4) * 7 % 11)},
     **{name: CACHES[name] for name in CACHES if name.endswith(("new rows", "unlike lengths"))},
     "pages of 256": OF_256,
 }
@@ -146,7 +147,9 @@ def _supported(target: Target, variant: KernelVariant, declared: str) -> list[tu
 
 def has_partials(target: Target, variant: KernelVariant) -> bool:
     """Return whether a kernel declares what partial results of variable-length keys need."""
-    return target.declared(variant.kernel) >= {"logsumexp", "mask_expression"}
+    declares = target.declared(variant.kernel) >= {"logsumexp", "mask_expression"}
+    # One that gathers the keys of a mask takes no other call.
+    return declares and checks.takes(target, variant, CASES["plain"])
 
 
 def check_pages_in_any_order(target: Target, variant: KernelVariant) -> None:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from polyattn._core.expressions import masks, neighborhood, patterns, scores, tree
+from polyattn._core.expressions import masks, neighborhood, patterns, scores, selections, tree
 from polyattn._core.tiles import compiled
 
 Array = np.ndarray[Any, Any]
@@ -112,6 +112,12 @@ def _sees(mask: masks.Mask, rows: CallRows, b: Any, h: Any, i: Any, j: Any) -> A
             table = np.zeros((*ancestors.shape[:-1], S + abs(past).max() + L), bool)
             table[..., :L] = ancestors
             return (j < past) | rows.each(table, L, table.shape[-1])[b, i, np.maximum(j - past, 0)]
+        case selections.Selected(indices):
+            named = rows.each(indices, rows.shape[0], L, indices.shape[-1])
+            return np.any(named[b, h, i] == j[..., None], axis=-1)
+        case selections.Blocks(table, (down, across)):
+            named = rows.each(table, rows.shape[0], -(-L // down), table.shape[-1])
+            return np.any(named[b, h, i // down] == j[..., None] // across, axis=-1)
         case masks.DenseMask(array):
             return rows.each(array, *rows.shape)[b, h, i, j]
         case masks.RuleMask(function):

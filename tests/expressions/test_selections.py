@@ -1,0 +1,84 @@
+"""Masks that name keys: they are sets, made of arrays of any library, of edges, and traced."""
+
+import numpy as np
+import pytest
+from libraries import NUMPY, STRICT, TORCH
+from optional import jax, torch
+
+from polyattn import attention, masks
+from polyattn._core.expressions.selections import selection_of
+
+RNG = np.random.default_rng(3)
+L, S = 6, 9
+X, KEY = RNG.normal(size=(2, 4, L, 8)), RNG.normal(size=(2, 4, S, 8))
+KEYS = np.array([[3, 0, -1, 3], [8, 8, 8, 8], [-1, -1, -1, -1], [5, 4, 3, 2], [0, 1, 7, -1],
+                 [6, 6, 0, 1]])  # fmt: skip
+SEEN = np.stack([np.isin(np.arange(S), row) for row in KEYS])
+EXPECTED = attention(X, KEY, KEY, mask=SEEN, kernel="dense")
+
+
+def test_a_selection_is_a_set_in_any_order():
+    mask = masks.selected(KEYS)
+    assert mask == masks.selected(KEYS[:, ::-1])
+    np.testing.assert_allclose(attention(X, KEY, KEY, mask=mask), EXPECTED, atol=1e-12)
+
+
+def test_a_selection_keeps_a_copy():
+    keys = KEYS.copy()
+    mask = masks.selected(keys)
+    keys[:] = 0
+    assert mask == masks.selected(KEYS)
+
+
+@pytest.mark.parametrize("library", [NUMPY, TORCH, STRICT], ids=str)
+def test_edges_in_any_order_are_the_keys_of_rows(library):
+    rows, keys = np.nonzero(SEEN)
+    order = RNG.permutation(np.r_[np.arange(rows.size), 0, 3])  # two of them twice
+    mask = masks.edges(library.to(rows[order]), library.to(keys[order]), L)
+    output = attention(*map(library.to, (X, KEY, KEY)), mask=mask, kernel="dense")
+    np.testing.assert_allclose(library.back(output), EXPECTED, atol=1e-12)
+
+
+def test_edges_of_a_matrix_of_scipy_and_of_no_edge():
+    m = pytest.importorskip("scipy.sparse").csr_array(SEEN).tocoo()
+    mask = masks.edges(m.row, m.col, m.shape[0])
+    np.testing.assert_allclose(attention(X, KEY, KEY, mask=mask), EXPECTED, atol=1e-12)
+    assert not attention(X, KEY, KEY, mask=masks.edges([], [], L)).any()
+
+
+def test_edges_that_are_traced_are_refused_by_name():
+    with pytest.raises(TypeError, match=r"rows is traced.*give masks.selected"):
+        jax.jit(lambda rows: masks.edges(rows, rows, L).indices)(np.arange(3))
+
+
+def under_jit(mask_of):
+    run = jax.jit(lambda x, k, keys: attention(x, k, k, mask=mask_of(keys)))
+    return np.asarray(run(*(one.astype("float32") for one in (X, KEY)), KEYS))
+
+
+def under_compile(mask_of):
+    run = torch.compile(lambda x, k, keys: attention(x, k, k, mask=mask_of(keys)), backend="eager",
+                        fullgraph=True)  # fmt: skip
+    return run(*map(torch.from_numpy, (X, KEY, KEYS))).numpy()
+
+
+def under_vmap(mask_of):
+    run = torch.func.vmap(lambda x, k, keys: attention(x, k, k, mask=mask_of(keys)))
+    return run(*map(torch.from_numpy, (X, KEY, np.stack([KEYS, KEYS])))).numpy()
+
+
+@pytest.mark.parametrize("way", [under_jit, under_compile, under_vmap])
+@pytest.mark.parametrize(
+    "mask_of", [masks.selected, lambda keys: masks.blocks(keys, 1)], ids=["selected", "blocks"]
+)
+def test_traced_numbers(way, mask_of):
+    np.testing.assert_allclose(way(mask_of), EXPECTED, atol=1e-5)
+
+
+def test_the_selection_of_a_mask_is_its_smallest_one():
+    small, large = masks.blocks([[1]], (9, 2)), masks.selected(KEYS)
+    other = masks.causal()
+    assert selection_of(other & large & small) == (small, other & large)
+    assert selection_of(small) == (small, None)
+    for mask in (other, ~small, small | other, None, SEEN):
+        assert selection_of(mask) is None

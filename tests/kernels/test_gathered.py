@@ -1,0 +1,133 @@
+"""The kernel that gathers named keys: where it is chosen, in what pieces, and its derivatives."""
+
+import numpy as np
+import pytest
+from optional import jax, torch
+
+import polyattn
+from polyattn import attention, attention_vjp, explain, masks
+from polyattn._core.expressions.parts import Part
+from polyattn._kernels.gathered import Gathered
+from polyattn.plugin.internal import Slice
+
+RNG = np.random.default_rng(7)
+H, L, S, D = 4, 21, 400, 8
+QUERY, KEY, VALUE = (RNG.normal(size=(2, H, n, D)) for n in (L, S, S))
+KEYS = RNG.integers(-1, S, (H, L, 6))[None]
+#: Selections of few keys.
+SELECTIONS = {
+    "each head": masks.selected(KEYS),
+    "all heads, some twice": masks.selected(KEYS[0, 0] % 4),
+    "all rows": masks.selected(KEYS[:, :, :1]),
+    "none": masks.selected(KEYS * 0 - 1),
+    "no list": masks.selected(KEYS[..., :0]),
+    "blocks": masks.blocks(RNG.integers(-1, 80, (2, 1, 6, 3)), (4, 5)),
+    "blocks of all rows": masks.blocks([[3, 1]], (30, 7)),
+    "with others": masks.selected(KEYS) & masks.causal() & masks.prefix(np.array([40, 400])),
+}
+
+
+def chosen(mask, shape=(2, H, L, D), keys=S, **options):
+    key = (2, H, keys, D)
+    return explain(shape, key, key, mask=mask, backend="array-api", **options).chosen.kernel
+
+
+def in_tiles(numbers):
+    kernel = Gathered()
+    kernel.tile = numbers
+    return kernel
+
+
+@pytest.mark.parametrize("name", SELECTIONS)
+def test_few_named_keys_are_gathered_and_the_gradients_are_those_of_a_dense_mask(name):
+    mask, gradient = SELECTIONS[name], RNG.normal(size=(2, H, L, D))
+    assert chosen(mask) == "gathered"
+    expected = [
+        attention_vjp(QUERY, KEY, VALUE, mask=mask, kernel="dense"),
+        *(
+            attention_vjp(QUERY, KEY, VALUE, mask=mask, kernel=in_tiles(n))
+            for n in (1, 3000, 2**20)
+        ),
+    ]
+    (output, pullback), *others = expected
+    for found, back in others:
+        np.testing.assert_allclose(found, output, rtol=1e-12, atol=1e-12)
+        for one, other in zip(back(gradient)[:3], pullback(gradient)[:3], strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-12, atol=1e-12)
+
+
+def test_many_named_keys_are_a_mask_and_no_selection_is_not_listed():
+    many = masks.selected(RNG.integers(0, S, (L, 17)))
+    assert chosen(many) == "dense"
+    assert chosen(masks.blocks(RNG.integers(0, 80, (1, 26)), (L, 5))) == "gathered"
+    why = str(explain((2, H, L, D), (2, H, S, D), (2, H, S, D), mask=many, backend="array-api"))
+    assert "17 of 400 keys are named for a row: a mask takes less time" in why
+    for mask in (masks.causal(), ~masks.selected(KEYS), masks.selected(KEYS) | masks.prefix(1)):
+        assert "gathered" not in str(explain(QUERY, KEY, VALUE, mask=mask, backend="array-api"))
+    with pytest.raises(polyattn.UnsupportedError, match=r"gathered .*its mask names no keys"):
+        attention(QUERY, KEY, VALUE, is_causal=True, kernel="gathered", backend="array-api")
+
+
+def test_explain_says_what_is_gathered_and_what_a_dense_mask_would_take():
+    shape, keys = (1, 8, 4096, 64), (1, 8, 32768, 64)
+    mask = masks.selected(np.zeros((4096, 512), int))
+    text = str(explain(shape, keys, keys, mask=mask, backend="array-api", dtype="float32"))
+    assert "it gathers 512 of 32,768 keys for each row, 30.2 MiB at a time" in text
+    assert "one of 134,217,728 scores, 128 MiB of bools for a head" in text
+
+
+@pytest.mark.parametrize("start", [0, 3, 4, 7])
+def test_a_part_may_begin_inside_of_a_block(start):
+    """As the parts of dask and of `polyattn.parallel` may."""
+    mask, rows, columns = SELECTIONS["blocks"], Slice(start, 11), Slice(20, 380)
+    part = Part((2,), (Slice(0, 2),), Slice(0, H), rows, columns)
+    arrays = QUERY[..., start : start + 11, :], KEY[..., 20:, :], VALUE[..., 20:, :]
+    mine = [
+        attention(*arrays, mask=mask.part(part), kernel=kernel)
+        for kernel in ("dense", in_tiles(1), in_tiles(2000))
+    ]
+    for one in mine[1:]:
+        np.testing.assert_allclose(one, mine[0], rtol=1e-12, atol=1e-12)
+
+
+def of_torch(mask):
+    x = [torch.from_numpy(one).requires_grad_() for one in (QUERY, KEY, VALUE)]
+    (attention(*x, mask=mask, kernel="gathered") ** 2).sum().backward()
+    return [one.grad.numpy() for one in x]
+
+
+def of_jax(mask):
+    def loss(query, key, value):  # in parts, which are a loop
+        return (attention(query, key, value, mask=mask, kernel=in_tiles(9000)) ** 2).sum()
+
+    return jax.jit(jax.grad(loss, (0, 1, 2)))(*(x.astype("float32") for x in (QUERY, KEY, VALUE)))
+
+
+@pytest.mark.parametrize("gradients", [of_torch, of_jax])
+@pytest.mark.parametrize("name", ["each head", "blocks"])
+def test_gradients_of_other_libraries(gradients, name):
+    output, pullback = attention_vjp(QUERY, KEY, VALUE, mask=SELECTIONS[name], kernel="dense")
+    for one, other in zip(gradients(SELECTIONS[name]), pullback(2 * output)[:3], strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-4)
+
+
+def under_compile(query, key, indices):
+    run = torch.compile(named, backend="eager", fullgraph=True)
+    return run(*map(torch.from_numpy, (query, key, indices)))
+
+
+def under_vmap(query, key, indices):
+    return torch.func.vmap(named)(*map(torch.from_numpy, (query, key, indices)))
+
+
+def named(query, key, indices):
+    mask = masks.selected(indices) & masks.causal()
+    return attention(query, key, key, mask=mask, kernel="gathered")
+
+
+@pytest.mark.parametrize("way", [under_compile, under_vmap])
+def test_traced_calls_of_torch(way):
+    indices = np.broadcast_to(KEYS, (2, *KEYS.shape[1:])).copy()
+    mask = masks.selected(indices) & masks.causal()
+    expected = attention(QUERY, KEY, KEY, mask=mask, kernel="dense")
+    np.testing.assert_allclose(way(QUERY, KEY, indices), expected, atol=1e-12)

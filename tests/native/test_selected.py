@@ -1,0 +1,232 @@
+"""Selected keys on the compiled kernel: the results of dense masks, whatever goes beside them."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+from optional import jnp, torch
+
+from polyattn import (
+    UnsupportedError,
+    attention,
+    attention_partial,
+    attention_vjp,
+    masks,
+    scores,
+    use_threads,
+)
+
+selected = pytest.importorskip("polyattn_native.selected")
+
+RESTS = ("none", "causal", "window and prefix", "padding", "dilated", "array by head", "function")
+WITH = ("nothing", "softcap", "sinks", "offset", "offsets", "bias")
+
+
+@pytest.fixture(autouse=True)
+def always(monkeypatch: Any) -> None:
+    """Read keys by their numbers, however many are selected."""
+    monkeypatch.setattr(selected, "TIMES", 0)
+    monkeypatch.setattr(selected, "FEW_ROWS", 2**30)
+
+
+class Drawn:
+    """A random call."""
+
+    def __init__(self, seed: int, dtype: str, rest: str = "none", beside: str = "nothing") -> None:
+        rng = self.rng = np.random.default_rng(seed)
+        self.items, groups = rng.integers(1, 4, 2).tolist()
+        self.heads = groups * int(rng.integers(1, 4))
+        self.rows, self.keys, head, value = rng.integers(1, 73, 4).tolist()
+        if seed % 2:  # whole vectors
+            head, value = 16 * (1 + head // 16), 16 * (1 + value // 16)
+        shapes = (
+            (self.items, self.heads, self.rows, head),
+            (int(rng.choice([1, self.items])), groups, self.keys, head),
+            (self.items, groups, self.keys, value),
+        )
+        self.arrays = [self.strided(shape).astype(dtype, order="K") for shape in shapes]
+        self.mask: Any = self.selection()
+        if rest != "none":
+            self.mask &= self.rest(rest)
+        self.options: dict[str, Any] = {
+            "nothing": {},
+            "softcap": {"softcap": 2.0, "scale": 0.7},
+            "sinks": {"sinks": rng.standard_normal(self.heads).astype(dtype)},
+            "offset": {"query_offset": int(rng.integers(-5, 40)), "is_causal": True},
+            "offsets": {"query_offset": rng.integers(-5, 40, self.items), "window": (9, 2)},
+            "bias": {"bias": rng.standard_normal((self.heads, self.rows, 1)).astype(dtype)[None]},
+        }[beside]
+
+    def strided(self, shape: tuple[int, ...]) -> Any:
+        """Return numbers with rows first, within longer rows, or contiguous."""
+        b, h, n, d = shape
+        made = self.rng.standard_normal
+        kind = self.rng.integers(3)
+        if kind == 0:
+            return made((b, n, h, d)).swapaxes(1, 2)
+        return made((b, h, n + 3, d + 1))[..., :n, :d] if kind == 1 else made(shape)
+
+    def selection(self) -> Any:
+        rng, many = self.rng, int(self.rng.integers(1, 20))
+        lead = ((), (1, 1), (self.items, 1), (1, self.heads), (self.items, self.heads))
+        of = lead[rng.integers(5)]
+        if rng.random() < 0.5:
+            rows = int(rng.choice([1, self.rows]))
+            return masks.selected(rng.integers(-1, self.keys + 3, (*of, rows, many)))
+        down, across = rng.integers(1, 20, 2).tolist()
+        table = rng.integers(-1, -(-self.keys // across) + 1, (*of, -(-self.rows // down), many))
+        return masks.blocks(table, (down, across))
+
+    def rest(self, name: str) -> Any:
+        rng = self.rng
+        return {
+            "causal": masks.causal,
+            "window and prefix": lambda: masks.window(9, 4) | masks.prefix(3),
+            "padding": lambda: masks.padding(rng.integers(0, self.keys + 1, self.items)),
+            "dilated": lambda: ~masks.dilated(3),
+            "array by head": lambda: masks.dense(
+                rng.random((self.items, self.heads, self.rows, self.keys)) < 0.7
+            ),
+            "function": lambda: masks.rule(lambda b, h, i, j: (i + j + h) % 3 != b),
+        }[name]()
+
+
+@pytest.mark.parametrize(
+    ("rest", "beside", "dtype"),
+    [(r, b, ("float32", "float64")[n % 2]) for n, (r, b) in enumerate(
+        itertools.product(RESTS, WITH))],
+)  # fmt: skip
+def test_results_are_those_of_a_dense_mask(rest: str, beside: str, dtype: str) -> None:
+    tolerance = {"float32": 2e-5, "float64": 1e-12}[dtype]
+    for seed in range(8):
+        x = Drawn(seed, dtype, rest, beside)
+        rows, size = selected.selection_of(x.mask).sizes
+        if beside == "bias" and (rows or x.rows, size) != (1, 1):
+            continue
+        found = attention_partial(*x.arrays, mask=x.mask, kernel="native", **x.options)
+        expected = attention_partial(*x.arrays, mask=x.mask, kernel="dense", **x.options)
+        for one, other in zip(found, expected, strict=True):
+            np.testing.assert_allclose(one, other, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("rest", RESTS)
+@pytest.mark.parametrize("beside", WITH[:-1])
+def test_gradients_are_those_of_a_dense_mask_within_1e_12(rest: str, beside: str) -> None:
+    # Those of single keys in float32 are added up by ranges of the memory.
+    kinds = [(seed, "float64", 1e-12) for seed in range(4)]
+    for seed, dtype, tolerance in [*kinds, *((seed, "float32", 3e-5) for seed in (1, 3, 5, 7))]:
+        x = Drawn(seed, dtype, rest, beside)
+        gradient, found = None, []
+        for kernel in ("dense", "native"):
+            output, pullback = attention_vjp(*x.arrays, mask=x.mask, kernel=kernel, **x.options)
+            if gradient is None:
+                gradient = x.rng.standard_normal(output.shape).astype(dtype)
+            found.append(pullback(gradient))
+        for expected, one in zip(*found, strict=True):
+            if isinstance(expected, np.ndarray):
+                scale = max(1.0, abs(expected).max(initial=0))
+                assert abs(one - expected).max(initial=0) < tolerance * scale
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_tensors(dtype: str, is_compiled: bool) -> None:
+    x = Drawn(3, "float32", "causal")
+    numbers = [torch.from_numpy(one.copy()).to(getattr(torch, dtype)) for one in x.arrays]
+    indices = x.rng.integers(-1, x.keys, (x.rows, 5))
+    if is_compiled and dtype != "float32":
+        pytest.skip("one dtype is compiled")
+
+    def loss(*tensors: Any, kernel: str = "native") -> Any:
+        mask = masks.selected(torch.from_numpy(indices)) & masks.causal()
+        return (attention(*tensors, mask=mask, kernel=kernel).float() ** 2).sum()
+
+    found = []
+    for kernel in ("dense", "native"):
+        tensors = [one.clone().requires_grad_() for one in numbers]
+        run = (
+            torch.compile(loss, fullgraph=True, backend="aot_eager")
+            if is_compiled and kernel == "native"
+            else loss
+        )
+        run(*tensors, kernel=kernel).backward()
+        found.append([one.grad.float() for one in tensors])
+    for expected, one in zip(*found, strict=True):
+        tolerance = 2e-5 if dtype == "float32" else 3e-2
+        torch.testing.assert_close(one, expected, rtol=tolerance, atol=tolerance)
+
+
+def test_pages_are_read_where_they_lie() -> None:
+    rng = np.random.default_rng(0)
+    pools = [rng.standard_normal((40, 2, 8, 16)).astype(np.float32) for _ in range(2)]
+    table = rng.permutation(40)[:36].reshape(3, 12)
+    lengths = np.array([96, 50, 0])
+    table[1, 7:], table[2] = -1, 99
+    query = rng.standard_normal((3, 4, 2, 16)).astype(np.float32)
+    for mask in (
+        masks.selected(rng.integers(0, 96, (3, 1, 2, 20))),
+        masks.blocks(rng.integers(0, 24, (3, 4, 1, 9)), (2, 4)),
+    ):
+        options = {"block_table": table, "key_lengths": lengths, "is_causal": True, "mask": mask}
+        found = attention(query, *pools, kernel="native", **options)
+        expected = attention(query, *pools, kernel="dense", **options | {"block_table": table % 40})
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+    table[0, 3] = 40
+    tensors = map(torch.from_numpy, (query, *pools))
+    options |= {"block_table": torch.from_numpy(table), "key_lengths": torch.from_numpy(lengths)}
+    with pytest.raises(IndexError, match="names page 40 of a pool of 40 pages"):
+        attention(*tensors, kernel="native", **options)
+
+
+def test_what_is_not_selected_reaches_no_row() -> None:
+    rng = np.random.default_rng(1)
+    query, key, value = rng.standard_normal((3, 2, 40, 32)).astype(np.float32)
+    lists = rng.integers(0, 39, (40, 6))
+    expected = attention(query, key, value, mask=masks.selected(lists), kernel="native")
+    key[:, 39], value[:, 39] = np.nan, np.inf
+    np.testing.assert_array_equal(
+        attention(query, key, value, mask=masks.selected(lists), kernel="native"), expected
+    )
+    lists[7, 0] = 39
+    spoilt = attention(query, key, value, mask=masks.selected(lists), kernel="native")
+    np.testing.assert_array_equal(np.isnan(spoilt).any((0, 2)), np.arange(40) == 7)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"dropout": (0.5, 1)}, "it does not compute dropout"),
+        ({"score_mod": scores.alibi(2)}, "it does not compute score_expression"),
+        ({"bias": np.zeros((40, 40)), "mask": masks.blocks(np.zeros((5, 1), int), 8)}, "bias"),
+    ],
+    ids=["dropout", "scores", "bias of blocks"],
+)
+def test_what_is_not_computed_is_refused_by_name(options: Any, said: str) -> None:
+    x = np.ones((2, 40, 8))
+    given = {"mask": masks.selected(np.zeros((40, 2), int))} | options
+    with pytest.raises(UnsupportedError, match=said):
+        attention(x, x, x, kernel="native", **given)
+    if "score_mod" not in options:
+        attention(x, x, x, **given)
+
+
+def test_jax_is_refused_by_name() -> None:
+    x = jnp.ones((2, 40, 8))
+    with pytest.raises(UnsupportedError, match="NumPy and torch only"):
+        attention(x, x, x, kernel="native", mask=masks.selected(np.zeros((40, 2), int)))
+
+
+def test_threads_change_no_bits() -> None:
+    rng = np.random.default_rng(2)
+    x = rng.standard_normal((3, 2, 4, 300, 32)).astype(np.float32)
+    mask = masks.selected(rng.integers(0, 300, (300, 40)))
+    found = []
+    for threads in (1, 3):
+        with use_threads(threads):
+            output, pullback = attention_vjp(*x, mask=mask, kernel="native")
+            found.append([output, *pullback(output)[:3]])
+    for one, other in zip(*found, strict=True):
+        np.testing.assert_array_equal(one, other)
