@@ -9,6 +9,7 @@ import sys
 import tomllib
 from dataclasses import replace
 from importlib.metadata import entry_points
+from inspect import signature
 from pathlib import Path
 
 import array_types
@@ -117,6 +118,11 @@ def test_the_table_of_environment_variables_is_what_the_code_reads():
             read |= set(re.findall(r"\bPOLYATTN_[A-Z_]+", file.read_text(encoding="utf-8")))
     page = (DOCS / "reference" / "index.md").read_text(encoding="utf-8")
     assert sorted(re.findall(r"^\| `(\w+)` \|", page, flags=re.MULTILINE)) == sorted(read)
+
+
+def test_the_screen_of_arguments_has_those_of_attention_in_order():
+    page = (DOCS / "reference" / "attention.md").read_text(encoding="utf-8")
+    assert re.findall(r"^\| `(\w+)` \|", page, re.M) == list(signature(attention).parameters)
 
 
 WRONG = {
