@@ -11,14 +11,18 @@ from dataclasses import replace
 from importlib.metadata import entry_points
 from inspect import signature
 from pathlib import Path
+from types import SimpleNamespace
 
 import array_types
 import capabilities
 import links
+import looks
 import numpy as np
 import peers
 import pytest
 import written
+from docutils import nodes
+from docutils.utils import new_document
 
 from polyattn import UnsupportedError, attention, attention_vjp
 from polyattn.conformance import CASES, ESSENTIAL
@@ -97,6 +101,46 @@ def test_every_page_has_its_place_in_the_sidebar_once():
     before = text.partition("```{toctree}")[0]
     ours = [name for name in named if not name.startswith("reference/")]
     assert [name for name in ours if f"({name}.md)" not in before] == []
+
+
+def test_no_picture_of_the_gallery_is_alone_in_a_row():
+    for number in range(2, 60):
+        for choices in (looks.WIDE, looks.NARROW):
+            assert number % looks.columns(number, choices) != 1, number
+
+
+CAPTION = '<p class="caption"><span class="caption-text">{}</span></p><ul><li class="{}"></li></ul>'
+GROUPS = "".join(
+    CAPTION.format(name, kind)
+    for name, kind in (("Start", ""), ("Learn", ""), ("How to", "current"), ("Speed", ""))
+)
+
+
+@pytest.mark.parametrize(
+    ("page", "names"), [("index", ["Start", "Learn", "How to"]), ("masks", ["How to"])]
+)
+def test_the_first_groups_of_the_sidebar_are_open_on_the_landing_page(page, names):
+    app = SimpleNamespace(config=SimpleNamespace(root_doc="index"))
+    context = {"furo_navigation_tree": GROUPS}
+    looks.describe(app, page, "page.html", context, None)
+    pattern = r'<details open><summary class="caption">(.*?)</summary>'
+    assert re.findall(pattern, context["furo_navigation_tree"]) == names
+
+
+def test_a_cell_of_code_gets_room_and_a_picture_does_not():
+    code, link, long = (
+        nodes.literal("", "x=1"),
+        nodes.reference("", ""),
+        nodes.literal("", "x" * 61),
+    )
+    link += nodes.literal("", "y=2")
+    picture = nodes.reference("", "", nodes.image(uri="z.png"), nodes.literal("", "z"))
+    cells = [nodes.entry("", nodes.paragraph("", "", part)) for part in (code, link, picture)]
+    page = new_document("")
+    page += [*cells, nodes.paragraph("", "", long)]
+    looks.mark_formulas(page)
+    assert [cell["classes"] for cell in cells] == [["formula"], ["formula"], []]
+    assert long["classes"] == ["long-code"]
 
 
 def test_the_table_of_errors_says_who_raises_each():
