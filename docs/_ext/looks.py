@@ -24,7 +24,7 @@ WIDE, NARROW = (7, 6, 5), (4, 3, 5)
 FIRST = {"Start", "Learn"}
 GROUP = re.compile(
     r'<p class="caption"[^>]*><span class="caption-text">(?P<name>.*?)</span></p>\s*'
-    r"(?P<list><ul.*?</ul>)",
+    r"(?P<list><ul.*?</ul>)\s*(?=<p|</div>|\Z)",  # lists within it end elsewhere
     flags=re.DOTALL,
 )
 EDIT = "https://github.com/polyattn/polyattn/edit/main/"

@@ -109,9 +109,9 @@ def test_no_picture_of_the_gallery_is_alone_in_a_row():
             assert number % looks.columns(number, choices) != 1, number
 
 
-CAPTION = '<p class="caption"><span class="caption-text">{}</span></p><ul><li class="{}"></li></ul>'
+CAPTION = '<p class="caption"><span class="caption-text">{}</span></p>'
 GROUPS = "".join(
-    CAPTION.format(name, kind)
+    f'{CAPTION.format(name)}<ul><li class="{kind}"><ul></ul></li></ul>'
     for name, kind in (("Start", ""), ("Learn", ""), ("How to", "current"), ("Speed", ""))
 )
 
@@ -125,6 +125,7 @@ def test_the_first_groups_of_the_sidebar_are_open_on_the_landing_page(page, name
     looks.describe(app, page, "page.html", context, None)
     pattern = r'<details open><summary class="caption">(.*?)</summary>'
     assert re.findall(pattern, context["furo_navigation_tree"]) == names
+    assert context["furo_navigation_tree"].count("</ul></li></ul></details>") == 4
 
 
 def test_a_cell_of_code_gets_room_and_a_picture_does_not():
