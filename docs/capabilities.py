@@ -40,9 +40,9 @@ PROMISES = {
 }
 INTRO = """# Capabilities: what each kernel computes
 
-What the kernels declare (`python docs/capabilities.py` writes this page). A kernel never gets a call
-with a feature that it does not declare. `polyattn.explain` says what a call needs, and gives the
-reasons that depend on shapes and dtypes. `polyattn check` tests that each declaration is true.
+`python docs/capabilities.py` writes this page from what the kernels declare. A kernel never gets a
+call with a feature that it does not declare. `polyattn.explain` says what a call needs, and gives
+the reasons that depend on shapes and dtypes. `polyattn check` tests that each declaration is true.
 
 `native` of numpy, torch and jax is [the compiled kernel](native.md), which `polyattn-native` adds.
 """
@@ -77,7 +77,9 @@ def imported(path: str) -> Any:
 
 
 def cell(kernel: Kernel, feature: str) -> str:
-    """Return a mark if a kernel computes a feature, or the devices where it does."""
+    """Return a mark if a kernel has a feature or promise, or the devices where it does."""
+    if feature in PROMISES:
+        return YES if getattr(kernel, feature) else ""
     if feature not in kernel.features | kernel.differentiates.keys():
         return ""
     return ", ".join(sorted(kernel.only_on.get(feature, (YES,))))
@@ -85,21 +87,22 @@ def cell(kernel: Kernel, feature: str) -> str:
 
 def table(kernels: dict[str, tuple[Kernel, ...]]) -> list[str]:
     """Return what every kernel has, and a table of the rest with a column for each kernel."""
-    columns = [(name, kernel) for name, some in kernels.items() for kernel in some]
-    rows = {
-        f"`{feature}`: {meaning}": [cell(kernel, feature) for _, kernel in columns]
-        for feature, (meaning, *_) in FEATURES.items()
-    }
-    for promise, meaning in PROMISES.items():
-        kept = [YES if getattr(kernel, promise) else "" for _, kernel in columns]
-        rows[f"*{promise}*: {meaning}"] = kept
-    common = [name for name, cells in rows.items() if set(cells) == {YES}]
+    rows = {f"`{name}`: {meaning}": name for name, (meaning, *_) in FEATURES.items()}
+    rows |= {f"*{promise}*: {meaning}": promise for promise, meaning in PROMISES.items()}
+    columns: dict[tuple[str, tuple[str, ...]], list[str]] = {}  # kernels that are alike share one
+    for library, some in kernels.items():
+        for kernel in some:
+            cells = tuple(cell(kernel, name) for name in rows.values())
+            columns.setdefault((kernel.name, cells), []).append(library)
+    by_row = dict(zip(rows, zip(*(cells for _, cells in columns), strict=True), strict=True))
+    common = [row for row, cells in by_row.items() if set(cells) == {YES}]
+    heads = (f"{', '.join(names)} `{kernel}`" for (kernel, _), names in columns.items())
     return [
         f"Every kernel has {'; '.join(common)}. The rest:",
         "",
-        "| | " + " | ".join(f"{name} `{kernel.name}`" for name, kernel in columns) + " |",
+        f"| | {' | '.join(heads)} |",
         "|---|" + ":-:|" * len(columns),
-        *(f"| {name} | {' | '.join(rows[name])} |" for name in rows if name not in common),
+        *(f"| {row} | {' | '.join(by_row[row])} |" for row in by_row if row not in common),
     ]
 
 
