@@ -9,6 +9,7 @@ import sys
 import tomllib
 from dataclasses import replace
 from importlib.metadata import entry_points
+from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -33,6 +34,7 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCS, PLUGIN = ROOT / "docs", ROOT / "examples" / "plugin"
 PAGES = [p for p in sorted(DOCS.rglob("*.md")) if "/_" not in p.relative_to(ROOT).as_posix()]
 WRITING = (DOCS / "writing-a-backend.md").read_text(encoding="utf-8")
+CHECKING = (DOCS / "how-to" / "check-kernels.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="CuPy, whose kernels it lists, is not here")
@@ -163,6 +165,11 @@ def test_the_table_of_environment_variables_is_what_the_code_reads():
     assert sorted(re.findall(r"^\| `(\w+)` \|", page, flags=re.MULTILINE)) == sorted(read)
 
 
+def test_the_screen_of_arguments_has_those_of_attention_in_order():
+    page = (DOCS / "reference" / "attention.md").read_text(encoding="utf-8")
+    assert re.findall(r"^\| `(\w+)` \|", page, re.M) == list(signature(attention).parameters)
+
+
 WRONG = {
     '<a href="gone.html">x</a>': "gone.html does not lead to a file",
     '<a href="other.html#gone">x</a>': "other.html#gone has no such anchor",
@@ -236,7 +243,7 @@ def plugin(tmp_path_factory):
 def test_the_function_of_the_page_is_told_what_the_page_shows():
     code, shown = re.search(
         r"```python\n(import numpy as np\n\n\ndef attend.*?)```.*?mine:attend --quick\n(.*?)```",
-        WRITING,
+        CHECKING,
         re.DOTALL,
     ).groups()
     made = {}
