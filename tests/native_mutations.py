@@ -104,8 +104,6 @@ MUTATIONS = (
     ("native: hidden keys counted where a gradient folds", "tile.h",
      "folds[number].count(panel, block, count, p, by_scores)",
      "folds[number].count(panel, block, count, p, false)"),
-    ("native: hidden keys counted at the begin of a block", "forward.h",
-     "runs.count == 1 ? runs.of[0] : seen", "seen"),
     ("native: a largest score beyond a magic number's reach", "vectors.h",
      "is_far = !all;", "is_far = false;"),
     ("native: a sink without weight", "forward.h",
