@@ -76,13 +76,15 @@ KINDS = {
     ),
 }
 
+COMMON = "not an array of a library that follows the array API standard"
 INTRODUCTION = """## What happens with my arrays
 
 Each row is one call, `attention(query, query, query)`, with a query that is made of a NumPy array
 `x` of float32, (2, 3, 4). Arrays of a library that [follows the array API
 standard](https://data-apis.org/array-api/) run on their own library, and other types raise an error
 that says what to pass. `array-api` stands for the kernels that polyattn has for every such library,
-and *not tried* for a library that was not there when the page was written, or had no device.
+*not tried* for a library that was not there when the page was written, or had no device, and … for
+"not an array of a library that follows the array API standard".
 
 Options such as a mask, lengths or a bias may be [NumPy arrays and Python
 sequences](semantics.md#numbers-from-the-host) beside a query of any library.
@@ -122,8 +124,9 @@ def ran_on(query: Any) -> str:
 
 
 def cell(message: str) -> str:
-    """Return the first line of a message, as text of a table."""
-    return re.sub(r"([*_|<])", r"\\\1", message.partition("\n")[0])
+    """Return the first line of a message, as text of a table, without what most have."""
+    short = message.partition("\n")[0].replace(COMMON, "…")
+    return re.sub(r"([*_|<])", r"\\\1", short)
 
 
 def written() -> dict[str, str]:

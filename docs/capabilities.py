@@ -77,32 +77,39 @@ def imported(path: str) -> Any:
 
 
 def cell(kernel: Kernel, feature: str) -> str:
-    """Return a mark if a kernel computes a feature, or the devices where it does."""
+    """Return a mark if a kernel has a feature or promise, or the devices where it does."""
+    if feature in PROMISES:
+        return YES if getattr(kernel, feature) else ""
     if feature not in kernel.features | kernel.differentiates.keys():
         return ""
     return ", ".join(sorted(kernel.only_on.get(feature, (YES,))))
 
 
 def table(kernels: dict[str, tuple[Kernel, ...]]) -> list[str]:
-    """Return the table: a row for each feature or promise, a column for each kernel."""
-    columns = [(name, kernel) for name, some in kernels.items() for kernel in some]
-    lines = [
-        "| | " + " | ".join(f"{name} `{kernel.name}`" for name, kernel in columns) + " |",
+    """Return what every kernel has, and a table of the rest with a column for each kernel."""
+    rows = {f"`{name}`: {meaning}": name for name, (meaning, *_) in FEATURES.items()}
+    rows |= {f"*{promise}*: {meaning}": promise for promise, meaning in PROMISES.items()}
+    columns: dict[tuple[str, tuple[str, ...]], list[str]] = {}  # kernels that are alike share one
+    for library, some in kernels.items():
+        for kernel in some:
+            cells = tuple(cell(kernel, name) for name in rows.values())
+            columns.setdefault((kernel.name, cells), []).append(library)
+    by_row = dict(zip(rows, zip(*(cells for _, cells in columns), strict=True), strict=True))
+    common = [row for row, cells in by_row.items() if set(cells) == {YES}]
+    heads = (f"{', '.join(names)} `{kernel}`" for (kernel, _), names in columns.items())
+    return [
+        f"Every kernel has {'; '.join(common)}. The rest:",
+        "",
+        f"| | {' | '.join(heads)} |",
         "|---|" + ":-:|" * len(columns),
+        *(f"| {row} | {' | '.join(by_row[row])} |" for row in by_row if row not in common),
     ]
-    for feature, (meaning, *_) in FEATURES.items():
-        cells = (cell(kernel, feature) for _, kernel in columns)
-        lines.append(f"| `{feature}`: {meaning} | " + " | ".join(cells) + " |")
-    for promise, meaning in PROMISES.items():
-        cells = (YES if getattr(kernel, promise) else "" for _, kernel in columns)
-        lines.append(f"| *{promise}*: {meaning} | " + " | ".join(cells) + " |")
-    return lines
 
 
 def dtypes() -> list[str]:
     """Return a sentence for each plugin: its dtypes and devices."""
     return [
-        f"- **{spec.name}** takes {', '.join(spec.dtypes)} on {', '.join(spec.devices)}."
+        f"- **{spec.name}** supports {', '.join(spec.dtypes)} on {', '.join(spec.devices)}."
         for spec in SPECS
     ]
 

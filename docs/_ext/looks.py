@@ -16,11 +16,15 @@ from sphinx.application import Sphinx
 
 #: Dots of a picture in an inch of the page. Pictures have more, for screens that show them.
 DPI = 84
-#: A formula of more characters may break into lines.
-LONG = 23
+#: A formula in a table of more characters may break into lines, and so may code in a sentence.
+LONG, LONG_CODE = 23, 60
+#: Columns of pictures on a wide page and on a narrow one, the best first.
+WIDE, NARROW = (7, 6, 5), (4, 3, 5)
+#: Groups of the sidebar that are open on the landing page.
+FIRST = {"Start", "Learn"}
 GROUP = re.compile(
     r'<p class="caption"[^>]*><span class="caption-text">(?P<name>.*?)</span></p>\s*'
-    r"(?P<list><ul.*?</ul>)",
+    r"(?P<list><ul.*?</ul>)\s*(?=<p|</div>|\Z)",  # lists within it end elsewhere
     flags=re.DOTALL,
 )
 EDIT = "https://github.com/polyattn/polyattn/edit/main/"
@@ -36,13 +40,36 @@ def size_pictures(doctree: nodes.document) -> None:
                 node["width"] = f"{round(picture.width * DPI / dots)}px"
 
 
+def is_code(node: nodes.Node) -> bool:
+    """Say if a node is code, or a link to code."""
+    return isinstance(node, nodes.literal) or list(map(type, node.children)) == [nodes.literal]
+
+
 def mark_formulas(doctree: nodes.document) -> None:
-    """Mark the cells of tables that hold code or a shape only, which the style sheet gives room."""
+    """Mark cells that hold only code, a shape or a figure, and long code in sentences."""
     for cell in doctree.findall(nodes.entry):
         parts = [part for paragraph in cell.children for part in paragraph.children]
-        is_code = len(parts) == 1 and isinstance(parts[0], nodes.literal)
-        if is_code or re.fullmatch(r"\(\d.*\)", cell.astext()):
+        code_only = len(parts) == 1 and is_code(parts[0])
+        if code_only or re.fullmatch(r"\(\d.*\)", cell.astext()):
             cell["classes"].append("formula" if len(cell.astext()) <= LONG else "long-formula")
+        elif re.match(r"[\d.]+", cell.astext()) and any(cell.findall(nodes.strong)):
+            cell["classes"].append("figure")
+    for code in doctree.findall(nodes.literal):
+        if len(code.astext()) > LONG_CODE:
+            code["classes"].append("long-code")
+
+
+def columns(pictures: int, choices: tuple[int, ...]) -> int:
+    """Return the number of columns with which no picture is alone in the last row."""
+    return next((n for n in choices if pictures % n != 1), choices[0])
+
+
+def arrange_pictures(doctree: nodes.document) -> None:
+    """Tell the style sheet how many columns a table of pictures has."""
+    for table in doctree.findall(nodes.table):
+        if count := len(list(table.findall(nodes.image))):
+            classes = f"wide-{columns(count, WIDE)}", f"narrow-{columns(count, NARROW)}"
+            table["classes"].extend(classes)
 
 
 def commands(text: str) -> Iterator[str]:
@@ -72,6 +99,7 @@ def improve(app: Sphinx, doctree: nodes.document) -> None:
     """Do all of it on a page."""
     size_pictures(doctree)
     mark_formulas(doctree)
+    arrange_pictures(doctree)
     split_consoles(doctree)
 
 
@@ -99,14 +127,14 @@ def describe(
     if doctree is not None and (first := next(doctree.findall(nodes.paragraph), None)):
         text = escape(" ".join(first.astext().split())[:200])
         context["metatags"] += f'\n<meta name="description" content="{text}" />'
+
+    def folded(group: re.Match[str]) -> str:
+        is_first = page == app.config.root_doc and group["name"] in FIRST
+        is_open = " open" if is_first or "current" in group["list"] else ""
+        summary = f'<summary class="caption">{group["name"]}</summary>'
+        return f"<details{is_open}>{summary}{group['list']}</details>"
+
     context["furo_navigation_tree"] = GROUP.sub(folded, context.get("furo_navigation_tree", ""))
-
-
-def folded(group: re.Match[str]) -> str:
-    """Return a group of the sidebar, open if the page belongs to it."""
-    is_open = " open" if "current" in group["list"] else ""
-    summary = f'<summary class="caption">{group["name"]}</summary>'
-    return f"<details{is_open}>{summary}{group['list']}</details>"
 
 
 def setup(app: Sphinx) -> dict[str, bool]:

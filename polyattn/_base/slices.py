@@ -27,7 +27,7 @@ def take(array: Array, axis: int, start: Any, length: int) -> Array:
     if array.shape[axis] == length:
         return array
     if isinstance(start, int):
-        return array[(slice(None),) * axis + (slice(start, start + length),)]
+        return array[(*(slice(None),) * axis, slice(start, start + length), ...)]
     library = library_of(array)
     if library.name != "jax":
         return library.xp.take(array, index_range(library.xp, 0, length, array) + start, axis=axis)

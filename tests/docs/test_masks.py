@@ -112,7 +112,7 @@ ROWS = re.findall(r"^\| (.*?) \| `(.*)` \| `(.*)` \|$", PAGE, flags=re.MULTILINE
 
 def keys_of(row):
     """S of a row of the tables: L where queries and keys are one sequence."""
-    same = "position_ids" in row[0] or ("cu_seqlens" in row[0] and "apart" not in row[0])
+    same = "position_ids" in row[0] or ("cu_seqlens" in row[0] and "cu_k" not in row[1])
     return L if same else S
 
 

@@ -35,7 +35,7 @@ def test_every_public_name_is_on_the_page():
 #: The page's words for what a family changes of Llama's decoder or BERT's encoder.
 WORDS = {
     "query_bias": "biases of queries", "joined": "joined maps", "window": "windows",
-    "norms": "norms in a block|norms after the parts", "norm_offset": "weights less 1",
+    "norms": "norms in a block|norms after the parts", "norm_offset": "stored minus 1",
     "head_norms": "norms of queries and keys", "turns": "without rotary positions",
     "local_theta": "another base of rotary positions", "partial_rotary": "rotation of a part",
     "gemma": "softcaps", "offset": "positions that begin", "relative": "a relative bias",

@@ -9,15 +9,20 @@ import sys
 import tomllib
 from dataclasses import replace
 from importlib.metadata import entry_points
+from inspect import signature
 from pathlib import Path
+from types import SimpleNamespace
 
 import array_types
 import capabilities
 import links
+import looks
 import numpy as np
 import peers
 import pytest
 import written
+from docutils import nodes
+from docutils.utils import new_document
 
 from polyattn import UnsupportedError, attention, attention_vjp
 from polyattn.conformance import CASES, ESSENTIAL
@@ -29,6 +34,7 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCS, PLUGIN = ROOT / "docs", ROOT / "examples" / "plugin"
 PAGES = [p for p in sorted(DOCS.rglob("*.md")) if "/_" not in p.relative_to(ROOT).as_posix()]
 WRITING = (DOCS / "writing-a-backend.md").read_text(encoding="utf-8")
+CHECKING = (DOCS / "how-to" / "check-kernels.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="CuPy, whose kernels it lists, is not here")
@@ -97,6 +103,47 @@ def test_every_page_has_its_place_in_the_sidebar_once():
     assert [name for name in ours if f"({name}.md)" not in before] == []
 
 
+def test_no_picture_of_the_gallery_is_alone_in_a_row():
+    for number in range(2, 60):
+        for choices in (looks.WIDE, looks.NARROW):
+            assert number % looks.columns(number, choices) != 1, number
+
+
+CAPTION = '<p class="caption"><span class="caption-text">{}</span></p>'
+GROUPS = "".join(
+    f'{CAPTION.format(name)}<ul><li class="{kind}"><ul></ul></li></ul>'
+    for name, kind in (("Start", ""), ("Learn", ""), ("How to", "current"), ("Speed", ""))
+)
+
+
+@pytest.mark.parametrize(
+    ("page", "names"), [("index", ["Start", "Learn", "How to"]), ("masks", ["How to"])]
+)
+def test_the_first_groups_of_the_sidebar_are_open_on_the_landing_page(page, names):
+    app = SimpleNamespace(config=SimpleNamespace(root_doc="index"))
+    context = {"furo_navigation_tree": GROUPS}
+    looks.describe(app, page, "page.html", context, None)
+    pattern = r'<details open><summary class="caption">(.*?)</summary>'
+    assert re.findall(pattern, context["furo_navigation_tree"]) == names
+    assert context["furo_navigation_tree"].count("</ul></li></ul></details>") == 4
+
+
+def test_a_cell_of_code_gets_room_and_a_picture_does_not():
+    code, link, long = (
+        nodes.literal("", "x=1"),
+        nodes.reference("", ""),
+        nodes.literal("", "x" * 61),
+    )
+    link += nodes.literal("", "y=2")
+    picture = nodes.reference("", "", nodes.image(uri="z.png"), nodes.literal("", "z"))
+    cells = [nodes.entry("", nodes.paragraph("", "", part)) for part in (code, link, picture)]
+    page = new_document("")
+    page += [*cells, nodes.paragraph("", "", long)]
+    looks.mark_formulas(page)
+    assert [cell["classes"] for cell in cells] == [["formula"], ["formula"], []]
+    assert long["classes"] == ["long-code"]
+
+
 def test_the_table_of_errors_says_who_raises_each():
     rows = dict(
         re.findall(r"^\| \{py:exc\}`~polyattn\.(\w+)` \| (.*) \|$", written.error_table(), re.M)
@@ -116,6 +163,11 @@ def test_the_table_of_environment_variables_is_what_the_code_reads():
             read |= set(re.findall(r"\bPOLYATTN_[A-Z_]+", file.read_text(encoding="utf-8")))
     page = (DOCS / "reference" / "index.md").read_text(encoding="utf-8")
     assert sorted(re.findall(r"^\| `(\w+)` \|", page, flags=re.MULTILINE)) == sorted(read)
+
+
+def test_the_screen_of_arguments_has_those_of_attention_in_order():
+    page = (DOCS / "reference" / "attention.md").read_text(encoding="utf-8")
+    assert re.findall(r"^\| `(\w+)` \|", page, re.M) == list(signature(attention).parameters)
 
 
 WRONG = {
@@ -191,7 +243,7 @@ def plugin(tmp_path_factory):
 def test_the_function_of_the_page_is_told_what_the_page_shows():
     code, shown = re.search(
         r"```python\n(import numpy as np\n\n\ndef attend.*?)```.*?mine:attend --quick\n(.*?)```",
-        WRITING,
+        CHECKING,
         re.DOTALL,
     ).groups()
     made = {}

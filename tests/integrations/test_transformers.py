@@ -17,7 +17,7 @@ from transformers.masking_utils import create_bidirectional_mask
 from polyattn import UnknownBackendError
 from polyattn.integrations import transformers as ours
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "transformers.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "how-to" / "run-here.md"
 VOCABULARY, LENGTH, WINDOW = 50, 12, 4
 ENDLESS = {"eos_token_id": None}
 

@@ -19,6 +19,7 @@ from polyattn.dialects import flash_attn
 torch = pytest.importorskip("torch")
 on_torch = pytest.importorskip("polyattn_native.on_torch")
 kernel_module = pytest.importorskip("polyattn_native.kernel")
+library_module = pytest.importorskip("polyattn_native.library")
 NativeCall, Ready = kernel_module.NativeCall, kernel_module.Ready
 
 # torch's own compiler and forward mode import what torch deprecates.
@@ -373,6 +374,18 @@ def test_a_program_of_torch_compile_calls_the_kernel(name: str) -> None:
     along = torch.randn_like(wanted)
     gradients = [torch.autograd.grad(y, x, along) for y in (found, wanted)]
     torch.testing.assert_close(*gradients)
+
+
+def test_a_program_names_the_version_so_that_none_on_disk_outlives_it() -> None:
+    codes: list[str] = []
+
+    def note(graph: Any, inputs: Any) -> Any:
+        codes.extend(node.args[3] for node in graph.graph.nodes if "native" in str(node.target))
+        return graph
+
+    x = torch.randn(1, 2, 9, 16)
+    torch.compile(lambda x: attention(x, x, x, kernel=KERNEL), backend=note)(x)
+    assert [code.split()[0] for code in codes] == [f"version-{library_module.VERSION}"]
 
 
 def test_a_program_of_all_options_has_any_lengths_and_all_gradients() -> None:

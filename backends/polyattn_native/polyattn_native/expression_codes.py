@@ -10,7 +10,8 @@ beside it. Those of `causal() & padding(T, 5)` and a window are::
     tensors  [T]
     numbers  [0, 5, 256]
 
-The code names classes, so a program that torch.compile keeps on disk can run in another process.
+Before them is a word with the version of the library. The code names classes, so a program that
+torch.compile keeps on disk can run in another process of the same version.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ def decoded(
     opened: Iterable[int],
 ) -> list[Any]:  # fmt: skip
     """Return what was added, in order."""
-    words = iter(_words_of(code))
+    words = iter(_words_of(code)[1:])
     fields = {"tensor": iter(tensors), "float": iter(floats), "int": iter(numbers)}
     fields["open"] = map(np.asarray, opened)
     return [_field(word, words, fields) for word in words]

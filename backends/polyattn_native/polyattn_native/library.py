@@ -11,6 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 DTYPES = ("float32", "float64", "float16", "bfloat16")
+#: Of the interface, and of what programs of torch.compile know of results, such as their strides.
 VERSION = 7
 #: Names a lower instruction set than the processor's best.
 VARIABLE = "POLYATTN_NATIVE_ISA"

@@ -16,6 +16,7 @@ import torch
 from polyattn.plugin import Cotangents, Expression, Gradients, Mask, Operands, Problem, Residuals
 from polyattn_native.arrays import has_rows_first
 from polyattn_native.expression_codes import Coded, Open, can_code, decoded
+from polyattn_native.library import VERSION
 
 _ARGUMENTS = (
     "Tensor query, Tensor key, Tensor value, str code, Tensor[] tensors, Tensor[] floats,"
@@ -92,7 +93,8 @@ def _arguments(problem: Problem, x: Operands) -> tuple[Any, ...]:
     def held(number: int) -> Any:
         return number if has_static_value(number) else Open(number)
 
-    coded = Coded([], [], [], [], [])
+    # Programs that an earlier version compiled, which are kept on disk, are of no use for this one.
+    coded = Coded([f"version-{VERSION}"], [], [], [], [])
     seed, mask = x.seed, x.mask
     if isinstance(mask, Mask):
         mask = mask.with_lengths(held)

@@ -117,7 +117,7 @@ private:
         const Matrix<T> keys = matrix_of(call.key, list, count, call.head_size, key_block);
         const Matrix<T> values = matrix_of(call.value, list, count, call.value_size, value_block);
         const Coming<T> none(keys, 0, 0);
-        T total_of_shares = 0;
+        T ignored[width] = {};  // the totals of the shares
         for (int64_t i = 0; i < call.heads / call.key_heads; ++i) {
             const int64_t head = head_of(i), size = call.head_size, offset = offset_of(call.query, item, head, 0);
             const T total = *at<T>(call.logsumexp, item, head, 0), d = *at<T>(call.delta, item, head, 0);
@@ -133,7 +133,7 @@ private:
                 store<T>(shares + key, weight * (load(shares + key) - d) * (T)call.scale);
             }
             weigh_few<T, 1>(shares, 1, keys, count, size, at<T>(call.query_gradient, item, head, 0), {true, nullptr},
-                            false, &total_of_shares, none);
+                            false, ignored, none);
             add_to(call.key_gradient, list, count, shares, q, size);
             add_to(call.value_gradient, list, count, weights, g, call.value_size);
         }
