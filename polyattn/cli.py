@@ -321,17 +321,19 @@ def _check(options: argparse.Namespace) -> int:
     from polyattn.conformance.report import html as page
 
     files.check_files(options)
+    has_files = any(getattr(options, name) for name in files.OPTIONS)
     if options.write_cases is not None:
         if options.backends or options.callable or options.subject:
             raise ValueError("--write-cases checks nothing; leave out the backend and --callable")
+        if has_files or options.same_bits or options.list or options.kernel or options.library:
+            raise ValueError("--write-cases writes one set of cases; leave out the other options")
         show(written.write(options.write_cases, progress(written.cases_to_write(), unit="case")))
         return 0
-    has_files = any(getattr(options, name) for name in files.OPTIONS)
     if options.same_bits and (has_files or not options.callable):
         raise ValueError("--same-bits prints counts of --callable: give a function, and no file")
-    if options.list and (options.callable or options.subject or options.json):
+    if options.list and (options.callable or options.subject or options.json or has_files):
         raise ValueError(
-            "--list prints a table of kernels; leave out --callable, --subject and --json"
+            "--list prints a table of kernels; leave out --callable, --subject, --json and files"
         )
     cases = ESSENTIAL if options.quick else CASES
     print_fatal_errors()

@@ -15,6 +15,7 @@ from polyattn._base.arrays import Array, facts_of, is_array
 from polyattn._base.host import as_array, is_unreadable
 from polyattn._base.tracing import traced_tensor
 from polyattn._core.expressions.expression import Expression
+from polyattn._core.expressions.indices import INDEX_LIMIT
 from polyattn._core.expressions.mask_arrays import (
     check_ids,
     check_lengths,
@@ -438,8 +439,10 @@ def blocks(table: Array, size: int | tuple[int, int]) -> Mask:
     sizes = size if isinstance(size, tuple) else (size, size)
     if len(sizes) != 2:
         raise ValueError(f"masks.blocks: size is a number, or one of rows and keys; got {size!r}")
-    rows, keys = (check_int("masks.blocks: size", number, least=1) for number in sizes)
-    return Blocks(_lists("masks.blocks: table", table), (rows, keys))
+    rows, keys = (
+        min(check_int("masks.blocks: size", number, least=1), INDEX_LIMIT) for number in sizes
+    )
+    return Blocks(_lists("masks.blocks: table", table, keys), (rows, keys))
 
 
 def edges(rows: Array, keys: Array, query_length: int) -> Mask:
@@ -488,10 +491,10 @@ def edges(rows: Array, keys: Array, query_length: int) -> Mask:
     return Selected(lists_of_edges(rows, keys, length))
 
 
-def _lists(name: str, numbers: Array) -> Array:
+def _lists(name: str, numbers: Array, size: int = 1) -> Array:
     if is_unreadable(numbers):  # as a tensor it has a dtype; an array is placed where the query is
-        return sorted_lists(name, check_ids(name, traced_tensor(numbers))).numpy()
-    return sorted_lists(name, check_ids(name, numbers))
+        return sorted_lists(name, check_ids(name, traced_tensor(numbers)), size).numpy()
+    return sorted_lists(name, check_positions(name, numbers), size)
 
 
 def dense(array: Array) -> Mask:

@@ -79,8 +79,11 @@ def test_a_page_that_needs_nothing_beside_itself(tmp_path, capsys):
         ("numpy --callable torch:matmul", "--callable takes the place of a backend"),
         (
             "numpy --list --json",
-            "--list prints a table of kernels; leave out --callable, --subject and --json",
+            "--list prints a table of kernels; leave out --callable, --subject, --json and files",
         ),
+        ("numpy --list --badge x.svg", "leave out --callable, --subject, --json and files"),
+        ("--write-cases x --html x.html", "writes one set of cases; leave out the other options"),
+        ("--write-cases x --kernel tiled", "writes one set of cases; leave out the other options"),
     ],
 )
 def test_wrong_arguments_are_refused_before_any_work(arguments, message, capsys):

@@ -70,7 +70,7 @@ def test_a_wrong_name_is_refused_before_any_work(names, reason, monkeypatch, cap
         (["--callable", "a:b"], "--subject takes the place of --callable; got a:b"),
         (["--library", "torch"], "--subject takes the place of --library; got torch"),
         (["--repro", "a.py"], "--subject takes the place of --repro; got a.py"),
-        (["--list"], "--list prints a table of kernels; leave out --callable, --subject and"),
+        (["--list"], "--list prints a table of kernels; leave out --callable, --subject,"),
     ],
 )
 def test_options_that_a_subject_replaces_are_refused(options, reason, capsys):

@@ -30,6 +30,18 @@ def test_a_selection_keeps_a_copy():
     assert mask == masks.selected(KEYS)
 
 
+@pytest.mark.parametrize("kernel", ["dense", "gathered"])
+@pytest.mark.parametrize("library", [NUMPY, TORCH], ids=str)
+@pytest.mark.parametrize("dtype", ["int32", "int64"])
+def test_numbers_beyond_the_keys_name_none(library, dtype, kernel):
+    """Also where the product of number and size is beyond the dtype."""
+    numbers = np.array([[2**30, 2**31 - 1, np.iinfo(dtype).max // 2 + 1]], dtype)
+    for mask in (masks.selected, lambda table: masks.blocks(table, (2**40, 4))):
+        given = [library.to(x) for x in (X, KEY, KEY)]
+        found = attention(*given, mask=mask(library.to(numbers)), kernel=kernel)
+        assert not library.back(found).any()
+
+
 @pytest.mark.parametrize("library", [NUMPY, TORCH, STRICT], ids=str)
 def test_edges_in_any_order_are_the_keys_of_rows(library):
     rows, keys = np.nonzero(SEEN)

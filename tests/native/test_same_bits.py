@@ -66,6 +66,18 @@ def test_the_bits_are_those_of_the_whole_call_on_numpy(way: str, dtype: str) -> 
             np.testing.assert_array_equal(np.asarray(found), whole[:, :, -rows:])
 
 
+@pytest.mark.parametrize("padding", [64, 282])
+def test_hidden_keys_at_the_begin_of_a_block_are_not_counted(padding: int) -> None:
+    """They fill cells of the mask, and all other keys of the block are shown."""
+    x = RNG.standard_normal((1, 1, 1100, 16), dtype=np.float32)
+    padded = np.concatenate([np.zeros_like(x[:, :, :padding]), x], axis=2)
+    mask = np.arange(padding + 1100)[None] >= padding
+    with same_bits():
+        whole = attention(x, x, x, is_causal=True, window=(1024, None))
+        found = attention(x, padded, padded, mask=mask, is_causal=True, window=(1024, None))
+    np.testing.assert_array_equal(found, whole)
+
+
 @pytest.mark.slow
 def test_every_cut_has_the_same_bits_on_jax() -> None:
     """The suite of JAX tries some."""

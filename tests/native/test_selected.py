@@ -131,6 +131,16 @@ def test_gradients_are_those_of_a_dense_mask_within_1e_12(rest: str, beside: str
                 assert abs(one - expected).max(initial=0) < tolerance * scale
 
 
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint16", "uint32", "uint64"])
+def test_numbers_are_integers_of_any_dtype(dtype: str) -> None:
+    x = np.random.default_rng(0).standard_normal((2, 3000, 16), dtype=np.float32)
+    numbers = np.random.default_rng(1).integers(0, 120, (188, 3))
+    for seen in (lambda t: masks.selected(t[:1]), lambda t: masks.blocks(t, 16)):
+        found = attention(x, x, x, mask=seen(numbers.astype(dtype)), kernel="native")
+        expected = attention(x, x, x, mask=seen(numbers), kernel="dense")
+        np.testing.assert_allclose(found, expected, atol=2e-5)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("is_compiled", [False, True])
 def test_tensors(dtype: str, is_compiled: bool) -> None:

@@ -122,6 +122,7 @@ def _name_of(cls: type) -> str:
     return f"{cls.__module__}:{cls.__qualname__}"
 
 
+@torch.compiler.assume_constant_result  # its program would be tied to all modules of the process
 def _is_found(cls: type) -> bool:
     """Return whether a name finds this class: those of functions, and older ones, it does not."""
     try:

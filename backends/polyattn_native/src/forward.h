@@ -163,7 +163,7 @@ private:
                 by_scores = by_scores || !all;
             }
             Folds<T> folds;
-            if (panel.folds) folds.count(panel, seen, count, scores, by_scores);
+            if (panel.folds) folds.count(panel, runs.count == 1 ? runs.of[0] : seen, count, scores, by_scores);
             hides = hides || folds.first < folds.last;
             if (hides && finite < 0) finite = is_finite(values, block.stop - block.first, call.value_size);
             int32_t parts[BLOCK / CELL];

@@ -15,6 +15,7 @@ from polyattn._base.arrays import (
     as_index,
     broadcast_shapes,
     cast,
+    clip,
     index_range,
     is_array,
     library_of,
@@ -187,19 +188,26 @@ def repeated(xp: Any, lists: Array) -> Array:
     return xp.concat([xp.zeros_like(lists[..., :1], dtype=xp.bool), is_same], axis=-1) | (lists < 0)
 
 
-def sorted_lists(name: str, numbers: Array) -> Array:
-    """Return a copy whose last axis ascends; raise if a number of the host is below −1."""
+def sorted_lists(name: str, numbers: Array, size: int = 1) -> Array:
+    """Return a copy whose last axis ascends; raise if a number of the host is below −1.
+
+    Numbers whose block of `size` ends beyond the dtype become the last before, which names no key.
+    """
     if not numbers.shape:
         raise ValueError(f"{name} must have an axis for the numbers of each row; got {numbers!r}")
     xp = library_of(numbers, name).xp
     if not numbers.shape[-1]:  # none for all, so that each list has a number
         numbers = zeros(xp, (*numbers.shape[:-1], 1), xp.int64, numbers) - 1
-    ascending = xp.sort(numbers if is_host(numbers) else as_index(xp, numbers), axis=-1)
+    # Numbers of 32 bits take half the memory.
+    is_kept = is_host(numbers) and numbers.dtype == xp.int32
+    ascending = xp.sort(numbers if is_kept else as_index(xp, numbers), axis=-1)
     if is_host(ascending) and (least := ascending.min(initial=0)) < -1:
         raise ValueError(
             f"{name} must be the numbers of keys or blocks, at least 0, or -1 for none; got {least}"
         )
-    return ascending
+    if size == 1:
+        return ascending
+    return clip(xp, ascending, -1, (int(xp.iinfo(ascending.dtype).max) + 1) // size - 1)
 
 
 def lists_of_edges(rows: Array, keys: Array, query_length: int) -> Array:
