@@ -30,7 +30,8 @@ from polyattn.conformance.reference.oracle import as_called, factor_of, heads_fi
 from polyattn.conformance.reference.philox import keep_mask
 
 #: Options of `textbook` that change only the order of evaluation, and combinations of them: those
-#: of a loop over the keys in C, and of kernels that subtract no maximum from small scores.
+#: of a loop over the keys in C, and of kernels that subtract no maximum from small scores, and from
+#: large ones only a multiple of ln 2, so that sums are scaled by powers of two.
 ORDERS = (
     ("coordinates_in_turn",),
     ("keys_reversed",),
@@ -44,6 +45,7 @@ ORDERS = (
 
 #: Scores below it have exponentials that neither overflow nor lose digits, in any dtype.
 SMALL = 20.0
+LN2 = math.log(2)
 
 
 def textbook(
@@ -136,7 +138,8 @@ def textbook(
         highest = np.maximum(highest, sink)
     highest = np.where(np.isneginf(lift(highest)), rounded(0), highest)
     if without_maximum:
-        highest = np.where(np.abs(lift(highest)) < SMALL, rounded(0), highest)
+        large = np.abs(lift(highest)) >= SMALL
+        highest = np.where(large, rounded(np.rint(lift(highest) / LN2) * LN2), rounded(0))
     weights = rounded(np.exp(s - highest))
     denominator = row_sums(weights, keys_in_turn)
     if sinks is not None:
