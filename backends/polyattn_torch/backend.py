@@ -129,8 +129,9 @@ class TorchBackend(Backend):
         chosen |= equal & (equal.cumsum(-1, dtype=torch.int32) <= left)
         # The first places are the largest of those that count down.
         down = torch.arange(numbers.shape[-1], 0, -1, dtype=torch.int32, device=numbers.device)
-        counted: torch.Tensor = torch.where(chosen, down, 0).topk(count).values
-        return numbers.shape[-1] - counted.long()
+        counted = torch.where(chosen, down, 0).topk(count).values
+        places: torch.Tensor = numbers.shape[-1] - counted.long()
+        return places
 
     def empty_result(self, problem: Problem, like: Array) -> tuple[Array, Array | None] | None:
         """Allocate the result of a call, unless autograd records it."""

@@ -122,7 +122,8 @@ def _name_of(cls: type) -> str:
     return f"{cls.__module__}:{cls.__qualname__}"
 
 
-@torch.compiler.assume_constant_result  # its program would be tied to all modules of the process
+# Without it a program would be tied to all modules of the process.
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _is_found(cls: type) -> bool:
     """Return whether a name finds this class: those of functions, and older ones, it does not."""
     try:
