@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence, Sized
 from typing import Any, NamedTuple
 
 from polyattn._api.weights import TopWeights, selected
-from polyattn._base.arguments import got
+from polyattn._base.arguments import check_int, got
 from polyattn._base.arrays import Array, cast, is_array, library_of
 from polyattn._base.extras import require_matplotlib
 from polyattn._core.call.options import check_finite
@@ -33,7 +33,7 @@ BLANK = {"\n": "↵", "\r": "←", "\t": "⇥"}
 def attention_map(
     weights: Array | TopWeights,
     queries: Sequence[Any] | None = None,
-    keys: Sequence[Any] | None = None,
+    keys: Sequence[Any] | int | None = None,
     *,
     heads: int | slice | Sequence[int] | None = None,
     extent: tuple[float, float, float, float] | None = None,
@@ -46,11 +46,12 @@ def attention_map(
     ----------
     weights : Array or TopWeights
         Shape (L, S) or (H, L, S), as `polyattn.attention_weights` returns them; or its result for
-        ``top=``, for keys up to the last that it names. Above 512 queries or keys, a point of the
+        ``top=``, which does not know the number of keys: without `keys`, the map ends at the last
+        key that it names. Above 512 queries or keys, a point of the
         map is the largest weight of a block of them, so that no weight is lost.
-    queries, keys : sequence of str, optional
+    queries, keys : sequence of str, or int, optional
         L and S tokens; a string is a sequence of characters. If there is no room for all labels,
-        every second one is written, or every third, and so on.
+        every second one is written, or every third, and so on. Of ``top=`` the number S will do.
     heads : int, slice or sequence of int, optional
         The heads to draw; all by default.
     extent : tuple of float, optional
@@ -88,8 +89,13 @@ def attention_map(
     ['head 0', 'head 1', 'head 2', 'head 3']
     """
     figures = require_matplotlib("figure")
-    titles, maps, (rows, columns) = _maps(weights, heads)
-    labels = _labels("queries", queries, rows), _labels("keys", keys, columns)
+    names: Any = keys
+    if isinstance(weights, TopWeights) and isinstance(keys, int):
+        names = None
+    elif isinstance(weights, TopWeights) and extent is not None and keys is None:
+        raise ValueError("extent needs the number of keys, which top= does not know: pass keys=S")
+    titles, maps, (rows, columns) = _maps(weights, heads, keys)
+    labels = _labels("queries", queries, rows), _labels("keys", names, columns)
     if power is None:
         power = 1.0 if columns <= 64 else 0.5
     elif check_finite("power", power) <= 0:
@@ -171,7 +177,7 @@ def entropy(weights: Array | Sequence[Array], *, axes: Any = None) -> Any:
 
 
 def _maps(
-    weights: Array | TopWeights, heads: int | slice | Sequence[int] | None
+    weights: Array | TopWeights, heads: int | slice | Sequence[int] | None, given: Any
 ) -> tuple[list[str], Any, tuple[int, int]]:
     """Return a title for each head to draw, its map of at most `MOST_CELLS` a side, and (L, S)."""
     numpy = importlib.import_module("numpy")
@@ -189,7 +195,12 @@ def _maps(
     if not isinstance(weights, TopWeights):
         return titles, numpy.stack([_pooled(head, numpy) for head in maps]), maps[0].shape
     keys = numpy.asarray(convert_like(weights.keys, numpy.zeros(1))).reshape(-1, *array.shape[-2:])
-    shape = array.shape[-2], int(keys.max()) + 1
+    number = (
+        len(given) if isinstance(given, Sized) else int(keys.max()) + 1 if given is None else given
+    )
+    if check_int("keys", number) <= keys.max():
+        raise ValueError(f"weights name key {keys.max()}, so keys must be more; got {number}")
+    shape = array.shape[-2], number
     steps = [math.ceil(size / MOST_CELLS) for size in shape]
     cells = [math.ceil(size / step) for size, step in zip(shape, steps, strict=True)]
     grid = numpy.zeros((len(maps), *cells))

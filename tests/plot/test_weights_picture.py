@@ -123,6 +123,19 @@ def test_the_largest_weights_are_drawn_as_the_whole_map_has_them():
         assert np.allclose(shown(axes), np.where(whole[head] >= least, whole[head], 0))
 
 
+def test_the_largest_weights_are_drawn_over_all_keys_whose_number_is_given():
+    top = attention_weights(np.ones((1, 6, 4)), np.eye(9, 4), top=2)
+    assert top.keys.max() < 8
+    for given in (9, "ninekeys!"):
+        assert shown(maps(plot.attention_map(top, keys=given))[0]).shape == (6, 9)
+    axes = maps(plot.attention_map(top, keys=9, extent=(0, 9, 6, 0)))[0]
+    assert shown(axes).shape == (6, 9)
+    with pytest.raises(ValueError, match=r"extent needs the number of keys.*: pass keys=S"):
+        plot.attention_map(top, extent=(0, 9, 6, 0))
+    with pytest.raises(ValueError, match=r"weights name key \d, so keys must be more; got 1"):
+        plot.attention_map(top, keys=1)
+
+
 @pytest.mark.parametrize("of", [plot.attention_map, lambda w: plot.attention_map(as_top(w))])
 def test_a_point_of_a_long_map_is_the_largest_weight_of_its_tokens(of):
     weights = np.full((1030, 600), 1e-3, np.float32)
