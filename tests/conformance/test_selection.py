@@ -28,6 +28,16 @@ class Compiled(Dense):
         return ["it knows no sinks"] if "sinks" in problem.features else []
 
 
+def test_jax_of_32_bits_has_no_case_with_wider_integers():
+    jax = pytest.importorskip("jax")
+    wide = {name: CASES[name] for name in ("offset array and window beyond int32", "plain")}
+    for has_wide, names in ((False, {"plain"}), (True, set(wide))):
+        with jax.enable_x64(has_wide):
+            target = Target("jax")
+            applicable = chosen(target, target.variants(["dense"])[0], cases=wide)
+        assert {case.name for case in applicable} == names
+
+
 def test_few_cases_cover_each_feature_dtype_and_topic():
     few = chosen(NUMPY, KernelVariant(Dense()), few=True)
     assert len(few) < 20

@@ -62,7 +62,14 @@ def cases_for(target: Target, variant: KernelVariant, cases: Mapping[str, Case])
             if case.dtype == "float32"
         }
         asked = retyped | asked
-    return [case for case in asked.values() if is_applicable(target, variant, case)]
+    found = [case for case in asked.values() if is_applicable(target, variant, case)]
+    return found if target.has("int64") else [x for x in found if not _has_wide_integers(x)]
+
+
+def _has_wide_integers(case: Case) -> bool:
+    """Return whether an option is an array with integers that JAX has only with jax_enable_x64."""
+    arrays = [x for option in case.arguments()[1].values() for x in arrays_in(option)]
+    return any(x.dtype.kind in "iu" and np.abs(x).max(initial=0) >= 2**31 for x in arrays)
 
 
 def is_applicable(target: Target, variant: KernelVariant, case: Case) -> bool:
