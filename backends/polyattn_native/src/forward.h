@@ -255,7 +255,6 @@ private:
         if (panel.count == 2) soften<2>(panel, count, factor, hides_nonfinite, folds);
         else soften<1>(panel, (count * stride + width - 1) / width, factor, hides_nonfinite, is_compact ? none : folds);
         for (int lane = 0; is_compact && lane < width; ++lane) panel.total[lane] = before[lane] * factor[lane];
-        find_only_keys(panel, runs, stride, factor);
         T* weights = scores;
         for (int n = 0; call.seed && n < runs.count; ++n) {
             const int64_t size = (runs.of[n].stop - runs.of[n].first) * panel.lanes();
@@ -282,32 +281,6 @@ private:
         accumulate = {true, nullptr};
         split_at(folds, stride, hidden, true, spare, zone);
         add(folds.first, count);
-    }
-
-    // Find the keys that have all the weight of their rows.
-    void find_only_keys(Panel<T>& panel, const Runs& runs, int stride, const T* factor) const {
-        for (int lane = 0; !call.seed && lane < (few ? few : panel.used); ++lane) {
-            int64_t& only = panel.only_key[lane];
-            if (factor[lane] == 0) only = panel.NO_KEY;
-            const T* weight = scores + lane;
-            for (int n = 0; n < runs.count && only != panel.MANY_KEYS; ++n) {
-                for (int64_t key = runs.of[n].first; key < runs.of[n].stop; ++key, weight += stride) {
-                    if (*weight == 0) continue;
-                    only = only == panel.NO_KEY ? key : panel.MANY_KEYS;
-                    if (only == panel.MANY_KEYS) break;
-                }
-            }
-        }
-    }
-
-    // A row with one key is its value: a weight that is no power of two would round it.
-    void write_value(int64_t key, int lane, int lanes, T* output) {
-        const Matrix<T> value =
-            block_of(call, call.value, state->item, state->key_head, {key, key + 1}, call.value_size, key_block);
-        for (int64_t e = 0; e < call.value_size; ++e) {
-            T& sum = output[few ? lane * call.value_size + e : e * lanes + lane];
-            if (sum - sum == 0) sum = value.at(0)[e];  // else a key without weight is not finite, or this one
-        }
     }
 
     // Add the sums of the lanes that fold to those of the keys before.
@@ -438,10 +411,6 @@ private:
                 }
             }
             factor[lane] = total == 0 ? 0 : scaled / (total * (T)call.keep);
-            if (panel.only_key[lane] >= 0 && total == own[lane] && scaled == 1 && lane < panel.used) {
-                write_value(panel.only_key[lane], lane, lanes, output);
-                factor[lane] = 1;
-            }
             rows[lane] = nullptr;
             if (lane >= panel.used) continue;
             rows[lane] = converts(call) ? value_block + lane * call.value_size

@@ -93,8 +93,6 @@ template <typename T> struct Panel {
     bool has_gaps;  // whether a row sees two ranges of the block: then `hide_outside` reads the ranges again
     T maximum[2 * width], total[2 * width];
     bool has_output, has_folded;
-    static constexpr int64_t NO_KEY = -1, MANY_KEYS = -2;
-    int64_t only_key[2 * width];  // with a weight that is not 0
     bool folds;                                // whether a row may see more keys than FOLD
     typename Lanes<T>::Int until_fold[2 * width];  // keys until the next fold
     T folded[2 * width], maximum_of_folded[2 * width];  // the totals of the keys before the last fold; their reference
@@ -132,7 +130,6 @@ template <typename T> struct Panel {
             any_key = {min(any_key.first, keys.first), max(any_key.stop, keys.stop)};
             all_keys = {max(all_keys.first, keys.first), min(all_keys.stop, keys.stop)};
             maximum[lane] = maximum_of_folded[lane] = -infinity<T>();
-            only_key[lane] = NO_KEY;
             total[lane] = folded[lane] = 0;
         }
     }
