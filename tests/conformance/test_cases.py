@@ -13,8 +13,9 @@ IDLE = {
     "is_causal": {
         *("decode", "offset past the end", "offset beyond int32", "long offset beyond int32"),
         *("1 x 1, causal", "1 x 2, causal", "1 x 700, causal"),
-        *("1 x 700 with causal", "pages, many keys"),
+        *("1 x 700 with causal", "pages, many keys", "selected keys, many steps"),
     },
+    "query_offset": {"selected keys, dropout, bias, sinks"},
     "key_lengths": {"long key lengths and offset", "cache, full"},
     "window": {"window of none bound", "long window of none bound"},
     "scale": {"equal scores, score norm"},

@@ -135,9 +135,9 @@ def test_a_function_of_the_users(tmp_path, monkeypatch, capsys):
     assert "no argument for softcap" in capsys.readouterr().out
     page = tmp_path / "deaf.html"
     assert main(["check", "--callable", "mine:deaf", "--quick", "--html", str(page)]) == 1
-    assert "scale is ignored (1)" in capsys.readouterr().out
+    assert "scale is ignored (2)" in capsys.readouterr().out
     assert "differ" in page.read_text(encoding="utf-8")
-    assert cells(page.read_text(encoding="utf-8"))["scale"] == "scale is ignored (1)"
+    assert cells(page.read_text(encoding="utf-8"))["scale"] == "scale is ignored (2)"
     assert main(["check", "--callable", "mine:deaf", "--quick", "--json"]) == 1
     rows = {row["name"]: row for row in strict_json(capsys.readouterr().out)}
     assert rows["scale"]["cases"]["scale"]["interpretation"] == "scale is ignored"

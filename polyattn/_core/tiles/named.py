@@ -147,7 +147,8 @@ def _named(
     lists = as_index(xp, swapped(xp, lists, -3))  # (..., blocks, H or 1, K)
     shape = (*lists.shape[:-1], 1, lists.shape[-1])
     hidden = xp.reshape(repeated(xp, lists), (*shape, 1))
-    keys = xp.reshape(lists, (*shape, 1)) * size + index_range(xp, 0, size, lists)
+    within = with_rank(index_range(xp, 0, size, lists), len(shape) + 1)
+    keys = xp.reshape(lists, (*shape, 1)) * size + within
     keys = keys - selection.first
     hidden = hidden | (keys < 0) | (keys >= problem.key_length)
     keys, hidden = (xp.reshape(x, (*shape[:-1], shape[-1] * size)) for x in (keys, hidden))
