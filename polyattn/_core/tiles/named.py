@@ -45,7 +45,8 @@ class NamedIndices(Indices):
     def row(self) -> Array:
         """The query row, shape (..., blocks, 1, rows, 1)."""
         rows = self._rows.length
-        return self._range(self._first, self._first + self._blocks * rows, self._blocks, 1, rows, 1)
+        # The first is traced where JAX loops over tiles.
+        return self._range(0, self._blocks * rows, self._blocks, 1, rows, 1) + self._first
 
     @property
     def column(self) -> Array:
