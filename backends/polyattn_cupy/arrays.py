@@ -68,6 +68,16 @@ def key_counts(problem: Problem, x: Operands) -> tuple[Array, Array]:
     return cupy.full(shape, problem.query_length, np.int32), keys
 
 
+def zeroed(array: Array, keep: Array) -> Array:
+    """Return an array with 0 where `keep` is False, by the bits of its numbers.
+
+    `cupy.where` on bfloat16 gives other numbers than it is given (CuPy 14.2).
+    """
+    result = cupy.broadcast_to(array, np.broadcast_shapes(array.shape, keep.shape)).copy()
+    cupy.copyto(result.view(f"u{result.dtype.itemsize}"), 0, where=~keep)
+    return result
+
+
 def empty_result(problem: Problem, dtype: Any) -> tuple[Array, Array | None]:
     """Return an uninitialized output, and a logsumexp if the problem asks for it."""
     output = cupy.empty((*problem.scores[:-1], problem.value_size), dtype)

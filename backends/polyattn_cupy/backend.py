@@ -16,7 +16,7 @@ import numpy as np
 
 from polyattn.plugin import Array, Backend, Operands, Problem, native
 from polyattn_cupy import loading
-from polyattn_cupy.arrays import empty_result
+from polyattn_cupy.arrays import empty_result, zeroed
 from polyattn_cupy.cudnn_kernel import CupyCudnn
 from polyattn_cupy.fused_kernel import Fused
 
@@ -86,6 +86,9 @@ class CupyBackend(Backend):
 
     def matmul(self, a: Array, b: Array) -> Array:
         return cupy.matmul(a, b)
+
+    def zeroed(self, array: Array, keep: Array) -> Array:
+        return zeroed(array, keep)
 
     def softmax(self, scores: Array) -> tuple[Array, Array, Array]:
         """Return the softmax before its division, in one array as large as the scores."""

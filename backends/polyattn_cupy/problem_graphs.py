@@ -65,7 +65,9 @@ def bias_shape(problem: Problem) -> tuple[int, int, int, int]:
     parts = [shape for shape in (problem.mask, problem.bias, made) if shape is not None]
     common = np.broadcast_shapes((1,) * (len(problem.batch) + 3), *parts)
     items = 1 if math.prod(common[:-3]) == 1 else math.prod(problem.batch)
-    return items, *common[-3:-1], problem.key_length
+    # cuDNN's gradients were wrong beside a bias with one row for all (cuDNN 9.19, on an H200).
+    rows = problem.query_length if "backward" in problem.features else common[-2]
+    return items, common[-3], rows, problem.key_length
 
 
 @lru_cache(maxsize=1024)

@@ -67,6 +67,8 @@ def mismatches(problem: Problem) -> list[str]:
     reasons = []
     if problem.dtype not in ("float16", "bfloat16"):
         reasons.append(f"it supports float16 and bfloat16 only, not {problem.dtype}")
+    if problem.scale <= 0:  # NaN on an H200, of the output at 0 and of gradients below
+        reasons.append(f"it needs a scale above 0; got {problem.scale}")
     counted = band_from(problem, 0)
     square = problem.query_length == problem.key_length
     if counted != (None, None) and (problem.query_offset != 0 or not square):

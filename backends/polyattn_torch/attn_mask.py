@@ -41,7 +41,7 @@ def seen_keys(problem: Problem) -> Span:
 
 def on_keys(problem: Problem, keys: Span) -> Problem:
     """Return the problem of some of the keys, whose masks hide the others."""
-    if keys == (0, problem.key_length):
+    if keys.length == problem.key_length:
         return problem
     offset = problem.query_offset
     assert offset is not None

@@ -91,7 +91,7 @@ class Gathered(Kernel):
             part = _RowBlocks.of(problem, operands, xp, Slice(start, rows * blocks), blocks)
             return part.joined_results(*dense.attention(part.problem, part.operands, backend))
 
-        spans = _spans(problem, operands, self.tile)
+        spans = list(_spans(problem, operands, self.tile))
         results = (
             result
             for sizes, alike in itertools.groupby(spans, key=lambda span: span[1:])

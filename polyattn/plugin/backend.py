@@ -197,15 +197,18 @@ class Kernel:
 
 def undeclared(kernel: Kernel, features: frozenset[str]) -> str | None:
     """Return what a kernel does not declare of the features that a call needs, or None."""
-    lacking = features - kernel.features - kernel.differentiates.keys()
+    # Without set operators: Dynamo of torch 2.11 has none between a set and the keys of a dict.
+    needed = sorted(features)
+    declared = kernel.differentiates
+    lacking = [x for x in needed if x not in kernel.features and x not in declared]
     if lacking:
-        return f"it does not compute {', '.join(sorted(lacking))}"
-    for derivative in sorted(features & DERIVATIVES.keys()):
-        lacking = features - kernel.differentiates[derivative]
-        lacking -= DERIVATIVES.keys() | NOT_IN_DERIVATIVES
+        return f"it does not compute {', '.join(lacking)}"
+    for derivative in [x for x in needed if x in DERIVATIVES]:
+        apart = *declared[derivative], *DERIVATIVES, *NOT_IN_DERIVATIVES
+        lacking = [x for x in needed if x not in apart]
         if lacking:
             return (
-                f"it computes {', '.join(sorted(lacking))}, and has no {DERIVATIVES[derivative]} of"
+                f"it computes {', '.join(lacking)}, and has no {DERIVATIVES[derivative]} of"
                 f" calls with {'it' if len(lacking) == 1 else 'them'}"
             )
     return None
@@ -300,7 +303,7 @@ class Backend(BackendPrimitives):
         with self.shield(problem, operands):
             # A node of a graph reads the memory itself: to put 0 there would copy it at each run.
             if not kernel.poison_safe and self.computes:
-                operands = without_padding(problem, operands, self.xp)
+                operands = without_padding(problem, operands, self.xp, self.zeroed)
             return kernel(problem, operands, self)
 
     def run_backward(

@@ -51,6 +51,10 @@ class BackendPrimitives:
             result = result + spoilt_by
         return result
 
+    def zeroed(self, array: Array, keep: Array) -> Array:
+        """Return an array with 0 where the bool array `keep` is False, also in place of NaN."""
+        return self.xp.where(keep, array, self.xp.zeros_like(array))
+
     def softmax(self, scores: Array) -> tuple[Array, Array, Array]:
         """Return the softmax over the last axis, before its division.
 

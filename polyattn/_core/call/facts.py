@@ -56,8 +56,8 @@ class Call(NamedTuple):
         def whole(facts: ArrayFacts) -> ArrayFacts:
             _, *heads_and_slots, size = facts.shape
             axis = 1 if self.layout == "...HLD" else 0
-            heads_and_slots[axis] *= pages
-            return facts._replace(shape=(*batch, *heads_and_slots, size))
+            sizes = [x * pages if i == axis else x for i, x in enumerate(heads_and_slots)]
+            return facts._replace(shape=(*batch, *sizes, size))
 
         changed: dict[str, Any] = {"key": whole(self.key)}
         if self.value is not None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
+from collections.abc import Callable
 from typing import Any
 
 from polyattn._base.arguments import Shape
@@ -145,10 +146,13 @@ def score_axes(problem: Problem, array: Array, xp: Any) -> Array:
     return one_batch_axis(problem, array, xp)
 
 
-def without_padding(problem: Problem, x: Operands, xp: Any) -> Operands:
+def without_padding(
+    problem: Problem, x: Operands, xp: Any, zeroed: Callable[[Array, Array], Array]
+) -> Operands:
     """Return operands with 0 in keys and values beyond the lengths of the mask, where NaN may be.
 
-    For an engine that multiplies the weight 0 of a hidden key by its value.
+    For an engine that multiplies the weight 0 of a hidden key by its value. `zeroed` is that of the
+    backend.
     """
     conditions = getattr(x.mask, "conditions", ()) if x.block_table is None else ()
     lengths = [one.key_lengths for one in conditions if isinstance(one, Padding)]
@@ -156,8 +160,7 @@ def without_padding(problem: Problem, x: Operands, xp: Any) -> Operands:
         if length is not None:
             at = Indices(problem, xp, x, Span(0, problem.query_length), Span(0, problem.key_length))
             used = xp.matrix_transpose(at.column < at.per_item(length))
-            key, value = (xp.where(used, one, xp.zeros_like(one)) for one in (x.key, x.value))
-            x = x._replace(key=key, value=value)
+            x = x._replace(key=zeroed(x.key, used), value=zeroed(x.value, used))
     return x
 
 
