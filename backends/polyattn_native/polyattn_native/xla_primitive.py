@@ -53,9 +53,9 @@ def by_xla(backend: Backend, problem: Problem) -> Kernel:
     """Return the kernel that XLA compiles, which computes what the library is not called for."""
     if problem.same_bits:
         raise ValueError(
-            "in same_bits() the kernel native computes no dropout under vmap, no vmap over masks"
-            " and tables alone, no second derivative, and no program for several devices or export:"
-            " make the call outside of the block"
+            "in same_bits() the kernel native does not support dropout under vmap, vmap over masks"
+            " and tables only, second derivatives, and programs for several devices or export: make"
+            " the call outside of the block"
         )
     return next(kernel for kernel in backend.kernels if kernel.name == "xla")
 
