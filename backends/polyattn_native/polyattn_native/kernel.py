@@ -28,10 +28,11 @@ from polyattn_native.arrays import (
     numbers,
     readable,
 )
-from polyattn_native.call import NativeCall, Ready
+from polyattn_native.call import NativeCall
 from polyattn_native.distance_scores import is_supported
 from polyattn_native.library import library
 from polyattn_native.product import product
+from polyattn_native.ready import Ready
 from polyattn_native.selected import SelectedCall, remark, selects
 from polyattn_native.selected import reasons_against as against_selected
 
