@@ -36,20 +36,9 @@ def chosen(
     *,
     few: bool = False,
 ) -> list[Case]:
-    """Return the cases of a test of a kernel.
+    """Return the cases of a test of a kernel, all or few of them.
 
-    Parameters
-    ----------
-    target : Target
-        The backend.
-    variant : KernelVariant
-        The kernel.
-    test : str
-        ``"case"``, ``"lazy"`` or a derivative, which has cases of its own.
-    cases : mapping of str to Case
-        All cases or the essential ones.
-    few : bool
-        Whether few of them will do.
+    The test is ``"case"``, ``"lazy"`` or a derivative, which has cases of its own.
     """
     is_taken: Taken = takes
     if test in ALL_DERIVATIVES:
