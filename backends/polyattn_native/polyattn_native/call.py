@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -234,13 +233,13 @@ class NativeCall:
         seen = self.seen = visible(self.problem, self.x) if self.seen is None else self.seen
         for name, numbers in (("first", seen.first), ("stop", seen.stop)):
             if numbers is not None:
-                self._add_range(name, numbers)
+                self.add_range(name, numbers)
                 self.call.ranges = numbers.shape[3]
         self.makes_mask = seen.by_rows
         if seen.array is not None:
             self.array("mask", np.asarray(seen.array).view(np.uint8))
 
-    def _add_range(self, name: str, numbers: Any) -> None:
+    def add_range(self, name: str, numbers: Any) -> None:
         """Add an end of ranges, as `Visible` has it."""
         to, size = getattr(self.call, name), numbers.itemsize
         to.data = address_of(numbers)
@@ -285,7 +284,10 @@ class NativeCall:
         with progress() as show:
             done = 0
             for part in self._parts():
-                share = partial(_show, show, done / rows, part.rows / rows)
+
+                def share(of_part: float, done: int = done, size: int = part.rows) -> None:
+                    show((done + of_part * size) / rows)
+
                 run(function, ctypes.byref(part), show=share)
                 done += part.rows
 
@@ -333,10 +335,6 @@ class NativeCall:
             describe(part.bias, bias, self.problem.batch, self.of_part)
             self.of_part.append(bias)
         return part
-
-
-def _show(show: Callable[[float], None], before: float, part: float, share: float) -> None:
-    show(before + share * part)
 
 
 def run(function: Any, *arguments: Any, show: Callable[[float], None]) -> int:
