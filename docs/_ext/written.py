@@ -82,12 +82,7 @@ def readme() -> str:
     return re.sub(r'<img src="(.*?)".* alt="(.*?)">', r"![\2](\1)", text)
 
 
-WRITERS = {
-    "commands": commands,
-    "error-table": error_table,
-    "names-table": names_table,
-    "readme": readme,
-}
+WRITERS = {f.__name__.replace("_", "-"): f for f in (commands, error_table, names_table, readme)}
 PLACE = re.compile(rf"^```{{({'|'.join(WRITERS)})}}\n```$", flags=re.MULTILINE)
 NAMES = re.compile(r"^```{((?:current)?module)} (\S+)\n(.*?)^```$", flags=re.MULTILINE | re.DOTALL)
 
