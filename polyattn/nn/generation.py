@@ -9,14 +9,7 @@ import numpy as np
 
 from polyattn._api.names import with_our_names
 from polyattn._base.arguments import check_int, got
-from polyattn._base.arrays import (
-    Array,
-    facts_of,
-    index_range,
-    is_array,
-    library_of,
-    numbers_like,
-)
+from polyattn._base.arrays import Array, facts_of, index_range, is_array, library_of, numbers_like
 from polyattn._base.host import as_array, destination_of
 from polyattn._base.same_bits import same_bits as same_bits_block
 from polyattn._dispatch.transfer import as_float64, convert_like

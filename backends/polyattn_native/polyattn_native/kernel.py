@@ -20,14 +20,7 @@ from polyattn.plugin import (
     sum_to,
     thread_count,
 )
-from polyattn_native.arrays import (
-    DATA,
-    KNOWS_ADDRESSES,
-    QUIETLY,
-    is_readable,
-    numbers,
-    readable,
-)
+from polyattn_native.arrays import DATA, KNOWS_ADDRESSES, QUIETLY, is_readable, numbers, readable
 from polyattn_native.call import NativeCall
 from polyattn_native.distance_scores import is_supported
 from polyattn_native.library import library

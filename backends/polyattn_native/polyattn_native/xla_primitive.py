@@ -25,15 +25,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad as untyped_ad
 from jax.interpreters import batching, mlir, xla
 
-from polyattn.plugin import (
-    Array,
-    Backend,
-    Cotangents,
-    Kernel,
-    Problem,
-    Residuals,
-    with_rank,
-)
+from polyattn.plugin import Array, Backend, Cotangents, Kernel, Problem, Residuals, with_rank
 from polyattn_native.call import shape_of_bias_gradient
 from polyattn_native.xla_arguments import gathered, operands
 from polyattn_native.xla_call import ADDRESSES, POOLS, Arrays, Results, Shape, call_library

@@ -22,13 +22,7 @@ import numpy as np
 from polyattn._core.expressions.scores import Chain, Softcap
 from polyattn.conformance.cases.case import Case
 from polyattn.conformance.reference.expressions import CallRows, plainly
-from polyattn.conformance.reference.oracle import (
-    Array,
-    as_called,
-    factor_of,
-    heads_first,
-    lift,
-)
+from polyattn.conformance.reference.oracle import Array, as_called, factor_of, heads_first, lift
 from polyattn.conformance.reference.philox import keep_mask
 from polyattn.conformance.reference.textbook import hidden_keys, product_of
 from polyattn.conformance.reference.tolerance import Yardstick, accumulation_dtype, yardstick
