@@ -19,7 +19,7 @@ from polyattn import attention_partial, masks, merge
 from polyattn._base.arrays import facts_of
 from polyattn._dispatch import registry
 from polyattn.conformance.cases.cache_cases import CACHES, OF_256, of_item
-from polyattn.conformance.cases.case import Case, bits, make_case, with_arrays
+from polyattn.conformance.cases.case import Case, bits, make_case
 from polyattn.conformance.cases.catalogue import CASES, ESSENTIAL, size_cases
 from polyattn.conformance.checks import cases as checks
 from polyattn.conformance.checks import gradients, quantized
@@ -126,10 +126,8 @@ def check_batch_invariance(target: Target, variant: KernelVariant) -> None:
     for case, kernel in _supported(target, variant, "batch_invariant"):
         together = target.back(target.call(case, kernel))
         for n in range(BATCH):
-            arrays, options = of_item(case.arguments(), n)
-            alone = [target.to(x) for x in arrays]
-            given = {name: with_arrays(x, target.to) for name, x in options.items()}
-            output = target.back(target.call(case, kernel, arguments=(alone, given)))
+            one = target.placed(of_item(case.arguments(), n))
+            output = target.back(target.call(case, kernel, arguments=one))
             assert bits(output[0]) == bits(together[n]), (
                 f"{case}: item {n} has different bits without the others"
             )
@@ -181,8 +179,7 @@ def _one_page_each(target: Target, variant: KernelVariant, case: Case) -> Iterat
             arrays, own = (query, key, value), {"block_table": table[:, n : n + 1]}
         else:
             arrays, own = (query, key[table[:, n]], value[table[:, n]]), {}
-        given = {name: target.to(x) for name, x in (own | {"key_lengths": lengths}).items()}
-        yield [target.to(x) for x in arrays], given
+        yield target.placed((arrays, own | {"key_lengths": lengths}))
 
 
 # ---- in a new interpreter ----------------------------------------------------------------------
