@@ -63,15 +63,15 @@ def page(found):
     data, checks, functions = about(), [], []
     for rule in RULES:
         n = sum(found[name][rule] for name in WRONG)
-        checks.append(f"| {rule} | {n} | {n / len(WRONG):.0%} |")
+        checks.append(f"| {rule} | {n} |")
     for module in MODULES:
         functions += ["", f"### {module.__name__.partition('.')[2]}", ""]
-        functions += ["| function | what is wrong | found |", "|---|---|---|"]
+        functions += ["| function: what is wrong | found |", "|---|---|"]
         for name in (n for n in WRONG if WRONG[n] in vars(module).values()):
             marks = "".join("+" if found[name][rule] else "-" for rule in RULES)
             what = WRONG[name].__doc__.strip().partition("\n")[0]
             what = " ".join(filter(None, (what, linked(data[name].get("report", "")))))
-            functions.append(f"| `{name}` | {what} | `{marks}` |")
+            functions.append(f"| `{name}`: {what} | `{marks}` |")
     text = (FOLDER / "pool" / "page.txt").read_text(encoding="utf-8")
     tables = {"checks": "\n".join(checks), "functions": "\n".join(functions)}
     return text.format(count=len(WRONG), **tables) + "\n"
