@@ -268,7 +268,7 @@ cases agree, *–* that the function has no argument for any.
 
 {legend}
 
-torch's `varlen_attn`, FlashAttention, xFormers and FlashInfer run on GPUs only: there, check one with
+On a GPU, check `varlen_attn`, FlashAttention, xFormers or FlashInfer by
 `polyattn check --callable torch.nn.attention.varlen:varlen_attn --library torch:cuda`.
 
 ## What changed between versions
