@@ -256,8 +256,8 @@ def write_data(name: str, anew: bool) -> None:
 FRONT = """\
 # How other attention functions differ
 
-Each function ran on a CPU, on the cases of `polyattn.conformance` that it has arguments for, and was
-compared with [what attention means here](semantics.md); `polyattn check --subject NAME --quick`
+Each function ran on a CPU, on the cases of `polyattn.conformance` that it has arguments for, and
+was compared with [what attention means here](semantics.md); `polyattn check --subject NAME --quick`
 repeats it. A difference is not always a bug: most are another meaning, and the cell names it. The
 page of a function has lines of its own library's code that repeat each.
 
