@@ -268,10 +268,12 @@ cases agree, *–* that the function has no argument for any.
 
 {legend}
 
-On a GPU, check `varlen_attn`, FlashAttention, xFormers or FlashInfer by
-`polyattn check --callable torch.nn.attention.varlen:varlen_attn --library torch:cuda`.
+torch's `varlen_attn`, FlashAttention, xFormers and FlashInfer need a GPU:
+`polyattn check --callable torch.nn.attention.varlen:varlen_attn --library torch:cuda` checks one.
 
 ## What changed between versions
+
+A + was not found in the older version, a − is not found any more.
 
 {history}
 
@@ -389,11 +391,12 @@ def history(found: dict[str, list[dict[str, Any]]]) -> str:
     rows = []
     for name, (newest, *older) in found.items():
         for data in older:
-            changes = [
-                f"{area}: {cell(data, area)} → {cell(newest, area)}"
-                for area in AREAS
-                if area != "same bits" and cell(data, area) != cell(newest, area)  # of processors
-            ]
+            changes = []
+            for area in (x for x in AREAS if x != "same bits"):  # those are of processors
+                was, now = differing(data, area), differing(newest, area)
+                signs = [f"−{x}" for x in was if x not in now]
+                signs += [f"+{x}" for x in now if x not in was]
+                changes += [f"{area}: {', '.join(signs)}"] if signs else []
             versions = f"{version_of(data)} → {version_of(newest)}"
             rows.append([f"`{name}`", versions, "; ".join(changes) or "nothing"])
     return table(["", "versions", "what changed"], rows)
