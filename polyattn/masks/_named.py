@@ -69,7 +69,7 @@ def blocks(table: Array, size: int | tuple[int, int]) -> Mask:
     Raises
     ------
     ValueError
-        If a number is below −1, where the array is in NumPy. Elsewhere it names no block.
+        As for `selected`.
 
     Examples
     --------
