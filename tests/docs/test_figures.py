@@ -90,7 +90,7 @@ PEAK = re.search(r"^\| `window` .* (\d+ MiB) ", PERFORMANCE, re.MULTILINE)[1]
 LONG = [row for row in draw.measured() if row[0] >= 2048 and row[1] == 64]
 TEXTBOOK = sorted(round(row[2] / row[3]) for row in LONG)
 SAID = [
-    ("docs/performance.md", f"up to {ratios((128, 256))[1]:.1f} times torch's time for 128 and 256"),
+    ("docs/performance.md", f"up to {ratios((128, 256))[1]:.1f} times torch's time for 128 and"),
     ("docs/performance.md", f"and up to {'twice' * (round(ratios((32, 64))[1]) == 2)} for 32 and"),
     ("docs/performance.md", "a call takes {:.0f} to {:.0f} µs more".format(*ADDED)),
     (

@@ -5,10 +5,11 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = (ROOT / "docs" / "where.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
 PARTS = {  # of the page, by the folders that their files are in
-    tuple(re.findall(r"`([\w/]+)`", re.search(r"^Files are in ([^.]*)", part, re.M)[1])): part
-    for part in re.split(r"^## ", PAGE, flags=re.M)[1:]
+    tuple(re.findall(r"`([\w/]+)`", files[1])): part
+    for part in re.split(r"^##+ ", PAGE, flags=re.M)
+    if (files := re.search(r"^Files are in ([^.]*)", part, re.M))
 }
 CPP = r"^(?:[ \w<>,:*&]*[\w>*&] [*&]?|.*\b(?:struct|class) )(\w+)(?:\([^;{}]*| )\{"
 
