@@ -79,14 +79,13 @@ KINDS = {
 COMMON = "not an array of a library that follows the array API standard"
 INTRODUCTION = """## What happens with my arrays
 
-Each row is one call, `attention(query, query, query)`, with a query that is made of a NumPy array
-`x` of float32, (2, 3, 4). Arrays of a library that [follows the array API
-standard](https://data-apis.org/array-api/) run on their own library, and other types raise an error
-that says what to pass. `array-api` stands for the kernels that polyattn has for every such library,
-*not tried* for a library that was not there when the page was written, or had no device, and … for
-"not an array of a library that follows the array API standard".
+Each row is one call, `attention(query, query, query)`, with a query that is made of `x`, a NumPy
+array of float32, (2, 3, 4). Arrays of a library that [follows the array API
+standard](https://data-apis.org/array-api/) run on their own library, `array-api` by the kernels for
+every such library. *Not tried* are libraries that were not there when the page was written, or had
+no device; … stands for "not an array of a library that follows the array API standard".
 
-Options such as a mask, lengths or a bias may be [NumPy arrays and Python
+A mask, lengths or a bias may be [NumPy arrays and Python
 sequences](semantics.md#numbers-from-the-host) beside a query of any library.
 
 """
