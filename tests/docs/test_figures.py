@@ -167,4 +167,4 @@ def test_the_page_on_devices_names_every_kernel():
 def test_the_page_on_the_design_has_the_folders_of_now():
     """Mend by: python docs/design.py."""
     assert design.PAGE.read_text(encoding="utf-8") == design.page()
-    assert design.page().count("/` | ") > 10
+    assert design.page().count("/`: ") > 10
