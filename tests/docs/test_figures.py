@@ -86,7 +86,7 @@ LAYERS = (ROOT / "docs" / "nn.md").read_text(encoding="utf-8").partition("| fami
 FAMILIES = sum(
     kinds.count("`") // 2 for kinds in re.findall(r"^\| [^|]* \| (`[^|]*) \|", LAYERS, re.M)
 )
-PEAK = re.search(r"^\| `window` .* (\d+ MiB) ", PERFORMANCE, re.MULTILINE)[1]
+PEAK = re.search(r"needs (\d+ MiB) at its peak", PERFORMANCE)[1]
 LONG = [row for row in draw.measured() if row[0] >= 2048 and row[1] == 64]
 TEXTBOOK = sorted(round(row[2] / row[3]) for row in LONG)
 SAID = [
