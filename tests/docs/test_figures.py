@@ -101,7 +101,7 @@ SAID = [
     ),
     (
         "docs/performance.md",
-        f"in bfloat16, with gradients, takes {PAIRS[0]:.1f} to {PAIRS[-1]:.1f} times the time",
+        f"in bfloat16, with gradients, takes {PAIRS[0]:.1f} to {PAIRS[-1]:.1f} times as long",
     ),
     ("docs/how-to/long-arrays.md", f"took [{PEAK}]"),
     (
@@ -119,7 +119,7 @@ SAID = [
     ("docs/design.md", f"[{len(CASES) // 1000},000 cases]"),
     ("README.md", f"in {len(CASES) // 1000},000 cases"),
     ("README.md", f"BERT, GPT-2, Llama and {FAMILIES - 3} more families"),
-    ("docs/performance.md", f"of a whole encoder takes {float(PADDED):.1f} times the time"),
+    ("docs/performance.md", f"of a whole encoder takes {float(PADDED):.1f} times as long"),
     ("README.md", f"on NumPy takes {STEPS_OF['whole call']} µs, "),
     ("README.md", f"{STEPS_OF['of which the kernel']} of them in the kernel."),
     ("README.md", "adds {:.0f} to {:.0f} µs.".format(*[round(float(n), -1) for n in FIRST])),
