@@ -42,13 +42,7 @@ FOUND = Path(__file__).with_name("mutations_found.json")
 CONTEXT = multiprocessing.get_context("forkserver")
 #: Those that take long to import; one that starts threads must not be forked.
 LIBRARIES = (
-    "dask.array",
-    "jax.numpy",
-    "ml_dtypes",
-    "mpmath",
-    "pytest",
-    "torch._dynamo",
-    "transformers",
+    *("dask.array", "jax.numpy", "ml_dtypes", "mpmath", "pytest", "torch._dynamo", "transformers"),
 )
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
