@@ -137,7 +137,6 @@ def vanishing(names: Names) -> Figure:
     return figure
 
 
-# ---- other rules -------------------------------------------------------------------------------
 
 STYLES = {
     "the default": ("o-", GREY),
@@ -276,7 +275,7 @@ PICTURES: dict[str, tuple[str, Callable[[Names], Figure]]] = {
     "learn-it.png": ("query-key-value.md", turned),
     "learn-variance.png": ("scale.md", variance),
     "learn-softmax.png": ("scale.md", vanishing),
-    "learn-rules.png": ("other-rules.md", rules),
+    "learn-rules.png": ("scale.md", rules),
     "learn-heads.png": ("heads.md", heads),
     "learn-masks.png": ("masks.md", masked),
     "learn-cost.png": (COST, cost),
