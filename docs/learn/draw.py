@@ -137,7 +137,6 @@ def vanishing(names: Names) -> Figure:
     return figure
 
 
-
 STYLES = {
     "the default": ("o-", GREY),
     "temperature(2)": ("v-", "black"),
