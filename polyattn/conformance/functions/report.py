@@ -24,6 +24,7 @@ from polyattn.conformance.functions.check import (
     DIFFERS,
     NO_ARGUMENT,
     RAISES,
+    RETURNS,
     Finding,
     check_callable,
     check_logsumexp,
@@ -186,8 +187,12 @@ def lines(rows: Iterable[Row]) -> list[str]:
 
 
 def table_rows(rows: Iterable[Row]) -> list[tuple[str, ...]]:
-    """Return the table of a function, its head first."""
-    return [("", "agree", "worst error", ""), *((row.name, *summary(row)) for row in rows)]
+    """Return the table of a function, its head first, which says whether it returns a tuple."""
+    named = [(row, *summary(row)) for row in rows]
+    said = "; ".join(
+        _counted((f for row, *_ in named for f in row.findings.values()), of_tuples=True)
+    )
+    return [("", "agree", "worst error", said), *((row.name, *cells) for row, *cells in named)]
 
 
 def summary(row: Row) -> tuple[str, str, str]:
@@ -211,8 +216,13 @@ def _remarks(row: Row) -> Iterator[str]:
         yield f"{interpretation or 'no other meaning explains it'} ({count})"
     errors = Counter(f.error for f in row.findings.values() if f.status == RAISES)
     yield from (f"{error} ({count})" for error, count in errors.most_common(2))
-    remarks = Counter(f.remark for f in row.findings.values() if f.remark)
-    yield from (f"{remark} ({count})" for remark, count in remarks.items())
+    yield from _counted(row.findings.values(), of_tuples=False)
     missing = {f.missing for f in row.findings.values() if f.status == NO_ARGUMENT}
     if missing:
         yield f"no argument for {', '.join(sorted({m for ms in missing for m in ms.split(', ')}))}"
+
+
+def _counted(findings: Iterable[Finding], of_tuples: bool) -> Iterator[str]:
+    """Return each remark with its count: that a tuple is returned, or all others."""
+    said = (f.remark for f in findings if f.remark.startswith(RETURNS) == of_tuples)
+    return (f"{remark} ({count})" for remark, count in Counter(filter(None, said)).items())
