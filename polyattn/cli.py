@@ -138,7 +138,9 @@ def _add_explain(commands: Any) -> None:
     add("--mask-shape", type=_shape, metavar="SHAPE", help="a bool mask of this shape")
     add("--bias-shape", type=_shape, metavar="SHAPE", help="a bias of this shape")
     add("--sinks", action="store_true", help="one sink per query head")
+    add("--dropout", type=float, metavar="RATE", help="dropout=(RATE, 0)")
     add("--logsumexp", action="store_true", help="with the logsumexp, as for attention_partial")
+    add("--gradients", action="store_true", help="of the gradients, as for attention_backward")
     add("--backend", metavar="NAMES", help="such as torch:cuda,numpy")
     add("--kernel", metavar="NAME", help="require this kernel")
     add("--json", action="store_true", help="print JSON instead of a table")
@@ -272,9 +274,11 @@ def _explain(options: argparse.Namespace) -> int:
         bias=options.bias_shape,
         **_numbers(options),
         sinks=(heads,) if options.sinks else None,
+        dropout=None if options.dropout is None else (options.dropout, 0),
         backend=options.backend,
         kernel=options.kernel,
         logsumexp=options.logsumexp,
+        gradients=options.gradients,
         library=options.library or ("dask" if options.chunks else "numpy"),
         device=options.device,
         dtype=options.dtype,
