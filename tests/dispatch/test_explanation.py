@@ -41,7 +41,7 @@ def test_explain_checks_what_attention_checks():
 
 
 PAGED = {"key": (6, 4, 3, 8), "block_table": np.array([[0, 1], [4, 5]]), "key_lengths": [5, 6]}
-LONG = {name: (1, 1, 300, 8) for name in ("query", "key")}
+LONG = dict.fromkeys(("query", "key"), (1, 1, 300, 8))
 
 
 @pytest.mark.parametrize(
