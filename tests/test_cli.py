@@ -75,8 +75,8 @@ def test_explain_takes_every_option(capsys):
     assert decision["chosen"] == {"backend": "torch", "kernel": "dense"}
     assert decision["selected_by"] == "backend='torch'"
     assert decision["dtype"] == "bfloat16"
-    needs = "bias causal dropout grouped_heads logsumexp mask query_offset scale sinks softcap value_size"
-    assert decision["needs"] == [*needs.split(), "window"]
+    needs = "bias causal dropout grouped_heads logsumexp mask query_offset scale sinks softcap"
+    assert decision["needs"] == [*needs.split(), "value_size", "window"]
     (sdpa,) = (one for one in decision["candidates"] if one["kernel"] == "sdpa")
     assert "sinks, softcap" in sdpa["reasons"][0]
 
