@@ -202,8 +202,8 @@ def masked(names: Names) -> Figure:
 # ---- cost --------------------------------------------------------------------------------------
 
 COST, COMPUTED = "cost.md", ("textbook", "attention", "windowed")
-SIZES = [(n, 64) for n in (256, 512, 1024, 2048, 4096, 8192, 16_384)]
-SIZES += [(2048, d) for d in (16, 32, 128, 256, 512, 1024)]
+SIZES = [(n, 64) for n in (512, 2048, 8192, 16_384)]
+SIZES += [(2048, d) for d in (16, 256, 1024)]
 ROUNDS = 15
 
 
@@ -241,7 +241,7 @@ def cost(_: Names) -> Figure:
     for axes, at, power, where, text in (
         (time, by_length[-3:, 0], 2, 2.2 * by_length[-3, 2], "n²"),
         (time, by_length[-3:, 0], 1, 0.45 * by_length[-3, 4], "n"),
-        (size, by_size[-3:, 1], 1, 0.5 * by_size[-3, 4], "d"),
+        (size, by_size[-3:, 1], 1, 0.3 * by_size[-3, 4], "d"),
     ):
         line = where * (at / at[0]) ** power
         axes.plot(at, line, ":", color=GREY)

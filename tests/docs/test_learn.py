@@ -60,7 +60,7 @@ def test_the_table_of_measurements_has_the_slopes_that_the_page_counts():
     assert [tuple(row[:2]) for row in table] == draw.SIZES
     for n, _, *_, held, ours, _ in table:
         assert held > n**2 * 4 / 2**20 > 1.5 * ours or n < 2048
-    before, after = (table[table[:, 1] == 64][i] for i in (3, 6))
+    before, after = (table[table[:, 1] == 64][i] for i in (1, 3))
     times = after[2:5] / before[2:5]
     assert after[0] == 8 * before[0]
     assert 40 < times[0] < 90
