@@ -250,15 +250,13 @@ def _described(
     origin = extensions.origins(candidate.backend.partition(":")[0]).get(kernel.name)
     remarks: list[str | None] = []
     if status in ("chosen", "next"):
-        keeps = (
-            "a row has the same bits for each cut of its sequence" if problem.same_bits else None
-        )
-        remarks = [*notes, keeps, kernel.remark(problem)]
+        remarks = [*notes, _KEEPS_BITS if problem.same_bits else None, kernel.remark(problem)]
     remark = "; ".join(filter(None, remarks)) or None
     return candidate._replace(status=status, origin=origin, remark=remark)
 
 
 _COPIES_PAGES = "it gets gathered, contiguous copies of the pages"
+_KEEPS_BITS = "a row has the same bits for each cut of its sequence"
 
 
 def _matching(

@@ -58,15 +58,8 @@ def _leaf() -> None:
 
 
 def _leaves_of(value: Expression) -> tuple[list[Any], Expression]:
-    leaves: list[Any] = []
-
-    def taken(_: str, thing: Any) -> Any:
-        if not is_array(thing):
-            return thing  # a function
-        leaves.append(thing)
-        return _leaf
-
-    return leaves, value.map(taken)
+    leaves = [thing for _, thing in value.carried() if is_array(thing)]
+    return leaves, value.map(lambda _, thing: _leaf if is_array(thing) else thing)
 
 
 def _with_leaves(structure: Expression, leaves: Any) -> Expression:

@@ -188,11 +188,10 @@ def lines(rows: Iterable[Row]) -> list[str]:
 
 def table_rows(rows: Iterable[Row]) -> list[tuple[str, ...]]:
     """Return the table of a function, its head first, which says whether it returns a tuple."""
-    named = [(row, *summary(row)) for row in rows]
-    said = "; ".join(
-        _counted((f for row, *_ in named for f in row.findings.values()), of_tuples=True)
-    )
-    return [("", "agree", "worst error", said), *((row.name, *cells) for row, *cells in named)]
+    rows = list(rows)
+    said = (f.remark for row in rows for f in row.findings.values())
+    head = ("", "agree", "worst error", next((x for x in said if x.startswith(RETURNS)), ""))
+    return [head, *((row.name, *summary(row)) for row in rows)]
 
 
 def summary(row: Row) -> tuple[str, str, str]:
@@ -216,13 +215,8 @@ def _remarks(row: Row) -> Iterator[str]:
         yield f"{interpretation or 'no other meaning explains it'} ({count})"
     errors = Counter(f.error for f in row.findings.values() if f.status == RAISES)
     yield from (f"{error} ({count})" for error, count in errors.most_common(2))
-    yield from _counted(row.findings.values(), of_tuples=False)
+    said = [f.remark for f in row.findings.values() if not f.remark.startswith(RETURNS)]
+    yield from (f"{remark} ({count})" for remark, count in Counter(filter(None, said)).items())
     missing = {f.missing for f in row.findings.values() if f.status == NO_ARGUMENT}
     if missing:
         yield f"no argument for {', '.join(sorted({m for ms in missing for m in ms.split(', ')}))}"
-
-
-def _counted(findings: Iterable[Finding], of_tuples: bool) -> Iterator[str]:
-    """Return each remark with its count: that a tuple is returned, or all others."""
-    said = (f.remark for f in findings if f.remark.startswith(RETURNS) == of_tuples)
-    return (f"{remark} ({count})" for remark, count in Counter(filter(None, said)).items())
