@@ -148,7 +148,7 @@ STYLES = {
 
 
 def rules(names: Names) -> Figure:
-    """Draw each rule for one row, for longer queries and for more keys."""
+    """Draw each rule for one row, for larger queries and for more keys."""
     figure, (one, grown, longer) = pyplot.subplots(1, 3, figsize=(13, 4.4), layout="constrained")
     query, key = names["query"][:1], names["key"][:64]
     for name, rule in names["rules"](64).items():
@@ -159,7 +159,7 @@ def rules(names: Names) -> Figure:
         grown.plot(names["factors"], names["grown"][name], style, **options)
         longer.plot(names["lengths"], 100 * names["longer"][name], style, **options)
     one.set(title="the 16 largest weights of one row of 64", xlabel="key, by its weight", ylim=0)
-    grown.set(title="keys in use, of 64", xlabel="queries, times as long", ylim=(0, 67))
+    grown.set(title="keys in use, of 64", xlabel="norm of the queries, over √d", ylim=(0, 67))
     longer.set(title="keys in use, per cent", xlabel="number of keys", ylim=(0, 105))
     powers(grown, names["factors"])
     powers(longer, names["lengths"])
