@@ -193,7 +193,7 @@ def printed_by(setup: str, blocks: list[str]) -> list[str | None]:
         ran = subprocess.run(
             [sys.executable, "-W", "ignore", "-c", RUNNER],
             input=json.dumps([setup, blocks[len(done) :]]),
-            **{"capture_output": True, "text": True, "check": False, "timeout": 600},
+            **{"capture_output": True, "text": True, "check": False, "timeout": 3600},
         )
         lines = [x for x in ran.stderr.splitlines() if x[:1] == '"']
         done += map(json.loads, lines)
