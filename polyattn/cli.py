@@ -336,9 +336,7 @@ def _check(options: argparse.Namespace) -> int:
         show(written.write(options.write_cases, progress(written.cases_to_write(), unit="case")))
         return 0
     if options.same_bits and (has_files or options.case or not options.callable):
-        raise ValueError(
-            "--same-bits prints counts of --callable: give a function, no --case and no file"
-        )
+        raise ValueError("--same-bits prints counts of --callable: give a function only")
     if options.list and (options.callable or options.subject or options.json or has_files):
         raise ValueError(
             "--list prints a table of kernels; leave out --callable, --subject, --json and files"
@@ -356,9 +354,8 @@ def _check(options: argparse.Namespace) -> int:
         show("\n".join(selection.lines(targets, cases, options.kernel)))
         return 0
     steps = run.steps(targets, cases, options.kernel)
-    if options.case:
-        steps = [step for step in steps if isinstance(step.what, Case)]
-    report = run.run(steps, run.described)
+    only = [x for x in steps if not options.case or isinstance(x.what, Case)]
+    report = run.run(only, run.described)
     made = files.made(list(files.results_of(report))) | {"html": page.page(report)}
     made["repro"] = partial(repro.of_report, report) if report.failed else None
     files.give(options, files.as_json(report.as_dict()) if options.json else report, made)

@@ -53,18 +53,15 @@ def register() -> None:
         jax.tree_util.register_pytree_node(kind, _leaves_of, _with_leaves)
 
 
-def _leaf() -> None:
-    """Stand for an array in the structure of an expression."""
-
-
 def _leaves_of(value: Expression) -> tuple[list[Any], Expression]:
     leaves = [thing for _, thing in value.carried() if is_array(thing)]
-    return leaves, value.map(lambda _, thing: _leaf if is_array(thing) else thing)
+    # In the structure the function is_array stands for an array; other functions stay.
+    return leaves, value.map(lambda _, thing: is_array if is_array(thing) else thing)
 
 
 def _with_leaves(structure: Expression, leaves: Any) -> Expression:
     rest = iter(leaves)
-    return structure.map(lambda _, thing: next(rest) if thing is _leaf else thing)
+    return structure.map(lambda _, thing: next(rest) if thing is is_array else thing)
 
 
 def _is_child(name: str, value: Any) -> bool:

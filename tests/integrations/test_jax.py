@@ -9,7 +9,6 @@ from polyattn import attention, masks, scores
 register = pytest.importorskip("polyattn.integrations.jax").register
 X = np.random.default_rng(0).standard_normal((2, 3, 5, 8), dtype=np.float32)
 IDS = np.array([0, 0, 1, 1, 1])
-ROWS = np.array([[0, 1], [1, 2], [0, 2], [3, 4], [2, 4]])
 
 
 @pytest.mark.parametrize(
@@ -17,10 +16,9 @@ ROWS = np.array([[0, 1], [1, 2], [0, 2], [3, 4], [2, 4]])
     [
         (masks.causal() & ~masks.window(1, 0) | masks.prefix(1), 0),
         (masks.causal() & masks.segments(IDS, IDS), 2),
-        (masks.padding(np.array([3, 5])) | masks.selected(ROWS), 2),
+        (masks.padding(np.array([3, 5])) | masks.selected(np.eye(5, 2, dtype=int)), 2),
         (masks.compile(lambda b, h, i, j: i >= j, 5, 5) & masks.segments(IDS, IDS), 2),
     ],
-    ids=["static", "ids", "two arrays", "function and tables"],
 )
 def test_a_mask_is_an_argument(mask, leaves):
     register()
@@ -40,8 +38,8 @@ def test_of_a_score_the_arrays_are_differentiated_and_mapped():
     def loss(score):
         return (attention(x, x, x, score_mod=score) ** 2).sum()
 
-    found = jax.jit(jax.grad(loss))(scores.alibi(slopes) >> scores.softcap(3.0))
-    expected = jax.grad(lambda s: loss(scores.alibi(s) >> scores.softcap(3.0)))(slopes)
+    found = jax.jit(jax.grad(loss))(scores.alibi(slopes))
+    expected = jax.grad(lambda slopes: loss(scores.alibi(slopes)))(slopes)
     np.testing.assert_allclose(jax.tree.leaves(found), [expected], rtol=1e-5)
     each = jax.vmap(loss)(scores.alibi(jnp.stack([slopes, 2 * slopes])))
     np.testing.assert_allclose(each[1], loss(scores.alibi(2 * slopes)), rtol=1e-5)
