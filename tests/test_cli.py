@@ -109,6 +109,7 @@ def exit_code(arguments):
         ("explain --shape 2,64 --dtype int8", "got 'int8'"),
         ("explain --shape 2,64 --dtype=", "float64; got ''"),
         ("explain --shape 2,64 --window 3", "(left, right)"),
+        ("explain --shape 2,64 --gradients --logsumexp", "gradients=True are two calls"),
         ("explain", "--shape"),
         ("explain --shape 2,x", "a shape is written 2,8,128,64; got '2,x'"),
         ("explain --shape 2,-4", "a shape is written"),

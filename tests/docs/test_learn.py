@@ -60,6 +60,5 @@ def test_the_table_of_measurements_has_the_slopes_that_the_page_counts():
         assert held > n**2 * 4 / 2**20 > 1.5 * ours or n < 2048
     before, after = (table[table[:, 1] == 64][i] for i in (1, 3))
     times = after[2:5] / before[2:5]
-    assert after[0] == 8 * before[0]
     assert all(40 < time < 90 for time in times[:2])
     assert 5 < times[2] < 12
