@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 
+from polyattn._base.arguments import did_you_mean
 from polyattn._base.text_table import table
 from polyattn.conformance.cases.case import Case
 from polyattn.conformance.cases.catalogue import CASES, ESSENTIAL
@@ -26,6 +27,14 @@ from polyattn.conformance.checks.target import KernelVariant, Target
 from polyattn.plugin import undeclared
 
 RUNS, REFUSED, LEFT_OUT, RULED_OUT = "runs", "refused", "left out", "-"
+
+
+def named(names: Iterable[str]) -> dict[str, Case]:
+    """Return the cases of these names, or raise."""
+    for name in names:
+        if name not in CASES:
+            raise ValueError(f"--case: there is no case {name!r}{did_you_mean(name, CASES)}")
+    return {name: CASES[name] for name in names}
 
 
 def chosen(

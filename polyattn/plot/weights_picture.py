@@ -23,6 +23,7 @@ COLOURS, NOTHING = "cividis", "#d9dce1"
 FONT = 8  # points
 SPACING = 1.3  # the space for a label, over its height
 BAR = {"fraction": 0.05, "aspect": 30, "pad": 0.02}
+BRIGHT = 0.99  # of the points of a long map that are not 0: its colours end at this quantile
 LONGEST = 16  # characters of a label
 # The signs for white space in labels.
 BLANK = {"\n": "↵", "\r": "←", "\t": "⇥"}
@@ -45,8 +46,8 @@ def attention_map(
     weights : Array or TopWeights
         Shape (L, S) or (H, L, S), as `polyattn.attention_weights` returns them; or its result for
         ``top=``, which does not know the number of keys: without `keys`, the map ends at the last
-        key that it names. Above 512 queries or keys, a point of the
-        map is the largest weight of a block of them, so that no weight is lost.
+        key that it names. Above 512 queries or keys, a point of the map is the largest weight of a
+        block of them, and the largest hundredth of the points that are not 0 share the last colour.
     queries, keys : sequence of str, or int, optional
         L and S tokens; a string is a sequence of characters. If there is no room for all labels,
         every second one is written, or every third, and so on. Of ``top=`` the number S will do.
@@ -104,7 +105,10 @@ def attention_map(
         else _places(axes, len(maps))
     )
     figure = _with_layout(places[0].axes.figure)
-    colours = require_matplotlib("colors").PowerNorm(power, vmin=0, vmax=maps.max() or 1)
+    top = maps.max() or 1.0
+    if max(rows, columns) > MOST_CELLS and maps.any():
+        top = importlib.import_module("numpy").quantile(maps[maps > 0], BRIGHT)
+    colours = require_matplotlib("colors").PowerNorm(power, vmin=0, vmax=top)
     cell = 1.0 if extent is None else _cell_ratio(extent, labels, rows, columns)
     edges = (-0.5, columns - 0.5, rows - 0.5, -0.5) if extent is None else extent
     aspect = cell if 1 / 3 <= rows / columns <= 3 else "auto"
@@ -114,7 +118,7 @@ def attention_map(
             place.axes.set_title(title, fontsize=FONT)
         _write(place.axes.yaxis, "query", labels[0], place.at_left, extent is None)
         _write(place.axes.xaxis, "key", labels[1], place.at_bottom, extent is None)
-    _add_bar(figure, image, [place.axes for place in places], "weight")
+    _add_bar(figure, image, [place.axes for place in places], "weight", top < maps.max())
     return figure
 
 
@@ -253,9 +257,9 @@ def _label(token: str) -> str:
     return text if len(text) <= LONGEST else f"{text[: LONGEST - 1]}…"
 
 
-def _add_bar(figure: Any, image: Any, axes: Any, name: str) -> None:
-    """Add the colour bar of some maps."""
-    bar = figure.colorbar(image, ax=axes, **BAR)
+def _add_bar(figure: Any, image: Any, axes: Any, name: str, is_cut: bool = False) -> None:
+    """Add the colour bar of some maps, which ends in a point if there are larger numbers."""
+    bar = figure.colorbar(image, ax=axes, extend="max" if is_cut else "neither", **BAR)
     bar.set_label(name, fontsize=FONT)
     bar.ax.tick_params(labelsize=FONT)
 

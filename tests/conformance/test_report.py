@@ -86,6 +86,9 @@ def test_a_page_that_needs_nothing_beside_itself(tmp_path, capsys):
         ("numpy --list --badge x.svg", "leave out --callable, --subject, --json and files"),
         ("--write-cases x --html x.html", "writes one set of cases; leave out the other options"),
         ("--write-cases x --kernel tiled", "writes one set of cases; leave out the other options"),
+        ("--callable torch:matmul --same-bits --case causal", "give a function only"),
+        ("numpy --case causl", "--case: there is no case 'causl'; did you mean 'causal'?"),
+        ("--callable torch:matmul --case dropout", "--case: no function of others has these"),
     ],
 )
 def test_wrong_arguments_are_refused_before_any_work(arguments, message, capsys):
