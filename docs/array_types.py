@@ -80,9 +80,9 @@ COMMON = "not an array of a library that follows the array API standard"
 INTRODUCTION = """## What happens with my arrays
 
 Arrays of a library that [follows the array API standard](https://data-apis.org/array-api/) run on
-their own library, `array-api` by the kernels for every such library. *Not tried* are libraries that
-were not there when the page was written, or had no device; … stands for "not an array of a library
-that follows the array API standard".
+their own library: as `array-api` where polyattn has no backend for it. *Not tried* are libraries
+that were not installed when the page was written, or had no device. … stands for "not an array of a
+library that follows the array API standard".
 
 A mask, lengths or a bias may be [NumPy arrays and Python
 sequences](semantics.md#numbers-from-the-host) beside a query of any library.

@@ -42,8 +42,8 @@ INTRO = """# Capabilities: what each kernel computes
 
 `python docs/capabilities.py` writes this page from what the kernels declare, and `polyattn check`
 tests that each declaration is true. A kernel never gets a call with a feature that it does not
-declare. `polyattn.explain` says what a call needs, and gives the reasons that depend on shapes and
-dtypes. `native` of numpy, torch and jax is [the compiled kernel](native.md). All dtypes are
+declare. `polyattn.explain` says what a call needs, and gives refusals that depend on shapes and
+dtypes. `native` of numpy, torch and jax is [the compiled kernel](native.md). *All* dtypes are
 float16, bfloat16, float32 and float64.
 """
 

@@ -258,22 +258,22 @@ FRONT = """\
 
 Each function ran on a CPU, on the cases of `polyattn.conformance` that it has arguments for, and
 was compared with [what attention means here](semantics.md); `polyattn check --subject NAME --quick`
-repeats it. A difference is not always a bug: most are another meaning, and the cell names it. The
-page of a function has lines of its own library's code that repeat each.
+repeats it. Most differences are not bugs but another meaning, which the cell names. The page of a
+function repeats each in code of its own library.
 
 {table}
 
-A cell lists what was found in some case of the area, most frequent first; *agrees* means that all
-cases agree, *–* that the function has no argument for any.
+A cell lists what was found in the cases of the area, most frequent first; *agrees* means that all
+cases agree, *–* that the function has no arguments for any of them.
 
 {legend}
 
-torch's `varlen_attn`, FlashAttention, xFormers and FlashInfer need a GPU:
+FlashAttention, xFormers, FlashInfer and torch's `varlen_attn` need a GPU:
 `polyattn check --callable torch.nn.attention.varlen:varlen_attn --library torch:cuda` checks one.
 
 ## What changed between versions
 
-A + was not found in the older version, a − is not found any more.
+A + is found in the newer version only, a − in the older only.
 
 {history}
 
@@ -289,7 +289,7 @@ PAGE = """\
 # {title}
 
 {versions}. `polyattn check --subject {name} --quick` checks this and more sizes. This
-took {seconds} seconds of the processor.
+took {seconds} seconds of processor time.
 
 | | agree | otherwise |
 |---|---|---|

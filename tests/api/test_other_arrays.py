@@ -19,12 +19,12 @@ def foreign(module, kind):
 GIVEN = {
     "h5py": (
         lambda folder: h5py.File(folder / "x.h5", "w").create_dataset("x", data=X),
-        ["h5py.Dataset", "dask.array.from_array(query)", "query[...]"],
+        ["query is an h5py.Dataset", "dask.array.from_array(query)", "query[...]"],
     ),
     "zarr": (lambda folder: zarr.array(X), ["zarr.Array", "dask.array.from_array(query)"]),
     "xarray": (
         lambda folder: xarray.DataArray(X),
-        ["xarray.DataArray", "pass query.data", "xarray.apply_ufunc, "],
+        ["query is an xarray.DataArray", "pass query.data", "xarray.apply_ufunc, "],
     ),
     "pandas": (lambda folder: pandas.DataFrame(X[0]), ["pandas.DataFrame", "query.to_numpy()"]),
     "tensorflow": (

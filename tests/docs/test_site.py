@@ -389,7 +389,7 @@ def test_the_kernels_of_the_page_differentiate_what_it_says():
     exec(final + block(TRAINED) + block("from polyattn.plugin.dense import Dense"), made)
     x = np.random.default_rng(0).standard_normal((1, 2, 3, 4))
     _, vjp = attention_vjp(x, x, x, is_causal=True, kernel=made["Trained"]())
-    (said,) = re.findall(r"second half raises `(it .*?)`", WRITING)
+    (said,) = re.findall(r"the gradient is refused: `(it .*?)`", WRITING)
     with pytest.raises(UnsupportedError, match=said):
         vjp(x)
     rounded, vjp = attention_vjp(x, x, x, softcap=2.0, kernel=made["Rounded"]())
