@@ -109,17 +109,17 @@ MUTATIONS = (
     ("native: a sink without weight", "forward.h",
      "total * scaled + exponential(sink - both)", "total * scaled"),
     ("native: the output not scaled to a sink", "forward.h",
-     "scaled = top == -infinity<T>() ? 0 : exponential(top - both);", ""),
+     "scaled = top == -infinity<T>() ? 0 : exponential(top - both);", "scaled = 1;"),
     ("native: weights that dropout keeps", "forward.h",
-     "scaled / (total * (T)call.keep)", "scaled / total"),
+     "kept = (T)call.keep", "kept = 1"),
     # arrays
     ("native: the last number of a row", "rows.h",
      "        for (; e < size; ++e) {\n            for (int i = 0; i < width; ++i) {\n"
-     "                if (rows",
+     "                const T number",
      "        for (; e < size - 1; ++e) {\n            for (int i = 0; i < width; ++i) {\n"
-     "                if (rows"),
+     "                const T number"),
     ("native: the wrong factor of a row's last numbers", "rows.h",
-     "source[e * lanes + i] * factors[i]", "source[e * lanes + i] * factors[0]"),
+     "number / factors[i]", "number / factors[0]"),
     ("native: a float16 cut off", "rows.h",
      "(rest - 0x38000000 + 0xfff + odd) >> 13", "(rest - 0x38000000) >> 13"),
     ("native: all is finite", "rows.h", "return sum == 0;", "return sum == sum || sum != sum;"),
