@@ -228,7 +228,7 @@ def test_a_folder_has_a_parent(tmp_path, capsys):
 
 @pytest.mark.parametrize("name", ["plain", "causal", "E != D", "L > S", "1 x 700", "129 x 127"])
 def test_the_limit_of_twenty_lines_is_near_ours(name):
-    copied = pages.run(DOCS / "written-cases.md")[0].names["exact_and_limits"]
+    copied = pages.run(DOCS / "how-to" / "check-kernels.md")[-1].names["exact_and_limits"]
     case = replace(CASES[name], rows=None)
     arrays, seen = case.arguments()[0], np.ones((case.L, case.S), bool)
     if "is_causal" in dict(case.options):
