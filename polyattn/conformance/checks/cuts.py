@@ -26,7 +26,7 @@ from polyattn._base.slices import Slice
 from polyattn._core.call.parts import options_of_part
 from polyattn._core.expressions.parts import Part
 from polyattn.conformance.cases.cache_cases import Arguments
-from polyattn.conformance.cases.case import Array, make_case, with_arrays
+from polyattn.conformance.cases.case import Array, make_case
 from polyattn.conformance.checks.lazy import is_lazy
 from polyattn.conformance.checks.target import KernelVariant, Target
 
@@ -192,10 +192,9 @@ def _runner(target: Target, variant: KernelVariant, *, backward: bool = False) -
     partial = "logsumexp" in target.declared(variant.kernel)
 
     def run(arguments: Arguments) -> tuple[Array, ...]:
-        arrays, options = arguments
-        given = {name: with_arrays(x, target.to) for name, x in options.items()}
-        called = [target.to(x) for x in arrays], given
-        output, logsumexp, *more = target.call(case, variant.for_case(case), compute, called)
+        output, logsumexp, *more = target.call(
+            case, variant.for_case(case), compute, target.placed(arguments)
+        )
         others = [logsumexp[..., None]] if partial else []
         return tuple(np.asarray(target.back(x)) for x in (output, *others, *more))
 
