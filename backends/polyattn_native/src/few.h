@@ -153,19 +153,26 @@ void weigh_part(const T* weights, int stride, Matrix<T> values, int64_t count, i
     }
 }
 
-template <typename T, int Rows>
+// The vectors of a value that are read at once. Values of 512 bytes, read at once, come from the memory at its rate; in
+// parts, or with requests for the next keys, at half of it. Of more rows the registers have room for parts only.
+template <typename T, int Rows> constexpr int vectors_at_once() {
+    constexpr bool is_double = sizeof(T) == 8, has_few_registers = tile_rows<2>() == 6;
+    constexpr int sums = has_few_registers ? (Rows == 1 && !is_double ? 16 : 8) : is_double ? 16 : 32;
+    constexpr int most = is_double ? 4 : 512 / POLYATTN_BYTES;
+    return sums / Rows < most ? sums / Rows : most;
+}
+
+template <typename T, int Rows, int Vectors = vectors_at_once<T, Rows>()>
 void weigh_few(const T* weights, int stride, Matrix<T> values, int64_t count, int64_t size, T* out,
-               Accumulate<T> accumulate, bool hides_nonfinite, T* totals, const Coming<T>& coming) {
-    constexpr int width = Lanes<T>::width, most = tile_rows<2>() == 6 ? 8 : 16;  // sums in registers
-    constexpr int vectors = most / Rows < 4 ? most / Rows : 4;
-    int64_t e = 0;
-    for (; e + vectors * width <= size; e += vectors * width) {
-        weigh_part<T, Rows, vectors>(weights, stride, values, count, e, size, out, accumulate, hides_nonfinite, totals,
+               Accumulate<T> accumulate, bool hides_nonfinite, T* totals, const Coming<T>& coming, int64_t e = 0) {
+    constexpr int part = Vectors * Lanes<T>::width;
+    for (; e + part <= size; e += part) {
+        weigh_part<T, Rows, Vectors>(weights, stride, values, count, e, size, out, accumulate, hides_nonfinite, totals,
                                      coming);
     }
-    for (; e < size; e += width) {
-        weigh_part<T, Rows, 1>(weights, stride, values, count, e, size, out, accumulate, hides_nonfinite, totals,
-                               coming);
+    if constexpr (Vectors > 1) {
+        weigh_few<T, Rows, (Vectors > 4 ? Vectors / 2 : 1)>(weights, stride, values, count, size, out, accumulate,
+                                                            hides_nonfinite, totals, coming, e);
     }
 }
 
