@@ -4,6 +4,7 @@ Each is the test that must fail, a name, a file, texts and what replaces them.
 """
 
 AUTOCAST = "tests/backends/test_torch_autocast.py::"
+COMPILED = "tests/backends/test_torch_compiled.py::"
 CHECKS = "tests/dialects/test_checks.py::"
 BACKWARD = "tests/backends/test_numpy_backward.py::"
 CORNERS = "tests/api/test_corners.py::test_an_axis_without_entries"
@@ -1140,4 +1141,8 @@ MUTATIONS = (
      "absent keys among the keys of a tile", "polyattn/_kernels/top_keys.py",
      "xp.where(best == -math.inf, absent, places)",
      "places"),
+    (COMPILED + "test_a_program_checks_nothing_of_what_planned_its_call",
+     "a plan that torch.compile traces", "polyattn/_dispatch/traced.py",
+     "return call.residuals is None",
+     "return False"),
 )  # fmt: skip

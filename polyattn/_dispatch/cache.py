@@ -22,6 +22,7 @@ from polyattn._dispatch.plan import Plan
 from polyattn._dispatch.request import Request
 from polyattn._dispatch.select import select
 from polyattn._dispatch.trace import open_traces
+from polyattn._dispatch.traced import constant_plan
 from polyattn.plugin import Backend, Kernel
 
 _CAPACITY = 4096
@@ -71,6 +72,8 @@ def cached_plan(call: Call, requested: Request, kernel: str | Kernel | None, xp:
         except TypeError:
             if _is_hashable(call, kernel):
                 raise  # it is about the call
+    elif (plan := constant_plan(call, requested, kernel, xp)) is not None:
+        return plan
     return select(call, examine(call), requested, kernel, xp)
 
 

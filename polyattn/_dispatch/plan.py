@@ -149,7 +149,7 @@ class Plan(NamedTuple):
     def _is_new(self, method: str) -> bool:
         """Whether to check arrays: of the caller's own kernel, which nobody has tested, once."""
         # Only the first arrays, because what a kernel returns depends on static facts.
-        if self.kernel in self.placement.kernels or is_compiling():
+        if is_compiling() or self.kernel in self.placement.kernels:
             return False
         return (method, self.placement.problem.features) not in self.checked
 

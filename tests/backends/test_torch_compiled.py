@@ -387,3 +387,13 @@ def test_a_program_refuses_what_a_call_refuses_with_the_reason(options, words):
     program = compiled(lambda x: attention(x, x, x, **options))
     with pytest.raises(torch._dynamo.exc.Unsupported, match=re.escape(words)):
         program(torch.ones(1, 2, 6, 8))
+
+
+def test_a_program_checks_nothing_of_what_planned_its_call():
+    def call(x):
+        return attention(x, x, x, is_causal=True)
+
+    compiled(call)(torch.ones(1, 2, 6, 8))
+    (entry,) = torch._dynamo.eval_frame._debug_get_cache_entry_list(call.__code__)
+    checks = str(entry.guard_manager)
+    assert " in describe" in checks and " in examine" not in checks
