@@ -1,15 +1,14 @@
 """Write wrong-attentions.md: which check finds which of the wrong attentions of `pool`.
 
 ``python docs/wrong_attentions.py`` runs every check on every function, on all processors, and
-writes docs/pool/found.json, the page and its picture; with names only on these functions; with
-``--page`` it writes only the page and the picture.
+writes docs/pool/found.json, the page and its picture. ``--help`` says how to run a part of it.
 """
 
+import argparse
 import json
 import os
-import sys
 import tomllib
-from collections import Counter
+from collections import Counter, defaultdict
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
@@ -18,12 +17,15 @@ from matplotlib.figure import Figure
 from pictures import drawn, write
 from pool.functions import CONTROLS, MODULES, WRONG
 from pool.rules import RULES, finds
+from tqdm import tqdm
 
 matplotlib.use("Agg")
 FOLDER = Path(__file__).parent
 FOUND, PAGE = FOLDER / "pool" / "found.json", FOLDER / "wrong-attentions.md"
 PICTURE = FOLDER / "images" / "wrong-attentions.png"
 GITHUB = "https://github.com/"
+#: The checks that are not polyattn's own.
+OTHERS = [rule for rule in RULES if not rule.startswith("check")]
 
 
 def row(name):
@@ -35,11 +37,18 @@ def row(name):
     return name, found
 
 
-def run(names):
-    """Return which checks find the functions of some names, or all, on all processors."""
-    names = names or [*CONTROLS, *WRONG]
+def keep(names):
+    """Write to found.json which checks find the functions of some names, as each is found."""
     with ProcessPoolExecutor(os.cpu_count()) as pool:
-        return dict(pool.map(row, names))
+        for name, checks in tqdm(pool.map(row, names), total=len(names), unit="function"):
+            found = read() | {name: checks}
+            found = {name: found[name] for name in (*CONTROLS, *WRONG) if name in found}
+            FOUND.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
+def read():
+    """Return which checks found each function."""
+    return json.loads(FOUND.read_text(encoding="utf-8"))
 
 
 def about():
@@ -60,21 +69,24 @@ def linked(reports):
 
 def page(found):
     """Return the text of the page."""
-    data, checks, functions = about(), [], []
+    data, checks, ours, others = about(), [], [], defaultdict(list)
     for rule in RULES:
-        n = sum(found[name][rule] for name in WRONG)
-        checks.append(f"| {rule} | {n} | {n / len(WRONG):.0%} |")
+        checks.append(f"| {rule} | {sum(found[name][rule] for name in WRONG)} |")
     for module in MODULES:
-        functions += ["", f"### {module.__name__.partition('.')[2]}", ""]
-        functions += ["| function | what is wrong | found |", "|---|---|---|"]
+        ours += ["", f"**{module.__name__.partition('.')[2].capitalize()}**", ""]
         for name in (n for n in WRONG if WRONG[n] in vars(module).values()):
-            marks = "".join("+" if found[name][rule] else "-" for rule in RULES)
-            what = WRONG[name].__doc__.strip().partition("\n")[0]
-            what = " ".join(filter(None, (what, linked(data[name].get("report", "")))))
-            functions.append(f"| `{name}` | {what} | `{marks}` |")
+            reports = linked(data[name].get("report", ""))
+            if any(found[name][rule] for rule in OTHERS):
+                marks = "".join("+" if found[name][rule] else "-" for rule in OTHERS)
+                others[marks].append(f"`{name}`" + f" ({reports})" * bool(reports))
+            else:
+                what = WRONG[name].__doc__.strip().partition("\n")[0]
+                ours.append(" ".join(filter(None, (f"- `{name}`: {what}", reports))))
+    rows = sorted(others.items(), key=lambda row: (row[0].count("+"), row[0]))
     text = (FOLDER / "pool" / "page.txt").read_text(encoding="utf-8")
-    tables = {"checks": "\n".join(checks), "functions": "\n".join(functions)}
-    return text.format(count=len(WRONG), **tables) + "\n"
+    tables = {"checks": "\n".join(checks), "ours": "\n".join(ours)}
+    tables["others"] = "\n".join(f"| `{marks}` | {', '.join(names)} |" for marks, names in rows)
+    return text.format(count=len(WRONG), **tables)
 
 
 def figure(found):
@@ -100,13 +112,17 @@ def figure(found):
 
 def main():
     """Run the checks unless only the page is asked for, and write the page and the picture."""
-    found = json.loads(FOUND.read_text(encoding="utf-8")) if sys.argv[1:] else {}
-    if "--page" not in sys.argv:
-        found |= run(sys.argv[1:])
-        found = {name: found[name] for name in (*CONTROLS, *WRONG)}
-        FOUND.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    PAGE.write_text(page(found), encoding="utf-8")
-    write(drawn(figure(found)), PICTURE)
+    parser = argparse.ArgumentParser(description="Run each check on each wrong attention.")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="functions of pool; default: all")
+    parser.add_argument("--page", action="store_true", help="write the page and the picture only")
+    args = parser.parse_args()
+    every = [*CONTROLS, *WRONG]
+    if unknown := [name for name in args.names if name not in every]:
+        parser.error(f"the pool has no function named {', '.join(unknown)}")
+    if not args.page:
+        keep(args.names or every)
+    PAGE.write_text(page(read()), encoding="utf-8")
+    write(drawn(figure(read())), PICTURE)
 
 
 if __name__ == "__main__":

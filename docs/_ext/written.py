@@ -16,6 +16,7 @@ from repository import relinked
 from sphinx.application import Sphinx
 
 import polyattn
+from polyattn._api.names import FOREIGN
 from polyattn._dispatch import errors
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -65,6 +66,15 @@ def error_table() -> str:
     return "\n".join(lines)
 
 
+def names_table() -> str:
+    """Return a table of the arguments of other libraries, with what to pass instead."""
+    there = defaultdict(list)
+    for name, ours in FOREIGN.items():
+        there[re.sub(r"\w+=([^\s,;([]|\(.*?\)|\[.*?\])*", r"`\g<0>`", ours)].append(f"`{name}=`")
+    rows = (f"| {', '.join(names)} | {ours} |" for ours, names in there.items())
+    return "\n".join(["| there | pass |", "|---|---|", *rows])
+
+
 def readme() -> str:
     """Return the README without its title and its links to the pages, for the landing page."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -72,7 +82,7 @@ def readme() -> str:
     return re.sub(r'<img src="(.*?)".* alt="(.*?)">', r"![\2](\1)", text)
 
 
-WRITERS = {"commands": commands, "error-table": error_table, "readme": readme}
+WRITERS = {f.__name__.replace("_", "-"): f for f in (commands, error_table, names_table, readme)}
 PLACE = re.compile(rf"^```{{({'|'.join(WRITERS)})}}\n```$", flags=re.MULTILINE)
 NAMES = re.compile(r"^```{((?:current)?module)} (\S+)\n(.*?)^```$", flags=re.MULTILINE | re.DOTALL)
 

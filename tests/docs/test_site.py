@@ -25,6 +25,7 @@ from docutils import nodes
 from docutils.utils import new_document
 
 from polyattn import UnsupportedError, attention, attention_vjp
+from polyattn._api.names import FOREIGN
 from polyattn.conformance import CASES, ESSENTIAL
 from polyattn.conformance.functions.report import summarise, summary
 from polyattn.conformance.reference.tolerance import exact
@@ -154,6 +155,13 @@ def test_the_table_of_errors_says_who_raises_each():
     assert "`ValueError`" in rows["UnknownBackendError"]
     for name in set(rows) - {"BackendError"}:
         assert "{py:func}`~polyattn.attention`" in rows[name] or "use_backend" in rows[name]
+
+
+def test_the_table_of_names_is_what_messages_say():
+    rows = re.findall(r"^\| (`.*`) \| (.*) \|$", written.names_table(), re.M)
+    cells = {name: ours for names, ours in rows for name in re.findall(r"`(\w+)=`", names)}
+    assert {name: ours.replace("`", "") for name, ours in cells.items()} == FOREIGN
+    assert cells["attention_mask"].endswith("S), `mask=(attention_mask != 0)[:, None, None, :]`")
 
 
 def test_the_table_of_environment_variables_is_what_the_code_reads():

@@ -22,6 +22,7 @@ from polyattn import masks, scores
 native = pytest.importorskip("polyattn_native.kernel")
 library = pytest.importorskip("polyattn_native.library")
 call = pytest.importorskip("polyattn_native.call")
+ready = pytest.importorskip("polyattn_native.ready")
 
 TOLERANCE = {"float32": 3e-5, "float64": 1e-12, "float16": 4e-3}
 
@@ -346,7 +347,8 @@ def test_a_long_bias_of_another_dtype_has_one_axis(monkeypatch: pytest.MonkeyPat
 
 def test_the_share_that_is_done_grows_to_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     shares: list[float] = []
-    monkeypatch.setattr(call, "progress", lambda: contextlib.nullcontext(shares.append))
+    for module in (call, ready):
+        monkeypatch.setattr(module, "progress", lambda: contextlib.nullcontext(shares.append))
     x = np.ones((24, 2048, 64), np.float32)
     options: dict[str, Any]
     for options in ({}, {"mask": masks.causal() & masks.dilated(3)}, {}):  # the last one is ready

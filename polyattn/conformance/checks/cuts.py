@@ -17,7 +17,7 @@ from polyattn._base.slices import Slice
 from polyattn._core.call.parts import options_of_part
 from polyattn._core.expressions.parts import Part
 from polyattn.conformance.cases.cache_cases import Arguments
-from polyattn.conformance.cases.case import Array, make_case, with_arrays
+from polyattn.conformance.cases.case import Array, make_case
 from polyattn.conformance.checks.lazy import is_lazy
 from polyattn.conformance.checks.target import KernelVariant, Target
 
@@ -176,11 +176,8 @@ def _runner(target: Target, variant: KernelVariant) -> Run:
     partial = "logsumexp" in target.declared(variant.kernel)
 
     def run(arguments: Arguments) -> tuple[Array, ...]:
-        arrays, options = arguments
-        given = {name: with_arrays(x, target.to) for name, x in options.items()}
-        called = [target.to(x) for x in arrays], given
         function = attention_partial if partial else attention
-        result = target.call(case, variant.for_case(case), function, called)
+        result = target.call(case, variant.for_case(case), function, target.placed(arguments))
         output, *others = result if partial else (result,)
         return target.back(output), *(np.asarray(target.back(x))[..., None] for x in others)
 
