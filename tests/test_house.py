@@ -88,6 +88,7 @@ OWNED_BY = {
     "_dispatch/placement": "tests/dispatch/test_transfer.py",
     "_dispatch/products": "tests/native/test_product.py",
     "_dispatch/standard": "tests/api/test_other_arrays.py",
+    "_dispatch/traced": "tests/backends/test_torch_compiled.py",
     "_api/explain": "tests/dispatch/test_explanation.py",
     "_api/pieces": "tests/nn/test_quantized_cache.py",
 }
