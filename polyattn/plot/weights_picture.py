@@ -16,7 +16,7 @@ from polyattn._api.weights import TopWeights
 from polyattn._base.arrays import Array
 from polyattn._base.extras import require_matplotlib
 from polyattn._core.call.options import check_finite
-from polyattn.plot.cells import layers_of, maps_of, mean_entropy
+from polyattn.plot.cells import MOST_CELLS, layers_of, maps_of, mean_entropy
 
 # Perceptually uniform, and made for readers with a colour vision deficiency (Nuñez et al., 2018).
 COLOURS, NOTHING = "cividis", "#d9dce1"
