@@ -47,12 +47,17 @@ def constant_plan(
 
 
 def _is_constant(call: Call) -> bool:
+    """Return whether a program leaves no number of a call open, and it has no expressions."""
+    if call.residuals is not None:
+        return False
     for one in call:
         if isinstance(one, Expression):
             return False
-        if isinstance(one, ArrayFacts) and None in [known_length(n) for n in one.shape]:
-            return False
-    return call.residuals is None
+        numbers = one.shape if isinstance(one, ArrayFacts) else one
+        for number in numbers if isinstance(numbers, tuple) else (numbers,):
+            if isinstance(number, (int, float)) and known_length(number) is None:  # type: ignore[arg-type]
+                return False
+    return True
 
 
 @constant_when_traced
