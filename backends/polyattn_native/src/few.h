@@ -154,10 +154,11 @@ void weigh_part(const T* weights, int stride, Matrix<T> values, int64_t count, i
 }
 
 // The vectors of a value that are read at once. Values of 512 bytes, read at once, come from the memory at its rate; in
-// parts, or with requests for the next keys, at half of it. Of more rows the registers have room for parts only.
+// parts, or with requests for the next keys, at half of it. Of more rows the registers have room for parts only; two
+// rows, which are rare, keep the library small.
 template <typename T, int Rows> constexpr int vectors_at_once() {
     constexpr bool is_double = sizeof(T) == 8, has_few_registers = tile_rows<2>() == 6;
-    constexpr int sums = has_few_registers ? (Rows == 1 && !is_double ? 16 : 8) : is_double ? 16 : 32;
+    constexpr int sums = has_few_registers ? (Rows == 1 && !is_double ? 16 : 8) : is_double ? 16 : Rows == 2 ? 8 : 32;
     constexpr int most = is_double ? 4 : 512 / POLYATTN_BYTES;
     return sums / Rows < most ? sums / Rows : most;
 }
@@ -171,8 +172,8 @@ void weigh_few(const T* weights, int stride, Matrix<T> values, int64_t count, in
                                      coming);
     }
     if constexpr (Vectors > 1) {
-        weigh_few<T, Rows, (Vectors > 4 ? Vectors / 2 : 1)>(weights, stride, values, count, size, out, accumulate,
-                                                            hides_nonfinite, totals, coming, e);
+        weigh_few<T, Rows, (Vectors * POLYATTN_BYTES > 256 ? Vectors / 2 : 1)>(
+            weights, stride, values, count, size, out, accumulate, hides_nonfinite, totals, coming, e);
     }
 }
 
