@@ -158,7 +158,10 @@ void weigh_part(const T* weights, int stride, Matrix<T> values, int64_t count, i
 // rows, which are rare, keep the library small.
 template <typename T, int Rows> constexpr int vectors_at_once() {
     constexpr bool is_double = sizeof(T) == 8, has_few_registers = tile_rows<2>() == 6;
-    constexpr int sums = has_few_registers ? (Rows == 1 && !is_double ? 16 : 8) : is_double ? 16 : Rows == 2 ? 8 : 32;
+    constexpr int sums = has_few_registers ? (Rows == 1 && !is_double && POLYATTN_BYTES == 32 ? 16 : 8)
+                         : is_double       ? 16
+                         : Rows == 2       ? 8
+                                           : 32;
     constexpr int most = is_double ? 4 : 512 / POLYATTN_BYTES;
     return sums / Rows < most ? sums / Rows : most;
 }
