@@ -24,19 +24,20 @@ train: $(VENV)/.test  ## a small GPT, trained for two minutes on two cores, writ
 	$(BIN)/python examples/train/train.py $(TRAIN)
 
 PYTEST := $(BIN)/python -m pytest --numprocesses auto --dist worksteal
-# The package is tested without the compiled kernel, which has tests of its own; then those that call it are run with it.
-TEST_NATIVE = $(if $(COMPILER),POLYATTN_NATIVE=1 $(PYTEST) tests/native backends/polyattn_native \
-  polyattn/conformance/test_backend.py -k "native and not (test_sizes and float64)")
-WITH_NATIVE = $(if $(COMPILER),POLYATTN_NATIVE=1 $(PYTEST) $(addprefix tests/,api call clients dialects integrations \
+# The package is tested without the compiled kernel; then the kernel's tests, and those of the package that call it.
+NATIVE_TESTS := tests/native backends/polyattn_native polyattn/conformance/test_backend.py
+WITH_NATIVE := $(addprefix tests/,api call clients dialects integrations \
   base/test_host.py dispatch/test_registry.py dispatch/test_trace.py expressions/test_mask_corners.py \
   expressions/test_neighborhood.py expressions/test_patterns.py nn/test_cache.py nn/test_generate.py \
   nn/test_positions.py nn/test_quantized_cache.py) $(addprefix tests/backends/test_,jax.py jax_cudnn.py torch.py \
-  torch_gradients.py torch_lengths.py torch_symbolic.py))
+  torch_gradients.py torch_lengths.py torch_symbolic.py)
+# $(call test_native,TESTS): of the suite only what concerns the kernel.
+test_native = $(if $(COMPILER),POLYATTN_NATIVE=1 $(PYTEST) $(NATIVE_TESTS) $1 \
+  -k "(native or not TestBackend) and not (test_sizes and float64)")
 
 test: $(VENV)/.test $(VENV)/.native  ## the tests and doctests, but for those that take long
 	$(PYTEST)
-	$(TEST_NATIVE)
-	$(WITH_NATIVE)
+	$(call test_native,$(WITH_NATIVE))
 
 # $(call newest,NAMES,PATTERN): of the interpreters with these names and pyenv's, the newest; PYTHON=, if that is given.
 newest = $(if $(filter command,$(origin PYTHON)),$(PYTHON),$(shell for python in $1 $(wildcard $(HOME)/.pyenv/versions/$2/bin/python); do \
@@ -69,7 +70,7 @@ test-without: $(VENV)/.test  ## a choice of the tests as if a library were not i
 SLOW ?= slow
 slow: $(VENV)/.test $(VENV)/.native  ## the tests that take long, whole (SLOW="slow and covering": what CI runs)
 	$(PYTEST) -m "$(SLOW)"
-	$(and $(TEST_NATIVE),$(TEST_NATIVE) -m "$(SLOW)")
+	$(call test_native,-m "$(SLOW)")
 
 # The first compiler that knows C++20 and the vectors of gcc 12.
 PROBE := typedef int V __attribute__((vector_size(16))); V f(V a) { return __builtin_shufflevector(a, a, 3, 2, 1, 0); }

@@ -11,7 +11,7 @@ import numpy as np
 from polyattn import attention, explain
 
 PAGE = Path(__file__).with_name("capabilities.md")
-#: Float32, (heads, tokens, size); in the page's code `x` is this array, or `x[0]` a table.
+#: Float32, (heads, tokens, size); in the table's code `x` is this array, or `x[0]` a table.
 X = np.random.default_rng(0).standard_normal((2, 3, 4), dtype=np.float32)
 NOT_TRIED = "*not tried*"
 
@@ -79,14 +79,12 @@ KINDS = {
 COMMON = "not an array of a library that follows the array API standard"
 INTRODUCTION = """## What happens with my arrays
 
-Each row is one call, `attention(query, query, query)`, with a query that is made of a NumPy array
-`x` of float32, (2, 3, 4). Arrays of a library that [follows the array API
-standard](https://data-apis.org/array-api/) run on their own library, and other types raise an error
-that says what to pass. `array-api` stands for the kernels that polyattn has for every such library,
-*not tried* for a library that was not there when the page was written, or had no device, and … for
-"not an array of a library that follows the array API standard".
+Arrays of a library that [follows the array API standard](https://data-apis.org/array-api/) run on
+their own library, `array-api` by the kernels for every such library. *Not tried* are libraries that
+were not there when the page was written, or had no device; … stands for "not an array of a library
+that follows the array API standard".
 
-Options such as a mask, lengths or a bias may be [NumPy arrays and Python
+A mask, lengths or a bias may be [NumPy arrays and Python
 sequences](semantics.md#numbers-from-the-host) beside a query of any library.
 
 """
@@ -132,16 +130,14 @@ def cell(message: str) -> str:
 def written() -> dict[str, str]:
     """Return the outcomes on the page, by type."""
     text = PAGE.read_text(encoding="utf-8") if PAGE.exists() else ""
-    table = text.partition(INTRODUCTION.partition("\n")[0])[2]
-    rows = re.findall(r"^\| (.+?)<br>`.+?` \| (.+) \|$", table, flags=re.MULTILINE)
-    return dict(rows)
+    table = text.partition(INTRODUCTION)[2].partition("|---|---|\n")[2]
+    return dict(re.findall(r"^\| (.+?) \| (.+) \|$", table, flags=re.MULTILINE))
 
 
 def section(outcomes: dict[str, str]) -> str:
     """Return the part of the page."""
-    lines = ["| type, and how it is made | what happens |", "|---|---|"]
-    for name, kind in KINDS.items():
-        lines.append(f"| {name}<br>`{kind.made}` | {outcomes.get(name, NOT_TRIED)} |")
+    lines = ["| type of the query | what happens |", "|---|---|"]
+    lines += [f"| {name} | {outcomes.get(name, NOT_TRIED)} |" for name in KINDS]
     return INTRODUCTION + "\n".join(lines) + "\n"
 
 

@@ -40,11 +40,11 @@ PROMISES = {
 }
 INTRO = """# Capabilities: what each kernel computes
 
-`python docs/capabilities.py` writes this page from what the kernels declare. A kernel never gets a
-call with a feature that it does not declare. `polyattn.explain` says what a call needs, and gives
-the reasons that depend on shapes and dtypes. `polyattn check` tests that each declaration is true.
-
-`native` of numpy, torch and jax is [the compiled kernel](native.md), which `polyattn-native` adds.
+`python docs/capabilities.py` writes this page from what the kernels declare, and `polyattn check`
+tests that each declaration is true. A kernel never gets a call with a feature that it does not
+declare. `polyattn.explain` says what a call needs, and gives the reasons that depend on shapes and
+dtypes. `native` of numpy, torch and jax is [the compiled kernel](native.md). All dtypes are
+float16, bfloat16, float32 and float64.
 """
 
 
@@ -85,38 +85,48 @@ def cell(kernel: Kernel, feature: str) -> str:
     return ", ".join(sorted(kernel.only_on.get(feature, (YES,))))
 
 
+def listed(cells: dict[tuple[str, str], str], devices: str) -> str:
+    """Return kernels after their libraries, those of libraries that have the same together."""
+    by_library: dict[str, list[str]] = {}
+    for (library, kernel), mark in cells.items():
+        part = f" {devices} {mark}" if mark not in ("", YES) else ""
+        by_library.setdefault(library, []).append(f"`{kernel}`{part}")
+    alike: dict[str, list[str]] = {}
+    for library, names in by_library.items():
+        alike.setdefault(", ".join(names), []).append(library)
+    return "; ".join(f"{', '.join(libraries)} {names}" for names, libraries in alike.items())
+
+
 def table(kernels: dict[str, tuple[Kernel, ...]]) -> list[str]:
-    """Return what every kernel has, and a table of the rest with a column for each kernel."""
+    """Return a row for each feature and promise: the kernels that have it, or that lack it."""
     rows = {f"`{name}`: {meaning}": name for name, (meaning, *_) in FEATURES.items()}
     rows |= {f"*{promise}*: {meaning}": promise for promise, meaning in PROMISES.items()}
-    columns: dict[tuple[str, tuple[str, ...]], list[str]] = {}  # kernels that are alike share one
-    for library, some in kernels.items():
-        for kernel in some:
-            cells = tuple(cell(kernel, name) for name in rows.values())
-            columns.setdefault((kernel.name, cells), []).append(library)
-    by_row = dict(zip(rows, zip(*(cells for _, cells in columns), strict=True), strict=True))
-    common = [row for row, cells in by_row.items() if set(cells) == {YES}]
-    heads = (f"{', '.join(names)} `{kernel}`" for (kernel, _), names in columns.items())
-    return [
-        f"Every kernel has {'; '.join(common)}. The rest:",
-        "",
-        f"| | {' | '.join(heads)} |",
-        "|---|" + ":-:|" * len(columns),
-        *(f"| {row} | {' | '.join(by_row[row])} |" for row in by_row if row not in common),
-    ]
+    lines = ["| feature or *promise* | kernels |", "|---|---|"]
+    for row, name in rows.items():
+        cells = {(x, k.name): cell(k, name) for x, some in kernels.items() for k in some}
+        have = {kernel: mark for kernel, mark in cells.items() if mark}
+        lack = {kernel: mark for kernel, mark in cells.items() if mark != YES}
+        others = f"all but {listed(lack, 'outside of')}" if lack else "all"
+        lines.append(f"| {row} | {others if len(lack) <= len(have) else listed(have, 'on')} |")
+    return lines
 
 
-def dtypes() -> list[str]:
-    """Return a sentence for each plugin: its dtypes and devices."""
-    return [
-        f"- **{spec.name}** supports {', '.join(spec.dtypes)} on {', '.join(spec.devices)}."
-        for spec in SPECS
-    ]
+def backends(kernels: dict[str, tuple[Kernel, ...]]) -> list[str]:
+    """Return a row for each plugin: its kernels, dtypes and devices."""
+    lines = ["| | kernels | dtypes | devices |", "|---|---|---|---|"]
+    for spec in SPECS:
+        names = ", ".join(f"`{kernel.name}`" for kernel in kernels[spec.name])
+        dtypes = "all" if len(spec.dtypes) == 4 else ", ".join(spec.dtypes)
+        lines.append(f"| {spec.name} | {names} | {dtypes} | {', '.join(spec.devices)} |")
+    names = ", ".join(f"`{kernel.name}`" for kernel in kernels["every library"])
+    return [*lines, f"| every library | {names} | | |"]
 
 
 def page(outcomes: dict[str, str]) -> str:
     """Return the whole page, with what happens with each type of array."""
-    return "\n".join([INTRO, *table(ours()), "", *dtypes(), "", array_types.section(outcomes)])
+    kernels = ours()
+    parts = (INTRO, *backends(kernels), "", *table(kernels), "", array_types.section(outcomes))
+    return "\n".join(parts)
 
 
 if __name__ == "__main__":

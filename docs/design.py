@@ -1,4 +1,4 @@
-"""Write the table of folders in design.md, from the first lines of their docstrings."""
+"""Write the list of folders in design.md, from the first lines of their docstrings."""
 
 import ast
 import sys
@@ -21,15 +21,14 @@ def purpose(file: Path) -> str:
 
 
 def page() -> str:
-    """Return the whole page, with a row for each folder, before those that import it."""
+    """Return the whole page, with a line for each folder, before those that import it."""
     before, rest = PAGE.read_text(encoding="utf-8").split(START)
     rows = [
-        f"| `{room.replace('.', '/')}/` | {purpose(file)} |"
+        f"- `{room.replace('.', '/')}/`: {purpose(file)}"
         for room in ROOMS
         if room != "__init__" and (file := ROOT.joinpath(*room.split("."), "__init__.py")).exists()
     ]
-    table = "\n".join(["| folder | purpose |", "|---|---|", *rows, ""])
-    return before + START + "\n" + table + "\n" + END + rest.split(END)[1]
+    return "\n".join([before + START, *rows, "", END + rest.split(END)[1]])
 
 
 if __name__ == "__main__":

@@ -256,23 +256,24 @@ def write_data(name: str, anew: bool) -> None:
 FRONT = """\
 # How other attention functions differ
 
-`python docs/peers.py` writes this page and those of the functions from measurements, which
-`polyattn check --subject NAME --quick` repeats. Each function ran on a CPU, in a process of its
-own, on the cases of `polyattn.conformance` that it has arguments for, and was compared with [what
-attention means here](semantics.md). A difference is not always a bug: most are another meaning, and
-the cell names it. The page of a function has lines of its own library's code that repeat each.
+Each function ran on a CPU, on the cases of `polyattn.conformance` that it has arguments for, and
+was compared with [what attention means here](semantics.md); `polyattn check --subject NAME --quick`
+repeats it. A difference is not always a bug: most are another meaning, and the cell names it. The
+page of a function has lines of its own library's code that repeat each.
 
 {table}
 
-A cell lists what was found in some case of the area, most frequent first; *agrees* alone means all
-cases, *–* that the function has no argument for any.
+A cell lists what was found in some case of the area, most frequent first; *agrees* means that all
+cases agree, *–* that the function has no argument for any.
 
 {legend}
 
-torch's `varlen_attn`, FlashAttention, xFormers and FlashInfer run on GPUs only: on such a machine
+torch's `varlen_attn`, FlashAttention, xFormers and FlashInfer need a GPU:
 `polyattn check --callable torch.nn.attention.varlen:varlen_attn --library torch:cuda` checks one.
 
 ## What changed between versions
+
+A + was not found in the older version, a − is not found any more.
 
 {history}
 
@@ -390,18 +391,14 @@ def history(found: dict[str, list[dict[str, Any]]]) -> str:
     rows = []
     for name, (newest, *older) in found.items():
         for data in older:
-            changes = [
-                f"{area}: {cell(data, area)} → {cell(newest, area)}"
-                for area in AREAS
-                if area != "same bits" and cell(data, area) != cell(newest, area)  # of processors
-            ]
-            rows.append(
-                [
-                    f"`{name}`",
-                    f"{version_of(data)} → {version_of(newest)}",
-                    "; ".join(changes) or "nothing",
-                ]
-            )
+            changes = []
+            for area in (x for x in AREAS if x != "same bits"):  # those are of processors
+                was, now = differing(data, area), differing(newest, area)
+                signs = [f"−{x}" for x in was if x not in now]
+                signs += [f"+{x}" for x in now if x not in was]
+                changes += [f"{area}: {', '.join(signs)}"] if signs else []
+            versions = f"{version_of(data)} → {version_of(newest)}"
+            rows.append([f"`{name}`", versions, "; ".join(changes) or "nothing"])
     return table(["", "versions", "what changed"], rows)
 
 

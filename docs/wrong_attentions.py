@@ -8,7 +8,7 @@ import argparse
 import json
 import os
 import tomllib
-from collections import Counter
+from collections import Counter, defaultdict
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
@@ -24,6 +24,8 @@ FOLDER = Path(__file__).parent
 FOUND, PAGE = FOLDER / "pool" / "found.json", FOLDER / "wrong-attentions.md"
 PICTURE = FOLDER / "images" / "wrong-attentions.png"
 GITHUB = "https://github.com/"
+#: The checks that are not polyattn's own.
+OTHERS = [rule for rule in RULES if not rule.startswith("check")]
 
 
 def row(name):
@@ -67,21 +69,24 @@ def linked(reports):
 
 def page(found):
     """Return the text of the page."""
-    data, checks, functions = about(), [], []
+    data, checks, ours, others = about(), [], [], defaultdict(list)
     for rule in RULES:
-        n = sum(found[name][rule] for name in WRONG)
-        checks.append(f"| {rule} | {n} | {n / len(WRONG):.0%} |")
+        checks.append(f"| {rule} | {sum(found[name][rule] for name in WRONG)} |")
     for module in MODULES:
-        functions += ["", f"### {module.__name__.partition('.')[2]}", ""]
-        functions += ["| function | what is wrong | found |", "|---|---|---|"]
+        ours += ["", f"**{module.__name__.partition('.')[2].capitalize()}**", ""]
         for name in (n for n in WRONG if WRONG[n] in vars(module).values()):
-            marks = "".join("+" if found[name][rule] else "-" for rule in RULES)
-            what = WRONG[name].__doc__.strip().partition("\n")[0]
-            what = " ".join(filter(None, (what, linked(data[name].get("report", "")))))
-            functions.append(f"| `{name}` | {what} | `{marks}` |")
+            reports = linked(data[name].get("report", ""))
+            if any(found[name][rule] for rule in OTHERS):
+                marks = "".join("+" if found[name][rule] else "-" for rule in OTHERS)
+                others[marks].append(f"`{name}`" + f" ({reports})" * bool(reports))
+            else:
+                what = WRONG[name].__doc__.strip().partition("\n")[0]
+                ours.append(" ".join(filter(None, (f"- `{name}`: {what}", reports))))
+    rows = sorted(others.items(), key=lambda row: (row[0].count("+"), row[0]))
     text = (FOLDER / "pool" / "page.txt").read_text(encoding="utf-8")
-    tables = {"checks": "\n".join(checks), "functions": "\n".join(functions)}
-    return text.format(count=len(WRONG), **tables) + "\n"
+    tables = {"checks": "\n".join(checks), "ours": "\n".join(ours)}
+    tables["others"] = "\n".join(f"| `{marks}` | {', '.join(names)} |" for marks, names in rows)
+    return text.format(count=len(WRONG), **tables)
 
 
 def figure(found):

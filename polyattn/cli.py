@@ -138,7 +138,9 @@ def _add_explain(commands: Any) -> None:
     add("--mask-shape", type=_shape, metavar="SHAPE", help="a bool mask of this shape")
     add("--bias-shape", type=_shape, metavar="SHAPE", help="a bias of this shape")
     add("--sinks", action="store_true", help="one sink per query head")
+    add("--dropout", type=float, metavar="RATE", help="dropout=(RATE, 0)")
     add("--logsumexp", action="store_true", help="with the logsumexp, as for attention_partial")
+    add("--gradients", action="store_true", help="of the gradients, as for attention_backward")
     add("--backend", metavar="NAMES", help="such as torch:cuda,numpy")
     add("--kernel", metavar="NAME", help="require this kernel")
     add("--json", action="store_true", help="print JSON instead of a table")
@@ -217,6 +219,7 @@ def _add_check(commands: Any) -> None:
         action="store_true",
         help="the essential cases: one for each feature and corner case",
     )
+    add("--case", action="append", metavar="NAME", help="only this case of --list; may be repeated")
     counts = "with --callable: instead, count the rows that have other bits decoded, cut or packed"
     add("--same-bits", action="store_true", help=counts)
     add("--list", action="store_true", help="print the cases and which kernels run them; run none")
@@ -272,9 +275,11 @@ def _explain(options: argparse.Namespace) -> int:
         bias=options.bias_shape,
         **_numbers(options),
         sinks=(heads,) if options.sinks else None,
+        dropout=None if options.dropout is None else (options.dropout, 0),
         backend=options.backend,
         kernel=options.kernel,
         logsumexp=options.logsumexp,
+        gradients=options.gradients,
         library=options.library or ("dask" if options.chunks else "numpy"),
         device=options.device,
         dtype=options.dtype,
@@ -313,7 +318,7 @@ def _export(options: argparse.Namespace) -> int:
 
 def _check(options: argparse.Namespace) -> int:
     """Return 0 if all results agree, 1 if one does not, 130 if interrupted."""
-    from polyattn.conformance import CASES, ESSENTIAL, Target, selection, written
+    from polyattn.conformance import CASES, ESSENTIAL, Case, Target, selection, written
     from polyattn.conformance.checks.frames import print_fatal_errors
     from polyattn.conformance.functions import command as functions
     from polyattn.conformance.functions import repro
@@ -325,17 +330,18 @@ def _check(options: argparse.Namespace) -> int:
     if options.write_cases is not None:
         if options.backends or options.callable or options.subject:
             raise ValueError("--write-cases checks nothing; leave out the backend and --callable")
-        if has_files or options.same_bits or options.list or options.kernel or options.library:
+        others = (options.same_bits, options.list, options.kernel, options.library, options.case)
+        if has_files or any(others):
             raise ValueError("--write-cases writes one set of cases; leave out the other options")
         show(written.write(options.write_cases, progress(written.cases_to_write(), unit="case")))
         return 0
-    if options.same_bits and (has_files or not options.callable):
-        raise ValueError("--same-bits prints counts of --callable: give a function, and no file")
+    if options.same_bits and (has_files or options.case or not options.callable):
+        raise ValueError("--same-bits prints counts of --callable: give a function only")
     if options.list and (options.callable or options.subject or options.json or has_files):
         raise ValueError(
             "--list prints a table of kernels; leave out --callable, --subject, --json and files"
         )
-    cases = ESSENTIAL if options.quick else CASES
+    cases = selection.named(options.case) if options.case else ESSENTIAL if options.quick else CASES
     print_fatal_errors()
     if options.callable is not None or options.subject is not None:
         return functions.check(options, list(cases.values()))
@@ -347,7 +353,9 @@ def _check(options: argparse.Namespace) -> int:
     if options.list:
         show("\n".join(selection.lines(targets, cases, options.kernel)))
         return 0
-    report = run.run(run.steps(targets, cases, options.kernel), run.described)
+    steps = run.steps(targets, cases, options.kernel)
+    only = [x for x in steps if not options.case or isinstance(x.what, Case)]
+    report = run.run(only, run.described)
     made = files.made(list(files.results_of(report))) | {"html": page.page(report)}
     made["repro"] = partial(repro.of_report, report) if report.failed else None
     files.give(options, files.as_json(report.as_dict()) if options.json else report, made)

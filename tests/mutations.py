@@ -41,7 +41,9 @@ ROOT = Path(__file__).resolve().parents[1]
 FOUND = Path(__file__).with_name("mutations_found.json")
 CONTEXT = multiprocessing.get_context("forkserver")
 #: Those that take long to import; one that starts threads must not be forked.
-LIBRARIES = ("dask.array", "jax.numpy", "ml_dtypes", "mpmath", "pytest", "torch")
+LIBRARIES = (
+    *("dask.array", "jax.numpy", "ml_dtypes", "mpmath", "pytest", "torch._dynamo", "transformers"),
+)
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",

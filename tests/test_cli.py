@@ -64,7 +64,7 @@ def test_backends_says_what_is_missing_and_how_to_install_it(capsys, monkeypatch
 EVERYTHING = """
 --shape 2,8,128,64 --key-shape 2,2,256,64 --value-shape 2,2,256,32 --dtype bfloat16
 --library torch --causal --window 31,0 --query-offset 5 --scale 0.1 --softcap 30
---mask-shape 128,256 --bias-shape 1,8,1,1 --sinks --logsumexp --backend torch --json
+--mask-shape 128,256 --bias-shape 1,8,1,1 --sinks --dropout 0.1 --logsumexp --backend torch --json
 """
 
 
@@ -75,16 +75,16 @@ def test_explain_takes_every_option(capsys):
     assert decision["chosen"] == {"backend": "torch", "kernel": "dense"}
     assert decision["selected_by"] == "backend='torch'"
     assert decision["dtype"] == "bfloat16"
-    needs = "bias causal grouped_heads logsumexp mask query_offset scale sinks softcap value_size"
-    assert decision["needs"] == [*needs.split(), "window"]
+    needs = "bias causal dropout grouped_heads logsumexp mask query_offset scale sinks softcap"
+    assert decision["needs"] == [*needs.split(), "value_size", "window"]
     (sdpa,) = (one for one in decision["candidates"] if one["kernel"] == "sdpa")
     assert "sinks, softcap" in sdpa["reasons"][0]
 
 
 def test_explain_prints_what_the_function_prints(capsys):
-    assert main(["explain", "--shape", "2,8,128,64", "--window", "31,none"]) == 0
+    assert main(["explain", "--shape", "2,8,128,64", "--window", "31,none", "--gradients"]) == 0
     shape = (2, 8, 128, 64)
-    expected = str(polyattn.explain(shape, shape, shape, window=(31, None)))
+    expected = str(polyattn.explain(shape, shape, shape, window=(31, None), gradients=True))
     assert capsys.readouterr().out.strip() == expected
 
 
@@ -109,6 +109,7 @@ def exit_code(arguments):
         ("explain --shape 2,64 --dtype int8", "got 'int8'"),
         ("explain --shape 2,64 --dtype=", "float64; got ''"),
         ("explain --shape 2,64 --window 3", "(left, right)"),
+        ("explain --shape 2,64 --gradients --logsumexp", "gradients=True are two calls"),
         ("explain", "--shape"),
         ("explain --shape 2,x", "a shape is written 2,8,128,64; got '2,x'"),
         ("explain --shape 2,-4", "a shape is written"),

@@ -53,7 +53,7 @@ def gradients(
     of_query, of_key, of_value = _run(problem, given, value, output, output_gradient)
     direct = cotangents.logsumexp
     if direct is not None:
-        shares = _run(problem, given, *_of_logsumexp(problem, direct, output, value))
+        shares = _run(problem, given, *_of_logsumexp(direct, output, value))
         of_query, of_key = of_query + shares[0], of_key + shares[1]
     of_query = summed(problem, of_query, x.query.shape)
     return Gradients(
@@ -125,9 +125,7 @@ def _lengths(problem: Problem, graph: Graph) -> dict[int, Array]:
     return {graphs.QUERY_LENGTHS: rows, graphs.KEY_LENGTHS: keys}
 
 
-def _of_logsumexp(
-    problem: Problem, gradient: Array, output: Array, value: Array
-) -> tuple[Array, Array, Array]:
+def _of_logsumexp(gradient: Array, output: Array, value: Array) -> tuple[Array, Array, Array]:
     """Return a value, an output and its gradient for the share of the logsumexp's gradient."""
     # cuDNN computes p (dO·V − dO·O) as the gradient of a score. That is p · gradient
     # for V = 0 and dO·O = −gradient. The 16-bit numbers in dO add up to the float32 gradient. The

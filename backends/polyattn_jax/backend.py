@@ -2,7 +2,7 @@
 
 Arrays may be traced, so only `fetch` and `synchronize` read values or wait for them.
 
-The kernels are in modules of their own; docs/where.md says where each step of the formula is.
+The kernels are in modules of their own; docs/recipes.md says where each step of the formula is.
 """
 
 from __future__ import annotations

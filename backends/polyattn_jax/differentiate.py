@@ -15,15 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
-from polyattn.plugin import (
-    Array,
-    Cotangents,
-    Gradients,
-    Operands,
-    Problem,
-    Residuals,
-    Tangents,
-)
+from polyattn.plugin import Array, Cotangents, Gradients, Operands, Problem, Residuals, Tangents
 from polyattn_jax.array_operands import with_expressions
 from polyattn_jax.forward import attend
 from polyattn_jax.mesh import varying_like

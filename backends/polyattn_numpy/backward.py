@@ -200,7 +200,7 @@ class BackwardSweep(TileGradients):
             logsumexp=self.logsumexp[where],
             output_gradient=self.output_gradient[where],
             key=self._block("keys", self.key[:, heads, span]),
-            value=self._with_ones("values", self.value[:, heads, span]),
+            value=self._with_ones(self.value[:, heads, span]),
         )
         shares = self.shares(step)
         self._add_to_rows(step, shares)
@@ -209,10 +209,10 @@ class BackwardSweep(TileGradients):
         if shares.of_score or shares.of_similarity:
             self.sums.add_carried(self.number, shares.of_score, shares.of_similarity)
 
-    def _with_ones(self, name: str, block: Array) -> Array:
+    def _with_ones(self, block: Array) -> Array:
         """Return a copy of values with a column of ones."""
         *axes, size = block.shape
-        copy = self.scratch(name, (*axes, size + 1), self.dtype)
+        copy = self.scratch("values", (*axes, size + 1), self.dtype)
         copy[..., :-1] = block
         copy[..., -1] = 1
         return copy

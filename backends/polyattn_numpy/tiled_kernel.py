@@ -23,12 +23,7 @@ from polyattn.plugin import (
     Residuals,
 )
 from polyattn_numpy import thread_pool
-from polyattn_numpy.at_once import (
-    fits_at_once,
-    may_fit_at_once,
-    separates_items,
-    write_at_once,
-)
+from polyattn_numpy.at_once import fits_at_once, may_fit_at_once, separates_items, write_at_once
 from polyattn_numpy.backward import gradients
 from polyattn_numpy.faults import faults_of
 from polyattn_numpy.forward_sweep import Sweep

@@ -6,12 +6,11 @@ An absent device is described too; facts that only the device could give are Non
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 
-_F = TypeVar("_F", bound=Callable[..., Any])
+from polyattn.plugin.internal import constant_when_traced
 
 
 class DeviceInfo(NamedTuple):
@@ -28,13 +27,6 @@ class DeviceInfo(NamedTuple):
         major = (self.capability or (0, 0))[0]
         # Not >, here and in other versions: torch.compile of torch 2.11 compares tuples by < only.
         return major in (9, 10) and not (self.cudnn or ()) < (9, 15, 1)
-
-
-def constant_when_traced(function: _F) -> _F:
-    """Let torch.compile call a function while it traces, and keep the result as a constant."""
-    # As torch.compiler.assume_constant_result does, which imports all of the compiler for it.
-    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
-    return function
 
 
 @constant_when_traced

@@ -7,7 +7,7 @@ from types import FrameType
 
 import torch
 
-from polyattn_torch.device_info import constant_when_traced
+from polyattn.plugin.internal import constant_when_traced
 
 
 def exported_opset() -> int | None:

@@ -60,7 +60,7 @@ SHORTCUTS = (
     ),
     Shortcut(
         "torch.compiler.assume_constant_result",
-        "polyattn_torch.device_info.constant_when_traced",
+        "polyattn._base.tracing.constant_when_traced",
         "it imports all of the compiler: seconds, also where nothing is compiled",
         "torch 2.9 to 2.13",
     ),

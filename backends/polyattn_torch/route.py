@@ -1,7 +1,7 @@
 """Choice of torch's engine and of the workarounds for a problem, made once from static facts.
 
 torch's is_causal counts from the first key. `_route` decides whether it fits, or whether causal and
-window become a mask; docs/where.md says where this and each other step is.
+window become a mask; docs/recipes.md says where this and each other step is.
 
 An offset that is an array, one for each item, is always a mask. `flex` gets positions from
 `block_mask.point_indices`, the core's kernels from `Indices.position` and `patterns.Band`.

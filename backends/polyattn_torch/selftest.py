@@ -14,7 +14,7 @@ import array_api_compat.torch as xp
 import torch
 
 from polyattn.plugin import Backend, Kernel, Operands, Problem
-from polyattn_torch.device_info import constant_when_traced
+from polyattn.plugin.internal import constant_when_traced
 
 #: The kinds of device that are tested.
 TESTED = frozenset({"mps"})

@@ -137,8 +137,6 @@ def vanishing(names: Names) -> Figure:
     return figure
 
 
-# ---- other rules -------------------------------------------------------------------------------
-
 STYLES = {
     "the default": ("o-", GREY),
     "temperature(2)": ("v-", "black"),
@@ -150,7 +148,7 @@ STYLES = {
 
 
 def rules(names: Names) -> Figure:
-    """Draw each rule for one row, for longer queries and for more keys."""
+    """Draw each rule for one row, for larger queries and for more keys."""
     figure, (one, grown, longer) = pyplot.subplots(1, 3, figsize=(13, 4.4), layout="constrained")
     query, key = names["query"][:1], names["key"][:64]
     for name, rule in names["rules"](64).items():
@@ -161,7 +159,7 @@ def rules(names: Names) -> Figure:
         grown.plot(names["factors"], names["grown"][name], style, **options)
         longer.plot(names["lengths"], 100 * names["longer"][name], style, **options)
     one.set(title="the 16 largest weights of one row of 64", xlabel="key, by its weight", ylim=0)
-    grown.set(title="keys in use, of 64", xlabel="queries, times as long", ylim=(0, 67))
+    grown.set(title="keys in use, of 64", xlabel="norm of the queries, over √d", ylim=(0, 67))
     longer.set(title="keys in use, per cent", xlabel="number of keys", ylim=(0, 105))
     powers(grown, names["factors"])
     powers(longer, names["lengths"])
@@ -204,8 +202,8 @@ def masked(names: Names) -> Figure:
 # ---- cost --------------------------------------------------------------------------------------
 
 COST, COMPUTED = "cost.md", ("textbook", "attention", "windowed")
-SIZES = [(n, 64) for n in (256, 512, 1024, 2048, 4096, 8192, 16_384)]
-SIZES += [(2048, d) for d in (16, 32, 128, 256, 512, 1024)]
+SIZES = [(n, 64) for n in (512, 2048, 8192, 16_384)]
+SIZES += [(2048, d) for d in (16, 256, 1024)]
 ROUNDS = 15
 
 
@@ -243,7 +241,7 @@ def cost(_: Names) -> Figure:
     for axes, at, power, where, text in (
         (time, by_length[-3:, 0], 2, 2.2 * by_length[-3, 2], "n²"),
         (time, by_length[-3:, 0], 1, 0.45 * by_length[-3, 4], "n"),
-        (size, by_size[-3:, 1], 1, 0.5 * by_size[-3, 4], "d"),
+        (size, by_size[-3:, 1], 1, 0.3 * by_size[-3, 4], "d"),
     ):
         line = where * (at / at[0]) ** power
         axes.plot(at, line, ":", color=GREY)
@@ -276,7 +274,7 @@ PICTURES: dict[str, tuple[str, Callable[[Names], Figure]]] = {
     "learn-it.png": ("query-key-value.md", turned),
     "learn-variance.png": ("scale.md", variance),
     "learn-softmax.png": ("scale.md", vanishing),
-    "learn-rules.png": ("other-rules.md", rules),
+    "learn-rules.png": ("scale.md", rules),
     "learn-heads.png": ("heads.md", heads),
     "learn-masks.png": ("masks.md", masked),
     "learn-cost.png": (COST, cost),

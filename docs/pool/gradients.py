@@ -8,7 +8,7 @@ from pool.steps import finished, grouped, scores, seen, weights
 
 
 class Attention(torch.autograd.Function):
-    """Attention whose gradients by query, key and value a rule computes from the weights."""
+    """Attention with gradients by query, key and value that a rule computes from the weights."""
 
     @staticmethod
     def forward(ctx, rule, query, key, value, is_causal):
@@ -126,7 +126,7 @@ def first_item_of_shared_keys(query, key, value):
 
 
 def gradient_of_empty_rows_nan(query, key, value, *, is_causal=False):
-    """A row that sees no key gives the keys a gradient of NaN: softmax of -inf alone."""
+    """A row that sees no key gives the keys a gradient of NaN: softmax of only -inf."""
     s = scores(query, *grouped(query, key))
     shown = seen(s, is_causal)
     v = grouped(query, value)[0]

@@ -78,7 +78,7 @@ def one_size_wrong(query, key, value):
 
 
 def online(query, key, value, *, is_causal, update):
-    """Sum tiles of 64 keys one after another; `update` changes the factor of what was summed."""
+    """Sum tiles of 64 keys one after another; `update` changes the factor of earlier sums."""
     q, k, v = prepared(query, key, value)
     s = scores(q, k)
     s = np.where(seen(s, is_causal), s, -math.inf)
@@ -96,7 +96,7 @@ def online(query, key, value, *, is_causal, update):
 
 
 def sums_not_rescaled(query, key, value, *, is_causal=False):
-    """What was summed is not rescaled when a later tile has a larger score."""
+    """Earlier sums are not rescaled when a later tile has a larger score."""
     return online(query, key, value, is_causal=is_causal, update=lambda f: (1.0, 1.0))
 
 

@@ -33,6 +33,7 @@ def explain(
     value: Array | tuple[int, ...],
     *,
     logsumexp: bool = False,
+    gradients: bool = False,
     library: str = "numpy",
     device: str | None = None,
     dtype: str = "float32",
@@ -49,6 +50,8 @@ def explain(
         As for `attention`, or only their shapes.
     logsumexp : bool
         Whether to explain `attention_partial` instead.
+    gradients : bool
+        Whether to explain `attention_backward` instead, which `attention_vjp` calls too.
     library : str
         Library assumed for arguments given as shapes.
     device : str, optional
@@ -88,6 +91,8 @@ def explain(
             raise TypeError(f"{name} must be a string, such as 'numpy' or 'cpu'; got {text!r}")
     if dtype not in DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}; got {dtype!r}")
+    if logsumexp and gradients:
+        raise ValueError("logsumexp=True and gradients=True are two calls: explain one at a time")
     if chunks is not None and library != "dask":
         raise ValueError(f'chunks are of arrays of dask: library="dask"; got {library!r}')
     layout = arguments.get("layout", "...HLD")
@@ -117,6 +122,8 @@ def explain(
         call = call._replace(mask=operands.mask.spec(as_facts, tables=True))
     xp = None if only_shapes else library_of(query).xp
     problem = examine(call)
+    if gradients:
+        problem = problem._replace(features=problem.features | {"backward"})
     explanation = explain_selection(call, problem, requested, kernel, xp)
     return replace(explanation, autocast=changed, notes=_notes(problem, query))
 

@@ -21,6 +21,7 @@ def constant_when_traced(function: _F) -> _F:
 
     Arguments and results must be constant in a program: names, classes, dtypes.
     """
+    # As torch.compiler.assume_constant_result does, which imports all of the compiler for it.
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 

@@ -28,7 +28,7 @@ def multiply(x: Array, weight: Array, bias: Array | None) -> Array:
 
 @cache
 def _kernels_for(library: str) -> tuple[Kernel, ...]:
-    """Return the kernels that may run unnamed on arrays of a library."""
+    """Return the kernels that may run unnamed on arrays of a library: a process finds them once."""
     for name in registry.serving(library):
         if registry.load(name) is None:
             held = [kernel for kernel, _, allowed in extensions.plugins(name) if not allowed]

@@ -250,8 +250,7 @@ def _described(
     origin = extensions.origins(candidate.backend.partition(":")[0]).get(kernel.name)
     remarks: list[str | None] = []
     if status in ("chosen", "next"):
-        keeps = _KEEPS_BITS if problem.same_bits else f"in same_bits() {_KEEPS_BITS}"
-        remarks = [*notes, keeps if kernel.cut_invariant else None, kernel.remark(problem)]
+        remarks = [*notes, _KEEPS_BITS if problem.same_bits else None, kernel.remark(problem)]
     remark = "; ".join(filter(None, remarks)) or None
     return candidate._replace(status=status, origin=origin, remark=remark)
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 
+from polyattn._base.arguments import did_you_mean
 from polyattn._base.text_table import table
 from polyattn.conformance.cases.case import Case
 from polyattn.conformance.cases.catalogue import CASES, ESSENTIAL
@@ -28,6 +29,14 @@ from polyattn.plugin import undeclared
 RUNS, REFUSED, LEFT_OUT, RULED_OUT = "runs", "refused", "left out", "-"
 
 
+def named(names: Iterable[str]) -> dict[str, Case]:
+    """Return the cases of these names, or raise."""
+    for name in names:
+        if name not in CASES:
+            raise ValueError(f"--case: there is no case {name!r}{did_you_mean(name, CASES)}")
+    return {name: CASES[name] for name in names}
+
+
 def chosen(
     target: Target,
     variant: KernelVariant,
@@ -36,20 +45,9 @@ def chosen(
     *,
     few: bool = False,
 ) -> list[Case]:
-    """Return the cases of a test of a kernel.
+    """Return the cases of a test of a kernel, all or few of them.
 
-    Parameters
-    ----------
-    target : Target
-        The backend.
-    variant : KernelVariant
-        The kernel.
-    test : str
-        ``"case"``, ``"lazy"`` or a derivative, which has cases of its own.
-    cases : mapping of str to Case
-        All cases or the essential ones.
-    few : bool
-        Whether few of them will do.
+    The test is ``"case"``, ``"lazy"`` or a derivative, which has cases of its own.
     """
     is_taken: Taken = takes
     if test in ALL_DERIVATIVES:

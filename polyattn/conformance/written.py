@@ -1,4 +1,4 @@
-"""Write cases with their exact results and limits as files: `docs/written-cases.md`."""
+"""Write cases with their exact results and limits as files: `docs/how-to/check-kernels.md`."""
 
 from __future__ import annotations
 

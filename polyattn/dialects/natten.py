@@ -11,14 +11,7 @@ from polyattn._api.attention import attention
 from polyattn._api.partial import attention_partial, merge
 from polyattn._base.arrays import Array, library_of
 from polyattn._core.expressions.neighborhood import Neighborhood, PerAxis
-from polyattn.dialects._shared import (
-    check_axes,
-    integers,
-    joined_axes,
-    pair,
-    scaled,
-    shape_of,
-)
+from polyattn.dialects._shared import check_axes, integers, joined_axes, pair, scaled, shape_of
 
 __all__ = [
     "na1d", "na2d", "na3d", "natten1dav", "natten1dqk", "natten1dqkrpb",

@@ -1,4 +1,4 @@
-"""Register modules and caches as pytrees, so that ``jit``, ``grad`` and ``vmap`` accept them.
+"""Register modules, caches and expressions as pytrees: ``jit``, ``grad`` and ``vmap`` accept them.
 
 Arrays are the leaves; settings are part of the structure, which is the cache key of a compiled
 function.
@@ -11,11 +11,13 @@ from typing import Any, TypeVar
 
 import jax
 
+from polyattn._base.arrays import is_array
 from polyattn.integrations import subclasses
 from polyattn.nn.cache import KVCache
 from polyattn.nn.module import Module, holds_modules, is_parameter
 from polyattn.nn.paged_cache import PagedCache
 from polyattn.nn.quantized_cache import QuantizedCache
+from polyattn.plugin import Expression
 
 __all__ = ["register"]
 __dir__ = __all__.copy
@@ -26,9 +28,10 @@ _registered: set[type] = set()
 
 
 def register() -> None:
-    """Register all caches and all subclasses of `polyattn.nn.Module` as pytrees.
+    """Register masks, scores, caches and all subclasses of `polyattn.nn.Module` as pytrees.
 
-    A second call adds the subclasses that were defined since the first.
+    The leaves of a mask or score are its arrays, such as segment ids or slopes; the rest of it is
+    static. A second call adds the subclasses that were defined since the first.
 
     Examples
     --------
@@ -45,6 +48,20 @@ def register() -> None:
         if kind not in _registered:
             _registered.add(kind)
             jax.tree_util.register_pytree_with_keys(kind, _flatten, _unflattener(kind))
+    for kind in set(subclasses(Expression)) - _registered:
+        _registered.add(kind)
+        jax.tree_util.register_pytree_node(kind, _leaves_of, _with_leaves)
+
+
+def _leaves_of(value: Expression) -> tuple[list[Any], Expression]:
+    leaves = [thing for _, thing in value.carried() if is_array(thing)]
+    # In the structure the function is_array stands for an array; other functions stay.
+    return leaves, value.map(lambda _, thing: is_array if is_array(thing) else thing)
+
+
+def _with_leaves(structure: Expression, leaves: Any) -> Expression:
+    rest = iter(leaves)
+    return structure.map(lambda _, thing: next(rest) if thing is is_array else thing)
 
 
 def _is_child(name: str, value: Any) -> bool:

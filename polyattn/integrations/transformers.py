@@ -14,11 +14,7 @@ from typing import Any
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-from transformers.masking_utils import (
-    bidirectional_mask_function,
-    causal_mask_function,
-    sdpa_mask,
-)
+from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
 
 from polyattn._api.attention import attention
 from polyattn._api.explain import explain

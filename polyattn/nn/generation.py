@@ -9,14 +9,7 @@ import numpy as np
 
 from polyattn._api.names import with_our_names
 from polyattn._base.arguments import check_int, got
-from polyattn._base.arrays import (
-    Array,
-    facts_of,
-    index_range,
-    is_array,
-    library_of,
-    numbers_like,
-)
+from polyattn._base.arrays import Array, facts_of, index_range, is_array, library_of, numbers_like
 from polyattn._base.host import as_array, destination_of
 from polyattn._base.same_bits import same_bits as same_bits_block
 from polyattn._dispatch.transfer import as_float64, convert_like
@@ -114,34 +107,16 @@ def generate(
     >>> nn.generate(gpt, np.asarray([[5, 7, 11]]), 4, temperature=0.8, seed=1).shape
     (1, 7)
     """
-    if not model.tied and model.output is None:
-        raise ValueError(
-            "the model has no logits: load a decoder with logits=True; an encoder, such as BERT,"
-            " has nothing to generate"
-        )
-    causal = all(block.attention.is_causal for block in model.stack.blocks)
-    if not causal and options.get("is_causal") is None:
-        raise ValueError(
-            "the model is not causal: pass is_causal=True here, or is_causal=False and the mask of"
-            " what each token sees"
-        )
+    _check_model(model, options)
+    if same_bits and jit is not None:
+        raise TypeError("same_bits=True computes each step by a compiled library: omit jit")
     prompts, kept = _prompts(ids, lengths, model)
     xp, batch = library_of(prompts).xp, tuple(prompts.shape[:-1])
     choose = _chooser(temperature, top_k, top_p, seed)
     stops = [check_int("stop", token) for token in _listed(stop)]
     _check_options(options)
     check_int("steps", steps, least=1)
-    if isinstance(model.embedding, Embedding):  # now, because a compiled step reads no numbers
-        tokens = range(model.embedding.weight.shape[0])
-        dtype = facts_of(prompts).dtype
-        if tokens and np.iinfo(dtype).max < tokens[-1]:
-            raise TypeError(
-                f"ids of {dtype} cannot hold the model's tokens, up to {tokens[-1]}; give int32 or"
-                " int64"
-            )
-        check_range("token id", prompts, tokens, may_wait=True)
-    if same_bits and jit is not None:
-        raise TypeError("same_bits=True computes each step by a compiled library: omit jit")
+    _check_tokens(model, prompts)
     held = _first_caches(model, prompts, kept, steps, caches, jit is not None)
     model = with_contiguous_rows(model) if same_bits else model
     run = _step(options, same_bits)
@@ -165,6 +140,34 @@ def generate(
     ends = grown + (prompts.shape[-1] if kept is None else kept)
     rows = convert_like(whole, np.zeros(0)).tolist()
     return [row[:end] for row, end in zip(rows, ends.tolist(), strict=True)]
+
+
+def _check_model(model: Transformer, options: Mapping[str, Any]) -> None:
+    """Raise if a model has no logits, or nothing says what each token sees."""
+    if not model.tied and model.output is None:
+        raise ValueError(
+            "the model has no logits: load a decoder with logits=True; an encoder, such as BERT,"
+            " has nothing to generate"
+        )
+    causal = all(block.attention.is_causal for block in model.stack.blocks)
+    if not causal and options.get("is_causal") is None:
+        raise ValueError(
+            "the model is not causal: pass is_causal=True here, or is_causal=False and the mask of"
+            " what each token sees"
+        )
+
+
+def _check_tokens(model: Transformer, prompts: Array) -> None:
+    """Raise for ids that the model does not have, now: a compiled step reads no numbers."""
+    if not isinstance(model.embedding, Embedding):
+        return
+    tokens, dtype = range(model.embedding.weight.shape[0]), facts_of(prompts).dtype
+    if tokens and np.iinfo(dtype).max < tokens[-1]:
+        raise TypeError(
+            f"ids of {dtype} cannot hold the model's tokens, up to {tokens[-1]}; give int32 or"
+            " int64"
+        )
+    check_range("token id", prompts, tokens, may_wait=True)
 
 
 def _step(options: Mapping[str, Any], same_bits: bool) -> Callable[..., Any]:

@@ -9,23 +9,22 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Iterable, Sequence, Sized
+from collections.abc import Sequence, Sized
 from typing import Any, NamedTuple
 
-from polyattn._api.weights import TopWeights, selected
-from polyattn._base.arguments import check_int, got
-from polyattn._base.arrays import Array, cast, is_array, library_of
+from polyattn._api.weights import TopWeights
+from polyattn._base.arrays import Array
 from polyattn._base.extras import require_matplotlib
 from polyattn._core.call.options import check_finite
-from polyattn._dispatch.transfer import convert_like
+from polyattn.plot.cells import MOST_CELLS, layers_of, maps_of, mean_entropy
 
 # Perceptually uniform, and made for readers with a colour vision deficiency (Nuñez et al., 2018).
 COLOURS, NOTHING = "cividis", "#d9dce1"
 FONT = 8  # points
 SPACING = 1.3  # the space for a label, over its height
 BAR = {"fraction": 0.05, "aspect": 30, "pad": 0.02}
+BRIGHT = 0.99  # of the points of a long map that are not 0: its colours end at this quantile
 LONGEST = 16  # characters of a label
-MOST_CELLS = 512  # of a map along an axis; of more tokens a cell shows the largest weight
 # The signs for white space in labels.
 BLANK = {"\n": "↵", "\r": "←", "\t": "⇥"}
 
@@ -47,8 +46,8 @@ def attention_map(
     weights : Array or TopWeights
         Shape (L, S) or (H, L, S), as `polyattn.attention_weights` returns them; or its result for
         ``top=``, which does not know the number of keys: without `keys`, the map ends at the last
-        key that it names. Above 512 queries or keys, a point of the
-        map is the largest weight of a block of them, so that no weight is lost.
+        key that it names. Above 512 queries or keys, a point of the map is the largest weight of a
+        block of them, and the largest hundredth of the points that are not 0 share the last colour.
     queries, keys : sequence of str, or int, optional
         L and S tokens; a string is a sequence of characters. If there is no room for all labels,
         every second one is written, or every third, and so on. Of ``top=`` the number S will do.
@@ -94,7 +93,7 @@ def attention_map(
         names = None
     elif isinstance(weights, TopWeights) and extent is not None and keys is None:
         raise ValueError("extent needs the number of keys, which top= does not know: pass keys=S")
-    titles, maps, (rows, columns) = _maps(weights, heads, keys)
+    titles, maps, (rows, columns) = maps_of(weights, heads, keys)
     labels = _labels("queries", queries, rows), _labels("keys", names, columns)
     if power is None:
         power = 1.0 if columns <= 64 else 0.5
@@ -106,7 +105,10 @@ def attention_map(
         else _places(axes, len(maps))
     )
     figure = _with_layout(places[0].axes.figure)
-    colours = require_matplotlib("colors").PowerNorm(power, vmin=0, vmax=maps.max() or 1)
+    top = maps.max() or 1.0
+    if max(rows, columns) > MOST_CELLS and maps.any():
+        top = importlib.import_module("numpy").quantile(maps[maps > 0], BRIGHT)
+    colours = require_matplotlib("colors").PowerNorm(power, vmin=0, vmax=top)
     cell = 1.0 if extent is None else _cell_ratio(extent, labels, rows, columns)
     edges = (-0.5, columns - 0.5, rows - 0.5, -0.5) if extent is None else extent
     aspect = cell if 1 / 3 <= rows / columns <= 3 else "auto"
@@ -116,7 +118,7 @@ def attention_map(
             place.axes.set_title(title, fontsize=FONT)
         _write(place.axes.yaxis, "query", labels[0], place.at_left, extent is None)
         _write(place.axes.xaxis, "key", labels[1], place.at_bottom, extent is None)
-    _add_bar(figure, image, [place.axes for place in places], "weight")
+    _add_bar(figure, image, [place.axes for place in places], "weight", top < maps.max())
     return figure
 
 
@@ -157,8 +159,8 @@ def entropy(weights: Array | Sequence[Array], *, axes: Any = None) -> Any:
     ('layer', 'head')
     """
     numpy, figures = importlib.import_module("numpy"), require_matplotlib("figure")
-    layers = _layers(weights)
-    table = numpy.stack([_mean_entropy(layer, numpy) for layer in layers])
+    layers = layers_of(weights)
+    table = numpy.stack([mean_entropy(layer, numpy) for layer in layers])
     keys = max(layer.shape[-1] for layer in layers)
     if axes is None:
         size = [2 + 0.42 * min(number, 20) for number in table.shape]
@@ -171,110 +173,6 @@ def entropy(weights: Array | Sequence[Array], *, axes: Any = None) -> Any:
     _add_bar(_with_layout(axes.figure), image, axes, "entropy, bits")
     _write_numbers(axes, table, shades(colours(table)))
     return axes.figure
-
-
-# ---- weights -----------------------------------------------------------------------------------
-
-
-def _maps(
-    weights: Array | TopWeights, heads: int | slice | Sequence[int] | None, given: Any
-) -> tuple[list[str], Any, tuple[int, int]]:
-    """Return a title for each head to draw, its map of at most `MOST_CELLS` a side, and (L, S)."""
-    numpy = importlib.import_module("numpy")
-    array = weights.weights if isinstance(weights, TopWeights) else weights
-    _check_rank(array, {2: "(L, S)", 3: "(H, L, S)"}, "weights")
-    if len(array.shape) == 2:
-        if heads is not None:
-            raise ValueError(f"heads={heads!r} needs weights of shape (H, L, S); got (L, S)")
-        chosen, titles = [0], [""]
-    else:
-        chosen = selected("heads", slice(None) if heads is None else heads, array.shape[0])
-        titles = [f"head {head}" for head in chosen]
-    heads_first = array if titles[0] else array[None, ...]
-    maps = [_host(heads_first[head, ...], "weights") for head in chosen]
-    if not isinstance(weights, TopWeights):
-        return titles, numpy.stack([_pooled(head, numpy) for head in maps]), maps[0].shape
-    keys = numpy.asarray(convert_like(weights.keys, numpy.zeros(1))).reshape(-1, *array.shape[-2:])
-    number = (
-        len(given) if isinstance(given, Sized) else int(keys.max()) + 1 if given is None else given
-    )
-    if check_int("keys", number) <= keys.max():
-        raise ValueError(f"weights name key {keys.max()}, so keys must be more; got {number}")
-    shape = array.shape[-2], number
-    steps = [math.ceil(size / MOST_CELLS) for size in shape]
-    cells = [math.ceil(size / step) for size, step in zip(shape, steps, strict=True)]
-    grid = numpy.zeros((len(maps), *cells))
-    rows = numpy.arange(shape[0])[:, None] // steps[0]
-    for map_, head, weight in zip(grid, chosen, maps, strict=True):
-        numpy.maximum.at(map_, (rows, keys[head] // steps[1]), weight)
-    return titles, grid, shape
-
-
-def _pooled(weights: Any, numpy: Any) -> Any:
-    """Return the largest weight of each block, so that no axis has more than `MOST_CELLS`."""
-    for axis, size in enumerate(weights.shape):
-        step = math.ceil(size / MOST_CELLS)
-        if step > 1:
-            weights = numpy.maximum.reduceat(weights, range(0, size, step), axis=axis)
-    return weights
-
-
-def _layers(weights: Any) -> list[Any]:
-    """Return the weights of each layer, shapes (H, L, S)."""
-    if is_array(weights):
-        _check_rank(weights, {4: "(layers, H, L, S)"}, "weights")
-        layers = [weights[number, ...] for number in range(weights.shape[0])]
-    elif isinstance(weights, Iterable):
-        layers = list(weights)
-    else:
-        raise TypeError(f"weights must be an array, or one for each layer; {got(weights)}")
-    if not layers:
-        raise ValueError("weights must contain a layer; got an empty sequence")
-    for number, layer in enumerate(layers):
-        _check_rank(layer, {3: "(H, L, S)"}, f"weights[{number}]")
-    heads = [layer.shape[0] for layer in layers]
-    if len(set(heads)) != 1:
-        raise ValueError(f"all layers must have the same number of heads; got {heads}")
-    return [_host(layer, f"weights[{number}]") for number, layer in enumerate(layers)]
-
-
-def _check_rank(weights: Any, shapes: dict[int, str], name: str) -> None:
-    library_of(weights, name)
-    shape = tuple(weights.shape)
-    if len(shape) not in shapes:
-        batch = (
-            f": select an item of the batch, such as {name}[0]" if len(shape) > max(shapes) else ""
-        )
-        raise ValueError(
-            f"{name} must have the shape {' or '.join(shapes.values())}; got {shape}{batch}"
-        )
-    if 0 in shape:
-        raise ValueError(f"{name} must not be empty; got the shape {shape}")
-
-
-def _host(weights: Array, name: str) -> Any:
-    """Return weights as a NumPy array of float32, since NumPy lacks some dtypes."""
-    numpy, xp = importlib.import_module("numpy"), library_of(weights).xp
-    host = convert_like(cast(xp, weights, xp.float32), numpy.zeros(1))
-    # `not >=` refuses NaN too.
-    if not host.min() >= 0 or host.max() == math.inf:
-        raise ValueError(
-            f"{name} must be finite and at least 0; got {host.min()} to {host.max()}: pass the"
-            " result of attention_weights, not scores"
-        )
-    return host
-
-
-def _mean_entropy(weights: Any, numpy: Any) -> Any:
-    """Return the mean entropy of the rows of each head, NaN where no row sees a key."""
-    total = weights.sum(-1, keepdims=True)
-    shares = numpy.divide(weights, total, out=numpy.zeros_like(weights), where=total > 0)
-    logarithms = numpy.log2(shares, out=numpy.zeros_like(shares), where=shares > 0)
-    rows = -(shares * logarithms).sum(-1, dtype="float64")
-    number = (total > 0).sum((-2, -1))
-    return numpy.divide(
-        rows.sum(-1), number, out=numpy.full(number.shape, math.nan), where=number > 0
-    )
 
 
 # ---- axes --------------------------------------------------------------------------------------
@@ -359,9 +257,9 @@ def _label(token: str) -> str:
     return text if len(text) <= LONGEST else f"{text[: LONGEST - 1]}…"
 
 
-def _add_bar(figure: Any, image: Any, axes: Any, name: str) -> None:
-    """Add the colour bar of some maps."""
-    bar = figure.colorbar(image, ax=axes, **BAR)
+def _add_bar(figure: Any, image: Any, axes: Any, name: str, is_cut: bool = False) -> None:
+    """Add the colour bar of some maps, which ends in a point if there are larger numbers."""
+    bar = figure.colorbar(image, ax=axes, extend="max" if is_cut else "neither", **BAR)
     bar.set_label(name, fontsize=FONT)
     bar.ax.tick_params(labelsize=FONT)
 

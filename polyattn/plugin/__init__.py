@@ -63,12 +63,7 @@ from polyattn._core.tiles.axes import one_batch_axis
 from polyattn._core.tiles.band import band, column_span
 from polyattn._core.tiles.coverage import TileGrid, TileQuery, combined_mask
 from polyattn._core.tiles.indices import Indices
-from polyattn._core.tiles.visibility import (
-    cleared,
-    empty_rows,
-    may_have_empty_rows,
-    visible_keys,
-)
+from polyattn._core.tiles.visibility import cleared, empty_rows, may_have_empty_rows, visible_keys
 from polyattn.plugin.backend import Backend, Kernel, undeclared
 from polyattn.plugin.primitives import BackendPrimitives
 from polyattn.plugin.spec import CONTRACT_VERSION, BackendSpec, KernelSpec

@@ -9,13 +9,7 @@ import pytest
 from libraries import NUMPY, STRICT, TORCH, tiles_of
 from optional import array_api_strict
 
-from polyattn import (
-    attention,
-    attention_jvp,
-    attention_partial,
-    attention_vjp,
-    attention_weights,
-)
+from polyattn import attention, attention_jvp, attention_partial, attention_vjp, attention_weights
 from polyattn.conformance import ESSENTIAL, assert_accurate, make_case
 
 B, H, G, L, S, D = 2, 4, 2, 9, 9, 8

@@ -6,13 +6,7 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from polyattn import (
-    Gradients,
-    Partial,
-    attention,
-    attention_backward,
-    attention_partial,
-)
+from polyattn import Gradients, Partial, attention, attention_backward, attention_partial
 
 
 class Place(NamedTuple):

@@ -90,21 +90,26 @@ def test_what_jax_nn_is_asked_means_what_we_mean(calls, options):
     assert ours.dtype == jnp.bfloat16
 
 
-@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"window": (5, 0)}])
-@pytest.mark.parametrize(("rows", "keys"), [(15, 15), (1, 15), (15, 16), (16, 15)])
-def test_gradients_of_odd_lengths_are_those_of_even_ones(calls, rows, keys, options):
-    if options and rows != keys:
-        return
-    q, k, v = (x[:, :, :n] for x, n in zip(BFLOAT16, (rows, keys, keys), strict=True))
+def check_gradients(arrays, options):
+    """Compare the gradients of a program with those of the formula."""
 
     def gradients(kernel):
         def loss(*arrays):
             return jnp.sum(jnp.sin(attention(*arrays, **options, kernel=kernel)))
 
-        return jax.jit(jax.grad(loss, (0, 1, 2)))(q, k, v)
+        return jax.jit(jax.grad(loss, (0, 1, 2)))(*arrays)
 
     for one, other in zip(gradients("cudnn"), gradients("dense"), strict=True):
         close(one, other, atol=0.03, rtol=0.02)
+
+
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"window": (5, 0)}])
+@pytest.mark.parametrize(("rows", "keys"), [(15, 15), (1, 15), (15, 16), (16, 15)])
+def test_gradients_of_odd_lengths_are_those_of_even_ones(calls, rows, keys, options):
+    if options and rows != keys:
+        return
+    lengths = (rows, keys, keys)
+    check_gradients([x[:, :, :n] for x, n in zip(BFLOAT16, lengths, strict=True)], options)
     padded = "key_value_seq_lengths" in calls[-1]
     assert padded is (keys % 2 == 1 and not options)
 
@@ -113,15 +118,7 @@ def test_gradients_of_odd_lengths_are_those_of_even_ones(calls, rows, keys, opti
 def test_a_program_has_the_keys_that_a_mask_of_numbers_leaves(calls, options):
     q, k, v = (x[:, :, :n] for x, n in zip(BFLOAT16, (10, 16, 16), strict=True))
     options |= {"mask": masks.padding(10)}
-
-    def gradients(kernel):
-        def loss(*arrays):
-            return jnp.sum(jnp.sin(attention(*arrays, **options, kernel=kernel)))
-
-        return jax.jit(jax.grad(loss, (0, 1, 2)))(q, k, v)
-
-    for one, other in zip(gradients("cudnn"), gradients("dense"), strict=True):
-        close(one, other, atol=0.03, rtol=0.02)
+    check_gradients([q, k, v], options)
     assert {one["is_causal"] for one in calls} == {"is_causal" in options}
     # Outside of a program each number would be compiled.
     with pytest.raises(polyattn.UnsupportedError, match="it does not compute mask_expression"):

@@ -5,14 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from polyattn import (
-    attention,
-    attention_jvp,
-    attention_partial,
-    attention_vjp,
-    masks,
-    scores,
-)
+from polyattn import attention, attention_jvp, attention_partial, attention_vjp, masks, scores
 from polyattn._kernels.tiled import Tiled
 from polyattn_jax import tile
 from polyattn_jax.xla import Xla

@@ -14,15 +14,7 @@ import polyattn
 from polyattn import attention, attention_partial, explain
 from polyattn._dispatch import cache
 from polyattn.plugin import Operands, Span
-from polyattn_torch import (
-    attn_mask,
-    device_info,
-    engine_report,
-    engines,
-    route,
-    sdpa,
-    workarounds,
-)
+from polyattn_torch import attn_mask, device_info, engine_report, engines, route, sdpa, workarounds
 from polyattn_torch.device_info import DeviceInfo, describe_device
 from polyattn_torch.sdpa import Sdpa
 from polyattn_torch.workarounds import EngineInputs

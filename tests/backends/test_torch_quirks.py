@@ -222,7 +222,7 @@ def test_torch_compiler_assume_constant_result(run_python):
     """Our mark is torch's, and does not import the compiler."""
     run_python(
         "import sys, torch\n"
-        "from polyattn_torch.device_info import constant_when_traced\n"
+        "from polyattn.plugin.internal import constant_when_traced\n"
         "@constant_when_traced\n"
         "def ours(): return 1\n"
         "assert 'torch._dynamo' not in sys.modules\n"

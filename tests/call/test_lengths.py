@@ -7,13 +7,7 @@ import numpy as np
 import pytest
 from optional import array_api_strict, da, jax, jnp, torch
 
-from polyattn import (
-    attention,
-    explain,
-    nn,
-    parallel,
-    scores,
-)
+from polyattn import attention, explain, nn, parallel, scores
 
 rng = np.random.default_rng(0)
 B, H, G, L, S, D = 4, 4, 2, 3, 9, 8

@@ -39,6 +39,10 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
+#: A pattern of the tests of kernels.
+EACH = r".*\["
+
+
 class Suite(BackendSuite):
     """The suite, some tests of which are slow.
 
@@ -46,6 +50,15 @@ class Suite(BackendSuite):
     """
 
     slow, quick = "(?!)", "(?!)"
+
+    def pytest_generate_tests(self, metafunc):
+        """Choose no cases if each is slow and slow tests are left out: that takes seconds."""
+        is_slow = self.slow == EACH and self.quick == Suite.quick
+        left_out = metafunc.config.option.markexpr == "not slow"
+        if is_slow and left_out and {"variant", "case"} <= set(metafunc.fixturenames):
+            metafunc.parametrize("variant,case", [pytest.param(None, None, marks=pytest.mark.slow)])
+        else:
+            super().pytest_generate_tests(metafunc)
 
     def _marks(self, name):
         is_slow = re.match(self.slow, name) and not re.match(self.quick, name)
@@ -172,7 +185,7 @@ class TestDask(Suite):
         for test in ("every_declared_feature_is_exercised", "deterministic")
         for tiles in ("", ", small tiles")
     }
-    slow = r".*\["
+    slow = EACH
     quick = r"test_(case|deterministic)\[chunked|test_(lazy|backward)\[chunked-many"
 
     @pytest.fixture
@@ -207,7 +220,7 @@ EXPORTED = [case for case in CASES.values() if case.dtype != "bfloat16"]  # whic
 class TestOnnx(Suite):
     """Each call exported, checked, and run by ONNX Runtime: half a second, so all are slow."""
 
-    backend, slow = "onnx", r".*\["
+    backend, slow = "onnx", EACH
     thorough = False
     # A model has no threads of ours and no gradients.
     test_first_call_from_eight_threads = test_backward = test_jvp = None
@@ -249,7 +262,7 @@ class TestOnnxReference(TestOnnx):
 class TestOnnxruntime(Suite):
     """Arrays of NumPy, computed by ONNX Runtime; behind its kernel stand the core's."""
 
-    backend, slow = "onnxruntime", r".*\["
+    backend, slow = "onnxruntime", EACH
     quick = r"test_case\[node|test_every_declared_feature_is_exercised\[node"
 
 

@@ -219,5 +219,12 @@ def test_the_command_writes_them(mine, tmp_path, capsys):
         assert main(["check", "--callable", f"mine:{name}", "--quick", *options]) == code
         assert error in capsys.readouterr().err
         assert not names["repro"].exists()
+    chosen = ["--case", "softcap 50", "--repro", str(names["repro"])]
+    assert main(["check", "--callable", "mine:deaf", *chosen]) == 1
+    assert "1 case differs" in capsys.readouterr().out
+    assert "the case 'softcap 50' of polyattn" in names["repro"].read_text("utf-8")
+    assert main(["check", "numpy", "--kernel", "dense", "--case", "causal", "--case", "bias"]) == 0
+    rows = re.findall(r"^  (\w+)  +[\d.]+$", capsys.readouterr().out, re.MULTILINE)
+    assert rows == ["bias", "causal", "logsumexp", "float32"]
     assert main(["check", "numpy", "--junit", str(tmp_path / "no/such.xml")]) == 2
     assert "--junit needs a file in an existing folder" in capsys.readouterr().err

@@ -8,18 +8,11 @@ from optional import jax, torch
 
 from polyattn._kernels.dense_kernel import Dense
 from polyattn.conformance import CASES, KernelVariant, Target
-from polyattn.conformance.cases.gradient_cases import (
-    BACKWARD_CASES,
-    POISONED_GRADIENT_CASES,
-)
+from polyattn.conformance.cases.gradient_cases import BACKWARD_CASES, POISONED_GRADIENT_CASES
 from polyattn.conformance.checks.gradients import check_gradients
 from polyattn.conformance.reference import differences
 from polyattn.conformance.reference.differences import direction, slopes, tangent
-from polyattn.conformance.reference.gradients import (
-    cotangent,
-    gradients,
-    has_formula,
-)
+from polyattn.conformance.reference.gradients import cotangent, gradients, has_formula
 
 DIFFERENTIATED = [case for case in BACKWARD_CASES.values() if case.dtype == "float64"]
 

@@ -82,31 +82,22 @@ def test_a_kernel_that_reads_integers_passes():
     assert not reads_integers(NUMPY, KernelVariant(Dense()))
 
 
-@pytest.mark.parametrize("place", [0, 1])
-@pytest.mark.parametrize(
-    "mistake", [unsigned, of_the_next_row, of_the_first_block, of_other_items, written]
-)
-def test_a_mistake_is_found(mistake, place):
-    mistakes = [lambda x: x, lambda x: x]
-    mistakes[place] = mistake
-    with pytest.raises(AssertionError, match="integers, rows, float32"):
-        check_quantized(NUMPY, KernelVariant(Reader(*mistakes)))
+#: Mistakes with keys and values, and those with integers of 4 bits, of which values have one group.
+OF_8 = [unsigned, of_the_next_row, of_the_first_block, of_other_items, written]
+OF_4 = [(0, swapped), (1, swapped), (0, without_offsets), (1, without_offsets)]
 
 
 @pytest.mark.parametrize(
-    ("mistake", "place"),
+    ("integers", "place", "mistake"),
     [
-        (swapped, 0),
-        (swapped, 1),
-        (without_offsets, 0),
-        (without_offsets, 1),
-        (of_the_first_group, 0),
+        *[("integers", place, mistake) for mistake in OF_8 for place in (0, 1)],
+        *[("integers of 4 bits", *one) for one in (*OF_4, (0, of_the_first_group))],
     ],
 )
-def test_a_mistake_with_4_bits_is_found(mistake, place):
+def test_a_mistake_is_found(integers, place, mistake):
     mistakes = [lambda x: x, lambda x: x]
     mistakes[place] = mistake
-    with pytest.raises(AssertionError, match="integers of 4 bits, rows, float32"):
+    with pytest.raises(AssertionError, match=f"{integers}, rows, float32"):
         check_quantized(NUMPY, KernelVariant(Reader(*mistakes)))
 
 

@@ -11,6 +11,7 @@ from typing import ClassVar
 import numpy as np
 import pytest
 
+from polyattn import UnsupportedError
 from polyattn._core.call.features import DTYPES, FEATURES
 from polyattn._dispatch import registry
 from polyattn._kernels.dense_kernel import Dense
@@ -18,6 +19,7 @@ from polyattn.cli import main
 from polyattn.conformance import CASES, KernelVariant, Target
 from polyattn.conformance.cases.topics import TOPICS
 from polyattn.conformance.checks import promises
+from polyattn.conformance.checks.gradients import check_gradients
 from polyattn.conformance.report import html, report, run
 from polyattn.plugin import Backend
 
@@ -84,6 +86,9 @@ def test_a_page_that_needs_nothing_beside_itself(tmp_path, capsys):
         ("numpy --list --badge x.svg", "leave out --callable, --subject, --json and files"),
         ("--write-cases x --html x.html", "writes one set of cases; leave out the other options"),
         ("--write-cases x --kernel tiled", "writes one set of cases; leave out the other options"),
+        ("--callable torch:matmul --same-bits --case causal", "give a function only"),
+        ("numpy --case causl", "--case: there is no case 'causl'; did you mean 'causal'?"),
+        ("--callable torch:matmul --case dropout", "--case: no function of others has these"),
     ],
 )
 def test_wrong_arguments_are_refused_before_any_work(arguments, message, capsys):
@@ -254,6 +259,15 @@ def test_each_call_without_gradients_is_a_failure():
     run.run([run.CheckStep(section, variant, "gradients", few=True)])
     assert len(section.failures) == len(section.cell("gradients", variant).failures) > 1
     assert "does not require a gradient" in section.failures[0].text
+
+
+def test_a_refusal_that_explain_does_not_tell_is_a_failure():
+    class Late(Dense):
+        def __call__(self, problem, operands, backend):
+            raise UnsupportedError("not now")
+
+    with pytest.raises(AssertionError, match="plain: explain says that it runs, and the call is"):
+        check_gradients(Target("torch"), KernelVariant(Late()), CASES["plain"])
 
 
 def test_a_declaration_that_nothing_exercises_is_a_failure():

@@ -8,14 +8,7 @@ from polyattn.cli import main
 from polyattn.conformance import CASES, ESSENTIAL, KernelVariant, Target
 from polyattn.conformance.cases.topics import TOPICS
 from polyattn.conformance.checks.gradients import DERIVATIVES
-from polyattn.conformance.selection import (
-    LEFT_OUT,
-    REFUSED,
-    RUNS,
-    chosen,
-    states,
-    why_few,
-)
+from polyattn.conformance.selection import LEFT_OUT, REFUSED, RUNS, chosen, states, why_few
 from polyattn.plugin import FEATURES
 
 NUMPY = Target("numpy")

@@ -9,11 +9,7 @@ from polyattn import conformance
 from polyattn.cli import main
 from polyattn.conformance import CASES
 from polyattn.conformance.functions import subjects
-from polyattn.conformance.functions.check import (
-    AGREES,
-    DIFFERS,
-    RAISES,
-)
+from polyattn.conformance.functions.check import AGREES, DIFFERS, RAISES
 from polyattn.conformance.functions.report import as_dict
 from polyattn.conformance.functions.subjects import SUBJECTS, Peer, measure, subject_of
 

@@ -207,28 +207,26 @@ def test_workloads_of_flashinfer_trace_have_our_results(folder, tmp_path):
     assert {"pages, a page - 1", "cache, no key", "pages, new rows"} <= set(found)
 
 
-@pytest.mark.parametrize("is_file", [True, False], ids=["a file", "a folder that is not empty"])
-def test_nothing_is_written_over(tmp_path, capsys, is_file):
-    taken = tmp_path / "taken" if is_file else tmp_path
+REFUSED = {
+    "a file": ([], "taken", "needs a new or empty folder; {} exists"),
+    "a folder that is not empty": ([], ".", "needs a new or empty folder; {} exists"),
+    "no parent": ([], "no/such", "needs a folder in an existing one"),
+    "a backend": (["numpy"], "cases", "leave out the backend"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_where_nothing_can_be_written_is_refused(tmp_path, capsys, name):
+    backend, place, said = REFUSED[name]
     (tmp_path / "taken").write_text("", encoding="utf-8")
-    assert main(["check", "--write-cases", str(taken)]) == 2
-    assert f"needs a new or empty folder; {taken} exists" in capsys.readouterr().err
-
-
-def test_nothing_else_is_asked_for(tmp_path, capsys):
-    assert main(["check", "numpy", "--write-cases", str(tmp_path / "cases")]) == 2
-    assert "leave out the backend" in capsys.readouterr().err
-    assert not (tmp_path / "cases").exists()
-
-
-def test_a_folder_has_a_parent(tmp_path, capsys):
-    assert main(["check", "--write-cases", str(tmp_path / "no/such")]) == 2
-    assert "needs a folder in an existing one" in capsys.readouterr().err
+    assert main(["check", *backend, "--write-cases", str(tmp_path / place)]) == 2
+    assert said.format(tmp_path / place) in capsys.readouterr().err
+    assert [file.name for file in tmp_path.iterdir()] == ["taken"]
 
 
 @pytest.mark.parametrize("name", ["plain", "causal", "E != D", "L > S", "1 x 700", "129 x 127"])
 def test_the_limit_of_twenty_lines_is_near_ours(name):
-    copied = pages.run(DOCS / "written-cases.md")[0].names["exact_and_limits"]
+    copied = pages.run(DOCS / "how-to" / "check-kernels.md")[-1].names["exact_and_limits"]
     case = replace(CASES[name], rows=None)
     arrays, seen = case.arguments()[0], np.ones((case.L, case.S), bool)
     if "is_causal" in dict(case.options):

@@ -7,12 +7,7 @@ import numpy as np
 import pytest
 from optional import torch
 
-from polyattn import (
-    attention,
-    attention_vjp,
-    masks,
-    scores,
-)
+from polyattn import attention, attention_vjp, masks, scores
 from polyattn._dispatch import cache
 from polyattn._kernels.dense_kernel import Dense
 

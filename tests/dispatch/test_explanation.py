@@ -6,10 +6,7 @@ import numpy as np
 import pytest
 from optional import jax, jnp, torch
 
-from polyattn import (
-    explain,
-    masks,
-)
+from polyattn import attention_vjp, explain, masks, scores, trace
 from polyattn._dispatch import registry
 
 X = np.random.default_rng(0).standard_normal((2, 4, 5, 8), dtype=np.float32)
@@ -41,6 +38,25 @@ def test_explain_from_shapes_agrees_with_arrays():
 def test_explain_checks_what_attention_checks():
     with pytest.raises(ValueError, match="8 and 6"):
         explain(SHAPE, (2, 4, 5, 6), SHAPE)
+
+
+PAGED = {"key": (6, 4, 3, 8), "block_table": np.array([[0, 1], [4, 5]]), "key_lengths": [5, 6]}
+
+
+@pytest.mark.parametrize(
+    "options", [{"softcap": 3.0}, {"dropout": (0.5, 0)}, {"scale": scores.by_norm()}, PAGED]
+)
+@pytest.mark.without_native
+def test_of_gradients_it_explains_the_call_that_attention_vjp_makes(options):
+    options = {"key": SHAPE, "is_causal": True} | options
+    query, key = (np.ones(shape, np.float32) for shape in (SHAPE, options.pop("key")))
+    explanation = explain(query, key, key, gradients=True, **options)
+    with trace() as counts:
+        output, pullback = attention_vjp(query, key, key, **options)
+        pullback(output)
+    (ran,) = (one for one in counts.calls if one.function == "backward")
+    assert explanation.problem.features == ran.needs
+    assert explanation.chosen.kernel == ran.kernel
 
 
 def test_explain_assumes_the_default_device_of_the_library():

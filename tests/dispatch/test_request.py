@@ -9,12 +9,7 @@ import numpy as np
 import pytest
 
 import polyattn
-from polyattn import (
-    attention,
-    explain,
-    use_backend,
-    use_threads,
-)
+from polyattn import attention, explain, use_backend, use_threads
 from polyattn._base.threads import thread_count
 from polyattn._dispatch import request
 

@@ -5,11 +5,7 @@ import pytest
 from optional import array_api_strict, da, jnp, torch
 
 import polyattn
-from polyattn import (
-    attention,
-    explain,
-    use_backend,
-)
+from polyattn import attention, explain, use_backend
 from polyattn._base.arrays import library_of
 from polyattn._core.call.describe import describe
 from polyattn._core.call.problem import examine

@@ -8,11 +8,7 @@ import pytest
 from optional import array_api_strict, da, jax, jnp, torch
 
 import polyattn
-from polyattn import (
-    attention,
-    attention_partial,
-    masks,
-)
+from polyattn import attention, attention_partial, masks
 from polyattn._dispatch import registry
 
 RNG = np.random.default_rng(0)

@@ -35,7 +35,7 @@ ELSEWHERE = {
 # What these print differs from run to run.
 NOT_SHOWN = ("milliseconds(compute",)
 # Pages whose commands take half a minute or more.
-LONG = {"docs/bench.md": pytest.mark.slow}
+LONG = {"docs/performance.md": pytest.mark.slow}
 # Commands that run elsewhere or not at all, each with the reason.
 EXAMPLE = "needs the example of a plugin, with which tests/docs/test_site.py runs it"
 SDPA = "torch.nn.functional:scaled_dot_product_attention"

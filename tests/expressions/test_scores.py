@@ -6,12 +6,7 @@ import numpy as np
 import pytest
 from optional import TorchBackend, torch
 
-from polyattn import (
-    attention,
-    attention_weights,
-    explain,
-    scores,
-)
+from polyattn import attention, attention_weights, explain, scores
 from polyattn.plugin import Score
 from polyattn_numpy.backend import NumpyBackend
 

@@ -8,14 +8,7 @@ import cupyx
 import numpy as np
 import pytest
 
-from polyattn import (
-    attention,
-    attention_backward,
-    attention_partial,
-    attention_vjp,
-    explain,
-    masks,
-)
+from polyattn import attention, attention_backward, attention_partial, attention_vjp, explain, masks
 from polyattn.conformance.suite import BackendSuite
 from polyattn_cupy import graphs, loading, plans, products
 

@@ -22,6 +22,7 @@ from polyattn import masks, scores
 native = pytest.importorskip("polyattn_native.kernel")
 library = pytest.importorskip("polyattn_native.library")
 call = pytest.importorskip("polyattn_native.call")
+ready = pytest.importorskip("polyattn_native.ready")
 
 TOLERANCE = {"float32": 3e-5, "float64": 1e-12, "float16": 4e-3}
 
@@ -85,6 +86,15 @@ def test_random_calls_equal_the_formula(seed: int, isa: str) -> None:
     np.testing.assert_allclose(
         found.logsumexp, wanted.logsumexp, rtol=1e-5 if x.dtype != "float64" else 1e-12, atol=1e-5
     )
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16"])
+@pytest.mark.parametrize(("rows", "size"), [(1, 64), (40, 24), (2100, 17)])
+def test_the_mean_of_ones_is_1(rows: int, size: int, dtype: str, isa: str) -> None:
+    q, k = np.random.default_rng(0).standard_normal((2, 1, 4, rows, size)).astype(dtype)
+    k = np.concatenate([k, k[..., ::-1]], axis=-2)
+    found = polyattn.attention(q, k, np.ones_like(k), is_causal=True)
+    assert (found == 1).all()
 
 
 @pytest.mark.parametrize("seed", range(24))
@@ -346,7 +356,8 @@ def test_a_long_bias_of_another_dtype_has_one_axis(monkeypatch: pytest.MonkeyPat
 
 def test_the_share_that_is_done_grows_to_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     shares: list[float] = []
-    monkeypatch.setattr(call, "progress", lambda: contextlib.nullcontext(shares.append))
+    for module in (call, ready):
+        monkeypatch.setattr(module, "progress", lambda: contextlib.nullcontext(shares.append))
     x = np.ones((24, 2048, 64), np.float32)
     options: dict[str, Any]
     for options in ({}, {"mask": masks.causal() & masks.dilated(3)}, {}):  # the last one is ready

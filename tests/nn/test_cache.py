@@ -5,6 +5,7 @@ import pickle
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from itertools import product
 from threading import Barrier
 
 import numpy as np
@@ -164,8 +165,11 @@ def cache_of(kind, like, capacity=8):
     return create.init(3, 4, batch=(2,), **options)
 
 
-@pytest.mark.parametrize("kind", CACHES)
-@pytest.mark.parametrize("library", ["numpy", "torch", "jax", "strict"], indirect=True)
+@pytest.mark.parametrize(
+    ("library", "kind"),
+    [*product(["numpy", "torch", "strict"], CACHES), *product(["jax"], ["KVCache", "PagedCache"])],
+    indirect=["library"],
+)
 def test_no_rows_may_be_appended(library, kind):
     to, back = library
     whole, query, none = (to(TOKENS[:, :, :count].astype(np.float32)) for count in (8, 1, 0))

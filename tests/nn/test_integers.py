@@ -5,11 +5,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from optional import jax, torch
+from optional import torch
 from tiny_models import LIBRARIES
 
 from polyattn import attention, nn
-from polyattn.integrations.jax import register
 from polyattn.nn import integers, quantized_cache
 
 GUIDE = Path(__file__).resolve().parents[2] / "docs" / "how-to" / "generate.md"
@@ -245,50 +244,3 @@ def test_its_memory_is_small():
         held.append(sum(x.key.nbytes + x.value.nbytes for x in parts) / (2 * key.nbytes))
     sentence = "With `bits=4` it takes {:.2f} of the memory of float32, and {:.2f} with `group=32`"
     assert sentence.format(*held) in " ".join(GUIDE.read_text(encoding="utf-8").split())
-
-
-# ---- compiled steps -----------------------------------------------------------------------------
-
-
-def compiled_steps(step, counts, to, back):
-    """Compare steps of a compiled function with those of NumPy."""
-    cache, other = made(to, []), made(np.asarray, [])
-    for count in counts:
-        start, query = other.length, QUERIES[:, :, :1]
-        new = [x[:, :, start : start + count] for x in (KEYS, VALUES)]
-        found, cache = step(cache, *map(to, (query, *new)))
-        expected, other = decoded(other, query, *new)
-        np.testing.assert_allclose(back(found), expected, atol=3e-6)
-    assert int(cache.codes.length) == other.codes.length > 0
-
-
-def decoded(cache, query, key, value):
-    cache = cache.append(key, value)
-    return cache.attention(query, is_causal=True, window=(9, 0)), cache
-
-
-def test_a_step_of_jax_is_compiled_once():
-    register()
-    compiled = []
-
-    @jax.jit
-    def step(*given):
-        compiled.append(given)
-        return decoded(*given)
-
-    compiled_steps(step, [1] * 19, *LIBRARIES["jax"])
-    assert len(compiled) == 1
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
-def test_a_step_of_torch_is_compiled_once():
-    graphs = []
-
-    def keep(graph, example):
-        graphs.append(graph)
-        return graph
-
-    step = torch.compile(decoded, fullgraph=True, backend=keep)
-    compiled_steps(step, [12] + [1] * 8, *LIBRARIES["torch"])
-    assert len(graphs) == 2

@@ -241,16 +241,18 @@ def test_all_tokens_that_the_capacity_promises_fit(monkeypatch, window, block, c
                 np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
-def compiled_steps(step, counts, to, back):
+def compiled_steps(step, bits, counts, to, back):
     """Return the cache after compiled steps, each compared with what is not compiled."""
     rng, make = np.random.default_rng(4), nn.QuantizedCache.init
-    settings = {"batch": (1,), "window": 3, "block": 8, "value_size": 3}
-    cache = make(2, 5, 16, like=to(np.zeros(1, np.float32)), **settings)
-    other = make(2, 5, 16, like=np.zeros(1, np.float32), **settings)
+    size, of_value = (5, 3) if bits == 8 else (64, 32)
+    settings = {"batch": (1,), "window": 3, "block": 8, "value_size": of_value, "bits": bits}
+    settings |= {"group": 32} if bits == 4 else {}
+    cache = make(2, size, 16, like=to(np.zeros(1, np.float32)), **settings)
+    other = make(2, size, 16, like=np.zeros(1, np.float32), **settings)
     for count in counts:
         query, key, value = (
             rng.standard_normal((1, heads, count, size)).astype(np.float32)
-            for heads, size in ((4, 5), (2, 5), (2, 3))
+            for heads, size in ((4, size), (2, size), (2, of_value))
         )
         found, cache = step(cache, *map(to, (query, key, value)))
         other = other.append(key, value)
@@ -266,7 +268,8 @@ def decoded(cache, query, key, value):
     return cache.attention(query, is_causal=True, window=(9, 0)), cache
 
 
-def test_a_step_of_jax_is_compiled_once_and_cannot_truncate():
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_step_of_jax_is_compiled_once_and_cannot_truncate(bits):
     register()
     compiled = []
 
@@ -275,7 +278,7 @@ def test_a_step_of_jax_is_compiled_once_and_cannot_truncate():
         compiled.append(given)
         return decoded(*given)
 
-    cache = compiled_steps(step, [1] * 19, *LIBRARIES["jax"])
+    cache = compiled_steps(step, bits, [1] * 19, *LIBRARIES["jax"])
     assert len(compiled) == 1
     with pytest.raises(ValueError, match=r"length of a quantised cache is unknown, .* a KVCache"):
         jax.jit(lambda cache: cache.truncate(6))(cache)
@@ -283,7 +286,8 @@ def test_a_step_of_jax_is_compiled_once_and_cannot_truncate():
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
-def test_a_step_of_torch_is_compiled_once():
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_step_of_torch_is_compiled_once(bits):
     graphs = []
 
     def keep(graph, example):
@@ -291,7 +295,7 @@ def test_a_step_of_torch_is_compiled_once():
         return graph
 
     step = torch.compile(decoded, fullgraph=True, backend=keep)
-    compiled_steps(step, [11] + [1] * 8, *LIBRARIES["torch"])
+    compiled_steps(step, bits, [11] + [1] * 8, *LIBRARIES["torch"])
     assert len(graphs) == 2
 
 

@@ -140,7 +140,10 @@ def test_the_largest_weights_are_drawn_over_all_keys_whose_number_is_given():
 def test_a_point_of_a_long_map_is_the_largest_weight_of_its_tokens(of):
     weights = np.full((1030, 600), 1e-3, np.float32)
     weights[1029, 401] = 0.7
-    axes = maps(of(weights))[0]
+    figure = of(weights)
+    axes = maps(figure)[0]
+    assert colours(figure)[0].vmax == np.float32(1e-3)  # the one above it would make all else dark
+    assert figure.axes[-1]._colorbar.extend == "max"
     assert shown(axes).shape == (344, 300)
     expected = np.full((344, 300), 1e-3, np.float32)
     expected[343, 200] = 0.7

@@ -8,11 +8,7 @@ import pytest
 from polyattn._core.call.describe import describe
 from polyattn._core.call.layout import heads_first
 from polyattn._core.call.problem import examine
-from polyattn.plugin import (
-    Span,
-    may_have_empty_rows,
-    visible_keys,
-)
+from polyattn.plugin import Span, may_have_empty_rows, visible_keys
 from polyattn.plugin.internal import band_from, finite_bias, made_shape, score_axes, visible_scores
 
 WINDOWS = [(None, None), (None, 0), (3, 0), (0, None), (2, 5), (400, 1), (None, 2)]

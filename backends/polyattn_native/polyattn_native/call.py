@@ -5,12 +5,11 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import numpy as np
 
-from polyattn.plugin import CUT_BY_FORK, Expression, Operands, Problem, Quantized, Span, progress
+from polyattn.plugin import CUT_BY_FORK, Operands, Problem, Quantized, Span, progress
 from polyattn_native.arrays import (
     address_of,
     converted,
@@ -35,9 +34,6 @@ OF_KEYS = frozenset(
 PART = 128
 # The bytes of a mask or bias that is made for some rows at a time.
 MADE = 2**22
-# The bytes of arrays that are compared with those of the latest call, which keeps a copy.
-MOST_COMPARED = 2**16
-
 
 NO_MEMORY = "the compiled kernel found no memory for its tiles"
 
@@ -237,13 +233,13 @@ class NativeCall:
         seen = self.seen = visible(self.problem, self.x) if self.seen is None else self.seen
         for name, numbers in (("first", seen.first), ("stop", seen.stop)):
             if numbers is not None:
-                self._add_range(name, numbers)
+                self.add_range(name, numbers)
                 self.call.ranges = numbers.shape[3]
         self.makes_mask = seen.by_rows
         if seen.array is not None:
             self.array("mask", np.asarray(seen.array).view(np.uint8))
 
-    def _add_range(self, name: str, numbers: Any) -> None:
+    def add_range(self, name: str, numbers: Any) -> None:
         """Add an end of ranges, as `Visible` has it."""
         to, size = getattr(self.call, name), numbers.itemsize
         to.data = address_of(numbers)
@@ -288,7 +284,10 @@ class NativeCall:
         with progress() as show:
             done = 0
             for part in self._parts():
-                share = partial(_show, show, done / rows, part.rows / rows)
+
+                def share(of_part: float, done: int = done, size: int = part.rows) -> None:
+                    show((done + of_part * size) / rows)
+
                 run(function, ctypes.byref(part), show=share)
                 done += part.rows
 
@@ -338,10 +337,6 @@ class NativeCall:
         return part
 
 
-def _show(show: Callable[[float], None], before: float, part: float, share: float) -> None:
-    show(before + share * part)
-
-
 def run(function: Any, *arguments: Any, show: Callable[[float], None]) -> int:
     """Call a function of the library until its work is done, and return its status."""
     state = ctypes.c_void_p()
@@ -356,71 +351,14 @@ def run(function: Any, *arguments: Any, show: Callable[[float], None]) -> int:
         # Again: an interrupt may have come before the first. Threads must not write any more when
         # the arrays go. Once the call is done, this does nothing.
         library().polyattn_cancel(at)
-    return _checked(status)
+    return checked(status)
 
 
-def _checked(status: int) -> int:
+def checked(status: int) -> int:
+    """Return the status of a call; raise if it failed."""
     if status < 0:
         raise RuntimeError(CUT_BY_FORK) if status == -2 else MemoryError(NO_MEMORY)
     return status
-
-
-class Ready:
-    """A call that runs again with other arrays of the same kind."""
-
-    def __init__(self, native: NativeCall, *, is_whole: bool) -> None:
-        self.problem, self._native = native.problem, native
-        self.is_whole = is_whole  # whether other operands than query, key and value say nothing
-        self._function = library().polyattn_attend_to
-        self._is_short = threads_for(self.problem, 2, most=2) == 1
-        # All layers of a model have the same lengths, ids or slopes.
-        self._latest: tuple[Any, NativeCall | None] = None, None
-        self._repeats = True
-
-    def run(self, kernel: Any, *pointers: int | None, x: Operands) -> bool:
-        """Compute, with arrays by pointers to the addresses of their data.
-
-        Of a call that is not whole, the other operands are read from `x`. False if numbers are not
-        aligned, or a mask or bias is made in parts: then nothing is computed.
-        """
-        native = self._native
-        if not self.is_whole:
-            native = self._again(kernel, x)
-            if native.is_made:
-                return False
-        if self._is_short:
-            return _checked(self._function(native.address, 1, *pointers, None)) == 0
-        threads = threads_for(self.problem, 2, kernel.threads())
-        with progress() as show:
-            return run(self._function, native.address, threads, *pointers, show=show) == 0
-
-    def _again(self, kernel: Any, x: Operands) -> NativeCall:
-        """Return the call with what operands say: the latest one if their arrays hold the same."""
-        if not self._repeats:
-            return self._native.again(kernel.in_numpy(x))
-        contents, (latest, native) = self._contents(kernel, x), self._latest
-        if native is None or contents is None or contents != latest:
-            native = self._native.again(kernel.in_numpy(x))
-            self._repeats = native.is_of_copies
-            if contents is not None and self._repeats:
-                native.x = native.distances = None
-                self._latest = contents, native  # at once, since threads share it
-        return native
-
-    @staticmethod
-    def _contents(kernel: Any, x: Operands) -> tuple[bytes, ...] | None:
-        """Return what arrays beside query, key and value hold, or None if it is much."""
-        given = (x.query_offset, x.key_lengths, x.block_table, x.sinks)
-        # The problem has an offset that is a number.
-        arrays: list[Any] = [one for one in given if not (one is None or isinstance(one, int))]
-        for one in (x.mask, x.score_mod):
-            if isinstance(one, Expression):
-                if one.form is None:
-                    return None
-                arrays += one.form[1]
-        if sum([one.nbytes for one in arrays]) > MOST_COMPARED:
-            return None
-        return tuple([kernel.bytes_of(one) for one in arrays])
 
 
 def _move(array: CArray, size: int, rows: int) -> None:

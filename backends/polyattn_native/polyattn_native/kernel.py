@@ -20,18 +20,12 @@ from polyattn.plugin import (
     sum_to,
     thread_count,
 )
-from polyattn_native.arrays import (
-    DATA,
-    KNOWS_ADDRESSES,
-    QUIETLY,
-    is_readable,
-    numbers,
-    readable,
-)
-from polyattn_native.call import NativeCall, Ready
+from polyattn_native.arrays import DATA, KNOWS_ADDRESSES, QUIETLY, is_readable, numbers, readable
+from polyattn_native.call import NativeCall
 from polyattn_native.distance_scores import is_supported
 from polyattn_native.library import library
 from polyattn_native.product import product
+from polyattn_native.ready import Ready
 from polyattn_native.selected import SelectedCall, remark, selects
 from polyattn_native.selected import reasons_against as against_selected
 

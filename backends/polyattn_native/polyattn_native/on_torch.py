@@ -90,7 +90,7 @@ class NativeOnTorch(Native):
         if "vmap" in problem.transforms:
             reasons.append("it does not support torch.func.vmap")
         elif problem.same_bits and (problem.transforms or _is_recorded()):
-            reasons.append("what torch.func transforms, or a mode records, it leaves to tiles")
+            reasons.append("in same_bits() it does not support torch.func and modes that record")
         return reasons
 
     def only_on_request(self, problem: Problem) -> str | None:

@@ -226,7 +226,7 @@ class SelectedCall:
         )  # fmt: skip
         call = NativeCall(part, given, self.threads, products=self.products)
         counts = np.array(np.broadcast_to(counts, (self.items, *batch[-2:])), order="C")
-        call._add_range("stop", counts.reshape(-1, 1, 1, 1))
+        call.add_range("stop", counts.reshape(-1, 1, 1, 1))
         call.keep.append(counts)
         call.call.together, call.call.adds = count * of_keys, 1
         for name, array in self.arrays:

@@ -25,15 +25,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad as untyped_ad
 from jax.interpreters import batching, mlir, xla
 
-from polyattn.plugin import (
-    Array,
-    Backend,
-    Cotangents,
-    Kernel,
-    Problem,
-    Residuals,
-    with_rank,
-)
+from polyattn.plugin import Array, Backend, Cotangents, Kernel, Problem, Residuals, with_rank
 from polyattn_native.call import shape_of_bias_gradient
 from polyattn_native.xla_arguments import gathered, operands
 from polyattn_native.xla_call import ADDRESSES, POOLS, Arrays, Results, Shape, call_library
@@ -53,9 +45,9 @@ def by_xla(backend: Backend, problem: Problem) -> Kernel:
     """Return the kernel that XLA compiles, which computes what the library is not called for."""
     if problem.same_bits:
         raise ValueError(
-            "in same_bits() the kernel native computes no dropout under vmap, no vmap over masks"
-            " and tables alone, no second derivative, and no program for several devices or export:"
-            " make the call outside of the block"
+            "in same_bits() the kernel native does not support dropout under vmap, vmap over masks"
+            " and tables only, second derivatives, and programs for several devices or export: make"
+            " the call outside of the block"
         )
     return next(kernel for kernel in backend.kernels if kernel.name == "xla")
 

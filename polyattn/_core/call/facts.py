@@ -56,6 +56,7 @@ class Call(NamedTuple):
         def whole(facts: ArrayFacts) -> ArrayFacts:
             _, *heads_and_slots, size = facts.shape
             axis = 1 if self.layout == "...HLD" else 0
+            # Not in place, which Dynamo of torch 2.11 cannot trace here.
             sizes = [x * pages if i == axis else x for i, x in enumerate(heads_and_slots)]
             return facts._replace(shape=(*batch, *sizes, size))
 

@@ -11,14 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from polyattn._base.arguments import got
-from polyattn._base.arrays import (
-    Array,
-    ArrayFacts,
-    as_index,
-    index_range,
-    length_of,
-    library_of,
-)
+from polyattn._base.arrays import Array, ArrayFacts, as_index, index_range, length_of, library_of
 from polyattn._base.host import as_array, is_host, is_unreadable
 from polyattn._core.call.facts import axes_of
 from polyattn._core.expressions.masks import Mask, as_mask

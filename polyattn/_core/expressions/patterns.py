@@ -10,12 +10,7 @@ from typing import Any, ClassVar
 
 from polyattn._base.arrays import Array, library_of
 from polyattn._core.expressions.coverage import Block, Coverage
-from polyattn._core.expressions.indices import (
-    INDEX_LIMIT,
-    ScoreDims,
-    ScoreIndices,
-    saturating_sum,
-)
+from polyattn._core.expressions.indices import INDEX_LIMIT, ScoreDims, ScoreIndices, saturating_sum
 from polyattn._core.expressions.intervals import FARTHEST, Intervals, Rows, farthest
 from polyattn._core.expressions.masks import Joined, Mask, Not
 from polyattn._core.expressions.parts import Part

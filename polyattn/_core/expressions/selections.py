@@ -26,11 +26,7 @@ from polyattn._base.arrays import (
 from polyattn._base.host import is_host
 from polyattn._base.scatter import scatter
 from polyattn._core.expressions.coverage import UNKNOWN, Block, Coverage
-from polyattn._core.expressions.indices import (
-    INDEX_LIMIT,
-    ScoreDims,
-    ScoreIndices,
-)
+from polyattn._core.expressions.indices import INDEX_LIMIT, ScoreDims, ScoreIndices
 from polyattn._core.expressions.intervals import Intervals, Rows
 from polyattn._core.expressions.masks import And, Mask
 from polyattn._core.expressions.parts import Part

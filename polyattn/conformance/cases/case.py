@@ -120,6 +120,9 @@ class Case:
     def __str__(self) -> str:
         return self.name
 
+    def __hash__(self) -> int:  # of all fields it would take longer than some checks
+        return hash(self.name)
+
     @property
     def full_batch(self) -> Shape:
         """The batch axes, broadcast."""

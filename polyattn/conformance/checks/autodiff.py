@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import Any
 
-from polyattn import UnsupportedError, attention, explain
+from polyattn import UnsupportedError, attention
 from polyattn._core.call.options import GRADIENT_ARRAYS
 from polyattn.conformance.cases.case import Case
 from polyattn.conformance.checks.target import Target
@@ -21,24 +20,6 @@ def differentiable(arrays: Iterable[Any], options: dict[str, Any]) -> dict[str, 
     """Return the arguments that have gradients, by name."""
     named = dict(zip(("query", "key", "value"), arrays, strict=True)) | options
     return {name: named[name] for name in GRADIENT_ARRAYS if name in named}
-
-
-def by_torch(
-    target: Target, case: Case, kernel: Kernel, arguments: Arguments
-) -> dict[str, Any] | None:
-    """Return the gradients by torch's autograd, or None if the kernel refuses."""
-    arrays, options = arguments
-    inputs = differentiable(arrays, options)
-    for x in inputs.values():
-        x.requires_grad_()
-    if explain(*arrays, **options, backend=target.backend, kernel=kernel).chosen is None:
-        return None
-
-    def call(*_: Any) -> Any:
-        return target.call(case, kernel, arguments=arguments)
-
-    gradients = torch_vjp(call, list(inputs.values()), target.to(cotangent(case)))
-    return dict(zip(inputs, gradients, strict=True))
 
 
 def torch_vjp(function: Callable[..., Any], inputs: list[Any], along: Any) -> Any:
@@ -59,10 +40,10 @@ def mlx_vjp(function: Callable[..., Any], inputs: list[Any], along: Any) -> Any:
     return importlib.import_module("mlx.core").vjp(function, inputs, [along])[1]
 
 
-def by_vjp(
+def by_library(
     vjp: Callable[..., Any], target: Target, case: Case, kernel: Kernel, arguments: Arguments
 ) -> dict[str, Any] | None:
-    """Return the gradients by a library that pulls them back, or None if the kernel refuses."""
+    """Return the gradients by a library, which `vjp` calls, or None if the kernel refuses."""
     along = target.to(cotangent(case))
 
     def differentiated(*arrays: Any, **options: Any) -> Any:
@@ -78,7 +59,10 @@ def by_vjp(
     try:
         gradients: dict[str, Any] = target.call(case, kernel, differentiated, arguments)
     except UnsupportedError:
-        # Such an array does not show beforehand that it will be differentiated.
+        # Only torch's arrays show beforehand that they will be differentiated.
+        if any(getattr(x, "requires_grad", False) for x in arguments[0]):
+            is_refused = target.explain(case, kernel, arguments).chosen is None
+            assert is_refused, f"{case}: explain says that it runs, and the call is refused"
         return None
     return gradients
 
@@ -88,8 +72,4 @@ VJP: dict[str, Callable[[Callable[..., Any], list[Any], Any], Any]] = {
     "torch": torch_vjp,
     "jax": jax_vjp,
     "mlx": mlx_vjp,
-}
-BY: dict[str, Callable[..., dict[str, Any] | None]] = {
-    "torch": by_torch,
-    **{name: partial(by_vjp, VJP[name]) for name in ("jax", "mlx")},
 }

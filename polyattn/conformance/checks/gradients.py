@@ -32,7 +32,7 @@ from polyattn._dispatch.select import explain_selection
 from polyattn.conformance.cases.case import Case
 from polyattn.conformance.cases.gradient_cases import BACKWARD_CASES, GRADIENT_CASES, JVP_CASES
 from polyattn.conformance.checks import cases as checks
-from polyattn.conformance.checks.autodiff import BY, Arguments
+from polyattn.conformance.checks.autodiff import VJP, Arguments, by_library
 from polyattn.conformance.checks.target import KernelVariant, Target
 from polyattn.conformance.reference import differences
 from polyattn.conformance.reference import gradients as formula
@@ -43,7 +43,7 @@ from polyattn.plugin import Cotangents, Kernel, Residuals, Tangents
 
 def has_gradients(target: Target) -> bool:
     """Return whether this module can differentiate in the library of the target."""
-    return target.library.partition(".")[0] in BY
+    return target.library.partition(".")[0] in VJP
 
 
 def check_gradients(
@@ -51,8 +51,10 @@ def check_gradients(
 ) -> dict[str, Deviation] | None:
     """Check that the gradients are as accurate as the textbook's; None if the call is refused."""
     arguments = target.arguments(case)
-    by = BY.get(facts_of(arguments[0][0]).library)
-    gradients = None if by is None else by(target, case, variant.for_case(case), arguments)
+    vjp = VJP.get(facts_of(arguments[0][0]).library)
+    if vjp is None:
+        return None
+    gradients = by_library(vjp, target, case, variant.for_case(case), arguments)
     if gradients is None:
         return None
     return compare(case, {n: target.back(gradients[n]) for n in formula.gradient_yardsticks(case)})

@@ -19,7 +19,7 @@ from polyattn import attention_partial, masks, merge
 from polyattn._base.arrays import facts_of
 from polyattn._dispatch import registry
 from polyattn.conformance.cases.cache_cases import CACHES, OF_256, of_item
-from polyattn.conformance.cases.case import Case, bits, make_case, with_arrays
+from polyattn.conformance.cases.case import Case, bits, make_case
 from polyattn.conformance.cases.catalogue import CASES, ESSENTIAL, size_cases
 from polyattn.conformance.checks import cases as checks
 from polyattn.conformance.checks import gradients, quantized
@@ -36,9 +36,9 @@ class Promise(NamedTuple):
 
     row: str  # of a report
     meaning: str
-    applies: Callable[[Target, KernelVariant], bool]
     check: Callable[[Target, KernelVariant], None]
-    otherwise: str  # what a report says of a kernel that it does not apply to
+    applies: Callable[[Target, KernelVariant], bool] = lambda *_: True
+    otherwise: str = "not checked"  # what a report says of a kernel that it does not apply to
 
 
 #: The essential ones first: they show most.
@@ -126,10 +126,8 @@ def check_batch_invariance(target: Target, variant: KernelVariant) -> None:
     for case, kernel in _supported(target, variant, "batch_invariant"):
         together = target.back(target.call(case, kernel))
         for n in range(BATCH):
-            arrays, options = of_item(case.arguments(), n)
-            alone = [target.to(x) for x in arrays]
-            given = {name: with_arrays(x, target.to) for name, x in options.items()}
-            output = target.back(target.call(case, kernel, arguments=(alone, given)))
+            one = target.placed(of_item(case.arguments(), n))
+            output = target.back(target.call(case, kernel, arguments=one))
             assert bits(output[0]) == bits(together[n]), (
                 f"{case}: item {n} has different bits without the others"
             )
@@ -181,8 +179,7 @@ def _one_page_each(target: Target, variant: KernelVariant, case: Case) -> Iterat
             arrays, own = (query, key, value), {"block_table": table[:, n : n + 1]}
         else:
             arrays, own = (query, key[table[:, n]], value[table[:, n]]), {}
-        given = {name: target.to(x) for name, x in (own | {"key_lengths": lengths}).items()}
-        yield [target.to(x) for x in arrays], given
+        yield target.placed((arrays, own | {"key_lengths": lengths}))
 
 
 # ---- in a new interpreter ----------------------------------------------------------------------
@@ -279,63 +276,56 @@ def _in_a_new_interpreter(code: str) -> str:
     return done.stdout
 
 
+def _declared(flag: str, meaning: str, check: Callable[[Target, KernelVariant], None]) -> Promise:
+    """Return a promise that a kernel declares by a flag."""
+    row = flag.replace("_", " ")
+    return Promise(row, meaning, check, lambda _, x: getattr(x.kernel, flag), "not declared")
+
+
 #: The promises by the name of their test in the suite.
 PROMISES = {
     "every_declared_feature_is_exercised": Promise(
         "declared features",
         "the kernel supports a case that needs each feature which it declares",
-        lambda *_: True,
         check_declarations,
-        "",
     ),
     "sizes": Promise(
         "sizes",
         "results and gradients are right for every size of vectors to 72, every length to 130",
-        is_swept,
         lambda target, variant: check_sizes(target, variant, "float32"),
-        "not checked",
+        is_swept,
     ),
-    "deterministic": Promise(
-        "deterministic",
-        "the same call twice gives the same bits",
-        lambda _, variant: variant.kernel.deterministic,
-        check_determinism,
-        "not declared",
+    "deterministic": _declared(
+        "deterministic", "the same call twice gives the same bits", check_determinism
     ),
-    "batch_invariant": Promise(
-        "batch invariant",
+    "batch_invariant": _declared(
+        "batch_invariant",
         "a batch item has the same bits with and without the others",
-        lambda _, variant: variant.kernel.batch_invariant,
         check_batch_invariance,
-        "not declared",
     ),
-    "cut_invariant": Promise(
-        "cut invariant",
+    "cut_invariant": _declared(
+        "cut_invariant",
         "a row has the same bits, however its sequence is cut",
-        lambda _, variant: variant.kernel.cut_invariant,
         check_cut_invariance,
-        "not declared",
     ),
     "pages_in_any_order": Promise(
         "pages in any order",
         "partial results of one page each, merged in any order, are those of all",
-        has_partials,
         check_pages_in_any_order,
-        "not checked",
+        has_partials,
     ),
     "quantized": Promise(
         "quantized keys",
         "attention over integers is that over what they stand for",
-        quantized.reads_integers,
         quantized.check_quantized,
+        quantized.reads_integers,
         "not declared",
     ),
     "first_call_from_eight_threads": Promise(
         "eight threads at once",
         "the first calls of a process give the same results in threads",
+        check_first_call_from_threads,
         # Small tiles show nothing more, and compilers are slow.
         lambda _, variant: not (variant.small_tiles or variant.kernel.compiles),
-        check_first_call_from_threads,
-        "not checked",
     ),
 }

@@ -182,7 +182,13 @@ class Target:
 
     def arguments(self, case: Case) -> tuple[list[Any], dict[str, Any]]:
         """Make query, key and value of a case, and its options, in the library."""
-        arrays, options = case.arguments()
+        return self.placed(case.arguments())
+
+    def placed(
+        self, arguments: tuple[Iterable[Any], dict[str, Any]]
+    ) -> tuple[list[Any], dict[str, Any]]:
+        """Convert query, key and value and options to the library."""
+        arrays, options = arguments
         return [self.to(x) for x in arrays], {
             name: with_arrays(option, self.to) for name, option in options.items()
         }

@@ -52,6 +52,7 @@ __all__ = [
 __dir__ = __all__.copy
 
 AGREES, DIFFERS, RAISES, NO_ARGUMENT = "agrees", "differs", "raises", "no argument"
+RETURNS = "it returns a tuple of"
 
 
 class Finding(NamedTuple):
@@ -280,7 +281,7 @@ def run_function(
     except (Exception, SystemExit) as error:
         return Finding(RAISES, error=text_of(error))
     wrong += [f"the output is {output.dtype}"] * (output.dtype != case.dtype)
-    remark = f"it returns a tuple of {many}" if many else ""
+    remark = f"{RETURNS} {many}" if many else ""
     return _Ran(output, logsumexp, tuple(wrong), remark)
 
 

@@ -38,6 +38,8 @@ def check(options: argparse.Namespace, cases: Sequence[Case]) -> int:
         if options.same_bits:
             return _same_bits(options, same_bits.rows_with_other_bits(function, target))
         rows = summarise(function, cases, target.to, target.back, bar)
+        if not rows:
+            raise ValueError("--case: no function of others has these options, which are our own")
         found = {f"{options.callable} on arrays of {target.library}": rows}
         failing = [n for row in rows for n, f in row.findings.items() if f.status in _FAILING]
         subject = repro.Subject(function, options.callable, target)

@@ -24,6 +24,7 @@ from polyattn.conformance.functions.check import (
     DIFFERS,
     NO_ARGUMENT,
     RAISES,
+    RETURNS,
     Finding,
     check_callable,
     check_logsumexp,
@@ -186,8 +187,11 @@ def lines(rows: Iterable[Row]) -> list[str]:
 
 
 def table_rows(rows: Iterable[Row]) -> list[tuple[str, ...]]:
-    """Return the table of a function, its head first."""
-    return [("", "agree", "worst error", ""), *((row.name, *summary(row)) for row in rows)]
+    """Return the table of a function, its head first, which says whether it returns a tuple."""
+    rows = list(rows)
+    said = (f.remark for row in rows for f in row.findings.values())
+    head = ("", "agree", "worst error", next((x for x in said if x.startswith(RETURNS)), ""))
+    return [head, *((row.name, *summary(row)) for row in rows)]
 
 
 def summary(row: Row) -> tuple[str, str, str]:
@@ -211,8 +215,8 @@ def _remarks(row: Row) -> Iterator[str]:
         yield f"{interpretation or 'no other meaning explains it'} ({count})"
     errors = Counter(f.error for f in row.findings.values() if f.status == RAISES)
     yield from (f"{error} ({count})" for error, count in errors.most_common(2))
-    remarks = Counter(f.remark for f in row.findings.values() if f.remark)
-    yield from (f"{remark} ({count})" for remark, count in remarks.items())
+    said = [f.remark for f in row.findings.values() if not f.remark.startswith(RETURNS)]
+    yield from (f"{remark} ({count})" for remark, count in Counter(filter(None, said)).items())
     missing = {f.missing for f in row.findings.values() if f.status == NO_ARGUMENT}
     if missing:
         yield f"no argument for {', '.join(sorted({m for ms in missing for m in ms.split(', ')}))}"

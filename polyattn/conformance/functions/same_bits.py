@@ -8,7 +8,7 @@ import numpy as np
 
 from polyattn._base.text_table import table
 from polyattn.conformance.cases.cache_cases import Arguments
-from polyattn.conformance.cases.case import Array, with_arrays
+from polyattn.conformance.cases.case import Array
 from polyattn.conformance.checks.cuts import CUTS, HEADS, Run, differing
 from polyattn.conformance.checks.target import Target
 from polyattn.conformance.functions.serving import Function, NoArgumentError
@@ -46,8 +46,8 @@ def runner(function: Function, target: Target) -> Run:
 
     def run(arguments: Arguments) -> tuple[Array, ...]:
         keywords = arguments_for(function, _in_plain_words(arguments))
-        given = {name: with_arrays(x, target.to) for name, x in keywords.items()}
-        returned = function(*(target.to(x) for x in arguments[0]), **given)
+        arrays, given = target.placed((arguments[0], keywords))
+        returned = function(*arrays, **given)
         return (target.back(returned[0] if isinstance(returned, tuple) else returned),)
 
     return run

@@ -13,11 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from polyattn._core.call.options import (
-    GRADIENT_ARRAYS,
-    GRADIENT_EXPRESSIONS,
-    GRADIENT_NUMBERS,
-)
+from polyattn._core.call.options import GRADIENT_ARRAYS, GRADIENT_EXPRESSIONS, GRADIENT_NUMBERS
 from polyattn._core.call.parts import arrays_in
 from polyattn._core.expressions.replacements import ScaleRule
 from polyattn.conformance.cases.case import Case, with_arrays

@@ -22,13 +22,7 @@ import numpy as np
 from polyattn._core.expressions.scores import Chain, Softcap
 from polyattn.conformance.cases.case import Case
 from polyattn.conformance.reference.expressions import CallRows, plainly
-from polyattn.conformance.reference.oracle import (
-    Array,
-    as_called,
-    factor_of,
-    heads_first,
-    lift,
-)
+from polyattn.conformance.reference.oracle import Array, as_called, factor_of, heads_first, lift
 from polyattn.conformance.reference.philox import keep_mask
 from polyattn.conformance.reference.textbook import hidden_keys, product_of
 from polyattn.conformance.reference.tolerance import Yardstick, accumulation_dtype, yardstick
@@ -178,7 +172,9 @@ def steps(case: Case, dtype: Any, how: Order) -> Steps:
     b = np.arange(math.prod(batch)).reshape(*batch, 1, 1, 1)
     h, i, j = (np.arange(n).reshape(at) for n, at in ((H, (-1, 1, 1)), (L, (-1, 1)), (S, (-1,))))
 
-    scale = rounded(factor_of(options.get("scale"), None, D, S, _exact_root))
+    scale = rounded(
+        factor_of(options.get("scale"), None, D, S, lambda n: np.sqrt(np.longdouble(n)))
+    )
     s = how.product(q * scale, k.mT) if how.scale_first else how.product(q, k.mT) * scale
     c = np.abs(q) @ np.abs(k.mT) * np.abs(scale)
     slope, bend = np.ones_like(s), np.zeros_like(s)
@@ -220,10 +216,6 @@ def steps(case: Case, dtype: Any, how: Order) -> Steps:
     else:
         weights, total = weights / total, np.ones_like(total)
     return Steps(q, k, v, g, scale, weights, total, kept, slope, c, bend)
-
-
-def _exact_root(number: int) -> Any:
-    return np.sqrt(np.longdouble(number))
 
 
 def _slope(part: Any, mod: Any, s: Any, c: Any, indices: tuple[Any, ...]) -> tuple[Any, Any]:

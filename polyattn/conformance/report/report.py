@@ -216,10 +216,8 @@ def _failure_lines(failures: list[Failure]) -> Iterator[str]:
 
 def table_rows(section: Section, footnotes: dict[str, int]) -> list[tuple[str, ...]]:
     """Return the table of a backend, its head first; reasons are added to the footnotes."""
-    rows = [("", *map(str, section.kernels))]
-    for row in ROWS:
-        rows.append((row.name, *(cell_text(cell, footnotes) for cell in section.row(row.name))))
-    return rows
+    rows = [(x.name, *(cell_text(c, footnotes) for c in section.row(x.name))) for x in ROWS]
+    return [("", *map(str, section.kernels)), *(x for x in rows if {*x[1:]} != {"no case"})]
 
 
 def cell_text(cell: Cell, footnotes: dict[str, int]) -> str:

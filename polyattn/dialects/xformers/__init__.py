@@ -168,7 +168,7 @@ def rule_of(bias: Any) -> PositionRule | None:
 def _of_scores(xp: Any, bias: Any, rule: PositionRule | None, query: Array) -> dict[str, Any]:
     """Return the options that mean a bias of the whole score matrix."""
     if rule is None:
-        return {} if bias is None else {"bias": _with_heads(xp, bias, query)}
+        return {} if bias is None else {"bias": _with_heads(bias, query)}
     options: dict[str, Any] = {"is_causal": rule.causal, "window": rule.window}
     if rule.from_first:
         options["query_offset"] = 0
@@ -176,10 +176,10 @@ def _of_scores(xp: Any, bias: Any, rule: PositionRule | None, query: Array) -> d
     added = getattr(bias, "_bias", None)
     if added is None and type(bias).__name__ == "LowerTriangularMaskWithTensorBias":
         added = bias._subtensor
-    return options if added is None else options | {"bias": _with_heads(xp, added, query)}
+    return options if added is None else options | {"bias": _with_heads(added, query)}
 
 
-def _with_heads(xp: Any, bias: Array, query: Array) -> Array:
+def _with_heads(bias: Array, query: Array) -> Array:
     """Return a bias as (B, H, L, S), from any axes of heads."""
     if len(bias.shape) == 5:
         return joined_axes(bias, 1, 3)
