@@ -616,7 +616,7 @@ MUTATIONS = (
      "pass"),
     ("tests/dispatch/test_same_bits.py::test_a_call_inside_and_one_outside_are_two[jax]",
      "a program of JAX for inside and outside", "polyattn/_base/same_bits.py",
-     "nullcontext() if context is None else context(True)", "nullcontext()"),
+     "return context(True)", "return nullcontext()"),
     ("tests/dispatch/test_same_bits.py::test_a_call_inside_and_one_outside_are_two[numpy]",
      "a block is not part of the request", "polyattn/_dispatch/request.py",
      "return _NOTHING_BUT_BITS if same else _NOTHING", "return _NOTHING"),

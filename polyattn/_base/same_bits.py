@@ -51,11 +51,24 @@ def same_bits() -> Iterator[None]:
 
 def _context_of_jax() -> AbstractContextManager[Any]:
     """Return a context that the programs of jax.jit are kept by, where JAX is imported."""
-    context = _made_for(sys.modules.get("jax"))
-    return nullcontext() if context is None else context(True)
+    jax = sys.modules.get("jax")
+    context = _made_for(jax)
+    if context is not None:
+        return context(True)  # type: ignore[no-any-return]
+    return nullcontext() if jax is None else _without_programs(jax)
 
 
 @functools.cache
 def _made_for(jax: Any) -> Any:
     make = getattr(jax, "make_user_context", None)  # since 0.8
     return None if make is None else make(False)
+
+
+@contextmanager
+def _without_programs(jax: Any) -> Iterator[None]:
+    """Let JAX trace each program anew, inside and afterwards."""
+    jax.clear_caches()
+    try:
+        yield
+    finally:
+        jax.clear_caches()

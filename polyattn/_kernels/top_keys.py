@@ -40,11 +40,11 @@ class TopKeys(Kernel):
         return ["it computes no arrays that are cut into chunks"] if problem.chunks else []
 
     def weights(
-        self, problem: Problem, operands: Operands, logsumexp: Array | None, backend: Backend
+        self, problem: Problem, operands: Operands, head_weights: Array | None, backend: Backend
     ) -> tuple[Array, Array | None]:
-        """Return the keys, (..., H, L, count), or (..., 1, L, count) by the sums over heads.
+        """Return the keys, (..., H, L, count).
 
-        The weights of heads in these sums, (..., H, L), come as the logsumexp.
+        With weights of heads, (..., H, L), those of the sums over heads, (..., 1, L, count).
         """
         xp: Any = backend.xp
         length, keys = problem.scores[-2:]
@@ -54,8 +54,8 @@ class TopKeys(Kernel):
         blocks = []
         for rows in list(Span(0, length).split(tall)) or [Span(0, 0)]:
             of_heads = None
-            if logsumexp is not None:
-                of_heads = logsumexp[..., rows.start : rows.stop, None]
+            if head_weights is not None:
+                of_heads = head_weights[..., rows.start : rows.stop, None]
             blocks.append(self._of_rows(problem, operands, of_heads, backend, rows, wide))
         return blocks[0] if len(blocks) == 1 else xp.concat(blocks, axis=-2), None
 

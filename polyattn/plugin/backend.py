@@ -43,10 +43,11 @@ class Kernel:
     batch_invariant : bool
         Whether a batch item's result has the same bits with and without the others.
     cut_invariant : bool
-        Whether output and logsumexp of a row have the same bits however its sequence is cut, at
-        least where ``Problem.same_bits`` asks for it. They are then a function of its query, of the
-        keys and values that it sees, in their order, and of the options at their positions: the
-        same in the whole call, row by row, in chunks, over pages, padded, packed and in a batch.
+        Whether output and logsumexp of a row, and the gradient of its query if the kernel has one,
+        have the same bits however its sequence is cut, at least where ``Problem.same_bits`` asks
+        for it. They are then a function of its query, of the keys and values that it sees, in their
+        order, and of the options at their positions: the same in the whole call, row by row, in
+        chunks, over pages, padded, packed and in a batch.
     deterministic : bool
         Whether the same call twice gives the same bits.
     takes_empty : bool

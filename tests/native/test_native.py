@@ -88,6 +88,15 @@ def test_random_calls_equal_the_formula(seed: int, isa: str) -> None:
     )
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16"])
+@pytest.mark.parametrize(("rows", "size"), [(1, 64), (40, 24), (2100, 17)])
+def test_the_mean_of_ones_is_1(rows: int, size: int, dtype: str, isa: str) -> None:
+    q, k = np.random.default_rng(0).standard_normal((2, 1, 4, rows, size)).astype(dtype)
+    k = np.concatenate([k, k[..., ::-1]], axis=-2)
+    found = polyattn.attention(q, k, np.ones_like(k), is_causal=True)
+    assert (found == 1).all()
+
+
 @pytest.mark.parametrize("seed", range(24))
 def test_random_gradients_equal_those_of_the_formula(seed: int, isa: str) -> None:
     x = Drawn(seed, ("float32", "float64"), (1, 7, 64, 150, 301))

@@ -308,7 +308,7 @@ private:
             }
             if (panel.has_folded) fold(number, Folds<T>(0));
             const T* sums = panel.has_folded ? folded : query_sums;
-            write_rows(sums + start * call.head_size, factor, panel.lanes(), call.head_size, rows);
+            write_rows<false>(sums + start * call.head_size, factor, panel.lanes(), call.head_size, rows);
         }
         state->panels = 0;
     }

@@ -391,7 +391,7 @@ private:
             for (int lane = 0; lane < lanes; ++lane) panel.total[lane] = panel.folded[lane];
             output = folded + start_of(number);
         }
-        T factor[2 * width], own[2 * width];  // the weight of the largest score
+        T divisor[2 * width], own[2 * width];  // the weight of the largest score
         for (int v = 0; v < lanes; v += width) {
             const Vector<T> top = load(panel.maximum + v);
             const Reference<T> reference(top);
@@ -399,18 +399,19 @@ private:
         }
         T* rows[2 * width];
         for (int lane = 0; lane < lanes; ++lane) {
-            T top = panel.maximum[lane], total = panel.total[lane], scaled = 1;
+            T top = panel.maximum[lane], total = panel.total[lane], kept = (T)call.keep;
             if (call.sinks) {
                 const T sink = ((const T*)call.sinks)[panel.head[lane]];
                 // A NaN stays one.
                 const T both = sink > top || sink != sink ? sink : top;
                 if (both != -infinity<T>()) {
-                    scaled = top == -infinity<T>() ? 0 : exponential(top - both);
+                    const T scaled = top == -infinity<T>() ? 0 : exponential(top - both);
                     total = total * scaled + exponential(sink - both) * own[lane];
+                    kept /= scaled;
                     top = both;
                 }
             }
-            factor[lane] = total == 0 ? 0 : scaled / (total * (T)call.keep);
+            divisor[lane] = total == 0 ? infinity<T>() : total * kept;
             rows[lane] = nullptr;
             if (lane >= panel.used) continue;
             rows[lane] = converts(call) ? value_block + lane * call.value_size
@@ -420,10 +421,11 @@ private:
                     total == 0 ? -infinity<T>() : top + logarithm(total / own[lane]);
             }
         }
-        if (!few) write_rows(output, factor, lanes, call.value_size, rows);
+        if (!few) write_rows<true>(output, divisor, lanes, call.value_size, rows);
         for (int row = 0; few && row < panel.used; ++row) {
-            for (int64_t e = 0; e < call.value_size; ++e) {
-                rows[row][e] = output[row * call.value_size + e] * factor[row];
+            const Vector<T> total = broadcast<T>(divisor[row]);
+            for (int64_t e = 0; e < call.value_size; e += width) {
+                store<T>(rows[row] + e, load(output + row * call.value_size + e) / total);
             }
         }
         if constexpr (sizeof(T) == 4) {

@@ -119,7 +119,8 @@ private:
         if constexpr (M > 1) multiply_up_to<M - 1>(rows, x, count);
     }
 
-    // A single row: its sums are in memory, and several rows of weights are added to them at a time.
+    // A single row: its sums are in memory, and several rows of weights are added to them at a time,
+    // while the next are asked of the memory: the processor does not fetch ahead over the rows' ends.
     void multiply_row(Range k, int64_t first, int64_t used) {
         constexpr int several = 8;
         const ptrdiff_t row = call.key.row, next = call.query.column;
@@ -129,13 +130,22 @@ private:
             const int count = left >= several ? several : 1;
             T numbers[several];
             for (int i = 0; i < count; ++i) numbers[i] = x[i * next];
-            for (int64_t c = 0; c < used; c += width) {
-                Vector<T> sum = load(sums + c) + numbers[0] * load(weights + c);
+            for (int64_t c = 0; c < used; c += 2 * width) {
+                Vector<T> sum[2] = {load(sums + c), load(sums + c + width)};
+                const auto add = [&](int i) __attribute__((always_inline)) {
+                    UNROLL for (int v = 0; v < 2; ++v)
+                        sum[v] += numbers[i] * load(weights + i * row + c + v * width);
+                };
                 if (count == several) {
-                    UNROLL for (int i = 1; i < several; ++i)
-                        sum += numbers[i] * load(weights + i * row + c);
+                    UNROLL for (int i = 0; i < several; ++i) {
+                        __builtin_prefetch(weights + (several + i) * row + c, 0, 2);
+                        add(i);
+                    }
+                } else {
+                    add(0);
                 }
-                store<T>(sums + c, sum);
+                store<T>(sums + c, sum[0]);
+                store<T>(sums + c + width, sum[1]);
             }
             x += count * next;
             weights += count * row;

@@ -164,8 +164,8 @@ void transpose_rows(const T* const* rows, int lanes, int64_t size, T factor, T* 
     }
 }
 
-// Write panel[element][lane] times a factor by lane to rows; a null row is left out.
-template <typename T>
+// Write panel[element][lane] times a factor by lane, or divided by it, to rows; a null row is left out.
+template <bool divides, typename T>
 void write_rows(const T* panel, const T* factor, int lanes, int64_t size, T* const* rows) {
     constexpr int width = Lanes<T>::width;
     for (int first = 0; first < lanes; first += width) {
@@ -175,7 +175,8 @@ void write_rows(const T* panel, const T* factor, int lanes, int64_t size, T* con
         for (; e + width <= size; e += width) {
             Vector<T> square[width];
             UNROLL for (int i = 0; i < width; ++i)
-                square[i] = load(source + (e + i) * lanes) * factors;
+                square[i] =
+                    divides ? load(source + (e + i) * lanes) / factors : load(source + (e + i) * lanes) * factors;
             transpose(square);
             UNROLL for (int i = 0; i < width; ++i) {
                 if (rows[first + i]) store<T>(rows[first + i] + e, square[i]);
@@ -183,7 +184,8 @@ void write_rows(const T* panel, const T* factor, int lanes, int64_t size, T* con
         }
         for (; e < size; ++e) {
             for (int i = 0; i < width; ++i) {
-                if (rows[first + i]) rows[first + i][e] = source[e * lanes + i] * factors[i];
+                const T number = source[e * lanes + i];
+                if (rows[first + i]) rows[first + i][e] = divides ? number / factors[i] : number * factors[i];
             }
         }
     }

@@ -198,7 +198,7 @@ private:
             rows[lane] = at<T>(call.output_tangent, state->item, head, row);
             *at<T>(call.logsumexp_tangent, state->item, head, row) = is_empty ? 0 : sums[lane];
         }
-        write_rows(output, factor, lanes, call.value_size, rows);
+        write_rows<false>(output, factor, lanes, call.value_size, rows);
         for (int lane = 0; lane < panel->used; ++lane) {
             if (factor[lane] == 0) continue;
             const T* result = at<T>(call.output, state->item, panel->head[lane], panel->row[lane]);

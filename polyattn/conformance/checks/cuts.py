@@ -12,7 +12,16 @@ from typing import Any
 
 import numpy as np
 
-from polyattn import UnsupportedError, attention, attention_partial, masks, same_bits, scores
+from polyattn import (
+    Partial,
+    UnsupportedError,
+    attention,
+    attention_backward,
+    attention_partial,
+    masks,
+    same_bits,
+    scores,
+)
 from polyattn._base.slices import Slice
 from polyattn._core.call.parts import options_of_part
 from polyattn._core.expressions.parts import Part
@@ -108,6 +117,8 @@ def _seen_keys(call: Arguments, i: int) -> Piece:
     return ((query[row], key[:, :, seen], value[:, :, seen]), {}), ..., row
 
 
+#: The options and the dtype of the cuts of which the gradient is compared too.
+_PLAIN = "causal", "float32"
 _ALL, _PAGES = range(LENGTH), [(size, rows) for size in (1, 2, 7, 16, 64, 256) for rows in (1, 40)]
 #: Those of the first three take all options.
 CUTS: dict[str, Callable[[Arguments], Iterable[Piece]]] = {
@@ -157,11 +168,13 @@ def differing(
 def check_cut_invariance(target: Target, variant: KernelVariant) -> None:
     """Check that a row has the same bits, however its sequence is cut."""
     checked, run = 0, _runner(target, variant)
+    differentiates = "backward" in target.declared(variant.kernel)
+    with_gradient = _runner(target, variant, backward=True) if differentiates else run
     # A library that compiles each shape takes half a minute for all.
     for case in list(cut_cases(target.dtypes))[:: 5 if is_lazy(target) else 1]:
         try:
             with same_bits():
-                of, rows = differing(*case, run)
+                of, rows = differing(*case, with_gradient if case[1:] == _PLAIN else run)
         except UnsupportedError:
             continue
         text = f"{', '.join(case)}: {of} of {rows} rows have other bits than in the whole call"
@@ -170,15 +183,28 @@ def check_cut_invariance(target: Target, variant: KernelVariant) -> None:
     assert checked, "it declares cut_invariant, but supports no call to check it with"
 
 
-def _runner(target: Target, variant: KernelVariant) -> Run:
-    """Return a function that runs a kernel: its output, and its logsumexp if it has one."""
+def _runner(target: Target, variant: KernelVariant, *, backward: bool = False) -> Run:
+    """Return a function that runs a kernel: its output, and its logsumexp if it has one.
+
+    With the gradient of the query if asked, for an output gradient that is the query.
+    """
     case = make_case("cut", H=HEADS, L=LENGTH, S=LENGTH)
     partial = "logsumexp" in target.declared(variant.kernel)
 
     def run(arguments: Arguments) -> tuple[Array, ...]:
-        function = attention_partial if partial else attention
-        result = target.call(case, variant.for_case(case), function, target.placed(arguments))
-        output, *others = result if partial else (result,)
-        return target.back(output), *(np.asarray(target.back(x))[..., None] for x in others)
+        output, logsumexp, *more = target.call(
+            case, variant.for_case(case), compute, target.placed(arguments)
+        )
+        others = [logsumexp[..., None]] if partial else []
+        return tuple(np.asarray(target.back(x)) for x in (output, *others, *more))
+
+    def compute(query: Any, key: Any, value: Any, **options: Any) -> list[Any]:
+        if partial:
+            result = attention_partial(query, key, value, **options)
+        else:
+            result = Partial(attention(query, key, value, **options), None)
+        if not backward:
+            return list(result)
+        return [*result, attention_backward(query, key, value, result, query, **options).query]
 
     return run

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import numpy as np
+
+from polyattn import same_bits
 from polyattn._base.arrays import library_of
 from polyattn._core.call.describe import describe
 from polyattn._core.call.operands import Operands
@@ -60,17 +63,33 @@ def reads_integers(target: Target, variant: KernelVariant) -> bool:
 
 
 def check_quantized(target: Target, variant: KernelVariant) -> None:
-    """Check that attention over integers is that over what they stand for."""
+    """Check that attention over integers is that over what they stand for.
+
+    Of a kernel that declares `cut_invariant` bit for bit, so that each cut has these bits too.
+    """
     for case, plan, operands, options in _calls(target, variant):
-        make = quantized if case.values == "integers" else packed
-        pairs = [tuple(map(target.to, pair)) for pair in make(*case.arguments()[0][1:])]
-        arguments = [operands.query, *pairs], options
+        key, value = _integers(target, case)
+        arguments = [operands.query, key, value], options
         before = checks.bits_of(target, arguments)
         with checks.name_case(str(case), plan.kernel):
-            key, value = (Quantized(*pair) for pair in pairs)
             partial = plan.run(operands._replace(key=key, value=value))
         checks.check_partial(target, case, partial, arguments)
         checks.check_unwritten(target, case, arguments, before)
+    if not variant.kernel.cut_invariant:
+        return
+    with same_bits():
+        for case, plan, operands, _ in _calls(target, variant):
+            key, value = _integers(target, case)
+            pair = plan.run(operands._replace(key=key, value=value)), plan.run(operands)
+            for one, other in zip(*pair, strict=True):
+                same = np.array_equal(target.back(one), target.back(other), equal_nan=True)
+                assert same, f"{case}: it has other bits than over what the integers stand for"
+
+
+def _integers(target: Target, case: Case) -> list[Quantized]:
+    """Return keys and values as integers, with their steps."""
+    make = quantized if case.values == "integers" else packed
+    return [Quantized(*map(target.to, pair)) for pair in make(*case.arguments()[0][1:])]
 
 
 def _calls(target: Target, variant: KernelVariant) -> Iterator[_QuantizedCall]:
