@@ -23,7 +23,8 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 def reasons_against(kernel: Kernel, problem: Problem) -> list[str]:
     """Return the reasons why a kernel cannot compute a problem."""
-    if problem.same_bits and not kernel.cut_invariant:
+    # Without scores, a row is 0 on every kernel.
+    if problem.same_bits and not kernel.cut_invariant and 0 not in problem.scores:
         return ["it does not promise the same bits for each cut of a sequence (cut_invariant)"]
     missing = undeclared(kernel, problem.features)
     if missing is not None:

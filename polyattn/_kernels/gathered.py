@@ -89,9 +89,12 @@ class Gathered(Kernel):
             return part.joined_results(*dense.attention(part.problem, part.operands, backend))
 
         spans = list(_spans(problem, operands, self.tile))
+        groups: Any = [(span[1:], [span]) for span in spans]
+        if not is_compiling():  # torch.compile groups by constants only
+            groups = itertools.groupby(spans, key=lambda span: span[1:])
         results = (
             result
-            for sizes, alike in itertools.groupby(spans, key=lambda span: span[1:])
+            for sizes, alike in groups
             for result in backend.in_turn(
                 functools.partial(of_rows, *sizes), [start for start, *_ in alike], *operands[:3]
             )
@@ -143,6 +146,8 @@ def why_many(problem: Problem) -> str | None:
     is_many = min(rows, problem.query_length or 1) * problem.group_size >= MANY_ROWS
     if named * (TIMES if is_many else TIMES_OF_FEW) <= problem.key_length:
         return None
+    if is_compiling():  # numbers of a program are symbols where lists of other lengths came before
+        return "many keys are named for a row: a mask takes less time"
     return f"{named:,} of {problem.key_length:,} keys are named for a row: a mask takes less time"
 
 

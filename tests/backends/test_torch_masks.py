@@ -73,6 +73,15 @@ def test_a_mask_that_is_large_is_made_where_the_kernel_is_named(monkeypatch):
     torch.testing.assert_close(found, attention(Q, K, V, kernel="dense", **options))
 
 
+def test_a_large_mask_of_a_batch_that_a_program_leaves_open(monkeypatch):
+    monkeypatch.setattr("polyattn._core.tiles.visibility.LARGEST_MADE", 8)
+    run = torch.compile(attention, backend="eager", fullgraph=True)
+    for items in (2, 3):
+        q, ids = torch.zeros(items, 1, 4, 2), torch.arange(4).expand(items, 4).contiguous()
+        mask = masks.segments(ids)
+        torch.testing.assert_close(run(q, q, q + 1, mask=mask), q + 1)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kernel", [None, "tiled", "dense"])
 def test_func_maps_and_differentiates_calls_with_mask_values(kernel):

@@ -182,6 +182,7 @@ PRINTED = [
     ("attention.py jax", r"over (?:jax|xla|NumPy) +native .*" + RATIO, 10),
     ("attention.py onnxruntime", r"error (?:0|\S+e-0[6-9]|\S+e-1\d|0\.0e\+00)$", 14),
     ("attention.py options --cases dist", RATIO, 6),
+    ("bars.py --cases causal", r"native .*" + RATIO + r"  \S+, at most 1", 10),
     ("caches.py", RATIO + "  error ", 8),
     ("masks.py", RATIO + r"  \d+\.\d% of the tiles", 15),
     ("models.py gpt2 --layers 1 --size 64 --steps 3", RATIO, 2),
@@ -193,7 +194,7 @@ PRINTED = [
 @pytest.mark.parametrize(("command", "line", "times"), PRINTED)
 def test_a_comparison_prints_what_it_measured(command, line, times, tmp_path):
     script, *options = command.split()
-    is_native = options[:1] in (["jax"], ["native"])
+    is_native = script == "bars.py" or options[:1] in (["jax"], ["native"])
     if is_native:
         pytest.importorskip("polyattn_native")
     if script != "overhead.py":

@@ -118,6 +118,15 @@ def test_a_refusal_says_what_to_drop():
     )
 
 
+@pytest.mark.parametrize(("rows", "keys"), [(0, 5), (5, 0)], ids=["no rows", "no keys"])
+def test_a_call_without_scores_runs_on_any_kernel(rows, keys):
+    sinks = np.arange(4, dtype=np.float32) + 0.1
+    with same_bits():
+        found = attention_partial(X[:, :, :rows], X[:, :, :keys], X[:, :, :keys], sinks=sinks)
+    assert not found.output.any()
+    assert (found.logsumexp == sinks[:, None]).all()
+
+
 def test_a_block_holds_in_its_thread_only():
     with same_bits(), ThreadPoolExecutor(1) as pool:
         assert pool.submit(lambda: explain(X, X, X).chosen.kernel).result() == "small"

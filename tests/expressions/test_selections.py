@@ -1,5 +1,7 @@
 """Masks that name keys: they are sets, made of arrays of any library, of edges, and traced."""
 
+import warnings
+
 import numpy as np
 import pytest
 from libraries import NUMPY, STRICT, TORCH
@@ -56,6 +58,13 @@ def test_edges_of_a_matrix_of_scipy_and_of_no_edge():
     mask = masks.edges(m.row, m.col, m.shape[0])
     np.testing.assert_allclose(attention(X, KEY, KEY, mask=mask), EXPECTED, atol=1e-12)
     assert not attention(X, KEY, KEY, mask=masks.edges([], [], L)).any()
+
+
+def test_edges_of_jax_with_64_bits_are_written_to_lists_of_64_bits():
+    with jax.enable_x64(True), warnings.catch_warnings(), jax.numpy_dtype_promotion("strict"):
+        warnings.simplefilter("error")  # JAX warns of numbers that it writes to a narrower array
+        ids = jax.numpy.asarray([0, 2, 2]), jax.numpy.asarray([1, 0, 2])
+        assert str(masks.edges(*ids, 3).lists.dtype) == "int64"
 
 
 def test_edges_that_are_traced_are_refused_by_name():

@@ -131,3 +131,17 @@ def test_traced_calls_of_torch(way):
     mask = masks.selected(indices) & masks.causal()
     expected = attention(QUERY, KEY, KEY, mask=mask, kernel="dense")
     np.testing.assert_allclose(way(QUERY, KEY, indices), expected, atol=1e-12)
+
+
+@pytest.mark.parametrize("options", [{"kernel": "gathered"}, {}], ids=["gathered", "many keys"])
+def test_one_program_of_torch_for_lists_and_batches_of_any_size(options):
+    @torch.compile(backend="eager", fullgraph=True)
+    def run(query, key, indices):
+        return attention(query, key, key, mask=masks.selected(indices), **options)
+
+    for batch, count in ((2, 4), (3, 5), (4, 6)):
+        given = torch.ones(batch, 2, 3, 4), torch.rand(batch, 2, 6, 4)
+        keys = torch.arange(count).expand(batch, 2, 3, count).contiguous()
+        expected = given[1][:, :, :count].mean(-2, keepdim=True).expand(batch, 2, 3, 4)
+        found = run(torch.zeros_like(given[0]), given[1], keys)
+        torch.testing.assert_close(found, expected)

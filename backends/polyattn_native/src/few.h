@@ -153,15 +153,31 @@ void weigh_part(const T* weights, int stride, Matrix<T> values, int64_t count, i
     }
 }
 
+// The vectors of a value that are read at once. Values of 512 bytes, read at once, come from the memory at its rate; in
+// parts, or with requests for the next keys, at half of it. Of more rows the registers have room for parts only; two
+// rows, which are rare, keep the library small. Copies of 16-bit values are in the cache.
+template <typename T, int Rows> constexpr int vectors_at_once() {
+    constexpr bool is_double = sizeof(T) == 8, has_few_registers = tile_rows<2>() == 6;
+    constexpr int sums = has_few_registers ? (Rows == 1 && !is_double && POLYATTN_BYTES == 32 ? 16 : 8)
+                         : is_double       ? 16
+                         : Rows == 2       ? 8
+                                           : 32;
+    constexpr int most = is_double ? 4 : 512 / POLYATTN_BYTES;
+    return sums / Rows < most ? sums / Rows : most;
+}
+
 template <typename T, int Rows>
 void weigh_few(const T* weights, int stride, Matrix<T> values, int64_t count, int64_t size, T* out,
-               Accumulate<T> accumulate, bool hides_nonfinite, T* totals, const Coming<T>& coming) {
-    constexpr int width = Lanes<T>::width, most = tile_rows<2>() == 6 ? 8 : 16;  // sums in registers
-    constexpr int vectors = most / Rows < 4 ? most / Rows : 4;
+               Accumulate<T> accumulate, bool hides_nonfinite, T* totals, const Coming<T>& coming, bool in_cache) {
+    constexpr int width = Lanes<T>::width, most = vectors_at_once<T, Rows>(), some = most > 4 ? 4 : most;
     int64_t e = 0;
-    for (; e + vectors * width <= size; e += vectors * width) {
-        weigh_part<T, Rows, vectors>(weights, stride, values, count, e, size, out, accumulate, hides_nonfinite, totals,
-                                     coming);
+    for (; most > some && !in_cache && e + most * width <= size; e += most * width) {
+        weigh_part<T, Rows, most>(weights, stride, values, count, e, size, out, accumulate, hides_nonfinite, totals,
+                                  coming);
+    }
+    for (; e + some * width <= size; e += some * width) {
+        weigh_part<T, Rows, some>(weights, stride, values, count, e, size, out, accumulate, hides_nonfinite, totals,
+                                  coming);
     }
     for (; e < size; e += width) {
         weigh_part<T, Rows, 1>(weights, stride, values, count, e, size, out, accumulate, hides_nonfinite, totals,

@@ -319,7 +319,7 @@ private:
         T* totals = stride < width ? panel.total : ignored;
         with_rows<T>(few, [&]<int Rows>(Sequence<Rows>) {
             weigh_few<T, Rows>(weights, stride, values, count, call.value_size, output, accumulate, hides_nonfinite,
-                               totals, coming);
+                               totals, coming, converts(call));
         });
         for (int lane = few; totals == panel.total && lane < width; ++lane) totals[lane] = totals[lane % few];
     }

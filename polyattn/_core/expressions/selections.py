@@ -219,12 +219,11 @@ def lists_of_edges(rows: Array, keys: Array, query_length: int) -> Array:
     order = xp.argsort(keys, stable=True)
     order = xp.take(order, xp.argsort(xp.take(rows, order), stable=True))
     rows, keys = xp.take(rows, order), xp.take(keys, order)
-    starts = xp.searchsorted(rows, index_range(xp, 0, query_length + 1, rows))
+    starts = as_index(xp, xp.searchsorted(rows, index_range(xp, 0, query_length + 1, rows)))
     counts = starts[1:] - starts[:-1]
     most = max(1, int(xp.max(counts))) if rows.shape[0] else 1
     place = index_range(xp, 0, rows.shape[0], rows) - xp.take(starts, rows)
-    lists = xp.reshape(xp.full_like(counts, -1), (query_length, 1))
-    lists = xp.tile(lists, (1, most))
+    lists = zeros(xp, (query_length, most), keys.dtype, keys) - 1
     return scatter(lists, (rows, most - xp.take(counts, rows) + place), keys)
 
 

@@ -17,6 +17,7 @@ from typing import Any
 from polyattn._base.arguments import Shape
 from polyattn._base.arrays import Array, broadcast_shapes, with_rank
 from polyattn._base.span import Span
+from polyattn._base.tracing import is_compiling
 from polyattn._core.call.operands import Operands
 from polyattn._core.call.problem import Problem
 from polyattn._core.expressions.patterns import Padding
@@ -83,7 +84,8 @@ def why_too_large(elements: int) -> str | None:
     """Return why no mask of so many elements is made, or None if one can be."""
     if elements <= LARGEST_MADE:
         return None
-    return f"it would need a mask of {elements:,} elements, above {LARGEST_MADE:,}"
+    made = "" if is_compiling() else f" of {elements:,} elements"  # a symbol, where the batch is
+    return f"it would need a mask{made}, above {LARGEST_MADE:,}"
 
 
 def made_shape(problem: Problem, *, banded: bool, mask: Shape | None = None) -> Shape | None:
