@@ -24,7 +24,7 @@ from polyattn._kernels.sums import GradientSums
 from polyattn._kernels.visible import visible_product, visible_tiles
 from polyattn.plugin import Backend
 
-#: The features of the calls that the steps below, and those of `jvp`, differentiate.
+#: The features of the calls that the steps below differentiate.
 DIFFERENTIATED = frozenset({
     "batch_broadcast", "bias", "causal", "dropout", "grouped_heads", "mask", "mask_expression",
     "mask_mod", "normalizer", "query_offset", "query_offset_array", "scale", "score_expression",

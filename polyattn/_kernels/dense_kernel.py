@@ -19,7 +19,7 @@ class Dense(Kernel):
 
     name = "dense"
     features = COMPUTED
-    differentiates: ClassVar = dict.fromkeys(("backward", "jvp"), backward.DIFFERENTIATED)
+    differentiates: ClassVar = {"backward": backward.DIFFERENTIATED, "jvp": jvp.DIFFERENTIATED}
 
     def reasons_against(self, problem: Problem) -> list[str]:
         """Return why the call needs known lengths, if it does."""

@@ -46,7 +46,10 @@ class Gathered(Kernel):
 
     name = "gathered"
     features = dense.COMPUTED - _OTHERS
-    differentiates: ClassVar = dict.fromkeys(("backward", "jvp"), backward.DIFFERENTIATED - _OTHERS)
+    differentiates: ClassVar = {
+        "backward": backward.DIFFERENTIATED - _OTHERS,
+        "jvp": jvp.DIFFERENTIATED - _OTHERS,
+    }
     reads_selections = True
     #: Numbers of keys, values and scores that are held at a time, 32 MiB of float32.
     tile = 2**23

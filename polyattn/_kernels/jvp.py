@@ -16,6 +16,13 @@ from polyattn._kernels.recomputed import RowBlock, Scored, per_head, score_tile
 from polyattn._kernels.visible import visible_tiles, weighted_sum
 from polyattn.plugin import Backend
 
+#: The features of the calls that the steps below differentiate.
+DIFFERENTIATED = frozenset({
+    "batch_broadcast", "bias", "causal", "dropout", "grouped_heads", "mask", "mask_expression",
+    "mask_mod", "normalizer", "query_offset", "query_offset_array", "scale", "score_expression",
+    "score_mod", "score_norm", "similarity", "sinks", "softcap", "value_size", "window",
+})  # fmt: skip
+
 
 def pushforward(
     problem: Problem,
