@@ -61,7 +61,7 @@ def test_edges_of_a_matrix_of_scipy_and_of_no_edge():
 
 
 def test_edges_of_jax_with_64_bits_are_written_to_lists_of_64_bits():
-    wide = getattr(jax, "enable_x64", None) or jax.experimental.enable_x64  # before JAX 0.8
+    wide = (jax if hasattr(jax, "enable_x64") else jax.experimental).enable_x64  # since JAX 0.8
     with wide(True), warnings.catch_warnings(), jax.numpy_dtype_promotion("strict"):
         warnings.simplefilter("error")  # JAX warns of numbers that it writes to a narrower array
         ids = jax.numpy.asarray([0, 2, 2]), jax.numpy.asarray([1, 0, 2])
