@@ -144,7 +144,7 @@ MUTATIONS = (
     ("native: the totals of few rows not added up", "few.h",
      "if (first == 0) store<T>(totals, total);", ""),
     ("native: the totals of few rows counted twice", "forward.h",
-     "panel.total[lane] = before[lane] * factor[lane];", ""),
+     "panel.total[lane] = before[lane] * factor[lane];", ";"),
     ("native: few rows in an order of their own in same_bits", "forward.h",
      "if (call.same_bits) {", "if (false) {"),
     ("native: a maximum of its own in each lane of a row", "forward.h",
