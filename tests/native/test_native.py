@@ -97,6 +97,18 @@ def test_the_mean_of_ones_is_1(rows: int, size: int, dtype: str, isa: str) -> No
     assert (found == 1).all()
 
 
+@pytest.mark.parametrize("far", [-1e38, 1e7, -3e5])
+@pytest.mark.parametrize("rows", [1, 40])
+def test_rows_whose_scores_are_all_far_from_0_have_the_mean(
+    rows: int, far: float, isa: str
+) -> None:
+    q, k, v = np.random.default_rng(0).standard_normal((3, 1, 4, rows, 16), dtype=np.float32)
+    v = np.concatenate([v, v + 1, v + 2], axis=-2)
+    bias = np.full((rows, 3 * rows), far, np.float32)
+    found = polyattn.attention(q * 0, np.concatenate([k] * 3, axis=-2), v, bias=bias)
+    near(found, np.broadcast_to(v.mean(-2, keepdims=True), found.shape), 1e-5)
+
+
 @pytest.mark.parametrize("seed", range(24))
 def test_random_gradients_equal_those_of_the_formula(seed: int, isa: str) -> None:
     x = Drawn(seed, ("float32", "float64"), (1, 7, 64, 150, 301))
