@@ -1,4 +1,4 @@
-"""What the compiled kernel is held to beside `attention.py native`: masks, programs and calls.
+"""Bars of the compiled kernel beside `attention.py native`: masks, programs and calls.
 
 A row divides the time of a call by that of another in turns, and by its share of the keys, or takes
 the difference. ``--cases`` runs those of *streaming*, *gallery*, *GPT*, *token* or *added*, and the

@@ -204,6 +204,9 @@ def test_the_shape_of_a_mask_expression_is_known_before_the_call(shape):
     x = Operands(*(np.zeros(shape) for shape in SHAPES), EXPRESSIONS[shape])
     assert visible_keys(problem, x, np, banded=False).shape == shape
     assert problem_graphs.bias_shape(problem) == shape
+    # Gradients have a bias of all rows.
+    problem = problem_of(SHAPES, gradients=True, mask=EXPRESSIONS[shape])
+    assert problem_graphs.bias_shape(problem) == (*shape[:2], 100, 300)
 
 
 # ---- where and when it runs --------------------------------------------------------------------

@@ -149,6 +149,8 @@ class Refusal(NamedTuple):
 
 
 REFUSED = {
+    "a scale of 0": Refusal("a scale above 0; got 0.0", {"scale": 0.0}),
+    "a scale below 0": Refusal("a scale above 0; got -0.5", {"scale": -0.5}),
     "float32": Refusal("float16 and bfloat16 only", {}, dtype="float32"),
     "L is not S": Refusal("query_offset=0 and L = S", {"is_causal": True}, rows=5),
     "an offset": Refusal("query_offset=0 and L = S", {"is_causal": True, "query_offset": 3}),
