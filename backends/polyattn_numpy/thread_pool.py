@@ -225,9 +225,16 @@ class Pool:
     def __init__(self) -> None:
         self._jobs: SimpleQueue[tuple[contextvars.Context, Job]] = SimpleQueue()
         self._threads: list[threading.Thread] = []
+        self._one_at_a_time = Exclusive()
 
     def add(self, helpers: int, job: Job) -> None:
         """Let up to `helpers` threads help with a job, each in a copy of the caller's context."""
+        if len(self._threads) < helpers:
+            self._one_at_a_time.run(lambda: self._start(helpers))
+        for _ in range(min(helpers, len(self._threads))):
+            self._jobs.put((contextvars.copy_context(), job))
+
+    def _start(self, helpers: int) -> None:
         while len(self._threads) < helpers:
             name = f"polyattn_{len(self._threads)}"
             thread = threading.Thread(target=self._serve, name=name, daemon=True)
@@ -236,8 +243,6 @@ class Pool:
             except RuntimeError:  # the process is at its limit, or ends: the caller does the work
                 break
             self._threads.append(thread)
-        for _ in range(min(helpers, len(self._threads))):
-            self._jobs.put((contextvars.copy_context(), job))
 
     def _serve(self) -> None:
         blas.hold_thread()

@@ -76,6 +76,21 @@ def test_threads_that_cannot_be_started_are_not_needed(qkv, monkeypatch):
         assert np.isfinite(attention(*qkv)).all()
 
 
+def test_first_calls_that_meet_start_the_threads_of_one(monkeypatch):
+    pool, meet, start = thread_pool.Pool(), threading.Barrier(2), threading.Thread.start
+    monkeypatch.setattr(thread_pool, "_pool", pool)
+    monkeypatch.setattr(threading.Thread, "start", lambda thread: time.sleep(0.05) or start(thread))
+
+    def call():
+        meet.wait(30)
+        thread_pool.each(lambda item: None, range(3), 3, thread_pool.Shared())
+
+    with ThreadPoolExecutor(2) as callers:
+        for one in [callers.submit(call) for _ in range(2)]:
+            one.result(30)
+    assert len(pool._threads) == 2
+
+
 def test_a_blas_without_a_limit_means_one_thread(qkv, monkeypatch):
     monkeypatch.setattr(thread_pool, "blas", thread_pool.Blas(list))
     seen = set()
