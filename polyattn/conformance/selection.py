@@ -96,7 +96,14 @@ def covering(
 
     Each is the one that adds most to those before it.
     """
-    covers = {case: aspects(case) for case in cases if case.features <= variant.kernel.features}
+    kernel, is_of_core = variant.kernel, variant.kernel not in target.own
+    covers = {
+        case: aspects(case)
+        for case in cases
+        # Those of the core refuse a call on any library alike, and are asked without its arrays.
+        if case.features <= kernel.features
+        and not (is_of_core and kernel.reasons_against(case.problem))
+    }
     wanted: set[str] = set().union(*covers.values())
     few: list[Case] = []
     while wanted and covers:
