@@ -5,29 +5,8 @@ import sys
 import mutations
 import pytest
 
-
-@pytest.fixture
-def planted(monkeypatch, tmp_path):
-    """Return a function that plants three mistakes without copies of the package."""
-
-    def found_by(mutation, hint, copies):
-        if mutation.name == "raises":
-            raise ImportError("no module")
-        return "plain"
-
-    file, old = "tests/mutations.py", '"""One planted mistake'
-    texts = {"raises": '"""A mistake', "is found": '"""A mistake', "no syntax": 'import = """'}
-    rows = tuple(mutations.Mutation(name, file, ((old, new),)) for name, new in texts.items())
-    monkeypatch.setattr(mutations, "MUTATIONS", rows)
-    monkeypatch.setattr(mutations, "FOUND", tmp_path / "found.json")
-    monkeypatch.setattr(mutations, "found_by", found_by)
-    monkeypatch.setattr(mutations, "copy_to", lambda folder: folder)
-
-    def planted(*options):
-        monkeypatch.setattr(sys, "argv", ["mutations", *options])
-        return mutations.main()
-
-    return planted
+FILE, OLD = "tests/mutations.py", '"""One planted mistake'
+TEXTS = {"raises": '"""A mistake', "is found": '"""A mistake', "no syntax": 'import = """'}
 
 
 @pytest.mark.parametrize(
@@ -40,8 +19,19 @@ def planted(monkeypatch, tmp_path):
     ],
     ids=["--check", "found", "does not run", "does not compile"],
 )
-def test_a_mistake_that_does_not_run_is_one_failure(planted, capsys, options, code, lines):
-    assert planted(*options) == code
+def test_a_mistake_that_does_not_run_is_one_failure(
+    options, code, lines, monkeypatch, tmp_path, capsys
+):
+    def found_by(mutation, hint, copies):
+        if mutation.name == "raises":
+            raise ImportError("no module")
+        return "plain"
+
+    rows = tuple(mutations.Mutation(name, FILE, ((OLD, new),)) for name, new in TEXTS.items())
+    replaced = {"MUTATIONS": rows, "FOUND": tmp_path / "found.json", "found_by": found_by}
+    for name, value in (replaced | {"copy_to": lambda folder: folder}).items():
+        monkeypatch.setattr(mutations, name, value)
+    monkeypatch.setattr(sys, "argv", ["mutations", *options])
+    assert mutations.main() == code
     said = capsys.readouterr().out
-    for line in lines:
-        assert line in said
+    assert all(line in said for line in lines), said
