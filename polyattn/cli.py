@@ -347,8 +347,8 @@ def _check(options: argparse.Namespace) -> int:
     if options.callable is not None or options.subject is not None:
         return functions.check(options, list(cases.values()))
     if options.backends:
-        names = [name for names in options.backends for name in names.split(",")]
         try:
+            names = ",".join(options.backends).split(",")
             targets = [Target(name, options.library) for name in names]
         except UnknownBackendError as error:
             raise ValueError(f"{error}; for a function write --callable module:function") from None
