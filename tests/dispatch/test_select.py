@@ -107,10 +107,9 @@ def _spec(name="acme", **changes):
     ("spec", "reason"),
     [
         (
-            _spec(requires=("no_such_library",)),
-            "no_such_library is not installed: pip install acme",
+            _spec(requires=("no_such_library", "nor_this")),
+            "no_such_library and nor_this are not installed: pip install acme",
         ),
-        (_spec(requires=("no_such", "nor_this")), "no_such and nor_this are not installed: pip"),
         (_spec(), "it cannot be loaded: ModuleNotFoundError"),
         (
             _spec(contract_version=CONTRACT - 1),
