@@ -70,7 +70,7 @@ def unusable(spec: BackendSpec | KernelSpec, distribution: str) -> str | None:
         return f"{written}, and {_VERSION}: upgrade {older}"
     absent = [module for module in spec.requires if not is_installed(module)]
     are = "is" if len(absent) == 1 else "are"
-    return f"{' and '.join(absent)} {are} not installed: {spec.install}" if absent else None
+    return f"{', '.join(absent)} {are} not installed: {spec.install}" if absent else None
 
 
 def is_installed(module: str) -> bool:

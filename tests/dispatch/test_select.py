@@ -108,7 +108,7 @@ def _spec(name="acme", **changes):
     [
         (
             _spec(requires=("no_such_library", "nor_this")),
-            "no_such_library and nor_this are not installed: pip install acme",
+            "no_such_library, nor_this are not installed: pip install acme",
         ),
         (_spec(), "it cannot be loaded: ModuleNotFoundError"),
         (
