@@ -359,8 +359,8 @@ def _check(options: argparse.Namespace) -> int:
         return 0
     steps = run.steps(targets, cases, options.kernel)
     only = [x for x in steps if not options.case or isinstance(x.what, Case)]
-    with warnings.catch_warnings():  # numpy's about cases of NaN and infinity, in dask's threads
-        warnings.simplefilter("ignore", RuntimeWarning)
+    with warnings.catch_warnings():  # about NaN and infinity, in dask's threads
+        warnings.filterwarnings("ignore", "", RuntimeWarning, r"dask\.")
         report = run.run(only, run.described)
     made = files.made(list(files.results_of(report))) | {"html": page.page(report)}
     made["repro"] = partial(repro.of_report, report) if report.failed else None
