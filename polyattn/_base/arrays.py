@@ -133,10 +133,9 @@ def _standard_library(array: Array, name: str) -> Library:
     except TypeError:
         root, kind = _names(type(array))[0]
         whole = kind if root == "builtins" else f"{root}.{kind}"
-        article = "an" if whole.startswith((*"aeiox", "h5")) else "a"
         hint = CONVERSIONS.get(root, "convert it first, for example by numpy.asarray({0})")
         raise TypeError(
-            f"{name} is {article} {whole}, not an array of a library that follows the array API"
+            f"{name} is of type {whole}, not an array of a library that follows the array API"
             f" standard; {hint.format(name)}"
         ) from None
     library = xp.__name__.removeprefix("array_api_compat.")

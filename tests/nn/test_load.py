@@ -329,7 +329,7 @@ def test_weights_have_names_of_text_each_once(gpt2):
     ):
         with pytest.raises(ValueError, match="weights are arrays by name; got the name 0"):
             load({0: FLOAT32})
-        with pytest.raises(TypeError, match=r"lm_head\.weight is an int, not an array"):
+        with pytest.raises(TypeError, match=r"lm_head\.weight is of type int, not an array"):
             load({"lm_head.weight": 3, "wte.weight": 4})
     state = gpt2.state_dict() | {"wte.weight": torch.ones(50, 32)}
     with pytest.raises(ValueError, match=r"transformer\.wte\.weight and wte\.weight are one"):
