@@ -205,7 +205,7 @@ PACKED = {"h.0.attn.c_attn.qweight": np.zeros((4, 4), np.int32)}
         (PACKED, "", "dict", r"c_attn\.qweight is quantized, as GPTQ and AWQ"),
         ({}, "", None, "pass config="),
         ({}, "", "object", r"pass config\.to_dict\(\)"),
-        ("model", "", "dict", "weights is a GPT2LMHeadModel; pass a mapping"),
+        ("model", "", "dict", "weights is of type GPT2LMHeadModel; pass a mapping"),
     ],
 )
 def test_what_cannot_be_read_is_named_with_what_to_pass(
