@@ -179,13 +179,9 @@ class WeighStep:
     look: dict[str, Any]  # ``top`` or ``per_key``, as of `polyattn.attention_weights`
 
     def __call__(
-        self,
-        query: Array,
-        keys: Blocks,
-        values: Blocks,
-        arrays: Sequence[Blocks],
+        self, query: Array, keys: Blocks, values: Blocks, arrays: Sequence[Blocks],
         logsumexp: Array | None,
-    ) -> Any:
+    ) -> Any:  # fmt: skip
         """Return the weights, their sums, or the largest ones with their keys."""
         top, found = self.look.get("top"), None
         with front().use_threads(1):
@@ -224,13 +220,9 @@ class PullBackStep:
     along_keys: dict[str, int]  # the axis of the keys of the gradients that have one
 
     def __call__(
-        self,
-        query: Array,
-        keys: Blocks,
-        values: Blocks,
-        arrays: Sequence[Blocks],
+        self, query: Array, keys: Blocks, values: Blocks, arrays: Sequence[Blocks],
         results: Sequence[Array | None],
-    ) -> dict[tuple[str, int | None], Array]:
+    ) -> dict[tuple[str, int | None], Array]:  # fmt: skip
         """Return the share of each chunk of keys, by its number, and those of no chunk by None."""
         # `results` are output and logsumexp, and their gradients.
         found: dict[tuple[str, int | None], Array] = {}

@@ -71,13 +71,9 @@ class Forward(LoopBody):
 
 
 def weighted_sum(
-    problem: Problem,
-    weights: Array,
-    scores: Callable[[], Array],
-    key: Array,
-    value: Array,
+    problem: Problem, weights: Array, scores: Callable[[], Array], key: Array, value: Array,
     masked: bool,
-) -> Array:
+) -> Array:  # fmt: skip
     """Return weights · value, without the values of masked keys."""
     weights = fold_heads(problem, weights, jnp)
 
@@ -93,12 +89,9 @@ def weighted_sum(
 
 
 def visible_product(
-    multiply: Callable[[Array, Array], Array],
-    weights: Array,
-    seen: Callable[[], Array],
-    key: Array,
-    value: Array,
-) -> Array:
+    multiply: Callable[[Array, Array], Array], weights: Array, seen: Callable[[], Array],
+    key: Array, value: Array,
+) -> Array:  # fmt: skip
     """Return weights · value, to which a value adds nothing where its key is not seen."""
     result = multiply(weights, value)
 

@@ -104,12 +104,9 @@ def attention_backward(
 
 
 def _backward(
-    given: dict[str, Any],
-    arguments: dict[str, Any],
-    partial: Partial,
-    cotangents: Cotangents,
+    given: dict[str, Any], arguments: dict[str, Any], partial: Partial, cotangents: Cotangents,
     into: Gradients | None,
-) -> Gradients:
+) -> Gradients:  # fmt: skip
     """Return the gradients of the given arguments; `arguments` are those after autocast."""
     if cotangents.output is None:
         raise TypeError("output_gradient must be an array of the shape of the output; got None")

@@ -33,14 +33,9 @@ DIFFERENTIATED = frozenset({
 
 
 def gradients(
-    problem: Problem,
-    x: Operands,
-    residuals: Residuals,
-    cotangents: Cotangents,
-    backend: Backend,
-    row_block: int,
-    column_block: int,
-) -> Gradients:
+    problem: Problem, x: Operands, residuals: Residuals, cotangents: Cotangents, backend: Backend,
+    row_block: int, column_block: int,
+) -> Gradients:  # fmt: skip
     """Return the gradients of a call, in the accumulator's dtype, by tiles of such a size."""
     total = GradientSums(problem, x, backend.xp, (row_block, column_block))
     keys = Span(0, problem.key_length)
