@@ -82,20 +82,10 @@ class MultiHeadAttention(Module):
 
     @classmethod
     def init(
-        cls,
-        size: int,
-        heads: int,
-        *,
-        like: Array,
-        seed: int | Initializer = 0,
-        key_heads: int | None = None,
-        head_size: int | None = None,
-        value_size: int | None = None,
-        context_size: int | None = None,
-        bias: bool = True,
-        fused: bool = False,
-        **settings: Any,
-    ) -> MultiHeadAttention:
+        cls, size: int, heads: int, *, like: Array, seed: int | Initializer = 0,
+        key_heads: int | None = None, head_size: int | None = None, value_size: int | None = None,
+        context_size: int | None = None, bias: bool = True, fused: bool = False, **settings: Any,
+    ) -> MultiHeadAttention:  # fmt: skip
         """Create a layer with Glorot's uniform weights and biases of 0.
 
         Parameters
@@ -167,16 +157,10 @@ class MultiHeadAttention(Module):
         )
 
     def __call__(
-        self,
-        x: Array,
-        context: Array | None = None,
-        values: Array | None = None,
-        *,
-        cache: Cache | None = None,
-        counts: Any = None,
-        positions: Array | None = None,
+        self, x: Array, context: Array | None = None, values: Array | None = None, *,
+        cache: Cache | None = None, counts: Any = None, positions: Array | None = None,
         **options: Any,
-    ) -> Any:
+    ) -> Any:  # fmt: skip
         """Attend from tokens to tokens.
 
         Parameters
@@ -231,13 +215,9 @@ class MultiHeadAttention(Module):
         return self._merge(heads), cache
 
     def weights(
-        self,
-        x: Array,
-        context: Array | None = None,
-        *,
-        positions: Array | None = None,
+        self, x: Array, context: Array | None = None, *, positions: Array | None = None,
         **options: Any,
-    ) -> Any:
+    ) -> Any:  # fmt: skip
         """Return the attention weights, to inspect them.
 
         Parameters
@@ -267,14 +247,9 @@ class MultiHeadAttention(Module):
         return int(value.weight.shape[1]) // self.key_heads
 
     def cache(
-        self,
-        capacity: int | str,
-        *,
-        like: Array,
-        batch: tuple[int | str, ...] = (),
-        kind: type[Cache] = KVCache,
-        **settings: Any,
-    ) -> Any:
+        self, capacity: int | str, *, like: Array, batch: tuple[int | str, ...] = (),
+        kind: type[Cache] = KVCache, **settings: Any,
+    ) -> Any:  # fmt: skip
         """Return an empty cache for this layer's keys and values.
 
         Parameters

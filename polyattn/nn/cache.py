@@ -58,15 +58,9 @@ class KVCache:
 
     @classmethod
     def init(
-        cls,
-        heads: int,
-        size: int,
-        capacity: int | str,
-        *,
-        like: Array,
-        batch: tuple[int | str, ...] = (),
-        value_size: int | None = None,
-    ) -> KVCache:
+        cls, heads: int, size: int, capacity: int | str, *, like: Array,
+        batch: tuple[int | str, ...] = (), value_size: int | None = None,
+    ) -> KVCache:  # fmt: skip
         """Return an empty cache.
 
         Parameters

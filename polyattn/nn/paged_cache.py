@@ -99,17 +99,9 @@ class PagedCache:
 
     @classmethod
     def init(
-        cls,
-        heads: int,
-        size: int,
-        capacity: int,
-        *,
-        items: int,
-        like: Array,
-        page: int = 16,
-        pages: int | None = None,
-        value_size: int | None = None,
-    ) -> PagedCache:
+        cls, heads: int, size: int, capacity: int, *, items: int, like: Array, page: int = 16,
+        pages: int | None = None, value_size: int | None = None,
+    ) -> PagedCache:  # fmt: skip
         """Return an empty cache.
 
         Parameters

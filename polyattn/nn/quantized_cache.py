@@ -86,19 +86,10 @@ class QuantizedCache:
 
     @classmethod
     def init(
-        cls,
-        heads: int,
-        size: int,
-        capacity: int,
-        *,
-        like: Array,
-        batch: tuple[int, ...] = (),
-        value_size: int | None = None,
-        window: int = 32,
-        block: int = 64,
-        bits: int = 8,
+        cls, heads: int, size: int, capacity: int, *, like: Array, batch: tuple[int, ...] = (),
+        value_size: int | None = None, window: int = 32, block: int = 64, bits: int = 8,
         group: int = 64,
-    ) -> QuantizedCache:
+    ) -> QuantizedCache:  # fmt: skip
         """Return an empty cache.
 
         Parameters

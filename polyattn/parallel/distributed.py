@@ -27,15 +27,9 @@ _RECORDED = {
 
 
 def attention(
-    query: Array,
-    key: Array,
-    value: Array,
-    *,
-    over: Any,
-    strategy: str = "auto",
-    layout: str = "contiguous",
-    **options: Any,
-) -> Array:
+    query: Array, key: Array, value: Array, *, over: Any, strategy: str = "auto",
+    layout: str = "contiguous", **options: Any,
+) -> Array:  # fmt: skip
     """Compute attention over sequences that are spread over many devices.
 
     Each rank calls it with its tokens of query, key and value, and gets the output of its rows: the
@@ -121,15 +115,9 @@ def attention(
 
 
 def attention_vjp(
-    query: Array,
-    key: Array,
-    value: Array,
-    *,
-    over: Any,
-    strategy: str = "auto",
-    layout: str = "contiguous",
-    **options: Any,
-) -> tuple[Array, Callable[[Array], Gradients]]:
+    query: Array, key: Array, value: Array, *, over: Any, strategy: str = "auto",
+    layout: str = "contiguous", **options: Any,
+) -> tuple[Array, Callable[[Array], Gradients]]:  # fmt: skip
     """Compute attention over many devices, and return a function that computes its gradients.
 
     Parameters
@@ -185,17 +173,10 @@ def attention_vjp(
 
 
 def explain(
-    query: Array | tuple[int, ...],
-    key: Array | tuple[int, ...],
-    value: Array | tuple[int, ...],
-    *,
-    over: Any,
-    strategy: str = "auto",
-    layout: str = "contiguous",
-    library: str = "numpy",
-    dtype: str = "float32",
-    **options: Any,
-) -> ParallelExplanation:
+    query: Array | tuple[int, ...], key: Array | tuple[int, ...], value: Array | tuple[int, ...], *,
+    over: Any, strategy: str = "auto", layout: str = "contiguous", library: str = "numpy",
+    dtype: str = "float32", **options: Any,
+) -> ParallelExplanation:  # fmt: skip
     """Explain which strategy `attention` would take, and what each rank computes and sends.
 
     Nothing is computed or sent.

@@ -73,15 +73,9 @@ def torch_attention(
 
 
 def torch_encoder_layer(
-    weights: Mapping[str, Array],
-    heads: int,
-    *,
-    like: Array,
-    activation: str = "relu",
-    norm_first: bool = False,
-    epsilon: float = 1e-5,
-    prefix: str = "",
-) -> EncoderBlock:
+    weights: Mapping[str, Array], heads: int, *, like: Array, activation: str = "relu",
+    norm_first: bool = False, epsilon: float = 1e-5, prefix: str = "",
+) -> EncoderBlock:  # fmt: skip
     """Load a torch.nn.TransformerEncoderLayer.
 
     Parameters
