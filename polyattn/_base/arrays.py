@@ -25,7 +25,7 @@ class Library(NamedTuple):
     """The library of a class of arrays."""
 
     name: str  # the short name
-    xp: Any  # the array API namespace
+    xp: Any  # the array API namespace, with what polyattn adds to it
     traced: bool = False  # whether these arrays are traced, lazy, or wrappers without own memory
     strided: Any = None  # the layout of an ordinary array, if the library has several
 
@@ -86,11 +86,6 @@ def is_namespace(library: str) -> bool:
     except (ImportError, ValueError):  # an empty name is a ValueError
         return False
     return hasattr(module, "matmul") and hasattr(module, "asarray")
-
-
-def namespace_of(array: Array) -> Any:
-    """Return the standard's namespace for arrays of this library, with what polyattn adds to it."""
-    return library_of(array).xp
 
 
 def _names(cls: type) -> list[tuple[str, str]]:
