@@ -46,6 +46,13 @@ def check_finite(
     return as_constant(number)
 
 
+def check_softcap(value: Any) -> float:
+    number = check_finite("softcap", value, advice=_softcap_advice)
+    if number <= 0:
+        raise ValueError(f"softcap must be above 0; {got(value)}. None means no cap")
+    return number
+
+
 def _softcap_advice(value: Any) -> str:
     """Return a hint for a softcap that is an array."""
     if not is_array(value):
@@ -56,13 +63,6 @@ def _softcap_advice(value: Any) -> str:
     if tuple(value.shape) == ():
         return f". Pass float(softcap), or to differentiate it {rule}"
     return f". For one of each head pass {rule.replace('softcap', 'softcap[h]')}"
-
-
-def check_softcap(value: Any) -> float:
-    number = check_finite("softcap", value, advice=_softcap_advice)
-    if number <= 0:
-        raise ValueError(f"softcap must be above 0; {got(value)}. None means no cap")
-    return number
 
 
 def check_scale(value: Any) -> float | ScaleRule:
