@@ -42,10 +42,14 @@ DTYPES = (
 
 
 def onnx(
-    function: Callable[..., Any] | Module, inputs: Mapping[str, Shape | Caches], *, opset: int = 24,
-    dtype: str | Mapping[str, str] = "float32", options: Mapping[str, Any] | None = None,
+    function: Callable[..., Any] | Module,
+    inputs: Mapping[str, Shape | Caches],
+    *,
+    opset: int = 24,
+    dtype: str | Mapping[str, str] = "float32",
+    options: Mapping[str, Any] | None = None,
     file: str | Path | None = None,
-) -> Any:  # fmt: skip
+) -> Any:
     """Return a function or a module as a model of ONNX.
 
     Parameters

@@ -36,10 +36,14 @@ REFUSED = {
 
 
 def register(
-    name: str = "polyattn", *, backend: str | Sequence[str] | None = None,
-    kernel: str | Kernel | None = None, over: Any = None, strategy: str = "auto",
+    name: str = "polyattn",
+    *,
+    backend: str | Sequence[str] | None = None,
+    kernel: str | Kernel | None = None,
+    over: Any = None,
+    strategy: str = "auto",
     layout: str = "contiguous",
-) -> None:  # fmt: skip
+) -> None:
     """Make ``attn_implementation=name`` work in transformers.
 
     A second call with the same name replaces the first, also in existing models.

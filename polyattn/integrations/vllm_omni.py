@@ -13,9 +13,13 @@ __dir__ = __all__.copy
 
 
 def attend(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: dict[str, Any],
-    is_causal: bool, softmax_scale: float,
-) -> torch.Tensor:  # fmt: skip
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    params: dict[str, Any],
+    is_causal: bool,
+    softmax_scale: float,
+) -> torch.Tensor:
     """Compute attention as a plugin of the slot ``SPARSE_ATTN``: ``extra={"backend": "polyattn"}``.
 
     Parameters

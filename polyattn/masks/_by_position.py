@@ -243,10 +243,13 @@ def global_tokens(*positions: int) -> Mask:
 
 
 def neighborhood(
-    shape: int | tuple[int, ...], kernel_size: int | tuple[int, ...], *,
-    stride: int | tuple[int, ...] = 1, dilation: int | tuple[int, ...] = 1,
+    shape: int | tuple[int, ...],
+    kernel_size: int | tuple[int, ...],
+    *,
+    stride: int | tuple[int, ...] = 1,
+    dilation: int | tuple[int, ...] = 1,
     is_causal: bool | tuple[bool, ...] = False,
-) -> Mask:  # fmt: skip
+) -> Mask:
     """Show the nearest tokens on a grid, as neighbourhood attention of NATTEN does.
 
     Parameters

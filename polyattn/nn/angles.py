@@ -120,9 +120,14 @@ def ntk_scaling(size: int, factor: float, *, base: float = 10000.0) -> tuple[flo
 
 
 def yarn_scaling(
-    size: int, factor: float, *, base: float = 10000.0, trained: int = 4096, fast: float = 32.0,
+    size: int,
+    factor: float,
+    *,
+    base: float = 10000.0,
+    trained: int = 4096,
+    fast: float = 32.0,
     slow: float = 1.0,
-) -> tuple[tuple[float, ...], float]:  # fmt: skip
+) -> tuple[tuple[float, ...], float]:
     """Return the frequencies and the magnitude of YaRN.
 
     Parameters

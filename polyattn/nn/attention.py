@@ -82,10 +82,20 @@ class MultiHeadAttention(Module):
 
     @classmethod
     def init(
-        cls, size: int, heads: int, *, like: Array, seed: int | Initializer = 0,
-        key_heads: int | None = None, head_size: int | None = None, value_size: int | None = None,
-        context_size: int | None = None, bias: bool = True, fused: bool = False, **settings: Any,
-    ) -> MultiHeadAttention:  # fmt: skip
+        cls,
+        size: int,
+        heads: int,
+        *,
+        like: Array,
+        seed: int | Initializer = 0,
+        key_heads: int | None = None,
+        head_size: int | None = None,
+        value_size: int | None = None,
+        context_size: int | None = None,
+        bias: bool = True,
+        fused: bool = False,
+        **settings: Any,
+    ) -> MultiHeadAttention:
         """Create a layer with Glorot's uniform weights and biases of 0.
 
         Parameters
@@ -157,10 +167,16 @@ class MultiHeadAttention(Module):
         )
 
     def __call__(
-        self, x: Array, context: Array | None = None, values: Array | None = None, *,
-        cache: Cache | None = None, counts: Any = None, positions: Array | None = None,
+        self,
+        x: Array,
+        context: Array | None = None,
+        values: Array | None = None,
+        *,
+        cache: Cache | None = None,
+        counts: Any = None,
+        positions: Array | None = None,
         **options: Any,
-    ) -> Any:  # fmt: skip
+    ) -> Any:
         """Attend from tokens to tokens.
 
         Parameters
@@ -215,9 +231,13 @@ class MultiHeadAttention(Module):
         return self._merge(heads), cache
 
     def weights(
-        self, x: Array, context: Array | None = None, *, positions: Array | None = None,
+        self,
+        x: Array,
+        context: Array | None = None,
+        *,
+        positions: Array | None = None,
         **options: Any,
-    ) -> Any:  # fmt: skip
+    ) -> Any:
         """Return the attention weights, to inspect them.
 
         Parameters
@@ -247,9 +267,14 @@ class MultiHeadAttention(Module):
         return int(value.weight.shape[1]) // self.key_heads
 
     def cache(
-        self, capacity: int | str, *, like: Array, batch: tuple[int | str, ...] = (),
-        kind: type[Cache] = KVCache, **settings: Any,
-    ) -> Any:  # fmt: skip
+        self,
+        capacity: int | str,
+        *,
+        like: Array,
+        batch: tuple[int | str, ...] = (),
+        kind: type[Cache] = KVCache,
+        **settings: Any,
+    ) -> Any:
         """Return an empty cache for this layer's keys and values.
 
         Parameters

@@ -52,10 +52,20 @@ class EncoderBlock(Module):
 
     @classmethod
     def init(
-        cls, size: int, heads: int, *, like: Array, seed: int | Initializer = 0,
-        inner: int | None = None, activation: str = "gelu", gated: bool = False, bias: bool = True,
-        norm: type[Norm] = LayerNorm, pre_norm: bool = True, **attention: Any,
-    ) -> EncoderBlock:  # fmt: skip
+        cls,
+        size: int,
+        heads: int,
+        *,
+        like: Array,
+        seed: int | Initializer = 0,
+        inner: int | None = None,
+        activation: str = "gelu",
+        gated: bool = False,
+        bias: bool = True,
+        norm: type[Norm] = LayerNorm,
+        pre_norm: bool = True,
+        **attention: Any,
+    ) -> EncoderBlock:
         """Create a block with Glorot's uniform weights.
 
         Parameters
@@ -126,9 +136,15 @@ class DecoderBlock(Module):
 
     @classmethod
     def init(
-        cls, size: int, heads: int, *, like: Array, seed: int | Initializer = 0,
-        context_size: int | None = None, **options: Any,
-    ) -> DecoderBlock:  # fmt: skip
+        cls,
+        size: int,
+        heads: int,
+        *,
+        like: Array,
+        seed: int | Initializer = 0,
+        context_size: int | None = None,
+        **options: Any,
+    ) -> DecoderBlock:
         """Create a block with Glorot's uniform weights.
 
         Parameters
@@ -157,9 +173,14 @@ class DecoderBlock(Module):
         return cls(*layers, norm(), norm(), norm(), block.pre_norm)
 
     def __call__(
-        self, x: Array, context: Array, *, cache: Cache | None = None, context_mask: Any = None,
+        self,
+        x: Array,
+        context: Array,
+        *,
+        cache: Cache | None = None,
+        context_mask: Any = None,
         **options: Any,
-    ) -> Any:  # fmt: skip
+    ) -> Any:
         """Map tokens to tokens of the same shape.
 
         Parameters

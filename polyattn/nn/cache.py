@@ -58,9 +58,15 @@ class KVCache:
 
     @classmethod
     def init(
-        cls, heads: int, size: int, capacity: int | str, *, like: Array,
-        batch: tuple[int | str, ...] = (), value_size: int | None = None,
-    ) -> KVCache:  # fmt: skip
+        cls,
+        heads: int,
+        size: int,
+        capacity: int | str,
+        *,
+        like: Array,
+        batch: tuple[int | str, ...] = (),
+        value_size: int | None = None,
+    ) -> KVCache:
         """Return an empty cache.
 
         Parameters

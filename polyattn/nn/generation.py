@@ -25,12 +25,22 @@ from polyattn.nn.positions import LearnedPositions
 
 @with_our_names("cache", "counts", "positions", "segments")
 def generate(
-    model: Transformer, ids: Any, steps: int, *, lengths: Any = None,
-    caches: tuple[Cache, ...] | None = None, temperature: float = 0.0, top_k: int | None = None,
-    top_p: float = 1.0, seed: int = 0, stop: int | Iterable[int] | None = None,
-    on_token: Callable[[Array], Any] | None = None, jit: Callable[[Any], Any] | None = None,
-    same_bits: bool = False, **options: Any,
-) -> Any:  # fmt: skip
+    model: Transformer,
+    ids: Any,
+    steps: int,
+    *,
+    lengths: Any = None,
+    caches: tuple[Cache, ...] | None = None,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float = 1.0,
+    seed: int = 0,
+    stop: int | Iterable[int] | None = None,
+    on_token: Callable[[Array], Any] | None = None,
+    jit: Callable[[Any], Any] | None = None,
+    same_bits: bool = False,
+    **options: Any,
+) -> Any:
     """Continue token sequences with a decoder.
 
     Parameters

@@ -57,9 +57,14 @@ class Linear(Module):
 
     @classmethod
     def init(
-        cls, inputs: int, outputs: int, *, like: Array, seed: int | Initializer = 0,
+        cls,
+        inputs: int,
+        outputs: int,
+        *,
+        like: Array,
+        seed: int | Initializer = 0,
         bias: bool = True,
-    ) -> Linear:  # fmt: skip
+    ) -> Linear:
         """Create a layer with Glorot's uniform weights and a bias of 0.
 
         Parameters
@@ -268,9 +273,16 @@ class FeedForward(Module):
 
     @classmethod
     def init(
-        cls, size: int, inner: int | None = None, *, like: Array, seed: int | Initializer = 0,
-        activation: str = "gelu", gated: bool = False, bias: bool = True,
-    ) -> FeedForward:  # fmt: skip
+        cls,
+        size: int,
+        inner: int | None = None,
+        *,
+        like: Array,
+        seed: int | Initializer = 0,
+        activation: str = "gelu",
+        gated: bool = False,
+        bias: bool = True,
+    ) -> FeedForward:
         """Create a layer with Glorot's uniform weights.
 
         Parameters

@@ -73,11 +73,23 @@ class Transformer(Module):
 
     @classmethod
     def init(
-        cls, tokens: int, size: int, heads: int, layers: int, *, like: Array, is_causal: bool,
-        seed: int | Initializer = 0, positions: int | LearnedPositions | Sinusoidal | None = None,
-        cross: bool = False, norm: type[Norm] = LayerNorm, pre_norm: bool = True,
-        logits: bool = True, tied: bool = False, **block: Any,
-    ) -> Transformer:  # fmt: skip
+        cls,
+        tokens: int,
+        size: int,
+        heads: int,
+        layers: int,
+        *,
+        like: Array,
+        is_causal: bool,
+        seed: int | Initializer = 0,
+        positions: int | LearnedPositions | Sinusoidal | None = None,
+        cross: bool = False,
+        norm: type[Norm] = LayerNorm,
+        pre_norm: bool = True,
+        logits: bool = True,
+        tied: bool = False,
+        **block: Any,
+    ) -> Transformer:
         """Create a model with Glorot's uniform weights.
 
         Parameters
@@ -128,7 +140,11 @@ class Transformer(Module):
         return cls(embedding, stack, positions, output=output, tied=tied)
 
     def __call__(
-        self, ids: Array, *context: Array, caches: tuple[Cache, ...] | None = None, **options: Any
+        self,
+        ids: Array,
+        *context: Array,
+        caches: tuple[Cache, ...] | None = None,
+        **options: Any,
     ) -> Any:
         """Run the model.
 
@@ -158,9 +174,14 @@ class Transformer(Module):
         return self.logits(x) if caches is None else (self.logits(x[0]), x[1])
 
     def hidden(
-        self, ids: Array, *context: Array, caches: tuple[Cache, ...] | None = None,
-        segments: Array | None = None, positions: Array | None = None, **options: Any,
-    ) -> Any:  # fmt: skip
+        self,
+        ids: Array,
+        *context: Array,
+        caches: tuple[Cache, ...] | None = None,
+        segments: Array | None = None,
+        positions: Array | None = None,
+        **options: Any,
+    ) -> Any:
         """Return the last vectors, from which `logits` computes what a call returns.
 
         Parameters
@@ -178,9 +199,13 @@ class Transformer(Module):
         return self.stack(x, *context, caches=caches, **options)
 
     def weights(
-        self, ids: Array, *context: Array, segments: Array | None = None,
-        positions: Array | None = None, **options: Any,
-    ) -> list[Any]:  # fmt: skip
+        self,
+        ids: Array,
+        *context: Array,
+        segments: Array | None = None,
+        positions: Array | None = None,
+        **options: Any,
+    ) -> list[Any]:
         """Return the attention weights of each block, to inspect or draw them.
 
         Parameters
@@ -225,9 +250,13 @@ class Transformer(Module):
         return options
 
     def embed(
-        self, ids: Array, *, caches: tuple[Cache, ...] | None = None, segments: Array | None = None,
+        self,
+        ids: Array,
+        *,
+        caches: tuple[Cache, ...] | None = None,
+        segments: Array | None = None,
         positions: Array | None = None,
-    ) -> Array:  # fmt: skip
+    ) -> Array:
         """Return the input vectors of the blocks.
 
         Parameters
@@ -288,9 +317,13 @@ class Transformer(Module):
         return cast(xp, xp.tanh(widened(y, xp) / softcap) * softcap, y.dtype)
 
     def caches(
-        self, capacity: int | str, *, batch: tuple[int | str, ...] = (),
-        kind: type[Cache] = KVCache, **settings: Any,
-    ) -> tuple[Any, ...]:  # fmt: skip
+        self,
+        capacity: int | str,
+        *,
+        batch: tuple[int | str, ...] = (),
+        kind: type[Cache] = KVCache,
+        **settings: Any,
+    ) -> tuple[Any, ...]:
         """Return an empty cache for each block.
 
         Parameters

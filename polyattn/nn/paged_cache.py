@@ -99,9 +99,17 @@ class PagedCache:
 
     @classmethod
     def init(
-        cls, heads: int, size: int, capacity: int, *, items: int, like: Array, page: int = 16,
-        pages: int | None = None, value_size: int | None = None,
-    ) -> PagedCache:  # fmt: skip
+        cls,
+        heads: int,
+        size: int,
+        capacity: int,
+        *,
+        items: int,
+        like: Array,
+        page: int = 16,
+        pages: int | None = None,
+        value_size: int | None = None,
+    ) -> PagedCache:
         """Return an empty cache.
 
         Parameters

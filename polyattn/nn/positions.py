@@ -147,9 +147,15 @@ class RelativeBias(Module):
 
     @classmethod
     def init(
-        cls, heads: int, buckets: int = 32, *, like: Array, seed: int | Initializer = 0,
-        bidirectional: bool = True, max_distance: int = 128,
-    ) -> RelativeBias:  # fmt: skip
+        cls,
+        heads: int,
+        buckets: int = 32,
+        *,
+        like: Array,
+        seed: int | Initializer = 0,
+        bidirectional: bool = True,
+        max_distance: int = 128,
+    ) -> RelativeBias:
         """Create small uniform biases, for one block or, as in T5, for all blocks of a model.
 
         Parameters

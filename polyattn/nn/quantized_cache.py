@@ -86,10 +86,19 @@ class QuantizedCache:
 
     @classmethod
     def init(
-        cls, heads: int, size: int, capacity: int, *, like: Array, batch: tuple[int, ...] = (),
-        value_size: int | None = None, window: int = 32, block: int = 64, bits: int = 8,
+        cls,
+        heads: int,
+        size: int,
+        capacity: int,
+        *,
+        like: Array,
+        batch: tuple[int, ...] = (),
+        value_size: int | None = None,
+        window: int = 32,
+        block: int = 64,
+        bits: int = 8,
         group: int = 64,
-    ) -> QuantizedCache:  # fmt: skip
+    ) -> QuantizedCache:
         """Return an empty cache.
 
         Parameters

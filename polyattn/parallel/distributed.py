@@ -27,9 +27,15 @@ _RECORDED = {
 
 
 def attention(
-    query: Array, key: Array, value: Array, *, over: Any, strategy: str = "auto",
-    layout: str = "contiguous", **options: Any,
-) -> Array:  # fmt: skip
+    query: Array,
+    key: Array,
+    value: Array,
+    *,
+    over: Any,
+    strategy: str = "auto",
+    layout: str = "contiguous",
+    **options: Any,
+) -> Array:
     """Compute attention over sequences that are spread over many devices.
 
     Each rank calls it with its tokens of query, key and value, and gets the output of its rows: the
@@ -115,9 +121,15 @@ def attention(
 
 
 def attention_vjp(
-    query: Array, key: Array, value: Array, *, over: Any, strategy: str = "auto",
-    layout: str = "contiguous", **options: Any,
-) -> tuple[Array, Callable[[Array], Gradients]]:  # fmt: skip
+    query: Array,
+    key: Array,
+    value: Array,
+    *,
+    over: Any,
+    strategy: str = "auto",
+    layout: str = "contiguous",
+    **options: Any,
+) -> tuple[Array, Callable[[Array], Gradients]]:
     """Compute attention over many devices, and return a function that computes its gradients.
 
     Parameters
@@ -173,10 +185,17 @@ def attention_vjp(
 
 
 def explain(
-    query: Array | tuple[int, ...], key: Array | tuple[int, ...], value: Array | tuple[int, ...], *,
-    over: Any, strategy: str = "auto", layout: str = "contiguous", library: str = "numpy",
-    dtype: str = "float32", **options: Any,
-) -> ParallelExplanation:  # fmt: skip
+    query: Array | tuple[int, ...],
+    key: Array | tuple[int, ...],
+    value: Array | tuple[int, ...],
+    *,
+    over: Any,
+    strategy: str = "auto",
+    layout: str = "contiguous",
+    library: str = "numpy",
+    dtype: str = "float32",
+    **options: Any,
+) -> ParallelExplanation:
     """Explain which strategy `attention` would take, and what each rank computes and sends.
 
     Nothing is computed or sent.

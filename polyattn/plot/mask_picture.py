@@ -49,9 +49,13 @@ LINES, FRAME = "#c9cdd4", "#6b7280"
 
 
 def mask(
-    mask: Mask | Array | Callable[..., Array], query_length: int | None = None,
-    key_length: int | None = None, *, axes: Any = None, **options: Any,
-) -> Any:  # fmt: skip
+    mask: Mask | Array | Callable[..., Array],
+    query_length: int | None = None,
+    key_length: int | None = None,
+    *,
+    axes: Any = None,
+    **options: Any,
+) -> Any:
     """Draw which keys a mask shows to the rows, and which tiles are empty, mixed and full.
 
     Parameters

@@ -30,11 +30,15 @@ BLANK = {"\n": "↵", "\r": "←", "\t": "⇥"}
 
 
 def attention_map(
-    weights: Array | TopWeights, queries: Sequence[Any] | None = None,
-    keys: Sequence[Any] | int | None = None, *, heads: int | slice | Sequence[int] | None = None,
-    extent: tuple[float, float, float, float] | None = None, power: float | None = None,
+    weights: Array | TopWeights,
+    queries: Sequence[Any] | None = None,
+    keys: Sequence[Any] | int | None = None,
+    *,
+    heads: int | slice | Sequence[int] | None = None,
+    extent: tuple[float, float, float, float] | None = None,
+    power: float | None = None,
     axes: Any = None,
-) -> Any:  # fmt: skip
+) -> Any:
     """Draw which keys each row attends to, a map for each head.
 
     Parameters

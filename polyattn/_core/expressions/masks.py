@@ -90,9 +90,15 @@ class Mask(Expression):
         return RENDERERS["figure"](self, query_length, key_length, **options)
 
     def intervals(
-        self, lengths: tuple[int, int], query_offset: Any = None, *, batch: tuple[int, ...] = (1,),
-        heads: int = 1, most: int = 8, evaluates: bool = True,
-    ) -> Intervals | None:  # fmt: skip
+        self,
+        lengths: tuple[int, int],
+        query_offset: Any = None,
+        *,
+        batch: tuple[int, ...] = (1,),
+        heads: int = 1,
+        most: int = 8,
+        evaluates: bool = True,
+    ) -> Intervals | None:
         """Return the keys that each row sees as intervals, for an engine that takes their ends.
 
         Lengths, windows, prefixes, ids, positions and their compositions give intervals without an

@@ -94,10 +94,16 @@ class Compiled(Mask):
 
 # Shadows the builtin on purpose: FlexAttention users look for this name.
 def compile(
-    mask: Mask | Callable[..., Array] | Array, query_length: int, key_length: int | None = None, *,
-    query_offset: int | None = None, like: Array | None = None, batch: int | tuple[int, ...] = 1,
-    heads: int = 1, tile: int = 128,
-) -> Mask:  # fmt: skip
+    mask: Mask | Callable[..., Array] | Array,
+    query_length: int,
+    key_length: int | None = None,
+    *,
+    query_offset: int | None = None,
+    like: Array | None = None,
+    batch: int | tuple[int, ...] = 1,
+    heads: int = 1,
+    tile: int = 128,
+) -> Mask:
     """Evaluate a mask once, and store which of its tiles are empty, full and mixed.
 
     This is for masks given as functions, whose tiles are otherwise unknown: compile the mask once,

@@ -73,9 +73,15 @@ def torch_attention(
 
 
 def torch_encoder_layer(
-    weights: Mapping[str, Array], heads: int, *, like: Array, activation: str = "relu",
-    norm_first: bool = False, epsilon: float = 1e-5, prefix: str = "",
-) -> EncoderBlock:  # fmt: skip
+    weights: Mapping[str, Array],
+    heads: int,
+    *,
+    like: Array,
+    activation: str = "relu",
+    norm_first: bool = False,
+    epsilon: float = 1e-5,
+    prefix: str = "",
+) -> EncoderBlock:
     """Load a torch.nn.TransformerEncoderLayer.
 
     Parameters

@@ -29,9 +29,13 @@ FAMILIES: dict[str, Family] = DECODERS | ENCODERS
 
 
 def model(
-    weights: Weights, config: Mapping[str, Any] | None = None, *, like: Array,
-    logits: bool | None = None, length: int | None = None,
-) -> Transformer:  # fmt: skip
+    weights: Weights,
+    config: Mapping[str, Any] | None = None,
+    *,
+    like: Array,
+    logits: bool | None = None,
+    length: int | None = None,
+) -> Transformer:
     """Load a model of the family that its config names as ``model_type``.
 
     Parameters
