@@ -95,9 +95,11 @@ class Fused(Kernel):
 
 
 def _attend(
-    problem: Problem, block: ScoreBlock, arrays: tuple[Matrices, Matrices, Matrices, Matrices],
+    problem: Problem,
+    block: ScoreBlock,
+    arrays: tuple[Matrices, Matrices, Matrices, Matrices],
     record: Any,
-) -> None:  # fmt: skip
+) -> None:
     """Compute one block of the output."""
     query, key, value, output = arrays
     pairs, folded, columns = block

@@ -58,9 +58,15 @@ def _cublas() -> Any:
 
 
 def multiply(
-    x: Matrices, y: Matrices, out: Matrices, shape: tuple[int, int, int, int], *,
-    transposed: str = "", factor: float = 1.0, adds: bool = False,
-) -> None:  # fmt: skip
+    x: Matrices,
+    y: Matrices,
+    out: Matrices,
+    shape: tuple[int, int, int, int],
+    *,
+    transposed: str = "",
+    factor: float = 1.0,
+    adds: bool = False,
+) -> None:
     """Write factor · x · y to `out` for every matrix, or add it if `adds`."""
     # `transposed` names a factor, "x", "y" or neither. `shape` is the number of matrices, the rows
     # and columns of a product, and the length of its sums. `factor` must not be 0, for which cuBLAS

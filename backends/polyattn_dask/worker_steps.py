@@ -179,9 +179,13 @@ class WeighStep:
     look: dict[str, Any]  # ``top`` or ``per_key``, as of `polyattn.attention_weights`
 
     def __call__(
-        self, query: Array, keys: Blocks, values: Blocks, arrays: Sequence[Blocks],
+        self,
+        query: Array,
+        keys: Blocks,
+        values: Blocks,
+        arrays: Sequence[Blocks],
         logsumexp: Array | None,
-    ) -> Any:  # fmt: skip
+    ) -> Any:
         """Return the weights, their sums, or the largest ones with their keys."""
         top, found = self.look.get("top"), None
         with front().use_threads(1):
@@ -220,9 +224,13 @@ class PullBackStep:
     along_keys: dict[str, int]  # the axis of the keys of the gradients that have one
 
     def __call__(
-        self, query: Array, keys: Blocks, values: Blocks, arrays: Sequence[Blocks],
+        self,
+        query: Array,
+        keys: Blocks,
+        values: Blocks,
+        arrays: Sequence[Blocks],
         results: Sequence[Array | None],
-    ) -> dict[tuple[str, int | None], Array]:  # fmt: skip
+    ) -> dict[tuple[str, int | None], Array]:
         """Return the share of each chunk of keys, by its number, and those of no chunk by None."""
         # `results` are output and logsumexp, and their gradients.
         found: dict[tuple[str, int | None], Array] = {}

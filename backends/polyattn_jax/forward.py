@@ -71,9 +71,13 @@ class Forward(LoopBody):
 
 
 def weighted_sum(
-    problem: Problem, weights: Array, scores: Callable[[], Array], key: Array, value: Array,
+    problem: Problem,
+    weights: Array,
+    scores: Callable[[], Array],
+    key: Array,
+    value: Array,
     masked: bool,
-) -> Array:  # fmt: skip
+) -> Array:
     """Return weights · value, without the values of masked keys."""
     weights = fold_heads(problem, weights, jnp)
 
@@ -89,9 +93,12 @@ def weighted_sum(
 
 
 def visible_product(
-    multiply: Callable[[Array, Array], Array], weights: Array, seen: Callable[[], Array],
-    key: Array, value: Array,
-) -> Array:  # fmt: skip
+    multiply: Callable[[Array, Array], Array],
+    weights: Array,
+    seen: Callable[[], Array],
+    key: Array,
+    value: Array,
+) -> Array:
     """Return weights · value, to which a value adds nothing where its key is not seen."""
     result = multiply(weights, value)
 

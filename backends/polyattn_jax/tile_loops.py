@@ -108,9 +108,14 @@ def over_tiles(
 
 
 def _over_blocks(
-    problem: Problem, x: Operands, loop: Loop, body: LoopBody, rows: Rows, differentiated: Rows,
+    problem: Problem,
+    x: Operands,
+    loop: Loop,
+    body: LoopBody,
+    rows: Rows,
+    differentiated: Rows,
     is_needed: Array | None,
-) -> tuple[Array, ...]:  # fmt: skip
+) -> tuple[Array, ...]:
     """Return the results for the rows of a loop, in order; `differentiated` has only these rows."""
     last = problem.key_length - loop.columns
     firsts = () if loop.follows else itertools.chain(*loop.first_keys)

@@ -67,9 +67,13 @@ class Fast(Kernel):
 
 
 def _attend(
-    scale: float, query: mx.array, key: mx.array, value: mx.array, mask: mx.array | str | None,
+    scale: float,
+    query: mx.array,
+    key: mx.array,
+    value: mx.array,
+    mask: mx.array | str | None,
     sinks: mx.array | None,
-) -> mx.array:  # fmt: skip
+) -> mx.array:
     attend = functools.partial(mx.fast.scaled_dot_product_attention, scale=scale, mask=mask)
     dtype = query.dtype
     # Fused kernels sum 16 bits in float32, the others in 16 bits; sinks are cast to the dtype.

@@ -85,9 +85,13 @@ class BackwardSweep(TileGradients):
     """A pass over the tiles of a task, which adds to the gradients of a call."""
 
     def __init__(
-        self, call: PreparedCall, results: SplitResults, sums: SharedGradients, number: int,
+        self,
+        call: PreparedCall,
+        results: SplitResults,
+        sums: SharedGradients,
+        number: int,
         scratch: Scratch,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(call, sums.cut[number], scratch)
         self.sums, self.number = sums, number
         self.ticket = Ticket(sums.order, number)

@@ -38,9 +38,12 @@ class Sweep(TileScores):
     """A pass over the tiles of a task; the result stays in `scratch` until that is lent again."""
 
     def __init__(
-        self, call: PreparedCall, task: ThreadTask, scratch: Scratch,
+        self,
+        call: PreparedCall,
+        task: ThreadTask,
+        scratch: Scratch,
         kind: Literal["fast", "poison_safe", "stable"] = "fast",
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(call, task, scratch)
         problem, x = call.problem, call.x
         self.fast, self.stable = kind == "fast", kind == "stable"

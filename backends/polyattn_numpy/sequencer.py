@@ -25,9 +25,12 @@ class Sequencer:
     # Threads use plain lists without a lock: no interrupt can leave them locked.
 
     def __init__(
-        self, cut: Sequence[ThreadTask], by_key: Iterable[Iterable[Hashable]],
-        by_row: Iterable[Iterable[Hashable]], check: Callable[[], None],
-    ) -> None:  # fmt: skip
+        self,
+        cut: Sequence[ThreadTask],
+        by_key: Iterable[Iterable[Hashable]],
+        by_row: Iterable[Iterable[Hashable]],
+        check: Callable[[], None],
+    ) -> None:
         """Take the names of the sums to which each task adds by tile, and at its end."""
         self.cut, self.check = cut, check
         # The first key that each task may still add.

@@ -29,9 +29,13 @@ class SharedGradients:
     # Views of them have the axes of `PreparedCall`: (outer..., batch, G, H/G, length, size).
 
     def __init__(
-        self, problem: Problem, x: Operands, logsumexp: Array, cut: Sequence[ThreadTask],
+        self,
+        problem: Problem,
+        x: Operands,
+        logsumexp: Array,
+        cut: Sequence[ThreadTask],
         check: Callable[[], None],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.problem, self.x, self.cut, self._logsumexp = problem, x, cut, logsumexp
         dtype = self.dtype = np.dtype(problem.accumulator)
         lead = problem.batch or (1,)

@@ -171,9 +171,13 @@ class _AttentionGradients(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        function: _GradientFunction, of_output: torch.Tensor, of_logsumexp: torch.Tensor | None,
-        output: torch.Tensor, logsumexp: torch.Tensor, *tensors: torch.Tensor,
-    ) -> tuple[torch.Tensor, ...]:  # fmt: skip
+        function: _GradientFunction,
+        of_output: torch.Tensor,
+        of_logsumexp: torch.Tensor | None,
+        output: torch.Tensor,
+        logsumexp: torch.Tensor,
+        *tensors: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
         x = of_output, of_logsumexp, output, logsumexp, *tensors
         return function(*x, by_operations=False)
 

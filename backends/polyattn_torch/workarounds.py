@@ -67,9 +67,11 @@ def padded(x: torch.Tensor, size: int) -> torch.Tensor:
 
 
 def undo_workarounds(
-    problem: Problem, output: torch.Tensor, logsumexp: torch.Tensor | None,
+    problem: Problem,
+    output: torch.Tensor,
+    logsumexp: torch.Tensor | None,
     empty: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return output and logsumexp without padding, and with rows without keys cleared."""
     output = output[..., : problem.value_size]
     return (output, logsumexp) if empty is None else cleared(output, logsumexp, empty, xp)

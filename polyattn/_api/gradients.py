@@ -104,9 +104,12 @@ def attention_backward(
 
 
 def _backward(
-    given: dict[str, Any], arguments: dict[str, Any], partial: Partial, cotangents: Cotangents,
+    given: dict[str, Any],
+    arguments: dict[str, Any],
+    partial: Partial,
+    cotangents: Cotangents,
     into: Gradients | None,
-) -> Gradients:  # fmt: skip
+) -> Gradients:
     """Return the gradients of the given arguments; `arguments` are those after autocast."""
     if cotangents.output is None:
         raise TypeError("output_gradient must be an array of the shape of the output; got None")

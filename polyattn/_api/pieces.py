@@ -28,9 +28,13 @@ class Piece(NamedTuple):
 
 
 def attention_over_pieces(
-    query: Array, key: ArrayFacts, value: ArrayFacts, pieces: Iterable[Piece],
-    in_floats: Callable[[], Iterable[Piece]], **options: Any,
-) -> Array:  # fmt: skip
+    query: Array,
+    key: ArrayFacts,
+    value: ArrayFacts,
+    pieces: Iterable[Piece],
+    in_floats: Callable[[], Iterable[Piece]],
+    **options: Any,
+) -> Array:
     """Return `attention` over keys and values of which only the facts are known as a whole.
 
     There is at least one piece. They are joined in the dtype of sums, in which the query must be.
@@ -74,9 +78,14 @@ def attention_over_pieces(
 
 
 def attention_over_integers(
-    query: Array, key: Quantized, value: Quantized, *, backend: Any = None, kernel: Any = None,
+    query: Array,
+    key: Quantized,
+    value: Quantized,
+    *,
+    backend: Any = None,
+    kernel: Any = None,
     **options: Any,
-) -> Partial | None:  # fmt: skip
+) -> Partial | None:
     """Return `attention_partial` over integers, or None if its kernel needs floats."""
     if is_autocast_on():  # which casts the floats of the other pieces
         return None

@@ -46,9 +46,11 @@ class PlannedCall(NamedTuple):
 
 
 def planned_call(
-    call: Call, operands: Operands, backend: str | Sequence[str] | None,
+    call: Call,
+    operands: Operands,
+    backend: str | Sequence[str] | None,
     kernel: str | Kernel | None,
-) -> PlannedCall:  # fmt: skip
+) -> PlannedCall:
     """Examine a described call and select a kernel, over used pages only where the host knows."""
     plan = plan_of(call, operands.query, backend, kernel)
     at, problem = plan.placement.backend, plan.placement.problem

@@ -137,9 +137,14 @@ def _error(
 
 
 def _try_candidates(
-    call: Call, problem: Problem, requested: Request, requested_kernel: str | Kernel | None,
-    xp: Any, *, explains: bool = False,
-) -> tuple[tuple[Kernel, Placement] | None, list[Candidate]]:  # fmt: skip
+    call: Call,
+    problem: Problem,
+    requested: Request,
+    requested_kernel: str | Kernel | None,
+    xp: Any,
+    *,
+    explains: bool = False,
+) -> tuple[tuple[Kernel, Placement] | None, list[Candidate]]:
     """Return the kernel that runs and its placement, if there is one, and the candidates in order.
 
     No candidate after the one that runs is tried, unless for `explain`.

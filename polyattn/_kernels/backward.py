@@ -33,9 +33,14 @@ DIFFERENTIATED = frozenset({
 
 
 def gradients(
-    problem: Problem, x: Operands, residuals: Residuals, cotangents: Cotangents, backend: Backend,
-    row_block: int, column_block: int,
-) -> Gradients:  # fmt: skip
+    problem: Problem,
+    x: Operands,
+    residuals: Residuals,
+    cotangents: Cotangents,
+    backend: Backend,
+    row_block: int,
+    column_block: int,
+) -> Gradients:
     """Return the gradients of a call, in the accumulator's dtype, by tiles of such a size."""
     total = GradientSums(problem, x, backend.xp, (row_block, column_block))
     keys = Span(0, problem.key_length)

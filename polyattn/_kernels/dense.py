@@ -55,9 +55,15 @@ class Scores(NamedTuple):
 
 
 def scores(
-    problem: Problem, x: Operands, backend: Backend, query: Array, key: Array, at: Indices, *,
+    problem: Problem,
+    x: Operands,
+    backend: Backend,
+    query: Array,
+    key: Array,
+    at: Indices,
+    *,
     masked: bool = True,
-) -> Scores:  # fmt: skip
+) -> Scores:
     """Return the scores of a tile: steps 1 to 5.
 
     The query is the result of `scaled` for the tile's rows, the key has its dtype. If not `masked`,
@@ -88,9 +94,15 @@ def scores(
 
 
 def attend(
-    problem: Problem, x: Operands, backend: Backend, query: Array, rows: Span, columns: Span, *,
+    problem: Problem,
+    x: Operands,
+    backend: Backend,
+    query: Array,
+    rows: Span,
+    columns: Span,
+    *,
     masked: bool = True,
-) -> SoftmaxState:  # fmt: skip
+) -> SoftmaxState:
     """Return attention of some rows to some keys, before the division; see `scores`."""
     xp = backend.xp
     at = Indices.of_tile(problem, xp, x, rows, columns)

@@ -25,9 +25,14 @@ DIFFERENTIATED = frozenset({
 
 
 def pushforward(
-    problem: Problem, x: Operands, residuals: Residuals, tangents: Tangents, backend: Backend,
-    row_block: int, column_block: int,
-) -> tuple[Array, Array]:  # fmt: skip
+    problem: Problem,
+    x: Operands,
+    residuals: Residuals,
+    tangents: Tangents,
+    backend: Backend,
+    row_block: int,
+    column_block: int,
+) -> tuple[Array, Array]:
     """Return the tangents of output and logsumexp, in the accumulator's dtype, by tiles."""
     xp, output = backend.xp, residuals.output
     tangents_of_rows = [

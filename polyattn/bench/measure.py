@@ -68,9 +68,12 @@ def measure_peaks(
 
 
 def measure(
-    results: BenchResults, contenders: Sequence[Contender], lengths: Sequence[int], deadline: float,
+    results: BenchResults,
+    contenders: Sequence[Contender],
+    lengths: Sequence[int],
+    deadline: float,
     say: Say,
-) -> Iterator[list[Timing]]:  # fmt: skip
+) -> Iterator[list[Timing]]:
     """Add the rows of each length to the results and yield them.
 
     The `deadline` is a time of `time.perf_counter`; it is kept as far as times can be predicted.
@@ -96,9 +99,14 @@ def measure(
 
 
 def _measure_length(
-    results: BenchResults, contenders: Sequence[Contender], length: int, share: float, most: float,
-    speeds: dict[str, float], say: Say,
-) -> list[Timing]:  # fmt: skip
+    results: BenchResults,
+    contenders: Sequence[Contender],
+    length: int,
+    share: float,
+    most: float,
+    speeds: dict[str, float],
+    say: Say,
+) -> list[Timing]:
     workload, began = results.workload, time.perf_counter()
     most_each = max(share / len(contenders), LEAST)
     rows = {}
@@ -153,9 +161,12 @@ def _timed_rows(
 
 
 def _start(
-    results: BenchResults, contender: Contender, row: Timing, arrays: Sequence[Any],
+    results: BenchResults,
+    contender: Contender,
+    row: Timing,
+    arrays: Sequence[Any],
     exact: list[ExactRows],
-) -> Started:  # fmt: skip
+) -> Started:
     """Run the call of a contender and measure everything except its time."""
     running = contender.start(results.workload, arrays)
     first, output = _timed(running)

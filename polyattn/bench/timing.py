@@ -27,9 +27,11 @@ class Spread(NamedTuple):
 
 
 def alternate(
-    calls: Mapping[str, Callable[[], Any]], expected: Mapping[str, float], seconds: float,
+    calls: Mapping[str, Callable[[], Any]],
+    expected: Mapping[str, float],
+    seconds: float,
     say: Callable[[str], None] = lambda text: None,
-) -> dict[str, list[float]]:  # fmt: skip
+) -> dict[str, list[float]]:
     """Return seconds per call in each round, for calls that run in turns.
 
     Each call has run before and is `expected` to take that many seconds. The rounds stop after
@@ -73,9 +75,11 @@ def ratios(times: Mapping[str, list[float]], reference: str) -> dict[str, Spread
 
 
 def window(
-    call: Callable[[], Any], seconds: float = WINDOW, expected: float = 0.0,
+    call: Callable[[], Any],
+    seconds: float = WINDOW,
+    expected: float = 0.0,
     clock: Callable[[], float] = time.perf_counter,
-) -> float:  # fmt: skip
+) -> float:
     """Return seconds per call over a window of calls, after half a window to warm up.
 
     A call that is expected to fill the window is not warmed up.

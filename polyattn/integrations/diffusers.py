@@ -47,11 +47,17 @@ def register(name: str = "native") -> Any:
 
 
 def _attend(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False,
-    scale: float | None = None, enable_gqa: bool = False, return_lse: bool = False,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
     _parallel_config: Any = None,
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     """Return attention of (B, L, H, D); a mask is (B, S) or as for torch's function."""
     if return_lse or _parallel_config is not None:
         raise NotImplementedError(

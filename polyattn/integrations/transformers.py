@@ -112,10 +112,18 @@ def _check_name(name: Any) -> None:
 
 
 def _mask(
-    batch_size: int, q_length: int, kv_length: int, q_offset: Any = 0, kv_offset: Any = 0,
-    mask_function: Any = causal_mask_function, attention_mask: torch.Tensor | None = None, *,
-    config: Any = None, ranks: Ranks | None = None, **options: Any,
-) -> torch.Tensor | None:  # fmt: skip
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: Any = 0,
+    kv_offset: Any = 0,
+    mask_function: Any = causal_mask_function,
+    attention_mask: torch.Tensor | None = None,
+    *,
+    config: Any = None,
+    ranks: Ranks | None = None,
+    **options: Any,
+) -> torch.Tensor | None:
     """Return which keys each row sees, (batch, 1, L, S), or None for a purely causal mask."""
     if config is not None and not torch.compiler.is_compiling():
         _check_reachable(config.model_type)
@@ -160,14 +168,25 @@ def _narrowed(mask: torch.Tensor) -> torch.Tensor:
 
 
 def _attend(
-    backend: str | Sequence[str] | None, kernel: str | Kernel | None, module: torch.nn.Module,
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
-    attention_mask: torch.Tensor | None, scaling: float | None = None, dropout: float = 0.0, *,
-    ranks: Ranks | None = None, is_causal: bool | None = None, sliding_window: int | None = None,
-    softcap: float | None = None, s_aux: torch.Tensor | None = None,
-    position_bias: torch.Tensor | None = None, output_attentions: bool | None = False,
+    backend: str | Sequence[str] | None,
+    kernel: str | Kernel | None,
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    *,
+    ranks: Ranks | None = None,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    position_bias: torch.Tensor | None = None,
+    output_attentions: bool | None = False,
     **others: Any,
-) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the output, (batch, L, H, E), and the weights if requested."""
     _check_others(module, attention_mask, others)
     if ranks is None:
@@ -198,9 +217,13 @@ def _attend(
 
 
 def _visibility(
-    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None,
-    is_causal: bool | None, sliding_window: int | None,
-) -> dict[str, Any]:  # fmt: skip
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    mask: torch.Tensor | None,
+    is_causal: bool | None,
+    sliding_window: int | None,
+) -> dict[str, Any]:
     """Return which keys each row sees, as options of `attention`."""
     if mask is not None:  # it includes causality and the window
         return {"mask" if mask.dtype == torch.bool else "bias": _narrowed(mask)}

@@ -30,9 +30,16 @@ class Ranks(NamedTuple):
     layout: str
 
     def mask(
-        self, batch_size: int, length: int, keys: int, row_offset: Any, key_offset: Any,
-        function: Any, padding: torch.Tensor | None, options: dict[str, Any],
-    ) -> torch.Tensor | None:  # fmt: skip
+        self,
+        batch_size: int,
+        length: int,
+        keys: int,
+        row_offset: Any,
+        key_offset: Any,
+        function: Any,
+        padding: torch.Tensor | None,
+        options: dict[str, Any],
+    ) -> torch.Tensor | None:
         """Return the mask of the whole sequence, or the part that no other argument expresses."""
         whole = length * parallel.size_of(self.over)
         if padding is None and self.layout != "contiguous":
@@ -65,9 +72,14 @@ class Ranks(NamedTuple):
         return mask
 
     def visibility(
-        self, module: torch.nn.Module, query: torch.Tensor, mask: torch.Tensor | None,
-        packed: torch.Tensor | None, is_causal: bool | None, sliding_window: int | None,
-    ) -> dict[str, Any]:  # fmt: skip
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        mask: torch.Tensor | None,
+        packed: torch.Tensor | None,
+        is_causal: bool | None,
+        sliding_window: int | None,
+    ) -> dict[str, Any]:
         """Return which keys each row of the whole sequence sees, as options of attention."""
         parts: list[Any] = [] if mask is None else [masks.dense(mask)]
         if packed is not None and len(packed) > 2:
@@ -94,9 +106,13 @@ class Ranks(NamedTuple):
         return seed
 
     def attend(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, refused: dict[str, Any],
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        refused: dict[str, Any],
         **options: Any,
-    ) -> torch.Tensor:  # fmt: skip
+    ) -> torch.Tensor:
         """Return the output of this rank's rows."""
         for name, given in refused.items():
             if given is not None and given is not False:

@@ -313,9 +313,12 @@ class MultiHeadAttention(Module):
         return own | options | {"is_causal": self.is_causal if said is None else said}
 
     def _project(
-        self, tokens: tuple[Array, Array | None, Array | None],
-        positions: Array | SharedAngles | None, cache: Cache | None, counts: Any,
-    ) -> tuple[Array, Array, Array]:  # fmt: skip
+        self,
+        tokens: tuple[Array, Array | None, Array | None],
+        positions: Array | SharedAngles | None,
+        cache: Cache | None,
+        counts: Any,
+    ) -> tuple[Array, Array, Array]:
         """Return queries, keys and values, normalised and rotated."""
         x, context, values = tokens
         if (context is not None or values is not None) and (

@@ -231,7 +231,11 @@ class Stack(Module):
         object.__setattr__(self, "blocks", tuple(self.blocks))
 
     def __call__(
-        self, x: Array, *context: Array, caches: tuple[Cache, ...] | None = None, **options: Any
+        self,
+        x: Array,
+        *context: Array,
+        caches: tuple[Cache, ...] | None = None,
+        **options: Any,
     ) -> Any:
         """Map tokens (..., L, size) to the same shape; context and options go to every block.
 
@@ -268,9 +272,14 @@ def weights_of(stack: Stack, x: Array, *context: Array, **options: Any) -> list[
 
 
 def _add(
-    x: Array, part: Callable[..., Any], norm: Norm | None, pre_norm: bool,
-    output_norm: Norm | None = None, /, **options: Any,
-) -> tuple[Array, Cache | None]:  # fmt: skip
+    x: Array,
+    part: Callable[..., Any],
+    norm: Norm | None,
+    pre_norm: bool,
+    output_norm: Norm | None = None,
+    /,
+    **options: Any,
+) -> tuple[Array, Cache | None]:
     """Add a part to its input, with the norms, and return the next cache if the part has one."""
     y = part(_before(x, norm, pre_norm), **options)
     y, cache = y if isinstance(y, tuple) else (y, None)

@@ -146,9 +146,15 @@ class ParallelCall:
         return Partial(cast(library_of(output).xp, output, logsumexp.dtype), logsumexp)
 
     def gradients(
-        self, arrays: Any, partial: Partial, gradient: Array, block: Part, *, sinks: bool = False,
+        self,
+        arrays: Any,
+        partial: Partial,
+        gradient: Array,
+        block: Part,
+        *,
+        sinks: bool = False,
         full: bool = False,
-    ) -> tuple[Array, Array, Array, OptionGradients]:  # fmt: skip
+    ) -> tuple[Array, Array, Array, OptionGradients]:
         """Return the gradients of a block's query, key and value, and of the options."""
         options = self._options(block, sinks=sinks, full=full)
         query, key, value = arrays
@@ -198,9 +204,14 @@ def add_shares(one: OptionGradients, other: OptionGradients) -> OptionGradients:
 
 
 def described(
-    function: str, arrays: dict[str, Any], options: dict[str, Any], *, size: int, layout: str,
+    function: str,
+    arrays: dict[str, Any],
+    options: dict[str, Any],
+    *,
+    size: int,
+    layout: str,
     shares_rows: bool,
-) -> ParallelCall:  # fmt: skip
+) -> ParallelCall:
     """Check a call as a whole, without a look at the other ranks, and describe it.
 
     The arrays may be facts. The errors are those of one call over the whole sequence.

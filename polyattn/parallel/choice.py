@@ -114,9 +114,13 @@ def _shown(pairs: tuple[float, ...]) -> str:
 
 
 def examined(
-    function: str, arrays: dict[str, Any], options: dict[str, Any], size: int, strategy: Any,
+    function: str,
+    arrays: dict[str, Any],
+    options: dict[str, Any],
+    size: int,
+    strategy: Any,
     layout: str,
-) -> ParallelExplanation:  # fmt: skip
+) -> ParallelExplanation:
     """Return the decision about a call, with all reasons."""
     names = ["auto", *STRATEGIES]
     if strategy not in names:

@@ -248,9 +248,15 @@ def explain(
 
 
 def _task(
-    function: str, over: Any, strategy: str, layout: str, options: Any, query: Array, key: Array,
+    function: str,
+    over: Any,
+    strategy: str,
+    layout: str,
+    options: Any,
+    query: Array,
+    key: Array,
     value: Array,
-) -> tuple[RankTask, list[Array], bool]:  # fmt: skip
+) -> tuple[RankTask, list[Array], bool]:
     """Return what this rank has to do, its arrays with an axis of heads, and if that was added."""
     ranks = communicator_of(over)
     options = autocast({"query": query, "key": key, "value": value, **options}, AUTOCAST)

@@ -105,9 +105,14 @@ def mask(
 
 
 def evaluate(
-    mask: Mask, query_length: int | None = None, key_length: int | None = None, *,
-    tile: int | None = None, like: Array | None = None, **options: Any,
-) -> tuple[_MaskCall, int, Any, Any]:  # fmt: skip
+    mask: Mask,
+    query_length: int | None = None,
+    key_length: int | None = None,
+    *,
+    tile: int | None = None,
+    like: Array | None = None,
+    **options: Any,
+) -> tuple[_MaskCall, int, Any, Any]:
     """Return the call to draw, the size of its tiles, and the kinds of tiles and of scores.
 
     The kinds of scores are None if there are more than `MAX_CELLS`.
@@ -139,10 +144,15 @@ class _MaskCall(NamedTuple):
 
 
 def _call(
-    mask: Mask, query_length: int | None, key_length: int | None, *,
-    query_offset: int | None = None, batch: tuple[int, ...] | None = None, item: int = 0,
+    mask: Mask,
+    query_length: int | None,
+    key_length: int | None,
+    *,
+    query_offset: int | None = None,
+    batch: tuple[int, ...] | None = None,
+    item: int = 0,
     head: int = 0,
-) -> _MaskCall:  # fmt: skip
+) -> _MaskCall:
     """Return the call of these options, with what the mask determines in place of others."""
     item, head = check_int("item", item), check_int("head", head)
     known, batches = _known(mask)

@@ -47,11 +47,17 @@ _NUMBERS_AND_NAMES = frozenset((bool, int, float, str, tuple))
 
 
 def describe(
-    query: Array, key: Array, value: Array | None, *, for_weights: bool = False,
-    layout: Any = "...HLD", logsumexp: bool = False,
-    facts: Callable[[Any, str], ArrayFacts] = facts_of, shares: tuple[int, int] = (1, 1),
+    query: Array,
+    key: Array,
+    value: Array | None,
+    *,
+    for_weights: bool = False,
+    layout: Any = "...HLD",
+    logsumexp: bool = False,
+    facts: Callable[[Any, str], ArrayFacts] = facts_of,
+    shares: tuple[int, int] = (1, 1),
     **options: Any,
-) -> tuple[Call, Operands]:  # fmt: skip
+) -> tuple[Call, Operands]:
     """Return the facts of a call, its options checked one by one, and its operands.
 
     Query and keys may be parts of a longer call, which has `shares` times as many rows and keys.
@@ -90,9 +96,14 @@ def operands_of(
 
 
 def _simplified(
-    query: Array, key: Array, layout: str, options: dict[str, Any], shares: tuple[int, int], *,
+    query: Array,
+    key: Array,
+    layout: str,
+    options: dict[str, Any],
+    shares: tuple[int, int],
+    *,
     reads: bool = True,
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """Return the options that differ from their defaults, after the first two steps."""
     values = _checked(options, query, reads=reads)
     if isinstance(values.get("score_mod"), Score):

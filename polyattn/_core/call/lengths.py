@@ -27,9 +27,12 @@ _LENGTH_OF_EACH = (
 
 
 def lengths_to_mask(
-    values: dict[str, Any], given: Mapping[str, Any], arrays: tuple[Array, Array], layout: str,
+    values: dict[str, Any],
+    given: Mapping[str, Any],
+    arrays: tuple[Array, Array],
+    layout: str,
     shares: tuple[int, int],
-) -> None:  # fmt: skip
+) -> None:
     """Turn lengths of keys into a mask, and into the offset where positions may matter.
 
     With a block table they stay as well: kernels read the slots of a page up to them.

@@ -65,9 +65,12 @@ class TileTable(NamedTuple):
 
 @constant_when_traced
 def _of_tiles(
-    any_visible: bytes, all_visible: bytes, shape: tuple[int, int, int, int], down: tuple[int, ...],
+    any_visible: bytes,
+    all_visible: bytes,
+    shape: tuple[int, int, int, int],
+    down: tuple[int, ...],
     across: tuple[int, ...],
-) -> tuple[bool, bool]:  # fmt: skip
+) -> tuple[bool, bool]:
     items, heads, height, width = shape
     left, right = across[0], across[-1] + 1
     starts = [(table * height + row) * width for table in range(items * heads) for row in down]

@@ -182,9 +182,11 @@ def call_mask(
 
 
 def call_score_mod(
-    rule: Callable[..., Array], at: ScoreIndices, scores: Array,
+    rule: Callable[..., Array],
+    at: ScoreIndices,
+    scores: Array,
     check: Callable[[str, Array], ArrayFacts],
-) -> tuple[Array, ArrayFacts]:  # fmt: skip
+) -> tuple[Array, ArrayFacts]:
     """Call a score function; `check` returns the facts of what it returns."""
     result = rule(scores, at.batch, at.head, at.row, at.column)
     facts = check("score_mod", result)
@@ -209,9 +211,15 @@ class PointIndices:
     """
 
     def __init__(
-        self, b: Array, h: Array, i: Array, j: Array, *, offset: int | Array = 0,
+        self,
+        b: Array,
+        h: Array,
+        i: Array,
+        j: Array,
+        *,
+        offset: int | Array = 0,
         batch: tuple[int, ...] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.batch, self.head, self.row, self.column = b, h, i, j
         self._offset, self._batch = offset, batch
         self.xp = library_of(j, "the indices").xp

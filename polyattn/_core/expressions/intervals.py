@@ -323,9 +323,13 @@ class Rows(NamedTuple):
 
 
 def rows_of(
-    batch: tuple[int, ...], heads: int, lengths: tuple[int, int], offset: Any, most: int,
+    batch: tuple[int, ...],
+    heads: int,
+    lengths: tuple[int, int],
+    offset: Any,
+    most: int,
     evaluates: bool,
-) -> Rows:  # fmt: skip
+) -> Rows:
     """Return the rows of a call; `offset` is a number, or broadcasts to the batch axes."""
     import numpy as np
 

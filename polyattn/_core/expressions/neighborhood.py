@@ -156,9 +156,12 @@ PerAxis = int | tuple[int, ...]
 
 
 def neighborhood_of(
-    shape: PerAxis, kernel_size: PerAxis, stride: PerAxis, dilation: PerAxis,
+    shape: PerAxis,
+    kernel_size: PerAxis,
+    stride: PerAxis,
+    dilation: PerAxis,
     is_causal: bool | tuple[bool, ...],
-) -> Neighborhood:  # fmt: skip
+) -> Neighborhood:
     """Check the numbers of `masks.neighborhood`, each one for all axes or a tuple, and make it."""
     axes = len(shape) if isinstance(shape, tuple) else 1
     if not 1 <= axes <= 3:

@@ -112,9 +112,15 @@ class TileGrid(TileQuery):
     """
 
     def __init__(
-        self, problem: Problem, x: Operands, xp: Any, size: tuple[int, int], like: Array, *,
+        self,
+        problem: Problem,
+        x: Operands,
+        xp: Any,
+        size: tuple[int, int],
+        like: Array,
+        *,
         reads: bool = True,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.lengths, self.tile_size = (problem.query_length, problem.key_length), size
         self._like, self._shape = like, (*problem.batch, problem.heads)
         blocks = tuple(-(-length // n) for length, n in zip(self.lengths, size, strict=True))

@@ -58,9 +58,14 @@ def keep_mask_by_key(by_word: ByWord, key: Array) -> Array:
 
 
 def keep_mask_by_word(
-    xp: Any, seed: int | Array | tuple[Array, Array], rate: float, batch: Array, head: Array,
-    row: Array, blocks: Array,
-) -> tuple[Array, ...]:  # fmt: skip
+    xp: Any,
+    seed: int | Array | tuple[Array, Array],
+    rate: float,
+    batch: Array,
+    head: Array,
+    row: Array,
+    blocks: Array,
+) -> tuple[Array, ...]:
     """Return which weights are kept, for the first, second, third and fourth keys of blocks."""
     # torch has no arithmetic in uint32.
     dtype = xp.int64 if xp.__name__ == "array_api_compat.torch" else xp.uint32

@@ -55,9 +55,16 @@ class Indices:
     decided: ClassVar[int] = WORDS
 
     def __init__(
-        self, problem: Problem, xp: Any, x: Operands, rows: Span, columns: Span, *,
-        items: Span | None = None, heads: Span | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        problem: Problem,
+        xp: Any,
+        x: Operands,
+        rows: Span,
+        columns: Span,
+        *,
+        items: Span | None = None,
+        heads: Span | None = None,
+    ) -> None:
         self._problem, self.xp, self._x = problem, xp, x
         self._rows, self._columns = rows, columns
         self._batch = problem.batch if items is None else (items.length,)

@@ -15,9 +15,14 @@ KINDS = ("default", "linear", "dynamic", "yarn", "llama3")
 
 
 def rotary(
-    settings: Settings, size: int, length: int | None, *, kind: str | None = None,
-    theta: str = "rope_theta", whole: bool = True,
-) -> Callable[[], Rotary]:  # fmt: skip
+    settings: Settings,
+    size: int,
+    length: int | None,
+    *,
+    kind: str | None = None,
+    theta: str = "rope_theta",
+    whole: bool = True,
+) -> Callable[[], Rotary]:
     """Return a function that creates the rotary positions for a head size.
 
     The settings are checked now. The function computes the size / 2 frequencies once the weights

@@ -37,9 +37,14 @@ class Stored:
 
 
 def fill(
-    module: M, weights: Mapping[str, Array], *, like: Array, origin: str, source: str = "weights",
+    module: M,
+    weights: Mapping[str, Array],
+    *,
+    like: Array,
+    origin: str,
+    source: str = "weights",
     advice: Mapping[str, str] | None = None,
-) -> M:  # fmt: skip
+) -> M:
     """Return a module with arrays in place of `Stored`."""
     # Errors name the module `origin` and the weights `source`, with `advice` for a missing one.
     facts = facts_of(like, "like")
