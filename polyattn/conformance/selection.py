@@ -38,13 +38,9 @@ def named(names: Iterable[str]) -> dict[str, Case]:
 
 
 def chosen(
-    target: Target,
-    variant: KernelVariant,
-    test: str = "case",
-    cases: Mapping[str, Case] = CASES,
-    *,
-    few: bool = False,
-) -> list[Case]:
+    target: Target, variant: KernelVariant, test: str = "case", cases: Mapping[str, Case] = CASES,
+    *, few: bool = False,
+) -> list[Case]:  # fmt: skip
     """Return the cases of a test of a kernel, all or few of them.
 
     The test is ``"case"``, ``"lazy"`` or a derivative, which has cases of its own.
@@ -87,11 +83,8 @@ def why_few(target: Target, variant: KernelVariant, test: str, *, thorough: bool
 
 
 def covering(
-    target: Target,
-    variant: KernelVariant,
-    cases: Iterable[Case],
-    is_taken: Taken = takes,
-) -> list[Case]:
+    target: Target, variant: KernelVariant, cases: Iterable[Case], is_taken: Taken = takes,
+) -> list[Case]:  # fmt: skip
     """Return few supported cases that cover every feature, dtype and topic.
 
     Each is the one that adds most to those before it.

@@ -355,12 +355,12 @@ class Rounding(Backend):
 def test_a_dtype_that_is_declared_and_lost_fails(monkeypatch):
     monkeypatch.setattr(registry, "loaded", lambda name: Rounding())
     section = run.steps([Target("numpy")], {}, ["dense"])[0].section
-    run._do_plugin(section, "arrays keep the declared dtypes")
+    run._do(section, None, "arrays keep the declared dtypes", few=False)
     (failure,) = section.failures
     assert "float64 becomes float32" in str(failure)
     monkeypatch.setattr(Rounding, "lacks", lambda self, dtype: dtype == "float64" or None)
     section.failures.clear()
-    run._do_plugin(section, "arrays keep the declared dtypes")
+    run._do(section, None, "arrays keep the declared dtypes", few=False)
     assert not section.failures
 
 

@@ -50,11 +50,8 @@ def check_gradients(
     target: Target, variant: KernelVariant, case: Case
 ) -> dict[str, Deviation] | None:
     """Check that the gradients are as accurate as the textbook's; None if the call is refused."""
-    arguments = target.arguments(case)
-    vjp = VJP.get(facts_of(arguments[0][0]).library)
-    if vjp is None:
-        return None
-    gradients = by_library(vjp, target, case, variant.for_case(case), arguments)
+    kernel, arguments = variant.for_case(case), target.arguments(case)
+    gradients = by_library(target, case, kernel, arguments) if has_gradients(target) else None
     if gradients is None:
         return None
     return compare(case, {n: target.back(gradients[n]) for n in formula.gradient_yardsticks(case)})
@@ -124,13 +121,8 @@ def check_backward(
 
 
 def backward(
-    target: Target,
-    kernel: Kernel,
-    case: Case,
-    arguments: Arguments,
-    *,
-    of_logsumexp: bool = False,
-) -> dict[str, list[Any]]:
+    target: Target, kernel: Kernel, case: Case, arguments: Arguments, *, of_logsumexp: bool = False,
+) -> dict[str, list[Any]]:  # fmt: skip
     """Return the gradients of each argument, in NumPy, as a list of those of its arrays."""
     arrays, given = arguments
     along, weights = target.to(formula.cotangent(case)), None

@@ -78,11 +78,8 @@ class Target:
     """
 
     def __init__(
-        self,
-        backend: str,
-        library: str | None = None,
-        transform: Callable[..., Any] | None = None,
-    ) -> None:
+        self, backend: str, library: str | None = None, transform: Callable[..., Any] | None = None,
+    ) -> None:  # fmt: skip
         stem, _, device = backend.partition(":")
         if "," in backend or stem == "auto" or stem[:1] in SIGNS:
             raise ValueError(f"one backend is checked at a time, by its name; got {backend!r}")
@@ -194,24 +191,17 @@ class Target:
         }
 
     def explain(
-        self,
-        case: Case,
-        kernel: Kernel,
-        arguments: tuple[list[Any], dict[str, Any]] | None = None,
-        *,
-        logsumexp: bool = False,
-    ) -> Explanation:
+        self, case: Case, kernel: Kernel, arguments: tuple[list[Any], dict[str, Any]] | None = None,
+        *, logsumexp: bool = False,
+    ) -> Explanation:  # fmt: skip
         """Explain the call of a case that requires a kernel, of these arguments or new ones."""
         arrays, options = arguments or self.arguments(case)
         return explain(*arrays, **options, backend=self.backend, kernel=kernel, logsumexp=logsumexp)
 
     def call(
-        self,
-        case: Case,
-        kernel: Kernel,
-        function: Callable[..., Any] = attention,
+        self, case: Case, kernel: Kernel, function: Callable[..., Any] = attention,
         arguments: tuple[list[Any], dict[str, Any]] | None = None,
-    ) -> Any:
+    ) -> Any:  # fmt: skip
         """Make the call of a case by a function with the signature of `attention`."""
         self._forget_compiled()
         arrays, options = arguments or self.arguments(case)

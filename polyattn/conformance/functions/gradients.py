@@ -7,7 +7,7 @@ from typing import Any
 
 from polyattn._base.arrays import facts_of
 from polyattn.conformance.cases.case import ARRAYS, Case
-from polyattn.conformance.checks.autodiff import VJP
+from polyattn.conformance.checks.autodiff import VJP, gradients_of
 from polyattn.conformance.functions.check import AGREES, DIFFERS, RAISES, Finding, given, text_of
 from polyattn.conformance.functions.serving import Function, NoArgumentError
 from polyattn.conformance.functions.signatures import in_our_words
@@ -32,16 +32,13 @@ def check_gradients(
         yards = gradient_yardsticks(case)
         inputs |= {name: keywords.pop(options[name]) for name in options if name in yards}
 
-        def call(*some: Any) -> Any:
-            named = dict(zip(inputs, some, strict=True))
-            q, k, v = (named.pop(name) for name in ARRAYS)
+        def call(query: Any, key: Any, value: Any, **named: Any) -> Any:
             others = {options[name]: x for name, x in named.items()}
-            output = function(q, k, v, **keywords, **others)
+            output = function(query, key, value, **keywords, **others)
             return output[0] if isinstance(output, (tuple, list)) else output
 
-        vjp = VJP[facts_of(arrays[0]).library]
-        gradients = vjp(call, list(inputs.values()), to(cotangent(case)))
-        results = {name: back(x) for name, x in zip(inputs, gradients, strict=True)}
+        gradients = gradients_of(call, inputs, to(cotangent(case)))
+        results = {name: back(x) for name, x in gradients.items()}
     except NoArgumentError as error:
         return Finding("no argument", missing=str(error))
     except (Exception, SystemExit) as error:

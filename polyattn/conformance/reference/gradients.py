@@ -131,12 +131,8 @@ def conditions(case: Case) -> dict[str, Array]:
     sizes = sizes + row_sums(how, x.weights * sizes)
     logits = errors * from_mean + x.weights * (row_sums(how, spread * from_mean) + sizes)
     scores = logits * np.abs(x.slope) + x.weights * from_mean * x.bend
-    x = x._replace(
-        query=np.abs(x.query),
-        key=np.abs(x.key),
-        cotangent=np.abs(x.cotangent),
-        scale=np.abs(x.scale),
-    )
+    factors = ("query", "key", "cotangent", "scale")
+    x = x._replace(**{name: np.abs(getattr(x, name)) for name in factors})
     return summed(case, x, Parts(errors * x.kept, logits, scores), how)
 
 
@@ -233,11 +229,9 @@ def _slope(part: Any, mod: Any, s: Any, c: Any, indices: tuple[Any, ...]) -> tup
 
 def score_steps(options: dict[str, Any]) -> list[Any]:
     """Return the steps that change the scores before the bias, as `plainly` takes them."""
-    parts: list[Any] = [Softcap(options["softcap"])] if "softcap" in options else []
-    mod = options.get("score_mod")
-    if isinstance(mod, Chain):
-        return parts + list(mod.parts)
-    return parts if mod is None else [*parts, mod]
+    parts = [Softcap(options["softcap"])] if "softcap" in options else []
+    mod = options.get("score_mod", Chain(()))
+    return [*parts, *(mod.parts if isinstance(mod, Chain) else [mod])]
 
 
 def derivative(mod: Callable[..., Any], s: Array, *indices: Any) -> Array:
@@ -309,24 +303,20 @@ def gradient_yardsticks(case: Case) -> dict[str, Yardstick]:
     is 0, and only the other orders of evaluation set the limit. A case that checks a sample of its
     rows has the gradients of the query only.
     """
-    (exact, condition), results = exact_and_conditions(case), evaluations(case)
+    (right, condition), results = exact_and_conditions(case), evaluations(case)
     dtype, stored = case.dtype, None
     if case.rounded_once:
         dtype, stored = accumulation_dtype(case.dtype), case.dtype
     yards = {
-        name: yardstick(exact[name], condition[name], 0, [x[name] for x in results], dtype, stored)
-        for name in exact
+        name: yardstick(right[name], condition[name], 0, [x[name] for x in results], dtype, stored)
+        for name in right
     }
     if case.rows is None:
         return yards
     axis, yard = (-3 if case.layout == "...LHD" else -2), yards["query"]
-    of_rows = (np.take(x, case.rows, axis) for x in (yard.exact, yard.unit, yard.floor))
-    rows, unit, floor = of_rows
-    return {
-        "query": Yardstick(
-            rows, unit, yard.textbook, floor, rows=case.rows, length=case.L, axis=axis
-        )
-    }
+    exact, unit, floor = (np.take(x, case.rows, axis) for x in (yard.exact, yard.unit, yard.floor))
+    yard = yard._replace(exact=exact, unit=unit, floor=floor)
+    return {"query": yard._replace(rows=case.rows, length=case.L, axis=axis)}
 
 
 def adjoint_yardstick(case: Case, along: dict[str, Array]) -> Yardstick:

@@ -140,13 +140,9 @@ def deviation(actual: Any, yard: Yardstick, what: str) -> Deviation:
     at = tuple(map(int, np.unravel_index(np.argmax(shares), shares.shape)))
     parts = f"2 × textbook {yard.textbook:.4g} + floor {yard.floor[at]:.4g}"
     parts = parts if yard.times == 1 else f"{yard.times} × ({parts})"
-    return Deviation(
-        worst,
-        share,
-        f"{what}{list(at)} is {actual[at]:.6g}, exact {yard.exact[at]:.6g}: "
-        f"error {units[at]:.4g} units, limit {yard.limit[at]:.4g} "
-        f"({parts})",
-    )
+    found = f"{what}{list(at)} is {actual[at]:.6g}, exact {yard.exact[at]:.6g}"
+    error = f"error {units[at]:.4g} units, limit {yard.limit[at]:.4g} ({parts})"
+    return Deviation(worst, share, f"{found}: {error}")
 
 
 @cache
@@ -175,13 +171,9 @@ def logsumexp_yardstick(case: Case, dtype: str | None = None) -> Yardstick:
 
 
 def yardstick(
-    exact: Array,
-    condition: Array,
-    by_scores: Any,
-    results: Sequence[Any],
-    dtype: str,
+    exact: Array, condition: Array, by_scores: Any, results: Sequence[Any], dtype: str,
     stored: str | None = None,
-) -> Yardstick:
+) -> Yardstick:  # fmt: skip
     """Return a yardstick from the exact result and the textbook's, in its plain order first.
 
     With `stored`, errors are those of sums in `dtype` and of one rounding to `stored`: half a step
@@ -221,19 +213,10 @@ def in_units(actual: Any, exact: Any, unit: Array) -> Array:
 def exact(case: Case) -> Oracle:
     """Return the oracle's results of a case."""
     arrays, options = case.arguments()
-    extended = wants_extended(case, options)
+    supported = case.poison is None and options.get("score_mod") is None
+    few = math.prod(case.score_shape) * (case.D + 1) <= MOST_PRODUCTS
+    extended = case.dtype == "float64" and supported and few
     return oracle(*arrays, **options, rows=case.rows, extended=extended)
-
-
-def wants_extended(case: Case, options: dict[str, Any]) -> bool:
-    """Return whether a case needs and supports an oracle with more digits than float64."""
-    products = math.prod(case.score_shape) * (case.D + 1)
-    return (
-        case.dtype == "float64"
-        and case.poison is None
-        and options.get("score_mod") is None
-        and products <= MOST_PRODUCTS
-    )
 
 
 @cache

@@ -52,10 +52,8 @@ class CheckStep(NamedTuple):
 
 
 def steps(
-    targets: Iterable[Target],
-    cases: Mapping[str, Case] = CASES,
-    kernels: Sequence[str] = (),
-) -> list[CheckStep]:
+    targets: Iterable[Target], cases: Mapping[str, Case] = CASES, kernels: Sequence[str] = (),
+) -> list[CheckStep]:  # fmt: skip
     """Return the steps of a report; raise if a backend has no kernel of a name."""
     result: list[CheckStep] = []
     for target in targets:
@@ -102,12 +100,21 @@ def _do(
     section: Section, variant: KernelVariant | None, what: Case | str, few: bool
 ) -> list[_Failed]:
     """Do a step, and return the failures that are to be charged to features."""
-    if variant is None:
-        _do_plugin(section, str(what))
-    elif isinstance(what, Case):
-        return _do_case(section, variant, what)
-    else:
-        _do_promise(section, variant, what, few)
+    if isinstance(what, Case):
+        return _do_case(section, variant, what) if variant else []
+    try:
+        if variant is None:
+            PLUGIN[what](section.target.backend.partition(":")[0])
+            section.plugin[what] = "yes"
+        elif what in ALL_DERIVATIVES:
+            _do_derivative(section, variant, ALL_DERIVATIVES[what], few)
+        else:
+            applies = CHECKED[what].applies(section.target, variant)
+            if applies:
+                CHECKED[what].check(section.target, variant)
+            section.cell(what, variant).note = "holds" if applies else CHECKED[what].otherwise
+    except Exception as error:
+        _fail(section, variant, what, error)
     return []
 
 
@@ -135,32 +142,12 @@ def _do_case(section: Section, variant: KernelVariant, case: Case) -> list[_Fail
     return []
 
 
-def _do_plugin(section: Section, what: str) -> None:
-    try:
-        PLUGIN[what](section.target.backend.partition(":")[0])
-        section.plugin[what] = "yes"
-    except Exception as error:
-        section.plugin[what] = "no"
-        section.failures.append(Failure("", what, _text(error)))
-
-
-def _do_promise(section: Section, variant: KernelVariant, name: str, few: bool) -> None:
-    cell = section.cell(name, variant)
-    try:
-        if name in ALL_DERIVATIVES:
-            _do_derivative(section, variant, ALL_DERIVATIVES[name], few)
-        elif CHECKED[name].applies(section.target, variant):
-            CHECKED[name].check(section.target, variant)
-            cell.note = "holds"
-        else:
-            cell.note = CHECKED[name].otherwise
-    except Exception as error:
-        _fail(section, variant, name, error)
-
-
-def _fail(section: Section, variant: KernelVariant, name: str, error: Exception) -> None:
-    section.cell(name, variant).failures.append(_text(error))
-    section.failures.append(Failure(str(variant), name, _text(error)))
+def _fail(section: Section, variant: KernelVariant | None, name: str, error: Exception) -> None:
+    if variant is None:
+        section.plugin[name] = "no"
+    else:
+        section.cell(name, variant).failures.append(_text(error))
+    section.failures.append(Failure(str(variant or ""), name, _text(error)))
 
 
 def _do_derivative(
