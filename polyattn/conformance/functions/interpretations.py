@@ -55,6 +55,7 @@ class GivenCall:
         self.scale = float(factor_of(scale, None, D, 0)) if is_number else None
         hiding = (self.get(name) is not None for name in ("mask", "bias", "window"))
         self.hides_keys = bool(self.get("is_causal")) or any(hiding)
+        self.bias = self.spread(0.0 if self.get("bias") is None else self.get("bias"))
         rows = CallRows(self.batch, (self.H, self.L, self.S), self.offset)
         mask, score_mod = plainly(self.get("mask"), self.get("score_mod"), rows)
         self.arguments |= {"mask": mask, "score_mod": score_mod}
@@ -68,11 +69,6 @@ class GivenCall:
         own = self.H, self.L, self.S
         whole: Array = np.broadcast_to(x, (*self.batch, *own)).reshape(math.prod(self.batch), *own)
         return whole
-
-    @cached_property
-    def bias(self) -> Array:
-        """The bias, or zeros, (items, H, L, S)."""
-        return self.spread(np.zeros(()) if self.get("bias") is None else self.get("bias"))
 
     @cached_property
     def visible(self) -> Array:

@@ -213,10 +213,15 @@ def in_units(actual: Any, exact: Any, unit: Array) -> Array:
 def exact(case: Case) -> Oracle:
     """Return the oracle's results of a case."""
     arrays, options = case.arguments()
-    supported = case.poison is None and options.get("score_mod") is None
-    few = math.prod(case.score_shape) * (case.D + 1) <= MOST_PRODUCTS
-    extended = case.dtype == "float64" and supported and few
+    extended = wants_extended(case, options)
     return oracle(*arrays, **options, rows=case.rows, extended=extended)
+
+
+def wants_extended(case: Case, options: dict[str, Any]) -> bool:
+    """Return whether a case needs and supports an oracle with more digits than float64."""
+    is_supported = case.poison is None and options.get("score_mod") is None
+    is_small = math.prod(case.score_shape) * (case.D + 1) <= MOST_PRODUCTS
+    return case.dtype == "float64" and is_supported and is_small
 
 
 @cache
