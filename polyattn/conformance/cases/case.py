@@ -23,6 +23,8 @@ from polyattn._core.call.parts import map_arrays
 finfo: Any = ml_dtypes.finfo
 Array = np.ndarray[Any, Any]
 Shape = tuple[int, ...]
+Fields = dict[str, Any]
+Group = dict[str, Fields]
 
 #: Cases with more scores check a sample of rows.
 MOST_SCORES = 2000

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from polyattn import masks, scores
-from polyattn.conformance.cases.case import Case, Generated, make_case
+from polyattn.conformance.cases.case import Case, Fields, Generated, Group, make_case
 from polyattn.conformance.cases.generators import (
     bent,
     normal,
@@ -18,9 +18,6 @@ from polyattn.conformance.cases.generators import (
     slope_of_bent,
     two_in_three,
 )
-
-Fields = dict[str, Any]
-Group = dict[str, Fields]
 
 # ---- masks -------------------------------------------------------------------------------------
 
