@@ -23,12 +23,12 @@ from polyattn.conformance.functions.check import (
     NoArgumentError,
     arguments_for,
     check_callable,
+    check_gradients,
     check_logsumexp,
     check_parts,
     load,
     target_of,
 )
-from polyattn.conformance.functions.gradients import check_gradients
 from polyattn.conformance.functions.report import summarise, summary, table_rows
 from polyattn.dialects import scaled_dot_product_attention
 from polyattn.dialects.flash_attn import flash_attn_func
