@@ -11,11 +11,9 @@ from polyattn import UnsupportedError, attention
 from polyattn._base.arrays import facts_of
 from polyattn._core.call.options import GRADIENT_ARRAYS
 from polyattn.conformance.cases.case import ARRAYS, Case
-from polyattn.conformance.checks.target import Target
+from polyattn.conformance.checks.target import Arguments, Target
 from polyattn.conformance.reference.gradients import cotangent
 from polyattn.plugin import Kernel
-
-Arguments = tuple[list[Any], dict[str, Any]]
 
 
 def torch_vjp(function: Callable[..., Any], inputs: list[Any], along: Any) -> Any:

@@ -32,8 +32,8 @@ from polyattn._dispatch.select import explain_selection
 from polyattn.conformance.cases.case import Case
 from polyattn.conformance.cases.gradient_cases import BACKWARD_CASES, GRADIENT_CASES, JVP_CASES
 from polyattn.conformance.checks import cases as checks
-from polyattn.conformance.checks.autodiff import VJP, Arguments, by_library
-from polyattn.conformance.checks.target import KernelVariant, Target
+from polyattn.conformance.checks.autodiff import VJP, by_library
+from polyattn.conformance.checks.target import Arguments, KernelVariant, Target
 from polyattn.conformance.reference import differences
 from polyattn.conformance.reference import gradients as formula
 from polyattn.conformance.reference.oracle import lift

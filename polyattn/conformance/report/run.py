@@ -59,22 +59,16 @@ def steps(
     for target in targets:
         section = Section(target, target.variants(kernels))
         for variant in section.kernels:
-            work = _work(target, variant, cases)
-            result += [CheckStep(section, variant, what, cases is not CASES) for what in work]
+            if variant.kernel.compiles:
+                of_cases = states(target, variant, cases)
+                work = [case for case, state in of_cases.items() if state != LEFT_OUT]
+            else:
+                work = chosen(target, variant, cases=cases)
+            every: list[Case | str] = [*work, *CHECKED_ROWS]
+            result += [CheckStep(section, variant, what, cases is not CASES) for what in every]
         if target.backend != ARRAY_API:
             result += [CheckStep(section, None, what) for what in PLUGIN]
     return result
-
-
-def _work(
-    target: Target, variant: KernelVariant, cases: Mapping[str, Case]
-) -> Iterator[Case | str]:
-    if variant.kernel.compiles:
-        of_cases = states(target, variant, cases)
-        yield from (case for case, state in of_cases.items() if state != LEFT_OUT)
-    else:
-        yield from chosen(target, variant, cases=cases)
-    yield from CHECKED_ROWS
 
 
 def run(
