@@ -128,8 +128,9 @@ def oracle(
     sampled = CallRows(batch, (H, L, S), offsets, rows)
     bias = None if bias is None else np.broadcast_to(lift(bias), (*batch, H, L, S))
     mask, score_mod = plainly(mask, score_mod, sampled)
+    length, table = len(sampled.indices), None
     if mask is not None and not callable(mask):
-        mask = lookup(mask, batch, (H, sampled.indices, S))
+        table = np.broadcast_to(mask, (*batch, H, length, S))
     factor = a.number(factor_of(scale, similarity, D, S, a.sqrt))
     (left, right), (rate, seed, *start) = window or (None, None), dropout or (0, 0)
     keeps = keep_mask(rate, int(seed), batch, (H, L, S), rows, *start) if rate else None
@@ -140,7 +141,7 @@ def oracle(
             and (not is_causal or j <= p)
             and (left is None or p - left <= j)
             and (right is None or j <= p + right)
-            and (mask is None or bool(mask(*index(b, h, i, j))))
+            and (not callable(mask) or bool(mask(*index(b, h, i, j))))
         )
 
     def score(s: Any, c: Any, b: int, h: int, i: int, j: int, s_bias: Any) -> tuple[Any, Any]:
@@ -153,7 +154,6 @@ def oracle(
         return s + s_bias, c + abs(s_bias)
 
     dtype = np.longdouble if extended else np.float64
-    length = len(sampled.indices)
     output, condition, sensitivity = np.zeros((3, *batch, H, length, E), dtype)
     logsumexp, logsumexp_condition = np.zeros((2, *batch, H, length, 1), dtype)
     elements = product(enumerate(np.ndindex(*batch)), range(H), enumerate(sampled.indices))
@@ -162,7 +162,8 @@ def oracle(
         p = i + int(offsets[item])
         q_i, keys, values = (numbers(a, x) for x in (q[item][h, i], k[item][g], v[item][g]))
         biases = [a.number(0.0)] * S if bias is None else numbers(a, bias[item][h, i])
-        shown = [j for j in range(S) if is_shown(b, h, i, j, p)]
+        seen = range(S) if table is None else np.flatnonzero(table[at]).tolist()
+        shown = [j for j in seen if is_shown(b, h, i, j, p)]
         products = [scaled(alike(a, similarity, q_i, keys[j]), factor) for j in shown]
         if isinstance(scale, steps.ByNorm):
             products = over_their_norm(a, products, scale.factor)
@@ -363,14 +364,3 @@ def as_called(x: Any, rank: int, layout: str) -> Any:
     if rank == 2:
         return x[0]
     return np.swapaxes(x, -3, -2) if layout == "...LHD" else x
-
-
-def lookup(
-    mask: Any, batch: tuple[int, ...], shape: tuple[int, tuple[int, ...], int]
-) -> Callable[[int, int, int, int], Any]:
-    """Return a mask array with only some rows as a function of the indices."""
-    heads, rows, keys = shape
-    whole = (heads, len(rows), keys)
-    table = np.broadcast_to(np.asarray(mask), batch + whole).reshape(math.prod(batch), *whole)
-    place = {i: n for n, i in enumerate(rows)}
-    return lambda b, h, i, j: table[b, h, place[int(i)], j]
