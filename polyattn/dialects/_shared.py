@@ -11,15 +11,7 @@ from typing import Any
 
 from polyattn import scores
 from polyattn._base.arguments import check_int
-from polyattn._base.arrays import (
-    Array,
-    accumulator_of,
-    as_index,
-    cast,
-    facts_of,
-    is_array,
-    library_of,
-)
+from polyattn._base.arrays import Array, accumulator_of, cast, facts_of, is_array, library_of
 from polyattn._base.host import as_array, destination_of, is_host, is_sequence, is_unreadable
 from polyattn._base.tracing import is_compiling, torch_is_imported
 
@@ -107,8 +99,8 @@ def integers(name: str, given: Any, like: Array) -> Any:
             f"{name} must hold integers, in an array of {own} or of the host; got {facts.dtype} of"
             f" {facts.library}"
         )
-    # An index of 8 bits is one of bools to torch.
-    return array if "8" not in facts.dtype else as_index(library_of(array).xp, array)
+    xp = library_of(array).xp  # an index of 8 bits is one of bools to torch
+    return cast(xp, array, xp.int32) if "8" in facts.dtype else array
 
 
 def check_rate(rate: float) -> None:
