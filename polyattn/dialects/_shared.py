@@ -28,19 +28,20 @@ def shape_of(array: Any, name: str) -> tuple[Any, ...]:
 def check_axes(axes: str, /, *arrays: Any, **lengths: int) -> None:
     """Raise unless each array has the axes of its letters, and each letter one length.
 
-    Axes are as in "q BLHD, qv? BLHE, slopes H|BH". A digit is its own length, and None an argument
-    that is not given, which one of vectors must be, but for ``qv?``.
+    Axes are as in "q BLHD, qv? BLHE, slopes H|BH". A digit is its own length. None is an argument
+    that is not given; one of vectors must be, unless a ? follows its name.
     """
     if not (torch_is_imported() and is_compiling()):  # which would trace through the cache
         try:
             return _agree(axes, *[x if x is None else x.shape for x in arrays], **lengths)
         except (AttributeError, RuntimeError, TypeError):  # numbers, nested or symbolic lengths
             pass
-    named = [(*one.split(), x) for one, x in zip(axes.split(", "), arrays, strict=True)]
-    for name, letters, x in named:
-        if _is_vector(letters) and not (x is None and name.endswith("?")):
+    shapes = []
+    for one, x in zip(axes.split(", "), arrays, strict=True):
+        name, letters = one.replace("?", "").split()
+        if _is_vector(letters) and not (x is None and "?" in one):
             library_of(x, name)  # which refuses None and lists
-    shapes = [x if x is None else shape_of(x, name) for name, _, x in named]
+        shapes.append(x if x is None else shape_of(x, name))
     _agree.__wrapped__(axes, *shapes, is_symbolic=True, **lengths)
 
 

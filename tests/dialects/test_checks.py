@@ -189,7 +189,7 @@ REFUSED = {
         "starts and lengths of query must be integers"),
     "no ends": (fa2.flash_attn_varlen_func, [X, X, X, ENDS, None], {}, "cu_seqlens_k is missing"),
     "no keys": (fa2.flash_attn_varlen_func, [X, None, X, ENDS, ENDS], {}, "k is a NoneType"),
-    "a list": (fa2.flash_attn_func, [Y, Y.tolist(), Y], {}, "k is a list"),
+    "a list": (fa3.flash_attn_func, [Y, Y, Y], {"qv": Y.tolist()}, "qv is a list"),
     "dtype of qv": (fa3.flash_attn_func, [Y, Y, Y], {"qv": Y.astype("float32")}, "one dtype"),
     "chunk": (fa3.flash_attn_func, [Y, Y, Y], {"attention_chunk": -2}, "at least 1; got -2"),
     "rate": (fa2.flash_attn_func, [Y, Y, Y], {"dropout_p": "0.1"}, "dropout_p must .*got '0.1'"),
