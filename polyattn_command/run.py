@@ -88,7 +88,7 @@ def _run(options: argparse.Namespace, program: list[str], parser: argparse.Argum
     command = [] if options.environment else _command(program, parser)
     # What the program will have first in place of the folder of this command.
     is_script = command[:1] == [sys.executable] and program[0] not in _PYTHON
-    sys.path[0] = str(Path(program[0]).resolve().parent if is_script else Path.cwd())
+    sys.path[0] = str(Path(program[0]).resolve().parent) if is_script else ""
     real = [] if options.replace else [name for name in names if is_real(name.partition(":")[0])]
     if real and asked:
         parser.error(
@@ -114,7 +114,7 @@ def _run(options: argparse.Namespace, program: list[str], parser: argparse.Argum
 
 def _command(program: list[str], parser: argparse.ArgumentParser) -> list[str]:
     """Return a command for what Python runs, or for what is a command itself."""
-    if program in ([], ["-m"], ["-c"]):
+    if program in ([], ["-m"], ["-c"]) or not program[0]:
         parser.error("name a program, or the files of --check, such as train.py")
     file = Path(program[0])
     is_python = file.is_dir() or file.suffix in (".py", ".pyw", ".pyc", ".pyz", ".zip")
@@ -128,7 +128,7 @@ def _command(program: list[str], parser: argparse.ArgumentParser) -> list[str]:
         folders = [str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]
         found = which(program[0], path=os.pathsep.join(folders))
         if not (found or file.exists()):
-            parser.error(f"{program[0]}: no such file or command in {Path.cwd()}")
+            parser.error(f"{program[0]}: no such file in this folder, and no such command")
     return [found, *program[1:]] if found else [sys.executable, *program]
 
 

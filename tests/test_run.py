@@ -236,7 +236,8 @@ def test_another_python_runs_as_without_it(tmp_path):
 
 WRONG = {
     "no program": ([], "name a program, or the files of --check, such as train.py"),
-    "no such file": (["nothing.py"], "nothing.py: no such file or command in "),
+    "no such file": (["nothing.py"], "nothing.py: no such file in this folder, and no such comm"),
+    "no name": (["", "x"], "name a program"),
     "unknown name": (["--as", "flash_atn", "x.py"], "flash_attn_interface:tuples; got 'flash_atn'"),
     "no module": (["--replace", "-m"], "name a program"),
     "no files": (["--check"], "name a program, or the files of --check"),
@@ -254,6 +255,17 @@ def test_what_is_wrong_ends_with_2(entry, name, capsys):
     with pytest.raises(SystemExit, match="2"):
         entry(arguments)
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="a folder in use cannot be removed")
+def test_a_folder_that_was_removed(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    tmp_path.rmdir()
+    with pytest.raises(SystemExit, match="2"):
+        main(["nothing.py"])
+    assert "no such file in this folder" in capsys.readouterr().err
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    assert main(["--environment"]) == 0
 
 
 def test_a_wrong_name_in_the_variable(monkeypatch, capsys):

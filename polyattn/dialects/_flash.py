@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from typing import Any
 
 from polyattn._api.attention import attention
@@ -25,7 +26,7 @@ NO_WINDOW = (-1, -1)
 def options_of(scale: float | None, softcap: float) -> dict[str, Any]:
     """Return the options that mean the same everywhere."""
     options: dict[str, Any] = {} if scale is None else {"scale": scale}
-    if softcap > 0:
+    if not isinstance(softcap, (int, float, numbers.Real)) or not softcap <= 0:
         options["softcap"] = softcap
     return options
 
@@ -62,7 +63,7 @@ def dense_options(
     slopes: Array | None = None, chunk: int = 0, qv: Array | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Check the shapes of arrays (B, L, H, D), and return the options of `attention`."""
-    axes = "q BLHD, k BSGD, v BSGE, qv BLHE, alibi_slopes H|BH"
+    axes = "q BLHD, k BSGD, v BSGE, qv? BLHE, alibi_slopes H|BH"
     check_axes(axes, q, k, v, qv, slopes)
     options = options_of(scale, softcap)
     if causal:
@@ -76,7 +77,11 @@ def dense_options(
 
 def joined(one: Array, other: Array | None) -> Array:
     """Return an array with the vectors of another, if there is one, after its own."""
-    return one if other is None else library_of(one).xp.concat((one, other), axis=-1)
+    if other is None:
+        return one
+    if one.dtype != other.dtype:  # of q or k, which every library would widen
+        raise TypeError(f"qv, q, k and v must have one dtype; got {other.dtype} and {one.dtype}")
+    return library_of(one).xp.concat((one, other), axis=-1)
 
 
 def by_position(
@@ -103,11 +108,13 @@ def varlen(
     """Return attention of packed arrays (T, H, D), with the logsumexp, (H, T), if asked for."""
     tokens = "S" if table is None else "NP"  # of all sequences, or of each page
     check_axes(
-        f"q THD, k {tokens}GD, v {tokens}GE, qv THE, seqused_q B, seqused_k B, block_table BM,"
+        f"q THD, k {tokens}GD, v {tokens}GE, qv? THE, seqused_q B, seqused_k B, block_table BM,"
         " alibi_slopes H|BH",
         q, k, v, qv, rows.used, keys.used, table, slopes,
         B=shape_of(rows.starts, "cu_seqlens_q")[0] - 1,
     )  # fmt: skip
+    if keys.starts is None:
+        raise ValueError("cu_seqlens_k is missing: pass where each sequence begins in k")
     near = bounds(window) or (None, None)
     if qv is not None:
         q, k = joined(q, qv), joined(k, v)

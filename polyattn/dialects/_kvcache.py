@@ -19,9 +19,9 @@ from polyattn.dialects._shared import bounds, check_axes, integers, scaled, shap
 #: The libraries whose arrays can be written in place.
 _MUTABLE = ("numpy", "torch", "cupy")
 _AXES = (
-    "q BLHD, k_cache CSGD, v_cache CSGE, k BNGD, v BNGE, rotary_cos RF, rotary_sin RF,"
+    "q BLHD, k_cache CSGD, v_cache CSGE, k? BNGD, v? BNGE, rotary_cos? RF, rotary_sin? RF,"
     " cache_seqlens B, rotary_seqlens B, cache_batch_idx B, cache_leftpad B, block_table BM,"
-    " qv BLHE, alibi_slopes H|BH"
+    " qv? BLHE, alibi_slopes H|BH"
 )
 
 
@@ -122,7 +122,7 @@ def with_packed(
     ends, other = (None if x is None else numbers_of(x) for x in (ends_q, ends_new))
     own, added = ("B" if x is None else "" for x in (ends, other))
     key, value = new or (None, None)
-    check_axes(f"q {own}LHD, qv {own}LHE, k {added}NGD, v {added}NGE", q, qv, key, value)
+    check_axes(f"q {own}LHD, qv? {own}LHE, k? {added}NGD, v? {added}NGE", q, qv, key, value)
     _check_ends("cu_seqlens_q", ends, "q", q)
     _check_ends("cu_seqlens_k_new", other, "k", key)
     cache, rotation = _placed(cache, rotation, q)

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
+from numbers import Integral
 from typing import Any, NamedTuple
 
 from polyattn import masks
 from polyattn._api.attention import attention
 from polyattn._api.partial import attention_partial
 from polyattn._api.run import kernel_for
-from polyattn._base.arguments import short
+from polyattn._base.arguments import check_int, short
 from polyattn._base.arrays import Array, cast, index_range, library_of, numbers_like
 from polyattn._base.slices import spans
 from polyattn._base.tracing import is_recording, is_transformed
@@ -112,6 +113,7 @@ def is_on_host(numbers: Any) -> bool:
 
 def chunked(positions: Array, columns: Array, chunk: int) -> masks.Mask:
     """Return the mask of the keys in the chunk of a row's position."""
+    chunk = check_int("attention_chunk", chunk, least=1)
     return masks.segments(positions // chunk, columns // chunk)
 
 
@@ -221,10 +223,11 @@ def _run(xp: Any, arrays: Arrays, run: list[Run], rule: PositionRule, options: A
 def spans_of(name: str, packed: Packed, array: Array) -> list[tuple[int, int]]:
     """Return the start and the number of used tokens of each sequence."""
     starts, total = numbers_of(packed.starts), array.shape[0]
-    lengths = [stop - start for start, stop in itertools.pairwise(starts)]
-    used = lengths if packed.used is None else numbers_of(packed.used)
-    if any(isinstance(one, float) for one in (*starts[:1], *used[:1])):
+    given = [] if packed.used is None else numbers_of(packed.used)
+    if not all(isinstance(one, Integral) for one in (*starts[:1], *given[:1])):
         raise TypeError(f"the starts and lengths of {name} must be integers; got {short(starts)}")
+    lengths = [stop - start for start, stop in itertools.pairwise(starts)]
+    used = lengths if packed.used is None else given
     spans = list(zip(starts, used, strict=False))
     edges = starts
     if packed.used is not None:

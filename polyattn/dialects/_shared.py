@@ -28,24 +28,36 @@ def shape_of(array: Any, name: str) -> tuple[Any, ...]:
 def check_axes(axes: str, /, *arrays: Any, **lengths: int) -> None:
     """Raise unless each array has the axes of its letters, and each letter one length.
 
-    Axes are as in "q BLHD, slopes H|BH". A digit is its own length, and None an argument
-    that is not given.
+    Axes are as in "q BLHD, qv? BLHE, slopes H|BH". A digit is its own length. None is an argument
+    that is not given; one of vectors must be, unless a ? follows its name.
     """
     if not (torch_is_imported() and is_compiling()):  # which would trace through the cache
         try:
             return _agree(axes, *[x if x is None else x.shape for x in arrays], **lengths)
         except (AttributeError, RuntimeError, TypeError):  # numbers, nested or symbolic lengths
             pass
-    named = zip(axes.split(", "), arrays, strict=True)
-    shapes = [x if x is None else shape_of(x, name.split()[0]) for name, x in named]
+    shapes = []
+    for one, x in zip(axes.split(", "), arrays, strict=True):
+        name, letters = one.replace("?", "").split()
+        if _is_vector(letters) and not (x is None and "?" in one):
+            library_of(x, name)  # which refuses None and lists
+        shapes.append(x if x is None else shape_of(x, name))
     _agree.__wrapped__(axes, *shapes, is_symbolic=True, **lengths)
+
+
+def _is_vector(letters: str) -> bool:
+    """Return whether the last of several axes is that of vectors, not of rows or keys."""
+    return letters[-1] == "F" or (len(letters) > 2 and letters[-1] not in "LSTH")
 
 
 @functools.lru_cache(4096)
 def _agree(given: str, *shapes: Any, is_symbolic: bool = False, **lengths: int) -> None:
     known = {"1": 1, "2": 2, "3": 3, **lengths}
-    for (name, forms), shape in zip(map(str.split, given.split(", ")), shapes, strict=True):
+    for one, shape in zip(given.split(", "), shapes, strict=True):
+        name, forms = one.replace("?", "").split()
         if shape is None:
+            if "?" not in one and _is_vector(forms):
+                raise TypeError  # which the caller explains
             continue
         axes, *others = reversed(forms.split("|"))
         axes = next((one for one in others if len(one) == len(shape)), axes)
@@ -88,12 +100,13 @@ def integers(name: str, given: Any, like: Array) -> Any:
             f"{name} must hold integers, in an array of {own} or of the host; got {facts.dtype} of"
             f" {facts.library}"
         )
-    return array
+    xp = library_of(array).xp  # an index of 8 bits is one of bools to torch
+    return cast(xp, array, xp.int32) if "8" in facts.dtype else array
 
 
 def check_rate(rate: float) -> None:
     """Raise unless a rate of dropout is one."""
-    if not 0 <= rate < 1:
+    if not (isinstance(rate, (int, float, numbers.Real)) and 0 <= rate < 1):
         raise ValueError(f"dropout_p must be at least 0 and below 1; got {rate!r}")
 
 

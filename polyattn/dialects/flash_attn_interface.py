@@ -83,11 +83,12 @@ def flash_attn_qkvpacked_func(
     return_attn_probs: bool = False,
 ) -> Any:  # fmt: skip
     """Compute attention of one array, (B, L, 3, H, D), or (B, L, H + 2 G, D) with `num_heads_q`."""
-    if len(shape_of(qkv, "qkv")) == 5:
+    shape = shape_of(qkv, "qkv")
+    if len(shape) == 5:
         check_axes("qkv BL3HD", qkv)
         q, k, v = (qkv[:, :, n, ...] for n in range(3))
-    elif num_heads_q is None or not 0 < num_heads_q < qkv.shape[2]:
-        raise ValueError(f"a qkv of shape {tuple(qkv.shape)} needs num_heads_q, the query heads")
+    elif len(shape) != 4 or num_heads_q is None or not 0 < num_heads_q < shape[2]:
+        raise ValueError(f"a qkv of shape {shape} needs num_heads_q, the query heads")
     else:
         middle = num_heads_q + (qkv.shape[2] - num_heads_q) // 2
         ends = (0, num_heads_q, middle, None)

@@ -139,8 +139,8 @@ def _attend(
         raise TypeError(f"na{rank}d() got an unexpected keyword argument {min(unknown)!r}")
     letters = _GRID[:rank]
     check_axes(
-        f"query B{letters}HD, key B{letters}GD, value B{letters}GE, additional_keys BnGD,"
-        " additional_values BnGE",
+        f"query B{letters}HD, key B{letters}GD, value B{letters}GE, additional_keys? BnGD,"
+        " additional_values? BnGE",
         query, key, value, *(additional or (None, None)),
     )  # fmt: skip
     shape = shape_of(query, "query")
@@ -275,7 +275,7 @@ def _scores(
 ) -> Array:
     letters, xp = _GRID[:rank], library_of(query, "query").xp
     check_axes(
-        f"query BH{letters}D, key BH{letters}D, rpb H{'P' * rank}",
+        f"query BH{letters}D, key BH{letters}D, rpb? H{'P' * rank}",
         query, key, rpb, P=2 * kernel_size - 1,
     )  # fmt: skip
     places, keys = _gathered(key, kernel_size, dilation)

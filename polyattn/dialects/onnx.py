@@ -109,7 +109,7 @@ def onnx_attention(
         Q = _split_heads(xp, Q, q_num_heads)  # noqa: N806
         K, V = _split_heads(xp, K, kv_num_heads), _split_heads(xp, V, kv_num_heads)  # noqa: N806
     nonpad_kv_seqlen = integers("nonpad_kv_seqlen", nonpad_kv_seqlen, Q)
-    axes = "Q BHLD, K BGSD, V BGSE, past_key BGPD, past_value BGPE, nonpad_kv_seqlen B"
+    axes = "Q BHLD, K BGSD, V BGSE, past_key? BGPD, past_value? BGPE, nonpad_kv_seqlen B"
     check_axes(axes, Q, K, V, past_key, past_value, nonpad_kv_seqlen)
     past = 0
     if before is not None:

@@ -216,16 +216,16 @@ def multi_head_attention_forward(
     xp = library_of(query, "query").xp
     length, *some, size = shape_of(query, "query")
     batch = some[0] if some else 1
-    if size != embed_dim_to_check or size % num_heads:
+    if size != embed_dim_to_check or num_heads < 1 or size % num_heads:
         raise ValueError(
             f"query has vectors of {size} for embed_dim_to_check={embed_dim_to_check} and"
             f" num_heads={num_heads}, which must divide it"
         )
     own, keys = "B" if some else "", "S" if static_k is None else "T"
     check_axes(
-        f"query L{own}M, key S{own}X, value S{own}Y, in_proj_weight WM, in_proj_bias W, bias_k 11M,"
-        " bias_v 11M, out_proj_weight MM, out_proj_bias M, q_proj_weight MM, k_proj_weight MX,"
-        " v_proj_weight MY, static_k NTC, static_v NTC,"
+        f"query L{own}M, key S{own}X, value S{own}Y, in_proj_weight WM, in_proj_bias W,"
+        " bias_k? 11M, bias_v? 11M, out_proj_weight MM, out_proj_bias M, q_proj_weight MM,"
+        " k_proj_weight MX, v_proj_weight MY, static_k? NTC, static_v? NTC,"
         f" key_padding_mask {own}{keys}, attn_mask L{keys}|NL{keys}",
         query, key, value, in_proj_weight, in_proj_bias, bias_k, bias_v, out_proj_weight,
         out_proj_bias, q_proj_weight, k_proj_weight, v_proj_weight, static_k, static_v,

@@ -254,6 +254,7 @@ def _label(token: str) -> str:
     ends = len(token) - len(token.lstrip(" ")), len(token) - len(token.rstrip(" "))
     text = "␣" * ends[0] + inner + ("␣" * ends[1] if inner else "")
     text = "".join(BLANK.get(letter, letter) for letter in text)
+    text = text.encode(errors="replace").decode()  # half of a pair is no letter of a font
     return text if len(text) <= LONGEST else f"{text[: LONGEST - 1]}…"
 
 

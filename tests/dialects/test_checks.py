@@ -14,6 +14,7 @@ from polyattn.dialects import flash_attn_interface as fa3
 from polyattn.dialects import flax, keras, mlx, natten, onnx, xformers
 from polyattn.dialects import jax as jax_dialect
 from polyattn.dialects import torch as torch_dialect
+from polyattn.dialects.flash_attn.ops.triton.rotary import apply_rotary
 
 RNG = np.random.default_rng(0)
 B, S, H, G, D = 3, 8, 4, 2, 16
@@ -112,6 +113,10 @@ def test_lengths_of_a_cache_in_every_form(library, paged, new):
         found = fa2.flash_attn_with_kvcache(q, *own, *added, cache_seqlens=lengths, **options)
         return [np.asarray(x) for x in (found, *own)]
 
+    if not paged:  # an index of 8 bits is no mask
+        items = to(np.array([2, 0, 1], np.uint8))
+        found = call([1, 2, 3], cache_batch_idx=items)[0]
+        np.testing.assert_array_equal(found, call([1, 2, 3], cache_batch_idx=[2, 0, 1])[0])
     forms = [[3, 3, 3], np.array([3, 3, 3]), to(np.array([3] * 3, np.int16)), to(np.array(3)), 3]
     first, *others = [call(form, **table) for form in forms]
     for other in others:
@@ -180,6 +185,17 @@ REFUSED = {
     "window": (fa2.flash_attn_varlen_func, [X, X, X, ENDS, ENDS], {"window_size": (1.5, 0)}, "1.5"),
     "float ends": (fa2.flash_attn_varlen_func, [X, X, X, ENDS * 1.0, ENDS], {},
         "starts and lengths of query must be integers"),
+    "nested ends": (fa2.flash_attn_varlen_func, [X, X, X, ENDS[:, None], ENDS], {},
+        "starts and lengths of query must be integers"),
+    "no ends": (fa2.flash_attn_varlen_func, [X, X, X, ENDS, None], {}, "cu_seqlens_k is missing"),
+    "no keys": (fa2.flash_attn_varlen_func, [X, None, X, ENDS, ENDS], {}, "k is of type NoneType"),
+    "a list": (fa3.flash_attn_func, [Y, Y, Y], {"qv": Y.tolist()}, "qv is of type list"),
+    "dtype of qv": (fa3.flash_attn_func, [Y, Y, Y], {"qv": Y.astype("float32")}, "one dtype"),
+    "chunk": (fa3.flash_attn_func, [Y, Y, Y], {"attention_chunk": -2}, "at least 1; got -2"),
+    "rate": (fa2.flash_attn_func, [Y, Y, Y], {"dropout_p": "0.1"}, "dropout_p must .*got '0.1'"),
+    "cap": (fa2.flash_attn_func, [Y, Y, Y], {"softcap": "30"}, "softcap must be a number"),
+    "angles": (apply_rotary, [X, *normal(2, 4, 8)], {"cu_seqlens": ENDS}, "x the 5 from .* = 0 on"),
+    "packed in rows": (fa3.flash_attn_qkvpacked_func, [X], {"num_heads_q": 2}, "a qkv of shape"),
     "no letter": (fa2.flash_attn_func, [ENDS, X, X], {}, r"q must have .* H, D\); got"),
     "negative page": (fa2.flash_attn_varlen_func, [X, POOL, POOL, ENDS, ENDS],
         {"block_table": np.array([[0, 1], [-1, 1]])}, "pages from 0 to 3 .*; got -1"),
@@ -205,6 +221,7 @@ REFUSED = {
     "mha: key": (mha, [], {"key": normal(5, 1, 8), "value": normal(5, 1, 8)}, r"key must .*B is 2"),
     "mha: weight": (mha, [], {"in_proj_weight": normal(8, 8)}, r"in_proj_weight .*W is 24"),
     "mha: of heads": (mha, [], {"attn_mask": np.zeros((2, 3, 5))}, r"attn_mask must .*N is 4"),
+    "mha: heads": (mha, [], {"num_heads": 0}, "num_heads=0, which must divide it"),
     "mha: padding": (mha, [], {"key_padding_mask": np.zeros((1, 5))}, "key_padding_mask must"),
 }  # fmt: skip
 

@@ -44,6 +44,15 @@ def test_numbers_beyond_the_keys_name_none(library, dtype, kernel):
         assert not library.back(found).any()
 
 
+@pytest.mark.parametrize(("items", "keys"), [(0, 5), (2, 0)])
+def test_lists_of_no_scores(items, keys):
+    """Also where an engine of torch takes empty arrays."""
+    x, key = torch.zeros(items, 1, 3, 4), torch.zeros(items, 1, keys, 4)
+    for mask in (masks.selected, lambda table: masks.blocks(table, (1, 2))):
+        output = attention(x, key, key, mask=mask(np.zeros((items, 1, 3, 2), int)))
+        assert torch.equal(output, torch.zeros_like(x))
+
+
 @pytest.mark.parametrize("library", [NUMPY, TORCH, STRICT], ids=str)
 def test_edges_in_any_order_are_the_keys_of_rows(library):
     rows, keys = np.nonzero(SEEN)

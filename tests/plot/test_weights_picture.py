@@ -224,9 +224,9 @@ def test_labels_stand_at_their_own_rows_and_keys():
 def test_labels_show_blanks_are_cut_short_and_are_no_formulas():
     labels = {
         " the": "␣the", "  ": "␣␣", "New York ": "New York␣", "\n": "↵", 17: "17",
-        "Donaudampfschifffahrt": "Donaudampfschif…", "$x^2$": r"\$x^2\$",
+        "Donaudampfschifffahrt": "Donaudampfschif…", "$x^2$": r"\$x^2\$", "\ud83d": "?",
     }  # fmt: skip
-    figure = plot.attention_map(weights(rows=7, keys=2), list(labels), ["a", "b"])
+    figure = plot.attention_map(weights(rows=8, keys=2), list(labels), ["a", "b"])
     figure.draw_without_rendering()
     assert [label for label, _ in written(figure.axes[0].yaxis)] == list(labels.values())
 

@@ -173,6 +173,8 @@ class Indices:
         The keys are numbered from any first one on. They are marked, where the library can.
         """
         xp, many = self.xp, number.shape[-1]
+        if 0 in self._problem.scores:  # the lists may have no items, or there is no first key
+            return number < 0
         if many is None or None in self._problem.scores:
             return found_in_lists(self, lists, places, number // size)
         block = number // size

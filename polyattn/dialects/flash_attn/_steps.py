@@ -61,7 +61,7 @@ def _flash_attn_backward(
     _refuse(dropout_p=dropout_p)
     window = window_size_left, window_size_right
     options = dense_options(q, k, v, softmax_scale, causal, window, softcap, alibi_slopes)
-    axes = "q BLHD, k BSGD, v BSGE, dq BLHD, dk BSGD, dv BSGE, softmax_lse BHL"
+    axes = "q BLHD, k BSGD, v BSGE, dq? BLHD, dk? BSGD, dv? BSGE, softmax_lse BHL"
     check_axes(axes, q, k, v, dq, dk, dv, softmax_lse)
     xp = library_of(q).xp
     partial = Partial(out, xp.permute_dims(softmax_lse, (0, 2, 1)))

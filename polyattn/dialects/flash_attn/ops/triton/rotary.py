@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise, product
 from typing import Any
 
 from polyattn._base.arrays import Array, cast, library_of
@@ -60,16 +61,18 @@ def apply_rotary(
         )
     rows: Array = x
     places: Any
+    is_one, length = isinstance(first, int), x.shape[1]
+    known = [first] if is_one else numbers_of(first) if is_on_host(first) else []
+    edges = [0, length] if ends is None else numbers_of(ends) if is_on_host(ends) else []
+    many = [stop - start for start, stop in pairwise(edges)]
+    is_crossed = is_one or ends is None
+    for start, count in product(known, many) if is_crossed else zip(known, many, strict=False):
+        if not 0 <= start <= cos.shape[0] - count:
+            raise ValueError(
+                f"cos has {cos.shape[0]} positions, and x the {count} from seqlen_offsets ="
+                f" {start} on: make the tables longer"
+            )
     if ends is None:
-        is_one = isinstance(first, int)
-        known = (first,) if is_one else numbers_of(first) if is_on_host(first) else ()
-        for start in known:
-            if not 0 <= start <= cos.shape[0] - x.shape[1]:
-                raise ValueError(
-                    f"cos has {cos.shape[0]} positions, and x the {x.shape[1]} from seqlen_offsets"
-                    f" = {start} on: make the tables longer"
-                )
-        length = x.shape[1]
         places = slice(first, first + length) if is_one else positions_from(first, length, x)
     else:
         rows = x[None, ...]
