@@ -616,7 +616,11 @@ MUTATIONS = (
      "pass"),
     ("tests/dispatch/test_same_bits.py::test_a_call_inside_and_one_outside_are_two[jax]",
      "a program of JAX for inside and outside", "polyattn/_base/same_bits.py",
-     "return context(True)", "return nullcontext()"),
+     "stack.enter_context(context(True))", "pass"),
+    ("tests/dispatch/test_same_bits.py::"
+     "test_a_program_that_another_task_traces_meanwhile_keeps_bits_too",
+     "a program of another task without the bits of a block", "polyattn/_base/same_bits.py",
+     "return library.traced and _of_thread.mark is not None", "return False"),
     ("tests/dispatch/test_same_bits.py::test_a_call_inside_and_one_outside_are_two[numpy]",
      "a block is not part of the request", "polyattn/_dispatch/request.py",
      "return _NOTHING_BUT_BITS if same else _NOTHING", "return _NOTHING"),
