@@ -247,6 +247,15 @@ def test_a_program_of_jax_counts_when_it_is_traced():
     assert ran.seconds is not None
 
 
+def test_a_call_over_constants_of_a_program_of_jax_is_timed():
+    pytest.importorskip("jax")
+    array = jnp.asarray(X)
+    with polyattn.trace(time=True) as trace:
+        jax.jit(lambda x: x + attention(array, array, array))(array)
+        attention(array, array, array)
+    assert only(trace).count == 2
+
+
 # ---- time --------------------------------------------------------------------------------------
 
 
