@@ -219,6 +219,13 @@ MUTATIONS = (
     (FORKS + "test_a_fork_amid_a_call_ends_it_or_lets_it_end[2-tiled]",
      "a wait for threads of the parent", "backends/polyattn_numpy/thread_pool.py",
      "        job.lose_threads()", "        pass"),
+    ("tests/backends/test_numpy_thread_pool.py::"
+     "test_threads_that_are_busy_keep_no_arrays_of_later_calls_alive",
+     "arrays that busy threads keep", "backends/polyattn_numpy/thread_pool.py",
+     "self._work = lambda: None", "pass"),
+    ("tests/base/test_host.py::test_what_was_placed_in_inference_mode_is_kept_for_training",
+     "tensors of inference mode that are kept", "polyattn/_base/tracing.py",
+     "else torch.inference_mode(False)", "else contextlib.nullcontext()"),
     # what records operations
     ("tests/backends/test_torch.py::"
      "test_a_masked_call_is_traced_without_a_look_at_numbers[dense-causal]",
