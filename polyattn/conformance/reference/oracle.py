@@ -11,25 +11,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from itertools import product
-from operator import mul
+from itertools import product, repeat
+from operator import mul, sub
 from typing import Any, NamedTuple
 
 import mpmath
 import numpy as np
 
-from polyattn._core.expressions.replacements import (
-    Additive,
-    ByNorm,
-    Cosine,
-    Distance,
-    LongSequence,
-    Normalizer,
-    ScaleRule,
-    Sigmoid,
-    Similarity,
-    Sparsemax,
-)
+from polyattn._core.expressions import replacements as steps
 from polyattn.conformance.reference.expressions import CallRows, gathered, plainly
 from polyattn.conformance.reference.philox import keep_mask
 
@@ -100,13 +89,13 @@ def oracle(
     query_offset: Any = None,
     key_lengths: Any = None,
     block_table: Any = None,
-    scale: float | ScaleRule | None = None,
+    scale: float | steps.ScaleRule | None = None,
     softcap: float | None = None,
     score_mod: Callable[..., Any] | None = None,
     sinks: Any = None,
     dropout: tuple[Any, ...] | None = None,
-    similarity: Similarity | None = None,
-    normalizer: Normalizer | None = None,
+    similarity: steps.Similarity | None = None,
+    normalizer: steps.Normalizer | None = None,
     layout: str = "...HLD",
     rows: tuple[int, ...] | None = None,
     extended: bool = False,
@@ -152,8 +141,9 @@ def oracle(
     sampled = CallRows(batch, (H, L, S), offsets, rows)
     bias = None if bias is None else np.broadcast_to(lift(bias), (*batch, H, L, S))
     mask, score_mod = plainly(mask, score_mod, sampled)
+    length, table = len(sampled.indices), None
     if mask is not None and not callable(mask):
-        mask = lookup(mask, batch, (H, sampled.indices, S))
+        table = np.broadcast_to(mask, (*batch, H, length, S))
     factor = a.number(factor_of(scale, similarity, D, S, a.sqrt))
     (left, right), (rate, seed, *start) = window or (None, None), dropout or (0, 0)
     keeps = keep_mask(rate, int(seed), batch, (H, L, S), rows, *start) if rate else None
@@ -164,7 +154,7 @@ def oracle(
             and (not is_causal or j <= p)
             and (left is None or p - left <= j)
             and (right is None or j <= p + right)
-            and (mask is None or bool(mask(*index(b, h, i, j))))
+            and (not callable(mask) or bool(mask(*index(b, h, i, j))))
         )
 
     def score(s: Any, c: Any, b: int, h: int, i: int, j: int, s_bias: Any) -> tuple[Any, Any]:
@@ -177,34 +167,34 @@ def oracle(
         return s + s_bias, c + abs(s_bias)
 
     dtype = np.longdouble if extended else np.float64
-    length = len(sampled.indices)
     output, condition, sensitivity = np.zeros((3, *batch, H, length, E), dtype)
     logsumexp, logsumexp_condition = np.zeros((2, *batch, H, length, 1), dtype)
-    elements = product(enumerate(np.ndindex(*batch)), range(H), enumerate(sampled.indices))
-    for (b, item), h, (n, i) in elements:
-        at, g = (*item, h, n), h // (H // G)
-        p = i + int(offsets[item])
-        q_i, keys, values = (numbers(a, x) for x in (q[item][h, i], k[item][g], v[item][g]))
-        biases = [a.number(0.0)] * S if bias is None else numbers(a, bias[item][h, i])
-        shown = [j for j in range(S) if is_shown(b, h, i, j, p)]
-        products = [scaled(alike(a, similarity, q_i, keys[j]), factor) for j in shown]
-        if isinstance(scale, ByNorm):
-            products = over_their_norm(a, products, scale.factor)
-        scored = [
-            (j, score(s, c, b, h, i, j, biases[j]))
-            for j, (s, c) in zip(shown, products, strict=True)
-            if biases[j] != -math.inf
-        ]
-        # A key is also absent where score_mod returns -inf.
-        scored = [(j, (s, c)) for j, (s, c) in scored if s != -math.inf]
-        columns = [[values[j][e] for j, _ in scored] for e in range(E)]
-        if keeps is not None:
-            times = [int(keeps[at][j]) / (1 - a.number(rate)) for j, _ in scored]
-            columns = [list(map(mul, column, times)) for column in columns]
-        sink = None if sinks is None else a.number(float(sinks[h]))
-        results = attend(a, weigh(a, normalizer, [s for _, s in scored], sink), columns)
-        row = (rounded(x) if extended else x for x in results)
-        output[at], condition[at], sensitivity[at], logsumexp[at], logsumexp_condition[at] = row
+    for (b, item), h in product(enumerate(np.ndindex(*batch)), range(H)):
+        g = h // (H // G)
+        keys, values = numbers(a, k[item][g]), numbers(a, v[item][g])
+        for n, i in enumerate(sampled.indices):
+            at, q_i, p = (*item, h, n), numbers(a, q[item][h, i]), i + int(offsets[item])
+            biases = [a.number(0.0)] * S if bias is None else numbers(a, bias[item][h, i])
+            seen = range(S) if table is None else np.flatnonzero(table[at]).tolist()
+            shown = [j for j in seen if is_shown(b, h, i, j, p)]
+            products = [scaled(alike(a, similarity, q_i, keys[j]), factor) for j in shown]
+            if isinstance(scale, steps.ByNorm):
+                products = over_their_norm(a, products, scale.factor)
+            scored = [
+                (j, score(s, c, b, h, i, j, biases[j]))
+                for j, (s, c) in zip(shown, products, strict=True)
+                if biases[j] != -math.inf
+            ]
+            # A key is also absent where score_mod returns -inf.
+            scored = [(j, (s, c)) for j, (s, c) in scored if s != -math.inf]
+            columns = list(zip(*[values[j] for j, _ in scored], strict=True)) or [()] * E
+            if keeps is not None:
+                times = [int(keeps[at][j]) / (1 - a.number(rate)) for j, _ in scored]
+                columns = [tuple(map(mul, column, times)) for column in columns]
+            sink = None if sinks is None else a.number(float(sinks[h]))
+            results = attend(a, weigh(a, normalizer, [s for _, s in scored], sink), columns)
+            row = (rounded(x) if extended else x for x in results)
+            output[at], condition[at], sensitivity[at], logsumexp[at], logsumexp_condition[at] = row
 
     back = partial(as_called, rank=np.ndim(query), layout=layout)
     return Oracle(
@@ -221,9 +211,9 @@ def factor_of(
 ) -> Any:
     """Return the factor of the products, before any norm, by the root of an arithmetic."""
     usual = 1 / root(max(size, 1) if similarity is None else 1)
-    if isinstance(scale, LongSequence):
+    if isinstance(scale, steps.LongSequence):
         return usual / root(max(keys, 1))
-    return usual if scale is None or isinstance(scale, ByNorm) else scale
+    return usual if scale is None or isinstance(scale, steps.ByNorm) else scale
 
 
 def scaled(score: tuple[Any, Any], factor: Any) -> tuple[Any, Any]:
@@ -238,18 +228,18 @@ def alike(a: Arithmetic, similarity: Any, x: Any, y: Any) -> tuple[Any, Any]:
         return a.total(terms), a.total(map(abs, terms))
     pairs = list(zip(x, y, strict=True))
     match similarity:
-        case Cosine():
+        case steps.Cosine():
             s, c = alike(a, None, x, y)
             lengths = a.sqrt(a.total(m * m for m in x)) * a.sqrt(a.total(n * n for n in y))
             # The product with a zero vector is 0 as well.
             return scaled((s, c + 2 * abs(s)), 1 / (lengths or 1))
-        case Distance(1):
+        case steps.Distance(1):
             far = a.total(abs(m - n) for m, n in pairs)
             return -far, 2 * far
-        case Distance(2):
+        case steps.Distance(2):
             far = a.sqrt(a.total((m - n) * (m - n) for m, n in pairs))
             return -far, 2 * far
-        case Additive(weight):
+        case steps.Additive(weight):
             bent = [(w, m + n, a.tanh(m + n)) for w, (m, n) in zip(weight, pairs, strict=True)]
             s = a.total(a.number(float(w)) * t for w, _, t in bent)
             # The slope of tanh reduces an error of the sum.
@@ -288,11 +278,11 @@ def weigh(a: Arithmetic, normalizer: Any, scores: Sequence[tuple[Any, Any]], sin
             weights, lse = softmax(a, plain, sink)
             errors = [w * c for w, (_, c) in zip(weights, scores, strict=True)]
             return Weighed(weights, errors, weights, lse)
-        case Sigmoid():
+        case steps.Sigmoid():
             weights = [sigmoid(a, s) for s in plain]
             errors = [w * (1 - w) * c for w, (_, c) in zip(weights, scores, strict=True)]
             return Weighed(weights, errors, none, nan)
-        case Sparsemax():
+        case steps.Sparsemax():
             weights = sparsemax(a, plain)
             # A difference: errors of the scores and of the threshold pass through unchanged.
             errors = [(c + 2) * (w != 0) for w, (_, c) in zip(weights, scores, strict=True)]
@@ -303,13 +293,14 @@ def weigh(a: Arithmetic, normalizer: Any, scores: Sequence[tuple[Any, Any]], sin
 def attend(a: Arithmetic, weighed: Weighed, columns: Sequence[Sequence[Any]]) -> tuple[Any, ...]:
     """Return one row of every result, from its weights and visible values."""
     weights, errors, common, lse = weighed
-    output = [a.total(map(mul, weights, column)) for column in columns]
-    condition = [a.total(map(abs, map(mul, weights, column))) for column in columns]
+    products = [list(map(mul, weights, column)) for column in columns]
+    output = [a.total(terms) for terms in products]
+    condition = [a.total(map(abs, terms)) for terms in products]
     middle = output
     if common is not weights:
         middle = [a.total(map(mul, common, column)) for column in columns]
     sensitivity = [
-        a.total(m * abs(v - o) for m, v in zip(errors, column, strict=True))
+        a.total(map(mul, errors, map(abs, map(sub, column, repeat(o)))))
         for o, column in zip(middle, columns, strict=True)
     ]
     return output, condition, sensitivity, lse, 1 + abs(lse) + a.total(errors)
@@ -387,14 +378,3 @@ def as_called(x: Any, rank: int, layout: str) -> Any:
     if rank == 2:
         return x[0]
     return np.swapaxes(x, -3, -2) if layout == "...LHD" else x
-
-
-def lookup(
-    mask: Any, batch: tuple[int, ...], shape: tuple[int, tuple[int, ...], int]
-) -> Callable[[int, int, int, int], Any]:
-    """Return a mask array with only some rows as a function of the indices."""
-    heads, rows, keys = shape
-    whole = (heads, len(rows), keys)
-    table = np.broadcast_to(np.asarray(mask), batch + whole).reshape(math.prod(batch), *whole)
-    place = {i: n for n, i in enumerate(rows)}
-    return lambda b, h, i, j: table[b, h, place[int(i)], j]
