@@ -219,6 +219,13 @@ MUTATIONS = (
     (FORKS + "test_a_fork_amid_a_call_ends_it_or_lets_it_end[2-tiled]",
      "a wait for threads of the parent", "backends/polyattn_numpy/thread_pool.py",
      "        job.lose_threads()", "        pass"),
+    ("tests/backends/test_numpy_thread_pool.py::"
+     "test_threads_that_are_busy_keep_no_arrays_of_later_calls_alive",
+     "arrays that busy threads keep", "backends/polyattn_numpy/thread_pool.py",
+     "self._work = lambda: None", "pass"),
+    ("tests/base/test_host.py::test_what_was_placed_in_inference_mode_is_kept_for_training",
+     "tensors of inference mode that are kept", "polyattn/_base/tracing.py",
+     "else torch.inference_mode(False)", "else contextlib.nullcontext()"),
     # what records operations
     ("tests/backends/test_torch.py::"
      "test_a_masked_call_is_traced_without_a_look_at_numbers[dense-causal]",
@@ -617,7 +624,11 @@ MUTATIONS = (
      "pass"),
     ("tests/dispatch/test_same_bits.py::test_a_call_inside_and_one_outside_are_two[jax]",
      "a program of JAX for inside and outside", "polyattn/_base/same_bits.py",
-     "return context(True)", "return nullcontext()"),
+     "stack.enter_context(context(True))", "pass"),
+    ("tests/dispatch/test_same_bits.py::"
+     "test_a_program_that_another_task_traces_meanwhile_keeps_bits_too",
+     "a program of another task without the bits of a block", "polyattn/_base/same_bits.py",
+     "return library.traced and _of_thread.mark is not None", "return False"),
     ("tests/dispatch/test_same_bits.py::test_a_call_inside_and_one_outside_are_two[numpy]",
      "a block is not part of the request", "polyattn/_dispatch/request.py",
      "return _NOTHING_BUT_BITS if same else _NOTHING", "return _NOTHING"),

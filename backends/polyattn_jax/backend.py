@@ -90,7 +90,8 @@ class JaxBackend(Backend):
         """Wait until all work on the device is done."""
         # A device works in order, so a new computation ends after all earlier ones.
         handle = jax.devices()[0] if device is None else device_of(device)
-        (_scalar_on(handle) + 0).block_until_ready()
+        with jax.ensure_compile_time_eval():  # also where a program is traced around the call
+            (_scalar_on(handle) + 0).block_until_ready()
 
     def compile(self, function: Callable[..., Array]) -> Callable[..., Array]:
         """Return the function under jax.jit."""

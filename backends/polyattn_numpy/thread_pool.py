@@ -35,6 +35,8 @@ class Exclusive:
 
     def run(self, action: Callable[[], T]) -> T:
         """Return the result of an action that no other thread may do at the same time."""
+        if self._lock._is_owned():  # by a call of a signal handler amid an action
+            return action()
         try:
             try:
                 self._lock.acquire()
@@ -66,17 +68,18 @@ class Limit:
 
     def take(self, holder: object) -> None:
         """Limit the libraries, if no other holder has."""
+        self.holders.add(holder)  # first: a call of a signal handler then leaves the counts
         if not self._counts:  # else they are not restored yet, and BLAS has the limit
             self._counts = self._read()
-        self.holders.add(holder)
         if len(self.holders) == 1:
             self._set([1] * len(self._counts))
 
     def leave(self, holder: object) -> None:
         """Restore what the libraries had, if no other holder is left."""
         self.holders.discard(holder)
-        if not self.holders and self._counts:
-            self._set(self._counts)
+        counts = self._counts
+        if counts and not self.holders:
+            self._set(counts)
             self._counts = []
 
     def _read(self) -> list[int]:
@@ -206,6 +209,7 @@ class Job:
         self._closed = True
         while len(self._ended) < len(self._begun):
             self._wake.get()
+        self._work = lambda: None  # a busy thread, which takes the job later, keeps no arrays alive
 
     def lose_threads(self) -> None:
         """Stop in the child of a fork, if it lacks a thread that has started."""

@@ -76,7 +76,7 @@ def check_ahead(
 def is_known(query: Array, key: Array, value: Array, *, logsumexp: bool, **options: Any) -> bool:
     """Return whether a call like this one has run, so that its arguments are right."""
     of_call = call_key((query, key, value), options)
-    requested = request(options.get("backend"))
+    requested = request(options.get("backend"), query)
     return of_call is not None and bool(cached_call(of_call, requested, logsumexp))
 
 
@@ -85,13 +85,13 @@ def plan_of(
 ) -> Plan:
     """Return the plan of a described call."""
     check_kernel(kernel)
-    return cached_plan(call, request(backend), kernel, library_of(query).xp)
+    return cached_plan(call, request(backend, query), kernel, library_of(query).xp)
 
 
 def kernel_for(*arrays: Array, layout: str, **options: Any) -> Kernel:
     """Return the kernel that runs a call of `attention`, by the key of the call."""
     key = call_key(arrays, {"layout": layout, **options})
-    known = [] if key is None else cached_kernel(key, request(None))
+    known = [] if key is None else cached_kernel(key, request(None, arrays[0]))
     if not known:
         call, operands = describe(*arrays, layout=layout, **options)
         known.append(plan_of(call, operands.query, None, None).kernel)
@@ -112,7 +112,7 @@ def run_planned(result: Callable[..., Any], *, logsumexp: bool = False) -> Calla
         def call(*args: Any, **kwargs: Any) -> Any:
             key = call_key(args, kwargs)
             if key is not None:
-                earlier = cached_call(key, request(kwargs.get("backend")), logsumexp)
+                earlier = cached_call(key, request(kwargs.get("backend"), args[0]), logsumexp)
                 if earlier:
                     known = earlier[0]
                     return result(known.run(_operands(args, kwargs, known.fixed)))

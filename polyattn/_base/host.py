@@ -20,7 +20,12 @@ from polyattn._base.arrays import (
     library_of,
     numbers_like,
 )
-from polyattn._base.tracing import is_compiling, is_of_numpy, torch_is_imported
+from polyattn._base.tracing import (
+    is_compiling,
+    is_of_numpy,
+    outside_inference,
+    torch_is_imported,
+)
 
 #: Arrays of floats and bools with more entries are not placed.
 MOST_PLACED = 2**16
@@ -126,9 +131,11 @@ class Destination(NamedTuple):
         xp = library_of(self.like).xp
         if kind == "int":
             dtype = f"int{xp.iinfo(xp.asarray(0).dtype).bits}"
-        if not is_compiling():
-            array = self._on_host(name, array, dtype)
-        return numbers_like(xp, array, getattr(xp, dtype), self.like)
+        if is_compiling():
+            return numbers_like(xp, array, getattr(xp, dtype), self.like)
+        array = self._on_host(name, array, dtype)
+        with outside_inference():
+            return numbers_like(xp, array, getattr(xp, dtype), self.like)
 
     def _on_host(self, name: str, array: Any, dtype: str) -> Any:
         """Return a NumPy array in its new dtype, contiguous and writable, as torch wants it."""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 import sys
+import threading
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
+from polyattn._base.arrays import Array, library_of
 from polyattn._base.quirks import TracedValue
 from polyattn._base.settings import Context
 
@@ -15,9 +17,27 @@ _context: Context[bool] = Context("polyattn_same_bits")
 _here = TracedValue(lambda: _context.get() or False)
 
 
-def keeps_bits() -> bool:
-    """Return whether the caller is in a block of `same_bits`."""
-    return _context.is_open_anywhere and _here.value
+class _OfThread(threading.local):
+    """The open blocks that began in a thread, and what marks its programs of JAX meanwhile."""
+
+    def __init__(self) -> None:
+        self.blocks: set[object] = set()
+        self.mark: ExitStack | None = None
+
+
+_of_thread = _OfThread()
+
+
+def keeps_bits(array: Array | None = None) -> bool:
+    """Return whether the caller is in a block of `same_bits`, or JAX traces an array for one."""
+    return _context.is_open_anywhere and (_here.value or _is_traced_for_a_block(array))
+
+
+def _is_traced_for_a_block(array: Array | None) -> bool:
+    """Return whether an array is of a program that blocks of this thread will find in its cache."""
+    if array is None or (library := library_of(array)).name != "jax":
+        return False
+    return library.traced and _of_thread.mark is not None
 
 
 @contextmanager
@@ -45,23 +65,48 @@ def same_bits() -> Iterator[None]:
     >>> explanation.candidates[-1].reasons
     ('it does not promise the same bits for each cut of a sequence (cut_invariant)',)
     """
-    with _context.block(True), _context_of_jax():
+    with _marked(), _context.block(True):
         yield
 
 
-def _context_of_jax() -> AbstractContextManager[Any]:
-    """Return a context that the programs of jax.jit are kept by, where JAX is imported."""
+def _marked() -> AbstractContextManager[Any]:
+    """Return a context in which JAX keeps the programs of this thread apart, if it is imported."""
     jax = sys.modules.get("jax")
-    context = _made_for(jax)
-    if context is not None:
-        return context(True)  # type: ignore[no-any-return]
-    return nullcontext() if jax is None else _without_programs(jax)
+    if jax is None or getattr(jax.__spec__, "_initializing", False):  # by another thread
+        return nullcontext()
+    context = _context_of(jax)
+    return _without_programs(jax) if context is None else _with_mark(context)
 
 
 @functools.cache
-def _made_for(jax: Any) -> Any:
-    make = getattr(jax, "make_user_context", None)  # since 0.8
+def _context_of(jax: Any) -> Any:
+    """Return what JAX finds programs by in its cache, beside their arguments; None before 0.8."""
+    make = getattr(jax, "make_user_context", None)
     return None if make is None else make(False)
+
+
+@contextmanager
+def _with_mark(context: Any) -> Iterator[None]:
+    """Mark programs as long as any block is open that began in this thread.
+
+    Tasks and generators share the mark of their thread, and leave their blocks in any order.
+    """
+    blocks, block = _of_thread.blocks, object()
+    try:
+        blocks.add(block)
+        if _of_thread.mark is None:
+            with ExitStack() as stack:
+                stack.enter_context(context(True))
+                stack.callback(_context.count, -1)
+                _context.count(1)  # so that calls look for the mark
+                _of_thread.mark = stack.pop_all()
+        yield
+    finally:
+        blocks.discard(block)
+        mark = _of_thread.mark
+        if mark is not None and not _of_thread.blocks:
+            _of_thread.mark = None
+            mark.close()
 
 
 @contextmanager

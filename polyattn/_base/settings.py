@@ -43,7 +43,7 @@ class Context(Generic[T]):
     @contextmanager
     def block(self, value: T) -> Iterator[None]:
         """Let a value hold inside a block."""
-        self._count(1)
+        self.count(1)
         block = _OpenBlock(value, self._open())
         self._innermost.set(block)
         try:
@@ -51,9 +51,10 @@ class Context(Generic[T]):
         finally:
             block.is_open = False
             self._innermost.set(self._open())
-            self._count(-1)
+            self.count(-1)
 
-    def _count(self, change: int) -> None:
+    def count(self, change: int) -> None:
+        """Add to the number of blocks that are open, 1 at each entry and -1 at each end."""
         with self._lock:
             self._blocks_open += change
             self.is_open_anywhere = self._blocks_open > 0

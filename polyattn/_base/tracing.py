@@ -145,6 +145,12 @@ def torch_transforms() -> frozenset[str]:
     return transforms | {"jvp"} if _torch_parts["forward_ad"]._current_level >= 0 else transforms
 
 
+def outside_inference() -> AbstractContextManager[Any]:
+    """Let torch make tensors that autograd may save, to keep them, also in inference mode."""
+    torch = _torch_parts.get("torch")
+    return contextlib.nullcontext() if torch is None else torch.inference_mode(False)
+
+
 def is_autocast_on() -> bool:
     """Return whether torch.autocast is at work on some kind of device."""
     parts = _torch_parts

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from polyattn._base.arguments import did_you_mean
+from polyattn._base.arrays import Array
 from polyattn._base.quirks import TracedValue, reader_of
 from polyattn._base.same_bits import keeps_bits
 from polyattn._base.settings import Context
@@ -111,9 +112,9 @@ def use_backend(*names: str) -> Iterator[None]:
         yield
 
 
-def request(backend: str | Sequence[str] | None) -> Request:
+def request(backend: str | Sequence[str] | None, query: Array | None = None) -> Request:
     """Return what is requested by argument, context or environment, and by `same_bits`."""
-    same = keeps_bits()
+    same = keeps_bits(query)
     if backend is not None:
         return Request(parse(backend), "argument", same)
     if _context.is_open_anywhere:

@@ -95,7 +95,8 @@ class Trace:
     def calls(self) -> tuple[CallCount, ...]:
         """The calls so far, in the order in which the first of each kind returned."""
         with self._lock:
-            return tuple([x._replace(count=n, seconds=s) for x, (n, s) in self._numbers.items()])
+            numbers = tuple(self._numbers.items())  # at once: a signal handler may add a call
+            return tuple([call._replace(count=n, seconds=s) for call, (n, s) in numbers])
 
     def __str__(self) -> str:
         rows = [self._titles, *(call.cells() for call in self.calls)]

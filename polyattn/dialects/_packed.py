@@ -19,7 +19,7 @@ from polyattn._api.run import kernel_for
 from polyattn._base.arguments import check_int, short
 from polyattn._base.arrays import Array, cast, index_range, library_of, numbers_like
 from polyattn._base.slices import spans
-from polyattn._base.tracing import is_recording, is_transformed
+from polyattn._base.tracing import is_recording, is_transformed, outside_inference
 from polyattn.dialects._shared import alibi, joined_axes, lowered
 
 Arrays = tuple[Array, Array, Array]
@@ -186,12 +186,11 @@ def _kept_segments(xp: Any, query: Array, own: Spans, key: Array, other: Spans) 
     mask = _segments.get(kind)
     if mask is None:
         parts = [(query, own)] if own == other else [(query, own), (key, other)]
-        ids = [_ids(xp, *part) for part in parts]
-        mask = masks.segments(*ids)
-        if not getattr(ids[0], "is_inference", bool)():  # autograd saves no tensor of inference
-            if len(_segments) >= MOST_KEPT:
-                _segments.clear()
-            _segments[kind] = mask
+        with outside_inference():
+            mask = masks.segments(*[_ids(xp, *part) for part in parts])
+        if len(_segments) >= MOST_KEPT:
+            _segments.clear()
+        _segments[kind] = mask
     return mask
 
 

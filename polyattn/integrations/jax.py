@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import jax
 
 from polyattn._base.arrays import is_array
+from polyattn._base.forks import forkable_lock
 from polyattn.integrations import subclasses
 from polyattn.nn.cache import KVCache
 from polyattn.nn.module import Module, holds_modules, is_parameter
@@ -24,7 +25,7 @@ __dir__ = __all__.copy
 
 T = TypeVar("T")
 
-_registered: set[type] = set()
+_lock, _registered = forkable_lock(), set[type]()
 
 
 def register() -> None:
@@ -44,13 +45,14 @@ def register() -> None:
     Array([1., 1.], dtype=float32)
     """
     kinds: list[type[Any]] = [KVCache, PagedCache, QuantizedCache, *subclasses(Module)]
-    for kind in kinds:
-        if kind not in _registered:
+    with _lock:
+        for kind in kinds:
+            if kind not in _registered:
+                jax.tree_util.register_pytree_with_keys(kind, _flatten, _unflattener(kind))
+                _registered.add(kind)
+        for kind in set(subclasses(Expression)) - _registered:
+            jax.tree_util.register_pytree_node(kind, _leaves_of, _with_leaves)
             _registered.add(kind)
-            jax.tree_util.register_pytree_with_keys(kind, _flatten, _unflattener(kind))
-    for kind in set(subclasses(Expression)) - _registered:
-        _registered.add(kind)
-        jax.tree_util.register_pytree_node(kind, _leaves_of, _with_leaves)
 
 
 def _leaves_of(value: Expression) -> tuple[list[Any], Expression]:

@@ -30,7 +30,7 @@ def in_child(action):
     child = os.fork()
     if child:
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    signal.alarm(20)
+    signal.alarm(100)
     try:
         os._exit(action() or 0)
     except BaseException as error:
@@ -140,7 +140,7 @@ def fork(number, frame):
     if child:
         children.append(child)
         return
-    signal.alarm(20)
+    signal.alarm(100)
     assert (few == attend(short, short, short)).all()
 
 signal.signal(signal.SIGUSR1, fork)

@@ -109,6 +109,15 @@ def test_the_expression_keeps_what_was_placed(monkeypatch):
         assert "_placed" not in one.__dict__
 
 
+def test_what_was_placed_in_inference_mode_is_kept_for_training():
+    rule, x = scores.alibi(np.ones(X.shape[-3])), torch.asarray(X)
+    with torch.inference_mode():
+        attention(x, x, x, score_mod=rule)
+    ((kept, _),) = rule.__dict__["_placed"].values()
+    attention(*[x.clone().requires_grad_() for _ in range(3)], score_mod=rule).sum().backward()
+    assert [one for one, _ in rule.__dict__["_placed"].values()] == [kept]
+
+
 @pytest.mark.parametrize("dtype", ["int32", "int64"])
 @pytest.mark.parametrize("xp", [torch, jnp])
 def test_an_array_that_is_written_to_is_placed_again(xp, dtype):

@@ -271,6 +271,19 @@ def test_short_sequences_are_documents_of_one_call(
     assert len(chosen) == (calls == 1 < len(ends) - 2)
 
 
+@pytest.mark.needs("torch")
+def test_documents_that_were_met_in_inference_mode_can_be_trained(monkeypatch):
+    skips = types.SimpleNamespace(skips_documents=True)
+    monkeypatch.setattr(_packed, "kernel_for", lambda *arrays, **given: skips)
+    monkeypatch.setattr(_packed, "_segments", kept := {})
+    x, ends = torch.randn(12, H, D), torch.tensor([0, 3, 7, 12])
+    with torch.inference_mode():
+        fa2.flash_attn_varlen_func(x, x, x, ends, ends, 5, 5)
+    assert len(kept) == 1
+    x.requires_grad_()
+    fa2.flash_attn_varlen_func(x, x, x, ends, ends, 5, 5).sum().backward()
+
+
 @pytest.mark.parametrize(
     ("ends", "other", "used", "words"),
     [

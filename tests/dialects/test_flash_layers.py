@@ -130,8 +130,25 @@ def test_tables_of_rotation_are_made_once_and_grow():
     assert layer._cos_cached.shape == (4, 2)
     layer(x.double())
     assert layer._cos_cached.dtype == torch.float64
+    served = RotaryEmbedding(4).eval()
     with torch.inference_mode():
-        RotaryEmbedding(4)(x)
+        served(x)
+    served(x.clone().requires_grad_() * 1).sum().backward()
+
+
+@pytest.mark.parametrize("scale_base", [None, 4.0], ids=["plain", "xPos"])
+def test_threads_that_make_tables_of_rotation_at_once(monkeypatch, scale_base):
+    layer = RotaryEmbedding(4, scale_base=scale_base).bfloat16()
+    made, x = layer._compute_inv_freq, torch.randn(1, 7, 3, 1, 4, dtype=torch.bfloat16)
+
+    def with_another(device):
+        monkeypatch.undo()
+        layer(x.clone())
+        return made(device)
+
+    monkeypatch.setattr(layer, "_compute_inv_freq", with_another)
+    layer(x[:, :2].clone())
+    assert layer(x.clone()).shape == x.shape
 
 
 def test_rotation_refuses_what_it_cannot_place():

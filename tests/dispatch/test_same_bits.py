@@ -1,6 +1,10 @@
 """The block of `same_bits`: the kernels that run in it, and what caches keep apart."""
 
+import asyncio
+import sys
 from concurrent.futures import ThreadPoolExecutor
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -17,6 +21,7 @@ from polyattn import (
     same_bits,
     scores,
 )
+from polyattn._base.same_bits import _context
 from polyattn._dispatch import cache, registry
 from polyattn.plugin.dense import Dense
 
@@ -130,6 +135,67 @@ def test_a_call_without_scores_runs_on_any_kernel(rows, keys):
 def test_a_block_holds_in_its_thread_only():
     with same_bits(), ThreadPoolExecutor(1) as pool:
         assert pool.submit(lambda: explain(X, X, X).chosen.kernel).result() == "small"
+
+
+@pytest.mark.needs("jax")
+def test_a_program_that_another_task_traces_meanwhile_keeps_bits_too(keeping):
+    compiled = run_of("jax")
+
+    async def tasks():
+        entered, traced = asyncio.Event(), asyncio.Event()
+
+        async def within():
+            with same_bits():
+                entered.set()
+                await traced.wait()
+                compiled()
+
+        async def beside():
+            await entered.wait()
+            compiled()
+            attention(X, X, X)  # not of JAX
+            traced.set()
+
+        await asyncio.gather(within(), beside())
+
+    asyncio.run(tasks())
+    assert keeping.asked == [True]
+
+
+@pytest.mark.needs("jax")
+@pytest.mark.parametrize("is_elsewhere", [False, True], ids=["in this thread", "in another"])
+def test_generators_leave_their_blocks_in_any_order(keeping, is_elsewhere):
+    def entered():
+        with same_bits():
+            yield
+
+    def traced():
+        keeping.asked.clear()
+        run_of("jax")()
+        return keeping.asked
+
+    first, second = entered(), entered()
+    next(first)
+    next(second)
+    if is_elsewhere:
+        with ThreadPoolExecutor(1) as executor:
+            executor.submit(first.close).result()
+    else:
+        first.close()
+    assert traced() == [True]
+    second.close()
+    assert traced() == []
+    assert not _context.is_open_anywhere
+
+
+def test_a_block_does_not_wait_while_another_thread_imports_jax(keeping, monkeypatch):
+    module = ModuleType("jax")
+    module.__spec__ = ModuleSpec("jax", None)
+    module.__spec__._initializing = True
+    monkeypatch.setitem(sys.modules, "jax", module)
+    with same_bits():
+        attention(X, X, X)
+    assert keeping.asked == [True]
 
 
 def test_merges_of_parts_of_the_keys_are_refused():

@@ -13,7 +13,7 @@ from optional import da, jax, jnp, torch
 import polyattn
 from polyattn import attention, parallel
 from polyattn._dispatch import cache
-from polyattn._dispatch.trace import open_traces
+from polyattn._dispatch.trace import CallCount, open_traces
 from polyattn.plugin import Kernel
 
 X = np.random.default_rng(0).standard_normal((2, 4, 64, 8)).astype(np.float32)
@@ -63,6 +63,19 @@ def test_it_prints_as_a_table_and_is_data_for_json():
     refused = json.loads(json.dumps(sparse))["refused"]
     assert [one[1] for one in refused] == ["small", "tiled"]
     assert refused[1][2:4] == ["refused", ["it does not compute normalizer"]]
+
+
+def test_a_signal_handler_may_call_while_calls_are_listed(monkeypatch):
+    replace = CallCount._replace
+
+    def amid_a_call(one, /, **fields):
+        attention(X, X, X, softcap=2.0)
+        return replace(one, **fields)
+
+    with polyattn.trace() as trace:
+        attention(X, X, X)
+        monkeypatch.setattr(CallCount, "_replace", amid_a_call)
+        assert len(trace.calls) == 1
 
 
 @pytest.mark.without_native
@@ -245,6 +258,15 @@ def test_a_program_of_jax_counts_when_it_is_traced():
     assert (traced.traced, traced.count, traced.seconds) == (True, 1, None)
     assert (ran.traced, ran.count) == (False, 1)
     assert ran.seconds is not None
+
+
+def test_a_call_over_constants_of_a_program_of_jax_is_timed():
+    pytest.importorskip("jax")
+    array = jnp.asarray(X)
+    with polyattn.trace(time=True) as trace:
+        jax.jit(lambda x: x + attention(array, array, array))(array)
+        attention(array, array, array)
+    assert only(trace).count == 2
 
 
 # ---- time --------------------------------------------------------------------------------------

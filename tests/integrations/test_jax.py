@@ -1,12 +1,17 @@
 """Masks and scores as arguments of functions that JAX transforms."""
 
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 from optional import jax, jnp
 
 from polyattn import attention, masks, scores
 
-register = pytest.importorskip("polyattn.integrations.jax").register
+ours = pytest.importorskip("polyattn.integrations.jax")
+register = ours.register
 X = np.random.default_rng(0).standard_normal((2, 3, 5, 8), dtype=np.float32)
 IDS = np.array([0, 0, 1, 1, 1])
 
@@ -43,3 +48,24 @@ def test_of_a_score_the_arrays_are_differentiated_and_mapped():
     np.testing.assert_allclose(jax.tree.leaves(found), [expected], rtol=1e-5)
     each = jax.vmap(loss)(scores.alibi(jnp.stack([slopes, 2 * slopes])))
     np.testing.assert_allclose(each[1], loss(scores.alibi(2 * slopes)), rtol=1e-5)
+
+
+def test_threads_that_register_at_once_wait_for_each_other(monkeypatch):
+    meet, registered = threading.Barrier(2), []
+
+    def slowly(kind, *functions):
+        time.sleep(0.001)
+        registered.append(kind)
+
+    for name in ("register_pytree_node", "register_pytree_with_keys"):
+        monkeypatch.setattr(jax.tree_util, name, slowly)
+    monkeypatch.setattr(ours, "_registered", set())
+
+    def first_call():
+        meet.wait(30)
+        register()
+        return len(registered)
+
+    with ThreadPoolExecutor(2) as threads:
+        counts = [one.result() for one in [threads.submit(first_call) for _ in range(2)]]
+    assert counts == [len(set(registered))] * 2

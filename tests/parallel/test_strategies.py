@@ -56,7 +56,7 @@ def on_threads(function, name):
         for strategy, layout in on_ranks.BOTH:
             function(name, ranks, strategy, layout)
 
-    parallel.run_threads(SIZE, check, timeout=30)
+    parallel.run_threads(SIZE, check)
 
 
 @pytest.mark.parametrize("name", covered(VALUES, suited(CASES)))
@@ -202,7 +202,7 @@ def test_a_wrong_call_is_refused_before_anything_is_sent(options, error, message
             assert ranks.sent == 0
 
     with pytest.raises(error, match=re.escape(message) if message.endswith(")") else message):
-        parallel.run_threads(4, attend, timeout=5)
+        parallel.run_threads(4, attend)
 
 
 def test_an_error_in_one_rank_ends_the_others_with_a_message():
@@ -218,7 +218,7 @@ def test_an_error_in_one_rank_ends_the_others_with_a_message():
             raise
 
     with pytest.raises(ZeroDivisionError, match="rank 2 went wrong"):
-        parallel.run_threads(4, attend, timeout=30)
+        parallel.run_threads(4, attend)
     assert len(ended) == 3
     assert all("because rank 2 raised ZeroDivisionError" in message for message in ended)
 
@@ -278,7 +278,7 @@ def test_the_error_of_calls_that_differ_says_what_differs_on_which_ranks(options
         errors.append(str(caught.value))
         assert ranks.sent == 0
 
-    parallel.run_threads(len(options), attend, timeout=5)
+    parallel.run_threads(len(options), attend)
     assert len(errors) == len(options)
     assert len(set(errors)) == 1
     assert message in errors[0]
@@ -292,7 +292,7 @@ def test_gradients_that_differ_stop_all_ranks():
         with pytest.raises(ValueError, match=r"output_gradient.shape is \(4, 10, 4\) on rank 0, "):
             pullback(x[:, ranks.rank :])
 
-    parallel.run_threads(2, attend, timeout=5)
+    parallel.run_threads(2, attend)
 
 
 def test_what_each_rank_may_choose_and_how_it_spells_a_number_are_no_difference():

@@ -179,11 +179,12 @@ private:
         }
     }
 
-    static void work_on(Run& run) {
+    // A process that ends waits for the tasks that its threads have begun.
+    void work_on(Run& run) {
         Scratch scratch(run.work.scratch);
         if (!scratch.memory) return;  // the caller takes the tasks
         fesetenv(&run.arithmetic);
-        while (!run.stop && run.begin_next(scratch.memory)) {
+        while (!run.stop && !quitting_ && run.begin_next(scratch.memory)) {
             while (!run.stop && !run.work.step(run.call, run.work, scratch.memory)) {}
         }
     }
@@ -192,7 +193,7 @@ private:
     Condition offered_, idle_;
     std::atomic<uint32_t> offers_{0};
     Run* run_ = nullptr;
-    bool quitting_ = false;
+    std::atomic<bool> quitting_{false};
     int count_ = 0;
     Thread<serve> threads_[MAX_THREADS];
 };

@@ -21,6 +21,8 @@ from polyattn.conformance.functions.report import Row, grouped, planned
 
 #: After so many seconds without an answer, a call counts as one that ends its process.
 PATIENCE = 120
+#: The seconds in which a process must have imported what it needs.
+STARTING = 600
 
 
 class Peer(NamedTuple):
@@ -79,11 +81,14 @@ def _answers(subject: Peer, cases: Sequence[str], count: int) -> Iterator[Findin
         process = spawn.Process(target=_work, args=(there, subject, cases, done), daemon=True)
         process.start()
         there.close()
-        end = f"no answer within {PATIENCE} s"
+        patience = STARTING
         try:
-            while here.poll(PATIENCE):
-                yield here.recv()
-                done += 1
+            while here.poll(patience):
+                patience, found = PATIENCE, here.recv()
+                if found is not None:  # else it has started
+                    yield found
+                    done += 1
+            end = f"no answer within {patience} s"
         except EOFError:
             process.join()
             code = process.exitcode or 0
@@ -103,5 +108,6 @@ def _work(pipe: Any, subject: Peer, cases: Sequence[str], first: int) -> None:
     target = Target("array-api", subject.arrays)
     exec(subject.setup, names)
     plan = planned([CASES[case] for case in cases], subject.is_differentiable)
+    pipe.send(None)
     for case, _, check in plan[first:]:
         pipe.send(check(names["attend"], case, target.to, target.back))

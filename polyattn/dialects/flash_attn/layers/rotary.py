@@ -119,31 +119,36 @@ class RotaryEmbedding(torch.nn.Module):
         steps = torch.arange(0, self.dim, 2, device=device, dtype=torch.float32)
         return (steps / self.dim + 0.4) / 1.4
 
-    def _update_cos_sin_cache(self, seqlen: int, device: Any = None, dtype: Any = None) -> None:
-        """Make the tables of so many positions, unless those that there are serve."""
-        known = self._cos_cached
+    def _update_cos_sin_cache(self, seqlen: int, device: Any = None, dtype: Any = None) -> Any:
+        """Make the tables of so many positions, unless those that there are serve; return them."""
+        known = self._cos_cached, self._sin_cached, self._cos_k_cached, self._sin_k_cached
+        first, *others = known if self.scale is not None else known[:2]
         if (
-            known is not None
-            and seqlen <= self._seq_len_cached
-            and (known.device, known.dtype) == (device, dtype)
-            and not (self.training and known.is_inference())
+            first is not None
+            and seqlen <= first.shape[0]
+            # Other threads may make tables meanwhile.
+            and all(one is not None and one.shape == first.shape for one in others)
+            and (first.device, first.dtype) == (device, dtype)
+            and not (first.is_inference() and not torch.is_inference_mode_enabled())
         ):
-            return
-        self._seq_len_cached = seqlen
+            return known
         wide = torch.promote_types(dtype or torch.float32, torch.float32)
         # A layer of 16 bits rounded its frequencies.
         is_rounded = self.inv_freq.dtype != torch.float32
         frequencies = self._compute_inv_freq(device) if is_rounded else self.inv_freq
         places = torch.arange(seqlen, device=device, dtype=wide)
         angles = torch.outer(places, frequencies.to(wide))
-        tables = [angles.cos(), angles.sin()]
+        tables: list[Tensor] = [angles.cos(), angles.sin()]
+        of_keys: list[Any] = [None, None]
         if self.scale_base is not None:
             power = (places - seqlen // 2)[:, None] / self.scale_base
             scale = self._compute_scale(device).to(wide) ** power
             of_keys = [(table / scale).to(dtype) for table in tables]
-            self._cos_k_cached, self._sin_k_cached = of_keys
             tables = [table * scale for table in tables]
-        self._cos_cached, self._sin_cached = (table.to(dtype) for table in tables)
+        made = (*[table.to(dtype) for table in tables], *of_keys)
+        self._cos_cached, self._sin_cached, self._cos_k_cached, self._sin_k_cached = made
+        self._seq_len_cached = seqlen
+        return made
 
     def forward(
         self, qkv: Tensor, kv: Tensor | None = None, seqlen_offset: int | Tensor = 0,
@@ -157,10 +162,11 @@ class RotaryEmbedding(torch.nn.Module):
             max_seqlen = qkv.shape[1] + seqlen_offset
         if max_seqlen is None and self._cos_cached is None:
             raise ValueError("a tensor seqlen_offset needs max_seqlen, the number of positions")
-        if max_seqlen is not None:
-            self._update_cos_sin_cache(max_seqlen, device=qkv.device, dtype=qkv.dtype)
-        tables = self._cos_cached, self._sin_cached
-        of_keys = tables if self.scale is None else (self._cos_k_cached, self._sin_k_cached)
+        if max_seqlen is None:
+            max_seqlen = self._seq_len_cached
+        made = self._update_cos_sin_cache(max_seqlen, device=qkv.device, dtype=qkv.dtype)
+        tables: tuple[Any, Any] = made[:2]
+        of_keys: tuple[Any, Any] = tables if self.scale is None else made[2:]
         given: Any = {"interleaved": self.interleaved, "seqlen_offsets": seqlen_offset}
         if kv is None:
             return apply_rotary_emb_qkv_(qkv, *tables, *of_keys, **given, num_heads_q=num_heads_q)
