@@ -81,6 +81,7 @@ def _answers(subject: Peer, cases: Sequence[str], count: int) -> Iterator[Findin
         there.close()
         end = f"no answer within {PATIENCE} s"
         try:
+            here.recv()  # that the library is imported, which may take long
             while here.poll(PATIENCE):
                 yield here.recv()
                 done += 1
@@ -103,5 +104,6 @@ def _work(pipe: Any, subject: Peer, cases: Sequence[str], first: int) -> None:
     target = Target("array-api", subject.arrays)
     exec(subject.setup, names)
     plan = planned([CASES[case] for case in cases], subject.is_differentiable)
+    pipe.send(None)
     for case, _, check in plan[first:]:
         pipe.send(check(names["attend"], case, target.to, target.back))
