@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -16,9 +16,12 @@ MARGIN = 8
 
 
 def check_gradient(
-    loss: Callable[..., Any], arguments: Sequence[Array], gradients: Sequence[Array | None], *,
+    loss: Callable[..., Any],
+    arguments: Sequence[Array],
+    gradients: Sequence[Array | None],
+    *,
     seed: int = 0,
-) -> None:  # fmt: skip
+) -> None:
     """Check the gradients of a function by finite differences, in a few random directions.
 
     Differences with two steps say how exact they are, and so what the gradients may differ by: by
@@ -81,6 +84,19 @@ def check_gradient(
         _check(f"gradients[{place}]", at, argument, gradient, rng)
 
 
+class Differences(NamedTuple):
+    """Slopes in some directions, those of the gradient too, and what they may differ by."""
+
+    given: Any
+    expected: Any
+    limit: float
+
+    @property
+    def are_exact(self) -> bool:
+        """Whether a gradient of another size would be found."""
+        return bool(self.limit < np.max(np.abs(self.expected)))
+
+
 def _check(name: str, loss: Callable[[Array], float], x: Array, gradient: Array, rng: Any) -> None:
     """Check one gradient in some directions."""
     start = _numbers(x)
@@ -88,9 +104,7 @@ def _check(name: str, loss: Callable[[Array], float], x: Array, gradient: Array,
     # In large numbers rounding loses a step of 1e-6; one relative to them may pass over the slope.
     units = (np.ones_like(size), size) if np.any(size > 1) else (size,)
     every = [_differences(loss, x, gradient, unit, size, rng) for unit in units]
-    # By which a gradient of another size would be found.
-    exact = [one for one in every if one[2] < np.max(np.abs(one[1]))]
-    for given, expected, limit in exact or every:
+    for given, expected, limit in [one for one in every if one.are_exact] or every:
         off = np.abs(given - expected)
         worst = int(np.argmax(off))
         # `not <=` finds NaN too, and a gradient of infinity makes its limit infinite.
@@ -103,11 +117,8 @@ def _check(name: str, loss: Callable[[Array], float], x: Array, gradient: Array,
 
 def _differences(
     loss: Callable[[Array], float], x: Array, gradient: Array, unit: Any, size: Any, rng: Any
-) -> tuple[Any, Any, float]:
-    """Return slopes in some directions, of the gradient and by steps of so many units, and a limit.
-
-    The limit is what they may differ by, in numbers of a size.
-    """
+) -> Differences:
+    """Return the slopes in some directions, by steps of so many units in numbers of a size."""
     xp, start, slope = library_of(x).xp, _numbers(x), _numbers(gradient)
     eps = float(xp.finfo(x.dtype).eps)
     step = eps ** (1 / 3)
@@ -121,7 +132,7 @@ def _differences(
             given[n] = np.sum(slope * along)
     limit = MARGIN * np.max(np.abs(near - far)) + np.finfo(float).eps * np.max(np.abs(near)) * 2**10
     rounding = eps * np.linalg.norm(slope * size) / step  # of the arguments
-    return given, near, limit + rounding
+    return Differences(given, near, limit + rounding)
 
 
 def _numbers(array: Any) -> Any:

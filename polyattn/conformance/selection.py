@@ -38,9 +38,13 @@ def named(names: Iterable[str]) -> dict[str, Case]:
 
 
 def chosen(
-    target: Target, variant: KernelVariant, test: str = "case", cases: Mapping[str, Case] = CASES,
-    *, few: bool = False,
-) -> list[Case]:  # fmt: skip
+    target: Target,
+    variant: KernelVariant,
+    test: str = "case",
+    cases: Mapping[str, Case] = CASES,
+    *,
+    few: bool = False,
+) -> list[Case]:
     """Return the cases of a test of a kernel, all or few of them.
 
     The test is ``"case"``, ``"lazy"`` or a derivative, which has cases of its own.
@@ -83,8 +87,11 @@ def why_few(target: Target, variant: KernelVariant, test: str, *, thorough: bool
 
 
 def covering(
-    target: Target, variant: KernelVariant, cases: Iterable[Case], is_taken: Taken = takes,
-) -> list[Case]:  # fmt: skip
+    target: Target,
+    variant: KernelVariant,
+    cases: Iterable[Case],
+    is_taken: Taken = takes,
+) -> list[Case]:
     """Return few supported cases that cover every feature, dtype and topic.
 
     Each is the one that adds most to those before it.

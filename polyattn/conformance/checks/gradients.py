@@ -119,8 +119,13 @@ def check_backward(target: Target, variant: KernelVariant, case: Case) -> Deviat
 
 
 def backward(
-    target: Target, kernel: Kernel, case: Case, arguments: Arguments, *, of_logsumexp: bool = False,
-) -> dict[str, list[Any]]:  # fmt: skip
+    target: Target,
+    kernel: Kernel,
+    case: Case,
+    arguments: Arguments,
+    *,
+    of_logsumexp: bool = False,
+) -> dict[str, list[Any]]:
     """Return the gradients of each argument, in NumPy, as a list of those of its arrays."""
     arrays, given = arguments
     along, weights = target.to(formula.cotangent(case)), None

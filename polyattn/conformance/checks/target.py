@@ -80,8 +80,11 @@ class Target:
     """
 
     def __init__(
-        self, backend: str, library: str | None = None, transform: Callable[..., Any] | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        backend: str,
+        library: str | None = None,
+        transform: Callable[..., Any] | None = None,
+    ) -> None:
         stem, _, device = backend.partition(":")
         if "," in backend or stem == "auto" or stem[:1] in SIGNS:
             raise ValueError(f"one backend is checked at a time, by its name; got {backend!r}")
@@ -186,17 +189,24 @@ class Target:
         return [self.to(x) for x in arrays], placed
 
     def explain(
-        self, case: Case, kernel: Kernel, arguments: Arguments | None = None, *,
+        self,
+        case: Case,
+        kernel: Kernel,
+        arguments: Arguments | None = None,
+        *,
         logsumexp: bool = False,
-    ) -> Explanation:  # fmt: skip
+    ) -> Explanation:
         """Explain the call of a case that requires a kernel, of these arguments or new ones."""
         arrays, options = arguments or self.arguments(case)
         return explain(*arrays, **options, backend=self.backend, kernel=kernel, logsumexp=logsumexp)
 
     def call(
-        self, case: Case, kernel: Kernel, function: Callable[..., Any] = attention,
+        self,
+        case: Case,
+        kernel: Kernel,
+        function: Callable[..., Any] = attention,
         arguments: Arguments | None = None,
-    ) -> Any:  # fmt: skip
+    ) -> Any:
         """Make the call of a case by a function with the signature of `attention`."""
         self._forget_compiled()
         arrays, options = arguments or self.arguments(case)

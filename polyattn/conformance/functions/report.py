@@ -158,9 +158,12 @@ def grouped(plan: Plan, findings: Iterable[Finding]) -> list[Row]:
 
 
 def summarise(
-    function: Function, cases: Iterable[Case], to: Callable[[Any], Any], back: Callable[[Any], Any],
+    function: Function,
+    cases: Iterable[Case],
+    to: Callable[[Any], Any],
+    back: Callable[[Any], Any],
     progress: Callable[[Iterable[Any]], Iterable[Any]] = iter,
-) -> list[Row]:  # fmt: skip
+) -> list[Row]:
     """Check a function with all cases that have a row, and group the results by it.
 
     The arguments are those of `check_callable`; `progress` wraps the iteration, as `tqdm` does.

@@ -153,9 +153,14 @@ def _neighbors(mask: neighborhood.Neighborhood, row: int) -> list[int]:
 
 
 def _sees_by_position(
-    mask: masks.Mask, rows: CallRows, b: Any, i: Any, j: Any, query_positions: Any,
+    mask: masks.Mask,
+    rows: CallRows,
+    b: Any,
+    i: Any,
+    j: Any,
+    query_positions: Any,
     key_positions: Any,
-) -> Any:  # fmt: skip
+) -> Any:
     """Return which keys a mask shows where a row of each position could see keys of each."""
     _, L, S = rows.shape
     places = rows.each(query_positions, L)[b, i], rows.each(key_positions, S)[b, j]

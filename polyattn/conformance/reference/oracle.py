@@ -76,15 +76,28 @@ class Oracle(NamedTuple):
 
 
 def oracle(
-    query: Any, key: Any, value: Any, *, mask: Any = None, bias: Any = None,
-    is_causal: bool = False, window: tuple[int | None, int | None] | None = None,
-    query_offset: Any = None, key_lengths: Any = None, block_table: Any = None,
-    scale: float | steps.ScaleRule | None = None, softcap: float | None = None,
-    score_mod: Callable[..., Any] | None = None, sinks: Any = None,
-    dropout: tuple[Any, ...] | None = None, similarity: steps.Similarity | None = None,
-    normalizer: steps.Normalizer | None = None, layout: str = "...HLD",
-    rows: tuple[int, ...] | None = None, extended: bool = False,
-) -> Oracle:  # fmt: skip
+    query: Any,
+    key: Any,
+    value: Any,
+    *,
+    mask: Any = None,
+    bias: Any = None,
+    is_causal: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+    query_offset: Any = None,
+    key_lengths: Any = None,
+    block_table: Any = None,
+    scale: float | steps.ScaleRule | None = None,
+    softcap: float | None = None,
+    score_mod: Callable[..., Any] | None = None,
+    sinks: Any = None,
+    dropout: tuple[Any, ...] | None = None,
+    similarity: steps.Similarity | None = None,
+    normalizer: steps.Normalizer | None = None,
+    layout: str = "...HLD",
+    rows: tuple[int, ...] | None = None,
+    extended: bool = False,
+) -> Oracle:
     """Evaluate attention row by row, as `polyattn.attention` defines it.
 
     Parameters

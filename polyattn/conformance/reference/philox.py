@@ -33,9 +33,13 @@ WEYL = (0x9E3779B9, 0xBB67AE85)
 
 @cache
 def keep_mask(
-    rate: float, seed: int, batch: tuple[int, ...], shape: tuple[int, int, int],
-    rows: tuple[int, ...] | None = None, start: tuple[int, int, int, int] = (0, 0, 0, 0),
-) -> np.ndarray[Any, Any]:  # fmt: skip
+    rate: float,
+    seed: int,
+    batch: tuple[int, ...],
+    shape: tuple[int, int, int],
+    rows: tuple[int, ...] | None = None,
+    start: tuple[int, int, int, int] = (0, 0, 0, 0),
+) -> np.ndarray[Any, Any]:
     """Return which weights of a call are kept, (..., H, L, S) or only the given rows.
 
     The first item, head, row and key have the indices of `start`.

@@ -39,17 +39,33 @@ LN2 = math.log(2)
 
 
 def textbook(
-    query: Any, key: Any, value: Any, *, mask: Any = None, bias: Any = None,
-    is_causal: bool = False, window: tuple[int | None, int | None] | None = None,
-    query_offset: Any = None, key_lengths: Any = None, block_table: Any = None,
-    scale: float | steps.ScaleRule | None = None, softcap: float | None = None,
-    score_mod: Callable[..., Any] | None = None, sinks: Any = None,
-    dropout: tuple[Any, ...] | None = None, similarity: steps.Similarity | None = None,
-    normalizer: steps.Normalizer | None = None, layout: str = "...HLD",
-    rows: tuple[int, ...] | None = None, coordinates_in_turn: bool = False,
-    keys_reversed: bool = False, keys_in_turn: bool = False, scale_first: bool = False,
-    divide_last: bool = False, without_maximum: bool = False,
-) -> tuple[Any, Any]:  # fmt: skip
+    query: Any,
+    key: Any,
+    value: Any,
+    *,
+    mask: Any = None,
+    bias: Any = None,
+    is_causal: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+    query_offset: Any = None,
+    key_lengths: Any = None,
+    block_table: Any = None,
+    scale: float | steps.ScaleRule | None = None,
+    softcap: float | None = None,
+    score_mod: Callable[..., Any] | None = None,
+    sinks: Any = None,
+    dropout: tuple[Any, ...] | None = None,
+    similarity: steps.Similarity | None = None,
+    normalizer: steps.Normalizer | None = None,
+    layout: str = "...HLD",
+    rows: tuple[int, ...] | None = None,
+    coordinates_in_turn: bool = False,
+    keys_reversed: bool = False,
+    keys_in_turn: bool = False,
+    scale_first: bool = False,
+    divide_last: bool = False,
+    without_maximum: bool = False,
+) -> tuple[Any, Any]:
     """Return output and logsumexp, computed only in the dtype of the inputs.
 
     `rows` selects query rows. The last six options change only the order of evaluation, and so the

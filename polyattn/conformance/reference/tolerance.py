@@ -171,9 +171,13 @@ def logsumexp_yardstick(case: Case, dtype: str | None = None) -> Yardstick:
 
 
 def yardstick(
-    exact: Array, condition: Array, by_scores: Any, results: Sequence[Any], dtype: str,
+    exact: Array,
+    condition: Array,
+    by_scores: Any,
+    results: Sequence[Any],
+    dtype: str,
     stored: str | None = None,
-) -> Yardstick:  # fmt: skip
+) -> Yardstick:
     """Return a yardstick from the exact result and the textbook's, in its plain order first.
 
     With `stored`, errors are those of sums in `dtype` and of one rounding to `stored`: half a step

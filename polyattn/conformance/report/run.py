@@ -52,8 +52,10 @@ class CheckStep(NamedTuple):
 
 
 def steps(
-    targets: Iterable[Target], cases: Mapping[str, Case] = CASES, kernels: Sequence[str] = (),
-) -> list[CheckStep]:  # fmt: skip
+    targets: Iterable[Target],
+    cases: Mapping[str, Case] = CASES,
+    kernels: Sequence[str] = (),
+) -> list[CheckStep]:
     """Return the steps of a report; raise if a backend has no kernel of a name."""
     result: list[CheckStep] = []
     for target in targets:
