@@ -17,8 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from polyattn.conformance import ESSENTIAL, Case
+from polyattn.conformance import ESSENTIAL
 from polyattn.conformance.functions.check import AGREES, DIFFERS, NO_ARGUMENT, RAISES, Finding
+from polyattn.conformance.functions.report import all_sizes
 from polyattn.conformance.functions.subjects import SUBJECTS, measure
 
 DOCS = Path(__file__).parent
@@ -28,7 +29,7 @@ WORDS, ASKED = (
     for name in ("words", "questions")
 )
 
-#: The areas of the front table, by the rows of the check.
+#: The areas of the front table, by the rows of the check; gradients of sizes are in "sizes".
 AREAS = {
     "plain": ("grouped_heads", "scale", "value_size", "float32", "float64", "memory layouts"),
     "masks": (
@@ -42,9 +43,11 @@ AREAS = {
     "extreme values": ("extreme values",),
     "gradients": ("gradients",),
     "lengths": ("lengths", "nothing to compute"),
+    "sizes": ("sizes",),
     "caches, pages": ("caches and pages",),
     "same bits": ("items by themselves", "rows by themselves"),
 }
+SIZES = {case.name: case for case in all_sizes()}
 AREA_OF = {row: area for area, rows in AREAS.items() for row in rows}
 CRASHES = "crashes"
 
@@ -67,12 +70,17 @@ def outcome(finding: Finding) -> str:
 def areas_of(name: str) -> dict[str, dict[str, Any]]:
     """Return how many cases of each area end in what way, the largest error and one of them."""
     areas: dict[str, dict[str, Any]] = defaultdict(dict)
-    # Without one case, so that no row sweeps all sizes: minutes where each call is compiled.
-    rows = measure(SUBJECTS[name], [case for case in ESSENTIAL.values() if case.name != "many"])
-    forward = {case: f for row in rows if row.kind != "parts" for case, f in row.findings.items()}
+    rows = measure(SUBJECTS[name], list(ESSENTIAL.values()))
+    forward = {
+        case: finding
+        for row in rows
+        if row.kind != "parts" or row.name == "sizes"
+        for case, finding in row.findings.items()
+    }
     for row in rows:
         for case, finding in row.findings.items():
             area, asked = AREA_OF.get(row.name), ESSENTIAL.get(case)
+            area = "sizes" if case in SIZES else area
             if area is None or finding.status == NO_ARGUMENT:
                 continue
             if asked is not None and asked.full_batch == ():
@@ -85,7 +93,8 @@ def areas_of(name: str) -> dict[str, dict[str, Any]]:
                 what = "leaks"  # either makes the same rows NaN
             if what == "top left" or (causal and what == "wrong"):
                 area = "causal, L ≠ S"
-            count, units, example = areas[area].get(what, (0, 0.0, case))
+            by = "gradients of " if area == "sizes" and row.name == "gradients" else ""
+            count, units, example = areas[area].get(what, (0, 0.0, by + case))
             own = finding.deviation.units if finding.deviation is not None else 0.0
             areas[area][what] = (count + 1, max(units, float(own)), example)
     return areas
@@ -157,8 +166,9 @@ def lines_of(name: str) -> list[dict[str, Any]]:
     return lines
 
 
-def lines_of_case(name: str, case: Case) -> str | None:
+def lines_of_case(name: str, example: str) -> str | None:
     """Return lines for arrays of the shapes of a case, or None if the call has other options."""
+    case = (ESSENTIAL | SIZES)[example.removeprefix("gradients of ")]
     words, (arrays, options) = words_of(name), case.arguments()
     asks = {"causal" if option == "is_causal" else option for option in options}
     asks |= {"grouped"} if "grouped_heads" in case.features else set()
@@ -170,7 +180,11 @@ def lines_of_case(name: str, case: Case) -> str | None:
         if option in options:
             shape = np.shape(options[option])
             lines.append(f'{option} = to(np.ones({(1,) * (4 - len(shape)) + shape}), "{dtype}")')
-    return "\n".join([*lines, f"show(lambda: row({call_of(words, asks)}))\n"])
+    shown = call_of(words, asks)
+    if example != case.name:
+        lines.append(f"f = lambda v: {shown}")
+        shown = words["gradient"].replace("{0}", "v")
+    return "\n".join([*lines, f"show(lambda: row({shown}))\n"])
 
 
 # A process that runs lines one after another, and prints what they print as JSON.
@@ -216,7 +230,7 @@ def answered(name: str, areas: dict[str, dict[str, Any]]) -> list[dict[str, Any]
         met = {line["outcome"] for line in lines if line["area"] == area}
         for what in {RAISES, CRASHES} & found.keys() - met:
             example = found[what][2]
-            code = lines_of_case(name, ESSENTIAL[example])
+            code = lines_of_case(name, example)
             if code is not None and "only" not in WORDS[name]:
                 more.append({"area": area, "name": f"case {example}", "code": code})
     for line, text in zip(more, printed_by(setup, [x["code"] for x in more]), strict=True):
@@ -264,7 +278,9 @@ function repeats each in code of its own library.
 {table}
 
 A cell lists what was found in the cases of the area, most frequent first; *agrees* means that all
-cases agree, *–* that the function has no arguments for any of them.
+cases agree, *–* that the function has no arguments for any of them. *sizes* are vectors of every
+size from 1 to 72, half of them with values of another size, over lengths from 1 to 130, forward and
+backward; *not swept*: these were not tried.
 
 {legend}
 
@@ -288,8 +304,8 @@ peers/*
 PAGE = """\
 # {title}
 
-{versions}. `polyattn check --subject {name} --quick` checks this and more sizes. This
-took {seconds} seconds of processor time.
+{versions}. `polyattn check --subject {name} --quick` repeats this{more}, in
+{seconds} seconds of processor time.
 
 | | agree | otherwise |
 |---|---|---|
@@ -329,8 +345,15 @@ def differing(data: dict[str, Any], area: str) -> list[str]:
     return sorted(counts.keys() - {AGREES}, key=lambda x: (x == RAISES, -counts[x], x))
 
 
+def is_swept(data: dict[str, Any]) -> bool:
+    """Return whether all sizes were tried, if it has plain calls."""
+    return "sizes" in data["areas"] or "plain" not in data["areas"]
+
+
 def cell(data: dict[str, Any], area: str) -> str:
     """Return what the front table says of a function in an area."""
+    if area == "sizes" and not is_swept(data):
+        return "not swept"
     asked = data["areas"].get(area) or [line for line in data["lines"] if line["area"] == area]
     said = ", ".join(f"**{x}**" if x != RAISES else x for x in differing(data, area))
     return said or (AGREES if asked else "–")
@@ -378,9 +401,9 @@ def page_of(data: dict[str, Any]) -> str:
             said = ", ".join(f"{what} {count}" for what, (count, *_) in found.items())
             rows.append(f"| {area} | {agree} of {agree + others} | {said} |")
     versions = ", ".join(f"{name} {x.partition('+')[0]}" for name, x in data["versions"].items())
-    title = SUBJECTS[data["name"]].title
+    title, more = SUBJECTS[data["name"]].title, "" if is_swept(data) else " with more sizes"
     return PAGE.format(
-        title=title,
+        **{"title": title, "more": more},
         **{"versions": versions, "name": data["name"], "seconds": data["seconds"]},
         **{"table": "\n".join(rows), "setup": setup_of(data["name"]), "findings": findings(data)},
     )
@@ -392,7 +415,9 @@ def history(found: dict[str, list[dict[str, Any]]]) -> str:
     for name, (newest, *older) in found.items():
         for data in older:
             changes = []
-            for area in (x for x in AREAS if x != "same bits"):  # those are of processors
+            for area in AREAS:
+                if area == "same bits" or (area == "sizes" and not is_swept(data)):
+                    continue  # the bits are those of processors
                 was, now = differing(data, area), differing(newest, area)
                 signs = [f"−{x}" for x in was if x not in now]
                 signs += [f"+{x}" for x in now if x not in was]

@@ -70,8 +70,14 @@ def test_what_a_cell_says_has_lines_that_repeat_it(name):
 
 def test_enough_was_measured_here_and_each_in_less_than_five_minutes():
     assert len(FOUND) >= 16
+    assert sum("sizes" in newest["areas"] for newest, *_ in FOUND.values()) >= 15
     assert all(data["seconds"] < 300 for versions in FOUND.values() for data in versions)
     assert sum(len(versions) > 1 for versions in FOUND.values()) >= 7
+
+
+def test_sizes_that_an_older_version_was_not_tried_with_are_no_change():
+    assert any(not peers.is_swept(older) for _, *olds in FOUND.values() for older in olds)
+    assert "sizes" not in peers.history(FOUND)
 
 
 @pytest.mark.parametrize(

@@ -327,7 +327,7 @@ VERY_LONG: Group = {
         **{"mask": Generated(packed_apart), "is_causal": True, "query_offset": -600},
         **{"L": 1100, "S": 4500, "rows": (0, 599, 601, 1099)},
     },
-    "17 x 20000, bias": {**{"bias": normal("LS"), "L": 17, "S": 20000, "rows": (0, 16)}},
+    "17 x 20000, bias": {"bias": normal("LS"), "L": 17, "S": 20000, "rows": (0, 16)},
     "20000 x 17, alibi, sinks": {
         **{"score_mod": Generated(sloped), "query_offset": -19980, "is_causal": True},
         **{"H": 4, "G": 2, "sinks": normal("H")},

@@ -61,9 +61,8 @@ def _part(call: Arguments, rows: range, keys: range, heads: range = range(HEADS)
 
 def _beside(call: Arguments, before: int, after: int, **more: Any) -> Piece:
     """Return the call with other rows and keys before and after."""
-    query, key, value = (
-        np.concatenate([x[:, :, LENGTH - before :], x, x[:, :, :after]], axis=2) for x in call[0]
-    )
+    parts = ([x[:, :, LENGTH - before :], x, x[:, :, :after]] for x in call[0])
+    query, key, value = (np.concatenate(some, axis=2) for some in parts)
     return ((query, key, value), call[1] | more), np.s_[:, :, before : before + LENGTH], ...
 
 
@@ -142,10 +141,8 @@ def differing(
 ) -> tuple[int, int]:
     """Return how many rows of a cut have other bits than in the whole call, and of how many."""
     rng, (usual, given) = np.random.default_rng(0), OPTIONS[options]
-    query, key, value = (
-        rng.normal(size=(1, h, LENGTH, size or usual)).astype(np.dtype(dtype))
-        for h in (HEADS, heads, heads)
-    )
+    shapes = [(1, h, LENGTH, size or usual) for h in (HEADS, heads, heads)]
+    query, key, value = (rng.normal(size=shape).astype(np.dtype(dtype)) for shape in shapes)
     call = (query, key, value), {"is_causal": True, "query_offset": 0} | given
     expected, different, rows = run(call), 0, 0
     for arguments, own, whole in CUTS[cut](call):
@@ -184,9 +181,8 @@ def _runner(target: Target, variant: KernelVariant, *, backward: bool = False) -
     partial = "logsumexp" in target.declared(variant.kernel)
 
     def run(arguments: Arguments) -> tuple[Array, ...]:
-        output, logsumexp, *more = target.call(
-            case, variant.for_case(case), compute, target.placed(arguments)
-        )
+        placed = target.placed(arguments)
+        output, logsumexp, *more = target.call(case, variant.for_case(case), compute, placed)
         others = [logsumexp[..., None]] if partial else []
         return tuple(np.asarray(target.back(x)) for x in (output, *others, *more))
 

@@ -29,7 +29,7 @@ from polyattn._core.call.problem import examine
 from polyattn._core.expressions.expression import Expression
 from polyattn._dispatch.request import request
 from polyattn._dispatch.select import explain_selection
-from polyattn.conformance.cases.case import Case
+from polyattn.conformance.cases.case import ARRAYS, Case
 from polyattn.conformance.cases.gradient_cases import BACKWARD_CASES, GRADIENT_CASES, JVP_CASES
 from polyattn.conformance.checks import cases as checks
 from polyattn.conformance.checks.autodiff import VJP, by_library
@@ -104,10 +104,8 @@ def check_backward(target: Target, variant: KernelVariant, case: Case) -> Deviat
     before = checks.bits_of(target, arguments)
     deviations: Deviations = {}
     if formula.has_formula(case):
-        computed, names = (
-            backward(target, kernel, case, arguments),
-            formula.gradient_yardsticks(case),
-        )
+        names = formula.gradient_yardsticks(case)
+        computed = backward(target, kernel, case, arguments)
         deviations |= compare(case, {name: computed[name][0] for name in names})
     if case.dtype == "float64":
         computed = backward(target, kernel, case, arguments, of_logsumexp=True)
@@ -139,15 +137,13 @@ def backward(
     def run(*arrays: Any, **options: Any) -> dict[str, list[Any]]:
         forward = options if own else options | {"kernel": None}
         partial = residuals(case, *arrays, **forward, unrounded=kernel.rounds_once)
-        query, key, value = arrays
-        computed = attention_backward(
-            query, key, value, partial, along, logsumexp_gradient=weights, **options
-        )
+        (query, key, value), options["logsumexp_gradient"] = arrays, weights
+        computed = attention_backward(query, key, value, partial, along, **options)
         return {name: leaves(x) for name, x in computed._asdict().items()}
 
     with checks.name_case(f"{case}: backward", kernel):
         computed: dict[str, list[Any]] = target.call(case, kernel, run, arguments)
-    everything = dict(zip(("query", "key", "value"), arrays, strict=True)) | given
+    everything = dict(zip(ARRAYS, arrays, strict=True)) | given
     for name, directions in differences.direction(case).items():
         what = f"{case}: gradient of {name}"
         assert len(computed[name]) == len(directions), f"{what} is missing"
@@ -190,9 +186,8 @@ def compare_slopes(case: Case, computed: dict[str, list[Any]]) -> Deviations:
         terms = [lift(x) * t for x, t in pairs]
         result, size = (float(sum(np.sum(f(x)) for x in terms)) for f in (np.asarray, np.abs))
         share = abs(result - slope) / (differences.TOLERANCE * max(1.0, size))
-        assert share <= 1, (
-            f"{case}: gradient of {name} in a direction is {result:.9g}, by differences {slope:.9g}"
-        )
+        found = f"in a direction is {result:.9g}, by differences {slope:.9g}"
+        assert share <= 1, f"{case}: gradient of {name} {found}"
         deviations[f"{name} by differences"] = Deviation(0.0, share, None)
     return deviations
 
@@ -215,12 +210,10 @@ def add_shares(target: Target, kernel: Kernel, case: Case, arguments: Arguments)
         return tuple(shares[1:])
 
     with checks.name_case(f"{case}: backward of two parts of the keys", kernel):
-        one, other = target.call(case, kernel, run, arguments)
-    key, value = (
-        np.concatenate([lift(target.back(x)) for x in pair], axis=-2)
-        for pair in ((one.key, other.key), (one.value, other.value))
-    )
-    return {"query": lift(target.back(other.query)), "key": key, "value": value}
+        shares = target.call(case, kernel, run, arguments)
+    pairs = {name: [lift(target.back(getattr(x, name))) for x in shares] for name in ARRAYS}
+    joined = {name: np.concatenate(pairs[name], axis=-2) for name in ("key", "value")}
+    return {"query": pairs["query"][1]} | joined
 
 
 def check_jvp(target: Target, variant: KernelVariant, case: Case) -> Deviations | None:

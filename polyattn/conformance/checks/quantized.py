@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -47,13 +47,8 @@ _CASES = [
 ]
 
 
-class _QuantizedCall(NamedTuple):
-    """A case, the plan of it, and what it is given, in floats."""
-
-    case: Case
-    plan: Plan
-    operands: Operands
-    options: dict[str, Any]
+#: A case, the plan of it, and what it is given, in floats.
+_Call = tuple[Case, Plan, Operands, dict[str, Any]]
 
 
 def reads_integers(target: Target, variant: KernelVariant) -> bool:
@@ -92,7 +87,7 @@ def _integers(target: Target, case: Case) -> list[Quantized]:
     return [Quantized(*map(target.to, pair)) for pair in make(*case.arguments()[0][1:])]
 
 
-def _calls(target: Target, variant: KernelVariant) -> Iterator[_QuantizedCall]:
+def _calls(target: Target, variant: KernelVariant) -> Iterator[_Call]:
     """Yield the calls that a kernel reads as integers."""
     for case in checks.cases_for(target, variant, {case.name: case for case in _CASES}):
         arrays, options = target.arguments(case)
@@ -104,4 +99,4 @@ def _calls(target: Target, variant: KernelVariant) -> Iterator[_QuantizedCall]:
             continue
         bits = 8 if case.values == "integers" else 4
         if bits in kernel.quantized_bits and kernel.reads_quantized(plan.placement.problem):
-            yield _QuantizedCall(case, plan, operands, options)
+            yield case, plan, operands, options

@@ -90,7 +90,7 @@ class Target:
             raise ValueError(f"one backend is checked at a time, by its name; got {backend!r}")
         shape = (1, 2)
         explain(shape, shape, shape, backend=stem)  # refuses an unknown name
-        self.backend, self.transform, self.device = backend, transform, None
+        self.backend, self.transform, self.device, self._stem = backend, transform, None, stem
         if stem == registry.ARRAY_API:
             self._plugin, default = None, "numpy"
         else:
@@ -108,10 +108,6 @@ class Target:
         name = self.backend if own else f"{self.backend} on {self.library}"
         transform = getattr(self.transform, "__name__", None)
         return f"{name}, {transform}" if transform else name
-
-    @property
-    def _stem(self) -> str:
-        return self.backend.partition(":")[0]
 
     def to(self, array: Any) -> Any:
         """Convert a NumPy array to the library, on the checked device."""

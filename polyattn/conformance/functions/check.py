@@ -148,14 +148,9 @@ def target_of(spec: str, library: str | None) -> Target:
     root = spec.partition(":")[0].partition(".")[0]
     if library and ":" in library:
         return Target(library)
-    known = {"jax": "jax.numpy"} | dict.fromkeys(_ON_TENSORS, "torch")
+    of_tensors = "flash_attn flash_attn_interface flashinfer torch transformers xformers"
+    known = {"jax": "jax.numpy"} | dict.fromkeys(of_tensors.split(), "torch")
     return Target("array-api", library or known.get(root, "numpy"))
-
-
-_ON_TENSORS = (
-    *("flash_attn", "flash_attn_interface", "flashinfer"),
-    *("torch", "transformers", "xformers"),
-)
 
 
 def check_callable(function: Function, case: Case, to: Convert, back: Convert) -> Finding:

@@ -71,9 +71,8 @@ class Row(NamedTuple):
     @property
     def interpretations(self) -> dict[str, int]:
         """The number of differing cases by the interpretation that explains them ("" if none)."""
-        return dict(
-            Counter(f.interpretation for f in self.findings.values() if f.status == DIFFERS)
-        )
+        differing = (f for f in self.findings.values() if f.status == DIFFERS)
+        return dict(Counter(f.interpretation for f in differing))
 
 
 #: The row of calls with more than one option.
@@ -131,9 +130,7 @@ Plan = list[tuple[Case, str, Callable[..., Finding]]]
 def planned(cases: Iterable[Case], differentiable: bool) -> Plan:
     """Return what is checked: a case, its row, and the check."""
     named = {case.name: case for case in cases}
-    plan: Plan = [
-        (case, row, check_callable) for case in named.values() if (row := _row_of(case)) is not None
-    ]
+    plan: Plan = [(x, row, check_callable) for x in named.values() if (row := _row_of(x))]
     sizes = all_sizes() if named.keys() >= ESSENTIAL.keys() else []
     plan += [(case, "sizes", check_callable) for case in sizes]
     if differentiable:

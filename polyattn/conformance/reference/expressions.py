@@ -131,10 +131,8 @@ def _neighbors(mask: neighborhood.Neighborhood, row: int) -> list[int]:
     """Return the tokens that a token of a grid sees, axis by axis."""
     tokens = [0]
     for axis, length in enumerate(mask.shape):
-        size, stride, dilation, is_causal = (
-            numbers[axis]
-            for numbers in (mask.kernel_size, mask.stride, mask.dilation, mask.is_causal)
-        )
+        numbers = (mask.kernel_size, mask.stride, mask.dilation, mask.is_causal)
+        size, stride, dilation, is_causal = (x[axis] for x in numbers)
         own = row // math.prod(mask.shape[axis + 1 :]) % length
         phase = list(range(own % dilation, length, dilation))  # the coordinates that may see it
         at = phase.index(own)

@@ -27,9 +27,6 @@ from polyattn.conformance.reference.philox import keep_mask
 from polyattn.conformance.reference.textbook import hidden_keys, product_of
 from polyattn.conformance.reference.tolerance import Yardstick, accumulation_dtype, yardstick
 
-#: The features that `gradients` leaves out.
-LEFT_OUT = frozenset({"normalizer", "score_norm", "similarity"})
-
 
 class Order(NamedTuple):
     """Choices of the order of evaluation: they change only the rounding."""
@@ -81,7 +78,7 @@ def cotangent(case: Case) -> Array:
 
 def has_formula(case: Case) -> bool:
     """Return whether `gradients` supports a case."""
-    return not case.features & LEFT_OUT
+    return case.features.isdisjoint(("normalizer", "score_norm", "similarity"))
 
 
 @np.errstate(all="ignore")

@@ -45,11 +45,9 @@ def total(terms: Iterable[float]) -> float:
 
 
 FLOAT = Arithmetic(float, math.exp, math.log, math.tanh, math.sqrt, total)
-_digits = mpmath.MPContext()
-_digits.prec = 160
-EXTENDED = Arithmetic(
-    _digits.mpf, _digits.exp, _digits.log, _digits.tanh, _digits.sqrt, _digits.fsum
-)
+_mp = mpmath.MPContext()
+_mp.prec = 160
+EXTENDED = Arithmetic(_mp.mpf, _mp.exp, _mp.log, _mp.tanh, _mp.sqrt, _mp.fsum)
 
 
 class Oracle(NamedTuple):
