@@ -197,6 +197,10 @@ private:
     void multiply_keys(int panel, Matrix<T> keys, Matrix<T> values, Range run, T* to) {
         const int64_t count = run.stop - run.first;
         if (few) {
+            if (run.first == state->keys.first) {
+                const Coming<T> own(keys, count, call.head_size);
+                for (int64_t key = 0; key < count; ++key) own.ask(key);
+            }
             const Coming<T> coming(values, count, call.value_size);
             const int stride = stride_of(panels[panel], run);
             if (call.same_bits) {

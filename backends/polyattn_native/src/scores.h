@@ -231,7 +231,7 @@ void read_dropout(const PolyattnCall& call, int64_t item, const Panel<T>& panel,
             Words a = Words{} + (uint32_t)block, b = rows, c = heads;
             Words d = Words{} + (uint32_t)(item + start[0]);
             uint32_t low = call.seed[0], high = call.seed[1];
-            UNROLL for (int round = 0; round < 10; ++round) {
+            for (int round = 0; round < 10; ++round) {
                 Words high_a, low_a, high_c, low_c;
                 multiply_words(a, 0xD2511F53, high_a, low_a);
                 multiply_words(c, 0xCD9E8D57, high_c, low_c);
