@@ -9,8 +9,9 @@ namespace POLYATTN_UNIT {
 
 // The most rows of a task.
 constexpr int64_t ROWS = 256;
-// The keys that are asked of the memory before the first panel computes with them.
-constexpr int64_t AHEAD = 24;
+// The keys that are asked of the memory, into the second cache, before the first panel computes with as many: of more
+// at once, the processor waits for room for their requests.
+constexpr int64_t AHEAD = 8;
 
 template <typename T> class Forward {
 public:
@@ -227,10 +228,10 @@ private:
         for (int64_t key = 0; key < count; key += AHEAD) {
             const int64_t stop = min(key + AHEAD, count);
             for (int64_t next = stop; next < min(stop + AHEAD, left); ++next) {
-                prefetch(keys.at(next), call.head_size);
+                prefetch<T, 2>(keys.at(next), call.head_size);
             }
             for (int64_t now = key; now < stop; ++now) {
-                prefetch(values.at(now), call.value_size);
+                prefetch<T, 2>(values.at(now), call.value_size);
             }
             T* to = found + key * panel.lanes();
             multiply_rows_of(panel, stop - key, keys.after(key), query_of(0), call.head_size, to);
