@@ -9,8 +9,7 @@ namespace POLYATTN_UNIT {
 
 // The most rows of a task.
 constexpr int64_t ROWS = 256;
-// The keys that are asked of the memory, into the second cache, before the first panel computes with as many: of more
-// at once, the processor waits for room for their requests.
+// The keys that are asked of the memory at a time: the processor has no room for many requests.
 constexpr int64_t AHEAD = 8;
 
 template <typename T> class Forward {
@@ -227,12 +226,8 @@ private:
         const int64_t count = seen.stop - seen.first, left = state->keys.stop - seen.first;
         for (int64_t key = 0; key < count; key += AHEAD) {
             const int64_t stop = min(key + AHEAD, count);
-            for (int64_t next = stop; next < min(stop + AHEAD, left); ++next) {
-                prefetch<T, 2>(keys.at(next), call.head_size);
-            }
-            for (int64_t now = key; now < stop; ++now) {
-                prefetch<T, 2>(values.at(now), call.value_size);
-            }
+            for (int64_t i = stop; i < min(stop + AHEAD, left); ++i) prefetch<T, 2>(keys.at(i), call.head_size);
+            for (int64_t i = key; i < stop; ++i) prefetch<T, 2>(values.at(i), call.value_size);
             T* to = found + key * panel.lanes();
             multiply_rows_of(panel, stop - key, keys.after(key), query_of(0), call.head_size, to);
         }

@@ -47,9 +47,7 @@ template <typename T> INLINE Vector<T> max(Vector<T> a, Vector<T> b) { return a 
 // Ask the memory for the lines that hold numbers; with a locality of 2 in place of 3, into the second cache.
 template <typename T, int locality = 3> INLINE void prefetch(const T* numbers, int64_t count) {
     const uintptr_t stop = (uintptr_t)(numbers + count);
-    for (uintptr_t line = (uintptr_t)numbers & ~63; line < stop; line += 64) {
-        __builtin_prefetch((const void*)line, 0, locality);
-    }
+    for (uintptr_t at = (uintptr_t)numbers & ~63; at < stop; at += 64) __builtin_prefetch((void*)at, 0, locality);
 }
 
 // x · y + z, rounded once where the processor can: then always, whatever the compiler makes of the code around it.
