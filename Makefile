@@ -26,11 +26,12 @@ train: $(VENV)/.test  ## a small GPT, trained for two minutes on two cores, writ
 PYTEST := $(BIN)/python -m pytest --numprocesses auto --dist worksteal
 # The package is tested without the compiled kernel; then the kernel's tests, and those of the package that call it.
 NATIVE_TESTS := tests/native backends/polyattn_native polyattn/conformance/test_backend.py
-WITH_NATIVE := $(addprefix tests/,api call clients dialects integrations \
-  base/test_host.py dispatch/test_registry.py dispatch/test_trace.py expressions/test_mask_corners.py \
-  expressions/test_neighborhood.py expressions/test_patterns.py nn/test_cache.py nn/test_generate.py \
-  nn/test_positions.py nn/test_quantized_cache.py) $(addprefix tests/backends/test_,jax.py jax_cudnn.py torch.py \
-  torch_gradients.py torch_lengths.py torch_symbolic.py)
+WITH_NATIVE := $(addprefix tests/,clients dialects integrations \
+  $(addprefix api/test_,corners.py gradients.py partial.py random_calls.py run.py weights.py) \
+  $(addprefix call/test_,banded.py lengths.py pages.py) base/test_host.py dispatch/test_registry.py \
+  dispatch/test_trace.py expressions/test_mask_corners.py expressions/test_patterns.py \
+  $(addprefix nn/test_,cache.py generate.py positions.py quantized_cache.py)) \
+  $(addprefix tests/backends/test_,jax.py jax_cudnn.py torch.py torch_gradients.py torch_lengths.py torch_symbolic.py)
 # $(call test_native,TESTS): of the suite only what concerns the kernel.
 test_native = $(if $(COMPILER),POLYATTN_NATIVE=1 $(PYTEST) $(NATIVE_TESTS) $1 \
   -k "(native or not TestBackend) and not (test_sizes and float64)")

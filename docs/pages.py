@@ -92,5 +92,7 @@ def commands(page: Path) -> list[str]:
 
 
 if __name__ == "__main__":
-    for done in run(Path(sys.argv[1]).resolve()):
+    if not (page := Path(*sys.argv[1:2])).is_file():
+        sys.exit("usage: python docs/pages.py PAGE, such as docs/learn/heads.md")
+    for done in run(page.resolve()):
         print(done.printed, end="")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import Any
 import polyattn
 from polyattn._base.streams import complain, open_streams, progress, reason, settle, show
 from polyattn._dispatch import listing, registry
-from polyattn._dispatch.errors import BackendError
+from polyattn._dispatch.errors import BackendError, UnknownBackendError
 from polyattn.bench import command
 from polyattn_command import run
 
@@ -346,8 +347,11 @@ def _check(options: argparse.Namespace) -> int:
     if options.callable is not None or options.subject is not None:
         return functions.check(options, list(cases.values()))
     if options.backends:
-        names = [name for names in options.backends for name in names.split(",")]
-        targets = [Target(name, options.library) for name in names]
+        try:
+            names = ",".join(options.backends).split(",")
+            targets = [Target(name, options.library) for name in names]
+        except UnknownBackendError as error:
+            raise ValueError(f"{error}; for a function write --callable module:function") from None
     else:
         targets = run.default_targets(options.library)
     if options.list:
@@ -355,7 +359,9 @@ def _check(options: argparse.Namespace) -> int:
         return 0
     steps = run.steps(targets, cases, options.kernel)
     only = [x for x in steps if not options.case or isinstance(x.what, Case)]
-    report = run.run(only, run.described)
+    with warnings.catch_warnings():  # about NaN and infinity, in dask's threads
+        warnings.filterwarnings("ignore", "", RuntimeWarning, r"dask\.")
+        report = run.run(only, run.described)
     made = files.made(list(files.results_of(report))) | {"html": page.page(report)}
     made["repro"] = partial(repro.of_report, report) if report.failed else None
     files.give(options, files.as_json(report.as_dict()) if options.json else report, made)

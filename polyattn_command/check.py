@@ -24,7 +24,7 @@ def check(files: list[str], names: list[str]) -> int:
                 print(f"{file}:{line}: {message}")
                 code = 1
             if not uses.faults:
-                print(f"{file}: {len(uses.resolved)} names of {', '.join(names)} resolve")
+                print(f"{file}: all names of {', '.join(names)} resolve: {len(uses.resolved)}")
     except (OSError, SyntaxError, ValueError) as error:
         print(f"polyattn run: {file} cannot be read: {error}", file=sys.stderr)
         return 2

@@ -7,11 +7,11 @@ must fail. Those in the compiled kernel are in ``native_mutations.py``, and rand
 find them; without a compiler they are left out.
 
 ``python tests/mutations.py`` plants them in copies of the package, and exits with 1 if one is not
-found, with 2 if one no longer fits the code: a text is not there once, or a name that the mistake
-reads is not in its module. It first runs the case that found the mistake last
-time, as ``mutations_found.json`` says, and all cases only if that one passes now. What finds the
-mistake then goes into the file. Each mistake has a process of its own, forked from one that has
-imported the libraries but not the package.
+found or does not run, with 2 if one no longer fits the code: a text is not there once, the code
+with it does not compile, or a name that it reads is not in its module. It first runs the case that
+found the mistake last time, as ``mutations_found.json`` says, and all cases only if that one passes
+now. What finds the mistake then goes into the file. Each mistake has a process of its own, forked
+from one that has imported the libraries but not the package.
 """
 
 import argparse
@@ -90,11 +90,11 @@ def with_mistake(mutation):
     text = (ROOT / mutation.file).read_text(encoding="utf-8")
     for old, new in mutation.changes:
         if text.count(old) != 1:
-            raise ValueError(f"{mutation.name}: {mutation.file} has {text.count(old)} of {old!r}")
+            raise ValueError(f"{mutation.file} has {text.count(old)} of {old!r}")
         text = text.replace(old, new)
     # A name that does not exist would fail any case, and show nothing.
     if not mutation.in_native and (unknown := unknown_names(text)):
-        raise ValueError(f"{mutation.name}: {mutation.file} has no {', '.join(sorted(unknown))}")
+        raise ValueError(f"{mutation.file} has no {', '.join(sorted(unknown))}")
     return text
 
 
@@ -116,12 +116,12 @@ def unknown_names(text):
 
 
 def outdated(mutations):
-    """Yield what is wrong with each mistake that does not fit the code as it is now."""
+    """Yield each mistake that does not fit the code as it is now, and what is wrong with it."""
     for mutation in mutations:
         try:
             with_mistake(mutation)
-        except (OSError, ValueError) as error:
-            yield str(error)
+        except (OSError, SyntaxError, ValueError) as error:
+            yield mutation, error
 
 
 def found_by(mutation, hint, copies):
@@ -185,11 +185,12 @@ def main():
     options = parser.parse_args()
     warnings.simplefilter("error", SyntaxWarning)  # of a mistake that would fail any case
     chosen = [m for m in MUTATIONS if not options.words or any(w in m.name for w in options.words)]
-    if wrong := list(outdated(chosen)):
-        print(*wrong, sep="\n")
-        return 2
+    wrong = dict(outdated(chosen))
+    for mutation, error in wrong.items():
+        print(f"{mutation.name}: {error}")
     if options.check:
-        return 0
+        return 2 if wrong else 0
+    chosen = [m for m in chosen if m not in wrong]
     if not native_mutations.is_possible():
         print("without the mistakes in the compiled kernel: no compiler for them")
         chosen = [m for m in chosen if not m.in_native]
@@ -203,15 +204,17 @@ def main():
             copies.put(copy_to(Path(folder, str(number))))
         runs = {pool.submit(found_by, m, hints.get(m.name, ""), copies): m.name for m in chosen}
         for number, run in enumerate(as_completed(runs), start=1):
-            name, found[name] = runs[run], run.result()
-            print(f"[{number}/{len(chosen)}] {name}: {found[name] or 'NOT FOUND'}", flush=True)
+            name, error = runs[run], run.exception()
+            found[name] = None if error else run.result()
+            what = f"DID NOT RUN: {error!r}" if error else found[name] or "NOT FOUND"
+            print(f"[{number}/{len(chosen)}] {name}: {what}", flush=True)
     escaped = sum(case is None for case in found.values())
     print(f"{len(chosen) - escaped} of {len(chosen)} mistakes are found")
     known = hints | {name: case for name, case in found.items() if case}
     ordered = {m.name: known[m.name] for m in MUTATIONS if m.name in known and not m.test}
     if ordered != hints:
         FOUND.write_text(json.dumps(ordered, indent=1) + "\n", encoding="utf-8")
-    return 1 if escaped else 0
+    return 2 if wrong else 1 if escaped else 0
 
 
 if __name__ == "__main__":

@@ -107,7 +107,7 @@ def lacking(error):
         elif isinstance(one, AssertionError):  # about another thing
             names = []
         else:
-            names = re.findall(r"(\w+) is not installed", str(one))
+            names = re.findall(r"(\w+)(?:, \w+)* (?:is|are) not installed", str(one))
         for name in filter(is_absent, names):
             return name
     return None

@@ -115,6 +115,7 @@ def exit_code(arguments):
         ("explain --shape 2,-4", "a shape is written"),
         ("explain --shape 2,4 --window a,b", "a window is written 255,0 or none,0; got 'a,b'"),
         ("frobnicate", "frobnicate"),
+        ("check mine:attend", "for a function write --callable module:function"),
     ],
 )
 def test_what_is_wrong_goes_to_standard_error(arguments, message, capsys):
@@ -122,6 +123,12 @@ def test_what_is_wrong_goes_to_standard_error(arguments, message, capsys):
     captured = capsys.readouterr()
     assert captured.out == ""
     assert message in captured.err
+
+
+@pytest.mark.needs("dask")
+@pytest.mark.filterwarnings("error::RuntimeWarning")
+def test_check_shows_no_warning_about_cases_of_infinity():
+    assert main(["check", "dask", "--case", "inf under causal"]) == 0
 
 
 def test_help_and_version(capsys):

@@ -305,8 +305,8 @@ def test_check_lists_what_would_fail(capsys):
     assert capsys.readouterr().out == FAULTS
     assert main(["--check", write(USE, "good.py"), write("", "empty.py")]) == 0
     assert capsys.readouterr().out == (
-        "good.py: 2 names of flash_attn, xformers resolve\n"
-        "empty.py: 0 names of flash_attn, xformers resolve\n"
+        "good.py: all names of flash_attn, xformers resolve: 2\n"
+        "empty.py: all names of flash_attn, xformers resolve: 0\n"
     )
     assert not [name for name in sys.modules if name.startswith("flash_attn")]
 

@@ -151,7 +151,7 @@ def draw(shares: dict[str, float], seconds: dict[str, float], file: Path, where:
     """Draw time against the share of visible tiles, both logarithmic."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(7.5, 5), layout="constrained")
+    figure = Figure(figsize=(8.5, 4.5), layout="constrained")
     figure.suptitle(where, fontsize=9)
     axis, whole = figure.subplots(), seconds["full"]
     ends = [min(shares.values()) * 0.8, 1.0]
@@ -163,7 +163,8 @@ def draw(shares: dict[str, float], seconds: dict[str, float], file: Path, where:
         is_hollow = kind == "window |" or (name != REFERENCE and "causal" in name)
         face = "white" if is_hollow else colour
         style = {"markersize": 8, "linestyle": "", "color": colour, "markerfacecolor": face}
-        axis.loglog(visible, seconds[name], marker=marker, label=name, **style)
+        label = name if kind != "window(" else "windows" if "(256" in name else None
+        axis.loglog(visible, seconds[name], marker=marker, label=label, **style)
     across, up = (0.03, 0.1, 0.3, 1.0), (0.1, 0.2, 0.5, 1, 2, 5)
     axis.set_xticks(across, [f"{tick:.0%}" for tick in across])
     axis.set_yticks(up, [f"{tick:g}" for tick in up])
@@ -174,7 +175,7 @@ def draw(shares: dict[str, float], seconds: dict[str, float], file: Path, where:
         title=f"{HEADS} heads of {SIZE}, {LENGTH} tokens, float32",
     )
     axis.grid(alpha=0.3)
-    axis.legend(fontsize=9)
+    figure.legend(fontsize=9, loc="outside right upper")
     figure.savefig(file, dpi=120)
 
 

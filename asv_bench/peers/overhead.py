@@ -42,7 +42,7 @@ def steps(arrays: list[Any]) -> dict[str, script.Call]:
     key, problem, xp = call_key(arrays, {}), examine(call), library_of(arrays[0]).xp
     assert key is not None
     (known,) = cached_call(key, requested, False)
-    kernel, (backend, _, chosen, _), *_ = known.plan
+    kernel, (backend, _, chosen, *_), *_ = known.plan
     plain = Operands(*arrays)
     return {
         "whole call": lambda: polyattn.attention(*arrays),

@@ -165,8 +165,8 @@ def similarity_tangent(
         return jnp.zeros_like(like) if array is None else with_rank(array, query.ndim)
 
     query, key = vectors[0], with_rank(vectors[1], vectors[0].ndim)
-    query_tangent, key_tangent = of_rank(tangents[0], query), of_rank(tangents[1], key)
-    tangent = rule.pushforward(query, key, query_tangent, key_tangent, PRIMITIVES)
+    both = of_rank(tangents[0], query), of_rank(tangents[1], key)
+    tangent = rule.pushforward(query, key, both, PRIMITIVES)
     return problem.scale * unfold_heads(problem, tangent, jnp)
 
 

@@ -7,7 +7,7 @@ SPEC = BackendSpec(
     namespaces=("mlx",),
     implementation="polyattn_mlx.backend:MlxBackend",
     requires=("mlx",),
-    install="pip install 'polyattn[mlx]', or mlx[cuda13] for CUDA",
+    install='pip install "polyattn[mlx]", or mlx[cuda13] for CUDA',
     contract_version=CONTRACT_VERSION,
     devices=("cpu", "gpu"),
 )

@@ -13,7 +13,7 @@ import mlx.core as mx
 import numpy as np
 
 from polyattn.plugin import Array, Backend, Operands, Problem
-from polyattn.plugin.internal import namespace_of, or_zero
+from polyattn.plugin.internal import library_of, or_zero
 from polyattn_mlx.fast import Fast
 
 
@@ -23,7 +23,7 @@ class MlxBackend(Backend):
     kernels = (Fast(),)
 
     def __init__(self) -> None:
-        super().__init__(namespace_of(mx.array(0)))
+        super().__init__(library_of(mx.array(0)).xp)
 
     def devices(self) -> list[str]:
         """Return the kinds of device that this build of MLX has, its default first."""

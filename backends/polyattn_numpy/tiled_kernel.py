@@ -65,7 +65,7 @@ class NumpyTiled(Kernel):
         # Decided by the shape of one item, so that an item is computed alike in any batch.
         few = TINY_AT_ONCE if may_fit_at_once(problem, self.tile) else TINY
         if problem.heads * problem.query_length * problem.key_length <= few:
-            return "the problem is small: `dense` has less overhead"
+            return "the problem is small: dense has less overhead"
         return None
 
     def remark(self, problem: Problem) -> str | None:

@@ -11,7 +11,7 @@ import spox.opset.ai.onnx.v21 as op
 import spox.opset.ai.onnx.v24 as op24
 
 from polyattn.plugin import Array, Backend, Kernel, Operands, Problem, Residuals, Tangents, native
-from polyattn.plugin.internal import length_of, namespace_of
+from polyattn.plugin.internal import length_of, library_of
 from polyattn_onnx.group_query import GroupQuery
 from polyattn_onnx.model import model_of
 from polyattn_onnx.operator import Operator
@@ -47,7 +47,7 @@ class OnnxBackend(Backend):
     computes = False
 
     def __init__(self) -> None:
-        super().__init__(namespace_of(ndonnx.asarray(0)))
+        super().__init__(library_of(ndonnx.asarray(0)).xp)
 
     def devices(self) -> list[str]:
         """Return the device of all arrays, and the opsets."""

@@ -19,7 +19,6 @@ from polyattn._base.arrays import (
     cast,
     facts_of,
     library_of,
-    namespace_of,
     quiet,
 )
 from polyattn._base.autocast import autocast
@@ -217,7 +216,7 @@ def _check_alike(partials: tuple[Partial, ...]) -> None:
 
 
 def _merge_two(left: Partial, right: Partial) -> Partial:
-    xp = namespace_of(left.output)
+    xp = library_of(left.output).xp
     top = xp.maximum(left.logsumexp, right.logsumexp)
     # If both are empty, there is nothing to subtract: −inf − −inf is NaN.
     shift = xp.where(top == -math.inf, xp.zeros_like(top), top)

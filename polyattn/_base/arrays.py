@@ -25,7 +25,7 @@ class Library(NamedTuple):
     """The library of a class of arrays."""
 
     name: str  # the short name
-    xp: Any  # the array API namespace
+    xp: Any  # the array API namespace, with what polyattn adds to it
     traced: bool = False  # whether these arrays are traced, lazy, or wrappers without own memory
     strided: Any = None  # the layout of an ordinary array, if the library has several
 
@@ -88,20 +88,15 @@ def is_namespace(library: str) -> bool:
     return hasattr(module, "matmul") and hasattr(module, "asarray")
 
 
-def namespace_of(array: Array) -> Any:
-    """Return the standard's namespace for arrays of this library, with what polyattn adds to it."""
-    return library_of(array).xp
-
-
-def _names(cls: type) -> list[tuple[str, str]]:
-    return [(c.__module__.partition(".")[0], c.__name__) for c in cls.__mro__]
-
-
 @constant_when_traced
 def _reason_against(cls: type) -> str | None:
     if cls.__module__.startswith("dask.array._array_expr"):
         return REFUSED["dask", "ArrayExpr"]
     return next((REFUSED[key] for key in _names(cls) if key in REFUSED), None)
+
+
+def _names(cls: type) -> list[tuple[str, str]]:
+    return [(c.__module__.partition(".")[0], c.__name__) for c in cls.__mro__]
 
 
 @constant_when_traced
@@ -133,26 +128,15 @@ def _standard_library(array: Array, name: str) -> Library:
     except TypeError:
         root, kind = _names(type(array))[0]
         whole = kind if root == "builtins" else f"{root}.{kind}"
-        article = "an" if whole.startswith((*"aeiox", "h5")) else "a"
         hint = CONVERSIONS.get(root, "convert it first, for example by numpy.asarray({0})")
         raise TypeError(
-            f"{name} is {article} {whole}, not an array of a library that follows the array API"
+            f"{name} is of type {whole}, not an array of a library that follows the array API"
             f" standard; {hint.format(name)}"
         ) from None
     library = xp.__name__.removeprefix("array_api_compat.")
     library = _SHORT_NAMES.get(library, library)
     traced = any(c.__name__ == "Tracer" and c.__module__.startswith("jax") for c in classes)
     return Library(library, xp, traced or library == "dask")
-
-
-@constant_when_traced
-def _dtype_name(library: str, dtype: Any) -> str:
-    # One dict per library: dtypes of two libraries may have equal hashes, but cannot be compared.
-    names = _dtype_names.setdefault(library, {})
-    name = names.get(dtype)
-    if name is None:
-        name = names[dtype] = getattr(dtype, "name", None) or str(dtype).rpartition(".")[2]
-    return name
 
 
 def facts_of(array: Array, name: str = "array") -> ArrayFacts:
@@ -193,6 +177,16 @@ def _known_lengths(shape: tuple[Any, ...]) -> tuple[int, ...]:
     """
     # dask's unknown length is the float NaN.
     return tuple([n if isinstance(n, (int, float)) else None for n in shape])  # type: ignore[misc]
+
+
+@constant_when_traced
+def _dtype_name(library: str, dtype: Any) -> str:
+    # One dict per library: dtypes of two libraries may have equal hashes, but cannot be compared.
+    names = _dtype_names.setdefault(library, {})
+    name = names.get(dtype)
+    if name is None:
+        name = names[dtype] = getattr(dtype, "name", None) or str(dtype).rpartition(".")[2]
+    return name
 
 
 def _device_name(library: Library, array: Array) -> str:
@@ -304,12 +298,6 @@ def with_rank(array: Array, rank: int) -> Array:
     return array[(*[None] * missing, ...)]
 
 
-def _on_device_of(xp: Any, like: Array) -> dict[str, Any]:
-    # NumPy has one device, which torch.compile does not know; jax.numpy places what it traces.
-    device = None if xp.__name__.endswith("numpy") else getattr(like, "device", None)
-    return {} if device is None else {"device": device}
-
-
 def index_range(xp: Any, start: int, stop: Any, like: Array) -> Array:
     """Return the integers from `start` to `stop` (exclusive), on the device of `like`."""
     return xp.arange(start, stop, **_on_device_of(xp, like))
@@ -335,6 +323,12 @@ def as_index(xp: Any, numbers: Array) -> Array:
 def numbers_like(xp: Any, numbers: Any, dtype: Any, like: Array) -> Array:
     """Return a sequence or NumPy array of numbers as an array, on the device of `like`."""
     return xp.asarray(numbers, dtype=dtype, **_on_device_of(xp, like))
+
+
+def _on_device_of(xp: Any, like: Array) -> dict[str, Any]:
+    # NumPy has one device, which torch.compile does not know; jax.numpy places what it traces.
+    device = None if xp.__name__.endswith("numpy") else getattr(like, "device", None)
+    return {} if device is None else {"device": device}
 
 
 def quiet(library: str) -> AbstractContextManager[Any]:

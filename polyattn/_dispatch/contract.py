@@ -69,7 +69,8 @@ def unusable(spec: BackendSpec | KernelSpec, distribution: str) -> str | None:
         written = f"it was written for version {spec.contract_version}"
         return f"{written}, and {_VERSION}: upgrade {older}"
     absent = [module for module in spec.requires if not is_installed(module)]
-    return f"{', '.join(absent)} is not installed: {spec.install}" if absent else None
+    are = "is" if len(absent) == 1 else "are"
+    return f"{', '.join(absent)} {are} not installed: {spec.install}" if absent else None
 
 
 def is_installed(module: str) -> bool:

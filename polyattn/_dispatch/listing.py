@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 
@@ -109,8 +109,8 @@ def list_backends() -> BackendTable:
 def _rows() -> Iterator[BackendInfo]:
     yield from map(_row, registry.names())
     closing = tuple(kernel.name for kernel in registry.kernels_of(None))
-    versions = _versions(("array-api-compat",))
-    yield BackendInfo(registry.ARRAY_API, True, versions, (), {}, closing, None)
+    core = versions(("array-api-compat",))
+    yield BackendInfo(registry.ARRAY_API, True, core, (), {}, closing, None)
     for title, reason in extensions.failures():
         yield BackendInfo(title, False, {}, (), {}, (), reason)
 
@@ -128,7 +128,7 @@ def _row(name: str) -> BackendInfo:
 def _available(name: str) -> BackendInfo:
     backend = registry.loaded(name)
     kernels = tuple(kernel.name for kernel in registry.kernels_of(backend))
-    versions = _versions(registry.spec_of(name).requires) | backend.engines()
+    libraries = versions(registry.spec_of(name).requires) | backend.engines()
     devices = registry.devices_of(name)
     hardware = {device: backend.hardware(device) for device in devices}
     origins = extensions.origins(name)
@@ -140,7 +140,7 @@ def _available(name: str) -> BackendInfo:
     listed += extensions.plugins(name)
     withheld = [(one[0], request(None).against(*one)) for one in listed]
     return BackendInfo(
-        name, True, versions, devices, hardware, kernels, None, origins, faults,
+        name, True, libraries, devices, hardware, kernels, None, origins, faults,
         tuple(f"{one}: {why[1]}" for one, why in withheld if why),
     )  # fmt: skip
 
@@ -153,13 +153,14 @@ def unknown_variables() -> list[str]:
     return [f"nothing reads the variable {name}{did_you_mean(name, known)}" for name in given]
 
 
-def _versions(modules: tuple[str, ...]) -> dict[str, str]:
-    versions = {}
+def versions(modules: Iterable[str]) -> dict[str, str]:
+    """Return the versions of those modules that are installed."""
+    found = {}
     for module in modules:
         try:
-            versions[module] = version(module)
+            found[module] = version(module)
         except PackageNotFoundError:  # the package has another name, such as cupy-cuda12x
             imported = getattr(sys.modules.get(module), "__version__", None)
             if imported is not None:
-                versions[module] = imported
-    return versions
+                found[module] = imported
+    return found

@@ -125,7 +125,7 @@ def load(name: str) -> str | None:
                     plugin.backend = backend
             except KeyboardInterrupt:
                 raise
-            except BaseException as error:  # SystemExit and others, as in `_read`
+            except BaseException as error:  # SystemExit and others, as in `read_spec`
                 plugin.failure = f"it cannot be loaded: {type(error).__name__}: {error}"
         return plugin.failure
 

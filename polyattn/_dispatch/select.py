@@ -32,6 +32,18 @@ from polyattn.plugin import Backend, Kernel, undeclared
 
 _log = logging.getLogger("polyattn")
 
+# What errors and `explain` say.
+_IN_SAME_BITS = (
+    "In same_bits() only kernels run that declare cut_invariant, as polyattn-native does on the"
+    " CPU: drop the options that it does not compute, or make the call outside of the block"
+)
+_NO_DERIVATIVE = (
+    "it differentiates no function: give the derivative of score_mod, as in"
+    " scores.function(f, derivative=g)"
+)
+_COPIES_PAGES = "it gets gathered, contiguous copies of the pages"
+_KEEPS_BITS = "a row has the same bits for each cut of its sequence"
+
 
 def select(
     call: Call, problem: Problem, requested: Request, kernel: str | Kernel | None, xp: Any
@@ -124,12 +136,6 @@ def _error(
     return error
 
 
-_IN_SAME_BITS = (
-    "In same_bits() only kernels run that declare cut_invariant, as polyattn-native does on the"
-    " CPU: drop the options that it does not compute, or make the call outside of the block"
-)
-
-
 def _try_candidates(
     call: Call,
     problem: Problem,
@@ -212,12 +218,6 @@ def _withheld(
     return {kernel: why for kernel, why in against.items() if why is not None}
 
 
-_NO_DERIVATIVE = (
-    "it differentiates no function: give the derivative of score_mod, as in"
-    " scores.function(f, derivative=g)"
-)
-
-
 def _lacks_derivative(call: Call, problem: Problem, placement: Placement) -> bool:
     """Return whether the derivative of a score function is needed and cannot be had."""
     if problem.features.isdisjoint(DERIVATIVES) or "score_mod" not in problem.features:
@@ -253,10 +253,6 @@ def _described(
         remarks = [*notes, _KEEPS_BITS if problem.same_bits else None, kernel.remark(problem)]
     remark = "; ".join(filter(None, remarks)) or None
     return candidate._replace(status=status, origin=origin, remark=remark)
-
-
-_COPIES_PAGES = "it gets gathered, contiguous copies of the pages"
-_KEEPS_BITS = "a row has the same bits for each cut of its sequence"
 
 
 def _matching(

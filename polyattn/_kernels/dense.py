@@ -1,7 +1,8 @@
 """Attention by its formula, one step a line. Every kernel must equal it.
 
 The letters are those of the semantics: query (..., H, L, D), key (..., G, S, D), value
-(..., G, S, E), scores (..., H, L, S). Comments give the steps of its formula.
+(..., G, S, E), scores (..., H, L, S). Comments give the steps of its formula. `key_lengths` have
+become a mask and an offset before, and pages are gathered.
 """
 
 from __future__ import annotations

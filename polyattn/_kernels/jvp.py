@@ -95,7 +95,7 @@ def _of_scores(
         t = unfold_heads(problem, t, xp)
     else:
         key, key_tangent = (with_rank(one, len(query.shape)) for one in (key, key_tangent))
-        t = x.similarity.pushforward(query, key, query_tangent, key_tangent, backend)
+        t = x.similarity.pushforward(query, key, (query_tangent, key_tangent), backend)
         t = problem.scale * unfold_heads(problem, t, xp)
     zeros = xp.zeros_like(tile.weights)
     if problem.score_norm is not None:

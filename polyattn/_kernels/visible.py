@@ -34,9 +34,9 @@ def visible_tiles(
         if mask is None:
             yield columns, False
             continue
-        answer = TileQuery(problem, x, backend.xp, rows, columns, reads=reads).of(mask)
-        if answer.any_visible:
-            yield columns, not answer.all_visible
+        coverage = TileQuery(problem, x, backend.xp, rows, columns, reads=reads).of(mask)
+        if coverage.any_visible:
+            yield columns, not coverage.all_visible
 
 
 def hide(xp: Any, scores: Array, seen: Array) -> Array:

@@ -28,7 +28,7 @@ from polyattn._kernels.dense import COMPUTED, dropped, reasons_against_lengths, 
 from polyattn._kernels.tiled import Tiled, most_scores, widened
 from polyattn.plugin import Backend, Kernel
 
-#: Up to so many largest weights, one maximum after another takes less time than to sort all keys.
+#: Up to so many largest weights, one maximum after another takes less time on NumPy.
 MOST_MAXIMA = 16
 
 
@@ -85,14 +85,15 @@ class Weights(Kernel):
             nothing = _nothing(problem._replace(value_size=kept), x, xp, count)
             if self.top is not None:
                 return nothing, xp.astype(nothing, index_range(xp, 0, 1, nothing).dtype)
-            return self._look(nothing, xp)
+            return self._look(nothing, backend)
         blocks = spans
         if not problem.is_symbolic:
             row = math.prod(problem.batch) * problem.heads * problem.key_length
             size = max(1, most_scores(problem, self.tile) // row)
             blocks = tuple([block for span in spans for block in span.split(size)])
         weighed = (
-            self._look(weigh(problem, x, logsumexp, backend, rows, heads), xp) for rows in blocks
+            self._look(weigh(problem, x, logsumexp, backend, rows, heads), backend)
+            for rows in blocks
         )
         if self.per_key:
             return functools.reduce(operator.add, [sums for sums, _ in weighed]), None
@@ -105,21 +106,25 @@ class Weights(Kernel):
         like = cast(xp, x.query[..., :0, :], getattr(xp, problem.accumulator))
         return backend.stack_rows(whole, like, weighed)
 
-    def _look(self, weights: Array, xp: Any) -> tuple[Array, Array | None]:
+    def _look(self, weights: Array, backend: Backend) -> tuple[Array, Array | None]:
         """Reduce the weights of a block of rows to the part that the caller wants."""
+        xp: Any = backend.xp
         if self.per_key:
             return xp.sum(weights, axis=-2), None
         if self.top is None:
             return weights, None
-        keys = _largest(xp, weights, self.top)
+        keys = _largest(backend, weights, self.top)
         return xp.take_along_axis(weights, keys, axis=-1), keys
 
 
-def _largest(xp: Any, weights: Array, count: int) -> Array:
+def _largest(backend: Backend, weights: Array, count: int) -> Array:
     """Return the keys of the largest weights of each row; of equal ones the first."""
+    xp: Any = backend.xp
     if count > MOST_MAXIMA:
-        # + 0 makes a copy: a view would keep the order of all keys in memory.
-        return xp.argsort(weights, axis=-1, descending=True)[..., :count] + 0
+        keys = backend.largest(xp.where(xp.isnan(weights), math.inf, weights), count)
+        weights = xp.take_along_axis(weights, keys, axis=-1)
+        order = xp.argsort(weights, axis=-1, descending=True, stable=True)
+        return xp.take_along_axis(keys, order, axis=-1)
     columns = with_rank(index_range(xp, 0, weights.shape[-1], weights), len(weights.shape))
     keys = [xp.argmax(weights, axis=-1, keepdims=True)]
     for _ in range(count - 1):

@@ -10,7 +10,7 @@ import numpy as np
 
 from polyattn._api.attention import attention
 from polyattn._api.explain import explain
-from polyattn._base.arrays import namespace_of
+from polyattn._base.arrays import library_of
 from polyattn._dispatch import registry
 from polyattn._dispatch.errors import UnsupportedError
 from polyattn._dispatch.explanation import Explanation
@@ -108,9 +108,8 @@ def _named(name: str) -> Iterator[Contender]:
             raise ValueError(
                 f"array-api runs on NumPy arrays: name it without a device; got {name!r}"
             )
-        yield Contender(
-            stem, stem, "numpy", "cpu", "cpu", registry.array_api_backend(namespace_of(np.zeros(0)))
-        )
+        core = registry.array_api_backend(library_of(np.zeros(0)).xp)
+        yield Contender(stem, stem, "numpy", "cpu", "cpu", core)
         return
     backend, named = registry.usable(stem, wanted)
     spec, devices = registry.spec_of(stem), registry.devices_of(stem)

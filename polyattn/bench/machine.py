@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import os
 import platform
-import sys
 import textwrap
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,8 +16,7 @@ import threadpoolctl
 import polyattn
 from polyattn._base.text_table import terminal_width
 from polyattn._base.threads import granted, thread_count
-from polyattn._dispatch import extensions, registry
-from polyattn._dispatch.listing import described
+from polyattn._dispatch import extensions, listing, registry
 
 if TYPE_CHECKING:
     from polyattn.bench.contender import Contender
@@ -103,9 +100,8 @@ def look(contenders: Iterable[Contender]) -> Machine:
     for contender in contenders:
         is_core = contender.stem == registry.ARRAY_API
         modules = ("numpy",) if is_core else registry.spec_of(contender.stem).requires
-        libraries |= {module: _version(module) for module in modules}
-        libraries |= contender.backend.engines()
-        libraries |= {name: _version(name) for name in extensions.origins(contender.stem).values()}
+        libraries |= listing.versions(modules) | contender.backend.engines()
+        libraries |= listing.versions(extensions.origins(contender.stem).values())
     for pool in sorted(threadpoolctl.threadpool_info(), key=lambda pool: pool["prefix"]):
         threads[pool["prefix"].removeprefix("libscipy_")] = pool["num_threads"]
         if pool["user_api"] == "blas":
@@ -140,24 +136,7 @@ def processor() -> str:
 
 def versions() -> str:
     """Return the versions of the installed array libraries."""
-    installed = []
-    for package in PACKAGES:
-        try:
-            installed.append(f"{package} {version(package)}")
-        except PackageNotFoundError:
-            continue
-    return ", ".join(installed)
-
-
-def _version(module: str) -> str:
-    """Return the version of a loaded module: CuPy's distribution name is not its module name."""
-    known = getattr(sys.modules.get(module), "__version__", None)
-    if known is not None:
-        return str(known)
-    try:
-        return version(module)
-    except PackageNotFoundError:
-        return "of unknown version"
+    return ", ".join(f"{name} {number}" for name, number in listing.versions(PACKAGES).items())
 
 
 def _memory() -> int | None:
@@ -172,6 +151,6 @@ def _devices(contenders: Iterable[Contender]) -> dict[str, str]:
     devices: dict[str, str] = {}
     for contender in contenders:
         if contender.device is not None and contender.hardware != "cpu":
-            text = described(contender.backend.hardware(contender.device))
+            text = listing.described(contender.backend.hardware(contender.device))
             devices[contender.hardware] = max(devices.get(contender.hardware, ""), text, key=len)
     return devices

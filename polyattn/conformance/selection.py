@@ -20,7 +20,7 @@ from polyattn._base.arguments import did_you_mean
 from polyattn._base.text_table import table
 from polyattn.conformance.cases.case import Case
 from polyattn.conformance.cases.catalogue import CASES, ESSENTIAL
-from polyattn.conformance.checks.cases import aspects, cases_for, takes
+from polyattn.conformance.checks.cases import aspects, cases_for, may_take, takes
 from polyattn.conformance.checks.gradients import ALL_DERIVATIVES, DERIVATIVES, Taken
 from polyattn.conformance.checks.lazy import is_lazy
 from polyattn.conformance.checks.target import KernelVariant, Target
@@ -96,7 +96,7 @@ def covering(
 
     Each is the one that adds most to those before it.
     """
-    covers = {case: aspects(case) for case in cases if case.features <= variant.kernel.features}
+    covers = {case: aspects(case) for case in cases if may_take(target, variant, case)}
     wanted: set[str] = set().union(*covers.values())
     few: list[Case] = []
     while wanted and covers:

@@ -127,21 +127,8 @@ def with_packed(
     _check_ends("cu_seqlens_k_new", other, "k", key)
     cache, rotation = _placed(cache, rotation, q)
     has_own_pools = cache.items is None and cache.table is None
-    given = {
-        "cu_seqlens_q": None if ends is None else len(ends) - 1,
-        "cu_seqlens_k_new": None if other is None else len(other) - 1,
-        "q": q.shape[0] if ends is None else None,
-        "k": key.shape[0] if key is not None and other is None else None,
-        "page_table": None if cache.table is None else cache.table.shape[0],
-        "cache_batch_idx": None if cache.items is None else cache.items.shape[0],
-    }
-    counts: dict[str, int] = {name: n for name, n in given.items() if n is not None}
-    if len(set(counts.values())) > 1:
-        shown = ", ".join(f"{name} {count}" for name, count in counts.items())
-        raise ValueError(f"the numbers of sequences differ: {shown}")
-    count = next(iter(counts.values()))
-    if has_own_pools and count > cache.key.shape[0]:
-        raise ValueError(f"{count} sequences for the {cache.key.shape[0]} items of k_cache")
+    padded = (x if at is None else None for x, at in ((q, ends), (key, other)))
+    count = _count_of_sequences(cache, ends, other, *padded)
 
     def parts(x: Any, ends: list[int] | None = None) -> list[Any]:
         """Return what belongs to each sequence as a batch of one; the parts have one gradient."""
@@ -166,6 +153,29 @@ def with_packed(
     )
     output, total = joined if ends is None else (x[0, ...] for x in joined)
     return (output, total) if logsumexp else output
+
+
+def _count_of_sequences(
+    cache: Cache, ends: list[int] | None, other: list[int] | None, q: Array | None,
+    key: Array | None,
+) -> int:  # fmt: skip
+    """Return the number of sequences, or raise; `q` and `key` are given unless they are packed."""
+    given = {
+        "cu_seqlens_q": ends and ends[1:], "cu_seqlens_k_new": other and other[1:], "q": q,
+        "k": key, "page_table": cache.table, "cache_batch_idx": cache.items,
+    }  # fmt: skip
+    counts = {
+        name: len(one) if isinstance(one, list) else int(one.shape[0])
+        for name, one in given.items()
+        if one is not None
+    }
+    if len(set(counts.values())) > 1:
+        shown = ", ".join(f"{name} {count}" for name, count in counts.items())
+        raise ValueError(f"the numbers of sequences differ: {shown}")
+    count = next(iter(counts.values()))
+    if cache.items is None and cache.table is None and count > cache.key.shape[0]:
+        raise ValueError(f"{count} sequences for the {cache.key.shape[0]} items of k_cache")
+    return count
 
 
 def _check_ends(name: str, ends: list[int] | None, of: str, array: Array | None) -> None:

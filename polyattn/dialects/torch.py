@@ -242,28 +242,18 @@ def multi_head_attention_forward(
         raise ValueError(f"the weights of the projections are missing: {given or 'in_proj_weight'}")
     if (bias_k is None) != (bias_v is None) or (bias_k is not None and static_k is not None):
         raise ValueError("give both bias_k and bias_v, and neither static_k nor static_v, or none")
-
-    def heads_first(x: Array) -> Array:
-        """Return (L, B, M) as (B, H, L, M / H)."""
-        parts = xp.reshape(x, (*x.shape[:2], num_heads, size // num_heads))
-        return xp.permute_dims(parts, (1, 2, 0, 3))
-
-    offsets = _thirds(in_proj_bias)
     q, k, v = (
-        heads_first(_linear(xp, *given))
-        for given in zip((query, key, value), weights, offsets, strict=True)
+        _heads_first(_linear(xp, *given), num_heads)
+        for given in zip((query, key, value), weights, _thirds(in_proj_bias), strict=True)
     )
     k, v = (
         own if static is None else xp.reshape(static, (batch, num_heads, *static.shape[1:]))
         for own, static in ((k, static_k), (v, static_v))
     )
-    more = [] if bias_k is None else [[heads_first(x) for x in (bias_k, bias_v)]]
+    more = [] if bias_k is None else [[_heads_first(x, num_heads) for x in (bias_k, bias_v)]]
     more += [[xp.zeros_like(x[..., :1, :]) for x in (k, v)]] if add_zero_attn else []
     for extra in more:
-        k, v = (
-            xp.concat((x, xp.broadcast_to(one, (*x.shape[:2], 1, x.shape[3]))), axis=-2)
-            for x, one in zip((k, v), extra, strict=True)
-        )
+        k, v = (_with_one_more(xp, x, one) for x, one in zip((k, v), extra, strict=True))
     options = _masks(xp, attn_mask, key_padding_mask, (batch, num_heads), len(more))
     options["dropout"] = dropout_of(query, dropout_p) if training else None
     output = xp.permute_dims(attention(q, k, v, **options), (2, 0, 1, 3))
@@ -285,6 +275,17 @@ def _thirds(array: Array | None) -> tuple[Array | None, ...]:
 def _linear(xp: Any, x: Array, weight: Array | None, offset: Array | None) -> Array:
     product = xp.matmul(x, xp.matrix_transpose(weight))
     return product if offset is None else product + offset
+
+
+def _heads_first(x: Array, heads: int) -> Array:
+    """Return (L, B, M) as (B, H, L, M / H)."""
+    xp, (length, batch, size) = library_of(x).xp, x.shape
+    return xp.permute_dims(xp.reshape(x, (length, batch, heads, size // heads)), (1, 2, 0, 3))
+
+
+def _with_one_more(xp: Any, x: Array, one: Array) -> Array:
+    """Return keys or values, (B, H, S, D), and after them one that all items may share."""
+    return xp.concat((x, xp.broadcast_to(one, (*x.shape[:2], 1, x.shape[3]))), axis=-2)
 
 
 def _masks(

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from polyattn._base.arguments import check_int
-from polyattn._base.arrays import Array, cast, facts_of, library_of, namespace_of
+from polyattn._base.arrays import Array, cast, facts_of, library_of
 from polyattn._base.autocast import autocast
 from polyattn._base.same_bits import keeps_bits
 from polyattn._base.tracing import is_autocast_on
@@ -351,6 +351,6 @@ class Embedding(Module):
         Array
             Shape (..., tokens).
         """
-        xp = namespace_of(x)
+        xp = library_of(x).xp
         weight = xp.matrix_transpose(self.weight)
         return affine(x, weight, None) if keeps_bits() else xp.matmul(x, weight)

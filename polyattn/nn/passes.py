@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from polyattn._base.arrays import Array, library_of, namespace_of
+from polyattn._base.arrays import Array, library_of
 from polyattn._base.same_bits import keeps_bits
 from polyattn._dispatch.products import multiply
 from polyattn._dispatch.transfer import backend_of
@@ -39,7 +39,7 @@ def affine(x: Array, weight: Array, bias: Array | None) -> Array:
     """Return x · weight + bias, of shapes (..., inputs), (inputs, outputs) and (outputs,)."""
     if keeps_bits():
         return multiply(x, weight, bias)
-    matmul = namespace_of(x).matmul
+    matmul = library_of(x).xp.matmul
     few = not _is_numpys(x) or x.size <= BLOCK_ROWS * x.shape[-1]
     if few or x.dtype != weight.dtype:
         y = matmul(x, weight)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from polyattn._base.arrays import Array, index_range, library_of, namespace_of, with_rank
+from polyattn._base.arrays import Array, index_range, library_of, with_rank
 from polyattn._base.tracing import is_compiling
 from polyattn._dispatch.transfer import backend_of
 
@@ -43,7 +43,7 @@ def with_rows(memory: Array, rows: Array, at: int | Array) -> Array:
         written = backend_of(memory).with_rows(memory, rows, at)
         if written is not None:
             return written
-    xp = namespace_of(memory)
+    xp = library_of(memory).xp
     indices = index_range(xp, 0, memory.shape[-2], memory) - at
     new = (indices >= 0) & (indices < rows.shape[-2])
     spread = xp.take(rows, xp.where(new, indices, xp.zeros_like(indices)), axis=-2)

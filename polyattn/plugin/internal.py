@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from polyattn._base.arrays import length_of, namespace_of
+from polyattn._base.arrays import length_of, library_of
 from polyattn._base.forks import forkable_lock
 from polyattn._base.slices import Slice
 from polyattn._base.tracing import constant_when_traced
@@ -25,8 +25,8 @@ from polyattn.plugin.backend import unrounded
 __all__ = [
     "GRADIENT_ARRAYS", "GRADIENT_EXPRESSIONS", "OPTIONS", "Part", "Slice", "SoftmaxState",
     "axes_of_last", "band_from", "constant_when_traced", "finite_bias", "fold_heads",
-    "forkable_lock", "full_span", "initial_state", "is_full", "length_of", "made_shape",
-    "map_arrays", "namespace_of", "normalize", "options_of", "options_of_part", "or_zero",
+    "forkable_lock", "full_span", "initial_state", "is_full", "length_of", "library_of",
+    "made_shape", "map_arrays", "normalize", "options_of", "options_of_part", "or_zero",
     "reason_against_batch", "score_axes", "unfold_heads", "unrounded", "visible_scores",
     "why_too_large",
 ]  # fmt: skip

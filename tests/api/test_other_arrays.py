@@ -19,12 +19,12 @@ def foreign(module, kind):
 GIVEN = {
     "h5py": (
         lambda folder: h5py.File(folder / "x.h5", "w").create_dataset("x", data=X),
-        ["query is an h5py.Dataset", "dask.array.from_array(query)", "query[...]"],
+        ["query is of type h5py.Dataset", "dask.array.from_array(query)", "query[...]"],
     ),
     "zarr": (lambda folder: zarr.array(X), ["zarr.Array", "dask.array.from_array(query)"]),
     "xarray": (
         lambda folder: xarray.DataArray(X),
-        ["query is an xarray.DataArray", "pass query.data", "xarray.apply_ufunc, "],
+        ["query is of type xarray.DataArray", "pass query.data", "xarray.apply_ufunc, "],
     ),
     "pandas": (lambda folder: pandas.DataFrame(X[0]), ["pandas.DataFrame", "query.to_numpy()"]),
     "tensorflow": (
@@ -54,8 +54,8 @@ GIVEN = {
         lambda folder: X.astype(object),
         ["query has dtype object", "cast it first"],
     ),
-    "list": (lambda folder: X.tolist(), ["query is a list", "numpy.asarray(query)"]),
-    "nothing": (lambda folder: None, ["query is a NoneType", "numpy.asarray(query)"]),
+    "list": (lambda folder: X.tolist(), ["query is of type list", "numpy.asarray(query)"]),
+    "nothing": (lambda folder: None, ["query is of type NoneType", "numpy.asarray(query)"]),
 }
 
 

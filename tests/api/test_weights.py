@@ -200,6 +200,8 @@ def test_of_equal_weights_the_smaller_key_comes_first(library, top):
     found = attention_weights(library.to(np.ones_like(key[:, :, :1])), library.to(key), top=top)
     order = np.argsort(-key[0, 0, :, 0], kind="stable")[:top]
     np.testing.assert_array_equal(library.back(found.keys)[0, 0, 0], order)
+    unknown = attention_weights(library.to(key), library.to(key * np.nan), top=top)
+    np.testing.assert_array_equal(library.back(unknown.keys)[0, 0, 0], np.arange(top))
 
 
 @pytest.mark.parametrize(

@@ -91,6 +91,7 @@ def test_torch_gets_the_keys_of_the_band(given, case, keys, mask):
     assert given == [(keys, keys, mask)]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")  # torch imports it
 @pytest.mark.parametrize(("dynamic", "is_cut"), [(False, True), (True, False)])
 def test_a_program_gives_torch_the_keys_of_the_band_if_lengths_are_known(dynamic, is_cut):

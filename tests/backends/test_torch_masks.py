@@ -73,6 +73,7 @@ def test_a_mask_that_is_large_is_made_where_the_kernel_is_named(monkeypatch):
     torch.testing.assert_close(found, attention(Q, K, V, kernel="dense", **options))
 
 
+@pytest.mark.slow
 def test_a_large_mask_of_a_batch_that_a_program_leaves_open(monkeypatch):
     monkeypatch.setattr("polyattn._core.tiles.visibility.LARGEST_MADE", 8)
     run = torch.compile(attention, backend="eager", fullgraph=True)

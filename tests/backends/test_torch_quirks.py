@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch_devices import AMPERE, BLACKWELL, CPU, HOPPER, MPS, problem
 
+from polyattn.plugin.internal import constant_when_traced
 from polyattn_torch import autograd
 from polyattn_torch.quirks import QUIRKS, SHORTCUTS, Workaround
 from polyattn_torch.sdpa import Sdpa
@@ -218,18 +219,12 @@ def test_torch_autograd_function_apply(monkeypatch):
     assert mapped.tolist() == [2, 2, 2]
 
 
-def test_torch_compiler_assume_constant_result(run_python):
-    """Our mark is torch's, and does not import the compiler."""
-    run_python(
-        "import sys, torch\n"
-        "from polyattn.plugin.internal import constant_when_traced\n"
-        "@constant_when_traced\n"
-        "def ours(): return 1\n"
-        "assert 'torch._dynamo' not in sys.modules\n"
-        "def theirs(): return 1\n"
-        "torch.compiler.assume_constant_result(theirs)\n"
-        "assert vars(ours) == vars(theirs)\n"
-    )
+def test_torch_compiler_assume_constant_result():
+    """Our mark is torch's, which imports the compiler."""
+    ours, theirs = (lambda: 1), (lambda: 1)
+    constant_when_traced(ours)
+    torch.compiler.assume_constant_result(theirs)
+    assert vars(ours) == vars(theirs) != {}
 
 
 def test_each_shortcut_has_a_test_of_its_name():

@@ -127,6 +127,6 @@ def test_an_array_option_refuses_other_kinds(name):
     for value in WRONG:
         is_taken = row.kind and (isinstance(value, row.kind) or inspect.isfunction(value))
         if not is_taken and not (may_be_number and type(value) is int):
-            match = f"{name} (is a|must be)|goes in score_mod=, not in {name}="
+            match = f"{name} (is of type|must be)|goes in score_mod=, not in {name}="
             with pytest.raises(TypeError, match=match):
                 attention(x, x, x, **{name: value})

@@ -79,8 +79,11 @@ class TestTorchOnADevice(Suite):
 
     backend = f"torch:{KIND}"
     thorough = False
-    # The core's kernels make the same calls of torch for each derivative.
-    slow = r".*\[tiled-|test_gradients\[tiled|test_jvp\[(tiled|dense)"
+    # The core's kernels make the same calls of torch for each derivative, and for each tile.
+    slow = (
+        r".*\[tiled-|test_gradients\[tiled|test_jvp\[(tiled|dense)"
+        r"|test_(backward|jvp)\[gathered, small tiles"
+    )
     # No engine there has a logsumexp.
     test_every_declared_feature_is_exercised = test_pages_in_any_order = None
     test_sizes = test_deterministic = test_batch_invariant = None

@@ -67,8 +67,8 @@ def test_a_gradient_is_checked_beside_minus_infinity():
 @pytest.mark.parametrize(
     ("argument", "gradient", "says"),
     [
-        ([1.0], np.ones(1), r"arguments\[0\] is a list"),
-        (np.ones(1), [1.0], r"gradients\[0\] is a list"),
+        ([1.0], np.ones(1), r"arguments\[0\] is of type list"),
+        (np.ones(1), [1.0], r"gradients\[0\] is of type list"),
         (np.ones(1, int), np.ones(1), r"arguments\[0\] must be of floats; got int64"),
         (np.ones(2), np.ones(2), r"loss must return one number; got the shape \(2,\)"),
     ],

@@ -107,8 +107,8 @@ def _spec(name="acme", **changes):
     ("spec", "reason"),
     [
         (
-            _spec(requires=("no_such_library",)),
-            "no_such_library is not installed: pip install acme",
+            _spec(requires=("no_such_library", "nor_this")),
+            "no_such_library, nor_this are not installed: pip install acme",
         ),
         (_spec(), "it cannot be loaded: ModuleNotFoundError"),
         (

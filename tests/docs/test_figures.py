@@ -107,7 +107,7 @@ SAID = [
         f"the textbook takes {['two', 'three'][TEXTBOOK[0] - 2]} to "
         f"{['two', 'three'][TEXTBOOK[-1] - 2]} times as long",
     ),
-    ("docs/learn/cost.md", f"{LONG[-1][5] / 1024:.0f} GiB for 16 384 tokens"),
+    ("docs/learn/cost.md", f"{LONG[-1][5] / 1024:.0f} GiB for 16,384 tokens"),
     (
         "docs/design.md",
         f"something else in one of {one_of('torch.sdpa')}, and `jax.nn`'s in one of"

@@ -11,10 +11,6 @@ README = Path(__file__).resolve().parents[2] / "README.md"
 TEXT = README.read_text(encoding="utf-8")
 
 
-def blocks(language):
-    return re.findall(rf"^```{language}\n(.*?)^```", TEXT, flags=re.DOTALL | re.MULTILINE)
-
-
 def squeezed(text):
     return " ".join(text.split())
 
@@ -22,14 +18,11 @@ def squeezed(text):
 def test_the_page_prints_what_it_shows_and_the_errors_are_the_ones_raised():
     assert pages.surprises(README) == []
     namespace = pages.run(README)[-1].names
-    shown = blocks("text")[-1]
-    calls = re.findall(r"^>>> (.*)\n(\w+): ((?:.+\n)+)", shown, flags=re.MULTILINE)
-    assert len(calls) == 1
-    for call, kind, message in calls:
-        with pytest.raises((TypeError, ValueError)) as caught:
-            eval(call, {**namespace, "np": np})
-        assert type(caught.value).__name__ == kind
-        assert squeezed(str(caught.value)) == squeezed(message)
+    shown = r"^```text\n>>> (.*)\n((?:.+\n)+)```"
+    ((call, message),) = re.findall(shown, TEXT, flags=re.MULTILINE)
+    with pytest.raises((TypeError, ValueError)) as caught:
+        eval(call, {**namespace, "np": np})
+    assert squeezed(f"{caught.type.__name__}: {caught.value}") == squeezed(message)
 
 
 def test_the_page_is_short_and_its_first_example_needs_numpy_only():

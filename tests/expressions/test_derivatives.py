@@ -270,7 +270,7 @@ def test_blocks_of_rows_give_what_all_rows_give(name, library):
         query, key, gradient, *tangents = given
         of_query, of_key, of_arrays = similarity.pullback(query, key, gradient, backend)
         forward = similarity.between(query, key, backend)
-        moved = similarity.pushforward(query, key, *tangents, backend)
+        moved = similarity.pushforward(query, key, tuple(tangents), backend)
         return numbers(library, [forward, of_query, of_key, *of_arrays, moved])
 
     blocks = InBlocks(xp)

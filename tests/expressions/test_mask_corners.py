@@ -6,7 +6,7 @@ from libraries import EVERYWHERE, tiles_of
 from optional import jax, torch
 
 from polyattn import attention, masks, scores
-from polyattn._base.arrays import namespace_of
+from polyattn._base.arrays import library_of
 from polyattn._core.call.describe import describe
 from polyattn._core.call.problem import examine
 from polyattn.plugin import TileGrid
@@ -138,7 +138,7 @@ def test_a_program_of_jax_has_32_bits_for_such_numbers():
 def test_tiles_are_known_of_such_numbers_in_arrays_too(name, library):
     x, ids = TO[library](X), masks.segments(TO[library](np.arange(L) // 4))
     call, operands = describe(x, x, x)
-    grid = TileGrid(examine(call), operands, namespace_of(x), (2, 2), x)
+    grid = TileGrid(examine(call), operands, library_of(x).xp, (2, 2), x)
     huge, plain = (grid.of(mask & ids) for mask in HUGE[name])
     for found, expected in zip(huge, plain, strict=True):
         np.testing.assert_array_equal(np.asarray(found), np.asarray(expected))

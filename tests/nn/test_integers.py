@@ -226,16 +226,6 @@ def test_elsewhere_it_spoils_its_group(number):
     np.testing.assert_array_equal(spoilt, [[0, 1, 5, place] for place in range(32, 64)])
 
 
-@pytest.mark.parametrize(("items", "width"), [(0, 32), (1, 0)])
-def test_a_batch_and_values_may_be_empty(items, width):
-    key, value = (np.ones((items, 2, 4, size), np.float32) for size in (32, width))
-    settings = {"batch": (items,), "value_size": width, "window": 0, "block": 2}
-    cache = nn.QuantizedCache.init(2, 32, 8, like=key, bits=4, group=32, **settings)
-    cache = cache.append(key, value)
-    assert cache.attention(key[:, :, :1]).shape == (items, 2, 1, width)
-    assert cache.truncate(3).recent.values.shape == (items, 2, 1, width)
-
-
 def test_its_memory_is_small():
     key, held = np.zeros((2, 4096, 128), np.float32), []
     for group in (64, 32):

@@ -273,7 +273,7 @@ PACKED = {"h.0.attn.c_attn.qweight": np.zeros((4, 4), np.int32)}
         (PACKED, "", "dict", r"c_attn\.qweight is quantized, as GPTQ and AWQ"),
         ({}, "", None, "pass config="),
         ({}, "", "object", r"pass config\.to_dict\(\)"),
-        ("model", "", "dict", "weights is a GPT2LMHeadModel; pass a mapping"),
+        ("model", "", "dict", "weights is of type GPT2LMHeadModel; pass a mapping"),
     ],
 )
 def test_what_cannot_be_read_is_named_with_what_to_pass(
@@ -329,7 +329,7 @@ def test_weights_have_names_of_text_each_once(gpt2):
     ):
         with pytest.raises(ValueError, match="weights are arrays by name; got the name 0"):
             load({0: FLOAT32})
-        with pytest.raises(TypeError, match=r"lm_head\.weight is an int, not an array"):
+        with pytest.raises(TypeError, match=r"lm_head\.weight is of type int, not an array"):
             load({"lm_head.weight": 3, "wte.weight": 4})
     state = gpt2.state_dict() | {"wte.weight": torch.ones(50, 32)}
     with pytest.raises(ValueError, match=r"transformer\.wte\.weight and wte\.weight are one"):

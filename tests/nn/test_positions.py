@@ -241,7 +241,9 @@ WAYS = {
     [
         *(("numpy", way) for way in WAYS if "compiled" not in way),
         ("torch", "pages, positions"),
-        *((kind, way) for kind in ("torch", "jax") for way in ("compiled pages", "lengths")),
+        *((kind, "lengths") for kind in ("torch", "jax")),
+        ("jax", "compiled pages"),
+        pytest.param("torch", "compiled pages", marks=pytest.mark.slow),  # ten seconds
     ],
 )
 def test_the_rates_of_dynamic_scaling_are_those_of_each_item_alone(kind, way):

@@ -79,7 +79,7 @@ def test_a_config_of_another_model_is_refused_before_anything_is_written(
     model, config = loaded(made("qwen2", DECODERS["qwen2"], CAUSAL))
     with pytest.raises(ValueError, match=said):
         nn.save(model, tmp_path / "no", config | change)
-    with pytest.raises(TypeError, match="config is a int, not a mapping"):
+    with pytest.raises(TypeError, match="config is of type int, not a mapping"):
         nn.save(model, tmp_path / "no", 3)
     assert not (tmp_path / "no").exists()
 

@@ -170,11 +170,9 @@ def check_functions_of_traced_arrays(strategies=("ring",)):
 
         return parallel.attention(*x, over="ring", strategy=strategies[0], score_mod=bent)
 
-    on_mesh = jax.shard_map(
-        attend, mesh=mesh, in_specs=(PartitionSpec(None, None, None, "ring"), PartitionSpec()),
-        out_specs=spec,
-    )  # fmt: skip
-    assert on_mesh(jnp.stack([x, x, x]), 0.5).shape == x.shape
+    specs = PartitionSpec(None, None, None, "ring"), PartitionSpec()
+    on_mesh = jax.shard_map(attend, mesh=mesh, in_specs=specs, out_specs=spec)
+    assert jax.jit(on_mesh)(jnp.stack([x, x, x]), 0.5).shape == x.shape
     with pytest.raises(TypeError, match=r"function in score_mod= uses slope, which JAX traces"):
         jax.grad(lambda slope: on_mesh(jnp.stack([x, x, x]), slope).sum())(0.5)
     print("functions of traced arrays: refused")

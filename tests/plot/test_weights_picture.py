@@ -326,7 +326,7 @@ drawn, layers = plot.attention_map, plot.entropy
     [
         (lambda: drawn(weights(2, 3)), ValueError, r"\(2, 3, 5, 7\): select an item"),
         (lambda: drawn(np.ones((0, 3))), ValueError, r"must not be empty; got the shape \(0, 3\)"),
-        (lambda: drawn([[1.0]]), TypeError, "weights is a list"),
+        (lambda: drawn([[1.0]]), TypeError, "weights is of type list"),
         (lambda: drawn(weights() - 0.5), ValueError, "at least 0; got -0.*not scores"),
         (lambda: drawn(np.full((2, 2), np.nan)), ValueError, "finite and at least 0; got nan"),
         (lambda: drawn(weights(), WORDS), ValueError, "queries must be 5 tokens.* got 10"),

@@ -9,7 +9,7 @@ from libraries import EVERYWHERE, Library, tiles_of
 from optional import jax, jnp, torch
 
 from polyattn import attention
-from polyattn._base.arrays import namespace_of
+from polyattn._base.arrays import library_of
 from polyattn._core.tiles.dropout import keep_mask, keep_mask_by_word, philox
 from polyattn.conformance.reference import philox as philox_reference
 
@@ -39,7 +39,7 @@ def expected(seed=SEED):
 @pytest.mark.parametrize("to", [np.uint32, torch.tensor], ids=["numpy", "torch"])
 def test_philox_gives_the_published_words(to, counter, key, words):
     arrays = tuple(to([word]) for word in counter)
-    found = philox(namespace_of(arrays[0]), arrays, key)
+    found = philox(library_of(arrays[0]).xp, arrays, key)
     assert tuple(int(word[0]) for word in found) == words
     assert philox_reference.philox(counter, key) == words
 

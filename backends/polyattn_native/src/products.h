@@ -57,6 +57,24 @@ INLINE bool copies(const PolyattnCall& call, bool few = false) {
     return converts(call) || call.key_steps.data || (call.table.data && call.page < MIN_PAGE && !few);
 }
 
+// Keys or values of a block, of integers times their steps.
+template <typename T>
+Matrix<T> scaled_block(const PolyattnCall& call, const PolyattnArray& array, int64_t item, int64_t head, Range keys,
+                       int64_t size, T* block) {
+    const bool is_key = &array == &call.key;
+    const PolyattnArray& steps = is_key ? call.key_steps : call.value_steps;
+    const int64_t each = is_key ? call.step_keys : 1;  // so many keys have one row of steps
+    const T* row = at<T>(steps, item, head, keys.first / each);
+    const int8_t* codes = (const int8_t*)array.data + offset_of(array, item, head, keys.first);
+    int64_t left = each - keys.first % each;
+    for (T* to = block; to < block + (keys.stop - keys.first) * size; to += size, codes += array.row) {
+        if (call.group) scale_nibbles((const uint8_t*)codes, row, call.group, size, to);
+        else scale_codes(codes, row, steps.column, size, to);
+        if (--left == 0) row += steps.row, left = each;
+    }
+    return {block, size};
+}
+
 // Keys or values of a block: in place, or copied.
 template <typename T>
 Matrix<T> block_of(const PolyattnCall& call, const PolyattnArray& array, int64_t item, int64_t head, Range keys,
@@ -68,18 +86,11 @@ Matrix<T> block_of(const PolyattnCall& call, const PolyattnArray& array, int64_t
         const Matrix<T> whole = {from + head * array.head, array.row, call.page, array.item, table};
         return whole.after(keys.first);
     }
+    if (call.key_steps.data) return scaled_block(call, array, item, head, keys, size, block);
     for (int64_t key = keys.first; key < keys.stop; ++key) {
         const int64_t offset =
             table ? offset_of(array, table[key / call.page], head, key % call.page) : offset_of(array, item, head, key);
         T* to = block + (key - keys.first) * size;
-        if (call.key_steps.data) {
-            const bool is_key = &array == &call.key;
-            const PolyattnArray& steps = is_key ? call.key_steps : call.value_steps;
-            const T* row = at<T>(steps, item, head, is_key ? key / call.step_keys : key);
-            if (call.group) scale_nibbles((const uint8_t*)array.data + offset, row, call.group, size, to);
-            else scale_codes((const int8_t*)array.data + offset, row, steps.column, size, to);
-            continue;
-        }
         const T* found = numbers_at(call, from, offset, size, to);
         if (found != to) __builtin_memcpy(to, found, (size_t)size * sizeof(T));
     }

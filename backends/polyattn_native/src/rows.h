@@ -101,15 +101,28 @@ const T* numbers_at(const PolyattnCall& call, const T* from, int64_t offset, int
 
 // ---- integers ----
 
+#if defined(__AVX2__)
+// Integers of 8 bits, one a lane. gcc's __builtin_convertvector takes less than 16 bytes one by one.
+INLINE Vector<float> widen_codes(__m128i codes) {
+#if defined(__AVX512F__)
+    return (Vector<float>)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(codes));
+#else
+    return (Vector<float>)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(codes));
+#endif
+}
+#endif
+
 // Integers times their steps, `column` apart: one for each, or the same for all.
 template <typename T> void scale_codes(const int8_t* codes, const T* steps, int64_t column, int64_t size, T* to) {
     int64_t i = 0;
 #if defined(__AVX2__)
     if constexpr (sizeof(T) == 4) {
-        for (; i + 8 <= size; i += 8) {
-            const __m256i wide = _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)(codes + i)));
-            const __m256 step = column ? _mm256_loadu_ps(steps + i) : _mm256_set1_ps(*steps);
-            _mm256_storeu_ps(to + i, _mm256_cvtepi32_ps(wide) * step);
+        constexpr int width = Lanes<T>::width;
+        const Vector<T> same = broadcast(*steps);
+        for (; i + width <= size; i += width) {
+            __m128i some = {};
+            __builtin_memcpy(&some, codes + i, width);
+            store<T>(to + i, widen_codes(some) * (column ? load(steps + i) : same));
         }
     }
 #endif
@@ -122,14 +135,14 @@ template <typename T> void scale_nibbles(const uint8_t* codes, const T* steps, i
     for (int64_t i = 0, stop = group; stop <= size; stop += group, ++steps, ++offsets) {
 #if defined(__AVX2__)
         if constexpr (sizeof(T) == 4) {
-            const __m256 step = _mm256_set1_ps(*steps), offset = _mm256_set1_ps(*offsets);
+            constexpr int width = Lanes<T>::width;
             for (; i + 32 <= stop; i += 32) {
                 const __m128i both = _mm_loadu_si128((const __m128i*)(codes + i / 2)), four = _mm_set1_epi8(15);
                 const __m128i low = both & four, high = _mm_srli_epi16(both, 4) & four;
                 const __m128i in_order[2] = {_mm_unpacklo_epi8(low, high), _mm_unpackhi_epi8(low, high)};
-                UNROLL for (int n = 0; n < 4; ++n) {
-                    const __m128i part = n % 2 ? _mm_srli_si128(in_order[n / 2], 8) : in_order[n / 2];
-                    _mm256_storeu_ps(to + i + 8 * n, _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(part)) * step + offset);
+                UNROLL for (int n = 0; n < 32; n += width) {
+                    const __m128i part = n % 16 ? _mm_srli_si128(in_order[n / 16], 8) : in_order[n / 16];
+                    store<T>(to + i + n, widen_codes(part) * *steps + *offsets);
                 }
             }
         }

@@ -82,7 +82,8 @@ def check_range(call: Call) -> None:
             )
 
 
-def common_shape(call: Call) -> Letters:
+def letters_of(call: Call) -> Letters:
+    """Return the lengths that query, key and value have in common, or raise."""
     for name, facts in call.operands():
         if len(facts.shape) < 2:
             raise _shape_error(call, f"{name} needs at least the axes length and size; got")

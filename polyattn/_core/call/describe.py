@@ -42,8 +42,8 @@ from polyattn._core.expressions.patterns import Band
 from polyattn._core.expressions.scores import Chain, Function, Score, Softcap
 
 _OPERANDS = frozenset(Operands._fields)
-# The types of numbers and names, which are checked in each call.
-_PLAIN = frozenset((bool, int, float, str, tuple))
+# What is checked in each call, also in one whose facts are known.
+_NUMBERS_AND_NAMES = frozenset((bool, int, float, str, tuple))
 
 
 def describe(
@@ -131,7 +131,7 @@ def _checked(options: dict[str, Any], query: Array, *, reads: bool) -> dict[str,
         option = OPTIONS[name]
         if given is option.default:
             continue
-        if not (reads or type(given) in _PLAIN):
+        if not (reads or type(given) in _NUMBERS_AND_NAMES):
             if _is_in_place(given, type(query)):
                 values[name] = given
                 continue

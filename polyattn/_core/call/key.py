@@ -25,12 +25,9 @@ from polyattn._base.tracing import (
     torch_is_imported,
 )
 from polyattn._core.call.options import AUTOCAST
-from polyattn._core.expressions.expression import Expression
+from polyattn._core.expressions.expression import PLAIN, Expression
 
 CallKey = tuple[Any, ...]  # hashable
-
-# With their types in a key, because True equals 1 and is not allowed where 1 is.
-_PLAIN = frozenset((bool, int, float, str, type(None)))
 
 
 def call_key(operands: Sequence[Any], options: Mapping[str, Any]) -> CallKey | None:
@@ -82,7 +79,7 @@ def _integers(kind: type, key: Any, value: Any) -> tuple[Array, ...]:
 def _part_of(name: str, option: Any) -> CallKey | None:
     """Return what an option adds to the key, None if it cannot be in one."""
     kind = type(option)
-    if kind in _PLAIN:
+    if kind in PLAIN:  # with its type, because True equals 1 and is not allowed where 1 is
         return name, kind, option
     arrays: tuple[Array, ...] = (option,)
     form: Hashable = None
@@ -93,9 +90,9 @@ def _part_of(name: str, option: Any) -> CallKey | None:
     elif kind is tuple and name in ("window", "dropout"):
         arrays = ()
         if name == "dropout" and len(option) > 1:  # whose seed is an operand
-            arrays = option[1:2] if type(option[1]) not in _PLAIN else ()
+            arrays = option[1:2] if type(option[1]) not in PLAIN else ()
             option = (*option[:1], *option[2:])
-        if not _PLAIN.issuperset(map(type, option)):
+        if not PLAIN.issuperset(map(type, option)):
             return None
         form = (option, *map(type, option))
     facts: CallKey = ()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 from polyattn._base.arguments import check_int, check_signature, check_window, got
@@ -45,6 +46,13 @@ def check_finite(
     return as_constant(number)
 
 
+def check_softcap(value: Any) -> float:
+    number = check_finite("softcap", value, advice=_softcap_advice)
+    if number <= 0:
+        raise ValueError(f"softcap must be above 0; {got(value)}. None means no cap")
+    return number
+
+
 def _softcap_advice(value: Any) -> str:
     """Return a hint for a softcap that is an array."""
     if not is_array(value):
@@ -57,13 +65,6 @@ def _softcap_advice(value: Any) -> str:
     return f". For one of each head pass {rule.replace('softcap', 'softcap[h]')}"
 
 
-def check_softcap(value: Any) -> float:
-    number = check_finite("softcap", value, advice=_softcap_advice)
-    if number <= 0:
-        raise ValueError(f"softcap must be above 0; {got(value)}. None means no cap")
-    return number
-
-
 def check_scale(value: Any) -> float | ScaleRule:
     if isinstance(value, ScaleRule):
         return value
@@ -72,21 +73,7 @@ def check_scale(value: Any) -> float | ScaleRule:
     return check_finite("scale", value, what, lambda _: ". An array can scale query itself")
 
 
-def check_offset(value: Any) -> Any:
-    return _integers("query_offset", value, "an integer or an integer array of the batch")
-
-
-def check_key_lengths(value: Any) -> Any:
-    what = "an integer or an integer array of the batch, the number of keys of each item"
-    return _integers("key_lengths", value, what)
-
-
-def check_block_table(value: Any) -> Any:
-    what = "an integer array (..., pages of an item), the numbers of pages in key and value"
-    return _integers("block_table", value, what, least_rank=1)
-
-
-def _integers(name: str, value: Any, what: str, least_rank: int = 0) -> Any:
+def _integers(name: str, what: str, value: Any, *, least_rank: int = 0) -> Any:
     """Return an integer as a Python integer and an array of integers as it is, or raise."""
     if not least_rank and isinstance(value, numbers.Integral) and not isinstance(value, bool):
         return as_index(value)
@@ -97,6 +84,15 @@ def _integers(name: str, value: Any, what: str, least_rank: int = 0) -> Any:
         given = as_facts(value, name) if is_array(value) else repr(value)
         raise TypeError(f"{name} must be {what}; got {given}")
     return value
+
+
+_NUMBERS = "an integer or an integer array of the batch"
+check_offset = partial(_integers, "query_offset", _NUMBERS)
+check_key_lengths = partial(
+    _integers, "key_lengths", f"{_NUMBERS}, the number of keys of each item"
+)
+_PAGES = "an integer array (..., pages of an item), the numbers of pages in key and value"
+check_block_table = partial(_integers, "block_table", _PAGES, least_rank=1)
 
 
 def check_mask(value: Any) -> Any:
@@ -132,21 +128,17 @@ def check_score_mod(value: Any) -> Any:
     return value
 
 
-def check_similarity(value: Any) -> Any:
-    return _of_kind("similarity", value, Similarity, "scores.cosine()")
-
-
-def check_normalizer(value: Any) -> Any:
-    return _of_kind("normalizer", value, Normalizer, "scores.sparsemax()")
-
-
-def _of_kind(name: str, value: Any, kind: type, example: str) -> Any:
+def _of_kind(name: str, kind: type, example: str, value: Any) -> Any:
     if not isinstance(value, kind):
         _check_place(name, value)
         raise TypeError(
             f"{name} must be an expression of polyattn.scores such as {example}; {got(value)}"
         )
     return value
+
+
+check_similarity = partial(_of_kind, "similarity", Similarity, "scores.cosine()")
+check_normalizer = partial(_of_kind, "normalizer", Normalizer, "scores.sparsemax()")
 
 
 def _check_place(name: str, value: Any) -> None:

@@ -151,7 +151,7 @@ def examine(call: Call) -> Problem:
         call = call.with_whole_keys()
         arrays = call.arrays()
     checks.check_range(call)
-    letters = _with_numbers(call, checks.common_shape(call))
+    letters = _with_numbers(call, checks.letters_of(call))
     scores = (*letters.batch, letters.heads, letters.query_length, letters.key_length)
     checks.check_operand_shapes(call, scores)
     traced = any(facts.traced for _, facts in arrays)

@@ -25,17 +25,17 @@ def distances(query: Array, key: Array, backend: Primitives) -> Array:
     return joined(xp, by_rows(backend, partial(_by_entries, backend), query, key))
 
 
-def _square(backend: Primitives, query: Array, key: Array) -> Array:
-    """Return the squares of distances, by differences."""
-    return backend.over_size(lambda d, q, k: (q - k) ** 2, query, key)
-
-
 def _by_entries(backend: Primitives, query: Array, key: Array) -> Array:
     xp, square = backend.xp, _square(backend, query, key)
     # The slope of the root is infinite at 0; its gradient is defined as 0 there.
     far = square > 0
     root = xp.sqrt(xp.where(far, square, xp.ones_like(square)))
     return xp.where(far, root, square)
+
+
+def _square(backend: Primitives, query: Array, key: Array) -> Array:
+    """Return the squares of distances, by differences."""
+    return backend.over_size(lambda d, q, k: (q - k) ** 2, query, key)
 
 
 def _by_product(query: Array, key: Array, backend: Primitives) -> Array:

@@ -25,8 +25,8 @@ FUNCTION = "function"
 RENDERERS: dict[str, Callable[..., Any]] = {}
 # Larger arrays print as their shape and dtype.
 MOST_PRINTED = 64
-# The fields that a form holds as they are, beside tuples of them.
-_PLAIN = frozenset((bool, int, float, str, type(None)))
+#: The types of fields that a form or a key holds as they are, beside tuples of them.
+PLAIN = frozenset((bool, int, float, str, type(None)))
 # What an expression remembers, beside its fields.
 _REMEMBERED = frozenset(("_placed", "_form"))
 
@@ -243,7 +243,7 @@ def _form_of(field: Any, arrays: list[Any]) -> Any:
 
     A field that is None is an empty tuple in it.
     """
-    if field is None or type(field) in _PLAIN:
+    if field is None or type(field) in PLAIN:
         return () if field is None else field
     if is_array(field):
         arrays.append(field)

@@ -28,6 +28,7 @@ from polyattn._core.expressions.expression import Expression
 
 #: The gradients of queries, of keys, and of the arrays that a similarity carries.
 Pullback = tuple[Array, Array, list[Array]]
+Pair = tuple[Array, Array]
 
 
 class Similarity(Expression):
@@ -51,15 +52,8 @@ class Similarity(Expression):
         """
         raise NotImplementedError
 
-    def pushforward(
-        self,
-        query: Array,
-        key: Array,
-        query_tangent: Array,
-        key_tangent: Array,
-        backend: Primitives,
-    ) -> Array:
-        """Return the derivative along tangents, (..., l, s), which may be NaN for an absent key."""
+    def pushforward(self, query: Array, key: Array, tangents: Pair, backend: Primitives) -> Array:
+        """Return the derivative along tangents of queries and keys, maybe NaN for an absent key."""
         raise NotImplementedError
 
     def check(self, head_size: int) -> None:
@@ -87,18 +81,11 @@ class Cosine(Similarity):
         of_key = matmul(xp.matrix_transpose(gradient), unit(query, backend))
         return unit_slope(query, of_query, xp), unit_slope(key, of_key, xp), []
 
-    def pushforward(
-        self,
-        query: Array,
-        key: Array,
-        query_tangent: Array,
-        key_tangent: Array,
-        backend: Primitives,
-    ) -> Array:
+    def pushforward(self, query: Array, key: Array, tangents: Pair, backend: Primitives) -> Array:
         xp, matmul = backend.xp, backend.matmul
         first, second = unit(query, backend), unit(key, backend)
-        of_first = unit_slope(query, query_tangent, xp)
-        turned = xp.matrix_transpose(unit_slope(key, key_tangent, xp))
+        of_first = unit_slope(query, tangents[0], xp)
+        turned = xp.matrix_transpose(unit_slope(key, tangents[1], xp))
         return matmul(of_first, xp.matrix_transpose(second)) + matmul(first, turned)
 
 
@@ -146,20 +133,11 @@ class Distance(Similarity):
             of_key.append(xp.sum(slope, axis=-2))
         return stacked(xp, of_query, of_key, gradient)
 
-    def pushforward(
-        self,
-        query: Array,
-        key: Array,
-        query_tangent: Array,
-        key_tangent: Array,
-        backend: Primitives,
-    ) -> Array:
-        xp, matmul = backend.xp, backend.matmul
+    def pushforward(self, query: Array, key: Array, tangents: Pair, backend: Primitives) -> Array:
+        xp, matmul, (query_tangent, key_tangent) = backend.xp, backend.matmul, tangents
         if self.p == 2:
-            along_query, along_key = (
-                xp.sum(x * tangent, axis=-1, keepdims=True)
-                for x, tangent in ((query, query_tangent), (key, key_tangent))
-            )
+            along_query = xp.sum(query * query_tangent, axis=-1, keepdims=True)
+            along_key = xp.sum(key * key_tangent, axis=-1, keepdims=True)
             across = matmul(query_tangent, xp.matrix_transpose(key))
             across = across + matmul(query, xp.matrix_transpose(key_tangent))
             change = along_query + xp.matrix_transpose(along_key) - across
@@ -219,15 +197,8 @@ class Additive(Similarity):
         carried = xp.stack(of_weight) if of_weight else weight
         return *stacked(xp, of_query, of_key, gradient), carried
 
-    def pushforward(
-        self,
-        query: Array,
-        key: Array,
-        query_tangent: Array,
-        key_tangent: Array,
-        backend: Primitives,
-    ) -> Array:
-        xp = backend.xp
+    def pushforward(self, query: Array, key: Array, tangents: Pair, backend: Primitives) -> Array:
+        xp, (query_tangent, key_tangent) = backend.xp, tangents
         weight = cast(xp, self.weight, query.dtype)
 
         def block(query: Array, key: Array, query_tangent: Array) -> Array:

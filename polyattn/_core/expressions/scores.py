@@ -165,7 +165,7 @@ class Alibi(Score):
             whole: Score = super().part(part)
             return whole
         if isinstance(first, int):
-            return Alibi(_default_slopes(self.slopes)[first : first + length])
+            return Alibi(default_slopes(self.slopes)[first : first + length])
         # Slopes at a traced start would be an array, and have a gradient.
         rule = part.shifted(lambda s, *at: self.apply(s, _indices_of_whole(part, *at)))
         return Function(rule, lambda s, *at: library_of(s).xp.ones_like(s))
@@ -213,7 +213,7 @@ def _indices_of_whole(part: Part, *at: Array) -> PointIndices:
     return PointIndices(*at, offset=offset, batch=part.batch)
 
 
-def _default_slopes(slopes: int | tuple[float, ...]) -> tuple[float, ...]:
+def default_slopes(slopes: int | tuple[float, ...]) -> tuple[float, ...]:
     """Return the slope of each head: for a power of two, and then every other one for twice it."""
     if isinstance(slopes, tuple):
         return slopes

@@ -143,19 +143,19 @@ class TileGrid(TileQuery):
 
         The arrays broadcast to (..., H, tiles down, tiles across), with those two axes whole.
         """
-        return Coverage(*[self._whole(answer) for answer in mask.coverage(self)])
+        return Coverage(*[self._whole(flags) for flags in mask.coverage(self)])
 
-    def _whole(self, answer: Any) -> Array:
+    def _whole(self, flags: Any) -> Array:
         xp = self._xp
-        if not is_array(answer):
-            answer = xp.full_like(self.columns[0], answer, dtype=xp.bool)
-        return xp.broadcast_to(answer, (*answer.shape[:-2], *self._blocks))
+        if not is_array(flags):
+            flags = xp.full_like(self.columns[0], flags, dtype=xp.bool)
+        return xp.broadcast_to(flags, (*flags.shape[:-2], *self._blocks))
 
     def any_and_all(self, seen: Array) -> tuple[Array, Array]:
         """Return whether any and whether all of each block of a mask array holds."""
         xp = self._xp
         seen = with_rank(seen, self._rank)
-        answers: list[Array] = []
+        folded: list[Array] = []
         for reduce in (xp.any, xp.all):
             rows = [seen]
             if seen.shape[-2] != 1:
@@ -164,8 +164,8 @@ class TileGrid(TileQuery):
                     for span in Span(0, self.lengths[0]).split(self.tile_size[0])
                 ]
             joined = rows[0] if len(rows) == 1 else xp.concat(rows, axis=-2)
-            answers.append(joined if seen.shape[-1] == 1 else self.fold_blocks(joined, 1, reduce))
-        return answers[0], answers[1]
+            folded.append(joined if seen.shape[-1] == 1 else self.fold_blocks(joined, 1, reduce))
+        return folded[0], folded[1]
 
     def table(self, table: TileTable) -> Coverage:
         """Return the coverage that a table of tiles gives."""

@@ -19,6 +19,7 @@ import numpy as np
 
 from polyattn import explain
 from polyattn._core.call.parts import map_arrays
+from polyattn.plugin import Problem
 
 finfo: Any = ml_dtypes.finfo
 Array = np.ndarray[Any, Any]
@@ -204,10 +205,15 @@ class Case:
         return VIEWS[self.view](x) if self.viewed in (None, name) else x
 
     @cached_property
+    def problem(self) -> Problem:
+        """What a kernel is told about the call, on arrays of NumPy."""
+        arrays, options = self.arguments()
+        return explain(*arrays, **options, backend="numpy").problem
+
+    @property
     def features(self) -> frozenset[str]:
         """The features of `polyattn.plugin.FEATURES` that the call needs."""
-        arrays, options = self.arguments()
-        return explain(*arrays, **options, backend="numpy").problem.features
+        return self.problem.features
 
 
 # Values

@@ -87,7 +87,17 @@ def is_applicable(target: Target, variant: KernelVariant, case: Case) -> bool:
 
 def takes(target: Target, variant: KernelVariant, case: Case) -> bool:
     """Return whether a kernel supports the call of a case."""
-    return target.explain(case, variant.for_case(case)).chosen is not None
+    known = may_take(target, variant, case)
+    return known and target.explain(case, variant.for_case(case)).chosen is not None
+
+
+def may_take(target: Target, variant: KernelVariant, case: Case) -> bool:
+    """Return whether nothing speaks against a case that is known without the library's arrays."""
+    kernel = variant.kernel
+    # Those of the core refuse the same calls on every library.
+    return case.features <= kernel.features and (
+        kernel in target.own or not kernel.reasons_against(case.problem)
+    )
 
 
 def check_case(target: Target, variant: KernelVariant, case: Case) -> Outcome:

@@ -11,8 +11,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from itertools import product
-from operator import mul
+from itertools import product, repeat
+from operator import mul, sub
 from typing import Any, NamedTuple
 
 import mpmath
@@ -180,31 +180,31 @@ def oracle(
     length = len(sampled.indices)
     output, condition, sensitivity = np.zeros((3, *batch, H, length, E), dtype)
     logsumexp, logsumexp_condition = np.zeros((2, *batch, H, length, 1), dtype)
-    elements = product(enumerate(np.ndindex(*batch)), range(H), enumerate(sampled.indices))
-    for (b, item), h, (n, i) in elements:
-        at, g = (*item, h, n), h // (H // G)
-        p = i + int(offsets[item])
-        q_i, keys, values = (numbers(a, x) for x in (q[item][h, i], k[item][g], v[item][g]))
-        biases = [a.number(0.0)] * S if bias is None else numbers(a, bias[item][h, i])
-        shown = [j for j in range(S) if is_shown(b, h, i, j, p)]
-        products = [scaled(alike(a, similarity, q_i, keys[j]), factor) for j in shown]
-        if isinstance(scale, ByNorm):
-            products = over_their_norm(a, products, scale.factor)
-        scored = [
-            (j, score(s, c, b, h, i, j, biases[j]))
-            for j, (s, c) in zip(shown, products, strict=True)
-            if biases[j] != -math.inf
-        ]
-        # A key is also absent where score_mod returns -inf.
-        scored = [(j, (s, c)) for j, (s, c) in scored if s != -math.inf]
-        columns = [[values[j][e] for j, _ in scored] for e in range(E)]
-        if keeps is not None:
-            times = [int(keeps[at][j]) / (1 - a.number(rate)) for j, _ in scored]
-            columns = [list(map(mul, column, times)) for column in columns]
-        sink = None if sinks is None else a.number(float(sinks[h]))
-        results = attend(a, weigh(a, normalizer, [s for _, s in scored], sink), columns)
-        row = (rounded(x) if extended else x for x in results)
-        output[at], condition[at], sensitivity[at], logsumexp[at], logsumexp_condition[at] = row
+    for (b, item), h in product(enumerate(np.ndindex(*batch)), range(H)):
+        g = h // (H // G)
+        keys, values = numbers(a, k[item][g]), numbers(a, v[item][g])
+        for n, i in enumerate(sampled.indices):
+            at, q_i, p = (*item, h, n), numbers(a, q[item][h, i]), i + int(offsets[item])
+            biases = [a.number(0.0)] * S if bias is None else numbers(a, bias[item][h, i])
+            shown = [j for j in range(S) if is_shown(b, h, i, j, p)]
+            products = [scaled(alike(a, similarity, q_i, keys[j]), factor) for j in shown]
+            if isinstance(scale, ByNorm):
+                products = over_their_norm(a, products, scale.factor)
+            scored = [
+                (j, score(s, c, b, h, i, j, biases[j]))
+                for j, (s, c) in zip(shown, products, strict=True)
+                if biases[j] != -math.inf
+            ]
+            # A key is also absent where score_mod returns -inf.
+            scored = [(j, (s, c)) for j, (s, c) in scored if s != -math.inf]
+            columns = list(zip(*[values[j] for j, _ in scored], strict=True)) or [()] * E
+            if keeps is not None:
+                times = [int(keeps[at][j]) / (1 - a.number(rate)) for j, _ in scored]
+                columns = [tuple(map(mul, column, times)) for column in columns]
+            sink = None if sinks is None else a.number(float(sinks[h]))
+            results = attend(a, weigh(a, normalizer, [s for _, s in scored], sink), columns)
+            row = (rounded(x) if extended else x for x in results)
+            output[at], condition[at], sensitivity[at], logsumexp[at], logsumexp_condition[at] = row
 
     back = partial(as_called, rank=np.ndim(query), layout=layout)
     return Oracle(
@@ -303,13 +303,14 @@ def weigh(a: Arithmetic, normalizer: Any, scores: Sequence[tuple[Any, Any]], sin
 def attend(a: Arithmetic, weighed: Weighed, columns: Sequence[Sequence[Any]]) -> tuple[Any, ...]:
     """Return one row of every result, from its weights and visible values."""
     weights, errors, common, lse = weighed
-    output = [a.total(map(mul, weights, column)) for column in columns]
-    condition = [a.total(map(abs, map(mul, weights, column))) for column in columns]
+    products = [list(map(mul, weights, column)) for column in columns]
+    output = [a.total(terms) for terms in products]
+    condition = [a.total(map(abs, terms)) for terms in products]
     middle = output
     if common is not weights:
         middle = [a.total(map(mul, common, column)) for column in columns]
     sensitivity = [
-        a.total(m * abs(v - o) for m, v in zip(errors, column, strict=True))
+        a.total(map(mul, errors, map(abs, map(sub, column, repeat(o)))))
         for o, column in zip(middle, columns, strict=True)
     ]
     return output, condition, sensitivity, lse, 1 + abs(lse) + a.total(errors)

@@ -52,7 +52,7 @@ def read_config(
         file = _config_file(weights)
         return _read_json(file), str(file)
     raise TypeError(
-        f"config is a {type(config).__name__}, not a mapping; pass config.to_dict(), or"
+        f"config is of type {type(config).__name__}, not a mapping; pass config.to_dict(), or"
         " a config.json as json.load returns it"
     )
 
@@ -75,8 +75,8 @@ def _path_of(weights: Any) -> Path:
     """Return the path of weights, or raise for a folder of an adapter or of pickled weights."""
     if not isinstance(weights, (str, os.PathLike)):
         raise TypeError(
-            f"weights is a {type(weights).__name__}; pass a mapping of names to arrays, such as"
-            " model.state_dict(), or the path of a .safetensors file or of a folder with one"
+            f"weights is of type {type(weights).__name__}; pass a mapping of names to arrays, such"
+            " as model.state_dict(), or the path of a .safetensors file or of a folder with one"
         )
     path = Path(weights)
     if (path / "adapter_config.json").is_file():
@@ -172,7 +172,7 @@ def _read_json(file: Path) -> dict[str, Any]:
     with _reading(file):
         content = json.loads(file.read_text(encoding="utf-8"))
     if not isinstance(content, dict):
-        raise ValueError(f"{file} must be a JSON object; it is a {type(content).__name__}")
+        raise ValueError(f"{file} must be a JSON object; it is of type {type(content).__name__}")
     return content
 
 

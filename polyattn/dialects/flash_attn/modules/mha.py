@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from polyattn._api.attention import attention
+from polyattn._core.expressions.scores import default_slopes
 from polyattn.dialects import flash_attn
 from polyattn.dialects._shared import check_axes, dropout_of
 from polyattn.dialects.flash_attn.layers.rotary import RotaryEmbedding
@@ -261,6 +262,4 @@ class MHA(nn.Module):
 
 def get_alibi_slopes(nheads: int) -> list[float]:
     """Return the slopes of ALiBi: powers of two, and then every other one of twice as many."""
-    whole = 1 << (nheads.bit_length() - 1)
-    powers = [n + 1 if n < whole else n - whole + 0.5 for n in range(nheads)]
-    return [2.0 ** (-8 * power / whole) for power in powers]
+    return list(default_slopes(nheads))
