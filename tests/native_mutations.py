@@ -153,7 +153,7 @@ MUTATIONS = (
      "if (hides_nonfinite && bit_cast<Int>(weight) == hidden) continue;", ""),
     # integers of 8 and 4 bits
     ("native: the steps of the first block for all keys", "products.h",
-     "is_key ? key / call.step_keys : key", "is_key ? 0 : key"),
+     "if (--left == 0) row += steps.row", "if (--left == 0) row += is_key ? 0 : steps.row"),
     ("native: one step for all channels", "rows.h", "steps[i * column]", "steps[0]"),
     ("native: the step of the first group for all", "rows.h",
      "stop += group, ++steps, ++offsets", "stop += group"),

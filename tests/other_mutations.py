@@ -507,8 +507,9 @@ MUTATIONS = (
      "np.where(seen[at], capped, np.asarray(0, s.dtype))"),
     (FUNCTIONS + "test_a_function_that_returns_no_array_ends_no_report[exit]",
      "a function that ends the report", "polyattn/conformance/functions/check.py",
-     "    except (Exception, SystemExit) as error:\n        return",
-     "    except Exception as error:\n        return"),
+     "(Exception, SystemExit) as error:\n"
+     "        return Finding(RAISES, error=text_of(error))\n    wrong",
+     "Exception as error:\n        return Finding(RAISES, error=text_of(error))\n    wrong"),
     (FUNCTIONS + "test_a_function_that_returns_no_array_ends_no_report[generator]",
      "a result that is no array taken for one", "polyattn/conformance/functions/check.py",
      'if not hasattr(returned, "shape"):',

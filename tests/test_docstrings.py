@@ -23,6 +23,7 @@ MODULES = [
         "polyattn.dialects.flash_attn",
         "polyattn.dialects.flash_attn.cute",
         "polyattn.dialects.flash_attn_interface",
+        "polyattn.dialects.flax",
         "polyattn.dialects.keras",
         "polyattn.dialects.mlx",
         "polyattn.dialects.natten",

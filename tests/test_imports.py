@@ -55,6 +55,7 @@ OUTSIDE = {
     "conformance": TESTING,
     "cli": {"polyattn_command"},
     "dialects._install": {"polyattn_command"},
+    "dialects.flax": {"jax"},  # imported for a key of jax.random
     "dialects.flash_attn.layers": {"torch"},
     "dialects.flash_attn.losses": {"torch"},
     "dialects.flash_attn.modules": {"torch"},

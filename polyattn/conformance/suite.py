@@ -156,16 +156,16 @@ class BackendSuite:
             for mark in self._marks(test):
                 metafunc.definition.add_marker(mark)
             return
-        target = _subject(self.backend, self.library)
+        target, names = _subject(self.backend, self.library), ["variant"]
+        runs: list[tuple[Any, ...]]
         if "case" in metafunc.fixturenames:
-            runs: list[tuple[Any, ...]] = list(self._runs(test, target))
-            metafunc.parametrize("variant,case", self._params(test, (None, None), runs))
+            names, runs = ["variant", "case"], list(self._runs(test, target))
         elif "dtype" in metafunc.fixturenames:
-            sizes = [(c, dtype) for c in target.kernels for dtype in self._swept(target, c)]
-            metafunc.parametrize("variant,dtype", self._params(test, (None, None), sizes))
+            names = ["variant", "dtype"]
+            runs = [(c, dtype) for c in target.kernels for dtype in self._swept(target, c)]
         else:
-            kernels = [(c,) for c in target.kernels if self._declares(test, target, c)]
-            metafunc.parametrize("variant", self._params(test, (None,), kernels))
+            runs = [(c,) for c in target.kernels if self._declares(test, target, c)]
+        metafunc.parametrize(names, self._params(test, [None] * len(names), runs))
 
     def _runs(self, test: str, target: Target) -> Iterator[tuple[KernelVariant, Case]]:
         name, cases = test.removeprefix("test_"), CASES if self.thorough else ESSENTIAL
@@ -184,7 +184,7 @@ class BackendSuite:
         promise = promises.PROMISES.get(test.removeprefix("test_"))
         return promise is None or promise.applies(target, variant)
 
-    def _params(self, test: str, fill: tuple[None, ...], runs: list[tuple[Any, ...]]) -> list[Any]:
+    def _params(self, test: str, fill: list[None], runs: list[tuple[Any, ...]]) -> list[Any]:
         if not runs:
             return [pytest.param(*fill, marks=pytest.mark.skip(reason=_NOTHING))]
         ids = ["-".join(map(str, run)) for run in runs]

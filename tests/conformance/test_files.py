@@ -1,6 +1,7 @@
 """The files of `polyattn check`: JUnit's XML, a badge, and a script of a failing case."""
 
 import importlib
+import json
 import re
 import subprocess
 import sys
@@ -36,6 +37,9 @@ def right(query, key, value, is_causal=False):
 
 def wide(query, key, value):
     return attention(query, key, value).astype("float64")
+
+def blank(query, key, value):
+    return attention(query, key, value) * np.nan
 
 def flash_attn_func(
     q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0,
@@ -208,11 +212,19 @@ def test_there_is_no_script_without_a_wrong_number(mine):
     assert script_of(by_mask, ["mask function"]) is None
 
 
+def test_json_has_null_for_an_infinite_error(mine, capsys):
+    assert main(["check", "--callable", "mine:blank", "--case", "plain", "--json"]) == 1
+    rows = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert rows[0]["cases"]["plain"]["deviation"]["units"] is None
+
+
 def test_the_command_writes_them(mine, tmp_path, capsys):
     names = {name: tmp_path / f"{name}.txt" for name in files.OPTIONS}
     options = [x for name, file in names.items() for x in (f"--{name}", str(file))]
     assert main(["check", "--callable", "mine:deaf", "--quick", *options]) == 1
-    assert "cases differ" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert all(x in said for x in ("cases differ", "no argument for", "softcap is ignored ("))
+    assert "<td>softcap is ignored (" in names["html"].read_text("utf-8")
     assert all(file.stat().st_size > 100 for file in names.values())
     names["repro"].unlink()
     for name, code, error in (("right", 0, ""), ("wide", 1, "no failure is one call")):

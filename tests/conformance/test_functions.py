@@ -23,12 +23,12 @@ from polyattn.conformance.functions.check import (
     NoArgumentError,
     arguments_for,
     check_callable,
+    check_gradients,
     check_logsumexp,
     check_parts,
     load,
     target_of,
 )
-from polyattn.conformance.functions.gradients import check_gradients
 from polyattn.conformance.functions.report import summarise, summary, table_rows
 from polyattn.dialects import scaled_dot_product_attention
 from polyattn.dialects.flash_attn import flash_attn_func
@@ -292,6 +292,7 @@ KNOWN = {
             "torch:varlen_attn",
         )
     },
+    "flax:dot_product_attention": {"bias", "mask", "grouped_heads"},
     "jax:dot_product_attention": {"bias", "mask", "window", "scale"},
     "keras:dot_product_attention": {"bias", "mask", "softcap", "scale"},
     "xformers:memory_efficient_attention": {"bias", "mask", "scale"},
@@ -307,7 +308,9 @@ def test_the_signatures_of_the_dialects_are_known(name):
     for row in rows:
         assert row.count(RAISES) == 0, row
         wrong = {f.interpretation for f in row.findings.values() if f.status == DIFFERS}
-        assert wrong <= ({TOP_LEFT} if name.startswith(("jax", "keras")) else set()), row.name
+        assert wrong <= ({TOP_LEFT} if name.startswith(("flax", "jax", "keras")) else set()), (
+            row.name
+        )
     assert KNOWN[name] <= {row.name for row in rows if row.count(AGREES)}
 
 

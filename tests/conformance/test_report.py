@@ -1,6 +1,5 @@
 """`polyattn check`: the table, the page, the exit code, and what it charges a failure to."""
 
-import importlib
 import json
 import os
 import re
@@ -105,53 +104,6 @@ def test_without_the_extra_it_says_what_to_install(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "mpmath", None)
     assert main(["check", "numpy"]) == 2
     assert 'pip install "polyattn[testing]"' in capsys.readouterr().err
-
-
-FUNCTIONS = """
-from polyattn import attention
-
-def right(query, key, value, attn_mask=None, is_causal=False, scale=None, enable_gqa=False):
-    if attn_mask is not None and attn_mask.dtype == bool:
-        return attention(query, key, value, mask=attn_mask, is_causal=is_causal, scale=scale)
-    return attention(query, key, value, bias=attn_mask, is_causal=is_causal, scale=scale)
-
-def deaf(query, key, value, attn_mask=None, is_causal=False, scale=None, enable_gqa=False):
-    return right(query, key, value, attn_mask, is_causal)
-"""
-
-
-BLANK = """
-def blank(query, key, value):
-    return right(query, key, value) * float("nan")
-"""
-
-
-def strict_json(text):
-    """JSON as others read it: Python's own reader takes Infinity for a number."""
-    return json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
-
-
-@pytest.mark.slow
-def test_a_function_of_the_users(tmp_path, monkeypatch, capsys):
-    (tmp_path / "mine.py").write_text(FUNCTIONS, encoding="utf-8")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend("")
-    assert main(["check", "--callable", "mine:right", "--quick"]) == 0
-    assert "no argument for softcap" in capsys.readouterr().out
-    page = tmp_path / "deaf.html"
-    assert main(["check", "--callable", "mine:deaf", "--quick", "--html", str(page)]) == 1
-    assert "scale is ignored (2)" in capsys.readouterr().out
-    assert "differ" in page.read_text(encoding="utf-8")
-    assert cells(page.read_text(encoding="utf-8"))["scale"] == "scale is ignored (2)"
-    assert main(["check", "--callable", "mine:deaf", "--quick", "--json"]) == 1
-    rows = {row["name"]: row for row in strict_json(capsys.readouterr().out)}
-    assert rows["scale"]["cases"]["scale"]["interpretation"] == "scale is ignored"
-    (tmp_path / "mine.py").write_text(FUNCTIONS + BLANK, encoding="utf-8")
-    monkeypatch.delitem(sys.modules, "mine")
-    importlib.invalidate_caches()
-    assert main(["check", "--callable", "mine:blank", "--quick", "--json"]) == 1
-    rows = {row["name"]: row for row in strict_json(capsys.readouterr().out)}
-    assert rows["float64"]["cases"]["plain, float64"]["deviation"]["units"] is None
 
 
 # ---- what a failure is charged to ----
@@ -355,12 +307,12 @@ class Rounding(Backend):
 def test_a_dtype_that_is_declared_and_lost_fails(monkeypatch):
     monkeypatch.setattr(registry, "loaded", lambda name: Rounding())
     section = run.steps([Target("numpy")], {}, ["dense"])[0].section
-    run._do_plugin(section, "arrays keep the declared dtypes")
+    run._do(section, None, "arrays keep the declared dtypes", few=False)
     (failure,) = section.failures
     assert "float64 becomes float32" in str(failure)
     monkeypatch.setattr(Rounding, "lacks", lambda self, dtype: dtype == "float64" or None)
     section.failures.clear()
-    run._do_plugin(section, "arrays keep the declared dtypes")
+    run._do(section, None, "arrays keep the declared dtypes", few=False)
     assert not section.failures
 
 

@@ -11,8 +11,8 @@ from optional import torch
 import polyattn
 from polyattn.dialects import flash_attn as fa2
 from polyattn.dialects import flash_attn_interface as fa3
+from polyattn.dialects import flax, keras, mlx, natten, onnx, xformers
 from polyattn.dialects import jax as jax_dialect
-from polyattn.dialects import keras, mlx, natten, onnx, xformers
 from polyattn.dialects import torch as torch_dialect
 
 RNG = np.random.default_rng(0)
@@ -192,6 +192,7 @@ REFUSED = {
     "jax: batch": (jax_dialect.dot_product_attention, [Y, Y[:1], Y[:1]], {}, "key must"),
     "jax: of one": (jax_dialect.dot_product_attention, [Y[0], Y[0], Y[0]],
         {"query_seq_lengths": [2, 3]}, r"query_seq_lengths must .*B is 1; got \(2,\)"),
+    "flax: batch": (flax.dot_product_attention, [Y, Y[:1], Y[:1]], {}, "key must"),
     "keras: batch": (keras.dot_product_attention, [Y, Y[:1], Y[:1]], {}, "key must"),
     "mlx: rank": (mlx.scaled_dot_product_attention, [Y[0], Y[0], Y[0]], {"scale": 1.0}, "q must"),
     "onnx: past": (onnx.onnx_attention, [Y, Y[:, :, :2], Y, None, Y[:, :, :2], Y[:, :, :1]], {},
@@ -231,6 +232,7 @@ CALLS = {
     "varlen_attn": lambda x, n: torch_dialect.varlen_attn(x, x, x, n, n),
     "mha": lambda x, n: mha(query=x, key=x, value=x),
     "jax": lambda x, n: jax_dialect.dot_product_attention(x, x, x),
+    "flax": lambda x, n: flax.dot_product_attention(x, x, x),
     "keras": lambda x, n: keras.dot_product_attention(x, x, x),
     "mlx": lambda x, n: mlx.scaled_dot_product_attention(x, x, x, scale=1.0),
     "onnx": lambda x, n: onnx.onnx_attention(x, x, x),

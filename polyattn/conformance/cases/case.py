@@ -24,6 +24,8 @@ from polyattn.plugin import Problem
 finfo: Any = ml_dtypes.finfo
 Array = np.ndarray[Any, Any]
 Shape = tuple[int, ...]
+Fields = dict[str, Any]
+Group = dict[str, Fields]
 
 #: Cases with more scores check a sample of rows.
 MOST_SCORES = 2000
@@ -145,20 +147,14 @@ class Case:
     def shapes(self) -> tuple[Shape, Shape, Shape]:
         """The shapes of query, key and value, heads first."""
         G = self.H if self.G is None else self.G
-        k_batch, v_batch = (
-            self.batch if b is None else b for b in (self.key_batch, self.value_batch)
-        )
-        heads: Any = ((), (), ()) if self.one_head else ((self.H,), (G,), (G,))
+        own, theirs = ((), ()) if self.one_head else ((self.H,), (G,))
+        k, v = (self.batch if b is None else b for b in (self.key_batch, self.value_batch))
         S = self.S
         if self.page is not None:
-            k_batch = v_batch = (math.prod(self.batch) * S // self.page,)
+            k = v = (math.prod(self.batch) * S // self.page,)
             S = self.page
-        lengths = ((self.L, self.D), (S, self.D), (S, self.value_size))
-        q, k, v = (
-            (*batch, *own, *ends)
-            for batch, own, ends in zip((self.batch, k_batch, v_batch), heads, lengths, strict=True)
-        )
-        return q, k, v
+        query = (*self.batch, *own, self.L, self.D)
+        return query, (*k, *theirs, S, self.D), (*v, *theirs, S, self.value_size)
 
     def arguments(self, poisoned: bool = True) -> tuple[tuple[Array, Array, Array], dict[str, Any]]:
         """Make query, key and value and the options of the call, with or without its poison."""

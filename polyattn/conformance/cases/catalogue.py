@@ -11,7 +11,7 @@ from itertools import combinations, cycle, pairwise
 
 from polyattn._core.call.features import DTYPES
 from polyattn.conformance.cases.cache_cases import CORNERS, TOPIC
-from polyattn.conformance.cases.case import Case, make_case, sampled
+from polyattn.conformance.cases.case import Case, Fields, make_case, sampled
 from polyattn.conformance.cases.expression_cases import STEPS, make_expression_cases
 from polyattn.conformance.cases.generators import bent, two_in_three
 from polyattn.conformance.cases.topics import (
@@ -26,7 +26,6 @@ from polyattn.conformance.cases.topics import (
     POISONED,
     SEPARATING,
     TOPICS,
-    Fields,
 )
 
 # For every tile size an edge of a tile is near one of these.

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from polyattn import masks, scores
-from polyattn.conformance.cases.case import Case, Generated, make_case
+from polyattn.conformance.cases.case import Case, Fields, Generated, Group, make_case
 from polyattn.conformance.cases.generators import (
     bent,
     normal,
@@ -18,9 +18,6 @@ from polyattn.conformance.cases.generators import (
     slope_of_bent,
     two_in_three,
 )
-
-Fields = dict[str, Any]
-Group = dict[str, Fields]
 
 # ---- masks -------------------------------------------------------------------------------------
 
@@ -330,16 +327,14 @@ VERY_LONG: Group = {
         **{"mask": Generated(packed_apart), "is_causal": True, "query_offset": -600},
         **{"L": 1100, "S": 4500, "rows": (0, 599, 601, 1099)},
     },
-    "17 x 20000, bias": {
-        **{"bias": normal("LS"), "L": 17, "S": 20000, "rows": (0, 16)},
-    },
+    "17 x 20000, bias": {**{"bias": normal("LS"), "L": 17, "S": 20000, "rows": (0, 16)}},
     "20000 x 17, alibi, sinks": {
         **{"score_mod": Generated(sloped), "query_offset": -19980, "is_causal": True},
         **{"H": 4, "G": 2, "sinks": normal("H")},
         **{"L": 20000, "S": 17, "rows": (0, 8191, 8192, 16384, 19980, 19999)},
     },
     "2 x 9001, decoding, softcap": {
-        **{"is_causal": True, "softcap": 2.0, "H": 4, "G": 1, "L": 2, "S": 9001, "rows": (0, 1)},
+        **{"is_causal": True, "softcap": 2.0, "H": 4, "G": 1, "L": 2, "S": 9001, "rows": (0, 1)}
     },
 }
 

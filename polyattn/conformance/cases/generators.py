@@ -44,11 +44,7 @@ def mask_with_empty_rows(case: Case, rng: Any) -> Any:
 
 def mask_without(*hidden: int) -> Generated:
     """Return a mask `(L, S)` that hides some keys from every row."""
-
-    def make(case: Case, rng: Any) -> Any:
-        return np.broadcast_to(~np.isin(np.arange(case.S), hidden), (case.L, case.S)).copy()
-
-    return Generated(make)
+    return Generated(lambda case, rng: np.tile(~np.isin(np.arange(case.S), hidden), (case.L, 1)))
 
 
 def bias_with(hide: Callable[[Any, Any], Any]) -> Generated:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from itertools import product
-from typing import Any
 
 import numpy as np
 
 from polyattn import masks
 from polyattn.conformance.cases.cache_cases import CACHES, TOPIC
-from polyattn.conformance.cases.case import ARRAYS, VIEWS, Generated
+from polyattn.conformance.cases.case import ARRAYS, VIEWS, Fields, Generated, Group
 from polyattn.conformance.cases.generators import (
     alibi,
     bent,
@@ -26,9 +25,6 @@ from polyattn.conformance.cases.generators import (
     shuffled_pages,
     two_in_three,
 )
-
-Fields = dict[str, Any]
-Group = dict[str, Fields]
 
 OFFSETS: Fields = {"is_causal": True, "query_offset": Generated(offsets)}
 PAIRED: Group = {

@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from polyattn import UnsupportedError, attention
+from polyattn._base.arrays import facts_of
 from polyattn._core.call.options import GRADIENT_ARRAYS
-from polyattn.conformance.cases.case import Case
-from polyattn.conformance.checks.target import Target
+from polyattn.conformance.cases.case import ARRAYS, Case
+from polyattn.conformance.checks.target import Arguments, Target
 from polyattn.conformance.reference.gradients import cotangent
 from polyattn.plugin import Kernel
-
-Arguments = tuple[list[Any], dict[str, Any]]
-
-
-def differentiable(arrays: Iterable[Any], options: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments that have gradients, by name."""
-    named = dict(zip(("query", "key", "value"), arrays, strict=True)) | options
-    return {name: named[name] for name in GRADIENT_ARRAYS if name in named}
 
 
 def torch_vjp(function: Callable[..., Any], inputs: list[Any], along: Any) -> Any:
@@ -32,29 +26,37 @@ def torch_vjp(function: Callable[..., Any], inputs: list[Any], along: Any) -> An
     return [torch.zeros_like(x) if gradient is None else gradient for x, gradient in pairs]
 
 
-def jax_vjp(function: Callable[..., Any], inputs: list[Any], along: Any) -> Any:
-    return importlib.import_module("jax").vjp(function, *inputs)[1](along)
+#: How each library differentiates a function of arrays: with the inputs and the cotangent.
+VJP: dict[str, Callable[[Callable[..., Any], list[Any], Any], Any]] = {
+    "torch": torch_vjp,
+    "jax": lambda f, inputs, along: importlib.import_module("jax").vjp(f, *inputs)[1](along),
+    "mlx": lambda f, inputs, along: importlib.import_module("mlx.core").vjp(f, inputs, [along])[1],
+}
 
 
-def mlx_vjp(function: Callable[..., Any], inputs: list[Any], along: Any) -> Any:
-    return importlib.import_module("mlx.core").vjp(function, inputs, [along])[1]
+def gradients_of(
+    function: Callable[..., Any], inputs: dict[str, Any], along: Any
+) -> dict[str, Any]:
+    """Return the gradients of a function of named arrays, by their library."""
+
+    def call(*given: Any) -> Any:
+        return function(**dict(zip(inputs, given, strict=True)))
+
+    arrays = list(inputs.values())
+    gradients = VJP[facts_of(arrays[0]).library](call, arrays, along)
+    return dict(zip(inputs, gradients, strict=True))
 
 
 def by_library(
-    vjp: Callable[..., Any], target: Target, case: Case, kernel: Kernel, arguments: Arguments
+    target: Target, case: Case, kernel: Kernel, arguments: Arguments
 ) -> dict[str, Any] | None:
-    """Return the gradients by a library, which `vjp` calls, or None if the kernel refuses."""
+    """Return the gradients by the library of the arrays, or None if the kernel refuses."""
     along = target.to(cotangent(case))
 
     def differentiated(*arrays: Any, **options: Any) -> Any:
-        inputs = differentiable(arrays, options)
-        others = {name: x for name, x in options.items() if name not in inputs}
-
-        def call(*given: Any) -> Any:
-            return attention(**dict(zip(inputs, given, strict=True)), **others)
-
-        gradients = vjp(call, list(inputs.values()), along)
-        return dict(zip(inputs, gradients, strict=True))
+        named = dict(zip(ARRAYS, arrays, strict=True)) | options
+        inputs = {name: named.pop(name) for name in GRADIENT_ARRAYS if name in named}
+        return gradients_of(partial(attention, **named), inputs, along)
 
     try:
         gradients: dict[str, Any] = target.call(case, kernel, differentiated, arguments)
@@ -65,11 +67,3 @@ def by_library(
             assert is_refused, f"{case}: explain says that it runs, and the call is refused"
         return None
     return gradients
-
-
-#: How each library differentiates a function of arrays: with the inputs and the cotangent.
-VJP: dict[str, Callable[[Callable[..., Any], list[Any], Any], Any]] = {
-    "torch": torch_vjp,
-    "jax": jax_vjp,
-    "mlx": mlx_vjp,
-}

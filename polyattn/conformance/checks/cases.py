@@ -19,10 +19,10 @@ from polyattn import attention_partial
 from polyattn._base.arrays import facts_of
 from polyattn._core.call.parts import arrays_in
 from polyattn._dispatch.errors import BackendError
-from polyattn.conformance.cases.case import Case, Generated, bits
+from polyattn.conformance.cases.case import ARRAYS, Case, Generated, bits
 from polyattn.conformance.cases.catalogue import CASES
 from polyattn.conformance.checks.lazy import is_lazy
-from polyattn.conformance.checks.target import KernelVariant, Target
+from polyattn.conformance.checks.target import Arguments, KernelVariant, Target
 from polyattn.conformance.reference.tolerance import (
     Deviation,
     Yardstick,
@@ -74,15 +74,10 @@ def _has_wide_integers(case: Case) -> bool:
 
 def is_applicable(target: Target, variant: KernelVariant, case: Case) -> bool:
     """Return whether the library has the dtypes of a case, and the kernel makes its promises."""
-    dtypes = {
-        case.dtype,
-        *(x.dtype for _, x in case.options if isinstance(x, Generated) and x.dtype),
-    }
-    has_dtypes = case.dtype in target.dtypes and all(map(target.has, dtypes))
-    promised = (case.poison is None or variant.kernel.poison_safe) and (
-        not case.rounded_once or variant.kernel.rounds_once
-    )
-    return has_dtypes and promised
+    others = {x.dtype for _, x in case.options if isinstance(x, Generated) and x.dtype}
+    has_dtypes = case.dtype in target.dtypes and all(map(target.has, others))
+    is_safe = case.poison is None or variant.kernel.poison_safe
+    return has_dtypes and is_safe and (not case.rounded_once or variant.kernel.rounds_once)
 
 
 def takes(target: Target, variant: KernelVariant, case: Case) -> bool:
@@ -191,23 +186,19 @@ def name_case(what: str, kernel: Kernel) -> Iterator[None]:
         raise AssertionError(f"{what}: raised {error!r} at {where}") from error
 
 
-def check_unwritten(
-    target: Target, case: Case, arguments: tuple[list[Any], Mapping[str, Any]], before: Any
-) -> None:
+def check_unwritten(target: Target, case: Case, arguments: Arguments, before: Any) -> None:
     """Check that the arguments have the bits that `bits_of` returned before."""
     after = bits_of(target, arguments)
     written = [name for name, bits in before.items() if after[name] != bits]
     assert not written, f"{case}: {', '.join(written)} was written to"
 
 
-def bits_of(target: Target, arguments: tuple[list[Any], Mapping[str, Any]]) -> dict[str, bytes]:
+def bits_of(target: Target, arguments: Arguments) -> dict[str, bytes]:
     """Return the bits of each argument."""
     arrays, options = arguments
-    everything = dict(zip(("query", "key", "value"), arrays, strict=True)) | dict(options)
-    return {
-        name: b"".join(bits(target.back(x)) for x in arrays_in(option))
-        for name, option in everything.items()
-    }
+    everything = dict(zip(ARRAYS, arrays, strict=True)) | options
+    own = {name: arrays_in(option) for name, option in everything.items()}
+    return {name: b"".join(bits(target.back(x)) for x in some) for name, some in own.items()}
 
 
 def aspects(case: Case) -> frozenset[str]:

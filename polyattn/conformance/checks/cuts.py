@@ -12,16 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from polyattn import (
-    Partial,
-    UnsupportedError,
-    attention,
-    attention_backward,
-    attention_partial,
-    masks,
-    same_bits,
-    scores,
-)
+import polyattn
+from polyattn import masks, scores
 from polyattn._base.slices import Slice
 from polyattn._core.call.parts import options_of_part
 from polyattn._core.expressions.parts import Part
@@ -173,9 +165,9 @@ def check_cut_invariance(target: Target, variant: KernelVariant) -> None:
     # A library that compiles each shape takes half a minute for all.
     for case in list(cut_cases(target.dtypes))[:: 5 if is_lazy(target) else 1]:
         try:
-            with same_bits():
+            with polyattn.same_bits():
                 of, rows = differing(*case, with_gradient if case[1:] == _PLAIN else run)
-        except UnsupportedError:
+        except polyattn.UnsupportedError:
             continue
         text = f"{', '.join(case)}: {of} of {rows} rows have other bits than in the whole call"
         assert not of, text
@@ -200,11 +192,12 @@ def _runner(target: Target, variant: KernelVariant, *, backward: bool = False) -
 
     def compute(query: Any, key: Any, value: Any, **options: Any) -> list[Any]:
         if partial:
-            result = attention_partial(query, key, value, **options)
+            result = polyattn.attention_partial(query, key, value, **options)
         else:
-            result = Partial(attention(query, key, value, **options), None)
+            result = polyattn.Partial(polyattn.attention(query, key, value, **options), None)
         if not backward:
             return list(result)
-        return [*result, attention_backward(query, key, value, result, query, **options).query]
+        given = query, key, value, result, query
+        return [*result, polyattn.attention_backward(*given, **options).query]
 
     return run

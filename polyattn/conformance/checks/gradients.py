@@ -32,13 +32,16 @@ from polyattn._dispatch.select import explain_selection
 from polyattn.conformance.cases.case import Case
 from polyattn.conformance.cases.gradient_cases import BACKWARD_CASES, GRADIENT_CASES, JVP_CASES
 from polyattn.conformance.checks import cases as checks
-from polyattn.conformance.checks.autodiff import VJP, Arguments, by_library
-from polyattn.conformance.checks.target import KernelVariant, Target
+from polyattn.conformance.checks.autodiff import VJP, by_library
+from polyattn.conformance.checks.target import Arguments, KernelVariant, Target
 from polyattn.conformance.reference import differences
 from polyattn.conformance.reference import gradients as formula
 from polyattn.conformance.reference.oracle import lift
 from polyattn.conformance.reference.tolerance import Deviation, accumulation_dtype, deviation
 from polyattn.plugin import Cotangents, Kernel, Residuals, Tangents
+
+#: The error of each quantity.
+Deviations = dict[str, Deviation]
 
 
 def has_gradients(target: Target) -> bool:
@@ -46,15 +49,10 @@ def has_gradients(target: Target) -> bool:
     return target.library.partition(".")[0] in VJP
 
 
-def check_gradients(
-    target: Target, variant: KernelVariant, case: Case
-) -> dict[str, Deviation] | None:
+def check_gradients(target: Target, variant: KernelVariant, case: Case) -> Deviations | None:
     """Check that the gradients are as accurate as the textbook's; None if the call is refused."""
-    arguments = target.arguments(case)
-    vjp = VJP.get(facts_of(arguments[0][0]).library)
-    if vjp is None:
-        return None
-    gradients = by_library(vjp, target, case, variant.for_case(case), arguments)
+    kernel, arguments = variant.for_case(case), target.arguments(case)
+    gradients = by_library(target, case, kernel, arguments) if has_gradients(target) else None
     if gradients is None:
         return None
     return compare(case, {n: target.back(gradients[n]) for n in formula.gradient_yardsticks(case)})
@@ -92,9 +90,7 @@ def is_without_logsumexp(case: Case) -> bool:
     return "normalizer" in case.features
 
 
-def check_backward(
-    target: Target, variant: KernelVariant, case: Case
-) -> dict[str, Deviation] | None:
+def check_backward(target: Target, variant: KernelVariant, case: Case) -> Deviations | None:
     """Check the gradients that a kernel computes itself; None if the call is refused.
 
     Those of query, key, value, bias and sinks are as accurate as the textbook's. In float64 all are
@@ -106,12 +102,13 @@ def check_backward(
         return None
     arguments = target.arguments(case)
     before = checks.bits_of(target, arguments)
-    deviations: dict[str, Deviation] = {}
+    deviations: Deviations = {}
     if formula.has_formula(case):
-        computed = backward(target, kernel, case, arguments)
-        deviations |= compare(
-            case, {name: computed[name][0] for name in formula.gradient_yardsticks(case)}
+        computed, names = (
+            backward(target, kernel, case, arguments),
+            formula.gradient_yardsticks(case),
         )
+        deviations |= compare(case, {name: computed[name][0] for name in names})
     if case.dtype == "float64":
         computed = backward(target, kernel, case, arguments, of_logsumexp=True)
         deviations |= compare_slopes(case, computed)
@@ -175,26 +172,22 @@ def leaves(gradient: Any) -> list[Any]:
     return [] if gradient is None else [gradient]
 
 
-def compare(case: Case, computed: dict[str, Any]) -> dict[str, Deviation]:
+def compare(case: Case, computed: dict[str, Any]) -> Deviations:
     """Check gradients against their yardsticks."""
-    deviations = {}
+    deviations, yards = {}, formula.gradient_yardsticks(case)
     for name, gradient in computed.items():
-        off = deviation(
-            gradient, formula.gradient_yardsticks(case)[name], f"{case}: gradient of {name}"
-        )
+        off = deviation(gradient, yards[name], f"{case}: gradient of {name}")
         assert off.fault is None, off.fault
         deviations[name] = off
     return deviations
 
 
-def compare_slopes(case: Case, computed: dict[str, list[Any]]) -> dict[str, Deviation]:
+def compare_slopes(case: Case, computed: dict[str, list[Any]]) -> Deviations:
     """Check gradients against differences of the textbook in the direction of each argument."""
     deviations = {}
     for name, slope in differences.slopes(case).items():
-        terms = [
-            lift(x) * t
-            for x, t in zip(computed[name], differences.direction(case)[name], strict=True)
-        ]
+        pairs = zip(computed[name], differences.direction(case)[name], strict=True)
+        terms = [lift(x) * t for x, t in pairs]
         result, size = (float(sum(np.sum(f(x)) for x in terms)) for f in (np.asarray, np.abs))
         share = abs(result - slope) / (differences.TOLERANCE * max(1.0, size))
         assert share <= 1, (
@@ -230,7 +223,7 @@ def add_shares(target: Target, kernel: Kernel, case: Case, arguments: Arguments)
     return {"query": lift(target.back(other.query)), "key": key, "value": value}
 
 
-def check_jvp(target: Target, variant: KernelVariant, case: Case) -> dict[str, Deviation] | None:
+def check_jvp(target: Target, variant: KernelVariant, case: Case) -> Deviations | None:
     """Check the directional derivative that a kernel computes; None if the call is refused.
 
     Its sum with the cotangent is as accurate as that of the textbook's gradients with the
@@ -255,7 +248,7 @@ def check_jvp(target: Target, variant: KernelVariant, case: Case) -> dict[str, D
     return compare_tangent(case, what, lift(target.back(result)))
 
 
-def compare_tangent(case: Case, what: str, result: Any) -> dict[str, Deviation]:
+def compare_tangent(case: Case, what: str, result: Any) -> Deviations:
     """Check a tangent against the gradients, and in float64 against differences."""
     deviations, along = {}, formula.cotangent(case)
     if formula.has_formula(case):

@@ -102,16 +102,12 @@ _ITEMS: dict[str, dict[str, Any]] = {
 }
 
 
-def _batch_cases(dtypes: Iterable[str]) -> list[Case]:
-    """Return cases with a batch whose items can also be computed one at a time."""
-    return [
-        make_case(
-            f"batch of {BATCH}, {name}, {dtype}", **fields | {"batch": (BATCH,), "dtype": dtype}
-        )
-        for name, fields in _ITEMS.items()
-        for dtype in dtypes
-        if dtype == fields.get("dtype", "float32") or name == "plain"
-    ]
+def _batch_cases(dtypes: Iterable[str]) -> Iterator[Case]:
+    """Yield cases with a batch whose items can also be computed one at a time."""
+    for (name, fields), dtype in product(_ITEMS.items(), dtypes):
+        if dtype == fields.get("dtype", "float32") or name == "plain":
+            own = fields | {"batch": (BATCH,), "dtype": dtype}
+            yield make_case(f"batch of {BATCH}, {name}, {dtype}", **own)
 
 
 def check_determinism(target: Target, variant: KernelVariant, *, thorough: bool = True) -> None:
@@ -128,9 +124,8 @@ def check_batch_invariance(target: Target, variant: KernelVariant) -> None:
         for n in range(BATCH):
             one = target.placed(of_item(case.arguments(), n))
             output = target.back(target.call(case, kernel, arguments=one))
-            assert bits(output[0]) == bits(together[n]), (
-                f"{case}: item {n} has different bits without the others"
-            )
+            same = bits(output[0]) == bits(together[n])
+            assert same, f"{case}: item {n} has different bits without the others"
 
 
 def _supported(target: Target, variant: KernelVariant, declared: str) -> list[tuple[Case, Any]]:
@@ -257,13 +252,9 @@ def check_first_call_from_threads(target: Target, variant: KernelVariant) -> Non
         case = make_case("threads", L=6, S=6, D=64, dtype=dtype, is_causal=is_causal)
         if checks.takes(target, variant, case):
             name = variant.kernel.name
-            code = _THREADS.format(
-                library=library,
-                dtype=dtype,
-                options={"is_causal": is_causal, "backend": target.backend, "kernel": name},
-                deterministic=variant.kernel.deterministic,
-            )
-            _in_a_new_interpreter(code)
+            options = {"is_causal": is_causal, "backend": target.backend, "kernel": name}
+            own = {"dtype": dtype, "deterministic": variant.kernel.deterministic}
+            _in_a_new_interpreter(_THREADS.format(library=library, options=options, **own))
             return
 
 

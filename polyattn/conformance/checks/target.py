@@ -27,6 +27,8 @@ from polyattn.conformance.cases.case import Case, with_arrays
 from polyattn.plugin import Kernel
 
 CALLS_REMEMBERED = 100
+#: Query, key and value, and the options of a call.
+Arguments = tuple[list[Any], dict[str, Any]]
 
 
 class KernelVariant(NamedTuple):
@@ -180,24 +182,21 @@ class Target:
         elsewhere = {f for f, kinds in kernel.only_on.items() if not kinds & self.kinds}
         return (kernel.features | kernel.differentiates.keys()) - elsewhere
 
-    def arguments(self, case: Case) -> tuple[list[Any], dict[str, Any]]:
+    def arguments(self, case: Case) -> Arguments:
         """Make query, key and value of a case, and its options, in the library."""
         return self.placed(case.arguments())
 
-    def placed(
-        self, arguments: tuple[Iterable[Any], dict[str, Any]]
-    ) -> tuple[list[Any], dict[str, Any]]:
+    def placed(self, arguments: tuple[Iterable[Any], dict[str, Any]]) -> Arguments:
         """Convert query, key and value and options to the library."""
         arrays, options = arguments
-        return [self.to(x) for x in arrays], {
-            name: with_arrays(option, self.to) for name, option in options.items()
-        }
+        placed = {name: with_arrays(option, self.to) for name, option in options.items()}
+        return [self.to(x) for x in arrays], placed
 
     def explain(
         self,
         case: Case,
         kernel: Kernel,
-        arguments: tuple[list[Any], dict[str, Any]] | None = None,
+        arguments: Arguments | None = None,
         *,
         logsumexp: bool = False,
     ) -> Explanation:
@@ -210,7 +209,7 @@ class Target:
         case: Case,
         kernel: Kernel,
         function: Callable[..., Any] = attention,
-        arguments: tuple[list[Any], dict[str, Any]] | None = None,
+        arguments: Arguments | None = None,
     ) -> Any:
         """Make the call of a case by a function with the signature of `attention`."""
         self._forget_compiled()

@@ -15,9 +15,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from polyattn._base.arguments import did_you_mean
+from polyattn._base.arrays import facts_of
 from polyattn._core.call.parts import arrays_in
 from polyattn.conformance.cases.cache_cases import Arguments, of_item
-from polyattn.conformance.cases.case import Case, bits, with_arrays
+from polyattn.conformance.cases.case import ARRAYS, Case, bits, with_arrays
+from polyattn.conformance.checks.autodiff import VJP, gradients_of
 from polyattn.conformance.checks.target import Target
 from polyattn.conformance.functions.interpretations import interpret
 from polyattn.conformance.functions.serving import Function, NoArgumentError
@@ -28,6 +30,7 @@ from polyattn.conformance.functions.signatures import (
     parameters_of,
     without_idle,
 )
+from polyattn.conformance.reference.gradients import cotangent, gradient_yardsticks
 from polyattn.conformance.reference.oracle import Array
 from polyattn.conformance.reference.tolerance import (
     Deviation,
@@ -53,6 +56,7 @@ __dir__ = __all__.copy
 
 AGREES, DIFFERS, RAISES, NO_ARGUMENT = "agrees", "differs", "raises", "no argument"
 RETURNS = "it returns a tuple of"
+Convert = Callable[[Any], Any]
 
 
 class Finding(NamedTuple):
@@ -154,9 +158,7 @@ _ON_TENSORS = (
 )
 
 
-def check_callable(
-    function: Function, case: Case, to: Callable[[Any], Any], back: Callable[[Any], Any]
-) -> Finding:
+def check_callable(function: Function, case: Case, to: Convert, back: Convert) -> Finding:
     """Check a function with a case.
 
     Parameters
@@ -199,9 +201,7 @@ def check_callable(
     return _judge(case, ran.output, output_yardstick, ran.wrong)._replace(remark=ran.remark)
 
 
-def check_logsumexp(
-    function: Function, case: Case, to: Callable[[Any], Any], back: Callable[[Any], Any]
-) -> Finding:
+def check_logsumexp(function: Function, case: Case, to: Convert, back: Convert) -> Finding:
     """Check the logsumexp of a function, the second of the tuple that it returns when asked."""
     function = in_our_words(function)
     asked = RETURNS_LOGSUMEXP & parameters_of(function)[0]
@@ -228,8 +228,41 @@ def _with_heads_first(x: Array, case: Case) -> Array:
     return np.swapaxes(x.reshape(H, B, L), 0, 1) if x.shape == (H, B * L) else x
 
 
+def has_gradients(to: Convert) -> bool:
+    """Return whether the library that `to` converts an array to can differentiate."""
+    return facts_of(to(np.ones((1, 1), "float32"))).library in VJP
+
+
+def check_gradients(function: Function, case: Case, to: Convert, back: Convert) -> Finding:
+    """Check the gradients of a function by query, key, value, bias and sinks."""
+    function = in_our_words(function)
+    try:
+        arrays, keywords = given(function, case, case.arguments(), to)
+        inputs = dict(zip(ARRAYS, arrays, strict=True))
+        options = {"bias": "bias" if "bias" in keywords else "attn_mask", "sinks": "sinks"}
+        yards = gradient_yardsticks(case)
+        inputs |= {name: keywords.pop(options[name]) for name in options if name in yards}
+
+        def call(query: Any, key: Any, value: Any, **named: Any) -> Any:
+            others = {options[name]: x for name, x in named.items()}
+            output = function(query, key, value, **keywords, **others)
+            return output[0] if isinstance(output, (tuple, list)) else output
+
+        gradients = gradients_of(call, inputs, to(cotangent(case)))
+        results = {name: back(x) for name, x in gradients.items()}
+    except NoArgumentError as error:
+        return Finding(NO_ARGUMENT, missing=str(error))
+    except (Exception, SystemExit) as error:
+        return Finding(RAISES, error=text_of(error))
+    off = {name: deviation(x, yards[name], f"{case}: {name}") for name, x in results.items()}
+    wrong = [name for name, one in off.items() if one.fault is not None]
+    worst = max(off.values(), key=lambda one: one.share)
+    meaning = f"by {', '.join(wrong)}" if wrong else ""
+    return Finding(DIFFERS if wrong else AGREES, worst, interpretation=meaning)
+
+
 def check_parts(
-    function: Function, case: Case, to: Callable[[Any], Any], back: Callable[[Any], Any],
+    function: Function, case: Case, to: Convert, back: Convert,
     part: Callable[[Arguments, int], Arguments],
 ) -> Finding:  # fmt: skip
     """Check a function with the items or the rows of a case, each in a call by itself."""
@@ -259,8 +292,8 @@ class _Ran(NamedTuple):
 
 
 def run_function(
-    function: Function, case: Case, arguments: Arguments, to: Callable[[Any], Any],
-    back: Callable[[Any], Any], others: dict[str, Any] | None = None,
+    function: Function, case: Case, arguments: Arguments, to: Convert, back: Convert,
+    others: dict[str, Any] | None = None,
 ) -> _Ran | Finding:  # fmt: skip
     """Run a function, perhaps with other options; return a finding if there is no output."""
     try:
@@ -286,7 +319,7 @@ def run_function(
 
 
 def given(
-    function: Function, case: Case, arguments: Arguments, to: Callable[[Any], Any]
+    function: Function, case: Case, arguments: Arguments, to: Convert
 ) -> tuple[list[Any], dict[str, Any]]:
     """Return query, key and value and the keyword arguments of a function in its library."""
     arrays, options = arguments
@@ -296,7 +329,7 @@ def given(
     return inputs, {name: with_arrays(option, to) for name, option in options.items()}
 
 
-def _as_array(returned: Any, back: Callable[[Any], Any]) -> Array:
+def _as_array(returned: Any, back: Convert) -> Array:
     """Return a result as an array of NumPy; raise if it is not an array."""
     if not hasattr(returned, "shape"):
         if inspect.iscoroutine(returned):

@@ -16,9 +16,6 @@ from polyattn.conformance.functions.report import Row, as_dict, lines, summarise
 from polyattn.conformance.report import files
 from polyattn.conformance.report import html as page
 
-__all__ = ["check"]
-__dir__ = __all__.copy
-
 
 def check(options: argparse.Namespace, cases: Sequence[Case]) -> int:
     """Print the results of functions; return 1 if one does not agree, else 0."""
@@ -36,7 +33,9 @@ def check(options: argparse.Namespace, cases: Sequence[Case]) -> int:
         function = callables.load(options.callable)
         target = callables.target_of(options.callable, options.library)
         if options.same_bits:
-            return _same_bits(options, same_bits.rows_with_other_bits(function, target))
+            counts = same_bits.rows_with_other_bits(function, target)
+            show(files.as_json(counts) if options.json else "\n".join(same_bits.lines(counts)))
+            return int(any(not isinstance(one, str) and one[0] for one in counts.values()))
         rows = summarise(function, cases, target.to, target.back, bar)
         if not rows:
             raise ValueError("--case: no function of others has these options, which are our own")
@@ -54,14 +53,11 @@ def check(options: argparse.Namespace, cases: Sequence[Case]) -> int:
     differ = sum(row.differing for rows in found.values() for row in rows)
     tables = {name: table_rows(rows) for name, rows in found.items()}
     made |= files.made(results) | {"html": page.functions_page(tables, differ)}
-    files.give(options, _json(found, options) if options.json else _text(found), made)
+    plain = {name: [as_dict(row) for row in rows] for name, rows in found.items()}
+    # Of one function its rows, of subjects those of each.
+    json = files.as_json(plain if options.subject else next(iter(plain.values())))
+    files.give(options, json if options.json else _text(found), made)
     return 1 if differ else 0
-
-
-def _same_bits(options: argparse.Namespace, rows: same_bits.Counts) -> int:
-    """Print how many rows have other bits; return 1 if there are any."""
-    show(files.as_json(rows) if options.json else "\n".join(same_bits.lines(rows)))
-    return 1 if any(not isinstance(one, str) and one[0] for one in rows.values()) else 0
 
 
 _FAILING = (callables.DIFFERS, callables.RAISES)
@@ -75,9 +71,3 @@ def _text(found: dict[str, list[Row]]) -> str:
         end = f"  {differ or 'no'} case{'s' * (differ != 1)} differ{'s' * (differ == 1)}"
         text += [name, "", *lines(rows), end]
     return "\n".join(text)
-
-
-def _json(found: dict[str, list[Row]], options: argparse.Namespace) -> str:
-    """Return the results as JSON: of one function its rows, of subjects those of each."""
-    rows = {name: [as_dict(row) for row in rows] for name, rows in found.items()}
-    return files.as_json(rows if options.subject else next(iter(rows.values())))

@@ -1,18 +1,10 @@
 """Name the other meaning of a call that a differing result agrees with.
 
-A result that differs from ours is often right by another convention: a mask whose True hides a
-key, or causal rows that count from the first key. Each convention is a row of `INTERPRETATIONS`:
-its name, and a change of the arguments by which *our* semantics give the result of the other
-convention::
-
-    the call of the case           query, key, value, mask=[[True, False]]
-    "True in a mask leaves a       {"mask": ~mask}
-    key out" changes
-    what is evaluated              query, key, value, mask=[[False, True]]
-
-`interpret` evaluates the changed calls one after another by the oracle and the textbook formula, so
-that each has an exact result and error limits of its own, and returns the name of the first that
-the result agrees with. A change is None where both conventions give the same.
+A result that differs from ours is often right by another convention, such as a mask whose True
+hides a key. Each is a row of `INTERPRETATIONS`: its name, and a change of the arguments by which
+*our* semantics give its result, such as ``{"mask": ~mask}``. `interpret` evaluates the changed
+calls by the oracle and the textbook formula, so that each has an exact result and limits of its
+own. A change is None where both conventions give the same.
 
 To add a convention, write a function of a `GivenCall`, a row of the table, and a row of ``FAULTS``
 in ``tests/conformance/test_interpretations.py``.
@@ -48,16 +40,22 @@ class GivenCall:
     A mask or score expression is replaced by an array or a function of the indices.
     """
 
-    H: int
-    L: int
-    S: int
-
     def __init__(self, arrays: tuple[Array, Array, Array], options: Arguments) -> None:
         self.arguments = dict(zip(ARRAYS, arrays, strict=True)) | options
         q, k, v = (heads_first(x, self.get("layout", "...HLD")) for x in arrays)
         k, v = (gathered(x, self.get("block_table")) for x in (k, v))
         self.batch = np.broadcast_shapes(q.shape[:-3], k.shape[:-3], v.shape[:-3])
-        (self.H, self.L), self.S = q.shape[-3:-1], k.shape[-2]
+        (self.H, self.L, D), self.S = q.shape[-3:], k.shape[-2]
+        self.dtype = self.get("query").dtype
+        lengths, offset, scale = map(self.get, ("key_lengths", "query_offset", "scale"))
+        self.ends = np.asarray(self.S if lengths is None else lengths)  # of the keys of each item
+        self.offset = self.ends - self.L if offset is None else offset
+        # The factor of the products of a query and a key, or None for another rule.
+        is_number = not isinstance(scale, ScaleRule) and self.get("similarity") is None
+        self.scale = float(factor_of(scale, None, D, 0)) if is_number else None
+        hiding = (self.get(name) is not None for name in ("mask", "bias", "window"))
+        self.hides_keys = bool(self.get("is_causal")) or any(hiding)
+        self.bias = self.spread(0.0 if self.get("bias") is None else self.get("bias"))
         rows = CallRows(self.batch, (self.H, self.L, self.S), self.offset)
         mask, score_mod = plainly(self.get("mask"), self.get("score_mod"), rows)
         self.arguments |= {"mask": mask, "score_mod": score_mod}
@@ -66,34 +64,11 @@ class GivenCall:
         """Return an argument, or a default where it is not given."""
         return self.arguments.get(name, default)
 
-    @property
-    def dtype(self) -> Any:
-        """The dtype of the query."""
-        return self.get("query").dtype
-
-    @property
-    def ends(self) -> Any:
-        """The number of keys of each item."""
-        lengths = self.get("key_lengths")
-        return np.asarray(self.S if lengths is None else lengths)
-
-    @property
-    def offset(self) -> Any:
-        """The position of the first row."""
-        offset = self.get("query_offset")
-        return self.ends - self.L if offset is None else offset
-
     def spread(self, x: Any) -> Array:
         """Broadcast to (items, H, L, S), with a flat batch, as index functions expect."""
-        items = math.prod(self.batch)
-        whole = np.broadcast_to(x, (*self.batch, self.H, self.L, self.S))
-        result: Array = whole.reshape(items, self.H, self.L, self.S)
-        return result
-
-    @cached_property
-    def bias(self) -> Array:
-        """The bias, or zeros, (items, H, L, S)."""
-        return self.spread(np.zeros(()) if self.get("bias") is None else self.get("bias"))
+        own = self.H, self.L, self.S
+        whole: Array = np.broadcast_to(x, (*self.batch, *own)).reshape(math.prod(self.batch), *own)
+        return whole
 
     @cached_property
     def visible(self) -> Array:
@@ -104,23 +79,9 @@ class GivenCall:
         if mask is not None and not callable(mask):
             mask = self.spread(mask)
         band = self.get("is_causal"), self.get("window")
-        seen: Array = ~hidden_keys(mask, *band, offset, ends, indices)
-        seen = seen & ~np.isneginf(lift(self.bias))
+        hidden = hidden_keys(mask, *band, offset, ends, indices)
+        seen: Array = ~(hidden | np.isneginf(lift(self.bias)))
         return seen
-
-    @property
-    def hides_keys(self) -> bool:
-        """Whether a key may be hidden from a row."""
-        hiding = (self.get(name) is not None for name in ("mask", "bias", "window"))
-        return bool(self.get("is_causal")) or any(hiding)
-
-    @property
-    def scale(self) -> float | None:
-        """The factor of the products of a query and a key, or None for another rule."""
-        scale = self.get("scale")
-        if isinstance(scale, ScaleRule) or self.get("similarity") is not None:
-            return None
-        return float(factor_of(scale, None, self.get("query").shape[-1], 0))
 
 
 #: Returns the arguments that another meaning gives instead; None where it changes no result.
@@ -216,14 +177,11 @@ def _window_by(left: int, right: int, call: GivenCall) -> Arguments | None:
 
 def _heads_in_turn(call: GivenCall) -> Arguments | None:
     axis = -2 if call.get("layout") == "...LHD" else -3
-    key, value = call.get("key"), call.get("value")
+    key = call.get("key")
     G = key.shape[axis] if key.ndim > 2 else 1
     if not 1 < G < call.H:
         return None
-    return {
-        name: np.concatenate([x] * (call.H // G), axis)
-        for name, x in (("key", key), ("value", value))
-    }
+    return {n: np.concatenate([call.get(n)] * (call.H // G), axis) for n in ("key", "value")}
 
 
 def _mask_inverted(call: GivenCall) -> Arguments | None:

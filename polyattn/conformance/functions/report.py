@@ -8,8 +8,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from polyattn._base.text_table import paragraph, table
 from polyattn._core.call.features import DTYPES, FEATURES
 from polyattn._core.expressions.expression import Expression
@@ -27,10 +25,11 @@ from polyattn.conformance.functions.check import (
     RETURNS,
     Finding,
     check_callable,
+    check_gradients,
     check_logsumexp,
     check_parts,
+    has_gradients,
 )
-from polyattn.conformance.functions.gradients import check_gradients, has_gradients
 from polyattn.conformance.functions.serving import Function
 
 __all__ = ["Row", "as_dict", "lines", "summarise", "summary"]
@@ -172,7 +171,7 @@ def summarise(
 
     The arguments are those of `check_callable`; `progress` wraps the iteration, as `tqdm` does.
     """
-    plan = planned(cases, has_gradients(to, np.ones((1, 1), "float32")))
+    plan = planned(cases, has_gradients(to))
     findings = [
         call_named(f"case {case}", check, function, case, to, back)
         for case, _, check in progress(plan)

@@ -19,34 +19,18 @@ from polyattn.conformance.checks.target import Target
 from polyattn.conformance.functions.check import RAISES, Finding
 from polyattn.conformance.functions.report import Row, grouped, planned
 
-__all__ = ["SUBJECTS", "Peer", "measure", "subject_of"]
-__dir__ = __all__.copy
-
 #: After so many seconds without an answer, a call counts as one that ends its process.
 PATIENCE = 120
 
 
 class Peer(NamedTuple):
-    """An attention function of another library.
-
-    Attributes
-    ----------
-    title : str
-        What it is.
-    needs : str
-        The distributions that it needs, the library itself first.
-    setup : str
-        Python code that defines it as `attend`.
-    arrays : str
-        The module that makes its arrays.
-    environment : dict of str
-        What is set before the library is imported.
-    """
+    """An attention function of another library."""
 
     title: str
-    needs: str
-    setup: str
-    arrays: str = "numpy"
+    needs: str  # the distributions, the library itself first
+    setup: str  # Python code that defines it as `attend`
+    arrays: str = "numpy"  # the module that makes its arrays
+    # What is set before the library is imported.
     environment: dict[str, str] = {}  # noqa: RUF012 -- nobody writes to it
 
     @property

@@ -72,14 +72,6 @@ class Steps(NamedTuple):
     bend: Array  # the condition of the slope
 
 
-class Parts(NamedTuple):
-    """The terms to sum: gradients by the weights, by the logits and by scale · q·k."""
-
-    weights: Array
-    logits: Array
-    scores: Array
-
-
 def cotangent(case: Case) -> Array:
     """Return the gradient of the loss by the output."""
     rng = np.random.default_rng(zlib.crc32(f"{case.name} cotangent".encode()))
@@ -112,7 +104,7 @@ def gradients(case: Case, dtype: Any, **order: bool) -> dict[str, Array]:
         half = logits.shape[-1] // 2
         halves = (np.s_[..., :half], np.s_[..., half:])
         logits = logits + np.concatenate([residue(x, logits, delta, at) for at in halves], axis=-1)
-    return summed(case, x, Parts(x.weights * x.kept, logits, logits * x.slope), how)
+    return summed(case, x, (x.weights * x.kept, logits, logits * x.slope), how)
 
 
 @np.errstate(all="ignore")
@@ -131,13 +123,9 @@ def conditions(case: Case) -> dict[str, Array]:
     sizes = sizes + row_sums(how, x.weights * sizes)
     logits = errors * from_mean + x.weights * (row_sums(how, spread * from_mean) + sizes)
     scores = logits * np.abs(x.slope) + x.weights * from_mean * x.bend
-    x = x._replace(
-        query=np.abs(x.query),
-        key=np.abs(x.key),
-        cotangent=np.abs(x.cotangent),
-        scale=np.abs(x.scale),
-    )
-    return summed(case, x, Parts(errors * x.kept, logits, scores), how)
+    factors = ("query", "key", "cotangent", "scale")
+    x = x._replace(**{name: np.abs(getattr(x, name)) for name in factors})
+    return summed(case, x, (errors * x.kept, logits, scores), how)
 
 
 def residue(x: Steps, logits: Array, delta: Array, keys: Any) -> Array:
@@ -233,11 +221,9 @@ def _slope(part: Any, mod: Any, s: Any, c: Any, indices: tuple[Any, ...]) -> tup
 
 def score_steps(options: dict[str, Any]) -> list[Any]:
     """Return the steps that change the scores before the bias, as `plainly` takes them."""
-    parts: list[Any] = [Softcap(options["softcap"])] if "softcap" in options else []
-    mod = options.get("score_mod")
-    if isinstance(mod, Chain):
-        return parts + list(mod.parts)
-    return parts if mod is None else [*parts, mod]
+    parts = [Softcap(options["softcap"])] if "softcap" in options else []
+    mod = options.get("score_mod", Chain(()))
+    return [*parts, *(mod.parts if isinstance(mod, Chain) else [mod])]
 
 
 def derivative(mod: Callable[..., Any], s: Array, *indices: Any) -> Array:
@@ -256,16 +242,19 @@ def row_sums(how: Order, x: Array) -> Array:
     return how.product(x, np.ones_like(x, shape=(x.shape[-1], 1)))
 
 
-def summed(case: Case, x: Steps, parts: Parts, how: Order) -> dict[str, Array]:
-    """Return the gradients, each summed to the shape of its argument."""
+def summed(case: Case, x: Steps, terms: tuple[Array, Array, Array], how: Order) -> dict[str, Array]:
+    """Return the gradients, each summed to its argument's shape, from those of three terms.
+
+    They are the weights, the logits and scale · q·k.
+    """
     arrays, options = case.arguments(poisoned=False)
     before, after = (x.scale, 1) if how.scale_first else (1, x.scale)
-    scores = parts.scores * before
-    S = case.S
+    (weights, logits, scores), S = terms, case.S
+    scores = scores * before
     gradients = {
         "query": how.product(scores, x.key) * after,
         "key": (how.product(scores.mT, x.query) * after)[..., :S, :],
-        "value": how.product(parts.weights.mT, x.cotangent)[..., :S, :],
+        "value": how.product(weights.mT, x.cotangent)[..., :S, :],
     }
     for (name, gradient), array in zip(gradients.items(), arrays, strict=True):
         like = heads_first(array, case.layout)
@@ -275,9 +264,9 @@ def summed(case: Case, x: Steps, parts: Parts, how: Order) -> dict[str, Array]:
         whole = sum_to(like.shape, groups.sum(axis=-3))
         gradients[name] = as_called(whole, array.ndim, case.layout)
     if "bias" in options:
-        gradients["bias"] = sum_to(options["bias"].shape, parts.logits[..., :S])
+        gradients["bias"] = sum_to(options["bias"].shape, logits[..., :S])
     if "sinks" in options:
-        gradients["sinks"] = sum_to(options["sinks"].shape, parts.logits[..., S].sum(axis=-1))
+        gradients["sinks"] = sum_to(options["sinks"].shape, logits[..., S].sum(axis=-1))
     return gradients
 
 
@@ -309,24 +298,20 @@ def gradient_yardsticks(case: Case) -> dict[str, Yardstick]:
     is 0, and only the other orders of evaluation set the limit. A case that checks a sample of its
     rows has the gradients of the query only.
     """
-    (exact, condition), results = exact_and_conditions(case), evaluations(case)
+    (right, condition), results = exact_and_conditions(case), evaluations(case)
     dtype, stored = case.dtype, None
     if case.rounded_once:
         dtype, stored = accumulation_dtype(case.dtype), case.dtype
     yards = {
-        name: yardstick(exact[name], condition[name], 0, [x[name] for x in results], dtype, stored)
-        for name in exact
+        name: yardstick(right[name], condition[name], 0, [x[name] for x in results], dtype, stored)
+        for name in right
     }
     if case.rows is None:
         return yards
     axis, yard = (-3 if case.layout == "...LHD" else -2), yards["query"]
-    of_rows = (np.take(x, case.rows, axis) for x in (yard.exact, yard.unit, yard.floor))
-    rows, unit, floor = of_rows
-    return {
-        "query": Yardstick(
-            rows, unit, yard.textbook, floor, rows=case.rows, length=case.L, axis=axis
-        )
-    }
+    exact, unit, floor = (np.take(x, case.rows, axis) for x in (yard.exact, yard.unit, yard.floor))
+    yard = yard._replace(exact=exact, unit=unit, floor=floor)
+    return {"query": yard._replace(rows=case.rows, length=case.L, axis=axis)}
 
 
 def adjoint_yardstick(case: Case, along: dict[str, Array]) -> Yardstick:

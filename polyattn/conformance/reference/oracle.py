@@ -18,18 +18,7 @@ from typing import Any, NamedTuple
 import mpmath
 import numpy as np
 
-from polyattn._core.expressions.replacements import (
-    Additive,
-    ByNorm,
-    Cosine,
-    Distance,
-    LongSequence,
-    Normalizer,
-    ScaleRule,
-    Sigmoid,
-    Similarity,
-    Sparsemax,
-)
+from polyattn._core.expressions import replacements as steps
 from polyattn.conformance.reference.expressions import CallRows, gathered, plainly
 from polyattn.conformance.reference.philox import keep_mask
 
@@ -100,13 +89,13 @@ def oracle(
     query_offset: Any = None,
     key_lengths: Any = None,
     block_table: Any = None,
-    scale: float | ScaleRule | None = None,
+    scale: float | steps.ScaleRule | None = None,
     softcap: float | None = None,
     score_mod: Callable[..., Any] | None = None,
     sinks: Any = None,
     dropout: tuple[Any, ...] | None = None,
-    similarity: Similarity | None = None,
-    normalizer: Normalizer | None = None,
+    similarity: steps.Similarity | None = None,
+    normalizer: steps.Normalizer | None = None,
     layout: str = "...HLD",
     rows: tuple[int, ...] | None = None,
     extended: bool = False,
@@ -152,8 +141,9 @@ def oracle(
     sampled = CallRows(batch, (H, L, S), offsets, rows)
     bias = None if bias is None else np.broadcast_to(lift(bias), (*batch, H, L, S))
     mask, score_mod = plainly(mask, score_mod, sampled)
+    length, table = len(sampled.indices), None
     if mask is not None and not callable(mask):
-        mask = lookup(mask, batch, (H, sampled.indices, S))
+        table = np.broadcast_to(mask, (*batch, H, length, S))
     factor = a.number(factor_of(scale, similarity, D, S, a.sqrt))
     (left, right), (rate, seed, *start) = window or (None, None), dropout or (0, 0)
     keeps = keep_mask(rate, int(seed), batch, (H, L, S), rows, *start) if rate else None
@@ -164,7 +154,7 @@ def oracle(
             and (not is_causal or j <= p)
             and (left is None or p - left <= j)
             and (right is None or j <= p + right)
-            and (mask is None or bool(mask(*index(b, h, i, j))))
+            and (not callable(mask) or bool(mask(*index(b, h, i, j))))
         )
 
     def score(s: Any, c: Any, b: int, h: int, i: int, j: int, s_bias: Any) -> tuple[Any, Any]:
@@ -177,7 +167,6 @@ def oracle(
         return s + s_bias, c + abs(s_bias)
 
     dtype = np.longdouble if extended else np.float64
-    length = len(sampled.indices)
     output, condition, sensitivity = np.zeros((3, *batch, H, length, E), dtype)
     logsumexp, logsumexp_condition = np.zeros((2, *batch, H, length, 1), dtype)
     for (b, item), h in product(enumerate(np.ndindex(*batch)), range(H)):
@@ -186,9 +175,10 @@ def oracle(
         for n, i in enumerate(sampled.indices):
             at, q_i, p = (*item, h, n), numbers(a, q[item][h, i]), i + int(offsets[item])
             biases = [a.number(0.0)] * S if bias is None else numbers(a, bias[item][h, i])
-            shown = [j for j in range(S) if is_shown(b, h, i, j, p)]
+            seen = range(S) if table is None else np.flatnonzero(table[at]).tolist()
+            shown = [j for j in seen if is_shown(b, h, i, j, p)]
             products = [scaled(alike(a, similarity, q_i, keys[j]), factor) for j in shown]
-            if isinstance(scale, ByNorm):
+            if isinstance(scale, steps.ByNorm):
                 products = over_their_norm(a, products, scale.factor)
             scored = [
                 (j, score(s, c, b, h, i, j, biases[j]))
@@ -221,9 +211,9 @@ def factor_of(
 ) -> Any:
     """Return the factor of the products, before any norm, by the root of an arithmetic."""
     usual = 1 / root(max(size, 1) if similarity is None else 1)
-    if isinstance(scale, LongSequence):
+    if isinstance(scale, steps.LongSequence):
         return usual / root(max(keys, 1))
-    return usual if scale is None or isinstance(scale, ByNorm) else scale
+    return usual if scale is None or isinstance(scale, steps.ByNorm) else scale
 
 
 def scaled(score: tuple[Any, Any], factor: Any) -> tuple[Any, Any]:
@@ -238,18 +228,18 @@ def alike(a: Arithmetic, similarity: Any, x: Any, y: Any) -> tuple[Any, Any]:
         return a.total(terms), a.total(map(abs, terms))
     pairs = list(zip(x, y, strict=True))
     match similarity:
-        case Cosine():
+        case steps.Cosine():
             s, c = alike(a, None, x, y)
             lengths = a.sqrt(a.total(m * m for m in x)) * a.sqrt(a.total(n * n for n in y))
             # The product with a zero vector is 0 as well.
             return scaled((s, c + 2 * abs(s)), 1 / (lengths or 1))
-        case Distance(1):
+        case steps.Distance(1):
             far = a.total(abs(m - n) for m, n in pairs)
             return -far, 2 * far
-        case Distance(2):
+        case steps.Distance(2):
             far = a.sqrt(a.total((m - n) * (m - n) for m, n in pairs))
             return -far, 2 * far
-        case Additive(weight):
+        case steps.Additive(weight):
             bent = [(w, m + n, a.tanh(m + n)) for w, (m, n) in zip(weight, pairs, strict=True)]
             s = a.total(a.number(float(w)) * t for w, _, t in bent)
             # The slope of tanh reduces an error of the sum.
@@ -288,11 +278,11 @@ def weigh(a: Arithmetic, normalizer: Any, scores: Sequence[tuple[Any, Any]], sin
             weights, lse = softmax(a, plain, sink)
             errors = [w * c for w, (_, c) in zip(weights, scores, strict=True)]
             return Weighed(weights, errors, weights, lse)
-        case Sigmoid():
+        case steps.Sigmoid():
             weights = [sigmoid(a, s) for s in plain]
             errors = [w * (1 - w) * c for w, (_, c) in zip(weights, scores, strict=True)]
             return Weighed(weights, errors, none, nan)
-        case Sparsemax():
+        case steps.Sparsemax():
             weights = sparsemax(a, plain)
             # A difference: errors of the scores and of the threshold pass through unchanged.
             errors = [(c + 2) * (w != 0) for w, (_, c) in zip(weights, scores, strict=True)]
@@ -388,14 +378,3 @@ def as_called(x: Any, rank: int, layout: str) -> Any:
     if rank == 2:
         return x[0]
     return np.swapaxes(x, -3, -2) if layout == "...LHD" else x
-
-
-def lookup(
-    mask: Any, batch: tuple[int, ...], shape: tuple[int, tuple[int, ...], int]
-) -> Callable[[int, int, int, int], Any]:
-    """Return a mask array with only some rows as a function of the indices."""
-    heads, rows, keys = shape
-    whole = (heads, len(rows), keys)
-    table = np.broadcast_to(np.asarray(mask), batch + whole).reshape(math.prod(batch), *whole)
-    place = {i: n for n, i in enumerate(rows)}
-    return lambda b, h, i, j: table[b, h, place[int(i)], j]

@@ -14,17 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from polyattn._core.expressions.replacements import (
-    Additive,
-    ByNorm,
-    Cosine,
-    Distance,
-    Normalizer,
-    ScaleRule,
-    Sigmoid,
-    Similarity,
-    Sparsemax,
-)
+from polyattn._core.expressions import replacements as steps
 from polyattn.conformance.reference.expressions import CallRows, gathered, plainly
 from polyattn.conformance.reference.oracle import as_called, factor_of, heads_first, lift
 from polyattn.conformance.reference.philox import keep_mask
@@ -60,13 +50,13 @@ def textbook(
     query_offset: Any = None,
     key_lengths: Any = None,
     block_table: Any = None,
-    scale: float | ScaleRule | None = None,
+    scale: float | steps.ScaleRule | None = None,
     softcap: float | None = None,
     score_mod: Callable[..., Any] | None = None,
     sinks: Any = None,
     dropout: tuple[Any, ...] | None = None,
-    similarity: Similarity | None = None,
-    normalizer: Normalizer | None = None,
+    similarity: steps.Similarity | None = None,
+    normalizer: steps.Normalizer | None = None,
     layout: str = "...HLD",
     rows: tuple[int, ...] | None = None,
     coordinates_in_turn: bool = False,
@@ -106,7 +96,7 @@ def textbook(
         s = product_of(q * before, k.mT, coordinates_in_turn) * after
     else:
         s = likeness(similarity, q, k, coordinates_in_turn) * times
-    if isinstance(scale, ByNorm):
+    if isinstance(scale, steps.ByNorm):
         counted = np.where(hidden, rounded(0), s)
         norm = rounded(np.sqrt(row_sums(counted * counted, keys_in_turn)))
         s = rounded(scale.factor) * s / np.where(norm == 0, rounded(1), norm)
@@ -174,16 +164,16 @@ def hidden_keys(
 
 def likeness(similarity: Any, q: Any, k: Any, in_turn: bool) -> Any:
     """Return the similarity of queries and keys, (..., L, S)."""
-    if isinstance(similarity, Cosine):
+    if isinstance(similarity, steps.Cosine):
         q, k = (x / np.where((n := norm(x, in_turn)) == 0, n + 1, n) for x in (q, k))
         return product_of(q, k.mT, in_turn)
     q, k = q[..., :, None, :], k[..., None, :, :]
     match similarity:
-        case Distance(1):
+        case steps.Distance(1):
             return -row_sums(abs(q - k), in_turn)[..., 0]
-        case Distance(2):
+        case steps.Distance(2):
             return -norm(q - k, in_turn)[..., 0]
-        case Additive(weight):
+        case steps.Additive(weight):
             return row_sums(np.tanh(q + k) * weight.astype(q.dtype), in_turn)[..., 0]
     raise TypeError(f"{similarity!r} is not a known similarity")
 
@@ -191,9 +181,9 @@ def likeness(similarity: Any, q: Any, k: Any, in_turn: bool) -> Any:
 def normalized(normalizer: Any, s: Any, in_turn: bool) -> Any:
     """Return the weights of another normalizer than softmax, 0 where a score is -inf."""
     one = s.dtype.type(1)
-    if isinstance(normalizer, Sigmoid):
+    if isinstance(normalizer, steps.Sigmoid):
         return one / (one + np.exp(-s))
-    if not isinstance(normalizer, Sparsemax):
+    if not isinstance(normalizer, steps.Sparsemax):
         raise TypeError(f"{normalizer!r} is not a known normalizer")
     highest = np.max(s, axis=-1, keepdims=True, initial=-np.inf)
     s = s - np.where(np.isneginf(highest), s.dtype.type(0), highest)

@@ -140,13 +140,9 @@ def deviation(actual: Any, yard: Yardstick, what: str) -> Deviation:
     at = tuple(map(int, np.unravel_index(np.argmax(shares), shares.shape)))
     parts = f"2 × textbook {yard.textbook:.4g} + floor {yard.floor[at]:.4g}"
     parts = parts if yard.times == 1 else f"{yard.times} × ({parts})"
-    return Deviation(
-        worst,
-        share,
-        f"{what}{list(at)} is {actual[at]:.6g}, exact {yard.exact[at]:.6g}: "
-        f"error {units[at]:.4g} units, limit {yard.limit[at]:.4g} "
-        f"({parts})",
-    )
+    found = f"{what}{list(at)} is {actual[at]:.6g}, exact {yard.exact[at]:.6g}"
+    error = f"error {units[at]:.4g} units, limit {yard.limit[at]:.4g} ({parts})"
+    return Deviation(worst, share, f"{found}: {error}")
 
 
 @cache
@@ -227,13 +223,9 @@ def exact(case: Case) -> Oracle:
 
 def wants_extended(case: Case, options: dict[str, Any]) -> bool:
     """Return whether a case needs and supports an oracle with more digits than float64."""
-    products = math.prod(case.score_shape) * (case.D + 1)
-    return (
-        case.dtype == "float64"
-        and case.poison is None
-        and options.get("score_mod") is None
-        and products <= MOST_PRODUCTS
-    )
+    is_supported = case.poison is None and options.get("score_mod") is None
+    is_small = math.prod(case.score_shape) * (case.D + 1) <= MOST_PRODUCTS
+    return case.dtype == "float64" and is_supported and is_small
 
 
 @cache

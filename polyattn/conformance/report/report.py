@@ -117,6 +117,16 @@ class Section:
         given = [f"{kernel} from {where}" for kernel, where in self.target.origins.items()]
         return "; ".join([library, *given])
 
+    def as_dict(self) -> dict[str, object]:
+        """Return the section in plain types, for JSON."""
+        rows = {v: {x.name: self.cell(x.name, v).as_dict() for x in ROWS} for v in self.kernels}
+        return {
+            **{"name": str(self.target), "library": self.versions},
+            "failures": [failure._asdict() for failure in self.failures],
+            "plugin": self.plugin,
+            "kernels": [{"name": str(variant), "rows": row} for variant, row in rows.items()],
+        }
+
 
 @dataclass
 class Report:
@@ -134,30 +144,10 @@ class Report:
     def as_dict(self) -> dict[str, object]:
         """Return the report in plain types, for JSON."""
         return {
-            "polyattn": polyattn.__version__,
-            "python": platform.python_version(),
-            "machine": platform.machine(),
-            "failed": self.failed,
-            "done": self.done,
-            "total": self.total,
-            "backends": [
-                {
-                    "name": str(section.target),
-                    "library": section.versions,
-                    "failures": [failure._asdict() for failure in section.failures],
-                    "plugin": section.plugin,
-                    "kernels": [
-                        {
-                            "name": str(variant),
-                            "rows": {
-                                row.name: section.cell(row.name, variant).as_dict() for row in ROWS
-                            },
-                        }
-                        for variant in section.kernels
-                    ],
-                }
-                for section in self.sections
-            ],
+            **{"polyattn": polyattn.__version__, "python": platform.python_version()},
+            **{"machine": platform.machine(), "failed": self.failed},
+            **{"done": self.done, "total": self.total},
+            "backends": [section.as_dict() for section in self.sections],
         }
 
     def __str__(self) -> str:

@@ -61,22 +61,16 @@ def steps(
     for target in targets:
         section = Section(target, target.variants(kernels))
         for variant in section.kernels:
-            work = _work(target, variant, cases)
-            result += [CheckStep(section, variant, what, cases is not CASES) for what in work]
+            if variant.kernel.compiles:
+                of_cases = states(target, variant, cases)
+                work = [case for case, state in of_cases.items() if state != LEFT_OUT]
+            else:
+                work = chosen(target, variant, cases=cases)
+            every: list[Case | str] = [*work, *CHECKED_ROWS]
+            result += [CheckStep(section, variant, what, cases is not CASES) for what in every]
         if target.backend != ARRAY_API:
             result += [CheckStep(section, None, what) for what in PLUGIN]
     return result
-
-
-def _work(
-    target: Target, variant: KernelVariant, cases: Mapping[str, Case]
-) -> Iterator[Case | str]:
-    if variant.kernel.compiles:
-        of_cases = states(target, variant, cases)
-        yield from (case for case, state in of_cases.items() if state != LEFT_OUT)
-    else:
-        yield from chosen(target, variant, cases=cases)
-    yield from CHECKED_ROWS
 
 
 def run(
@@ -102,12 +96,21 @@ def _do(
     section: Section, variant: KernelVariant | None, what: Case | str, few: bool
 ) -> list[_Failed]:
     """Do a step, and return the failures that are to be charged to features."""
-    if variant is None:
-        _do_plugin(section, str(what))
-    elif isinstance(what, Case):
-        return _do_case(section, variant, what)
-    else:
-        _do_promise(section, variant, what, few)
+    if isinstance(what, Case):
+        return _do_case(section, variant, what) if variant else []
+    try:
+        if variant is None:
+            PLUGIN[what](section.target.backend.partition(":")[0])
+            section.plugin[what] = "yes"
+        elif what in ALL_DERIVATIVES:
+            _do_derivative(section, variant, ALL_DERIVATIVES[what], few)
+        else:
+            applies = CHECKED[what].applies(section.target, variant)
+            if applies:
+                CHECKED[what].check(section.target, variant)
+            section.cell(what, variant).note = "holds" if applies else CHECKED[what].otherwise
+    except Exception as error:
+        _fail(section, variant, what, error)
     return []
 
 
@@ -135,32 +138,12 @@ def _do_case(section: Section, variant: KernelVariant, case: Case) -> list[_Fail
     return []
 
 
-def _do_plugin(section: Section, what: str) -> None:
-    try:
-        PLUGIN[what](section.target.backend.partition(":")[0])
-        section.plugin[what] = "yes"
-    except Exception as error:
-        section.plugin[what] = "no"
-        section.failures.append(Failure("", what, _text(error)))
-
-
-def _do_promise(section: Section, variant: KernelVariant, name: str, few: bool) -> None:
-    cell = section.cell(name, variant)
-    try:
-        if name in ALL_DERIVATIVES:
-            _do_derivative(section, variant, ALL_DERIVATIVES[name], few)
-        elif CHECKED[name].applies(section.target, variant):
-            CHECKED[name].check(section.target, variant)
-            cell.note = "holds"
-        else:
-            cell.note = CHECKED[name].otherwise
-    except Exception as error:
-        _fail(section, variant, name, error)
-
-
-def _fail(section: Section, variant: KernelVariant, name: str, error: Exception) -> None:
-    section.cell(name, variant).failures.append(_text(error))
-    section.failures.append(Failure(str(variant), name, _text(error)))
+def _fail(section: Section, variant: KernelVariant | None, name: str, error: Exception) -> None:
+    if variant is None:
+        section.plugin[name] = "no"
+    else:
+        section.cell(name, variant).failures.append(_text(error))
+    section.failures.append(Failure(str(variant or ""), name, _text(error)))
 
 
 def _do_derivative(

@@ -1,0 +1,157 @@
+"""Attention of Flax's layers, with the layers themselves."""
+
+import inspect
+from functools import partial
+
+import numpy as np
+import pytest
+from optional import jax
+
+from polyattn.dialects.flax import dot_product_attention
+
+pytest.importorskip("flax")
+from flax import linen, nnx
+
+
+def tokens(*shape, seed=0):
+    return np.random.default_rng(seed).normal(size=(*shape, 32)).astype("f4")
+
+
+def made(variant, heads=4, **options):
+    """Return a layer of Flax, with weights, that arrays are passed to."""
+    if variant == "nnx":
+        options = {"decode": False} | options
+        return nnx.MultiHeadAttention(heads, 32, **options, rngs=nnx.Rngs(0))
+    layer, key = linen.MultiHeadAttention(heads, **options), jax.random.key(0)
+    own = {"dropout_rate": 0.0, "attention_fn": linen.dot_product_attention}
+    weights = layer.clone(**own).init(key, tokens(2, 6))
+    return layer.bind(weights, rngs={"dropout": key}, mutable=["cache"])
+
+
+CAUSAL = np.tril(np.ones((6, 6), "f4"))[None, None]  # of floats, as Flax makes masks
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("variant", "options", "called"),
+    [
+        ("nnx", {"num_kv_heads": 2, "normalize_qk": True}, {"mask": CAUSAL}),
+        ("linen", {"dropout_rate": 0.5, "deterministic": True}, {"mask": CAUSAL > 0}),
+        ("nnx", {}, {"inputs_k": tokens(2, 9, seed=1), "is_causal": True}),
+        ("nnx", {"dtype": "bfloat16"}, {"is_causal": True}),
+        ("linen", {}, {"inputs_k": tokens(2, 9, seed=1)}),
+    ],
+    ids=("grouped heads", "mask", "causal, L < S", "bfloat16", "memory"),
+)
+def test_a_layer_of_flax_gives_the_output_and_gradients_of_its_own_function(
+    variant, options, called
+):
+    results = []
+    for function in ({}, {"attention_fn": dot_product_attention}):
+        layer = made(variant, **options, **function)
+
+        def both(x, along, layer=layer):
+            y, pullback = jax.vjp(lambda x: layer(x, **called), x)
+            return y, *pullback(along.astype(y.dtype))
+
+        results.append(jax.jit(both)(tokens(2, 6), tokens(2, 6, seed=2)))
+    for own, ours in zip(*results, strict=True):
+        assert own.dtype == ours.dtype
+        assert abs(own - ours).max() < (0.02 if "dtype" in options else 1e-6) * abs(own).max()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", ["nnx", "linen"])
+def test_a_layer_of_flax_decodes_with_its_cache(variant):
+    x = tokens(2, 6)
+    whole = made(variant)(x, mask=CAUSAL)
+    layer = made(variant, decode=True, attention_fn=dot_product_attention)
+    step = layer
+    if variant == "nnx":
+        layer.init_cache(x.shape)
+        step = partial(nnx.jit(lambda layer, x: layer(x)), layer)
+    rows = [step(x[:, i : i + 1]) for i in range(6)]
+    np.testing.assert_allclose(np.concatenate(rows, 1), whole, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", ["nnx", "linen"])
+def test_a_layer_of_flax_drops_weights(variant):
+    """Each row sees its own key, so it is 0 or 4/3 of what it is without dropout."""
+    own = {"dropout_rate": 0.25, "broadcast_dropout": False, "use_bias": False}
+    layer = made(variant, 1, **own, attention_fn=dot_product_attention)
+    call = partial(layer, tokens(2, 64), mask=np.eye(64)[None, None])
+    whole, one, other = (call(deterministic=is_whole) for is_whole in (True, False, False))
+    kept = abs(one).max(-1, keepdims=True) > 0
+    np.testing.assert_allclose(one, kept * whole / 0.75, atol=1e-5)
+    assert 0.6 < kept.mean() < 0.9
+    assert not np.array_equal(one, other)
+
+
+DROPS = {"dropout_rate": 0.5, "deterministic": False}
+EINSUM = ("qk_attn_weights_einsum_cls", "attn_weights_value_einsum_cls")
+
+
+@pytest.mark.parametrize(
+    ("variant", "options", "called", "reason"),
+    [
+        ("nnx", DROPS, {}, "broadcast_dropout must be False; got True"),
+        ("linen", DROPS, {}, "broadcast_dropout must be False; got True"),
+        ("nnx", {}, {"sow_weights": True}, "sow_weights must be False; got True"),
+        ("linen", {}, {"sow_weights": True}, "sow_weights must be False; got True"),
+        ("linen", {"precision": "high"}, {}, "precision must be None; got 'high'"),
+        ("linen", dict.fromkeys(EINSUM, lambda: np.einsum), {}, "qk_attn_weights_einsum must be"),
+    ],
+)
+def test_options_of_flax_that_are_not_supported_are_refused(variant, options, called, reason):
+    layer = made(variant, **options, attention_fn=dot_product_attention)
+    with pytest.raises(ValueError, match=reason):
+        layer(tokens(2, 6), **called)
+
+
+def heads(*shape, seed=0):
+    return tokens(*shape, 1, seed=seed).reshape(*shape, 4, 8)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"is_causal": True},
+        {"bias": heads(1)[0, :, :6, None], "deterministic": True, "dropout_rate": 0.5},
+        {"mask": np.tri(6, 9, 2), "bias": tokens(4, 6)[..., :9], "dtype": "bfloat16"},
+        {"promote_dtype": lambda arrays, dtype: [x * 0.5 for x in arrays]},
+    ],
+    ids=lambda options: "-".join(options),
+)
+@pytest.mark.parametrize("batch", [(), (2,), (2, 3)], ids=str)
+def test_the_function_gives_the_numbers_of_flaxs(options, batch):
+    arrays = heads(*batch, 6), heads(*batch, 9, seed=1), heads(*batch, 9, seed=2)
+    jnp = jax.numpy
+    given = {k: jnp.asarray(x) if isinstance(x, np.ndarray) else x for k, x in options.items()}
+    in_jax = list(map(jnp.asarray, arrays))
+    expected = nnx.dot_product_attention(*in_jax, **given)
+    found = dot_product_attention(*in_jax, **given)
+    assert found.dtype == expected.dtype
+    atol = 0.03 if "dtype" in options else 2e-6
+    np.testing.assert_allclose(*(np.asarray(x, "f4") for x in (found, expected)), atol=atol)
+    if "dtype" not in options:  # NumPy has no bfloat16
+        np.testing.assert_allclose(dot_product_attention(*arrays, **options), expected, atol=atol)
+
+
+def test_dropout_needs_a_key_or_a_number():
+    x = heads(1, 64)
+    call = partial(dot_product_attention, x, x, x, dropout_rate=0.5, broadcast_dropout=False)
+    with pytest.raises(ValueError, match=r"dropout_rng must be a key of jax.random or an integer"):
+        call()
+    assert np.array_equal(call(dropout_rng=1), call(dropout_rng=1))
+    assert not np.array_equal(call(dropout_rng=1), call(dropout_rng=2))
+
+
+def test_the_function_has_the_arguments_of_both_of_flaxs():
+    own, *theirs = (
+        list(inspect.signature(function).parameters)
+        for function in (
+            *(dot_product_attention, nnx.dot_product_attention, linen.dot_product_attention),
+        )
+    )
+    assert own == list(dict.fromkeys(theirs[0] + theirs[1]))
