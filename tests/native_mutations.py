@@ -59,7 +59,7 @@ MUTATIONS = (
     ("native: the column stride of a mask", "scores.h",
      "rows[lane][key * column]", "rows[lane][key]"),
     ("native: a mask taken for one without effect", "scores.h",
-     "((all[0] & all[1]) == ones)", "(ones != 0)"),
+     "(all[(at - key) / 8] != ones)", "(ones == 0)"),
     ("native: the values of runs taken for those of one", "forward.h",
      "(int32_t)((key - start) / CELL)", "count"),
     # scores

@@ -148,8 +148,7 @@ void weigh_part(const T* weights, int stride, Matrix<T> values, int64_t count, i
     }
     if (first == 0) store<T>(totals, total);
     UNROLL for (int r = 0; r < Rows; ++r) {
-        UNROLL for (int v = 0; v < Vectors; ++v)
-            store<T>(out + r * size + first + v * width, sums[r][v]);
+        UNROLL for (int v = 0; v < Vectors; ++v) { store<T>(out + r * size + first + v * width, sums[r][v]); }
     }
 }
 
@@ -171,18 +170,15 @@ void weigh_few(const T* weights, int stride, Matrix<T> values, int64_t count, in
                Accumulate<T> accumulate, bool hides_nonfinite, T* totals, const Coming<T>& coming, bool in_cache) {
     constexpr int width = Lanes<T>::width, most = vectors_at_once<T, Rows>(), some = most > 4 ? 4 : most;
     int64_t e = 0;
-    for (; most > some && !in_cache && e + most * width <= size; e += most * width) {
-        weigh_part<T, Rows, most>(weights, stride, values, count, e, size, out, accumulate, hides_nonfinite, totals,
-                                  coming);
-    }
-    for (; e + some * width <= size; e += some * width) {
-        weigh_part<T, Rows, some>(weights, stride, values, count, e, size, out, accumulate, hides_nonfinite, totals,
-                                  coming);
-    }
-    for (; e < size; e += width) {
-        weigh_part<T, Rows, 1>(weights, stride, values, count, e, size, out, accumulate, hides_nonfinite, totals,
-                               coming);
-    }
+    const auto weigh_parts = [&]<int Vectors>(Sequence<Vectors>) __attribute__((always_inline)) {
+        for (; e + Vectors * width <= size; e += Vectors * width) {
+            weigh_part<T, Rows, Vectors>(weights, stride, values, count, e, size, out, accumulate, hides_nonfinite,
+                                         totals, coming);
+        }
+    };
+    if (most > some && !in_cache) weigh_parts(Sequence<most>{});
+    weigh_parts(Sequence<some>{});
+    weigh_parts(Sequence<1>{});
 }
 
 // In the lanes of each row, the largest of them.

@@ -9,8 +9,8 @@ namespace POLYATTN_UNIT {
 
 // The most rows of a task.
 constexpr int64_t ROWS = 256;
-// The keys that are asked of the memory before the first panel computes with them.
-constexpr int64_t AHEAD = 24;
+// The keys that are asked of the memory at a time: the processor has no room for many requests.
+constexpr int64_t AHEAD = 8;
 
 template <typename T> class Forward {
 public:
@@ -197,6 +197,10 @@ private:
     void multiply_keys(int panel, Matrix<T> keys, Matrix<T> values, Range run, T* to) {
         const int64_t count = run.stop - run.first;
         if (few) {
+            if (run.first == state->keys.first) {
+                const Coming<T> own(keys, count, call.head_size);
+                for (int64_t key = 0; key < count; ++key) own.ask(key);
+            }
             const Coming<T> coming(values, count, call.value_size);
             const int stride = stride_of(panels[panel], run);
             if (call.same_bits) {
@@ -222,12 +226,8 @@ private:
         const int64_t count = seen.stop - seen.first, left = state->keys.stop - seen.first;
         for (int64_t key = 0; key < count; key += AHEAD) {
             const int64_t stop = min(key + AHEAD, count);
-            for (int64_t next = stop; next < min(stop + AHEAD, left); ++next) {
-                prefetch(keys.at(next), call.head_size);
-            }
-            for (int64_t now = key; now < stop; ++now) {
-                prefetch(values.at(now), call.value_size);
-            }
+            for (int64_t i = stop; i < min(stop + AHEAD, left); ++i) prefetch<T, 2>(keys.at(i), call.head_size);
+            for (int64_t i = key; i < stop; ++i) prefetch<T, 2>(values.at(i), call.value_size);
             T* to = found + key * panel.lanes();
             multiply_rows_of(panel, stop - key, keys.after(key), query_of(0), call.head_size, to);
         }

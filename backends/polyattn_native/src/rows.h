@@ -165,11 +165,9 @@ void transpose_rows(const T* const* rows, int lanes, int64_t size, T factor, T* 
         int64_t e = 0;
         for (; e + width <= size; e += width) {
             Vector<T> square[width];
-            UNROLL for (int i = 0; i < width; ++i)
-                square[i] = load(rows[first + i] + e) * factor;
+            UNROLL for (int i = 0; i < width; ++i) { square[i] = load(rows[first + i] + e) * factor; }
             transpose(square);
-            UNROLL for (int i = 0; i < width; ++i)
-                store<T>(target + (e + i) * lanes, square[i]);
+            UNROLL for (int i = 0; i < width; ++i) { store<T>(target + (e + i) * lanes, square[i]); }
         }
         for (; e < size; ++e) {
             for (int i = 0; i < width; ++i) target[e * lanes + i] = rows[first + i][e] * factor;

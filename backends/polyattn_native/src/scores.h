@@ -72,40 +72,47 @@ struct Cells {
     }
 };
 
+// Add up what the rows of a mask show of some keys: of each, whether any and whether all of them do.
+template <int Keys>
+INLINE void look_at_keys(const uint8_t* const* rows, int lanes, int64_t key, uint64_t* any, uint64_t* all) {
+    typedef uint8_t Some __attribute__((vector_size(Keys)));
+    Some some = {}, every = ~Some{}, row;
+    for (int lane = 0; lane < lanes; ++lane) {
+        __builtin_memcpy(&row, rows[lane] + key, Keys);
+        some |= row;
+        every &= row;
+    }
+    __builtin_memcpy(any, &some, Keys);
+    __builtin_memcpy(all, &every, Keys);
+}
+
 template <typename T>
 Cells look_at_mask(const PolyattnCall& call, int64_t item, const Panel<T>& panel, Range keys) {
-    const PolyattnArray& mask = call.mask;
-    const int64_t count = keys.stop - keys.first;
+    constexpr uint64_t ones = 0x0101010101010101ull;
+    const int64_t count = keys.stop - keys.first, column = call.mask.column;
     const uint8_t* rows[2 * Lanes<T>::width];
     find_mask(call, item, panel, keys.first, rows);
     const int lanes = are_same(rows, panel.lanes()) ? 1 : panel.lanes();
-    Cells cells = {};
-    for (int64_t key = 0; key < count; key += CELL) {
-        uint64_t any[2] = {}, all[2] = {~0ull, ~0ull};
-        if (mask.column == 1 && key + CELL <= count) {
-            Bytes some = {}, every = ~Bytes{};
-            for (int lane = 0; lane < lanes; ++lane) {
-                Bytes row;
-                __builtin_memcpy(&row, rows[lane] + key, 16);
-                some |= row;
-                every &= row;
-            }
-            __builtin_memcpy(any, &some, 16);
-            __builtin_memcpy(all, &every, 16);
-        } else {
-            for (int64_t at = key; at < min(key + CELL, count); ++at) {
+    Cells cells = {0, ~0u};
+    for (int64_t key = 0, stop; key < count; key = stop) {
+        uint64_t any[8] = {}, all[8] = {ones, ones};
+        stop = column == 1 && key + 64 <= count ? key + 64 : min(key + CELL, count);  // a line, or a cell
+        if (stop - key == 64) look_at_keys<64>(rows, lanes, key, any, all);
+        else if (column == 1 && stop - key == CELL) look_at_keys<CELL>(rows, lanes, key, any, all);
+        else {
+            for (int64_t at = key; at < stop; ++at) {
                 for (int lane = 0; lane < lanes; ++lane) {
-                    const uint64_t seen = rows[lane][at * mask.column] * 0x0101010101010101ull;
-                    any[0] |= seen;
-                    all[0] &= seen;
-                    all[1] &= seen;
+                    const uint64_t seen = rows[lane][at * column] * ones;
+                    any[(at - key) / 8] |= seen;
+                    all[(at - key) / 8] &= seen;
                 }
             }
         }
         // What is shown is 1 in an array of bools; other numbers are looked at one by one.
-        constexpr uint64_t ones = 0x0101010101010101ull;
-        cells.any |= (uint32_t)((any[0] | any[1]) != 0) << key / CELL;
-        cells.all |= (uint32_t)((all[0] & all[1]) == ones) << key / CELL;
+        for (int64_t at = key; at < stop; at += 8) {
+            cells.any |= (uint32_t)(any[(at - key) / 8] != 0) << at / CELL;
+            cells.all &= ~((uint32_t)(all[(at - key) / 8] != ones) << at / CELL);
+        }
     }
     return cells;
 }
@@ -231,7 +238,7 @@ void read_dropout(const PolyattnCall& call, int64_t item, const Panel<T>& panel,
             Words a = Words{} + (uint32_t)block, b = rows, c = heads;
             Words d = Words{} + (uint32_t)(item + start[0]);
             uint32_t low = call.seed[0], high = call.seed[1];
-            UNROLL for (int round = 0; round < 10; ++round) {
+            for (int round = 0; round < 10; ++round) {
                 Words high_a, low_a, high_c, low_c;
                 multiply_words(a, 0xD2511F53, high_a, low_a);
                 multiply_words(c, 0xCD9E8D57, high_c, low_c);
@@ -274,8 +281,7 @@ template <typename T> INLINE Ints<T> add_bias(T* score, Vector<T> bias) {
 }
 template <typename T> INLINE bool any(Ints<T> found) {
     typename Lanes<T>::Int some = 0;
-    UNROLL for (int lane = 0; lane < Lanes<T>::width; ++lane)
-        some |= found[lane];
+    UNROLL for (int lane = 0; lane < Lanes<T>::width; ++lane) { some |= found[lane]; }
     return some;
 }
 
@@ -301,8 +307,7 @@ bool add_bias(const PolyattnArray& bias, int64_t item, const Panel<T>& panel, Ra
         if (bias.column == 1) {
             for (; key + width <= count; key += width) {
                 Vector<T> square[width];
-                UNROLL for (int i = 0; i < width; ++i)
-                    square[i] = load(rows[v + i] + key);
+                UNROLL for (int i = 0; i < width; ++i) { square[i] = load(rows[v + i] + key); }
                 transpose(square);
                 UNROLL for (int i = 0; i < width; ++i) { hides |= add_bias(scores + (key + i) * lanes + v, square[i]); }
             }

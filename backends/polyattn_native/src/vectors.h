@@ -44,9 +44,10 @@ template <typename T> INLINE Vector<T> broadcast(T x) { return x - Vector<T>{}; 
 template <typename T> INLINE Vector<T> select(Ints<T> where, Vector<T> yes, Vector<T> no) { return where ? yes : no; }
 template <typename T> INLINE Vector<T> max(Vector<T> a, Vector<T> b) { return a > b ? a : b; }
 
-// Ask the memory for numbers; with a locality of 2 in place of 3, into the second cache.
+// Ask the memory for the lines that hold numbers; with a locality of 2 in place of 3, into the second cache.
 template <typename T, int locality = 3> INLINE void prefetch(const T* numbers, int64_t count) {
-    for (int64_t i = 0; i < count; i += 64 / sizeof(T)) __builtin_prefetch(numbers + i, 0, locality);
+    const uintptr_t stop = (uintptr_t)(numbers + count);
+    for (uintptr_t at = (uintptr_t)numbers & ~63; at < stop; at += 64) __builtin_prefetch((void*)at, 0, locality);
 }
 
 // x · y + z, rounded once where the processor can: then always, whatever the compiler makes of the code around it.
