@@ -278,9 +278,9 @@ function repeats each in code of its own library.
 {table}
 
 A cell lists what was found in the cases of the area, most frequent first; *agrees* means that all
-cases agree, *–* that the function has no arguments for any of them. *sizes* are vectors of every
-size from 1 to 72, half of them with values of another size, over lengths from 1 to 130, forward and
-backward; *not swept*: these were not tried.
+cases agree, *–* that the function has no arguments for any of them. *sizes* are vectors of 1
+to 72 numbers, half with values of another size, over 1 to 130 tokens, forward and backward; *not
+swept*: not tried.
 
 {legend}
 
