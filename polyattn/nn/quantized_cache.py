@@ -341,6 +341,8 @@ class QuantizedCache:
         rows = xp.reshape(query, (*batch, groups, heads // groups, size)) * scale
         key, value = (cast(xp, x, query.dtype) for x in (self.recent.keys, self.recent.values))
         joined = attention_partial(query, key, value, scale=scale)
+        if not known(self.steps.length):  # no block is full yet
+            return joined.output
         older = attention_over_integers(query, *self._integers(), scale=scale)
         if older is not None:
             return merge(joined, older).output

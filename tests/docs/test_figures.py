@@ -75,9 +75,10 @@ SPEED = [
 
 
 def one_of(peer):
-    """Return how many cases of a peer there are for each that it computes otherwise."""
-    areas = peers.loaded()[peer][0]["areas"].values()
-    counts = [(what, count) for area in areas for what, (count, *_) in area.items()]
+    """Return how many essential cases of a peer there are for each that it computes otherwise."""
+    areas = peers.loaded()[peer][0]["areas"].items()
+    essential = [area for name, area in areas if name != "sizes"]
+    counts = [(what, count) for area in essential for what, (count, *_) in area.items()]
     differ = sum(count for what, count in counts if what not in ("agrees", "raises"))
     return ["three", "four", "five", "six"][round(sum(n for _, n in counts) / differ) - 3]
 

@@ -166,17 +166,21 @@ def _check_lists(
     lead = facts.shape[:-1]
     whole: tuple[Any, ...] = (*dims.scores[:-2], rows)
     array = name.split()[-1]
-    shape = f"({', '.join([*map(str, lead), 'K'])})"  # lists of no number have one here
     if len(lead) == 2 < len(whole) and lead[0] != 1:
         raise ValueError(
-            f"{name} {shape} has 3 axes, so its first could be batch or heads: write"
+            f"{name} {_shape(lead)} has 3 axes, so its first could be batch or heads: write"
             f" {array}[:, None] for one per batch item, {array}[None] for one per head"
         )
     if not lead or len(lead) > len(whole) or broadcast_shapes(lead, whole) != whole:
         raise ValueError(
             f"{name} must broadcast to (..., H, {many}, K) = ({', '.join(map(str, whole))}, K); got"
-            f" {shape}"
+            f" {_shape(lead)}"
         )
+
+
+def _shape(lead: tuple[Any, ...]) -> str:
+    """Return the shape of lists, whose last axis may be longer than what was given."""
+    return f"({', '.join([*map(str, lead), 'K'])})"
 
 
 def repeated(xp: Any, lists: Array) -> Array:
