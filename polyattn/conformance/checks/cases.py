@@ -82,8 +82,7 @@ def is_applicable(target: Target, variant: KernelVariant, case: Case) -> bool:
 
 def takes(target: Target, variant: KernelVariant, case: Case) -> bool:
     """Return whether a kernel supports the call of a case."""
-    known = may_take(target, variant, case)
-    return known and target.explain(case, variant.for_case(case)).chosen is not None
+    return target.explain(case, variant.for_case(case)).chosen is not None
 
 
 def may_take(target: Target, variant: KernelVariant, case: Case) -> bool:
