@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -74,19 +74,18 @@ def _marked() -> AbstractContextManager[Any]:
     jax = sys.modules.get("jax")
     if jax is None or getattr(jax.__spec__, "_initializing", False):  # by another thread
         return nullcontext()
-    context = _context_of(jax)
-    return _without_programs(jax) if context is None else _with_mark(context)
+    return _with_mark(_context_of(jax))
 
 
 @functools.cache
-def _context_of(jax: Any) -> Any:
-    """Return what JAX finds programs by in its cache, beside their arguments; None before 0.8."""
-    make = getattr(jax, "make_user_context", None)
-    return None if make is None else make(False)
+def _context_of(jax: Any) -> Callable[[bool], AbstractContextManager[Any]]:
+    """Return what JAX finds programs by in its cache, beside their arguments."""
+    make = getattr(jax, "make_user_context", None)  # since 0.8
+    return (lambda _: _without_programs(jax)) if make is None else make(False)
 
 
 @contextmanager
-def _with_mark(context: Any) -> Iterator[None]:
+def _with_mark(context: Callable[[bool], AbstractContextManager[Any]]) -> Iterator[None]:
     """Mark programs as long as any block is open that began in this thread.
 
     Tasks and generators share the mark of their thread, and leave their blocks in any order.
