@@ -57,6 +57,7 @@ def test_locks_that_another_thread_holds_are_free(run_python):
         START
         + """
 from polyattn._base import forks
+from polyattn._dispatch import registry, request
 from polyattn.parallel.thread_ranks import _Mail
 x = np.ones((1, 1, 8))
 cache = polyattn.nn.PagedCache.init(1, 8, 4, items=1, page=2, like=x)
@@ -65,6 +66,7 @@ polyattn.attention(x, x, x)
 mail = _Mail(2, 1.0)
 forks.PATIENCE = 0.1
 locks = list(forks._locks)
+assert {registry._lock, request._context._lock, mail.changed._lock} <= set(locks)
 held = threading.Event()
 
 def hold():
