@@ -20,7 +20,7 @@ from polyattn._base.arguments import did_you_mean
 from polyattn._base.text_table import table
 from polyattn.conformance.cases.case import Case
 from polyattn.conformance.cases.catalogue import CASES, ESSENTIAL
-from polyattn.conformance.checks.cases import aspects, cases_for, may_take, takes
+from polyattn.conformance.checks.cases import aspects, cases_for, takes
 from polyattn.conformance.checks.gradients import ALL_DERIVATIVES, DERIVATIVES, Taken
 from polyattn.conformance.checks.lazy import is_lazy
 from polyattn.conformance.checks.target import KernelVariant, Target
@@ -96,7 +96,7 @@ def covering(
 
     Each is the one that adds most to those before it.
     """
-    covers = {case: aspects(case) for case in cases if may_take(target, variant, case)}
+    covers = {case: aspects(case) for case in cases if _may_take(target, variant, case)}
     wanted: set[str] = set().union(*covers.values())
     few: list[Case] = []
     while wanted and covers:
@@ -108,6 +108,15 @@ def covering(
             few.append(best)
             wanted -= added
     return few
+
+
+def _may_take(target: Target, variant: KernelVariant, case: Case) -> bool:
+    """Return whether nothing speaks against a case that is known without the library's arrays."""
+    kernel = variant.kernel
+    # Those of the core refuse the same calls on every library.
+    return case.features <= kernel.features and (
+        kernel in target.own or not kernel.reasons_against(case.problem)
+    )
 
 
 # ---- the list of ``polyattn check`` ------------------------------------------------------------

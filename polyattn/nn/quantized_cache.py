@@ -337,8 +337,6 @@ class QuantizedCache:
         """Return attention from one row of each head, which sees all tokens."""
         xp, (*batch, heads, _, size) = library_of(query).xp, query.shape
         scale = float(options.get("scale", size**-0.5))
-        groups = self.recent.key.shape[-3]
-        rows = xp.reshape(query, (*batch, groups, heads // groups, size)) * scale
         key, value = (cast(xp, x, query.dtype) for x in (self.recent.keys, self.recent.values))
         joined = attention_partial(query, key, value, scale=scale)
         if not known(self.steps.length):  # no block is full yet
@@ -346,6 +344,7 @@ class QuantizedCache:
         older = attention_over_integers(query, *self._integers(), scale=scale)
         if older is not None:
             return merge(joined, older).output
+        rows = xp.reshape(query, (*batch, key.shape[-3], heads // key.shape[-3], size)) * scale
         for first, stop in self._ranges():
             if self.bits == 8:
                 part = attention_of_row(rows, *self._read(integers.blocks_of, first, stop))

@@ -360,7 +360,7 @@ def test_a_signal_handler_may_call_between_any_two_instructions(two_blas_threads
         done.clear()
         handled = at_instruction(place, call, call)
         assert blas_threads() == before, place
-        assert len(done) == 4 if handled else 2, place
+        assert len(done) == (4 if handled else 2), place
         if not handled:
             break
 

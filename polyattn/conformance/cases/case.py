@@ -202,7 +202,7 @@ class Case:
 
     @cached_property
     def problem(self) -> Problem:
-        """What a kernel is told about the call, on arrays of NumPy."""
+        """The description of the call that kernels get, on arrays of NumPy."""
         arrays, options = self.arguments()
         return explain(*arrays, **options, backend="numpy").problem
 

@@ -85,15 +85,6 @@ def takes(target: Target, variant: KernelVariant, case: Case) -> bool:
     return target.explain(case, variant.for_case(case)).chosen is not None
 
 
-def may_take(target: Target, variant: KernelVariant, case: Case) -> bool:
-    """Return whether nothing speaks against a case that is known without the library's arrays."""
-    kernel = variant.kernel
-    # Those of the core refuse the same calls on every library.
-    return case.features <= kernel.features and (
-        kernel in target.own or not kernel.reasons_against(case.problem)
-    )
-
-
 def check_case(target: Target, variant: KernelVariant, case: Case) -> Outcome:
     """Check that a kernel agrees with the oracle, or raises if it does not support the case."""
     kernel = variant.for_case(case)
