@@ -125,7 +125,7 @@ def test_the_versions_agree():
 
 
 def test_versions_that_do_not_agree_are_named():
-    log = "## Unreleased\n\n## 1.2.0, 2027-01-31\n\n## 1.1.0, 2026-12-01\n"
+    log = "## 1.3.0 (unreleased)\n\n## 1.2.0, 2027-01-31\n\n## 1.1.0, 2026-12-01\n"
     right = {"version": "1.2.0", "date-released": "2027-01-31"}
     assert disagreements(log, right, {"a": "1.2.0"}, "v1.2.0") == []
     assert disagreements(log, right | {"version": "1.1.0"}, {}) == ["CITATION.cff"]
