@@ -50,31 +50,33 @@ def attention_over_pieces(
     problem = examine(call)
     given = options_of(problem, operands)
 
-    def partials(pieces: Iterable[Piece]) -> Iterator[Partial]:
-        for start, keys, values, length in pieces:
-            part = Part(
-                problem.batch,
-                tuple([Slice(0, length) for length in problem.batch]),
-                Slice(0, problem.heads),
-                Slice(0, problem.query_length),
-                Slice(start, keys.shape[-2]),
-                given.get("query_offset", 0),
-            )
-            own = options_of_part(given, part) | selection
-            if length is not None:
-                own["key_lengths"] = length
-            if not isinstance(keys, Quantized):
-                partial = attention_partial(query, keys, values, dtype=problem.accumulator, **own)
-            else:
-                of_integers = attention_over_integers(query, keys, values, **own)
-                if of_integers is None:
-                    yield from partials(in_floats())
-                    continue
-                partial = of_integers
+    def partial_of(piece: Piece) -> Partial | None:
+        start, keys, values, length = piece
+        part = Part(
+            problem.batch,
+            tuple([Slice(0, length) for length in problem.batch]),
+            Slice(0, problem.heads),
+            Slice(0, problem.query_length),
+            Slice(start, keys.shape[-2]),
+            given.get("query_offset", 0),
+        )
+        own = options_of_part(given, part) | selection
+        if length is not None:
+            own["key_lengths"] = length
+        if isinstance(keys, Quantized):
+            partial = attention_over_integers(query, keys, values, **own)
+        else:
+            partial = attention_partial(query, keys, values, dtype=problem.accumulator, **own)
+        if partial is not None:
             given.pop("sinks", None)  # which count once
-            yield partial
+        return partial
 
-    return functools.reduce(merge, partials(pieces)).output
+    def partials() -> Iterator[Partial]:
+        for piece in pieces:
+            partial = partial_of(piece)
+            yield from map(partial_of, in_floats()) if partial is None else (partial,)
+
+    return functools.reduce(merge, partials()).output
 
 
 def attention_over_integers(

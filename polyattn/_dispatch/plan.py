@@ -137,15 +137,10 @@ class Plan(NamedTuple):
         if "query" not in moved or backend is None:
             return result
         back = mover_back(query, backend, problem, self.query_device)
-
-        def moved_back(one: Any) -> Any:
-            if isinstance(one, list):
-                return [moved_back(array) for array in one]
-            return None if one is None else back(one)
-
         if isinstance(result, Gradients):
-            return Gradients(**{name: moved_back(one) for name, one in result._asdict().items()})
-        return tuple(map(moved_back, result))
+            gradients = result._asdict().items()
+            return Gradients(**{name: _mapped(back, gradient) for name, gradient in gradients})
+        return tuple([_mapped(back, array) for array in result])
 
     def _is_new(self, method: str) -> bool:
         """Whether to check arrays: of the caller's own kernel, which nobody has tested, once."""
@@ -206,3 +201,10 @@ class Plan(NamedTuple):
             f"the kernel {self.kernel.name} must return its {what} as an array of {library},"
             f" {shape} {dtype}; it returned {got}"
         )
+
+
+def _mapped(change: Callable[[Array], Array], arrays: Any) -> Any:
+    """Change an array, or each of a list; None stays."""
+    if isinstance(arrays, list):
+        return [_mapped(change, array) for array in arrays]
+    return None if arrays is None else change(arrays)

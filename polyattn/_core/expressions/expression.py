@@ -197,13 +197,8 @@ class Expression:
 
     def _rebuilt(self: V, change: Callable[[str, Any], Any]) -> V:
         """Replace each field, or what a tuple in it holds, by its name."""
-
-        def changed(name: str, field: Any) -> Any:
-            if type(field) is tuple:
-                return tuple([changed(name, one) for one in field])
-            return change(name, field)
-
-        return type(self)(*[changed(name, getattr(self, name)) for name in self.__match_args__])
+        fields = [_replaced(name, getattr(self, name), change) for name in self.__match_args__]
+        return type(self)(*fields)
 
     def spec(
         self: V, facts: Callable[[Any, str], ArrayFacts] = facts_of, *, tables: bool = False
@@ -226,6 +221,14 @@ class Expression:
             names.pop()
         given = [shown(getattr(self, name)) for name in names]
         return f"{self.module}.{self.name}({', '.join(given)})"
+
+
+# Not inside `_rebuilt`: a function that names itself is in a reference cycle, which would keep what
+# `change` closes over, such as the tensors of a step, until the garbage collector runs.
+def _replaced(name: str, field: Any, change: Callable[[str, Any], Any]) -> Any:
+    if type(field) is tuple:
+        return tuple([_replaced(name, part, change) for part in field])
+    return change(name, field)
 
 
 def _note_carried(name: str, field: Any, carried: list[tuple[str, Any]]) -> None:

@@ -1,0 +1,133 @@
+"""A call keeps none of its arrays alive, also while Python's garbage collector does not run."""
+
+import gc
+import weakref
+
+import numpy as np
+import pytest
+from optional import jax, jnp, torch
+
+from polyattn import (
+    attention,
+    attention_backward,
+    attention_partial,
+    attention_vjp,
+    masks,
+    nn,
+    scores,
+)
+from polyattn.dialects import flash_attn
+
+SHAPE = 2, 2, 8, 4
+#: Options of a call, made from arrays of the library that `a` converts to.
+OPTIONS = {
+    "causal": lambda a: {"is_causal": True},
+    "segments": lambda a: {"mask": masks.segments(a([0, 0, 0, 1, 1, 1, 2, 2]))},
+    "two masks": lambda a: {"mask": masks.causal() & masks.padding(a([3, 8]))},
+    "selected": lambda a: {"mask": masks.selected(a(np.zeros((2, 2, 8, 1), int)))},
+    "mask function": lambda a: {"mask": lambda b, h, i, j: j <= i},
+    "lengths": lambda a: {"key_lengths": a([3, 8])},
+    "alibi": lambda a: {"score_mod": scores.alibi(2)},
+    "two scores": lambda a: {"score_mod": scores.temperature(2.0) >> scores.softcap(9.0)},
+    "score function": lambda a: {"score_mod": lambda s, b, h, i, j: s + (j - i)},
+    "distance": lambda a: {"similarity": scores.distance()},
+    "sigmoid": lambda a: {"normalizer": scores.sigmoid()},
+    "by_norm": lambda a: {"scale": scores.by_norm(2.0)},
+    "bias": lambda a: {"bias": a(np.zeros((8, 8), np.float32))},
+    "dropout": lambda a: {"dropout": (0.5, 1)},
+}
+
+
+def forward(query, key, value, options):
+    return attention(query, key, value, **options)
+
+
+def by_vjp(query, key, value, options):
+    output, pullback = attention_vjp(query, key, value, **options)
+    return pullback(output)
+
+
+def backward(query, key, value, options):
+    partial = attention_partial(query, key, value, **options)
+    return attention_backward(query, key, value, partial, partial.output, **options)
+
+
+def by_autograd(query, key, value, options):
+    tensors = [x.requires_grad_() for x in (query, key, value)]
+    attention(*tensors, **options).sum().backward()
+    return tensors
+
+
+def by_grad(query, key, value, options):
+    return jax.grad(lambda q: attention(q, key, value, **options).sum())(query)
+
+
+LIBRARIES = {
+    "numpy": (np.asarray, (forward, by_vjp, backward)),
+    "torch": (lambda x: torch.asarray(np.asarray(x)), (forward, by_vjp, backward, by_autograd)),
+    "jax": (lambda x: jnp.asarray(x), (forward, by_vjp, backward, by_grad)),
+}
+
+
+@pytest.fixture(autouse=True)
+def without_collector():
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def draw(convert, shape=SHAPE):
+    rng = np.random.default_rng(0)
+    return [convert(rng.standard_normal(shape, dtype=np.float32)) for _ in range(3)]
+
+
+def alive(call, arrays, *rest):
+    """Return which of the arrays outlive a call with them, whose result is dropped."""
+    references = [weakref.ref(x) for x in arrays]
+    call(*arrays, *rest)
+    arrays.clear()
+    return [n for n, reference in enumerate(references) if reference() is not None]
+
+
+CALLS = [
+    (library, mode, option)
+    for library, (_, modes) in LIBRARIES.items()
+    for mode in modes
+    for option in OPTIONS
+    if (mode, option) != (backward, "sigmoid")  # only softmax has a logsumexp
+    if (library, option) != ("numpy", "score function") or mode is forward
+]
+
+
+@pytest.mark.parametrize(("library", "mode", "option"), CALLS)
+def test_a_call_releases_its_arrays(library, mode, option):
+    convert, _ = LIBRARIES[library]
+    options = OPTIONS[option](convert)
+    assert alive(mode, draw(convert), options) == []
+
+
+def packed(query, key, value):
+    ends = torch.tensor([0, 3, 8], dtype=torch.int32)
+    query, key, value = (x.requires_grad_() for x in (query, key, value))
+    flash_attn.flash_attn_varlen_func(query, key, value, ends, ends, 5, 5).sum().backward()
+
+
+def test_packed_sequences_are_released():
+    assert alive(packed, draw(lambda x: torch.asarray(x), (8, 2, 4))) == []
+
+
+def moved(query, key, value):
+    attention(query, key, value, backend="numpy", mask=masks.causal())
+
+
+def test_arrays_that_moved_are_released():
+    assert alive(moved, draw(lambda x: torch.asarray(x))) == []
+
+
+def test_what_a_cache_of_integers_gave_is_released():
+    def decode(query, key, value):
+        cache = nn.QuantizedCache.init(2, 4, 64, like=key, batch=(2,), window=2, block=4)
+        cache.append(key, value).attention(query, is_causal=True)
+
+    assert alive(decode, draw(np.asarray)) == []
