@@ -42,6 +42,7 @@ RULES = "tests/expressions/test_derivatives.py::"
 BANDS = "tests/backends/test_torch_bands.py::"
 
 CACHE = "tests/nn/test_cache.py::"
+CORNERS_OF_MASKS = "tests/expressions/test_mask_corners.py::"
 LENGTHS = "tests/call/test_lengths.py::"
 NO_MORE = "tests/backends/test_torch_lengths.py::"
 PAGES = "tests/call/test_pages.py::"
@@ -1004,10 +1005,28 @@ MUTATIONS = (
      "an array placed once for all", "polyattn/_core/expressions/expression.py",
      "if kept is not None and all(copy == memory_of(array) for array, copy in kept[1]):",
      "if kept is not None:"),
+    (CORNERS_OF_MASKS + "test_lengths_have_any_dtype_of_integers[uint64-numpy-dense]",
+     "lengths beyond int64 counted as negative", "polyattn/_base/arrays.py",
+     "    return xp.where(counts < 0, xp.full_like(counts, int(xp.iinfo(counts.dtype).max)), counts)",
+     "    return counts"),
+    (CORNERS_OF_MASKS + "test_ids_of_two_kinds_are_equal_only_as_numbers"
+     "[9223372036854775809-numpy-dense]",
+     "ids of two kinds compared by their bits", PATTERNS,
+     "return same & (rows >= 0) if self._mixes_signs else same",
+     "return same"),
+    (CORNERS_OF_MASKS + "test_wide_steps_meet_far_positions[2147483646-2147483651-dense]",
+     "a far position counted as the limit", "polyattn/_core/expressions/indices.py",
+     "        shift = shift - modulus if shift > modulus // 2 else shift\n",
+     ""),
+    ("tests/api/test_memory.py::test_a_call_releases_its_arrays[torch-by_autograd-alibi]",
+     "an expression that keeps the tensors of a call", "polyattn/_core/expressions/expression.py",
+     "        fields = [_replaced(name, getattr(self, name), change) for name in self.__match_args__]",
+     "        loop = lambda x: (loop, change)\n"
+     "        fields = [_replaced(name, getattr(self, name), change) for name in self.__match_args__]"),
     (PLACES + "test_far_positions_with_narrow_indices",
      "given positions limited as lengths are", PATTERNS,
      "limit = int(xp.iinfo(positions.dtype).max)",
-     "limit = INDEX_LIMIT"),
+     "limit = 2**30"),
     (RULES + "test_gradients_of_distances_between_close_vectors_keep_their_digits"
      "[distance]",
      "a gradient by vectors far from 0", "polyattn/_core/expressions/replacements.py",

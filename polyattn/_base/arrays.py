@@ -320,6 +320,14 @@ def as_index(xp: Any, numbers: Array) -> Array:
     return cast(xp, numbers, index_range(xp, 0, 1, numbers).dtype)
 
 
+def as_count(xp: Any, numbers: Array) -> Array:
+    """Return counts in the dtype of `as_index`; those that it cannot hold become its largest."""
+    counts = as_index(xp, numbers)
+    if "uint" not in str(numbers.dtype):
+        return counts
+    return xp.where(counts < 0, xp.full_like(counts, int(xp.iinfo(counts.dtype).max)), counts)
+
+
 def numbers_like(xp: Any, numbers: Any, dtype: Any, like: Array) -> Array:
     """Return a sequence or NumPy array of numbers as an array, on the device of `like`."""
     return xp.asarray(numbers, dtype=dtype, **_on_device_of(xp, like))

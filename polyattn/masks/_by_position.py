@@ -6,6 +6,7 @@ from typing import Any
 
 from polyattn._base.arguments import check_int, check_window
 from polyattn._base.arrays import Array
+from polyattn._core.expressions.indices import INDEX_LIMIT
 from polyattn._core.expressions.mask_arrays import check_ids, check_lengths, check_positions
 from polyattn._core.expressions.masks import Mask
 from polyattn._core.expressions.neighborhood import neighborhood_of
@@ -223,7 +224,7 @@ def global_tokens(*positions: int) -> Mask:
     Parameters
     ----------
     *positions : int
-        The positions of these tokens.
+        The positions of these tokens, below 2**30.
 
     Returns
     -------
@@ -237,8 +238,10 @@ def global_tokens(*positions: int) -> Mask:
     masks.window(64, 64) | masks.global_tokens(0, 1)
     """
     integers = tuple([check_int("masks.global_tokens: a position", n) for n in positions])
-    if not integers or min(integers) < 0:
-        raise ValueError(f"masks.global_tokens takes positions of at least 0; got {positions!r}")
+    if not integers or min(integers) < 0 or max(integers) >= INDEX_LIMIT:
+        raise ValueError(
+            f"masks.global_tokens takes positions from 0 to 2**30 - 1; got {positions!r}"
+        )
     return GlobalTokens(integers)
 
 

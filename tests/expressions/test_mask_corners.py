@@ -55,6 +55,7 @@ def later(b, h, i, j):
         (lambda: masks.edges([0], [1, 2], 2), ValueError, r"one shape \(edges,\); got \(1,\) and"),
         (lambda: masks.dilated(0), ValueError, "at least 1; got 0"),
         (lambda: masks.global_tokens(), ValueError, "positions"),
+        (lambda: masks.global_tokens(1, 2**30), ValueError, r"from 0 to 2\*\*30 - 1; got \(1, 10"),
         (lambda: masks.dense(np.ones((6, 6))), TypeError, "bool array"),
         (lambda: masks.rule(lambda i, j: i > j), TypeError, "b, h, i, j"),
         (lambda: masks.compile(later, 0), ValueError, "at least 1"),
@@ -109,7 +110,6 @@ HUGE = {
     "padding": (masks.padding(2**40, 2**31) & masks.dilated(2), masks.dilated(2)),
     "none of a prefix": (~masks.prefix(2**33), masks.prefix(0)),
     "a step": (masks.dilated(FAR), masks.window(0, 0)),
-    "a token": (masks.global_tokens(1, 2**40, FAR), masks.global_tokens(1)),
 }
 
 
@@ -158,6 +158,65 @@ def test_ids_may_be_unsigned_and_of_two_dtypes(name, kernel, dtypes):
     found = run(TO[name](X), mask=masks.segments(rows, keys), kernel=kernel)
     expected = run(mask=masks.dense(ids[:, None] == ids), kernel="dense")
     np.testing.assert_allclose(np.asarray(found), expected, rtol=1e-12)
+
+
+@pytest.mark.parametrize("kernel", [None, "dense"])
+@pytest.mark.parametrize("name", ["numpy", "torch"])
+@pytest.mark.parametrize("beyond", [2**62 + 1, 2**63 + 1])
+def test_ids_of_two_kinds_are_equal_only_as_numbers(beyond, name, kernel):
+    rows = np.array([7, 7, beyond, beyond + 1, 2**64 - 1, 2**64 - 2], "uint64")
+    keys = np.array([7, 8, min(beyond, 2**63 - 1), 2**62 + 3, -1, -2])
+    mask = masks.segments(TO[name](rows), TO[name](keys))
+    expected = run(mask=rows.astype(object)[:, None] == keys.astype(object))
+    for shown in (mask, mask & masks.window(99, 99)):
+        found = run(TO[name](X), mask=shown, kernel=kernel)
+        np.testing.assert_allclose(np.asarray(found), expected, rtol=1e-12, atol=1e-12)
+
+
+#: Lengths of two items of 300 keys, beyond which a narrow dtype cannot count.
+LENGTHS = {
+    "uint8": [100, 255],
+    "int8": [100, 127],
+    "uint16": [100, 2**16 - 1],
+    "int16": [100, 2**15 - 1],
+    "uint32": [100, 2**32 - 1],
+    "uint64": [2**63 + 1, 2**64 - 1],
+}
+
+
+@pytest.mark.parametrize("kernel", [None, "dense", "tiled"])
+@pytest.mark.parametrize("name", TO)
+@pytest.mark.parametrize("dtype", LENGTHS)
+def test_lengths_have_any_dtype_of_integers(dtype, name, kernel):
+    if (name, dtype) == ("jax", "uint64"):
+        pytest.skip("JAX has no integers of 64 bits here")
+    x = np.random.default_rng(1).normal(size=(2, 1, 300, 8)).astype("float32")
+    lengths = TO[name](np.array(LENGTHS[dtype], dtype))
+    shown = np.arange(300) < np.array(LENGTHS[dtype], object)[:, None, None, None]
+    rows = np.swapaxes(shown, -1, -2).astype(bool)
+    for mask, expected in (
+        (masks.prefix(lengths), shown),
+        (masks.padding(lengths, lengths), shown & rows),
+    ):
+        found = np.asarray(run(TO[name](x), mask=mask, kernel=kernel))
+        np.testing.assert_allclose(found, run(x, mask=expected.astype(bool)), atol=1e-5)
+
+
+@pytest.mark.parametrize("kernel", [None, "dense", "tiled"])
+@pytest.mark.parametrize("step", [2**30 + 1, 2**31 - 1, 2**31 + 3, 2**40])
+@pytest.mark.parametrize("offset", [2**30 - 1, 2**31 - 2, 2**40 + 3])
+def test_wide_steps_meet_far_positions(offset, step, kernel):
+    x = np.random.default_rng(1).normal(size=(1, 300, 8))
+    expected = run(x, mask=(np.arange(300) - np.arange(300)[:, None] - offset) % step == 0)
+    for name in ("numpy", "torch"):
+        for own in (offset, TO[name](np.full((), offset))):
+            call = {"mask": masks.dilated(step), "query_offset": own, "kernel": kernel}
+            np.testing.assert_allclose(np.asarray(run(TO[name](x), **call)), expected, atol=1e-12)
+
+
+def test_a_mask_prints_numbers_beyond_int64():
+    mask = masks.segments(torch.asarray(np.array([2**63 + 5], "uint64")))
+    assert repr(mask) == f"masks.segments(torch.asarray([{2**63 + 5}], dtype=torch.uint64))"
 
 
 # Offset, window, and the keys that row i sees: from i + the first to i + the second.

@@ -194,7 +194,8 @@ class Ranges:
     def _numbers(self, lengths: Any) -> Any:
         if isinstance(lengths, int):
             return self.xp.full((1, 1), min(lengths, 2**31 - 1), self.integer)
-        return self._by_item(lengths).reshape(-1, 1)
+        counts = saturating_sum(self._by_item(lengths), 0, self.xp, self.integer, 2**31 - 1)
+        return counts.reshape(-1, 1)
 
     def _by_item(self, array: Any) -> Any:
         """Return a number for each flat batch item, or one for all."""

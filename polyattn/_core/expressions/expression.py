@@ -326,4 +326,5 @@ def _listed(array: Any, dtype: str) -> str:
         entries = [_listed(array[n, ...], dtype) for n in range(array.shape[0])]
         return f"[{', '.join(entries)}]"
     kind = bool if dtype == "bool" else float if "float" in dtype else int
-    return repr(kind(array))
+    # int() of an array of torch refuses uint64 from 2**63 on.
+    return repr(kind(array.item() if hasattr(array, "item") else array))

@@ -16,6 +16,7 @@ from polyattn._base.arrays import (
     Array,
     ArrayFacts,
     accumulator_of,
+    as_count,
     as_index,
     broadcast_shapes,
     cast,
@@ -39,9 +40,7 @@ def saturating_sum(offset: Any, shift: int, xp: Any, dtype: Any, limit: int = IN
     if isinstance(offset, int):
         return max(-limit, min(offset + shift, limit))
     if "uint" in str(offset.dtype) and xp.iinfo(dtype).bits == 64:
-        # torch supports few operations on unsigned integers.
-        signed = cast(xp, offset, dtype)
-        offset = xp.where(signed < 0, xp.full_like(signed, 2**63 - 1), signed)
+        offset = as_count(xp, offset)  # torch supports few operations on unsigned integers
     info = xp.iinfo(offset.dtype)
     low, high = -limit - shift, limit - shift
     if high <= info.min:
@@ -52,6 +51,21 @@ def saturating_sum(offset: Any, shift: int, xp: Any, dtype: Any, limit: int = IN
     # In two steps: the shift itself may be just out of range where the sum is not.
     half = shift // 2
     return offset + half + (shift - half)
+
+
+def reduced(offset: Any, modulus: int, xp: Any, dtype: Any) -> tuple[Any, int]:
+    """Return an offset and a modulus in `dtype` that leave key − row − offset its multiples."""
+    if not isinstance(offset, int):
+        offset, modulus = cast(xp, offset, dtype), min(modulus, int(xp.iinfo(dtype).max))
+    shift = offset % modulus
+    if modulus <= INDEX_LIMIT:
+        return shift, modulus
+    # A key and a row are less than 2**30 apart: the nearest multiple is the only one, if any.
+    if isinstance(shift, int):
+        shift = shift - modulus if shift > modulus // 2 else shift
+        return max(-INDEX_LIMIT, min(shift, INDEX_LIMIT)), min(modulus, 2 * INDEX_LIMIT - 1)
+    shift = xp.where(shift > modulus // 2, shift - modulus, shift)
+    return clip(xp, shift, -INDEX_LIMIT, INDEX_LIMIT), min(modulus, 2 * INDEX_LIMIT - 1)
 
 
 def check_shape_of_scores(name: str, shape: tuple[int, ...], scores: tuple[int, ...]) -> None:
@@ -236,17 +250,15 @@ class PointIndices:
         """Return key minus position, or only its remainder by `modulus`."""
         if modulus is None:
             return self.column - self.position()
-        modulus = min(modulus, INDEX_LIMIT)
-        offset = self._offset
-        if not isinstance(offset, int):
-            offset = cast(self.xp, offset[self.batch], self.column.dtype)
-        return (self.column - self.row - offset % modulus) % modulus
+        offset = self._offset if isinstance(self._offset, int) else self._offset[self.batch]
+        shift, modulus = reduced(offset, modulus, self.xp, self.column.dtype)
+        return (self.column - self.row - shift) % modulus
 
     def per_item(self, numbers: Any) -> Any:
         """Return the number of each batch item, from one for all or an array (...,)."""
         if isinstance(numbers, int):
             return min(numbers, INDEX_LIMIT)
-        return as_index(self.xp, self._of_item(numbers, ()))
+        return as_count(self.xp, self._of_item(numbers, ()))
 
     def per_head(self, numbers: Array) -> Array:
         """Return the number of each query head, from an array (H,)."""

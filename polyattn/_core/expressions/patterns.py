@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from polyattn._base.arrays import Array, library_of
 from polyattn._core.expressions.coverage import Block, Coverage
-from polyattn._core.expressions.indices import INDEX_LIMIT, ScoreDims, ScoreIndices, saturating_sum
+from polyattn._core.expressions.indices import ScoreDims, ScoreIndices, saturating_sum
 from polyattn._core.expressions.intervals import FARTHEST, Intervals, Rows, farthest
 from polyattn._core.expressions.masks import Joined, Mask, Not
 from polyattn._core.expressions.parts import Part
@@ -75,7 +75,7 @@ class Dilated(Mask):
     def _intervals(self, rows: Rows, within: Intervals | None) -> Intervals:
         if self.step == 1:
             return rows.one(rows.position * 0, rows.keys)
-        return rows.multiples(min(self.step, INDEX_LIMIT), within)
+        return rows.multiples(min(self.step, FARTHEST), within)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -87,7 +87,7 @@ class GlobalTokens(Mask):
     first: Any = 0  # the position of the first key
 
     def seen(self, at: ScoreIndices) -> Array:
-        tokens = [min(token, INDEX_LIMIT) - at.per_item(self.first) for token in self.positions]
+        tokens = [token - at.per_item(self.first) for token in self.positions]
         # Keys and rows apart: their arrays are short.
         keys, rows = (
             functools.reduce(operator.or_, [index == token for token in tokens])
@@ -125,7 +125,7 @@ class GlobalTokens(Mask):
 def _runs(numbers: tuple[int, ...]) -> list[tuple[int, int]]:
     """Return the first and last of each run of consecutive numbers."""
     runs: list[tuple[int, int]] = []
-    for number in sorted({min(number, INDEX_LIMIT) for number in numbers}):
+    for number in sorted(set(numbers)):
         if runs and runs[-1][1] == number - 1:
             runs[-1] = (runs[-1][0], number)
         else:
@@ -236,17 +236,29 @@ class Segments(Mask):
         return self.query_ids if self.key_ids is None else self.key_ids
 
     def seen(self, at: ScoreIndices) -> Array:
-        return at.per_row(self.query_ids) == at.per_key(self._keys)
+        rows = at.per_row(self.query_ids)
+        same = rows == at.per_key(self._keys)
+        return same & (rows >= 0) if self._mixes_signs else same
+
+    @property
+    def _mixes_signs(self) -> bool:
+        """Whether one array is unsigned: its ids beyond int64 are compared as negative ones."""
+        kinds = ["uint" in str(ids.dtype) for ids in (self.query_ids, self._keys)]
+        return kinds[0] != kinds[1]
 
     def _coverage(self, block: Block) -> Coverage:
         low, high = block.per_row(self.query_ids)
         least, most = block.per_key(self._keys)
         # Two ranges that overlap may share an id; they surely do if both have one id only.
         meet = (low <= most) & (least <= high)
-        return Coverage(meet, meet & (low == high) & (least == most))
+        every = meet & (low == high) & (least == most)
+        return Coverage(meet, every & (low >= 0) if self._mixes_signs else every)
 
     def _intervals(self, rows: Rows, within: Intervals | None) -> Intervals:
-        return rows.of_ids(rows.per_token(self.query_ids), rows.per_token(self._keys))
+        of_rows, of_keys = rows.per_token(self.query_ids), rows.per_token(self._keys)
+        if self._mixes_signs and max(farthest(of_rows), farthest(of_keys)) > FARTHEST:
+            return rows.of_elements(self)
+        return rows.of_ids(of_rows, of_keys)
 
     def part(self, part: Part) -> Segments:
         return Segments(part.array(self.query_ids, ".L"), part.array(self._keys, ".S"))

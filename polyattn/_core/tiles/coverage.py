@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from polyattn._base.arrays import Array, as_index, index_range, is_array, with_rank
+from polyattn._base.arrays import Array, as_count, as_index, index_range, is_array, with_rank
 from polyattn._base.span import Span
 from polyattn._core.call.operands import Operands
 from polyattn._core.call.problem import Problem
@@ -73,7 +73,7 @@ class TileQuery:
         """Return the number of each batch item, from one for all or an array (...,)."""
         if isinstance(numbers, int):
             return min(numbers, INDEX_LIMIT)
-        return with_rank(as_index(self._xp, numbers)[..., None, None, None], self._rank)
+        return with_rank(as_count(self._xp, numbers)[..., None, None, None], self._rank)
 
     def per_row(self, numbers: Array) -> tuple[Array, Array]:
         """Return the least and the greatest number of the rows, from an array (..., L)."""

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 from polyattn._base.arrays import (
     Array,
     ArrayFacts,
+    as_count,
     as_index,
     broadcast_shapes,
     cast,
@@ -30,6 +31,7 @@ from polyattn._core.expressions.indices import (
     call_score_mod,
     facts_of_result,
     found_in_lists,
+    reduced,
     saturating_sum,
 )
 from polyattn._core.expressions.masks import Mask
@@ -142,7 +144,7 @@ class Indices:
         """Return the number of each batch item, shape (..., 1, 1, 1), or the number for all."""
         if isinstance(numbers, int):
             return min(numbers, INDEX_LIMIT)
-        return self._of_items(as_index(self.xp, numbers)[..., None, None, None])
+        return self._of_items(as_count(self.xp, numbers)[..., None, None, None])
 
     def per_head(self, numbers: Array) -> Array:
         """Return the number of each query head, shape (..., H, 1, 1)."""
@@ -199,11 +201,8 @@ class Indices:
         """Return key minus position of the row, (..., H, l, s), or its remainder by a modulus."""
         if modulus is None:
             return self.column - self.position()
-        modulus = min(modulus, INDEX_LIMIT)
-        row, offset = self.row, self._offset()
-        if not isinstance(offset, int):
-            offset = cast(self.xp, offset, row.dtype)
-        return (self.column - row - offset % modulus) % modulus
+        shift, modulus = reduced(self._offset(), modulus, self.xp, self.row.dtype)
+        return (self.column - self.row - shift) % modulus
 
     def _offset(self) -> Any:
         offset = self._problem.query_offset
