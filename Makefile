@@ -248,7 +248,7 @@ $(VENV)/.openvino: $(VENV)/.test
 $(VENV)/peers/.installed: $(VENV)/.test
 	$(PYTHON) -m venv $(@D)
 	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" >`$(@D)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))"`/tests.pth
-	$(@D)/bin/python -m pip install --quiet --constraint $(CONSTRAINTS) openvino tokamax x-transformers
+	$(@D)/bin/python -m pip install --quiet --constraint $(CONSTRAINTS) openvino x-transformers
 	@touch $@
 
 # Each in the place of onnxruntime, so in an environment of its own, with the newest onnx and NumPy.

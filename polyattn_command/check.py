@@ -11,8 +11,6 @@ from typing import Any
 
 from polyattn_command.stand_ins import PACKAGES, start
 
-_ROOTS = {name.partition(".")[0] for name in PACKAGES}
-
 
 def check(files: list[str], names: list[str]) -> int:
     """Print each import, attribute and call that would fail; return 1 if there is one."""
@@ -54,7 +52,7 @@ class _Uses(ast.NodeVisitor):
         self.visit(tree)
 
     def _bind(self, name: str, path: str, imported: str, node: ast.stmt) -> None:
-        if path.partition(".")[0] in _ROOTS:
+        if path.partition(".")[0] in PACKAGES:
             self._paths[name] = path
             self._find(imported, node)
 
@@ -97,7 +95,7 @@ class _Uses(ast.NodeVisitor):
         try:
             _resolve(path)
         except (ImportError, AttributeError) as error:
-            package = max((one for one in PACKAGES if f"{path}.".startswith(f"{one}.")), key=len)
+            package = path.partition(".")[0]
             by_name = f"; it comes by name, --as {package}" * (package not in self._names)
             self.faults.append((node.lineno, f"{path}: {error}{by_name}"))
         else:

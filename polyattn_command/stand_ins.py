@@ -18,14 +18,11 @@ if TYPE_CHECKING:
     from typing import Any
 
 VARIABLE = "POLYATTN_INSTALL"
-#: Each package with its distribution, and the version whose documentation the modules follow. A
-#: module with a row of its own, also one within a package, comes by its own name only.
+#: Each package with its distribution, and the version whose documentation the modules follow.
 PACKAGES = {
     "flash_attn": ("flash-attn", "2.8.3"),
     "flash_attn_interface": ("flash-attn-3", "3.0.0"),
-    "flash_attn.cute": ("flash-attn-4", "4.0.0"),
     "natten": ("natten", "0.21.0"),
-    "sageattention": ("sageattention", "2.2.0"),
     "xformers": ("xformers", "0.0.35"),
 }
 #: What `polyattn run` brings. Programs prefer FlashAttention 3 if they find it, and most expect
@@ -34,7 +31,6 @@ BY_DEFAULT = ("flash_attn", "xformers")
 #: The suffix for functions that return tuples.
 TUPLES = ":tuples"
 _MADE_OF = {
-    "flash_attn.cute.interface": "flash_attn.cute",
     "flash_attn.flash_attn_interface": "flash_attn",
     "flash_attn.ops.rms_norm": "flash_attn.ops.layer_norm",
     "flash_attn.ops.triton.cross_entropy": "flash_attn.losses.cross_entropy",
@@ -71,15 +67,12 @@ class Finder:
 
     def find_spec(self, name: str, *rest: Any) -> ModuleSpec | None:
         """Return where a module is; its file is not read."""
-        package = name
-        while package and package not in PACKAGES:
-            package = package.rpartition(".")[0]
         own = _MADE_OF.get(name, name)
         if name in _KERNELS and "flash_attn" in self.packages:
             others = (one for one in sys.meta_path if not isinstance(one, Finder))
             specs = (one.find_spec(name, *rest) for one in others)  # the program's own first
             return next(filter(None, specs), None) or ModuleSpec(name, self)  # type: ignore[arg-type]
-        if package not in self.packages or "._" in own:
+        if name.partition(".")[0] not in self.packages or "._" in own:
             return None
         from pathlib import Path
 
@@ -106,8 +99,6 @@ class Finder:
             )
         own = import_module(f"polyattn.dialects.{_MADE_OF.get(name, name)}")
         kept = vars(module).keys() - {"__doc__"}
-        # A module with a row of its own may have been imported as one of polyattn.
-        kept |= {one[len(name) + 1 :] for one in PACKAGES if one.startswith(f"{name}.")}
         vars(module).update((key, value) for key, value in vars(own).items() if key not in kept)
         if name + TUPLES in self.names:
             vars(module).update(own._with_tuples())
@@ -133,7 +124,7 @@ class Finder:
             name, version = PACKAGES[package]
             if asked in (None, name, package.replace("_", "-")):
                 head = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
-                yield StandIn(METADATA=head, top_level=package.partition(".")[0])
+                yield StandIn(METADATA=head, top_level=package)
 
     def close(self) -> None:
         """Take the modules away."""

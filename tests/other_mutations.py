@@ -878,10 +878,6 @@ MUTATIONS = (
      "a norm of a sum that was rounded", "polyattn/dialects/flash_attn/ops/layer_norm.py",
      "one if total is None else total + one",
      "one if total is None else (total + one).to(x.dtype).to(wide)"),
-    ("tests/dialects/test_flash_attn.py::test_flash_attention_4",
-     "a sink of FlashAttention 4 left out of packed sequences", "polyattn/dialects/_flash.py",
-     "    if sinks is not None:  # of all sequences",
-     "    if 0:"),
     # parts of the scores
     (PARTS + "test_an_expression_that_does_not_say_is_refused_by_name",
      "an unknown expression in a part", "polyattn/_core/expressions/expression.py",

@@ -21,15 +21,10 @@ MODULES = [
         "polyattn.conformance.suite",
         "polyattn.dialects",
         "polyattn.dialects.flash_attn",
-        "polyattn.dialects.flash_attn.cute",
         "polyattn.dialects.flash_attn_interface",
         "polyattn.dialects.flax",
         "polyattn.dialects.keras",
-        "polyattn.dialects.mlx",
         "polyattn.dialects.natten",
-        "polyattn.dialects.sageattention",
-        "polyattn.dialects.splash",
-        "polyattn.dialects.tokamax",
         "polyattn.dialects.torch",
         "polyattn.dialects.xformers",
         "polyattn.export",
@@ -90,12 +85,7 @@ def faults_of(path):
     allowed = NOT_ASKED | ({"RT01", "YD01"} if one_line else set())
     if path.startswith(READ_BY_KERNELS):
         allowed |= {"PR01", "RT01", "YD01"}
-    by_reference = (
-        "flash_attn_interface.",
-        "flash_attn.cute.",
-        "natten.",
-        "splash.make_splash_mqa",
-    )
+    by_reference = ("flash_attn_interface.", "natten.")
     by_reference = tuple(f"polyattn.dialects.{name}" for name in by_reference)
     if path.startswith(by_reference) or path.endswith(("packed_func", "_first_axis")):
         allowed |= {

@@ -64,8 +64,6 @@ OUTSIDE = {
     "export": {"numpy"},
     "_core.expressions.intervals": {"numpy"},  # imported when intervals are asked for
     "_base.host": {"numpy"},  # imported when a sequence, or an array of NumPy, is placed
-    "dialects.natten": {"numpy"},  # for the windows of the functions of older versions
-    "dialects.splash": {"numpy"},  # of which the mask classes are
     "integrations.diffusers": {"diffusers", "torch"},
     "integrations.vllm_omni": {"torch", "vllm_omni"},
     "integrations": {"jax", "mlx", "ndonnx", "numpy", "spox", "torch", "transformers"},

@@ -4,7 +4,6 @@ import os
 import subprocess
 import sys
 import venv
-from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -280,7 +279,6 @@ import flash_attn, os.path
 import flash_attn.bert_padding as padding
 from flash_attn import flash_attn_func as f, flash_attn_nothing
 from flash_attn.no.such import name, other
-from flash_attn.cute import flash_attn_func as f4
 try:
     from flash_attn_interface import flash_attn_func as f3
 except ImportError:
@@ -301,17 +299,15 @@ FAULTS = """\
 model.py:3: flash_attn.flash_attn_nothing: module 'flash_attn' has no attribute 'flash_attn_nothing'
 model.py:4: flash_attn.no.such.name: module 'flash_attn' has no attribute 'no'
 model.py:4: flash_attn.no.such.other: module 'flash_attn' has no attribute 'no'
-model.py:5: flash_attn.cute.flash_attn_func: module 'flash_attn' has no attribute 'cute'; it comes by name, --as flash_attn.cute
-model.py:7: flash_attn_interface.flash_attn_func: No module named 'flash_attn_interface'; it comes by name, --as flash_attn_interface
-model.py:13: flash_attn.flash_attn_interface.flash_attn_unpadded_func: module 'flash_attn.flash_attn_interface' has no attribute 'flash_attn_unpadded_func'
-model.py:14: flash_attn.flash_attn_func(): missing a required argument: 'v'
-model.py:15: flash_attn.flash_attn_func(): got an unexpected keyword argument 'causl'
-model.py:20: flash_attn.ops.triton.rotary.apply_rotary(): too many positional arguments
+model.py:6: flash_attn_interface.flash_attn_func: No module named 'flash_attn_interface'; it comes by name, --as flash_attn_interface
+model.py:12: flash_attn.flash_attn_interface.flash_attn_unpadded_func: module 'flash_attn.flash_attn_interface' has no attribute 'flash_attn_unpadded_func'
+model.py:13: flash_attn.flash_attn_func(): missing a required argument: 'v'
+model.py:14: flash_attn.flash_attn_func(): got an unexpected keyword argument 'causl'
+model.py:19: flash_attn.ops.triton.rotary.apply_rotary(): too many positional arguments
 """  # noqa: E501 -- lines of output
 
 
 def test_check_lists_what_would_fail(capsys):
-    import_module("polyattn.dialects.flash_attn.cute")  # which comes by its name only all the same
     file = write(CHECKED, "model.py")
     assert main(["--as", "flash_attn", "--check", file]) == 1
     assert capsys.readouterr().out == FAULTS

@@ -46,13 +46,11 @@ def heads_first(output: Array, total: Array) -> tuple[Array, Array]:
 def dense(
     q: Array, k: Array, v: Array, scale: float | None, causal: bool, window: Any, softcap: float,
     *, dropout: float = 0.0, slopes: Array | None = None, chunk: int = 0, qv: Array | None = None,
-    sinks: Array | None = None, logsumexp: bool = False,
+    logsumexp: bool = False,
 ) -> Any:  # fmt: skip
     """Return attention of arrays (B, L, H, D), with the logsumexp, (B, H, L), if asked for."""
     qv, (q, scale) = scaled(qv, scale)[0], scaled(q, scale)
     options = dense_options(q, k, v, scale, causal, window, softcap, slopes, chunk, qv)
-    if sinks is not None:
-        options["sinks"] = sinks
     if dropout:
         options["dropout"] = dropout_of(q, dropout)
     return attended(joined(q, qv), joined(k, None if qv is None else v), v, options, logsumexp)
@@ -103,7 +101,7 @@ def varlen(
     q: Array, k: Array, v: Array, rows: Packed, keys: Packed,
     scale: float | None, causal: bool, window: Any, softcap: float,
     *, dropout: float = 0.0, slopes: Array | None = None, chunk: int = 0,
-    qv: Array | None = None, sinks: Array | None = None, table: Any = None, logsumexp: bool = False,
+    qv: Array | None = None, table: Any = None, logsumexp: bool = False,
 ) -> Any:  # fmt: skip
     """Return attention of packed arrays (T, H, D), with the logsumexp, (H, T), if asked for."""
     tokens = "S" if table is None else "NP"  # of all sequences, or of each page
@@ -120,8 +118,6 @@ def varlen(
         q, k = joined(q, qv), joined(k, v)
     q, scale = scaled(q, scale)
     options = options_of(scale, softcap)
-    if sinks is not None:  # of all sequences
-        options["sinks"] = sinks
     if dropout:
         options["dropout"] = dropout_of(q, dropout)
     if table is not None:

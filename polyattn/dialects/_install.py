@@ -20,10 +20,8 @@ def install(*packages: str, tuples: bool = False) -> contextlib.ExitStack:
     Parameters
     ----------
     *packages : str
-        "flash_attn", "flash_attn_interface" and "flash_attn.cute", which are FlashAttention 2, 3
-        and 4; "xformers", "natten", "sageattention". By default FlashAttention 2. Code that can use
-        several generations prefers the newest that it finds. The fourth is a part of
-        ``flash_attn``.
+        "flash_attn" and "flash_attn_interface", which are FlashAttention 2 and 3; "xformers",
+        "natten". By default FlashAttention 2. Code that can use both prefers the newer.
     tuples : bool
         Whether the functions of ``flash_attn_interface``, except that for caches, return
         ``(output, logsumexp)``, as they did before August 2025. Code of that time takes the first
@@ -41,8 +39,7 @@ def install(*packages: str, tuples: bool = False) -> contextlib.ExitStack:
     RuntimeError
         If the real package is installed, or these modules already are.
     ValueError
-        If `tuples` is given without ``flash_attn_interface``, or ``flash_attn.cute`` without
-        ``flash_attn``.
+        If `tuples` is given without ``flash_attn_interface``.
 
     Examples
     --------
@@ -53,8 +50,6 @@ def install(*packages: str, tuples: bool = False) -> contextlib.ExitStack:
     True
     """
     packages = packages or ("flash_attn",)
-    if "flash_attn.cute" in packages and "flash_attn" not in packages:
-        raise ValueError("flash_attn.cute is a part of flash_attn: name flash_attn too")
     for name in packages:
         if name not in PACKAGES:
             raise NotImplementedError(f"install() brings {', '.join(PACKAGES)}; got {name!r}")

@@ -54,7 +54,7 @@ def with_kvcache(
 def checked(
     q: Array, new: tuple[Array, Array] | None, cache: Cache, rotation: Rotation, *,
     scale: float | None, causal: bool, window: Any, softcap: float, slopes: Array | None = None,
-    chunk: int = 0, qv: Array | None = None, sinks: Array | None = None, logsumexp: bool = False,
+    chunk: int = 0, qv: Array | None = None, logsumexp: bool = False,
 ) -> Callable[[], Any]:  # fmt: skip
     """Check all of a call, and return what writes and computes."""
     near = bounds(window)
@@ -75,8 +75,6 @@ def checked(
     (q, scale), capacity = scaled(joined(q, qv), scale), _capacity(cache)
     lengths = capacity if cache.lengths is None else cache.lengths
     options = options_of(scale, softcap) | {"is_causal": bool(causal), "window": near}
-    if sinks is not None:
-        options["sinks"] = sinks
     many = lengths if isinstance(lengths, int) and cache.table is None else capacity
     if slopes is not None or chunk:
         options |= by_position(q, many, lengths - q.shape[1], slopes, chunk, cache.leftpad)

@@ -45,7 +45,6 @@ NAMES = {
     "flash_attn_packed": _with(
         _FLASH, "cu_seqlens_q", key_lengths="cu_seqlens_k", block_table="block_table"
     )._replace(packed=True),
-    "flash_attn_4": _with(_FLASH, "learnable_sink", sinks="learnable_sink"),
     "flash_attn": _FLASH,
     "varlen_attn": Names(
         frozenset(("cu_seq_q", "cu_seq_k", "window_size")),
@@ -71,9 +70,6 @@ NAMES = {
     ),
     "xformers": Names(
         frozenset(("attn_bias", "p", "op")), True, _same("scale", attn_mask="attn_bias")
-    ),
-    "sageattn": Names(
-        frozenset(("sm_scale", "tensor_layout")), False, _same("is_causal", scale="sm_scale")
     ),
     "mlx": Names(
         frozenset(("force_fused", "sinks")),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from polyattn import masks
 from polyattn._api.attention import attention
 from polyattn._api.partial import Partial, attention_partial
@@ -58,36 +56,24 @@ def dot_product_attention(
     >>> dot_product_attention(x, x, x, local_window_size=(2, 0)).shape
     (2, 5, 8, 64)
     """
-    return attend(
-        query, key, value, bias, mask, scale, is_causal, query_seq_lengths, key_value_seq_lengths,
-        local_window_size, logsumexp=return_residual,
-    )  # fmt: skip
-
-
-def attend(
-    query: Array, key: Array, value: Array, bias: Array | None, mask: Array | None, scale: Any,
-    is_causal: bool, query_seq_lengths: Any, key_value_seq_lengths: Any, window: Any,
-    *, logsumexp: bool = False, **options: Any,
-) -> Any:  # fmt: skip
-    """Return attention of arrays (..., L, H, D), with the logsumexp if asked for."""
-    rank = len(shape_of(query, "query"))
-    own = "BXYZ"[: rank - 3]
+    window, rank = local_window_size, len(shape_of(query, "query"))
+    own = "B" if rank == 4 else ""
     check_axes(
-        f"query {own}LHD, key {own}SGD, value {own}SGE, query_seq_lengths {own or 'B'},"
-        f" key_value_seq_lengths {own or 'B'}",
+        f"query {own}LHD, key {own}SGD, value {own}SGE, query_seq_lengths B,"
+        " key_value_seq_lengths B",
         query, key, value, query_seq_lengths, key_value_seq_lengths, **({} if own else {"B": 1}),
     )  # fmt: skip
     padding = [
-        n if n is None or rank > 3 else n[0] for n in (key_value_seq_lengths, query_seq_lengths)
+        n if n is None or rank == 4 else n[0] for n in (key_value_seq_lengths, query_seq_lengths)
     ]
     mask = with_all_axes(mask, rank, "mask")
     if any(lengths is not None for lengths in padding):
         real = masks.padding(*padding)
         mask = real if mask is None else real & masks.dense(mask)
     query, scale = scaled(query, scale)
-    call: Any = attention_partial if logsumexp else attention
+    call = attention_partial if return_residual else attention
     return call(
         query, key, value, scale=scale, is_causal=is_causal, query_offset=0, layout="...LHD",
         window=(window, window) if isinstance(window, int) else window,
-        bias=with_all_axes(bias, rank, "bias"), mask=mask, **options,
+        bias=with_all_axes(bias, rank, "bias"), mask=mask,
     )  # fmt: skip

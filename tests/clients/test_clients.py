@@ -3,9 +3,9 @@
 import importlib
 
 import pytest
-from optional import jax, torch
+from optional import torch
 
-from polyattn.dialects import flash_attn, splash
+from polyattn.dialects import flash_attn
 
 MODELS = [
     *["bert", "diffusion_lm", "gpt", "matcher", "point_cloud", "protein", "retrieval", "video"],
@@ -133,25 +133,3 @@ def test_a_whole_globe(program):
     with torch.no_grad():
         found, wanted = model(*inputs), exact(*to(torch.float64, inputs))
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5, check_dtype=False)
-
-
-@pytest.mark.needs("jax")
-def test_a_gpt_of_jax_with_masks_of_splash_attention():
-    module = importlib.import_module("splash_gpt")
-    weights, given = module.parameters(), module.inputs()
-
-    def steps(kernels):
-        @jax.jit
-        def step(weights):
-            loss, gradients = jax.value_and_grad(module.loss)(weights, *given, kernels)
-            return loss, jax.tree.map(lambda x, slope: x - 0.5 * slope, weights, gradients)
-
-        losses, trained = [], weights
-        for _ in range(3):
-            loss, trained = step(trained)
-            losses.append(float(loss))
-        return losses
-
-    losses = steps(splash)
-    assert losses[-1] < losses[0]
-    assert losses == pytest.approx(steps(module.ByHand), rel=1e-5)

@@ -11,7 +11,7 @@ from optional import torch
 import polyattn
 from polyattn.dialects import flash_attn as fa2
 from polyattn.dialects import flash_attn_interface as fa3
-from polyattn.dialects import flax, keras, mlx, natten, onnx, xformers
+from polyattn.dialects import flax, keras, natten, onnx, xformers
 from polyattn.dialects import jax as jax_dialect
 from polyattn.dialects import torch as torch_dialect
 from polyattn.dialects.flash_attn.ops.triton.rotary import apply_rotary
@@ -155,15 +155,6 @@ X, Y, ENDS = normal(9, H, D), normal(2, 4, 3, D), np.array([0, 4, 9])
 POOL = normal(4, 4, H, D)
 
 
-def mha(**changes):
-    given = {"query": normal(3, 2, 8), "key": normal(5, 2, 8), "value": normal(5, 2, 8)}
-    given |= dict.fromkeys(("in_proj_bias", "bias_k", "bias_v"))
-    given |= {"add_zero_attn": False, "dropout_p": 0.0}
-    given |= {"in_proj_weight": normal(24, 8), "out_proj_weight": normal(8, 8)}
-    given |= {"embed_dim_to_check": 8, "num_heads": 2, "out_proj_bias": None}
-    return torch_dialect.multi_head_attention_forward(**given | changes)
-
-
 def onnx_packed(*arrays):
     return onnx.onnx_attention(*arrays, q_num_heads=2, kv_num_heads=2)
 
@@ -210,7 +201,6 @@ REFUSED = {
         {"query_seq_lengths": [2, 3]}, r"query_seq_lengths must .*B is 1; got \(2,\)"),
     "flax: batch": (flax.dot_product_attention, [Y, Y[:1], Y[:1]], {}, "key must"),
     "keras: batch": (keras.dot_product_attention, [Y, Y[:1], Y[:1]], {}, "key must"),
-    "mlx: rank": (mlx.scaled_dot_product_attention, [Y[0], Y[0], Y[0]], {"scale": 1.0}, "q must"),
     "onnx: past": (onnx.onnx_attention, [Y, Y[:, :, :2], Y, None, Y[:, :, :2], Y[:, :, :1]], {},
         r"V must .*S is 2"),
     "onnx: lengths": (onnx.onnx_attention, [Y, Y, Y], {"nonpad_kv_seqlen": ENDS}, "B is 2"),
@@ -218,11 +208,6 @@ REFUSED = {
     "xformers: batch": (xformers.memory_efficient_attention, [Y, Y[:1], Y[:1]], {}, "key must"),
     "xformers: heads": (xformers.memory_efficient_attention, [Y, Y, Y[:, :, :1]], {},
         r"value must have the shape \(B, S, G, E\).*G is 3"),
-    "mha: key": (mha, [], {"key": normal(5, 1, 8), "value": normal(5, 1, 8)}, r"key must .*B is 2"),
-    "mha: weight": (mha, [], {"in_proj_weight": normal(8, 8)}, r"in_proj_weight .*W is 24"),
-    "mha: of heads": (mha, [], {"attn_mask": np.zeros((2, 3, 5))}, r"attn_mask must .*N is 4"),
-    "mha: heads": (mha, [], {"num_heads": 0}, "num_heads=0, which must divide it"),
-    "mha: padding": (mha, [], {"key_padding_mask": np.zeros((1, 5))}, "key_padding_mask must"),
 }  # fmt: skip
 
 
@@ -247,11 +232,9 @@ def test_no_number_is_drawn_for_a_call_that_is_refused():
 CALLS = {
     "torch": lambda x, n: torch_dialect.scaled_dot_product_attention(x, x, x),
     "varlen_attn": lambda x, n: torch_dialect.varlen_attn(x, x, x, n, n),
-    "mha": lambda x, n: mha(query=x, key=x, value=x),
     "jax": lambda x, n: jax_dialect.dot_product_attention(x, x, x),
     "flax": lambda x, n: flax.dot_product_attention(x, x, x),
     "keras": lambda x, n: keras.dot_product_attention(x, x, x),
-    "mlx": lambda x, n: mlx.scaled_dot_product_attention(x, x, x, scale=1.0),
     "onnx": lambda x, n: onnx.onnx_attention(x, x, x),
     "flash_attn": lambda x, n: fa2.flash_attn_func(x, x, x),
     "varlen": lambda x, n: fa2.flash_attn_varlen_func(x, x, x, n, n),
@@ -326,8 +309,6 @@ def test_a_step_of_decoding_is_described_once(library, items, paged, monkeypatch
 
 EMPTY = {
     "a batch of a grid": (natten.na2d, [(0, 3, 3, 2, 4)] * 3 + [3], (0, 3, 3, 2, 4)),
-    "scores of a grid": (natten.natten2dqk, [(0, 2, 3, 3, 4)] * 2 + [3], (0, 2, 3, 3, 9)),
-    "sums of a grid": (natten.natten1dav, [(0, 2, 6, 3), (0, 2, 6, 4), 3], (0, 2, 6, 4)),
     "rows of two axes of heads": (xformers.memory_efficient_attention,
         [(2, 0, 2, 3, 4), (2, 5, 2, 3, 4), (2, 5, 2, 3, 4)], (2, 0, 2, 3, 4)),
     "padding": (lambda *x: fa2.unpad_input(*x)[0], [(0, 5, 4), (0, 5)], (0, 4)),

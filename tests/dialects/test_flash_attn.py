@@ -12,7 +12,6 @@ from optional import jax, jnp, torch
 from polyattn.dialects import _packed
 from polyattn.dialects import flash_attn as fa2
 from polyattn.dialects import flash_attn_interface as fa3
-from polyattn.dialects.flash_attn import cute as fa4
 
 RNG = np.random.default_rng(0)
 B, H, G, D, E = 2, 4, 2, 16, 8
@@ -24,10 +23,10 @@ def normal(*shape):
 
 
 def formula(q, k, v, *, scale=None, causal=False, window=(-1, -1), softcap=0.0, slopes=None,
-            chunk=0, left=0, sinks=None):  # fmt: skip
+            chunk=0, left=0):  # fmt: skip
     """Return output and logsumexp of one sequence, (L, H, D) and (S, G, D), by the documentation.
 
-    Keys before `left` are hidden; a sink is one more logit of a head, without a value.
+    Keys before `left` are hidden.
     """
     length, keys = len(q), len(k)
     k, v = (np.repeat(x, q.shape[1] // x.shape[1], axis=1) for x in (k, v))
@@ -42,8 +41,7 @@ def formula(q, k, v, *, scale=None, causal=False, window=(-1, -1), softcap=0.0, 
     seen = seen & ((j - left) // chunk == (place - left) // chunk if chunk else True)
     s = np.where(seen, s, -math.inf)
     with np.errstate(divide="ignore"):
-        sunk = 0 if sinks is None else np.exp(sinks)[:, None]
-        total = np.log(np.exp(s).sum(-1) + sunk)
+        total = np.log(np.exp(s).sum(-1))
     weights = np.where(seen, np.exp(s - np.where(np.isinf(total), 0, total)[..., None]), 0)
     return np.einsum("hij,jhd->ihd", weights, v), total
 
@@ -384,84 +382,6 @@ def test_used_tokens_of_flash_attention_3(library):
     assert (np.asarray(lse[:, 3]) == -math.inf).all()
 
 
-# ---- FlashAttention 4 --------------------------------------------------------------------------
-
-SINKS, FOUR = normal(H), [np.array([0, 2, 6]), np.array([0, 4, 9])]
-OPTIONS_OF_4 = {
-    "plain": ({}, {}),
-    "causal": ({"causal": True, "softmax_scale": 0.3}, {"causal": True, "scale": 0.3}),
-    "window": ({"window_size": (2, None)}, {"window": (2, -1)}),
-    "sink": ({"learnable_sink": SINKS, "softcap": 0.7}, {"sinks": SINKS, "softcap": 0.7}),
-    "ignored": ({"num_splits": 3, "pack_gqa": True, "deterministic": True}, {}),
-}
-
-
-@pytest.mark.parametrize(
-    ("name", "library"),
-    [*itertools.product(OPTIONS_OF_4, ("numpy", "torch")), ("sink", "jax")],
-)
-def test_flash_attention_4(name, library):
-    """Packed, padded and in pages: each way of a call has the same sequences."""
-    to, (options, meant) = TO[library], OPTIONS_OF_4[name]
-    given = moved(options, library) | {"return_lse": True}
-    q, k, v = normal(6, H, D), normal(9, G, D), normal(9, G, E)
-    pools = [np.full((4, 3, G, n), np.nan) for n in (D, E)]
-    padded = [np.full((2, 6, G, n), np.nan) for n in (D, E)]
-    table = np.array([[2, 0], [3, 1]])
-    for n, rows in enumerate(sequences(FOUR[1])):
-        for whole, pool, x in zip(padded, pools, (k, v), strict=True):
-            length = rows.stop - rows.start
-            whole[n, :length] = x[rows]
-            pool[table[n]] = whole[n].reshape(2, 3, G, -1)
-    ends, used = to(FOUR[0]), {"seqused_k": to(np.array([4, 5]))}
-    paged = used | {"page_table": to(table)}
-    calls = [
-        fa4.flash_attn_varlen_func(
-            *map(to, (q, k, v)), cu_seqlens_q=ends, cu_seqlens_k=to(FOUR[1]), **given
-        )
-    ]
-    if library != "jax":  # whose programs read no lengths of packed queries
-        for cache, more in ((padded, used), (pools, paged)):
-            arrays = map(to, (q, *cache))
-            calls.append(fa4.flash_attn_varlen_func(*arrays, cu_seqlens_q=ends, **more, **given))
-    for n, (rows, keys) in enumerate(zip(*map(sequences, FOUR), strict=True)):
-        expected = formula(q[rows], k[keys], v[keys], **meant)
-        for output, lse in calls:
-            close(output[rows], expected[0])
-            close(lse[:, rows], expected[1])
-        alone = [to(x[None]) for x in (q[rows], k[keys], v[keys])]
-        output, lse = fa4.flash_attn_func(*alone, **given)
-        close(output[0], expected[0])
-        close(lse[0], expected[1])
-        both = [to(np.stack([q[rows]] * 2)), *(to(x) for x in padded)]
-        output, lse = fa4.flash_attn_varlen_func(*both, **used, **given)
-        close(output[n], expected[0])
-        close(lse[n], expected[1])
-    output, lse = fa4.flash_attn_func(*alone, **given | {"return_lse": False})
-    assert (output.shape, lse) == ((1, 4, H, E), None)
-
-
-@pytest.mark.parametrize(
-    ("function", "options", "words"),
-    [
-        (
-            "func",
-            {"score_mod": max},
-            "score_mod of FlashAttention 4 is not supported: call polyattn",
-        ),
-        ("varlen_func", {"mask_mod": max}, "mask_mod of FlashAttention 4"),
-        ("func", {"gather_kv_indices": max}, "gather_kv_indices of FlashAttention 4"),
-        ("varlen_func", {"block_sparse_tensors": max}, "block_sparse_tensors of FlashAttention 4"),
-        ("varlen_func", {"seqused_q": [1]}, "seqused_q needs cu_seqlens_q and cu_seqlens_k"),
-        ("varlen_func", {"cu_seqlens_k": [0, 1]}, "cu_seqlens_k needs cu_seqlens_q"),
-    ],
-)
-def test_what_flash_attention_4_has_in_its_own_language_is_refused(function, options, words):
-    x = normal(1, 5, H, D)
-    with pytest.raises((NotImplementedError, ValueError), match=words):
-        getattr(fa4, f"flash_attn_{function}")(x, x, x, **options)
-
-
 @pytest.mark.parametrize("library", ["numpy", "torch"])
 def test_parts_of_the_keys_are_combined(library):
     to, (q, k, v) = TO[library], (normal(B, n, H, D) for n in (3, 8, 8))
@@ -476,7 +396,7 @@ def test_parts_of_the_keys_are_combined(library):
     output, lse = fa3.flash_attn_combine(outputs, totals)
     close(output, np.asarray(whole[0]))
     close(lse, np.asarray(whole[1]).swapaxes(1, 2))
-    packed, none = fa4.flash_attn_combine(outputs[:, 0], totals[:, 0], return_lse=False)
+    packed, none = fa3.flash_attn_combine(outputs[:, 0], totals[:, 0], return_lse=False)
     close(packed, np.asarray(whole[0])[0])
     assert none is None
     small = fa3.flash_attn_combine(outputs, totals, out_dtype=to(np.ones(1, np.float32)).dtype)[0]

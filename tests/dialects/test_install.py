@@ -148,18 +148,15 @@ def test_rows_with_the_whole_array_have_one_gradient():
     assert x.grad[:, 0].tolist() == [3, 2, 3]
 
 
-def test_flash_attention_4_comes_by_name():
-    with fa2.install("flash_attn", "flash_attn.cute"):
-        from flash_attn.cute import flash_attn_func
-        from flash_attn.cute.interface import flash_attn_varlen_func
+def test_neighbourhood_attention_comes_by_name():
+    with fa2.install("natten"):
+        import natten
+        from natten.functional import na1d
 
-        from polyattn.dialects.flash_attn import cute
+        from polyattn.dialects.natten import na1d as own
 
-        assert flash_attn_func is cute.flash_attn_func
-        assert flash_attn_varlen_func is cute.flash_attn_varlen_func
-        assert importlib.metadata.version("flash-attn-4") == "4.0.0"
-    with pytest.raises(ValueError, match=r"flash_attn.cute is a part of flash_attn: name"):
-        fa2.install("flash_attn.cute")
+        assert natten.na1d is na1d is own
+        assert importlib.metadata.version("natten") == "0.21.0"
 
 
 @pytest.mark.parametrize(
@@ -182,9 +179,7 @@ def test_kernels_say_what_to_call_instead(name, words, tmp_path, monkeypatch):
         del sys.modules[name]
 
 
-@pytest.mark.parametrize(
-    "name", ["flash_attn_interface", "flash_attn.cute", "flash_attn.modules.mlp"]
-)
+@pytest.mark.parametrize("name", ["flash_attn_interface", "flash_attn.modules.mlp"])
 def test_what_is_absent_is_an_import_error(name):
     """Programs that can do without it catch this error."""
     with fa2.install(), pytest.raises(ImportError):

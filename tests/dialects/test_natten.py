@@ -79,38 +79,6 @@ def test_attention_within_windows(grid, given, library):
         np.testing.assert_allclose(one, other, atol=atol)
 
 
-@pytest.mark.parametrize("axes", [1, 2])
-@pytest.mark.parametrize("dilation", [1, 2])
-def test_older_functions_have_the_scores_of_windows_in_an_array(axes, dilation):
-    grid, size = (9, 7)[:axes], 3
-    q, k, v = normal(2, *grid, 2, 4), normal(2, *grid, 2, 4), normal(2, *grid, 2, 5)
-    first = [np.moveaxis(x, -2, 1) for x in (q, k, v)]
-    scores = getattr(natten, f"natten{axes}dqk")(*first[:2], size, dilation)
-    assert scores.shape == (2, 2, *grid, size**axes)
-    weights = np.exp(log_softmax(scores, axis=-1))
-    output = getattr(natten, f"natten{axes}dav")(weights, first[2], size, dilation)
-    expected = CALLS[axes](q, k, v, size, dilation=dilation, scale=1.0)
-    np.testing.assert_allclose(np.moveaxis(output, 1, -2), expected, atol=1e-12)
-    rpb = normal(2, *[2 * size - 1] * axes)
-    biased = getattr(natten, f"natten{axes}dqkrpb")(*first[:2], rpb, size, dilation)
-    mask = masks.neighborhood(grid, size, dilation=dilation)
-    for row in np.ndindex(*grid):
-        keys = np.unravel_index(_neighbors(mask, int(np.ravel_multi_index(row, grid))), grid)
-        offsets = [(y - x) // dilation + size - 1 for x, y in zip(row, keys, strict=True)]
-        added = (biased - scores)[(0, 1, *row)]
-        np.testing.assert_allclose(added, rpb[(1, *offsets)], atol=1e-12)
-
-
-def test_gradients_reach_a_bias_by_relative_position():
-    q, k, v = (torch.randn(1, 2, 8, 4, dtype=torch.float64, requires_grad=True) for _ in range(3))
-    rpb = torch.randn(2, 5, dtype=torch.float64, requires_grad=True)
-
-    def call(*x):
-        return natten.natten1dav(natten.natten1dqkrpb(*x[:2], x[3], 3, 1).softmax(-1), x[2], 3, 1)
-
-    assert torch.autograd.gradcheck(call, (q, k, v, rpb))
-
-
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
@@ -126,7 +94,6 @@ def test_gradients_reach_a_bias_by_relative_position():
             "unexpected keyword argument 'q_tile'",
         ),
         (lambda x: natten.na1d(x, x, x, 3, additional_keys=x), ValueError, "give both"),
-        (lambda x: natten.natten1dav(x, x, 3), ValueError, "attn must have the shape"),
     ],
 )
 def test_wrong_arguments(call, error, message):

@@ -9,7 +9,7 @@ import matplotlib
 import numpy as np
 import pages
 import pytest
-from optional import F, causal_lower_right, causal_upper_left, flex, jax, jnp, torch
+from optional import F, causal_lower_right, causal_upper_left, flex, jax, jnp, splash, torch
 from transformers import masking_utils as theirs
 
 from polyattn import attention, masks
@@ -91,6 +91,7 @@ LETTERS = {
     "np": np,
     "inf": math.inf,
     **{"B": B, "H": H, "L": L, "S": S, "W": W, "C": C, "P": S - L, "left": 3, "right": 1},
+    "offset": 2,
     "seen": SEEN,
     "added": np.where(SEEN, RNG.normal(size=(L, S)), -np.inf),
     "hidden": ~SEEN,
@@ -102,6 +103,8 @@ LETTERS = {
     "rows": np.array([6, 4]),
     "cu": np.array([0, 2, 5, 6]),
     "cu_k": np.array([0, 4, 7, 9]),
+    "ids": np.array([0, 0, 1, 1, 1, 2]),
+    "key_ids": np.array([0, 0, 0, 0, 1, 1, 1, 2, 2]),
     "position_ids": np.array([[0, 1, 0, 1, 2, 3], [0, 1, 2, 3, 4, 0]]),
 }
 LETTERS["document"] = lambda cu, i: next(n for n in range(3) if cu[n] <= i < cu[n + 1])
@@ -126,8 +129,7 @@ def test_what_to_write_means_what_the_other_library_computes():
 
 
 def test_positions_say_what_documents_of_their_own_offsets_see():
-    ids, key_ids = np.array([0, 0, 1, 1, 1, 2]), np.array([0, 0, 0, 0, 1, 1, 1, 2, 2])
-    names = LETTERS | {"ids": ids, "key_ids": key_ids}
+    names, ids = LETTERS.copy(), LETTERS["ids"]
     names["positions"] = np.array([2, 3, 0, 1, 2, 1])
     names["key_positions"] = np.array([0, 1, 2, 3, 0, 1, 2, 0, 1])
     ours = eval(re.search(r"`(masks\.segments\(ids, key_ids\) & .*?)`", PAGE, re.S)[1], names)
@@ -208,6 +210,11 @@ def the_same(seen, *others):
     return seen
 
 
+def by_splash(mask):
+    """What a mask of JAX's splash attention says, for all items and heads."""
+    return np.broadcast_to(mask[:, :], (B, H, L, S))
+
+
 POSITIONS = torch.as_tensor(LETTERS["position_ids"])
 PEERS = {
     "transformers: `sliding_window=W`, causal": lambda: by_transformers(
@@ -258,6 +265,9 @@ PEERS = {
         attn_mask=LETTERS["hidden3"]
     ),
     "torch MultiheadAttention: `key_padding_mask": lambda: by_multihead(key_padding_mask=PADDED),
+    "splash attention: `LocalMask": lambda: by_splash(splash.LocalMask((L, S), (3, 1), 2)),
+    "splash attention: `Chunked": lambda: by_splash(splash.ChunkedCausalMask((L, S), C)),
+    "splash attention: `CausalMask": lambda: by_splash(splash.CausalMask((L, S), 2)),
     "FlexAttention": lambda: flex.create_mask(
         lambda b, h, q_idx, kv_idx: q_idx >= kv_idx, B, H, L, S, device="cpu"
     ).numpy(),

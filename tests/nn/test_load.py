@@ -1,4 +1,4 @@
-"""Layers of torch and Keras, which compute the same here, and files and weights of anyone."""
+"""Layers of torch, which compute the same here, and files and weights of anyone."""
 
 import json
 import os
@@ -8,7 +8,7 @@ import sys
 import ml_dtypes
 import numpy as np
 import pytest
-from optional import jax, torch
+from optional import torch
 from tiny_models import DECODERS, FLOAT32, library
 
 from polyattn import nn
@@ -136,74 +136,6 @@ def test_what_there_is_no_place_for_is_refused_by_name():
         nn.load.torch_attention(state, 4, like=np.zeros(1, dtype=np.int64))
     with pytest.raises(ValueError, match=r"no out_proj\.weight of 2 axes.*they have a \(3,\)"):
         nn.load.torch_attention({"a": np.zeros(3)}, 4, like=FLOAT32)
-
-
-# ---- Keras -------------------------------------------------------------------------------------
-
-
-# Keras hands NumPy its variables in an older way than NumPy 2 asks for.
-old_arrays = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
-
-
-@pytest.fixture
-def keras(monkeypatch):
-    monkeypatch.setenv("KERAS_BACKEND", "torch")
-    module = pytest.importorskip("keras")
-    if not jax:
-        yield module
-        return
-    # Another test may have imported it on JAX, where it relies on what is refused here.
-    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-        yield module
-
-
-@old_arrays
-@pytest.mark.parametrize(
-    "options", [{}, {"value_dim": 5}, {"use_bias": False}, {"output_shape": 9}]
-)
-def test_keras_attention_is_kerass_own(keras, options):
-    if keras.config.backend() == "jax" and "value_dim" in options:
-        pytest.skip("Keras itself raises for values of another size on JAX")
-    layer = keras.layers.MultiHeadAttention(4, 3, **options)
-    x, context = tokens(2, 5, 16), tokens(2, 7, 10, seed=1)
-    layer.build(x.shape, context.shape)
-    layer.set_weights([tokens(*w.shape, seed=n) for n, w in enumerate(layer.get_weights())])
-    ours = nn.load.keras_attention(layer.get_weights(), like=FLOAT32)
-    to_numpy = keras.ops.convert_to_numpy
-    close(ours(x, context), to_numpy(layer(x, context)), scale=4)
-    causal = ours(x, context, is_causal=True, query_offset=0)
-    close(causal, to_numpy(layer(x, context, use_causal_mask=True)), scale=4)
-
-
-@old_arrays
-def test_keras_keys_and_values_may_be_of_other_tokens_and_sizes(keras):
-    layer = keras.layers.MultiHeadAttention(4, 3)
-    x, key, value = tokens(2, 5, 16), tokens(2, 7, 10, seed=1), tokens(2, 7, 6, seed=2)
-    expected = keras.ops.convert_to_numpy(layer(x, value, key))
-    ours = nn.load.keras_attention(layer.get_weights(), like=FLOAT32)
-    close(ours(x, key, value), expected)
-
-
-@old_arrays
-@pytest.mark.parametrize("causal", [False, True])
-def test_a_keras_layers_config_has_its_window(keras, causal):
-    layer = keras.layers.MultiHeadAttention(4, 3, sliding_window=2)
-    x, value = tokens(2, 9, 16), tokens(2, 9, 16, seed=1)
-    layer.build(x.shape, x.shape)
-    ours = nn.load.keras_attention(layer.get_weights(), layer.get_config(), like=FLOAT32)
-    expected = layer(x, value, use_causal_mask=causal)
-    close(ours(x, value, is_causal=causal), keras.ops.convert_to_numpy(expected))
-    axes = keras.layers.MultiHeadAttention(4, 3, attention_axes=(1, 2)).get_config()
-    with pytest.raises(ValueError, match=r"attention_axes is \(1, 2\)"):
-        nn.load.keras_attention(layer.get_weights(), axes, like=FLOAT32)
-
-
-@old_arrays
-def test_a_keras_gate_is_refused_by_name(keras):
-    layer = keras.layers.MultiHeadAttention(4, 3, use_gate=True)
-    layer.build((2, 5, 16), (2, 5, 16))
-    with pytest.raises(ValueError, match="8 weights, or 4 without biases; got 10"):
-        nn.load.keras_attention(layer.get_weights(), like=FLOAT32)
 
 
 # ---- files -------------------------------------------------------------------------------------

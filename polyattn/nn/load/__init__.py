@@ -7,13 +7,8 @@ dtype of `like`. All names and shapes are checked before anything is copied; one
 the first twenty that do not fit.
 """
 
-from polyattn.nn.load.layers import keras_attention, torch_attention, torch_encoder_layer
+from polyattn.nn.load.layers import torch_attention, torch_encoder_layer
 from polyattn.nn.load.models import model
 
-__all__ = [
-    "keras_attention",
-    "model",
-    "torch_attention",
-    "torch_encoder_layer",
-]
+__all__ = ["model", "torch_attention", "torch_encoder_layer"]
 __dir__ = __all__.copy

@@ -1,8 +1,8 @@
-"""Load layers of torch.nn and Keras, whose sizes follow from their weights."""
+"""Load layers of torch.nn, whose sizes follow from their weights."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -11,13 +11,12 @@ from polyattn._base.arrays import Array
 from polyattn.nn.attention import MultiHeadAttention
 from polyattn.nn.blocks import EncoderBlock
 from polyattn.nn.layers import FeedForward, Linear
-from polyattn.nn.load.settings import Settings, check_number
+from polyattn.nn.load.settings import check_number
 from polyattn.nn.load.stored import (
     Stored,
     fill,
     layer_norm,
     linear,
-    reshaped,
     some_rows,
     transposed,
     vector,
@@ -111,7 +110,7 @@ def torch_encoder_layer(
     epsilon = check_number("epsilon", epsilon, zero=True)
     arrays = without_prefix(weights, prefix)
     attention = _torch_attention(arrays, heads, "self_attn.")
-    inner, size = _shape_of(arrays, 2, "linear1.weight")
+    inner, size = _shape_of(arrays, "linear1.weight")
     bias = "linear1.bias" in arrays
     block = EncoderBlock(
         attention,
@@ -139,7 +138,7 @@ def _torch_attention(
     names = [f"{prefix}{name}_proj_weight" for name in ("in", "q", "k", "v")]
     in_proj, *separate = names
     fused = separate[0] not in weights
-    size = _shape_of(weights, 2, f"{prefix}out_proj.weight", in_proj if fused else separate[0])[1]
+    size = _shape_of(weights, f"{prefix}out_proj.weight", in_proj if fused else separate[0])[1]
     if check_int("heads", heads) < 1 or size % heads:
         raise ValueError(f"{heads} heads do not divide the layer's size of {size}")
     rest: dict[str, Any] = {"heads": heads, "key_heads": heads, "head_size": size // heads}
@@ -150,7 +149,7 @@ def _torch_attention(
         stored = Stored((size, 3 * size), {in_proj: (3 * size, size)}, transposed)
         linear_map = Linear(stored, vector(bias, 3 * size) if bias in weights else None)
         return MultiHeadAttention(None, None, None, fused=linear_map, **rest)
-    kdim, vdim = (_shape_of(weights, 2, name)[1] for name in separate[1:])
+    kdim, vdim = (_shape_of(weights, name)[1] for name in separate[1:])
     maps: list[Any] = []
     for number, (name, inputs) in enumerate(zip(separate, (size, kdim, vdim), strict=True)):
         weight = Stored((inputs, size), {name: (size, inputs)}, transposed)
@@ -160,110 +159,13 @@ def _torch_attention(
     return MultiHeadAttention(*maps, **rest)
 
 
-def _shape_of(weights: Mapping[str, Array], rank: int, *names: str) -> tuple[int, ...]:
-    """Return the shape of the first array that exists, which determines the other shapes."""
+def _shape_of(weights: Mapping[str, Array], *names: str) -> tuple[int, ...]:
+    """Return the shape of the first matrix that exists, which determines the other shapes."""
     for name in names:
-        if name in weights and len(weights[name].shape) == rank:
+        if name in weights and len(weights[name].shape) == 2:
             return tuple(weights[name].shape)
     have = (f"{short(name)} {tuple(array.shape)}" for name, array in weights.items())
     raise ValueError(
-        f"weights have no {names[0]} of {rank} axes, which determines the layer's sizes; they have"
+        f"weights have no {names[0]} of 2 axes, which determines the layer's sizes; they have"
         f" {few(have, len(weights))}"
     )
-
-
-# ---- Keras -------------------------------------------------------------------------------------
-
-# In the order of get_weights().
-KERAS = ("query", "key", "value", "attention_output")
-
-
-def keras_attention(
-    weights: Sequence[Array], config: Mapping[str, Any] | None = None, *, like: Array
-) -> MultiHeadAttention:
-    """Load a keras.layers.MultiHeadAttention.
-
-    The weights do not show a layer's ``sliding_window`` and ``attention_axes``: a layer that has
-    one of them must not be loaded without its config.
-
-    Parameters
-    ----------
-    weights : sequence of Array
-        The result of ``get_weights()``.
-    config : mapping, optional
-        The result of ``get_config()``.
-    like : Array
-        As for `torch_attention`.
-
-    Returns
-    -------
-    MultiHeadAttention
-        The layer. It takes Keras's query, key and value, in this order. Keras's
-        ``use_causal_mask`` and ``sliding_window`` align the first tokens of two sequences: if their
-        lengths differ, pass ``query_offset=0``.
-
-    Raises
-    ------
-    ValueError
-        If names or shapes do not fit, or the layer has a gate or attention axes.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from polyattn import nn
-    >>> kernel, output = np.ones((16, 4, 8)), np.ones((4, 8, 16))
-    >>> x = np.ones((2, 5, 16), dtype=np.float32)
-    >>> nn.load.keras_attention([kernel, kernel, kernel, output], like=x)(x).shape
-    (2, 5, 16)
-    """
-    window = _keras_window(config or {})
-    arrays = _keras_names(weights)
-    shapes = [_shape_of(arrays, 3, f"{name}/kernel") for name in KERAS]
-    (_, heads, head_size), _, (_, _, value_size), (*_, outputs) = shapes
-    query, key, value = (
-        _keras_map(arrays, name, inputs, (heads, width))
-        for name, (inputs, *_), width in zip(
-            KERAS, shapes, (head_size, head_size, value_size), strict=False
-        )
-    )
-    kernel, bias = (f"attention_output/{part}" for part in ("kernel", "bias"))
-    output = Linear(
-        reshaped(kernel, (heads, value_size, outputs), (heads * value_size, outputs)),
-        vector(bias, outputs) if "query/bias" in arrays else None,
-    )
-    maps = (query, key, value, output)
-    layer = MultiHeadAttention(*maps, heads, heads, head_size, is_causal=False, window=window)
-    return fill(layer, arrays, like=like, origin="a keras.layers.MultiHeadAttention")
-
-
-def _keras_window(config: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Return the window of a layer's config, and refuse what no layer here has."""
-    settings = Settings(config)
-    # A layer that was built for tokens (batch, L, size) says 1, and attends along that axis.
-    if config.get("attention_axes") not in (1, (1,), [1]):
-        settings.only("attention_axes", None)
-    if "sliding_window" not in settings:
-        return None
-    width = settings.whole("sliding_window") - 1
-    return width, width
-
-
-def _keras_names(arrays: Sequence[Array]) -> dict[str, Array]:
-    parts = {8: ("kernel", "bias"), 4: ("kernel",)}.get(len(arrays))
-    if parts is None:
-        raise ValueError(
-            "a keras.layers.MultiHeadAttention without a gate has 8 weights, or 4 without biases;"
-            f" got {len(arrays)}"
-        )
-    names = [f"{name}/{part}" for name in KERAS for part in parts]
-    return dict(zip(names, arrays, strict=True))
-
-
-def _keras_map(
-    weights: Mapping[str, Array], name: str, inputs: int, heads: tuple[int, int]
-) -> Linear:
-    """Return a map whose outputs have an axis for the heads in Keras."""
-    width = heads[0] * heads[1]
-    kernel = reshaped(f"{name}/kernel", (inputs, *heads), (inputs, width))
-    bias = reshaped(f"{name}/bias", heads, (width,)) if "query/bias" in weights else None
-    return Linear(kernel, bias)

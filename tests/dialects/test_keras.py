@@ -1,4 +1,4 @@
-"""Functions of MLX and Keras, beside those libraries themselves."""
+"""The function of Keras, beside Keras itself."""
 
 import inspect
 import os
@@ -7,44 +7,12 @@ import numpy as np
 import pytest
 
 from polyattn.dialects import keras as keras_dialect
-from polyattn.dialects import mlx as mlx_dialect
 
-mx = pytest.importorskip("mlx.core")
 RNG = np.random.default_rng(0)
 
 
 def normal(*shape):
     return RNG.standard_normal(shape, dtype=np.float32)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"mask": "causal"},
-        {"mask": RNG.random((6, 9)) > 0.3},
-        {"mask": normal(4, 6, 9)},
-        {"mask": RNG.random((2, 1, 1, 9)) > 0.3, "sinks": normal(4)},
-        {"mask": normal(2, 1, 6, 9), "force_fused": False, "stream": None},
-    ],
-    ids=lambda options: "-".join(f"{k}{getattr(v, 'shape', v)}" for k, v in options.items()),
-)
-def test_mlx(options):
-    arrays = normal(2, 4, 6, 8), normal(2, 2, 9, 8), normal(2, 2, 9, 8)
-    given = {k: mx.array(x) if isinstance(x, np.ndarray) else x for k, x in options.items()}
-    in_mlx = list(map(mx.array, arrays))
-    expected = np.array(mx.fast.scaled_dot_product_attention(*in_mlx, scale=0.4, **given))
-    own = mlx_dialect.scaled_dot_product_attention
-    np.testing.assert_allclose(own(*arrays, scale=0.4, **options), expected, atol=2e-6)
-    found = own(*in_mlx, scale=0.4, **given)
-    assert isinstance(found, mx.array)
-    np.testing.assert_allclose(np.array(found), expected, atol=2e-6)
-
-
-def test_mlx_knows_one_name_of_a_mask():
-    x = normal(1, 1, 2, 4)
-    with pytest.raises(ValueError, match="mask must be \"causal\" or an array; got 'window'"):
-        mlx_dialect.scaled_dot_product_attention(x, x, x, scale=1.0, mask="window")
 
 
 @pytest.fixture(scope="module")
