@@ -461,7 +461,7 @@ MUTATIONS = (
      "slots without poison", "polyattn/conformance/cases/case.py",
      "np.swapaxes(arrays[name], -3, -2)[self._unused(options)] = self.poison",
      "pass"),
-    (WRITTEN + "test_a_reader_draws_the_line_where_the_suite_does[plain]",
+    (WRITTEN + "test_the_reader_draws_the_line_where_the_suite_does[plain]",
      "a written limit that is twice as large", "polyattn/conformance/written.py",
      'yield "limit", yard.allowed',
      'yield "limit", 2 * yard.allowed'),
