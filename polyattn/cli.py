@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import polyattn
+from polyattn._base.files import check_file
 from polyattn._base.streams import complain, open_streams, progress, reason, settle, show
 from polyattn._dispatch import listing, registry
 from polyattn._dispatch.errors import BackendError, UnknownBackendError
@@ -193,7 +194,7 @@ def _add_check(commands: Any) -> None:
         " case, and print a table: a row for each feature, dtype and corner case, a column for each"
         " kernel, the largest error in units of eps times the condition, or the reason for a"
         ' refusal. Needs pip install "polyattn[testing]".',
-        epilog="example: polyattn check torch --kernel sdpa --html report.html",
+        epilog="example: polyattn check torch --kernel sdpa --quick",
     )
     add("backends", nargs="*", metavar="BACKEND", help="default: all installed ones")
     add(
@@ -205,8 +206,7 @@ def _add_check(commands: Any) -> None:
         "--callable",
         metavar="MODULE:FUNCTION",
         help="instead of a backend, any function with the signature of torch's"
-        " scaled_dot_product_attention, of a dialect or of a function over a cache or pages, or"
-        " with our argument names",
+        " scaled_dot_product_attention or of a dialect, or with our argument names",
     )
     add(
         "--subject",
@@ -225,9 +225,6 @@ def _add_check(commands: Any) -> None:
     add("--same-bits", action="store_true", help=counts)
     add("--list", action="store_true", help="print the cases and which kernels run them; run none")
     add("--json", action="store_true", help="print JSON instead of tables")
-    add("--html", type=Path, metavar="FILE", help="also write an HTML page")
-    add("--junit", type=Path, metavar="FILE", help="also write the results in JUnit's XML")
-    add("--badge", type=Path, metavar="FILE", help="also write a badge, an image of SVG")
     add("--repro", type=Path, metavar="FILE", help="also write a failing case as a script")
     add("--write-cases", type=Path, metavar="DIR", help="instead, write cases with exact results")
 
@@ -324,23 +321,22 @@ def _check(options: argparse.Namespace) -> int:
     from polyattn.conformance.functions import command as functions
     from polyattn.conformance.functions import repro
     from polyattn.conformance.report import files, run
-    from polyattn.conformance.report import html as page
 
-    files.check_files(options)
-    has_files = any(getattr(options, name) for name in files.OPTIONS)
+    if options.repro is not None:
+        check_file("--repro", options.repro)
     if options.write_cases is not None:
         if options.backends or options.callable or options.subject:
             raise ValueError("--write-cases checks nothing; leave out the backend and --callable")
         others = (options.same_bits, options.list, options.kernel, options.library, options.case)
-        if has_files or any(others):
+        if options.repro or any(others):
             raise ValueError("--write-cases writes one set of cases; leave out the other options")
         show(written.write(options.write_cases, progress(written.cases_to_write(), unit="case")))
         return 0
-    if options.same_bits and (has_files or options.case or not options.callable):
+    if options.same_bits and (options.repro or options.case or not options.callable):
         raise ValueError("--same-bits prints counts of --callable: give a function only")
-    if options.list and (options.callable or options.subject or options.json or has_files):
+    if options.list and (options.callable or options.subject or options.json or options.repro):
         raise ValueError(
-            "--list prints a table of kernels; leave out --callable, --subject, --json and files"
+            "--list prints a table of kernels; leave out --callable, --subject, --json and --repro"
         )
     cases = selection.named(options.case) if options.case else ESSENTIAL if options.quick else CASES
     print_fatal_errors()
@@ -362,9 +358,9 @@ def _check(options: argparse.Namespace) -> int:
     with warnings.catch_warnings():  # about NaN and infinity, in dask's threads
         warnings.filterwarnings("ignore", "", RuntimeWarning, r"dask\.")
         report = run.run(only, run.described)
-    made = files.made(list(files.results_of(report))) | {"html": page.page(report)}
-    made["repro"] = partial(repro.of_report, report) if report.failed else None
-    files.give(options, files.as_json(report.as_dict()) if options.json else report, made)
+    make_script = partial(repro.of_report, report) if report.failed else None
+    text = files.as_json(report.as_dict()) if options.json else report
+    files.give(text, options.repro, make_script)
     if report.done < report.total:
         complain(f"polyattn check: interrupted after {report.done} of {report.total}")
         return 130

@@ -22,7 +22,6 @@ PARTS = "tests/expressions/test_parts.py::"
 PLUGINS = "tests/dispatch/test_extensions.py::"
 REPORT = "tests/conformance/test_report.py::"
 RUN = "tests/api/test_run.py::"
-SERVING = "tests/conformance/test_serving.py::"
 SUBJECTS = "tests/conformance/test_subjects.py::"
 SELECT = "tests/dispatch/test_select.py::"
 TRACE = "tests/dispatch/test_trace.py::"
@@ -455,23 +454,15 @@ MUTATIONS = (
      "rows of items of unlike lengths", "backends/polyattn_onnx/group_query.py",
      "shared or rows == 1",
      "True"),
-    (SERVING + "test_functions_over_caches_and_pages_agree[pallas]",
-     "a scale that the function is not told", "polyattn/conformance/functions/serving.py",
-     "(query.shape[-1] ** -0.5 if scale is None else scale)",
-     "1.0"),
-    (SERVING + "test_functions_over_caches_and_pages_agree[flashinfer in pages]",
-     "a full last page that is empty", "polyattn/conformance/functions/serving.py",
-     "(end - 1) % page + 1 if end else 0",
-     "end % page"),
-    (SERVING + "test_parts_by_themselves_may_have_other_bits",
+    (FUNCTIONS + "test_parts_by_themselves_may_have_other_bits",
      "a row with the keys of the newest", "polyattn/conformance/cases/cache_cases.py",
      '+ (i + 1 - rows)',
      '+ 0 * i'),
-    (SERVING + "test_nan_in_unused_slots_that_reaches_the_output_is_named",
+    (FUNCTIONS + "test_nan_in_unused_slots_that_reaches_the_output_is_named",
      "slots without poison", "polyattn/conformance/cases/case.py",
      "np.swapaxes(arrays[name], -3, -2)[self._unused(options)] = self.poison",
      "pass"),
-    (WRITTEN + "test_a_reader_draws_the_line_where_the_suite_does[plain]",
+    (WRITTEN + "test_the_reader_draws_the_line_where_the_suite_does[plain]",
      "a written limit that is twice as large", "polyattn/conformance/written.py",
      'yield "limit", yard.allowed',
      'yield "limit", 2 * yard.allowed'),

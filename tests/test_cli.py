@@ -243,9 +243,7 @@ def test_a_reader_that_leaves_early_is_no_error(tmp_path):
     assert started("explain", tmp_path, "exec > >(true); exec").stderr == ""
 
 
-@pytest.mark.parametrize(
-    ("command", "option"), [("check", "--html"), ("bench", "--json"), ("export", None)]
-)
+@pytest.mark.parametrize(("command", "option"), [("bench", "--json"), ("export", None)])
 @pytest.mark.usefixtures("short")
 def test_a_file_that_fits_on_no_disk_is_named(command, option, capsys):
     resource = pytest.importorskip("resource")

@@ -231,7 +231,7 @@ class Transformer(Module):
         >>> weights = gpt.weights(np.asarray([5, 7, 11]))
         >>> len(weights), weights[0].shape
         (2, (4, 3, 3))
-        >>> figure = plot.entropy(weights)
+        >>> figure = plot.attention_map(weights[0])
         """
         x = self.embed(ids, segments=segments, positions=positions)
         return weights_of(self.stack, x, *context, **self._of_blocks(x, positions, None, options))

@@ -1,4 +1,4 @@
-"""Draw the weights of each head, and their entropy.
+"""Draw the weights of each head.
 
 Requirements: a figure has one scale of colours, even in lightness and readable with a colour vision
 deficiency; labels never overlap, however many tokens there are; the figure is returned, nothing is
@@ -16,10 +16,10 @@ from polyattn._api.weights import TopWeights
 from polyattn._base.arrays import Array
 from polyattn._base.extras import require_matplotlib
 from polyattn._core.call.options import check_finite
-from polyattn.plot.cells import MOST_CELLS, layers_of, maps_of, mean_entropy
+from polyattn.plot.cells import MOST_CELLS, maps_of
 
 # Perceptually uniform, and made for readers with a colour vision deficiency (Nuñez et al., 2018).
-COLOURS, NOTHING = "cividis", "#d9dce1"
+COLOURS = "cividis"
 FONT = 8  # points
 SPACING = 1.3  # the space for a label, over its height
 BAR = {"fraction": 0.05, "aspect": 30, "pad": 0.02}
@@ -104,7 +104,9 @@ def attention_map(
         if axes is None
         else _places(axes, len(maps))
     )
-    figure = _with_layout(places[0].axes.figure)
+    figure = places[0].axes.figure
+    if figure.get_layout_engine() is None:
+        figure.set_layout_engine("compressed")
     top = maps.max() or 1.0
     if max(rows, columns) > MOST_CELLS and maps.any():
         top = importlib.import_module("numpy").quantile(maps[maps > 0], BRIGHT)
@@ -118,61 +120,8 @@ def attention_map(
             place.axes.set_title(title, fontsize=FONT)
         _write(place.axes.yaxis, "query", labels[0], place.at_left, extent is None)
         _write(place.axes.xaxis, "key", labels[1], place.at_bottom, extent is None)
-    _add_bar(figure, image, [place.axes for place in places], "weight", top < maps.max())
+    _add_bar(figure, image, [place.axes for place in places], top < maps.max())
     return figure
-
-
-def entropy(weights: Array | Sequence[Array], *, axes: Any = None) -> Any:
-    """Draw the entropy of the weights for each layer and head, the mean over the rows, in bits.
-
-    The entropy is 0 where a row attends to one key, and log₂ n where it attends equally to n keys.
-    Weight on no key, such as on a sink, is ignored, and so is a row that sees no key; a head with
-    only such rows is grey.
-
-    Parameters
-    ----------
-    weights : Array or sequence of Array
-        Shape (layers, H, L, S), or an array of shape (H, L, S) for each layer, as
-        `polyattn.attention_weights` returns them.
-    axes : matplotlib.axes.Axes, optional
-        The axes to draw in, by default in a new figure.
-
-    Returns
-    -------
-    matplotlib.figure.Figure
-        The figure of the axes. The colours range from 0 to log₂ S.
-
-    Raises
-    ------
-    ImportError
-        If matplotlib is not installed.
-    TypeError, ValueError
-        If the weights are not weights, or the layers have different numbers of heads.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from polyattn import attention_weights, plot
-    >>> x = np.random.default_rng(0).normal(size=(6, 12, 5, 8))
-    >>> figure = plot.entropy(attention_weights(x, x, is_causal=True))
-    >>> figure.axes[0].get_ylabel(), figure.axes[0].get_xlabel()
-    ('layer', 'head')
-    """
-    numpy, figures = importlib.import_module("numpy"), require_matplotlib("figure")
-    layers = layers_of(weights)
-    table = numpy.stack([mean_entropy(layer, numpy) for layer in layers])
-    keys = max(layer.shape[-1] for layer in layers)
-    if axes is None:
-        size = [2 + 0.42 * min(number, 20) for number in table.shape]
-        axes = figures.Figure(figsize=(size[1] + 0.6, size[0]), layout="compressed").add_subplot()
-    colours = require_matplotlib("colors").Normalize(0, math.log2(keys) or 1)
-    shades = require_matplotlib().colormaps[COLOURS].with_extremes(bad=NOTHING)
-    image = axes.imshow(table, cmap=shades, norm=colours)
-    _write(axes.yaxis, "layer", None, True)
-    _write(axes.xaxis, "head", None, True)
-    _add_bar(_with_layout(axes.figure), image, axes, "entropy, bits")
-    _write_numbers(axes, table, shades(colours(table)))
-    return axes.figure
 
 
 # ---- axes --------------------------------------------------------------------------------------
@@ -192,13 +141,6 @@ def _places(axes: Any, number: int) -> list[_Place]:
     if len(flat) != number:
         raise ValueError(f"there must be one axes for each of the {number} heads; got {len(flat)}")
     return [_Place(item) for item in flat]
-
-
-def _with_layout(figure: Any) -> Any:
-    """Return a figure with room for the labels of its axes."""
-    if figure.get_layout_engine() is None:
-        figure.set_layout_engine("compressed")
-    return figure
 
 
 def _cell_ratio(extent: Sequence[float], labels: Sequence[Any], rows: int, columns: int) -> float:
@@ -258,16 +200,14 @@ def _label(token: str) -> str:
     return text if len(text) <= LONGEST else f"{text[: LONGEST - 1]}…"
 
 
-def _add_bar(figure: Any, image: Any, axes: Any, name: str, is_cut: bool = False) -> None:
+def _add_bar(figure: Any, image: Any, axes: list[Any], is_cut: bool) -> None:
     """Add the colour bar of some maps, which ends in a point if there are larger numbers."""
     bar = figure.colorbar(image, ax=axes, extend="max" if is_cut else "neither", **BAR)
-    bar.set_label(name, fontsize=FONT)
+    bar.set_label("weight", fontsize=FONT)
     bar.ax.tick_params(labelsize=FONT)
 
 
-def _write(
-    axis: Any, name: str, tokens: list[str] | None, shown: bool, numbered: bool = True
-) -> None:
+def _write(axis: Any, name: str, tokens: list[str] | None, shown: bool, numbered: bool) -> None:
     """Label an axis and its ticks, if the labels are shown."""
     ticker = require_matplotlib("ticker")
     is_x = axis.axis_name == "x"
@@ -306,17 +246,3 @@ def _spaced_ticks(axis: Any, number: int, ticker: Any) -> Any:
             return range(max(0, math.ceil(first)), min(number, math.floor(last) + 1), self.step)
 
     return SpacedTicks()
-
-
-def _write_numbers(axes: Any, table: Any, shades: Any) -> None:
-    """Write each number into its cell, if the cells are large enough."""
-    box = axes.get_window_extent()
-    side = min(box.height / table.shape[0], box.width / table.shape[1]) * 72 / axes.figure.dpi
-    if side < 3 * FONT:
-        return
-    for row, cells in enumerate(table):
-        for column, number in enumerate(cells):
-            dark = shades[row, column, :3] @ (0.2126, 0.7152, 0.0722) < 0.45
-            text = "–" if math.isnan(number) else f"{number:.1f}"
-            colour = "white" if dark else "black"
-            axes.text(column, row, text, ha="center", va="center", fontsize=FONT, color=colour)

@@ -130,7 +130,7 @@ def test_what_is_no_regular_file_is_refused(tmp_path, capsys):
     (tmp_path / "device").symlink_to("/dev/null")
     for name in ("pipe", "device"):
         for command in (
-            ["bench", "--json"], ["check", "numpy", "--html"], ["export", "--shape", "1,1,2,8"],
+            ["bench", "--json"], ["check", "numpy", "--repro"], ["export", "--shape", "1,1,2,8"],
         ):  # fmt: skip
             if command[0] == "export":
                 command = ["export", str(tmp_path / name), *command[1:]]

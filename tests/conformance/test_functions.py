@@ -29,7 +29,7 @@ from polyattn.conformance.functions.check import (
     load,
     target_of,
 )
-from polyattn.conformance.functions.report import summarise, summary, table_rows
+from polyattn.conformance.functions.report import lines, summarise, summary
 from polyattn.dialects import scaled_dot_product_attention
 from polyattn.dialects.flash_attn import flash_attn_func
 
@@ -124,6 +124,29 @@ def test_outputs_of_parts_that_do_not_fit_together_are_said():
     assert finding.error == "ValueError: the outputs of the parts do not fit together"
 
 
+def test_parts_by_themselves_may_have_other_bits():
+    def by_rows(query, key, value, *, key_lengths=None, is_causal=False, block_table=None):
+        call = {"key_lengths": key_lengths, "block_table": block_table, "is_causal": is_causal}
+        output = attention(query, key, value, **call)
+        return output if query.shape[-2] == 1 else np.nextafter(output, np.float32(9))
+
+    rows = report_on(by_rows)
+    items, rows = rows["items by themselves"], rows["rows by themselves"]
+    assert (items.count(AGREES), rows.count(AGREES)) == (3, 2)
+    assert summary(items)[2] == ""
+    assert summary(rows)[2] == "other bits than together (2)"
+
+
+def test_nan_in_unused_slots_that_reaches_the_output_is_named():
+    def leaks(query, key, value, *, block_table, key_lengths):
+        last = block_table[np.arange(len(key_lengths)), (key_lengths - 1) // key.shape[-2]]
+        output = attention(query, key, value, block_table=block_table, key_lengths=key_lengths)
+        return output + 0 * value[last].sum()
+
+    found = check(leaks, "pages, nan in unused slots")
+    assert found.interpretation == "a hidden NaN or infinity reaches the row"
+
+
 def test_an_error_without_a_meaning_is_counted():
     def off(query, key, value, mask=None, window=None):
         output = attention(query, key, value, mask=mask, window=window)
@@ -170,9 +193,9 @@ def test_both_items_of_a_tuple_are_checked():
         return output, lse / np.log(2.0)
 
     found = remarks_on(kernel)
-    head, *rows = table_rows(report_on(kernel).values())
-    assert head[-1] == "it returns a tuple of 2"
-    assert not any("tuple" in cell for row in rows for cell in row)
+    head, *rows = lines(report_on(kernel).values())
+    assert head.endswith("it returns a tuple of 2")
+    assert not any("tuple" in row for row in rows)
     assert found["logsumexp"].startswith("the logsumexp is in base 2 (3)")
     assert remarks_on(attention_partial)["logsumexp"] == ""
 

@@ -74,7 +74,7 @@ def test_options_that_a_subject_replaces_are_refused(options, reason, capsys):
     assert reason in capsys.readouterr().err
 
 
-def test_the_command_checks_one_subject_after_another(monkeypatch, tmp_path, capsys):
+def test_the_command_checks_one_subject_after_another(monkeypatch, capsys):
     few = {name: CASES[name] for name in ("causal", "causal, L > S")}
     monkeypatch.setattr(conformance, "ESSENTIAL", few)
     monkeypatch.setitem(SUBJECTS, "ours", OURS)
@@ -84,13 +84,11 @@ def test_the_command_checks_one_subject_after_another(monkeypatch, tmp_path, cap
     assert main([*command, "ours", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)[f"ours (numpy {version})"]
     assert (rows[0]["name"], list(rows[0]["cases"])) == ("causal", ["causal"])
-    page = tmp_path / "page.html"
-    assert main([*command, "ours,ends", "--html", str(page)]) == 1
+    assert main([*command, "ours,ends"]) == 1
     said = capsys.readouterr().out
     assert said.index(f"ours (numpy {version})") < said.index("no cases differ")
     assert said.index(f"ends (numpy {version})") < said.index("rows count from the first key")
     assert "1 case differs" in said
-    assert page.read_text(encoding="utf-8").count("<h2>") == 2
 
 
 @pytest.mark.parametrize("name", SUBJECTS)

@@ -96,8 +96,6 @@ def test_weights_of_every_library_are_drawn_alike(to):
     given = weights(3)
     for axes, expected in zip(maps(plot.attention_map(to(given))), given, strict=True):
         np.testing.assert_allclose(shown(axes), expected, rtol=2**-8)
-    expected = shown(maps(plot.entropy([given]))[0])
-    np.testing.assert_allclose(shown(maps(plot.entropy([to(given)]))[0]), expected, rtol=0.02)
 
 
 def test_rows_that_see_no_key_are_drawn_as_zeros():
@@ -231,58 +229,10 @@ def test_labels_show_blanks_are_cut_short_and_are_no_formulas():
     assert [label for label, _ in written(figure.axes[0].yaxis)] == list(labels.values())
 
 
-# ---- entropy ----
-
-
-def test_entropy_is_that_of_the_formula():
-    given = weights(2, 3)
-    logarithms = np.log2(np.where(given > 0, given, 1))
-    expected = -(given * logarithms).sum(-1).mean(-1)
-    drawn = shown(maps(plot.entropy(given))[0])
-    np.testing.assert_allclose(drawn, expected, rtol=1e-5)
-    given = np.stack([np.eye(8), np.full((8, 8), 1 / 8)]).astype("float32")
-    figure = plot.entropy([given])
-    np.testing.assert_allclose(shown(maps(figure)[0]), [[0, 3]], atol=1e-6)
-    assert (colours(figure)[0].vmin, colours(figure)[0].vmax) == (0, 3)
-
-
-def test_what_goes_to_no_key_and_rows_without_one_are_left_out_of_entropy():
-    whole = weights(1, rows=4)
-    given = np.concatenate([whole * 0.3, np.zeros_like(whole)], axis=1)
-    expected = shown(maps(plot.entropy([whole]))[0])
-    np.testing.assert_allclose(shown(maps(plot.entropy([given]))[0]), expected, rtol=1e-5)
-
-
-def test_a_head_that_sees_nothing_has_no_entropy():
-    figure = plot.entropy([np.stack([np.eye(3), np.zeros((3, 3))])])
-    assert np.ma.getmaskarray(figure.axes[0].images[0].get_array()).tolist() == [[False, True]]
-    assert [text.get_text() for text in figure.axes[0].texts] == ["0.0", "–"]
-
-
-def test_entropy_takes_layers_of_other_lengths():
-    figure = plot.entropy([weights(4, rows=3, keys=9), weights(4, rows=2, keys=16)])
-    assert shown(figure.axes[0]).shape == (2, 4)
-    assert colours(figure)[0].vmax == 4
-    one = Figure().add_subplot()
-    assert plot.entropy(weights(3, 2), axes=one) is one.figure
-
-
-def test_entropies_are_written_in_their_cells_where_there_is_room():
-    given = weights(12, 12, rows=2, keys=4)
-    figure = plot.entropy(given)
-    numbers = [text.get_text() for text in figure.axes[0].texts]
-    assert numbers == [f"{x:.1f}" for x in shown(figure.axes[0]).ravel()]
-    figure.draw_without_rendering()
-    width = figure.axes[0].get_window_extent().width / 12
-    assert all(text.get_window_extent().width < width for text in figure.axes[0].texts)
-    assert not plot.entropy(weights(40, 40, rows=1, keys=2)).axes[0].texts
-
-
 # ---- what holds for all ----
 
 CALLS = {
     "attention_map": lambda **options: plot.attention_map(weights(), **options),
-    "entropy": lambda **options: plot.entropy(weights(2, 2), **options),
     "mask": lambda **options: plot.mask(masks.causal(), 8, **options),
     "Mask.plot": lambda **options: masks.causal().plot(8, **options),
 }
@@ -318,7 +268,7 @@ def test_importing_it_imports_no_matplotlib(run_python):
     assert loaded.strip() == "False"
 
 
-drawn, layers = plot.attention_map, plot.entropy
+drawn = plot.attention_map
 
 
 @pytest.mark.parametrize(
@@ -337,11 +287,6 @@ drawn, layers = plot.attention_map, plot.entropy
         (lambda: drawn(weights(), extent=(0, 1, 2, 2)), ValueError, r"numbers .* \(0, 1, 2, 2\)"),
         (lambda: drawn(weights()[:1], extent=(0, math.inf, 1, 0)), ValueError, "extent must be"),
         (lambda: drawn(weights(3), axes=[None] * 2), ValueError, "each of the 3 heads; got 2"),
-        (lambda: layers(3), TypeError, "weights must be an array, or one for each layer; got 3"),
-        (lambda: layers(weights(2)), ValueError, r"shape \(layers, H, L, S\); got \(2, 5, 7\)"),
-        (lambda: layers([]), ValueError, "must contain a layer"),
-        (lambda: layers([weights(2), -weights(2)]), ValueError, r"weights\[1\] must be finite"),
-        (lambda: layers([weights(2), weights(3)]), ValueError, r"number of heads; got \[2, 3\]"),
         (lambda: plot.mask("causal"), TypeError, "got a str"),
     ],
 )

@@ -22,9 +22,10 @@ from polyattn.conformance.cases.case import ARRAYS, Case, bits, with_arrays
 from polyattn.conformance.checks.autodiff import VJP, gradients_of
 from polyattn.conformance.checks.target import Target
 from polyattn.conformance.functions.interpretations import interpret
-from polyattn.conformance.functions.serving import Function, NoArgumentError
 from polyattn.conformance.functions.signatures import (
     RETURNS_LOGSUMEXP,
+    Function,
+    NoArgumentError,
     arguments_for,
     in_our_words,
     parameters_of,
@@ -148,7 +149,7 @@ def target_of(spec: str, library: str | None) -> Target:
     root = spec.partition(":")[0].partition(".")[0]
     if library and ":" in library:
         return Target(library)
-    of_tensors = "flash_attn flash_attn_interface flashinfer torch transformers xformers"
+    of_tensors = "flash_attn flash_attn_interface torch transformers xformers"
     known = {"jax": "jax.numpy"} | dict.fromkeys(of_tensors.split(), "torch")
     return Target("array-api", library or known.get(root, "numpy"))
 
@@ -161,7 +162,7 @@ def check_callable(function: Function, case: Case, to: Convert, back: Convert) -
     function : callable
         A function of query, key and value, with options named as in torch's
         `scaled_dot_product_attention` or in `polyattn.attention`, see `arguments_for`; or one with
-        the signature of a dialect or of a function over caches or pages.
+        the signature of a dialect.
     case : Case
         The call.
     to : callable

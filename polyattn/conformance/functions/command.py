@@ -6,15 +6,13 @@ import argparse
 import sys
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 from polyattn._base.streams import progress, show
 from polyattn.conformance.cases.case import Case
 from polyattn.conformance.functions import check as callables
 from polyattn.conformance.functions import repro, same_bits, subjects
-from polyattn.conformance.functions.report import Row, as_dict, lines, summarise, table_rows
+from polyattn.conformance.functions.report import Row, as_dict, lines, summarise
 from polyattn.conformance.report import files
-from polyattn.conformance.report import html as page
 
 
 def check(options: argparse.Namespace, cases: Sequence[Case]) -> int:
@@ -27,7 +25,8 @@ def check(options: argparse.Namespace, cases: Sequence[Case]) -> int:
     for name, given in others.items():
         if values := [str(x) for x in given if x]:
             raise ValueError(f"{option} takes the place of {name}; got {' '.join(values)}")
-    bar, made = partial(progress, unit="case"), dict[str, Any]()
+    bar = partial(progress, unit="case")
+    make_script: files.MakeScript | None = None
     if options.subject is None:
         sys.path.append("")  # the current folder last: no file in it replaces an installed module
         function = callables.load(options.callable)
@@ -42,22 +41,18 @@ def check(options: argparse.Namespace, cases: Sequence[Case]) -> int:
         found = {f"{options.callable} on arrays of {target.library}": rows}
         failing = [n for row in rows for n, f in row.findings.items() if f.status in _FAILING]
         subject = repro.Subject(function, options.callable, target)
-        made["repro"] = partial(repro.script, subject, failing) if failing else None
+        make_script = partial(repro.script, subject, failing) if failing else None
     else:
         named = {name: subjects.subject_of(name) for name in options.subject.split(",")}
         found = {}
         for name, peer in named.items():
             versions = ", ".join(map(" ".join, peer.versions.items()))
             found[f"{name} ({versions})"] = subjects.measure(peer, cases, bar)
-    results = [x for name, rows in found.items() for x in files.results_of_function(name, rows)]
-    differ = sum(row.differing for rows in found.values() for row in rows)
-    tables = {name: table_rows(rows) for name, rows in found.items()}
-    made |= files.made(results) | {"html": page.functions_page(tables, differ)}
     plain = {name: [as_dict(row) for row in rows] for name, rows in found.items()}
     # Of one function its rows, of subjects those of each.
     json = files.as_json(plain if options.subject else next(iter(plain.values())))
-    files.give(options, json if options.json else _text(found), made)
-    return 1 if differ else 0
+    files.give(json if options.json else _text(found), options.repro, make_script)
+    return int(any(row.differing for rows in found.values() for row in rows))
 
 
 _FAILING = (callables.DIFFERS, callables.RAISES)

@@ -30,7 +30,7 @@ from polyattn.conformance.functions.check import (
     check_parts,
     has_gradients,
 )
-from polyattn.conformance.functions.serving import Function
+from polyattn.conformance.functions.signatures import Function
 
 __all__ = ["Row", "as_dict", "lines", "summarise", "summary"]
 __dir__ = __all__.copy
@@ -178,16 +178,12 @@ def summarise(
 
 def lines(rows: Iterable[Row]) -> list[str]:
     """Return rows as the lines of a table, with a legend."""
-    legend = "  Errors are in units of eps · Σ w|v|; inf: not exact where it must be."
-    return [*table(table_rows(rows)), "", *paragraph(legend)]
-
-
-def table_rows(rows: Iterable[Row]) -> list[tuple[str, ...]]:
-    """Return the table of a function, its head first, which says whether it returns a tuple."""
     rows = list(rows)
     said = (f.remark for row in rows for f in row.findings.values())
     head = ("", "agree", "worst error", next((x for x in said if x.startswith(RETURNS)), ""))
-    return [head, *((row.name, *summary(row)) for row in rows)]
+    legend = "  Errors are in units of eps · Σ w|v|; inf: not exact where it must be."
+    cells = [head, *((row.name, *summary(row)) for row in rows)]
+    return [*table(cells), "", *paragraph(legend)]
 
 
 def summary(row: Row) -> tuple[str, str, str]:

@@ -16,8 +16,7 @@ from polyattn.conformance.cases.catalogue import CASES
 from polyattn.conformance.checks.target import Target
 from polyattn.conformance.functions.check import RAISES, check_callable, run_function
 from polyattn.conformance.functions.report import all_sizes
-from polyattn.conformance.functions.serving import Function
-from polyattn.conformance.functions.signatures import in_our_words
+from polyattn.conformance.functions.signatures import Function, in_our_words
 from polyattn.conformance.reference.oracle import Array
 from polyattn.conformance.reference.tolerance import output_yardstick
 from polyattn.conformance.report.report import Report

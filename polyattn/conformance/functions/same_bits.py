@@ -11,8 +11,12 @@ from polyattn.conformance.cases.cache_cases import Arguments
 from polyattn.conformance.cases.case import Array
 from polyattn.conformance.checks.cuts import CUTS, HEADS, Run, differing
 from polyattn.conformance.checks.target import Target
-from polyattn.conformance.functions.serving import Function, NoArgumentError
-from polyattn.conformance.functions.signatures import arguments_for, in_our_words
+from polyattn.conformance.functions.signatures import (
+    Function,
+    NoArgumentError,
+    arguments_for,
+    in_our_words,
+)
 
 Counts = dict[str, str | tuple[int, int]]
 

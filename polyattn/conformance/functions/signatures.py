@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from polyattn._base.arrays import Array, library_of
-from polyattn.conformance.functions.serving import ADAPTERS, Function, NoArgumentError, packed
+from polyattn._base.arrays import Array, library_of, numbers_like
 from polyattn.dialects._names import NAMES, Names
 
+Function = Callable[..., Any]
 Options = dict[str, Any]
 #: The parameters by which functions are asked for the logsumexp, beside the output.
 RETURNS_LOGSUMEXP = frozenset(
@@ -20,6 +22,10 @@ RETURNS_LOGSUMEXP = frozenset(
 )
 #: The parameters of torch's function, which has no signature to inspect.
 _OF_TORCH = frozenset(["attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa"])
+
+
+class NoArgumentError(Exception):
+    """Raised for an option that a function has no argument for."""
 
 
 def parameters_of(function: Function) -> tuple[frozenset[str], bool]:
@@ -103,17 +109,11 @@ def without_idle(function: Function, features: frozenset[str], options: Options)
 
 
 def in_our_words(function: Function) -> Function:
-    """Return a function that takes our names, if this one has a signature of another library.
-
-    Of a class with `plan` and `run`, the first has the signature.
-    """
+    """Return a function that takes our names, if this one has a signature of another library."""
     try:
-        given = inspect.signature(getattr(function, "plan", function)).parameters
+        given = inspect.signature(function).parameters
     except (TypeError, ValueError):
         return function
-    for marks, adapter in ADAPTERS.items():
-        if marks <= given.keys():
-            return functools.partial(adapter, function)
     names = next((n for n in NAMES.values() if n.marks <= given.keys()), None)
     if names is None:
         return function
@@ -156,12 +156,38 @@ def _call(
         given["attn_bias"] = _as_bias(given["attn_bias"], *inputs[:2])
     if "enable_gqa" in known:
         given["enable_gqa"] = inputs[0].shape[-2] != inputs[1].shape[-2]
-    run = functools.partial(packed, function, inputs, lengths, given, known)
-    output = run() if names.packed else function(*inputs, **given)
+    if names.packed:
+        output = _call_packed(function, inputs, lengths, given, known)
+    else:
+        output = function(*inputs, **given)
     output, *others = output if isinstance(output, tuple) else (output,)
     if names.packed:
         output = xp.reshape(output, (*inputs[0].shape[:2], *output.shape[1:]))
     return (turned(output), *others) if others else turned(output)
+
+
+def _call_packed(
+    function: Function, arrays: Sequence[Array], lengths: Any, given: Options, known: frozenset[str]
+) -> Any:
+    """Call a function of packed sequences with a batch, (B, L, H, D)."""
+    q, k, v = arrays
+    xp, (B, L) = library_of(q).xp, q.shape[:2]  # noqa: N806 -- the letters of the semantics
+    ends = k.shape[1] if lengths is None else lengths
+    numbers = [ends] * B if isinstance(ends, int) else [int(ends[n]) for n in range(B)]
+
+    def integers(numbers: Sequence[int]) -> Array:
+        return numbers_like(xp, list(numbers), xp.int32, q)
+
+    if given.get("block_table") is not None:
+        if "seqused_k" in known:
+            given["seqused_k"] = integers(numbers)
+    elif B:
+        k, v = (xp.concat([x[n, :end, ...] for n, end in enumerate(numbers)]) for x in (k, v))
+    else:
+        k, v = (xp.reshape(x, (0, *x.shape[2:])) for x in (k, v))
+    starts = (integers(list(itertools.accumulate(x, initial=0))) for x in ([L] * B, numbers))
+    flat = xp.reshape(q, (B * L, *q.shape[2:]))
+    return function(flat, k, v, *starts, L, max(numbers, default=0), **given)
 
 
 def _causal(names: Names, options: dict[str, Any]) -> dict[str, Any]:

@@ -201,7 +201,7 @@ def _failure_lines(failures: list[Failure]) -> Iterator[str]:
     for (_, charged), alike in kinds.items():
         yield from (f"  FAIL {failure}" for failure in alike[:2])
         if len(alike) > 2:
-            yield f"       and {len(alike) - 2} more for {charged}; --json and --html list all"
+            yield f"       and {len(alike) - 2} more for {charged}; --json lists all"
 
 
 def table_rows(section: Section, footnotes: dict[str, int]) -> list[tuple[str, ...]]:
