@@ -47,7 +47,6 @@ LEFT_OUT = {
     f"polyattn check --callable {SDPA} --same-bits": "it takes 20 seconds",
     "polyattn check --callable mine:attend --library torch:cuda": "needs a GPU",
     "polyattn check acme --kernel fused": "there is no such backend",
-    "polyattn check --callable pool.tiles:index_of_16_bits --quick": "test_wrong_attentions.py",
     "polyattn check --write-cases cases": "tests/conformance/test_written.py",
 }
 
