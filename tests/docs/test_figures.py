@@ -2,6 +2,7 @@
 
 import re
 import tomllib
+from collections import Counter
 from pathlib import Path
 
 import capabilities
@@ -76,11 +77,10 @@ SPEED = [
 
 def one_of(peer):
     """Return how many essential cases of a peer there are for each that it computes otherwise."""
-    areas = peers.loaded()[peer][0]["areas"].items()
-    essential = [area for name, area in areas if name != "sizes"]
-    counts = [(what, count) for area in essential for what, (count, *_) in area.items()]
-    differ = sum(count for what, count in counts if what not in ("agrees", "raises"))
-    return ["three", "four", "five", "six"][round(sum(n for _, n in counts) / differ) - 3]
+    areas = peers.data()[peer]["found"].items()
+    counts = sum((Counter(area) for name, area in areas if name != "sizes"), Counter())
+    differ = counts.total() - counts["agrees"] - counts["raises"]
+    return ["three", "four", "five", "six"][round(counts.total() / differ) - 3]
 
 
 LAYERS = (ROOT / "docs" / "nn.md").read_text(encoding="utf-8").partition("| family |")[2]

@@ -15,9 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCS = [p for p in ROOT.glob("docs/**/*.md") if "/_" not in p.relative_to(ROOT).as_posix()]
 PAGES = sorted([ROOT / "README.md", *DOCS, *ROOT.glob("examples/*/README.md")])
 NAMES = {page.relative_to(ROOT).as_posix(): page for page in PAGES}
-# Those of other libraries run in processes of their own: test_peers.py.
-OF_PEERS = {name for name in NAMES if name.startswith("docs/peers/")}
-WITH_CODE = {name for name, page in NAMES.items() if any(pages.blocks(page))} - OF_PEERS
+WITH_CODE = {name for name, page in NAMES.items() if any(pages.blocks(page))}
 COMMANDS = {name: lines for name, page in NAMES.items() if (lines := pages.commands(page))}
 
 PYTHON = re.compile(

@@ -18,7 +18,6 @@ import capabilities
 import links
 import looks
 import numpy as np
-import peers
 import pytest
 import written
 from docutils import nodes
@@ -60,27 +59,6 @@ def test_every_place_that_a_page_points_to_is_there():
                 assert letters[0] in letters[1:], f"{page}: {target}"
 
 
-#: Rows of the README that are measured, with the questions of docs/peers.
-WHO_DIFFERS = {
-    "row with no visible key": "hidden by a mask",
-    "causal when `L != S`": "2 rows, 3 keys",
-    "NaN in a hidden key or value": "in a value, by a mask",
-}
-MEASURED = "torch.sdpa", "torch.flex", "jax.nn", "keras.torch"
-WORDS = {"mean": "mean of the values", "top left": "top left", "leaks": "reaches the output"}
-
-
-def test_the_readme_says_of_others_what_was_measured():
-    """The first column is ours, which the suite tests."""
-    lines = (ROOT / "README.md").read_text("utf-8").splitlines()
-    for name, question in WHO_DIFFERS.items():
-        shown = next(x for x in lines if x.startswith(f"| {name} |")).split(" | ")[1:]
-        for peer, cell in zip(MEASURED, shown[1:], strict=False):
-            asked = {x["name"]: x["outcome"] for x in peers.loaded()[peer][0]["lines"]}
-            if question in asked:  # FlexAttention has no argument for causal
-                assert cell.rstrip(" |") == WORDS.get(asked[question], "0"), (name, peer)
-
-
 def test_the_error_in_float64_is_as_the_semantics_say():
     case = replace(CASES["D = 80"], name="D = 80, float64", dtype="float64")
     arrays, _ = case.arguments()
@@ -98,7 +76,6 @@ def test_every_page_has_its_place_in_the_sidebar_once():
     trees = "\n".join(re.findall(r"^```\{toctree\}\n(.*?)^```", text, re.S | re.M))
     named = re.findall(r"^(?:.* <)?(?!_)([a-z/-]+)>?$", trees, flags=re.MULTILINE)
     pages = {page.relative_to(DOCS).with_suffix("").as_posix() for page in PAGES}
-    pages = {page for page in pages if not page.startswith("peers/")}  # below the front page
     assert sorted(named) == sorted(pages - {"index"})
     before = text.partition("```{toctree}")[0]
     ours = [name for name in named if not name.startswith("reference/")]
