@@ -24,7 +24,7 @@ PYTHON = re.compile(
 )
 # Pages that take seconds and that another test runs; it looks at what they print too.
 ELSEWHERE = {
-    "README.md": "test_readme.py",
+    "README.md": "test_how_to.py",
     "docs/nn.md": "test_nn.py",
     "docs/how-to/generate.md": "test_how_to.py",
     "docs/how-to/gradients.md": "test_how_to.py",
@@ -129,3 +129,10 @@ def test_everything_that_is_set_apart_is_on_a_page():
     assert all(part in code for part in NOT_SHOWN)
     assert set(LONG) <= set(COMMANDS)
     assert set(LEFT_OUT) <= {line for lines in COMMANDS.values() for line in lines}
+
+
+def test_every_make_target_of_the_readme_exists():
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    text = NAMES["README.md"].read_text(encoding="utf-8")
+    for target in re.findall(r"(?:`|^\$ )make (\w+)", text, flags=re.MULTILINE):
+        assert re.search(rf"^{target}:", makefile, flags=re.MULTILINE), target
