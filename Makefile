@@ -168,10 +168,8 @@ webgpu: $(VENV)/webgpu/.installed $(VENV)/vulkan/icd.json  ## ONNX Runtime's Web
 openvino: $(VENV)/openvino-provider/.installed  ## the same cases on ONNX Runtime's provider of OpenVINO
 	$(VENV)/openvino-provider/bin/python tests/providers.py openvino $(CASES)
 
-peers: $(VENV)/peers/.installed  ## measure the functions of other libraries, and write their pages (SUBJECTS=mlx)
-	@for subject in $(or $(SUBJECTS),$(shell sed -n 's/^\["\(.*\)"\]$$/\1/p' polyattn/conformance/functions/subjects.toml)); do \
-	  $(VENV)/peers/bin/python -W ignore docs/peers.py $$subject || exit; done
-	$(BIN)/python docs/peers.py
+peers: $(VENV)/peers/.installed  ## measure the functions of other libraries, and write docs/peers.md (SUBJECTS=mlx)
+	$(VENV)/peers/bin/python -W ignore docs/peers.py $(or $(SUBJECTS),all)
 
 gpu: $(VENV)/.gpu  ## with a GPU: the tests that need one and the figures, into docs/results (GPU=--help)
 	$(BIN)/python tests/gpu/run.py $(GPU)
@@ -244,7 +242,7 @@ $(VENV)/.openvino: $(VENV)/.test
 	$(INSTALL) --no-deps --upgrade --target $(VENV)/openvino openvino
 	@touch $@
 
-# The test environment and what the subjects of docs/peers need beside it.
+# The test environment and what the subjects of docs/peers.md need beside it.
 $(VENV)/peers/.installed: $(VENV)/.test
 	$(PYTHON) -m venv $(@D)
 	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" >`$(@D)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))"`/tests.pth

@@ -95,8 +95,9 @@ def outcome(kind: Kind) -> str | None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            module = importlib.import_module(kind.module)
-            names = {"x": X, "numpy": np, kind.module.partition(".")[0]: root(module)}
+            importlib.import_module(kind.module)
+            package = kind.module.partition(".")[0]
+            names = {"x": X, "numpy": np, package: importlib.import_module(package)}
             query = eval(kind.made, names)
         except (AttributeError, NameError, TypeError):
             raise  # a mistake in the table
@@ -106,11 +107,6 @@ def outcome(kind: Kind) -> str | None:
             return f"runs on `{ran_on(query)}`"
         except Exception as error:
             return f"`{type(error).__name__}`: {cell(str(error))}"
-
-
-def root(module: Any) -> Any:
-    """Return the package of a module."""
-    return importlib.import_module(module.__name__.partition(".")[0])
 
 
 def ran_on(query: Any) -> str:

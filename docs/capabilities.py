@@ -16,7 +16,7 @@ import polyattn_onnx
 import polyattn_onnxruntime
 import polyattn_torch
 from polyattn._dispatch import registry
-from polyattn.plugin import FEATURES, Backend, BackendSpec, Kernel
+from polyattn.plugin import FEATURES, BackendSpec, Kernel
 
 PAGE = Path(__file__).with_name("capabilities.md")
 NATIVE = PAGE.parents[1] / "backends" / "polyattn_native"
@@ -50,14 +50,8 @@ float16, bfloat16, float32 and float64.
 
 def ours() -> dict[str, tuple[Kernel, ...]]:
     """Return the kernels of each first-party plugin, and those that end every list."""
-    own = {spec.name: (*joining(spec), *implementation(spec).kernels) for spec in SPECS}
+    own = {spec.name: (*joining(spec), *imported(spec.implementation).kernels) for spec in SPECS}
     return own | {"every library": registry.kernels_of(None)}
-
-
-def implementation(spec: BackendSpec) -> type[Backend]:
-    """Return the class of a backend, which may be unable to run here."""
-    found: type[Backend] = imported(spec.implementation)
-    return found
 
 
 def joining(spec: BackendSpec) -> tuple[Kernel, ...]:

@@ -61,7 +61,6 @@ pygments_dark_style = "github-dark"
 html_static_path = ["_static"]
 html_favicon = "_static/favicon.svg"
 html_css_files = ["site.css"]
-html_js_files = ["search.js"]
 html_show_sourcelink = False
 html_copy_source = False
 

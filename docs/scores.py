@@ -12,17 +12,12 @@ from matplotlib.patheffects import withStroke
 from pictures import BLUE, GREEN, GREY, ORANGE, bare
 from pictures import save as save_picture
 
-from polyattn import attention, attention_partial, scores
+from polyattn import attention_partial, attention_weights, scores
 
 matplotlib.use("Agg")
 FOLDER = Path(__file__).parent
 save = partial(save_picture, dpi=100)
 OUTLINED = (withStroke(linewidth=4, foreground="#1f2430"),)
-
-
-def weights(query, key, **options):
-    """Return the weights of a call: its output with an identity matrix for the values."""
-    return attention(query, key, np.eye(key.shape[-2]), **options)
 
 
 def at_distance(value: scores.Score, head: int, away: np.ndarray, heads: int) -> np.ndarray:
@@ -79,7 +74,8 @@ def similarities() -> Figure:
     for axes, (name, kind) in zip(grid, kinds.items(), strict=True):
         plane = alike(query, keys, kind).reshape(len(ticks), len(ticks))
         drawn = axes.contourf(ticks, ticks, plane, levels=12, cmap="cividis")
-        figure.colorbar(drawn, ax=axes, orientation="horizontal", ticks=ends(plane), aspect=12)
+        ends = math.ceil(plane.min()), math.floor(plane.max())
+        figure.colorbar(drawn, ax=axes, orientation="horizontal", ticks=ends, aspect=12)
         axes.plot(0, 0, "o", color="w", markersize=4, path_effects=OUTLINED)
         line = {"arrowstyle": "->", "color": "w", "lw": 2, "path_effects": OUTLINED}
         axes.annotate("", query, (0, 0), arrowprops=line)
@@ -92,11 +88,6 @@ def alike(query: np.ndarray, keys: np.ndarray, kind: scores.Similarity | None) -
     """Return the scores of one query: the logsumexp of each single key."""
     query, keys = np.broadcast_to(query, keys.shape)[:, None], keys[:, None]
     return attention_partial(query, keys, keys, scale=1.0, similarity=kind).logsumexp
-
-
-def ends(plane: np.ndarray) -> list[float]:
-    """Return two round numbers near the ends of an axis."""
-    return [math.ceil(plane.min()), math.floor(plane.max())]
 
 
 def normalizers() -> Figure:
@@ -114,7 +105,7 @@ def normalizers() -> Figure:
         ),
     }
     for n, (name, (options, colour, hatch)) in enumerate(bars.items()):
-        row = weights(query, key, scale=1.0, **options)[0]
+        row = attention_weights(query, key, scale=1.0, **options)[0]
         where = np.arange(len(s)) + 0.27 * (n - 1)
         label = f"{name}: sum {row.sum():.2f}, {np.count_nonzero(row)} of {len(s)} above 0"
         axes.bar(where, row, 0.25, color=colour, hatch=hatch, edgecolor="w", label=label)

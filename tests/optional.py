@@ -27,7 +27,6 @@ ALIASES = (
         "flex": "torch.nn.attention.flex_attention",
         "jnp": "jax.numpy",
         "make_fx": "torch.fx.experimental.proxy_tensor:make_fx",
-        "splash": "jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask",
         "turn_halves": "transformers.models.llama.modeling_llama:apply_rotary_pos_emb",
         "turn_neighbours": "transformers.models.gptj.modeling_gptj:apply_rotary_pos_emb",
     }

@@ -18,15 +18,6 @@ from sphinx.application import Sphinx
 DPI = 84
 #: A formula in a table of more characters may break into lines, and so may code in a sentence.
 LONG, LONG_CODE = 23, 60
-#: Columns of pictures on a wide page and on a narrow one, the best first.
-WIDE, NARROW = (7, 6, 5), (4, 3, 5)
-#: Groups of the sidebar that are open on the landing page.
-FIRST = {"Start", "Learn"}
-GROUP = re.compile(
-    r'<p class="caption"[^>]*><span class="caption-text">(?P<name>.*?)</span></p>\s*'
-    r"(?P<list><ul.*?</ul>)\s*(?=<p|</div>|\Z)",  # lists within it end elsewhere
-    flags=re.DOTALL,
-)
 EDIT = "https://github.com/polyattn/polyattn/edit/main/"
 
 
@@ -59,19 +50,6 @@ def mark_formulas(doctree: nodes.document) -> None:
             code["classes"].append("long-code")
 
 
-def columns(pictures: int, choices: tuple[int, ...]) -> int:
-    """Return the number of columns with which no picture is alone in the last row."""
-    return next((n for n in choices if pictures % n != 1), choices[0])
-
-
-def arrange_pictures(doctree: nodes.document) -> None:
-    """Tell the style sheet how many columns a table of pictures has."""
-    for table in doctree.findall(nodes.table):
-        if count := len(list(table.findall(nodes.image))):
-            classes = f"wide-{columns(count, WIDE)}", f"narrow-{columns(count, NARROW)}"
-            table["classes"].extend(classes)
-
-
 def commands(text: str) -> Iterator[str]:
     """Yield each command of a console, with its output."""
     command = ""
@@ -99,7 +77,6 @@ def improve(app: Sphinx, doctree: nodes.document) -> None:
     """Do all of it on a page."""
     size_pictures(doctree)
     mark_formulas(doctree)
-    arrange_pictures(doctree)
     split_consoles(doctree)
 
 
@@ -123,18 +100,10 @@ def link_to_source(
 def describe(
     app: Sphinx, page: str, template: str, context: dict[str, Any], doctree: nodes.document
 ) -> None:
-    """Describe a page to search engines by its first sentences, and fold the sidebar's groups."""
+    """Describe a page to search engines by its first sentences."""
     if doctree is not None and (first := next(doctree.findall(nodes.paragraph), None)):
         text = escape(" ".join(first.astext().split())[:200])
         context["metatags"] += f'\n<meta name="description" content="{text}" />'
-
-    def folded(group: re.Match[str]) -> str:
-        is_first = page == app.config.root_doc and group["name"] in FIRST
-        is_open = " open" if is_first or "current" in group["list"] else ""
-        summary = f'<summary class="caption">{group["name"]}</summary>'
-        return f"<details{is_open}>{summary}{group['list']}</details>"
-
-    context["furo_navigation_tree"] = GROUP.sub(folded, context.get("furo_navigation_tree", ""))
 
 
 def setup(app: Sphinx) -> dict[str, bool]:

@@ -15,9 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCS = [p for p in ROOT.glob("docs/**/*.md") if "/_" not in p.relative_to(ROOT).as_posix()]
 PAGES = sorted([ROOT / "README.md", *DOCS, *ROOT.glob("examples/*/README.md")])
 NAMES = {page.relative_to(ROOT).as_posix(): page for page in PAGES}
-# Those of other libraries run in processes of their own: test_peers.py.
-OF_PEERS = {name for name in NAMES if name.startswith("docs/peers/")}
-WITH_CODE = {name for name, page in NAMES.items() if any(pages.blocks(page))} - OF_PEERS
+WITH_CODE = {name for name, page in NAMES.items() if any(pages.blocks(page))}
 COMMANDS = {name: lines for name, page in NAMES.items() if (lines := pages.commands(page))}
 
 PYTHON = re.compile(
@@ -26,7 +24,7 @@ PYTHON = re.compile(
 )
 # Pages that take seconds and that another test runs; it looks at what they print too.
 ELSEWHERE = {
-    "README.md": "test_readme.py",
+    "README.md": "test_how_to.py",
     "docs/nn.md": "test_nn.py",
     "docs/how-to/generate.md": "test_how_to.py",
     "docs/how-to/gradients.md": "test_how_to.py",
@@ -47,7 +45,6 @@ LEFT_OUT = {
     f"polyattn check --callable {SDPA} --same-bits": "it takes 20 seconds",
     "polyattn check --callable mine:attend --library torch:cuda": "needs a GPU",
     "polyattn check acme --kernel fused": "there is no such backend",
-    "polyattn check --callable pool.tiles:index_of_16_bits --quick": "test_wrong_attentions.py",
     "polyattn check --write-cases cases": "tests/conformance/test_written.py",
 }
 
@@ -132,3 +129,10 @@ def test_everything_that_is_set_apart_is_on_a_page():
     assert all(part in code for part in NOT_SHOWN)
     assert set(LONG) <= set(COMMANDS)
     assert set(LEFT_OUT) <= {line for lines in COMMANDS.values() for line in lines}
+
+
+def test_every_make_target_of_the_readme_exists():
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    text = NAMES["README.md"].read_text(encoding="utf-8")
+    for target in re.findall(r"(?:`|^\$ )make (\w+)", text, flags=re.MULTILINE):
+        assert re.search(rf"^{target}:", makefile, flags=re.MULTILINE), target

@@ -9,27 +9,18 @@ import sys
 import tomllib
 from dataclasses import replace
 from importlib.metadata import entry_points
-from inspect import signature
 from pathlib import Path
-from types import SimpleNamespace
 
 import array_types
 import capabilities
 import links
-import looks
 import numpy as np
-import peers
 import pytest
-import written
-from docutils import nodes
-from docutils.utils import new_document
 
 from polyattn import UnsupportedError, attention, attention_vjp
-from polyattn._api.names import FOREIGN
 from polyattn.conformance import CASES, ESSENTIAL
 from polyattn.conformance.functions.report import summarise, summary
 from polyattn.conformance.reference.tolerance import exact
-from polyattn.plugin import FEATURES
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS, PLUGIN = ROOT / "docs", ROOT / "examples" / "plugin"
@@ -45,7 +36,6 @@ def test_the_capability_table_is_what_the_kernels_declare():
     assert {spec.name for spec in capabilities.SPECS} == ours
     page = capabilities.page(array_types.written())
     assert capabilities.PAGE.read_text(encoding="utf-8") == page
-    assert all(f"`{feature}`" in page for feature in FEATURES)
 
 
 def test_every_place_that_a_page_points_to_is_there():
@@ -60,27 +50,6 @@ def test_every_place_that_a_page_points_to_is_there():
                 assert letters[0] in letters[1:], f"{page}: {target}"
 
 
-#: Rows of the README that are measured, with the questions of docs/peers.
-WHO_DIFFERS = {
-    "row with no visible key": "hidden by a mask",
-    "causal when `L != S`": "2 rows, 3 keys",
-    "NaN in a hidden key or value": "in a value, by a mask",
-}
-MEASURED = "torch.sdpa", "torch.flex", "jax.nn", "keras.torch"
-WORDS = {"mean": "mean of the values", "top left": "top left", "leaks": "reaches the output"}
-
-
-def test_the_readme_says_of_others_what_was_measured():
-    """The first column is ours, which the suite tests."""
-    lines = (ROOT / "README.md").read_text("utf-8").splitlines()
-    for name, question in WHO_DIFFERS.items():
-        shown = next(x for x in lines if x.startswith(f"| {name} |")).split(" | ")[1:]
-        for peer, cell in zip(MEASURED, shown[1:], strict=False):
-            asked = {x["name"]: x["outcome"] for x in peers.loaded()[peer][0]["lines"]}
-            if question in asked:  # FlexAttention has no argument for causal
-                assert cell.rstrip(" |") == WORDS.get(asked[question], "0"), (name, peer)
-
-
 def test_the_error_in_float64_is_as_the_semantics_say():
     case = replace(CASES["D = 80"], name="D = 80, float64", dtype="float64")
     arrays, _ = case.arguments()
@@ -88,95 +57,6 @@ def test_the_error_in_float64_is_as_the_semantics_say():
     page = (DOCS / "semantics.md").read_text(encoding="utf-8")
     bound = float(re.search(r"below (2e-15) in float64", page)[1])
     assert bound / 10 < error < bound  # the order of sums depends on the processor
-
-
-# ---- the site ----
-
-
-def test_every_page_has_its_place_in_the_sidebar_once():
-    text = (DOCS / "index.md").read_text(encoding="utf-8")
-    trees = "\n".join(re.findall(r"^```\{toctree\}\n(.*?)^```", text, re.S | re.M))
-    named = re.findall(r"^(?:.* <)?(?!_)([a-z/-]+)>?$", trees, flags=re.MULTILINE)
-    pages = {page.relative_to(DOCS).with_suffix("").as_posix() for page in PAGES}
-    pages = {page for page in pages if not page.startswith("peers/")}  # below the front page
-    assert sorted(named) == sorted(pages - {"index"})
-    before = text.partition("```{toctree}")[0]
-    ours = [name for name in named if not name.startswith("reference/")]
-    assert [name for name in ours if f"({name}.md)" not in before] == []
-
-
-def test_no_picture_of_the_gallery_is_alone_in_a_row():
-    for number in range(2, 60):
-        for choices in (looks.WIDE, looks.NARROW):
-            assert number % looks.columns(number, choices) != 1, number
-
-
-CAPTION = '<p class="caption"><span class="caption-text">{}</span></p>'
-GROUPS = "".join(
-    f'{CAPTION.format(name)}<ul><li class="{kind}"><ul></ul></li></ul>'
-    for name, kind in (("Start", ""), ("Learn", ""), ("How to", "current"), ("Speed", ""))
-)
-
-
-@pytest.mark.parametrize(
-    ("page", "names"), [("index", ["Start", "Learn", "How to"]), ("masks", ["How to"])]
-)
-def test_the_first_groups_of_the_sidebar_are_open_on_the_landing_page(page, names):
-    app = SimpleNamespace(config=SimpleNamespace(root_doc="index"))
-    context = {"furo_navigation_tree": GROUPS}
-    looks.describe(app, page, "page.html", context, None)
-    pattern = r'<details open><summary class="caption">(.*?)</summary>'
-    assert re.findall(pattern, context["furo_navigation_tree"]) == names
-    assert context["furo_navigation_tree"].count("</ul></li></ul></details>") == 4
-
-
-def test_a_cell_of_code_gets_room_and_a_picture_does_not():
-    code, link, long = (
-        nodes.literal("", "x=1"),
-        nodes.reference("", ""),
-        nodes.literal("", "x" * 61),
-    )
-    link += nodes.literal("", "y=2")
-    picture = nodes.reference("", "", nodes.image(uri="z.png"), nodes.literal("", "z"))
-    cells = [nodes.entry("", nodes.paragraph("", "", part)) for part in (code, link, picture)]
-    page = new_document("")
-    page += [*cells, nodes.paragraph("", "", long)]
-    looks.mark_formulas(page)
-    assert [cell["classes"] for cell in cells] == [["formula"], ["formula"], []]
-    assert long["classes"] == ["long-code"]
-
-
-def test_the_table_of_errors_says_who_raises_each():
-    rows = dict(
-        re.findall(r"^\| \{py:exc\}`~polyattn\.(\w+)` \| (.*) \|$", written.error_table(), re.M)
-    )
-    assert set(rows) == {
-        *("BackendError", "BackendUnavailableError", "UnknownBackendError", "UnsupportedError")
-    }
-    assert "`ValueError`" in rows["UnknownBackendError"]
-    for name in set(rows) - {"BackendError"}:
-        assert "{py:func}`~polyattn.attention`" in rows[name] or "use_backend" in rows[name]
-
-
-def test_the_table_of_names_is_what_messages_say():
-    rows = re.findall(r"^\| (`.*`) \| (.*) \|$", written.names_table(), re.M)
-    cells = {name: ours for names, ours in rows for name in re.findall(r"`(\w+)=`", names)}
-    assert {name: ours.replace("`", "") for name, ours in cells.items()} == FOREIGN
-    assert cells["attention_mask"].endswith("S), `mask=(attention_mask != 0)[:, None, None, :]`")
-
-
-def test_the_table_of_environment_variables_is_what_the_code_reads():
-    read = set()
-    for folder in ("polyattn", "backends"):
-        for file in (ROOT / folder).rglob("*.py"):
-            read |= set(re.findall(r"\bPOLYATTN_[A-Z_]+", file.read_text(encoding="utf-8")))
-    page = (DOCS / "reference" / "index.md").read_text(encoding="utf-8")
-    assert sorted(re.findall(r"^\| `(\w+)` \|", page, flags=re.MULTILINE)) == sorted(read)
-
-
-def test_the_screen_of_arguments_has_those_of_attention_in_order():
-    page = (DOCS / "reference" / "attention.md").read_text(encoding="utf-8")
-    assert re.findall(r"^\| `(\w+)` \|", page, re.M) == list(signature(attention).parameters)
 
 
 WRONG = {

@@ -1,4 +1,4 @@
-"""The page that says where things are names what is there, and every kernel."""
+"""The page that says where things are names what is there."""
 
 import ast
 import re
@@ -29,11 +29,3 @@ def test_every_name_on_the_page_is_in_its_file():
             text = next(one for one in places if one.exists()).read_text(encoding="utf-8")
             found = names_of(ast.parse(text).body) if kind == "py" else re.findall(CPP, text, re.M)
             assert {*filter(None, re.split(r",\s+", names))} <= {*found}, path
-
-
-def test_every_kernel_of_the_wheel_is_in_its_part():
-    for file in (*ROOT.glob("backends/**/*.py"), *ROOT.glob("polyattn/_kernels/*.py")):
-        for name in re.findall(r'^    name = "(\w+)"$', file.read_text(encoding="utf-8"), re.M):
-            folder = file.parent.relative_to(ROOT).as_posix()
-            (part,) = [part for folders, part in PARTS.items() if folder in folders]
-            assert f"`{name}`" in part, (file, name)
