@@ -188,22 +188,17 @@ PRINTED = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("command", "line", "times"), PRINTED)
-def test_a_comparison_prints_what_it_measured(command, line, times, tmp_path):
+def test_a_comparison_prints_what_it_measured(command, line, times):
     script, *options = command.split()
     is_native = options[:1] in (["jax"], ["native"])
     if is_native:
         pytest.importorskip("polyattn_native")
-    if script != "overhead.py":
-        options += ["--json", str(tmp_path / "times.json")]
     printed = subprocess.run(
         [sys.executable, str(BENCH / "peers" / script), *options, "--quick"],
         capture_output=True, text=True, check=True, timeout=120,
         env={**os.environ, "POLYATTN_NATIVE": "1" if is_native else "0"},
     ).stdout  # fmt: skip
     assert len(re.findall(line, printed, re.MULTILINE)) == times, printed
-    for file in tmp_path.iterdir():
-        first = json.loads(file.read_text(encoding="utf-8"))["results"][0]
-        assert first["ratio"] == first["low"] == first["high"] == 1.0
 
 
 def test_the_example_of_a_new_benchmark_runs():
