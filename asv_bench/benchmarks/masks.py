@@ -14,7 +14,7 @@ from polyattn import masks
 from .common import BACKENDS, BackendBenchmark, random
 from .libraries import open_library
 
-LENGTH = 1024
+LENGTH = 2048
 
 
 def checkered(b: Any, h: Any, i: Any, j: Any) -> Any:
@@ -35,9 +35,10 @@ MASKS: dict[str, Callable[[Callable[[Any], Any]], Any]] = {
 
 
 class Masks(BackendBenchmark):
-    """8 heads of 64, 1024 tokens, float32."""
+    """8 heads of 64, 2048 tokens, float32."""
 
     params = (BACKENDS, tuple(MASKS))
+    version = "2"
     param_names = ("backend", "mask")
 
     def prepare(self, backend: str, mask: str) -> Callable[[], Any]:

@@ -4,24 +4,24 @@ Each table compares calls case by case: a ratio is of a call's time over that of
 contender may use the same number of threads. ``python asv_bench/peers/attention.py TABLE`` prints:
 
 - `cpu`, which ``make bench-cpu`` prints: with the largest error against float64;
-- `native`, which ``make bench-native`` prints: what the compiled kernel is held to. A row that
-  misses its bound is marked, and plain ones show their share of the rate of NumPy's product;
+- `native`, which ``make bench-native`` prints: the compiled kernel, with a mark where it misses the
+  bound that it is held to;
 - `gradients`; `half`, 16 bits over 32; `jax`, the compiled kernel under `jit` on one thread;
   `onnxruntime`; and `options`, each over the plain call.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import script
 from cases import Array, Case, both
 from engines import (
     EAGER,
@@ -30,11 +30,13 @@ from engines import (
     NATIVE,
     REFERENCE,
     Call,
+    compiled,
     gradient_on_jax,
     gradients,
     gradients_of_torch,
     installed,
     kernels,
+    machine,
     on_jax,
     on_onnxruntime,
     on_openvino,
@@ -44,9 +46,11 @@ from engines import (
     pairs_on_torch,
     textbook,
 )
-from threadpoolctl import threadpool_limits
 
 import polyattn
+from polyattn._base import text_table
+from polyattn.bench import timing
+from polyattn.bench.table import duration
 
 # Where `make bench-native` puts OpenVINO, which would bring another NumPy.
 sys.path.append(str(Path(sys.prefix) / "openvino"))
@@ -200,10 +204,16 @@ def with_gradients(row: Row, threads: int) -> dict[str, Call]:
     return calls
 
 
+def difference(result: Any, exact: Any) -> float:
+    """Return the largest difference of two results."""
+    one, other = (np.asarray(x, dtype=np.float32) for x in (result, exact))
+    return float(np.abs(one - other).max())
+
+
 def relative(result: Any, exact: Any) -> float:
     """Return the largest difference of three gradients, over the exact one's largest number."""
     pairs = zip(result[:3], exact[:3], strict=True)
-    return max(script.difference(a, b) / script.difference(b, 0.0) for a, b in pairs)
+    return max(difference(a, b) / difference(b, 0.0) for a, b in pairs)
 
 
 def of_pairs(size: int, *bounds: tuple[int, float | None], **same: Any) -> list[Row]:
@@ -369,7 +379,7 @@ TABLES = {
         rows(HALF, over="float32"),
         rows(both(1, 2, 64, 16, "float16"), over="float32"),
         of_16_bits,
-        error=script.difference,
+        error=difference,
     ),
     "jax": Table(on_jax_rows((32, 128, 512, 2048)), on_jax_rows([32]), under_jit, 7, 0.06),
     ONNXRUNTIME: Table(
@@ -377,7 +387,7 @@ TABLES = {
         [*rows(both(1, 4, 128, 64)), *exported(128)],
         by_onnxruntime,
         rounds=15,
-        error=script.difference,
+        error=difference,
     ),
     "options": Table(
         with_options(PLAIN), with_options(PLAIN._replace(length=256, keys=256)), over_plain, 7
@@ -385,74 +395,72 @@ TABLES = {
 }
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Print a table."""
-    flags = ("quick", "threads", "cases", "cpu-time", "window", "json")
-    parser = script.parser(__doc__ or "", 0, *flags, window=None)
-    parser.add_argument("table", choices=TABLES)
-    parser.epilog = "Without --rounds and --window, each table has its own."
-    options = script.read(parser, arguments)
-    name, table = options.table, TABLES[options.table]
-    options.rounds = options.rounds or table.rounds
-    options.window = table.window if options.window is None else options.window
-    if name == "jax":
-        options.cpu_time, options.threads, options.rest = True, 1, 0.0
+def read(arguments: list[str] | None = None) -> argparse.Namespace:
+    """Parse the command line; a quick run has one round of one call each."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    add = parser.add_argument
+    add("table", choices=TABLES)
+    add("--rounds", type=int, help="alternating rounds (default: each table has its own)")
+    add("--threads", type=int, help="of each contender (default: all cores)")
+    add("--cases", metavar="TEXT", default="", help="only cases with this text")
+    add("--quick", action="store_true", help="one round, of small shapes: no measurement")
+    add("--cpu-time", action="store_true", help="count processor time, of one thread")
+    options = parser.parse_args(arguments)
+    table = TABLES[options.table]
+    if options.table == "jax":
+        options.cpu_time = True
         os.environ["XLA_FLAGS"] = "--xla_cpu_multi_thread_eigen=false"
         os.sched_setaffinity(0, list(os.sched_getaffinity(0))[-1:])
-    if name in ("native", "jax") and script.compiled().startswith("without"):
+    options.threads = 1 if options.cpu_time else options.threads or len(os.sched_getaffinity(0))
+    options.turns = timing.Turns(
+        options.rounds or table.rounds,
+        table.window,
+        0.0 if options.table == "jax" else timing.TURNS.rest,
+        time.process_time if options.cpu_time else time.perf_counter,
+    )
+    if options.quick:
+        options.turns = options.turns._replace(rounds=1, window=0.0, rest=0.0)
+    return options
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Print a table."""
+    options = read(arguments)
+    table = TABLES[options.table]
+    if options.table in ("native", "jax") and not compiled():
         print("there is no compiled kernel: pip install polyattn-native")
         return 1
-    with script.measuring(options) as show:
+    print(f"{machine(options.threads)}; {options.turns.rounds} rounds", flush=True)
+    with polyattn.use_threads(options.threads):
         for row in table.quick if options.quick else table.rows:
             if options.cases in row.title:
-                measure(name, row, options, show)
+                measure(row, options)
     return 0
 
 
-@cache
-def limits(threads: int, cpu_time: bool) -> tuple[float, float]:
-    """Return the operations a second of NumPy's product of matrices, and the bytes of its sum."""
-    clock = time.process_time if cpu_time else time.perf_counter
-    square, (x, y) = np.ones((1024, 1024), np.float32), np.ones((2, 2**25), np.float32)
-
-    def least(call: Call) -> float:
-        return min(script.window(call, 0.1, clock=clock) for _ in range(3))
-
-    with threadpool_limits(threads):
-        product = 2 * len(square) ** 3 / least(partial(np.matmul, square, square))
-    return product, 3 * x.nbytes / least(partial(np.add, x, y, out=x))
-
-
-def share_of_limit(row: Row, seconds: float, options: script.Options) -> str:
-    """Return the share of a limit that a plain float32 call reaches, of one row the memory's."""
-    case = row.case
-    if row.passes != "forward" or case.kind not in ("full", "causal") or case.dtype != "float32":
-        return ""
-    product, memory = limits(options.threads, options.cpu_time)
-    if case.length == 1:  # keys and values are read once
-        read = 8 * case.batch * case.groups * case.keys * case.size
-        return f"  {read / seconds / memory:.2f} of the memory's limit"
-    return f"  {4 * case.visible * case.size / seconds / product:.2f} of the processor's limit"
-
-
-def measure(name: str, row: Row, options: script.Options, show: Callable[..., None]) -> None:
+def measure(row: Row, options: argparse.Namespace) -> None:
     """Compare the contenders of a row and print the results."""
-    table, exact = TABLES[name], None
+    table, exact = TABLES[options.table], None
     error = None if row.over == "causal" else table.error
-    if name == "cpu":
+    if options.table == "cpu":
         some, exact = exact_rows(row.case)
 
         def error(result: Array, exact: Array) -> float:
             return float(np.abs(np.asarray(result)[-1:, -1:][:, :, some] - exact).max())
 
-    def held(result: script.Result) -> str:
-        if row.bound is None or result.name != NATIVE:
-            return ""
-        missed = ", missed" * (result.ratio.median > row.bound)
-        return f"  at most {row.bound:g}{missed}{share_of_limit(row, result.seconds, options)}"
-
-    results = script.compare(table.contenders(row, options.threads), options, error, exact)
-    show(row.title, results, held)
+    calls, details = table.contenders(row, options.threads), {}
+    for name, call in calls.items():  # also warms up
+        result = call()
+        exact = result if exact is None else exact
+        details[name] = "" if error is None else f"  error {error(result, exact):.1e}"
+    times = timing.alternate(calls, options.turns)
+    for name, ratio in timing.ratios(times, next(iter(calls))).items():
+        if row.bound is not None and name == NATIVE:
+            missed = ", missed" * (ratio.median > row.bound)
+            details[name] += f"  at most {row.bound:g}{missed}"
+        text = f"ratio {ratio.median:.3f} ({ratio.low:.3f} to {ratio.high:.3f}){details[name]}"
+        cells = row.title, name, f"{duration(timing.spread_of(times[name]).median)} ms", text
+        print(text_table.line(cells, (-34, -14, 13, -1)), flush=True)
 
 
 if __name__ == "__main__":

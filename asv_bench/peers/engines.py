@@ -7,6 +7,7 @@ imports its library, so `installed` leaves out those that are absent.
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -15,6 +16,7 @@ import numpy as np
 from cases import Array, Case, Options
 
 import polyattn
+from polyattn.bench.machine import processor, versions
 
 Call = Callable[[], Any]
 REFERENCE = "torch"
@@ -45,6 +47,23 @@ def kernels(arrays: list[Array], options: Options) -> dict[str, Options]:
     names = {NATIVE: NATIVE} if NATIVE in able else {}
     names["numpy"] = own
     return {name: {"backend": "numpy", "kernel": kernel} for name, kernel in names.items()}
+
+
+def compiled() -> str:
+    """Return the instruction set of the compiled kernel, or nothing if there is no such kernel."""
+    shape = (1, 1)
+    candidates = polyattn.explain(shape, shape, shape, backend="numpy").candidates
+    if all(one.kernel != NATIVE or one.status == "unavailable" for one in candidates):
+        return ""
+    from polyattn_native.library import VARIABLE, instruction_sets, library
+
+    return os.environ.get(VARIABLE) or instruction_sets(library())[0]
+
+
+def machine(threads: int) -> str:
+    """Describe the processor and the libraries that the times are measured on."""
+    native = f"polyattn-native {compiled()}" if compiled() else "without polyattn-native"
+    return f"{processor()}, {threads} threads each; {versions()}; {native}"
 
 
 def ours(case: Case) -> dict[str, Call]:

@@ -17,61 +17,28 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
-import numpy as np
+from cases import Array, Case
 
 import polyattn
 from polyattn.bench import timing
 from polyattn.bench.machine import versions
 
-Array = Any
 Call = Callable[[], Any]
+HALF = "bfloat16"
 ENGINE, OURS = "engine", "polyattn"
 
 
-class Case(NamedTuple):
-    """A shape, its dtype and whether it is causal; with `rows`, a step of decoding."""
-
-    heads: int
-    groups: int
-    length: int
-    size: int
-    is_causal: bool
-    dtype: str = "bfloat16"
-    items: int = 1
-    rows: int | None = None
-
-    @property
-    def operations(self) -> float:
-        """Multiplications and additions of both products over the visible keys."""
-        whole = 4.0 * self.heads * self.length**2 * self.size
-        return whole / 2 if self.is_causal else whole
-
-    @property
-    def bytes(self) -> float:
-        """Bytes of the keys and values, of 16 bits, each read once."""
-        return 2 * 2.0 * self.items * self.groups * self.length * self.size
-
-    @property
-    def text(self) -> str:
-        """The case as text."""
-        heads = f"{self.heads} on {self.groups}" if self.heads != self.groups else f"{self.heads}"
-        band = "causal" if self.is_causal else "full"
-        rows = self.rows or self.length
-        return f"({self.items}, {heads}, {rows}, {self.length}, {self.size}) {self.dtype} {band}"
-
-    def arrays(self) -> list[Array]:
-        """Return query, key and value of random numbers, in float32."""
-        rng = np.random.default_rng(0)
-        rows = ((self.heads, self.rows or self.length), *((self.groups, self.length),) * 2)
-        shapes = [(self.items, *lead, self.size) for lead in rows]
-        return [rng.standard_normal(shape, dtype=np.float32) for shape in shapes]
+KINDS = "causal", "full"
+CASES = [Case(1, 64, 8, n, n, 128, kind, HALF) for n in (4096, 8192, 16384) for kind in KINDS]
+TINY = Case(1, 8, 8, 128, 128, 64, "causal", HALF)
+STEPS = [Case(items, 32, 8, 1, 8192, 128, "full", HALF) for items in (1, 32)]
+ON_CPU = [Case(1, 4, 2, 128, 128, 64, kind, HALF) for kind in KINDS]
+STEPS_ON_CPU = [Case(2, 4, 2, 1, 128, 64, "full", HALF)]
 
 
-CASES = tuple(Case(64, 8, n, 128, c) for n in (4096, 8192, 16384) for c in (True, False))
-TINY = Case(8, 8, 128, 64, True)
-STEPS = tuple(Case(32, 8, n, 128, False, items=b, rows=1) for b, n in ((1, 8192), (32, 8192)))
-ON_CPU = (Case(4, 2, 128, 64, True), Case(4, 2, 128, 64, False))
-STEPS_ON_CPU = (Case(4, 2, 128, 64, False, items=2, rows=1),)
+def arrays_of(case: Case) -> list[Array]:
+    """Return query, key and value in float32, from which each library makes its 16 bits."""
+    return case._replace(dtype="float32").arguments()[0]
 
 
 # ---- the contenders ----------------------------------------------------------------------------
@@ -89,7 +56,7 @@ def on_torch(case: Case, device: str, gradients: bool) -> Pair:
     import torch
 
     dtype = getattr(torch, case.dtype)
-    tensors = [torch.from_numpy(x).to(device, dtype) for x in case.arrays()]
+    tensors = [torch.from_numpy(x).to(device, dtype) for x in arrays_of(case)]
     tensors = [x.requires_grad_() for x in tensors] if gradients else tensors
     sdpa = torch.nn.functional.scaled_dot_product_attention
     bare = partial(sdpa, enable_gqa=case.heads != case.groups)
@@ -109,7 +76,7 @@ def on_jax(case: Case, device: str, gradients: bool) -> Pair:
     import jax
 
     place = jax.local_devices(backend="cpu" if device == "cpu" else "gpu")[0]
-    arrays = [jax.device_put(x, place).astype(case.dtype) for x in case.arrays()]
+    arrays = [jax.device_put(x, place).astype(case.dtype) for x in arrays_of(case)]
     engine = "xla" if device == "cpu" else "cudnn"
 
     def bare(*arrays: Array) -> Array:
@@ -134,7 +101,7 @@ def on_cupy(case: Case, device: str, gradients: bool) -> Pair:
 
     from polyattn_cupy import graphs, plans, problem_graphs
 
-    arrays = [cupy.asarray(x).astype(case.dtype) for x in case.arrays()]
+    arrays = [cupy.asarray(x).astype(case.dtype) for x in arrays_of(case)]
     call = polyattn.explain(*arrays, is_causal=case.is_causal)
     graph = problem_graphs.graph_of(call.problem, *(x.strides for x in arrays))
     output = cupy.empty(arrays[0].shape, arrays[0].dtype)
@@ -206,7 +173,7 @@ def tables(device: str, rounds: int, window: float) -> Iterator[str]:
     cases, tiny, steps = (ON_CPU, ON_CPU[0], STEPS_ON_CPU) if on_cpu else (CASES, TINY, STEPS)
     available = list(libraries(device))
 
-    def table(unit: str, cases: tuple[Case, ...], *, gradients: bool = False) -> Iterator[str]:
+    def table(unit: str, cases: list[Case], *, gradients: bool = False) -> Iterator[str]:
         """Yield a table of the engines' rates and ours, in operations, or in bytes of keys."""
         yield f"| (B, H, L, S, D) | library | engine, {unit} | polyattn, {unit} | of the engine |"
         yield "|---|---|---|---|---|"
@@ -215,10 +182,12 @@ def tables(device: str, rounds: int, window: float) -> Iterator[str]:
                 if gradients and library == "cupy":
                     continue
                 times = measure(MAKERS[library](case, device, gradients), rounds, window)
-                amount = case.bytes if case.rows else (3.5 if gradients else 1) * case.operations
+                amount = (3.5 if gradients else 1) * 4 * case.visible * case.size
+                if case.length == 1:  # bytes of 16 bits, each read once
+                    amount = 4 * case.batch * case.groups * case.keys * case.size
                 rates = [amount / times[name][0] / 1e12 for name in (ENGINE, OURS)]
                 share = f"{100 * times[OURS][1]:.1f} %"
-                yield f"| {case.text} | {library} | {rates[0]:.3g} | {rates[1]:.3g} | {share} |"
+                yield f"| {case.title} | {library} | {rates[0]:.3g} | {rates[1]:.3g} | {share} |"
 
     yield from table("TFLOP/s", cases)
     yield "\nForward and backward together, as 3.5 times the operations of forward:\n"
@@ -230,7 +199,7 @@ def tables(device: str, rounds: int, window: float) -> Iterator[str]:
     for library in available:
         host = host_times(MAKERS[library](tiny, device, False), rounds)
         engine, ours = (host[name] * 1e6 for name in (ENGINE, OURS))
-        yield f"| {library}, {tiny.text} | {engine:.1f} | {ours:.1f} | {ours - engine:.1f} |"
+        yield f"| {library}, {tiny.title} | {engine:.1f} | {ours:.1f} | {ours - engine:.1f} |"
 
 
 def main(arguments: list[str] | None = None) -> int:

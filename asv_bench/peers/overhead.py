@@ -8,16 +8,19 @@ third one the whole time of calls with options.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import copy
+import os
+import statistics
 import sys
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import numpy as np
-import script
 from cases import Case
-from engines import installed, kernels, on_onnxruntime, textbook
+from engines import Call, installed, kernels, machine, on_onnxruntime, textbook
 
 import polyattn
 from polyattn import masks, scores
@@ -30,12 +33,13 @@ from polyattn._core.call.problem import examine
 from polyattn._dispatch.cache import cached_call
 from polyattn._dispatch.request import request
 from polyattn._dispatch.select import select
+from polyattn.bench import timing
 
 SHAPE = (1, 1, 16, 16)
 TINY = Case(1, 1, 1, 16, 16, 16)
 
 
-def steps(arrays: list[Any]) -> dict[str, script.Call]:
+def steps(arrays: list[Any]) -> dict[str, Call]:
     """Return the steps of a repeated call and of a first one."""
     polyattn.attention(*arrays)
     requested, (call, _) = request(None), describe(*arrays)
@@ -56,7 +60,7 @@ def steps(arrays: list[Any]) -> dict[str, script.Call]:
     }
 
 
-def described(arrays: list[Any]) -> dict[str, script.Call]:
+def described(arrays: list[Any]) -> dict[str, Call]:
     """Return calls with options, and one with gradients."""
     attention, bias = polyattn.attention, arrays[0][0, 0]
     mask = masks.window(4, 0) | masks.prefix(2)
@@ -74,37 +78,54 @@ def described(arrays: list[Any]) -> dict[str, script.Call]:
     }
 
 
+def added(calls: dict[str, Call], turns: timing.Turns) -> str:
+    """Return what `polyattn` adds to the `bare` call, in microseconds, with quartiles."""
+    times = timing.alternate(calls, turns)
+    bare, ours = (statistics.median(times[name]) * 1e6 for name in ("bare", "polyattn"))
+    pairs = zip(times["polyattn"], times["bare"], strict=True)
+    median, low, high = (second * 1e6 for second in timing.spread_of([a - b for a, b in pairs]))
+    ratio = timing.ratios(times, "bare")["polyattn"].median
+    return (
+        f"bare {bare:.1f} µs, polyattn {ours:.1f} µs,"
+        f" added {median:.1f} ({low:.1f} to {high:.1f}) µs, ratio {ratio:.2f}"
+    )
+
+
 def main() -> int:
     """Print a line for each installed library."""
-    parser = script.parser(__doc__ or "", 41, "quick", window=0.02, rest=0.0)
-    options = script.read(parser)
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--rounds", type=int, default=41, help="alternating rounds (41)")
+    parser.add_argument("--quick", action="store_true", help="one round: no measurement")
+    options = parser.parse_args()
+    turns = timing.Turns(options.rounds, window=0.02, rest=0.0)
+    turns = turns._replace(rounds=1, window=1e-9) if options.quick else turns
     array = np.random.default_rng(0).standard_normal(SHAPE, dtype=np.float32)
-    cases: dict[str, tuple[script.Call, list[Any]]] = {"numpy": (textbook, [array] * 3)}
+    cases: dict[str, tuple[Callable[..., Any], list[Any]]] = {"numpy": (textbook, [array] * 3)}
     with contextlib.suppress(ImportError):
         import torch
 
         sdpa = torch.nn.functional.scaled_dot_product_attention
         cases["torch"] = (sdpa, [torch.from_numpy(array)] * 3)
-    with script.measuring(options):
+    print(f"{machine(threads := len(os.sched_getaffinity(0)))}; {turns.rounds} rounds", flush=True)
+    with polyattn.use_threads(threads):
         print(f"{SHAPE}, times of a call")
         for name, (bare, arrays) in cases.items():
             own = kernels(arrays, {}) if name == "numpy" else {name: {}}
             for kernel, which in own.items():
-                calls = {
-                    "bare": partial(bare, *arrays),
-                    "polyattn": partial(polyattn.attention, *arrays, **which),
-                }
-                print(f"{kernel:11}", script.added(script.compare(calls, options)))
+                ours = partial(polyattn.attention, *arrays, **which)
+                print(
+                    f"{kernel:11}", added({"bare": partial(bare, *arrays), "polyattn": ours}, turns)
+                )
         for name, bare in installed({"onnxruntime": lambda: on_onnxruntime(TINY, 1)}).items():
-            attend = partial(polyattn.attention, *TINY.arguments()[0], backend=name)
-            calls = {"bare": bare, "polyattn": attend}
-            print(f"{name:11}", script.added(script.compare(calls, options)))
-        options.window /= 4
+            ours = partial(polyattn.attention, *TINY.arguments()[0], backend=name)
+            print(f"{name:11}", added({"bare": bare, "polyattn": ours}, turns))
+        turns = turns._replace(window=turns.window / 4)
         for title, made in {"the steps of a call": steps, "calls with options": described}.items():
             print(f"\n{'microseconds of ' + title:35}" + "".join(f"{name:>8}" for name in cases))
-            tables = [script.compare(made(arrays), options) for _, arrays in cases.values()]
-            for row in zip(*tables, strict=True):
-                print(f"{row[0].name:35}" + "".join(f"{one.seconds * 1e6:8.1f}" for one in row))
+            tables = [timing.alternate(made(arrays), turns) for _, arrays in cases.values()]
+            for step in tables[0]:
+                medians = [statistics.median(times[step]) * 1e6 for times in tables]
+                print(f"{step:35}" + "".join(f"{one:8.1f}" for one in medians))
     return 0
 
 

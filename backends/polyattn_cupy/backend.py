@@ -1,13 +1,12 @@
 """CuPy's devices and primitives.
 
 Arrays of other libraries on a CUDA device are imported by DLPack, without a copy; all others
-through NumPy. Only `fetch`, `synchronize` and `peak_memory` wait for a device.
+through NumPy. Only `fetch` and `synchronize` wait for a device.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import array_api_compat.cupy as xp
@@ -71,18 +70,6 @@ class CupyBackend(Backend):
 
     def synchronize(self, device: str | None = None) -> None:
         cupy.cuda.Device(None if device is None else _number(device)).synchronize()
-
-    def peak_memory(
-        self, device: str | None, function: Callable[..., Array], *arrays: Array
-    ) -> int | None:
-        """Return the growth of CuPy's pool during the call; it counts blocks of 512 bytes."""
-        with cupy.cuda.Device(None if device is None else _number(device)):
-            pool = cupy.get_default_memory_pool()
-            pool.free_all_blocks()
-            before = pool.total_bytes()
-            output = function(*arrays)
-            self.synchronize(device)
-            return max(int(pool.total_bytes() - before - output.nbytes), 0)
 
     def matmul(self, a: Array, b: Array) -> Array:
         return cupy.matmul(a, b)

@@ -98,16 +98,6 @@ class JaxBackend(Backend):
         compiled: Callable[..., Array] = jax.jit(function)
         return compiled
 
-    def peak_memory(
-        self, device: str | None, function: Callable[..., Array], *arrays: Array
-    ) -> int | None:
-        """Return the scratch memory of the program that XLA compiles for the call."""
-        # A device counts the peak of the whole process and cannot reset it; on the CPU, XLA's
-        # threads keep freed memory, so that the operating system sees no growth.
-        compiled: Any = function
-        analysis = compiled.lower(*arrays).compile().memory_analysis()
-        return None if analysis is None else int(analysis.temp_size_in_bytes)
-
     def matmul(self, a: Array, b: Array) -> jax.Array:
         """Return the matrix product of two stacks of matrices."""
         return _matmul(a, b)

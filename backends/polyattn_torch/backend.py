@@ -87,21 +87,6 @@ class TorchBackend(Backend):
         if device is not None and not device.startswith(("cpu", "meta")):
             torch.accelerator.synchronize(device)
 
-    def peak_memory(
-        self, device: str | None, function: Callable[..., Array], *arrays: Array
-    ) -> int | None:
-        """Return the peak that the allocator of CUDA or XPU counts during the call."""
-        kind = (device or "cpu").partition(":")[0]
-        if kind not in ("cuda", "xpu"):
-            return None
-        memory = getattr(torch, kind)
-        self.synchronize(device)
-        memory.reset_peak_memory_stats(device)
-        before = memory.memory_allocated(device)
-        output = function(*arrays)
-        self.synchronize(device)
-        return int(memory.max_memory_allocated(device) - before - output.nbytes)
-
     @property
     def block(self) -> int:
         """The number of scores that stay in the caches of the threads, which share the scores."""

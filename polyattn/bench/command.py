@@ -23,6 +23,7 @@ from polyattn._core.call.features import DTYPES
 LENGTHS = "256:4096"
 SECONDS = 60.0
 ALL = "all"  # kernels
+FILES = "json", "csv", "plot"  # the options that name a file to write
 
 
 def add_options(add: Callable[..., Any], window: Callable[[str], tuple[int | None, ...]]) -> None:
@@ -61,6 +62,7 @@ def add_options(add: Callable[..., Any], window: Callable[[str], tuple[int | Non
     )  # fmt: skip
     add("--plot", type=Path, metavar="FILE.png", help="plot rates and the roofline against length")
     add("--json", type=Path, metavar="FILE", help="write the results for --compare")
+    add("--csv", type=Path, metavar="FILE", help="write the rows for a spreadsheet")
     add(
         "--compare", type=Path, nargs=2, metavar=("A.json", "B.json"),
         help="compare the files of two runs; nothing is measured",
@@ -113,13 +115,13 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _check_files(options: argparse.Namespace) -> None:
-    written = {f"--{name}": getattr(options, name) for name in ("plot", "json")}
+    written = {f"--{name}": file for name in FILES if (file := getattr(options, name)) is not None}
     for option, file in written.items():
-        if file is None:
-            continue
         if options.compare is not None:
             raise ValueError(f"--compare measures nothing, so {option} has nothing to write")
         check_file(option, file)
+        if list(written.values()).count(file) > 1:
+            raise ValueError(f"{file} is given twice: name a different file for {option}")
     if options.plot is not None:
         try:
             require_matplotlib()
@@ -127,8 +129,6 @@ def _check_files(options: argparse.Namespace) -> None:
             raise ValueError(f"--plot: {error}") from None
         if options.plot.suffix.lower() not in (".png", ".svg", ".pdf"):
             raise ValueError(f"--plot writes .png, .svg or .pdf; got {options.plot}")
-        if options.plot == options.json:
-            raise ValueError(f"{options.plot} is given twice: name a different file for --json")
 
 
 def _measure(options: argparse.Namespace) -> int:
@@ -218,16 +218,18 @@ def _write(results: Any, options: argparse.Namespace) -> bool:
     if results.interrupted and not results.rows:  # older results are better than none
         return False
     written = True
-    for name in ("json", "plot"):
+    for name in FILES:
         file = getattr(options, name)
+        if file is None:
+            continue
         try:
-            if file is not None and name == "json":
-                write_file(file, results.as_json())
-            elif file is not None:
+            if name == "plot":
                 from polyattn.bench import picture
 
                 with replacing(file.parent, file.name) as made:
                     picture.draw(results).savefig(made / file.name, dpi=picture.DPI)
+            else:
+                write_file(file, results.as_json() if name == "json" else results.as_csv())
         except OSError as error:
             written = False
             complain(f"polyattn bench: --{name} {file}: {reason(error)}")

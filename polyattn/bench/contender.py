@@ -11,7 +11,7 @@ import numpy as np
 from polyattn._api.attention import attention
 from polyattn._api.explain import explain
 from polyattn._base.arrays import library_of
-from polyattn._dispatch import registry
+from polyattn._dispatch import extensions, registry
 from polyattn._dispatch.errors import UnsupportedError
 from polyattn._dispatch.explanation import Explanation
 from polyattn._dispatch.request import SIGNS, parse
@@ -65,7 +65,9 @@ class Contender:
         kernels: list[Any] = []
         # Compiled like the call, so that both choose a kernel from the same facts.
         self.backend.compile(look)(*placed)
-        return Running(self, self.backend.compile(call), placed, kernels[0].kernel)
+        kernel = kernels[0].kernel
+        origin = extensions.origins(self.stem).get(kernel)
+        return Running(self, self.backend.compile(call), placed, kernel, origin)
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,7 @@ class Running:
     function: Callable[..., Array]  # of query, key and value
     arrays: list[Array]
     kernel: str
+    origin: str | None  # the distribution of a kernel that joined several backends
 
     def __call__(self) -> Array:
         """Return the output once it is computed."""
@@ -85,8 +88,9 @@ class Running:
 
 
 def everything_here() -> list[str]:
-    """Return the names of all backends that can be loaded and compute."""
-    loaded = [name for name in registry.names() if registry.load(name) is None]
+    """Return the names of all backends that can be loaded and compute, NumPy's first."""
+    names = sorted(registry.names(), key=lambda name: name != "numpy")
+    loaded = [name for name in names if registry.load(name) is None]
     return [name for name in loaded if registry.loaded(name).computes]
 
 

@@ -14,18 +14,15 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from polyattn.bench import peaks
 from polyattn.bench.contender import Contender, Running
-from polyattn.bench.exact import ExactRows, exact_rows, largest_error
-from polyattn.bench.memory import peak_memory
 from polyattn.bench.results import BenchResults, Timing
 from polyattn.bench.table import digits
-from polyattn.bench.timing import FEWEST, REST, alternate, spread_of
+from polyattn.bench.timing import FEWEST, TURNS, alternate, ratios, spread_of
+from polyattn.bench.workload import Workload
 
-# Smallest number of calls for a row: to compile, to estimate, for the memory, and the rounds.
-CALLS = 3 + FEWEST
+# Smallest number of calls for a row: to compile, to estimate, and the rounds.
+CALLS = 2 + FEWEST
 # Seconds for the rounds of the first of several lengths, so that rows are printed soon.
 SOON = 1.0
 # Budget of a length relative to the previous one.
@@ -60,7 +57,7 @@ def measure_peaks(
     contenders = list(reversed(firsts.values()))
     for done, contender in enumerate(contenders):
         say(f"{contender.name}, a matrix product and a sum")
-        time.sleep(REST)
+        time.sleep(TURNS.rest)
         now = time.perf_counter()
         until = now + (end - now) / (len(contenders) - done)
         with suppress(Exception):  # such as too little memory: the call may need less
@@ -108,7 +105,7 @@ def _measure_length(
     say: Say,
 ) -> list[Timing]:
     workload, began = results.workload, time.perf_counter()
-    most_each = max(share / len(contenders), LEAST)
+    most_each, first = max(share / len(contenders), LEAST), contenders[0].name
     rows = {}
     for one in contenders:
         foreseen = workload.flops(length) / speeds.get(one.name, math.inf)
@@ -124,7 +121,6 @@ def _measure_length(
         return list(rows.values())
     try:
         arrays = workload.arrays(length)
-        exact = exact_rows(workload, arrays, length)
     except Exception as error:  # such as too little memory
         return [replace(row, note=row.note or _first_line(error)) for row in rows.values()]
     started: dict[str, Started] = {}
@@ -132,51 +128,46 @@ def _measure_length(
         name = contender.name
         say(f"{length}: {name}, first calls")
         try:
-            started[name] = _start(results, contender, rows[name], arrays, exact)
+            started[name] = _start(workload, contender, rows[name], arrays)
         except Exception as error:  # such as too little memory: the others go on
             rows[name] = replace(rows[name], note=_first_line(error))
     left = share - (time.perf_counter() - began)
-    rows |= _timed_rows(started, left, most, lambda text: say(f"{length}: {text}"))
+    rows |= _timed_rows(started, first, left, most, lambda text: say(f"{length}: {text}"))
     return list(rows.values())
 
 
 def _timed_rows(
-    started: dict[str, Started], left: float, most: float, say: Say
+    started: dict[str, Started], first: str, left: float, most: float, say: Say
 ) -> dict[str, Timing]:
     """Return the rows of started calls, timed for as many rounds as the time allows."""
     each = max(left / max(len(started), 1), LEAST)
     slow = {name for name, one in started.items() if FEWEST * one.seconds > each}
     calls = {name: one.running for name, one in started.items() if name not in slow}
     expected = {name: one.seconds for name, one in started.items()}
-    times = alternate(calls, expected, min(left, most), say)
+    times = alternate(calls, TURNS, expected, min(left, most), say)
+    over_first = ratios(times, first) if first in times else {}
     rows = {}
     for name, one in started.items():
         own = times.get(name, [one.seconds])
         median, low, high = spread_of(own)
-        note = "only one call, for lack of time" if name in slow else None
         rows[name] = replace(
-            one.row, seconds=median, low=low, high=high, rounds=len(own), note=note
+            one.row,
+            seconds=median,
+            low=low,
+            high=high,
+            ratio=over_first[name].median if name in over_first else None,
+            rounds=len(own),
+            note="only one call, for lack of time" if name in slow else None,
         )
     return rows
 
 
-def _start(
-    results: BenchResults,
-    contender: Contender,
-    row: Timing,
-    arrays: Sequence[Any],
-    exact: list[ExactRows],
-) -> Started:
-    """Run the call of a contender and measure everything except its time."""
-    running = contender.start(results.workload, arrays)
-    first, output = _timed(running)
-    error = largest_error(np.asarray(contender.backend.fetch(output)), exact)
-    del output
-    seconds, _ = _timed(running)
-    memory = peak_memory(running, results.workload.output_bytes(row.length))
-    finite = error if math.isfinite(error) else None  # JSON lacks infinity and NaN
-    row = replace(row, kernel=running.kernel, first=first, error=finite, memory=memory)
-    return Started(running, row, seconds)
+def _start(workload: Workload, contender: Contender, row: Timing, arrays: Sequence[Any]) -> Started:
+    """Run the call of a contender twice, first to compile it and then to foresee its time."""
+    running = contender.start(workload, arrays)
+    first = _seconds(running)
+    row = replace(row, kernel=running.kernel, origin=running.origin, first=first)
+    return Started(running, row, _seconds(running))
 
 
 def _first_line(error: Exception) -> str:
@@ -184,10 +175,10 @@ def _first_line(error: Exception) -> str:
     return "".join(char for char in lines[0] if char.isprintable())
 
 
-def _timed(running: Running) -> tuple[float, Any]:
+def _seconds(running: Running) -> float:
     start = time.perf_counter()
-    output = running()
-    return time.perf_counter() - start, output
+    running()
+    return time.perf_counter() - start
 
 
 def _share(left: int) -> float:

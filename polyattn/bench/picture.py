@@ -1,5 +1,6 @@
 """Plot rates against length, with the roofline of each device.
 
+A line is named by its backend and its kernels, with a star where several backends run the same.
 Lines differ in marker and in colour, also for readers with a colour vision deficiency. Labels do
 not overlap. pyplot does not keep the figure.
 """
@@ -45,9 +46,12 @@ def draw(results: BenchResults) -> Any:
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
         _ticks(axes, lengths)
+        same = "; *: the same kernel, called by several backends"
         figure.legend(
-            loc="outside lower center", ncols=_columns(axes), frameon=False, fontsize="small"
-        )
+            loc="outside lower center", ncols=_columns(axes), frameon=False, fontsize="small",
+            title="bands: quartiles" + same * any(map(results.same_kernel, timed)),
+            title_fontsize="small",
+        )  # fmt: skip
     axes.set_xlabel("keys" if results.workload.decode else "length")
     axes.set_ylabel(unit)
     axes.grid(alpha=0.25, which="both")
@@ -67,9 +71,13 @@ def _line(
         ]
 
     middle = rates(row.seconds for row in rows)
-    axes.plot(lengths, middle, label=rows[0].backend, markersize=5, linewidth=1.6, **look)
+    axes.plot(lengths, middle, label=_label(results, rows), markersize=5, linewidth=1.6, **look)
     low, high = rates(row.high for row in rows), rates(row.low for row in rows)
     axes.fill_between(lengths, low, high, color=look["color"], alpha=0.18, linewidth=0)
+
+
+def _label(results: BenchResults, rows: Sequence[Timing]) -> str:
+    return f"{rows[0].title} {', '.join(dict.fromkeys(map(results.marked_kernel, rows)))}"
 
 
 def _columns(axes: Any) -> int:
@@ -92,7 +100,7 @@ def _ticks(axes: Any, lengths: Sequence[int]) -> None:
     plain = ticker.FuncFormatter(lambda rate, _: f"{rate:g}")
     axes.yaxis.set_major_formatter(plain)
     low, high = axes.get_ylim()
-    narrow = high / low < 30  # powers of ten would be too few
+    narrow = high / low < 300  # powers of ten would be too few
     axes.yaxis.set_minor_locator(ticker.LogLocator(subs=(2, 5) if narrow else (5,)))
     axes.yaxis.set_minor_formatter(plain if narrow else ticker.NullFormatter())
 

@@ -1,9 +1,10 @@
-"""Hold the results of a run, and write and read them as JSON."""
+"""Hold the results of a run, write them as JSON or CSV, and read the JSON."""
 
 from __future__ import annotations
 
+import csv
+import io
 import json
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from polyattn.bench.peaks import Peak, roof, roofs
 from polyattn.bench.timing import Spread
 from polyattn.bench.workload import Workload
 
-FORMAT, VERSION = "polyattn bench", 1
+FORMAT, VERSION = "polyattn bench", 2
 
 
 @dataclass(frozen=True)
@@ -24,13 +25,13 @@ class Timing:
     backend: str
     device: str  # by the name that all libraries share
     kernel: str | None = None
+    origin: str | None = None  # the distribution of a kernel that joined several backends
     seconds: float | None = None  # the median of a call over the rounds
     low: float | None = None  # the quartiles
     high: float | None = None
+    ratio: float | None = None  # of the time to that of the run's first backend, by rounds
     rounds: int = 0
     first: float | None = None  # seconds of the first call, in which a library may compile
-    error: float | None = None  # the largest against float64; None if it is not finite
-    memory: int | None = None  # bytes without inputs and output, if known
     note: str | None = None  # why there is no time, or a remark on it
 
     @property
@@ -38,6 +39,11 @@ class Timing:
         """The median and the quartiles; only for a row with times."""
         seconds: Any = self.seconds
         return Spread(seconds, self.low or seconds, self.high or seconds)
+
+    @property
+    def title(self) -> str:
+        """The backend without the kernel, which ``--kernel all`` adds to the name."""
+        return self.backend.removesuffix(f"/{self.kernel}")
 
 
 @dataclass
@@ -60,34 +66,53 @@ class BenchResults:
         """Return a row's operations per second; only visible scores count."""
         return None if row.seconds is None else self.workload.flops(row.length) / row.seconds
 
-    def of_product(self, row: Timing) -> float | None:
-        """Return a row's rate as a share of a matrix product's on its device."""
-        return self._share(row, lambda peak: peak.product)
-
     def of_roof(self, row: Timing) -> float | None:
         """Return a row's rate as a share of the roofline at its length."""
-        return self._share(row, lambda peak: roof(peak, self.workload, row.length))
-
-    def _share(self, row: Timing, limit: Callable[[Peak], float]) -> float | None:
         rate, peak = self.rate(row), self.roofs.get(row.device)
-        return None if rate is None or peak is None else rate / limit(peak)
+        return (
+            None if rate is None or peak is None else rate / roof(peak, self.workload, row.length)
+        )
+
+    def same_kernel(self, row: Timing) -> list[str]:
+        """Return the other backends that run a row's kernel, which joined all of them."""
+        return [
+            other.title
+            for other in self.rows
+            if row.origin is not None
+            and (other.length, other.device) == (row.length, row.device)
+            and (other.kernel, other.origin) == (row.kernel, row.origin)
+            and other.backend != row.backend
+        ]
+
+    def marked_kernel(self, row: Timing) -> str:
+        """Return a row's kernel, with a star if other backends run the same one."""
+        return f"{row.kernel}{'*' * bool(self.same_kernel(row))}"
 
     def as_json(self) -> str:
-        """Return everything as JSON, with the derived rates and shares."""
-        derived = [
-            {
+        """Return everything as JSON, with what follows from the times."""
+        everything = {"format": FORMAT, "version": VERSION, **asdict(self), "rows": self._records()}
+        return json.dumps(everything, indent=1, allow_nan=False) + "\n"
+
+    def as_csv(self) -> str:
+        """Return the rows as CSV, with what follows from the times."""
+        text, records = io.StringIO(), self._records()
+        writer = csv.DictWriter(text, records[0], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(records)
+        return text.getvalue()
+
+    def _records(self) -> list[dict[str, Any]]:
+        return [
+            asdict(row)
+            | {
                 "flops": self.workload.flops(row.length),
                 "bytes": self.workload.bytes(row.length),
                 "rate": self.rate(row),
-                "of_product": self.of_product(row),
                 "of_roof": self.of_roof(row),
+                "same_kernel_as": ", ".join(self.same_kernel(row)),
             }
             for row in self.rows
         ]
-        everything = asdict(self)
-        everything["rows"] = [row | of for row, of in zip(everything["rows"], derived, strict=True)]
-        everything = {"format": FORMAT, "version": VERSION, **everything}
-        return json.dumps(everything, indent=1, allow_nan=False) + "\n"
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> BenchResults:

@@ -12,20 +12,16 @@ from polyattn.bench.results import BenchResults, Timing
 
 WIDTH = 100
 # The columns after length, backend and kernel, and their widths.
-COLUMNS = {
-    "ms": 7, "quartiles": 15, "rate": 7, "product": 7, "roof": 5, "error": 7, "memory": 10,
-}  # fmt: skip
-# What a narrow terminal leaves out, the first of them first.
-SPARE = ("product", "roof", "memory")
+COLUMNS = {"ms": 6, "quartiles": 13, "rate": 7, "ratio": 6, "roof": 5}
 LEGEND = (
-    "ms: the median time of a call, and its quartiles; product, roof: the rate as a share of a"
-    " matrix product's and of the roofline; error: the largest against float64; memory: peak,"
-    " without inputs and output."
+    "ms: the median time of a call, and its quartiles; ratio: the time over that of {}; roof: the"
+    " rate as a share of the roofline."
 )
+SAME = " *: the same kernel, called by several backends."
 # A rate above a limit shows that the limit is wrong.
 WRONG = 1.0
 LIMIT_IS_WRONG = (
-    " A dash in product or roof: the call was faster than the limit, which was measured while the"
+    " A dash as roof: the call was faster than the limit, which was measured while the"
     " machine was busy, or is that of the memory for arrays in a cache."
 )
 
@@ -59,14 +55,12 @@ def group(results: BenchResults, rows: Sequence[Timing], names: Iterable[str]) -
     return [line for row in rows for line in _row(results, row, room)] + [""]
 
 
-def footer(results: BenchResults, names: Iterable[str]) -> list[str]:
+def footer(results: BenchResults, names: Sequence[str]) -> list[str]:
     """Return the lines below the rows."""
-    shown = _fitting(_room(names))
-    left_out = ", ".join(name for name in SPARE if name not in shown)
-    narrow = f" Not shown, for lack of width: {left_out}." if left_out else ""
-    shares = [of(row) for row in results.rows for of in (results.of_product, results.of_roof)]
+    shares = [results.of_roof(row) for row in results.rows]
     wrong = LIMIT_IS_WRONG if max(filter(None, shares), default=0) > WRONG else ""
-    return _wrapped(LEGEND + wrong + narrow, "  ")
+    same = SAME if any(map(results.same_kernel, results.rows)) else ""
+    return _wrapped(LEGEND.format(names[0]) + same + wrong, "  ")
 
 
 def _room(names: Iterable[str]) -> int:
@@ -83,37 +77,20 @@ def _row(results: BenchResults, row: Timing, room: int) -> list[str]:
 def _cells(results: BenchResults, row: Timing) -> tuple[str, ...]:
     middle, low, high = row.spread
     _, scale = rate_unit(results)
-    rate, of_product, of_roof = results.rate(row), results.of_product(row), results.of_roof(row)
     return (
         str(row.length),
-        row.backend,
-        row.kernel or "",
+        row.title,
+        results.marked_kernel(row),
         duration(middle),
         f"{duration(low)}-{duration(high)}",
-        digits((rate or 0) / scale),
-        share(of_product),
-        share(of_roof),
-        "not finite" if row.error is None else f"{row.error:.1e}",
-        _size(row.memory),
+        digits((results.rate(row) or 0) / scale),
+        "-" if row.ratio is None else digits(row.ratio),
+        share(results.of_roof(row)),
     )
 
 
 def _line(cells: Sequence[str], room: int) -> str:
-    length, backend, kernel, *others = cells
-    values, shown = dict(zip(COLUMNS, others, strict=True)), _fitting(room)
-    texts = [length, backend, kernel, *(values[name] for name in shown)]
-    return text_table.line(texts, [6, -room, -6, *(COLUMNS[name] for name in shown)])
-
-
-def _fitting(room: int) -> list[str]:
-    """Return the columns that fit the terminal beside names of backends of some width."""
-    shown = list(COLUMNS)
-    for name in SPARE:
-        widths = (6, room, 6, *(COLUMNS[x] for x in shown))
-        if sum(2 + width for width in widths) <= text_table.terminal_width():
-            break
-        shown.remove(name)
-    return shown
+    return text_table.line(cells, [6, -room, -8, *COLUMNS.values()])
 
 
 def _wrapped(text: str, start: str) -> list[str]:
@@ -130,10 +107,6 @@ def rate_unit(results: BenchResults) -> tuple[str, float]:
 def duration(seconds: float) -> str:
     """Return seconds as milliseconds with at least three digits."""
     return digits(1e3 * seconds)
-
-
-def _size(memory: int | None) -> str:
-    return "-" if memory is None else f"{memory / 2**20:.1f} MiB"
 
 
 def share(part: float | None) -> str:

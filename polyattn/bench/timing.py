@@ -8,14 +8,25 @@ next call.
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-REST = 0.1  # seconds
-WINDOW = 0.04  # seconds
-FEWEST, MOST = 3, 7  # rounds
+FEWEST = 3  # rounds, where time is short
+
+
+class Turns(NamedTuple):
+    """How calls are timed in turns."""
+
+    rounds: int = 7  # at most
+    window: float = 0.04  # seconds of calls in a round, after half of it to warm up
+    rest: float = 0.1  # seconds before a window
+    clock: Callable[[], float] = time.perf_counter
+
+
+TURNS = Turns()
 
 
 class Spread(NamedTuple):
@@ -28,25 +39,29 @@ class Spread(NamedTuple):
 
 def alternate(
     calls: Mapping[str, Callable[[], Any]],
-    expected: Mapping[str, float],
-    seconds: float,
+    turns: Turns,
+    expected: Mapping[str, float] | None = None,
+    seconds: float = math.inf,
     say: Callable[[str], None] = lambda text: None,
 ) -> dict[str, list[float]]:
     """Return seconds per call in each round, for calls that run in turns.
 
-    Each call has run before and is `expected` to take that many seconds. The rounds stop after
-    `seconds`, but there are at least three.
+    Each call has run before. One that is `expected` to fill its window is not warmed up. The rounds
+    stop after `seconds`, but there are at least three.
     """
 
     def measure(name: str) -> float:
         say(name)
-        time.sleep(REST)
-        return window(calls[name], WINDOW, expected[name])
+        time.sleep(turns.rest)
+        if (expected or {}).get(name, 0.0) < turns.window:
+            _seconds_per_call(calls[name], turns.window / 2, turns.clock)
+        return _seconds_per_call(calls[name], turns.window, turns.clock)
 
     start = began = time.perf_counter()
-    turns = rounds(calls, measure, MOST)
-    for done in range(1, MOST + 1):
-        times, now = next(turns), time.perf_counter()
+    times: dict[str, list[float]] = {}
+    for times in rounds(calls, measure, turns.rounds):
+        now = time.perf_counter()
+        done = len(next(iter(times.values()), []))
         if done >= FEWEST and now - start + (now - began) > seconds:
             break
         began = now
@@ -72,21 +87,6 @@ def ratios(times: Mapping[str, list[float]], reference: str) -> dict[str, Spread
         name: spread_of([a / b for a, b in zip(own, times[reference], strict=True)])
         for name, own in times.items()
     }
-
-
-def window(
-    call: Callable[[], Any],
-    seconds: float = WINDOW,
-    expected: float = 0.0,
-    clock: Callable[[], float] = time.perf_counter,
-) -> float:
-    """Return seconds per call over a window of calls, after half a window to warm up.
-
-    A call that is expected to fill the window is not warmed up.
-    """
-    if expected < seconds:
-        _seconds_per_call(call, seconds / 2, clock)
-    return _seconds_per_call(call, seconds, clock)
 
 
 def _seconds_per_call(call: Callable[[], Any], seconds: float, clock: Callable[[], float]) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,11 +69,6 @@ class Workload:
         rows, seen = (1, self._visible(length)) if self.decode else (length, length)
         elements = 2 * self.heads * rows + 2 * self.key_heads * seen
         return int(self.batch * elements * self.size * np.dtype(self.dtype).itemsize)
-
-    def output_bytes(self, length: int) -> int:
-        """Return the bytes of the output, which has the size of the query."""
-        query, _ = self.shapes(length)
-        return math.prod(query) * int(np.dtype(self.dtype).itemsize)
 
     def _visible(self, length: int) -> int:
         """Return the number of visible scores of a head."""

@@ -354,16 +354,6 @@ class Backend(BackendPrimitives):
         """
         return function
 
-    def peak_memory(
-        self, device: str | None, function: Callable[..., Array], *arrays: Array
-    ) -> int | None:
-        """Return the bytes that a call needs on a device at the peak, beside its arrays and result.
-
-        The function is a result of `compile`, already called with these arrays. None if the library
-        does not count bytes. For the CPU, the operating system is asked instead.
-        """
-        return None
-
     def reshape_last(self, array: Array, number: int, lengths: tuple[int, ...]) -> Array:
         """Replace the last `number` axes of an array, whose others may be of unknown length."""
         raise NotImplementedError("this library does not support arrays of unknown length")

@@ -1,5 +1,6 @@
 """The output and files of ``polyattn bench``, and its errors for a wrong command line."""
 
+import csv
 import json
 import re
 import shlex
@@ -41,7 +42,7 @@ def row(length, backend, **changes):
     device = "cuda:0" if "cuda" in backend else "cpu"
     seconds = TIMES[backend] * length / 256
     spread = {"seconds": seconds, "low": 0.9 * seconds, "high": 1.2 * seconds, "rounds": 5}
-    known = {"kernel": "tiled", "first": 1.0, "error": 3.21e-7, "memory": 3 * 2**20}
+    known = {"kernel": "tiled", "first": 1.0, "ratio": seconds / TIMES["numpy"]}
     return Timing(length, backend, device, **{**spread, **known, **changes})
 
 
@@ -59,6 +60,10 @@ def changed(**changes):
     return replace(REPORT, **changes)
 
 
+NATIVE = {"kernel": "native", "origin": "polyattn-native"}
+SHARED = changed(rows=[replace(r, **NATIVE) for r in REPORT.rows[:4]])
+
+
 # ---- the value ----
 
 
@@ -68,9 +73,26 @@ def test_json_holds_the_results_and_what_follows_from_them(tmp_path):
     assert read(file) == REPORT
     first, other, *_, last = json.loads(REPORT.as_json())["rows"]
     assert first["rate"] == CALL.flops(256) / 4e-3
-    assert first["of_product"] == first["rate"] / 2e11
-    assert other["of_roof"] == other["of_product"] == pytest.approx(other["rate"] / 6e11)
+    assert first["of_roof"] == first["rate"] / 2e11
+    assert other["of_roof"] == pytest.approx(other["rate"] / 6e11)
     assert last["rate"] is None
+
+
+def test_csv_holds_the_rows_of_the_json():
+    rows = list(csv.DictReader(SHARED.as_csv().splitlines()))
+    known = json.loads(SHARED.as_json())["rows"]
+    assert [{name: "" if x is None else str(x) for name, x in one.items()} for one in known] == rows
+    assert rows[0]["same_kernel_as"] == "array-api"
+
+
+def test_backends_that_run_one_kernel_at_a_length_and_device_are_told():
+    assert SHARED.same_kernel(SHARED.rows[0]) == ["array-api"]
+    assert SHARED.same_kernel(SHARED.rows[2]) == ["numpy"]
+    assert SHARED.same_kernel(SHARED.rows[1]) == []  # on another device
+    assert SHARED.same_kernel(SHARED.rows[3]) == []  # at another length
+    assert SHARED.marked_kernel(SHARED.rows[2]) == "native*"
+    assert SHARED.marked_kernel(SHARED.rows[3]) == "native"
+    assert not any(map(REPORT.same_kernel, REPORT.rows))  # of one name only
 
 
 @pytest.mark.parametrize(
@@ -98,32 +120,26 @@ def printed(report):
     groups = [[r for r in report.rows if r.length == length] for length in (256, 512)]
     lines = [*table.head(report), *table.heading(report, names)]
     lines += [line for rows in groups for line in table.group(report, rows, names)]
-    return lines + table.footer(report, TIMES)
+    return lines + table.footer(report, list(TIMES))
 
 
 def test_a_share_far_above_the_limit_is_a_dash_with_a_line_below():
     wrong = changed(peaks=[Peak("numpy", "cpu", 2e9, 2e10), PEAKS[1]])
-    assert wrong.of_product(wrong.rows[0]) > table.WRONG
+    assert wrong.of_roof(wrong.rows[0]) > table.WRONG
     (line,) = table.group(wrong, wrong.rows[:1], TIMES)[:-1]
-    assert re.search(r"  16\.8 +- +- +3\.2e-07 ", line)
-    assert "faster than the limit" in " ".join(table.footer(wrong, TIMES))
+    assert re.search(r"  16\.8 +1\.00 +-$", line)
+    assert "faster than the limit" in " ".join(table.footer(wrong, list(TIMES)))
     right = changed(peaks=[Peak(peak.backend, peak.device, 2e14, 2e14) for peak in PEAKS])
-    assert "faster than the limit" not in " ".join(table.footer(right, TIMES))
+    assert "faster than the limit" not in " ".join(table.footer(right, list(TIMES)))
 
 
-@pytest.mark.parametrize(
-    ("width", "left_out"), [(80, ["product", "roof", "memory"]), (95, ["product"]), (200, [])]
-)
-def test_the_table_leaves_out_what_a_narrow_terminal_has_no_room_for(width, left_out, monkeypatch):
+@pytest.mark.parametrize("width", [80, 200])
+def test_the_table_fits_the_terminal(width, monkeypatch):
     monkeypatch.setenv("COLUMNS", str(width))
     lines = printed(REPORT)
     assert max(map(len, lines)) <= min(width, 100)
-    (titles,) = (line.split() for line in lines if "quartiles  GFLOP/s" in line)
-    assert [name for name in table.COLUMNS if name not in titles] == ["rate", *left_out]
     rows = [line for line in lines if re.match(r" +(256|512) ", line) and "left out" not in line]
     assert len({len(line) for line in rows}) == 1
-    said = " ".join(" ".join(lines).split())
-    assert ("Not shown, for lack of width: " + ", ".join(left_out) in said) == bool(left_out)
     assert max(map(len, compare(REPORT, REPORT))) <= width
 
 
@@ -131,8 +147,7 @@ def test_the_table_says_what_was_measured():
     text = "\n".join(printed(REPORT))
     rate = CALL.flops(256) / 4e-3 / 1e9
     for said in (
-        f"numpy       tiled      4.00        3.60-4.80     {rate:.1f}",
-        "3.2e-07     3.0 MiB",
+        f"numpy       tiled       4.00      3.60-4.80     {rate:.1f}    1.00   8.4%",
         "cpu: 200 GFLOP/s in a matrix product (numpy), 20.0 GB/s",
         "512  array-api   left out: a call would take about 9 ms",
         "batch 1, 8 heads of 64, float32, causal, window 255 before",
@@ -143,8 +158,15 @@ def test_the_table_says_what_was_measured():
         assert said in text
     fast = changed(peaks=[PEAKS[0], Peak("torch:cuda", "cuda:0", 6e14, 3e12)])
     assert "cuda:0: 600 TFLOP/s in a matrix product" in "\n".join(printed(fast))
-    line, _ = table.group(REPORT, [row(256, "numpy", memory=None, error=None)], ["numpy"])
-    assert re.search(r"  not finite +-$", line)
+    assert "called by several backends" not in text
+    assert "ratio: the time over that of numpy; roof:" in " ".join(text.split())
+    shared = "\n".join(printed(SHARED))
+    assert "numpy       native* " in shared
+    assert "*: the same kernel, called by several backends" in " ".join(shared.split())
+    (line, _) = table.group(REPORT, [row(256, "numpy", ratio=None)], ["numpy"])
+    assert re.search(r"  -   8\.4%$", line)
+    (line, _) = table.group(REPORT, [replace(row(256, "numpy"), backend="numpy/tiled")], ["numpy"])
+    assert re.match(r" +256  numpy +tiled ", line)
 
 
 # ---- the picture ----
@@ -153,18 +175,27 @@ def test_the_table_says_what_was_measured():
 def test_each_backend_has_a_line_of_its_own_under_the_roof_of_its_device():
     axes = picture.draw(REPORT).axes[0]
     lines = {line.get_label(): line for line in axes.get_lines()}
-    assert list(lines) == ["roof of cpu", "roof of cuda:0", *TIMES]
-    backends = [lines[name] for name in TIMES]
+    assert list(lines) == ["roof of cpu", "roof of cuda:0", *[f"{x} tiled" for x in TIMES]]
+    backends = [lines[f"{name} tiled"] for name in TIMES]
     for look in ("get_color", "get_marker"):
         assert len({getattr(line, look)() for line in backends}) == 3
-    np.testing.assert_allclose(lines["numpy"].get_xdata(), [256, 512])
+    np.testing.assert_allclose(lines["numpy tiled"].get_xdata(), [256, 512])
     rates = [CALL.flops(256) / 4e-3 / 1e9, CALL.flops(512) / 8e-3 / 1e9]
-    np.testing.assert_allclose(lines["numpy"].get_ydata(), rates)
+    np.testing.assert_allclose(lines["numpy tiled"].get_ydata(), rates)
     np.testing.assert_allclose(lines["roof of cpu"].get_ydata(), [200, 200])
     band = axes.collections[0].get_paths()[0].vertices[:, 1]
     np.testing.assert_allclose([band.min(), band.max()], [rates[0] / 1.2, rates[1] / 0.9])
+    assert axes.figure.legends[0].get_title().get_text() == "bands: quartiles"
     stopped = changed(rows=[], peaks=[], interrupted=True)
     picture.draw(stopped).savefig(BytesIO())
+
+
+def test_lines_of_one_kernel_are_marked_and_have_the_kernels_of_all_lengths():
+    rows = [replace(SHARED.rows[3], kernel="small", origin=None), *SHARED.rows[:3]]
+    figure = picture.draw(changed(rows=rows))
+    labels = [text.get_text() for text in figure.legends[0].get_texts()][2:]
+    assert labels == ["numpy small, native*", "torch:cuda native", "array-api native*"]
+    assert "*: the same kernel" in figure.legends[0].get_title().get_text()
 
 
 # ---- comparing ----
@@ -221,16 +252,16 @@ HASTE = ["bench", "--heads", "2", "--size", "8", "--seconds", "1", "--backends",
 @pytest.fixture
 def hasty(monkeypatch):
     """Let windows and rests take no time, and measure no roof."""
-    for module, name in ((timing, "REST"), (measure, "REST"), (timing, "WINDOW")):
-        monkeypatch.setattr(module, name, 0.0)
+    monkeypatch.setattr(measure, "TURNS", timing.Turns(window=0.0, rest=0.0))
     monkeypatch.setattr(
         measure.peaks, "measure", lambda one, *_: Peak(one.name, one.hardware, 1e11, 1e10)
     )
 
 
 def test_one_command_prints_a_table_and_writes_every_file(tmp_path, capsys, hasty):
-    files = {name: tmp_path / f"a.{name}" for name in ("json", "png")}
-    written = ["--json", str(files["json"]), "--plot", str(files["png"])]
+    files = {name: tmp_path / f"a.{name}" for name in ("json", "csv", "png")}
+    written = ["--json", str(files["json"]), "--csv", str(files["csv"])]
+    written += ["--plot", str(files["png"])]
     assert main([*HASTE, "--lengths", "16:32", "--causal", *written]) == 0
     captured = capsys.readouterr()
     assert captured.err == ""
@@ -238,6 +269,7 @@ def test_one_command_prints_a_table_and_writes_every_file(tmp_path, capsys, hast
     report = read(files["json"])
     assert [r.length for r in report.rows] == [16, 32]
     assert report.workload == Workload(heads=2, key_heads=2, size=8, causal=True)
+    assert files["csv"].read_text(encoding="utf-8") == report.as_csv()
     assert files["png"].read_bytes().startswith(b"\x89PNG")
     assert main(["bench", "--compare", str(files["json"]), str(files["json"])]) == 0
     assert re.search(r"numpy .* 1\.00 .* ~", capsys.readouterr().out)
@@ -317,7 +349,8 @@ def test_a_backend_that_nobody_named_and_that_cannot_sits_out(hasty, capsys):
         ("--backends numpy --kernel sdpa", "it has small, tiled, dense"),
         ("--backends=", "a backend's name is missing"),
         ("--json /nowhere/a.json", "--json needs a file in an existing folder"),
-        ("--plot a.png --json a.png", "name a different file for --json"),
+        ("--plot a.png --json a.png", "a.png is given twice: name a different file for --json"),
+        ("--csv a.txt --json a.txt", "a.txt is given twice"),
         ("--compare a b --json c.json", "--json has nothing to write"),
         ("--compare /nowhere/a /nowhere/b", "/nowhere/a cannot be read"),
         ("--lengths 8:2", "doubling from the first to the last, or 512,1000,2048; got '8:2'"),

@@ -44,7 +44,6 @@ def between(lengths, digits, *table, **column):
     return " to ".join(f"{end:.{digits}f}" for end in ratios(lengths, *table, **column))
 
 
-PACKED, PADDED = ratio("the sentences packed"), ratio("on the padded batch")
 FIRST = re.search(r"first time: .* \| (\d+) \| (\d+) \|", PERFORMANCE).groups()
 STEPS_OF = dict(re.findall(r"^\| (.+?) \| ([\d.]+) \| [\d.]+ \|$", PERFORMANCE, re.MULTILINE))
 ADDED = [float(x) for x in re.findall(r"\| ([\d.]+) to [\d.]+ µs \|", PERFORMANCE)]
@@ -112,15 +111,11 @@ SAID = [
     ("docs/design.md", f"[{len(CASES) // 1000},000 cases]"),
     ("README.md", f"in {len(CASES) // 1000},000 cases"),
     ("README.md", f"BERT, GPT-2, Llama and {len(FAMILIES) - 3} more families"),
-    ("docs/performance.md", f"of a whole encoder takes {float(PADDED):.1f} times as long"),
     ("README.md", f"on NumPy takes {STEPS_OF['whole call']} µs, "),
     ("README.md", f"{STEPS_OF['of which the kernel']} of them in the kernel."),
     ("README.md", "adds {:.0f} to {:.0f} µs.".format(*[round(float(n), -1) for n in FIRST])),
-    ("README.md", f"a window of 256 takes {ratio('window.256, 0.')} times as long as causal"),
+    ("README.md", f"a window of 128 takes {ratio('window.128, 0.')} times as long as causal"),
     *[("README.md", row) for row in SPEED],
-    ("docs/how-to/service.md", f"this takes {PACKED} times as long"),
-    ("examples/minilm/README.md", f"NumPy takes {PACKED} times as long"),
-    ("examples/minilm/README.md", f"NumPy takes {PADDED} times as long"),
     ("docs/devices.md", f"{between((128, 256), 2)} times as fast"),
     ("docs/devices.md", f"tokens, {between((32, 64), 2)} at 32 and 64"),
     ("docs/design.md", f"takes {between((512, 16384), 1)} times as long"),

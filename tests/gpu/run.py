@@ -115,8 +115,8 @@ def run_tests(select: str) -> tuple[str, bool]:
 
 def run_figures(rounds: int) -> Iterator[str]:
     """Yield the tables' lines as they are measured."""
-    sys.path.insert(0, str(ROOT / "asv_bench"))
-    from peers.gpu import tables
+    sys.path.insert(0, str(ROOT / "asv_bench" / "peers"))
+    from gpu import tables
 
     for line in tables("cuda", rounds, 0.02):
         print(line, flush=True)
