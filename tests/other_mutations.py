@@ -25,7 +25,6 @@ RUN = "tests/api/test_run.py::"
 SERVING = "tests/conformance/test_serving.py::"
 SUBJECTS = "tests/conformance/test_subjects.py::"
 SELECT = "tests/dispatch/test_select.py::"
-TRACE = "tests/dispatch/test_trace.py::"
 STRATEGIES = "tests/parallel/test_strategies.py::"
 WRITTEN = "tests/conformance/test_written.py::"
 WEIGHTS = (
@@ -581,22 +580,6 @@ MUTATIONS = (
      "a kernel called against its refusal", "polyattn/plugin/backend.py",
      "return problem if kernel.reasons_against(exact) else exact",
      "return exact"),
-    (TRACE + "test_calls_are_counted_by_what_decides_their_kernel",
-     "a repeated call that a trace does not count", "polyattn/_dispatch/cache.py",
-     "if open_traces else backend.run",
-     "if not open_traces else backend.run"),
-    (TRACE + "test_a_program_that_was_compiled_without_a_trace_is_not_compiled_again",
-     "a program that is compiled again when a trace opens", "polyattn/_dispatch/trace.py",
-     "@constant_when_traced\ndef is_traced",
-     "def is_traced"),
-    (TRACE + "test_a_trace_counts_while_it_is_open_and_traces_may_overlap",
-     "a trace that counts after its block", "polyattn/_dispatch/trace.py",
-     "            one.remove(opened)",
-     "            pass"),
-    (TRACE + "test_time_waits_for_the_device_around_each_call_where_it_is_asked_for",
-     "a time without the work of the device", "polyattn/_dispatch/trace.py",
-     "    if _timed_traces and not call.traced:",
-     "    if False:"),
     ("tests/dispatch/test_cache.py::test_gradients_of_16_bits_select_once",
      "a plan of gradients forgotten", "polyattn/_dispatch/cache.py",
      "            return _plan(call, requested, kernel, xp)",

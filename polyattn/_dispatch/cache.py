@@ -21,7 +21,6 @@ from polyattn._core.call.problem import Problem, examine
 from polyattn._dispatch.plan import Plan
 from polyattn._dispatch.request import Request
 from polyattn._dispatch.select import select
-from polyattn._dispatch.trace import open_traces
 from polyattn.plugin import Backend, Kernel
 
 _CAPACITY = 4096
@@ -46,10 +45,9 @@ class CachedCall(NamedTuple):
             given = heads_first(self.call, operands, reads_pages=self.call.block_table is not None)
             return as_called(self.call, *self.plan.run(given))
         backend, kernel, problem = self.direct
-        run = self.plan.counted(backend.run) if open_traces else backend.run
         if self.keeps_axes:
-            return run(kernel, problem, operands)
-        return as_called(self.call, *run(kernel, problem, swapped(self.call, operands)))
+            return backend.run(kernel, problem, operands)
+        return as_called(self.call, *backend.run(kernel, problem, swapped(self.call, operands)))
 
     @classmethod
     def of(cls, call: Call, plan: Plan, fixed: dict[str, Any] | None) -> CachedCall:

@@ -22,11 +22,10 @@ from polyattn._core.expressions.selections import selection_of
 from polyattn._dispatch import extensions, registry
 from polyattn._dispatch.contract import flaw, is_installed
 from polyattn._dispatch.errors import BackendError, BackendUnavailableError, UnsupportedError
-from polyattn._dispatch.explanation import Candidate, Explanation
+from polyattn._dispatch.explanation import Candidate, Explanation, arrays_of, needs_of
 from polyattn._dispatch.placement import Placement, Refusal, check_one_place, find_placement
 from polyattn._dispatch.plan import Plan, reasons_against
 from polyattn._dispatch.request import AUTO, Names, Request, check_known
-from polyattn._dispatch.trace import CallCount
 from polyattn._kernels.gathered import Gathered, dense_note, why_many
 from polyattn.plugin import Backend, Kernel, undeclared
 
@@ -54,15 +53,13 @@ def select(
     if chosen is None:
         explanation = Explanation(call, problem, str(requested), tuple(candidates))
         raise _error(explanation, kernel, requested)
-    *refused, runs = candidates
-    value = None if call.value is None else call.value.shape
-    kind = CallCount(
-        problem.library, chosen[1].problem.device, problem.dtype, call.query.shape, call.key.shape,
-        value, problem.features, runs.backend, chosen[0].name, tuple(refused), problem.traced,
-    )  # fmt: skip
-    plan = Plan(*chosen, call.query.device, kind, set())
+    plan = Plan(*chosen, call.query.device, set())
     if not is_compiling() and _log.isEnabledFor(logging.DEBUG):
-        _log.debug("new plan: %s", plan.kind)
+        *others, runs = candidates
+        before = "; ".join(f"{one.kernel or one.backend}: {one.text}" for one in others)
+        facts = f"{arrays_of(call, problem)}, needs {needs_of(problem)}"
+        after = before and f", after {before}"
+        _log.debug("new plan: %s: %s %s%s", facts, runs.backend, runs.kernel, after)
     for one in () if requested.may_move else candidates:
         if one.status == "unavailable":
             source = f"the kernels {one.kernel} for {one.backend}" if one.kernel else one.backend

@@ -1,15 +1,17 @@
 """Selection of the first kernel that supports the call, of named backends or our own."""
 
+import logging
+
 import numpy as np
 import pytest
 from optional import array_api_strict, da, jnp, torch
 
 import polyattn
-from polyattn import attention, explain, use_backend
+from polyattn import attention, explain, scores, use_backend
 from polyattn._base.arrays import library_of
 from polyattn._core.call.describe import describe
 from polyattn._core.call.problem import examine
-from polyattn._dispatch import registry, request, select
+from polyattn._dispatch import cache, registry, request, select
 
 X = np.random.default_rng(0).standard_normal((2, 4, 5, 8), dtype=np.float32)
 
@@ -162,3 +164,57 @@ def test_other_plugins_cannot_replace_ours(plugins):
     assert registry.serving("numpy") == ("numpy",)
     registry.load("numpy")
     assert type(registry.loaded("numpy")).__module__ == "polyattn_numpy.backend"
+
+
+# ---- the logger ----
+
+
+def lines_of(log):
+    """Return the lines that polyattn logged, without the arrays that all calls of a test share."""
+    records = [record for record in log.records if record.name == "polyattn"]
+    assert {record.levelname for record in records} <= {"DEBUG"}
+    shared = "new plan: query (2, 4, 5, 8), key (2, 4, 5, 8), value (2, 4, 5, 8), float32, "
+    return [record.getMessage().removeprefix(shared) for record in records]
+
+
+@pytest.mark.without_native
+def test_the_logger_has_a_line_for_each_new_plan(caplog):
+    cache.forget()
+    with caplog.at_level(logging.DEBUG, "polyattn"):
+        for _ in range(2):
+            attention(X, X, X)
+            attention(X, X, X, softcap=2.0)
+        attention(X, X, X, normalizer=scores.sparsemax(), backend="array-api")
+        explain(X, X, X, sinks=X[0, :, 0, 0])
+    assert lines_of(caplog) == [
+        "numpy on cpu, needs nothing beyond the plain formula: numpy small",
+        "numpy on cpu, needs softcap: numpy dense, after small: it does not compute softcap; tiled:"
+        " the problem is small: dense has less overhead",
+        "numpy on cpu, needs normalizer: array-api dense, after tiled: it does not compute"
+        " normalizer",
+    ]
+
+
+@pytest.mark.without_native
+def test_the_logger_has_a_line_for_the_plan_of_a_derivative(caplog):
+    cache.forget()
+    with caplog.at_level(logging.DEBUG, "polyattn"):
+        polyattn.attention_vjp(X, X, X)[1](X)
+        polyattn.attention_jvp((X, X, X), (X, None, None))
+    found = [line.partition(", after ")[0] for line in lines_of(caplog)]
+    assert found == [
+        "numpy on cpu, needs logsumexp: numpy small",
+        "numpy on cpu, needs backward: numpy dense",
+        "numpy on cpu, needs jvp: numpy dense",
+    ]
+
+
+def test_the_logger_is_silent_at_other_levels_and_in_programs(caplog):
+    cache.forget()
+    with caplog.at_level(logging.INFO, "polyattn"):
+        attention(X, X, X)
+    if torch:
+        with caplog.at_level(logging.DEBUG, "polyattn"):
+            program = torch.compile(lambda x: attention(x, x, x), fullgraph=True, backend="eager")
+            program(torch.from_numpy(X))
+    assert lines_of(caplog) == []
