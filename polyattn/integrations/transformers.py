@@ -38,7 +38,7 @@ def register(
     name: str = "polyattn",
     *,
     backend: str | Sequence[str] | None = None,
-    kernel: str | Kernel | None = None,
+    kernel: str | Sequence[str] | Kernel | None = None,
 ) -> None:
     """Make ``attn_implementation=name`` work in transformers.
 
@@ -50,7 +50,7 @@ def register(
         A name of letters, digits and underscores that does not contain one of transformers' own.
     backend : str or sequence of str, optional
         As for `polyattn.attention`.
-    kernel : str or polyattn.plugin.Kernel, optional
+    kernel : str, sequence of str or polyattn.plugin.Kernel, optional
         As for `polyattn.attention`.
 
     Raises
@@ -152,7 +152,7 @@ def _narrowed(mask: torch.Tensor) -> torch.Tensor:
 
 def _attend(
     backend: str | Sequence[str] | None,
-    kernel: str | Kernel | None,
+    kernel: str | Sequence[str] | Kernel | None,
     module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,

@@ -63,6 +63,71 @@ def test_auto_in_a_list_stands_for_the_automatic_choice():
 
 
 @pytest.mark.without_native
+@pytest.mark.parametrize(
+    ("kernel", "options", "expected"),
+    [
+        ("auto", {}, "small"),
+        ("dense,auto", {}, "dense"),
+        ("small, auto", {"is_causal": True}, "dense"),
+        ("small,tiled", {"is_causal": True}, "tiled"),  # which runs here on request only
+        (["auto", "tiled"], {}, "small"),
+        (("small,dense", "auto"), {"softcap": 2.0}, "dense"),
+    ],
+)
+def test_the_first_kernel_of_a_list_that_can_run_runs(kernel, options, expected):
+    explanation = explain(X, X, X, kernel=kernel, **options)
+    assert explanation.chosen.kernel == expected
+    names = [candidate.kernel for candidate in explanation.candidates]
+    assert len(set(names)) == len(names)
+    result = attention(X, X, X, kernel=kernel, **options)
+    np.testing.assert_array_equal(result, attention(X, X, X, kernel=expected, **options))
+
+
+def test_a_list_is_tried_on_each_backend_in_turn():
+    assert chosen(backend="array-api,numpy", kernel="small,tiled") == ("array-api", "tiled")
+    assert chosen(backend="array-api,numpy", kernel="small") == ("numpy", "small")
+
+
+@pytest.mark.without_native
+def test_the_choice_of_kernels_is_shown():
+    explanation = explain(X, X, X, kernel="small,tiled", softcap=2.0, backend="numpy")
+    assert explanation.source == "backend='numpy', kernel='small,tiled'"
+    assert explain(X, X, X, kernel="auto").source == "the arrays' own library"
+    with pytest.raises(
+        polyattn.UnsupportedError, match="kernel='small,tiled' cannot take"
+    ) as error:
+        attention(X, X, X, backend="numpy", kernel="small,tiled", normalizer=scores.sparsemax())
+    names = [candidate.kernel for candidate in error.value.explanation.candidates]
+    assert names == ["small", "tiled"]
+
+
+@pytest.mark.parametrize(
+    ("kernel", "error", "message"),
+    [
+        ("tiled,,auto", ValueError, "a name is missing in kernel='tiled,,auto'"),
+        ("", ValueError, "a name is missing in kernel=''"),
+        ([], ValueError, r"a name is missing in kernel=\[\]"),
+        ("tield,auto", ValueError, "has a kernel 'tield'; did you mean 'tiled'"),
+        (
+            "auto,sdpa",
+            ValueError,
+            "kernel='auto,sdpa': .* has a kernel 'sdpa'.* here are auto, .*small",
+        ),
+        (["tiled", 3], TypeError, "a kernel is named by a string"),
+    ],
+)
+def test_a_wrong_list_of_kernels_is_refused(kernel, error, message):
+    for function in (attention, explain):
+        with pytest.raises(error, match=message):
+            function(X, X, X, kernel=kernel)
+
+
+def test_names_of_kernels_are_not_checked_where_a_backend_is_absent(plugins):
+    plugins(acme=_spec())
+    assert explain(X, X, X, backend="acme,numpy", kernel="fused,dense").chosen.kernel == "dense"
+
+
+@pytest.mark.without_native
 @pytest.mark.needs("torch")
 def test_an_error_while_running_is_not_retried_elsewhere(monkeypatch):
     registry.load("torch")
@@ -78,7 +143,7 @@ def test_select_is_a_function_of_its_arguments(monkeypatch):
 
     def selected(x):
         call, _ = describe(x, x, x, is_causal=True)
-        return select.select(call, examine(call), requested, None, xp)
+        return select.select(call, examine(call), requested, (request.AUTO,), xp)
 
     plan = selected(X)
     monkeypatch.setenv("POLYATTN_BACKEND", "numpy")
