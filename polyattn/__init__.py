@@ -26,7 +26,6 @@ from polyattn._dispatch.errors import (
 from polyattn._dispatch.explanation import Explanation
 from polyattn._dispatch.listing import list_backends
 from polyattn._dispatch.request import use_backend
-from polyattn._dispatch.trace import trace
 
 __version__: str  # of the last tag, which the installed metadata has
 
@@ -53,7 +52,6 @@ __all__ = [
     "scores",
     "show_progress",
     "top_keys",
-    "trace",
     "use_backend",
     "use_threads",
 ]

@@ -20,6 +20,7 @@ from polyattn._base.files import check_file
 from polyattn._base.streams import complain, open_streams, progress, reason, settle, show
 from polyattn._dispatch import listing, registry
 from polyattn._dispatch.errors import BackendError, UnknownBackendError
+from polyattn._dispatch.request import parse
 from polyattn.bench import command
 from polyattn_command import run
 
@@ -144,7 +145,7 @@ def _add_explain(commands: Any) -> None:
     add("--logsumexp", action="store_true", help="with the logsumexp, as for attention_partial")
     add("--gradients", action="store_true", help="of the gradients, as for attention_backward")
     add("--backend", metavar="NAMES", help="such as torch:cuda,numpy")
-    add("--kernel", metavar="NAME", help="require this kernel")
+    add("--kernel", metavar="NAMES", help="such as flex,auto: the first that can run")
     add("--json", action="store_true", help="print JSON instead of a table")
 
 
@@ -214,7 +215,7 @@ def _add_check(commands: Any) -> None:
         help="instead of a backend, attention functions of other libraries, such as"
         " torch.sdpa,jax.nn, each in a process of its own; a wrong name lists them",
     )
-    add("--kernel", action="append", default=[], metavar="NAME", help="only this; may be repeated")
+    add("--kernel", action="append", default=[], metavar="NAMES", help="only these")
     add(
         *("--quick", "--essential"),
         action="store_true",
@@ -322,6 +323,8 @@ def _check(options: argparse.Namespace) -> int:
     from polyattn.conformance.functions import repro
     from polyattn.conformance.report import files, run
 
+    if options.kernel:
+        options.kernel = parse(options.kernel, "--kernel ")
     if options.repro is not None:
         check_file("--repro", options.repro)
     if options.write_cases is not None:

@@ -36,8 +36,7 @@ ROOMS = {
     "dialects": {"_base", "_core.expressions", "masks", "scores", "_api"},
     "nn": {"_base", "_core.expressions", "scores", "_dispatch", "_api"},
     "parallel": {"_base", "_core.expressions", "_core.call", "_api"},
-    "integrations": {"_base", "_core.call", "masks", "plugin", "_api", "dialects", "nn",
-        "parallel"},
+    "integrations": {"_base", "_core.call", "plugin", "_api", "dialects", "nn"},
     "bench": {"_base", "_core.call", "plugin", "_dispatch", "_api", "__init__"},
     "conformance": {"_base", "_core.expressions", "_core.call", "_core.tiles", "masks", "scores",
         "plugin", "_dispatch", "__init__", "dialects"},
@@ -65,7 +64,6 @@ OUTSIDE = {
     "_core.expressions.intervals": {"numpy"},  # imported when intervals are asked for
     "_base.host": {"numpy"},  # imported when a sequence, or an array of NumPy, is placed
     "integrations.diffusers": {"diffusers", "torch"},
-    "integrations.vllm_omni": {"torch", "vllm_omni"},
     "integrations": {"jax", "mlx", "ndonnx", "numpy", "spox", "torch", "transformers"},
     "_base.slices": {"jax"},  # for a slice whose start JAX traces
     "_base.progress": {"tqdm"},

@@ -36,7 +36,7 @@ class AttentionOptions(TypedDict, total=False):
     normalizer: Normalizer | None
     layout: str
     backend: str | Sequence[str] | None
-    kernel: str | Kernel | None
+    kernel: str | Sequence[str] | Kernel | None
 
 
 A = TypeVar("A")  # the type of the query, which the result has
@@ -65,7 +65,7 @@ def attention(
     normalizer: Normalizer | None = None,
     layout: str = "...HLD",
     backend: str | Sequence[str] | None = None,
-    kernel: str | Kernel | None = None,
+    kernel: str | Sequence[str] | Kernel | None = None,
 ) -> A:
     """Compute scaled dot-product attention, softmax(scale · query·keyᵀ) · value.
 
@@ -133,9 +133,11 @@ def attention(
         A backend, ``name`` or ``name:device``, or an ordered list: the first that is installed and
         supports the call runs; no other is tried. The arrays move there and the result moves back.
         ``auto`` is the arrays' own library. By default `use_backend`, then ``POLYATTN_BACKEND``,
-        then the arrays' own library decides. ``+name`` allows a plugin, ``-name`` leaves one out.
-    kernel : str or polyattn.plugin.Kernel, optional
-        The only kernel to try: the name of one of the backend's, or a kernel object.
+        then the arrays' own library decides.
+    kernel : str, sequence of str or polyattn.plugin.Kernel, optional
+        A kernel of the backend, or an ordered list: the first that can run the call runs, also one
+        that runs only on request. ``auto`` is the automatic choice, which is the default. Or a
+        kernel object.
 
     Returns
     -------

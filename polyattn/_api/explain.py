@@ -17,13 +17,8 @@ from polyattn._core.call.options import AUTOCAST, OPTIONS
 from polyattn._core.call.problem import Problem, examine
 from polyattn._core.expressions.masks import Mask
 from polyattn._dispatch.explanation import Explanation
-from polyattn._dispatch.request import request
-from polyattn._dispatch.select import (
-    check_kernel,
-    check_possible,
-    default_device,
-    explain_selection,
-)
+from polyattn._dispatch.request import parse_kernel, request
+from polyattn._dispatch.select import check_possible, default_device, explain_selection
 
 
 @with_our_names()
@@ -115,7 +110,7 @@ def explain(
         check_possible(call.query.library, call.query.device)
     changed = tuple(casts(call._asdict(), AUTOCAST))
     call = call._replace(**autocast(call._asdict(), AUTOCAST))
-    check_kernel(kernel)
+    kernels = parse_kernel(kernel)
     requested = request(backend)
     if isinstance(operands.mask, Mask) and isinstance(call.mask, Mask):
         # A remark may count the tiles of a compiled mask.
@@ -124,7 +119,7 @@ def explain(
     problem = examine(call)
     if gradients:
         problem = problem._replace(features=problem.features | {"backward"})
-    explanation = explain_selection(call, problem, requested, kernel, xp)
+    explanation = explain_selection(call, problem, requested, kernels, xp)
     return replace(explanation, autocast=changed, notes=_notes(problem, query))
 
 

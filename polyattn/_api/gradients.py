@@ -20,6 +20,7 @@ from polyattn._core.call.operands import Cotangents, Residuals, Tangents, mapped
 from polyattn._core.call.options import AUTOCAST
 from polyattn._core.expressions.expression import Expression
 from polyattn._core.expressions.replacements import ScaleRule
+from polyattn._dispatch.request import is_open, parse_kernel
 from polyattn.plugin.backend import unrounded
 
 
@@ -198,7 +199,7 @@ def unrounded_partial(
     call, operands = describe(query, key, value, logsumexp=True, **arguments)
     if call.query.dtype in ("float16", "bfloat16"):
         plan = plan_of(call, query, backend, kernel)
-        if kernel is None:  # the gradient may be another kernel's
+        if is_open(parse_kernel(kernel)):  # the gradient may be another kernel's
             plan = plan.with_feature("backward") or plan
         problem = plan.placement.problem
         if unrounded(plan.kernel, problem) is not problem:

@@ -19,8 +19,7 @@ from polyattn._core.call.pages import on_used_pages
 from polyattn._core.call.parts import arrays_in
 from polyattn._dispatch.cache import CachedCall, cached_call, cached_kernel, cached_plan
 from polyattn._dispatch.plan import Plan
-from polyattn._dispatch.request import request
-from polyattn._dispatch.select import check_kernel
+from polyattn._dispatch.request import parse_kernel, request
 from polyattn.plugin import Kernel
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -49,7 +48,7 @@ def planned_call(
     call: Call,
     operands: Operands,
     backend: str | Sequence[str] | None,
-    kernel: str | Kernel | None,
+    kernel: str | Sequence[str] | Kernel | None,
 ) -> PlannedCall:
     """Examine a described call and select a kernel, over used pages only where the host knows."""
     plan = plan_of(call, operands.query, backend, kernel)
@@ -81,11 +80,14 @@ def is_known(query: Array, key: Array, value: Array, *, logsumexp: bool, **optio
 
 
 def plan_of(
-    call: Call, query: Array, backend: str | Sequence[str] | None, kernel: str | Kernel | None
+    call: Call,
+    query: Array,
+    backend: str | Sequence[str] | None,
+    kernel: str | Sequence[str] | Kernel | None,
 ) -> Plan:
     """Return the plan of a described call."""
-    check_kernel(kernel)
-    return cached_plan(call, request(backend, query), kernel, library_of(query).xp)
+    kernels = parse_kernel(kernel)
+    return cached_plan(call, request(backend, query), kernels, library_of(query).xp)
 
 
 def kernel_for(*arrays: Array, layout: str, **options: Any) -> Kernel:

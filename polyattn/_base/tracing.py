@@ -105,13 +105,6 @@ def as_constant(number: float) -> float:
     return float.fromhex(number.hex()) if is_compiling() else number
 
 
-def known_length(length: int | None) -> int | None:
-    """Return a length, or None if a program of torch.compile leaves it open."""
-    from torch.fx.experimental.symbolic_shapes import has_static_value
-
-    return length if length is None or has_static_value(length) else None
-
-
 def is_transformed() -> bool:
     """Return whether torch.compile traces the caller, or torch.func transforms it."""
     parts = _torch_parts

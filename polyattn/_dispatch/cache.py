@@ -19,9 +19,8 @@ from polyattn._core.call.layout import as_called, has_all_axes, heads_first, kee
 from polyattn._core.call.operands import Operands
 from polyattn._core.call.problem import Problem, examine
 from polyattn._dispatch.plan import Plan
-from polyattn._dispatch.request import Request
+from polyattn._dispatch.request import Kernels, Names, Request
 from polyattn._dispatch.select import select
-from polyattn._dispatch.trace import open_traces
 from polyattn.plugin import Backend, Kernel
 
 _CAPACITY = 4096
@@ -46,10 +45,9 @@ class CachedCall(NamedTuple):
             given = heads_first(self.call, operands, reads_pages=self.call.block_table is not None)
             return as_called(self.call, *self.plan.run(given))
         backend, kernel, problem = self.direct
-        run = self.plan.counted(backend.run) if open_traces else backend.run
         if self.keeps_axes:
-            return run(kernel, problem, operands)
-        return as_called(self.call, *run(kernel, problem, swapped(self.call, operands)))
+            return backend.run(kernel, problem, operands)
+        return as_called(self.call, *backend.run(kernel, problem, swapped(self.call, operands)))
 
     @classmethod
     def of(cls, call: Call, plan: Plan, fixed: dict[str, Any] | None) -> CachedCall:
@@ -61,17 +59,17 @@ class CachedCall(NamedTuple):
         return cls(call, plan, direct, keeps_axes(call), fixed)
 
 
-def cached_plan(call: Call, requested: Request, kernel: str | Kernel | None, xp: Any) -> Plan:
+def cached_plan(call: Call, requested: Request, kernels: Kernels, xp: Any) -> Plan:
     """Examine a described call and select a kernel, unless an equal call was planned before."""
     if not is_compiling():  # which would trace through a cache, and ignore it
         try:
-            if isinstance(kernel, Kernel):
-                return Plan(kernel, *_without_kernel(call, requested, ref(kernel), xp))
-            return _plan(call, requested, kernel, xp)
+            if isinstance(kernels, Kernel):
+                return Plan(kernels, *_without_kernel(call, requested, ref(kernels), xp))
+            return _plan(call, requested, kernels, xp)
         except TypeError:
-            if _is_hashable(call, kernel):
+            if _is_hashable(call, kernels):
                 raise  # it is about the call
-    return select(call, examine(call), requested, kernel, xp)
+    return select(call, examine(call), requested, kernels, xp)
 
 
 def _is_hashable(*things: Any) -> bool:
@@ -84,14 +82,16 @@ def _is_hashable(*things: Any) -> bool:
 
 
 @lru_cache(_CAPACITY)
-def _plan(call: Call, requested: Request, kernel: str | None, xp: Any) -> Plan:
-    return select(call, examine(call), requested, kernel, xp)
+def _plan(call: Call, requested: Request, kernels: Names, xp: Any) -> Plan:
+    return select(call, examine(call), requested, kernels, xp)
 
 
 @lru_cache(_CAPACITY)
 def _without_kernel(call: Call, requested: Request, kernel: ref[Kernel], xp: Any) -> Any:
     """Return a plan with a kernel object, without the kernel, which it would keep alive."""
-    return select(call, examine(call), requested, kernel(), xp)[1:]
+    held = kernel()
+    assert held is not None  # by the caller
+    return select(call, examine(call), requested, held, xp)[1:]
 
 
 @lru_cache(_CAPACITY)

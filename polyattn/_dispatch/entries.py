@@ -57,6 +57,11 @@ def variable_of(name: str) -> str:
     return "POLYATTN_" + re.sub(r"\W", "_", name).upper()
 
 
+def not_allowed(name: str) -> str:
+    """Return why a plugin of others does not run unnamed, and how it does."""
+    return f"it is not polyattn's: it runs if the call names it, or with {variable_of(name)}=1"
+
+
 def entries() -> list[Entry]:
     """Return the entry points of our groups in all distributions on the path."""
     ours: dict[str, Distribution] = {}

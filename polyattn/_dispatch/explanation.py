@@ -40,6 +40,18 @@ class Candidate(NamedTuple):
         return f"{self.kernel} ({self.origin})" if self.origin else self.kernel or ""
 
 
+def arrays_of(call: Call, problem: Problem) -> str:
+    """Return the arrays of a call in words."""
+    where = f" on {problem.device}" if problem.device else ""
+    shapes = ", ".join(f"{name} {facts.shape}" for name, facts in call.operands())
+    return f"{shapes}, {problem.dtype}, {problem.library}{where}"
+
+
+def needs_of(problem: Problem) -> str:
+    """Return what a call needs of a kernel in words."""
+    return ", ".join(sorted(problem.features)) or "nothing beyond the plain formula"
+
+
 @dataclass(frozen=True, repr=False)
 class Explanation:
     """The kernel that `attention` would run for a call, and the reasons against the others.
@@ -116,15 +128,12 @@ class Explanation:
 
     def _head(self) -> list[str]:
         call, problem = self.call, self.problem
-        where = f" on {problem.device}" if problem.device else ""
-        shapes = ", ".join(f"{name} {facts.shape}" for name, facts in call.operands())
-        needs = ", ".join(sorted(problem.features))
         values = [f"{name + ': ':<11}{value!r}" for name, value in self._values().items()]
         cast = [f"autocast:  {', '.join(self.autocast)} to {problem.dtype}"] * bool(self.autocast)
         return [
-            f"attention: {shapes}, {problem.dtype}, {problem.library}{where}",
+            f"attention: {arrays_of(call, problem)}",
             *cast,
-            f"needs:     {needs or 'nothing beyond the plain formula'}",
+            f"needs:     {needs_of(problem)}",
             *values,
             *[f"note:      {note}" for note in self.notes],
             f"selected by {self.source}",

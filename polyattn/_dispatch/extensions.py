@@ -103,16 +103,13 @@ def names() -> tuple[str, ...]:
 
 
 @constant_when_traced
-def absent(
-    backend: str, kernel: str | None, names: Sequence[str] = ()
-) -> tuple[tuple[str, bool, str], ...]:
+def absent(backend: str, kernel: str | None = None) -> tuple[tuple[str, bool, str], ...]:
     """Return the extensions whose kernels did not join a backend: if allowed, and the reason.
 
-    Of those without a spec nobody knows whether they are for it: only the ones that are named.
+    Of those without a spec nobody knows whether they are for it: only the one that is named.
     """
-    asked = {kernel, *(name[1:] for name in names if name.startswith("+"))}
     reasons = [
-        (one, one.absent.get(backend) or (one.failure if one.name in asked else None))
+        (one, one.absent.get(backend) or (one.failure if kernel else None))
         for one in _extensions
         if kernel in (None, one.name)
     ]

@@ -12,8 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from polyattn._base.arguments import did_you_mean
 from polyattn._base.text_table import paragraph, table
 from polyattn._dispatch import extensions, registry
-from polyattn._dispatch.entries import RESERVED, variable_of
-from polyattn._dispatch.request import request
+from polyattn._dispatch.entries import RESERVED, not_allowed, variable_of
 
 
 def described(hardware: Mapping[str, str | int]) -> str:
@@ -134,14 +133,10 @@ def _available(name: str) -> BackendInfo:
     origins = extensions.origins(name)
     faults = backend.faults()
     serves = name in registry.serving(registry.spec_of(name).namespaces[0])
-    # A kernel may have the name of its backend.
-    listed = [(name, name, registry.is_allowed(name) or not serves)]
-    listed += [(kernel, name, True) for kernel in kernels if kernel not in origins]
-    listed += extensions.plugins(name)
-    withheld = [(one[0], request(None).against(*one)) for one in listed]
+    listed = [(name, name, registry.is_allowed(name) or not serves), *extensions.plugins(name)]
     return BackendInfo(
         name, True, libraries, devices, hardware, kernels, None, origins, faults,
-        tuple(f"{one}: {why[1]}" for one, why in withheld if why),
+        tuple(f"{one}: {not_allowed(plugin)}" for one, plugin, allowed in listed if not allowed),
     )  # fmt: skip
 
 

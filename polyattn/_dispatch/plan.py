@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from polyattn._base.arrays import Array, facts_of, is_array, library_of
 from polyattn._base.tracing import is_compiling
@@ -14,11 +13,8 @@ from polyattn._core.call.options import GRADIENT_ARRAYS
 from polyattn._core.call.problem import Problem
 from polyattn._core.expressions.indices import INDEX_LIMIT
 from polyattn._dispatch.placement import Placement
-from polyattn._dispatch.trace import CallCount, counted, is_traced
 from polyattn._dispatch.transfer import move_operands, move_results, mover_back
 from polyattn.plugin import Backend, Kernel, undeclared
-
-_F = TypeVar("_F", bound=Callable[..., Any])
 
 
 def reasons_against(kernel: Kernel, problem: Problem) -> list[str]:
@@ -68,7 +64,6 @@ class Plan(NamedTuple):
     kernel: Kernel
     placement: Placement
     query_device: str
-    kind: CallCount  #: the call and its kernel, as a trace counts them
     #: The results whose arrays were checked, of the caller's own kernel: method and features.
     checked: set[tuple[str, frozenset[str]]]
 
@@ -82,10 +77,6 @@ class Plan(NamedTuple):
                 return self._replace(kernel=kernel, placement=placement)
         return None
 
-    def counted(self, run: _F) -> _F:
-        """Return a method that runs the kernel as one that counts the call when it has run."""
-        return counted(self.kind, self.placement.backend, run)
-
     def run(self, operands: Operands) -> tuple[Array, Array | None]:
         """Run the kernel, and return output and logsumexp where the query is."""
         backend, given = self._moved(operands)
@@ -94,32 +85,28 @@ class Plan(NamedTuple):
             problem, keys = self.placement.band
             key, value = (x[..., slice(*keys), :] for x in given[0][1:3])
             given = (given[0]._replace(key=key, value=value, mask=None),)
-        run = self.counted(backend.run) if is_traced() else backend.run
-        result = run(self.kernel, problem, *given)
+        result = backend.run(self.kernel, problem, *given)
         self._check_result("run", result, given[0])
         return self._moved_back(result, operands.query)  # type: ignore[no-any-return]
 
     def backward(self, operands: Operands, residuals: Any, cotangents: Any) -> Gradients:
         """Run the backward pass of the kernel, and return the gradients where the query is."""
         backend, given = self._moved(operands, residuals, cotangents)
-        run = self.counted(backend.run_backward) if is_traced() else backend.run_backward
-        gradients = run(self.kernel, self.placement.problem, *given)
+        gradients = backend.run_backward(self.kernel, self.placement.problem, *given)
         self._check_gradients(gradients, given[0])
         return self._moved_back(gradients, operands.query)  # type: ignore[no-any-return]
 
     def jvp(self, operands: Operands, residuals: Any, tangents: Any) -> tuple[Array, Array | None]:
         """Run the directional derivative of the kernel, and return it where the query is."""
         backend, given = self._moved(operands, residuals, tangents)
-        run = self.counted(backend.run_jvp) if is_traced() else backend.run_jvp
-        result = run(self.kernel, self.placement.problem, *given)
+        result = backend.run_jvp(self.kernel, self.placement.problem, *given)
         self._check_result("jvp", result, given[0])
         return self._moved_back(result, operands.query)  # type: ignore[no-any-return]
 
     def weights(self, operands: Operands, logsumexp: Array | None) -> tuple[Array, Array | None]:
         """Run a kernel of weights, and return what it does where the query is."""
         backend, given = self._moved(operands, logsumexp)
-        run = self.counted(backend.run_weights) if is_traced() else backend.run_weights
-        result = run(self.kernel, self.placement.problem, *given)
+        result = backend.run_weights(self.kernel, self.placement.problem, *given)
         return self._moved_back(result, operands.query)  # type: ignore[no-any-return]
 
     def _moved(self, operands: Operands, *others: Any) -> tuple[Backend, tuple[Any, ...]]:

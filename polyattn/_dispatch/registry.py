@@ -74,14 +74,6 @@ def names() -> tuple[str, ...]:
 
 
 @constant_when_traced
-def kernel_names() -> tuple[str, ...]:
-    """Return the names of the kernels of the backends that are loaded, without loading others."""
-    with _lock:
-        backends = [p.backend for p in _find().values() if p.backend is not None]
-    return tuple(kernel.name for backend in backends for kernel in kernels_of(backend))
-
-
-@constant_when_traced
 def is_allowed(name: str) -> bool:
     """Return whether a backend, by its name in `names`, may run unnamed."""
     return name == ARRAY_API or _find()[name].allowed

@@ -1,8 +1,6 @@
-"""The backends that a call requests: by argument, by context, or by environment variable.
+"""The backends that a call requests, by argument, context or environment, and its kernels.
 
-The argument wins over the innermost context, which wins over the variable, read at call time. A
-name with a sign selects no backend: ``+name`` allows a plugin to run unnamed, ``-name`` leaves
-it or a kernel out.
+The argument wins over the innermost context, which wins over the variable, read at call time.
 """
 
 from __future__ import annotations
@@ -16,17 +14,18 @@ from polyattn._base.arrays import Array
 from polyattn._base.quirks import TracedValue, reader_of
 from polyattn._base.same_bits import keeps_bits
 from polyattn._base.settings import Context
-from polyattn._dispatch import extensions, registry
-from polyattn._dispatch.entries import variable_of
+from polyattn._dispatch import registry
+from polyattn._dispatch.contract import flaw
 from polyattn._dispatch.errors import UnknownBackendError
+from polyattn.plugin import Kernel
 
 AUTO = "auto"
-SIGNS = "+-"
 VARIABLE = "POLYATTN_BACKEND"
 # A program of torch.compile would look at all of the environment.
 _variable = TracedValue(reader_of(VARIABLE))
 
 Names = tuple[str, ...]
+Kernels = Names | Kernel  # the names of those that may run, in order, or the only one
 
 
 class Request(NamedTuple):
@@ -37,24 +36,9 @@ class Request(NamedTuple):
     same_bits: bool = False  #: whether only kernels that declare ``cut_invariant`` may run
 
     @property
-    def backends(self) -> Names:
-        """The names of backends."""
-        return tuple([name for name in self.names if name[0] not in SIGNS])
-
-    @property
     def may_move(self) -> bool:
         """Whether a backend is named, so that arrays may move to it."""
-        return any(name != AUTO for name in self.backends)
-
-    def against(self, name: str, plugin: str, is_allowed: bool) -> tuple[str, str] | None:
-        """Return the status of a backend or kernel that does not run unnamed, and the reason."""
-        for one in (name, plugin) if self.names else ():
-            if f"-{one}" in self.names:
-                return "refused", f"'-{one}' leaves it out"
-        if is_allowed or f"+{plugin}" in self.names:
-            return None
-        how = f"{variable_of(plugin)}=1 or backend='+{plugin}' allows it"
-        return "not allowed", f"it is not polyattn's, and runs if it is named: {how}"
+        return any(name != AUTO for name in self.names)
 
     def __str__(self) -> str:
         names = ",".join(self.names)
@@ -84,8 +68,7 @@ def use_backend(*names: str) -> Iterator[None]:
     ----------
     *names : str
         Backends in order, as ``name`` or ``name:device``; one string may hold several with commas.
-        ``auto`` is the arrays' own library, which is the default. ``+name`` lets a plugin run
-        unnamed that is not polyattn's, and ``-name`` leaves out a plugin or a kernel.
+        ``auto`` is the arrays' own library, which is the default.
 
     Yields
     ------
@@ -127,17 +110,35 @@ def request(backend: str | Sequence[str] | None, query: Array | None = None) -> 
     return _NOTHING_BUT_BITS if same else _NOTHING
 
 
-def parse(backend: str | Sequence[str], source: str = "backend=") -> Names:
-    """Split a choice into backend names; errors refer to it as `source`."""
-    items = [backend] if isinstance(backend, str) else backend
+def parse(
+    choice: str | Sequence[str],
+    source: str = "backend=",
+    what: str = "a backend is named by a string such as 'numpy' or 'torch:cuda'",
+) -> Names:
+    """Split a choice into names; errors refer to it as `source`, and say what is named how."""
+    items = [choice] if isinstance(choice, str) else choice
     if not isinstance(items, Sequence) or not all(isinstance(item, str) for item in items):
-        raise TypeError(
-            f"a backend is named by a string such as 'numpy' or 'torch:cuda'; got {backend!r}"
-        )
+        raise TypeError(f"{what}; got {choice!r}")
     names = tuple(name.strip() for item in items for name in item.split(","))
-    if not names or not all(name.lstrip(SIGNS) for name in names):
-        raise ValueError(f"a backend's name is missing in {source}{backend!r}")
+    if not names or not all(names):
+        raise ValueError(f"a name is missing in {source}{choice!r}")
     return names
+
+
+def parse_kernel(kernel: str | Sequence[str] | Kernel | None) -> Kernels:
+    """Return the kernels that may run a call."""
+    if isinstance(kernel, Kernel):
+        reason = flaw(kernel)
+        if reason is not None:
+            raise TypeError(f"the kernel in kernel= {reason}")
+        return kernel
+    what = "a kernel is named by a string such as 'dense', or is an instance of Kernel"
+    return (AUTO,) if kernel is None else parse(kernel, "kernel=", what)
+
+
+def is_open(kernels: Kernels) -> bool:
+    """Return whether more than one kernel may run."""
+    return not isinstance(kernels, Kernel) and (len(kernels) > 1 or kernels[0] == AUTO)
 
 
 def check_known(requested: Request) -> None:
@@ -145,17 +146,7 @@ def check_known(requested: Request) -> None:
     if not requested.names:
         return
     known = (*registry.names(), registry.ARRAY_API, AUTO)
-    for name in set(requested.names).difference(requested.backends):
-        signed = (*registry.names(), *extensions.names())
-        if name[1:] not in signed and name[0] == "-":
-            signed = (*signed, *registry.kernel_names())
-        if name[1:] not in signed:
-            hint = did_you_mean(name[1:], signed)
-            # What is to be left out may be absent, or a kernel of a backend that is not loaded.
-            if hint or name[0] == "+":
-                hint = hint or "."
-                raise UnknownBackendError(f"no plugin or kernel is named as in {name!r}{hint}")
-    for name in requested.backends:
+    for name in requested.names:
         stem, _, device = name.partition(":")
         if stem == AUTO and device:
             raise UnknownBackendError(

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
+from polyattn._base.arguments import did_you_mean
 from polyattn._base.arrays import is_namespace
 from polyattn._base.tracing import is_compiling
 from polyattn._core.call.banded import banded
@@ -20,13 +21,13 @@ from polyattn._core.call.problem import Problem
 from polyattn._core.expressions.scores import Chain, Function
 from polyattn._core.expressions.selections import selection_of
 from polyattn._dispatch import extensions, registry
-from polyattn._dispatch.contract import flaw, is_installed
+from polyattn._dispatch.contract import is_installed
+from polyattn._dispatch.entries import not_allowed
 from polyattn._dispatch.errors import BackendError, BackendUnavailableError, UnsupportedError
-from polyattn._dispatch.explanation import Candidate, Explanation
+from polyattn._dispatch.explanation import Candidate, Explanation, arrays_of, needs_of
 from polyattn._dispatch.placement import Placement, Refusal, check_one_place, find_placement
 from polyattn._dispatch.plan import Plan, reasons_against
-from polyattn._dispatch.request import AUTO, Names, Request, check_known
-from polyattn._dispatch.trace import CallCount
+from polyattn._dispatch.request import AUTO, Kernels, Names, Request, check_known, is_open
 from polyattn._kernels.gathered import Gathered, dense_note, why_many
 from polyattn.plugin import Backend, Kernel, undeclared
 
@@ -45,24 +46,20 @@ _COPIES_PAGES = "it gets gathered, contiguous copies of the pages"
 _KEEPS_BITS = "a row has the same bits for each cut of its sequence"
 
 
-def select(
-    call: Call, problem: Problem, requested: Request, kernel: str | Kernel | None, xp: Any
-) -> Plan:
+def select(call: Call, problem: Problem, requested: Request, kernels: Kernels, xp: Any) -> Plan:
     """Return the plan of a call, with a query of the namespace `xp`, or raise with all reasons."""
     problem = _with_bits(problem, requested)
-    chosen, candidates = _try_candidates(call, problem, requested, kernel, xp)
+    chosen, candidates = _try_candidates(call, problem, requested, kernels, xp)
     if chosen is None:
-        explanation = Explanation(call, problem, str(requested), tuple(candidates))
-        raise _error(explanation, kernel, requested)
-    *refused, runs = candidates
-    value = None if call.value is None else call.value.shape
-    kind = CallCount(
-        problem.library, chosen[1].problem.device, problem.dtype, call.query.shape, call.key.shape,
-        value, problem.features, runs.backend, chosen[0].name, tuple(refused), problem.traced,
-    )  # fmt: skip
-    plan = Plan(*chosen, call.query.device, kind, set())
+        explanation = Explanation(call, problem, _source(requested, kernels), tuple(candidates))
+        raise _error(explanation, kernels, requested)
+    plan = Plan(*chosen, call.query.device, set())
     if not is_compiling() and _log.isEnabledFor(logging.DEBUG):
-        _log.debug("new plan: %s", plan.kind)
+        *others, runs = candidates
+        before = "; ".join(f"{one.kernel or one.backend}: {one.text}" for one in others)
+        facts = f"{arrays_of(call, problem)}, needs {needs_of(problem)}"
+        after = before and f", after {before}"
+        _log.debug("new plan: %s: %s %s%s", facts, runs.backend, runs.kernel, after)
     for one in () if requested.may_move else candidates:
         if one.status == "unavailable":
             source = f"the kernels {one.kernel} for {one.backend}" if one.kernel else one.backend
@@ -71,31 +68,18 @@ def select(
 
 
 def explain_selection(
-    call: Call, problem: Problem, requested: Request, kernel: str | Kernel | None, xp: Any
+    call: Call, problem: Problem, requested: Request, kernels: Kernels, xp: Any
 ) -> Explanation:
     """Return the decision with all candidates; `xp` is None if only shapes are known."""
     problem = _with_bits(problem, requested)
-    _, candidates = _try_candidates(call, problem, requested, kernel, xp, explains=True)
+    _, candidates = _try_candidates(call, problem, requested, kernels, xp, explains=True)
     candidates.sort(key=lambda candidate: candidate.status == "not allowed")
-    return Explanation(call, problem, str(requested), tuple(candidates))
+    return Explanation(call, problem, _source(requested, kernels), tuple(candidates))
 
 
 def _with_bits(problem: Problem, requested: Request) -> Problem:
     """Return the problem as the kernels get it, who may have to keep the bits of each row."""
     return problem._replace(same_bits=True) if requested.same_bits else problem
-
-
-def check_kernel(kernel: str | Kernel | None) -> None:
-    """Raise if `kernel` is neither the name of a kernel nor a valid kernel."""
-    if isinstance(kernel, Kernel):
-        reason = flaw(kernel)
-        if reason is not None:
-            raise TypeError(f"the kernel in kernel= {reason}")
-    elif kernel is not None and not isinstance(kernel, str):
-        raise TypeError(
-            f"a kernel is named by a string such as 'dense', or is an instance of Kernel; got"
-            f" {kernel!r}"
-        )
 
 
 def default_device(library: str) -> str:
@@ -122,13 +106,26 @@ def check_possible(library: str, device: str) -> None:
         raise ValueError(f"library {library!r} is not usable on {device!r}")
 
 
-def _error(
-    explanation: Explanation, kernel: str | Kernel | None, requested: Request
-) -> BackendError:
+def _source(requested: Request, kernels: Kernels) -> str:
+    """Return what chose the backends and the kernels, in words."""
+    named = _named(kernels)
+    return f"{requested}, {named}" if named else str(requested)
+
+
+def _named(kernels: Kernels) -> str:
+    """Return the argument that names the kernels, nothing if the choice is automatic."""
+    if isinstance(kernels, Kernel):
+        return f"kernel={kernels.name}"
+    names = ",".join(kernels)
+    return "" if names == AUTO else f"kernel={names!r}"
+
+
+def _error(explanation: Explanation, kernels: Kernels, requested: Request) -> BackendError:
     kind = BackendUnavailableError if explanation.unavailable else UnsupportedError
-    subject = f"kernel={kernel.name if isinstance(kernel, Kernel) else kernel!r} cannot"
-    if kernel is None:
-        subject = f"no backend {'that was asked for' if requested.backends else 'here'} can"
+    subject = f"no backend {'that was asked for' if requested.names else 'here'}"
+    subject = f"{_named(kernels) or subject} can"
+    if kernels != (AUTO,):
+        subject += "not"
     hint = [_IN_SAME_BITS] if requested.same_bits else []
     # Line by line, since torch.compile cannot trace the text of a value inside a string.
     error = kind("\n".join([f"{subject} take this call", *explanation.lines(), *hint]))
@@ -140,7 +137,7 @@ def _try_candidates(
     call: Call,
     problem: Problem,
     requested: Request,
-    requested_kernel: str | Kernel | None,
+    choice: Kernels,
     xp: Any,
     *,
     explains: bool = False,
@@ -150,31 +147,33 @@ def _try_candidates(
     No candidate after the one that runs is tried, unless for `explain`.
     """
     check_known(requested)
+    backends = _expanded(requested.names or (AUTO,), problem.library)
+    _check_kernels(choice, [name for name, _ in backends], requested)
     if not requested.may_move:
         check_one_place(call)
     chosen: tuple[Kernel, Placement] | None = None
     candidates: list[Candidate] = []
-    for name, is_fallback in _expanded(requested.backends or (AUTO,), problem.library):
+    for name, is_fallback in backends:
         if is_fallback and chosen is not None:
             continue
         placement = _placement(call, problem, requested, name, xp)
         if isinstance(placement, Candidate):
             candidates.append(placement)
             continue
-        kernels = _matching(placement.kernels, requested_kernel, problem)
-        withheld = _withheld(name, placement.kernels, requested)
-        absent = _absent(name, requested_kernel, requested)
+        absent, tries = _in_order(name, placement.kernels, choice, problem)
         candidates += absent
-        for kernel in kernels:
+        withheld = _withheld(name)
+        for kernel, is_named in tries:
             own = _for_kernel(kernel, placement.problem)
-            why = withheld.get(kernel.name)
+            why = None if is_named else withheld.get(kernel.name)
             band = banded(own) if kernel.takes_band else None
             seen = own if band is None else band.problem
-            candidate = _judge(name, kernel, seen, why, requested_kernel, explains)
+            candidate = _judge(name, kernel, seen, why, is_named=is_named, explains=explains)
             runs = chosen is None and candidate.status == "chosen"
             if runs:
-                others = tuple([k for k in placement.kernels if k.name not in withheld])
-                chosen = kernel, placement._replace(problem=own, kernels=others, band=band)
+                others = [k for k, _ in tries if k.name not in withheld and k is not choice]
+                at = placement._replace(problem=own, kernels=tuple(others), band=band)
+                chosen = kernel, at
             if explains:
                 notes: list[str | None] = [_COPIES_PAGES] if own is not placement.problem else []
                 notes += [] if band is None else [band.note]
@@ -183,21 +182,46 @@ def _try_candidates(
             candidates.append(candidate)
             if runs and not explains:
                 return chosen, candidates
-        if not kernels and not absent:
-            names = ", ".join(kernel.name for kernel in placement.kernels)
-            reason = f"it has no kernel of that name; it has {names}"
-            candidates.append(Candidate(name, str(requested_kernel), "refused", (reason,)))
     return chosen, candidates
+
+
+def _check_kernels(choice: Kernels, backends: list[str], requested: Request) -> None:
+    """Raise if a list names a kernel that none of the backends has; it loads only what it needs."""
+    if isinstance(choice, Kernel) or not is_open(choice):  # the error of one name lists candidates
+        return
+    known = [AUTO, *extensions.names()]
+    for name in backends:
+        if all(one in known for one in choice):
+            return
+        stem = name.partition(":")[0]
+        backend = None
+        if stem != registry.ARRAY_API:
+            if not _is_allowed(name, requested):
+                continue
+            if registry.load(stem) is not None:  # nobody knows its kernels
+                return
+            backend = registry.loaded(stem)
+        known += [kernel.name for kernel in registry.kernels_of(backend)]
+    for one in choice:
+        if one not in known:
+            hint = did_you_mean(one, known) or "."
+            raise ValueError(
+                f"{_named(choice)}: no backend of this call has a kernel {one!r}{hint} The names"
+                f" here are {', '.join(dict.fromkeys(known))}"
+            )
+
+
+def _is_allowed(name: str, requested: Request) -> bool:
+    """Return whether a backend may run."""
+    return name in requested.names or registry.is_allowed(name.partition(":")[0])
 
 
 def _placement(
     call: Call, problem: Problem, requested: Request, name: str, xp: Any
 ) -> Placement | Candidate:
     """Return where a backend would run a call, or the backend as a candidate that cannot."""
-    stem = name.partition(":")[0]
-    allowed = name in requested.backends or registry.is_allowed(stem)
-    if (why := requested.against(stem, stem, allowed)) is not None:
-        return Candidate(name, None, why[0], why[1:])
+    if not _is_allowed(name, requested):
+        return Candidate(name, None, "not allowed", (not_allowed(name.partition(":")[0]),))
     placement = find_placement(call, problem, name, xp)
     if isinstance(placement, Refusal):
         return Candidate(name, None, placement.status, (placement.reason,))
@@ -206,16 +230,10 @@ def _placement(
     return placement
 
 
-def _withheld(
-    name: str, kernels: Sequence[Kernel], requested: Request
-) -> dict[str, tuple[str, str]]:
-    """Return the kernels that do not run unnamed, by name, each with its status and the reason."""
-    stem = name.partition(":")[0]
-    plugins = {kernel: (plugin, allowed) for kernel, plugin, allowed in extensions.plugins(stem)}
-    against = {
-        k.name: requested.against(k.name, *plugins.get(k.name, (stem, True))) for k in kernels
-    }
-    return {kernel: why for kernel, why in against.items() if why is not None}
+def _withheld(backend: str) -> dict[str, str]:
+    """Return the kernels that do not run unnamed, by name, each with the reason."""
+    joined = extensions.plugins(backend.partition(":")[0])
+    return {kernel: not_allowed(plugin) for kernel, plugin, is_allowed in joined if not is_allowed}
 
 
 def _lacks_derivative(call: Call, problem: Problem, placement: Placement) -> bool:
@@ -229,16 +247,13 @@ def _lacks_derivative(call: Call, problem: Problem, placement: Placement) -> boo
     return not differentiates and (isinstance(score, str) or not given)
 
 
-def _absent(name: str, kernel: str | Kernel | None, requested: Request) -> list[Candidate]:
+def _absent(name: str, kernel: str | None = None) -> list[Candidate]:
     """Return the kernels of other distributions that are for a backend and did not join it."""
-    if isinstance(kernel, Kernel) or name == registry.ARRAY_API:  # which none can join
+    if name == registry.ARRAY_API:  # which none can join
         return []
     return [
-        Candidate(name, one, "not allowed" if held and not kernel else "unavailable", (reason,))
-        for one, is_allowed, reason in extensions.absent(
-            name.partition(":")[0], kernel, requested.names
-        )
-        for held in [requested.against(one, one, is_allowed)]
+        Candidate(name, one, "unavailable" if kernel or is_allowed else "not allowed", (reason,))
+        for one, is_allowed, reason in extensions.absent(name.partition(":")[0], kernel)
     ]
 
 
@@ -255,14 +270,29 @@ def _described(
     return candidate._replace(status=status, origin=origin, remark=remark)
 
 
-def _matching(
-    kernels: Sequence[Kernel], requested: str | Kernel | None, problem: Problem
-) -> Sequence[Kernel]:
-    """Return the kernels of a name, or all in the order in which they are tried."""
-    if isinstance(requested, Kernel):
-        return (requested,)
-    if requested is not None:
-        return [kernel for kernel in kernels if kernel.name == requested]
+def _in_order(
+    name: str, kernels: Sequence[Kernel], choice: Kernels, problem: Problem
+) -> tuple[list[Candidate], list[tuple[Kernel, bool]]]:
+    """Return what a backend lacks, and its kernels as they are tried, each with if it is named."""
+    if isinstance(choice, Kernel):
+        return [], [(choice, True)]
+    absent: list[Candidate] = []
+    tries: list[tuple[Kernel, bool]] = []
+    for one in choice:
+        if one == AUTO:
+            absent += [c for c in _absent(name) if c.kernel not in choice]
+            tries += [(k, False) for k in _automatic(kernels, problem) if k.name not in choice]
+            continue
+        own = [(k, True) for k in kernels if k.name == one]
+        tries += own
+        if not own:
+            reason = f"it has no kernel of that name; it has {', '.join([k.name for k in kernels])}"
+            absent += _absent(name, one) or [Candidate(name, one, "refused", (reason,))]
+    return absent, tries
+
+
+def _automatic(kernels: Sequence[Kernel], problem: Problem) -> Sequence[Kernel]:
+    """Return the kernels in the order in which they are tried if none is named."""
     if selection_of(problem.mask_spec)[0] is None:
         return [kernel for kernel in kernels if not isinstance(kernel, Gathered)]
     if why_many(problem) is not None:
@@ -296,17 +326,17 @@ def _for_kernel(kernel: Kernel, problem: Problem) -> Problem:
 
 
 def _judge(
-    backend: str, kernel: Kernel, problem: Problem, held: tuple[str, str] | None,
-    requested: str | Kernel | None, explains: bool,
+    backend: str, kernel: Kernel, problem: Problem, withheld: str | None, *,
+    is_named: bool, explains: bool,
 ) -> Candidate:  # fmt: skip
-    if held and (requested is None or (held[0] == "refused" and requested == kernel.name)):
-        return Candidate(backend, kernel.name, held[0], held[1:])
+    if withheld is not None:
+        return Candidate(backend, kernel.name, "not allowed", (withheld,))
     reasons = reasons_against(kernel, problem)
     # Whether another is better is asked where it decides, and for `explain` where it can be told.
-    asks = not (reasons or requested or problem.same_bits)
+    asks = not (reasons or is_named or problem.same_bits)
     if explains:
         asks = not undeclared(kernel, problem.features) and not problem.same_bits
         asks = asks and not (reasons and problem.is_symbolic)
     slower = kernel.only_on_request(problem) if asks else None
-    status = "refused" if reasons else "chosen" if requested or not slower else "on request"
+    status = "refused" if reasons else "chosen" if is_named or not slower else "on request"
     return Candidate(backend, kernel.name, status, tuple(reasons), slower)

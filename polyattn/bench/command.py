@@ -53,8 +53,8 @@ def add_options(add: Callable[..., Any], window: Callable[[str], tuple[int | Non
     )
     add("--decode", action="store_true", help="one query, with keys of each length")
     add(
-        "--kernel", metavar="NAME",
-        help="use only this kernel; all: a row for each kernel that supports the call",
+        "--kernel", metavar="NAMES",
+        help="such as flex,auto: the first that can run; all: a row for each that can",
     )  # fmt: skip
     add(
         "--seconds", type=_seconds, default=SECONDS, metavar="N",

@@ -14,7 +14,7 @@ from polyattn._base.arrays import library_of
 from polyattn._dispatch import extensions, registry
 from polyattn._dispatch.errors import UnsupportedError
 from polyattn._dispatch.explanation import Explanation
-from polyattn._dispatch.request import SIGNS, parse
+from polyattn._dispatch.request import AUTO, parse
 from polyattn.bench.workload import Workload
 from polyattn.plugin import Array, Backend
 
@@ -103,7 +103,7 @@ def contenders(names: str | Iterable[str]) -> list[Contender]:
 
 def _named(name: str) -> Iterator[Contender]:
     stem, _, wanted = name.partition(":")
-    if stem == "auto" or stem[0] in SIGNS:
+    if stem == AUTO:
         raise ValueError(f"{stem} is of a call on arrays, and there are none here: name backends")
     shape = (1, 2)
     explain(shape, shape, shape, backend=stem)  # refuses an unknown name

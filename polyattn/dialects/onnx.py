@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from polyattn import masks
@@ -42,7 +43,7 @@ def onnx_attention(
     q_num_heads: int | None = None, kv_num_heads: int | None = None,
     left_window_size: int = -1, right_window_size: int = -1,
     softmax_precision: int | None = None, qk_matmul_output_mode: int | None = None,
-    kernel: str | None = None,
+    kernel: str | Sequence[str] | None = None,
 ) -> OnnxAttention:  # fmt: skip
     """Compute attention as the ONNX operator Attention of opsets 23, 24 and 25, errata included.
 
@@ -74,7 +75,7 @@ def onnx_attention(
     qk_matmul_output_mode : {None, 0, 1, 2, 3}
         The step whose result is the fourth output: the scaled scores, those after `softcap`, those
         after mask and bias too, or the weights; None for no such output, which takes no time.
-    kernel : str, optional
+    kernel : str or sequence of str, optional
         As for `polyattn.attention`.
 
     Returns

@@ -21,7 +21,6 @@ from polyattn._api.explain import explain
 from polyattn._api.weights import attention_weights
 from polyattn._core.call.options import OPTIONS
 from polyattn.integrations import subclasses
-from polyattn.integrations.transformers_ranks import Ranks
 from polyattn.plugin import Kernel
 
 __all__ = ["register"]
@@ -39,10 +38,7 @@ def register(
     name: str = "polyattn",
     *,
     backend: str | Sequence[str] | None = None,
-    kernel: str | Kernel | None = None,
-    over: Any = None,
-    strategy: str = "auto",
-    layout: str = "contiguous",
+    kernel: str | Sequence[str] | Kernel | None = None,
 ) -> None:
     """Make ``attn_implementation=name`` work in transformers.
 
@@ -54,14 +50,8 @@ def register(
         A name of letters, digits and underscores that does not contain one of transformers' own.
     backend : str or sequence of str, optional
         As for `polyattn.attention`.
-    kernel : str or polyattn.plugin.Kernel, optional
+    kernel : str, sequence of str or polyattn.plugin.Kernel, optional
         As for `polyattn.attention`.
-    over : process group, DeviceMesh or Communicator, optional
-        The ranks that a sequence is spread over, as for `polyattn.parallel.attention`. Each gives
-        the model its tokens, their positions as `position_ids`, and as `attention_mask` that of the
-        whole sequence, or none.
-    strategy, layout : str
-        As for `polyattn.parallel.attention`, where `over` is given.
 
     Raises
     ------
@@ -92,9 +82,8 @@ def register(
     """
     _check_name(name)
     explain((1, 1, 1, 8), (1, 1, 1, 8), (1, 1, 1, 8), backend=backend, kernel=kernel)
-    ranks = None if over is None else Ranks(over, strategy, layout)
-    AttentionInterface.register(name, partial(_attend, backend, kernel, ranks=ranks))
-    AttentionMaskInterface.register(name, partial(_mask, ranks=ranks))
+    AttentionInterface.register(name, partial(_attend, backend, kernel))
+    AttentionMaskInterface.register(name, _mask)
 
 
 def _check_name(name: Any) -> None:
@@ -121,17 +110,11 @@ def _mask(
     attention_mask: torch.Tensor | None = None,
     *,
     config: Any = None,
-    ranks: Ranks | None = None,
     **options: Any,
 ) -> torch.Tensor | None:
     """Return which keys each row sees, (batch, 1, L, S), or None for a purely causal mask."""
     if config is not None and not torch.compiler.is_compiling():
         _check_reachable(config.model_type)
-    if ranks is not None:
-        return ranks.mask(
-            batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask,
-            options,
-        )  # fmt: skip
     # If all rows see the same keys, make one row and repeat it without a copy.
     one_row = mask_function is bidirectional_mask_function
     mask: torch.Tensor | None = sdpa_mask(
@@ -169,7 +152,7 @@ def _narrowed(mask: torch.Tensor) -> torch.Tensor:
 
 def _attend(
     backend: str | Sequence[str] | None,
-    kernel: str | Kernel | None,
+    kernel: str | Sequence[str] | Kernel | None,
     module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -178,7 +161,6 @@ def _attend(
     scaling: float | None = None,
     dropout: float = 0.0,
     *,
-    ranks: Ranks | None = None,
     is_causal: bool | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
@@ -189,23 +171,12 @@ def _attend(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the output, (batch, L, H, E), and the weights if requested."""
     _check_others(module, attention_mask, others)
-    if ranks is None:
-        _check_not_packed(module, attention_mask, others.get("cu_seq_lens_q"))
-    dropping = dropout > 0 and module.training
+    _check_not_packed(module, attention_mask, others.get("cu_seq_lens_q"))
     options: dict[str, Any] = {"scale": scaling, "softcap": softcap, "sinks": s_aux}
-    if ranks is not None:
-        options |= ranks.visibility(
-            module, query, attention_mask, others.get("cu_seq_lens_q"), is_causal, sliding_window
-        )
-        refused = {"position_bias": position_bias, "output_attentions": output_attentions}
-        if dropping:
-            options["dropout"] = (dropout, ranks.seed(query))
-        output = ranks.attend(query, key, value, refused, backend=backend, kernel=kernel, **options)
-        return output.transpose(1, 2).contiguous(), None
     options |= _visibility(module, query, key, attention_mask, is_causal, sliding_window)
     if position_bias is not None:
         options["bias"] = position_bias + options.get("bias", 0)
-    if dropping:
+    if dropout > 0 and module.training:
         seed = torch.randint(2**62, (), device=query.device)
         options["dropout"] = (dropout, seed)
     output = attention(query, key, value, backend=backend, kernel=kernel, **options)

@@ -7,7 +7,6 @@ JAX mesh, a process group of torch, MPI, and threads.
 from polyattn.parallel.choice import ParallelExplanation, StrategyCandidate
 from polyattn.parallel.communicator import Communicator
 from polyattn.parallel.distributed import attention, attention_vjp, explain
-from polyattn.parallel.over import size_of
 from polyattn.parallel.thread_ranks import run_threads
 from polyattn.parallel.token_layout import permute, positions, shard, unpermute
 
@@ -22,7 +21,6 @@ __all__ = [
     "positions",
     "run_threads",
     "shard",
-    "size_of",
     "unpermute",
 ]
 __dir__ = __all__.copy

@@ -32,18 +32,3 @@ def communicator_of(over: Any) -> Communicator:
         " with one dimension of torch, a communicator of mpi4py, or a"
         f" polyattn.parallel.Communicator; got a {type(over).__name__}"
     )
-
-
-def size_of(over: Any) -> int:
-    """Return the number of ranks that ``over=`` means.
-
-    Parameters
-    ----------
-    over : object
-        As for `polyattn.parallel.attention`.
-
-    Returns
-    -------
-    int
-    """
-    return communicator_of(over).size

@@ -137,7 +137,7 @@ WRONG = {
             ("dropout", (0.1,), "(rate, seed)", "0.1"),
             ("dropout", ((0.1, None),), "seed must be one integer"),
             ("score_mod", (1,), "score_mod must be a function", "got 1"),
-            ("kernel", (3, ["dense"]), "named by a string"),
+            ("kernel", (3, ["dense", 3]), "named by a string"),
             ("backend", (3,), "named by a string"),
         )
         for value in values

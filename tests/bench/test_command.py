@@ -347,7 +347,7 @@ def test_a_backend_that_nobody_named_and_that_cannot_sits_out(hasty, capsys):
         ("--backends array-api:cpu", "without a device; got 'array-api:cpu'"),
         ("--backends numpy,jax --dtype float64", "jax:cpu does not support this call"),
         ("--backends numpy --kernel sdpa", "it has small, tiled, dense"),
-        ("--backends=", "a backend's name is missing"),
+        ("--backends=", "a name is missing in --backends"),
         ("--json /nowhere/a.json", "--json needs a file in an existing folder"),
         ("--plot a.png --json a.png", "a.png is given twice: name a different file for --json"),
         ("--csv a.txt --json a.txt", "a.txt is given twice"),

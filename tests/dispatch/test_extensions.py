@@ -284,25 +284,18 @@ def test_a_name_whose_variable_means_something_else_is_refused(give, monkeypatch
 # ---- what runs unnamed -------------------------------------------------------------------------
 
 
-def left_out(name):
-    return pytest.raises(polyattn.UnsupportedError, match=f"'-{name}' leaves it out")
-
-
-def test_what_others_install_runs_once_it_is_named_or_allowed(give, monkeypatch):
+def test_what_others_install_runs_once_it_is_named(give):
     give(allowed=False)
     usual = attention(X, X, X, kernel="small")
     assert (attention(X, X, X) == usual).all()
     *_, last = explain(X, X, X).candidates
     assert (last.kernel, last.origin, last.status) == ("fast", "speedy", "not allowed")
-    assert "POLYATTN_FAST=1 or backend='+fast' allows it" in str(explain(X, X, X))
-    assert (attention(X, X, X, kernel="fast") == 7).all()
-    assert (attention(X, X, X, backend="+fast") == 7).all()
-    assert (attention(X, X, X, backend="numpy,+fast") == 7).all()
-    with polyattn.use_backend("+fast"):
-        assert (attention(X, X, X) == 7).all()
-    monkeypatch.setenv("POLYATTN_BACKEND", "+fast")
-    assert (attention(X, X, X) == 7).all()
-    assert (attention(X, X, X, backend="auto") == usual).all()
+    assert "it runs if the call names it, or with POLYATTN_FAST=1" in str(explain(X, X, X))
+    for kernel in ("fast", "fast,auto", ["gathered", "fast"]):
+        assert (attention(X, X, X, kernel=kernel) == 7).all()
+    assert (attention(X, X, X, kernel="auto,fast") == usual).all()
+    assert explain(X, X, X, kernel="fast,auto", is_causal=True).chosen.kernel == "fast"
+    assert explain(X, X, X, kernel="fast,auto", softcap=2.0).chosen.kernel == "dense"
 
 
 def test_what_is_not_allowed_is_asked_nothing(give):
@@ -313,7 +306,7 @@ def test_what_is_not_allowed_is_asked_nothing(give):
     (give.folder / "fast_kernels.py").write_text(asks)
     assert explain(X, X, X).chosen.kernel == "small"
     with pytest.raises(ZeroDivisionError):
-        explain(X, X, X, backend="+fast")
+        explain(X, X, X, kernel="fast,auto")
 
 
 def test_what_is_not_allowed_differentiates_nothing(give):
@@ -352,77 +345,20 @@ def test_no_other_distribution_takes_the_name_of_ours(give, install):
     ]
 
 
-def test_a_plugin_that_is_allowed_and_broken_is_told(install):
+def test_a_plugin_that_is_named_and_broken_is_told(install):
     install("broken", ["broken = no_such_module:SPEC"], "Name: broken", entries.KERNELS)
     with pytest.warns(RuntimeWarning, match="the kernels broken for numpy cannot be used"):
-        attention(X, X, X, backend="+broken")
-    assert "no_such_module" in str(explain(X, X, X, backend="+broken"))
+        attention(X, X, X, kernel="broken,auto")
+    assert "no_such_module" in str(explain(X, X, X, kernel="broken,auto"))
 
 
 def test_the_list_says_how_to_allow_what_is_not(give):
     give(allowed=False)
     (row,) = (info for info in polyattn.list_backends() if info.name == "numpy")
     assert row.waiting == (
-        "fast: it is not polyattn's, and runs if it is named: POLYATTN_FAST=1 or backend='+fast'"
-        " allows it",
+        "fast: it is not polyattn's: it runs if the call names it, or with POLYATTN_FAST=1",
     )
     assert row.waiting[0] in " ".join(str(polyattn.list_backends()).split())
-
-
-@pytest.mark.parametrize(
-    ("sign", "chosen"),
-    [
-        ("-fast", ("numpy", "small")),
-        ("-fast,-small", ("numpy", "dense")),
-        ("-numpy", ("array-api", "dense")),
-    ],
-)
-def test_a_name_with_a_minus_is_left_out(give, sign, chosen):
-    give()
-    with polyattn.use_backend(sign):
-        explanation = explain(X, X, X)
-        attention(X, X, X)
-    assert (explanation.chosen.backend, explanation.chosen.kernel) == chosen
-    assert f"'{sign[:5]}" in str(explanation)
-    assert "leaves it out" in str(explanation)
-
-
-def test_what_is_left_out_does_not_run_by_its_name(give):
-    give()
-    with left_out("fast"):
-        attention(X, X, X, kernel="fast", backend="-fast")
-    with left_out("small"):
-        attention(X, X, X, kernel="small", backend="-small")
-    with left_out("numpy"):
-        attention(X, X, X, backend="numpy,-numpy")
-    own = next(k for k in registry.kernels_of(registry.loaded("numpy")) if k.name == "fast")
-    assert (attention(X, X, X, kernel=own, backend="-fast") == 7).all()
-
-
-@pytest.mark.parametrize(
-    ("signs", "message"),
-    [
-        ("+fats", "no plugin or kernel is named as in '\\+fats'; did you mean 'fast'"),
-        ("-smal", "no plugin or kernel is named as in '-smal'; did you mean 'small'"),
-        ("numpy,+", "a backend's name is missing"),
-    ],
-)
-def test_a_sign_of_nothing_is_refused(give, signs, message):
-    give(allowed=False)
-    registry.load("numpy")
-    with pytest.raises(ValueError, match=message):
-        attention(X, X, X, backend=signs)
-
-
-def test_what_is_left_out_may_be_absent_and_loads_nothing(run_python):
-    said = run_python("""
-import sys, numpy as np, polyattn
-x = np.ones((1, 3, 4))
-with polyattn.use_backend("-sdpa,-no_such_kernel_here"):
-    polyattn.attention(x, x, x)
-print([name for name in ("torch", "jax", "dask") if name in sys.modules])
-""")
-    assert said.split() == ["[]"]
 
 
 def test_what_a_kernel_cannot_do_and_where_another_is_better_are_shown_both(give):
@@ -447,12 +383,12 @@ def test_kernels_are_imported_with_their_backend(give):
 
 
 @pytest.mark.slow
-def test_a_compiled_call_has_what_it_allows(give):
+def test_a_compiled_call_has_what_it_names(give):
     give(spec({"torch": "fast_kernels:Fast"}), allowed=False)
     tensor = torch.from_numpy(X)
-    for backend, sevens in ((None, False), ("+fast", True), ("torch,+fast,-sdpa", True)):
+    for kernel, sevens in ((None, False), ("fast,auto", True), (["paged", "fast"], True)):
         call = torch.compile(
-            lambda x, backend=backend: attention(x, x, x, backend=backend),
+            lambda x, kernel=kernel: attention(x, x, x, kernel=kernel),
             backend="eager",
             fullgraph=True,
         )

@@ -55,7 +55,7 @@ def test_the_environment_is_read_at_call_time_and_refused_when_wrong(monkeypatch
     with pytest.raises(polyattn.UnknownBackendError, match=r"'numpy'.*POLYATTN_BACKEND=nunpy"):
         attention(X, X, X)
     monkeypatch.setenv("POLYATTN_BACKEND", "numpy,")
-    with pytest.raises(ValueError, match="missing in POLYATTN_BACKEND='numpy,'"):
+    with pytest.raises(ValueError, match="a name is missing in POLYATTN_BACKEND='numpy,'"):
         attention(X, X, X)
     monkeypatch.setenv("POLYATTN_BACKEND", "")
     assert chosen()[0] == "numpy"
@@ -64,7 +64,7 @@ def test_the_environment_is_read_at_call_time_and_refused_when_wrong(monkeypatch
 def test_a_context_refuses_a_wrong_name_at_once():
     with pytest.raises(polyattn.UnknownBackendError), use_backend("nunpy"):
         pass
-    with pytest.raises(ValueError, match="name is missing in use_backend"), use_backend():
+    with pytest.raises(ValueError, match="a name is missing in use_backend"), use_backend():
         pass
 
 

@@ -101,8 +101,9 @@ def test_explain_says_that_only_kernels_with_the_promise_run():
         named = explain(X, X, X, backend="numpy", kernel="dense")
     outside = explain(X, X, X)
     assert (inside.source, named.source) == (
-        "the arrays' own library, in same_bits()", "backend='numpy', in same_bits()",
-    )  # fmt: skip
+        "the arrays' own library, in same_bits()",
+        "backend='numpy', in same_bits(), kernel='dense'",
+    )
     assert (inside.chosen.kernel, named.chosen, outside.chosen.kernel) == ("keeping", None, "small")
     refused = {c.kernel: c.text for c in inside.candidates if c.status == "refused"}
     reason = "it does not promise the same bits for each cut of a sequence (cut_invariant)"

@@ -1,15 +1,17 @@
 """Selection of the first kernel that supports the call, of named backends or our own."""
 
+import logging
+
 import numpy as np
 import pytest
 from optional import array_api_strict, da, jnp, torch
 
 import polyattn
-from polyattn import attention, explain, use_backend
+from polyattn import attention, explain, scores, use_backend
 from polyattn._base.arrays import library_of
 from polyattn._core.call.describe import describe
 from polyattn._core.call.problem import examine
-from polyattn._dispatch import registry, request, select
+from polyattn._dispatch import cache, registry, request, select
 
 X = np.random.default_rng(0).standard_normal((2, 4, 5, 8), dtype=np.float32)
 
@@ -61,6 +63,71 @@ def test_auto_in_a_list_stands_for_the_automatic_choice():
 
 
 @pytest.mark.without_native
+@pytest.mark.parametrize(
+    ("kernel", "options", "expected"),
+    [
+        ("auto", {}, "small"),
+        ("dense,auto", {}, "dense"),
+        ("small, auto", {"is_causal": True}, "dense"),
+        ("small,tiled", {"is_causal": True}, "tiled"),  # which runs here on request only
+        (["auto", "tiled"], {}, "small"),
+        (("small,dense", "auto"), {"softcap": 2.0}, "dense"),
+    ],
+)
+def test_the_first_kernel_of_a_list_that_can_run_runs(kernel, options, expected):
+    explanation = explain(X, X, X, kernel=kernel, **options)
+    assert explanation.chosen.kernel == expected
+    names = [candidate.kernel for candidate in explanation.candidates]
+    assert len(set(names)) == len(names)
+    result = attention(X, X, X, kernel=kernel, **options)
+    np.testing.assert_array_equal(result, attention(X, X, X, kernel=expected, **options))
+
+
+def test_a_list_is_tried_on_each_backend_in_turn():
+    assert chosen(backend="array-api,numpy", kernel="small,tiled") == ("array-api", "tiled")
+    assert chosen(backend="array-api,numpy", kernel="small") == ("numpy", "small")
+
+
+@pytest.mark.without_native
+def test_the_choice_of_kernels_is_shown():
+    explanation = explain(X, X, X, kernel="small,tiled", softcap=2.0, backend="numpy")
+    assert explanation.source == "backend='numpy', kernel='small,tiled'"
+    assert explain(X, X, X, kernel="auto").source == "the arrays' own library"
+    with pytest.raises(
+        polyattn.UnsupportedError, match="kernel='small,tiled' cannot take"
+    ) as error:
+        attention(X, X, X, backend="numpy", kernel="small,tiled", normalizer=scores.sparsemax())
+    names = [candidate.kernel for candidate in error.value.explanation.candidates]
+    assert names == ["small", "tiled"]
+
+
+@pytest.mark.parametrize(
+    ("kernel", "error", "message"),
+    [
+        ("tiled,,auto", ValueError, "a name is missing in kernel='tiled,,auto'"),
+        ("", ValueError, "a name is missing in kernel=''"),
+        ([], ValueError, r"a name is missing in kernel=\[\]"),
+        ("tield,auto", ValueError, "has a kernel 'tield'; did you mean 'tiled'"),
+        (
+            "auto,sdpa",
+            ValueError,
+            "kernel='auto,sdpa': .* has a kernel 'sdpa'.* here are auto, .*small",
+        ),
+        (["tiled", 3], TypeError, "a kernel is named by a string"),
+    ],
+)
+def test_a_wrong_list_of_kernels_is_refused(kernel, error, message):
+    for function in (attention, explain):
+        with pytest.raises(error, match=message):
+            function(X, X, X, kernel=kernel)
+
+
+def test_names_of_kernels_are_not_checked_where_a_backend_is_absent(plugins):
+    plugins(acme=_spec())
+    assert explain(X, X, X, backend="acme,numpy", kernel="fused,dense").chosen.kernel == "dense"
+
+
+@pytest.mark.without_native
 @pytest.mark.needs("torch")
 def test_an_error_while_running_is_not_retried_elsewhere(monkeypatch):
     registry.load("torch")
@@ -76,7 +143,7 @@ def test_select_is_a_function_of_its_arguments(monkeypatch):
 
     def selected(x):
         call, _ = describe(x, x, x, is_causal=True)
-        return select.select(call, examine(call), requested, None, xp)
+        return select.select(call, examine(call), requested, (request.AUTO,), xp)
 
     plan = selected(X)
     monkeypatch.setenv("POLYATTN_BACKEND", "numpy")
@@ -162,3 +229,57 @@ def test_other_plugins_cannot_replace_ours(plugins):
     assert registry.serving("numpy") == ("numpy",)
     registry.load("numpy")
     assert type(registry.loaded("numpy")).__module__ == "polyattn_numpy.backend"
+
+
+# ---- the logger ----
+
+
+def lines_of(log):
+    """Return the lines that polyattn logged, without the arrays that all calls of a test share."""
+    records = [record for record in log.records if record.name == "polyattn"]
+    assert {record.levelname for record in records} <= {"DEBUG"}
+    shared = "new plan: query (2, 4, 5, 8), key (2, 4, 5, 8), value (2, 4, 5, 8), float32, "
+    return [record.getMessage().removeprefix(shared) for record in records]
+
+
+@pytest.mark.without_native
+def test_the_logger_has_a_line_for_each_new_plan(caplog):
+    cache.forget()
+    with caplog.at_level(logging.DEBUG, "polyattn"):
+        for _ in range(2):
+            attention(X, X, X)
+            attention(X, X, X, softcap=2.0)
+        attention(X, X, X, normalizer=scores.sparsemax(), backend="array-api")
+        explain(X, X, X, sinks=X[0, :, 0, 0])
+    assert lines_of(caplog) == [
+        "numpy on cpu, needs nothing beyond the plain formula: numpy small",
+        "numpy on cpu, needs softcap: numpy dense, after small: it does not compute softcap; tiled:"
+        " the problem is small: dense has less overhead",
+        "numpy on cpu, needs normalizer: array-api dense, after tiled: it does not compute"
+        " normalizer",
+    ]
+
+
+@pytest.mark.without_native
+def test_the_logger_has_a_line_for_the_plan_of_a_derivative(caplog):
+    cache.forget()
+    with caplog.at_level(logging.DEBUG, "polyattn"):
+        polyattn.attention_vjp(X, X, X)[1](X)
+        polyattn.attention_jvp((X, X, X), (X, None, None))
+    found = [line.partition(", after ")[0] for line in lines_of(caplog)]
+    assert found == [
+        "numpy on cpu, needs logsumexp: numpy small",
+        "numpy on cpu, needs backward: numpy dense",
+        "numpy on cpu, needs jvp: numpy dense",
+    ]
+
+
+def test_the_logger_is_silent_at_other_levels_and_in_programs(caplog):
+    cache.forget()
+    with caplog.at_level(logging.INFO, "polyattn"):
+        attention(X, X, X)
+    if torch:
+        with caplog.at_level(logging.DEBUG, "polyattn"):
+            program = torch.compile(lambda x: attention(x, x, x), fullgraph=True, backend="eager")
+            program(torch.from_numpy(X))
+    assert lines_of(caplog) == []

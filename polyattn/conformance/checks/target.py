@@ -22,7 +22,7 @@ from polyattn._core.call.features import DTYPES
 from polyattn._core.call.parts import arrays_in
 from polyattn._dispatch import extensions, registry
 from polyattn._dispatch.explanation import Explanation
-from polyattn._dispatch.request import SIGNS
+from polyattn._dispatch.request import AUTO
 from polyattn.conformance.cases.case import Case, with_arrays
 from polyattn.plugin import Kernel
 
@@ -86,7 +86,7 @@ class Target:
         transform: Callable[..., Any] | None = None,
     ) -> None:
         stem, _, device = backend.partition(":")
-        if "," in backend or stem == "auto" or stem[:1] in SIGNS:
+        if "," in backend or stem == AUTO:
             raise ValueError(f"one backend is checked at a time, by its name; got {backend!r}")
         shape = (1, 2)
         explain(shape, shape, shape, backend=stem)  # refuses an unknown name
