@@ -191,15 +191,6 @@ MUTATIONS = (
      "if (!distance_ || task < distance_) return true;", "return true;"),
     ("native: groups of rows that hold one position taken for one", "backward.h",
      "(heads - 1 + work_.rows - 1) / work_.rows", "0"),
-    # tangents
-    ("native: the tangent of a sink", "tangent.h",
-     "sums[lane] += weight *", "sums[lane] += 0 * weight *"),
-    ("native: the slope of a softcap in a tangent", "tangent.h",
-     "1 - bounded[i] * bounded[i]", "1 - bounded[i]"),
-    ("native: a tangent without the logsumexp's", "tangent.h",
-     "rows[lane][e] -= sums[lane] * result[e];", "rows[lane][e] -= 0 * result[e];"),
-    ("native: a tangent with dropout", "tangent.h",
-     "select<T>(kept, share / (T)call.keep, Vector<T>{})", "select<T>(kept, share, Vector<T>{})"),
     # products
     ("native: the sums of a product begin anew with each chain", "matrix.h",
      "if (k.first > 0) total += load(out + c);", ""),

@@ -26,10 +26,7 @@ from polyattn_native.visible import Made, Visible, ends_of_band, visible
 # The multiply-adds that a thread must have: fewer take less time than to wake it.
 THREAD_WORK = 2**21
 # The arrays with an axis of keys in place of one of rows.
-OF_KEYS = frozenset(
-    ("key", "value", "key_steps", "value_steps", "key_gradient", "value_gradient", "key_tangent",
-     "value_tangent")
-)  # fmt: skip
+OF_KEYS = frozenset(("key", "value", "key_steps", "value_steps", "key_gradient", "value_gradient"))
 # The rows of a part are a multiple of this: those of a group, whose gradients are added up at once.
 PART = 128
 # The bytes of a mask or bias that is made for some rows at a time.
