@@ -151,14 +151,10 @@ MUTATIONS = (
      "scores[key * Rows + i] = -infinity<T>();", "scores[key * Rows + i] = infinity<T>();"),
     ("native: a hidden value of few rows added", "few.h",
      "if (hides_nonfinite && bit_cast<Int>(weight) == hidden) continue;", ""),
-    # integers of 8 and 4 bits
+    # integers
     ("native: the steps of the first block for all keys", "products.h",
      "if (--left == 0) row += steps.row", "if (--left == 0) row += is_key ? 0 : steps.row"),
     ("native: one step for all channels", "rows.h", "steps[i * column]", "steps[0]"),
-    ("native: the step of the first group for all", "rows.h",
-     "stop += group, ++steps, ++offsets", "stop += group"),
-    ("native: integers of 4 bits in the other order", "rows.h",
-     "codes[i / 2] & 15", "codes[i / 2] >> 4"),
     # gradients
     ("native: delta without the logsumexp's gradient", "backward.h",
      "if (call.logsumexp_gradient.data) d -=", "if (false) d -="),

@@ -98,10 +98,6 @@ struct Case {
     }
 
     void add_inputs() {
-        if (function == ATTEND && kind == sums && !call.page && random.chance(0.15)) {
-            call.group = random.one_of<int64_t>({2, 6, 32, 48, 64});
-            call.head_size = call.group * random.between(1, 3), call.value_size = call.group * random.between(1, 3);
-        }
         query = made(call.query, kind, with_items(of_query()));
         if (call.page) {
             const int64_t pages = random.between(1, 2 * call.keys / call.page);
@@ -109,8 +105,6 @@ struct Case {
             while (key.view.offsets);
             do value = made(call.value, kind, {pages, call.key_heads, call.page, call.value_size});
             while (value.view.offsets);
-        } else if (call.group) {
-            add_nibbles();
         } else if (function == ATTEND && kind == sums && random.chance(0.2)) {
             add_integers();
         } else {
@@ -136,20 +130,6 @@ struct Case {
         value_steps = made(call.value_steps, sums, with_items({call.items, call.key_heads, call.keys, 1}));
         for (Array* array : {&key_steps, &value_steps}) array->fill([&] { return random.unit() / 64; });
         call.value_steps.column = 0;
-    }
-    // Integers of 4 bits, two in a byte.
-    void add_nibbles() {
-        call.step_keys = 1;
-        const auto halved = [](std::vector<int64_t> shape) { return shape[3] /= 2, shape; };
-        key = made(call.key, INT8, halved(with_items(of_key())));
-        value = made(call.value, INT8, halved(with_items(of_value())));
-        for (Array* array : {&key, &value}) array->fill([&] { return (double)random.between(-128, 127); });
-        const auto by_group = [&](int64_t size) {
-            return with_items({call.items, call.key_heads, call.keys, 2 * size / call.group});
-        };
-        key_steps = made(call.key_steps, sums, by_group(call.head_size));
-        value_steps = made(call.value_steps, sums, by_group(call.value_size));
-        for (Array* array : {&key_steps, &value_steps}) array->fill([&] { return random.normal() / 8; });
     }
     void poison(Array& array, double number) {
         int64_t at[4];
@@ -237,13 +217,6 @@ struct Case {
     }
     // A number of a key or value.
     double at(const Array& array, int64_t item, int64_t head, int64_t row, int64_t column) const {
-        if (call.group && (&array == &key || &array == &value)) {
-            const Array& steps = &array == &key ? key_steps : value_steps;
-            const int64_t groups = steps.shape()[3] / 2, group = column / call.group;
-            const int byte = (int)array(item, head, row, column / 2) & 255;
-            return (column % 2 ? byte >> 4 : byte & 15) * steps(item, head, row, group) +
-                   steps(item, head, row, groups + group);
-        }
         if (key_steps && &array == &key)
             return array(item, head, row, column) * key_steps(item, head, row / call.step_keys, column);
         if (key_steps && &array == &value) return array(item, head, row, column) * value_steps(item, head, row, 0);

@@ -169,12 +169,8 @@ class NativeCall:
     def _add_keys(self, name: str, given: Any) -> None:
         if isinstance(given, Quantized):
             steps = np.asarray(given.steps, self.accumulator)
-            if given.bits == 4:
-                self.call.group = given.shape[-1] // max(steps.shape[-1], 1)
-                steps = steps.reshape(*steps.shape[:-2], 2 * steps.shape[-1])
             if name == "key":
                 self.call.step_keys = given.shape[-2] // steps.shape[-2]
-            # Only now: one group has an axis of length 1, which becomes one of steps and offsets.
             self.array(f"{name}_steps", readable(steps))
             given = given.codes
         self.array(name, readable(given))

@@ -56,7 +56,6 @@ class Native(Kernel):
     batch_invariant = cut_invariant = skips_documents = reads_selections = True
     takes_empty = False
     counts_far = frozenset({"causal", "window"})
-    quantized_bits = frozenset({4, 8})
 
     def __init__(self) -> None:
         # By problem and kind of arrays. The problem is kept too, so that its id stays its own.

@@ -44,7 +44,6 @@ class CCall(ctypes.Structure):
         ("key_steps", CArray),
         ("value_steps", CArray),
         ("step_keys", c_int64),
-        ("group", c_int64),
         ("scale", c_double),
         ("softcap", c_double),
         ("has_low", c_int32),

@@ -23,8 +23,7 @@ typedef struct {
     int64_t items, heads, key_heads, rows, keys, head_size, value_size;
     int32_t dtype;    // of query, key, value and output
     int32_t threads;  // at most so many compute
-    PolyattnArray query, key, value, output;  // their last axis is contiguous; the output of a
-                                              // derivative has the dtype of scores
+    PolyattnArray query, key, value, output;  // contiguous last axes; a derivative's output is of the scores' dtype
     PolyattnArray logsumexp;  // (item, head, row), float32 or float64
     // Keys and values in pages of `page` keys each, if there is a table: the item of `key` and `value` is
     // then a page, and the pages of an item are a row of the table. Entries beyond the last page that a row
@@ -35,9 +34,6 @@ typedef struct {
     // a value times its own. Of the dtype of scores, as the query is. Only polyattn_attend, without pages.
     PolyattnArray key_steps, value_steps;
     int64_t step_keys;
-    // If not 0, they are of 4 bits, two in a uint8, the first in its low bits: a row of steps is that of a key, and
-    // has the step of each group of so many elements, and then what is added to the products of each.
-    int64_t group;
     double scale;
     double softcap;  // 0 for none
     // Row i sees the keys from i + low to i + high, both plus the item's position if there are any.

@@ -68,8 +68,7 @@ Matrix<T> scaled_block(const PolyattnCall& call, const PolyattnArray& array, int
     const int8_t* codes = (const int8_t*)array.data + offset_of(array, item, head, keys.first);
     int64_t left = each - keys.first % each;
     for (T* to = block; to < block + (keys.stop - keys.first) * size; to += size, codes += array.row) {
-        if (call.group) scale_nibbles((const uint8_t*)codes, row, call.group, size, to);
-        else scale_codes(codes, row, steps.column, size, to);
+        scale_codes(codes, row, steps.column, size, to);
         if (--left == 0) row += steps.row, left = each;
     }
     return {block, size};
