@@ -32,8 +32,8 @@ Results = tuple[tuple[str, Shape, str], ...]  # the name, shape and dtype of eac
 PRODUCTS = {"attend": 2, "differentiate": 5}
 #: With a table these are pages, without batch axes.
 POOLS = ("key", "value")
-#: Arguments without batch axes, of which a call of the library has only the address.
-ADDRESSES = ("sinks", "sinks_tangent", "seed")
+#: Arguments of which the call has only the address, also without batch axes.
+ADDRESSES = ("sinks", "seed")
 #: Results that the library adds to what is there.
 ADDED = ("by_distance_gradient", "bias_gradient")
 # These functions of JAX have no types.

@@ -223,7 +223,8 @@ def _batch(arrays: Any, axes: Any, call: LibraryCall) -> tuple[Any, Any]:
         for name in call.arguments
     ]
     is_split = any(axis is not None for axis, one in zip(axes, whole, strict=True) if one)
-    if call.problem.dropout or is_split or size == 0:  # dropout counts the items of a call
+    # Dropout counts the items of a call.
+    if call.function not in PRODUCTS or call.problem.dropout or is_split or size == 0:
         results = jax.vmap(call.by_program, axes)(*arrays)
         return results, [0] * len(results)
     given = [
