@@ -151,14 +151,10 @@ MUTATIONS = (
      "scores[key * Rows + i] = -infinity<T>();", "scores[key * Rows + i] = infinity<T>();"),
     ("native: a hidden value of few rows added", "few.h",
      "if (hides_nonfinite && bit_cast<Int>(weight) == hidden) continue;", ""),
-    # integers of 8 and 4 bits
+    # integers
     ("native: the steps of the first block for all keys", "products.h",
      "if (--left == 0) row += steps.row", "if (--left == 0) row += is_key ? 0 : steps.row"),
     ("native: one step for all channels", "rows.h", "steps[i * column]", "steps[0]"),
-    ("native: the step of the first group for all", "rows.h",
-     "stop += group, ++steps, ++offsets", "stop += group"),
-    ("native: integers of 4 bits in the other order", "rows.h",
-     "codes[i / 2] & 15", "codes[i / 2] >> 4"),
     # gradients
     ("native: delta without the logsumexp's gradient", "backward.h",
      "if (call.logsumexp_gradient.data) d -=", "if (false) d -="),
@@ -191,15 +187,6 @@ MUTATIONS = (
      "if (!distance_ || task < distance_) return true;", "return true;"),
     ("native: groups of rows that hold one position taken for one", "backward.h",
      "(heads - 1 + work_.rows - 1) / work_.rows", "0"),
-    # tangents
-    ("native: the tangent of a sink", "tangent.h",
-     "sums[lane] += weight *", "sums[lane] += 0 * weight *"),
-    ("native: the slope of a softcap in a tangent", "tangent.h",
-     "1 - bounded[i] * bounded[i]", "1 - bounded[i]"),
-    ("native: a tangent without the logsumexp's", "tangent.h",
-     "rows[lane][e] -= sums[lane] * result[e];", "rows[lane][e] -= 0 * result[e];"),
-    ("native: a tangent with dropout", "tangent.h",
-     "select<T>(kept, share / (T)call.keep, Vector<T>{})", "select<T>(kept, share, Vector<T>{})"),
     # products
     ("native: the sums of a product begin anew with each chain", "matrix.h",
      "if (k.first > 0) total += load(out + c);", ""),

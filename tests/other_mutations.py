@@ -50,10 +50,6 @@ TREE = "polyattn/_core/expressions/tree.py"
 INTERVALS = "tests/expressions/test_intervals.py::"
 INTERVALS_OF_ROWS = "polyattn/_core/expressions/intervals.py"
 QUANTIZED = "tests/nn/test_quantized_cache.py::"
-PACKED = "tests/nn/test_integers.py::"
-KERNEL_BITS = (
-    "tests/conformance/test_quantized.py::test_a_kernel_gets_integers_of_the_bits_that_it_declares"
-)
 HALF_A_STEP = QUANTIZED + "test_an_entry_is_within_half_a_step_and_the_newest_are_as_they_were"
 INTEGERS = QUANTIZED + "test_attention_is_that_over_what_the_integers_stand_for"
 TRACED = QUANTIZED + "test_shapes_without_lengths_give_the_same"
@@ -97,18 +93,6 @@ MUTATIONS = (
      "a step of twice the size", "polyattn/nn/integers.py",
      "keepdims=True) / 127",
      "keepdims=True) / 64"),
-    (PACKED + "test_integers_steps_and_offsets_are_those_of_the_rule[numpy]",
-     "an offset that is not a multiple of its step", "polyattn/nn/integers.py",
-     "step = far / xp.where(count == 0, one, count)",
-     "step = xp.where(count == 0, far, step)"),
-    (PACKED + "test_attention_is_that_over_what_the_integers_stand_for[none-False]",
-     "integers of 4 bits in the other order", "polyattn/nn/integers.py",
-     "xp.stack((codes & 15, codes >> 4)",
-     "xp.stack((codes >> 4, codes & 15)"),
-    (KERNEL_BITS,
-     "integers of 4 bits for a kernel that reads 8", "polyattn/_api/pieces.py",
-     "key.bits in kernel.quantized_bits and kernel",
-     "kernel"),
     (HALF_A_STEP + "[numpy-steps1]",
      "integers that are not rounded", "polyattn/nn/integers.py",
      "codes = xp.round(blocks / xp.where(steps == 0, xp.ones_like(steps), steps))",

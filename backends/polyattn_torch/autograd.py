@@ -16,7 +16,7 @@ three things; two classes of `torch.autograd.Function` ask it for them:
 The gradients are a node of their own, so that they need as little memory where torch records how
 they are computed, as it always does under torch.func. No weights are saved in any order.
 
-There are two nodes: `kernel_node.KernelNode` for a kernel that has `backward` and `jvp`, and
+There are two nodes: `kernel_node.KernelNode` for a kernel that has `backward`, and
 `fused_node.FusedNode` for torch's flash attention on the CPU. `TorchBackend.run` asks
 `kernel_node.node_of` for the first, `Sdpa` asks `fused_node.recorded` for the second.
 """

@@ -52,7 +52,7 @@ class Slot(NamedTuple):
 
 
 class KernelNode(AutogradNode):
-    """A call of a kernel that has `backward` and `jvp`; the template has slots for tensors."""
+    """A call of a kernel that has `backward`; the template has slots for tensors."""
 
     def __init__(
         self, kernel: Kernel, problem: Problem, backend: Backend, template: Operands
@@ -101,11 +101,12 @@ class KernelNode(AutogradNode):
         of_expressions = sum(one is not None for one in tangents) > sum(
             one is not None for one in by_name.values()
         )
-        if of_expressions or undeclared(self._kernel, self.problem.features | {"jvp"}):
+        kernel = self._kernel if "jvp" in self._kernel.differentiates else self._backend.tiled
+        if of_expressions or undeclared(kernel, self.problem.features | {"jvp"}):
             return directional(
                 lambda *x: tuple(self.results(x, by_operations=True)), tensors, tangents
             )
-        of_results: Any = self._kernel.jvp(
+        of_results: Any = kernel.jvp(
             self._problem(by_operations=True), self._operands(tensors),
             Residuals(*results), Tangents(**by_name), self._backend,
         )  # fmt: skip

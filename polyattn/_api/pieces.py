@@ -101,9 +101,7 @@ def _over(
 ) -> Any:
     call, operands = describe(query, key, value, **options, logsumexp=True, facts=_facts)
     plan = plan_of(call, query, backend, kernel)
-    kernel = plan.kernel
-    reads = key.bits in kernel.quantized_bits and kernel.reads_quantized(plan.placement.problem)
-    if plan.placement.moved or not reads:
+    if plan.placement.moved or not plan.kernel.reads_quantized(plan.placement.problem):
         return None
     return PlannedCall(call, operands, plan)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from polyattn._base.arrays import Array, facts_of, is_array, library_of

@@ -1,7 +1,6 @@
-"""Define QuantizedCache: keys and values as integers of 8 or 4 bits, the newest ones as they are.
+"""Define QuantizedCache: keys and values as integers of 8 bits, the newest ones as they are.
 
-Keys of 8 bits have a step for each channel of a block of tokens, values one for each token, as in
-KIVI [1]_; of 4 bits they have one, and an offset, for each group of a token's numbers, as in MLX.
+Keys have a step for each channel of a block of tokens, values one for each token, as in KIVI [1]_.
 Attention reads the integers, or makes floats of some blocks at a time for kernels that do not. So
 no copy is as large as the cache, unless XLA makes one in a compiled step.
 
@@ -36,7 +35,7 @@ from polyattn._base.tracing import is_autocast_on, is_compiling
 from polyattn._dispatch.request import request
 from polyattn.nn import integers
 from polyattn.nn.cache import KVCache, checked_tokens, known, overwritten
-from polyattn.nn.integers import Axis, attention_of_row, in_sums, sums
+from polyattn.nn.integers import attention_of_row, in_sums, sums
 from polyattn.nn.memory import zeros
 from polyattn.nn.shapes import as_array
 
@@ -45,35 +44,30 @@ T = TypeVar("T")
 PIECE = 2**19
 #: The most pieces of the keys where the library traces.
 TRACED_PIECES = 8
-#: By bits, the axes of a block along which keys and values share a step; None if by groups.
-AXES = {8: (-2, -1), 4: (None, None)}
+#: The axes of a block along which keys and values share a step.
+AXES = (-2, -1)
 
 
 @dataclass(frozen=True, eq=False)
 class QuantizedCache:
     """Keys and values of the tokens so far, of which only the newest are floats.
 
-    The error of an entry of 8 bits is at most a 254th of the largest key of its channel in a block,
-    or of its token's largest value; of 4 bits it is at most a 15th of the span of its group. There
-    are no gradients with respect to keys and values.
+    The error of an entry is at most a 254th of the largest key of its channel in a block, or of its
+    token's largest value. There are no gradients with respect to keys and values.
 
     Attributes
     ----------
     codes : KVCache
-        The older tokens as integers, arrays of int8; of 4 bits of uint8, two in each.
+        The older tokens as integers, arrays of int8.
     steps : KVCache
         What to multiply them by: of the keys, shape (..., G, blocks, D), and of the values, shape
-        (..., G, blocks, block). Of 4 bits also what to add, (..., G, blocks, block · 2 · groups).
+        (..., G, blocks, block).
     recent : KVCache
         The newest tokens, at least `window` of them and less than `window` + `block`.
     window : int
         Number of the newest tokens that stay as they are.
     block : int
         Number of tokens that become integers at once.
-    bits : {8, 4}
-        The bits of an integer.
-    group : int
-        How many numbers of a token share a step and an offset, if they have 4 bits.
     """
 
     codes: KVCache
@@ -81,8 +75,6 @@ class QuantizedCache:
     recent: KVCache
     window: int
     block: int
-    bits: int = 8
-    group: int = 64
 
     @classmethod
     def init(
@@ -96,8 +88,6 @@ class QuantizedCache:
         value_size: int | None = None,
         window: int = 32,
         block: int = 64,
-        bits: int = 8,
-        group: int = 64,
     ) -> QuantizedCache:
         """Return an empty cache.
 
@@ -109,15 +99,11 @@ class QuantizedCache:
             Number of the newest tokens that stay as they are, at least 0.
         block : int
             Number of tokens that become integers at once, at least 1.
-        bits : {8, 4}
-            The bits of an integer.
-        group : {32, 64, 128}
-            How many numbers of a token share a step, if they have 4 bits; divides both sizes.
 
         Raises
         ------
         ValueError
-            If a number is not one of these, or a size is no multiple of the group.
+            If a number is less than that.
 
         Examples
         --------
@@ -132,16 +118,17 @@ class QuantizedCache:
         """
         window, block = check_int("window", window, least=0), check_int("block", block, least=1)
         blocks = -(-check_int("capacity", capacity, least=0) // block)
-        sizes = size, size if value_size is None else value_size
-        kind, widths, of_steps = integers.layout(sizes, block, bits, group)
         xp = library_of(like, "like").xp
         one = like[(slice(1),) * len(like.shape)]
-        kinds = [xp.astype(one, getattr(xp, name)) for name in (kind, sums(like))]
-        own: Any = [{"batch": batch, "value_size": pair[1]} for pair in (widths, of_steps, sizes)]
-        codes = KVCache.init(heads, widths[0], blocks * block, like=kinds[0], **own[0])
-        steps = KVCache.init(heads, of_steps[0], blocks, like=kinds[1], **own[1])
-        recent = KVCache.init(heads, size, window + block - 1, like=like, **own[2])
-        return cls(codes, steps, recent, window, block, bits, group)
+        kinds = [xp.astype(one, getattr(xp, name)) for name in ("int8", sums(like))]
+
+        def empty(capacity: int, like: Array, value_size: int | None) -> KVCache:
+            given: Any = {"like": like, "batch": batch, "value_size": value_size}
+            return KVCache.init(heads, size, capacity, **given)
+
+        codes, steps = empty(blocks * block, kinds[0], value_size), empty(blocks, kinds[1], block)
+        recent = empty(window + block - 1, like, value_size)
+        return cls(codes, steps, recent, window, block)
 
     @property
     def length(self) -> int | Array:
@@ -221,9 +208,8 @@ class QuantizedCache:
     def _quantized(self, tokens: Sequence[Array], blocks: int) -> Iterator[tuple[Array, Array]]:
         """Return the first blocks of keys and values as integers, and the steps of both."""
         whole = [x[..., : blocks * self.block, :] for x in tokens]
-        pairs = zip(whole, AXES[self.bits], strict=True)
-        block, group = self.block, self.group
-        return zip(*[integers.quantized(x, block, axis, group) for x, axis in pairs], strict=True)
+        pairs = zip(whole, AXES, strict=True)
+        return zip(*[integers.quantized(x, self.block, axis) for x, axis in pairs], strict=True)
 
     def _append_traced(self, key: Array, value: Array) -> QuantizedCache:
         """Return a cache with more tokens, by shapes that follow from no length.
@@ -346,11 +332,7 @@ class QuantizedCache:
             return merge(joined, older).output
         rows = xp.reshape(query, (*batch, key.shape[-3], heads // key.shape[-3], size)) * scale
         for first, stop in self._ranges():
-            if self.bits == 8:
-                part = attention_of_row(rows, *self._read(integers.blocks_of, first, stop))
-            else:
-                floats = self._read(integers.floats_of, first, stop)
-                part = attention_partial(query, *floats, scale=scale)
+            part = attention_of_row(rows, *self._read(integers.blocks_of, first, stop))
             joined = merge(joined, part)
         return joined.output
 
@@ -390,11 +372,11 @@ class QuantizedCache:
         """Return the older keys and values as integers, and their steps."""
         return self._read(integers.as_integers, 0, known(self.steps.length))
 
-    def _read(self, form: Callable[[Array, Array, Axis, int], T], first: int, stop: int) -> list[T]:
+    def _read(self, form: Callable[[Array, Array, int], T], first: int, stop: int) -> list[T]:
         """Return some blocks of keys and values in a form."""
-        codes, steps, block, axes = self.codes, self.steps, self.block, AXES[self.bits]
-        pairs = (codes.key, steps.key, axes[0]), (codes.value, steps.value, axes[1])
+        codes, steps, block = self.codes, self.steps, self.block
+        pairs = (codes.key, steps.key, AXES[0]), (codes.value, steps.value, AXES[1])
         return [
-            form(x[..., first * block : stop * block, :], of[..., first:stop, :], axis, block)
+            form(x[..., first * block : stop * block, :], of[..., first:stop, :], axis)
             for x, of, axis in pairs
         ]

@@ -61,8 +61,6 @@ class Kernel:
         Features that it computes only on some kinds of device, with these kinds.
     counts_far : frozenset of str
         The features that count rows or keys, and that it computes beyond 2**30 of them too.
-    quantized_bits : frozenset of int
-        How many bits the integers may have that `reads_quantized` speaks of: 8, 4 or both.
     takes_band : bool
         Whether a mask expression of numbers that is causal and a window over some of the keys comes
         to `__call__` as these, and only these keys.
@@ -91,7 +89,6 @@ class Kernel:
     devices: ClassVar[frozenset[str] | None] = None
     only_on: ClassVar[Mapping[str, frozenset[str]]] = {}
     counts_far: ClassVar[frozenset[str]] = frozenset()
-    quantized_bits: ClassVar[frozenset[int]] = frozenset({8})
     takes_band: ClassVar[bool] = False
     skips_documents: ClassVar[bool] = False
     reads_selections: ClassVar[bool] = False

@@ -116,8 +116,6 @@ def test_explicit_derivatives_equal_the_formula(seed: int) -> None:
             np.testing.assert_allclose(
                 getattr(found, name), getattr(wanted, name), rtol=1e-3, atol=1e-3, err_msg=name
             )
-    wanted = polyattn.attention_jvp(exact, exact, **options, kernel="dense")[1]
-    close(polyattn.attention_jvp(given, given, **in_jax(options), kernel="native")[1], wanted)
 
 
 def small(*shape: int, seed: int = 0) -> Any:
@@ -270,6 +268,20 @@ def test_derivatives_of_derivatives_are_those_of_xla() -> None:
     for jacobian in (jax.jacfwd, jax.jacrev):
         found = hessian("native", jacobian)
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), found, expected)
+
+
+def test_a_linearized_call_is_computed_by_xla_and_transposed_by_the_library() -> None:
+    x = small(2, 3, 11, 8)
+
+    def call(kernel: str) -> Any:
+        return lambda x: polyattn.attention(x, x, x, is_causal=True, kernel=kernel)
+
+    push = jax.linearize(call("native"), x)[1]
+    close(push(x), jax.jvp(call("xla"), (x,), (x,))[1])
+    assert "@polyattn" not in jax.jit(push).lower(x).as_text()
+    text = jax.jit(jax.linear_transpose(push, x)).lower(x).as_text()
+    assert "@polyattn_differentiate" in text
+    assert "dot_general" not in text
 
 
 def test_few_rows_read_keys_of_another_layout_where_they_lie() -> None:

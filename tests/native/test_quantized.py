@@ -17,13 +17,9 @@ from polyattn.nn import integers
 
 call = pytest.importorskip("polyattn_native.call")
 
-B, H, G, S = 2, 6, 2, 330
-SIZES = {8: (20, 9), 4: (64, 32)}
+B, H, G, S, D, E = 2, 6, 2, 330, 20, 9
 RNG = np.random.default_rng(3)
-ARRAYS = {
-    bits: [RNG.standard_normal(shape) for shape in ((B, H, 40, d), (B, G, S, d), (B, G, S, e))]
-    for bits, (d, e) in SIZES.items()
-}
+QUERY, KEY, VALUE = map(RNG.standard_normal, ((B, H, 40, D), (B, G, S, D), (B, G, S, E)))
 OPTIONS: dict[str, dict[str, Any]] = {
     "none": {},
     "window": {"is_causal": True, "window": (270, 0), "softcap": 3.0},
@@ -39,18 +35,15 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def empty(bits: int, like: Any, **settings: int) -> nn.QuantizedCache:
-    """Return a cache for some of the arrays."""
-    settings = {"value_size": SIZES[bits][1], "bits": bits, "group": 32} | settings
-    return nn.QuantizedCache.init(G, SIZES[bits][0], S, like=like, batch=(B,), **settings)
+def empty(like: Any, **settings: int) -> nn.QuantizedCache:
+    """Return a cache for keys and values."""
+    return nn.QuantizedCache.init(G, D, S, like=like, batch=(B,), value_size=E, **settings)
 
 
-def cached(
-    bits: int, dtype: str, monkeypatch: pytest.MonkeyPatch
-) -> tuple[nn.QuantizedCache, list[Any]]:
+def cached(dtype: str, monkeypatch: pytest.MonkeyPatch) -> tuple[nn.QuantizedCache, list[Any]]:
     """Return a cache that cannot make floats any more, and the floats that it stands for."""
-    key, value = (x.astype(dtype) for x in ARRAYS[bits][1:])
-    cache = empty(bits, key, window=9, block=16).append(key, value)
+    key, value = (x.astype(dtype) for x in (KEY, VALUE))
+    cache = empty(key, window=9, block=16).append(key, value)
     floats = cache._read(integers.floats_of, 0, cache.steps.length)
     for n, recent in enumerate((cache.recent.keys, cache.recent.values)):
         floats[n] = np.concatenate([floats[n], recent], axis=-2)
@@ -64,17 +57,15 @@ def without_floats(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("isa")
-@pytest.mark.parametrize("bits", SIZES)
 @pytest.mark.parametrize(("dtype", "atol"), [("float32", 3e-6), ("float64", 1e-13)])
 def test_attention_is_that_over_what_the_integers_stand_for(
-    bits: int, dtype: str, atol: float, monkeypatch: pytest.MonkeyPatch
+    dtype: str, atol: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(call, "MADE", 2**10)  # masks are made for some rows at a time
-    cache, floats = cached(bits, dtype, monkeypatch)
-    whole = ARRAYS[bits][0]
-    for rows in (whole, whole[:, :, :1], whole[:, :, ::13]):
+    cache, floats = cached(dtype, monkeypatch)
+    for rows in (QUERY, QUERY[:, :, :1], QUERY[:, :, ::13]):
         query = rows.astype(dtype)
-        for options in OPTIONS.values() if rows is whole else [{}, {"is_causal": True}]:
+        for options in OPTIONS.values() if rows is QUERY else [{}, {"is_causal": True}]:
             found = cache.attention(query, **options)
             expected = attention(query, *floats, kernel="dense", **options)
             np.testing.assert_allclose(found, expected, rtol=0, atol=atol)
@@ -85,12 +76,9 @@ class Recorder(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("bits", SIZES)
-def test_tensors_are_read_too_unless_somebody_records_them(
-    bits: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    query, key, value = map(torch.tensor, ARRAYS[bits])
-    cache = empty(bits, key).append(key[:, :, :70], value[:, :, :70])
+def test_tensors_are_read_too_unless_somebody_records_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    query, key, value = map(torch.tensor, (QUERY, KEY, VALUE))
+    cache = empty(key).append(key[:, :, :70], value[:, :, :70])
     with Recorder():
         expected = [cache.attention(x) for x in (query, query[:, :, :1])]
     without_floats(monkeypatch)
@@ -98,10 +86,9 @@ def test_tensors_are_read_too_unless_somebody_records_them(
         assert torch.allclose(cache.attention(x), other, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("bits", SIZES)
-def test_16_bits_and_a_step_after_another(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    cache, floats = cached(bits, "float16", monkeypatch)
-    query = ARRAYS[bits][0][:, :, :1].astype("float16")
+def test_16_bits_and_a_step_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache, floats = cached("float16", monkeypatch)
+    query = QUERY[:, :, :1].astype("float16")
     for _ in range(3):  # a call of the same kind is not taken for one over floats
         attention(query, *(x.astype("float16") for x in floats))
         found = cache.attention(query)
@@ -111,8 +98,8 @@ def test_16_bits_and_a_step_after_another(bits: int, monkeypatch: pytest.MonkeyP
 
 
 def test_under_autocast_a_step_is_that_of_floats() -> None:
-    query, key, value = (torch.from_numpy(x).float() for x in ARRAYS[8])
-    query, cache = query[:, :, :1], empty(8, key).append(key, value)
+    query, key, value = (torch.from_numpy(x).float() for x in (QUERY, KEY, VALUE))
+    query, cache = query[:, :, :1], empty(key).append(key, value)
     with torch.autocast("cpu", torch.bfloat16):
         found = cache.attention(query)
         torch.testing.assert_close(found, cache.attention(query, kernel="tiled"))
@@ -143,13 +130,11 @@ def test_steps_of_decoding_are_described_once(
     np.testing.assert_allclose(outputs[2], 1.0, atol=1e-2)
 
 
-@pytest.mark.parametrize("bits", SIZES)
-def test_steps_of_one_block_may_have_any_strides(bits: int) -> None:
-    query, key, value = ARRAYS[bits]
-    cache = empty(bits, key, window=0, block=16).append(key[:, :, :16], value[:, :, :16])
+def test_steps_of_one_block_may_have_any_strides() -> None:
+    cache = empty(KEY, window=0, block=16).append(KEY[:, :, :16], VALUE[:, :, :16])
     steps = map(np.asfortranarray, (cache.steps.key, cache.steps.value))
     cache = replace(cache, steps=nn.KVCache(*steps, cache.steps.length))
     floats = cache._read(integers.floats_of, 0, 1)
-    expected = attention(query, *floats, softcap=3.0, kernel="dense")
-    output = cache.attention(query, softcap=3.0)
+    expected = attention(QUERY, *floats, softcap=3.0, kernel="dense")
+    output = cache.attention(QUERY, softcap=3.0)
     np.testing.assert_allclose(output, expected, rtol=0, atol=1e-13)

@@ -1,5 +1,6 @@
 """A quantised cache: integers within half a step, and attention over them without a float copy."""
 
+import pickle
 from pathlib import Path
 
 import numpy as np
@@ -146,6 +147,14 @@ def test_after_truncate_no_old_token_is_seen(length):
         np.testing.assert_allclose(found[:, :, length:], 9, atol=most)
 
 
+def test_a_cache_that_was_stored_goes_on_as_it_would_have():
+    cache = made(np.asarray, [50])
+    loaded = pickle.loads(pickle.dumps(cache))
+    more = [x[:, :, 50:] for x in (KEYS, VALUES)]
+    one, other = (each.append(*more).attention(QUERIES) for each in (loaded, cache))
+    np.testing.assert_array_equal(one, other)
+
+
 def test_its_memory_and_its_error_are_small():
     rng = np.random.default_rng(0)
     size = np.exp(rng.standard_normal((2, 1, 128)))  # key channels of unlike size
@@ -245,12 +254,11 @@ def test_all_tokens_that_the_capacity_promises_fit(monkeypatch, window, block, c
                 np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
-def compiled_steps(step, bits, counts, to, back):
+def compiled_steps(step, counts, to, back):
     """Return the cache after compiled steps, each compared with what is not compiled."""
     rng, make = np.random.default_rng(4), nn.QuantizedCache.init
-    size, of_value = (5, 3) if bits == 8 else (64, 32)
-    settings = {"batch": (1,), "window": 3, "block": 8, "value_size": of_value, "bits": bits}
-    settings |= {"group": 32} if bits == 4 else {}
+    size, of_value = 5, 3
+    settings = {"batch": (1,), "window": 3, "block": 8, "value_size": of_value}
     cache = make(2, size, 16, like=to(np.zeros(1, np.float32)), **settings)
     other = make(2, size, 16, like=np.zeros(1, np.float32), **settings)
     for count in counts:
@@ -272,8 +280,7 @@ def decoded(cache, query, key, value):
     return cache.attention(query, is_causal=True, window=(9, 0)), cache
 
 
-@pytest.mark.parametrize("bits", [4, 8])
-def test_a_step_of_jax_is_compiled_once_and_cannot_truncate(bits):
+def test_a_step_of_jax_is_compiled_once_and_cannot_truncate():
     register()
     compiled = []
 
@@ -282,7 +289,7 @@ def test_a_step_of_jax_is_compiled_once_and_cannot_truncate(bits):
         compiled.append(given)
         return decoded(*given)
 
-    cache = compiled_steps(step, bits, [1] * 19, *LIBRARIES["jax"])
+    cache = compiled_steps(step, [1] * 19, *LIBRARIES["jax"])
     assert len(compiled) == 1
     with pytest.raises(ValueError, match=r"length of a quantised cache is unknown, .* a KVCache"):
         jax.jit(lambda cache: cache.truncate(6))(cache)
@@ -290,8 +297,7 @@ def test_a_step_of_jax_is_compiled_once_and_cannot_truncate(bits):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
-@pytest.mark.parametrize("bits", [4, 8])
-def test_a_step_of_torch_is_compiled_once(bits):
+def test_a_step_of_torch_is_compiled_once():
     graphs = []
 
     def keep(graph, example):
@@ -299,7 +305,7 @@ def test_a_step_of_torch_is_compiled_once(bits):
         return graph
 
     step = torch.compile(decoded, fullgraph=True, backend=keep)
-    compiled_steps(step, bits, [11] + [1] * 8, *LIBRARIES["torch"])
+    compiled_steps(step, [11] + [1] * 8, *LIBRARIES["torch"])
     assert len(graphs) == 2
 
 
@@ -339,11 +345,10 @@ def test_elsewhere_it_spoils_the_keys_of_its_block_and_its_own_value():
 
 
 @pytest.mark.parametrize("options", [{}, {"softcap": 2.0}])
-@pytest.mark.parametrize("bits", [{}, {"bits": 4, "group": 32}])
 @pytest.mark.parametrize(("items", "width"), [(0, 32), (1, 0)])
-def test_a_batch_and_values_may_be_empty(items, width, bits, options):
+def test_a_batch_and_values_may_be_empty(items, width, options):
     key, value = (np.ones((items, 2, 4, size), np.float32) for size in (32, width))
-    settings = {"batch": (items,), "value_size": width, "window": 0, "block": 2} | bits
+    settings = {"batch": (items,), "value_size": width, "window": 0, "block": 2}
     cache = nn.QuantizedCache.init(2, 32, 8, like=key, **settings).append(key, value)
     assert cache.attention(key[:, :, :1], **options).shape == (items, 2, 1, width)
     assert cache.truncate(3).recent.values.shape == (items, 2, 1, width)

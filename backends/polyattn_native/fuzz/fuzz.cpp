@@ -20,7 +20,7 @@
 
 namespace {
 
-enum Function { ATTEND, DIFFERENTIATE, PUSH_FORWARD };
+enum Function { ATTEND, DIFFERENTIATE };
 
 // ---- the call ----
 
@@ -33,13 +33,12 @@ struct Case {
     Array output_gradient, logsumexp_gradient, query_gradient, key_gradient, value_gradient, delta, softcap_gradient;
     Array bias_gradient[2];
     const bool of_sums;  // of gradients to which several tasks add; any numbers, not those of the formula
-    Array query_tangent, key_tangent, value_tangent, bias_tangent[2], sinks_tangent, output_tangent, logsumexp_tangent;
     std::vector<int64_t> positions;
     std::vector<uint32_t> seed;
     std::vector<int32_t> table;
 
     explicit Case(uint64_t seed, bool adds = false) : random{seed}, of_sums(adds) {
-        function = random.one_of({ATTEND, ATTEND, DIFFERENTIATE, PUSH_FORWARD});
+        function = random.one_of({ATTEND, ATTEND, DIFFERENTIATE});
         kind = random.one_of({FLOAT32, FLOAT32, FLOAT64, FLOAT16, BFLOAT16});
         sums = kind == FLOAT64 ? FLOAT64 : FLOAT32;
         const int64_t size = random.one_of<int64_t>({8, 8, 40, 40, 300});
@@ -72,7 +71,6 @@ struct Case {
         if (call.page) add_table();
         add_options();
         if (function == DIFFERENTIATE) add_gradients();
-        if (function == PUSH_FORWARD) add_tangents();
     }
 
     Array made(PolyattnArray& view, Kind of, std::vector<int64_t> shape, bool any_column = false) {
@@ -100,10 +98,6 @@ struct Case {
     }
 
     void add_inputs() {
-        if (function == ATTEND && kind == sums && !call.page && random.chance(0.15)) {
-            call.group = random.one_of<int64_t>({2, 6, 32, 48, 64});
-            call.head_size = call.group * random.between(1, 3), call.value_size = call.group * random.between(1, 3);
-        }
         query = made(call.query, kind, with_items(of_query()));
         if (call.page) {
             const int64_t pages = random.between(1, 2 * call.keys / call.page);
@@ -111,8 +105,6 @@ struct Case {
             while (key.view.offsets);
             do value = made(call.value, kind, {pages, call.key_heads, call.page, call.value_size});
             while (value.view.offsets);
-        } else if (call.group) {
-            add_nibbles();
         } else if (function == ATTEND && kind == sums && random.chance(0.2)) {
             add_integers();
         } else {
@@ -138,20 +130,6 @@ struct Case {
         value_steps = made(call.value_steps, sums, with_items({call.items, call.key_heads, call.keys, 1}));
         for (Array* array : {&key_steps, &value_steps}) array->fill([&] { return random.unit() / 64; });
         call.value_steps.column = 0;
-    }
-    // Integers of 4 bits, two in a byte.
-    void add_nibbles() {
-        call.step_keys = 1;
-        const auto halved = [](std::vector<int64_t> shape) { return shape[3] /= 2, shape; };
-        key = made(call.key, INT8, halved(with_items(of_key())));
-        value = made(call.value, INT8, halved(with_items(of_value())));
-        for (Array* array : {&key, &value}) array->fill([&] { return (double)random.between(-128, 127); });
-        const auto by_group = [&](int64_t size) {
-            return with_items({call.items, call.key_heads, call.keys, 2 * size / call.group});
-        };
-        key_steps = made(call.key_steps, sums, by_group(call.head_size));
-        value_steps = made(call.value_steps, sums, by_group(call.value_size));
-        for (Array* array : {&key_steps, &value_steps}) array->fill([&] { return random.normal() / 8; });
     }
     void poison(Array& array, double number) {
         int64_t at[4];
@@ -239,13 +217,6 @@ struct Case {
     }
     // A number of a key or value.
     double at(const Array& array, int64_t item, int64_t head, int64_t row, int64_t column) const {
-        if (call.group && (&array == &key || &array == &value)) {
-            const Array& steps = &array == &key ? key_steps : value_steps;
-            const int64_t groups = steps.shape()[3] / 2, group = column / call.group;
-            const int byte = (int)array(item, head, row, column / 2) & 255;
-            return (column % 2 ? byte >> 4 : byte & 15) * steps(item, head, row, group) +
-                   steps(item, head, row, groups + group);
-        }
         if (key_steps && &array == &key)
             return array(item, head, row, column) * key_steps(item, head, row / call.step_keys, column);
         if (key_steps && &array == &value) return array(item, head, row, column) * value_steps(item, head, row, 0);
@@ -282,12 +253,10 @@ struct Case {
     }
 
     void add_gradients();
-    void add_tangents();
 
     // The arrays that the call writes.
     std::vector<Array> written() const {
         if (function == ATTEND) return {output, logsumexp};
-        if (function == PUSH_FORWARD) return {output_tangent, logsumexp_tangent};
         return {query_gradient,   key_gradient,     value_gradient,  delta,
                 softcap_gradient, bias_gradient[0], bias_gradient[1]};
     }
@@ -467,42 +436,6 @@ void differentiate(const Case& x, std::vector<Expected>& to, double& largest) {
     });
 }
 
-void push_forward(const Case& x, std::vector<Expected>& to, double& largest) {
-    const PolyattnCall& call = x.call;
-    each_row(x, [&](Row& r) {
-        largest = std::max(largest, r.largest);
-        const double logsumexp = x.logsumexp(r.item, r.head, r.row, 0);
-        if (logsumexp == -INFINITY) return;
-        std::vector<double> sums((size_t)call.value_size);
-        double of_logsumexp = 0;
-        for (size_t n = 0; n < r.seen.size(); ++n) {
-            double t = 0;
-            for (int64_t d = 0; d < call.head_size; ++d) {
-                if (x.query_tangent)
-                    t += x.query_tangent(r.item, r.head, r.row, d) * x.key(r.item, r.key_head, r.seen[n], d);
-                if (x.key_tangent)
-                    t += x.key_tangent(r.item, r.key_head, r.seen[n], d) * x.query(r.item, r.head, r.row, d);
-            }
-            t *= call.scale * r.slope(n);
-            for (const Array& bias : x.bias_tangent) {
-                if (bias) t += bias(r.item, r.head, r.row, r.seen[n]);
-            }
-            const double weight = exp(r.score[n] - logsumexp);
-            of_logsumexp += weight * t;
-            for (int64_t e = 0; e < call.value_size; ++e) {
-                double more = t * r.value(n, e);
-                if (x.value_tangent) more += x.value_tangent(r.item, r.key_head, r.seen[n], e);
-                sums[(size_t)e] += weight * r.kept[n] * more;
-            }
-        }
-        if (x.sinks_tangent) of_logsumexp += exp(r.sink() - logsumexp) * x.sinks_tangent(0, 0, 0, r.head);
-        to[1](r.item, r.head, r.row, 0) = of_logsumexp;
-        for (int64_t e = 0; e < call.value_size; ++e) {
-            to[0](r.item, r.head, r.row, e) = sums[(size_t)e] - of_logsumexp * x.output(r.item, r.head, r.row, e);
-        }
-    });
-}
-
 void Case::add_gradients() {
     if (of_sums) logsumexp.fill([&] { return 6 + random.normal(); });
     else add_results(*this);
@@ -528,28 +461,10 @@ void Case::add_gradients() {
     call.adds = random.chance(0.3);
 }
 
-void Case::add_tangents() {
-    add_results(*this);
-    if (random.chance(0.7)) query_tangent = made(call.query_tangent, sums, with_items(of_query()));
-    if (random.chance(0.7)) key_tangent = made(call.key_tangent, sums, with_items(of_key()));
-    if (random.chance(0.7)) value_tangent = made(call.value_tangent, sums, with_items(of_value()));
-    for (int n = 0; n < 2; ++n) {
-        if (random.chance(0.2)) bias_tangent[n] = made(call.bias_tangent[n], sums, some(of_scores()), true);
-    }
-    if (call.sinks && random.chance(0.7)) {
-        PolyattnArray view;
-        sinks_tangent = made(view, sums, {1, 1, 1, call.heads});
-        call.sinks_tangent = sinks_tangent.view.data;
-    }
-    output_tangent = made(call.output_tangent, sums, of_output());
-    logsumexp_tangent = made(call.logsumexp_tangent, sums, by_row());
-}
-
 // ---- the comparison ----
 
 int compute(Case& x, const PolyattnCall& call, void** state) {
     if (x.function == DIFFERENTIATE) return polyattn_differentiate(&call, state);
-    if (x.function == PUSH_FORWARD) return polyattn_push_forward(&call, state);
     if (call.threads % 2 || x.key_steps) return polyattn_attend(&call, state);
     PolyattnCall other = call;
     void* to[] = {call.query.data, call.key.data, call.value.data, call.output.data, call.logsumexp.data};
@@ -588,15 +503,14 @@ bool compare(Expected& expected, double tolerance, bool drops, const char* name,
 
 // Whether a random call is right on one thread, and has the same bits on more; only the latter if of sums.
 bool is_right(uint64_t seed, bool of_sums = false) {
-    static const char* const names[3][7] = {{"output", "logsumexp"},
+    static const char* const names[2][7] = {{"output", "logsumexp"},
                                             {"query's gradient", "key's gradient", "value's gradient", "delta",
-                                             "softcap's gradient", "first bias's gradient", "second bias's gradient"},
-                                            {"output's tangent", "logsumexp's tangent"}};
+                                             "softcap's gradient", "first bias's gradient", "second bias's gradient"}};
     Case x(seed, of_sums);
     std::vector<Array> written = x.written();
     std::vector<Expected> expected(written.begin(), written.end());
     double largest = 1;
-    auto* formula = x.function == ATTEND ? attend : x.function == DIFFERENTIATE ? differentiate : push_forward;
+    auto* formula = x.function == ATTEND ? attend : differentiate;
     if (!of_sums) formula(x, expected, largest);
     std::vector<std::vector<char>> before, bits;
     for (const Array& array : written) before.push_back(array ? array.bytes() : std::vector<char>());
@@ -702,29 +616,25 @@ bool are_right(uint64_t seed) {
 // Whether a call of some thousand rows may be ended in the middle, and is right if it is not.
 bool ends(uint64_t seed, Function function) {
     const int64_t n = 4000, size = 32;
-    std::vector<float> ones((size_t)(n * size), 1), by_row((size_t)n, logf((float)n)), results[5];
+    std::vector<float> ones((size_t)(n * size), 1), by_row((size_t)n, logf((float)n)), results[4];
     PolyattnCall call = {};
     call.items = call.heads = call.key_heads = 1;
     call.rows = call.keys = n;
     call.head_size = call.value_size = size;
     call.threads = 1 + (int)(seed % 3);
     call.keep = 1;
-    for (PolyattnArray* array : {&call.query, &call.key, &call.value, &call.output_gradient, &call.query_tangent}) {
+    for (PolyattnArray* array : {&call.query, &call.key, &call.value, &call.output_gradient}) {
         *array = {ones.data(), nullptr, 0, 0, size, 1};
     }
-    PolyattnArray* const large[] = {&call.output, &call.query_gradient, &call.key_gradient, &call.value_gradient,
-                                    &call.output_tangent};
-    for (int i = 0; i < 5; ++i) {
+    PolyattnArray* const large[] = {&call.output, &call.query_gradient, &call.key_gradient, &call.value_gradient};
+    for (int i = 0; i < 4; ++i) {
         results[i].resize((size_t)(n * size), 1);
         *large[i] = {results[i].data(), nullptr, 0, 0, size, 1};
     }
-    std::vector<float> written((size_t)n), delta((size_t)n);
+    std::vector<float> delta((size_t)n);
     call.logsumexp = {by_row.data(), nullptr, 0, 0, 1, 1};
     call.delta = {delta.data(), nullptr, 0, 0, 1, 1};
-    call.logsumexp_tangent = {written.data(), nullptr, 0, 0, 1, 1};
-    auto* run = function == ATTEND          ? polyattn_attend
-                : function == DIFFERENTIATE ? polyattn_differentiate
-                                            : polyattn_push_forward;
+    auto* run = function == ATTEND ? polyattn_attend : polyattn_differentiate;
     for (int64_t steps = (int64_t)(seed / 8 % 4);; --steps) {
         static void* state;
         const int status = run(&call, &state);
@@ -759,7 +669,7 @@ int main(int count_of_words, char** words) {
                            : only_sums || n % 97 % 12 == 6 ? is_right(n, true)
                            : n % 97 % 24 == 13             ? is_right_product<float>(n)
                            : n % 97 % 24 == 14             ? is_right_product<double>(n)
-                           : n % 97 == 96                  ? ends(n, (Function)(n / 97 % 3))
+                           : n % 97 == 96                  ? ends(n, (Function)(n / 97 % 2))
                            : n % 97 == 48                  ? are_right(n)
                            : n % 97 == 72                  ? is_right_in_child(n)
                                                            : is_right(n);

@@ -26,10 +26,7 @@ from polyattn_native.visible import Made, Visible, ends_of_band, visible
 # The multiply-adds that a thread must have: fewer take less time than to wake it.
 THREAD_WORK = 2**21
 # The arrays with an axis of keys in place of one of rows.
-OF_KEYS = frozenset(
-    ("key", "value", "key_steps", "value_steps", "key_gradient", "value_gradient", "key_tangent",
-     "value_tangent")
-)  # fmt: skip
+OF_KEYS = frozenset(("key", "value", "key_steps", "value_steps", "key_gradient", "value_gradient"))
 # The rows of a part are a multiple of this: those of a group, whose gradients are added up at once.
 PART = 128
 # The bytes of a mask or bias that is made for some rows at a time.
@@ -172,12 +169,8 @@ class NativeCall:
     def _add_keys(self, name: str, given: Any) -> None:
         if isinstance(given, Quantized):
             steps = np.asarray(given.steps, self.accumulator)
-            if given.bits == 4:
-                self.call.group = given.shape[-1] // max(steps.shape[-1], 1)
-                steps = steps.reshape(*steps.shape[:-2], 2 * steps.shape[-1])
             if name == "key":
                 self.call.step_keys = given.shape[-2] // steps.shape[-2]
-            # Only now: one group has an axis of length 1, which becomes one of steps and offsets.
             self.array(f"{name}_steps", readable(steps))
             given = given.codes
         self.array(name, readable(given))

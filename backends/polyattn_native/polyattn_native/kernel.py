@@ -16,7 +16,6 @@ from polyattn.plugin import (
     Problem,
     Quantized,
     Residuals,
-    Tangents,
     sum_to,
     thread_count,
 )
@@ -49,15 +48,14 @@ class Native(Kernel):
         "mask", "mask_expression", "mask_mod", "query_offset", "query_offset_array", "scale",
         "score_expression", "sinks", "softcap", "value_size", "window",
     })  # fmt: skip
-    differentiates: ClassVar = dict.fromkeys(("backward", "jvp"), frozenset({
+    differentiates: ClassVar = {"backward": frozenset({
         "batch_broadcast", "bias", "causal", "dropout", "grouped_heads", "mask", "mask_expression",
         "mask_mod", "query_offset", "query_offset_array", "scale", "score_expression", "sinks",
         "softcap", "value_size", "window",
-    }))  # fmt: skip
+    })}  # fmt: skip
     batch_invariant = cut_invariant = skips_documents = reads_selections = True
     takes_empty = False
     counts_far = frozenset({"causal", "window"})
-    quantized_bits = frozenset({4, 8})
 
     def __init__(self) -> None:
         # By problem and kind of arrays. The problem is kept too, so that its id stays its own.
@@ -199,29 +197,6 @@ class Native(Kernel):
             scale=np.asarray(scale, dtype),
             softcap=None if softcap is None else np.asarray(softcap.sum(), dtype),
         )
-
-    @QUIETLY
-    def jvp(
-        self, problem: Problem, operands: Operands, residuals: Residuals, tangents: Tangents,
-        backend: Backend,
-    ) -> tuple[Array, Array]:  # fmt: skip
-        """Return the tangents of output and logsumexp."""
-        native = NativeCall(problem, operands, self.threads(), products=4)
-        dtype, rows = native.accumulator, problem.scores[:-1]
-        native.array("output", readable(residuals.output, dtype))
-        native.rows_of("logsumexp", np.asarray(residuals.logsumexp, dtype))
-        for name in ("query", "key", "value", "bias"):
-            tangent = getattr(tangents, name)
-            if tangent is not None:
-                native.array(f"{name}_tangent", readable(tangent, dtype))
-        if tangents.sinks is not None:
-            native.call.sinks_tangent = native.by_head(tangents.sinks)
-        output = np.empty((*rows, problem.value_size), dtype)
-        logsumexp = np.empty(rows, dtype)
-        native.array("output_tangent", output)
-        native.rows_of("logsumexp_tangent", logsumexp)
-        native.run(library().polyattn_push_forward)
-        return output, logsumexp
 
 
 def _has_arrays(problem: Problem) -> bool:

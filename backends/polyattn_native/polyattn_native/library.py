@@ -12,7 +12,7 @@ from pathlib import Path
 
 DTYPES = ("float32", "float64", "float16", "bfloat16")
 #: Of the interface, and of what programs of torch.compile know of results, such as their strides.
-VERSION = 7
+VERSION = 8
 #: Names a lower instruction set than the processor's best.
 VARIABLE = "POLYATTN_NATIVE_ISA"
 
@@ -44,7 +44,6 @@ class CCall(ctypes.Structure):
         ("key_steps", CArray),
         ("value_steps", CArray),
         ("step_keys", c_int64),
-        ("group", c_int64),
         ("scale", c_double),
         ("softcap", c_double),
         ("has_low", c_int32),
@@ -65,10 +64,6 @@ class CCall(ctypes.Structure):
         *((n, CArray) for n in ("query_gradient", "key_gradient", "value_gradient")),
         *((n, CArray) for n in ("delta", "softcap_gradient")),
         *((n, CArray) for n in ("by_distance_gradient", "bias_gradient")),
-        *((n, CArray) for n in ("query_tangent", "key_tangent", "value_tangent")),
-        *((n, CArray) for n in ("by_distance_tangent", "bias_tangent")),
-        ("sinks_tangent", c_void_p),
-        *((n, CArray) for n in ("output_tangent", "logsumexp_tangent")),
         ("is_part", c_int32),
         ("adds", c_int32),
         ("same_bits", c_int32),
@@ -136,7 +131,7 @@ def load(path: Path) -> ctypes.CDLL:
     ):
         raise ImportError(f"{path} belongs to another release of polyattn-native: install it again")
     call, state = POINTER(CCall), POINTER(c_void_p)
-    for name in ("attend", "differentiate", "push_forward"):
+    for name in ("attend", "differentiate"):
         getattr(library, f"polyattn_{name}").argtypes = (call, state)
     library.polyattn_attend_to.argtypes = (call, c_int64, *(c_void_p,) * 5, state)
     library.polyattn_multiply.argtypes = (c_void_p, c_int64, *(c_void_p,) * 4, state)

@@ -22,7 +22,6 @@ from polyattn.plugin import (
     Operands,
     Problem,
     Residuals,
-    Tangents,
     band,
     in_one_piece,
     undeclared,
@@ -71,7 +70,7 @@ class NativeOnJax(Native):
             if elements > MOST_ELEMENTS:
                 reasons.append(f"it would make an array of the mask, of {elements:,} elements")
         # What is traced may be differentiated, by the rules of this kernel.
-        missing = undeclared(self, problem.features | {"jvp"}) if problem.traced else None
+        missing = undeclared(self, problem.features | {"backward"}) if problem.traced else None
         return reasons if missing is None else [*reasons, missing]
 
     def __call__(
@@ -94,16 +93,6 @@ class NativeOnJax(Native):
             )
         found: Gradients = _backward(*prepared(problem, operands), backend, residuals, cotangents)
         return found
-
-    def jvp(
-        self, problem: Problem, operands: Operands, residuals: Residuals, tangents: Tangents,
-        backend: Backend,
-    ) -> tuple[Array, Array]:  # fmt: skip
-        """Return the tangents of output and logsumexp."""
-        if _has_sharding((operands, residuals, tangents)):
-            return by_xla(backend, problem).jvp(problem, operands, residuals, tangents, backend)
-        output, logsumexp = _jvp(*prepared(problem, operands), backend, residuals, tangents)
-        return output, logsumexp
 
 
 def _makes_an_array(problem: Problem, conditions: Iterable[Mask]) -> bool:
@@ -198,20 +187,6 @@ def _backward(
         scale=jnp.sum(jnp.where(seen, products, 0)) / problem.scale,
         softcap=found.get("softcap"),
     )
-
-
-@functools.partial(jax.jit, static_argnums=(0, 2))
-def _jvp(
-    problem: Problem, x: Operands, backend: Backend, residuals: Residuals, tangents: Tangents
-) -> tuple[Array, Array]:
-    call, arrays = arguments(problem, x)
-    given = arrays | _rows_of(problem, residuals)
-    for name, tangent in tangents._asdict().items():
-        if tangent is not None:
-            shaped = tangent.reshape(arrays[name].shape)
-            given[f"{name}_tangent"] = shaped.astype(problem.accumulator)
-    output, logsumexp = attend(call, backend, given, "_tangent")
-    return output, logsumexp[..., 0]
 
 
 def _rows_of(problem: Problem, record: Residuals | Cotangents) -> Arrays:

@@ -1,7 +1,7 @@
 """The compiled kernel of the torch backend, for tensors on the CPU, which it reads in place.
 
-It is for real tensors: those of a transform, and second and forward derivatives by
-torch.func, are left to the kernel `tiled`, as are calls under a mode that records operations. A
+It is for real tensors: those of a transform, second derivatives by torch.func and all forward
+derivatives are left to the kernel `tiled`, as are calls under a mode that records operations. A
 program of torch.compile gets an operator instead.
 """
 
@@ -26,7 +26,6 @@ from polyattn.plugin import (
     Problem,
     Quantized,
     Residuals,
-    Tangents,
 )
 from polyattn_native import torch_operators
 from polyattn_native.arrays import is_readable
@@ -89,6 +88,8 @@ class NativeOnTorch(Native):
             reasons.append("it needs real tensors, not fake or meta ones")
         if "vmap" in problem.transforms:
             reasons.append("it does not support torch.func.vmap")
+        elif "jvp" in problem.transforms:
+            reasons.append("it does not support forward derivatives")
         elif problem.same_bits and (problem.transforms or _is_recorded()):
             reasons.append("in same_bits() it does not support torch.func and modes that record")
         return reasons
@@ -200,21 +201,6 @@ class NativeOnTorch(Native):
         found = of_numpy(problem, *given, backend)
         named = zip(found._fields, _tensors(found), strict=True)
         return Gradients(**dict(named))._replace(score_mod=_tensors(found.score_mod))
-
-    def jvp(
-        self, problem: Problem, operands: Operands, residuals: Residuals, tangents: Tangents,
-        backend: Backend,
-    ) -> tuple[Array, Array]:  # fmt: skip
-        """Return the tangents of output and logsumexp."""
-        given = operands, residuals, tangents
-        if torch.compiler.is_compiling() or not _are_readable(*given):
-            found: Any = backend.tiled.jvp(problem, *given, backend)
-        else:
-            of_numpy: Any = super().jvp
-            arrays = _in_numpy(operands), _numbers(residuals), _numbers(tangents)
-            found = _tensors(of_numpy(problem, *arrays, backend))
-        output, logsumexp = found
-        return output, logsumexp
 
 
 class _Product(torch.autograd.Function):

@@ -42,8 +42,6 @@ def reasons_against(problem: Problem) -> list[str]:
         return ["a program that torch.export writes would need it where it runs"]
     if torch._C._are_functorch_transforms_active():
         return ["it does not support torch.func under torch.compile"]
-    if "jvp" in problem.features:
-        return ["it does not support forward derivatives under torch.compile"]
     numbers = problem.query_offset, problem.window, problem.dropout_start
     if not can_code((problem.mask_spec, problem.score_spec, *numbers)):
         return [

@@ -29,11 +29,11 @@ Arrays = dict[str, Array]
 Shape = tuple[int, ...]
 Results = tuple[tuple[str, Shape, str], ...]  # the name, shape and dtype of each
 #: The functions of the library, and how many products of two arrays each computes.
-PRODUCTS = {"attend": 2, "push_forward": 4, "differentiate": 5}
+PRODUCTS = {"attend": 2, "differentiate": 5}
 #: With a table these are pages, without batch axes.
 POOLS = ("key", "value")
 #: Arguments of which the call has only the address, also without batch axes.
-ADDRESSES = ("sinks", "sinks_tangent", "seed")
+ADDRESSES = ("sinks", "seed")
 #: Results that the library adds to what is there.
 ADDED = ("by_distance_gradient", "bias_gradient")
 # These functions of JAX have no types.

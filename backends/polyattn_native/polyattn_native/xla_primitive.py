@@ -4,7 +4,8 @@
 
     attend  ── jvp ──→  attend, push_forward  ── transpose ──→  differentiate
 
-Each becomes a custom call of the library, or a program of the kernel that XLA compiles: where the
+The first and the last become custom calls of the library. `push_forward`, of which reverse mode
+needs the transpose only, is a program of the kernel that XLA compiles. So are the others where the
 program is for other devices, for several of them or to be exported, under `vmap` over what the
 library has once a call, and in derivatives of derivatives.
 """
@@ -28,7 +29,15 @@ from jax.interpreters import batching, mlir, xla
 from polyattn.plugin import Array, Backend, Cotangents, Kernel, Problem, Residuals, with_rank
 from polyattn_native.call import shape_of_bias_gradient
 from polyattn_native.xla_arguments import gathered, operands
-from polyattn_native.xla_call import ADDRESSES, POOLS, Arrays, Results, Shape, call_library
+from polyattn_native.xla_call import (
+    ADDRESSES,
+    POOLS,
+    PRODUCTS,
+    Arrays,
+    Results,
+    Shape,
+    call_library,
+)
 
 #: Arguments with a derivative.
 DIFFERENTIABLE = ("query", "key", "value", "bias", "by_distance", "sinks")
@@ -46,14 +55,14 @@ def by_xla(backend: Backend, problem: Problem) -> Kernel:
     if problem.same_bits:
         raise ValueError(
             "in same_bits() the kernel native does not support dropout under vmap, vmap over masks"
-            " and tables only, second derivatives, and programs for several devices or export: make"
-            " the call outside of the block"
+            " and tables only, forward and second derivatives, and programs for several devices or"
+            " export: make the call outside of the block"
         )
     return next(kernel for kernel in backend.kernels if kernel.name == "xla")
 
 
 class LibraryCall(NamedTuple):
-    """A function of the library, and the names of its arrays."""
+    """A function, and the names of its arrays."""
 
     function: str
     problem: Problem
@@ -179,14 +188,15 @@ _lower_program: Any = mlir.lower_fun(lambda *x, call: call.by_program(*x))
 
 
 def _lower(context: Any, *values: Any, call: LibraryCall) -> Any:
-    """Return a custom call, or the program where XLA is to partition or to export it."""
+    """Return a custom call, or the program: of tangents, and for XLA to partition or export."""
     module = context.module_context
     devices = module.axis_context
     if hasattr(devices, "num_devices"):
         is_whole = (devices.num_devices or jax.device_count()) == 1
     else:  # in shard_map each device computes its part
         is_whole = set(devices.mesh.axis_names) <= set(getattr(devices, "manual_axes", ()))
-    is_called = is_whole and not module.lowering_parameters.for_export
+    is_called = is_whole and call.function in PRODUCTS
+    is_called = is_called and not module.lowering_parameters.for_export
     return (_lower_call if is_called else _lower_program)(context, *values, call=call)
 
 
@@ -213,7 +223,8 @@ def _batch(arrays: Any, axes: Any, call: LibraryCall) -> tuple[Any, Any]:
         for name in call.arguments
     ]
     is_split = any(axis is not None for axis, one in zip(axes, whole, strict=True) if one)
-    if call.problem.dropout or is_split or size == 0:  # dropout counts the items of a call
+    # Dropout counts the items of a call.
+    if call.function not in PRODUCTS or call.problem.dropout or is_split or size == 0:
         results = jax.vmap(call.by_program, axes)(*arrays)
         return results, [0] * len(results)
     given = [

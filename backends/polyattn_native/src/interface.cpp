@@ -105,10 +105,6 @@ int polyattn_differentiate(const PolyattnCall* call, void** state) {
     return run_tasks(*call, units.used.load()->differentiate[call->dtype == POLYATTN_FLOAT64], *state);
 }
 
-int polyattn_push_forward(const PolyattnCall* call, void** state) {
-    return run_tasks(*call, units.used.load()->push_forward[call->dtype == POLYATTN_FLOAT64], *state);
-}
-
 int polyattn_multiply(const PolyattnProduct* product, int64_t threads, void* x, void* w, void* bias, void* output,
                       void** state) {
     PolyattnCall call = {};
@@ -139,6 +135,6 @@ int polyattn_use(const char* instruction_set) {
     return 0;
 }
 
-int64_t polyattn_version(void) { return 7; }
+int64_t polyattn_version(void) { return 8; }
 int64_t polyattn_call_size(void) { return sizeof(PolyattnCall); }
 }

@@ -23,21 +23,17 @@ typedef struct {
     int64_t items, heads, key_heads, rows, keys, head_size, value_size;
     int32_t dtype;    // of query, key, value and output
     int32_t threads;  // at most so many compute
-    PolyattnArray query, key, value, output;  // their last axis is contiguous; the output of a
-                                              // derivative has the dtype of scores
+    PolyattnArray query, key, value, output;  // contiguous last axes; a derivative's output is of the scores' dtype
     PolyattnArray logsumexp;  // (item, head, row), float32 or float64
     // Keys and values in pages of `page` keys each, if there is a table: the item of `key` and `value` is
     // then a page, and the pages of an item are a row of the table. Entries beyond the last page that a row
-    // sees are ignored. polyattn_push_forward does not read pages.
+    // sees are ignored.
     PolyattnArray table;  // int32: (item, 1, 1, keys / page), its last axis contiguous
     int64_t page;
     // Keys and values of int8, if there are steps: a key times row key / step_keys of its steps, by element, and
     // a value times its own. Of the dtype of scores, as the query is. Only polyattn_attend, without pages.
     PolyattnArray key_steps, value_steps;
     int64_t step_keys;
-    // If not 0, they are of 4 bits, two in a uint8, the first in its low bits: a row of steps is that of a key, and
-    // has the step of each group of so many elements, and then what is added to the products of each.
-    int64_t group;
     double scale;
     double softcap;  // 0 for none
     // Row i sees the keys from i + low to i + high, both plus the item's position if there are any.
@@ -63,11 +59,6 @@ typedef struct {
     // Those of biases are added to what is there. A number that rows or keys share belongs to one item and
     // head; any other may be shared by items and heads.
     PolyattnArray bias_gradient[2];
-    // The directional derivative: the tangents of arguments, of the scores' dtype, null for 0, and
-    // those of the results to write.
-    PolyattnArray query_tangent, key_tangent, value_tangent, bias_tangent[2];
-    const void* sinks_tangent;  // (heads)
-    PolyattnArray output_tangent, logsumexp_tangent;
     int32_t is_part;  // whether the call has a part of the rows, and
     int32_t adds;  // whether the gradients of keys and values are added to those of parts before
     int32_t same_bits;  // whether few rows of a key head get the bits that they have among many
@@ -87,7 +78,6 @@ typedef struct {
 // pointer at first, and belongs to the call until it is done.
 POLYATTN_API int polyattn_attend(const PolyattnCall* call, void** state);
 POLYATTN_API int polyattn_differentiate(const PolyattnCall* call, void** state);
-POLYATTN_API int polyattn_push_forward(const PolyattnCall* call, void** state);
 // As polyattn_attend, with other arrays of the same strides in place of the call's: pointers to the addresses of
 // their data. Without a state it returns when all is written, as polyattn_multiply does. 2 if an address is not
 // aligned to the size of a number: then nothing is written. Not for integers.

@@ -68,8 +68,7 @@ Matrix<T> scaled_block(const PolyattnCall& call, const PolyattnArray& array, int
     const int8_t* codes = (const int8_t*)array.data + offset_of(array, item, head, keys.first);
     int64_t left = each - keys.first % each;
     for (T* to = block; to < block + (keys.stop - keys.first) * size; to += size, codes += array.row) {
-        if (call.group) scale_nibbles((const uint8_t*)codes, row, call.group, size, to);
-        else scale_codes(codes, row, steps.column, size, to);
+        scale_codes(codes, row, steps.column, size, to);
         if (--left == 0) row += steps.row, left = each;
     }
     return {block, size};
@@ -194,14 +193,13 @@ void multiply_weights(const Panel<T>& panel, int64_t rows, Matrix<T> a, const T*
 
 // The products of the rows of a panel and the numbers of a block.
 template <typename T>
-void multiply_rows_of(const Panel<T>& panel, int64_t keys, Matrix<T> a, const T* rows, int64_t size, T* out,
-                      Accumulate<T> accumulate = {}) {
+void multiply_rows_of(const Panel<T>& panel, int64_t keys, Matrix<T> a, const T* rows, int64_t size, T* out) {
     for (int64_t key = 0; key < keys;) {
         const Matrix<T> rest = a.after(key), piece = {rest.at(0), a.stride};
         const int64_t count = min(keys - key, rest.part - rest.first);
         T* to = out + key * panel.lanes();
-        if (panel.count == 2) multiply<T, 2, INNER>(count, piece, rows, size, to, accumulate);
-        else multiply<T, 1, INNER>(count, piece, rows, size, to, accumulate);
+        if (panel.count == 2) multiply<T, 2, INNER>(count, piece, rows, size, to);
+        else multiply<T, 1, INNER>(count, piece, rows, size, to);
         key += count;
     }
 }

@@ -5,7 +5,7 @@
 
 namespace POLYATTN_UNIT {
 
-// ---- 16-bit numbers ----
+// ---- 16-bit numbers, and integers ----
 
 struct Float16 {
     uint16_t bits;
@@ -99,19 +99,6 @@ const T* numbers_at(const PolyattnCall& call, const T* from, int64_t offset, int
     return from + offset;
 }
 
-// ---- integers ----
-
-#if defined(__AVX2__)
-// Integers of 8 bits, one a lane. gcc's __builtin_convertvector takes less than 16 bytes one by one.
-INLINE Vector<float> widen_codes(__m128i codes) {
-#if defined(__AVX512F__)
-    return (Vector<float>)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(codes));
-#else
-    return (Vector<float>)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(codes));
-#endif
-}
-#endif
-
 // Integers times their steps, `column` apart: one for each, or the same for all.
 template <typename T> void scale_codes(const int8_t* codes, const T* steps, int64_t column, int64_t size, T* to) {
     int64_t i = 0;
@@ -122,36 +109,17 @@ template <typename T> void scale_codes(const int8_t* codes, const T* steps, int6
         for (; i + width <= size; i += width) {
             __m128i some = {};
             __builtin_memcpy(&some, codes + i, width);
-            store<T>(to + i, widen_codes(some) * (column ? load(steps + i) : same));
+            // gcc's __builtin_convertvector takes less than 16 bytes one by one.
+#if defined(__AVX512F__)
+            const Vector<T> numbers = (Vector<T>)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(some));
+#else
+            const Vector<T> numbers = (Vector<T>)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(some));
+#endif
+            store<T>(to + i, numbers * (column ? load(steps + i) : same));
         }
     }
 #endif
     for (; i < size; ++i) to[i] = codes[i] * steps[i * column];
-}
-
-// Integers of 4 bits, two in a byte: by groups times a step, plus an offset. The offsets follow the steps.
-template <typename T> void scale_nibbles(const uint8_t* codes, const T* steps, int64_t group, int64_t size, T* to) {
-    const T* offsets = steps + size / group;
-    for (int64_t i = 0, stop = group; stop <= size; stop += group, ++steps, ++offsets) {
-#if defined(__AVX2__)
-        if constexpr (sizeof(T) == 4) {
-            constexpr int width = Lanes<T>::width;
-            for (; i + 32 <= stop; i += 32) {
-                const __m128i both = _mm_loadu_si128((const __m128i*)(codes + i / 2)), four = _mm_set1_epi8(15);
-                const __m128i low = both & four, high = _mm_srli_epi16(both, 4) & four;
-                const __m128i in_order[2] = {_mm_unpacklo_epi8(low, high), _mm_unpackhi_epi8(low, high)};
-                UNROLL for (int n = 0; n < 32; n += width) {
-                    const __m128i part = n % 16 ? _mm_srli_si128(in_order[n / 16], 8) : in_order[n / 16];
-                    store<T>(to + i + n, widen_codes(part) * *steps + *offsets);
-                }
-            }
-        }
-#endif
-        for (; i < stop; i += 2) {
-            to[i] = (codes[i / 2] & 15) * *steps + *offsets;
-            to[i + 1] = (codes[i / 2] >> 4) * *steps + *offsets;
-        }
-    }
 }
 
 // ---- panels ----

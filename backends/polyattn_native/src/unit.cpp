@@ -2,7 +2,6 @@
 #include "backward.h"
 #include "forward.h"
 #include "matrix.h"
-#include "tangent.h"
 
 namespace POLYATTN_UNIT {
 
@@ -14,7 +13,6 @@ const Unit unit = {
     POLYATTN_TEXT(POLYATTN_UNIT),
     {Forward<float>::work, Forward<double>::work},
     {Backward<float>::work, Backward<double>::work},
-    {Tangent<float>::work, Tangent<double>::work},
     {Product<float>::work, Product<double>::work},
 };
 

@@ -23,7 +23,6 @@ struct Unit {
     const char* name;
     Work (*attend[2])(const PolyattnCall&);
     Work (*differentiate[2])(const PolyattnCall&);
-    Work (*push_forward[2])(const PolyattnCall&);
     Work (*multiply[2])(const PolyattnCall&);
 };
 

@@ -70,5 +70,4 @@ xla::Error* handle(xla::Frame* frame, Function function) {
 extern "C" {
 POLYATTN_API xla::Error* polyattn_xla_attend(xla::Frame* frame) { return handle(frame, polyattn_attend); }
 POLYATTN_API xla::Error* polyattn_xla_differentiate(xla::Frame* frame) { return handle(frame, polyattn_differentiate); }
-POLYATTN_API xla::Error* polyattn_xla_push_forward(xla::Frame* frame) { return handle(frame, polyattn_push_forward); }
 }

@@ -275,12 +275,10 @@ def items_unlike(case: Case, rng: Any) -> tuple[Any, ...]:
 
 #: The keys that share a step of each channel.
 BLOCK = 8
-#: The numbers that share a step and an offset, of 4 bits.
-GROUP = 32
 
 
 def quantized(key: Array, value: Array) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
-    """Return keys and values as integers of 8 bits, and their steps.
+    """Return keys and values as integers, and their steps.
 
     Steps have so few digits that the product is exact in float32.
     """
@@ -301,34 +299,6 @@ def integers(case: Case, rng: Any) -> tuple[Any, ...]:
     return query, key * np.repeat(by, BLOCK, axis=-2), value * of_values
 
 
-def packed(key: Array, value: Array) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
-    """Return keys and values as integers of 4 bits, and their steps and offsets.
-
-    The steps of every other group are negative.
-    """
-    pairs = []
-    for x in (key, value):
-        groups = x.reshape(*x.shape[:-1], -1, GROUP)
-        offset, step = np.min(groups, axis=-1), np.ptp(groups, axis=-1) / 15
-        offset[..., ::2], step[..., ::2] = np.max(groups, axis=-1)[..., ::2], -step[..., ::2]
-        codes = np.rint((groups - offset[..., None]) / step[..., None])
-        codes = np.nan_to_num(codes).astype(np.uint8).reshape(x.shape)
-        pairs.append((codes[..., ::2] | codes[..., 1::2] << 4, np.stack([step, offset], axis=-2)))
-    return pairs[0], pairs[1]
-
-
-def integers_of_4_bits(case: Case, rng: Any) -> tuple[Any, ...]:
-    """Keys and values of which `packed` loses nothing, each group with integers of 0 and of 15."""
-    query, *others = normal(case, rng)
-    for x in others:
-        groups = x.reshape(*x.shape[:-1], -1, GROUP)
-        step, least = (rng.integers(*ends, (*groups.shape[:-1], 1)) for ends in ((1, 9), (-9, -5)))
-        groups[...] = rng.integers(0, 16, groups.shape)
-        groups[..., :2] = 0, 15
-        groups[...] = (groups + least) * step / 64
-    return query, *others
-
-
 VALUES: dict[str, Callable[[Any, Any], tuple[Any, ...]]] = {
     "normal": normal,
     "outliers": outliers,
@@ -344,7 +314,6 @@ VALUES: dict[str, Callable[[Any, Any], tuple[Any, ...]]] = {
     "values of mean 1000": partial(shifted, value=1000.0, query=0.1),
     "items unlike": items_unlike,
     "integers": integers,
-    "integers of 4 bits": integers_of_4_bits,
 }
 
 

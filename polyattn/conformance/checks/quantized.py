@@ -16,7 +16,7 @@ from polyattn._dispatch.errors import BackendError
 from polyattn._dispatch.plan import Plan
 from polyattn._dispatch.request import request
 from polyattn.conformance.cases.cache_cases import ends
-from polyattn.conformance.cases.case import BLOCK, Case, make_case, packed, quantized
+from polyattn.conformance.cases.case import BLOCK, Case, make_case, quantized
 from polyattn.conformance.cases.generators import normal, random_mask
 from polyattn.conformance.checks import cases as checks
 from polyattn.conformance.checks.target import KernelVariant, Target
@@ -37,10 +37,8 @@ _FIELDS: dict[str, dict[str, Any]] = {
         "key_lengths": ends(2 * BLOCK, BLOCK),
     },
 }
-_SIZES = {"integers": {}, "integers of 4 bits": {"D": 64, "E": 32}}
 _CASES = [
-    make_case(f"{values}, {name}, {dtype}", values=values, dtype=dtype, **fields | sizes)
-    for values, sizes in _SIZES.items()
+    make_case(f"integers, {name}, {dtype}", values="integers", dtype=dtype, **fields)
     for name, fields in _FIELDS.items()
     for dtype in ("float32", "float64")
     if dtype == "float32" or name == "many keys"
@@ -83,8 +81,7 @@ def check_quantized(target: Target, variant: KernelVariant) -> None:
 
 def _integers(target: Target, case: Case) -> list[Quantized]:
     """Return keys and values as integers, with their steps."""
-    make = quantized if case.values == "integers" else packed
-    return [Quantized(*map(target.to, pair)) for pair in make(*case.arguments()[0][1:])]
+    return [Quantized(*map(target.to, pair)) for pair in quantized(*case.arguments()[0][1:])]
 
 
 def _calls(target: Target, variant: KernelVariant) -> Iterator[_Call]:
@@ -97,6 +94,5 @@ def _calls(target: Target, variant: KernelVariant) -> Iterator[_Call]:
             plan = cached_plan(call, request(target.backend), kernel, xp)
         except BackendError:  # the kernel does not compute the case
             continue
-        bits = 8 if case.values == "integers" else 4
-        if bits in kernel.quantized_bits and kernel.reads_quantized(plan.placement.problem):
+        if kernel.reads_quantized(plan.placement.problem):
             yield case, plan, operands, options
