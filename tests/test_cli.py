@@ -189,7 +189,7 @@ def test_exit_codes_are_those_of_every_command(command, monkeypatch, capsys):
 
 # ---- standard streams, a full disk, Ctrl-C ----
 
-STARTED = "import sys; from polyattn_command import main; sys.exit(main())"
+STARTED = "import sys; from polyattn.__main__ import main; sys.exit(main())"
 RUNS = {
     "backends": ["backends"],
     "explain": EXPLAIN,
@@ -270,7 +270,7 @@ class Interrupt:
         if name == {moment!r}:
             os.kill(os.getpid(), 2)
 sys.meta_path.insert(0, Interrupt())
-from polyattn_command import main
+from polyattn.__main__ import main
 sys.exit(main())
 """
 

@@ -32,7 +32,8 @@ ROOMS = {
     "_api": {"_base", "_core.expressions", "_core.call", "plugin", "_kernels", "_dispatch"},
     "__init__": {"_base", "_core.call", "masks", "scores", "_dispatch", "_api"},
     "plot": {"_base", "_core.expressions", "_core.call", "_core.tiles", "_dispatch", "_api"},
-    "dialects": {"_base", "_core.expressions", "masks", "scores", "_api"},
+    "run": set(),
+    "dialects": {"_base", "_core.expressions", "masks", "scores", "_api", "run"},
     "nn": {"_base", "_core.expressions", "scores", "_dispatch", "_api"},
     "parallel": {"_base", "_core.expressions", "_core.call", "_api"},
     "integrations": {"_base", "_core.call", "masks", "plugin", "_api", "dialects", "nn",
@@ -41,19 +42,17 @@ ROOMS = {
     "conformance": {"_base", "_core.expressions", "_core.call", "_core.tiles", "masks", "scores",
         "plugin", "_dispatch", "__init__", "dialects"},
     "export": {"_base", "_dispatch", "__init__", "nn"},
-    "cli": {"_base", "_dispatch", "__init__", "bench", "conformance", "export"},
+    "cli": {"_base", "_dispatch", "__init__", "run", "bench", "conformance", "export"},
+    "__main__": {"run", "cli"},
 }  # fmt: skip
 #: What any plugin imports, and what those of polyattn's own wheel import beside it.
 CONTRACT = {"polyattn.plugin", "polyattn.plugin.dense"}
 INTERNAL = "polyattn.plugin.internal"
 #: Modules from elsewhere that a room may import beside the standard library.
 OUTSIDE = {
-    "__main__": {"polyattn_command"},
     "_base.arrays": {"array_api_compat"},
     "bench": {"numpy", "threadpoolctl", "tqdm"},
     "conformance": TESTING,
-    "cli": {"polyattn_command"},
-    "dialects._install": {"polyattn_command"},
     "dialects.flax": {"jax"},  # imported for a key of jax.random
     "dialects.flash_attn.layers": {"torch"},
     "dialects.flash_attn.losses": {"torch"},

@@ -9,7 +9,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from polyattn_command.stand_ins import PACKAGES, start
+from polyattn.run.stand_ins import PACKAGES, start
 
 _ROOTS = {name.partition(".")[0] for name in PACKAGES}
 
