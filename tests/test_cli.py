@@ -239,6 +239,14 @@ def test_streams_that_are_closed_or_full_in_every_command(command, monkeypatch, 
     assert exit_code(RUNS[command]) == 0
 
 
+@pytest.mark.parametrize("command", ["backends", "check", "bench"])
+@pytest.mark.usefixtures("short")
+def test_without_tqdm_a_command_shows_no_bar(command, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+    assert main(RUNS[command]) == 0
+    assert capsys.readouterr().err == ""
+
+
 def test_a_reader_that_leaves_early_is_no_error(tmp_path):
     assert started("explain", tmp_path, "exec > >(true); exec").stderr == ""
 

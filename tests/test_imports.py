@@ -51,7 +51,7 @@ INTERNAL = "polyattn.plugin.internal"
 #: Modules from elsewhere that a room may import beside the standard library.
 OUTSIDE = {
     "_base.arrays": {"array_api_compat"},
-    "bench": {"numpy", "threadpoolctl", "tqdm"},
+    "bench": {"numpy", "threadpoolctl"},
     "conformance": TESTING,
     "dialects.flax": {"jax"},  # imported for a key of jax.random
     "dialects.flash_attn.layers": {"torch"},
@@ -239,6 +239,12 @@ USES = {
 @pytest.mark.parametrize("use", USES)
 def test_importing_the_package_loads_nothing_until_a_name_is_used(use, run_python):
     run_python(f"{UNUSED}{USES[use]}\nassert callable(vars(polyattn)['attention'])")
+
+
+def test_type_checkers_know_the_modules():
+    stub = (ROOT / "__init__.pyi").read_text(encoding="utf-8")
+    named = re.findall(r"^from polyattn import (\w+) as \1$", stub, re.M)
+    assert {*named, "masks", "scores"} == set(polyattn._MODULES)
 
 
 def test_the_version_and_masks_load_nothing_else(run_python):
