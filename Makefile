@@ -124,7 +124,7 @@ lint: $(VENV)/.test $(VENV)/.lint  ## style, types, docstrings, and whether each
 	$(BIN)/clang-format --dry-run --Werror $(wildcard $(NATIVE)/src/* $(NATIVE)/fuzz/*)
 	$(BIN)/codespell
 	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.github-workflows .github/workflows/*.yml
-	$(BIN)/mypy polyattn polyattn_command backends tests/api/typed.py
+	$(BIN)/mypy polyattn backends tests/api/typed.py
 	$(BIN)/python -m pytest --quiet tests/test_docstrings.py
 	$(BIN)/python tests/mutations.py --check
 

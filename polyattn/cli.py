@@ -22,7 +22,7 @@ from polyattn._dispatch import listing, registry
 from polyattn._dispatch.errors import BackendError, UnknownBackendError
 from polyattn._dispatch.request import parse
 from polyattn.bench import command
-from polyattn_command import run
+from polyattn.run import command as run
 
 EXIT_CODES = (
     "Exit codes: 0 for success; 1 if a check failed, no kernel can compute the call, or something"

@@ -80,7 +80,7 @@ MUTATIONS = (
 
 def copy_to(folder):
     """Copy the package into a folder, with what Python has compiled."""
-    for package in ("polyattn", "polyattn_command", "backends"):
+    for package in ("polyattn", "backends"):
         shutil.copytree(ROOT / package, folder / package)
     return folder
 

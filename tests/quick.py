@@ -21,6 +21,7 @@ INSTALLED = {"array_api_strict", "safetensors"}
 #: Rooms whose tests have another name.
 ELSEWHERE = {
     "__init__": ["test_imports.py"],
+    "__main__": ["test_cli.py"],
     "masks": ["expressions"],
     "scores": ["expressions"],
     "plugin": ["conformance/test_suite.py", "call"],

@@ -189,7 +189,7 @@ def test_exit_codes_are_those_of_every_command(command, monkeypatch, capsys):
 
 # ---- standard streams, a full disk, Ctrl-C ----
 
-STARTED = "import sys; from polyattn_command import main; sys.exit(main())"
+STARTED = "import sys; from polyattn.__main__ import main; sys.exit(main())"
 RUNS = {
     "backends": ["backends"],
     "explain": EXPLAIN,
@@ -239,6 +239,14 @@ def test_streams_that_are_closed_or_full_in_every_command(command, monkeypatch, 
     assert exit_code(RUNS[command]) == 0
 
 
+@pytest.mark.parametrize("command", ["backends", "check", "bench"])
+@pytest.mark.usefixtures("short")
+def test_without_tqdm_a_command_shows_no_bar(command, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+    assert main(RUNS[command]) == 0
+    assert capsys.readouterr().err == ""
+
+
 def test_a_reader_that_leaves_early_is_no_error(tmp_path):
     assert started("explain", tmp_path, "exec > >(true); exec").stderr == ""
 
@@ -268,7 +276,7 @@ class Interrupt:
         if name == {moment!r}:
             os.kill(os.getpid(), 2)
 sys.meta_path.insert(0, Interrupt())
-from polyattn_command import main
+from polyattn.__main__ import main
 sys.exit(main())
 """
 

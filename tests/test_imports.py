@@ -30,10 +30,10 @@ ROOMS = {
     "plugin.dense": {"_kernels"},
     "_dispatch": {"_base", "_core.expressions", "_core.call", "plugin", "_kernels"},
     "_api": {"_base", "_core.expressions", "_core.call", "plugin", "_kernels", "_dispatch"},
-    "__init__": {"_base", "_core.expressions", "_core.call", "masks", "scores", "_dispatch",
-        "_api"},
+    "__init__": {"_base", "_core.call", "masks", "scores", "_dispatch", "_api"},
     "plot": {"_base", "_core.expressions", "_core.call", "_core.tiles", "_dispatch", "_api"},
-    "dialects": {"_base", "_core.expressions", "masks", "scores", "_api"},
+    "run": set(),
+    "dialects": {"_base", "_core.expressions", "masks", "scores", "_api", "run"},
     "nn": {"_base", "_core.expressions", "scores", "_dispatch", "_api"},
     "parallel": {"_base", "_core.expressions", "_core.call", "_api"},
     "integrations": {"_base", "_core.call", "plugin", "_api", "dialects", "nn"},
@@ -41,19 +41,17 @@ ROOMS = {
     "conformance": {"_base", "_core.expressions", "_core.call", "_core.tiles", "masks", "scores",
         "plugin", "_dispatch", "__init__", "dialects"},
     "export": {"_base", "_dispatch", "__init__", "nn"},
-    "cli": {"_base", "_dispatch", "__init__", "bench", "conformance", "export"},
+    "cli": {"_base", "_dispatch", "__init__", "run", "bench", "conformance", "export"},
+    "__main__": {"run", "cli"},
 }  # fmt: skip
 #: What any plugin imports, and what those of polyattn's own wheel import beside it.
 CONTRACT = {"polyattn.plugin", "polyattn.plugin.dense"}
 INTERNAL = "polyattn.plugin.internal"
 #: Modules from elsewhere that a room may import beside the standard library.
 OUTSIDE = {
-    "__main__": {"polyattn_command"},
     "_base.arrays": {"array_api_compat"},
-    "bench": {"numpy", "threadpoolctl", "tqdm"},
+    "bench": {"numpy", "threadpoolctl"},
     "conformance": TESTING,
-    "cli": {"polyattn_command"},
-    "dialects._install": {"polyattn_command"},
     "dialects.flax": {"jax"},  # imported for a key of jax.random
     "dialects.flash_attn.layers": {"torch"},
     "dialects.flash_attn.losses": {"torch"},
@@ -216,8 +214,43 @@ def test_calls_on_tensors_do_not_import_the_compiler(run_python):
     assert loaded_after(run_python, code, ["torch._dynamo", "sympy"]) == []
 
 
+UNUSED = """
+import polyattn, sys
+loaded = [name for name in sys.modules if name.startswith(("numpy", "polyattn."))]
+assert not loaded and not hasattr(polyattn, "__wrapped__"), loaded
+"""
+USES = {
+    "an attribute": "polyattn.attention",
+    "a name": "from polyattn import attention",
+    "all names": "from polyattn import *",
+    "their list": "assert {'attention', 'nn'} < set(dir(polyattn)) and polyattn.__all__",
+    "a class": "import pickle; pickle.loads(pickle.dumps(polyattn.Partial))",
+    "the page of help": "import pydoc; assert 'attention(' in pydoc.render_doc(polyattn)",
+    "threads at once": "from concurrent.futures import ThreadPoolExecutor as Pool\n"
+    "names = [*(3 * ['attention', 'masks', 'nn', 'explain', 'plot'])]\n"
+    "with Pool(15) as pool: assert all(pool.map(lambda n: getattr(polyattn, n), names))",
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_importing_the_package_loads_nothing_until_a_name_is_used(use, run_python):
+    run_python(f"{UNUSED}{USES[use]}\nassert callable(vars(polyattn)['attention'])")
+
+
+def test_type_checkers_know_the_modules():
+    stub = (ROOT / "__init__.pyi").read_text(encoding="utf-8")
+    named = re.findall(r"^from polyattn import (\w+) as \1$", stub, re.M)
+    assert {*named, "masks", "scores"} == set(polyattn._MODULES)
+
+
+def test_the_version_and_masks_load_nothing_else(run_python):
+    code = f"{UNUSED}assert polyattn.__version__ is polyattn.__version__; polyattn.masks.causal()"
+    assert loaded_after(run_python, code, ["polyattn._api", "polyattn._dispatch"]) == []
+
+
 def test_the_parts_of_the_package_are_there_when_they_are_asked_for(run_python):
     parts = "p.nn.Linear, p.parallel.shard, p.dialects, p.export.onnx, p.plot.mask"
+    run_python("import polyattn; polyattn.masks.causal()._repr_html_()")
     run_python(f"import polyattn as p; {parts}")
     with pytest.raises(AttributeError, match="no attribute 'layers'"):
         polyattn.layers  # noqa: B018
@@ -236,8 +269,7 @@ def test_dir_of_a_public_module_has_its_public_names():
     assert len(public) > 20
     for name in public:
         module = importlib.import_module(name.removesuffix(".__init__"))
-        if module is not polyattn:  # which has modules that are imported when they are used
-            assert dir(module) == sorted(module.__all__), name
+        assert dir(module) == sorted(module.__all__), name
     shown = set(dir(polyattn))
     assert shown > {*polyattn.__all__}
     assert all(hasattr(polyattn, name) for name in shown)

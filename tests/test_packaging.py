@@ -33,9 +33,9 @@ def test_plugin_folders_wheel_packages_and_entry_points_are_one_list():
         for entry in importlib.metadata.entry_points(group="polyattn.backends")
         if entry.dist.name == "polyattn"
     }
-    assert packages[:2] == ["polyattn", "polyattn_command"]
-    assert {Path(p).name for p in packages[2:]} == folders
-    assert {Path(p).parent.name for p in packages[2:]} == {"backends"}
+    assert packages[0] == "polyattn"
+    assert {Path(p).name for p in packages[1:]} == folders
+    assert {Path(p).parent.name for p in packages[1:]} == {"backends"}
     assert {value.partition(":")[0] for value in declared.values()} == folders
     assert {f"polyattn_{name}" for name in declared} == folders
     assert installed == declared

@@ -15,7 +15,7 @@ class Imports:
         return "import numpy"
 
     def timeraw_polyattn(self) -> str:
-        """Import the package."""
+        """Import the package, which loads nothing else before a name is used."""
         return "import polyattn"
 
     def timeraw_first_call(self) -> str:

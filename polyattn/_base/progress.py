@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from importlib.util import find_spec
 
 from polyattn._base.settings import Context
 
@@ -19,7 +21,8 @@ _none: AbstractContextManager[Show] = contextlib.nullcontext(lambda share: None)
 def show_progress(after: float = 2.0) -> Iterator[None]:
     """Show a bar for each long call of a NumPy kernel inside the block.
 
-    The bar is tqdm's, on standard error or in a notebook, and disappears at the end of the call.
+    The bar is tqdm's, on standard error or in a notebook, and disappears at the end of the call;
+    where tqdm is not installed, a warning says so.
     The compiled kernel and that of tiles show it; for dask, use ``dask.diagnostics.ProgressBar``.
 
     Parameters
@@ -48,6 +51,11 @@ def show_progress(after: float = 2.0) -> Iterator[None]:
     """
     if not isinstance(after, (int, float)) or not after >= 0:
         raise ValueError(f"show_progress takes seconds of at least 0, such as 2; got {after!r}")
+    if find_spec("tqdm") is None:
+        message = "show_progress shows nothing without tqdm: pip install tqdm"
+        warnings.warn(message, RuntimeWarning, stacklevel=3)
+        yield
+        return
     with _context.block(after):
         yield
 

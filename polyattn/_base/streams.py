@@ -5,8 +5,8 @@ from __future__ import annotations
 import io
 import os
 import sys
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import nullcontext, suppress
 from typing import Any
 
 from polyattn._base.text_table import printable
@@ -47,6 +47,35 @@ def settle() -> None:
 
 def progress(work: Iterable[Any] | None = None, *, unit: str, total: int | None = None) -> Any:
     """Return a bar on standard error, if that is a terminal, that iterates over the work."""
-    from tqdm import tqdm
+    look = {"unit": unit, "disable": None, "leave": False, "dynamic_ncols": True}
+    return bars()(work, total=total, **look)
 
-    return tqdm(work, total=total, unit=unit, disable=None, leave=False, dynamic_ncols=True)
+
+def bars() -> Any:
+    """Return the class of progress bars: tqdm's, or one that shows nothing where that is not."""
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        return _NoBar
+    return tqdm
+
+
+class _NoBar:
+    """Iterates over the work as a bar of tqdm does."""
+
+    external_write_mode = nullcontext
+
+    def __init__(self, work: Iterable[Any] | None = None, **look: Any) -> None:
+        self._work = work or ()
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._work)
+
+    def __enter__(self) -> _NoBar:
+        return self
+
+    def __exit__(self, *error: object) -> None: ...
+
+    def set_description(self, text: str, refresh: bool = True) -> None: ...
+
+    def update(self, count: int) -> None: ...

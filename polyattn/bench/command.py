@@ -17,7 +17,7 @@ from typing import Any
 
 from polyattn._base.extras import require_matplotlib
 from polyattn._base.files import check_file, replacing, write_file
-from polyattn._base.streams import complain, progress, reason, show
+from polyattn._base.streams import bars, complain, progress, reason, show
 from polyattn._core.call.features import DTYPES
 
 LENGTHS = "256:4096"
@@ -238,7 +238,5 @@ def _write(results: Any, options: argparse.Namespace) -> bool:
 
 def _print(lines: Sequence[str]) -> None:
     """Print lines above the progress bar, at once even into a pipe."""
-    from tqdm import tqdm
-
-    with tqdm.external_write_mode():
+    with bars().external_write_mode():
         show("\n".join(lines))

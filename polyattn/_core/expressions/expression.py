@@ -21,8 +21,6 @@ Copies = list[tuple[Any, bytearray]]
 
 #: The placeholder for a function in a spec.
 FUNCTION = "function"
-#: What draws an expression, as a "figure" or as "html": it is above this module and registers here.
-RENDERERS: dict[str, Callable[..., Any]] = {}
 # Larger arrays print as their shape and dtype.
 MOST_PRINTED = 64
 #: The types of fields that a form or a key holds as they are, beside tuples of them.

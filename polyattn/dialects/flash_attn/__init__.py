@@ -11,7 +11,6 @@ from typing import Any
 
 from polyattn._base.arrays import Array
 from polyattn.dialects._flash import NO_WINDOW, dense, varlen
-from polyattn.dialects._install import PACKAGES, install
 from polyattn.dialects._kvcache import Cache, Rotation, with_kvcache
 from polyattn.dialects._packed import Packed
 from polyattn.dialects._shared import check_axes, pair
@@ -28,6 +27,8 @@ from polyattn.dialects.flash_attn.bert_padding import (
     pad_input,
     unpad_input,
 )
+from polyattn.run.install import install
+from polyattn.run.stand_ins import PACKAGES
 
 __all__ = [
     "bert_padding",

@@ -11,8 +11,6 @@ from typing import Any
 from polyattn._api.attention import attention
 from polyattn._api.partial import attention_partial
 from polyattn._base.arrays import Array, cast, is_array, library_of
-from polyattn.dialects._install import PACKAGES
-from polyattn.dialects._install import install as install_packages
 from polyattn.dialects._packed import Packed, PositionRule, from_pages, packed_attention
 from polyattn.dialects._shared import (
     check_axes,
@@ -22,6 +20,8 @@ from polyattn.dialects._shared import (
     shape_of,
     with_all_axes,
 )
+from polyattn.run.install import install as install_packages
+from polyattn.run.stand_ins import PACKAGES
 
 __all__ = ["install", "memory_efficient_attention"]
 __dir__ = __all__.copy

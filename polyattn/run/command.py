@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from polyattn_command.stand_ins import BY_DEFAULT, PACKAGES, TUPLES, VARIABLE, is_real, names_of
+from polyattn.run.stand_ins import BY_DEFAULT, PACKAGES, TUPLES, VARIABLE, is_real, names_of
 
 #: The first words of what Python runs, beside files.
 _PYTHON = ("-m", "-c", "-")
@@ -82,7 +82,7 @@ def _run(options: argparse.Namespace, program: list[str], parser: argparse.Argum
     except ValueError as error:
         parser.error(str(error))
     if options.check and program:
-        from polyattn_command.check import check
+        from polyattn.run.check import check
 
         return check(program, names)
     command = [] if options.environment else _command(program, parser)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 
-from polyattn_command.stand_ins import PACKAGES as PACKAGES
-from polyattn_command.stand_ins import TUPLES, spec_of, start
+from polyattn.run.stand_ins import PACKAGES, TUPLES, spec_of, start
 
 
 def install(*packages: str, tuples: bool = False) -> contextlib.ExitStack:

@@ -8,7 +8,7 @@ def _start() -> None:
     here = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120 -- it starts at once
     sys.path[:] = [folder for folder in sys.path if folder != here]
     try:
-        from polyattn_command.stand_ins import VARIABLE, names_of, start
+        from polyattn.run.stand_ins import VARIABLE, names_of, start
     except ImportError:  # another Python, which has no polyattn
         pass
     else:
@@ -26,7 +26,8 @@ def _run_hidden() -> None:
     sys.modules.setdefault(__name__, own)
 
 
-try:
-    _start()
-finally:
-    _run_hidden()
+if __name__ == "sitecustomize":
+    try:
+        _start()
+    finally:
+        _run_hidden()

@@ -9,7 +9,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from polyattn_command.stand_ins import PACKAGES, start
+from polyattn.run.stand_ins import PACKAGES, start
 
 
 def check(files: list[str], names: list[str]) -> int:

@@ -76,7 +76,7 @@ class Finder:
             return None
         from pathlib import Path
 
-        path = Path(__file__).resolve().parents[1].joinpath("polyattn", "dialects", *own.split("."))
+        path = Path(__file__).resolve().parents[1].joinpath("dialects", *own.split("."))
         for file in (path.with_suffix(".py"), path / "__init__.py"):
             if file.is_file():
                 is_package = name == own and (

@@ -1,0 +1,1 @@
+"""Run programs that are written for GPUs on any device: ``polyattn run``."""
