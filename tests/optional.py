@@ -17,7 +17,7 @@ from _pytest.doctest import MultipleDoctestFailures
 LIBRARIES = {
     "array_api_strict", "autograd", "cupy", "dask", "distributed", "flax", "h5py",
     "jax", "keras", "matplotlib", "mlx", "mpi4py", "ndonnx", "onnx", "onnxruntime", "onnxscript",
-    "optax", "safetensors", "spox", "tokenizers", "torch", "transformers", "xarray", "zarr",
+    "safetensors", "spox", "tokenizers", "torch", "transformers", "xarray", "zarr",
 }  # fmt: skip
 ALIASES = (
     {
