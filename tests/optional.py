@@ -15,9 +15,9 @@ import pytest
 from _pytest.doctest import MultipleDoctestFailures
 
 LIBRARIES = {
-    "array_api_strict", "autograd", "cudnn", "cupy", "dask", "distributed", "flax", "h5py",
+    "array_api_strict", "autograd", "cupy", "dask", "distributed", "flax", "h5py",
     "jax", "keras", "matplotlib", "mlx", "mpi4py", "ndonnx", "onnx", "onnxruntime", "onnxscript",
-    "optax", "safetensors", "spox", "tokenizers", "torch", "transformers", "xarray", "zarr",
+    "safetensors", "spox", "tokenizers", "torch", "transformers", "xarray", "zarr",
 }  # fmt: skip
 ALIASES = (
     {

@@ -9,7 +9,6 @@ BACKWARD = "tests/backends/test_numpy_backward.py::"
 CORNERS = "tests/api/test_corners.py::test_an_axis_without_entries"
 DASK = "tests/backends/test_dask.py::"
 ENGINES = "tests/parallel/test_engines.py::test_one_device_of_jax"
-EXPORTED = "tests/export/test_caches.py::"
 FAMILIES = "tests/nn/test_families.py::"
 FILES = "tests/base/test_files.py::"
 FILES_OF_CHECKS = "tests/conformance/test_files.py::"
@@ -307,10 +306,6 @@ MUTATIONS = (
      "causal rows counted from the last key of a prefix", "backends/polyattn_onnx/operator.py",
      "(is_cache or band(problem) == (None, None)) and positions.counted",
      "first_keys is not None and positions.counted"),
-    ("tests/backends/test_cupy_cudnn.py::test_numbers_of_keys_are_told_in_place_of_a_bias[causal]",
-     "causal rows of a cache told as lengths", "backends/polyattn_cupy/problem_graphs.py",
-     "isinstance(mask, CachePadding) and problem.query_length == 1",
-     "isinstance(mask, CachePadding)"),
     (PARTS + "test_a_mask_shows_in_a_part_what_it_shows_there[tree-corner]",
      "drafts counted from the part", TREE,
      "first = part.counted(self._first, -part.rows.start)",
@@ -421,22 +416,6 @@ MUTATIONS = (
      "a page that is not there", "polyattn/_core/call/lengths.py",
      "wrong = used & ((table < 0) | (table >= pages))",
      "wrong = used & (table >= pages)"),
-    (EXPORTED + "test_a_step_is_one_node_of_onnx_runtime_where_it_is_asked_for",
-     "a window without the row's own key", "backends/polyattn_onnx/group_query.py",
-     'min(problem.window[0], 2**30) + 1',
-     'min(problem.window[0], 2**30)'),
-    (EXPORTED + "test_the_node_reads_no_key_after_the_last_one_of_an_item[float32]",
-     "an item without keys that has one", "backends/polyattn_onnx/group_query.py",
-     'make("Greater", ["lengths", "zero"]',
-     'make("Greater", ["known", "zero"]'),
-    (EXPORTED + "test_the_node_reads_no_key_after_the_last_one_of_an_item[float32]",
-     "the number of keys for the index of the last", "backends/polyattn_onnx/group_query.py",
-     'make("Cast", ["newest"], ["last"]',
-     'make("Cast", ["known"], ["last"]'),
-    (EXPORTED + "test_what_the_node_cannot_say_is_refused_by_name",
-     "rows of items of unlike lengths", "backends/polyattn_onnx/group_query.py",
-     "shared or rows == 1",
-     "True"),
     (FUNCTIONS + "test_parts_by_themselves_may_have_other_bits",
      "a row with the keys of the newest", "polyattn/conformance/cases/cache_cases.py",
      '+ (i + 1 - rows)',

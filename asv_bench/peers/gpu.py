@@ -95,24 +95,7 @@ def on_jax(case: Case, device: str, gradients: bool) -> Pair:
     return Pair(calls, jax.block_until_ready)
 
 
-def on_cupy(case: Case, device: str, gradients: bool) -> Pair:
-    """Return cuDNN's plan replayed into one output, and polyattn."""
-    import cupy
-
-    from polyattn_cupy import graphs, plans, problem_graphs
-
-    arrays = [cupy.asarray(x).astype(case.dtype) for x in arrays_of(case)]
-    call = polyattn.explain(*arrays, is_causal=case.is_causal)
-    graph = problem_graphs.graph_of(call.problem, *(x.strides for x in arrays))
-    output = cupy.empty(arrays[0].shape, arrays[0].dtype)
-    names = (graphs.QUERY, graphs.KEY, graphs.VALUE, graphs.OUTPUT)
-    pointers = {n: x.data.ptr for n, x in zip(names, (*arrays, output), strict=True)}
-    ours = partial(polyattn.attention, *arrays, is_causal=case.is_causal)
-    calls = {ENGINE: partial(plans.run, graph, pointers), OURS: ours}
-    return Pair(calls, lambda _: cupy.cuda.get_current_stream().synchronize())
-
-
-MAKERS = {"cupy": on_cupy, "torch": on_torch, "jax": on_jax}
+MAKERS = {"torch": on_torch, "jax": on_jax}
 
 
 def libraries(device: str) -> Iterator[str]:
@@ -120,7 +103,7 @@ def libraries(device: str) -> Iterator[str]:
     known = {info.name: info for info in polyattn.list_backends()}
     for name in MAKERS:
         kinds = {found.partition(":")[0] for found in known[name].devices}
-        if known[name].available and device in kinds and (name, device) != ("cupy", "cpu"):
+        if known[name].available and device in kinds:
             yield name
 
 
@@ -179,8 +162,6 @@ def tables(device: str, rounds: int, window: float) -> Iterator[str]:
         yield "|---|---|---|---|---|"
         for case in cases:
             for library in available:
-                if gradients and library == "cupy":
-                    continue
                 times = measure(MAKERS[library](case, device, gradients), rounds, window)
                 amount = (3.5 if gradients else 1) * 4 * case.visible * case.size
                 if case.length == 1:  # bytes of 16 bits, each read once

@@ -14,9 +14,7 @@ import cupy
 import numpy as np
 
 from polyattn.plugin import Array, Backend, Operands, Problem, native
-from polyattn_cupy import loading
 from polyattn_cupy.arrays import empty_result, zeroed
-from polyattn_cupy.cudnn_kernel import CupyCudnn
 from polyattn_cupy.fused_kernel import Fused
 
 ON_CUDA = (2, 13)  # kDLCUDA and kDLCUDAManaged of DLPack
@@ -25,7 +23,7 @@ ON_CUDA = (2, 13)  # kDLCUDA and kDLCUDAManaged of DLPack
 class CupyBackend(Backend):
     """CuPy arrays on CUDA devices."""
 
-    kernels = (CupyCudnn(), Fused())
+    kernels = (Fused(),)
 
     def __init__(self) -> None:
         super().__init__(xp)
@@ -52,9 +50,9 @@ class CupyBackend(Backend):
         }
 
     def engines(self) -> dict[str, str]:
-        """Return the versions of CUDA, cuDNN and its frontend."""
+        """Return the version of CUDA."""
         version = cupy.cuda.runtime.runtimeGetVersion()
-        return {"cuda": f"{version // 1000}.{version % 1000 // 10}", **loading.versions()}
+        return {"cuda": f"{version // 1000}.{version % 1000 // 10}"}
 
     def place(self, array: Array, device: str | None) -> Array:
         """Return `array` as a CuPy array on `device`, without a copy if it is there already."""

@@ -12,7 +12,6 @@ import spox.opset.ai.onnx.v24 as op24
 
 from polyattn.plugin import Array, Backend, Kernel, Operands, Problem, Residuals, Tangents, native
 from polyattn.plugin.internal import length_of, library_of
-from polyattn_onnx.group_query import GroupQuery
 from polyattn_onnx.model import model_of
 from polyattn_onnx.operator import Operator
 
@@ -43,7 +42,7 @@ class NdonnxNode(Operator):
 class OnnxBackend(Backend):
     """Graphs of ONNX; a device is the opset whose operator Attention may be used."""
 
-    kernels = (NdonnxNode(), GroupQuery())
+    kernels = (NdonnxNode(),)
     computes = False
 
     def __init__(self) -> None:

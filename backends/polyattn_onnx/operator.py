@@ -24,8 +24,6 @@ from polyattn.plugin import (
 )
 from polyattn.plugin.internal import length_of, made_shape, score_axes, why_too_large
 
-#: The opsets of the oldest and the newest version of the operator.
-FIRST, LAST = 23, 25
 #: The first opset with the input nonpad_kv_seqlen, and the first with the attributes of windows.
 COUNTS, WINDOWS = 24, 25
 #: The features whose mask differs by head, and those that may differ by batch item.
@@ -105,9 +103,8 @@ class Operator(Kernel):
             len(problem.batch) > 1 or "batch_broadcast" in problem.features
         ):
             reasons.append("with symbolic lengths it supports one batch axis, that of all arrays")
-        empty = reason_against_empty_rows(problem)
-        if empty is not None:
-            reasons.append(empty)
+        if problem.dtype == "float64" and may_have_empty_rows(problem):
+            reasons.append("ONNX Runtime gives NaN for a row without keys in float64")
         if problem.score_spec is not None and not problem.score_spec.is_additive:
             reasons.append("it supports only a score_mod= that adds to the scores")
         return reasons
@@ -130,7 +127,7 @@ class Operator(Kernel):
         """Return the node of a call and its inputs, of rank 4 but the numbers of keys."""
         opset = self.opset(problem)
         positions = _positions(problem, opset)
-        query, scale = _scaled(problem, operands.query, xp)
+        query, scale = _scaled(problem, operands.query)
         inputs = [one_batch_axis(problem, x, xp) for x in (query, *operands[1:3])]
         # In float16 a runtime would round the scores, and what a large bias leaves of them.
         dtype = problem.accumulator
@@ -161,13 +158,6 @@ class Operator(Kernel):
             problem.softcap or 0.0, kind, positions.counted,
         )  # fmt: skip
         return node, inputs
-
-
-def reason_against_empty_rows(problem: Problem) -> str | None:
-    """Return why a row that may see no key needs another kernel, or None."""
-    if problem.dtype == "float64" and may_have_empty_rows(problem):
-        return "ONNX Runtime gives NaN for a row without keys in float64"
-    return None
 
 
 def _rounded(number: float | None) -> float | None:
@@ -220,13 +210,12 @@ def _positions(problem: Problem, opset: int) -> NodePositions:
     return NodePositions(is_causal, (window[0], window[1]), counted=not from_zero)
 
 
-def _scaled(problem: Problem, query: Array, xp: Any) -> tuple[Array, float]:
+def _scaled(problem: Problem, query: Array) -> tuple[Array, float]:
     """Return the query and the attribute scale, which runtimes need as a float32 above 0."""
     # ONNX Runtime multiplies query and key by its root each, which it rounds to float32.
     scale = problem.scale
     if problem.dtype == "float64":
-        # As an array: torch's exporter rounds a number to float32.
-        return query * xp.asarray(scale, dtype=query.dtype), 1.0
+        return query * scale, 1.0
     if scale > 0:
         return query, scale
     return (query * -1.0, -scale) if scale < 0 else (query * 0.0, 1.0)

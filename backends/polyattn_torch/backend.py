@@ -19,8 +19,6 @@ from polyattn_torch.flash_paged import Paged
 from polyattn_torch.flex import Flex
 from polyattn_torch.kernel_node import node_of, run_node
 from polyattn_torch.lengths import calls_by_lengths
-from polyattn_torch.onnx_export import exported_opset
-from polyattn_torch.onnx_node import IN_EXPORT
 from polyattn_torch.sdpa import Sdpa
 from polyattn_torch.workarounds import product
 
@@ -149,10 +147,6 @@ class TorchBackend(Backend):
         (result,) = pullback(gradient)
         # An absent key has a gradient of 0, whatever the function's slope is there.
         return torch.where((gradient == 0) & ~torch.isfinite(result), 0.0, result)
-
-    def kernels_now(self) -> tuple[Kernel, ...]:
-        """Return the kernels; a node of ONNX is one of them in `torch.onnx.export` only."""
-        return self.kernels if exported_opset() is None else (IN_EXPORT, *self.kernels)
 
     def run(
         self, kernel: Kernel, problem: Problem, operands: Operands

@@ -7,15 +7,16 @@ logsumexp of an engine is not differentiable.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 
 from polyattn.plugin import Problem, Span, band, column_span
+from polyattn.plugin.internal import constant_when_traced
 from polyattn_torch.attn_mask import as_bias, is_square_causal
 from polyattn_torch.device_info import DeviceInfo
-from polyattn_torch.onnx_export import exported_opset
 from polyattn_torch.workarounds import EngineInputs, padded
 
 Result = tuple[torch.Tensor, torch.Tensor | None]
@@ -70,13 +71,24 @@ HALF_ONLY = "it supports float16 and bfloat16 only"
 LENGTHS = "it needs known lengths"
 
 
+def in_onnx_export() -> bool:
+    """Return whether torch.onnx.export is tracing the call."""
+    return torch.compiler.is_compiling() and _is_onnx_exported()
+
+
+@constant_when_traced
+def _is_onnx_exported() -> bool:
+    # Not asked for before it is imported, as it is in an export: that takes long.
+    return "torch.onnx" in sys.modules and torch.onnx.is_in_onnx_export()
+
+
 # ---- flash attention on the CPU ----
 
 
 def _against_cpu(problem: Problem, device: DeviceInfo) -> str | None:
     if _cpu is None:
         return ABSENT
-    if exported_opset() is not None:
+    if in_onnx_export():
         return "torch.onnx.export cannot export it"
     if problem.dtype in HALF:
         return "it is off by 5e-5 in 16 bits, for which it uses a faster exp"

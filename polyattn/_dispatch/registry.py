@@ -189,7 +189,7 @@ def array_api_backend(xp: Any) -> Backend:
 
 def kernels_of(backend: Backend | None) -> tuple[Kernel, ...]:
     """Return a backend's kernels, and then the array-API kernels whose names they do not take."""
-    kernels = () if backend is None else backend.kernels_now()
+    kernels = () if backend is None else backend.kernels
     names = {kernel.name for kernel in kernels}
     return (*kernels, *(kernel for kernel in _ARRAY_API_KERNELS if kernel.name not in names))
 

@@ -283,10 +283,6 @@ class Backend(BackendPrimitives):
 
     # ---- running a kernel ----
 
-    def kernels_now(self) -> tuple[Kernel, ...]:
-        """Return ``kernels``, after any that the library has only while it exports a program."""
-        return self.kernels
-
     def shield(self, problem: Problem, operands: Operands) -> AbstractContextManager[Any]:
         """Return the context that kernels run in, shielded from the global state of the library.
 

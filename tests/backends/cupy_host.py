@@ -1,10 +1,9 @@
 """CuPy's kernels without a GPU: their arrays are the host's.
 
-A kernel hands addresses to libraries and knows nothing of what is there, so the same addresses
-serve libraries that compute on the host: those of `cublas_host` and `cudnn_host`.
+A kernel hands addresses to a library and knows nothing of what is there, so the same addresses
+serve a library that computes on the host: that of `cublas_host`.
 """
 
-import contextlib
 import importlib
 import sys
 import types
@@ -41,41 +40,19 @@ def full(shape, number, dtype):
     return array
 
 
-class Device(contextlib.AbstractContextManager):
-    """The current device, which a `with` block changes."""
-
-    current = 0
-    compute_capability = "90"
-
-    def __init__(self, number):
-        self.id = number
-
-    def __enter__(self):
-        self.before, Device.current = Device.current, self.id
-
-    def __exit__(self, *error):
-        Device.current = self.before
-
-
-def stand_in(**cuda):
+def stand_in():
     """Return what the kernels use of CuPy."""
     return types.SimpleNamespace(
         empty=lambda shape, dtype: full(shape, None, dtype),
         zeros=lambda shape, dtype: full(shape, 0, dtype),
-        full=full,
         broadcast_to=lambda array, shape: as_host(np.broadcast_to(array, shape)),
         reshape=lambda array, shape: array.reshape(shape),
         ascontiguousarray=lambda array: as_host(np.ascontiguousarray(array)),
         where=where,
-        asarray=lambda numbers: as_host(np.asarray(numbers)),
-        clip=lambda *args: as_host(np.clip(*args)),
         copyto=np.copyto,
         sum=np.sum,
         cuda=types.SimpleNamespace(
-            device=types.SimpleNamespace(get_cublas_handle=lambda: "handle"),
-            runtime=types.SimpleNamespace(getDevice=lambda: Device.current),
-            Device=Device,
-            **cuda,
+            device=types.SimpleNamespace(get_cublas_handle=lambda: "handle")
         ),
     )
 

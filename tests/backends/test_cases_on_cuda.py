@@ -9,7 +9,6 @@ from polyattn.conformance.cases.cache_cases import OF_256
 from polyattn.conformance.cases.case import make_case
 from polyattn.conformance.cases.catalogue import CASES, ESSENTIAL
 from polyattn.conformance.checks.gradients import DERIVATIVES
-from polyattn_cupy import cudnn_kernel as cupy_cudnn
 from polyattn_jax import cudnn as jax_cudnn
 from polyattn_torch import flash_paged, flex
 from polyattn_torch.device_info import DeviceInfo
@@ -19,7 +18,6 @@ KERNELS = {
     "flex": (flex.Flex, flex.Flex().reasons_against, CASES),
     "paged": (flash_paged.Paged, flash_paged.Paged().reasons_against, CASES),
     "jax cudnn": (jax_cudnn.JaxCudnn, jax_cudnn.mismatches, ESSENTIAL),
-    "cupy cudnn": (cupy_cudnn.CupyCudnn, cupy_cudnn._static_reasons, CASES),
 }
 
 

@@ -5,8 +5,9 @@ import pytest
 from cublas_host import compiled, put_in_place
 from cupy_checks import agree, gradients_agree
 
-from polyattn import attention, explain
-from polyattn_cupy import fused_kernel, products, score_blocks, softmax_cuda
+from polyattn import attention, explain, masks
+from polyattn.plugin import Operands, visible_keys
+from polyattn_cupy import fused_kernel, made_masks, products, score_blocks, softmax_cuda
 from polyattn_cupy.fused_kernel import Fused
 
 RNG = np.random.default_rng(0)
@@ -69,6 +70,27 @@ def test_blocks_cover_each_row_once_within_the_tile(options, tile, members):
         heads = {row // 13 for row in range(*block.rows)}
         assert len(heads) == 1 or block.rows.length % 13 == 0
     assert (seen == 1).all()
+
+
+SHAPES = (2, 8, 100, 64), (2, 2, 300, 64), (2, 2, 300, 64)
+EXPRESSIONS = {
+    (2, 1, 1, 300): masks.padding(np.array([3, 9])),
+    (1, 1, 1, 300): masks.prefix(4),
+    (1, 1, 100, 300): masks.positions(np.arange(100), np.arange(300))
+    | masks.tree(np.array([-1, *range(99)])),
+    (2, 8, 100, 300): masks.dense(np.ones((2, 8, 1, 1), bool)) | masks.dilated(2),
+}
+
+
+@pytest.mark.parametrize("shape", EXPRESSIONS)
+def test_the_shape_of_a_mask_expression_is_known_before_the_call(shape):
+    mask = EXPRESSIONS[shape]
+    problem = explain(*SHAPES, library="numpy", device="cpu", mask=mask).problem
+    x = Operands(*(np.zeros(shape) for shape in SHAPES), mask)
+    assert visible_keys(problem, x, np, banded=False).shape == shape
+    assert (1,) * (4 - len(made_masks.mask_shape(problem))) + made_masks.mask_shape(
+        problem
+    ) == shape
 
 
 def test_memory_is_for_one_block(cublas, monkeypatch):

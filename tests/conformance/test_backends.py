@@ -251,12 +251,6 @@ class TestOnnxReference(TestOnnx):
 
     backend = "onnx:25"
 
-    def _runs(self, test, target):
-        return [run for run in super()._runs(test, target) if run[0].kernel.name != "group_query"]
-
-    def _declares(self, test, target, variant):
-        return variant.kernel.name != "group_query" and super()._declares(test, target, variant)
-
     @pytest.fixture
     def target(self):
         return Target(self.backend, transform=by(by_reference))

@@ -159,15 +159,6 @@ def test_those_of_two_distributions_stand_in_the_order_of_their_names(give):
     assert names() == ["third", "second", "small", "tiled", "dense", "gathered"]
 
 
-@pytest.mark.needs("torch")
-def test_they_follow_the_kernels_that_a_backend_has_for_a_while(give, monkeypatch):
-    give(spec({"torch": "fast_kernels:Fast"}))
-    assert names("torch") == ["fast", "paged", "sdpa", "flex", "tiled", "dense", "gathered"]
-    monkeypatch.setattr("polyattn_torch.backend.exported_opset", lambda: 23)
-    assert names("torch")[1:4] == ["fast", "paged", "sdpa"]
-    assert "fast" not in names()
-
-
 # ---- what is broken, missing or left out -------------------------------------------------------
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from runtimes import KNOWS_WINDOWS, by_onnxruntime, by_reference, kinds, onnxruntime, session
 
-from polyattn import UnsupportedError, attention, masks, nn
+from polyattn import masks, nn
 from polyattn.export import onnx as export
 
 LIKE = np.zeros(1, np.float32)
@@ -166,59 +166,3 @@ def test_caches_that_do_not_fit_are_refused(name):
     caches, options, said = REFUSED[name]
     with pytest.raises((TypeError, ValueError), match=said):
         export(lambda x, caches: x, {"x": ("B", "L"), "caches": caches}, **options)
-
-
-# ---- GroupQueryAttention of ONNX Runtime --------------------------------------------------------
-
-GROUP = {"kernel": "group_query"}
-
-
-def test_a_step_is_one_node_of_onnx_runtime_where_it_is_asked_for():
-    model, options = transformer(1), {"window": (2, 0)}
-    exported = step(model, **GROUP, **options)
-    assert kinds(exported).count("GroupQueryAttention") == 1
-    assert "Attention" not in kinds(exported)
-    for found, wanted in decode(exported, by_onnxruntime(exported), model, **options):
-        assert abs(found - wanted).max() < 2e-6
-    assert "GroupQueryAttention" not in kinds(exported_step("causal"))
-
-
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_the_node_reads_no_key_after_the_last_one_of_an_item(dtype):
-    rng = np.random.default_rng(0)
-    query, sinks = (rng.normal(size=n).astype(dtype) for n in ((3, 4, 1, 8), (4,)))
-    key, value = (rng.normal(size=(3, 2, 12, 8)).astype(dtype) for _ in range(2))
-    lengths = np.array([7, 12, 0])
-    for item, length in enumerate(lengths):
-        key[item, :, length:] = value[item, :, length:] = np.nan
-    options = {"window": (4, 0), "softcap": 2.0, "scale": 0.7}
-    arrays = {"query": query, "key": key, "value": value, "key_lengths": lengths, "sinks": sinks}
-    shapes = {name: ("B", *x.shape[1:]) for name, x in arrays.items()} | {"sinks": (4,)}
-    kind = dict.fromkeys(shapes, dtype) | {"key_lengths": "int64"}
-    call = functools.partial(attention, **options, **GROUP)
-    exported = export(lambda **given: call(**given), shapes, dtype=kind)
-    (found,) = by_onnxruntime(exported)(arrays)
-    limit = 2e-3 if dtype == "float16" else 1e-6
-    assert abs(found - attention(**arrays, **options)).max() < limit
-    assert found.dtype == dtype
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"is_causal": False}, "with several rows it needs is_causal=True"),
-        ({"query_offset": 3}, "it needs key_lengths=, without query_offset= or another mask"),
-        ({"mask": masks.prefix(2)}, "it needs key_lengths=, without query_offset= or another mask"),
-        ({"scale": -1.0}, "it needs a scale above 0"),
-        ({"bias": np.zeros((1, 1), np.float32)}, "it does not compute bias"),
-        ({"key_lengths": np.array([2, 1])}, "with several rows it needs one length"),
-        ({"shape": ("B", 4, 2, 12)}, "the head size must be a multiple of 8"),
-        ({"shape": (3, "B", 4, 2, 8)}, "it supports at most one batch axis"),
-        ({"dtype": "float64"}, "it supports float16 and float32 only"),
-    ],
-)
-def test_what_the_node_cannot_say_is_refused_by_name(options, message):
-    shape, dtype = options.pop("shape", (2, 4, 2, 8)), options.pop("dtype", "float32")
-    given = {"is_causal": True, "key_lengths": 2} | GROUP | options
-    with pytest.raises(UnsupportedError, match=message):
-        export(lambda x: attention(x, x, x, **given), {"x": shape}, dtype=dtype)

@@ -23,7 +23,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "docs" / "results"
-ENGINES = ("torch", "jax", "jaxlib", "cupy-cuda13x", "cupy-cuda12x", "nvidia-cudnn-frontend")
+ENGINES = ("torch", "jax", "jaxlib", "cupy-cuda13x", "cupy-cuda12x")
 
 
 def main(arguments: list[str] | None = None) -> int:

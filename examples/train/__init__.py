@@ -1,1 +1,0 @@
-"""A small GPT, trained from scratch on four comedies, in PyTorch, JAX or NumPy."""
