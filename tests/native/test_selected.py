@@ -191,6 +191,26 @@ def test_pages_are_read_where_they_lie() -> None:
         attention(*tensors, kernel="native", **options)
 
 
+@pytest.mark.parametrize("kernel", ["native", "gathered"])
+@pytest.mark.parametrize("to", [np.asarray, torch.asarray], ids=["numpy", "torch"])
+def test_gradients_of_pools_are_those_of_a_dense_mask(to: Any, kernel: str) -> None:
+    rng = np.random.default_rng(0)
+    pools = [to(rng.standard_normal((60, 2, 8, 16))) for _ in range(2)]
+    query = to(rng.standard_normal((2, 4, 3, 16)))
+    table, lengths = to(rng.permutation(60)[:48].reshape(2, 24)), to(np.array([190, 101]))
+    for mask in (
+        masks.selected(to(rng.integers(0, 192, (2, 4, 3, 5)))),
+        masks.blocks(to(rng.integers(0, 48, (2, 4, 1, 1))), (3, 4)),
+    ):
+        options = {"block_table": table, "key_lengths": lengths, "mask": mask}
+        found, expected = (
+            attention_vjp(query, *pools, kernel=one, **options)[1](query)
+            for one in (kernel, "dense")
+        )
+        for name in ("query", "key", "value"):
+            np.testing.assert_allclose(getattr(found, name), getattr(expected, name), atol=1e-12)
+
+
 def test_what_is_not_selected_reaches_no_row() -> None:
     rng = np.random.default_rng(1)
     query, key, value = rng.standard_normal((3, 2, 40, 32)).astype(np.float32)

@@ -76,6 +76,8 @@ class SelectedCall:
     is_made = True  # it is not kept to run again
 
     def __init__(self, problem: Problem, x: Operands, threads: int, *, products: int = 2) -> None:
+        if x.block_table is None:  # pages that were gathered for a derivative
+            problem = problem._replace(page=None)
         self.problem, self.threads, self.products = problem, threads, products
         self.accumulator = np.dtype(problem.accumulator)
         self.items = math.prod(problem.batch)

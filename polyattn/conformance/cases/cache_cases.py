@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from polyattn.conformance.cases.case import Generated
+from polyattn.conformance.cases.expression_cases import a_block, few_selected
 from polyattn.conformance.cases.generators import normal, shuffled_pages
 
 TOPIC = "caches and pages"
@@ -66,11 +67,15 @@ _ANY: dict[str, dict[str, Any]] = {
         for poison in (math.nan, math.inf)
     },
 }
+#: So many keys that no kernel makes a mask of the few that are selected.
+FEW = {"S": 96, "L": 3, "H": 4, "G": 2, "key_lengths": ends(90, 50, 96)}
 _OF_PAGES = {
     "a page that items share": table(fork),
     "a page twice": table(lambda pages: pages[:, [0, 0, 1]]),
     "entries of -1": table(without_unused),
     "nan in pages without a name": table(without_unused) | {"poison": math.nan},
+    "few selected keys": FEW | {"mask": Generated(few_selected)},
+    "a selected block": FEW | {"mask": Generated(a_block)},
 }
 _ONE_ROW: dict[str, Any] = {"batch": (3,), "L": 1, "S": CAPACITY}
 #: Pages as FlashAttention reads them: of a multiple of 256 keys, in 16 bits.

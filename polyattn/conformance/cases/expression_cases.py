@@ -65,6 +65,17 @@ def selected(case: Case, rng: Any) -> Any:
     return masks.selected(rng.integers(-1, case.S, shape))
 
 
+def few_selected(case: Case, rng: Any) -> Any:
+    """Return so few keys of each row of each head that they are read by themselves."""
+    return masks.selected(rng.integers(-1, case.S, (*case.full_batch, case.H, case.L, 4)))
+
+
+def a_block(case: Case, rng: Any) -> Any:
+    """Return a block of 4 keys for all rows of each head."""
+    index = rng.integers(0, case.S // 4, (*case.full_batch, case.H, 1, 1))
+    return masks.blocks(index, (case.L, 4)) & masks.causal()
+
+
 def selected_of_all(case: Case, rng: Any) -> Any:
     """Return keys that all heads and items share, and causal ones of them."""
     keys = rng.permuted(np.tile(np.arange(case.S + 2), (case.L, 1)), axis=-1)
@@ -205,6 +216,8 @@ VARIANTS: Group = {
     "tree": {"mask": Generated(drafts), "L": 7, "S": 17},
     "tree, offset below 0": {"mask": Generated(drafts), "query_offset": -3},
     "selected keys": {"mask": Generated(selected)},
+    "few selected keys": {"mask": Generated(few_selected), "L": 3, "S": 96},
+    "a selected block": {"mask": Generated(a_block), "L": 3, "S": 96, "H": 4, "G": 2},
     "selected keys of all heads, L < S": {"mask": Generated(selected_of_all), "L": 7, "S": 17},
     "selected keys, dropout, bias, sinks": {
         **{"mask": Generated(selected), "dropout": (0.25, 7), "bias": normal()},

@@ -73,7 +73,7 @@ NAMES = (
     *("65 x 65, causal", "64 x 65", "mask value", "mask value hides some rows"),
     *("composed masks, offset below 0", "selected keys", "score value", "score value x mask value"),
     *("score value x offset array", "score value of a function", "keys of mean 64"),
-    "keys of mean 64, few heads",
+    *("keys of mean 64, few heads", "few selected keys", "a selected block"),
 )
 
 #: Features that meet in the backward pass.
