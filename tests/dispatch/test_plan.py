@@ -86,7 +86,7 @@ COUNTED = [
     {"is_causal": True, "dropout": (0.5, 1)},
     {"window": (10, 0), "mask": masks.padding(2**30, 1)},
     {"window": (10, 0), "query_offset": (1,)},
-    {"mask": masks.global_tokens(2**30 + 2)},
+    {"mask": masks.global_tokens(2**30 - 1)},
     {"mask": lambda b, h, i, j: j > i},
     {"score_mod": scores.alibi([0.5])},
 ]

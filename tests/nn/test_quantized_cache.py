@@ -150,8 +150,8 @@ def test_after_truncate_no_old_token_is_seen(length):
 def test_a_cache_that_was_stored_goes_on_as_it_would_have():
     cache = made(np.asarray, [50])
     loaded = pickle.loads(pickle.dumps(cache))
-    more = [x[:, :, 50:] for x in (KEYS, VALUES)]
-    one, other = (each.append(*more).attention(QUERIES) for each in (loaded, cache))
+    *more, query = (x.astype(np.float32) for x in (KEYS[:, :, 50:], VALUES[:, :, 50:], QUERIES))
+    one, other = (each.append(*more).attention(query) for each in (loaded, cache))
     np.testing.assert_array_equal(one, other)
 
 
