@@ -14,7 +14,7 @@ import pytest
 import polyattn
 from polyattn import BackendError
 from polyattn._base.streams import complain, show
-from polyattn._dispatch import contract
+from polyattn._dispatch import contract, listing
 from polyattn.cli import main
 from polyattn.conformance import CASES, Target
 from polyattn.conformance.report import run
@@ -51,6 +51,12 @@ def test_backends_names_a_misspelt_variable(capsys, monkeypatch):
     assert main(["backends"]) == 0
     said = "nothing reads the variable POLYATTN_BACKENDS; did you mean 'POLYATTN_BACKEND'?"
     assert said in capsys.readouterr().err
+
+
+def test_the_variable_of_the_compiled_kernel_is_known_without_it(monkeypatch):
+    monkeypatch.setenv("POLYATTN_NATIVE", "0")
+    monkeypatch.setattr(listing.extensions, "names", tuple)
+    assert listing.unknown_variables() == []
 
 
 def test_backends_says_what_is_missing_and_how_to_install_it(capsys, monkeypatch):
@@ -270,7 +276,8 @@ def test_a_file_that_fits_on_no_disk_is_named(command, option, capsys):
 
 
 INTERRUPTED = """
-import os, sys
+import os, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a parent in the background ignores it
 class Interrupt:
     def find_spec(self, name, path=None, target=None):
         if name == {moment!r}:

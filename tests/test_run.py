@@ -295,6 +295,8 @@ def g(q, k, v, **more):
     padding.pad_input(q, k, 1, 2).no_attribute_of_ours, padding.IndexFirstAxis.apply.__doc__.strip
     from flash_attn.ops.triton import rotary
     return rotary.apply_rotary(q, k, v, 0, None, None, False, False, False, 1), os.path.join(q)
+
+import rotary_emb
 """
 FAULTS = """\
 model.py:3: flash_attn.flash_attn_nothing: module 'flash_attn' has no attribute 'flash_attn_nothing'
@@ -305,6 +307,7 @@ model.py:12: flash_attn.flash_attn_interface.flash_attn_unpadded_func: module 'f
 model.py:13: flash_attn.flash_attn_func(): missing a required argument: 'v'
 model.py:14: flash_attn.flash_attn_func(): got an unexpected keyword argument 'causl'
 model.py:19: flash_attn.ops.triton.rotary.apply_rotary(): too many positional arguments
+model.py:21: rotary_emb: rotary_emb is made of kernels for GPUs, which polyattn does not stand in for: call flash_attn.layers.rotary.apply_rotary_emb
 """  # noqa: E501 -- lines of output
 
 

@@ -20,6 +20,9 @@ _PACKED = "mask=masks.segments(query_ids, key_ids)"
 _LOGSUMEXP = "nothing, and call attention_partial, which returns the logsumexp"
 _WEIGHTS = "nothing, and call attention_weights, which returns the weights"
 
+_AXES = 'nothing: the axes are (..., heads, length, size), or layout="...LHD" names another order'
+_HEADS = "nothing: heads are an axis of query, key and value, (..., heads, length, size)"
+
 #: The keyword arguments of `attention` that are not options of the formula.
 BESIDE = ("layout", "backend", "kernel")
 
@@ -66,6 +69,10 @@ FOREIGN = {
     "return_attn_probs": _WEIGHTS,
     "return_weights": _WEIGHTS,
     "output_attentions": _WEIGHTS,
+    "axis": _AXES,
+    "dim": _AXES,
+    "heads": _HEADS,
+    "num_heads": _HEADS,
     "implementation": "backend= or kernel=",
 }
 

@@ -142,7 +142,7 @@ def _available(name: str) -> BackendInfo:
 
 def unknown_variables() -> list[str]:
     """Return a message for each environment variable that is named as ours, and is not."""
-    plugins = (*registry.names(), *extensions.names())
+    plugins = (*registry.names(), *extensions.names(), "native")  # ours, installed or not
     known = [*RESERVED, *map(variable_of, plugins)]
     given = [name for name in os.environ if name.startswith("POLYATTN_") and name not in known]
     return [f"nothing reads the variable {name}{did_you_mean(name, known)}" for name in given]

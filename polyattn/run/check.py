@@ -9,7 +9,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from polyattn.run.stand_ins import PACKAGES, start
+from polyattn.run.stand_ins import KERNELS, PACKAGES, start
 
 
 def check(files: list[str], names: list[str]) -> int:
@@ -52,7 +52,7 @@ class _Uses(ast.NodeVisitor):
         self.visit(tree)
 
     def _bind(self, name: str, path: str, imported: str, node: ast.stmt) -> None:
-        if path.partition(".")[0] in PACKAGES:
+        if (root := path.partition(".")[0]) in PACKAGES or root in KERNELS:
             self._paths[name] = path
             self._find(imported, node)
 
@@ -96,7 +96,8 @@ class _Uses(ast.NodeVisitor):
             _resolve(path)
         except (ImportError, AttributeError) as error:
             package = path.partition(".")[0]
-            by_name = f"; it comes by name, --as {package}" * (package not in self._names)
+            is_other = package in PACKAGES and package not in self._names
+            by_name = f"; it comes by name, --as {package}" * is_other
             self.faults.append((node.lineno, f"{path}: {error}{by_name}"))
         else:
             self.resolved.add(path)

@@ -38,7 +38,7 @@ _MADE_OF = {
     "natten.functional": "natten",
 }
 #: Compiled modules and Triton kernels that code imports, and what to call instead.
-_KERNELS = {
+KERNELS = {
     "dropout_layer_norm": "flash_attn.ops.layer_norm.dropout_add_layer_norm",
     "flash_attn.flash_attn_triton": "flash_attn.flash_attn_func",
     "flash_attn_2_cuda": "flash_attn.flash_attn_func, or _flash_attn_forward beside it",
@@ -68,10 +68,9 @@ class Finder:
     def find_spec(self, name: str, *rest: Any) -> ModuleSpec | None:
         """Return where a module is; its file is not read."""
         own = _MADE_OF.get(name, name)
-        if name in _KERNELS and "flash_attn" in self.packages:
-            others = (one for one in sys.meta_path if not isinstance(one, Finder))
-            specs = (one.find_spec(name, *rest) for one in others)  # the program's own first
-            return next(filter(None, specs), None) or ModuleSpec(name, self)  # type: ignore[arg-type]
+        if name in KERNELS and "flash_attn" in self.packages:
+            _refuse_import(name, *rest)
+            return None
         if name.partition(".")[0] not in self.packages or "._" in own:
             return None
         from pathlib import Path
@@ -91,12 +90,6 @@ class Finder:
     def exec_module(self, module: ModuleType) -> None:
         """Give a module the names of the dialect."""
         name = module.__name__
-        if name in _KERNELS:
-            raise ModuleNotFoundError(
-                f"{name} is made of kernels for GPUs, which polyattn does not stand in for: call"
-                f" {_KERNELS[name]}",
-                name=name,
-            )
         own = import_module(f"polyattn.dialects.{_MADE_OF.get(name, name)}")
         kept = vars(module).keys() - {"__doc__"}
         vars(module).update((key, value) for key, value in vars(own).items() if key not in kept)
@@ -133,6 +126,22 @@ class Finder:
         for name, module in list(sys.modules.items()):
             if getattr(getattr(module, "__spec__", None), "loader", None) is self:
                 del sys.modules[name]
+
+
+def _refuse_import(name: str, *rest: Any) -> None:
+    """Raise if a module is imported that is nowhere; if a program asks for it, it is not there."""
+    asker = sys._getframe(2).f_back  # the caller of the function of Python that asks all finders
+    others = (one for one in sys.meta_path if not isinstance(one, Finder))
+    if (
+        asker is not None
+        and asker.f_code.co_name == "_find_and_load_unlocked"
+        and not any(one.find_spec(name, *rest) for one in others)  # the program's own
+    ):
+        raise ModuleNotFoundError(
+            f"{name} is made of kernels for GPUs, which polyattn does not stand in for: call"
+            f" {KERNELS[name]}",
+            name=name,
+        )
 
 
 def start(names: Iterable[str]) -> Finder:

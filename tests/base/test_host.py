@@ -85,6 +85,7 @@ def test_compiled_by_torch(name, made):
 
 
 @pytest.mark.slow
+@pytest.mark.needs("torch")
 def test_compiled_before_a_first_tensor(run_python):
     run_python(
         "import torch\n"

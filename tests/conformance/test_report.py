@@ -66,7 +66,7 @@ def test_json(capsys):
         ("--write-cases x --kernel tiled", "writes one set of cases; leave out the other options"),
         ("--callable torch:matmul --same-bits --case causal", "give a function only"),
         ("numpy --case causl", "--case: there is no case 'causl'; did you mean 'causal'?"),
-        ("--callable torch:matmul --case dropout", "--case: no function of others has these"),
+        ("--callable math:prod --case dropout", "--case: no function of others has these"),
     ],
 )
 def test_wrong_arguments_are_refused_before_any_work(arguments, message, capsys):

@@ -16,6 +16,7 @@ from polyattn.dialects.flash_attn.layers.rotary import (
 )
 from polyattn.dialects.flash_attn.losses.cross_entropy import CrossEntropyLoss, cross_entropy_loss
 from polyattn.dialects.flash_attn.modules import mha
+from polyattn.dialects.flash_attn.ops import activations
 from polyattn.dialects.flash_attn.ops import layer_norm as norms
 
 close = torch.testing.assert_close
@@ -450,3 +451,61 @@ def test_a_layer_compiles_whole():
     for one in (compiled, layer):
         gradients.append(torch.autograd.grad(one(x).square().sum(), x)[0])
     close(*gradients)
+
+
+# ---- activations -------------------------------------------------------------------------------
+
+
+def tanh_gelu(x):
+    return torch.nn.functional.gelu(x, approximate="tanh")
+
+
+#: Each function, that of its gradients, the formula, and the shapes of the arrays.
+ACTIVATIONS = {
+    "swiglu": (
+        activations.swiglu, lambda g, x, y: activations.swiglu_bwd(x, y, g),
+        lambda x, y: x * x.sigmoid() * y, [(5, 8), (5, 8)],
+    ),
+    "bias_gelu": (
+        activations.bias_gelu, activations.bias_gelu_back,
+        lambda y, bias: tanh_gelu(y + bias), [(5, 8), (8,)],
+    ),
+    "gelu": (activations.gelu_fwd, activations.gelu_bwd, tanh_gelu, [(5, 8)]),
+    "sqrelu": (
+        activations.sqrelu_fwd, activations.sqrelu_bwd, lambda x: x.clamp(min=0) ** 2, [(5, 8)],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_activations_and_their_gradients(name):
+    function, backward, formula, shapes = ACTIVATIONS[name]
+    arrays, weights = [normal(*shape, requires_grad=True) for shape in shapes], normal(5, 8)
+    expected = formula(*arrays)
+    close(function(*arrays), expected)
+    gradients = torch.autograd.grad((expected * weights).sum(), arrays)
+    found = backward(weights, *(x.detach() for x in arrays))
+    for one, own, other in zip(
+        found if isinstance(found, tuple) else [found],
+        torch.autograd.grad((function(*arrays) * weights).sum(), arrays),
+        gradients,
+        strict=True,
+    ):
+        close(one, other)
+        close(own, other)
+
+
+def test_activations_of_16_bits_are_rounded_once():
+    x, y = (normal(5, 8).bfloat16() for _ in range(2))
+    function = activations.SwiGLUFunction.apply
+    close(
+        function(x, y), (x.double().sigmoid() * x.double() * y.double()).bfloat16(), rtol=0, atol=0
+    )
+    close(
+        activations.GeLUFunction.apply(x, y),
+        tanh_gelu(x.double() + y.double()).bfloat16(),
+        rtol=0,
+        atol=0,
+    )
+    assert activations.fast_gelu_impl is activations.FastGeLUFunction.apply
+    close(activations.relu_bwd(y, x), y * (x >= 0))

@@ -109,7 +109,11 @@ from flash_attn.layers.rotary import RotaryEmbedding, apply_rotary_emb, apply_ro
 from flash_attn.layers.rotary import apply_rotary_emb_qkv_, apply_rotary_emb_torch
 import flash_attn.layers.rotary; flash_attn.layers.rotary.apply_rotary_emb_kv_
 from flash_attn.modules.mha import MHA, FlashSelfAttention, FlashCrossAttention, get_alibi_slopes
-from flash_attn.modules.mha import SelfAttention, CrossAttention
+from flash_attn.modules.mha import SelfAttention, CrossAttention, RotaryEmbedding
+from flash_attn.modules.mha import flash_attn_kvpacked_func, flash_attn_varlen_kvpacked_func
+from flash_attn.modules.mha import flash_attn_qkvpacked_func, flash_attn_varlen_qkvpacked_func
+from flash_attn.modules.mha import flash_attn_with_kvcache
+from flash_attn.ops.activations import swiglu, sqrelu_fwd, sqrelu_bwd, gelu_bwd, bias_gelu_impl
 from flash_attn.ops.rms_norm import RMSNorm, rms_norm, dropout_add_rms_norm, DropoutAddRMSNorm
 import flash_attn.ops.rms_norm as ops; ops.rms_norm
 from flash_attn.ops.layer_norm import dropout_add_layer_norm, DropoutAddLayerNorm, layer_norm
@@ -168,13 +172,16 @@ def test_neighbourhood_attention_comes_by_name():
     ],
 )
 def test_kernels_say_what_to_call_instead(name, words, tmp_path, monkeypatch):
-    with fa2.install(), pytest.raises(ModuleNotFoundError, match=words) as caught:
-        importlib.import_module(name)
+    with fa2.install():
+        assert importlib.util.find_spec(name) is None  # programs ask so, and do without it
+        with pytest.raises(ModuleNotFoundError, match=words) as caught:
+            importlib.import_module(name)
     assert caught.value.name == name
     if "." not in name:
         (tmp_path / f"{name}.py").write_text("own = 1")  # a program's own module of this name
         monkeypatch.syspath_prepend(tmp_path)
         with fa2.install():
+            assert importlib.util.find_spec(name)
             assert importlib.import_module(name).own == 1
         del sys.modules[name]
 

@@ -68,6 +68,7 @@ def squeezed(message):
 
 
 @pytest.mark.slow
+@pytest.mark.needs("torch")
 def test_a_ring_of_processes_computes_what_one_process_does(tmp_path):
     program(MANY, "ring.py", tmp_path)
     launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2)

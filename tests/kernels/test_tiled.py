@@ -105,6 +105,7 @@ def test_memory_of_a_long_call_is_bounded():
 
 
 @pytest.mark.slow
+@pytest.mark.needs("torch")
 @pytest.mark.parametrize(
     ("heads", "options", "most"),
     [(8, "window=(128, 0)", 20e6), (1, "is_causal=True, bias=bias", 200e6)],

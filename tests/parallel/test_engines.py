@@ -58,6 +58,7 @@ def processes(size, *arguments):
 
 
 @pytest.mark.slow
+@pytest.mark.needs("torch")
 @pytest.mark.parametrize("size", [2, 4])
 def test_processes_of_torch(size):
     ended = processes(size, PROGRAM, "torch", *MORE, "death")

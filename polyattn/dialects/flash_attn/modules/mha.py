@@ -15,8 +15,14 @@ from torch.utils.checkpoint import checkpoint
 
 from polyattn._api.attention import attention
 from polyattn._core.expressions.scores import default_slopes
-from polyattn.dialects import flash_attn
 from polyattn.dialects._shared import check_axes, dropout_of
+from polyattn.dialects.flash_attn import (
+    flash_attn_kvpacked_func,
+    flash_attn_qkvpacked_func,
+    flash_attn_varlen_kvpacked_func,
+    flash_attn_varlen_qkvpacked_func,
+    flash_attn_with_kvcache,
+)
 from polyattn.dialects.flash_attn.layers.rotary import RotaryEmbedding
 
 __all__ = [
@@ -77,8 +83,8 @@ class FlashSelfAttention(_Inner):
         """Return (B, L, H, D), or (T, H, D) of sequences that begin at `cu_seqlens`."""
         options = self.options(causal)
         if cu_seqlens is None:
-            return flash_attn.flash_attn_qkvpacked_func(qkv, **options)
-        return flash_attn.flash_attn_varlen_qkvpacked_func(qkv, cu_seqlens, max_seqlen, **options)
+            return flash_attn_qkvpacked_func(qkv, **options)
+        return flash_attn_varlen_qkvpacked_func(qkv, cu_seqlens, max_seqlen, **options)
 
 
 class FlashCrossAttention(_Inner):
@@ -92,9 +98,9 @@ class FlashCrossAttention(_Inner):
         """Return (B, L, H, D), or (T, H, D); keys begin where rows do without `cu_seqlens_k`."""
         options = self.options(causal)
         if cu_seqlens is None:
-            return flash_attn.flash_attn_kvpacked_func(q, kv, **options)
+            return flash_attn_kvpacked_func(q, kv, **options)
         of_keys = cu_seqlens if cu_seqlens_k is None else cu_seqlens_k
-        return flash_attn.flash_attn_varlen_kvpacked_func(
+        return flash_attn_varlen_kvpacked_func(
             q, kv, cu_seqlens, of_keys, max_seqlen, max_seqlen_k, **options
         )
 
@@ -253,7 +259,7 @@ class MHA(nn.Module):
             shape = (params.max_batch_size, params.max_seqlen)
             caches[self.layer_idx] = self.allocate_inference_cache(*shape, dtype=kv.dtype)
         cache, inner = caches[self.layer_idx][start : start + q.shape[0]], self.inner_cross_attn
-        return flash_attn.flash_attn_with_kvcache(
+        return flash_attn_with_kvcache(
             q, cache[:, :, 0], cache[:, :, 1], kv[:, :, 0], kv[:, :, 1],
             cache_seqlens=self._lengths(params, q.shape[0])[0], softmax_scale=inner.softmax_scale,
             causal=inner.causal, window_size=inner.window_size, alibi_slopes=inner.alibi_slopes,
