@@ -1,5 +1,8 @@
 """MLX as a backend: the suite on its default device, and what only its arrays need."""
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 
@@ -157,3 +160,31 @@ def test_bools_of_the_host_are_masks(name):
     wanted = attention(*[np.array(x)] * 3, mask=mask)
     for kernel in (None, "dense"):
         assert abs(np.array(attention(x, x, x, mask=mask, kernel=kernel)) - wanted).max() < 1e-6
+
+
+# What a process wrote before decides what MLX reads in place of an array without entries.
+OF_NOTHING = """
+import mlx.core as mx, numpy as np
+from polyattn import attention
+from polyattn.plugin.internal import library_of
+
+written = [mx.array(np.full(n, 7, np.float32)) + n for n in (1, 1, 2, 4) for _ in range(9)]
+mx.eval(written)
+del written
+query, none = (mx.array(np.ones((2, n, 4), np.float32)) for n in (3, 0))
+for kernel in ("tiled", "dense"):
+    assert not np.array(attention(query, none, none, kernel=kernel)).any()
+none = mx.array(np.ones((3, 0), np.float32))
+xp = library_of(none).xp
+assert not xp.any(xp.sum(none, axis=1)) and xp.all(none) and not xp.any(none)
+"""
+
+
+def test_a_sum_over_nothing_reads_no_memory():
+    command = [sys.executable, "-c", OF_NOTHING]
+    processes = [subprocess.Popen(command) for _ in range(4)]
+    try:
+        assert [process.wait(timeout=30) for process in processes] == [0] * 4
+    finally:
+        for process in processes:
+            process.kill()
