@@ -30,9 +30,20 @@ def _exp(x: mx.array) -> mx.array:
     return mx.power(mx.array(math.e, x.dtype), x) if x.dtype == mx.float64 else mx.exp(x)
 
 
-def _argsort(x: mx.array, axis: int = -1, descending: bool = False) -> mx.array:
+def _argsort(
+    x: mx.array, axis: int = -1, descending: bool = False, stable: bool = True
+) -> mx.array:
     """Return the indices that sort an array; NaN comes last in both orders."""
-    return mx.argsort(mx.negative(x) if descending else x, axis=axis)
+    x = mx.negative(x) if descending else x
+    order, length = mx.argsort(x, axis=axis), x.shape[axis]
+    if not stable or length < 2:
+        return order
+    # MLX promises no order of equal numbers, so that their indices are sorted once more.
+    ranked = mx.moveaxis(mx.take_along_axis(x, order, axis=axis), axis, -1)
+    differs = (ranked[..., 1:] != ranked[..., :-1]).astype(mx.int64) * length
+    first = mx.zeros_like(differs[..., :1])
+    runs = mx.moveaxis(mx.concatenate([first, mx.cumsum(differs, axis=-1)], axis=-1), -1, axis)
+    return mx.sort(runs + order.astype(mx.int64), axis=axis) % length
 
 
 def _of_any(name: str) -> Callable[..., mx.array]:

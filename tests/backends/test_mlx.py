@@ -8,6 +8,7 @@ import pytest
 
 import polyattn
 from polyattn import attention, explain, masks, merge
+from polyattn._base.arrays import library_of
 from polyattn._kernels.tiled import Tiled
 from polyattn.conformance import KernelVariant, Target
 from polyattn.conformance.cases.gradient_cases import GRADIENT_CASES
@@ -188,3 +189,27 @@ def test_a_sum_over_nothing_reads_no_memory():
     finally:
         for process in processes:
             process.kill()
+
+
+def test_of_equal_scores_the_lower_keys_are_taken():
+    rng = np.random.default_rng(0)
+    query, key = (rng.integers(-1, 2, (2, n, 3)).astype(np.float32) for n in (5, 300))
+    given = mx.array(query), mx.array(key)
+    for count in (1, 40, 299, 400):
+        wanted = polyattn.top_keys(query, key, count, scale=1.0)
+        np.testing.assert_array_equal(polyattn.top_keys(*given, count, scale=1.0), wanted)
+    for count in (3, 40):
+        wanted = polyattn.attention_weights(query, key, top=count, scale=1.0).keys
+        found = polyattn.attention_weights(*given, top=count, scale=1.0).keys
+        np.testing.assert_array_equal(found, wanted)
+
+
+@pytest.mark.parametrize("axis", [0, 1, -1])
+@pytest.mark.parametrize("is_descending", [False, True])
+def test_equal_numbers_keep_their_order_in_a_sort(axis, is_descending):
+    for length in (0, 1, 500):
+        x = np.random.default_rng(0).integers(0, 7, (3, length)).astype(np.float32)
+        xp = library_of(mx.array(x)).xp
+        order = xp.argsort(mx.array(x), axis=axis, descending=is_descending, stable=True)
+        wanted = np.argsort(-x if is_descending else x, axis=axis, kind="stable")
+        np.testing.assert_array_equal(order, wanted)
