@@ -109,6 +109,19 @@ def test_what_the_library_lacks_of_the_standard_is_named(monkeypatch, missing, c
         call(x, x, x, is_causal=True)
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("revision", ["2022.12", "2023.12", "2024.12"])
+@pytest.mark.parametrize("call", [attention, attention_vjp])
+def test_an_older_revision_of_the_standard_is_named(revision, call):
+    x = array_api_strict.asarray(X)
+    with array_api_strict.ArrayAPIStrictFlags(api_version=revision):
+        if revision == "2024.12":
+            call(x, x, x, is_causal=True)
+            return
+        with pytest.raises(UnsupportedError, match=f"standard of {revision}, .* that of 2024.12: "):
+            call(x, x, x, is_causal=True)
+
+
 @pytest.mark.parametrize(
     "wrong", [lambda s, b, h, i, j: s.transposed, lambda *s: array_api_strict.einsum(s)]
 )
