@@ -84,6 +84,9 @@ their own library: as `array-api` where polyattn has no backend for it. *Not tri
 that were not installed when the page was written, or had no device. … stands for "not an array of a
 library that follows the array API standard".
 
+Kernels are written for the standard's revision 2024.12. A library of an older one runs the calls
+that it can; an error names its revision in the others.
+
 A mask, lengths or a bias may be [NumPy arrays and Python
 sequences](semantics.md#numbers-from-the-host) beside a query of any library.
 

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import array_api_compat.dask.array as xp
 import dask.array as da
+import numpy as np
 
 from polyattn.plugin import (
     Array,
@@ -18,6 +19,8 @@ from polyattn.plugin import (
     Problem,
     Residuals,
 )
+from polyattn.plugin.internal import library_of
+from polyattn_dask import SPEC
 from polyattn_dask.backward import gradients
 from polyattn_dask.chunk_weights import weights
 from polyattn_dask.estimate import estimate
@@ -77,7 +80,11 @@ class DaskBackend(Backend):
 
     def place(self, array: Array, device: str | None) -> Array:
         """Return an array as a dask array, in chunks of dask's choice."""
-        return array if isinstance(array, da.Array) else da.from_array(array, asarray=False)
+        if isinstance(array, da.Array):
+            return array
+        if library_of(array).name not in SPEC.accepts:
+            array = np.asarray(array)
+        return da.from_array(array, asarray=False)
 
     def fetch(self, array: Array) -> Any:
         return array.compute() if isinstance(array, da.Array) else array

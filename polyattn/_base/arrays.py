@@ -71,12 +71,29 @@ def library_of(array: Array, name: str = "array") -> Library:
     if library is None:
         reason = _reason_against(cls)
         if reason is not None:
-            raise TypeError(f"{name} {reason.format(name)}")
+            raise TypeError(f"{name} {reason.format(_argument(name))}")
         dispatches = _tensor_dispatches(cls)
         library = _standard_library(array, name) if dispatches is None else _tensors[dispatches]
         if not compiles:  # a program would repeat the change in each run
             _libraries[cls] = library
     return library
+
+
+def _argument(name: str) -> str:
+    """Return the argument in a name such as ``masks.padding: key_lengths``."""
+    return name.rpartition(": ")[2]
+
+
+def check_library(name: str, value: Any) -> None:
+    """Raise for what looks like an array of no library that attention takes."""
+    is_new = not _is_known(type(value)) and is_array(value)
+    if is_new and not (isinstance(value, ArrayFacts) or is_compiling()):
+        library_of(value, name)
+
+
+@constant_when_traced
+def _is_known(cls: type) -> bool:
+    return cls in _libraries
 
 
 def is_namespace(library: str) -> bool:
@@ -131,7 +148,7 @@ def _standard_library(array: Array, name: str) -> Library:
         hint = CONVERSIONS.get(root, "convert it first, for example by numpy.asarray({0})")
         raise TypeError(
             f"{name} is of type {whole}, not an array of a library that follows the array API"
-            f" standard; {hint.format(name)}"
+            f" standard; {hint.format(_argument(name))}"
         ) from None
     library = xp.__name__.removeprefix("array_api_compat.")
     library = _SHORT_NAMES.get(library, library)

@@ -15,6 +15,7 @@ from polyattn._base.arrays import (
     Array,
     ArrayFacts,
     accumulator_of,
+    check_library,
     facts_of,
     is_array,
     library_of,
@@ -67,8 +68,12 @@ def memory_of(array: Any) -> Any:
 
 
 def as_array(name: str, value: Any) -> Any:
-    """Return a sequence of numbers as a NumPy array, and anything else as `native` does."""
+    """Return a sequence of numbers as a NumPy array, and anything else as `native` does.
+
+    What looks like an array and is none that attention takes, such as a masked array, is refused.
+    """
     if not is_sequence(value):
+        check_library(name, value)
         return native(value)
     import numpy
 

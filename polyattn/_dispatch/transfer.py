@@ -17,6 +17,8 @@ from polyattn.plugin import Backend
 
 # A library may have no integers above 32 bits.
 _INT32_MAX = 2**31 - 1
+# The libraries whose arrays go to others, and come from them, as arrays of NumPy.
+_THROUGH_NUMPY = frozenset(("numpy", "dask.array", "ndonnx"))
 
 _Move = Callable[[Array], Array]
 
@@ -96,7 +98,8 @@ def _wrap_callback(
         lost = conversion_loss("the result of the function", facts, problem.transforms)
         if lost is not None and source is not backend:
             raise UnsupportedError(lost)
-        return _mover(source, backend, problem)(result)
+        # As the indices are: a kernel of dask calls the function with chunks, of another library.
+        return _mover(source, backend_of(indices[-1]), problem)(result)
 
     return wrapped
 
@@ -115,7 +118,9 @@ def _mover(source: Backend, target: Backend, problem: Problem, device: str | Non
     keep it.
     """
     device = problem.device if device is None else device
-    through_numpy = source is not target and "numpy" in (_root(source), _root(target))
+    through_numpy = source is not target and not _THROUGH_NUMPY.isdisjoint(
+        (_root(source), _root(target))
+    )
 
     def move(array: Array) -> Array:
         placed = target.place(source.fetch(array) if through_numpy else array, device or None)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import types
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
@@ -29,9 +30,31 @@ def _exp(x: mx.array) -> mx.array:
     return mx.power(mx.array(math.e, x.dtype), x) if x.dtype == mx.float64 else mx.exp(x)
 
 
-def _argsort(x: mx.array, axis: int = -1, descending: bool = False) -> mx.array:
+def _argsort(
+    x: mx.array, axis: int = -1, descending: bool = False, stable: bool = True
+) -> mx.array:
     """Return the indices that sort an array; NaN comes last in both orders."""
-    return mx.argsort(mx.negative(x) if descending else x, axis=axis)
+    x = mx.negative(x) if descending else x
+    order, length = mx.argsort(x, axis=axis), x.shape[axis]
+    if not stable or length < 2:
+        return order
+    # MLX promises no order of equal numbers, so that their indices are sorted once more.
+    ranked = mx.moveaxis(mx.take_along_axis(x, order, axis=axis), axis, -1)
+    differs = (ranked[..., 1:] != ranked[..., :-1]).astype(mx.int64) * length
+    first = mx.zeros_like(differs[..., :1])
+    runs = mx.moveaxis(mx.concatenate([first, mx.cumsum(differs, axis=-1)], axis=-1), -1, axis)
+    return mx.sort(runs + order.astype(mx.int64), axis=axis) % length
+
+
+def _of_any(name: str) -> Callable[..., mx.array]:
+    """Return a reduction for arrays of any lengths."""
+
+    def reduced(x: mx.array, axis: Any = None, keepdims: bool = False) -> mx.array:
+        # Of an array of NumPy without entries MLX 0.32 reads other memory, in some runs for ever.
+        x = x if x.size else mx.zeros(x.shape, x.dtype)
+        return getattr(mx, name)(x, axis=axis, keepdims=keepdims)  # type: ignore[no-any-return]
+
+    return reduced
 
 
 def _iinfo(dtype: Any) -> Any:
@@ -40,6 +63,9 @@ def _iinfo(dtype: Any) -> Any:
     return types.SimpleNamespace(min=known.min, max=known.max, bits=8 * dtype.size)
 
 
-_xp = with_names(mx, arange=_arange, argsort=_argsort, bool=mx.bool_, exp=_exp, iinfo=_iinfo)
+_xp = with_names(
+    mx, arange=_arange, argsort=_argsort, bool=mx.bool_, exp=_exp, iinfo=_iinfo,
+    **{name: _of_any(name) for name in ("all", "any", "sum")},
+)  # fmt: skip
 # Traced: an array does not tell whether mx.grad or mx.compile records its operations.
 LIBRARY = Library("mlx", _xp, traced=True)

@@ -201,8 +201,9 @@ def _prompts(ids: Any, lengths: Any, model: Transformer) -> tuple[Array, Any]:
         padded = np.zeros((len(rows), lengths.max()), np.result_type(*rows))
         for row, one in zip(padded, rows, strict=True):
             row[: len(one)] = one
-        destination = destination_of(next(iter(model.parameters().values())))
-        ids = padded if destination is None else destination.put("ids", padded)
+        like = next(iter(model.parameters().values()))
+        destination = destination_of(like)
+        ids = convert_like(padded, like) if destination is None else destination.put("ids", padded)
     xp = library_of(ids, "ids").xp
     if not xp.isdtype(ids.dtype, "integral") or not ids.shape or not ids.shape[-1]:
         raise TypeError(f"ids must be integers of the shape (..., L), L > 0; got {facts_of(ids)}")

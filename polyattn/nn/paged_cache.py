@@ -17,7 +17,7 @@ import numpy as np
 from polyattn._base.arguments import check_int
 from polyattn._base.arrays import Array, facts_of, index_range, is_array, library_of, numbers_like
 from polyattn._base.forks import forkable_lock
-from polyattn._base.host import is_host
+from polyattn._base.host import as_array, is_host
 from polyattn._base.tracing import is_transformed
 from polyattn.nn.cache import checked_tokens
 from polyattn.nn.memory import is_writable, zeros
@@ -373,7 +373,8 @@ class PagedCache:
 
     def _checked(self, name: str, given: Any, most: int | None) -> Any:
         """Return integers as an array, of the host unless they are of the cache's library."""
-        numbers = given if is_array(given) else np.asarray(given, None if np.size(given) else int)
+        numbers = as_array(name, given)
+        numbers = numbers if is_array(numbers) else np.asarray(numbers)
         here = is_host(numbers)  # the host waits for no other numbers
         wrong = "int" not in facts_of(numbers).dtype or (here and (numbers < 0).any())
         if wrong or (here and most is not None and (numbers > most).any()):

@@ -25,8 +25,9 @@ SPACING = 1.3  # the space for a label, over its height
 BAR = {"fraction": 0.05, "aspect": 30, "pad": 0.02}
 BRIGHT = 0.99  # of the points of a long map that are not 0: its colours end at this quantile
 LONGEST = 16  # characters of a label
-# The signs for white space in labels.
-BLANK = {"\n": "↵", "\r": "←", "\t": "⇥"}
+# The signs for white space in labels, and for control characters, which an SVG cannot have.
+CONTROLS = {*range(32), *range(127, 160), 0xFFFE, 0xFFFF}
+BLANK = {n: repr(chr(n))[1:-1] for n in CONTROLS} | {10: "↵", 13: "←", 9: "⇥"}
 
 
 def attention_map(
@@ -195,7 +196,7 @@ def _label(token: str) -> str:
     inner = token.strip(" ")
     ends = len(token) - len(token.lstrip(" ")), len(token) - len(token.rstrip(" "))
     text = "␣" * ends[0] + inner + ("␣" * ends[1] if inner else "")
-    text = "".join(BLANK.get(letter, letter) for letter in text)
+    text = text.translate(BLANK)
     text = text.encode(errors="replace").decode()  # half of a pair is no letter of a font
     return text if len(text) <= LONGEST else f"{text[: LONGEST - 1]}…"
 

@@ -6,7 +6,7 @@ import pandas
 import pytest
 from optional import array_api_strict, autograd, torch, xarray, zarr
 
-from polyattn import UnsupportedError, attention, attention_vjp
+from polyattn import UnsupportedError, attention, attention_vjp, masks, nn
 
 X = np.ones((2, 3, 4), np.float32)
 
@@ -69,6 +69,37 @@ def test_the_message_says_whose_it_is(name, tmp_path):
     assert all(part in str(error.value) for part in parts), str(error.value)
 
 
+INTEGERS = {
+    "masked array": (lambda: np.ma.masked_array([3, 2], [1, 0]), "is a masked .* pass {}.data"),
+    "matrix": (lambda: np.matrix([[3, 2]]), r"is a numpy.matrix, .* pass numpy.asarray\({}\)"),
+    "Series": (lambda: pandas.Series([3, 2]), r"is of type pandas.* pass {}.to_numpy\(\)"),
+    "expression": (lambda: foreign("blosc2", "LazyExpr"), r"is of type blosc2.*asarray\({}\)"),
+}
+POOL = np.ones((4, 2, 3, 4), np.float32)  # 4 pages of 3 slots, 2 heads
+MODEL = nn.Transformer.init(7, 8, 2, 1, like=X, is_causal=True, positions=9, tied=True)
+#: Calls that read integers on the host, by the argument that has them.
+READERS = {
+    "key_lengths": lambda x: attention(X, X, X, key_lengths=x),
+    "block_table": lambda x: attention(X, POOL, POOL, key_lengths=[3], block_table=x),
+    "masks.tree: parents": lambda x: masks.tree(x),
+    "masks.padding: key_lengths": lambda x: masks.padding(x),
+    "counts": lambda x: MODEL(
+        np.ones((2, 3), int), caches=MODEL.caches(9, batch=(2,), kind=nn.PagedCache), counts=x
+    ),
+    "lengths": lambda x: nn.generate(MODEL, np.ones((2, 3), int), 1, lengths=x),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", INTEGERS)
+@pytest.mark.parametrize("name", READERS)
+def test_integers_are_refused_as_operands_are(name, kind):
+    make, message = INTEGERS[kind]
+    wanted = f"^{name} {message.format(name.rpartition(': ')[2])}"
+    with pytest.raises(TypeError, match=wanted):
+        READERS[name](make())
+
+
 @pytest.mark.parametrize("missing", ["arange", "matmul"])
 @pytest.mark.parametrize("call", [attention, attention_vjp])
 def test_what_the_library_lacks_of_the_standard_is_named(monkeypatch, missing, call):
@@ -76,6 +107,19 @@ def test_what_the_library_lacks_of_the_standard_is_named(monkeypatch, missing, c
     x = array_api_strict.asarray(X)
     with pytest.raises(UnsupportedError, match=f"array_api_strict has no `{missing}`, which the"):
         call(x, x, x, is_causal=True)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("revision", ["2022.12", "2023.12", "2024.12"])
+@pytest.mark.parametrize("call", [attention, attention_vjp])
+def test_an_older_revision_of_the_standard_is_named(revision, call):
+    x = array_api_strict.asarray(X)
+    with array_api_strict.ArrayAPIStrictFlags(api_version=revision):
+        if revision == "2024.12":
+            call(x, x, x, is_causal=True)
+            return
+        with pytest.raises(UnsupportedError, match=f"standard of {revision}, .* that of 2024.12: "):
+            call(x, x, x, is_causal=True)
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,14 @@
 """MLX as a backend: the suite on its default device, and what only its arrays need."""
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 
 import polyattn
 from polyattn import attention, explain, masks, merge
+from polyattn._base.arrays import library_of
 from polyattn._kernels.tiled import Tiled
 from polyattn.conformance import KernelVariant, Target
 from polyattn.conformance.cases.gradient_cases import GRADIENT_CASES
@@ -157,3 +161,55 @@ def test_bools_of_the_host_are_masks(name):
     wanted = attention(*[np.array(x)] * 3, mask=mask)
     for kernel in (None, "dense"):
         assert abs(np.array(attention(x, x, x, mask=mask, kernel=kernel)) - wanted).max() < 1e-6
+
+
+# What a process wrote before decides what MLX reads in place of an array without entries.
+OF_NOTHING = """
+import mlx.core as mx, numpy as np
+from polyattn import attention
+from polyattn.plugin.internal import library_of
+
+written = [mx.array(np.full(n, 7, np.float32)) + n for n in (1, 1, 2, 4) for _ in range(9)]
+mx.eval(written)
+del written
+query, none = (mx.array(np.ones((2, n, 4), np.float32)) for n in (3, 0))
+for kernel in ("tiled", "dense"):
+    assert not np.array(attention(query, none, none, kernel=kernel)).any()
+none = mx.array(np.ones((3, 0), np.float32))
+xp = library_of(none).xp
+assert not xp.any(xp.sum(none, axis=1)) and xp.all(none) and not xp.any(none)
+"""
+
+
+def test_a_sum_over_nothing_reads_no_memory():
+    command = [sys.executable, "-c", OF_NOTHING]
+    processes = [subprocess.Popen(command) for _ in range(4)]
+    try:
+        assert [process.wait(timeout=30) for process in processes] == [0] * 4
+    finally:
+        for process in processes:
+            process.kill()
+
+
+def test_of_equal_scores_the_lower_keys_are_taken():
+    rng = np.random.default_rng(0)
+    query, key = (rng.integers(-1, 2, (2, n, 3)).astype(np.float32) for n in (5, 300))
+    given = mx.array(query), mx.array(key)
+    for count in (1, 40, 299, 400):
+        wanted = polyattn.top_keys(query, key, count, scale=1.0)
+        np.testing.assert_array_equal(polyattn.top_keys(*given, count, scale=1.0), wanted)
+    for count in (3, 40):
+        wanted = polyattn.attention_weights(query, key, top=count, scale=1.0).keys
+        found = polyattn.attention_weights(*given, top=count, scale=1.0).keys
+        np.testing.assert_array_equal(found, wanted)
+
+
+@pytest.mark.parametrize("axis", [0, 1, -1])
+@pytest.mark.parametrize("is_descending", [False, True])
+def test_equal_numbers_keep_their_order_in_a_sort(axis, is_descending):
+    for length in (0, 1, 500):
+        x = np.random.default_rng(0).integers(0, 7, (3, length)).astype(np.float32)
+        xp = library_of(mx.array(x)).xp
+        order = xp.argsort(mx.array(x), axis=axis, descending=is_descending, stable=True)
+        wanted = np.argsort(-x if is_descending else x, axis=axis, kind="stable")
+        np.testing.assert_array_equal(order, wanted)

@@ -217,3 +217,18 @@ def test_array_api_moves_no_array():
 def test_auto_moves_no_array():
     with pytest.raises(TypeError, match="array of numpy"):
         attention(X, torch.from_numpy(X), X, backend="auto")
+
+
+@pytest.mark.needs("dask", "ndonnx")
+@pytest.mark.parametrize("backend", ["dask", "onnx"])
+@pytest.mark.parametrize(
+    "make", [np.asarray, torch.from_numpy, jnp.asarray, array_api_strict.asarray]
+)
+def test_arrays_of_any_library_go_to_those_that_are_lazy(backend, make):
+    options = {"mask": lambda b, h, i, j: i >= j, "score_mod": lambda s, b, h, i, j: s * 2.0}
+    for name in ("", *options):
+        given = {name: options[name]} if name else {}
+        x = make(X)
+        output = attention(x, x, x, backend=backend, **given)
+        assert type(output) is type(x)
+        np.testing.assert_allclose(np.asarray(output), reference(**given), atol=1e-6)

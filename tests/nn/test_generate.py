@@ -4,7 +4,7 @@ import itertools
 
 import numpy as np
 import pytest
-from optional import torch
+from optional import da, torch
 from tiny_models import DECODERS, FAMILIES, FLOAT32, IDS, library
 
 from polyattn import masks, nn
@@ -258,3 +258,11 @@ def test_ids_of_a_narrow_dtype_cannot_wrap():
         TypeError, match=r"ids of uint8 cannot hold .* up to 299; give int32 or int64"
     ):
         nn.generate(model, ONE.astype(np.uint8), steps=1)
+
+
+def test_lists_are_prompts_of_a_model_of_dask():
+    like = np.zeros(1, np.float32)
+    model = nn.Transformer.init(9, 8, 2, 1, like=like, is_causal=True, positions=9, tied=True)
+    wanted = nn.generate(model, [[1, 2], [3, 4]], 2)
+    lazy = {name: da.from_array(array) for name, array in model.parameters().items()}
+    assert nn.generate(model.with_parameters(lazy), [[1, 2], [3, 4]], 2) == wanted

@@ -379,6 +379,7 @@ MANY = {f"h.{n % 2}.\x1b[31m{n}": FLOAT32 for n in range(3000)} | {NAME: FLOAT32
 HOSTILE = {
     "names of weights": ({"model.safetensors": MANY}, "and 3,"),
     "names in an index": ({INDEX: dict.fromkeys(MANY, "z"), "z": {"a": FLOAT32}}, "2,981 more, wh"),
+    "the length of a name": ({INDEX: {"a": "x" * 5000}}, "which no file can be: File name too lo"),
     "the name of a file": ({INDEX: {"a": "../" + NAME}}, "outside the folder"),
 }
 

@@ -3,6 +3,7 @@
 import importlib
 import itertools
 import math
+from xml.etree import ElementTree
 
 import matplotlib
 import numpy as np
@@ -217,6 +218,15 @@ def test_labels_stand_at_their_own_rows_and_keys():
         assert tick.label1.get_text() == str(100 + tick.get_loc())
     assert 1 < len(axes.yaxis.get_major_ticks()) < 40
     assert [text for text, _ in written(axes.xaxis)] == ["a", "b", "c"]
+
+
+def test_tokens_of_control_characters_make_an_svg_that_is_xml(tmp_path):
+    tokens = [chr(n) for n in (*range(33), 0x7F, 0x85, 0xFFFE, 0xFFFF)]
+    figure = plot.attention_map(weights(rows=len(tokens), keys=2), tokens, ["a\0", "b"])
+    figure.savefig(tmp_path / "map.svg")
+    ElementTree.parse(tmp_path / "map.svg")
+    figure.draw_without_rendering()
+    assert [label for label, _ in written(figure.axes[0].xaxis)] == [r"a\x00", "b"]
 
 
 def test_labels_show_blanks_are_cut_short_and_are_no_formulas():

@@ -122,7 +122,13 @@ def _read_shards(index: Path) -> dict[str, Array]:
                 f"{index} names the file {short(repr(shard), 200)}, which is outside the folder:"
                 " weights are read only from the folder of the index"
             )
-        if not (index.parent / shard).is_file():
+        try:
+            is_there = (index.parent / shard).is_file()
+        except OSError as error:
+            raise ValueError(
+                f"{index} names the file {short(shard)}, which no file can be: {error.strerror}"
+            ) from None
+        if not is_there:
             raise FileNotFoundError(f"there is no {_place(index, shard)}, which {index} names")
     weights: dict[str, Array] = {}
     for shard, listed in names.items():
