@@ -112,6 +112,24 @@ def known_length(length: int | None) -> int | None:
     return length if length is None or has_static_value(length) else None
 
 
+def comparable_length(length: int) -> int | None:
+    """Return a length, or None if a program of torch must not compare it with numbers.
+
+    These are lengths that depend on data, and the open ones of torch.export.
+    """
+    from torch.fx.experimental import symbolic_shapes as shapes
+
+    if shapes.has_static_value(length):
+        return length
+    if _torch().compiler.is_exporting():
+        return None
+    hint = getattr(shapes, "optimization_hint", None)  # which old versions of torch lack
+    if hint is None:
+        return length
+    # One that depends on data has no hint but the fallback.
+    return length if hint(length, fallback=0) == hint(length, fallback=2**40) else None
+
+
 def is_transformed() -> bool:
     """Return whether torch.compile traces the caller, or torch.func transforms it."""
     parts = _torch_parts
