@@ -19,6 +19,7 @@ from polyattn._base.tracing import (
     comparable_length,
     constant_when_traced,
     is_compiling,
+    shape_text,
     torch_is_imported,
 )
 
@@ -47,7 +48,7 @@ class ArrayFacts(NamedTuple):
     chunks: Chunks | None = None  # the lengths of its chunks along each axis, if it is cut
 
     def __str__(self) -> str:
-        return f"{self.shape} {self.dtype}"
+        return f"{shape_text(self.shape)} {self.dtype}"
 
 
 # Modules that know the arrays of a library: imported when the first is seen. Each has a `LIBRARY`.

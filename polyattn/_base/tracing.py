@@ -112,6 +112,20 @@ def known_length(length: int | None) -> int | None:
     return length if length is None or has_static_value(length) else None
 
 
+def shape_text(shape: tuple[int | None, ...]) -> str:
+    """Return a shape as text, with None for each length that a program leaves open."""
+    if is_compiling():  # torch.compile joins no texts of symbols
+        shape = tuple([_as_constant_length(length) for length in shape])
+    return f"{shape}"
+
+
+def _as_constant_length(length: int | None) -> int | None:
+    """Return a length; None if it is open. A symbol may have one value only."""
+    from torch.fx.experimental.symbolic_shapes import guard_scalar
+
+    return None if known_length(length) is None else guard_scalar(length)  # type: ignore[return-value, arg-type]
+
+
 def comparable_length(length: int) -> int | None:
     """Return a length, or None if a program of torch must not compare it with numbers.
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from polyattn._base.text_table import paragraph, table
+from polyattn._base.tracing import shape_text
 from polyattn._core.call.facts import Call
 from polyattn._core.call.options import OPTIONS
 from polyattn._core.call.problem import Problem
@@ -117,7 +118,7 @@ class Explanation:
     def _head(self) -> list[str]:
         call, problem = self.call, self.problem
         where = f" on {problem.device}" if problem.device else ""
-        shapes = ", ".join(f"{name} {facts.shape}" for name, facts in call.operands())
+        shapes = ", ".join([f"{name} {shape_text(facts.shape)}" for name, facts in call.operands()])
         needs = ", ".join(sorted(problem.features))
         values = [f"{name + ': ':<11}{value!r}" for name, value in self._values().items()]
         cast = [f"autocast:  {', '.join(self.autocast)} to {problem.dtype}"] * bool(self.autocast)

@@ -433,3 +433,19 @@ def test_a_program_refuses_what_a_call_refuses_with_the_reason(options, words):
     program = compiled(lambda x: attention(x, x, x, **options))
     with pytest.raises(torch._dynamo.exc.Unsupported, match=re.escape(words)):
         program(torch.ones(1, 2, 6, 8))
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda x, y: attention(x, x, x, mask=masks.segments(y[0, 0, :, 0]), kernel="sdpa",
+                                scale=scores.by_norm()), "sdpa  refused  it does not compute"),
+        (lambda x, y: attention(x, y, y[..., 1:, :]), "one length S; got 7 and 6: query (None,"),
+        (lambda x, y: scores.temperature(x[0, 0, 0, 0]), "range of float32; got () float32"),
+        (lambda x, y: scores.distance(y[0, 0, 0, 0]), "must be 1 or 2; got () int64"),
+    ],
+)  # fmt: skip
+def test_a_program_with_open_lengths_refuses_with_the_reason(call, words):
+    program = compiled(call, dynamic=True)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=re.escape(words)):
+        program(torch.ones(3, 2, 7, 8), torch.ones(3, 2, 7, 8, dtype=torch.int64))
