@@ -50,6 +50,9 @@ KINDS = {
     "`torch.masked.MaskedTensor`": Kind(
         "torch.masked", "torch.masked.masked_tensor(torch.asarray(x), torch.asarray(x > 0))"
     ),
+    "`torch.distributed.tensor.DTensor`": Kind(
+        "torch.distributed.tensor", "torch.asarray(x).as_subclass(torch.distributed.tensor.DTensor)"
+    ),
     # ---- other frameworks ----
     "`jax.Array`": Kind("jax.numpy", "jax.numpy.asarray(x)"),
     "`jax.experimental.sparse.BCOO`": Kind(

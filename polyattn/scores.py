@@ -15,7 +15,7 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
-from polyattn._base.arguments import check_int
+from polyattn._base.arguments import check_int, got
 from polyattn._base.arrays import Array, is_array
 from polyattn._base.host import as_array
 from polyattn._base.tracing import as_number
@@ -70,7 +70,7 @@ def _above_zero(name: str, value: Any) -> float:
         number = math.inf
     # The range of float32, the dtype of scores for all inputs but float64.
     if not 1.2e-38 <= number <= 3.4e38:
-        raise ValueError(f"{name} must be a number above 0 in the range of float32; got {value!r}")
+        raise ValueError(f"{name} must be a number above 0 in the range of float32; {got(value)}")
     return number
 
 
@@ -179,7 +179,7 @@ def relative_bias(table: Array, *, bidirectional: bool = True, max_distance: int
         )
     if not isinstance(bidirectional, bool):
         raise TypeError(
-            f"scores.relative_bias: bidirectional must be True or False; got {bidirectional!r}"
+            f"scores.relative_bias: bidirectional must be True or False; {got(bidirectional)}"
         )
     # A number for which torch.compile makes a program: its powers decide the steps.
     max_distance = operator.index(check_int("scores.relative_bias: max_distance", max_distance))
@@ -254,7 +254,7 @@ def distance(p: int = 2) -> Similarity:
     """
     p = as_number("scores.distance: p", p)
     if not isinstance(p, numbers.Real) or p not in (1, 2) or isinstance(p, bool):
-        raise ValueError(f"scores.distance: p must be 1 or 2; got {p!r}")
+        raise ValueError(f"scores.distance: p must be 1 or 2; {got(p)}")
     return Distance(int(p))
 
 

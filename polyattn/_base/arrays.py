@@ -15,7 +15,13 @@ from typing import Any, NamedTuple
 import array_api_compat
 
 from polyattn._base.refused import CONVERSIONS, REFUSED
-from polyattn._base.tracing import constant_when_traced, is_compiling, torch_is_imported
+from polyattn._base.tracing import (
+    comparable_length,
+    constant_when_traced,
+    is_compiling,
+    shape_text,
+    torch_is_imported,
+)
 
 Array = Any
 Chunks = tuple[tuple[int, ...], ...]
@@ -42,7 +48,7 @@ class ArrayFacts(NamedTuple):
     chunks: Chunks | None = None  # the lengths of its chunks along each axis, if it is cut
 
     def __str__(self) -> str:
-        return f"{self.shape} {self.dtype}"
+        return f"{shape_text(self.shape)} {self.dtype}"
 
 
 # Modules that know the arrays of a library: imported when the first is seen. Each has a `LIBRARY`.
@@ -174,7 +180,7 @@ def facts_of(array: Array, name: str = "array") -> ArrayFacts:
         library.name,
         _dtype_name(library.name, array.dtype),
         _device_name(library, array),
-        _known_lengths(array.shape) if library.traced else tuple(array.shape),
+        _known_lengths(library, array.shape),
         bool(getattr(array, "requires_grad", False)),
         library.traced,
         array.chunks if library.name == "dask" else None,
@@ -186,14 +192,17 @@ def as_facts(array: Array | ArrayFacts, name: str = "array") -> ArrayFacts:
     return array if isinstance(array, ArrayFacts) else facts_of(array, name)
 
 
-def _known_lengths(shape: tuple[Any, ...]) -> tuple[int, ...]:
-    """Return a shape with None for each length that an export leaves open as a symbol.
+def _known_lengths(library: Library, shape: tuple[Any, ...]) -> tuple[int, ...]:
+    """Return a shape with None for each length that a program leaves open.
 
     All that is decided by lengths would compare the symbol with a number: JAX refuses that, and
-    torch keeps the answer for the length of its example.
+    torch keeps the answer for the length of its example, or has none.
     """
-    # dask's unknown length is the float NaN.
-    return tuple([n if isinstance(n, (int, float)) else None for n in shape])  # type: ignore[misc]
+    if library.traced:  # dask's unknown length is the float NaN
+        return tuple([n if isinstance(n, (int, float)) else None for n in shape])  # type: ignore[misc]
+    if library.strided is not None and is_compiling():
+        return tuple([comparable_length(n) for n in shape])  # type: ignore[misc]
+    return tuple(shape)
 
 
 @constant_when_traced
@@ -317,7 +326,10 @@ def with_rank(array: Array, rank: int) -> Array:
 
 def index_range(xp: Any, start: int, stop: Any, like: Array) -> Array:
     """Return the integers from `start` to `stop` (exclusive), on the device of `like`."""
-    return xp.arange(start, stop, **_on_device_of(xp, like))
+    device = _on_device_of(xp, like)
+    if device and is_compiling() and comparable_length(stop) is None:
+        xp = sys.modules["torch"]  # array_api_compat's function compares the two
+    return xp.arange(start, stop, **device)
 
 
 def zeros(xp: Any, shape: tuple[int, ...], dtype: Any, like: Array) -> Array:

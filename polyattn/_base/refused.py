@@ -19,6 +19,11 @@ REFUSED = {
     " an array of dask.array",
     ("dask", "ArrayExpr"): "is an array of dask's query planning: set array.query-planning to"
     " False in dask's configuration before dask.array is imported",
+    (
+        "torch",
+        "DTensor",
+    ): "is a DTensor, for which most kernels have no rule: pass"
+    " {0}.to_local(), or call attention inside torch.distributed.tensor.experimental.local_map",
     ("torch", "BlockMask"): "is torch's BlockMask, which is not an array: pass the function that it"
     " was made of, its .mask_mod, in mask=",
 }

@@ -105,6 +105,39 @@ def as_constant(number: float) -> float:
     return float.fromhex(number.hex()) if is_compiling() else number
 
 
+def shape_text(shape: tuple[int | None, ...]) -> str:
+    """Return a shape as text, with None for each length that a program leaves open."""
+    if is_compiling():  # torch.compile joins no texts of symbols
+        shape = tuple([_as_constant_length(length) for length in shape])
+    return f"{shape}"
+
+
+def _as_constant_length(length: int | None) -> int | None:
+    """Return a length; None if it is open. A symbol may have one value only."""
+    from torch.fx.experimental.symbolic_shapes import guard_scalar, has_static_value
+
+    is_open = length is None or not has_static_value(length)
+    return None if is_open else guard_scalar(length)  # type: ignore[return-value, arg-type]
+
+
+def comparable_length(length: int) -> int | None:
+    """Return a length, or None if a program of torch must not compare it with numbers.
+
+    These are lengths that depend on data, and the open ones of torch.export.
+    """
+    from torch.fx.experimental import symbolic_shapes as shapes
+
+    if shapes.has_static_value(length):
+        return length
+    if _torch().compiler.is_exporting():
+        return None
+    hint = getattr(shapes, "optimization_hint", None)  # which old versions of torch lack
+    if hint is None:
+        return length
+    # One that depends on data has no hint but the fallback.
+    return length if hint(length, fallback=0) == hint(length, fallback=2**40) else None
+
+
 def is_transformed() -> bool:
     """Return whether torch.compile traces the caller, or torch.func transforms it."""
     parts = _torch_parts

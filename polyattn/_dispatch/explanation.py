@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from polyattn._base.text_table import paragraph, table
+from polyattn._base.tracing import shape_text
 from polyattn._core.call.facts import Call
 from polyattn._core.call.options import OPTIONS
 from polyattn._core.call.problem import Problem
@@ -43,7 +44,7 @@ class Candidate(NamedTuple):
 def arrays_of(call: Call, problem: Problem) -> str:
     """Return the arrays of a call in words."""
     where = f" on {problem.device}" if problem.device else ""
-    shapes = ", ".join(f"{name} {facts.shape}" for name, facts in call.operands())
+    shapes = ", ".join([f"{name} {shape_text(facts.shape)}" for name, facts in call.operands()])
     return f"{shapes}, {problem.dtype}, {problem.library}{where}"
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from polyattn._base.arguments import check_int, check_window
+from polyattn._base.arguments import check_int, check_window, got
 from polyattn._base.arrays import Array
 from polyattn._core.expressions.indices import INDEX_LIMIT
 from polyattn._core.expressions.mask_arrays import check_ids, check_lengths, check_positions
@@ -190,7 +190,7 @@ def positions(query_positions: Array, key_positions: Array, mask: Mask | None = 
     if other is not None:
         raise TypeError(
             "masks.positions takes causal, window, dilated, global_tokens and prefix, composed by"
-            f" &, | and ~; got {other!r}. Compose others with the result: masks.positions(...) &"
+            f" &, | and ~; {got(other)}. Compose others with the result: masks.positions(...) &"
             " other"
         )
     return Positions(rows, keys, mask)
@@ -240,7 +240,7 @@ def global_tokens(*positions: int) -> Mask:
     integers = tuple([check_int("masks.global_tokens: a position", n) for n in positions])
     if not integers or min(integers) < 0 or max(integers) >= INDEX_LIMIT:
         raise ValueError(
-            f"masks.global_tokens takes positions from 0 to 2**30 - 1; got {positions!r}"
+            f"masks.global_tokens takes positions from 0 to 2**30 - 1; {got(positions)}"
         )
     return GlobalTokens(integers)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from polyattn._base.arguments import check_int, check_signature
+from polyattn._base.arguments import check_int, check_signature, got
 from polyattn._base.arrays import Array, facts_of, is_array
 from polyattn._base.host import as_array, is_unreadable
 from polyattn._base.tracing import traced_tensor
@@ -82,7 +82,7 @@ def blocks(table: Array, size: int | tuple[int, int]) -> Mask:
     """
     sizes = size if isinstance(size, tuple) else (size, size)
     if len(sizes) != 2:
-        raise ValueError(f"masks.blocks: size is a number, or one of rows and keys; got {size!r}")
+        raise ValueError(f"masks.blocks: size is a number, or one of rows and keys; {got(size)}")
     rows, keys = (
         min(check_int("masks.blocks: size", number, least=1), INDEX_LIMIT) for number in sizes
     )
@@ -232,7 +232,7 @@ def rule(function: Callable[..., Array]) -> Mask:
     if not callable(function) or (
         isinstance(function, Expression) and not isinstance(function, Mask)
     ):
-        raise TypeError(f"masks.rule takes a function (b, h, i, j) -> bool; got {function!r}")
+        raise TypeError(f"masks.rule takes a function (b, h, i, j) -> bool; {got(function)}")
     if isinstance(function, Mask):
         return function
     check_signature("the mask function", function, "b, h, i, j")

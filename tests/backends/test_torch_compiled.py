@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
+from torch.fx.experimental import symbolic_shapes
 
 import polyattn
 from polyattn import attention, attention_partial, masks, scores, use_backend
@@ -166,6 +167,51 @@ def test_a_symbol_is_one_of_some_lengths():
         return x + is_one_of(7, None, 1, x.shape[0]) + 2 * is_one_of(5, None, 1, x.shape[0])
 
     assert compiled(found, dynamic=True)(torch.zeros(7))[0] == 1
+
+
+CHOSEN = torch.tensor([True, False, True, True])
+OF_CHOSEN = {
+    "plain": lambda keep: {},
+    "causal": lambda keep: {"is_causal": True},
+    "a mask": lambda keep: {"mask": torch.ones(4, 1, 5, 5).tril(1)[keep] > 0},
+    "key lengths": lambda keep: {"key_lengths": torch.tensor([5, 4, 3, 2])[keep]},
+    "dense": lambda keep: {"softcap": 2.0, "window": (2, 1)},
+}
+# A symbol that depends on data is known by its hint.
+has_hints = pytest.mark.skipif(
+    not hasattr(symbolic_shapes, "optimization_hint"), reason="an older torch"
+)
+captures_parts = torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
+
+
+@has_hints
+@captures_parts
+@pytest.mark.parametrize("name", OF_CHOSEN)
+def test_a_length_that_depends_on_data_is_not_compared(name):
+    def items(query, keep):
+        part = query[keep]
+        return attention(part, part, part, **OF_CHOSEN[name](keep))
+
+    query, program = randn(4, 2, 5, 8), compiled(items, "aot_eager")
+    for keep in (CHOSEN, ~CHOSEN):  # three items, and one
+        found, expected = (
+            results(lambda q, f=f, keep=keep: f(q, keep), [query], True) for f in (program, items)
+        )
+        torch.testing.assert_close(found, expected)
+
+
+@has_hints
+@captures_parts
+def test_rows_and_keys_that_depend_on_data_are_not_compared():
+    def tokens(query, keep, seen):
+        key = query[:, :, seen]
+        return attention(query[:, :, keep], key, key, is_causal=True, softcap=2.0)
+
+    query, seen = randn(1, 2, 4, 8), torch.tensor([True, True, False, True])
+    program = compiled(tokens, "aot_eager")
+    for keep in (CHOSEN, ~CHOSEN):
+        found, expected = (f(query, keep, seen) for f in (program, tokens))
+        torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.slow
@@ -388,3 +434,19 @@ def test_a_program_refuses_what_a_call_refuses_with_the_reason(options, words):
     program = compiled(lambda x: attention(x, x, x, **options))
     with pytest.raises(torch._dynamo.exc.Unsupported, match=re.escape(words)):
         program(torch.ones(1, 2, 6, 8))
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda x, y: attention(x, x, x, mask=masks.segments(y[0, 0, :, 0]), kernel="sdpa",
+                                scale=scores.by_norm()), "sdpa  refused  it does not compute"),
+        (lambda x, y: attention(x, y, y[..., 1:, :]), "one length S; got 7 and 6: query (None,"),
+        (lambda x, y: scores.temperature(x[0, 0, 0, 0]), "range of float32; got () float32"),
+        (lambda x, y: scores.distance(y[0, 0, 0, 0]), "must be 1 or 2; got () int64"),
+    ],
+)  # fmt: skip
+def test_a_program_with_open_lengths_refuses_with_the_reason(call, words):
+    program = compiled(call, dynamic=True)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=re.escape(words)):
+        program(torch.ones(3, 2, 7, 8), torch.ones(3, 2, 7, 8, dtype=torch.int64))

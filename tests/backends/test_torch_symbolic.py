@@ -27,14 +27,15 @@ OPTIONS = {
 }  # fmt: skip
 
 
-def exported(function, *more, square=False):
+def exported(function, *more, square=False, strict=False):
     """Return the program of a function of query, key and value, and of numbers for each item."""
     batch, length, keys = (torch.export.Dim(name, min=1) for name in ("batch", "length", "keys"))
     keys = length if square else keys
     arrays = [torch.from_numpy(x) for x in (*numbers(2, 5, 5 if square else 7), *more)]
     shapes = {"query": {0: batch, 2: length}, "key": {0: batch, 2: keys}}
     shapes |= {"value": shapes["key"]} | ({"more": ({0: batch},) * len(more)} if more else {})
-    run = torch.export.export(Calls(function), tuple(arrays), dynamic_shapes=shapes).module()
+    module, given = Calls(function), tuple(arrays)
+    run = torch.export.export(module, given, dynamic_shapes=shapes, strict=strict).module()
     return lambda *given: [x.detach().numpy() for x in run(*map(torch.from_numpy, given))]
 
 
@@ -47,10 +48,11 @@ def squares(*qkv):
     return [attention(*qkv, is_causal=True), attention(*qkv, softcap=3.0, is_causal=True)]
 
 
+@pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("function", [pytest.param(outputs, marks=pytest.mark.slow), squares])
-def test_one_program_runs_at_all_lengths(function):
+def test_one_program_runs_at_all_lengths(function, strict):
     square = function is squares
-    run = exported(function, square=square)
+    run = exported(function, square=square, strict=strict)
     # The last has more scores than one tile holds, which no length of the example tells.
     for batch, length, keys in (*SIZES, (1, 700, 900)):
         inputs = numbers(batch, length, length if square else keys)
@@ -67,6 +69,39 @@ def test_lengths_and_offsets_of_the_items_are_inputs():
         inputs = [*numbers(*size), np.arange(size[0])]
         for found, expected in zip(run(*inputs), calls(*inputs), strict=True):
             assert abs(found - expected).max() < 2e-6
+
+
+def of_all_lengths(query, key, value, each):
+    """Return calls whose steps for as many keys as rows, and for one row, are others."""
+    return [
+        attention(query, key, value, **options)
+        for options in (
+            {}, {"is_causal": True}, {"dropout": (0.4, 5)}, {"key_lengths": each},
+            {"query_offset": each, "is_causal": True, "softcap": 3.0},
+        )
+    ]  # fmt: skip
+
+
+def test_a_strict_program_runs_at_all_lengths():
+    run = exported(of_all_lengths, np.array([3, 4]), strict=True)
+    for size in ((3, 6, 6), (4, 1, 9), (1, 1, 1), (2, 5, 4)):
+        inputs = [*numbers(*size), np.arange(size[0])]
+        for found, expected in zip(run(*inputs), of_all_lengths(*inputs), strict=True):
+            np.testing.assert_allclose(found, expected, rtol=2e-6, atol=4e-6)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_length_may_depend_on_data(strict):
+    class Expert(torch.nn.Module):
+        def forward(self, query, keep):
+            part = query[keep]
+            return attention(part, part, part, is_causal=True)
+
+    query = torch.from_numpy(numbers(4, 5, 5)[0])
+    keep = torch.tensor([True, False, True, True])
+    run = torch.export.export(Expert(), (query, keep), strict=strict).module()
+    for kept in (keep, ~keep):
+        torch.testing.assert_close(run(query, kept), Expert()(query, kept))
 
 
 def test_an_explanation_says_which_kernels_need_numbers():

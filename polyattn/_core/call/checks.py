@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from polyattn._base.arguments import Shape
 from polyattn._base.arrays import ArrayFacts, accumulator_of, broadcast_shapes
+from polyattn._base.tracing import shape_text
 from polyattn._core.call.facts import Call, Letters, axes_of
 from polyattn._core.call.features import DTYPES
 from polyattn._core.call.operands import named_arrays
@@ -128,7 +129,7 @@ def letters_of(call: Call) -> Letters:
 
 def _shape_error(call: Call, reason: str, hint: str = "") -> ValueError:
     """Return an error that ends with the shapes of the call and their letters."""
-    shapes = ", ".join([f"{name} {facts.shape}" for name, facts in call.operands()])
+    shapes = ", ".join([f"{name} {shape_text(facts.shape)}" for name, facts in call.operands()])
     letters = (
         "(..., H, L, D), (..., G, S, D), (..., G, S, E)"
         if call.layout == "...HLD"

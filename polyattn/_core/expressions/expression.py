@@ -12,7 +12,7 @@ from typing import Any, ClassVar, TypeVar
 
 from polyattn._base.arrays import ArrayFacts, facts_of, is_array, library_of
 from polyattn._base.host import Destination, is_host, memory_of
-from polyattn._base.tracing import is_compiling
+from polyattn._base.tracing import is_compiling, shape_text
 from polyattn._core.expressions.parts import Part
 
 V = TypeVar("V", bound="Expression")
@@ -294,7 +294,7 @@ def _key(field: Any) -> Any:
 def shown(field: Any) -> str:
     """Return a field as code, or as its shape and dtype if the code would be long."""
     if isinstance(field, ArrayFacts):
-        return f"<{field.shape} {field.dtype}>"
+        return f"<{shape_text(field.shape)} {field.dtype}>"
     if isinstance(field, str) and field == FUNCTION:
         return "<function>"
     if is_array(field):
@@ -312,7 +312,7 @@ def _shown_array(array: Any) -> str:
     known = not facts.traced and facts.device != "meta"
     # An empty list does not show the lengths of the axes inside it.
     if not known or math.prod(facts.shape) > MOST_PRINTED or 0 in facts.shape[:-1]:
-        return f"<{facts.shape} {facts.dtype} of {module}>"
+        return f"<{facts} of {module}>"
     numbers = _listed(array, facts.dtype)
     for name in ("inf", "nan"):
         numbers = numbers.replace(name, f"{module}.{name}")

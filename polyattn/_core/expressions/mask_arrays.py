@@ -5,7 +5,7 @@ from __future__ import annotations
 import numbers
 from typing import Any
 
-from polyattn._base.arguments import check_int
+from polyattn._base.arguments import check_int, got
 from polyattn._base.arrays import facts_of, is_array
 from polyattn._base.host import as_array, check_held, is_host, is_unreadable
 
@@ -39,7 +39,7 @@ def check_parents(name: str, value: Any) -> Any:
         return parents
     parents = _integers(name, parents, "an integer array (..., L) or a bool array (..., L, L)")
     if not is_unreadable(parents) and not parents.shape:
-        raise ValueError(f"{name} must have shape (..., L); got {parents!r}")
+        raise ValueError(f"{name} must have shape (..., L); {got(parents)}")
     return parents
 
 
@@ -54,7 +54,7 @@ def _integers(name: str, value: Any, what: str) -> Any:
     if is_unreadable(value):  # the call checks it, as a tensor
         return value
     if not is_array(value):
-        raise TypeError(f"{name} must be {what}; got {value!r}")
+        raise TypeError(f"{name} must be {what}; {got(value)}")
     facts = facts_of(value, name)
     if "int" not in facts.dtype:
         hint = ""

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
-from polyattn._base.arguments import check_int
+from polyattn._base.arguments import check_int, got
 from polyattn._base.arrays import Array, is_array, library_of
 from polyattn._core.expressions.coverage import Block, Coverage, logical_not
 from polyattn._core.expressions.indices import ScoreDims, ScoreIndices
@@ -165,15 +165,13 @@ def neighborhood_of(
     """Check the numbers of `masks.neighborhood`, each one for all axes or a tuple, and make it."""
     axes = len(shape) if isinstance(shape, tuple) else 1
     if not 1 <= axes <= 3:
-        raise ValueError(f"masks.neighborhood: shape has one to three axes; got {shape!r}")
+        raise ValueError(f"masks.neighborhood: shape has one to three axes; {got(shape)}")
     given = {"shape": shape, "kernel_size": kernel_size, "stride": stride, "dilation": dilation}
     numbers = [_per_axis(name, number, axes) for name, number in given.items()]
     lengths, sizes, strides, dilations = numbers
     causal = is_causal if isinstance(is_causal, tuple) else (is_causal,) * axes
     if len(causal) != axes or not all(isinstance(one, bool) for one in causal):
-        raise TypeError(
-            f"masks.neighborhood: is_causal is a bool or one an axis; got {is_causal!r}"
-        )
+        raise TypeError(f"masks.neighborhood: is_causal is a bool or one an axis; {got(is_causal)}")
     if any(size * d > n or step > size for n, size, step, d in zip(*numbers, strict=True)):
         raise ValueError(
             "masks.neighborhood: kernel_size * dilation must be at most the length, and stride at"
@@ -186,7 +184,7 @@ def _per_axis(name: str, given: PerAxis, axes: int) -> tuple[int, ...]:
     numbers = given if isinstance(given, tuple) else (given,) * axes
     if len(numbers) != axes:
         raise ValueError(
-            f"masks.neighborhood: {name} is a number or one for each of {axes} axes; got {given!r}"
+            f"masks.neighborhood: {name} is a number or one for each of {axes} axes; {got(given)}"
         )
     return tuple([check_int(f"masks.neighborhood: {name}", number, least=1) for number in numbers])
 

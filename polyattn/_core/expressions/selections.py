@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from polyattn._base.arguments import got
 from polyattn._base.arrays import (
     Array,
     ArrayFacts,
@@ -195,7 +196,7 @@ def sorted_lists(name: str, numbers: Array, size: int = 1) -> Array:
     Numbers whose block of `size` ends beyond the dtype become the last before, which names no key.
     """
     if not numbers.shape:
-        raise ValueError(f"{name} must have an axis for the numbers of each row; got {numbers!r}")
+        raise ValueError(f"{name} must have an axis for the numbers of each row; {got(numbers)}")
     xp = library_of(numbers, name).xp
     if not numbers.shape[-1]:  # none for all, so that each list has a number
         numbers = zeros(xp, (*numbers.shape[:-1], 1), xp.int64, numbers) - 1

@@ -108,7 +108,8 @@ def compile(
 
     This is for masks given as functions, whose tiles are otherwise unknown: compile the mask once,
     and use it in every layer and at every step. Kernels skip its empty tiles, and do not evaluate
-    it in full ones.
+    it in full ones. They call it in mixed tiles, so a mask is pickled only with a function of a
+    module, not a lambda.
 
     Parameters
     ----------
