@@ -68,7 +68,7 @@ MUTATIONS = (
     ("tests/expressions/test_masks.py::"
      "test_a_mask_shows_what_it_says[window-torch on a device-array]",
      "indices of a mask on the host", "polyattn/_base/arrays.py",
-     "    return xp.arange(start, stop, **_on_device_of(xp, like))",
+     "    return xp.arange(start, stop, **device)",
      "    return xp.arange(start, stop, device=\"cpu\")"),
     ("tests/backends/test_onnxruntime.py::"
      "test_a_node_that_a_provider_leaves_to_the_cpu_is_refused",
