@@ -289,6 +289,8 @@ class Transformer(Module):
         if self.segments is not None:
             segments = ids * 0 if segments is None else for_each_token("segments", segments, x)
             x = x + look_up(self.segments.weight, segments, "segment")
+        elif segments is not None:
+            raise ValueError("the model has no vectors of segments: omit segments")
         return x if self.embedding_norm is None else self.embedding_norm(x)
 
     def logits(self, x: Array) -> Array:

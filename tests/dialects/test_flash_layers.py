@@ -425,6 +425,9 @@ REFUSED = {
     "and rotary_emb_dim 0": (
         {"use_flash_attn": True, "rotary_emb_dim": 4}, {"cu_seqlens": STARTS},
     ),
+    "causal cannot be given with inference_params": (
+        {"layer_idx": 0}, {"inference_params": SimpleNamespace(), "causal": True},
+    ),
     "inference_params needs layer_idx": ({}, {"inference_params": SimpleNamespace()}),
     "and no key_padding_mask and cu_seqlens": (
         {"layer_idx": 0}, {"inference_params": SimpleNamespace(), "key_padding_mask": TWO},

@@ -104,3 +104,10 @@ def test_only_generate_waits_for_numbers_of_jax():
     model = nn.Transformer(nn.Embedding(table), nn.Stack(()), tied=True)
     with pytest.raises(ValueError, match=r"the token id 3 at \(1,\) is out of range: there are 3"):
         nn.generate(model, ids, 1)
+
+
+def test_segments_that_a_model_does_not_have_are_refused():
+    table = np.zeros((3, 2), np.float32)
+    model = nn.Transformer(nn.Embedding(table), nn.Stack(()), tied=True)
+    with pytest.raises(ValueError, match="has no vectors of segments: omit segments"):
+        model(np.asarray([0, 2]), segments=[0, 1])

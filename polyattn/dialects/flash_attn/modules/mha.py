@@ -214,6 +214,8 @@ class MHA(nn.Module):
             raise ValueError(
                 "inference_params needs layer_idx, and no key_padding_mask and cu_seqlens"
             )
+        if inference_params is not None and kwargs:
+            raise ValueError(f"{', '.join(kwargs)} cannot be given with inference_params")
         packed = {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen}
         kwargs |= packed if is_flash else {"key_padding_mask": key_padding_mask}
         inner: Any = self.inner_cross_attn
