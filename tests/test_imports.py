@@ -57,6 +57,7 @@ OUTSIDE = {
     "dialects.flash_attn.losses": {"torch"},
     "dialects.flash_attn.modules": {"torch"},
     "dialects.flash_attn.ops.layer_norm": {"torch"},
+    "dialects.flash_attn.ops.activations": {"torch"},
     "dialects.xformers.ops": {"torch"},
     "export": {"numpy"},
     "_core.expressions.intervals": {"numpy"},  # imported when intervals are asked for

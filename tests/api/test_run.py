@@ -141,6 +141,7 @@ def test_a_partial_call_is_described_once_and_apart_from_a_whole_one(x, dtype, m
         np.testing.assert_array_equal(totals[0], totals[2])
 
 
+@pytest.mark.filterwarnings("ignore:Setting the:DeprecationWarning")  # of NumPy 2.5
 def test_an_array_of_an_expression_that_changes_in_place_is_seen():
     ids, slopes = np.zeros((2, 4), "i8"), np.ones(4, "f4")
     options = {"mask": masks.segments(ids), "score_mod": scores.alibi(slopes)}
