@@ -193,7 +193,7 @@ def main():
     chosen = [m for m in chosen if m not in wrong]
     if not native_mutations.is_possible():
         print("without the mistakes in the compiled kernel: no compiler for them")
-        chosen = [m for m in chosen if not m.in_native]
+        chosen = [m for m in chosen if native_mutations.NATIVE not in m.file]
     hints = json.loads(FOUND.read_text(encoding="utf-8")) if FOUND.exists() else {}
     found = {}
     os.environ.update(ENVIRONMENT)

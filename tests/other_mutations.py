@@ -217,6 +217,21 @@ MUTATIONS = (
      "test_a_masked_call_is_traced_without_a_look_at_numbers[dense-array]",
      "a look at numbers that jit.trace records", "backends/polyattn_torch/backend.py",
      "or torch._C._get_tracing_state() is not None", "or False"),
+    ("tests/native/test_torch.py::"
+     "test_a_checkpoint_whose_policy_names_the_operator_calls_it_once[segments-1]",
+     "tiles under a mode that sees operators",
+     "backends/polyattn_native/polyattn_native/on_torch.py",
+     "return not torch_operators.reasons_against(problem)", "return False"),
+    ("tests/native/test_torch.py::"
+     "test_flops_are_counted_by_a_counter_from_before_the_kernel_was_loaded",
+     "FLOPs that an older counter lacks",
+     "backends/polyattn_native/polyattn_native/torch_operators.py",
+     ".setdefault(operator, formula)", ".get(operator, formula)"),
+    ("tests/native/test_torch.py::"
+     "test_operators_return_the_gradients_of_scale_and_softcap[program]",
+     "no gradient of the scale in a program",
+     "backends/polyattn_native/polyattn_native/torch_operators.py",
+     "        scale=scale,\n        softcap=None", "        softcap=None"),
     ("tests/backends/test_torch.py::test_tiles_are_not_traced_for_lengths_that_may_change",
      "tiles of tensors in place of lengths", "polyattn/_kernels/tiled.py",
      "all(isinstance(length, int) for length in problem.scores)", "None not in problem.scores"),

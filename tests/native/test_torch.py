@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import logging
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from polyattn._dispatch import cache, registry
 from polyattn.dialects import flash_attn
 
 torch = pytest.importorskip("torch")
+FlopCounterMode = pytest.importorskip("torch.utils.flop_counter").FlopCounterMode
 on_torch = pytest.importorskip("polyattn_native.on_torch")
 kernel_module = pytest.importorskip("polyattn_native.kernel")
 library_module = pytest.importorskip("polyattn_native.library")
@@ -335,6 +337,93 @@ def test_what_records_operations_sees_them() -> None:
                                attention(k.repeat(1, 2, 1, 1)[:, :, :33], k, v))  # fmt: skip
 
 
+def flops(counter: Any) -> dict[str, int]:
+    """The FLOPs of each operator, by item, head, row and key of `arrays`."""
+    return {str(o): n // (2 * 4 * 33 * 40) for o, n in counter.get_flop_counts()["Global"].items()}
+
+
+@pytest.mark.parametrize("times", [1, 2])
+@pytest.mark.parametrize(
+    "name", ["plain", "causal", "window and scale", "segments", "softcap", "dropout", "table"]
+)
+def test_a_checkpoint_whose_policy_names_the_operator_calls_it_once(name: str, times: int) -> None:
+    from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+    def call(*x: Any) -> Any:
+        return attention(*x, **given, kernel=KERNEL)
+
+    given, x = options()[name], arrays(trained=True)
+    wanted = call(*x)
+    along = torch.randn_like(wanted)
+    saved = [torch.ops.polyattn_native.attend.default] if times == 1 else []
+    contexts = functools.partial(create_selective_checkpoint_contexts, saved)
+    with FlopCounterMode(display=False) as counter:
+        found = checkpoint(call, *x, use_reentrant=False, context_fn=contexts)
+        of_found = torch.autograd.grad(found, x, along)
+    for one, other in zip(of_found, torch.autograd.grad(wanted, x, along), strict=True):
+        assert torch.equal(one, other)
+    assert torch.equal(found, wanted)
+    # A product of two vectors has a multiplication and an addition for each of their numbers.
+    assert flops(counter) == {
+        "polyattn_native.attend": times * 2 * (24 + 20),
+        "polyattn_native.differentiate": 2 * (3 * 24 + 2 * 20),
+    }
+
+
+def test_flops_are_counted_by_a_counter_from_before_the_kernel_was_loaded() -> None:
+    counter = FlopCounterMode(display=False)
+    for name in ("attend", "output", "differentiate"):
+        del counter.flop_registry[getattr(torch.ops.polyattn_native, name)]
+    with counter:
+        attention(*arrays(), kernel=KERNEL)
+    assert flops(counter) == {"polyattn_native.output": 2 * (24 + 20)}
+
+
+def test_flops_of_pages_are_those_of_all_their_keys() -> None:
+    query, *pools = [torch.randn(n, 4, 33 if n == 2 else 8, 24) for n in (2, 9, 9)]
+    paged = {"block_table": torch.randint(9, (2, 5)), "key_lengths": torch.tensor([40, 17])}
+    with FlopCounterMode(display=False) as counter:
+        found = attention(query, *pools, **paged, kernel=KERNEL)
+    assert flops(counter) == {"polyattn_native.output": 2 * (24 + 24)}
+    assert torch.equal(found, attention(query, *pools, **paged, kernel=KERNEL))
+
+
+def test_numbers_of_an_operator_are_on_the_cpu_whatever_the_default_device() -> None:
+    x, rule = arrays(), scores.temperature(2.5)
+    wanted = attention(*x, score_mod=rule, kernel=KERNEL)
+    with torch.device("meta"), FlopCounterMode(display=False):
+        assert torch.equal(attention(*x, score_mod=rule, kernel=KERNEL), wanted)
+
+
+def test_same_bits_hold_where_a_mode_sees_operators() -> None:
+    x = arrays()
+    with polyattn.same_bits():
+        wanted = attention(*x, is_causal=True)
+        cache.forget()
+        with FlopCounterMode(display=False):
+            assert torch.equal(attention(*x, is_causal=True), wanted)
+            with pytest.raises(polyattn.UnsupportedError, match="expressions without strings"):
+                attention(*x, mask=Named("left"))
+
+
+@pytest.mark.parametrize("is_compiled", [False, True], ids=["mode", "program"])
+def test_operators_return_the_gradients_of_scale_and_softcap(is_compiled: bool) -> None:
+    def numbers(*x: Any) -> Any:
+        output, pullback = polyattn.attention_vjp(*x, softcap=2.0, kernel=KERNEL)
+        gradients = pullback(output)
+        return gradients.scale, gradients.softcap
+
+    x = arrays()
+    wanted = numbers(*x)
+    torch.compiler.reset()
+    if is_compiled:
+        found = torch.compile(numbers, fullgraph=True, backend="aot_eager")(*x)
+    else:
+        with FlopCounterMode(display=False):
+            found = numbers(*x)
+    assert found == wanted
+
+
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 def test_a_model_of_jit_trace_has_neither_numbers_nor_lengths_of_the_example() -> None:
     q, k, v = arrays()
@@ -602,8 +691,12 @@ def test_a_program_leaves_what_a_code_cannot_have_to_another_kernel(
     torch.compiler.reset()
     x = arrays()
     found = torch.compile(lambda *x: attention(*x, **given), fullgraph=True, backend=backend)(*x)
-    torch.testing.assert_close(found, attention(*x, **given, kernel="dense"))
+    wanted = attention(*x, **given, kernel="dense")
+    torch.testing.assert_close(found, wanted)
     assert ("polyattn_native.output" in targets) == runs
+    with FlopCounterMode(display=False) as counter:
+        torch.testing.assert_close(attention(*x, **given, kernel=KERNEL), wanted)
+    assert ("polyattn_native.output" in flops(counter)) == runs
 
 
 @pytest.mark.parametrize("layout", ["heads first", "rows first", "keys of all items"])

@@ -70,7 +70,7 @@ class Coded(NamedTuple):
             self.numbers.append(field)
         else:
             self.words.append("float")
-            self.floats.append(torch.full((), field, dtype=torch.float64))
+            self.floats.append(torch.full((), field, dtype=torch.float64, device="cpu"))
 
 
 def decoded(

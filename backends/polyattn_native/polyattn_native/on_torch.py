@@ -1,8 +1,9 @@
 """The compiled kernel of the torch backend, for tensors on the CPU, which it reads in place.
 
 It is for real tensors: those of a transform, second derivatives by torch.func and all forward
-derivatives are left to the kernel `tiled`, as are calls under a mode that records operations. A
-program of torch.compile gets an operator instead.
+derivatives are left to the kernel `tiled`, as is what torch.jit.trace records. A program of
+torch.compile gets an operator instead, as does a mode that sees operators: selective checkpoints
+and FlopCounterMode enter one.
 """
 
 from __future__ import annotations
@@ -90,8 +91,10 @@ class NativeOnTorch(Native):
             reasons.append("it does not support torch.func.vmap")
         elif "jvp" in problem.transforms:
             reasons.append("it does not support forward derivatives")
-        elif problem.same_bits and (problem.transforms or _is_recorded()):
-            reasons.append("in same_bits() it does not support torch.func and modes that record")
+        elif problem.same_bits and problem.transforms:
+            reasons.append("in same_bits() it does not support torch.func")
+        elif problem.same_bits and torch._C._len_torch_dispatch_stack():
+            reasons += torch_operators.reasons_against(problem)
         return reasons
 
     def only_on_request(self, problem: Problem) -> str | None:
@@ -131,9 +134,14 @@ class NativeOnTorch(Native):
         """Return the output, and the logsumexp if the problem asks for it."""
         if torch.compiler.is_compiling():
             return torch_operators.attend(problem, operands)
-        if not (isinstance(operands.key, Quantized) or _are_readable(operands)):
-            return backend.tiled(problem, operands, backend)
-        return self.attend(problem, operands, backend)
+        if isinstance(operands.key, Quantized):
+            return self.attend(problem, operands, backend)
+        if _are_readable(operands):
+            if not torch._C._len_torch_dispatch_stack():
+                return self.attend(problem, operands, backend)
+            if _is_operator(problem):
+                return torch_operators.attend(problem, operands)
+        return backend.tiled(problem, operands, backend)
 
     def attend(
         self, problem: Problem, operands: Operands, backend: Backend | None = None
@@ -188,7 +196,10 @@ class NativeOnTorch(Native):
             if not lacks + torch_operators.reasons_against(problem):
                 return torch_operators.differentiate(problem, *given)
         elif not lacks and _are_readable(*given):
-            return self.differentiate(problem, *given, backend)
+            if not torch._C._len_torch_dispatch_stack():
+                return self.differentiate(problem, *given, backend)
+            if _is_operator(problem):
+                return torch_operators.differentiate(problem, *given)
         return backend.tiled.backward(problem, *given, backend)
 
     def differentiate(
@@ -247,9 +258,15 @@ def _is_recorded() -> bool:
     return modes > 0 or torch._C._get_tracing_state() is not None
 
 
+def _is_operator(problem: Problem) -> bool:
+    """Return whether the entered modes see a call as an operator, and let them count it."""
+    torch_operators.let_count()
+    return not torch_operators.reasons_against(problem)
+
+
 def _are_readable(*groups: Any) -> bool:
-    """Return whether tensors have numbers in memory, and nobody records what is done to them."""
-    if _is_recorded():
+    """Return whether tensors have numbers in memory, or will have when an operator gets them."""
+    if torch._C._get_tracing_state() is not None:
         return False
     records = torch.is_grad_enabled()
     for one in _tensors_of(groups):

@@ -1,4 +1,4 @@
-"""The compiled kernel as operators of torch, which a program of torch.compile calls.
+"""The compiled kernel as operators of torch, which programs call, and calls under a mode.
 
 Beside query, key and value they take the options of the call as `Coded`. What follows from the
 contents of arrays, and from lengths that a program leaves open, is computed when it runs.
@@ -6,12 +6,15 @@ contents of arrays, and from lengths that a program leaves open, is computed whe
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from itertools import repeat
 from typing import Any
 
 import numpy as np
 import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils.flop_counter import register_flop_formula
 
 from polyattn.plugin import Cotangents, Expression, Gradients, Mask, Operands, Problem, Residuals
 from polyattn_native.arrays import has_rows_first
@@ -37,7 +40,7 @@ _library.define(
 
 
 def reasons_against(problem: Problem) -> list[str]:
-    """Return why a program of torch.compile cannot call an operator."""
+    """Return why a program of torch.compile, or a call under a mode, cannot call an operator."""
     if torch.compiler.is_exporting():
         return ["a program that torch.export writes would need it where it runs"]
     if torch._C._are_functorch_transforms_active():
@@ -45,8 +48,8 @@ def reasons_against(problem: Problem) -> list[str]:
     numbers = problem.query_offset, problem.window, problem.dropout_start
     if not can_code((problem.mask_spec, problem.score_spec, *numbers)):
         return [
-            "under torch.compile it supports numbers of 64 bits, and expressions without strings"
-            " whose class a module names"
+            "as an operator of torch it supports numbers of 64 bits, and expressions without"
+            " strings whose class a module names"
         ]
     return []
 
@@ -72,7 +75,7 @@ def differentiate(
     given = residuals.output, residuals.logsumexp, cotangents.output, cotangents.logsumexp
     of_bias = x.bias is not None and "bias" not in problem.constants
     found = torch.ops.polyattn_native.differentiate(*given, *_arguments(problem, x), of_bias)
-    query, key, value, *rest = found
+    query, key, value, scale, softcap, *rest = found
     bias = None if x.bias is None else rest.pop(0)
     return Gradients(
         query=query,
@@ -82,6 +85,8 @@ def differentiate(
         sinks=None if x.sinks is None else rest.pop(0),
         score_mod=rest,
         similarity=[],
+        scale=scale,
+        softcap=None if problem.softcap is None else softcap,
     )
 
 
@@ -134,10 +139,13 @@ def register(
         if not arguments[-1]:  # whether the gradient of the bias is asked for
             problem = problem._replace(constants=frozenset(["bias"]))
         found = differentiate(problem, x, residuals, cotangents)
-        of_bias = logsumexp.new_empty(0) if found.bias is None else found.bias
+        of_bias, of_softcap = [
+            logsumexp.new_empty(0) if one is None else one for one in (found.bias, found.softcap)
+        ]
         rest = [] if x.bias is None else [of_bias]
         rest += [] if x.sinks is None else [found.sinks]
-        return [*map(_laid_out, found[:3], x[:3]), *rest, *found.score_mod]
+        laid_out = map(_laid_out, found[:3], x[:3])
+        return [*laid_out, found.scale, of_softcap, *rest, *found.score_mod]
 
     for name, compute, fake in (
         ("attend", attend_to, _attend_fake),
@@ -180,7 +188,8 @@ def _differentiate_fake(
     x = _operands(query, key, value, code, tensors, repeat(1.0), numbers, repeat(0))[0]
     dtype = _accumulator(query.dtype)
     found = [empty_beside(one, one.shape, dtype) for one in (query, key, value)]
-    shapes: list[Any] = [] if x.bias is None else [x.bias.shape if rest[-1] else 0]
+    shapes: list[Any] = [(), 0 if rest[1] is None else ()]
+    shapes += [] if x.bias is None else [x.bias.shape if rest[-1] else 0]
     shapes += [] if x.sinks is None else [x.sinks.shape]
     if isinstance(x.score_mod, Expression):
         shapes += [one.shape for _, one in x.score_mod.carried()]
@@ -204,6 +213,7 @@ def _gradients(ctx: Any, of_output: Any, of_logsumexp: Any) -> tuple[Any, ...]:
         output, logsumexp, of_output, of_logsumexp, *arrays[:3], ctx.code, *lists, *ctx.factors,
         any(needed[4][:1]),
     )  # fmt: skip
+    del found[3:5]  # of the numbers scale and softcap
     # Of the tensors, those with a gradient come first.
     every = [*needed[:3], *needed[4]]
     found += [None] * (len(every) - len(found))
@@ -237,6 +247,48 @@ def _operands(query: Any, key: Any, value: Any, *coded: Any) -> tuple[Operands, 
     )  # fmt: skip
     return found, rest
 
+
+# ---- what torch counts of them ----
+
+
+def let_count() -> None:
+    """Let the entered counters of FLOPs count the operators, also those older than this module."""
+    for mode in _get_current_dispatch_mode_stack():
+        counter: Any = getattr(mode, "counter", None)
+        for operator, formula in _FORMULAS.items():
+            getattr(counter, "flop_registry", {}).setdefault(operator, formula)
+
+
+def _flops(query: Any, key: Any, value: Any, *coded: Any, out_val: Any, **_: Any) -> Any:
+    """Return the FLOPs of all scores, and of their products with the values, as torch does."""
+    output = out_val[0] if isinstance(out_val, tuple) else out_val
+    return 2 * _scores(output, key, *coded) * (query.shape[-1] + value.shape[-1])
+
+
+def _gradient_flops(
+    output: Any, _: Any, of_output: Any, of_logsumexp: Any, query: Any, key: Any, value: Any,
+    *coded: Any, **more: Any,
+) -> Any:  # fmt: skip
+    """Return the FLOPs of three products with queries or keys, and two with values."""
+    return 2 * _scores(output, key, *coded) * (3 * query.shape[-1] + 2 * value.shape[-1])
+
+
+def _scores(output: Any, key: Any, code: str, tensors: Any, *rest: Any) -> Any:
+    x, _ = _operands(None, key, None, code, tensors, repeat(1.0), rest[1], repeat(0))
+    pages = 1 if x.block_table is None else x.block_table.shape[-1]
+    return math.prod(output.shape[:-1]) * key.shape[-2] * pages
+
+
+_FORMULAS: Any = {
+    _torch.ops.polyattn_native.attend: _flops,
+    _torch.ops.polyattn_native.output: _flops,
+    _torch.ops.polyattn_native.differentiate: _gradient_flops,
+}
+for _operator, _formula in _FORMULAS.items():
+    register_flop_formula(_operator, get_raw=True)(_formula)
+
+
+# ---- the calls of operators ----
 
 # By all that a plan depends on: the problem, and the operands if they are numbers only.
 _calls: dict[Any, tuple[Problem, Operands | None]] = {}
