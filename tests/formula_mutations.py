@@ -22,12 +22,8 @@ PREPARED = "backends/polyattn_numpy/prepared.py"
 MASK_TABLE = "backends/polyattn_numpy/mask_table.py"
 LENGTHS = "polyattn/_core/call/lengths.py"
 
-SOFTCAP = """    if problem.softcap is not None:
-        capped = problem.softcap * xp.tanh(normed / problem.softcap)  # 2
-"""
-CAP_LATE = """    if problem.softcap is not None:
-        s = problem.softcap * xp.tanh(s / problem.softcap)
-"""
+SOFTCAP, UNCAPPED = "    capped = cap(normed)  # 2\n", "    capped = normed\n"
+CAP_LATE = "    s = cap(s)\n"
 SCORE_MOD = "    s = at.modified(capped)  # 3\n"
 BIAS = """    if x.bias is not None:
         bias = cast(xp, at.of_bias(x.bias), s.dtype)
@@ -46,12 +42,12 @@ MUTATIONS = (
     ("16-bit scores", GROUPS, "query = cast(xp, query, getattr(xp, problem.accumulator))", "pass"),
     ("key not transposed with its rows", FORMULA, "xp.matrix_transpose(key)",
      "xp.matrix_transpose(xp.flip(key, axis=-2))"),
-    ("softcap after bias", FORMULA, SOFTCAP, "", BIAS, BIAS + CAP_LATE),
-    ("softcap left out", FORMULA, SOFTCAP, ""),
-    ("a similarity's scores not capped", FORMULA, "if problem.softcap is not None:",
-     "if problem.softcap is not None and similar is None:"),
-    ("softcap not divided by", FORMULA, "tanh(normed / problem.softcap)", "tanh(normed)"),
-    ("softcap after score_mod", FORMULA, SOFTCAP, "", SCORE_MOD, SCORE_MOD + CAP_LATE),
+    ("softcap after bias", FORMULA, SOFTCAP, UNCAPPED, BIAS, BIAS + CAP_LATE),
+    ("softcap left out", FORMULA, SOFTCAP, UNCAPPED),
+    ("a similarity's scores not capped", FORMULA, "s if problem.softcap is None",
+     "s if problem.softcap is None or similar is not None"),
+    ("softcap not divided by", FORMULA, "tanh(s / problem.softcap)", "tanh(s)"),
+    ("softcap after score_mod", FORMULA, SOFTCAP, UNCAPPED, SCORE_MOD, SCORE_MOD + CAP_LATE),
     ("score_mod after bias", FORMULA, SCORE_MOD, "    s = capped\n", BIAS,
      BIAS + "    s = at.modified(s)\n"),
     ("score_mod left out", FORMULA, SCORE_MOD, "    s = capped\n"),
@@ -84,8 +80,7 @@ MUTATIONS = (
     ("no rows not thought of", TILED, "if 0 in problem.scores:", "if False:"),
     ("empty tiles taken for those that are seen", VISIBLE, "if coverage.any_visible:",
      "if not coverage.any_visible:"),
-    ("similarity not scaled", FORMULA, "product = problem.scale * similar",
-     "product = 1.0 * similar"),
+    ("similarity not scaled", FORMULA, "problem.scale * product", "1.0 * product"),
     ("dropped weights not made up for", FORMULA, "one / (1 - problem.dropout)", "one"),
     ("the kept dropped", FORMULA, "xp.where(keep, one", "xp.where(~keep, one"),
     ("a normalizer's weights divided", FORMULA, "total = xp.ones_like(s[..., :1])",

@@ -102,6 +102,22 @@ class JaxBackend(Backend):
         """Return the matrix product of two stacks of matrices."""
         return _matmul(a, b)
 
+    def compared(self, compare: Callable[[Array, Array], Array], query: Array, key: Array) -> Array:
+        """Return `compare(query, key)`, whose derivative takes 0 for NaN and ±inf."""
+        # A function with a derivative of its own may close over no array that is differentiated.
+        compare, arrays = jax.closure_convert(compare, query, key)
+
+        @jax.custom_jvp
+        def run(*x: Array) -> Array:
+            return compare(*x)
+
+        @run.defjvp
+        def rule(primals: Sequence[Array], tangents: Sequence[Array]) -> tuple[Any, Any]:
+            cleaned = tuple([jnp.where(jnp.isfinite(x), x, 0) for x in primals])
+            return run(*primals), jax.jvp(compare, cleaned, tuple(tangents))[1]
+
+        return run(query, key, *arrays)
+
     def over_size(
         self, term: Callable[[Any, Array, Array], Array], query: Array, key: Array
     ) -> Array:
@@ -132,7 +148,9 @@ class JaxBackend(Backend):
         """Return the softmax before its division, the maximum a constant to a gradient."""
         # The result does not depend on it, and the gradient of a maximum looks for the score that
         # equals it, which XLA may have computed again with another rounding.
-        maximum = jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True))
+        # NaN is in the weights only: what a row is multiplied by reaches the values' gradient.
+        usual = jnp.where(scores < jnp.inf, scores, -jnp.inf)
+        maximum = jax.lax.stop_gradient(jnp.max(usual, axis=-1, keepdims=True))
         weights = jnp.exp(scores - or_zero(jnp, maximum))
         return weights, maximum, jnp.sum(weights, axis=-1, keepdims=True)
 
@@ -166,7 +184,7 @@ def _matmul_tangent(primals: tuple[Array, Array], tangents: tuple[Any, Any]) -> 
     if not isinstance(a_tangent, SymbolicZero):
         parts.append(_matmul(a_tangent, jnp.where(jnp.isfinite(b), b, 0)))
     if not isinstance(b_tangent, SymbolicZero):
-        parts.append(_matmul(a, b_tangent))
+        parts.append(_matmul(jnp.where(jnp.isfinite(a), a, 0), b_tangent))
     return whole, sum(parts[1:], parts[0]) if parts else jnp.zeros_like(whole)
 
 

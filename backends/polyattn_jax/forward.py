@@ -113,7 +113,10 @@ def visible_product(
 
         # One after the other: XLA reserves the memory of a branch that it does not take.
         infinities = lax.map(of_infinity, jnp.asarray([math.inf, -math.inf], value.dtype))
-        return multiply(weights, finite(value)) + jnp.sum(infinities, axis=0)
+        # The derivative by the weights of a row is NaN where a value is not finite that it sees.
+        one = 1 + 0 * jnp.sum(weights, axis=-1, keepdims=True)
+        visible_weights = jnp.where(visible > 0, weights, 0)
+        return product(visible_weights, finite(value)) + jnp.sum(infinities, axis=0) * one
 
     # A value that is not finite spoils its column in every row, even with weight 0; most often
     # there is none.

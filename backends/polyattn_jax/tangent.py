@@ -170,9 +170,11 @@ class _TangentBody(LoopBody):
         x, indices, tangents = self.x, tile.indices, self.tangents
         s = similarity(indices, block.query, tile.key)
         seen = indices.seen(tile.new)
+        if x.score_mod is not None and self.problem.masks:  # it may hide keys too
+            shown = s if seen is None else jnp.where(seen, s, 0)
+            shown = modified(indices, shown) != -jnp.inf
+            seen = shown if seen is None else seen & shown
         if seen is not None:
-            if x.score_mod is not None:  # which may hide keys too
-                seen = seen & (modified(indices, jnp.where(seen, s, 0)) != -jnp.inf)
             # Nothing may be differentiated where a hidden key makes a NaN.
             s = jnp.where(seen, s, 0)
         t = self._of_similarity(block, tile)

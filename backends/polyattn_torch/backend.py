@@ -94,6 +94,10 @@ class TorchBackend(Backend):
         """Return the matrix product of two stacks of matrices."""
         return product(a, b)
 
+    def constant(self, array: Array) -> torch.Tensor:
+        """Return a tensor without its graph."""
+        return array.detach()  # type: ignore[no-any-return]
+
     def softmax(self, scores: Array) -> tuple[Array, Array, Array]:
         """Return the softmax before its division, with one tensor as large as the scores."""
         maximum = scores.amax(dim=-1, keepdim=True)

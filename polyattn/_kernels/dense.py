@@ -18,7 +18,7 @@ from polyattn._core.call.problem import Problem
 from polyattn._core.tiles.axes import part_of, reason_against_batch, scaled, unfold_heads
 from polyattn._core.tiles.indices import Indices
 from polyattn._core.tiles.online_softmax import SoftmaxState, combine, initial_state, normalize
-from polyattn._kernels.visible import hide, weighted_sum
+from polyattn._kernels.visible import compared, hide, weighted_sum, without_hidden
 from polyattn.plugin import Backend
 
 #: The features that the steps below compute: a new one is not among them before its step is.
@@ -70,20 +70,25 @@ def scores(
     causal, window and mask hide no key of the tile.
     """
     xp, similar = backend.xp, None
-    if x.similarity is None:
-        product = backend.matmul(query, xp.matrix_transpose(key))  # 1: scale · q·k
-        product = unfold_heads(problem, product, xp)
-    else:
-        similar = x.similarity.between(query, with_rank(key, len(query.shape)), backend)
-        similar = unfold_heads(problem, similar, xp)
-        product = problem.scale * similar
+
+    def compare(query: Array, key: Array) -> Array:
+        if x.similarity is None:
+            return backend.matmul(query, xp.matrix_transpose(key))
+        return x.similarity.between(query, with_rank(key, len(query.shape)), backend)
+
+    product = unfold_heads(problem, compared(problem, backend, compare, query, key), xp)
+    if x.similarity is not None:
+        similar, product = product, problem.scale * product  # 1: scale · q·k
     visible = list(at.visible()) if masked else []
     normed = product
     if problem.score_norm is not None:
         normed = problem.score_norm.apply(product, visible, backend)
-    capped = normed
-    if problem.softcap is not None:
-        capped = problem.softcap * xp.tanh(normed / problem.softcap)  # 2
+
+    def cap(s: Array) -> Array:
+        return s if problem.softcap is None else problem.softcap * xp.tanh(s / problem.softcap)
+
+    normed = without_hidden(problem, x, normed, at, visible, cap)
+    capped = cap(normed)  # 2
     s = at.modified(capped)  # 3
     if x.bias is not None:
         bias = cast(xp, at.of_bias(x.bias), s.dtype)

@@ -102,7 +102,7 @@ def widened(problem: Problem, x: Operands, xp: Any) -> Operands:
 
     It accumulates the gradients of tiles in the dtype of the array that they are cut from.
     """
-    if not (problem.traced or problem.requires_grad or problem.transforms):
+    if not problem.may_be_differentiated:
         return x
 
     def wide(_: str, thing: Any) -> Any:

@@ -7,7 +7,7 @@ must not reach the rows that do not see its key.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from polyattn._base.arrays import Array
@@ -17,6 +17,7 @@ from polyattn._core.call.problem import Problem
 from polyattn._core.tiles.axes import fold_heads, unfold_heads
 from polyattn._core.tiles.band import column_span
 from polyattn._core.tiles.coverage import TileQuery, combined_mask
+from polyattn._core.tiles.indices import Indices
 from polyattn.plugin import Backend
 
 
@@ -37,6 +38,42 @@ def visible_tiles(
         coverage = TileQuery(problem, x, backend.xp, rows, columns, reads=reads).of(mask)
         if coverage.any_visible:
             yield columns, not coverage.all_visible
+
+
+def compared(
+    problem: Problem,
+    backend: Backend,
+    compare: Callable[[Array, Array], Array],
+    query: Array,
+    key: Array,
+) -> Array:
+    """Return a function of queries and keys; a gradient of 0 stays 0 where one is not finite."""
+    if not problem.masks or not problem.may_be_differentiated:
+        return compare(query, key)
+    reads = not problem.transforms and backend.is_eager(query)
+    if reads and all(bool(backend.xp.all(backend.xp.isfinite(x))) for x in (query, key)):
+        return compare(query, key)
+    return backend.compared(compare, query, key)
+
+
+def without_hidden(
+    problem: Problem,
+    x: Operands,
+    scores: Array,
+    at: Indices,
+    visible: list[Array],
+    cap: Callable[[Array], Array],
+) -> Array:
+    """Return scores, 0 where hidden if a library differentiates what is not finite there."""
+    steps = problem.softcap, x.score_mod
+    if not problem.masks or not problem.may_be_differentiated or steps == (None, None):
+        return scores
+    seen = visible if x.bias is None else [*visible, at.of_bias(x.bias) != -math.inf]
+    for shown in seen:
+        scores = at.xp.where(shown, scores, 0.0)
+    if x.score_mod is None:
+        return scores
+    return at.xp.where(at.modified(cap(scores)) != -math.inf, scores, 0.0)
 
 
 def hide(xp: Any, scores: Array, seen: Array) -> Array:

@@ -24,7 +24,7 @@ from polyattn._dispatch.registry import ARRAY_API
 from polyattn.conformance.cases.case import Case
 from polyattn.conformance.cases.catalogue import CASES, ESSENTIAL
 from polyattn.conformance.checks import cases as checks
-from polyattn.conformance.checks import cuts, gradients, promises, quantized
+from polyattn.conformance.checks import cuts, gradients, poison, promises, quantized
 from polyattn.conformance.checks.lazy import is_lazy, lazily
 from polyattn.conformance.checks.target import KernelVariant, Target
 from polyattn.conformance.selection import chosen, why_few
@@ -115,6 +115,10 @@ class BackendSuite:
     def test_pages_in_any_order(self, target: Target, variant: KernelVariant) -> None:
         """Partial results of one page each may be merged in any order, if it computes any."""
         promises.check_pages_in_any_order(target, variant)
+
+    def test_poison(self, target: Target, variant: KernelVariant) -> None:
+        """What a hidden key or value holds changes no gradient that the library takes."""
+        poison.check_poison(target, variant)
 
     def test_quantized(self, target: Target, variant: KernelVariant) -> None:
         """Attention over integers is that over what they stand for, if the kernel reads any."""

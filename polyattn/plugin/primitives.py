@@ -33,6 +33,24 @@ class BackendPrimitives:
         """Multiply matrices (..., M, K) and (..., K, N) of one dtype, float32 or float64."""
         return self.xp.matmul(a, b)
 
+    def compared(self, compare: Callable[[Array, Array], Array], query: Array, key: Array) -> Array:
+        """Return `compare(query, key)`, (..., l, s), whose derivative takes 0 for NaN and ±inf.
+
+        A score that a row does not see has a gradient of 0, and 0 · NaN is NaN.
+        """
+        xp, exact = self.xp, self.constant(compare(query, key))
+        result = compare(*[xp.where(xp.isfinite(x), x, 0.0) for x in (query, key)])
+        # The gradient of a NaN that is seen must be NaN.
+        rows, keys = (
+            xp.sum(xp.where(xp.isfinite(x), 0.0, x), axis=-1, keepdims=True) for x in (query, key)
+        )
+        lost = xp.where(xp.isnan(exact), rows + xp.matrix_transpose(keys) + exact, exact)
+        return result + xp.where(xp.isfinite(exact), 0.0, lost)
+
+    def constant(self, array: Array) -> Array:
+        """Return an array that a derivative takes for a constant."""
+        return array
+
     def visible_product(self, weights: Array, seen: Array, x: Array) -> Array:
         """Multiply weights and x, where an entry of x that is not seen adds nothing.
 
@@ -41,14 +59,17 @@ class BackendPrimitives:
         (..., K, N), and all but `seen` have one dtype.
         """
         xp = self.xp
+        weights = xp.where(seen, weights, 0.0)  # NaN in a row of which a visible score is NaN
         result = self.matmul(weights, xp.where(xp.isfinite(x), x, 0.0))
+        # The derivative by the weights of a row is NaN where a number is not finite that it sees.
+        one = 1 + 0 * xp.sum(weights, axis=-1, keepdims=True)
         seen = arrays.cast(xp, seen, x.dtype)
         # NaN counts as both infinities, whose sum it is.
         for infinity in (math.inf, -math.inf):
             spoils = arrays.cast(xp, (x == infinity) | xp.isnan(x), x.dtype)
             spoilt = self.matmul(seen, spoils) > 0
             spoilt_by = xp.where(spoilt, xp.full_like(result, infinity), xp.zeros_like(result))
-            result = result + spoilt_by
+            result = result + spoilt_by * one
         return result
 
     def zeroed(self, array: Array, keep: Array) -> Array:

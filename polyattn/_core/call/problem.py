@@ -84,6 +84,11 @@ class Problem(NamedTuple):
     same_bits: bool = False
 
     @property
+    def may_be_differentiated(self) -> bool:
+        """Whether the library may differentiate the operations of the call."""
+        return self.traced or self.requires_grad or bool(self.transforms)
+
+    @property
     def device_kind(self) -> str:
         """The device without its number: ``cpu``, ``cuda``, ``mps``."""
         return self.device.partition(":")[0]

@@ -239,12 +239,12 @@ class ByNorm(ScaleRule):
     factor: float = 1.0
 
     def apply(self, scores: Array, seen: Iterable[Array], backend: Primitives) -> Array:
-        """Divide rows of scores by their norms; a score counts where all of `seen` are True."""
+        """Divide rows of scores by their norms, with 0 for a score where one of `seen` is False."""
         counted = scores
         for one in seen:
             counted = backend.xp.where(one, counted, 0.0)
         size, root = lengths(counted, backend)
-        return (scores if size is None else scores / size) * (self.factor / root)
+        return (counted if size is None else counted / size) * (self.factor / root)
 
     def pullback(self, scores: Array, seen: Iterable[Array], gradient: Array, xp: Any) -> Array:
         """Return the gradient of the scores, 0 where a key is not seen, or their tangent."""
@@ -252,7 +252,10 @@ class ByNorm(ScaleRule):
         zeros = xp.zeros_like(scores)
         for one in seen:
             scores, gradient = xp.where(one, scores, zeros), xp.where(one, gradient, zeros)
-        return self.factor * unit_slope(scores, gradient, xp)
+        gradient = self.factor * unit_slope(scores, gradient, xp)
+        for one in seen:
+            gradient = xp.where(one, gradient, zeros)
+        return gradient
 
 
 class Normalizer(Expression):

@@ -65,13 +65,21 @@ def combine(xp: Any, one: SoftmaxState, other: SoftmaxState) -> SoftmaxState:
     )
 
 
+def _divided(problem: Problem, output: Array, total: Array, xp: Any) -> Array:
+    if not problem.masks or not problem.may_be_differentiated:
+        return output / total
+    # The gradient of the output of a row whose total is NaN must not reach values that it hides.
+    lost = xp.isnan(total)
+    return output / xp.where(lost, 1.0, total) + total * xp.where(lost, math.nan, 0.0)
+
+
 def normalize(
     problem: Problem, state: SoftmaxState, dtype: Any, xp: Any
 ) -> tuple[Array, Array | None]:
     """Return output, (..., H, l, E) in `dtype`, and logsumexp, (..., H, l), if it is asked for."""
     empty = state.total == 0
     total = xp.where(empty, xp.ones_like(state.total), state.total)
-    output = cast(xp, state.output / total, dtype)
+    output = cast(xp, _divided(problem, state.output, total, xp), dtype)
     if "logsumexp" not in problem.features:
         return output, None
     logsumexp = or_zero(xp, state.maximum) + xp.log(total)

@@ -25,6 +25,7 @@ from polyattn.conformance.checks import cases as checks
 from polyattn.conformance.checks import gradients, quantized
 from polyattn.conformance.checks.cuts import check_cut_invariance
 from polyattn.conformance.checks.lazy import is_lazy
+from polyattn.conformance.checks.poison import check_poison, has_safe_gradients
 from polyattn.conformance.checks.target import KernelVariant, Target
 from polyattn.conformance.reference.gradients import gradient_yardsticks
 from polyattn.conformance.selection import why_few
@@ -304,6 +305,13 @@ PROMISES = {
         "partial results of one page each, merged in any order, are those of all",
         check_pages_in_any_order,
         has_partials,
+    ),
+    "poison": Promise(
+        "hidden NaN in gradients",
+        "what a hidden key or value holds changes no gradient that the library takes",
+        check_poison,
+        has_safe_gradients,
+        "not declared",
     ),
     "quantized": Promise(
         "quantized keys",
