@@ -85,13 +85,16 @@ class Selection(Mask):
         left, right = blocks(block.columns, self.first, keys)
         if math.prod(lists.shape) * left.shape[0] > MOST_COMPARED:
             return UNKNOWN
-        lists, row = as_index(xp, lists), index_range(xp, 0, lists.shape[-2], lists)
-        is_inside = (lists[..., None] >= left) & (lists[..., None] < right)
-        is_inside = is_inside & ~repeated(xp, lists)[..., None]
+        lists, row = as_index(xp, lists)[..., None], index_range(xp, 0, lists.shape[-2], lists)
+        first, stop = (with_rank(x, len(lists.shape)) for x in (left, right))
+        is_inside = (lists >= first) & (lists < stop)
+        is_inside = is_inside & ~repeated(xp, lists[..., 0])[..., None]
         counts = xp.sum(cast(xp, is_inside, xp.float32), axis=-2)
-        is_row = (row >= top[:, None]) & (row < bottom[:, None])
-        total = xp.matmul(cast(xp, is_row, xp.float32), counts)  # (..., H, tiles, tiles)
-        some, every = total > 0, total >= (bottom - top)[:, None] * (right - left)
+        is_row = (row[None, :] >= top[:, None]) & (row[None, :] < bottom[:, None])
+        is_row = with_rank(cast(xp, is_row, xp.float32), len(counts.shape))
+        total = xp.matmul(is_row, counts)  # (..., H, tiles, tiles)
+        whole = cast(xp, (bottom - top)[:, None] * (right - left)[None, :], xp.float32)
+        some, every = total > 0, total >= with_rank(whole, len(total.shape))
         if is_array(block.rows[0]):
             rank = len(block.rows[0].shape)
             return Coverage(with_rank(some, rank), with_rank(every, rank))
