@@ -67,9 +67,9 @@ def _with_leaves(structure: Expression, leaves: Any) -> Expression:
 
 
 def _is_child(name: str, value: Any) -> bool:
-    """Return whether a field holds arrays. A cache's length is one, or its number where known."""
+    """Return whether a field holds arrays. A cache's numbers are some, or Python's where known."""
     return (
-        name == "length"
+        name in ("length", "dropped")
         or is_parameter(value)
         or isinstance(value, KVCache)  # of a QuantizedCache
         or holds_modules(value)

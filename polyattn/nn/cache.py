@@ -42,7 +42,7 @@ class KVCache:
         Number of tokens in the cache; a scalar array where the library traces.
     first : int
         Index of the first token in the memory.
-    dropped : int
+    dropped : int or Array of int
         Number of tokens before the first one that the cache no longer holds.
     buffer : object, optional
         Shared by the caches of one memory; decides which of them may write. Without it nothing is
@@ -53,7 +53,7 @@ class KVCache:
     value: Array
     length: int | Array = 0
     first: int = 0
-    dropped: int = 0
+    dropped: int | Array = 0
     buffer: Buffer | None = field(default=None, repr=False, compare=False)
 
     @classmethod
@@ -261,9 +261,13 @@ class KVCache:
                 " give attention window= instead"
             )
         drop = max(length - window, 0)
-        return replace(
-            self, first=self.first + drop, length=length - drop, dropped=self.dropped + drop
-        )
+        cache = replace(self, length=length - drop, dropped=self.dropped + drop)
+        if is_writable([self.key], [self.key, self.value]):
+            return replace(cache, first=self.first + drop)
+        # A traced step cannot enlarge the memory: new tokens need the room of those that go.
+        xp = library_of(self.key).xp
+        key, value = (xp.roll(memory, -drop, axis=-2) for memory in (self.key, self.value))
+        return replace(cache, key=key, value=value)
 
 
 def overwritten(cache: KVCache, rows: tuple[Array, Array], more: int | Array) -> KVCache:

@@ -427,6 +427,22 @@ def test_a_slid_cache_decodes_a_window_in_a_compiled_step_as_it_does_outside():
     assert after[0].keys.shape[-2] == 4
 
 
+def test_a_step_compiled_once_decodes_a_window_in_memory_for_the_window_alone():
+    traced, cache = [], filled(jnp.asarray, 0, capacity=3)
+
+    @jax.jit
+    def step(cache, *token):
+        traced.append(cache)
+        return cache.append(*token)
+
+    for n in range(9):
+        token = jnp.asarray(TOKENS[:, :, n : n + 1])
+        cache = step(cache.slide(2), token, token + 1)
+        holds(np.asarray, cache.slide(3), TOKENS[:, :, max(n - 2, 0) : n + 1])
+        assert cache.next_position == n + 1
+    assert len(traced) == 1
+
+
 def test_a_cache_does_not_slide_where_nobody_knows_its_length():
     cache = filled(jnp.asarray, 3)
     with pytest.raises(ValueError, match=r"inside a traced function.*give attention window="):
