@@ -23,6 +23,7 @@ SELECTIONS = {
     "no list": masks.selected(KEYS[..., :0]),
     "blocks": masks.blocks(RNG.integers(-1, 80, (2, 1, 6, 3)), (4, 5)),
     "blocks of all rows": masks.blocks([[3, 1]], (30, 7)),
+    "blocks of one row": masks.blocks(KEYS // 5, (1, 5)),
     "with others": masks.selected(KEYS) & masks.causal() & masks.prefix(np.array([40, 400])),
 }
 
@@ -76,10 +77,11 @@ def test_explain_says_what_is_gathered_and_what_a_dense_mask_would_take():
     assert "one of 134,217,728 scores, 128 MiB of bools for a head" in text
 
 
+@pytest.mark.parametrize("name", ["blocks", "blocks of one row"])
 @pytest.mark.parametrize("start", [0, 3, 4, 7])
-def test_a_part_may_begin_inside_of_a_block(start):
+def test_a_part_may_begin_inside_of_a_block(start, name):
     """As the parts of dask and of `polyattn.parallel` may."""
-    mask, rows, columns = SELECTIONS["blocks"], Slice(start, 11), Slice(20, 380)
+    mask, rows, columns = SELECTIONS[name], Slice(start, 11), Slice(20, 380)
     part = Part((2,), (Slice(0, 2),), Slice(0, H), rows, columns)
     arrays = QUERY[..., start : start + 11, :], KEY[..., 20:, :], VALUE[..., 20:, :]
     mine = [

@@ -140,7 +140,7 @@ def _named(
     of_rows, size = selection.sizes
     lists = with_rank(selection.lists, len(problem.batch) + 3)
     if of_rows == 1:
-        lists = take(lists, -2, *rows)
+        lists = take(lists, -2, rows.start + selection.first_row, rows.length)
     else:
         row = index_range(xp, 0, blocks, lists) * (rows.length // blocks) + rows.start
         number = row * 0 if of_rows is None else (row + selection.first_row) // of_rows
