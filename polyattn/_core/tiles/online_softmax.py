@@ -70,7 +70,7 @@ def _divided(problem: Problem, output: Array, total: Array, xp: Any) -> Array:
         return output / total
     # The gradient of the output of a row whose total is NaN must not reach values that it hides.
     lost = xp.isnan(total)
-    return output / xp.where(lost, 1.0, total) + total * xp.where(lost, math.nan, 0.0)
+    return output / xp.where(lost, 1.0, total) + total * xp.where(lost, total, 0.0)
 
 
 def normalize(
