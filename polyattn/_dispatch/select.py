@@ -186,7 +186,7 @@ def _try_candidates(
 
 
 def _check_kernels(choice: Kernels, backends: list[str], requested: Request) -> None:
-    """Raise if a list names a kernel that none of the backends has; it loads only what it needs."""
+    """Raise if a list names a kernel that no backend has; load only what that needs."""
     if isinstance(choice, Kernel) or not is_open(choice):  # the error of one name lists candidates
         return
     known = [AUTO, *extensions.names()]
