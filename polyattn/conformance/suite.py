@@ -117,7 +117,7 @@ class BackendSuite:
         promises.check_pages_in_any_order(target, variant)
 
     def test_poison(self, target: Target, variant: KernelVariant) -> None:
-        """Hidden NaN and infinity change no gradient that the library takes, if it declares that."""
+        """Hidden NaN and infinity change no gradient that the library takes."""
         poison.check_poison(target, variant)
 
     def test_quantized(self, target: Target, variant: KernelVariant) -> None:
