@@ -31,7 +31,7 @@ from polyattn._core.call.key import call_key
 from polyattn._core.call.operands import Operands
 from polyattn._core.call.problem import examine
 from polyattn._dispatch.cache import cached_call
-from polyattn._dispatch.request import request
+from polyattn._dispatch.request import parse_kernel, request
 from polyattn._dispatch.select import select
 from polyattn.bench import timing
 
@@ -56,7 +56,7 @@ def steps(arrays: list[Any]) -> dict[str, Call]:
         "of which kernel": lambda: kernel(chosen, plain, backend),
         "first: describe": lambda: describe(*arrays),
         "first: examine": lambda: examine(call),
-        "first: select": lambda: select(call, problem, requested, None, xp),
+        "first: select": lambda: select(call, problem, requested, parse_kernel(None), xp),
     }
 
 
