@@ -9,6 +9,7 @@ import os
 import platform
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -244,6 +245,8 @@ def wrong_call(folder, root, hint):
     for seed, calls in [(seed, 1) for seed in re.findall(r"seed (\d+)", hint)] + [(0, CALLS)]:
         command = [program, str(seed), str(calls), "sse2"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=1200)
+        if -done.returncode in (signal.SIGSEGV, signal.SIGBUS):  # an address outside of the arrays
+            return f"{signal.Signals(-done.returncode).name} at seed {seed} or after"
         if done.returncode < 0 and not done.stdout:
             raise RuntimeError(f"the random calls ended by the signal {-done.returncode}")
         if done.returncode:
