@@ -48,7 +48,7 @@ def compared(
     key: Array,
 ) -> Array:
     """Return a function of queries and keys; a gradient of 0 stays 0 where one is not finite."""
-    if not problem.masks or not problem.may_be_differentiated:
+    if not problem.may_be_differentiated or not problem.masks:
         return compare(query, key)
     if not problem.transforms and backend.is_eager(query):
         sums = [backend.xp.sum(backend.constant(x)) for x in (query, key)]  # one that overflows too
@@ -66,8 +66,9 @@ def without_hidden(
     cap: Callable[[Array], Array],
 ) -> Array:
     """Return scores, 0 where hidden if a library differentiates what is not finite there."""
-    steps = problem.softcap, x.score_mod
-    if not problem.masks or not problem.may_be_differentiated or steps == (None, None):
+    if not problem.may_be_differentiated or not problem.masks:
+        return scores
+    if problem.softcap is None and x.score_mod is None:
         return scores
     seen = visible if x.bias is None else [*visible, at.of_bias(x.bias) != -math.inf]
     for shown in seen:
