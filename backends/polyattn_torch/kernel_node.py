@@ -193,17 +193,7 @@ def _needs_operations(problem: Problem, x: Operands, backend: Backend) -> bool:
         return False
     if problem.transforms or problem.traced or torch.compiler.is_compiling():
         return True  # what it closes over may be transformed too
-    if "score_mod" not in problem.features:
-        return False
-    return _lacks_derivative(x.score_mod) or _closes_over_a_graph(problem, x, backend)
-
-
-def _lacks_derivative(rule: Any) -> bool:
-    """Return whether a score expression has a function without its derivative."""
-    if not isinstance(rule, Score):
-        return False
-    names = [name for name, _ in rule.carried()]
-    return names.count("rule") > names.count("derivative")
+    return "score_mod" in problem.features and _closes_over_a_graph(problem, x, backend)
 
 
 def _closes_over_a_graph(problem: Problem, x: Operands, backend: Backend) -> bool:

@@ -5,7 +5,7 @@ import pytest
 from libraries import EVERYWHERE, LIBRARIES, TORCH
 from optional import TorchBackend, torch
 
-from polyattn import explain, scores
+from polyattn import attention_jvp, attention_vjp, explain, scores
 from polyattn._base.arrays import is_array, library_of
 from polyattn._base.span import Span
 from polyattn._core.call.operands import Operands
@@ -149,6 +149,20 @@ def test_a_function_without_a_derivative_says_so():
     words = r"scores.function\(squared\) has no derivative: give it one, scores.function\(f, deriv"
     with pytest.raises(TypeError, match=words):
         as_score(squared).pullback(SCORES, tile(np.array), GRADIENT)
+
+
+@pytest.mark.parametrize("name", ["torch", "jax"])
+def test_a_library_differentiates_a_function_among_other_modifications(name):
+    to = {"torch": torch.asarray, "jax": pytest.importorskip("jax.numpy").asarray}[name]
+    arrays, results = [to(x) for x in (QUERY, KEY, KEY)], []
+    tangents = [to(x) for x in (QUERY_TANGENT, KEY_TANGENT, KEY_TANGENT)]
+    for derivative in (None, twice):
+        rule = scores.function(squared, derivative) >> scores.temperature(2.0)
+        output, pullback = attention_vjp(*arrays, score_mod=rule)
+        _, tangent = attention_jvp(arrays, tangents, score_mod=rule)
+        results.append([np.asarray(x) for x in (*pullback(output)[:3], tangent)])
+    for by_library, by_rule in zip(*results, strict=True):
+        np.testing.assert_allclose(by_library, by_rule, rtol=1e-4, atol=1e-4)
 
 
 def test_a_function_alone_keeps_its_derivative():

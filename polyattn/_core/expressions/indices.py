@@ -139,10 +139,11 @@ def _check_integers(name: str, facts: ArrayFacts) -> None:
 class ScoreIndices(Protocol):
     """Some batch items, heads, rows and keys, as index arrays that broadcast with one another.
 
-    `PointIndices` documents it.
+    `PointIndices` documents it. `differentiate` is the backend's `pullback`, where there is one.
     """
 
     xp: Any
+    differentiate: Callable[..., Array] | None
 
     @property
     def batch(self) -> Array: ...
@@ -223,6 +224,8 @@ class PointIndices:
     of the first row, or an array of one for each flat batch item. `batch` are the axes that b
     counts through, by default those that an array has.
     """
+
+    differentiate: Callable[..., Array] | None = None
 
     def __init__(
         self,

@@ -6,6 +6,7 @@ import math
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 from polyattn._base.arrays import Array, ArrayFacts, cast, is_array, library_of, numbers_like
@@ -317,6 +318,9 @@ class Function(Score):
         return at.by_score_mod(self.rule, scores)
 
     def pullback(self, scores: Array, at: ScoreIndices, gradient: Array) -> Pullback:
+        if self.derivative is None and at.differentiate is not None:
+            function = partial(at.by_score_mod, self.rule)
+            return at.differentiate(function, scores, gradient), []
         if self.derivative is None:
             raise TypeError(
                 f"scores.function({shown(self.rule)}) has no derivative: give it one,"

@@ -35,7 +35,7 @@ from polyattn._core.expressions.indices import (
     saturating_sum,
 )
 from polyattn._core.expressions.masks import Mask
-from polyattn._core.expressions.scores import Score
+from polyattn._core.expressions.scores import Score, as_score
 from polyattn._core.tiles.axes import cut_items
 from polyattn._core.tiles.band import visible_band
 from polyattn._core.tiles.dropout import (
@@ -55,6 +55,7 @@ class Indices:
 
     #: Number of keys that dropout decides about at once; the first is a multiple of it.
     decided: ClassVar[int] = WORDS
+    differentiate: Callable[..., Array] | None = None
 
     def __init__(
         self,
@@ -263,12 +264,10 @@ class Indices:
 
         `gradient` is that of the scores after it; `differentiate` is the backend's `pullback`.
         """
-        rule = self._x.score_mod
-        if rule is None:
+        if self._x.score_mod is None:
             return gradient, []
-        if isinstance(rule, Score):
-            return rule.pullback(scores, self, gradient)
-        return differentiate(lambda s: self.by_score_mod(rule, s), scores, gradient), []
+        self.differentiate = differentiate
+        return as_score(self._x.score_mod).pullback(scores, self, gradient)
 
     def by_score_mod(self, rule: Callable[..., Array], scores: Array) -> Array:
         """Call a function of (score, b, h, i, j) with the tile's scores.
