@@ -36,9 +36,19 @@ def attend(task: RankTask, arrays: list[jax.Array]) -> jax.Array:
     def backward(kept: Any, gradient: jax.Array) -> Any:
         arrays, others, saved = kept
         task = static.with_arrays(others)
-        gradients = task.backward(arrays, Partial(*saved), gradient)
-        of_arrays = [_like(x, of) for x, of in zip(arrays, gradients[:3], strict=True)]
-        of_others = [_like(x, of) for x, of in zip(others, task.of_arrays(gradients), strict=True)]
+        axis = task.ranks.axis  # type: ignore[attr-defined]
+        # Without check_vma, JAX gives each device a share of the gradient of an equal output, and
+        # adds up what they return for an equal array.
+        is_shared = not task.strategy.shares_rows and axis not in _axes(arrays[1])
+        over = axis if is_shared else ()
+        gradients = task.backward(arrays, Partial(*saved), lax.psum(gradient, over))
+        of_query, *of_keys = gradients[:3]
+        shared = [
+            None if of is None else of / lax.psum(1, over)
+            for of in (of_query, *task.of_arrays(gradients))
+        ]
+        of_arrays = [_like(x, of) for x, of in zip(arrays, (shared[0], *of_keys), strict=True)]
+        of_others = [_like(x, of) for x, of in zip(others, shared[1:], strict=True)]
         return of_arrays, of_others
 
     attention.defvjp(forward, backward)
