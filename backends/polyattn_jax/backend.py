@@ -162,7 +162,9 @@ class JaxBackend(Backend):
     def pullback(self, function: Callable[[Array], Array], array: Array, gradient: Array) -> Array:
         """Return the gradient of an array from that of a function of it."""
         _, back = jax.vjp(function, array)
-        return back(gradient)[0]
+        (result,) = back(gradient)
+        # An absent key has a gradient of 0, whatever the function's slope is there.
+        return jnp.where((gradient == 0) & ~jnp.isfinite(result), 0, result)
 
 
 @jax.custom_jvp

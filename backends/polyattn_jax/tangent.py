@@ -178,6 +178,8 @@ class _TangentBody(LoopBody):
             # Nothing may be differentiated where a hidden key makes a NaN.
             s = jnp.where(seen, s, 0)
         t = self._of_similarity(block, tile)
+        if x.score_mod is not None and t is not None and seen is not None:
+            t = jnp.where(seen, t, 0)  # the slope of a function at 0 need not be finite
 
         def rest(s: Array, arrays: list[Any], softcap: Array | None) -> Array:
             if not arrays:

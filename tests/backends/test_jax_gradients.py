@@ -169,6 +169,17 @@ def test_what_is_hidden_changes_no_gradient():
             np.testing.assert_array_equal(ours, theirs)
 
 
+@pytest.mark.parametrize("kernel", ["xla", "dense"])
+def test_a_function_has_no_slope_where_a_key_is_hidden(kernel):
+    mask, k = jnp.arange(13) != 4, jnp.asarray(KEY).at[..., 4, :].set(jnp.nan)
+    options = {"mask": mask, "score_mod": lambda s, b, h, i, j: jnp.sqrt(abs(s)), "kernel": kernel}
+    _, pullback = attention_vjp(jnp.asarray(QUERY), k, jnp.asarray(VALUE), **options)
+    slopes = jax.grad(lambda *x: jnp.sum(attention(*x, **options) * ALONG), (0, 1, 2))
+    for found in (slopes(QUERY, k, VALUE), pullback(jnp.asarray(ALONG))[:3]):
+        assert all(jnp.isfinite(x).all() for x in found)
+        assert not found[1][..., 4, :].any()
+
+
 def test_a_row_that_sees_no_key_adds_nothing_to_the_gradient_of_the_scale():
     options = {"mask": masks.dense(np.arange(10)[:, None] != 2)}
     expected = attention_vjp(QUERY, KEY, VALUE, **options)[1](ALONG).scale
