@@ -35,8 +35,9 @@ def attend(task: RankTask, arrays: list[jax.Array]) -> jax.Array:
 
     def backward(kept: Any, gradient: jax.Array) -> Any:
         arrays, others, saved = kept
-        task = static.with_arrays(others)
-        axis = task.ranks.axis  # type: ignore[attr-defined]
+        axis = static.ranks.axis  # type: ignore[attr-defined]
+        # JAX would add up over the devices what it derives for an array that is equal on them.
+        task = static.with_arrays([_along(x, {axis}) for x in others])
         # Without check_vma, JAX gives each device a share of the gradient of an equal output, and
         # adds up what they return for an equal array.
         is_shared = not task.strategy.shares_rows and axis not in _axes(arrays[1])

@@ -526,6 +526,15 @@ def of_slopes(kernel):
 assert "polyattn_differentiate" in of_slopes("native").lower(jnp.ones(4), x).as_text()
 for one, other in zip(of_slopes("native")(jnp.ones(4), x), of_slopes("xla")(jnp.ones(4), x)):
     np.testing.assert_allclose(one, other, atol=1e-4)
+def decoded(slopes, row, x, attend=polyattn.attention):
+    return attend(row, x, x, score_mod=polyattn.scores.alibi(slopes))
+over = functools.partial(polyattn.parallel.attention, over="b", strategy="decode")
+keys = P(None, None, "b")
+decode = functools.partial(decoded, attend=over)
+decode = jax.shard_map(decode, mesh=mesh, in_specs=(P(), P(), keys), out_specs=P())
+def slope(f):
+    return jax.grad(lambda slopes: jnp.sum(f(slopes, x[..., :1, :], x) ** 2))(jnp.ones(4))
+np.testing.assert_allclose(slope(decode), slope(decoded), atol=1e-4)
 """,
         XLA_FLAGS=os.environ["XLA_FLAGS"] + " --xla_force_host_platform_device_count=2",
     )
