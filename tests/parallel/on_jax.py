@@ -90,6 +90,13 @@ def check_case(what, name, strategy, layout):
     assert off.fault is None, off.fault
 
 
+def check_no_keys(strategies=on_ranks.STRATEGIES):
+    """Check a call without keys, which XLA does not gather."""
+    for strategy in strategies:
+        check_case("value", "S = 0", strategy, "contiguous")
+    print("no keys: right")
+
+
 def check_mesh_of_two_axes():
     """Check a batch over one axis and tokens over another, with ids and a seed that are shared."""
     mesh = jax.make_mesh((2, 2), ("data", "ring"), axis_types=(AxisType.Auto,) * 2)

@@ -102,7 +102,7 @@ FEW = ("ring-contiguous", "heads_need_no_collectives")
 REST = (
     "ring-zigzag", "gather-contiguous", "gather-zigzag", "heads-contiguous", "heads-zigzag",
     "decode-contiguous", "decode-zigzag", "mesh_of_two_axes",
-    "options_of_another_axis", "numbers_from_the_host",
+    "options_of_another_axis", "numbers_from_the_host", "no_keys",
 )  # fmt: skip
 
 
@@ -139,6 +139,7 @@ def test_devices_of_jax(size, checks):
         (on_jax.check_options_of_another_axis, "decode"),
         (on_jax.check_numbers_from_the_host, "heads"),
         (on_jax.check_functions_of_traced_arrays, "ring"),
+        (on_jax.check_no_keys, "gather"),
     ],
 )
 def test_one_device_of_jax(check, strategy):
