@@ -341,6 +341,18 @@ def test_a_compiled_call_reads_any_memory(backend, kernel, seed):
 
 
 @pytest.mark.slow
+def test_blocks_may_have_an_open_size():
+    x, table = torch.rand(1, 2, 6, 8), torch.tensor([[0, 1], [1, 2], [0, 2]])
+
+    def call(x, keys):
+        return attention(x, x, x, mask=masks.blocks(table, (2, keys)))
+
+    program = compiled(call, "inductor", dynamic=True)
+    for keys in (2, 3):
+        torch.testing.assert_close(program(x, keys), call(x, keys))
+
+
+@pytest.mark.slow
 def test_a_choice_for_a_gpu_can_be_traced(monkeypatch):
     """Its quirks ask for versions, as those of a CPU do not."""
     hopper = DeviceInfo("cuda", (2, 11), (9, 19, 0), (9, 0))

@@ -212,7 +212,7 @@ def sorted_lists(name: str, numbers: Array, size: int = 1) -> Array:
         )
     if size == 1:
         return ascending
-    return clip(xp, ascending, -1, (int(xp.iinfo(ascending.dtype).max) + 1) // size - 1)
+    return clip(xp, ascending, -1, int(xp.iinfo(ascending.dtype).max) // size - 1)
 
 
 def lists_of_edges(rows: Array, keys: Array, query_length: int) -> Array:
