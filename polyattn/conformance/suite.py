@@ -125,7 +125,8 @@ class BackendSuite:
             names, runs = ["variant", "case"], list(self._runs(test, target))
         elif "dtype" in metafunc.fixturenames:
             names = ["variant", "dtype"]
-            runs = [(c, dtype) for c in target.kernels for dtype in self._swept(target, c)]
+            swept = target.kernels if self.thorough else ()
+            runs = [(x, dtype) for x in swept for dtype in promises.swept(target, x)]
         else:
             runs = [(c,) for c in target.kernels if self._declares(test, target, c)]
         metafunc.parametrize(names, self._params(test, [None] * len(names), runs))
@@ -136,12 +137,6 @@ class BackendSuite:
             few = bool(why_few(target, variant, name, thorough=self.thorough))
             for case in chosen(target, variant, name, cases, few=few):
                 yield variant, case
-
-    def _swept(self, target: Target, variant: KernelVariant) -> list[str]:
-        """Return the dtypes in which every size is tried: of kernels that no call compiles."""
-        if not self.thorough or is_lazy(target) or why_few(target, variant, "case"):
-            return []
-        return [dtype for dtype in ("float32", "float64") if dtype in target.dtypes]
 
     def _declares(self, test: str, target: Target, variant: KernelVariant) -> bool:
         promise = promises.PROMISES.get(test.removeprefix("test_"))
