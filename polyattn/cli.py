@@ -97,8 +97,8 @@ def _parser() -> argparse.ArgumentParser:
         command.run,
         help="how fast the backends are, side by side, and what the hardware can do",
         description="Time the same call on several backends, in turns, at growing lengths, and"
-        " print a table: the median time of a call with its quartiles, its rate and the share of"
-        " the hardware's peak rate, the error against float64, and the memory that it needs.",
+        " print a table: the median time of a call with its quartiles, its rate, the time over that"
+        " of the first backend, and the share of the hardware's peak rate.",
         epilog="example: polyattn bench --backends numpy,torch,jax --lengths 256:8192 --causal",
     )
     command.add_options(add, _window)

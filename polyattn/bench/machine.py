@@ -84,10 +84,14 @@ class Machine:
 
 
 def fact(name: str, text: str) -> list[str]:
-    """Return a fact as lines that fit the terminal, of at most 100 columns."""
-    indent = " " * 13
+    """Return a fact as lines of text."""
+    return wrapped(text, f"  {name:<11}")
+
+
+def wrapped(text: str, start: str) -> list[str]:
+    """Return a text behind its start as lines that fit the terminal, of at most 99 columns."""
     return textwrap.wrap(
-        text, min(99, terminal_width()), initial_indent=f"  {name:<11}", subsequent_indent=indent,
+        text, min(99, terminal_width()), initial_indent=start, subsequent_indent=" " * len(start),
         break_long_words=False, break_on_hyphens=False,
     )  # fmt: skip
 

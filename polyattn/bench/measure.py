@@ -18,7 +18,7 @@ from polyattn.bench import peaks
 from polyattn.bench.contender import Contender, Running
 from polyattn.bench.results import BenchResults, Timing
 from polyattn.bench.table import digits
-from polyattn.bench.timing import FEWEST, TURNS, alternate, ratios, spread_of
+from polyattn.bench.timing import FEWEST, TURNS, alternate, ratios, seconds_per_call, spread_of
 from polyattn.bench.workload import Workload
 
 # Smallest number of calls for a row: to compile, to estimate, and the rounds.
@@ -165,20 +165,14 @@ def _timed_rows(
 def _start(workload: Workload, contender: Contender, row: Timing, arrays: Sequence[Any]) -> Started:
     """Run the call of a contender twice, first to compile it and then to foresee its time."""
     running = contender.start(workload, arrays)
-    first = _seconds(running)
+    first = seconds_per_call(running)
     row = replace(row, kernel=running.kernel, origin=running.origin, first=first)
-    return Started(running, row, _seconds(running))
+    return Started(running, row, seconds_per_call(running))
 
 
 def _first_line(error: Exception) -> str:
     lines = f"{type(error).__name__}: {error}".splitlines()
     return "".join(char for char in lines[0] if char.isprintable())
-
-
-def _seconds(running: Running) -> float:
-    start = time.perf_counter()
-    running()
-    return time.perf_counter() - start
 
 
 def _share(left: int) -> float:

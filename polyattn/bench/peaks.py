@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from polyattn.bench.contender import Contender
+from polyattn.bench.timing import seconds_per_call
 from polyattn.bench.workload import Workload
 from polyattn.plugin import Array
 
@@ -128,14 +129,10 @@ def _is_too_late(seconds: float, until: float) -> bool:
 def _least(call: Callable[[], None]) -> float:
     """Return the seconds of the fastest call: the others were delayed by other work."""
     call()  # the first may compile
-    fastest, end = float("inf"), time.perf_counter() + FOR
-    while True:
-        start = time.perf_counter()
-        call()
-        now = time.perf_counter()
-        fastest = min(fastest, now - start)
-        if now >= end:
-            return fastest
+    fastest, end = math.inf, time.perf_counter() + FOR
+    while time.perf_counter() < end:
+        fastest = min(fastest, seconds_per_call(call))
+    return fastest
 
 
 def _add(a: Array, b: Array) -> Array:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-import textwrap
 from collections.abc import Iterable, Sequence
 
 from polyattn._base import text_table
-from polyattn.bench.machine import fact
+from polyattn.bench.machine import fact, wrapped
 from polyattn.bench.results import BenchResults, Timing
 
-WIDTH = 100
 # The columns after length, backend and kernel, and their widths.
 COLUMNS = {"ms": 6, "quartiles": 13, "rate": 7, "ratio": 6, "roof": 5}
 LEGEND = (
@@ -60,7 +58,7 @@ def footer(results: BenchResults, names: Sequence[str]) -> list[str]:
     shares = [results.of_roof(row) for row in results.rows]
     wrong = LIMIT_IS_WRONG if max(filter(None, shares), default=0) > WRONG else ""
     same = SAME if any(map(results.same_kernel, results.rows)) else ""
-    return _wrapped(LEGEND.format(names[0]) + same + wrong, "  ")
+    return wrapped(LEGEND.format(names[0]) + same + wrong, "  ")
 
 
 def _room(names: Iterable[str]) -> int:
@@ -69,7 +67,7 @@ def _room(names: Iterable[str]) -> int:
 
 def _row(results: BenchResults, row: Timing, room: int) -> list[str]:
     if row.seconds is None:
-        return _wrapped(row.note or "", f"  {row.length:>6}  {row.backend:<{room}}  ")
+        return wrapped(row.note or "", f"  {row.length:>6}  {row.backend:<{room}}  ")
     line = _line(_cells(results, row), room)
     return [line] if row.note is None else [line, *fact("", row.note)]
 
@@ -91,11 +89,6 @@ def _cells(results: BenchResults, row: Timing) -> tuple[str, ...]:
 
 def _line(cells: Sequence[str], room: int) -> str:
     return text_table.line(cells, [6, -room, -8, *COLUMNS.values()])
-
-
-def _wrapped(text: str, start: str) -> list[str]:
-    width = min(WIDTH, text_table.terminal_width())
-    return textwrap.wrap(text, width, initial_indent=start, subsequent_indent=" " * len(start))
 
 
 def rate_unit(results: BenchResults) -> tuple[str, float]:

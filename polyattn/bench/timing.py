@@ -54,8 +54,8 @@ def alternate(
         say(name)
         time.sleep(turns.rest)
         if (expected or {}).get(name, 0.0) < turns.window:
-            _seconds_per_call(calls[name], turns.window / 2, turns.clock)
-        return _seconds_per_call(calls[name], turns.window, turns.clock)
+            seconds_per_call(calls[name], turns.window / 2, turns.clock)
+        return seconds_per_call(calls[name], turns.window, turns.clock)
 
     start = began = time.perf_counter()
     times: dict[str, list[float]] = {}
@@ -89,7 +89,10 @@ def ratios(times: Mapping[str, list[float]], reference: str) -> dict[str, Spread
     }
 
 
-def _seconds_per_call(call: Callable[[], Any], seconds: float, clock: Callable[[], float]) -> float:
+def seconds_per_call(
+    call: Callable[[], Any], seconds: float = 0.0, clock: Callable[[], float] = time.perf_counter
+) -> float:
+    """Return the mean time of calls that together take so many seconds at least, or of one."""
     calls, start = 0, clock()
     while True:
         call()

@@ -14,7 +14,7 @@ and without any code, where ``-p`` brings the option::
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from typing import Any, ClassVar
 
@@ -24,7 +24,8 @@ from polyattn._dispatch.registry import ARRAY_API
 from polyattn.conformance.cases.case import Case
 from polyattn.conformance.cases.catalogue import CASES, ESSENTIAL
 from polyattn.conformance.checks import cases as checks
-from polyattn.conformance.checks import cuts, gradients, poison, promises, quantized
+from polyattn.conformance.checks import promises
+from polyattn.conformance.checks.gradients import ALL_DERIVATIVES
 from polyattn.conformance.checks.lazy import is_lazy, lazily
 from polyattn.conformance.checks.target import KernelVariant, Target
 from polyattn.conformance.selection import chosen, why_few
@@ -68,7 +69,7 @@ class BackendSuite:
         """The same, where nothing may be computed during a call if the library can be lazy."""
         return _subject(self.backend, self.library, lazy=True)
 
-    # ---- the tests ----
+    # ---- the tests: these, and one of each promise and each derivative ----
 
     def test_case(self, target: Target, variant: KernelVariant, case: Case) -> None:
         """The kernel agrees with the oracle, or refuses the call when it is insisted on."""
@@ -78,24 +79,6 @@ class BackendSuite:
         """The same, while nothing is computed as the call is traced or its graph is built."""
         checks.check_case(lazy_target, variant, case)
 
-    def test_gradients(self, lazy_target: Target, variant: KernelVariant, case: Case) -> None:
-        """The gradients by the library are as accurate as the textbook's."""
-        gradients.check_gradients(lazy_target, variant, case)
-
-    def test_backward(self, lazy_target: Target, variant: KernelVariant, case: Case) -> None:
-        """The kernel's own gradients are as accurate as the textbook's, if it declares them."""
-        gradients.check_backward(lazy_target, variant, case)
-
-    def test_jvp(self, lazy_target: Target, variant: KernelVariant, case: Case) -> None:
-        """The kernel's directional derivatives agree with the gradients, if it declares them."""
-        gradients.check_jvp(lazy_target, variant, case)
-
-    def test_every_declared_feature_is_exercised(
-        self, target: Target, variant: KernelVariant
-    ) -> None:
-        """A kernel takes some case, and each feature that it declares is needed by one."""
-        promises.check_declarations(target, variant)
-
     def test_sizes(self, target: Target, variant: KernelVariant, dtype: str) -> None:
         """Results and gradients are right for every size of vectors and many lengths."""
         promises.check_sizes(target, variant, dtype)
@@ -103,30 +86,6 @@ class BackendSuite:
     def test_deterministic(self, target: Target, variant: KernelVariant) -> None:
         """The same call twice gives the same bits, if the kernel declares so."""
         promises.check_determinism(target, variant, thorough=self.thorough)
-
-    def test_batch_invariant(self, target: Target, variant: KernelVariant) -> None:
-        """A batch item has the same bits without the others, if the kernel declares so."""
-        promises.check_batch_invariance(target, variant)
-
-    def test_cut_invariant(self, target: Target, variant: KernelVariant) -> None:
-        """A row has the same bits, however its sequence is cut, if the kernel declares so."""
-        cuts.check_cut_invariance(target, variant)
-
-    def test_pages_in_any_order(self, target: Target, variant: KernelVariant) -> None:
-        """Partial results of one page each may be merged in any order, if it computes any."""
-        promises.check_pages_in_any_order(target, variant)
-
-    def test_poison(self, target: Target, variant: KernelVariant) -> None:
-        """Hidden NaN and infinity change no gradient that the library takes."""
-        poison.check_poison(target, variant)
-
-    def test_quantized(self, target: Target, variant: KernelVariant) -> None:
-        """Attention over integers is that over what they stand for, if the kernel reads any."""
-        quantized.check_quantized(target, variant)
-
-    def test_first_call_from_eight_threads(self, target: Target, variant: KernelVariant) -> None:
-        """Eight threads may make the first calls of a process at once."""
-        promises.check_first_call_from_threads(target, variant)
 
     def test_import_hygiene(self) -> None:
         """Finding the plugin imports no array library."""
@@ -166,7 +125,8 @@ class BackendSuite:
             names, runs = ["variant", "case"], list(self._runs(test, target))
         elif "dtype" in metafunc.fixturenames:
             names = ["variant", "dtype"]
-            runs = [(c, dtype) for c in target.kernels for dtype in self._swept(target, c)]
+            swept = target.kernels if self.thorough else ()
+            runs = [(x, dtype) for x in swept for dtype in promises.swept(target, x)]
         else:
             runs = [(c,) for c in target.kernels if self._declares(test, target, c)]
         metafunc.parametrize(names, self._params(test, [None] * len(names), runs))
@@ -177,12 +137,6 @@ class BackendSuite:
             few = bool(why_few(target, variant, name, thorough=self.thorough))
             for case in chosen(target, variant, name, cases, few=few):
                 yield variant, case
-
-    def _swept(self, target: Target, variant: KernelVariant) -> list[str]:
-        """Return the dtypes in which every size is tried: of kernels that no call compiles."""
-        if not self.thorough or is_lazy(target) or why_few(target, variant, "case"):
-            return []
-        return [dtype for dtype in ("float32", "float64") if dtype in target.dtypes]
 
     def _declares(self, test: str, target: Target, variant: KernelVariant) -> bool:
         promise = promises.PROMISES.get(test.removeprefix("test_"))
@@ -211,3 +165,16 @@ _NOTHING = "no kernel declares it, or the library does not allow it"
 def _subject(backend: str, library: str | None, lazy: bool = False) -> Target:
     target = Target(backend, library)
     return Target(backend, library, lazily) if lazy and is_lazy(target) else target
+
+
+def _add(name: str, test: Callable[..., None]) -> None:
+    """Add a test to the suite, unless it has a method for it."""
+    test.__name__ = f"test_{name}"
+    if not hasattr(BackendSuite, test.__name__):
+        setattr(BackendSuite, test.__name__, test)
+
+
+for _name, _of in ALL_DERIVATIVES.items():
+    _add(_name, lambda self, lazy_target, variant, case, f=_of.check: f(lazy_target, variant, case))
+for _name, _promise in promises.PROMISES.items():
+    _add(_name, lambda self, target, variant, f=_promise.check: f(target, variant))

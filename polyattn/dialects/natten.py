@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from polyattn import masks
@@ -14,23 +15,18 @@ from polyattn.dialects._shared import check_axes, joined_axes, pair, scaled, sha
 __all__ = ["na1d", "na2d", "na3d"]
 __dir__ = __all__.copy
 
-#: The letters of the axes of a grid.
-_GRID = "XYZ"
-
-
-def na2d(
-    query: Array, key: Array, value: Array, kernel_size: PerAxis, stride: PerAxis = 1,
-    dilation: PerAxis = 1, is_causal: bool | tuple[bool, ...] | None = False,
-    scale: float | None = None, additional_keys: Array | None = None,
-    additional_values: Array | None = None, attention_kwargs: dict[str, Any] | None = None,
-    *, return_lse: bool = False, **tuning: Any,
-) -> Any:  # fmt: skip
-    """Compute attention as `natten.na2d` is called, on any array.
+#: Arguments that choose a kernel and its tiles.
+_TUNING = {
+    *("backend", "kernel_schedule", "run_persistent_kernel", "torch_compile"),
+    *("q_tile_shape", "kv_tile_shape", "backward_q_tile_shape", "backward_kv_tile_shape"),
+    *("backward_kv_splits", "backward_use_pt_reduction"),
+}
+_DOCS = """Compute attention as `natten.{name}` is called, on any array.
 
     Parameters
     ----------
     query, key, value : Array
-        Shapes (B, X, Y, H, D), (B, X, Y, G, D) and (B, X, Y, G, E); H is a multiple of G.
+        Shapes (B, {grid}, H, D), (B, {grid}, G, D) and (B, {grid}, G, E); H is a multiple of G.
     kernel_size, stride, dilation, is_causal : int or bool, or tuple
         As for `polyattn.masks.neighborhood`.
     scale : float or Array without axes, optional
@@ -47,7 +43,7 @@ def na2d(
     Returns
     -------
     Array or tuple
-        Shape (B, X, Y, H, E); with `return_lse` also the logsumexp, (B, X, Y, H).
+        Shape (B, {grid}, H, E); with `return_lse` also the logsumexp, (B, {grid}, H).
 
     Raises
     ------
@@ -57,106 +53,56 @@ def na2d(
     Examples
     --------
     >>> import numpy as np
-    >>> from polyattn.dialects.natten import na2d
-    >>> x = np.ones((2, 14, 14, 8, 64), dtype=np.float32)
-    >>> na2d(x, x, x, kernel_size=7, dilation=2).shape
-    (2, 14, 14, 8, 64)
+    >>> from polyattn.dialects.natten import {name}
+    >>> x = np.ones({shape}, dtype=np.float32)
+    >>> {name}(x, x, x, {options}).shape
+    {shape}
     """
-    return _attend(
-        2, query, key, value, kernel_size, stride, dilation, is_causal, scale,
-        pair("additional_keys and additional_values", additional_keys, additional_values),
-        return_lse, tuning,
-    )  # fmt: skip
 
 
-def na1d(
-    query: Array, key: Array, value: Array, kernel_size: PerAxis, stride: PerAxis = 1,
-    dilation: PerAxis = 1, is_causal: bool | tuple[bool, ...] | None = False,
-    scale: float | None = None, additional_keys: Array | None = None,
-    additional_values: Array | None = None, attention_kwargs: dict[str, Any] | None = None,
-    *, return_lse: bool = False, **tuning: Any,
-) -> Any:  # fmt: skip
-    """Compute attention as `natten.na1d` is called: `na2d` of arrays (B, X, H, D).
+def _of_grid(axes: str, shape: tuple[int, ...], options: str) -> Callable[..., Any]:
+    """Return the function of grids with these axes; shape and options are those of its example."""
+    name = f"na{len(axes)}d"
 
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from polyattn.dialects.natten import na1d
-    >>> x = np.ones((2, 100, 8, 64), dtype=np.float32)
-    >>> na1d(x, x, x, kernel_size=7, is_causal=True).shape
-    (2, 100, 8, 64)
-    """
-    return _attend(
-        1, query, key, value, kernel_size, stride, dilation, is_causal, scale,
-        pair("additional_keys and additional_values", additional_keys, additional_values),
-        return_lse, tuning,
-    )  # fmt: skip
+    def attend(
+        query: Array, key: Array, value: Array, kernel_size: PerAxis, stride: PerAxis = 1,
+        dilation: PerAxis = 1, is_causal: bool | tuple[bool, ...] | None = False,
+        scale: float | None = None, additional_keys: Array | None = None,
+        additional_values: Array | None = None, attention_kwargs: dict[str, Any] | None = None,
+        *, return_lse: bool = False, **tuning: Any,
+    ) -> Any:  # fmt: skip
+        more = pair("additional_keys and additional_values", additional_keys, additional_values)
+        if unknown := tuning.keys() - _TUNING:
+            raise TypeError(f"{name}() got an unexpected keyword argument {min(unknown)!r}")
+        check_axes(
+            f"query B{axes}HD, key B{axes}GD, value B{axes}GE, additional_keys? BnGD,"
+            " additional_values? BnGE",
+            query, key, value, additional_keys, additional_values,
+        )  # fmt: skip
+        lengths = shape_of(query, "query")
+        numbers: Any = {"kernel_size": kernel_size, "stride": stride, "dilation": dilation}
+        numbers |= {"is_causal": False if is_causal is None else is_causal}
+        numbers = {n: tuple(x) if isinstance(x, list) else x for n, x in numbers.items()}
+        mask = masks.neighborhood(tuple(lengths[1:-2]), **numbers)
+        xp = library_of(query, "query").xp
+        query, scale = scaled(query, scale)
+        arrays = [xp.moveaxis(joined_axes(x, 1, -2), 2, 1) for x in (query, key, value)]
+        if more is None and not return_lse:
+            output = attention(*arrays, mask=mask, scale=scale)
+            return xp.reshape(xp.moveaxis(output, 1, 2), (*lengths[:-1], value.shape[-1]))
+        parts = [attention_partial(*arrays, mask=mask, scale=scale)]
+        if more is not None:
+            keys = [xp.moveaxis(x, 2, 1) for x in more]
+            parts.append(attention_partial(arrays[0], *keys, scale=scale))
+        output, lse = (xp.moveaxis(x, 1, 2) for x in merge(*parts))
+        output = xp.reshape(output, (*lengths[:-1], value.shape[-1]))
+        return (output, xp.reshape(lse, lengths[:-1])) if return_lse else output
 
-
-def na3d(
-    query: Array, key: Array, value: Array, kernel_size: PerAxis, stride: PerAxis = 1,
-    dilation: PerAxis = 1, is_causal: bool | tuple[bool, ...] | None = False,
-    scale: float | None = None, additional_keys: Array | None = None,
-    additional_values: Array | None = None, attention_kwargs: dict[str, Any] | None = None,
-    *, return_lse: bool = False, **tuning: Any,
-) -> Any:  # fmt: skip
-    """Compute attention as `natten.na3d` is called: `na2d` of arrays (B, X, Y, Z, H, D).
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from polyattn.dialects.natten import na3d
-    >>> x = np.ones((1, 4, 6, 6, 2, 8), dtype=np.float32)
-    >>> na3d(x, x, x, kernel_size=(2, 3, 3), is_causal=(True, False, False)).shape
-    (1, 4, 6, 6, 2, 8)
-    """
-    return _attend(
-        3, query, key, value, kernel_size, stride, dilation, is_causal, scale,
-        pair("additional_keys and additional_values", additional_keys, additional_values),
-        return_lse, tuning,
-    )  # fmt: skip
+    attend.__name__ = attend.__qualname__ = name
+    attend.__doc__ = _DOCS.format(name=name, grid=", ".join(axes), shape=shape, options=options)
+    return attend
 
 
-#: Arguments that choose a kernel and its tiles.
-_TUNING = {
-    *("backend", "kernel_schedule", "run_persistent_kernel", "torch_compile"),
-    *("q_tile_shape", "kv_tile_shape", "backward_q_tile_shape", "backward_kv_tile_shape"),
-    *("backward_kv_splits", "backward_use_pt_reduction"),
-}
-
-
-def _attend(
-    rank: int, query: Array, key: Array, value: Array, kernel_size: PerAxis, stride: PerAxis,
-    dilation: PerAxis, is_causal: Any, scale: Any, additional: tuple[Array, Array] | None,
-    return_lse: bool, tuning: dict[str, Any],
-) -> Any:  # fmt: skip
-    if unknown := tuning.keys() - _TUNING:
-        raise TypeError(f"na{rank}d() got an unexpected keyword argument {min(unknown)!r}")
-    letters = _GRID[:rank]
-    check_axes(
-        f"query B{letters}HD, key B{letters}GD, value B{letters}GE, additional_keys? BnGD,"
-        " additional_values? BnGE",
-        query, key, value, *(additional or (None, None)),
-    )  # fmt: skip
-    shape = shape_of(query, "query")
-    is_causal = False if is_causal is None else is_causal
-    size, stride, dilation, is_causal = (
-        tuple(one) if isinstance(one, list) else one
-        for one in (kernel_size, stride, dilation, is_causal)
-    )
-    mask = masks.neighborhood(
-        tuple(shape[1:-2]), size, stride=stride, dilation=dilation, is_causal=is_causal
-    )
-    xp = library_of(query, "query").xp
-    query, scale = scaled(query, scale)
-    heads_first = [xp.moveaxis(joined_axes(x, 1, 1 + rank), 2, 1) for x in (query, key, value)]
-    if additional is None and not return_lse:
-        output = attention(*heads_first, mask=mask, scale=scale)
-        return xp.reshape(xp.moveaxis(output, 1, 2), (*shape[:-1], value.shape[-1]))
-    parts = [attention_partial(*heads_first, mask=mask, scale=scale)]
-    if additional is not None:
-        more = [xp.moveaxis(x, 2, 1) for x in additional]
-        parts.append(attention_partial(heads_first[0], *more, scale=scale))
-    output, lse = (xp.moveaxis(x, 1, 2) for x in merge(*parts))
-    output = xp.reshape(output, (*shape[:-1], value.shape[-1]))
-    return (output, xp.reshape(lse, shape[:-1])) if return_lse else output
+na1d = _of_grid("X", (2, 100, 8, 64), "kernel_size=7, is_causal=True")
+na2d = _of_grid("XY", (2, 14, 14, 8, 64), "kernel_size=7, dilation=2")
+na3d = _of_grid("XYZ", (1, 4, 6, 6, 2, 8), "kernel_size=(2, 3, 3), is_causal=(True, False, False)")

@@ -38,7 +38,7 @@ from polyattn.conformance.reference import differences
 from polyattn.conformance.reference import gradients as formula
 from polyattn.conformance.reference.oracle import lift
 from polyattn.conformance.reference.tolerance import Deviation, accumulation_dtype, deviation
-from polyattn.plugin import Cotangents, Kernel, Residuals, Tangents
+from polyattn.plugin import Kernel
 
 #: The error of each quantity.
 Deviations = dict[str, Deviation]
@@ -73,16 +73,10 @@ def differentiates(feature: str, target: Target, variant: KernelVariant, case: C
     own = is_without_logsumexp(case) or checks.has_logsumexp(target, kernel, case, arguments)
     if feature == "jvp" and not own:
         return False  # its own forward pass comes first
-    query, shape = explanation.call.query, formula.cotangent(case).shape
-    known = query._replace(shape=shape[:-1], dtype=accumulation_dtype(case.dtype))
-    output = query._replace(shape=shape)
-    call = explanation.call._replace(
-        residuals=Residuals(output=output, logsumexp=None if is_without_logsumexp(case) else known),
-        cotangents=Cotangents(output=output) if feature == "backward" else None,
-        tangents=Tangents(query=query) if feature == "jvp" else None,
-    )
+    problem = examine(explanation.call)
+    problem = problem._replace(features=problem.features | {feature})
     requested, xp = request(target.backend), library_of(arguments[0][0]).xp
-    return explain_selection(call, examine(call), requested, kernel, xp).chosen is not None
+    return explain_selection(explanation.call, problem, requested, kernel, xp).chosen is not None
 
 
 def is_without_logsumexp(case: Case) -> bool:

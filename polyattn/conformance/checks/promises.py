@@ -80,10 +80,11 @@ def check_sizes(target: Target, variant: KernelVariant, dtype: str) -> None:
             gradients.compare(case, {name: computed[name][0] for name in gradient_yardsticks(case)})
 
 
-def is_swept(target: Target, variant: KernelVariant) -> bool:
-    """Return whether every size is tried: with kernels that no call compiles, in large tiles."""
-    few = variant.small_tiles or why_few(target, variant, "case")
-    return "float32" in target.dtypes and not (is_lazy(target) or few)
+def swept(target: Target, variant: KernelVariant) -> list[str]:
+    """Return the dtypes in which every size is tried: with kernels that no call compiles."""
+    if is_lazy(target) or why_few(target, variant, "case"):
+        return []
+    return [dtype for dtype in ("float32", "float64") if dtype in target.dtypes]
 
 
 # ---- determinism and batch invariance ----------------------------------------------------------
@@ -285,7 +286,7 @@ PROMISES = {
         "sizes",
         "results and gradients are right for every size of vectors to 72, every length to 130",
         lambda target, variant: check_sizes(target, variant, "float32"),
-        is_swept,
+        lambda target, variant: not variant.small_tiles and "float32" in swept(target, variant),
     ),
     "deterministic": _declared(
         "deterministic", "the same call twice gives the same bits", check_determinism
