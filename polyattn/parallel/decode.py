@@ -13,7 +13,7 @@ from polyattn._base.arrays import Array, cast, library_of
 from polyattn._base.slices import split
 from polyattn.parallel.call import OptionGradients, ParallelCall
 from polyattn.parallel.communicator import Communicator
-from polyattn.parallel.strategy import Strategy, Sums, needs_whole_rows
+from polyattn.parallel.strategy import Strategy, Sums
 from polyattn.parallel.token_layout import slots
 
 
@@ -22,9 +22,6 @@ class Decode(Strategy):
 
     name = "decode"
     shares_rows = False
-
-    def reasons_against(self, call: ParallelCall) -> list[str]:
-        return needs_whole_rows(call)
 
     def pairs(self, call: ParallelCall) -> tuple[float, ...]:
         """Return the number of chunks of keys that each rank computes."""

@@ -20,13 +20,7 @@ from polyattn._base.arrays import Array
 from polyattn._base.slices import split
 from polyattn.parallel.call import OptionGradients, ParallelCall
 from polyattn.parallel.communicator import Communicator
-from polyattn.parallel.strategy import (
-    Strategy,
-    Sums,
-    joined_partials,
-    needs_whole_rows,
-    split_partial,
-)
+from polyattn.parallel.strategy import Strategy, Sums, joined_partials, split_partial
 from polyattn.parallel.token_layout import slots
 
 
@@ -34,9 +28,6 @@ class Ring(Strategy):
     """Keys and values travel around the ranks."""
 
     name = "ring"
-
-    def reasons_against(self, call: ParallelCall) -> list[str]:
-        return needs_whole_rows(call)
 
     def computes(self, call: ParallelCall, rows: int, keys: int) -> bool:
         return rows == keys or super().computes(call, rows, keys)  # its own keys are at hand

@@ -23,9 +23,16 @@ class Strategy(ABC):
     #: Whether each rank holds its part of the rows; otherwise all hold all rows.
     shares_rows = True
 
-    @abstractmethod
     def reasons_against(self, call: ParallelCall) -> list[str]:
-        """Return why it cannot compute a call."""
+        """Return why it cannot compute a call: here, the options that need all keys of a row."""
+        problem = call.problem
+        options = [] if problem.normalizer is None else [f"normalizer={problem.normalizer!r}"]
+        if isinstance(problem.score_norm, ByNorm):
+            options.append(f"scale={problem.score_norm!r}")
+        if keeps_bits():
+            options.append("same_bits()")
+        parts = "it joins attention over parts of the keys"
+        return [f"{parts}, and {option} needs whole rows" for option in options]
 
     def pairs(self, call: ParallelCall) -> tuple[float, ...]:
         """Return the number of pairs of chunks that each rank computes."""
@@ -99,14 +106,3 @@ def joined_partials(parts: Sequence[Partial]) -> Partial:
     if parts[0].logsumexp is None:
         return Partial(output, None)
     return Partial(output, joined([part.logsumexp for part in parts], -1))
-
-
-def needs_whole_rows(call: ParallelCall) -> list[str]:
-    """Return the options that need all keys of a row at once."""
-    problem = call.problem
-    options = [] if problem.normalizer is None else [f"normalizer={problem.normalizer!r}"]
-    if isinstance(problem.score_norm, ByNorm):
-        options.append(f"scale={problem.score_norm!r}")
-    if keeps_bits():
-        options.append("same_bits()")
-    return [f"it joins attention over parts of the keys, and {x} needs whole rows" for x in options]

@@ -25,21 +25,6 @@ class _Mail:
         }
         self.failed: list[tuple[int, BaseException]] = []
 
-    def receive(self, source: int, target: int) -> Any:
-        try:
-            thing = self.boxes[source, target].get(timeout=self.timeout)
-        except Empty:
-            raise TimeoutError(
-                f"rank {target} got nothing from rank {source} in {self.timeout} s; all"
-                " ranks must make the same calls"
-            ) from None
-        if thing is self:  # which stands for an error
-            rank, error = self.failed[0]
-            raise RuntimeError(
-                f"rank {target} stopped, because rank {rank} raised {error!r}"
-            ) from error
-        return thing
-
     def fail(self, rank: int, error: BaseException) -> None:
         self.failed.append((rank, error))
         for box in self.boxes.values():
@@ -57,9 +42,21 @@ class Threads(Communicator):
             self.sent += int(getattr(array, "nbytes", 0))
         self._mail.boxes[self.rank, target].put(array)
 
-    def _receive(self, source: int) -> Array:
-        array: Array = self._mail.receive(source, self.rank)
-        return array
+    def _receive(self, source: int) -> Any:
+        mail = self._mail
+        try:
+            thing = mail.boxes[source, self.rank].get(timeout=mail.timeout)
+        except Empty:
+            raise TimeoutError(
+                f"rank {self.rank} got nothing from rank {source} in {mail.timeout} s; all ranks"
+                " must make the same calls"
+            ) from None
+        if thing is mail:  # which stands for an error
+            rank, error = mail.failed[0]
+            raise RuntimeError(
+                f"rank {self.rank} stopped, because rank {rank} raised {error!r}"
+            ) from error
+        return thing
 
     def shift(self, arrays: Sequence[Array], by: int = 1) -> tuple[int, int]:
         """Send arrays `by` ranks onwards; the receiver gets these arrays, not copies."""
