@@ -35,7 +35,7 @@ ROOMS = {
     "run": set(),
     "dialects": {"_base", "_core.expressions", "masks", "scores", "_api", "run"},
     "nn": {"_base", "_core.expressions", "scores", "_dispatch", "_api"},
-    "parallel": {"_base", "_core.expressions", "_core.call", "_api"},
+    "parallel": {"_base", "_core.expressions", "_core.call", "_core.tiles", "_api"},
     "integrations": {"_base", "_core.call", "plugin", "_api", "dialects", "nn"},
     "bench": {"_base", "_core.call", "plugin", "_dispatch", "_api", "__init__"},
     "conformance": {"_base", "_core.expressions", "_core.call", "_core.tiles", "masks", "scores",

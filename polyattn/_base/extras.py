@@ -17,6 +17,11 @@ def require_onnx(module: str) -> Any:
     return _imported(module, 'exporting needs onnx, ndonnx and spox: pip install "polyattn[onnx]"')
 
 
+def require_for_weights(module: str, package: str) -> Any:
+    """Return a module that files of weights need."""
+    return _imported(module, f"a file of these weights needs {package}: pip install {package}")
+
+
 def _imported(module: str, otherwise: str) -> Any:
     try:
         return importlib.import_module(module)

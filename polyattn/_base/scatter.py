@@ -15,24 +15,23 @@ _WRITABLE = ("cupy", "mlx", "numpy", "torch")
 def scatter(whole: Any, at: tuple[Any, ...], values: Any) -> Array:
     """Return an array with values at places, each an array of integers or a whole axis."""
     if library_of(whole).name == "jax":
-        written: Array = whole.at[at].set(values)
-        return written
-    new = whole + 0
-    write(new, at, values)
-    return new
+        new: Array = whole.at[at].set(values)
+        return new
+    return written(whole + 0, at, values)
 
 
-def write(whole: Any, at: tuple[Any, ...], values: Any) -> None:
-    """Write values to an array at places, as `scatter` does."""
+def written(whole: Any, at: tuple[Any, ...], values: Any) -> Array:
+    """Return an array to which values were written at places, as `scatter` does in a new one."""
     if library_of(whole).name in _WRITABLE:
         whole[at] = values
-        return
+        return whole
     # The standard knows one place at a time.
     shape = next(one.shape for one in at if not isinstance(one, slice))
     for number in range(math.prod(shape)):
         index = tuple([number // math.prod(shape[n + 1 :]) % size for n, size in enumerate(shape)])
         place = [one if isinstance(one, slice) else int(one[index]) for one in at]
         whole[(*place, ...)] = values[(*index, ...)]
+    return whole
 
 
 def marked(numbers: Array, length: int) -> Array | None:

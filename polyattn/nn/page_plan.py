@@ -247,20 +247,10 @@ def to_device(numbers: Any, like: Array) -> Array:
     return numbers_like(library.xp, numbers, like.dtype, like)
 
 
-def write_in_place(pool: Any, rows: Array, plan: PagePlan) -> None:
-    """Write new rows (B, G, m, size) to a pool in place."""
+def with_written(pool: Any, rows: Array, plan: PagePlan, *, in_place: bool = False) -> Array:
+    """Return a pool with new rows (B, G, m, size), in new memory by default."""
     (old, new), (pages, slots) = plan.copied, plan.places
+    xp, put = library_of(pool).xp, scatter.written if in_place else scatter.scatter
     if new.shape[0]:
-        scatter.write(pool, (new,), pool[old])
-    by_token = library_of(rows).xp.permute_dims(rows, (0, 2, 1, 3))
-    scatter.write(pool, (pages, slice(None), slots), by_token)
-
-
-def with_written(pool: Any, rows: Array, plan: PagePlan) -> Array:
-    """Return a pool in new memory, with new rows (B, G, m, size) scattered into it."""
-    (old, new), (pages, slots) = plan.copied, plan.places
-    if new.shape[0]:
-        xp = library_of(pool).xp
-        pool = scatter.scatter(pool, (new,), xp.take(pool, old, axis=0))
-    by_token = library_of(rows).xp.permute_dims(rows, (0, 2, 1, 3))
-    return scatter.scatter(pool, (pages, slice(None), slots), by_token)
+        pool = put(pool, (new,), xp.take(pool, old, axis=0))
+    return put(pool, (pages, slice(None), slots), xp.permute_dims(rows, (0, 2, 1, 3)))

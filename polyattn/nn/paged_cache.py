@@ -32,7 +32,6 @@ from polyattn.nn.page_plan import (
     with_columns,
     with_room,
     with_written,
-    write_in_place,
 )
 
 
@@ -266,7 +265,7 @@ class PagedCache:
                 if plan is not None:
                     there = plan_on_device(plan, self.lengths)
                     for pool, rows in ((self.key, key), (self.value, value)):
-                        write_in_place(pool, rows, there)
+                        with_written(pool, rows, there, in_place=True)
                     return self._following(plan, there, table.lengths + counts)
         pools, ledger, plan = with_room((self.key, self.value), table, counts, m)
         there = plan_on_device(plan, self.lengths)

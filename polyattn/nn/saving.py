@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 
 from polyattn._base.arrays import Array, facts_of, library_of
+from polyattn._base.extras import require_for_weights
 from polyattn._base.files import check_file, replacing
 from polyattn._dispatch.transfer import convert_like
-from polyattn.nn.load.files import imported, read_config
+from polyattn.nn.load.files import read_config
 from polyattn.nn.load.model_plan import Wanted
 from polyattn.nn.load.models import HEAD, family_of
 from polyattn.nn.load.stored import Stored
@@ -73,7 +74,7 @@ def save(
         settings = read_config(None, config)
     text = json.dumps(dict(settings[0]), indent=2)
     arrays = _stored_arrays(model, *settings)
-    safetensors = imported("safetensors.numpy", "safetensors")
+    safetensors = require_for_weights("safetensors.numpy", "safetensors")
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True)
     for name in (*FILES, INDEX):
@@ -81,7 +82,7 @@ def save(
     with replacing(path, *FILES) as made:
         try:
             safetensors.save_file(arrays, made / FILES[0], metadata={"format": "pt"})
-        except imported("safetensors", "safetensors").SafetensorError as error:
+        except require_for_weights("safetensors", "safetensors").SafetensorError as error:
             raise OSError(f"{path / FILES[0]} cannot be written: {error}") from error
         (made / FILES[1]).write_text(text + "\n", encoding="utf-8")
         # safetensors lets only the owner read its file.
@@ -143,5 +144,5 @@ def _on_numpy(array: Array) -> Any:
     plain = array.detach() if hasattr(array, "detach") else array
     dtype = facts_of(plain).dtype
     if dtype == "bfloat16":
-        dtype = imported("ml_dtypes", "ml_dtypes").bfloat16
+        dtype = require_for_weights("ml_dtypes", "ml_dtypes").bfloat16
     return convert_like(plain, np.zeros(1, dtype=dtype))

@@ -12,6 +12,7 @@ from polyattn._api.partial import Partial, attention_partial
 from polyattn._base.arrays import Array, as_facts, cast, library_of
 from polyattn._base.autocast import autocast
 from polyattn._base.slices import Slice
+from polyattn._base.span import Span
 from polyattn._core.call.describe import describe
 from polyattn._core.call.facts import Call
 from polyattn._core.call.gradients import Gradients
@@ -21,6 +22,7 @@ from polyattn._core.call.problem import Problem, examine
 from polyattn._core.expressions.expression import Expression
 from polyattn._core.expressions.parts import Part
 from polyattn._core.expressions.replacements import ScaleRule
+from polyattn._core.tiles.band import band, is_full
 from polyattn.parallel.token_layout import check_layout, chunks_of, slots
 
 #: The gradients of options, as lists of arrays: one for the option, or one for each it carries.
@@ -62,38 +64,23 @@ class ParallelCall:
         """Return the chunks that a rank holds."""
         return chunks_of(rank, self.size, self.layout)
 
-    def _ahead(self, rows: Any, keys: Any) -> Any:
-        """Return how far the first key of a chunk is ahead of the first row of a chunk."""
-        return keys * self.key_length - rows * self.row_length
-
-    @property
-    def _bounds(self) -> tuple[int | None, int | None]:
-        """The least and the most that a key is ahead of a row that sees it; None for no bound."""
-        band, offset = self.problem.band, self.problem.query_offset
-        if band is None or offset is None:
-            return None, None
-        # All chunks are nearer, and integers of JAX, which traces them, have 32 bits.
-        far = self.problem.query_length + self.problem.key_length
-        least = None if band.left is None else max(-far, min(far, offset - band.left))
-        most = None if band.right is None else max(-far, min(far, offset + band.right))
-        return least, most
-
     def is_visible(self, rows: Any, keys: Any) -> Any:
         """Return whether a chunk of rows may see a chunk of keys, by causality and window."""
-        (least, most), ahead = self._bounds, self._ahead(rows, keys)
-        after = True if least is None else ahead + self.key_length > least
-        before = True if most is None else ahead - self.row_length < most
+        known = self.problem.query_offset is not None
+        low, high = band(self.problem) if known else (None, None)
+        # How far the first key is ahead of the first row.
+        ahead = keys * self.key_length - rows * self.row_length
+        after = True if low is None else ahead + self.key_length > low
+        before = True if high is None else ahead - self.row_length < high
         return after & before
 
     def is_full(self, rows: Any, keys: Any) -> bool:
         """Return whether causality and window surely hide no key of a chunk from its rows."""
-        known = isinstance(rows, int) and isinstance(keys, int)
-        if self.problem.band is None or self.problem.query_offset is None or not known:
+        if not (isinstance(rows, int) and isinstance(keys, int)):
             return self.problem.band is None
-        (least, most), ahead = self._bounds, self._ahead(rows, keys)
-        return (least is None or ahead - self.row_length + 1 >= least) and (
-            most is None or ahead + self.key_length - 1 <= most
-        )
+        first, start = rows * self.row_length, keys * self.key_length
+        span = Span(start, start + self.key_length)
+        return is_full(self.problem, Span(first, first + self.row_length), span)
 
     @property
     def visible_pairs(self) -> int:

@@ -10,10 +10,10 @@ from typing import Any
 
 from polyattn._api.partial import Partial, merge
 from polyattn._base.arrays import Array, cast, library_of
-from polyattn._base.slices import joined, split
-from polyattn.parallel.call import OptionGradients, ParallelCall, add_shares
+from polyattn._base.slices import split
+from polyattn.parallel.call import OptionGradients, ParallelCall
 from polyattn.parallel.communicator import Communicator
-from polyattn.parallel.strategy import Strategy, needs_whole_rows
+from polyattn.parallel.strategy import Strategy, Sums
 from polyattn.parallel.token_layout import slots
 
 
@@ -22,9 +22,6 @@ class Decode(Strategy):
 
     name = "decode"
     shares_rows = False
-
-    def reasons_against(self, call: ParallelCall) -> list[str]:
-        return needs_whole_rows(call)
 
     def pairs(self, call: ParallelCall) -> tuple[float, ...]:
         """Return the number of chunks of keys that each rank computes."""
@@ -56,20 +53,17 @@ class Decode(Strategy):
     ) -> tuple[Array, Array, Array, OptionGradients]:
         """Return the gradients; all but those of the keys are whole on every rank."""
         query, *keys = arrays
-        per_chunk: list[Any] = []
-        shares: OptionGradients = {}
+        sums = Sums()
         for number, (at, chunk) in enumerate(self._chunks(call, ranks, keys)):
             *own, share = call.gradients(
                 (query, *chunk), saved, gradient, call.block(keys=at), sinks=number == 0
             )
             if "sinks" in share:  # through the logsumexp, each rank has them whole
                 share["sinks"] = [x / call.size for x in share["sinks"]]
-            per_chunk.append(own)
-            shares = add_shares(shares, share)
-        dq = _sum_over(ranks, sum([own[0] for own in per_chunk[1:]], per_chunk[0][0]))
+            sums = sums.added(0, number, (*own, share))
+        dq, dk, dv, shares = sums.joined()
         shares = {name: [_sum_over(ranks, x) for x in shares[name]] for name in shares}
-        dk, dv = (joined([own[n] for own in per_chunk]) for n in (1, 2))
-        return dq, dk, dv, shares
+        return _sum_over(ranks, dq), dk, dv, shares
 
     def _chunks(self, call: ParallelCall, ranks: Communicator, keys: Any) -> Any:
         chunks = zip(*[split(array, slots(call.layout)) for array in keys], strict=True)

@@ -6,11 +6,11 @@ from typing import Any
 
 from polyattn._api.partial import Partial
 from polyattn._base.arrays import Array
-from polyattn._base.slices import joined, place, split, take
+from polyattn._base.slices import place, split, take
 from polyattn._core.expressions.parts import Part
-from polyattn.parallel.call import OptionGradients, ParallelCall, add_shares
+from polyattn.parallel.call import OptionGradients, ParallelCall
 from polyattn.parallel.communicator import Communicator
-from polyattn.parallel.strategy import Strategy, joined_partials, split_partial
+from polyattn.parallel.strategy import Strategy, Sums, joined_partials, split_partial
 from polyattn.parallel.token_layout import permute, slots, unpermute
 
 
@@ -43,18 +43,19 @@ class Gather(Strategy):
         query, *keys = arrays
         everything, count = self._gathered(call, ranks, keys), slots(call.layout)
         rows = split(query, count), split_partial(saved, count), split(gradient, count)
-        per_chunk, shares = [], OptionGradients()
-        for block, part, partial, of in zip(_blocks(call, ranks), *rows, strict=True):
+        sums = Sums()
+        for n, (block, part, partial, of) in enumerate(
+            zip(_blocks(call, ranks), *rows, strict=True)
+        ):
             own = (part, *_seen(block, everything))
             dq, dk, dv, share = call.gradients(own, partial, of, block, sinks=True)
             start, length = block.columns.start, call.problem.key_length
-            per_chunk.append((dq, place(dk, -2, start, length), place(dv, -2, start, length)))
-            shares = add_shares(shares, share)
-        dk, dv = (
-            ranks.scatter_sum(permute(sum(parts[1:], parts[0]), call.size, layout=call.layout), -2)
-            for parts in ([own[n] for own in per_chunk] for n in (1, 2))
-        )
-        return joined([own[0] for own in per_chunk]), dk, dv, shares
+            dk, dv = (place(x, -2, start, length) for x in (dk, dv))
+            sums = sums.added(n, 0, (dq, dk, dv, share))
+        dq, *of_keys, shares = sums.joined()
+        of_keys = [permute(x, call.size, layout=call.layout) for x in of_keys]
+        dk, dv = (ranks.scatter_sum(x, -2) for x in of_keys)
+        return dq, dk, dv, shares
 
     def _gathered(self, call: ParallelCall, ranks: Communicator, keys: Any) -> list[Array]:
         return [unpermute(ranks.gather(x, -2), call.size, layout=call.layout) for x in keys]

@@ -11,14 +11,16 @@ References
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from polyattn._api.partial import Partial, merge
 from polyattn._base.arrays import Array
-from polyattn._base.slices import joined, split
-from polyattn.parallel.call import OptionGradients, ParallelCall, add_shares
+from polyattn._base.slices import split
+from polyattn.parallel.call import OptionGradients, ParallelCall
 from polyattn.parallel.communicator import Communicator
-from polyattn.parallel.strategy import Strategy, joined_partials, needs_whole_rows, split_partial
+from polyattn.parallel.strategy import Strategy, Sums, joined_partials, split_partial
 from polyattn.parallel.token_layout import slots
 
 
@@ -26,9 +28,6 @@ class Ring(Strategy):
     """Keys and values travel around the ranks."""
 
     name = "ring"
-
-    def reasons_against(self, call: ParallelCall) -> list[str]:
-        return needs_whole_rows(call)
 
     def computes(self, call: ParallelCall, rows: int, keys: int) -> bool:
         return rows == keys or super().computes(call, rows, keys)  # its own keys are at hand
@@ -38,20 +37,16 @@ class Ring(Strategy):
 
     def forward(self, call: ParallelCall, ranks: Communicator, *arrays: Array) -> Any:
         query, *keys = arrays
-        turns, count = _turns(call), slots(call.layout)
-        queries, own = split(query, count), call.owned(ranks.rank)
-        parts = zip(queries, *_chunks(keys, count), strict=True)
-        first = [_part(call, x, at, at, sinks=True) for at, x in zip(own, parts, strict=True)]
+        queries = split(query, slots(call.layout))
+        own = zip(queries, _chunks(call, keys), call.owned(ranks.rank), strict=True)
+        first = [_part(call, (row, *key), at, at, sinks=True) for row, key, at in own]
 
-        def turn(number: Any, state: Any) -> Any:
-            keys, totals = state
-            arriving = ranks.shift(keys)
-            totals = _joined_turn(call, ranks, number, queries, keys, totals)
-            return tuple(ranks.wait(arriving)), totals
+        def add(a: int, b: int, key: Any, rows: Any, keys: Any, totals: Any) -> Any:
+            part = _part(call, (queries[a], *key), rows, keys)
+            joined = merge(totals.rows[a], part)
+            return Sums(rows=(*totals.rows[:a], joined, *totals.rows[a + 1 :]))
 
-        keys, totals = ranks.repeat(turns - 1, turn, (tuple(keys), tuple(first)))
-        totals = _joined_turn(call, ranks, turns - 1, queries, keys, totals)
-        total = joined_partials(totals)
+        total = joined_partials(_around(call, ranks, keys, Sums(rows=tuple(first)), add).rows)
         return total.output, total
 
     def backward(
@@ -59,35 +54,54 @@ class Ring(Strategy):
     ) -> tuple[Array, Array, Array, OptionGradients]:
         """Return the gradients; those of keys and values travel with them, and then home."""
         query, *keys = arrays
-        turns, count = _turns(call), slots(call.layout)
-        partials, gradients = split_partial(saved, count), split(gradient, count)
-        rows = list(zip(split(query, count), partials, gradients, strict=True))
-        state = _own_gradients(call, ranks, rows, keys)
+        count, turns = slots(call.layout), _turns(call)
+        given = split(query, count), split_partial(saved, count), split(gradient, count)
+        each, sums = list(zip(*given, strict=True)), Sums()
+        own = zip(each, _chunks(call, keys), call.owned(ranks.rank), strict=True)
+        for n, (row, key, at) in enumerate(own):
+            sums = sums.added(n, n, _gradients(call, row, key, at, at, sinks=True))
 
-        def turn(number: Any, state: Any) -> Any:
-            keys, state = state
-            arriving = ranks.shift(keys)
-            sums, of_keys, shares = _added_turn(call, ranks, number, rows, keys, state)
-            following = ranks.shift([x for pair in of_keys for x in pair])
-            keys = tuple(ranks.wait(arriving))
-            return keys, (sums, _paired(ranks.wait(following)), shares)
+        def add(a: int, b: int, key: Any, rows: Any, keys: Any, sums: Any) -> Any:
+            return sums.added(a, b, _gradients(call, each[a], key, rows, keys))
 
-        keys, state = ranks.repeat(turns - 1, turn, (tuple(keys), state))
-        sums, of_keys, shares = _added_turn(call, ranks, turns - 1, rows, keys, state)
+        sums = _around(call, ranks, keys, sums, add)
         if turns > 1:
-            home = ranks.shift([x for pair in of_keys for x in pair], 1 - turns)
-            of_keys = _paired(ranks.wait(home))
-        dk, dv = (joined(list(chunks)) for chunks in zip(*of_keys, strict=True))
-        return joined(list(sums)), dk, dv, shares
+            home = ranks.shift(sums.keys, 1 - turns)
+            sums = sums._replace(keys=tuple(ranks.wait(home)))
+        return sums.joined()
 
 
-def _paired(arrays: Any) -> tuple[tuple[Array, Array], ...]:
-    return tuple(zip(arrays[::2], arrays[1::2], strict=True))
+def _around(
+    call: ParallelCall, ranks: Communicator, keys: Any, sums: Sums, add: Callable[..., Sums]
+) -> Sums:
+    """Return the sums after all turns, of which those of the keys travel with these."""
+
+    def visit(turn: Any, keys: Any, sums: Sums) -> Sums:
+        own, there = call.owned(ranks.rank), call.owned((ranks.rank - turn) % call.size)
+        chunks = _chunks(call, keys)
+        for a, rows in enumerate(own):
+            for b, at in enumerate(there):
+                # Own pairs of equal chunks are the first of all.
+                needed = call.is_visible(rows, at) & ((a != b) | (turn != 0))
+                sums = ranks.when(needed, partial(add, a, b, chunks[b], rows, at), sums)
+        return sums
+
+    def turn(number: Any, state: Any) -> Any:
+        keys, sums = state
+        arriving = ranks.shift(keys)
+        sums = visit(number, keys, sums)
+        following = ranks.shift(sums.keys) if sums.keys else None
+        keys = tuple(ranks.wait(arriving))
+        return keys, sums._replace(keys=tuple(ranks.wait(following))) if following else sums
+
+    last = _turns(call) - 1
+    keys, sums = ranks.repeat(last, turn, (tuple(keys), sums))
+    return visit(last, keys, sums)
 
 
-def _chunks(keys: Any, count: int) -> list[list[Array]]:
-    """Return the chunks of keys, and those of values."""
-    return [split(array, count) for array in keys]
+def _chunks(call: ParallelCall, keys: Any) -> list[tuple[Array, ...]]:
+    """Return the chunks of keys, each with its values."""
+    return list(zip(*[split(array, slots(call.layout)) for array in keys], strict=True))
 
 
 def _turns(call: ParallelCall) -> int:
@@ -106,33 +120,9 @@ def _turns(call: ParallelCall) -> int:
     )
 
 
-def _each_pair(call: ParallelCall, ranks: Communicator, turn: Any) -> Any:
-    """Yield the slots and chunks of a turn's pairs, and whether the pair is to be computed."""
-    own, there = call.owned(ranks.rank), call.owned((ranks.rank - turn) % call.size)
-    for a, rows in enumerate(own):
-        for b, keys in enumerate(there):
-            # Own pairs of equal chunks are the first of all.
-            yield a, b, rows, keys, call.is_visible(rows, keys) & ((a != b) | (turn != 0))
-
-
 def _part(call: ParallelCall, arrays: Any, rows: Any, keys: Any, sinks: bool = False) -> Partial:
     block = call.block(rows, keys)
     return call.partial(arrays, block, sinks=sinks, full=call.is_full(rows, keys))
-
-
-def _joined_turn(
-    call: ParallelCall, ranks: Communicator, turn: Any, queries: Any, keys: Any, totals: Any
-) -> tuple[Partial, ...]:
-    """Return the totals of own rows, joined with the keys that are here at a turn."""
-    chunks, totals = _chunks(keys, slots(call.layout)), list(totals)
-    for a, b, rows, at, needed in _each_pair(call, ranks, turn):
-        arrays = (queries[a], *[array[b] for array in chunks])
-
-        def add(total: Partial, arrays: Any = arrays, rows: Any = rows, at: Any = at) -> Partial:
-            return merge(total, _part(call, arrays, rows, at))
-
-        totals[a] = ranks.when(needed, add, totals[a])
-    return tuple(totals)
 
 
 def _gradients(
@@ -141,38 +131,3 @@ def _gradients(
     query, partial, gradient = row
     block, full = call.block(rows, keys), call.is_full(rows, keys)
     return call.gradients((query, *key), partial, gradient, block, sinks=sinks, full=full)
-
-
-def _own_gradients(call: ParallelCall, ranks: Communicator, rows: Any, keys: Any) -> Any:
-    """Return the sums of gradients after the pairs of each own chunk with itself."""
-    chunks = zip(*_chunks(keys, slots(call.layout)), strict=True)
-    sums: list[Array] = []
-    of_keys: list[tuple[Array, Array]] = []
-    shares: OptionGradients = {}
-    for at, row, key in zip(call.owned(ranks.rank), rows, chunks, strict=True):
-        dq, dk, dv, share = _gradients(call, row, key, at, at, sinks=True)
-        sums.append(dq)
-        of_keys.append((dk, dv))
-        shares = add_shares(shares, share)
-    return tuple(sums), tuple(of_keys), shares
-
-
-def _added_turn(
-    call: ParallelCall, ranks: Communicator, turn: Any, row: Any, keys: Any, state: Any
-) -> Any:
-    """Return the sums of gradients, with those of the keys that are here at a turn."""
-    chunks = list(zip(*_chunks(keys, slots(call.layout)), strict=True))
-    for a, b, rows, at, needed in _each_pair(call, ranks, turn):
-
-        def add(state: Any, a: int = a, b: int = b, rows: Any = rows, at: Any = at) -> Any:
-            sums, of_keys, shares = state
-            dq, dk, dv, share = _gradients(call, row[a], chunks[b], rows, at)
-            pair = of_keys[b][0] + dk, of_keys[b][1] + dv
-            return (
-                (*sums[:a], sums[a] + dq, *sums[a + 1 :]),
-                (*of_keys[:b], pair, *of_keys[b + 1 :]),
-                add_shares(shares, share),
-            )
-
-        state = ranks.when(needed, add, state)
-    return state

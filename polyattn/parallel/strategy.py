@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from polyattn._api.partial import Partial
 from polyattn._base.arrays import Array
 from polyattn._base.same_bits import keeps_bits
 from polyattn._base.slices import joined, split
 from polyattn._core.expressions.replacements import ByNorm
-from polyattn.parallel.call import OptionGradients, ParallelCall
+from polyattn.parallel.call import OptionGradients, ParallelCall, add_shares
 from polyattn.parallel.communicator import Communicator
 
 
@@ -23,9 +23,16 @@ class Strategy(ABC):
     #: Whether each rank holds its part of the rows; otherwise all hold all rows.
     shares_rows = True
 
-    @abstractmethod
     def reasons_against(self, call: ParallelCall) -> list[str]:
-        """Return why it cannot compute a call."""
+        """Return why it cannot compute a call: here, the options that need all keys of a row."""
+        problem = call.problem
+        options = [] if problem.normalizer is None else [f"normalizer={problem.normalizer!r}"]
+        if isinstance(problem.score_norm, ByNorm):
+            options.append(f"scale={problem.score_norm!r}")
+        if keeps_bits():
+            options.append("same_bits()")
+        parts = "it joins attention over parts of the keys"
+        return [f"{parts}, and {option} needs whole rows" for option in options]
 
     def pairs(self, call: ParallelCall) -> tuple[float, ...]:
         """Return the number of pairs of chunks that each rank computes."""
@@ -61,6 +68,30 @@ class Strategy(ABC):
         return keys * each * call.bytes_per_number // call.size
 
 
+class Sums(NamedTuple):
+    """Gradients added up, of chunks of keys and values by turns, of chunks of rows, of options."""
+
+    keys: tuple[Any, ...] = ()
+    rows: tuple[Any, ...] = ()
+    options: OptionGradients = {}  # noqa: RUF012 -- nothing writes to it
+
+    def added(self, row: int, key: int, gradients: Any) -> Sums:
+        """Return the sums with the gradients of a chunk of rows and a chunk of keys."""
+        dq, dk, dv, shares = gradients
+        keys = _plus(_plus(self.keys, 2 * key, dk), 2 * key + 1, dv)
+        return Sums(keys, _plus(self.rows, row, dq), add_shares(self.options, shares))
+
+    def joined(self) -> tuple[Array, Array, Array, OptionGradients]:
+        """Return the gradients of all rows, keys and values, and of the options."""
+        return joined(self.rows), joined(self.keys[::2]), joined(self.keys[1::2]), self.options
+
+
+def _plus(sums: tuple[Any, ...], place: int, array: Array) -> tuple[Any, ...]:
+    """Return sums with an array added to one of them, the first time as the next one."""
+    total = sums[place] + array if place < len(sums) else array
+    return (*sums[:place], total, *sums[place + 1 :])
+
+
 def split_partial(partial: Partial, count: int) -> list[Partial]:
     """Return the partials of equal chunks of rows."""
     logsumexps: Any = [None] * count
@@ -75,14 +106,3 @@ def joined_partials(parts: Sequence[Partial]) -> Partial:
     if parts[0].logsumexp is None:
         return Partial(output, None)
     return Partial(output, joined([part.logsumexp for part in parts], -1))
-
-
-def needs_whole_rows(call: ParallelCall) -> list[str]:
-    """Return the options that need all keys of a row at once."""
-    problem = call.problem
-    options = [] if problem.normalizer is None else [f"normalizer={problem.normalizer!r}"]
-    if isinstance(problem.score_norm, ByNorm):
-        options.append(f"scale={problem.score_norm!r}")
-    if keeps_bits():
-        options.append("same_bits()")
-    return [f"it joins attention over parts of the keys, and {x} needs whole rows" for x in options]

@@ -4,54 +4,31 @@ from __future__ import annotations
 
 import contextvars
 import threading
-import time
-from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
+from queue import Empty, SimpleQueue
 from typing import Any
 
 from polyattn._base.arrays import Array, library_of
-from polyattn._base.forks import forkable_lock
 from polyattn._base.slices import take
 from polyattn.parallel.communicator import Communicator
 from polyattn.parallel.token_layout import check_size
 
 
 class _Mail:
-    """The messages between ranks, and the first error of any of them."""
+    """The messages between ranks, and the errors of any of them."""
 
     def __init__(self, size: int, timeout: float) -> None:
         self.size, self.timeout = size, timeout
-        self.changed = threading.Condition(forkable_lock())
-        self.boxes: defaultdict[tuple[int, int], deque[Any]] = defaultdict(deque)
-        self.failed: tuple[int, BaseException] | None = None
-
-    def send(self, source: int, target: int, thing: Any) -> None:
-        with self.changed:
-            self.boxes[source, target].append(thing)
-            self.changed.notify_all()
-
-    def receive(self, source: int, target: int) -> Any:
-        end = time.monotonic() + self.timeout
-        with self.changed:
-            box = self.boxes[source, target]
-            while not box:
-                if self.failed is not None:
-                    rank, error = self.failed
-                    raise RuntimeError(
-                        f"rank {target} stopped, because rank {rank} raised {error!r}"
-                    ) from error
-                if not self.changed.wait(end - time.monotonic()):
-                    raise TimeoutError(
-                        f"rank {target} got nothing from rank {source} in {self.timeout} s; all"
-                        " ranks must make the same calls"
-                    )
-            return box.popleft()
+        ranks = range(size)
+        self.boxes: dict[Any, SimpleQueue[Any]] = {
+            (source, target): SimpleQueue() for source in ranks for target in ranks
+        }
+        self.failed: list[tuple[int, BaseException]] = []
 
     def fail(self, rank: int, error: BaseException) -> None:
-        with self.changed:
-            if self.failed is None:
-                self.failed = rank, error
-            self.changed.notify_all()
+        self.failed.append((rank, error))
+        for box in self.boxes.values():
+            box.put(self)
 
 
 class Threads(Communicator):
@@ -63,11 +40,23 @@ class Threads(Communicator):
     def _send(self, target: int, array: Array) -> None:
         if target != self.rank:
             self.sent += int(getattr(array, "nbytes", 0))
-        self._mail.send(self.rank, target, array)
+        self._mail.boxes[self.rank, target].put(array)
 
-    def _receive(self, source: int) -> Array:
-        array: Array = self._mail.receive(source, self.rank)
-        return array
+    def _receive(self, source: int) -> Any:
+        mail = self._mail
+        try:
+            thing = mail.boxes[source, self.rank].get(timeout=mail.timeout)
+        except Empty:
+            raise TimeoutError(
+                f"rank {self.rank} got nothing from rank {source} in {mail.timeout} s; all ranks"
+                " must make the same calls"
+            ) from None
+        if thing is mail:  # which stands for an error
+            rank, error = mail.failed[0]
+            raise RuntimeError(
+                f"rank {self.rank} stopped, because rank {rank} raised {error!r}"
+            ) from error
+        return thing
 
     def shift(self, arrays: Sequence[Array], by: int = 1) -> tuple[int, int]:
         """Send arrays `by` ranks onwards; the receiver gets these arrays, not copies."""
@@ -153,6 +142,6 @@ def run_threads(
         thread.start()
     for thread in threads:
         thread.join()
-    if mail.failed is not None:
-        raise mail.failed[1]
+    if mail.failed:
+        raise mail.failed[0][1]
     return results

@@ -33,17 +33,14 @@ class _RankAttention(torch.autograd.Function):
         output: torch.Tensor
         output, saved = task.with_arrays(detached[3:]).forward(*detached[:3])
         ctx.task = task.without_arrays()
-        ctx.has_logsumexp = saved.logsumexp is not None
-        ctx.save_for_backward(*arrays, *[x for x in saved if x is not None])
+        ctx.save_for_backward(*arrays, *saved)  # the logsumexp may be None
         return output
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        tensors = [tensor.detach() for tensor in ctx.saved_tensors]
-        count = 2 if ctx.has_logsumexp else 1
-        arrays, results = tensors[:-count], tensors[-count:]
+        tensors = [None if tensor is None else tensor.detach() for tensor in ctx.saved_tensors]
+        *arrays, output, logsumexp = tensors
         task = ctx.task.with_arrays(arrays[3:])
-        saved = Partial(results[0], results[1] if ctx.has_logsumexp else None)
-        gradients = task.backward(arrays[:3], saved, gradient)
+        gradients = task.backward(arrays[:3], Partial(output, logsumexp), gradient)
         return None, gradients.query, gradients.key, gradients.value, *task.of_arrays(gradients)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -11,12 +12,11 @@ from polyattn.nn.attention import MultiHeadAttention
 from polyattn.nn.blocks import EncoderBlock, Stack
 from polyattn.nn.inputs import FrameEmbedding, PatchEmbedding
 from polyattn.nn.layers import Embedding, FeedForward, LayerNorm, Linear
-from polyattn.nn.load.model_plan import Blocks, Family, ModelPlan, Wanted
+from polyattn.nn.load.model_plan import Blocks, Family, ModelPlan, Wanted, plain_stack
 from polyattn.nn.load.rope import rotary
 from polyattn.nn.load.settings import FULL, SLIDING, Settings
 from polyattn.nn.load.stored import (
     Stored,
-    joined_linear,
     layer_norm,
     linear,
     part_linear,
@@ -26,12 +26,24 @@ from polyattn.nn.load.stored import (
 from polyattn.nn.models import Transformer
 from polyattn.nn.positions import LearnedPositions, RelativeBias
 
+HEADS = r"(pooler|cls|classifier|qa_outputs|lm_head|pre_classifier|vocab_\w+)\..*"
+# The names in the first BERT's files.
+OLD = {r"LayerNorm\.gamma$": "LayerNorm.weight", r"LayerNorm\.beta$": "LayerNorm.bias"}
+REFUSED = {
+    "position_embedding_type": "absolute",
+    "is_decoder": False,
+    "relative_attention_num_buckets": 32,  # in transformers too
+}
+
 
 @dataclass(frozen=True)
-class Encoder:
-    """The names of BERT's weights and settings, and what a family changes of them."""
+class Encoder(Family):
+    """BERT, the names of its weights and settings, and what a family changes of it."""
 
-    title: str  # with an article
+    skip: str = rf"{HEADS}|embeddings\.(position|token_type)_ids"
+    old: Mapping[str, str] = field(default_factory=lambda: OLD)
+    defaults: Mapping[str, Any] = field(default_factory=lambda: {"pad_token_id": 1})
+    refused: Mapping[str, Any] = field(default_factory=lambda: REFUSED)
     blocks: str = "encoder.layer."
     #: The maps to queries, keys and values, from the heads, to the inner size and back; the norms.
     parts: tuple[str, ...] = (
@@ -48,123 +60,80 @@ class Encoder:
         *("intermediate_size", "hidden_act"),
     )
 
+    def plan(self, settings: Settings, blocks: Blocks, wanted: Wanted) -> ModelPlan:
+        width, number, layer_count, inner_size, act = self.settings
+        size, heads = settings.sizes(width, number)
+        inner, tokens = settings.whole(inner_size), settings.whole("vocab_size")
+        epsilon = settings.number("layer_norm_eps", 1e-12)
+        activation = settings.activation(act, "gelu")
+        layers = settings.whole(layer_count)
+        positions = settings.whole("max_position_embeddings", 512)
+        kinds = settings.whole("type_vocab_size", 2) if self.segments else 0
+        offset = self.offset
+        if isinstance(offset, str):
+            offset = settings.whole(offset, zero=True) + 1
 
-ROWS = {
-    "bert": Encoder("a BERT"),
-    "roberta": Encoder("a RoBERTa", offset="pad_token_id"),
-    "xlm-roberta": Encoder("an XLM-R", offset="pad_token_id"),
-    "distilbert": Encoder(
-        "a DistilBERT", blocks="transformer.layer.", segments=False,
-        parts=(
-            "attention.q_lin", "attention.k_lin", "attention.v_lin", "attention.out_lin",
-            "ffn.lin1", "ffn.lin2", "sa_layer_norm", "output_layer_norm",
-        ),
-        settings=("dim", "n_heads", "n_layers", "hidden_dim", "activation"),
-    ),
-    "mpnet": Encoder(
-        "an MPNet", segments=False, offset=2, relative="encoder.relative_attention_bias.weight",
-        parts=(
-            "attention.attn.q", "attention.attn.k", "attention.attn.v", "attention.attn.o",
-            "intermediate.dense", "output.dense", "attention.LayerNorm", "output.LayerNorm",
-        ),
-    ),
-}  # fmt: skip
-
-
-def _block(
-    name: str, parts: tuple[str, ...], sizes: tuple[int, int, int], epsilon: float, activation: str,
-    biases: tuple[bool, ...] = (),
-) -> EncoderBlock:  # fmt: skip
-    """Return a block by the names of its maps and norms."""
-    # With `biases`, of queries, keys and values, these are three maps and norms come first.
-    size, heads, inner = sizes
-    *maps, output, up, down, first, second = (f"{name}.{part}" for part in parts)
-    query: Any = None
-    key: Any = None
-    value: Any = None
-    if biases:
-        query, key, value = (linear(x, size, size, b) for x, b in zip(maps, biases, strict=True))
-    fused = None if biases else joined_linear(maps, size, [size, size, size])
-    given = (query, key, value, linear(output, size, size), heads, heads, size // heads, fused)
-    return EncoderBlock(
-        MultiHeadAttention(*given, is_causal=False),
-        FeedForward(linear(up, size, inner), linear(down, inner, size), activation=activation),
-        layer_norm(first, size, epsilon),
-        layer_norm(second, size, epsilon),
-        pre_norm=bool(biases),
-    )
-
-
-def _plan_bert(row: Encoder, settings: Settings, blocks: Blocks, wanted: Wanted) -> ModelPlan:
-    width, number, layer_count, inner_size, act = row.settings
-    size, heads = settings.sizes(width, number)
-    inner, tokens = settings.whole(inner_size), settings.whole("vocab_size")
-    epsilon = settings.number("layer_norm_eps", 1e-12)
-    activation = settings.activation(act, "gelu")
-    layers = settings.whole(layer_count)
-    positions = settings.whole("max_position_embeddings", 512)
-    kinds = settings.whole("type_vocab_size", 2) if row.segments else 0
-    offset = row.offset
-    if isinstance(offset, str):
-        offset = settings.whole(offset, zero=True) + 1
-
-    names = blocks(row.blocks, layers, layer_count)
-    sizes = (size, heads, inner)
-    place = vector("embeddings.position_embeddings.weight", positions, size)
-    kind = vector("embeddings.token_type_embeddings.weight", kinds, size)
-    model = Transformer(
-        Embedding(vector("embeddings.word_embeddings.weight", tokens, size)),
-        Stack(tuple([_block(name, row.parts, sizes, epsilon, activation) for name in names])),
-        LearnedPositions(place, offset),
-        Embedding(kind) if row.segments else None,
-        layer_norm("embeddings.LayerNorm", size, epsilon),
-        relative=RelativeBias(vector(row.relative, 32, heads)) if row.relative else None,
-    )
-    return ModelPlan(model)
+        names = blocks(self.blocks, layers, layer_count)
+        place = vector("embeddings.position_embeddings.weight", positions, size)
+        kind = vector("embeddings.token_type_embeddings.weight", kinds, size)
+        model = Transformer(
+            Embedding(vector("embeddings.word_embeddings.weight", tokens, size)),
+            plain_stack(names, self.parts, (size, heads, inner), epsilon, activation),
+            LearnedPositions(place, offset),
+            Embedding(kind) if self.segments else None,
+            layer_norm("embeddings.LayerNorm", size, epsilon),
+            relative=RelativeBias(vector(self.relative, 32, heads)) if self.relative else None,
+        )
+        return ModelPlan(model)
 
 
 # ---- ModernBERT --------------------------------------------------------------------------------
 
 
-def _plan_modernbert(settings: Settings, blocks: Blocks, wanted: Wanted) -> ModelPlan:
-    size, heads = settings.sizes("hidden_size", "num_attention_heads")
-    inner, tokens = settings.whole("intermediate_size"), settings.whole("vocab_size")
-    epsilon, norm_bias = settings.number("norm_eps"), settings.flag("norm_bias")
-    activation = settings.activation("hidden_activation", "gelu")
-    biased, inner_biased = settings.flag("attention_bias"), settings.flag("mlp_bias")
-    layers, reach = settings.whole("num_hidden_layers"), settings.whole("local_attention") // 2
-    makers = {
-        kind: rotary(settings, size // heads, wanted.length, kind=kind, theta=f"{name}_rope_theta")
-        for kind, name in ((FULL, "global"), (SLIDING, "local"))
-    }
-    every = settings.whole("global_attn_every_n_layers")
-    kind_of = settings.kinds(lambda n: SLIDING if n % every else FULL)
+class _ModernBERT(Family):
+    def plan(self, settings: Settings, blocks: Blocks, wanted: Wanted) -> ModelPlan:
+        size, heads = settings.sizes("hidden_size", "num_attention_heads")
+        inner, tokens = settings.whole("intermediate_size"), settings.whole("vocab_size")
+        epsilon, norm_bias = settings.number("norm_eps"), settings.flag("norm_bias")
+        activation = settings.activation("hidden_activation", "gelu")
+        biased, inner_biased = settings.flag("attention_bias"), settings.flag("mlp_bias")
+        layers, reach = settings.whole("num_hidden_layers"), settings.whole("local_attention") // 2
+        makers = {
+            kind: rotary(
+                settings, size // heads, wanted.length, kind=kind, theta=f"{name}_rope_theta"
+            )
+            for kind, name in ((FULL, "global"), (SLIDING, "local"))
+        }
+        every = settings.whole("global_attn_every_n_layers")
+        kind_of = settings.kinds(lambda n: SLIDING if n % every else FULL)
 
-    def norm(name: str) -> LayerNorm:
-        return layer_norm(name, size, epsilon, norm_bias)
+        def norm(name: str) -> LayerNorm:
+            return layer_norm(name, size, epsilon, norm_bias)
 
-    def block(number: int, name: str) -> EncoderBlock:
-        fused = linear(f"{name}.attn.Wqkv", size, 3 * size, biased)
-        output = linear(f"{name}.attn.Wo", size, size, biased)
-        gate, up = part_linear(f"{name}.mlp.Wi", size, [inner, inner], inner_biased)
-        return EncoderBlock(
-            MultiHeadAttention(
-                *(None, None, None, output, heads, heads, size // heads, fused),
-                is_causal=False,
-                window=(reach, reach) if kind_of(number) == SLIDING else None,
-            ),
-            FeedForward(up, linear(f"{name}.mlp.Wo", inner, size, inner_biased), gate, activation),
-            norm(f"{name}.attn_norm") if number else None,  # the embedding has one
-            norm(f"{name}.mlp_norm"),
+        def block(number: int, name: str) -> EncoderBlock:
+            fused = linear(f"{name}.attn.Wqkv", size, 3 * size, biased)
+            output = linear(f"{name}.attn.Wo", size, size, biased)
+            gate, up = part_linear(f"{name}.mlp.Wi", size, [inner, inner], inner_biased)
+            return EncoderBlock(
+                MultiHeadAttention(
+                    *(None, None, None, output, heads, heads, size // heads, fused),
+                    is_causal=False,
+                    window=(reach, reach) if kind_of(number) == SLIDING else None,
+                ),
+                FeedForward(
+                    up, linear(f"{name}.mlp.Wo", inner, size, inner_biased), gate, activation
+                ),
+                norm(f"{name}.attn_norm") if number else None,  # the embedding has one
+                norm(f"{name}.mlp_norm"),
+            )
+
+        names = blocks("layers.", layers, "num_hidden_layers")
+        model = Transformer(
+            Embedding(vector("embeddings.tok_embeddings.weight", tokens, size)),
+            Stack(tuple([block(n, name) for n, name in enumerate(names)]), norm("final_norm")),
+            embedding_norm=norm("embeddings.norm"),
         )
-
-    names = blocks("layers.", layers, "num_hidden_layers")
-    model = Transformer(
-        Embedding(vector("embeddings.tok_embeddings.weight", tokens, size)),
-        Stack(tuple([block(n, name) for n, name in enumerate(names)]), norm("final_norm")),
-        embedding_norm=norm("embeddings.norm"),
-    )
-    return ModelPlan(model, tuple([makers[kind_of(n)] for n in range(layers)]))
+        return ModelPlan(model, tuple([makers[kind_of(n)] for n in range(layers)]))
 
 
 # ---- ViT ---------------------------------------------------------------------------------------
@@ -176,39 +145,41 @@ VIT = (
 )
 
 
-def _plan_vit(settings: Settings, blocks: Blocks, wanted: Wanted) -> ModelPlan:
-    size, heads = settings.sizes("hidden_size", "num_attention_heads")
-    inner, epsilon = settings.whole("intermediate_size"), settings.number("layer_norm_eps")
-    activation = settings.activation("hidden_act", "gelu")
-    biases = (settings.flag("qkv_bias"),) * 3
-    layers, channels = settings.whole("num_hidden_layers"), settings.whole("num_channels")
-    side, patch = settings.whole("image_size"), settings.whole("patch_size")
-    if side % patch:
-        raise settings.refusal("patch_size", f"a divisor of image_size {side}", patch)
-    tokens = (side // patch) ** 2 + 1
+class _ViT(Family):
+    def plan(self, settings: Settings, blocks: Blocks, wanted: Wanted) -> ModelPlan:
+        size, heads = settings.sizes("hidden_size", "num_attention_heads")
+        inner, epsilon = settings.whole("intermediate_size"), settings.number("layer_norm_eps")
+        activation = settings.activation("hidden_act", "gelu")
+        biases = (settings.flag("qkv_bias"),) * 3
+        layers, channels = settings.whole("num_hidden_layers"), settings.whole("num_channels")
+        side, patch = settings.whole("image_size"), settings.whole("patch_size")
+        if side % patch:
+            raise settings.refusal("patch_size", f"a divisor of image_size {side}", patch)
+        tokens = (side // patch) ** 2 + 1
 
-    projection = "embeddings.patch_embeddings.projection"
-    inputs = channels * patch * patch
-    stored = {f"{projection}.weight": (size, channels, patch, patch)}
-    weight = Stored((inputs, size), stored, partial(_flat, size))
-    names = blocks("encoder.layer.", layers, "num_hidden_layers")
-    sizes = (size, heads, inner)
-    model = Transformer(
-        PatchEmbedding(
-            Linear(weight, vector(f"{projection}.bias", size)),
-            reshaped("embeddings.cls_token", (1, 1, size), (size,)),
-            (channels, side, side),
-            patch,
-        ),
-        Stack(
-            tuple([_block(name, VIT, sizes, epsilon, activation, biases) for name in names]),
-            layer_norm("layernorm", size, epsilon),
-        ),
-        LearnedPositions(
-            reshaped("embeddings.position_embeddings", (1, tokens, size), (tokens, size))
-        ),
-    )
-    return ModelPlan(model)
+        projection = "embeddings.patch_embeddings.projection"
+        inputs = channels * patch * patch
+        stored = {f"{projection}.weight": (size, channels, patch, patch)}
+        weight = Stored((inputs, size), stored, partial(_flat, size))
+        names = blocks("encoder.layer.", layers, "num_hidden_layers")
+        stack = plain_stack(
+            *(names, VIT, (size, heads, inner), epsilon, activation),
+            norm="layernorm",
+            biases=biases,
+        )
+        model = Transformer(
+            PatchEmbedding(
+                Linear(weight, vector(f"{projection}.bias", size)),
+                reshaped("embeddings.cls_token", (1, 1, size), (size,)),
+                (channels, side, side),
+                patch,
+            ),
+            stack,
+            LearnedPositions(
+                reshaped("embeddings.position_embeddings", (1, tokens, size), (tokens, size))
+            ),
+        )
+        return ModelPlan(model)
 
 
 def _flat(size: int, xp: Any, weight: Array) -> Array:
@@ -224,28 +195,30 @@ WHISPER = (
 )
 
 
-def _plan_whisper(settings: Settings, blocks: Blocks, wanted: Wanted) -> ModelPlan:
-    size, heads = settings.sizes("d_model", "encoder_attention_heads")
-    inner, bands = settings.whole("encoder_ffn_dim"), settings.whole("num_mel_bins")
-    activation = settings.activation("activation_function", "gelu")
-    layers, positions = settings.whole("encoder_layers"), settings.whole("max_source_positions")
+class _Whisper(Family):
+    def plan(self, settings: Settings, blocks: Blocks, wanted: Wanted) -> ModelPlan:
+        size, heads = settings.sizes("d_model", "encoder_attention_heads")
+        inner, bands = settings.whole("encoder_ffn_dim"), settings.whole("num_mel_bins")
+        activation = settings.activation("activation_function", "gelu")
+        layers, positions = settings.whole("encoder_layers"), settings.whole("max_source_positions")
 
-    def convolution(name: str, inputs: int) -> Linear:
-        stored = {f"{name}.weight": (size, inputs, 3)}
-        weight = Stored((3 * inputs, size), stored, _convolution)
-        return Linear(weight, vector(f"{name}.bias", size))
+        def convolution(name: str, inputs: int) -> Linear:
+            stored = {f"{name}.weight": (size, inputs, 3)}
+            weight = Stored((3 * inputs, size), stored, _convolution)
+            return Linear(weight, vector(f"{name}.bias", size))
 
-    names = blocks("encoder.layers.", layers, "encoder_layers")
-    sizes, biases = (size, heads, inner), (True, False, True)
-    model = Transformer(
-        FrameEmbedding(convolution("encoder.conv1", bands), convolution("encoder.conv2", size)),
-        Stack(
-            tuple([_block(name, WHISPER, sizes, 1e-5, activation, biases) for name in names]),
-            layer_norm("encoder.layer_norm", size, 1e-5),
-        ),
-        LearnedPositions(vector("encoder.embed_positions.weight", positions, size)),
-    )
-    return ModelPlan(model)
+        names = blocks("encoder.layers.", layers, "encoder_layers")
+        stack = plain_stack(
+            *(names, WHISPER, (size, heads, inner), 1e-5, activation),
+            norm="encoder.layer_norm",
+            biases=(True, False, True),
+        )
+        model = Transformer(
+            FrameEmbedding(convolution("encoder.conv1", bands), convolution("encoder.conv2", size)),
+            stack,
+            LearnedPositions(vector("encoder.embed_positions.weight", positions, size)),
+        )
+        return ModelPlan(model)
 
 
 def _convolution(xp: Any, weight: Array) -> Array:
@@ -256,30 +229,31 @@ def _convolution(xp: Any, weight: Array) -> Array:
 
 # ---- all of them ------------------------------------------------------------------------------
 
-HEADS = r"(pooler|cls|classifier|qa_outputs|lm_head|pre_classifier|vocab_\w+)\..*"
-PREFIXES = {"xlm-roberta": "roberta."}
-ENCODERS = {
-    **{
-        name: Family(
-            row.title,
-            partial(_plan_bert, row),
-            prefix=PREFIXES.get(name, f"{name}."),
-            skip=rf"{HEADS}|embeddings\.(position|token_type)_ids",
-            # The names in the first BERT's files.
-            old={r"LayerNorm\.gamma$": "LayerNorm.weight", r"LayerNorm\.beta$": "LayerNorm.bias"},
-            defaults={"pad_token_id": 1} if row.offset else {},
-            refused={
-                "position_embedding_type": "absolute",
-                "is_decoder": False,
-                "relative_attention_num_buckets": 32,  # in transformers too
-            },
-        )
-        for name, row in ROWS.items()
-    },
-    "modernbert": Family(
+TEXT = {
+    "bert": Encoder("a BERT", prefix="bert."),
+    "roberta": Encoder("a RoBERTa", prefix="roberta.", offset="pad_token_id"),
+    "xlm-roberta": Encoder("an XLM-R", prefix="roberta.", offset="pad_token_id"),
+    "distilbert": Encoder(
+        "a DistilBERT", prefix="distilbert.", blocks="transformer.layer.", segments=False,
+        parts=(
+            "attention.q_lin", "attention.k_lin", "attention.v_lin", "attention.out_lin",
+            "ffn.lin1", "ffn.lin2", "sa_layer_norm", "output_layer_norm",
+        ),
+        settings=("dim", "n_heads", "n_layers", "hidden_dim", "activation"),
+    ),
+    "mpnet": Encoder(
+        "an MPNet", prefix="mpnet.", segments=False, offset=2,
+        relative="encoder.relative_attention_bias.weight",
+        parts=(
+            "attention.attn.q", "attention.attn.k", "attention.attn.v", "attention.attn.o",
+            "intermediate.dense", "output.dense", "attention.LayerNorm", "output.LayerNorm",
+        ),
+    ),
+}  # fmt: skip
+ENCODERS: dict[str, Family] = {
+    **TEXT,
+    "modernbert": _ModernBERT(
         "a ModernBERT",
-        _plan_modernbert,
-        prefix="model.",
         skip=r"(head|decoder|classifier)\..*|(layers\.\d+\.attn\.)?rotary_emb\.\w*inv_freq",
         defaults={
             "norm_eps": 1e-5,
@@ -290,9 +264,8 @@ ENCODERS = {
         },
         refused={"rope_scaling": None},
     ),
-    "vit": Family(
+    "vit": _ViT(
         "a ViT",
-        _plan_vit,
         prefix="vit.",
         skip=r"(pooler|classifier|decoder)\..*|embeddings\.mask_token",
         # The names of a state dict, which files do not have.
@@ -313,10 +286,8 @@ ENCODERS = {
             "qkv_bias": True,
         },
     ),
-    "whisper": Family(
+    "whisper": _Whisper(
         "a Whisper",
-        _plan_whisper,
-        prefix="model.",
         skip=r"(decoder|proj_out|projector|classifier)\..*|layer_weights",
     ),
 }

@@ -6,7 +6,6 @@ may come from anyone: every defect of its content raises a ValueError that names
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import re
@@ -17,6 +16,7 @@ from typing import Any
 
 from polyattn._base.arguments import few, short
 from polyattn._base.arrays import Array
+from polyattn._base.extras import require_for_weights
 
 Weights = Mapping[str, Array] | str | os.PathLike[str]
 PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
@@ -183,7 +183,7 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 
 def _read(file: Path) -> dict[str, Array]:
-    safetensors = imported("safetensors.numpy", "safetensors")
+    safetensors = require_for_weights("safetensors.numpy", "safetensors")
     with _reading(file):
         try:
             return dict(safetensors.load_file(file))
@@ -191,15 +191,5 @@ def _read(file: Path) -> dict[str, Array]:
             if "bfloat16" not in str(error):
                 raise
         # NumPy has this dtype once ml_dtypes is imported.
-        imported("ml_dtypes", "ml_dtypes")
+        require_for_weights("ml_dtypes", "ml_dtypes")
         return dict(safetensors.load_file(file))
-
-
-def imported(module: str, package: str) -> Any:
-    """Import a package that files need, or say how to install it."""
-    try:
-        return importlib.import_module(module)
-    except ImportError:
-        raise ImportError(
-            f"a file of these weights needs {package}: pip install {package}"
-        ) from None
