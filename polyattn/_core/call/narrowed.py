@@ -1,6 +1,7 @@
-"""Mask expressions that are causal and window over some keys, for engines with these options.
+"""Problems of some of the keys, for calls whose rows see no others.
 
-Any composition of numbers may come to such a band; its intervals tell, before there are arrays::
+Any composition of numbers in a mask expression may come to causal and window over some keys; its
+intervals tell, before there are arrays::
 
     4 queries, 8 keys                                             of the keys
     masks.causal() & masks.padding(5), query_offset=0             0 to 4   is_causal
@@ -10,12 +11,44 @@ Any composition of numbers may come to such a band; its intervals tell, before t
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from polyattn._base.span import Span
 from polyattn._base.tracing import is_compiling
 from polyattn._core.call.problem import Problem
 from polyattn._core.expressions.masks import Mask
+
+#: Features that some keys or items alone do not change: of the arrays of such a call, only query,
+#: key and value go by keys or items.
+SEPARABLE = frozenset({
+    "batch_broadcast", "causal", "grouped_heads", "logsumexp", "mask_expression", "query_offset",
+    "query_offset_array", "scale", "sinks", "softcap", "value_size", "window",
+})  # fmt: skip
+#: Ends of more rows take longer than is worth it before a call.
+MOST_ROWS = 2**22
+
+
+def narrowed(problem: Problem, keys: Span, **facts: Any) -> Problem:
+    """Return the problem of some of the keys, with other facts, which count from the first of all.
+
+    Lengths must be known.
+    """
+    own = problem._replace(key_length=keys.stop - keys.start, **facts)
+    # As `FEATURES` and `positions_matter` say of a call, where it has other facts.
+    needed = {
+        "causal": own.is_causal,
+        "mask_expression": own.mask_spec is not None,
+        "window": own.window != (None, None),
+    }
+    offset, newest = own.query_offset, own.key_length - own.query_length
+    if own.score_spec is None and not any(needed.values()):
+        offset = newest
+    elif offset is not None:
+        offset -= keys.start
+    needed["query_offset"] = offset not in (None, newest)
+    needed["query_offset_array"] = offset is None
+    features = own.features.difference(needed).union([name for name in needed if needed[name]])
+    return own._replace(query_offset=offset, features=features)
 
 
 class Banded(NamedTuple):
@@ -31,46 +64,28 @@ class Banded(NamedTuple):
         return f"it gets the keys {self.keys.start}:{self.keys.stop}{band} in place of the mask"
 
 
-#: Ends of more rows take longer than is worth it before a call.
-MOST_ROWS = 2**22
-# What fewer keys do not change, if it is given no other arrays.
-_OF_ANY_KEYS = frozenset({
-    "batch_broadcast", "causal", "grouped_heads", "logsumexp", "mask_expression", "query_offset",
-    "scale", "sinks", "softcap", "value_size", "window",
-})  # fmt: skip
-
-
 def banded(problem: Problem) -> Banded | None:
     """Return the problem of causal and window over some keys that shows the same, or None."""
-    mask, offset, rows = problem.mask_spec, problem.query_offset, problem.query_length
+    mask, offset = problem.mask_spec, problem.query_offset
     if mask is None or offset is None or is_compiling() or problem.is_symbolic or problem.is_empty:
         return None
     # JAX would compile for each number of keys outside of a program.
     if problem.library == "jax" and not problem.traced:
         return None
-    if problem.features - _OF_ANY_KEYS or mask.carried():
+    if not problem.features <= SEPARABLE:
         return None
-    ends = _ends_of_length(problem, offset, mask) or _ends(problem, offset, mask)
+    ends = _ends_of_length(problem, offset, mask)
+    if ends is None and not mask.carried():
+        ends = _ends(problem, offset, mask)
     if ends is None:
         return None
     low, high, start, stop = ends
-    if low is None and high is None:
-        offset = stop - rows
-    elif (low is not None and low > offset) or (high is not None and high < offset):
+    if (low is not None and low > offset) or (high is not None and high < offset):
         offset = (high if low is None else low) or 0
     left, right = None if low is None else offset - low, None if high is None else high - offset
-    needed = {
-        "causal": right == 0,
-        "window": left is not None or right not in (None, 0),
-        "query_offset": offset != stop - rows,
-    }
-    features = problem.features - {"mask_expression", *needed}
-    changed = problem._replace(
-        key_length=stop - start, query_offset=offset - start, is_causal=right == 0,
-        window=(left, right or None), mask_spec=None,
-        features=features | {name for name, is_needed in needed.items() if is_needed},
-    )  # fmt: skip
-    return Banded(changed, Span(start, stop))
+    keys, window = Span(start, stop), (left, right or None)
+    facts = {"query_offset": offset, "is_causal": right == 0, "window": window, "mask_spec": None}
+    return Banded(narrowed(problem, keys, **facts), keys)
 
 
 _Ends = tuple[int | None, int | None, int, int] | None  # as `Intervals.band` gives them
