@@ -75,8 +75,12 @@ def banded(problem: Problem) -> Banded | None:
     if not problem.features <= SEPARABLE:
         return None
     ends = _ends_of_length(problem, offset, mask)
-    if ends is None and not mask.carried():
-        ends = _ends(problem, offset, mask)
+    if ends is None and problem.query_length <= MOST_ROWS and not mask.carried():
+        lengths, band = (problem.query_length, problem.key_length), problem.band
+        intervals = (mask if band is None else band & mask).intervals(
+            lengths, offset, batch=problem.batch, heads=problem.heads, most=1, evaluates=False
+        )
+        ends = None if intervals is None else intervals.band()
     if ends is None:
         return None
     low, high, start, stop = ends
@@ -88,22 +92,10 @@ def banded(problem: Problem) -> Banded | None:
     return Banded(narrowed(problem, keys, **facts), keys)
 
 
-_Ends = tuple[int | None, int | None, int, int] | None  # as `Intervals.band` gives them
-
-
-def _ends(problem: Problem, offset: int, mask: Mask) -> _Ends:
-    if problem.query_length > MOST_ROWS:
-        return None
-    whole = mask if problem.band is None else problem.band & mask
-    lengths, batch = (problem.query_length, problem.key_length), problem.batch
-    found = whole.intervals(
-        lengths, offset, batch=batch, heads=problem.heads, most=1, evaluates=False
-    )
-    return None if found is None else found.band()
-
-
-def _ends_of_length(problem: Problem, offset: int, mask: Mask) -> _Ends:
-    """Return the ends of a number of keys, in 0.05 of the time that intervals take."""
+def _ends_of_length(
+    problem: Problem, offset: int, mask: Mask
+) -> tuple[int | None, int | None, int, int] | None:
+    """Return `Intervals.band` of a number of keys, in 0.05 of the time that intervals take."""
     # A step of generation has another number each time.
     if not isinstance(stop := mask.first_keys, int):
         return None
