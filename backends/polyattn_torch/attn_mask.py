@@ -32,20 +32,8 @@ def needs_band(problem: Problem) -> bool:
 
 def seen_keys(problem: Problem) -> Span:
     """Return the keys that causal and window leave to some row; all keys if they leave none."""
-    whole = Span(0, problem.key_length)
-    if problem.is_symbolic or band(problem) == (None, None):
-        return whole
     keys = column_span(problem, Span(0, problem.query_length))
-    return keys if keys.length > 0 else whole
-
-
-def on_keys(problem: Problem, keys: Span) -> Problem:
-    """Return the problem of some of the keys, whose masks hide the others."""
-    if keys.length == problem.key_length:
-        return problem
-    offset = problem.query_offset
-    assert offset is not None
-    return problem._replace(key_length=keys.length, query_offset=offset - keys.start)
+    return keys if keys.length > 0 else Span(0, problem.key_length)
 
 
 def takes_mask(problem: Problem) -> bool:
@@ -59,7 +47,7 @@ def made_mask(problem: Problem, keys: Span, *, banded: bool) -> int:
     mask = None
     if problem.mask_spec is not None and "mask_mod" not in problem.features:
         mask = _shape_of_expression(problem, keys)
-    made = made_shape(on_keys(problem, keys), banded=banded, mask=mask)
+    made = made_shape(problem._replace(key_length=keys.length), banded=banded, mask=mask)
     return 0 if made is None else math.prod(made)
 
 

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 from torch.compiler import is_compiling
 
 from polyattn.plugin import Problem, Span
-from polyattn_torch.attn_mask import is_square_causal, needs_band, on_keys, seen_keys
+from polyattn.plugin.internal import narrowed
+from polyattn_torch.attn_mask import is_square_causal, needs_band, seen_keys
 from polyattn_torch.device_info import DeviceInfo, describe_device
 from polyattn_torch.engines import EFFICIENT, FLASH, WITH_LOGSUMEXP, TorchEngine
 from polyattn_torch.quirks import Workaround, workarounds_for
@@ -25,6 +26,7 @@ class Route(NamedTuple):
     """The way in which torch computes a problem."""
 
     keys: Span  # those that torch gets
+    problem: Problem  # over these keys, whose mask is that of all
     engine: TorchEngine | None  # None: scaled_dot_product_attention chooses
     workarounds: frozenset[Workaround]
     banded: bool  # causal and window go into attn_mask
@@ -35,7 +37,7 @@ class Route(NamedTuple):
     def passes_as_given(self, problem: Problem) -> bool:
         """Return whether torch's function takes the tensors as they are, and records nothing."""
         changes = self.engine is not None or self.workarounds or self.masked
-        changes = changes or on_keys(problem, self.keys) is not problem
+        changes = changes or self.problem.key_length != problem.key_length
         one_axis = len(problem.batch) == 1 and "batch_broadcast" not in problem.features
         return one_axis and not (changes or problem.requires_grad or problem.transforms)
 
@@ -74,9 +76,9 @@ _latest: Any = None, None, None
 def _route(problem: Problem) -> Route:
     device = describe_device(problem.device)
     # On other devices engines and their bugs depend on the number of keys: not measured there.
-    cuts = device.kind == "cpu" and _has_static_lengths(problem)
+    cuts = problem.masks_by_position and device.kind == "cpu" and _has_static_lengths(problem)
     keys = seen_keys(problem) if cuts else Span(0, problem.key_length)
-    problem = on_keys(problem, keys)
+    problem = narrowed(problem, keys) if keys.length != problem.key_length else problem
     workarounds = workarounds_for(problem, device)
     engine = _engine(problem, device, workarounds)
     if engine is FLASH:  # the quirks concern other engines, and masks
@@ -87,7 +89,7 @@ def _route(problem: Problem) -> Route:
     masked = banded or not problem.masks_by_position_only
     is_causal = True if not masked and is_square_causal(problem) else False  # noqa: SIM210
     grouped = "grouped_heads" in problem.features and Workaround.REPEAT_HEADS not in workarounds
-    return Route(keys, engine, workarounds, banded, masked, is_causal, grouped)
+    return Route(keys, problem, engine, workarounds, banded, masked, is_causal, grouped)
 
 
 def _has_static_lengths(problem: Problem) -> bool:

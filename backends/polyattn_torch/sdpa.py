@@ -21,7 +21,7 @@ from polyattn.plugin import (
     one_batch_axis,
 )
 from polyattn.plugin.internal import reason_against_batch, visible_scores, why_too_large
-from polyattn_torch.attn_mask import attn_mask, made_mask, on_keys
+from polyattn_torch.attn_mask import attn_mask, made_mask
 from polyattn_torch.device_info import describe_device
 from polyattn_torch.engine_report import report_engine
 from polyattn_torch.engines import aligned, in_onnx_export
@@ -89,7 +89,7 @@ class Sdpa(Kernel):
     def remark(self, problem: Problem) -> str | None:
         """Name the engine that torch would use."""
         route = route_of(problem)
-        return report_engine(on_keys(problem, route.keys), route)
+        return report_engine(route.problem, route)
 
     def __call__(
         self, problem: Problem, operands: Operands, backend: Backend
@@ -104,8 +104,8 @@ class Sdpa(Kernel):
         mask, empty, logsumexp = None, None, None
         if route.masked:
             mask = attn_mask(problem, operands, route.keys, banded=route.banded)
-        whole, problem = problem, on_keys(problem, route.keys)
-        if problem is not whole:
+        whole, problem = problem, route.problem
+        if problem.key_length != whole.key_length:
             key, value = (x[..., slice(*route.keys), :] for x in (key, value))
         query, key, value = (one_batch_axis(problem, x, backend.xp) for x in (query, key, value))
         inputs = EngineInputs(query, key, value, mask)
@@ -134,7 +134,7 @@ def _why_tiled(problem: Problem, route: Route, made: int) -> str | None:
     """Return why the kernel `tiled` is faster than torch's engine on the CPU with its mask."""
     if problem.device_kind != "cpu":
         return None
-    problem = on_keys(problem, route.keys)
+    problem = route.problem
     rows, computed = problem.query_length, problem.query_length * problem.key_length
     if made < computed:  # no mask is made, or a small one
         return None

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 from polyattn._base.arrays import LONG_NAMES, ArrayFacts
 from polyattn._base.tracing import is_compiling
-from polyattn._core.call.banded import Banded
 from polyattn._core.call.facts import Call
+from polyattn._core.call.narrowed import Banded
 from polyattn._core.call.problem import Problem
 from polyattn._dispatch import registry
 from polyattn._dispatch.transfer import conversion_loss

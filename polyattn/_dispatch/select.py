@@ -14,9 +14,9 @@ from typing import Any
 from polyattn._base.arguments import did_you_mean
 from polyattn._base.arrays import is_namespace
 from polyattn._base.tracing import is_compiling
-from polyattn._core.call.banded import banded
 from polyattn._core.call.facts import Call
 from polyattn._core.call.features import DERIVATIVES
+from polyattn._core.call.narrowed import banded
 from polyattn._core.call.problem import Problem
 from polyattn._core.expressions.scores import Chain, Function
 from polyattn._core.expressions.selections import selection_of

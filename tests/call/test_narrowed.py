@@ -1,11 +1,12 @@
-"""Mask expressions as causal and window over some keys: they show the same; engines get them."""
+"""Problems of some of the keys; mask expressions as causal and window over these, for engines."""
 
 import numpy as np
 import pytest
 from optional import torch
 
 from polyattn import attention, explain, masks
-from polyattn._core.call.banded import banded
+from polyattn._base.span import Span
+from polyattn._core.call.narrowed import banded, narrowed
 from polyattn.conformance import CASES
 from polyattn.conformance.reference.expressions import CallRows, plainly
 
@@ -37,6 +38,14 @@ OTHERS = {
     "bias": {"mask": masks.prefix(3), "bias": (1, 1, 1, S)},
     "offsets": {"mask": masks.causal() | masks.window(1, 2), "query_offset": (2,)},
 }
+
+
+def test_a_problem_of_all_keys_needs_the_same_features():
+    for case in CASES.values():
+        arrays, options = case.arguments()
+        problem = explain(*arrays, **options, backend="numpy").problem
+        whole = Span(0, problem.key_length)
+        assert narrowed(problem, whole) == problem
 
 
 @pytest.mark.parametrize("name", BANDS)
