@@ -48,8 +48,7 @@ class Fused(Kernel):
         "query_offset", "query_offset_array", "scale", "sinks", "softcap", "value_size", "window",
     })}  # fmt: skip
     # A weight of 0 is multiplied by the value of the masked key, which may be NaN.
-    poison_safe = False
-    rounds_once = False
+    promises = frozenset()
     takes_empty = False
     tile = 2**26
 

@@ -39,8 +39,7 @@ class JaxCudnn(Kernel):
         "batch_broadcast", "bias", "causal", "grouped_heads", "mask", "query_offset", "scale",
         "window",
     })  # fmt: skip
-    poison_safe = False
-    rounds_once = False
+    promises = frozenset()
     takes_empty = False
     takes_band = True
     devices = frozenset({"cuda"})

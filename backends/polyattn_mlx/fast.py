@@ -35,8 +35,7 @@ class Fast(Kernel):
         "scale", "sinks", "value_size", "window",
     })  # fmt: skip
     # The weight 0 of a masked key is multiplied by its value, which may be NaN.
-    poison_safe = False
-    rounds_once = False
+    promises = frozenset()
     takes_empty = False
     takes_band = True
 

@@ -82,7 +82,7 @@ class Operator(Kernel):
         "value_size", "window",
     })  # fmt: skip
     # Every runtime multiplies the weight 0 of a masked key by its value, which may be NaN.
-    poison_safe: ClassVar[bool] = False
+    promises = Kernel.promises - {"poison_safe"}
     takes_empty: ClassVar[bool] = False  # runtimes refuse empty arrays
     takes_band: ClassVar[bool] = True
 

@@ -73,7 +73,7 @@ class KernelNode(AutogradNode):
         dtype, operands = getattr(torch, problem.dtype), self._operands(tensors)
         query, key, value = (x.to(dtype) for x in (operands.query, operands.key, operands.value))
         operands = operands._replace(query=query, key=key, value=value)
-        if self._kernel.poison_safe:
+        if "poison_safe" in self._kernel.promises:
             results: Any = self._kernel(problem, operands, self._backend)
         else:
             results = Backend.run(self._backend, self._kernel, problem, operands)

@@ -31,7 +31,7 @@ def calls_by_lengths(
         offsets = x.query_offset.reshape(-1).tolist()  # type: ignore[union-attr]
     is_one = len({*numbers}) == len({*offsets}) == 1
     size = problem.key_heads * longest * (problem.head_size + problem.value_size)
-    share = kernel.poison_safe or size <= MANY_NUMBERS or min(numbers) == 0
+    share = "poison_safe" in kernel.promises or size <= MANY_NUMBERS or min(numbers) == 0
     if not is_one and (share or len(problem.batch) != 1 or problem.features - _OF_AN_ITEM):
         return _declared(kernel, problem, x, [_cut(problem, x, longest)])
     if is_one:
@@ -60,7 +60,7 @@ def _lengths(kernel: Kernel, problem: Problem, x: Operands, backend: Backend) ->
     lengths = getattr(mask, "first_keys", None)
     if lengths is None or x.bias is not None:
         return None
-    goes_by_lengths = kernel.batch_invariant or x.block_table is not None
+    goes_by_lengths = "batch_invariant" in kernel.promises or x.block_table is not None
     if goes_by_lengths or kernel.compiles or problem.transforms or 0 in problem.batch:
         return None
     arrays = [one for one in (lengths, x.query_offset) if isinstance(one, torch.Tensor)]

@@ -52,8 +52,7 @@ class Sdpa(Kernel):
         "mask_expression", "query_offset", "query_offset_array", "scale", "value_size", "window",
     })  # fmt: skip
     # torch multiplies a masked key's weight 0 by its value, which may be NaN.
-    poison_safe = False
-    rounds_once = False
+    promises = frozenset()
     takes_band = True
 
     def reasons_against(self, problem: Problem) -> list[str]:

@@ -10,7 +10,14 @@ from typing import Generic, TypeVar
 from polyattn._base.arguments import did_you_mean
 from polyattn._core.call.features import DERIVATIVES
 from polyattn._dispatch.entries import Entry
-from polyattn.plugin import CONTRACT_VERSION, FEATURES, BackendSpec, Kernel, KernelSpec
+from polyattn.plugin import (
+    CONTRACT_VERSION,
+    FEATURES,
+    PROMISES,
+    BackendSpec,
+    Kernel,
+    KernelSpec,
+)
 
 _VERSION = f"this polyattn has version {CONTRACT_VERSION} of the plugin contract"
 Spec = TypeVar("Spec", BackendSpec, KernelSpec)
@@ -89,14 +96,15 @@ def flaw(kernel: Kernel) -> str | None:
     if not isinstance(of_derivatives, Mapping) or of_derivatives.keys() - DERIVATIVES.keys():
         names = " and ".join(map(repr, DERIVATIVES))
         return f"must map {names} to the features it differentiates; got {of_derivatives!r}"
-    known = FEATURES.keys() - DERIVATIVES.keys()
-    for features in (kernel.features, *of_derivatives.values()):
-        if not isinstance(features, Set):
-            return f"must declare its features as a set; got {features!r}"
-        for feature in sorted(features - known):
-            if feature in DERIVATIVES:
-                return f"must declare {feature!r} in differentiates, not in features"
-            return f"declares an unknown feature {feature!r}{did_you_mean(feature, known)}"
+    of_calls = FEATURES.keys() - DERIVATIVES.keys()
+    declared = [("feature", of_calls, x) for x in (kernel.features, *of_derivatives.values())]
+    for kind, known, words in (*declared, ("promise", PROMISES.keys(), kernel.promises)):
+        if not isinstance(words, Set):
+            return f"must declare its {kind}s as a set; got {words!r}"
+        for name in sorted(words - known):
+            if name in DERIVATIVES:
+                return f"must declare {name!r} in differentiates, not in {kind}s"
+            return f"declares an unknown {kind} {name!r}{did_you_mean(name, known)}"
     for derivative in of_derivatives:
         method = getattr(kernel, derivative)
         if getattr(method, "__func__", None) is getattr(Kernel, derivative):

@@ -177,7 +177,8 @@ def _try_candidates(
             if explains:
                 notes: list[str | None] = [_COPIES_PAGES] if own is not placement.problem else []
                 notes += [] if band is None else [band.note]
-                notes.append(None if kernel.reads_selections else dense_note(problem))
+                reads = "reads_selections" in kernel.promises
+                notes.append(None if reads else dense_note(problem))
                 candidate = _described(candidate, kernel, seen, notes, runs=runs)
             candidates.append(candidate)
             if runs and not explains:
@@ -297,8 +298,8 @@ def _automatic(kernels: Sequence[Kernel], problem: Problem) -> Sequence[Kernel]:
         return [kernel for kernel in kernels if not isinstance(kernel, Gathered)]
     if why_many(problem) is not None:
         return kernels
-    reads = [kernel for kernel in kernels if kernel.reads_selections]
-    return [*reads, *(kernel for kernel in kernels if not kernel.reads_selections)]
+    reads = [kernel for kernel in kernels if "reads_selections" in kernel.promises]
+    return [*reads, *(kernel for kernel in kernels if kernel not in reads)]
 
 
 def _expanded(names: Names, library: str) -> list[tuple[str, bool]]:
