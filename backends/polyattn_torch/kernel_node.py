@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from polyattn._core.call.options import GRADIENT_ARRAYS, GRADIENT_EXPRESSIONS
 from polyattn.plugin import (
     Backend,
     Cotangents,
@@ -29,7 +30,7 @@ from polyattn.plugin import (
     Tangents,
     undeclared,
 )
-from polyattn.plugin.internal import GRADIENT_ARRAYS, GRADIENT_EXPRESSIONS, unrounded
+from polyattn.plugin.backend import unrounded
 from polyattn_torch.autograd import (
     AutogradNode,
     GradientRequest,
