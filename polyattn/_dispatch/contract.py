@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping, Set
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Set
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from polyattn._base.arguments import did_you_mean
@@ -14,6 +14,7 @@ from polyattn.plugin import (
     CONTRACT_VERSION,
     FEATURES,
     PROMISES,
+    Backend,
     BackendSpec,
     Kernel,
     KernelSpec,
@@ -25,28 +26,43 @@ Spec = TypeVar("Spec", BackendSpec, KernelSpec)
 
 @dataclass
 class Plugin(Generic[Spec]):
-    """The spec that an entry point names, or the reason why there is none."""
+    """The spec that an entry point names, or the reason why there is none, and what it brings."""
 
     name: str
     distribution: str
     spec: Spec | None = None
     failure: str | None = None
     allowed: bool = False  # to run unnamed
+    backend: Backend | None = None  # once loaded
+    joined: dict[str, tuple[str, ...]] = field(default_factory=dict)  # kernels, by the backend
+    absent: dict[str, str] = field(default_factory=dict)  # why they did not join, by the backend
 
-    def read(self, entry: Entry, owner: str | None, kind: type[Spec]) -> None:
-        """Read the spec, unless a distribution owns the name, or the user leaves the plugin out."""
-        if owner is not None:
-            self.name = f"{entry.name} ({entry.distribution})"
-            self.failure = entry.flaw or (
+
+def read(
+    entries: Iterable[Entry], kind: type[Spec], owners: dict[str, str]
+) -> dict[str, Plugin[Spec]]:
+    """Return the plugins at entry points by name: of two with one name, the first has it.
+
+    `owners` has the names that are taken before, each with its distribution.
+    """
+    plugins: dict[str, Plugin[Spec]] = {}
+    for entry in entries:
+        plugin: Plugin[Spec] = Plugin(entry.name, entry.distribution)
+        if owner := owners.get(entry.name):
+            plugin.name = f"{entry.name} ({entry.distribution})"
+            plugin.failure = entry.flaw or (
                 f"its name {entry.name!r} is taken already, by {owner}: rename one, or uninstall it"
             )
-            return
-        self.allowed, self.failure = entry.standing()
-        spec = self.failure or read_spec(entry, kind)
-        if isinstance(spec, str):
-            self.failure = spec
         else:
-            self.spec = spec
+            plugin.allowed, left_out = entry.standing()
+            spec = left_out or read_spec(entry, kind)
+            if isinstance(spec, str):
+                plugin.failure = spec
+            else:
+                plugin.spec = spec
+        plugins.setdefault(plugin.name, plugin)
+        owners.setdefault(plugin.name, plugin.distribution)
+    return plugins
 
 
 def read_spec(entry: Entry, kind: type[Spec]) -> Spec | str:

@@ -162,7 +162,7 @@ def _try_candidates(
             continue
         absent, tries = _in_order(name, placement.kernels, choice, problem)
         candidates += absent
-        withheld = _withheld(name)
+        withheld = dict(extensions.withheld(name.partition(":")[0]))
         for kernel, is_named in tries:
             own = _for_kernel(kernel, placement.problem)
             why = None if is_named else withheld.get(kernel.name)
@@ -229,12 +229,6 @@ def _placement(
     if _lacks_derivative(call, problem, placement):
         return Candidate(name, None, "refused", (_NO_DERIVATIVE,))
     return placement
-
-
-def _withheld(backend: str) -> dict[str, str]:
-    """Return the kernels that do not run unnamed, by name, each with the reason."""
-    joined = extensions.plugins(backend.partition(":")[0])
-    return {kernel: not_allowed(plugin) for kernel, plugin, is_allowed in joined if not is_allowed}
 
 
 def _lacks_derivative(call: Call, problem: Problem, placement: Placement) -> bool:
