@@ -16,7 +16,7 @@ import polyattn_onnx
 import polyattn_onnxruntime
 import polyattn_torch
 from polyattn._dispatch import registry
-from polyattn.plugin import FEATURES, BackendSpec, Kernel
+from polyattn.plugin import FEATURES, PROMISES, BackendSpec, Kernel
 
 PAGE = Path(__file__).with_name("capabilities.md")
 NATIVE = PAGE.parents[1] / "backends" / "polyattn_native"
@@ -31,13 +31,6 @@ SPECS = (
     polyattn_onnxruntime.SPEC,
 )
 YES = "●"
-PROMISES = {
-    "poison_safe": "NaN or ±inf in a masked key or value leaves the row unchanged",
-    "rounds_once": "gradients keep the digits of float32 where keys have much in common",
-    "batch_invariant": "a batch item has the same bits with and without other items",
-    "cut_invariant": "a row has the same bits, however its sequence is cut",
-    "deterministic": "the same call twice gives the same bits",
-}
 INTRO = """# Capabilities: what each kernel computes
 
 `python docs/capabilities.py` writes this page from what the kernels declare, and `polyattn check`
@@ -72,9 +65,7 @@ def imported(path: str) -> Any:
 
 def cell(kernel: Kernel, feature: str) -> str:
     """Return a mark if a kernel has a feature or promise, or the devices where it does."""
-    if feature in PROMISES:
-        return YES if getattr(kernel, feature) else ""
-    if feature not in kernel.features | kernel.differentiates.keys():
+    if feature not in kernel.features | kernel.differentiates.keys() | kernel.promises:
         return ""
     return ", ".join(sorted(kernel.only_on.get(feature, (YES,))))
 

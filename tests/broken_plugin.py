@@ -234,8 +234,12 @@ def coarse(dense, p, x, backend):
 
 
 OTHERS = [
-    Sabotaged("batchy", batchy, batch_invariant=True),
-    Sabotaged("uncut", lambda dense, *given: dense(*given), cut_invariant=True),
+    Sabotaged("batchy", batchy, promises=Dense.promises | {"batch_invariant"}),
+    Sabotaged(
+        "uncut",
+        lambda dense, *given: dense(*given),
+        promises=Dense.promises | {"cut_invariant"},
+    ),
     *[
         Sabotaged(sabotage.__name__, sabotage)
         for sabotage in (

@@ -44,9 +44,8 @@ ROOMS = {
     "cli": {"_base", "_dispatch", "__init__", "run", "bench", "conformance", "export"},
     "__main__": {"run", "cli"},
 }  # fmt: skip
-#: What any plugin imports, and what those of polyattn's own wheel import beside it.
+#: What any plugin imports.
 CONTRACT = {"polyattn.plugin", "polyattn.plugin.dense"}
-INTERNAL = "polyattn.plugin.internal"
 #: Modules from elsewhere that a room may import beside the standard library.
 OUTSIDE = {
     "_base.arrays": {"array_api_compat"},
@@ -151,12 +150,14 @@ def test_there_is_no_circle():
         graph = {module: below for module, below in graph.items() if module not in leaves}
 
 
-def test_a_plugin_imports_the_contract_only_and_reads_no_private_name_of_the_core():
+def test_our_plugins_import_the_contract_and_what_it_imports_and_read_no_private_name():
+    contract = set(importlib.import_module("polyattn.plugin").__all__)
     core = "\n".join(x.read_text(encoding="utf-8") for x in (ROOT / "_core" / "tiles").glob("*.py"))
     for file in BACKENDS.rglob("*.py"):
         for module, name in imports_of(file):
             if module.partition(".")[0] == "polyattn":
-                assert module in CONTRACT | {INTERNAL}, f"{file}: {module} {name}"
+                assert room_of(module, name) in ROOMS["plugin"] | {"plugin"}, f"{file}: {module}"
+                assert module in CONTRACT or name not in contract, f"{file}: {module} {name}"
         attributes = {node.attr for node in nodes_of(file) if isinstance(node, ast.Attribute)}
         own = {node.name for node in nodes_of(file) if isinstance(node, ast.FunctionDef)}
         private = {name for name in attributes - own if name[0] == "_" != name[1]}
@@ -172,12 +173,9 @@ def test_other_distributions_import_the_contract_alone():
         assert ours <= CONTRACT, file
 
 
-def test_the_contract_is_short_and_what_is_internal_is_imported():
-    contract, internal = (importlib.import_module(m).__all__ for m in ("polyattn.plugin", INTERNAL))
-    assert len(set(contract)) == len(contract) <= 42
-    imported = {n for x in BACKENDS.rglob("*.py") for m, n in imports_of(x) if m == INTERNAL}
-    assert imported == set(internal)
-    assert not imported & set(contract)
+def test_the_contract_is_short():
+    contract = importlib.import_module("polyattn.plugin").__all__
+    assert len(set(contract)) == len(contract) <= 43
 
 
 def test_the_words_of_the_glossary_are_names_in_the_code():

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 import cupy
 
+from polyattn._core.tiles.visibility import why_too_large
 from polyattn.plugin import (
     Array,
     Backend,
@@ -21,7 +22,6 @@ from polyattn.plugin import (
     Problem,
     Residuals,
 )
-from polyattn.plugin.internal import why_too_large
 from polyattn_cupy import softmax_cuda
 from polyattn_cupy.arrays import empty_result
 from polyattn_cupy.fused_gradients import gradients
@@ -48,8 +48,7 @@ class Fused(Kernel):
         "query_offset", "query_offset_array", "scale", "sinks", "softcap", "value_size", "window",
     })}  # fmt: skip
     # A weight of 0 is multiplied by the value of the masked key, which may be NaN.
-    poison_safe = False
-    rounds_once = False
+    promises = frozenset()
     takes_empty = False
     tile = 2**26
 

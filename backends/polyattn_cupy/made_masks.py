@@ -7,8 +7,8 @@ from functools import lru_cache
 import array_api_compat.numpy as xp
 import numpy as np
 
+from polyattn._core.tiles.visibility import made_shape
 from polyattn.plugin import Backend, Operands, Problem, visible_keys
-from polyattn.plugin.internal import made_shape
 
 
 @lru_cache(maxsize=256)

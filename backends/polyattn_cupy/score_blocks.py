@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import cupy
 import numpy as np
 
+from polyattn._core.tiles.visibility import score_axes
 from polyattn.plugin import Array, Operands, Problem, Span, band, column_span, one_batch_axis
-from polyattn.plugin.internal import score_axes
 from polyattn_cupy import softmax_cuda
 from polyattn_cupy.products import Matrices
 

@@ -9,6 +9,7 @@ import array_api_compat.dask.array as xp
 import dask.array as da
 import numpy as np
 
+from polyattn._base.arrays import library_of
 from polyattn.plugin import (
     Array,
     Backend,
@@ -19,7 +20,6 @@ from polyattn.plugin import (
     Problem,
     Residuals,
 )
-from polyattn.plugin.internal import library_of
 from polyattn_dask import SPEC
 from polyattn_dask.backward import gradients
 from polyattn_dask.chunk_weights import weights

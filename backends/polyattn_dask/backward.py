@@ -19,8 +19,8 @@ from __future__ import annotations
 import operator
 from typing import Any, NamedTuple
 
+from polyattn._core.call.options import OPTIONS
 from polyattn.plugin import Cotangents, Gradients, Operands, Problem, Residuals
-from polyattn.plugin.internal import OPTIONS
 from polyattn_dask.cut import Cut, cut
 from polyattn_dask.grid import Axes, Chunks, key_axis
 from polyattn_dask.layer import Layer, Place, Task

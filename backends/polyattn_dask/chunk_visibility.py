@@ -10,9 +10,9 @@ from typing import Any
 import array_api_compat.numpy as xp
 import numpy as np
 
+from polyattn._base.slices import Slice
 from polyattn.plugin import Mask, Operands, Problem, Span, TileQuery, column_span
 from polyattn.plugin import combined_mask as combined
-from polyattn.plugin.internal import Slice
 from polyattn_dask.grid import Grid, Index, axes_along, axes_of
 
 

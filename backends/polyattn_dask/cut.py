@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 from typing import Any, NamedTuple
 
+from polyattn._base.slices import Slice
+from polyattn._core.call.parts import map_arrays, options_of
 from polyattn.plugin import Array, Expression, Operands, Problem
-from polyattn.plugin.internal import Slice, map_arrays, options_of
 from polyattn_dask.chunk_visibility import ChunkVisibility
 from polyattn_dask.grid import (
     Axes,

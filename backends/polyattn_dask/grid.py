@@ -12,8 +12,10 @@ from typing import Any, NamedTuple
 
 import dask.array as da
 
+from polyattn._base.slices import Slice
+from polyattn._core.call.options import OPTIONS
+from polyattn._core.expressions.parts import Part, axes_of_last
 from polyattn.plugin import Problem, Span
-from polyattn.plugin.internal import OPTIONS, Part, Slice, axes_of_last
 
 Chunks = tuple[tuple[int, ...], ...]
 #: The axis of the grid that each axis of an array follows: the number of a batch axis, H, L, S, G

@@ -16,8 +16,10 @@ from typing import Any, NamedTuple
 
 from array_api_compat import array_namespace, device
 
+from polyattn._base.slices import Slice
+from polyattn._core.call.parts import map_arrays, options_of_part
+from polyattn._core.expressions.parts import Part
 from polyattn.plugin import Array, Expression, Gradients
-from polyattn.plugin.internal import Part, Slice, map_arrays, options_of_part
 
 Blocks = Sequence[Array]
 

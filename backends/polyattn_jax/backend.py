@@ -20,8 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
+from polyattn._core.tiles.online_softmax import or_zero
 from polyattn.plugin import Array, Backend, native
-from polyattn.plugin.internal import or_zero
 from polyattn_jax.cudnn import JaxCudnn
 from polyattn_jax.devices import all_devices, device_of
 from polyattn_jax.forward import visible_product

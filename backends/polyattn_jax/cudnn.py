@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from polyattn._core.tiles.visibility import band_from, finite_bias
 from polyattn.plugin import (
     Array,
     Backend,
@@ -24,7 +25,6 @@ from polyattn.plugin import (
     empty_rows,
     visible_keys,
 )
-from polyattn.plugin.internal import band_from, finite_bias
 from polyattn_jax.devices import default_kind
 
 # The score of a masked key: far below all scores, and finite, since cuDNN subtracts it from itself.
@@ -39,8 +39,7 @@ class JaxCudnn(Kernel):
         "batch_broadcast", "bias", "causal", "grouped_heads", "mask", "query_offset", "scale",
         "window",
     })  # fmt: skip
-    poison_safe = False
-    rounds_once = False
+    promises = frozenset()
     takes_empty = False
     takes_band = True
     devices = frozenset({"cuda"})

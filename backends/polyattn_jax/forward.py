@@ -9,15 +9,9 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
+from polyattn._core.tiles.axes import fold_heads, unfold_heads
+from polyattn._core.tiles.online_softmax import SoftmaxState, initial_state, normalize, or_zero
 from polyattn.plugin import Array, Operands, Problem, Span
-from polyattn.plugin.internal import (
-    SoftmaxState,
-    fold_heads,
-    initial_state,
-    normalize,
-    or_zero,
-    unfold_heads,
-)
 from polyattn_jax.mesh import all_finite
 from polyattn_jax.tile import finite, materialized, product, scaled_query, tile_scores
 from polyattn_jax.tile_loops import LoopBody, Rows, TileArrays, over_tiles

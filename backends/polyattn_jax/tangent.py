@@ -15,8 +15,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from polyattn._core.tiles.axes import fold_heads, unfold_heads
+from polyattn._core.tiles.online_softmax import or_zero
 from polyattn.plugin import Array, Operands, Problem, Residuals, with_rank
-from polyattn.plugin.internal import fold_heads, or_zero, unfold_heads
 from polyattn_jax.explicit import arrays_of, with_arrays
 from polyattn_jax.forward import visible_product
 from polyattn_jax.tile import (

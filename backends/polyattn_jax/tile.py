@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from polyattn._core.tiles.axes import fold_heads, unfold_heads
 from polyattn.plugin import (
     Array,
     BackendPrimitives,
@@ -23,7 +24,6 @@ from polyattn.plugin import (
     Span,
     with_rank,
 )
-from polyattn.plugin.internal import fold_heads, unfold_heads
 from polyattn_jax.explicit import Explicit
 
 # Entries of vectors that a similarity sums at a time.

@@ -12,8 +12,9 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from polyattn._base.arrays import library_of
+from polyattn._core.tiles.online_softmax import or_zero
 from polyattn.plugin import Array, Backend, Operands, Problem
-from polyattn.plugin.internal import library_of, or_zero
 from polyattn_mlx.fast import Fast
 
 

@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import mlx.core as mx
 
+from polyattn._core.tiles.visibility import band_from, score_axes
 from polyattn.plugin import (
     Array,
     Backend,
@@ -21,7 +22,6 @@ from polyattn.plugin import (
     one_batch_axis,
     visible_keys,
 )
-from polyattn.plugin.internal import band_from, score_axes
 
 
 class Fast(Kernel):
@@ -35,8 +35,7 @@ class Fast(Kernel):
         "scale", "sinks", "value_size", "window",
     })  # fmt: skip
     # The weight 0 of a masked key is multiplied by its value, which may be NaN.
-    poison_safe = False
-    rounds_once = False
+    promises = frozenset()
     takes_empty = False
     takes_band = True
 

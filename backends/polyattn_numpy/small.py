@@ -21,7 +21,7 @@ class Small(Kernel):
     features = frozenset({
         "causal", "grouped_heads", "logsumexp", "query_offset", "scale", "value_size",
     })  # fmt: skip
-    batch_invariant = True
+    promises = Kernel.promises | {"batch_invariant"}
     takes_empty = False
 
     def reasons_against(self, problem: Problem) -> list[str]:

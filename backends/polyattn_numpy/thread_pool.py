@@ -19,8 +19,8 @@ from weakref import WeakSet
 
 from threadpoolctl import ThreadpoolController
 
+from polyattn._base.forks import forkable_lock
 from polyattn.plugin import CUT_BY_FORK, progress
-from polyattn.plugin.internal import forkable_lock
 
 T = TypeVar("T")
 

@@ -56,7 +56,7 @@ class NumpyTiled(Kernel):
         "mask_mod", "query_offset", "query_offset_array", "scale", "score_expression", "score_mod",
         "similarity", "sinks", "softcap", "value_size", "window",
     })}  # fmt: skip
-    batch_invariant = True
+    promises = Kernel.promises | {"batch_invariant"}
     tile = 2**18
     counts_far = frozenset({"causal", "window"})
 

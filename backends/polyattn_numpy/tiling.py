@@ -33,8 +33,8 @@ from functools import lru_cache
 from itertools import product
 from typing import Any, NamedTuple
 
+from polyattn._core.tiles.band import full_span, is_full
 from polyattn.plugin import Array, Problem, Span, column_span, thread_count
-from polyattn.plugin.internal import full_span, is_full
 from polyattn_numpy import thread_pool
 
 Region = tuple[Span, Span]

@@ -10,8 +10,8 @@ import spox
 import spox.opset.ai.onnx.v21 as op
 import spox.opset.ai.onnx.v24 as op24
 
+from polyattn._base.arrays import length_of, library_of
 from polyattn.plugin import Array, Backend, Kernel, Operands, Problem, Residuals, Tangents, native
-from polyattn.plugin.internal import length_of, library_of
 from polyattn_onnx.model import model_of
 from polyattn_onnx.operator import Operator
 

@@ -8,6 +8,8 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
+from polyattn._base.arrays import length_of
+from polyattn._core.tiles.visibility import made_shape, score_axes, why_too_large
 from polyattn.plugin import (
     Array,
     CachePadding,
@@ -22,7 +24,6 @@ from polyattn.plugin import (
     visible_keys,
     with_rank,
 )
-from polyattn.plugin.internal import length_of, made_shape, score_axes, why_too_large
 
 #: The first opset with the input nonpad_kv_seqlen, and the first with the attributes of windows.
 COUNTS, WINDOWS = 24, 25
@@ -82,7 +83,7 @@ class Operator(Kernel):
         "value_size", "window",
     })  # fmt: skip
     # Every runtime multiplies the weight 0 of a masked key by its value, which may be NaN.
-    poison_safe: ClassVar[bool] = False
+    promises = Kernel.promises - {"poison_safe"}
     takes_empty: ClassVar[bool] = False  # runtimes refuse empty arrays
     takes_band: ClassVar[bool] = True
 

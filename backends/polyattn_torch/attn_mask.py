@@ -11,8 +11,8 @@ import math
 import array_api_compat.torch as xp
 import torch
 
+from polyattn._core.tiles.visibility import band_from, made_shape, score_axes
 from polyattn.plugin import Indices, Operands, Problem, Span, band, column_span, visible_keys
-from polyattn.plugin.internal import band_from, made_shape, score_axes
 
 
 def is_square_causal(problem: Problem) -> bool:

@@ -170,7 +170,7 @@ class TorchBackend(Backend):
             recorded = node_of(kernel, problem, operands, self)
             if recorded is not None:
                 return run_node(*recorded, problem)
-        if problem.mask_spec is not None and not kernel.poison_safe:
+        if problem.mask_spec is not None and "poison_safe" not in kernel.promises:
             return super().run(kernel, problem, operands)
         return kernel(problem, operands, self)
 

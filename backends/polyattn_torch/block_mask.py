@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
+from polyattn._core.tiles.visibility import score_axes
 from polyattn.plugin import Backend, Mask, Operands, PointIndices, Problem, TileGrid
-from polyattn.plugin.internal import score_axes
 
 #: Rows and keys of a tile: FlexAttention's default, a multiple of its CUDA kernels' tiles.
 TILE = 128

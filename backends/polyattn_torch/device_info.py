@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from polyattn.plugin.internal import constant_when_traced
+from polyattn._base.tracing import constant_when_traced
 
 
 class DeviceInfo(NamedTuple):

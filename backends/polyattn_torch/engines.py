@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from polyattn._base.tracing import constant_when_traced
 from polyattn.plugin import Problem, Span, band, column_span
-from polyattn.plugin.internal import constant_when_traced
 from polyattn_torch.attn_mask import as_bias, is_square_causal
 from polyattn_torch.device_info import DeviceInfo
 from polyattn_torch.workarounds import EngineInputs, padded

@@ -39,8 +39,7 @@ class Paged(Kernel):
     })  # fmt: skip
     devices = frozenset({"cuda"} if _flash is not None else ())
     # A weight of 0 meets the value of a key that a window hides.
-    poison_safe = False
-    rounds_once = False
+    promises = frozenset()
     takes_empty = False
 
     def reasons_against(self, problem: Problem) -> list[str]:

@@ -56,8 +56,7 @@ class Flex(Kernel):
         "score_expression", "softcap", "value_size", "window",
     })  # fmt: skip
     only_on: ClassVar[Mapping[str, frozenset[str]]] = {"logsumexp": frozenset({"cuda"})}
-    poison_safe = False
-    rounds_once = False
+    promises = frozenset()
     takes_empty = False
     compiles = True
 

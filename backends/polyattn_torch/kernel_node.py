@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from polyattn._core.call.options import GRADIENT_ARRAYS, GRADIENT_EXPRESSIONS
 from polyattn.plugin import (
     Backend,
     Cotangents,
@@ -29,7 +30,7 @@ from polyattn.plugin import (
     Tangents,
     undeclared,
 )
-from polyattn.plugin.internal import GRADIENT_ARRAYS, GRADIENT_EXPRESSIONS, unrounded
+from polyattn.plugin.backend import unrounded
 from polyattn_torch.autograd import (
     AutogradNode,
     GradientRequest,
@@ -73,7 +74,7 @@ class KernelNode(AutogradNode):
         dtype, operands = getattr(torch, problem.dtype), self._operands(tensors)
         query, key, value = (x.to(dtype) for x in (operands.query, operands.key, operands.value))
         operands = operands._replace(query=query, key=key, value=value)
-        if self._kernel.poison_safe:
+        if "poison_safe" in self._kernel.promises:
             results: Any = self._kernel(problem, operands, self._backend)
         else:
             results = Backend.run(self._backend, self._kernel, problem, operands)

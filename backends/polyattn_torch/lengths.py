@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
+from polyattn._core.call.narrowed import SEPARABLE, narrowed
 from polyattn.plugin import Backend, Kernel, Operands, Problem, Span
-from polyattn.plugin.internal import SEPARABLE, narrowed
 from polyattn_torch.derived import derived
 
 # The items of a ragged batch with more numbers have a call each: a copy with the padding zeroed,
@@ -57,7 +57,12 @@ def _first_keys(x: Operands, length: int) -> Operands:
 def _has_one_call(kernel: Kernel, problem: Problem, numbers: list[int], longest: int) -> bool:
     """Return whether items of several lengths have one call."""
     size = problem.key_heads * longest * (problem.head_size + problem.value_size)
-    if kernel.poison_safe or size <= MANY_NUMBERS or min(numbers) == 0 or len(problem.batch) != 1:
+    if (
+        "poison_safe" in kernel.promises
+        or size <= MANY_NUMBERS
+        or min(numbers) == 0
+        or len(problem.batch) != 1
+    ):
         return True
     return "batch_broadcast" in problem.features or not problem.features <= SEPARABLE
 
@@ -68,7 +73,7 @@ def _lengths(kernel: Kernel, problem: Problem, x: Operands, backend: Backend) ->
     lengths = getattr(mask, "first_keys", None)
     if lengths is None or x.bias is not None:
         return None
-    goes_by_lengths = kernel.batch_invariant or x.block_table is not None
+    goes_by_lengths = "batch_invariant" in kernel.promises or x.block_table is not None
     if goes_by_lengths or kernel.compiles or problem.transforms or 0 in problem.batch:
         return None
     arrays = [array for array in (lengths, x.query_offset) if isinstance(array, torch.Tensor)]

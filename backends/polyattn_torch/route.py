@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 from torch.compiler import is_compiling
 
+from polyattn._core.call.narrowed import narrowed
 from polyattn.plugin import Problem, Span
-from polyattn.plugin.internal import narrowed
 from polyattn_torch.attn_mask import is_square_causal, needs_band, seen_keys
 from polyattn_torch.device_info import DeviceInfo, describe_device
 from polyattn_torch.engines import EFFICIENT, FLASH, WITH_LOGSUMEXP, TorchEngine

@@ -11,6 +11,8 @@ import math
 
 import torch.nn.functional as F
 
+from polyattn._core.tiles.axes import reason_against_batch
+from polyattn._core.tiles.visibility import visible_scores, why_too_large
 from polyattn.plugin import (
     Array,
     Backend,
@@ -20,7 +22,6 @@ from polyattn.plugin import (
     may_have_empty_rows,
     one_batch_axis,
 )
-from polyattn.plugin.internal import reason_against_batch, visible_scores, why_too_large
 from polyattn_torch.attn_mask import attn_mask, made_mask
 from polyattn_torch.device_info import describe_device
 from polyattn_torch.engine_report import report_engine
@@ -52,8 +53,7 @@ class Sdpa(Kernel):
         "mask_expression", "query_offset", "query_offset_array", "scale", "value_size", "window",
     })  # fmt: skip
     # torch multiplies a masked key's weight 0 by its value, which may be NaN.
-    poison_safe = False
-    rounds_once = False
+    promises = frozenset()
     takes_band = True
 
     def reasons_against(self, problem: Problem) -> list[str]:

@@ -13,8 +13,8 @@ from typing import Any
 import array_api_compat.torch as xp
 import torch
 
+from polyattn._base.tracing import constant_when_traced
 from polyattn.plugin import Backend, Kernel, Operands, Problem
-from polyattn.plugin.internal import constant_when_traced
 
 #: The kinds of device that are tested.
 TESTED = frozenset({"mps"})

@@ -55,7 +55,7 @@ def planned_call(
     at, problem = plan.placement.backend, plan.placement.problem
     is_copied = call.block_table is not None and "block_table" not in problem.features
     # A kernel whose bits do not depend on the batch gets no other keys by its longest item.
-    if is_copied and at and not (plan.placement.moved or plan.kernel.batch_invariant):
+    if is_copied and at and not (plan.placement.moved or "batch_invariant" in plan.kernel.promises):
         numbers = operands.key_lengths, operands.block_table
         if at.is_eager(operands.query) and at.is_plain(*numbers):
             cut, operands = on_used_pages(call, operands)

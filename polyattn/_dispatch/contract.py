@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping, Set
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Set
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from polyattn._base.arguments import did_you_mean
 from polyattn._core.call.features import DERIVATIVES
 from polyattn._dispatch.entries import Entry
-from polyattn.plugin import CONTRACT_VERSION, FEATURES, BackendSpec, Kernel, KernelSpec
+from polyattn.plugin import (
+    CONTRACT_VERSION,
+    FEATURES,
+    PROMISES,
+    Backend,
+    BackendSpec,
+    Kernel,
+    KernelSpec,
+)
 
 _VERSION = f"this polyattn has version {CONTRACT_VERSION} of the plugin contract"
 Spec = TypeVar("Spec", BackendSpec, KernelSpec)
@@ -18,28 +26,43 @@ Spec = TypeVar("Spec", BackendSpec, KernelSpec)
 
 @dataclass
 class Plugin(Generic[Spec]):
-    """The spec that an entry point names, or the reason why there is none."""
+    """The spec that an entry point names, or the reason why there is none, and what it brings."""
 
     name: str
     distribution: str
     spec: Spec | None = None
     failure: str | None = None
     allowed: bool = False  # to run unnamed
+    backend: Backend | None = None  # once loaded
+    joined: dict[str, tuple[str, ...]] = field(default_factory=dict)  # kernels, by the backend
+    absent: dict[str, str] = field(default_factory=dict)  # why they did not join, by the backend
 
-    def read(self, entry: Entry, owner: str | None, kind: type[Spec]) -> None:
-        """Read the spec, unless a distribution owns the name, or the user leaves the plugin out."""
-        if owner is not None:
-            self.name = f"{entry.name} ({entry.distribution})"
-            self.failure = entry.flaw or (
+
+def read(
+    entries: Iterable[Entry], kind: type[Spec], owners: dict[str, str]
+) -> dict[str, Plugin[Spec]]:
+    """Return the plugins at entry points by name: of two with one name, the first has it.
+
+    `owners` has the names that are taken before, each with its distribution.
+    """
+    plugins: dict[str, Plugin[Spec]] = {}
+    for entry in entries:
+        plugin: Plugin[Spec] = Plugin(entry.name, entry.distribution)
+        if owner := owners.get(entry.name):
+            plugin.name = f"{entry.name} ({entry.distribution})"
+            plugin.failure = entry.flaw or (
                 f"its name {entry.name!r} is taken already, by {owner}: rename one, or uninstall it"
             )
-            return
-        self.allowed, self.failure = entry.standing()
-        spec = self.failure or read_spec(entry, kind)
-        if isinstance(spec, str):
-            self.failure = spec
         else:
-            self.spec = spec
+            plugin.allowed, left_out = entry.standing()
+            spec = left_out or read_spec(entry, kind)
+            if isinstance(spec, str):
+                plugin.failure = spec
+            else:
+                plugin.spec = spec
+        plugins.setdefault(plugin.name, plugin)
+        owners.setdefault(plugin.name, plugin.distribution)
+    return plugins
 
 
 def read_spec(entry: Entry, kind: type[Spec]) -> Spec | str:
@@ -89,14 +112,15 @@ def flaw(kernel: Kernel) -> str | None:
     if not isinstance(of_derivatives, Mapping) or of_derivatives.keys() - DERIVATIVES.keys():
         names = " and ".join(map(repr, DERIVATIVES))
         return f"must map {names} to the features it differentiates; got {of_derivatives!r}"
-    known = FEATURES.keys() - DERIVATIVES.keys()
-    for features in (kernel.features, *of_derivatives.values()):
-        if not isinstance(features, Set):
-            return f"must declare its features as a set; got {features!r}"
-        for feature in sorted(features - known):
-            if feature in DERIVATIVES:
-                return f"must declare {feature!r} in differentiates, not in features"
-            return f"declares an unknown feature {feature!r}{did_you_mean(feature, known)}"
+    of_calls = FEATURES.keys() - DERIVATIVES.keys()
+    declared = [("feature", of_calls, x) for x in (kernel.features, *of_derivatives.values())]
+    for kind, known, words in (*declared, ("promise", PROMISES.keys(), kernel.promises)):
+        if not isinstance(words, Set):
+            return f"must declare its {kind}s as a set; got {words!r}"
+        for name in sorted(words - known):
+            if name in DERIVATIVES:
+                return f"must declare {name!r} in differentiates, not in {kind}s"
+            return f"declares an unknown {kind} {name!r}{did_you_mean(name, known)}"
     for derivative in of_derivatives:
         method = getattr(kernel, derivative)
         if getattr(method, "__func__", None) is getattr(Kernel, derivative):

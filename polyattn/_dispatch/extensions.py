@@ -7,39 +7,24 @@ backend is loaded. What is wrong with them affects nothing else; the reason is k
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 
 from polyattn._base.arguments import did_you_mean
 from polyattn._base.tracing import constant_when_traced
-from polyattn._dispatch.contract import Plugin, flaw_of, unusable
-from polyattn._dispatch.entries import Entry
+from polyattn._dispatch.contract import Plugin, flaw_of, read, unusable
+from polyattn._dispatch.entries import Entry, not_allowed
 from polyattn.plugin import Backend, Kernel, KernelSpec
 
-
-@dataclass
-class Extension(Plugin[KernelSpec]):
-    """Kernels for backends, by their spec, or the reason why there is none."""
-
-    joined: dict[str, tuple[str, ...]] = field(default_factory=dict)  # kernels, by the backend
-    absent: dict[str, str] = field(default_factory=dict)  # why they did not join, by the backend
-
-
-_extensions: list[Extension] = []
+_extensions: list[Plugin[KernelSpec]] = []
 
 
 def find(entries: Iterable[Entry], backends: Collection[str]) -> None:
-    """Read the specs at these entry points, of which the first has a name that two have."""
-    by_name: dict[str, Extension] = {}
-    for entry in entries:
-        extension = Extension(entry.name, entry.distribution)
-        owner = by_name.get(entry.name)
-        extension.read(entry, owner.distribution if owner else None, KernelSpec)
+    """Read the specs at these entry points."""
+    _extensions[:] = read(entries, KernelSpec, {}).values()
+    for extension in _extensions:
         for name in extension.spec.kernels if extension.spec else ():
             if name not in backends:
                 hint = did_you_mean(name, backends)
                 extension.absent[name] = f"no plugin provides the backend {name!r}{hint}"
-        by_name.setdefault(extension.name, extension)
-    _extensions[:] = by_name.values()
 
 
 def join(name: str, backend: Backend, closing: Sequence[str]) -> None:
@@ -83,17 +68,14 @@ def _clash(kernels: tuple[Kernel, ...], others: Sequence[str]) -> str | None:
 
 def origins(backend: str) -> dict[str, str]:
     """Return the kernels that joined a backend, each with its distribution."""
-    return {
-        kernel: one.distribution for one in _extensions for kernel in one.joined.get(backend, ())
-    }
+    return {kernel: x.distribution for x in _extensions for kernel in x.joined.get(backend, ())}
 
 
 @constant_when_traced
-def plugins(backend: str) -> tuple[tuple[str, str, bool], ...]:
-    """Return the kernels that joined a backend, each with its plugin, and if that is allowed."""
-    return tuple(
-        [(k, one.name, one.allowed) for one in _extensions for k in one.joined.get(backend, ())]
-    )
+def withheld(backend: str) -> tuple[tuple[str, str], ...]:
+    """Return the kernels that joined a backend and do not run unnamed, each with the reason."""
+    held = [extension for extension in _extensions if not extension.allowed]
+    return tuple([(k, not_allowed(x.name)) for x in held for k in x.joined.get(backend, ())])
 
 
 @constant_when_traced

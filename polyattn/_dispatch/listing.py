@@ -133,10 +133,11 @@ def _available(name: str) -> BackendInfo:
     origins = extensions.origins(name)
     faults = backend.faults()
     serves = name in registry.serving(registry.spec_of(name).namespaces[0])
-    listed = [(name, name, registry.is_allowed(name) or not serves), *extensions.plugins(name)]
+    waiting = {name: not_allowed(name)} if serves and not registry.is_allowed(name) else {}
+    waiting |= dict(extensions.withheld(name))
     return BackendInfo(
         name, True, libraries, devices, hardware, kernels, None, origins, faults,
-        tuple(f"{one}: {not_allowed(plugin)}" for one, plugin, allowed in listed if not allowed),
+        tuple(f"{kernel}: {reason}" for kernel, reason in waiting.items()),
     )  # fmt: skip
 
 

@@ -21,7 +21,7 @@ from polyattn.plugin import Backend, Kernel, undeclared
 def reasons_against(kernel: Kernel, problem: Problem) -> list[str]:
     """Return the reasons why a kernel cannot compute a problem."""
     # Without scores, a row is 0 on every kernel.
-    if problem.same_bits and not kernel.cut_invariant and 0 not in problem.scores:
+    if problem.same_bits and "cut_invariant" not in kernel.promises and 0 not in problem.scores:
         return ["it does not promise the same bits for each cut of a sequence (cut_invariant)"]
     missing = undeclared(kernel, problem.features)
     if missing is not None:

@@ -31,7 +31,7 @@ def _kernels_for(library: str) -> tuple[Kernel, ...]:
     """Return the kernels that may run unnamed on arrays of a library: a process finds them once."""
     for name in registry.serving(library):
         if registry.load(name) is None:
-            held = [kernel for kernel, _, allowed in extensions.plugins(name) if not allowed]
+            held = dict(extensions.withheld(name))
             kernels = registry.kernels_of(registry.loaded(name))
             return tuple([kernel for kernel in kernels if kernel.name not in held])
     return ()

@@ -7,15 +7,14 @@ its reason is kept for messages. All functions are safe under threads.
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
 from typing import Any
 
 from polyattn._base.arrays import is_namespace
 from polyattn._base.forks import forkable_lock, hold_during_forks
 from polyattn._base.tracing import constant_when_traced
 from polyattn._dispatch import extensions
-from polyattn._dispatch.contract import Plugin, flaw_of, unusable
-from polyattn._dispatch.entries import KERNELS, OURS, Entry, entries
+from polyattn._dispatch.contract import Plugin, flaw_of, read, unusable
+from polyattn._dispatch.entries import BACKENDS, KERNELS, OURS, Entry, entries
 from polyattn._dispatch.errors import BackendUnavailableError
 from polyattn._dispatch.standard import StandardBackend
 from polyattn._kernels.dense_kernel import Dense
@@ -30,33 +29,20 @@ _TILED = Tiled()
 _ARRAY_API_KERNELS: tuple[Kernel, ...] = (_TILED, Dense(), Gathered())
 
 
-@dataclass
-class Registered(Plugin[BackendSpec]):
-    """A plugin: its spec or the reason why it has none, and its backend once loaded."""
-
-    backend: Backend | None = None
-
-
 _lock = forkable_lock()
 hold_during_forks(_lock)
 # Filled once under the lock, and read without it: torch.compile cannot trace a lock.
-_plugins: dict[str, Registered] = {}
+_plugins: dict[str, Plugin[BackendSpec]] = {}
 _array_api: dict[str, Backend] = {}
 _warned: set[str] = set()
 
 
-def _find() -> dict[str, Registered]:
+def _find() -> dict[str, Plugin[BackendSpec]]:
     if not _plugins:
-        plugins: dict[str, Registered] = {}
-        owners = {ARRAY_API: "polyattn"}
         # polyattn's plugins first, so that no other can take their names; broken entries last.
         listed = sorted(entries(), key=_rank)
-        for entry in listed:
-            if entry.group != KERNELS:
-                plugin = Registered(entry.name, entry.distribution)
-                plugin.read(entry, owners.get(entry.name), BackendSpec)
-                plugins.setdefault(plugin.name, plugin)
-                owners.setdefault(plugin.name, plugin.distribution)
+        own = [entry for entry in listed if entry.group == BACKENDS]
+        plugins = read(own, BackendSpec, {ARRAY_API: "polyattn"})
         extensions.find([entry for entry in listed if entry.group == KERNELS], plugins)
         _plugins.update(plugins)  # at once: an interrupt leaves all or nothing
     return _plugins

@@ -162,7 +162,7 @@ def _try_candidates(
             continue
         absent, tries = _in_order(name, placement.kernels, choice, problem)
         candidates += absent
-        withheld = _withheld(name)
+        withheld = dict(extensions.withheld(name.partition(":")[0]))
         for kernel, is_named in tries:
             own = _for_kernel(kernel, placement.problem)
             why = None if is_named else withheld.get(kernel.name)
@@ -177,7 +177,8 @@ def _try_candidates(
             if explains:
                 notes: list[str | None] = [_COPIES_PAGES] if own is not placement.problem else []
                 notes += [] if band is None else [band.note]
-                notes.append(None if kernel.reads_selections else dense_note(problem))
+                reads = "reads_selections" in kernel.promises
+                notes.append(None if reads else dense_note(problem))
                 candidate = _described(candidate, kernel, seen, notes, runs=runs)
             candidates.append(candidate)
             if runs and not explains:
@@ -228,12 +229,6 @@ def _placement(
     if _lacks_derivative(call, problem, placement):
         return Candidate(name, None, "refused", (_NO_DERIVATIVE,))
     return placement
-
-
-def _withheld(backend: str) -> dict[str, str]:
-    """Return the kernels that do not run unnamed, by name, each with the reason."""
-    joined = extensions.plugins(backend.partition(":")[0])
-    return {kernel: not_allowed(plugin) for kernel, plugin, is_allowed in joined if not is_allowed}
 
 
 def _lacks_derivative(call: Call, problem: Problem, placement: Placement) -> bool:
@@ -297,8 +292,8 @@ def _automatic(kernels: Sequence[Kernel], problem: Problem) -> Sequence[Kernel]:
         return [kernel for kernel in kernels if not isinstance(kernel, Gathered)]
     if why_many(problem) is not None:
         return kernels
-    reads = [kernel for kernel in kernels if kernel.reads_selections]
-    return [*reads, *(kernel for kernel in kernels if not kernel.reads_selections)]
+    reads = [kernel for kernel in kernels if "reads_selections" in kernel.promises]
+    return [*reads, *(kernel for kernel in kernels if kernel not in reads)]
 
 
 def _expanded(names: Names, library: str) -> list[tuple[str, bool]]:

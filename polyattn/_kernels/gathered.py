@@ -50,7 +50,7 @@ class Gathered(Kernel):
         "backward": backward.DIFFERENTIATED - _OTHERS,
         "jvp": jvp.DIFFERENTIATED - _OTHERS,
     }
-    reads_selections = True
+    promises = Kernel.promises | {"reads_selections"}
     #: Numbers of keys, values and scores that are held at a time, 32 MiB of float32.
     tile = 2**23
 

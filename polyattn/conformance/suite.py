@@ -84,7 +84,7 @@ class BackendSuite:
         promises.check_sizes(target, variant, dtype)
 
     def test_deterministic(self, target: Target, variant: KernelVariant) -> None:
-        """The same call twice gives the same bits, if the kernel declares so."""
+        """The same call twice gives the same bits."""
         promises.check_determinism(target, variant, thorough=self.thorough)
 
     def test_import_hygiene(self) -> None:

@@ -174,7 +174,8 @@ def _documents(
         return None
     given = {"is_causal": rule.causal, "window": rule.window, **options}
     given["mask"] = _kept_segments(xp, query, own, key, other)
-    return given if kernel_for(*arrays, layout="...LHD", **given).skips_documents else None
+    kernel = kernel_for(*arrays, layout="...LHD", **given)
+    return given if "skips_documents" in kernel.promises else None
 
 
 _segments: dict[Any, masks.Mask] = {}  # by kind of array and sequences, which all layers share

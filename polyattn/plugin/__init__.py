@@ -64,7 +64,7 @@ from polyattn._core.tiles.band import band, column_span
 from polyattn._core.tiles.coverage import TileGrid, TileQuery, combined_mask
 from polyattn._core.tiles.indices import Indices
 from polyattn._core.tiles.visibility import cleared, empty_rows, may_have_empty_rows, visible_keys
-from polyattn.plugin.backend import Backend, Kernel, undeclared
+from polyattn.plugin.backend import PROMISES, Backend, Kernel, undeclared
 from polyattn.plugin.primitives import BackendPrimitives
 from polyattn.plugin.spec import CONTRACT_VERSION, BackendSpec, KernelSpec
 
@@ -73,8 +73,9 @@ __all__ = [  # noqa: RUF022 -- in the groups of the reference, in the order of n
     "CONTRACT_VERSION", "BackendSpec", "KernelSpec", "Backend", "BackendPrimitives",
     "native", "progress", "thread_count", "CUT_BY_FORK",
     # The kernel, and the records that it receives and returns.
-    "Kernel", "FEATURES", "Problem", "Operands", "Quantized", "Residuals", "Cotangents", "Tangents",
-    "Gradients", "Array", "undeclared", "in_one_piece", "one_batch_axis", "with_rank", "sum_to",
+    "Kernel", "FEATURES", "PROMISES", "Problem", "Operands", "Quantized", "Residuals", "Cotangents",
+    "Tangents", "Gradients", "Array", "undeclared", "in_one_piece", "one_batch_axis", "with_rank",
+    "sum_to",
     # Masks and score rules.
     "Mask", "Score", "Expression", "CachePadding", "Indices", "PointIndices", "band",
     "visible_keys", "may_have_empty_rows", "empty_rows", "cleared", "saturating_sum",

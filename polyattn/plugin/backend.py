@@ -15,6 +15,16 @@ from polyattn._core.call.problem import Problem
 from polyattn._core.tiles.visibility import without_padding
 from polyattn.plugin.primitives import BackendPrimitives
 
+#: What a kernel may promise of all its calls beside right results, each with its meaning.
+PROMISES = {
+    "poison_safe": "NaN or ±inf in a masked key or value leaves the row unchanged",
+    "rounds_once": "gradients keep the digits of float32 where keys have much in common",
+    "batch_invariant": "a batch item has the same bits with and without the others",
+    "cut_invariant": "a row has the same bits, however its sequence is cut",
+    "skips_documents": "a row of packed documents costs the keys of its document only",
+    "reads_selections": "a row costs only the keys that masks.selected or masks.blocks names",
+}
+
 
 class Kernel:
     """A way to compute attention.
@@ -33,23 +43,17 @@ class Kernel:
         The features of the calls whose derivatives it computes: under ``"backward"`` those whose
         gradients the method `backward` returns, under ``"jvp"`` those whose directional derivatives
         `jvp` returns. A derivative that is not a key is not computed at all.
-    poison_safe : bool
-        Whether NaN or ±inf in a masked key or value leaves the row unchanged. If not, `__call__`
-        gets 0 beyond the lengths of a mask.
-    rounds_once : bool
-        Whether gradients are sums in float32, or float64 for float64 inputs, that are rounded once,
-        with weights that have the bits of the forward pass. Otherwise they lose digits where keys
-        have much in common.
-    batch_invariant : bool
-        Whether a batch item's result has the same bits with and without the others.
-    cut_invariant : bool
-        Whether output and logsumexp of a row, and the gradient of its query if the kernel has one,
-        have the same bits however its sequence is cut, at least where ``Problem.same_bits`` asks
-        for it. They are then a function of its query, of the keys and values that it sees, in their
-        order, and of the options at their positions: the same in the whole call, row by row, in
-        chunks, over pages, padded, packed and in a batch.
-    deterministic : bool
-        Whether the same call twice gives the same bits.
+    promises : frozenset of str
+        Those of `PROMISES` that it keeps, by default ``"poison_safe"`` and ``"rounds_once"``.
+        Without ``"poison_safe"``, `__call__` gets 0 beyond the lengths of a mask.
+        ``"rounds_once"`` means that gradients are sums in float32, or float64 for float64 inputs,
+        that are rounded once, with weights that have the bits of the forward pass.
+        ``"cut_invariant"`` is for output and logsumexp of a row, and for the gradient of its query
+        if the kernel has one, at least where ``Problem.same_bits`` asks for it. They are then a
+        function of its query, of the keys and values that it sees, in their order, and of the
+        options at their positions: the same in the whole call, row by row, in chunks, over pages,
+        padded, packed and in a batch. A kernel with ``"reads_selections"`` comes before the others
+        where the keys that a mask names are few.
     takes_empty : bool
         Whether it takes calls with a length or size of 0; the others go to the next kernel.
     compiles : bool
@@ -64,12 +68,6 @@ class Kernel:
     takes_band : bool
         Whether a mask expression of numbers that is causal and a window over some of the keys comes
         to `__call__` as these, and only these keys.
-    skips_documents : bool
-        Whether a call over packed documents takes less time than a call for each of them: a row
-        costs the keys of its document only.
-    reads_selections : bool
-        Whether a row costs the keys that `masks.selected` and `masks.blocks` name for it only: then
-        it comes before the others where these are few.
     tile : int or None
         For a kernel that works in tiles, the largest number of scores in one. The kernel reads it
         in each call: `polyattn.conformance` sets it low on a copy, so that small arrays have many
@@ -79,19 +77,13 @@ class Kernel:
     name: ClassVar[str]
     features: ClassVar[frozenset[str]] = frozenset()
     differentiates: ClassVar[Mapping[str, frozenset[str]]] = {}
-    poison_safe: ClassVar[bool] = True
-    rounds_once: ClassVar[bool] = True
-    batch_invariant: ClassVar[bool] = False
-    cut_invariant: ClassVar[bool] = False
-    deterministic: ClassVar[bool] = True
+    promises: ClassVar[frozenset[str]] = frozenset({"poison_safe", "rounds_once"})
     takes_empty: ClassVar[bool] = True
     compiles: ClassVar[bool] = False
     devices: ClassVar[frozenset[str] | None] = None
     only_on: ClassVar[Mapping[str, frozenset[str]]] = {}
     counts_far: ClassVar[frozenset[str]] = frozenset()
     takes_band: ClassVar[bool] = False
-    skips_documents: ClassVar[bool] = False
-    reads_selections: ClassVar[bool] = False
     tile: int | None = None
 
     def reasons_against(self, problem: Problem) -> list[str]:
@@ -217,7 +209,7 @@ def unrounded(kernel: Kernel, problem: Problem) -> Problem:
 
     That is the problem in the dtype of sums, if the kernel rounds once and supports it.
     """
-    if not kernel.rounds_once or problem.dtype == problem.accumulator:
+    if "rounds_once" not in kernel.promises or problem.dtype == problem.accumulator:
         return problem
     exact = problem._replace(dtype=problem.accumulator)
     return problem if kernel.reasons_against(exact) else exact
@@ -296,7 +288,7 @@ class Backend(BackendPrimitives):
         """Run a kernel in the context of `shield`; zero the padding if it is not poison-safe."""
         with self.shield(problem, operands):
             # A node of a graph reads the memory itself: to put 0 there would copy it at each run.
-            if not kernel.poison_safe and self.computes:
+            if "poison_safe" not in kernel.promises and self.computes:
                 operands = without_padding(problem, operands, self.xp, self.zeroed)
             return kernel(problem, operands, self)
 

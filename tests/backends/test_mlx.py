@@ -167,7 +167,7 @@ def test_bools_of_the_host_are_masks(name):
 OF_NOTHING = """
 import mlx.core as mx, numpy as np
 from polyattn import attention
-from polyattn.plugin.internal import library_of
+from polyattn._base.arrays import library_of
 
 written = [mx.array(np.full(n, 7, np.float32)) + n for n in (1, 1, 2, 4) for _ in range(9)]
 mx.eval(written)

@@ -116,7 +116,7 @@ class Unsafe(Dense):
     """The formula, as a kernel that may multiply what is hidden by 0."""
 
     name = "unsafe"
-    poison_safe = False
+    promises = Dense.promises - {"poison_safe"}
 
 
 class WithoutOffsets(Unsafe):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch_devices import AMPERE, BLACKWELL, CPU, HOPPER, MPS, problem
 
-from polyattn.plugin.internal import constant_when_traced
+from polyattn._base.tracing import constant_when_traced
 from polyattn_torch import autograd
 from polyattn_torch.quirks import QUIRKS, SHORTCUTS, Workaround
 from polyattn_torch.sdpa import Sdpa

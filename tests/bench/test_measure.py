@@ -9,7 +9,7 @@ import pytest
 from optional import jax
 
 from polyattn import attention
-from polyattn._dispatch import extensions, registry
+from polyattn._dispatch import contract, extensions, registry
 from polyattn.bench import machine, measure, peaks, timing
 from polyattn.bench.contender import contenders, everything_here
 from polyattn.bench.results import BenchResults
@@ -45,7 +45,7 @@ def acme(monkeypatch):
     spec = BackendSpec(
         "acme", ("numpy",), "acme:Acme", (), "pip install acme", 3, ("cpu", "npu"), ("float32",)
     )
-    plugin = registry.Registered("acme", "acme", spec, backend=backend)
+    plugin = contract.Plugin("acme", "acme", spec, backend=backend)
     known = {name: registry._find()[name] for name in registry.names()}
     monkeypatch.setattr(registry, "_plugins", {**known, "acme": plugin})
     return backend

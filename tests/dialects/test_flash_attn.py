@@ -248,7 +248,7 @@ def test_short_sequences_are_documents_of_one_call(
 
     def that_skips(*arrays, **given):
         chosen.append(kernel_for(*arrays, **given))
-        return types.SimpleNamespace(skips_documents=True)
+        return types.SimpleNamespace(promises={"skips_documents"})
 
     monkeypatch.setattr(_packed, "kernel_for", that_skips)
     q, k, v = normal(total, H, D), normal(other[-1], G, D), normal(other[-1], G, E)
@@ -271,7 +271,7 @@ def test_short_sequences_are_documents_of_one_call(
 
 @pytest.mark.needs("torch")
 def test_documents_that_were_met_in_inference_mode_can_be_trained(monkeypatch):
-    skips = types.SimpleNamespace(skips_documents=True)
+    skips = types.SimpleNamespace(promises={"skips_documents"})
     monkeypatch.setattr(_packed, "kernel_for", lambda *arrays, **given: skips)
     monkeypatch.setattr(_packed, "_segments", kept := {})
     x, ends = torch.randn(12, H, D), torch.tensor([0, 3, 7, 12])

@@ -225,6 +225,10 @@ def kernel_of(**contents):
             "must declare its features as a set; got 'causal'",
         ),
         (
+            kernel_of(name="a", promises=frozenset({"poison_save"})),
+            "unknown promise 'poison_save'; did you mean 'poison_safe'?",
+        ),
+        (
             kernel_of(name="a", features=frozenset({"backward"})),
             "must declare 'backward' in differentiates, not in features",
         ),

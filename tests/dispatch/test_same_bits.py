@@ -33,7 +33,7 @@ class Keeping(Dense):
     """The formula, which says that it keeps bits; it records whether it was asked to."""
 
     name = "keeping"
-    cut_invariant = True
+    promises = Dense.promises | {"cut_invariant"}
     features = Dense.features - {"softcap"}
 
     def __init__(self):

@@ -11,13 +11,13 @@ from optional import jax, jnp
 
 from polyattn import masks, scores
 from polyattn._base.arrays import is_array
+from polyattn._base.slices import Slice
 from polyattn._core.expressions.expression import Expression
 from polyattn._core.expressions.indices import PointIndices
 from polyattn._core.expressions.masks import Mask
 from polyattn._core.expressions.parts import Part
 from polyattn._core.expressions.scores import Score
 from polyattn.plugin import Span, TileQuery
-from polyattn.plugin.internal import Slice
 
 BATCH, H, L, S, OFFSET = (2, 3), 4, 21, 26, 3
 RNG, OTHER = np.random.default_rng(5), np.random.default_rng(6)

@@ -6,9 +6,9 @@ from optional import jax, torch
 
 import polyattn
 from polyattn import attention, attention_vjp, explain, masks
+from polyattn._base.slices import Slice
 from polyattn._core.expressions.parts import Part
 from polyattn._kernels.gathered import Gathered
-from polyattn.plugin.internal import Slice
 
 RNG = np.random.default_rng(7)
 H, L, S, D = 4, 21, 400, 8

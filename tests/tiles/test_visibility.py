@@ -8,8 +8,14 @@ import pytest
 from polyattn._core.call.describe import describe
 from polyattn._core.call.layout import heads_first
 from polyattn._core.call.problem import examine
+from polyattn._core.tiles.visibility import (
+    band_from,
+    finite_bias,
+    made_shape,
+    score_axes,
+    visible_scores,
+)
 from polyattn.plugin import Span, may_have_empty_rows, visible_keys
-from polyattn.plugin.internal import band_from, finite_bias, made_shape, score_axes, visible_scores
 
 WINDOWS = [(None, None), (None, 0), (3, 0), (0, None), (2, 5), (400, 1), (None, 2)]
 LENGTHS = list(itertools.product((1, 4, 9), (1, 5, 9)))

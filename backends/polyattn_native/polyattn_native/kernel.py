@@ -53,7 +53,9 @@ class Native(Kernel):
         "mask_mod", "query_offset", "query_offset_array", "scale", "score_expression", "sinks",
         "softcap", "value_size", "window",
     })}  # fmt: skip
-    batch_invariant = cut_invariant = skips_documents = reads_selections = True
+    promises = Kernel.promises | {
+        "batch_invariant", "cut_invariant", "reads_selections", "skips_documents",
+    }  # fmt: skip
     takes_empty = False
     counts_far = frozenset({"causal", "window"})
 

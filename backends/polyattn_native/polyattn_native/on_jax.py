@@ -51,7 +51,7 @@ class NativeOnJax(Native):
     features = Native.features - {"mask_mod"}
     counts_far = Kernel.counts_far
     reads_quantized = Kernel.reads_quantized
-    reads_selections = False
+    promises = Native.promises - {"reads_selections"}
 
     def reasons_against(self, problem: Problem) -> list[str]:
         """Return why a call is left to XLA."""

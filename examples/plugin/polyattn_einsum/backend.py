@@ -13,7 +13,7 @@ class Einsum(Kernel):
     name = "einsum"
     features = frozenset({"causal", "logsumexp", "scale", "value_size"})
     # A weight of 0 times NaN is NaN, so a NaN in a masked value would reach the row.
-    poison_safe = False
+    promises = Kernel.promises - {"poison_safe"}
 
     def only_on_request(self, problem):
         """Return why another kernel is better for a problem that this one can compute, or None."""

@@ -76,8 +76,9 @@ def is_applicable(target: Target, variant: KernelVariant, case: Case) -> bool:
     """Return whether the library has the dtypes of a case, and the kernel makes its promises."""
     others = {x.dtype for _, x in case.options if isinstance(x, Generated) and x.dtype}
     has_dtypes = case.dtype in target.dtypes and all(map(target.has, others))
-    is_safe = case.poison is None or variant.kernel.poison_safe
-    return has_dtypes and is_safe and (not case.rounded_once or variant.kernel.rounds_once)
+    promises = variant.kernel.promises
+    is_safe = case.poison is None or "poison_safe" in promises
+    return has_dtypes and is_safe and (not case.rounded_once or "rounds_once" in promises)
 
 
 def takes(target: Target, variant: KernelVariant, case: Case) -> bool:

@@ -1,4 +1,4 @@
-"""Check that a row has the same bits, however its sequence is cut: `Kernel.cut_invariant`.
+"""Check that a row has the same bits, however its sequence is cut: the promise ``cut_invariant``.
 
 The whole call is a causal one, of one sequence. Each cut makes calls that have rows of it, some
 beside other sequences. Rows are compared bit for bit.

@@ -130,7 +130,7 @@ def backward(
 
     def run(*arrays: Any, **options: Any) -> dict[str, list[Any]]:
         forward = options if own else options | {"kernel": None}
-        partial = residuals(case, *arrays, **forward, unrounded=kernel.rounds_once)
+        partial = residuals(case, *arrays, **forward, unrounded="rounds_once" in kernel.promises)
         (query, key, value), options["logsumexp_gradient"] = arrays, weights
         computed = attention_backward(query, key, value, partial, along, **options)
         return {name: leaves(x) for name, x in computed._asdict().items()}

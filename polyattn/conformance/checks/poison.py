@@ -116,4 +116,4 @@ def has_safe_gradients(target: Target, variant: KernelVariant) -> bool:
     if is_lazy(target) and variant.small_tiles:
         return False
     is_kept = target.library.partition(".")[0] in ("torch", "jax")
-    return is_kept and variant.kernel.poison_safe and "float32" in target.dtypes
+    return is_kept and "poison_safe" in variant.kernel.promises and "float32" in target.dtypes

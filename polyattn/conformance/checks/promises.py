@@ -29,6 +29,7 @@ from polyattn.conformance.checks.poison import check_poison, has_safe_gradients
 from polyattn.conformance.checks.target import KernelVariant, Target
 from polyattn.conformance.reference.gradients import gradient_yardsticks
 from polyattn.conformance.selection import why_few
+from polyattn.plugin import PROMISES as DECLARED
 from polyattn.plugin import Kernel
 
 
@@ -114,14 +115,14 @@ def _batch_cases(dtypes: Iterable[str]) -> Iterator[Case]:
 
 def check_determinism(target: Target, variant: KernelVariant, *, thorough: bool = True) -> None:
     """Check that the same call twice gives the same bits."""
-    for case, kernel in _supported(target, variant, "deterministic")[: None if thorough else 1]:
+    for case, kernel in _supported(target, variant)[: None if thorough else 1]:
         once, twice = (np.array(target.back(target.call(case, kernel))) for _ in range(2))
         assert bits(once) == bits(twice), f"{case}: the same call twice gives different bits"
 
 
 def check_batch_invariance(target: Target, variant: KernelVariant) -> None:
     """Check that a batch item has the same bits with and without the others."""
-    for case, kernel in _supported(target, variant, "batch_invariant"):
+    for case, kernel in _supported(target, variant):
         together = target.back(target.call(case, kernel))
         for n in range(BATCH):
             one = target.placed(of_item(case.arguments(), n))
@@ -130,10 +131,10 @@ def check_batch_invariance(target: Target, variant: KernelVariant) -> None:
             assert same, f"{case}: item {n} has different bits without the others"
 
 
-def _supported(target: Target, variant: KernelVariant, declared: str) -> list[tuple[Case, Any]]:
+def _supported(target: Target, variant: KernelVariant) -> list[tuple[Case, Any]]:
     runs = [(case, variant.for_case(case)) for case in _batch_cases(target.dtypes)]
     runs = [run for run in runs if target.explain(*run).chosen is not None]
-    assert runs, f"it declares {declared}, but supports no call to check it with"
+    assert runs, "it supports no call to check this with"
     return runs[:1] if variant.kernel.compiles else runs
 
 
@@ -216,12 +217,11 @@ threads = [threading.Thread(target=call, args=(n,)) for n in range(8)]
 [t.start() for t in threads]
 [t.join() for t in threads]
 assert not errors, errors
-if {deterministic!r}:
-    for n, result in enumerate([np.array(result) for result in results]):
-        x = array(n)
-        alone = attention(x, x, x, **{options!r})
-        same = np.array_equal(np.asarray(result), np.asarray(alone))
-        assert same, "eight threads at once have different results from one"
+for n, result in enumerate([np.array(result) for result in results]):
+    x = array(n)
+    alone = attention(x, x, x, **{options!r})
+    same = np.array_equal(np.asarray(result), np.asarray(alone))
+    assert same, "eight threads at once have different results from one"
 """
 
 
@@ -255,8 +255,8 @@ def check_first_call_from_threads(target: Target, variant: KernelVariant) -> Non
         if checks.takes(target, variant, case):
             name = variant.kernel.name
             options = {"is_causal": is_causal, "backend": target.backend, "kernel": name}
-            own = {"dtype": dtype, "deterministic": variant.kernel.deterministic}
-            _in_a_new_interpreter(_THREADS.format(library=library, options=options, **own))
+            code = _THREADS.format(library=library, options=options, dtype=dtype)
+            _in_a_new_interpreter(code)
             return
 
 
@@ -269,10 +269,10 @@ def _in_a_new_interpreter(code: str) -> str:
     return done.stdout
 
 
-def _declared(flag: str, meaning: str, check: Callable[[Target, KernelVariant], None]) -> Promise:
-    """Return a promise that a kernel declares by a flag."""
-    row = flag.replace("_", " ")
-    return Promise(row, meaning, check, lambda _, x: getattr(x.kernel, flag), "not declared")
+def _declared(name: str, check: Callable[[Target, KernelVariant], None]) -> Promise:
+    """Return one of the promises that only some kernels make."""
+    row, meaning = name.replace("_", " "), DECLARED[name]
+    return Promise(row, meaning, check, lambda _, x: name in x.kernel.promises, "not declared")
 
 
 #: The promises by the name of their test in the suite.
@@ -288,19 +288,11 @@ PROMISES = {
         lambda target, variant: check_sizes(target, variant, "float32"),
         lambda target, variant: not variant.small_tiles and "float32" in swept(target, variant),
     ),
-    "deterministic": _declared(
+    "deterministic": Promise(
         "deterministic", "the same call twice gives the same bits", check_determinism
     ),
-    "batch_invariant": _declared(
-        "batch_invariant",
-        "a batch item has the same bits with and without the others",
-        check_batch_invariance,
-    ),
-    "cut_invariant": _declared(
-        "cut_invariant",
-        "a row has the same bits, however its sequence is cut",
-        check_cut_invariance,
-    ),
+    "batch_invariant": _declared("batch_invariant", check_batch_invariance),
+    "cut_invariant": _declared("cut_invariant", check_cut_invariance),
     "pages_in_any_order": Promise(
         "pages in any order",
         "partial results of one page each, merged in any order, are those of all",

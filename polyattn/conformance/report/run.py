@@ -224,7 +224,7 @@ def _note_what_does_not_apply(section: Section) -> None:
         for dtype in DTYPES:
             if dtype not in section.target.dtypes:
                 section.cell(dtype, variant).note = "not supported"
-        if not variant.kernel.poison_safe:
+        if "poison_safe" not in variant.kernel.promises:
             section.cell("NaN and infinity", variant).note = "not declared"
         if "logsumexp" not in variant.kernel.features:
             section.cell("logsumexp", variant).reasons["it does not compute logsumexp"] = 1
