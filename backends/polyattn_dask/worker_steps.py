@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 from array_api_compat import array_namespace, device
 
-from polyattn.plugin import Array, Expression, Gradients
-from polyattn.plugin.internal import Part, Slice, map_arrays, options_of_part
+from polyattn.plugin import Array, Expression, Gradients, joined, split
+from polyattn.plugin.internal import Part, Slice, is_array, options_of_part
 
 Blocks = Sequence[Array]
 
@@ -62,7 +62,7 @@ def _joined(blocks: Blocks, axis: int) -> Array:
 class Calls:
     """The calls that a step makes, one for each chunk of keys; without chunks one without keys."""
 
-    options: dict[str, Any]  # of the whole call, with placeholders for arrays
+    options: dict[str, Any]  # the skeletons of those of the whole call
     whole_rows: bool  # whether a call needs all the keys of its rows at once
     rows: Part  # with all keys
     columns: tuple[Slice, ...]  # of each chunk
@@ -96,10 +96,7 @@ class Calls:
             yield ChunkCall(keys[n], values[n] if values else None, part.start, options)
 
     def _options(self, columns: Slice, arrays: Iterator[Array]) -> dict[str, Any]:
-        options = {
-            name: map_arrays(value, lambda _, placeholder: next(arrays))
-            for name, value in self.options.items()
-        }
+        options = {name: joined(skeleton, arrays) for name, skeleton in self.options.items()}
         offset: Any = options.get("query_offset")
         if getattr(offset, "shape", ()):  # with the axes of the scores, as a kernel gets it
             options["query_offset"] = offset.reshape(offset.shape[:-3])
@@ -264,7 +261,7 @@ def _shares(query: Array, call: ChunkCall, results: Sequence[Array | None]) -> d
     shares: dict[str, Any] = {}
     for name, share in zip(gradients._fields, gradients, strict=True):
         if isinstance(share, Expression):
-            arrays = [thing for _, thing in share.carried() if hasattr(thing, "shape")]
+            arrays = split(share, is_array)[1]
             shares |= {f"{name}.{n}": array for n, array in enumerate(arrays)}
         elif share is not None:
             shares[name] = share

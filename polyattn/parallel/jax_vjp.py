@@ -5,14 +5,13 @@ JAX's transpose of a ring would keep the keys of all turns, which is what a ring
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import jax
 from jax import lax as untyped_lax
 
 from polyattn._api.partial import Partial
-from polyattn._core.expressions.expression import Expression
+from polyattn._core.expressions.expression import split
 from polyattn.parallel.rank_task import RankTask
 
 lax: Any = untyped_lax
@@ -53,8 +52,8 @@ def attend(task: RankTask, arrays: list[jax.Array]) -> jax.Array:
 def _refuse_captured(task: RankTask, error: Exception) -> None:
     """Raise if a function of an option uses a variable that JAX traces."""
     for name, option in task.call.options.items():
-        for function in _functions_in(option):
-            cells = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
+        for function in split(option, lambda x: hasattr(x, "__code__"))[1]:
+            cells = [cell.cell_contents for cell in function.__closure__ or ()]
             for variable, value in zip(function.__code__.co_freevars, cells, strict=True):
                 if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(value)):
                     raise TypeError(
@@ -62,17 +61,6 @@ def _refuse_captured(task: RankTask, error: Exception) -> None:
                         " over many devices pass an expression that holds it, such as"
                         f" scores.alibi({variable}) or masks.dense({variable})"
                     ) from error
-
-
-def _functions_in(option: Any) -> Iterator[Any]:
-    if isinstance(option, Expression):
-        for name in option.__match_args__:
-            yield from _functions_in(getattr(option, name))
-    elif isinstance(option, (tuple, list)):
-        for one in option:
-            yield from _functions_in(one)
-    elif hasattr(option, "__code__"):
-        yield option
 
 
 def _varying(task: RankTask, arrays: list[jax.Array], others: list[jax.Array]) -> Any:

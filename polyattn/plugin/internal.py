@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from polyattn._base.arrays import length_of, library_of
+from polyattn._base.arrays import is_array, length_of, library_of
 from polyattn._base.forks import forkable_lock
 from polyattn._base.slices import Slice
 from polyattn._base.tracing import constant_when_traced
 from polyattn._core.call.options import GRADIENT_ARRAYS, GRADIENT_EXPRESSIONS, OPTIONS
-from polyattn._core.call.parts import map_arrays, options_of, options_of_part
+from polyattn._core.call.parts import options_of, options_of_part
 from polyattn._core.expressions.parts import Part, axes_of_last
 from polyattn._core.tiles.axes import fold_heads, reason_against_batch, unfold_heads
 from polyattn._core.tiles.band import full_span, is_full
@@ -25,8 +25,8 @@ from polyattn.plugin.backend import unrounded
 __all__ = [
     "GRADIENT_ARRAYS", "GRADIENT_EXPRESSIONS", "OPTIONS", "Part", "Slice", "SoftmaxState",
     "axes_of_last", "band_from", "constant_when_traced", "finite_bias", "fold_heads",
-    "forkable_lock", "full_span", "initial_state", "is_full", "length_of", "library_of",
-    "made_shape", "map_arrays", "normalize", "options_of", "options_of_part", "or_zero",
+    "forkable_lock", "full_span", "initial_state", "is_array", "is_full", "length_of",
+    "library_of", "made_shape", "normalize", "options_of", "options_of_part", "or_zero",
     "reason_against_batch", "score_axes", "unfold_heads", "unrounded", "visible_scores",
     "why_too_large",
 ]  # fmt: skip
