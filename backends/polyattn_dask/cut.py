@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any, NamedTuple
 
+from polyattn._base.arrays import is_array
 from polyattn._base.slices import Slice
-from polyattn._core.call.parts import map_arrays, options_of
-from polyattn.plugin import Array, Expression, Operands, Problem
+from polyattn._core.call.parts import options_of
+from polyattn.plugin import Array, Expression, Operands, Problem, split
 from polyattn_dask.chunk_visibility import ChunkVisibility
 from polyattn_dask.grid import (
     Axes,
@@ -26,13 +26,6 @@ from polyattn_dask.sizes import OptionArray, bytes_of_a_key, grouped, needs_whol
 from polyattn_dask.worker_steps import Calls
 
 
-class Placeholder(NamedTuple):
-    """The place of an array in an option, so that tasks hold no arrays."""
-
-    shape: tuple[int, ...]
-    dtype: str
-
-
 class Cut(NamedTuple):
     """A call on dask arrays that are chunked as its grid is."""
 
@@ -40,8 +33,8 @@ class Cut(NamedTuple):
     grid: Grid
     seen: ChunkVisibility  # the chunks of keys of each block of rows
     arrays: dict[str, tuple[Axes, Any]]  # query, key, value, results and their gradients
-    options: dict[str, Any]  # of the whole call, with placeholders
-    option_arrays: list[OptionArray]  # in the order of their placeholders
+    options: dict[str, Any]  # the skeletons of those of the whole call
+    option_arrays: list[OptionArray]  # in their order
     whole_rows: bool  # whether a task needs all the keys of its rows at once
 
     @property
@@ -122,19 +115,18 @@ def cut(problem: Problem, x: Operands, grid: Grid | None = None, **results: Arra
 
 
 def _options(problem: Problem, x: Operands, grid: Grid) -> tuple[dict[str, Any], list[OptionArray]]:
-    """Return the options of a call with placeholders, and their arrays."""
+    """Return the skeletons of the options of a call, and their arrays."""
+    skeletons: dict[str, Any] = {}
     arrays: list[OptionArray] = []
-
-    def placeholder(option: str, last: str | None, array: Any) -> Placeholder:
-        if last is None:
-            axes = axes_of(option, array.shape, problem)
-        else:
-            axes = axes_along(last, array.shape, problem)
-        arrays.append(OptionArray(option, axes, aligned(array, axes, grid)))
-        return Placeholder(tuple(array.shape), str(array.dtype))
-
-    options: dict[str, Any] = {}
     for name, value in options_of(problem, x).items():
         whole = value.with_array_per_axis() if isinstance(value, Expression) else value
-        options[name] = map_arrays(whole, functools.partial(placeholder, name))
-    return options, arrays
+        skeletons[name], own = split(whole, is_array)
+        if isinstance(whole, Expression):
+            axes = [axes_along(last, array.shape, problem) for last, array in whole.arrays()]
+        else:
+            axes = [axes_of(name, array.shape, problem) for array in own]
+        arrays += [
+            OptionArray(name, each, aligned(array, each, grid))
+            for each, array in zip(axes, own, strict=True)
+        ]
+    return skeletons, arrays

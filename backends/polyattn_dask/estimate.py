@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from dask.utils import format_bytes
 
 from polyattn.plugin import Operands, Problem
 from polyattn_dask.chunk_visibility import ChunkVisibility
-from polyattn_dask.cut import Placeholder
 from polyattn_dask.grid import Grid, axes_along, axes_of, chunks_like, grid_of
 from polyattn_dask.sizes import (
     OptionArray,
@@ -27,6 +27,11 @@ MOST_LOOKS = 100_000
 LONG = 1024
 #: The arguments whose rechunk is reported.
 CUT = ("query", "key", "value", "mask", "bias", "score_mod")
+
+
+class _Facts(NamedTuple):
+    shape: tuple[int, ...]
+    dtype: str
 
 
 def estimate(problem: Problem) -> str | None:
@@ -94,7 +99,7 @@ def _option_arrays(problem: Problem) -> list[OptionArray]:
     """Return the facts of the arrays among the options that follow the keys."""
     given = [("mask", problem.mask, "bool"), ("bias", problem.bias, problem.bias_dtype or "")]
     return _carried(problem) + [
-        OptionArray(name, axes_of(name, shape, problem), Placeholder(shape, dtype))
+        OptionArray(name, axes_of(name, shape, problem), _Facts(shape, dtype))
         for name, shape, dtype in given
         if shape is not None
     ]

@@ -16,10 +16,11 @@ from typing import Any, NamedTuple
 
 from array_api_compat import array_namespace, device
 
+from polyattn._base.arrays import is_array
 from polyattn._base.slices import Slice
-from polyattn._core.call.parts import map_arrays, options_of_part
+from polyattn._core.call.parts import options_of_part
 from polyattn._core.expressions.parts import Part
-from polyattn.plugin import Array, Expression, Gradients
+from polyattn.plugin import Array, Expression, Gradients, joined, split
 
 Blocks = Sequence[Array]
 
@@ -64,7 +65,7 @@ def _joined(blocks: Blocks, axis: int) -> Array:
 class Calls:
     """The calls that a step makes, one for each chunk of keys; without chunks one without keys."""
 
-    options: dict[str, Any]  # of the whole call, with placeholders for arrays
+    options: dict[str, Any]  # the skeletons of those of the whole call
     whole_rows: bool  # whether a call needs all the keys of its rows at once
     rows: Part  # with all keys
     columns: tuple[Slice, ...]  # of each chunk
@@ -98,10 +99,7 @@ class Calls:
             yield ChunkCall(keys[n], values[n] if values else None, part.start, options)
 
     def _options(self, columns: Slice, arrays: Iterator[Array]) -> dict[str, Any]:
-        options = {
-            name: map_arrays(value, lambda _, placeholder: next(arrays))
-            for name, value in self.options.items()
-        }
+        options = {name: joined(skeleton, arrays) for name, skeleton in self.options.items()}
         offset: Any = options.get("query_offset")
         if getattr(offset, "shape", ()):  # with the axes of the scores, as a kernel gets it
             options["query_offset"] = offset.reshape(offset.shape[:-3])
@@ -266,7 +264,7 @@ def _shares(query: Array, call: ChunkCall, results: Sequence[Array | None]) -> d
     shares: dict[str, Any] = {}
     for name, share in zip(gradients._fields, gradients, strict=True):
         if isinstance(share, Expression):
-            arrays = [thing for _, thing in share.carried() if hasattr(thing, "shape")]
+            arrays = split(share, is_array)[1]
             shares |= {f"{name}.{n}": array for n, array in enumerate(arrays)}
         elif share is not None:
             shares[name] = share

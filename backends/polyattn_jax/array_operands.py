@@ -11,14 +11,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from polyattn.plugin import Array, Operands, Problem, Span, band
-from polyattn_jax.explicit import Explicit, arrays_of, with_arrays
+from polyattn.plugin import Array, Expression, Operands, Problem, Span, band, joined, split
+from polyattn_jax.explicit import Explicit, split_explicit
 from polyattn_jax.loop_layout import block_sizes, has_one_offset
 from polyattn_jax.mesh import varying_like
 from polyattn_jax.tile import TileIndices
 
-# Operands that may be expressions, and the field of the problem that holds the spec of each.
-SPECS = {"mask": "mask_spec", "score_mod": "score_spec", "similarity": "similarity_spec"}
+#: The skeletons of the operands that are expressions, by name, hashable.
+Skeletons = tuple[tuple[str, Any], ...]
 # Larger query offsets could overflow int32 when a window is added to them.
 OFFSET_LIMIT = 2**29
 
@@ -90,27 +90,21 @@ def split_seed(seed: int | Array | None) -> Any:
     return jax.device_put((np.uint32(seed & 0xFFFFFFFF), np.uint32(seed >> 32)))
 
 
-def without_expressions(x: Operands) -> Operands:
-    """Return operands with the arrays of expressions in place of the expressions."""
-    given = {name: one for name, one in expressions(x).items() if hasattr(one, "carried")}
-    arrays: dict[str, Any] = {name: arrays_of(one) for name, one in given.items()}
-    return x._replace(**arrays)
+def without_expressions(x: Operands) -> tuple[Skeletons, Operands]:
+    """Return the skeletons of expressions, and operands with lists of their arrays in place."""
+    apart = {
+        name: split_explicit(operand)
+        for name, operand in x._asdict().items()
+        if isinstance(operand, (Expression, Explicit))
+    }
+    skeletons = tuple([(name, skeleton) for name, (skeleton, _) in apart.items()])
+    arrays: dict[str, Any] = {name: taken for name, (_, taken) in apart.items()}
+    return skeletons, x._replace(**arrays)
 
 
-def expressions(x: Operands) -> dict[str, Any]:
-    """Return the operands that may be expressions, by name."""
-    return {name: getattr(x, name) for name in SPECS}
-
-
-def with_expressions(like: dict[str, Any], x: Operands) -> Operands:
-    """Return operands with their arrays in these expressions, or in their specs."""
-    given = {name: one for name, one in like.items() if hasattr(one, "carried")}
-    return x._replace(**{name: with_arrays(one, getattr(x, name)) for name, one in given.items()})
-
-
-def specs(problem: Problem) -> dict[str, Any]:
-    """Return the specs of the operands that are expressions, by name."""
-    return {name: getattr(problem, spec) for name, spec in SPECS.items()}
+def with_expressions(skeletons: Skeletons, x: Operands) -> Operands:
+    """Return operands with the expressions that have these skeletons."""
+    return x._replace(**{name: joined(each, getattr(x, name)) for name, each in skeletons})
 
 
 def explicit(problem: Problem, x: Operands, tile: int) -> Operands:
@@ -122,15 +116,12 @@ def explicit(problem: Problem, x: Operands, tile: int) -> Operands:
         sizes = [(height, columns) for height in sorted(heights)]
 
     def changed(operand: Any, takes_scores: bool) -> Any:
-        def change(thing: Any) -> Any:
-            if not callable(thing):
-                return thing
-            tiles = {size: _on_tile(problem, x, thing, takes_scores, size) for size in sizes}
-            return Explicit.of(tiles)
-
-        if hasattr(operand, "carried"):
-            return operand.map(lambda _, thing: change(thing))
-        return change(operand)
+        skeleton, rules = split(operand, callable)
+        traced = [
+            Explicit.of({size: _on_tile(problem, x, rule, takes_scores, size) for size in sizes})
+            for rule in rules
+        ]
+        return joined(skeleton, traced)
 
     return x._replace(mask=changed(x.mask, False), score_mod=changed(x.score_mod, True))
 

@@ -16,7 +16,8 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
 from polyattn.plugin import Array, Cotangents, Gradients, Operands, Problem, Residuals, Tangents
-from polyattn_jax.array_operands import with_expressions
+from polyattn_jax.array_operands import Skeletons, with_expressions
+from polyattn_jax.explicit import Explicit
 from polyattn_jax.forward import attend
 from polyattn_jax.mesh import varying_like
 from polyattn_jax.tangent import OperandTangents, attend_tangents
@@ -28,32 +29,32 @@ DIFFERENTIATED = frozenset({
     "similarity", "sinks", "softcap", "value_size", "window",
 })  # fmt: skip
 Results = tuple[Array, Array]
-#: The operands that may be expressions, or their specs, by name.
-Expressions = dict[str, Any]
 
 
-def attend_differentiably(problem: Problem, tile: int, x: Operands, like: Expressions) -> Results:
-    """Return output and logsumexp of operands without expressions, which `like` has."""
-    return _rounded_to(problem.dtype, problem, tile, like)(x)
+def attend_differentiably(
+    problem: Problem, tile: int, x: Operands, skeletons: Skeletons
+) -> Results:
+    """Return output and logsumexp of operands without expressions but their skeletons."""
+    return _rounded_to(problem.dtype, problem, tile, skeletons)(x)
 
 
 def _rounded_to(
-    dtype: str, problem: Problem, tile: int, like: Expressions
+    dtype: str, problem: Problem, tile: int, skeletons: Skeletons
 ) -> Callable[[Operands], Results]:
     """Return a function with a tangent, of output, rounded to this dtype, and logsumexp."""
 
     @jax.custom_jvp
     def run(x: Operands) -> Results:
-        return attend(problem, tile, with_expressions(like, x), dtype)
+        return attend(problem, tile, with_expressions(skeletons, x), dtype)
 
     @functools.partial(run.defjvp, symbolic_zeros=True)
     def rule(primals: tuple[Operands], tangents: tuple[Operands]) -> tuple[Results, Results]:
         (x,), (of_x,) = primals, tangents
         # The tangent needs the output before it is rounded.
-        output, logsumexp = _rounded_to(problem.accumulator, problem, tile, like)(x)
+        output, logsumexp = _rounded_to(problem.accumulator, problem, tile, skeletons)(x)
         residuals = Residuals(output=output, logsumexp=logsumexp)
         of_output, of_logsumexp = attend_tangents(
-            problem, tile, with_expressions(like, x), residuals, _tangents(problem, of_x)
+            problem, tile, with_expressions(skeletons, x), residuals, _tangents(problem, of_x)
         )
         return (output.astype(dtype), logsumexp), (of_output.astype(dtype), of_logsumexp)
 
@@ -61,20 +62,19 @@ def _rounded_to(
 
 
 def attend_jvp(
-    problem: Problem, tile: int, x: Operands, like: Expressions, residuals: Residuals,
+    problem: Problem, tile: int, x: Operands, skeletons: Skeletons, residuals: Residuals,
     tangents: Tangents,
 ) -> Results:  # fmt: skip
-    """Return the tangents of operands without expressions, which `like` has."""
+    """Return the tangents of operands without expressions but their skeletons."""
     given = _tangents(problem, Operands(**tangents._asdict()))
-    operands = with_expressions(like, x)
+    operands = with_expressions(skeletons, x)
     return attend_tangents(problem, tile, operands, residuals, given, is_linear=False)
 
 
 def _each(change: Callable[[Any], Any], x: Operands) -> OperandTangents:
     """Apply a change to each array of operands without expressions, or to each of their tangents.
 
-    An operand is an array, or a list of those of an expression. In the list a function has a dict
-    of the arrays that it uses.
+    An operand is an array, or a list of the arrays and functions of an expression.
     """
 
     def changed(operand: Any) -> Any:
@@ -95,7 +95,7 @@ def _tangents(problem: Problem, tangents: Operands) -> OperandTangents:
         return tangent
 
     def exact(tangent: Any) -> Any:
-        if isinstance(tangent, dict):  # a function fixes the dtype of what it uses
+        if isinstance(tangent, Explicit):  # a function fixes the dtype of what it uses
             return jax.tree.map(or_none, tangent)
         tangent = or_none(tangent)
         return None if tangent is None else tangent.astype(_exact(problem, tangent))
@@ -107,20 +107,20 @@ def _tangents(problem: Problem, tangents: Operands) -> OperandTangents:
 
 
 def attend_backward(
-    problem: Problem, tile: int, x: Operands, like: Expressions, residuals: Residuals,
+    problem: Problem, tile: int, x: Operands, skeletons: Skeletons, residuals: Residuals,
     cotangents: Cotangents,
 ) -> Gradients:  # fmt: skip
-    """Return the gradients of operands without expressions, which `like` has."""
+    """Return the gradients of operands without expressions but their skeletons."""
     # So that each device has its share, of what is the same on all too.
     given = varying_like((x, residuals, cotangents), (x, residuals, cotangents))
     x, residuals, cotangents = given
-    operands = with_expressions(like, x)
+    operands = with_expressions(skeletons, x)
 
     def run(tangents: OperandTangents) -> tuple[Array, Array]:
         return attend_tangents(problem, tile, operands, residuals, tangents)
 
     def zero(array: Any) -> Any:
-        if isinstance(array, dict):  # what a function uses has no gradient here
+        if isinstance(array, Explicit):  # what a function uses has no gradient here
             return jax.tree.map(lambda _: None, array)
         if not jnp.issubdtype(array.dtype, jnp.floating):
             return None
@@ -146,7 +146,7 @@ def _gradients(problem: Problem, x: Operands, of_operands: OperandTangents) -> G
         return [
             jnp.zeros(array.shape, problem.accumulator) if gradient is None else gradient
             for array, gradient in zip(arrays or [], gradients or [], strict=True)
-            if not isinstance(array, dict)
+            if not isinstance(array, Explicit)
         ]
 
     gradients = Gradients(**of_operands._asdict())._replace(

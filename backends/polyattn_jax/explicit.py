@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
-from polyattn.plugin import Array
+from polyattn._base.arrays import is_array
+from polyattn.plugin import Array, split
 
 Size = tuple[int, int]
 
@@ -25,7 +26,7 @@ class Explicit:
     # It takes the tile's first row, its first key, and scores if it has them.
 
     def __init__(self, graphs: dict[Size, Any], arrays: dict[Size, list[Array]]) -> None:
-        self._graphs, self.arrays = graphs, arrays
+        self.graphs, self.arrays = graphs, arrays
 
     @classmethod
     def of(cls, traced: dict[Size, tuple[Callable[..., Array], tuple[Any, ...]]]) -> Explicit:
@@ -41,33 +42,20 @@ class Explicit:
             },
         )
 
-    def with_arrays(self, arrays: dict[Size, list[Array]]) -> Explicit:
-        """Return the function with other arrays in place of those that it uses."""
-        return Explicit(self._graphs, arrays)
-
-    def carried(self) -> list[tuple[str, Any]]:
-        """Return what an expression would carry: the function itself."""
-        return [("rule", self)]
-
-    def map(self, change: Callable[[str, Any], Any]) -> Any:
-        """Change what is carried, as `Expression.map` does."""
-        return change("rule", self)
-
     def __call__(self, first: tuple[Any, Any], size: Size, *scores: Array) -> Array:
         """Return its result for a tile."""
-        function = jaxpr_as_fun(ClosedJaxpr(self._graphs[size], self.arrays[size]))
+        function = jaxpr_as_fun(ClosedJaxpr(self.graphs[size], self.arrays[size]))
         (result,) = function(*(jnp.asarray(at, "int32") for at in first), *scores)
         return result
 
 
-def arrays_of(operand: Any) -> list[Any]:
-    """Return the arrays of an expression or an explicit function, in order."""
-    return [x.arrays if isinstance(x, Explicit) else x for _, x in operand.carried()]
+def split_explicit(operand: Any) -> tuple[Any, list[Any]]:
+    """Return the skeleton of an expression or explicit function, and its arrays and functions."""
+    return split(operand, lambda x: is_array(x) or isinstance(x, Explicit))
 
 
-def with_arrays(operand: Any, arrays: list[Any]) -> Any:
-    """Return an expression or an explicit function with other arrays, in order."""
-    rest = iter(arrays)
-    return operand.map(
-        lambda _, x: x.with_arrays(next(rest)) if isinstance(x, Explicit) else next(rest)
-    )
+jax.tree_util.register_pytree_node(
+    Explicit,
+    lambda rule: ((rule.arrays,), tuple(rule.graphs.items())),
+    lambda graphs, arrays: Explicit(dict(graphs), *arrays),
+)

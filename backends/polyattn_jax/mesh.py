@@ -10,7 +10,7 @@ from jax import lax as untyped_lax
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding, PartitionSpec
 
-from polyattn.plugin import Array
+from polyattn.plugin import Array, split
 
 lax: Any = untyped_lax
 Spec: Any = PartitionSpec
@@ -21,8 +21,8 @@ def varying_like(state: Any, x: Any) -> Any:
     # Inside ``jax.shard_map``, what a loop starts from must vary along the axes of what it adds.
     axes: set[str] = set()
     for leaf in jax.tree.leaves(x):
-        for _, array in leaf.carried() if hasattr(leaf, "carried") else [("", leaf)]:
-            axes |= _axes(array) if isinstance(array, jax.Array) else set()
+        for array in split(leaf, lambda x: isinstance(x, jax.Array))[1]:
+            axes |= _axes(array)
     return jax.tree.map(lambda one: _along(one, axes) if axes else one, state)
 
 

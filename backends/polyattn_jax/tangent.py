@@ -17,8 +17,8 @@ from jax import lax
 
 from polyattn._core.tiles.axes import fold_heads, unfold_heads
 from polyattn._core.tiles.online_softmax import or_zero
-from polyattn.plugin import Array, Operands, Problem, Residuals, with_rank
-from polyattn_jax.explicit import arrays_of, with_arrays
+from polyattn.plugin import Array, Operands, Problem, Residuals, joined, with_rank
+from polyattn_jax.explicit import split_explicit
 from polyattn_jax.forward import visible_product
 from polyattn_jax.tile import (
     finite,
@@ -182,13 +182,15 @@ class _TangentBody(LoopBody):
         if x.score_mod is not None and t is not None and seen is not None:
             t = jnp.where(seen, t, 0)  # the slope of a function at 0 need not be finite
 
+        rule = None if tangents.score_mod is None else indices.operands.score_mod
+        skeleton, arrays = split_explicit(rule)
+
         def rest(s: Array, arrays: list[Any], softcap: Array | None) -> Array:
             if not arrays:
                 return modified(indices, s, softcap)
-            score_mod = with_arrays(indices.operands.score_mod, arrays)
+            score_mod = joined(skeleton, arrays)
             return modified(indices.replaced(score_mod=score_mod), s, softcap)
 
-        arrays = [] if tangents.score_mod is None else arrays_of(indices.operands.score_mod)
         softcap = None if tangents.softcap is None else jnp.asarray(self.problem.softcap, s.dtype)
         s, t = push(rest, (s, arrays, softcap), (t, tangents.score_mod or [], tangents.softcap))
         if indices.operands.bias is not None:
@@ -205,13 +207,13 @@ class _TangentBody(LoopBody):
         if problem.masks:
             key = finite(key)
         given = tangents.similarity or []
-        arrays = arrays_of(indices.operands.similarity) if given else []
+        skeleton, arrays = split_explicit(indices.operands.similarity if given else None)
         scale = None if tangents.scale is None else jnp.asarray(problem.scale, key.dtype)
 
         def of(query: Array, key: Array, arrays: list[Any], scale: Array | None) -> Array:
             if not arrays:
                 return similarity(indices, query, key, scale)
-            rule = with_arrays(indices.operands.similarity, arrays)
+            rule = joined(skeleton, arrays)
             return similarity(indices.replaced(similarity=rule), query, key, scale)
 
         primals = block.finite_query, key, arrays, scale

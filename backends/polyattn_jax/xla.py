@@ -25,10 +25,9 @@ from polyattn.plugin import (
     undeclared,
 )
 from polyattn_jax.array_operands import (
+    Skeletons,
     explicit,
-    expressions,
     prepared,
-    specs,
     without_expressions,
     without_numbers,
 )
@@ -99,16 +98,18 @@ def run(function: Any, problem: Problem, tile: int, x: Operands, *records: Any) 
     problem, x = prepared(problem, x, tile)
     if problem.features & {"mask_mod", "score_mod"}:
         x = explicit(problem, x, tile)
-        return function(problem, tile, without_expressions(x), expressions(x), *records)
+        skeletons, x = without_expressions(x)
+        return function(problem, tile, x, skeletons, *records)
     problem, numbers = without_numbers(problem)
-    return compiled(function, problem, tile, numbers, without_expressions(x), *records)
+    skeletons, x = without_expressions(x)
+    return compiled(function, problem, tile, skeletons, numbers, x, *records)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
 def compiled(
-    function: Any, problem: Problem, tile: int, numbers: dict[str, Array], x: Operands,
-    *records: Any,
+    function: Any, problem: Problem, tile: int, skeletons: Skeletons, numbers: dict[str, Array],
+    x: Operands, *records: Any,
 ) -> Any:  # fmt: skip
     """Run a function of arrays, compiled once for each problem without its numbers."""
     given: Any = problem._replace
-    return function(given(**numbers), tile, x, specs(problem), *records)
+    return function(given(**numbers), tile, x, skeletons, *records)

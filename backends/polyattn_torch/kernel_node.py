@@ -1,16 +1,16 @@
 """The calls that autograd records as one node, and the node of a kernel that has derivatives.
 
-A node is a function of tensors only, so `template_of` lists the tensors of the operands, those in
-expressions too, and leaves a numbered `Slot` in place of each::
+A node is a function of tensors only, so `template_of` takes the operands apart into the tensors,
+those in expressions too, and a skeleton of each with the numbers of its tensors::
 
     Operands(query=A, key=B, value=C, score_mod=alibi(D))
-    template: Operands(query=Slot 0, key=Slot 1, value=Slot 2, score_mod=alibi(Slot 3))
+    template: {"query": (..., range(0, 1)), …, "score_mod": ((Alibi, ...), range(3, 4))}
     tensors:  [A, B, C, D]
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -18,7 +18,6 @@ from polyattn._core.call.options import GRADIENT_ARRAYS, GRADIENT_EXPRESSIONS
 from polyattn.plugin import (
     Backend,
     Cotangents,
-    Expression,
     Gradients,
     Indices,
     Kernel,
@@ -28,6 +27,8 @@ from polyattn.plugin import (
     Score,
     Span,
     Tangents,
+    joined,
+    split,
     undeclared,
 )
 from polyattn.plugin.backend import unrounded
@@ -43,29 +44,24 @@ from polyattn_torch.autograd import (
 )
 from polyattn_torch.derived import derived
 
-
-class Slot(NamedTuple):
-    """The place of a tensor among those of a node; an array to `Expression.map`."""
-
-    number: int
-    shape: tuple[int, ...]
-    dtype: torch.dtype
+#: The skeleton of each operand that is not None, and the numbers of its tensors, by name.
+Template = dict[str, tuple[Any, range]]
 
 
 class KernelNode(AutogradNode):
-    """A call of a kernel that has `backward`; the template has slots for tensors."""
+    """A call of a kernel that has `backward`."""
 
     def __init__(
-        self, kernel: Kernel, problem: Problem, backend: Backend, template: Operands
+        self, kernel: Kernel, problem: Problem, backend: Backend, template: Template
     ) -> None:
         self._kernel, self._backend, self._template = kernel, backend, template
         # What is recorded is the node, so the kernel may write in place.
         self.problem = derived(_of_node, problem)
-        #: The numbers of the slots that are operands by themselves, by name.
-        self._slots: dict[str, int] = {
-            name: slot.number
+        #: The numbers of the tensors that are operands by themselves, by name.
+        self._numbers = {
+            name: template[name][1][0]
             for name in GRADIENT_ARRAYS
-            if isinstance(slot := getattr(template, name, None), Slot)
+            if name in template and template[name][0] is ...
         }
 
     def results(self, tensors: Tensors, *, by_operations: bool = False) -> Tensors:
@@ -86,9 +82,9 @@ class KernelNode(AutogradNode):
         problem = self._problem(by_operations)
         problem = problem._replace(
             features=problem.features - {"logsumexp"} | {"backward"},
-            constants=frozenset(name for name, n in self._slots.items() if not wanted[n]),
+            constants=frozenset(name for name, n in self._numbers.items() if not wanted[n]),
         )
-        gradients = self._by_slot(
+        gradients = self._by_number(
             self._kernel.backward(
                 problem, self._operands(tensors), Residuals(*results),
                 Cotangents(*cotangents), self._backend,
@@ -98,7 +94,7 @@ class KernelNode(AutogradNode):
 
     def tangents(self, tensors: Tensors, results: Tensors, tangents: Optionals) -> Tensors:
         """Return the tangents of output and logsumexp, in their dtypes."""
-        by_name: dict[str, Any] = {name: tangents[n] for name, n in self._slots.items()}
+        by_name: dict[str, Any] = {name: tangents[n] for name, n in self._numbers.items()}
         of_expressions = sum(one is not None for one in tangents) > sum(
             one is not None for one in by_name.values()
         )
@@ -119,20 +115,18 @@ class KernelNode(AutogradNode):
         return self.problem._replace(transforms=self.problem.transforms | {"grad", "jvp"})
 
     def _operands(self, tensors: Tensors) -> Operands:
-        def filled(_: str, thing: Any) -> Any:
-            return tensors[thing.number] if isinstance(thing, Slot) else thing
+        operands: dict[str, Any] = {
+            name: joined(skeleton, tensors[numbers.start : numbers.stop])
+            for name, (skeleton, numbers) in self._template.items()
+        }
+        return Operands(**operands)
 
-        return _changed(self._template, filled)
-
-    def _by_slot(self, gradients: Gradients) -> dict[int, torch.Tensor]:
-        by_slot = {n: getattr(gradients, name) for name, n in self._slots.items()}
+    def _by_number(self, gradients: Gradients) -> dict[int, torch.Tensor]:
+        by_number = {n: getattr(gradients, name) for name, n in self._numbers.items()}
         for name in GRADIENT_EXPRESSIONS:
-            expression = getattr(self._template, name)
-            if isinstance(expression, Expression):
-                slots = [slot for _, slot in expression.carried() if isinstance(slot, Slot)]
-                for slot, gradient in zip(slots, getattr(gradients, name), strict=True):
-                    by_slot[slot.number] = gradient
-        return by_slot
+            _, numbers = self._template.get(name, (None, ()))
+            by_number.update(zip(numbers, getattr(gradients, name) or (), strict=True))
+        return by_number
 
 
 def _of_node(problem: Problem) -> Problem:
@@ -166,26 +160,20 @@ def run_node(
     return output, logsumexp if "logsumexp" in problem.features else None
 
 
-def template_of(x: Operands) -> tuple[Operands, list[torch.Tensor]]:
-    """Return operands with slots in place of tensors, and the tensors."""
+def template_of(x: Operands) -> tuple[Template, list[torch.Tensor]]:
+    """Return the template of operands, and their tensors."""
+    template: Template = {}
     tensors: list[torch.Tensor] = []
-
-    def slot(_: str, thing: Any) -> Any:
-        if not isinstance(thing, torch.Tensor):
-            return thing
-        tensors.append(thing)
-        return Slot(len(tensors) - 1, tuple(thing.shape), thing.dtype)
-
-    return _changed(x, slot), tensors
+    for name, operand in zip(x._fields, x, strict=True):
+        if operand is not None:
+            skeleton, own = split(operand, _is_tensor)
+            template[name] = skeleton, range(len(tensors), len(tensors) + len(own))
+            tensors += own
+    return template, tensors
 
 
-def _changed(x: Operands, change: Any) -> Operands:
-    """Return operands with each tensor or slot replaced by `change(name, it)`."""
-    fields: dict[str, Any] = {
-        name: field.map(change) if isinstance(field, Expression) else change(name, field)
-        for name, field in zip(x._fields, x, strict=True)
-    }
-    return Operands(**fields)
+def _is_tensor(thing: Any) -> bool:
+    return isinstance(thing, torch.Tensor)
 
 
 def _needs_operations(problem: Problem, x: Operands, backend: Backend) -> bool:

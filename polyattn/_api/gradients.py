@@ -18,7 +18,7 @@ from polyattn._core.call.describe import describe, placed
 from polyattn._core.call.gradients import Gradients
 from polyattn._core.call.operands import Cotangents, Residuals, Tangents, mapped
 from polyattn._core.call.options import AUTOCAST
-from polyattn._core.expressions.expression import Expression
+from polyattn._core.expressions.expression import Expression, joined, split
 from polyattn._core.expressions.replacements import ScaleRule
 from polyattn._dispatch.request import is_open, parse_kernel
 from polyattn.plugin.backend import unrounded
@@ -264,14 +264,14 @@ def _in_expression(
     """Return an expression with a gradient in place of each array; None without arrays."""
     if not gradients or not isinstance(given, Expression):
         return None
-    rest = iter(gradients)
-    sums = iter([] if before is None else [x for _, x in before.carried() if is_array(x)])
-    return given.map(
-        lambda _, thing: (
-            _in_dtype(name, next(rest), thing, next(sums, None), accumulates)
-            if is_array(thing)
-            else thing
-        )
+    skeleton, arrays = split(given, is_array)
+    sums = [None] * len(arrays) if before is None else split(before, is_array)[1]
+    return joined(
+        skeleton,
+        [
+            _in_dtype(name, gradient, array, total, accumulates)
+            for gradient, array, total in zip(gradients, arrays, sums, strict=True)
+        ],
     )
 
 

@@ -18,7 +18,7 @@ from polyattn.nn.cache import KVCache
 from polyattn.nn.module import Module, holds_modules, is_parameter
 from polyattn.nn.paged_cache import PagedCache
 from polyattn.nn.quantized_cache import QuantizedCache
-from polyattn.plugin import Expression
+from polyattn.plugin import Expression, joined, split
 
 __all__ = ["register"]
 __dir__ = __all__.copy
@@ -51,19 +51,13 @@ def register() -> None:
                 jax.tree_util.register_pytree_with_keys(kind, _flatten, _unflattener(kind))
                 _registered.add(kind)
         for kind in set(subclasses(Expression)) - _registered:
-            jax.tree_util.register_pytree_node(kind, _leaves_of, _with_leaves)
+            jax.tree_util.register_pytree_node(kind, _leaves_of, joined)
             _registered.add(kind)
 
 
-def _leaves_of(value: Expression) -> tuple[list[Any], Expression]:
-    leaves = [thing for _, thing in value.carried() if is_array(thing)]
-    # In the structure the function is_array stands for an array; other functions stay.
-    return leaves, value.map(lambda _, thing: is_array if is_array(thing) else thing)
-
-
-def _with_leaves(structure: Expression, leaves: Any) -> Expression:
-    rest = iter(leaves)
-    return structure.map(lambda _, thing: next(rest) if thing is is_array else thing)
+def _leaves_of(value: Expression) -> tuple[list[Any], Any]:
+    skeleton, arrays = split(value, is_array)
+    return arrays, skeleton
 
 
 def _is_child(name: str, value: Any) -> bool:

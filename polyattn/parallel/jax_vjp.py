@@ -11,7 +11,7 @@ import jax
 from jax import lax as untyped_lax
 
 from polyattn._api.partial import Partial
-from polyattn._core.expressions.expression import Expression
+from polyattn._core.expressions.expression import split
 from polyattn.parallel.rank_task import RankTask
 
 lax: Any = untyped_lax
@@ -63,9 +63,8 @@ def attend(task: RankTask, arrays: list[jax.Array]) -> jax.Array:
 def _refuse_captured(task: RankTask, error: Exception) -> None:
     """Raise if a function of an option uses a variable that JAX traces."""
     for name, option in task.call.options.items():
-        carried = option.carried() if isinstance(option, Expression) else [("", option)]
-        for function in [thing for _, thing in carried if hasattr(thing, "__code__")]:
-            cells = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
+        for function in split(option, lambda x: hasattr(x, "__code__"))[1]:
+            cells = [cell.cell_contents for cell in function.__closure__ or ()]
             for variable, value in zip(function.__code__.co_freevars, cells, strict=True):
                 if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(value)):
                     raise TypeError(

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 from polyattn._api.partial import Partial
-from polyattn._base.arrays import Array, cast, facts_of, library_of, quiet
+from polyattn._base.arrays import Array, cast, facts_of, is_array, library_of, quiet
 from polyattn._base.tracing import without_autocast
 from polyattn._core.call.gradients import Gradients
-from polyattn._core.call.parts import arrays_in, map_arrays
+from polyattn._core.call.parts import arrays_in
+from polyattn._core.expressions.expression import joined, split
 from polyattn.parallel.call import ParallelCall
 from polyattn.parallel.communicator import Communicator
 from polyattn.parallel.strategy import Strategy
@@ -35,23 +36,17 @@ class RankTask(NamedTuple):
 
     def arrays(self) -> list[Array]:
         """Return all arrays of the options."""
-        return [array for given in self.call.options.values() for array in arrays_in(given)]
+        return split(tuple(self.call.options.values()), is_array)[1]
 
     def with_arrays(self, arrays: Any) -> RankTask:
         """Return the task with these arrays in its options."""
-        rest = iter(arrays)
-        return self._with(lambda _: next(rest))
+        skeleton, _ = split(tuple(self.call.options.values()), is_array)
+        options = dict(zip(self.call.options, joined(skeleton, arrays), strict=True))
+        return self._replace(call=replace(self.call, options=options))
 
     def without_arrays(self) -> RankTask:
         """Return the task with facts in place of arrays, which `with_arrays` replaces."""
-        return self._with(facts_of)
-
-    def _with(self, change: Callable[[Array], Any]) -> RankTask:
-        changed = {
-            name: map_arrays(given, lambda _, array: change(array))
-            for name, given in self.call.options.items()
-        }
-        return self._replace(call=replace(self.call, options=changed))
+        return self.with_arrays(map(facts_of, self.arrays()))
 
     def forward(self, *arrays: Array, for_gradient: bool = True) -> tuple[Array, Partial]:
         """Return the output in the dtype of the query, and what the gradient needs."""

@@ -53,7 +53,7 @@ from polyattn._core.call.gradients import Gradients
 from polyattn._core.call.operands import Cotangents, Operands, Residuals, Tangents
 from polyattn._core.call.pages import in_one_piece
 from polyattn._core.call.problem import Problem
-from polyattn._core.expressions.expression import Expression
+from polyattn._core.expressions.expression import Expression, joined, split
 from polyattn._core.expressions.indices import PointIndices, saturating_sum
 from polyattn._core.expressions.masks import Mask
 from polyattn._core.expressions.patterns import CachePadding
@@ -77,8 +77,8 @@ __all__ = [  # noqa: RUF022 -- in the groups of the reference, in the order of n
     "Tangents", "Gradients", "Array", "undeclared", "in_one_piece", "one_batch_axis", "with_rank",
     "sum_to",
     # Masks and score rules.
-    "Mask", "Score", "Expression", "CachePadding", "Indices", "PointIndices", "band",
-    "visible_keys", "may_have_empty_rows", "empty_rows", "cleared", "saturating_sum",
+    "Mask", "Score", "Expression", "split", "joined", "CachePadding", "Indices", "PointIndices",
+    "band", "visible_keys", "may_have_empty_rows", "empty_rows", "cleared", "saturating_sum",
     "selection_of",
     # Tiles.
     "Span", "column_span", "combined_mask", "TileGrid", "TileQuery",

@@ -1,31 +1,32 @@
 """The options of a call as arguments of an operator, which takes text, numbers and tensors only.
 
-A code has a word for each class and field, in order, and what may change from call to call is
-beside it. Those of `causal() & padding(T, 5)` and a window are::
+A code is the skeleton of the options as JSON, and what may change from call to call is beside it.
+Those of `padding(T, 5)` and a window are::
 
-    code     polyattn._core.expressions.masks:And tuple 2
-             polyattn._core.expressions.patterns:Band None int
-             polyattn._core.expressions.patterns:Padding tensor int
-             tuple 2 int None
+    code     [8, ["tensor", "int", "int"], ["builtins:tuple",
+              ["polyattn._core.expressions.patterns:Padding", "...", "..."],
+              ["builtins:tuple", "...", null]]]
     tensors  [T]
-    numbers  [0, 5, 256]
+    numbers  [5, 256]
 
-Before them is a word with the version of the library. The code names classes, so a program that
-torch.compile keeps on disk can run in another process of the same version.
+It begins with the version of the library. The code names classes, so a program that torch.compile
+keeps on disk can run in another process of the same version.
 """
 
 from __future__ import annotations
 
+import json
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from functools import lru_cache
+from itertools import repeat
 from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from polyattn.plugin import Expression
+from polyattn.plugin import joined, split
 
 
 class Open(NamedTuple):
@@ -37,7 +38,7 @@ class Open(NamedTuple):
 class Coded(NamedTuple):
     """Options in a code, and what it leaves out."""
 
-    words: list[str]
+    code: str
     tensors: list[torch.Tensor]
     #: As tensors, because torch 2.13's inductor may pass on an old float.
     floats: list[torch.Tensor]
@@ -45,93 +46,88 @@ class Coded(NamedTuple):
     #: Those that a code calls open, which differ from call to call.
     opened: list[int]
 
-    def add(self, field: Any) -> None:
-        """Add an option, an expression or a field of one."""
-        if isinstance(field, Expression):
-            self.words.append(_name_of(type(field)))
-            for name in field.__match_args__:
-                self.add(getattr(field, name))
-        elif isinstance(field, Open):
-            self.words.append("open")
-            self.opened.append(field.number)
-        elif isinstance(field, tuple):
-            self.words.extend(["tuple", str(len(field))])
-            for one in field:
-                self.add(one)
-        elif isinstance(field, torch.Tensor):
-            self.words.append("tensor")
-            self.tensors.append(field)
-        elif isinstance(field, bytes):  # the table of a compiled mask, which a spec lacks too
-            self.words.append("bytes")
-        elif field is None or isinstance(field, bool):
-            self.words.append(str(field))
-        elif isinstance(field, int):
-            self.words.append("int")
-            self.numbers.append(field)
-        else:
-            self.words.append("float")
-            self.floats.append(torch.full((), field, dtype=torch.float64, device="cpu"))
+
+# The kinds of what is beside a code, but for floats. A table of bytes is of a compiled mask, and
+# lost, as in a spec.
+_KINDS = {"open": Open, "tensor": torch.Tensor, "bytes": bytes, "int": int}
+
+
+def coded(version: int, options: tuple[Any, ...]) -> Coded:
+    """Return options in a code, for one version of the library."""
+    skeleton, fields = split(options, _is_beside)
+    kinds: list[str] = []
+    beside: dict[str, list[Any]] = {"tensor": [], "float": [], "int": [], "open": []}
+    for field in fields:
+        kind = _kind_of(field)
+        kinds.append(kind)
+        if kind == "float":
+            field = torch.full((), field, dtype=torch.float64, device="cpu")
+        if kind != "bytes":
+            beside[kind].append(field.number if kind == "open" else field)
+    return Coded(_code_of(version, tuple(kinds), skeleton), *beside.values())
 
 
 def decoded(
     code: str, tensors: Iterable[torch.Tensor], floats: Iterable[float], numbers: Iterable[int],
     opened: Iterable[int],
-) -> list[Any]:  # fmt: skip
-    """Return what was added, in order."""
-    words = iter(_words_of(code)[1:])
+) -> Any:  # fmt: skip
+    """Return the options."""
+    _, kinds, skeleton = _read(code)
     fields = {"tensor": iter(tensors), "float": iter(floats), "int": iter(numbers)}
-    fields["open"] = map(np.asarray, opened)
-    return [_field(word, words, fields) for word in words]
+    fields |= {"open": map(np.asarray, opened), "bytes": repeat(b"")}
+    return joined(_with_classes(skeleton), [next(fields[kind]) for kind in kinds])
 
 
-@lru_cache(maxsize=4096)
-def _words_of(code: str) -> list[str]:
-    return code.split()
+def can_code(options: tuple[Any, ...]) -> bool:
+    """Return whether a code can have options, by their specs.
 
-
-def _field(word: str, words: Iterator[str], fields: dict[str, Iterator[Any]]) -> Any:
-    if word in fields:
-        return next(fields[word])
-    if word in _CONSTANTS:
-        return _CONSTANTS[word]
-    if word == "tuple":
-        return tuple([_field(next(words), words, fields) for _ in range(int(next(words)))])
-    cls = _class_of(word)
-    return cls(*[_field(next(words), words, fields) for _ in cls.__match_args__])
-
-
-_CONSTANTS = {"None": None, "True": True, "False": False, "bytes": b""}
-
-
-def can_code(field: Any) -> bool:
-    """Return whether a code can have an option, by its spec.
-
-    Its numbers have 64 bits, its fields hold no string, and modules name its classes.
+    Their numbers have 64 bits, their fields hold no string, and modules name their classes.
     """
-    if isinstance(field, Expression):
-        fields = [getattr(field, name) for name in field.__match_args__]
-        return _is_found(type(field)) and all(map(can_code, fields))
-    if isinstance(field, tuple):  # the facts of an array are one too
-        return hasattr(field, "dtype") or all(map(can_code, field))
-    if isinstance(field, int):
-        return -(2**63) <= field < 2**63
-    return not isinstance(field, str)
+    skeleton, fields = split(options, _is_beside)
+    for field in fields:
+        if isinstance(field, str) or (isinstance(field, int) and not -(2**63) <= field < 2**63):
+            return False
+    return bool(_is_found(skeleton))
 
 
-def _name_of(cls: type) -> str:
-    return f"{cls.__module__}:{cls.__qualname__}"
+def _is_beside(field: Any) -> bool:
+    return field is not None and not isinstance(field, bool)
+
+
+def _kind_of(field: Any) -> str:
+    for kind, cls in _KINDS.items():
+        if isinstance(field, cls):
+            return kind
+    return "float"
 
 
 # Without it a program would be tied to all modules of the process.
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _is_found(cls: type) -> bool:
-    """Return whether a name finds this class: those of functions, and older ones, it does not."""
+def _is_found(skeleton: Any) -> bool:
+    """Return whether names find its classes: those of functions, and older ones, they do not."""
     try:
-        return _class_of(_name_of(cls)) is cls
+        found = _with_classes(json.loads(_code_of(0, (), skeleton))[2])
     except AttributeError:
         return False
+    return bool(found == skeleton)
 
 
-def _class_of(name: str) -> Any:
-    module, _, path = name.partition(":")
-    return attrgetter(path)(sys.modules[module])
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _code_of(version: int, kinds: tuple[str, ...], skeleton: Any) -> str:
+    return json.dumps((version, kinds, skeleton), default=_name_of)
+
+
+_read = lru_cache(maxsize=4096)(json.loads)
+
+
+def _name_of(thing: Any) -> str:
+    return "..." if thing is ... else f"{thing.__module__}:{thing.__qualname__}"
+
+
+def _with_classes(skeleton: Any) -> Any:
+    """Return a skeleton that JSON holds, with the classes that its names find."""
+    if type(skeleton) is list:
+        module, _, path = skeleton[0].partition(":")
+        cls = attrgetter(path)(sys.modules[module])
+        return cls, *map(_with_classes, skeleton[1:])
+    return ... if skeleton == "..." else skeleton

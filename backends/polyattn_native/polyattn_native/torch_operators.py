@@ -18,7 +18,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from polyattn.plugin import Cotangents, Expression, Gradients, Mask, Operands, Problem, Residuals
 from polyattn_native.arrays import has_rows_first
-from polyattn_native.expression_codes import Coded, Open, can_code, decoded
+from polyattn_native.expression_codes import Open, can_code, coded, decoded
 from polyattn_native.library import VERSION
 
 _ARGUMENTS = (
@@ -96,8 +96,6 @@ def _arguments(problem: Problem, x: Operands) -> tuple[Any, ...]:
     def held(number: int) -> Any:
         return number if has_static_value(number) else Open(number)
 
-    # Programs that an earlier version compiled, which are kept on disk, are of no use for this one.
-    coded = Coded([f"version-{VERSION}"], [], [], [], [])
     seed, mask = x.seed, x.mask
     if isinstance(mask, Mask):
         mask = mask.with_lengths(held)
@@ -105,14 +103,13 @@ def _arguments(problem: Problem, x: Operands) -> tuple[Any, ...]:
         seed = Open(seed % 2**32), Open(seed // 2**32)
     start = problem.dropout_start if x.dropout_start is None else x.dropout_start
     offset = x.query_offset if problem.query_offset is None else held(problem.query_offset)
-    for option in (
+    options = (
         x.bias, x.sinks, x.score_mod,  # first: those with gradients
         mask, offset, x.key_lengths, x.block_table, seed, start,
         problem.is_causal, problem.window, problem.same_bits,
-    ):  # fmt: skip
-        coded.add(option)
-    code = " ".join(coded.words)
-    return *x[:3], code, *coded[1:], problem.scale, problem.softcap, problem.dropout
+    )  # fmt: skip
+    # Programs that an earlier version compiled, which are kept on disk, are of no use for this one.
+    return *x[:3], *coded(VERSION, options), problem.scale, problem.softcap, problem.dropout
 
 
 # ---- what the operators do ----

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from polyattn._base.arrays import Array, is_array, library_of
 from polyattn._core.call.operands import Operands
 from polyattn._core.call.options import OPTIONS, Option, option_of
 from polyattn._core.call.problem import Problem
-from polyattn._core.expressions.expression import Expression
+from polyattn._core.expressions.expression import Expression, split
 from polyattn._core.expressions.parts import Part
 
 
@@ -59,21 +59,6 @@ def _sums(start: Any, first: tuple[Any, ...]) -> Any:
     return library_of(arrays[0]).xp.stack([number + 0 * arrays[0] for number in sums])
 
 
-def map_arrays(value: Any, change: Callable[[str | None, Array], Any]) -> Any:
-    """Return the value of an option with each of its arrays replaced.
-
-    `change` takes the axes of the scores that an array in an expression follows, None for any other
-    array, and the array.
-    """
-    if is_array(value):
-        return change(None, value)
-    if isinstance(value, Expression):
-        return value.map_arrays(change)
-    return tuple([map_arrays(one, change) for one in value]) if type(value) is tuple else value
-
-
 def arrays_in(value: Any) -> list[Array]:
-    """Return the arrays that `map_arrays` finds."""
-    arrays: list[Array] = []
-    map_arrays(value, lambda _, array: arrays.append(array))
-    return arrays
+    """Return the arrays in the value of an option, in order."""
+    return split(value, is_array)[1]

@@ -1,13 +1,19 @@
 """Expressions: immutable objects that describe a step of attention and may carry arrays.
 
-Expressions compare by content and print as the code that makes them. `spec()` replaces each array
-by its shape and dtype, so the result can be a cache key. Arrays are read only to compare or print.
+Expressions compare by content and print as the code that makes them. Arrays are read only to
+compare or print. `split` takes an expression apart, and `joined` puts it together again::
+
+    masks.causal() & masks.padding(lengths)
+    skeleton: (And, (tuple, (Band, None, 0), (Padding, ..., 0)))
+    carried:  [lengths]
+
+The skeleton can be hashed and pickled. With the facts of arrays in it, it is the `spec()`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, TypeVar
 
 from polyattn._base.arrays import ArrayFacts, facts_of, is_array, library_of
@@ -18,12 +24,19 @@ from polyattn._core.expressions.parts import Part
 V = TypeVar("V", bound="Expression")
 # Arrays of the caller, and the memory of each as it was placed.
 Copies = list[tuple[Any, bytearray]]
+# What an expression carries: the class and the field of each, and the object.
+Carried = list[tuple[Any, str, Any]]
+
+
+class _Placeholder(str):
+    """A text that `split` takes, unlike the texts of fields."""
+
 
 #: The placeholder for a function in a spec.
-FUNCTION = "function"
+FUNCTION = _Placeholder("function")
 # Larger arrays print as their shape and dtype.
 MOST_PRINTED = 64
-#: The types of fields that a form or a key holds as they are, beside tuples of them.
+#: The types of fields that a skeleton or a key holds as they are, beside tuples of them.
 PLAIN = frozenset((bool, int, float, str, type(None)))
 # What an expression remembers, beside its fields.
 _REMEMBERED = frozenset(("_placed", "_form"))
@@ -42,20 +55,11 @@ class Expression:
     #: class that says nothing of them: a part of the scores refuses it.
     axes: ClassVar[dict[str, str] | None] = None
 
-    def map(self: V, change: Callable[[str, Any], Any], *, tables: bool = True) -> V:
-        """Return the expression with ``change(field, x)`` for each array and function x.
-
-        Without `tables`, tables of bytes are empty.
-        """
-
-        def changed(name: str, field: Any) -> Any:
-            if is_array(field) or (callable(field) and not isinstance(field, Expression)):
-                return change(name, field)
-            if isinstance(field, Expression):
-                return field.map(change, tables=tables)
-            return field if tables or not isinstance(field, bytes) else b""
-
-        return self._rebuilt(changed)
+    def map(self: V, change: Callable[[str, Any], Any]) -> V:
+        """Return the expression with ``change(field, x)`` for each array and function x."""
+        return self._changed(
+            lambda _, name, x: change(name, x) if is_array(x) or callable(x) else x
+        )
 
     def placed(self: V, destination: Destination) -> V:
         """Return the expression with the NumPy arrays that it carries placed beside the query.
@@ -93,7 +97,7 @@ class Expression:
             return new
 
         new = self._rebuilt(put)
-        if remembers and not _is_traced(new):
+        if remembers and not any(facts_of(x).traced for x in split(new, is_array)[1]):
             keeps = new if copies else None  # not itself
             self.__dict__.setdefault("_placed", {})[destination.key] = keeps, copies
         return new if copies else self, copies
@@ -103,14 +107,15 @@ class Expression:
 
     @property
     def form(self) -> tuple[Any, tuple[Any, ...]] | None:
-        """All of the expression but its arrays, hashable, and these; None if it has functions.
+        """The skeleton and the arrays; None if the expression also carries functions or tables.
 
         It is made once: an array may change in place, but which arrays there are stays.
         """
         if "_form" not in self.__dict__:
-            arrays: list[Any] = []
-            form = _form_of(self, arrays)
-            self.__dict__["_form"] = None if form is None else (form, tuple(arrays))
+            skeleton, carried = split(self)
+            # Functions may change, and tables of bytes are too large for a key.
+            only_arrays = all(map(is_array, carried))
+            self.__dict__["_form"] = (skeleton, tuple(carried)) if only_arrays else None
         known: tuple[Any, tuple[Any, ...]] | None = self.__dict__["_form"]
         return known
 
@@ -127,9 +132,12 @@ class Expression:
 
     def carried(self) -> list[tuple[str, Any]]:
         """Return the name and the object of each array and function in the expression."""
-        carried: list[tuple[str, Any]] = []
-        for name in self.__match_args__:
-            _note_carried(name, getattr(self, name), carried)
+        everything: Carried = []
+        _skeleton_of(self, (None, ""), everything, None)
+        carried = []
+        for _, name, x in everything:
+            if is_array(x) or callable(x):
+                carried.append((name, x))
         return carried
 
     def with_array_per_axis(self: V) -> V:
@@ -144,16 +152,17 @@ class Expression:
             lambda _, x: x.with_lengths(change) if isinstance(x, Expression) else x
         )
 
-    def _axes_of(self, field: str) -> str:
+    @classmethod
+    def _axes_of(cls, field: str) -> str:
         """Return the axes of the scores that the array in a field follows."""
-        axes = (self.axes or {}).get(field)
+        axes = (cls.axes or {}).get(field)
         if axes is None:
-            raise TypeError(f"{self._refusal}: its class does not give the axes of `{field}`")
+            raise TypeError(f"{cls._refusal()}: its class does not give the axes of `{field}`")
         return axes
 
-    @property
-    def _refusal(self) -> str:
-        named = f"{self.module}.{getattr(self, 'name', type(self).__name__)}"
+    @classmethod
+    def _refusal(cls) -> str:
+        named = f"{cls.module}.{getattr(cls, 'name', cls.__name__)}"
         return f"{named} cannot be cut into parts of the scores"
 
     def map_arrays(self: V, change: Callable[[str, Any], Any]) -> V:
@@ -161,19 +170,15 @@ class Expression:
 
         The axes of the scores are those that the array follows.
         """
-
-        def changed(name: str, field: Any) -> Any:
-            if isinstance(field, Expression):
-                return field.map_arrays(change)
-            return change(self._axes_of(name), field) if is_array(field) else field
-
-        return self._rebuilt(changed)
+        return self._changed(
+            lambda cls, name, x: change(cls._axes_of(name), x) if is_array(x) else x
+        )
 
     def arrays(self) -> list[tuple[str, Any]]:
         """Return the axes of the scores that each array follows and the array."""
-        arrays: list[tuple[str, Any]] = []
-        self.map_arrays(lambda axes, array: arrays.append((axes, array)))
-        return arrays
+        carried: Carried = []
+        _skeleton_of(self, (None, ""), carried, None)
+        return [(cls._axes_of(name), x) for cls, name, x in carried if is_array(x)]
 
     def part(self, part: Part) -> Any:
         """Return the expression over a part of the scores, counted from its first row and key.
@@ -182,7 +187,7 @@ class Expression:
         `axes`, so that its meaning in a part is unknown.
         """
         if self.axes is None:
-            raise TypeError(f"{self._refusal}: its class does not give `axes`")
+            raise TypeError(f"{self._refusal()}: its class does not give `axes`")
 
         def changed(name: str, field: Any) -> Any:
             if isinstance(field, Expression):
@@ -202,7 +207,22 @@ class Expression:
         self: V, facts: Callable[[Any, str], ArrayFacts] = facts_of, *, tables: bool = False
     ) -> V:
         """Return the expression without functions and tables, with the facts of its arrays."""
-        return self.map(lambda name, x: facts(x, name) if is_array(x) else FUNCTION, tables=tables)
+
+        def fact(_: type, name: str, x: Any) -> Any:
+            if is_array(x):
+                return facts(x, name)
+            if isinstance(x, bytes):
+                return x if tables else b""
+            return FUNCTION if callable(x) else x
+
+        return self._changed(fact)
+
+    def _changed(self: V, change: Callable[[Any, str, Any], Any]) -> V:
+        """Return the expression with ``change(class, field, x)`` for each x that it carries."""
+        carried: Carried = []
+        skeleton = _skeleton_of(self, (None, ""), carried, None)
+        changed: V = joined(skeleton, [change(*place_and_x) for place_and_x in carried])
+        return changed
 
     def __eq__(self, other: object) -> bool:
         if type(self) is not type(other):
@@ -221,55 +241,69 @@ class Expression:
         return f"{self.module}.{self.name}({', '.join(given)})"
 
 
-# Not inside `_rebuilt`: a function that names itself is in a reference cycle, which would keep what
-# `change` closes over, such as the tensors of a step, until the garbage collector runs.
+def split(value: Any, takes: Callable[[Any], bool] | None = None) -> tuple[Any, list[Any]]:
+    """Take an expression apart.
+
+    Parameters
+    ----------
+    value : Expression, tuple of them, or any
+        What is taken apart, with the expressions and tuples in it.
+    takes : callable, optional
+        Whether a field that is no expression or tuple is taken; the others stay in the skeleton. By
+        default arrays, functions and tables are taken.
+
+    Returns
+    -------
+    skeleton : Hashable
+        A tuple of the class and the fields of each expression and tuple, ``...`` for what is taken.
+    carried : list
+        What is taken, in order.
+    """
+    carried: Carried = []
+    return _skeleton_of(value, (None, ""), carried, takes), [x for *_, x in carried]
+
+
+def joined(skeleton: Any, carried: Iterable[Any]) -> Any:
+    """Put an expression together again: the one that has a skeleton and carries these, in order."""
+    rest = iter(carried)
+    if skeleton is ...:
+        return next(rest)
+    if type(skeleton) is not tuple:
+        return skeleton
+    fields = []
+    for field in skeleton[1:]:
+        fields.append(joined(field, rest))
+    return tuple(fields) if skeleton[0] is tuple else skeleton[0](*fields)
+
+
+# Not inside of another function: one that names itself is in a reference cycle, which would keep
+# what it closes over, such as the tensors of a step, until the garbage collector runs.
+def _skeleton_of(field: Any, place: tuple[Any, str], carried: Carried, takes: Any) -> Any:
+    cls: Any = type(field)
+    fields = [cls]
+    if isinstance(field, Expression):
+        for name in cls.__match_args__:
+            fields.append(_skeleton_of(getattr(field, name), (cls, name), carried, takes))
+    elif cls is tuple:
+        for part in field:
+            fields.append(_skeleton_of(part, place, carried, takes))
+    elif cls not in PLAIN if takes is None else takes(field):
+        carried.append((*place, field))
+        return ...
+    else:
+        return field
+    return tuple(fields)
+
+
 def _replaced(name: str, field: Any, change: Callable[[str, Any], Any]) -> Any:
     if type(field) is tuple:
         return tuple([_replaced(name, part, change) for part in field])
     return change(name, field)
 
 
-def _note_carried(name: str, field: Any, carried: list[tuple[str, Any]]) -> None:
-    if isinstance(field, Expression):
-        carried += field.carried()
-    elif is_array(field) or callable(field):
-        carried.append((name, field))
-    elif isinstance(field, tuple):
-        for part in field:
-            _note_carried(name, part, carried)
-
-
-def _form_of(field: Any, arrays: list[Any]) -> Any:
-    """Return a field for `Expression.form`, and note its arrays; None stands for what has no form.
-
-    A field that is None is an empty tuple in it.
-    """
-    if field is None or type(field) in PLAIN:
-        return () if field is None else field
-    if is_array(field):
-        arrays.append(field)
-        return is_array  # stands for any array
-    if isinstance(field, Expression):
-        fields: Any = [getattr(field, name) for name in field.__match_args__]
-    elif type(field) is tuple:
-        fields = field
-    else:  # a function; or a table of bytes, which is too large for a key
-        return None
-    forms = [_form_of(one, arrays) for one in fields]
-    return None if None in forms else (type(field), *forms)
-
-
-def _is_traced(value: Expression) -> bool:
-    return any(is_array(thing) and facts_of(thing).traced for _, thing in value.carried())
-
-
 def has_function(value: Any) -> bool:
     """Return whether the expression that a spec was made from has a function."""
-    if isinstance(value, Expression):
-        return any(has_function(getattr(value, name)) for name in value.__match_args__)
-    if isinstance(value, tuple) and not is_array(value):
-        return any(has_function(one) for one in value)
-    return isinstance(value, str) and value == FUNCTION
+    return FUNCTION in (split(value)[1] if isinstance(value, Expression) else (value,))
 
 
 def _same(one: Any, other: Any) -> bool:

@@ -18,8 +18,8 @@ import ml_dtypes
 import numpy as np
 
 from polyattn import explain
-from polyattn._core.call.parts import map_arrays
-from polyattn.plugin import Problem
+from polyattn._base.arrays import is_array
+from polyattn.plugin import Problem, joined, split
 
 finfo: Any = ml_dtypes.finfo
 Array = np.ndarray[Any, Any]
@@ -44,7 +44,8 @@ class Generated:
 
 def with_arrays(option: Any, change: Callable[[Any], Any]) -> Any:
     """Return an option of a call with its arrays, those of `arrays_in`, replaced."""
-    return map_arrays(option, lambda _, array: change(array))
+    skeleton, arrays = split(option, is_array)
+    return joined(skeleton, map(change, arrays))
 
 
 def bits(array: Any) -> bytes:
