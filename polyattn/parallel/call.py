@@ -11,7 +11,7 @@ from polyattn._api.names import check_names
 from polyattn._api.partial import Partial, attention_partial
 from polyattn._base.arrays import Array, as_facts, cast, library_of
 from polyattn._base.autocast import autocast
-from polyattn._base.slices import Slice
+from polyattn._base.slices import Slice, split
 from polyattn._base.span import Span
 from polyattn._core.call.describe import describe
 from polyattn._core.call.facts import Call
@@ -63,6 +63,10 @@ class ParallelCall:
     def owned(self, rank: Any) -> tuple[Any, ...]:
         """Return the chunks that a rank holds."""
         return chunks_of(rank, self.size, self.layout)
+
+    def split(self, *arrays: Array) -> list[tuple[Array, ...]]:
+        """Return the chunks that a rank holds of each array, in its order."""
+        return list(zip(*[split(array, slots(self.layout)) for array in arrays], strict=True))
 
     def is_visible(self, rows: Any, keys: Any) -> Any:
         """Return whether a chunk of rows may see a chunk of keys, by causality and window."""
