@@ -54,7 +54,7 @@ class Ring(Strategy):
     ) -> tuple[Array, Array, Array, OptionGradients]:
         """Return the gradients; those of keys and values travel with them, and then home."""
         query, *keys = arrays
-        count, turns = slots(call.layout), _turns(call)
+        count = slots(call.layout)
         parts = split(query, count), split_partial(saved, count), split(gradient, count)
         each, sums = list(zip(*parts, strict=True)), Sums()
         own = zip(each, call.split(*keys), call.owned(ranks.rank), strict=True)
@@ -64,17 +64,13 @@ class Ring(Strategy):
         def add(a: int, b: int, key: Any, rows: Any, keys: Any, sums: Any) -> Any:
             return sums.added(a, b, _gradients(call, each[a], key, rows, keys))
 
-        sums = _around(call, ranks, keys, sums, add)
-        if turns > 1:
-            home = ranks.shift(sums.keys, 1 - turns)
-            sums = sums._replace(keys=tuple(ranks.wait(home)))
-        return sums.joined()
+        return _around(call, ranks, keys, sums, add).joined()
 
 
 def _around(
     call: ParallelCall, ranks: Communicator, keys: Any, sums: Sums, add: Callable[..., Sums]
 ) -> Sums:
-    """Return the sums after all turns, of which those of the keys travel with these."""
+    """Return the sums after all turns; those of the keys travel with these, and then home."""
 
     def visit(turn: Any, keys: Any, sums: Sums) -> Sums:
         own, there = call.owned(ranks.rank), call.owned((ranks.rank - turn) % call.size)
@@ -96,7 +92,10 @@ def _around(
 
     last = _turns(call) - 1
     keys, sums = ranks.repeat(last, turn, (tuple(keys), sums))
-    return visit(last, keys, sums)
+    sums = visit(last, keys, sums)
+    if sums.keys and last:
+        sums = sums._replace(keys=tuple(ranks.wait(ranks.shift(sums.keys, -last))))
+    return sums
 
 
 def _turns(call: ParallelCall) -> int:
