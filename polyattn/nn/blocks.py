@@ -181,26 +181,12 @@ class DecoderBlock(Module):
         context_mask: Any = None,
         **options: Any,
     ) -> Any:
-        """Map tokens to tokens of the same shape.
+        """Map tokens (..., L, size) to the same shape; options as for `MultiHeadAttention`.
 
-        Parameters
-        ----------
-        x : Array
-            Tokens, shape (..., L, size).
-        context : Array
-            The encoder's tokens, shape (..., S, context_size).
-        cache : KVCache, PagedCache or QuantizedCache, optional
-            The keys and values of the tokens before `x`.
-        context_mask : optional
-            The encoder's tokens that take part, as ``mask=`` of `polyattn.attention`.
-        **options : Any
-            Options of the self-attention, as for `MultiHeadAttention`. ``backend`` and ``kernel``
-            apply to the cross-attention too.
-
-        Returns
-        -------
-        Array, or tuple of Array and cache
-            Tokens; with a cache, the pair of tokens and the next cache.
+        `context` are the encoder's tokens, shape (..., S, context_size), and `context_mask` says
+        which of them take part, as ``mask=`` of `polyattn.attention`. ``backend`` and ``kernel``
+        apply to the cross-attention too. With a cache, return the pair of tokens and the next
+        cache.
         """
         norms = self.attention_norm, self.pre_norm
         x, cache = _add(x, self.attention, *norms, cache=cache, **options)

@@ -22,11 +22,11 @@ from polyattn._base.arrays import (
     is_array,
     length_of,
     library_of,
-    numbers_like,
     with_rank,
+    zeros,
 )
 from polyattn._base.tracing import autocast_dtype, is_autocast_on, is_compiling
-from polyattn.nn.memory import Buffer, is_writable, zeros
+from polyattn.nn.memory import Buffer, is_writable
 from polyattn.nn.shapes import with_rows
 
 
@@ -101,12 +101,7 @@ class KVCache:
             shaped = [facts_of(like)._replace(shape=(*lead, width)) for width in widths]
             return cls(shaped[0], shaped[1])
         xp = library_of(like).xp
-        if 0 in like.shape:
-            number = numbers_like(xp, 0, like.dtype, like)
-        else:  # a number of `like` is where a committed array of JAX is
-            number = like[(0,) * len(like.shape)]
-        example = xp.broadcast_to(number, (*batch, heads, 1, 1))
-        key, value = (zeros(example, lead[-1], width) for width in widths)
+        key, value = (zeros(xp, (*lead, width), like.dtype, like) for width in widths)
         # torch.compile cannot return a Buffer.
         return cls(key, value, buffer=None if is_compiling() else Buffer(key, value, 0))
 
@@ -213,7 +208,7 @@ class KVCache:
 
         def enlarged(x: Array) -> Array:
             xp, shape = library_of(x).xp, (*x.shape[:-2], capacity - self.length, x.shape[-1])
-            return xp.concat((x, xp.broadcast_to(zeros(x, 1, x.shape[-1]), shape)), axis=-2)
+            return xp.concat((x, zeros(xp, shape, x.dtype, x)), axis=-2)
 
         return replace(self, key=enlarged(self.keys), value=enlarged(self.values), first=0)
 

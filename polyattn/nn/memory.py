@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from polyattn._base.arrays import Array, index_range, library_of
+from polyattn._base.arrays import Array, library_of
 from polyattn._base.tracing import is_compiling, torch_transforms
 
 
@@ -60,14 +60,6 @@ def _has_views(memory: Array) -> bool:
     uses: Any = getattr(torch._C, "_storage_Use_Count", lambda storage: 3)
     # By this tensor, and by the storage that is asked for.
     return type(memory) is not torch.Tensor or uses(memory.untyped_storage()._cdata) > 2
-
-
-def zeros(like: Array, capacity: int, width: int) -> Array:
-    """Return zeros in new memory, shape (..., capacity, width) with the leading axes of `like`."""
-    xp = library_of(like).xp
-    zero = xp.reshape(index_range(xp, 0, 1, like), (1,) * len(like.shape)) * 0
-    whole = xp.broadcast_to(zero, (*like.shape[:-2], capacity, width))
-    return xp.astype(whole, like.dtype)  # always a copy
 
 
 def is_writable(new: list[Array], memory: list[Array]) -> bool:

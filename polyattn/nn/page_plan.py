@@ -252,5 +252,5 @@ def with_written(pool: Any, rows: Array, plan: PagePlan, *, in_place: bool = Fal
     (old, new), (pages, slots) = plan.copied, plan.places
     xp, put = library_of(pool).xp, scatter.written if in_place else scatter.scatter
     if new.shape[0]:
-        pool = put(pool, (new,), xp.take(pool, old, axis=0))
+        pool = put(pool, (new,), pool[old] if in_place else xp.take(pool, old, axis=0))
     return put(pool, (pages, slice(None), slots), xp.permute_dims(rows, (0, 2, 1, 3)))

@@ -15,12 +15,20 @@ from weakref import WeakSet
 import numpy as np
 
 from polyattn._base.arguments import check_int
-from polyattn._base.arrays import Array, facts_of, index_range, is_array, library_of, numbers_like
+from polyattn._base.arrays import (
+    Array,
+    facts_of,
+    index_range,
+    is_array,
+    library_of,
+    numbers_like,
+    zeros,
+)
 from polyattn._base.forks import forkable_lock
 from polyattn._base.host import as_array, is_host
 from polyattn._base.tracing import is_transformed
 from polyattn.nn.cache import checked_tokens
-from polyattn.nn.memory import is_writable, zeros
+from polyattn.nn.memory import is_writable
 from polyattn.nn.page_plan import (
     Ledger,
     PagePlan,
@@ -149,10 +157,9 @@ class PagedCache:
         columns = -(-capacity // page)
         pages = 1 + (items * columns if pages is None else check_int("pages", pages, least=0))
         xp = library_of(like, "like").xp
-        zero = numbers_like(xp, 0, like.dtype, like)
-        example = xp.broadcast_to(zero, (pages, heads, 1, 1))
         widths = size, size if value_size is None else value_size
-        key, value = (zeros(example, page, width) for width in widths)
+        pools = [(pages, heads, page, width) for width in widths]
+        key, value = (zeros(xp, shape, like.dtype, like) for shape in pools)
         lengths = index_range(xp, 0, items, like) * 0
         table = xp.broadcast_to(lengths[:, None], (items, columns)) + 0
         return cls(key, value, table, lengths)

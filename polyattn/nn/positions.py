@@ -54,19 +54,10 @@ class Sinusoidal(Module):
         return Angles(frequencies_of(self.size, self.base))
 
     def __call__(self, positions: Array, *, like: Array) -> Array:
-        """Return a vector for each position.
+        """Return a vector for each position, shape (..., size), in the dtype of `like`.
 
-        Parameters
-        ----------
-        positions : Array of int
-            Shape (...).
-        like : Array
-            An array of the dtype of the result.
-
-        Returns
-        -------
-        Array
-            Shape (..., size): sines at even indices, cosines at odd ones.
+        The positions are integers of any shape (...). Sines are at even indices, cosines at odd
+        ones.
         """
         xp = library_of(positions, "positions").xp
         angles = self._angles.of(xp, positions, like.dtype, positions)
@@ -235,19 +226,9 @@ class Rotary(Module):
         return Angles(self.frequencies or frequencies_of(self.size, self.base))
 
     def __call__(self, x: Array, positions: Array) -> Array:
-        """Rotate vectors.
+        """Rotate queries or keys, shape (..., H, L, D) with D at least `size`.
 
-        Parameters
-        ----------
-        x : Array
-            Queries or keys, shape (..., H, L, D), D at least `size`.
-        positions : Array of int
-            The tokens' positions, shape (L,) or (..., L).
-
-        Returns
-        -------
-        Array
-            An array of the shape and dtype of `x`.
+        The tokens' positions are integers, shape (L,) or (..., L).
         """
         tokens = x[..., 0, :, :] if len(x.shape) > 2 else x
         return self.rotate(x, *self.tables(for_each_token("positions", positions, tokens), like=x))

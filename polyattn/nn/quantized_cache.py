@@ -28,6 +28,7 @@ from polyattn._base.arrays import (
     is_array,
     library_of,
     quiet,
+    zeros,
 )
 from polyattn._base.autocast import autocast
 from polyattn._base.quantized import Quantized
@@ -36,7 +37,6 @@ from polyattn._dispatch.request import request
 from polyattn.nn import integers
 from polyattn.nn.cache import KVCache, checked_tokens, known, overwritten
 from polyattn.nn.integers import attention_of_row, in_sums, sums
-from polyattn.nn.memory import zeros
 from polyattn.nn.shapes import as_array
 
 T = TypeVar("T")
@@ -217,8 +217,10 @@ class QuantizedCache:
         As many blocks as may be full become integers; those that are not are overwritten later.
         """
         more, size, xp = key.shape[-2], self.block, library_of(key).xp
-        room = [zeros(held, more + size, held.shape[-1]) for held in self._memory]
-        memory = [xp.concat(pair, axis=-2) for pair in zip(self._memory, room, strict=True)]
+        memory = []
+        for held in self._memory:
+            room = (*held.shape[:-2], more + size, held.shape[-1])
+            memory.append(xp.concat((held, zeros(xp, room, held.dtype, held)), axis=-2))
         recent = KVCache(memory[0], memory[1], self.recent.length).append(key, value)
         over = recent.length - self.window
         full = (xp.clip(over, 0) if is_array(over) else max(over, 0)) // size

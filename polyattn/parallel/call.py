@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from polyattn._api.attention import attention
@@ -11,8 +12,7 @@ from polyattn._api.names import check_names
 from polyattn._api.partial import Partial, attention_partial
 from polyattn._base.arrays import Array, as_facts, cast, library_of
 from polyattn._base.autocast import autocast
-from polyattn._base.slices import Slice
-from polyattn._base.span import Span
+from polyattn._base.slices import Slice, split
 from polyattn._core.call.describe import describe
 from polyattn._core.call.facts import Call
 from polyattn._core.call.gradients import Gradients
@@ -22,7 +22,7 @@ from polyattn._core.call.problem import Problem, examine
 from polyattn._core.expressions.expression import Expression
 from polyattn._core.expressions.parts import Part
 from polyattn._core.expressions.replacements import ScaleRule
-from polyattn._core.tiles.band import band, is_full
+from polyattn._core.tiles.band import band
 from polyattn.parallel.token_layout import check_layout, chunks_of, slots
 
 #: The gradients of options, as lists of arrays: one for the option, or one for each it carries.
@@ -64,23 +64,33 @@ class ParallelCall:
         """Return the chunks that a rank holds."""
         return chunks_of(rank, self.size, self.layout)
 
+    def split(self, *arrays: Array) -> list[tuple[Array, ...]]:
+        """Return the chunks that a rank holds of each array, in its order."""
+        return list(zip(*[split(array, slots(self.layout)) for array in arrays], strict=True))
+
+    @cached_property
+    def _ends(self) -> tuple[int | None, int | None]:
+        """The least and the most that a key is ahead of a row that sees it; None for no bound."""
+        return (None, None) if self.problem.query_offset is None else band(self.problem)
+
     def is_visible(self, rows: Any, keys: Any) -> Any:
         """Return whether a chunk of rows may see a chunk of keys, by causality and window."""
-        known = self.problem.query_offset is not None
-        low, high = band(self.problem) if known else (None, None)
-        # How far the first key is ahead of the first row.
-        ahead = keys * self.key_length - rows * self.row_length
+        low, high = self._ends
+        ahead = keys * self.key_length - rows * self.row_length  # the first key, of the first row
         after = True if low is None else ahead + self.key_length > low
         before = True if high is None else ahead - self.row_length < high
         return after & before
 
     def is_full(self, rows: Any, keys: Any) -> bool:
         """Return whether causality and window surely hide no key of a chunk from its rows."""
-        if not (isinstance(rows, int) and isinstance(keys, int)):
+        known = isinstance(rows, int) and isinstance(keys, int)
+        if self.problem.band is None or self.problem.query_offset is None or not known:
             return self.problem.band is None
-        first, start = rows * self.row_length, keys * self.key_length
-        span = Span(start, start + self.key_length)
-        return is_full(self.problem, Span(first, first + self.row_length), span)
+        low, high = self._ends
+        ahead = keys * self.key_length - rows * self.row_length
+        return (low is None or ahead - self.row_length + 1 >= low) and (
+            high is None or ahead + self.key_length - 1 <= high
+        )
 
     @property
     def visible_pairs(self) -> int:

@@ -10,7 +10,6 @@ from typing import Any
 
 from polyattn._api.partial import Partial, merge
 from polyattn._base.arrays import Array, cast, library_of
-from polyattn._base.slices import split
 from polyattn.parallel.call import OptionGradients, ParallelCall
 from polyattn.parallel.communicator import Communicator
 from polyattn.parallel.strategy import Strategy, Sums
@@ -35,12 +34,8 @@ class Decode(Strategy):
 
     def forward(self, call: ParallelCall, ranks: Communicator, *arrays: Array) -> Any:
         query, *keys = arrays
-        own = merge(
-            *[
-                call.partial((query, *chunk), call.block(keys=at))
-                for at, chunk in self._chunks(call, ranks, keys)
-            ]
-        )
+        chunks = zip(call.owned(ranks.rank), call.split(*keys), strict=True)
+        own = merge(*[call.partial((query, *own), call.block(keys=n)) for n, own in chunks])
         outputs, logsumexps = ranks.stack(own.output), ranks.stack(own.logsumexp)
         everything = [Partial(outputs[n, ...], logsumexps[n, ...]) for n in range(call.size)]
         if "sinks" in call.options:
@@ -54,20 +49,16 @@ class Decode(Strategy):
         """Return the gradients; all but those of the keys are whole on every rank."""
         query, *keys = arrays
         sums = Sums()
-        for number, (at, chunk) in enumerate(self._chunks(call, ranks, keys)):
-            *own, share = call.gradients(
-                (query, *chunk), saved, gradient, call.block(keys=at), sinks=number == 0
-            )
+        chunks = zip(call.owned(ranks.rank), call.split(*keys), strict=True)
+        for n, (columns, chunk) in enumerate(chunks):
+            block = call.block(keys=columns)
+            *own, share = call.gradients((query, *chunk), saved, gradient, block, sinks=n == 0)
             if "sinks" in share:  # through the logsumexp, each rank has them whole
                 share["sinks"] = [x / call.size for x in share["sinks"]]
-            sums = sums.added(0, number, (*own, share))
+            sums = sums.added(0, n, (*own, share))
         dq, dk, dv, shares = sums.joined()
         shares = {name: [_sum_over(ranks, x) for x in shares[name]] for name in shares}
         return _sum_over(ranks, dq), dk, dv, shares
-
-    def _chunks(self, call: ParallelCall, ranks: Communicator, keys: Any) -> Any:
-        chunks = zip(*[split(array, slots(call.layout)) for array in keys], strict=True)
-        return zip(call.owned(ranks.rank), chunks, strict=True)
 
 
 def _sum_over(ranks: Communicator, array: Array) -> Array:

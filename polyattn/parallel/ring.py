@@ -38,8 +38,8 @@ class Ring(Strategy):
     def forward(self, call: ParallelCall, ranks: Communicator, *arrays: Array) -> Any:
         query, *keys = arrays
         queries = split(query, slots(call.layout))
-        own = zip(queries, _chunks(call, keys), call.owned(ranks.rank), strict=True)
-        first = [_part(call, (row, *key), at, at, sinks=True) for row, key, at in own]
+        own = zip(queries, call.split(*keys), call.owned(ranks.rank), strict=True)
+        first = [_part(call, (row, *key), n, n, sinks=True) for row, key, n in own]
 
         def add(a: int, b: int, key: Any, rows: Any, keys: Any, totals: Any) -> Any:
             part = _part(call, (queries[a], *key), rows, keys)
@@ -54,36 +54,32 @@ class Ring(Strategy):
     ) -> tuple[Array, Array, Array, OptionGradients]:
         """Return the gradients; those of keys and values travel with them, and then home."""
         query, *keys = arrays
-        count, turns = slots(call.layout), _turns(call)
-        given = split(query, count), split_partial(saved, count), split(gradient, count)
-        each, sums = list(zip(*given, strict=True)), Sums()
-        own = zip(each, _chunks(call, keys), call.owned(ranks.rank), strict=True)
-        for n, (row, key, at) in enumerate(own):
-            sums = sums.added(n, n, _gradients(call, row, key, at, at, sinks=True))
+        count = slots(call.layout)
+        parts = split(query, count), split_partial(saved, count), split(gradient, count)
+        each, sums = list(zip(*parts, strict=True)), Sums()
+        own = zip(each, call.split(*keys), call.owned(ranks.rank), strict=True)
+        for n, (row, key, chunk) in enumerate(own):
+            sums = sums.added(n, n, _gradients(call, row, key, chunk, chunk, sinks=True))
 
         def add(a: int, b: int, key: Any, rows: Any, keys: Any, sums: Any) -> Any:
             return sums.added(a, b, _gradients(call, each[a], key, rows, keys))
 
-        sums = _around(call, ranks, keys, sums, add)
-        if turns > 1:
-            home = ranks.shift(sums.keys, 1 - turns)
-            sums = sums._replace(keys=tuple(ranks.wait(home)))
-        return sums.joined()
+        return _around(call, ranks, keys, sums, add).joined()
 
 
 def _around(
     call: ParallelCall, ranks: Communicator, keys: Any, sums: Sums, add: Callable[..., Sums]
 ) -> Sums:
-    """Return the sums after all turns, of which those of the keys travel with these."""
+    """Return the sums after all turns; those of the keys travel with these, and then home."""
 
     def visit(turn: Any, keys: Any, sums: Sums) -> Sums:
         own, there = call.owned(ranks.rank), call.owned((ranks.rank - turn) % call.size)
-        chunks = _chunks(call, keys)
+        chunks = call.split(*keys)
         for a, rows in enumerate(own):
-            for b, at in enumerate(there):
+            for b, columns in enumerate(there):
                 # Own pairs of equal chunks are the first of all.
-                needed = call.is_visible(rows, at) & ((a != b) | (turn != 0))
-                sums = ranks.when(needed, partial(add, a, b, chunks[b], rows, at), sums)
+                needed = call.is_visible(rows, columns) & ((a != b) | (turn != 0))
+                sums = ranks.when(needed, partial(add, a, b, chunks[b], rows, columns), sums)
         return sums
 
     def turn(number: Any, state: Any) -> Any:
@@ -96,12 +92,10 @@ def _around(
 
     last = _turns(call) - 1
     keys, sums = ranks.repeat(last, turn, (tuple(keys), sums))
-    return visit(last, keys, sums)
-
-
-def _chunks(call: ParallelCall, keys: Any) -> list[tuple[Array, ...]]:
-    """Return the chunks of keys, each with its values."""
-    return list(zip(*[split(array, slots(call.layout)) for array in keys], strict=True))
+    sums = visit(last, keys, sums)
+    if sums.keys and last:
+        sums = sums._replace(keys=tuple(ranks.wait(ranks.shift(sums.keys, -last))))
+    return sums
 
 
 def _turns(call: ParallelCall) -> int:
