@@ -5,14 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from itertools import cycle, islice
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from polyattn import masks, scores
 from polyattn.conformance.cases.case import Case, Generated, make_case
-from polyattn.conformance.cases.expression_cases import additive
-from polyattn.conformance.cases.generators import bent, bias_with, hiding, normal, slope_of_bent
+from polyattn.conformance.cases.expression_cases import STEPS as REPLACED
+from polyattn.conformance.cases.expression_cases import VARIANTS
+from polyattn.conformance.cases.generators import bias_with, hiding
+from polyattn.conformance.cases.gradient_cases import BENT
+from polyattn.conformance.cases.topics import PAIRED
 from polyattn.conformance.checks.autodiff import by_library
 from polyattn.conformance.checks.lazy import is_lazy
 from polyattn.conformance.checks.target import KernelVariant, Target
@@ -39,38 +42,26 @@ HIDING: dict[str, dict[str, Any]] = {
     "score_mod": {"score_mod": hiding(lambda b, h, i, j: is_far(i, j))},
 }
 STEPS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "softcap": {"softcap": 1.5},
-    "score value": {"score_mod": scores.softcap(1.5) >> scores.function(bent, slope_of_bent)},
-    "score function": {"score_mod": bent},
-    "score norm": {"scale": scores.by_norm(3.0)},
-    "sinks": {"sinks": normal("H")},
-    "dropout": {"dropout": (0.25, 7)},
-    "cosine": {"similarity": scores.cosine(), "scale": 3.0},
-    "distance": {"similarity": scores.distance(2)},
-    "sum of distances": {"similarity": scores.distance(1)},
-    "additive": {"similarity": Generated(additive)},
+    **{"plain": {}, "score value": {"score_mod": scores.softcap(1.5) >> BENT}},
+    **{name: PAIRED[name] for name in ("softcap", "score_mod", "sinks")},
+    **{name: REPLACED[name] for name in ("score norm", "dropout", "similarity")},
+    **{name: VARIANTS[name] for name in ("distance", "sum of distances", "additive")},
 }
 #: The steps that softmax, the sigmoid and sparsemax are tried with.
 NORMALIZED = {
     "softmax": ({}, STEPS),
-    "sigmoid": ({"normalizer": scores.sigmoid()}, STEPS.keys() - {"sinks"}),
-    "sparsemax": ({"normalizer": scores.sparsemax()}, ("plain", "softcap", "score norm")),
+    "sigmoid": (VARIANTS["sigmoid"], STEPS.keys() - {"sinks"}),
+    "sparsemax": (REPLACED["normalizer"], ("plain", "softcap", "score norm")),
 }
 #: What is not finite, beside a NaN in a key, in turn.
 OTHERS = ((math.nan, "value"), (math.nan, "query"), (math.inf, "key"))
 
 
-class Poisoned(NamedTuple):
-    """A case with a number that is not finite, and which tokens may have other gradients."""
+def poisoned_cases() -> Iterator[tuple[Case, Any, Any]]:
+    """Yield each step under some ways of hiding, with NaN in a key and with another of `OTHERS`.
 
-    case: Case
-    rows: Any  # of the query
-    keys: Any
-
-
-def poisoned_cases() -> Iterator[Poisoned]:
-    """Yield each step under some ways of hiding, with NaN in a key and with another of `OTHERS`."""
+    With the rows of the query and the keys that may have other gradients.
+    """
     ways, others = cycle(HIDING), cycle(OTHERS)
     for normalizer, (fields, steps) in NORMALIZED.items():
         for step in sorted(steps):
@@ -83,13 +74,9 @@ def poisoned_cases() -> Iterator[Poisoned]:
                 own |= fields | STEPS[step] | HIDING[way]
                 title = f"{poison} in a {name}, {normalizer}, {step}, {way}"
                 case = make_case(title, **own, batch=(1,), L=L, S=L, D=4)
-                yield _affected(case, way, name)
-
-
-def _affected(case: Case, way: str, name: str) -> Poisoned:
-    seen = ~is_far(_I, _J) if way != "key lengths" else np.tile(_J < BAD, (L, 1))
-    rows = np.arange(L) == BAD if name == "query" else seen[:, BAD]
-    return Poisoned(case, rows, np.any(seen[rows], axis=0))
+                seen = ~is_far(_I, _J) if way != "key lengths" else np.tile(_J < BAD, (L, 1))
+                rows = np.arange(L) == BAD if name == "query" else seen[:, BAD]
+                yield case, rows, np.any(seen[rows], axis=0)
 
 
 def check_poison(target: Target, variant: KernelVariant) -> None:

@@ -21,6 +21,7 @@ from polyattn._dispatch import registry
 from polyattn.conformance.cases.cache_cases import CACHES, OF_256, of_item
 from polyattn.conformance.cases.case import Case, bits, make_case
 from polyattn.conformance.cases.catalogue import CASES, ESSENTIAL, size_cases
+from polyattn.conformance.cases.topics import PAIRED
 from polyattn.conformance.checks import cases as checks
 from polyattn.conformance.checks import gradients, quantized
 from polyattn.conformance.checks.cuts import check_cut_invariance
@@ -93,10 +94,7 @@ def swept(target: Target, variant: KernelVariant) -> list[str]:
 BATCH = 5
 _ITEMS: dict[str, dict[str, Any]] = {
     "plain": {},
-    "causal": {"is_causal": True},
-    "window": {"window": (5, 0)},
-    "softcap": {"softcap": 1.5},
-    "grouped heads": {"H": 4, "G": 2},
+    **{name: PAIRED[name] for name in ("causal", "window", "softcap", "grouped heads")},
     "long keys": {"L": 3, "S": 257},
     "long": {"L": 65, "S": 65, "D": 64},
     "selected keys": {"mask": masks.selected(np.arange(44).reshape(11, 4) * 7 % 11)},
