@@ -247,8 +247,8 @@ def within(value):
 def test_each_mask_and_score_is_tested_here():
     tested = {cls for one in (*MASKS.values(), *SCORES.values()) for cls in within(one)}
     rest = {cls.__name__ for cls in classes() if issubclass(cls, Mask | Score)}
-    # The base of two, the padding of a memory, whose part is padding, and parts of two masks.
-    others = {"Joined", "CachePadding", "NeighborhoodPart", "BlocksPart"}
+    # The base of two, and the padding of a memory, whose part is padding.
+    others = {"Joined", "CachePadding"}
     assert rest - {cls.__name__ for cls in tested} <= others
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -81,13 +80,13 @@ class Dilated(Mask):
 @dataclass(frozen=True, eq=False, repr=False)
 class GlobalTokens(Mask):
     name: ClassVar[str] = "global_tokens"
-    axes: ClassVar[dict[str, str]] = {"first": "."}
+    axes: ClassVar[dict[str, str]] = {"first_key": "."}
     positional: ClassVar[bool] = True
     positions: tuple[int, ...]
-    first: Any = 0  # the position of the first key
+    first_key: Any = 0
 
     def seen(self, at: ScoreIndices) -> Array:
-        tokens = [token - at.per_item(self.first) for token in self.positions]
+        tokens = [token - at.per_item(self.first_key) for token in self.positions]
         # Keys and rows apart: their arrays are short.
         keys, rows = (
             functools.reduce(operator.or_, [index == token for token in tokens])
@@ -97,7 +96,7 @@ class GlobalTokens(Mask):
 
     def _coverage(self, block: Block) -> Coverage:
         first, stop = block.columns
-        origin = block.per_item(self.first)
+        origin = block.per_item(self.first_key)
         some = every = False
         for low, high in ((first, stop - 1), (block.first(), block.last())):
             for one, other in _runs(self.positions):
@@ -107,16 +106,13 @@ class GlobalTokens(Mask):
         return Coverage(some, every)
 
     def _intervals(self, rows: Rows, within: Intervals | None) -> Intervals:
-        origin, at = rows.per_item(self.first), rows.position
+        origin, at = rows.per_item(self.first_key), rows.position
         runs = [(one - origin, other + 1 - origin) for one, other in _runs(self.positions)]
         is_token = functools.reduce(operator.or_, [(x <= at) & (at < stop) for x, stop in runs])
         found = [rows.one(*run) for run in runs] + [
             rows.one(0, rows.xp.where(is_token, rows.keys, 0))
         ]
         return functools.reduce(rows.either, found)
-
-    def part(self, part: Part) -> GlobalTokens:
-        return GlobalTokens(self.positions, part.counted(self.first, -part.columns.start))
 
     def __repr__(self) -> str:
         return f"masks.global_tokens({', '.join(map(str, self.positions))})"
@@ -136,9 +132,6 @@ def _runs(numbers: tuple[int, ...]) -> list[tuple[int, int]]:
 class FirstTokens(Mask):
     """The first keys or rows of each batch item: a field is their number, or an array of those."""
 
-    #: What the number in a field counts, "rows" or "columns".
-    counts: ClassVar[dict[str, str]]
-
     def _given(self) -> list[tuple[str, Any]]:
         given: list[tuple[str, Any]] = []
         for name, axis in self.counts.items():
@@ -146,9 +139,6 @@ class FirstTokens(Mask):
             if lengths is not None:
                 given.append((axis, lengths))
         return given
-
-    def _with(self, change: Callable[[str, Any], Any]) -> Any:
-        return type(self)(*[change(axis, getattr(self, n)) for n, axis in self.counts.items()])
 
     @property
     def first_keys(self) -> Any:
@@ -180,12 +170,6 @@ class FirstTokens(Mask):
             else:
                 stop = rows.xp.minimum(stop, length)
         return rows.one(0, stop)
-
-    def with_lengths(self, change: Callable[[int], Any]) -> Any:
-        return self._with(lambda _, number: change(number) if isinstance(number, int) else number)
-
-    def part(self, part: Part) -> Any:
-        return self._with(lambda axis, numbers: part.counted(numbers, getattr(part, axis).start))
 
     def check(self, dims: ScoreDims) -> None:
         for name in self.counts:
