@@ -84,7 +84,8 @@ class Neighborhood(Mask):
     def _coverage(self, block: Block) -> Coverage:
         count = math.prod(self.shape)
         first = 0 if self.first_key is None else block.per_item(self.first_key)
-        rows = block.first() + first, block.last() + first
+        position = block.position()
+        rows = position.least + first, position.greatest + first
         keys = block.columns[0] + first, block.columns[1] - 1 + first
         some = (rows[1] >= 0) & (rows[0] < count) & (keys[0] < count)
         rows, keys = (

@@ -38,11 +38,12 @@ class Tree(Mask):
         return (draft < 0) | (draft < many) & at.looked_up(table, item, row, known)
 
     def _coverage(self, block: Block) -> Coverage:
-        start = block.first() - block.rows[0]  # of the drafts
+        rows = block.position()
+        start = rows.least - block.rows[0]  # of the drafts
         if self.first_row is not None:
             start = start - block.per_item(self.first_row)
         first, stop = block.columns
-        return Coverage(first <= block.last(), stop <= start)
+        return Coverage(first <= rows.greatest, stop <= start)
 
     def check(self, dims: ScoreDims) -> None:
         facts: ArrayFacts = self.ancestors
