@@ -5,6 +5,7 @@ VISIBLE = "polyattn/_kernels/visible.py"
 BAND, GROUPS = "polyattn/_core/tiles/band.py", "polyattn/_core/tiles/axes.py"
 SPAN = "polyattn/_base/span.py"
 MASKS = "polyattn/_core/expressions/masks.py"
+COVERAGE = "polyattn/_core/expressions/coverage.py"
 REPLACEMENTS = "polyattn/_core/expressions/replacements.py"
 RUNNING, ABSENT = "polyattn/_core/tiles/online_softmax.py", "polyattn/_kernels/visible.py"
 NUMPY, INDICES = "backends/polyattn_numpy/backend.py", "polyattn/_core/tiles/indices.py"
@@ -86,29 +87,29 @@ MUTATIONS = (
     ("a normalizer's weights divided", FORMULA, "total = xp.ones_like(s[..., :1])",
      "total = xp.sum(weights, axis=-1, keepdims=True)"),
     # masks and scores as values
-    ("& for | in what tiles hold", MASKS, "Coverage(self._reduced(some), self._reduced(every))",
-     "Coverage(*[functools.reduce(operator.and_, each) for each in (some, every)])"),
+    ("& for | in what tiles hold", MASKS, "self._reduced([part.coverage(block)",
+     "functools.reduce(operator.and_, [part.coverage(block)"),
     ("& for | in what keys are seen", MASKS, "self._reduced([part.seen(at)",
      "functools.reduce(operator.and_, [part.seen(at)"),
-    ("not of what is surely seen", MASKS, "Coverage(logical_not(every), logical_not(some))",
-     "Coverage(logical_not(some), logical_not(every))"),
-    ("a tile of a band that ends too early", PATTERNS,
-     "first <= block.last(self.right)", "first < block.last(self.right)"),
-    ("a tile of padding taken for full", PATTERNS, "every & (stop - 1 < length)",
-     "every & (first < length)"),
-    ("segments that meet taken for the same", PATTERNS,
-     "meet & (low == high) & (least == most)", "meet"),
+    ("not of what is surely seen", COVERAGE,
+     "Coverage(logical_not(self.all_visible), logical_not(self.any_visible))",
+     "Coverage(logical_not(self.any_visible), logical_not(self.all_visible))"),
+    ("a tile of a band that ends too early", COVERAGE, "Coverage(self.least <= high,",
+     "Coverage(self.least < high,"),
+    ("a tile of padding taken for full", COVERAGE, "self.greatest < low)", "self.least < low)"),
+    ("segments that meet taken for the same", COVERAGE,
+     "some & (self.least == self.greatest) & (low == high)", "some"),
     ("a window turned round", PATTERNS, "at.column >= at.position(-self.left)",
      "at.column >= at.position(self.left)"),
     ("dilated from the first key", PATTERNS, "at.relative_position(self.step)",
      "at.column % self.step"),
     ("global tokens are seen and do not see", PATTERNS,
-     "return keys | rows", "return keys"),
+     "is_token(at.column) | is_token(at.position())", "is_token(at.column)"),
     ("padded rows see", PATTERNS, "seen = of_axis if seen is None else seen & of_axis",
      "seen = of_axis if seen is None else seen"),
     ("part of a mask array's tile looked at", TILES,
-     "return self._xp.any(seen), self._xp.all(seen)",
-     "return self._xp.any(seen[..., :1]), self._xp.all(seen[..., :1])"),
+     "return self.xp.any(seen), self.xp.all(seen)",
+     "return self.xp.any(seen[..., :1]), self.xp.all(seen[..., :1])"),
     ("lengths of other items", INDICES, "as_count(self.xp, numbers)[..., None, None, None]",
      "as_count(self.xp, self.xp.flip(numbers))[..., None, None, None]"),
     ("positions without the offset", INDICES,

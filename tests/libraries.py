@@ -10,6 +10,8 @@ from optional import array_api_strict, far, near, torch
 from polyattn._core.call.features import DTYPES
 from polyattn._kernels import tiled
 from polyattn._kernels.tiled import Tiled
+from polyattn.conformance.cases.expression_cases import VARIANTS
+from polyattn.masks import Mask
 
 
 def to_torch(x):
@@ -53,6 +55,13 @@ FAR = Library("torch on a device", lambda x: far(to_torch(x)), lambda x: from_to
 STRICT = Library("strict", array_api_strict.asarray, np.asarray, ("float32", "float64"))
 LIBRARIES = (NUMPY, TORCH, STRICT)
 EVERYWHERE = (*LIBRARIES, FAR)
+
+#: The masks of the conformance suite that are made of numbers and fit any lengths.
+MASKS_OF_NUMBERS = {
+    f"{name} of the suite": fields["mask"]
+    for name, fields in VARIANTS.items()
+    if fields.keys() == {"mask"} and isinstance(m := fields["mask"], Mask) and not m.carried()
+}
 
 
 def tiles_of(scores):

@@ -87,11 +87,24 @@ PLACE = re.compile(rf"^```{{({'|'.join(WRITERS)})}}\n```$", flags=re.MULTILINE)
 NAMES = re.compile(r"^```{((?:current)?module)} (\S+)\n(.*?)^```$", flags=re.MULTILINE | re.DOTALL)
 
 
-def described(found: re.Match[str]) -> str:
+def listed(page: str) -> Iterator[tuple[str, str, list[str]]]:
+    """Yield the kind, the module and the names of each list of a page.
+
+    An empty list has the names of the module that no other list has.
+    """
+    lists = [
+        (kind, module, re.findall(r"\w+", names)) for kind, module, names in NAMES.findall(page)
+    ]
+    for kind, module, names in lists:
+        others = [name for _, other, more in lists for name in more if other == module]
+        rest = (n for n in importlib.import_module(module).__all__ if n not in others)
+        yield kind, module, names or list(rest)
+
+
+def described(kind: str, module: str, names: list[str]) -> str:
     """Return the directives that describe the names of a module, classes with their members."""
-    kind, module, names = found.groups()
     lines = ["```{eval-rst}", f".. {kind}:: {module}"]
-    for name in re.findall(r"\w+", names):
+    for name in names:
         value = getattr(importlib.import_module(module), name)
         if not inspect.isclass(value):
             lines.append(f".. autofunction:: {name}")
@@ -109,7 +122,9 @@ def write(app: Sphinx, page: str, source: list[str]) -> None:
         app.env.reread_always.add(page)  # its sources are not part of the page's file
         return relinked(WRITERS[found[1]](), ROOT)
 
-    source[0] = NAMES.sub(described, PLACE.sub(written, source[0]))
+    lists = listed(source[0])
+    text = PLACE.sub(written, source[0])
+    source[0] = NAMES.sub(lambda _: described(*next(lists)), text)
 
 
 def setup(app: Sphinx) -> dict[str, bool]:

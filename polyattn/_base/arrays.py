@@ -237,7 +237,7 @@ def _jax_device_name(device: Any) -> str:
 def is_array(thing: Any) -> bool:
     """Return whether this is an array of any library, or an `ArrayFacts`."""
     # Only the type of a number that torch.compile keeps as a symbol can be inspected.
-    if isinstance(thing, (bool, int, float)):
+    if thing is None or isinstance(thing, (bool, int, float)):
         return False
     return hasattr(thing, "shape") and hasattr(thing, "dtype")
 

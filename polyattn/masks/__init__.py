@@ -9,36 +9,11 @@ from __future__ import annotations
 
 from polyattn._core.expressions.masks import Mask
 from polyattn._core.tiles.compiled import compile
-from polyattn.masks._by_position import (
-    causal,
-    dilated,
-    global_tokens,
-    neighborhood,
-    padding,
-    positions,
-    prefix,
-    segments,
-    window,
-)
-from polyattn.masks._named import blocks, dense, edges, rule, selected, tree
+from polyattn.masks import _by_position, _named
+from polyattn.masks._by_position import *  # noqa: F403 -- the masks that it lists
+from polyattn.masks._named import *  # noqa: F403
 
-__all__ = [
-    "Mask",
-    "blocks",
-    "causal",
-    "compile",
-    "dense",
-    "dilated",
-    "edges",
-    "global_tokens",
-    "neighborhood",
-    "padding",
-    "positions",
-    "prefix",
-    "rule",
-    "segments",
-    "selected",
-    "tree",
-    "window",
-]
+__all__ = ["Mask", "compile"]
+__all__ += _by_position.__all__
+__all__ += _named.__all__
 __dir__ = __all__.copy

@@ -21,6 +21,19 @@ from polyattn._core.expressions.patterns import (
     by_index,
 )
 
+__all__ = [
+    "causal",
+    "dilated",
+    "global_tokens",
+    "neighborhood",
+    "padding",
+    "positions",
+    "prefix",
+    "segments",
+    "window",
+]
+__dir__ = __all__.copy
+
 
 def causal() -> Mask:
     """Show the keys up to the row's position.

@@ -15,6 +15,9 @@ from polyattn._core.expressions.masks import DenseMask, Mask, RuleMask
 from polyattn._core.expressions.selections import Blocks, Selected, lists_of_edges, sorted_lists
 from polyattn._core.expressions.tree import Tree, ancestors_of
 
+__all__ = ["blocks", "dense", "edges", "rule", "selected", "tree"]
+__dir__ = __all__.copy
+
 
 def selected(indices: Array) -> Mask:
     """Show each row the keys that are named for it, such as the best ones of an index.

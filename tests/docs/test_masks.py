@@ -54,6 +54,11 @@ def test_each_code_block_of_the_gallery_draws_its_picture(gallery, drawn_by, tmp
     assert all((DOCS / picture).exists() for picture in gallery)
 
 
+def test_the_table_has_each_picture():
+    """Mend by: python docs/masks.py."""
+    assert importlib.import_module("masks").page() == PAGE
+
+
 def test_the_arithmetic_beside_a_picture_is_what_attention_computes(gallery):
     for picture, text in DRAWN:
         names, text = gallery[picture], " ".join(text.split())

@@ -5,13 +5,23 @@ from functools import cache
 import array_api_compat.numpy as xp
 import numpy as np
 import pytest
-from libraries import EVERYWHERE, FAR, NUMPY, STRICT, TORCH, tiles_of, visited_tiles
+from libraries import (
+    EVERYWHERE,
+    FAR,
+    MASKS_OF_NUMBERS,
+    NUMPY,
+    STRICT,
+    TORCH,
+    tiles_of,
+    visited_tiles,
+)
 from optional import reading, torch
 
 from polyattn import attention, explain, masks
 from polyattn._core.call.describe import describe
 from polyattn._core.call.problem import examine
 from polyattn._core.expressions.masks import And, Mask, Or
+from polyattn.conformance.reference.expressions import CallRows, plainly
 from polyattn.plugin import Span, TileGrid, TileQuery, combined_mask
 
 OTHERS = (TORCH, STRICT, FAR)
@@ -170,6 +180,21 @@ SHOWN |= {
         lambda to: masks.tree(to(PARENTS[1])) & masks.window(9, None),
         lambda b, h, i, j, p: is_in_tree(1, h, i, j, p) and j >= p - 9,
     ),
+}
+
+
+def by_suite(mask):
+    """The meaning that the conformance suite gives a mask, which needs no row of its own."""
+
+    @cache
+    def table(offset):
+        return plainly(mask, None, CallRows((B,), (H, L, S), offset))[0]
+
+    return lambda b, h, i, j, p: table(p - i)[b, h, i, j]
+
+
+SHOWN |= {
+    name: (lambda to, mask=mask: mask, by_suite(mask)) for name, mask in MASKS_OF_NUMBERS.items()
 }
 
 

@@ -64,7 +64,7 @@ def reasons_against(problem: Problem) -> list[str]:
         reasons.append("it reads blocks in pages whose length is a multiple of theirs")
     if math.prod(problem.batch) * problem.key_heads * problem.key_length >= 2**31:
         reasons.append("it numbers selected keys of all items and heads up to 2**31")
-    starts = selection.first, getattr(selection, "first_row", 0)
+    starts = selection.first_key, selection.first_row or 0
     if not all(isinstance(start, int) and start == 0 for start in starts):
         reasons.append("it does not support a part of a selection")
     return reasons

@@ -98,7 +98,8 @@ def visible(problem: Problem, x: Operands) -> Visible:
 def _view_of(problem: Problem, x: Operands, mask: Any) -> Any:
     """Return a mask as a view of a smaller array, None if it is none."""
     rows, keys = problem.query_length, problem.key_length
-    if kind_of(mask) == "tree" and mask.first is None and problem.query_offset == 0 == keys - rows:
+    is_whole = kind_of(mask) == "tree" and mask.first_row is None
+    if is_whole and problem.query_offset == 0 == keys - rows:
         return np.asarray(mask.ancestors)[..., None, :, :]
     if not _goes_by_distance(mask):
         return None

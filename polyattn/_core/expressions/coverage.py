@@ -19,8 +19,47 @@ class Coverage(NamedTuple):
     any_visible: Any  # False where surely no row of the block sees a key of it
     all_visible: Any  # True where surely every row of the block sees all its keys
 
+    def __and__(self, other: Coverage) -> Coverage:
+        return Coverage(self[0] & other[0], self[1] & other[1])
+
+    def __or__(self, other: Coverage) -> Coverage:
+        return Coverage(self[0] | other[0], self[1] | other[1])
+
+    def __invert__(self) -> Coverage:
+        return Coverage(logical_not(self.all_visible), logical_not(self.any_visible))
+
 
 UNKNOWN = Coverage(True, False)
+
+
+class Bounds:
+    """The least and the greatest of the rows, keys or numbers of a block.
+
+    Compared with others, or with a number that all have, they give the coverage where that holds.
+    """
+
+    __slots__ = ("greatest", "least")
+
+    def __init__(self, least: Any, greatest: Any) -> None:
+        self.least, self.greatest = least, greatest
+
+    # Each looks at the other itself: they are called for each tile.
+    def __le__(self, other: Any) -> Coverage:
+        low, high = (other.least, other.greatest) if type(other) is Bounds else (other, other)
+        return Coverage(self.least <= high, self.greatest <= low)
+
+    def __lt__(self, other: Any) -> Coverage:
+        low, high = (other.least, other.greatest) if type(other) is Bounds else (other, other)
+        return Coverage(self.least < high, self.greatest < low)
+
+    def __ge__(self, other: Any) -> Coverage:
+        low, high = (other.least, other.greatest) if type(other) is Bounds else (other, other)
+        return Coverage(self.greatest >= low, self.least >= high)
+
+    def __eq__(self, other: Any) -> Coverage:  # type: ignore[override]
+        low, high = (other.least, other.greatest) if type(other) is Bounds else (other, other)
+        some = (self.least <= high) & (low <= self.greatest)
+        return Coverage(some, some & (self.least == self.greatest) & (low == high))
 
 
 class TileTable(NamedTuple):
@@ -82,7 +121,7 @@ class Block(Protocol):
     """Some rows and keys, each the first and the one after the last; `TileQuery` documents it.
 
     It may be many such blocks at once: then the bounds are arrays. `reads` says whether arrays may
-    be read.
+    be read. Masks that compare indices and numbers take it as `ScoreIndices`.
     """
 
     @property
@@ -93,11 +132,8 @@ class Block(Protocol):
     def reads(self) -> bool: ...
     @property
     def positioned(self) -> bool: ...
-    def first(self, shift: int = 0) -> Any: ...
-    def last(self, shift: int = 0) -> Any: ...
+    def position(self, shift: int = 0) -> Bounds: ...
     def per_item(self, numbers: int | Array) -> Any: ...
-    def per_row(self, numbers: Array) -> tuple[Array, Array]: ...
-    def per_key(self, numbers: Array) -> tuple[Array, Array]: ...
     def any_and_all(self, visible: Array) -> tuple[Array, Array]: ...
     def table(self, table: TileTable) -> Coverage: ...
 

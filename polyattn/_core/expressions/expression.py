@@ -38,6 +38,9 @@ FUNCTION = _Placeholder("function")
 MOST_PRINTED = 64
 #: The types of fields that a skeleton or a key holds as they are, beside tuples of them.
 PLAIN = frozenset((bool, int, float, str, type(None)))
+#: The fields that hold where a part begins among the rows or the keys of the whole, for classes
+#: that count from there; for the whole 0, or None where `check` has to tell it from a part.
+STARTS = {"first_row": "rows", "first_key": "columns"}
 # What an expression remembers, beside its fields.
 _REMEMBERED = frozenset(("_placed", "_form"))
 
@@ -54,6 +57,8 @@ class Expression:
     #: The axes of the scores that the array in a field follows, as for `axes_of_last`. None for a
     #: class that says nothing of them: a part of the scores refuses it.
     axes: ClassVar[dict[str, str] | None] = None
+    #: The fields that hold how many of the first "rows" or "columns" there are.
+    counts: ClassVar[dict[str, str]] = {}
 
     def map(self: V, change: Callable[[str, Any], Any]) -> V:
         """Return the expression with ``change(field, x)`` for each array and function x."""
@@ -148,9 +153,13 @@ class Expression:
 
     def with_lengths(self: V, change: Callable[[int], Any]) -> V:
         """Return the expression with each length replaced that is one number for all items."""
-        return self._rebuilt(
-            lambda _, x: x.with_lengths(change) if isinstance(x, Expression) else x
-        )
+
+        def changed(name: str, field: Any) -> Any:
+            if isinstance(field, Expression):
+                return field.with_lengths(change)
+            return change(field) if name in self.counts and isinstance(field, int) else field
+
+        return self._rebuilt(changed)
 
     @classmethod
     def _axes_of(cls, field: str) -> str:
@@ -183,8 +192,8 @@ class Expression:
     def part(self, part: Part) -> Any:
         """Return the expression over a part of the scores, counted from its first row and key.
 
-        Its arrays may be cut to the part already. Raises TypeError if the class does not give
-        `axes`, so that its meaning in a part is unknown.
+        Its arrays may be cut to the part already, and the fields of `STARTS` and `counts` move.
+        Raises TypeError if the class does not give `axes`: its meaning in a part is unknown.
         """
         if self.axes is None:
             raise TypeError(f"{self._refusal()}: its class does not give `axes`")
@@ -192,6 +201,11 @@ class Expression:
         def changed(name: str, field: Any) -> Any:
             if isinstance(field, Expression):
                 return field.part(part)
+            if name in self.counts:
+                return part.counted(field, getattr(part, self.counts[name]).start)
+            if name in STARTS:
+                first = 0 if field is None else field
+                return part.counted(first, -getattr(part, STARTS[name]).start)
             if is_array(field):
                 return part.array(field, self._axes_of(name))
             return part.shifted(field) if callable(field) else field

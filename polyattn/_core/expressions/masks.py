@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 from polyattn._base.arguments import check_int
 from polyattn._base.arrays import Array, ArrayFacts, is_array
 from polyattn._base.host import destination_of
-from polyattn._core.expressions.coverage import UNKNOWN, Block, Coverage, logical_not
+from polyattn._core.expressions.coverage import UNKNOWN, Block, Coverage
 from polyattn._core.expressions.expression import Expression
 from polyattn._core.expressions.indices import (
     PointIndices,
@@ -45,8 +45,7 @@ class Mask(Expression):
 
     def coverage(self, block: Block) -> Coverage:
         """Return whether any key of a block may be visible, and whether all surely are."""
-        fields = [getattr(self, name) for name in self.__match_args__]
-        if not block.reads and any(is_array(field) for field in fields):
+        if not block.reads and any(is_array(getattr(self, name)) for name in self.__match_args__):
             return UNKNOWN
         if self.positional and not block.positioned:
             return UNKNOWN
@@ -187,6 +186,14 @@ class Mask(Expression):
         raise TypeError("masks compose by & | ~, which `and`, `or` and `not` are not")
 
 
+class Comparison(Mask):
+    """A mask whose rule only compares rows, keys and numbers: so their bounds tell its coverage."""
+
+    def _coverage(self, block: Block) -> Coverage:
+        coverage: Coverage = self.seen(block)  # type: ignore[arg-type]
+        return coverage
+
+
 def as_mask(thing: Any) -> Mask:
     """Return a mask; a function or a bool array becomes one."""
     if isinstance(thing, Mask):
@@ -222,8 +229,8 @@ class Joined(Mask):
         return self._reduced([part.seen(at) for part in self.parts])
 
     def coverage(self, block: Block) -> Coverage:
-        some, every = zip(*[part.coverage(block) for part in self.parts], strict=True)
-        return Coverage(self._reduced(some), self._reduced(every))
+        coverage: Coverage = self._reduced([part.coverage(block) for part in self.parts])
+        return coverage
 
     def _reduced(self, things: Iterable[Any]) -> Any:
         return functools.reduce(type(self).join, things)
@@ -278,8 +285,7 @@ class Not(Mask):
         return ~self.mask.seen(at)
 
     def coverage(self, block: Block) -> Coverage:
-        some, every = self.mask.coverage(block)
-        return Coverage(logical_not(every), logical_not(some))
+        return ~self.mask.coverage(block)
 
     def _intervals(self, rows: Rows, within: Intervals | None) -> Intervals:
         return rows.complement(self.mask._intervals(rows._replace(most=rows.most + 1), within))

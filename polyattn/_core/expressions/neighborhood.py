@@ -12,7 +12,6 @@ from polyattn._core.expressions.coverage import Block, Coverage, logical_not
 from polyattn._core.expressions.indices import ScoreDims, ScoreIndices
 from polyattn._core.expressions.intervals import Intervals, Rows, TooManyError
 from polyattn._core.expressions.masks import Mask
-from polyattn._core.expressions.parts import Part
 
 
 class GridAxis(NamedTuple):
@@ -53,14 +52,14 @@ class Neighborhood(Mask):
     """Tokens of a grid in row-major order; the fields have a number for each axis of the grid."""
 
     name: ClassVar[str] = "neighborhood"
-    axes: ClassVar[dict[str, str]] = {"first": "."}
+    axes: ClassVar[dict[str, str]] = {"first_key": "."}
     positional: ClassVar[bool] = True
     shape: tuple[int, ...]
     kernel_size: tuple[int, ...]
     stride: tuple[int, ...]
     dilation: tuple[int, ...]
     is_causal: tuple[bool, ...]
-    first: Any = 0  # the position of the first key
+    first_key: Any = None
 
     @property
     def grid(self) -> list[GridAxis]:
@@ -69,8 +68,9 @@ class Neighborhood(Mask):
         return [GridAxis(*numbers) for numbers in zip(steps, *fields, strict=True)]
 
     def seen(self, at: ScoreIndices) -> Array:
-        first = at.per_item(self.first)
-        rows, keys, count = at.position() + first, at.column + first, math.prod(self.shape)
+        rows, keys, count = at.position(), at.column, math.prod(self.shape)
+        if self.first_key is not None:
+            rows, keys = (x + at.per_item(self.first_key) for x in (rows, keys))
         seen = (rows >= 0) & (rows < count) & (keys < count)
         for axis in self.grid:
             x, y = axis.coordinate(rows), axis.coordinate(keys)
@@ -82,8 +82,10 @@ class Neighborhood(Mask):
         return seen
 
     def _coverage(self, block: Block) -> Coverage:
-        first, count = block.per_item(self.first), math.prod(self.shape)
-        rows = block.first() + first, block.last() + first
+        count = math.prod(self.shape)
+        first = 0 if self.first_key is None else block.per_item(self.first_key)
+        position = block.position()
+        rows = position.least + first, position.greatest + first
         keys = block.columns[0] + first, block.columns[1] - 1 + first
         some = (rows[1] >= 0) & (rows[0] < count) & (keys[0] < count)
         rows, keys = (
@@ -101,7 +103,7 @@ class Neighborhood(Mask):
         *_, last = grid = self.grid
         if math.prod(self.kernel_size[: None if last.dilation > 1 else -1]) > rows.most:
             raise TooManyError
-        xp, first = rows.xp, rows.per_item(self.first)
+        xp, first = rows.xp, rows.per_item(0 if self.first_key is None else self.first_key)
         at = (rows.position + first)[..., None]
         is_seen = (at >= 0) & (at < math.prod(self.shape))
         key, size = xp.zeros_like(at), 1
@@ -123,13 +125,10 @@ class Neighborhood(Mask):
         found = free.packed(key, xp.where(is_seen, key + size, key))
         return rows.complement(free.complement(found))  # intervals that touch become one
 
-    def part(self, part: Part) -> Neighborhood:
-        first = part.counted(self.first, -part.columns.start)
-        numbers = self.kernel_size, self.stride, self.dilation
-        return NeighborhoodPart(self.shape, *numbers, self.is_causal, first)
-
     def check(self, dims: ScoreDims) -> None:
         keys, count = dims.key_length, math.prod(self.shape)
+        if self.first_key is not None:  # a part may have any number
+            return
         if keys > count or (keys < count and not self.is_causal[0]):
             raise ValueError(
                 f"masks.neighborhood: the grid {self.shape} has {count} tokens; got S = {keys}, of"
@@ -143,13 +142,6 @@ class Neighborhood(Mask):
             if any(number != default for number in numbers):
                 given.append(f"{name}={numbers}")
         return f"masks.neighborhood({', '.join(given)})"
-
-
-class NeighborhoodPart(Neighborhood):
-    """The mask at some rows and keys of the grid, of which there may be any number."""
-
-    def check(self, dims: ScoreDims) -> None:
-        pass
 
 
 PerAxis = int | tuple[int, ...]

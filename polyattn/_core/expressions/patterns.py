@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from polyattn._base.arrays import Array, library_of
-from polyattn._core.expressions.coverage import Block, Coverage
+from polyattn._base.arrays import Array
+from polyattn._core.expressions.coverage import Bounds
 from polyattn._core.expressions.indices import ScoreDims, ScoreIndices, saturating_sum
 from polyattn._core.expressions.intervals import FARTHEST, Intervals, Rows, farthest
-from polyattn._core.expressions.masks import Joined, Mask, Not
+from polyattn._core.expressions.masks import Comparison, Joined, Mask, Not
 from polyattn._core.expressions.parts import Part
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Band(Mask):
+class Band(Comparison):
     """Keys from `left` before to `right` after the row's position, None for no bound.
 
     ``masks.causal()`` is the band (None, 0).
@@ -36,17 +35,6 @@ class Band(Mask):
             return at.column >= 0 if before is None else before
         return after if before is None else after & before
 
-    def _coverage(self, block: Block) -> Coverage:
-        first, stop = block.columns
-        any_visible = all_visible = True
-        if self.left is not None:
-            any_visible = any_visible & (stop - 1 >= block.first(-self.left))
-            all_visible = all_visible & (first >= block.last(-self.left))
-        if self.right is not None:
-            any_visible = any_visible & (first <= block.last(self.right))
-            all_visible = all_visible & (stop - 1 <= block.first(self.right))
-        return Coverage(any_visible, all_visible)
-
     def _intervals(self, rows: Rows, within: Intervals | None) -> Intervals:
         position, far = rows.position, 2 * FARTHEST
         first = position * 0 if self.left is None else position - min(self.left, far)
@@ -60,7 +48,7 @@ class Band(Mask):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Dilated(Mask):
+class Dilated(Comparison):
     name: ClassVar[str] = "dilated"
     axes: ClassVar[dict[str, str]] = {}
     positional: ClassVar[bool] = True
@@ -69,9 +57,6 @@ class Dilated(Mask):
     def seen(self, at: ScoreIndices) -> Array:
         return at.relative_position(self.step) == 0
 
-    def _coverage(self, block: Block) -> Coverage:
-        return Coverage(True, self.step == 1)
-
     def _intervals(self, rows: Rows, within: Intervals | None) -> Intervals:
         if self.step == 1:
             return rows.one(rows.position * 0, rows.keys)
@@ -79,44 +64,37 @@ class Dilated(Mask):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class GlobalTokens(Mask):
+class GlobalTokens(Comparison):
     name: ClassVar[str] = "global_tokens"
-    axes: ClassVar[dict[str, str]] = {"first": "."}
+    axes: ClassVar[dict[str, str]] = {"first_key": "."}
     positional: ClassVar[bool] = True
     positions: tuple[int, ...]
-    first: Any = 0  # the position of the first key
+    first_key: Any = None
 
     def seen(self, at: ScoreIndices) -> Array:
-        tokens = [token - at.per_item(self.first) for token in self.positions]
-        # Keys and rows apart: their arrays are short.
-        keys, rows = (
-            functools.reduce(operator.or_, [index == token for token in tokens])
-            for index in (at.column, at.position())
-        )
-        return keys | rows
+        origin = 0 if self.first_key is None else at.per_item(self.first_key)
+        runs = _runs(self.positions)
 
-    def _coverage(self, block: Block) -> Coverage:
-        first, stop = block.columns
-        origin = block.per_item(self.first)
-        some = every = False
-        for low, high in ((first, stop - 1), (block.first(), block.last())):
-            for one, other in _runs(self.positions):
-                start, end = one - origin, other - origin
-                some = some | ((low <= end) & (start <= high))
-                every = every | ((start <= low) & (high <= end))
-        return Coverage(some, every)
+        def is_token(index: Array) -> Array:
+            in_runs = [
+                index == first - origin
+                if first == last
+                else (index >= first - origin) & (index <= last - origin)
+                for first, last in runs
+            ]
+            return functools.reduce(operator.or_, in_runs)
+
+        return is_token(at.column) | is_token(at.position())
 
     def _intervals(self, rows: Rows, within: Intervals | None) -> Intervals:
-        origin, at = rows.per_item(self.first), rows.position
+        origin = rows.per_item(0 if self.first_key is None else self.first_key)
+        at = rows.position
         runs = [(one - origin, other + 1 - origin) for one, other in _runs(self.positions)]
         is_token = functools.reduce(operator.or_, [(x <= at) & (at < stop) for x, stop in runs])
         found = [rows.one(*run) for run in runs] + [
             rows.one(0, rows.xp.where(is_token, rows.keys, 0))
         ]
         return functools.reduce(rows.either, found)
-
-    def part(self, part: Part) -> GlobalTokens:
-        return GlobalTokens(self.positions, part.counted(self.first, -part.columns.start))
 
     def __repr__(self) -> str:
         return f"masks.global_tokens({', '.join(map(str, self.positions))})"
@@ -133,11 +111,8 @@ def _runs(numbers: tuple[int, ...]) -> list[tuple[int, int]]:
     return runs
 
 
-class FirstTokens(Mask):
+class FirstTokens(Comparison):
     """The first keys or rows of each batch item: a field is their number, or an array of those."""
-
-    #: What the number in a field counts, "rows" or "columns".
-    counts: ClassVar[dict[str, str]]
 
     def _given(self) -> list[tuple[str, Any]]:
         given: list[tuple[str, Any]] = []
@@ -146,9 +121,6 @@ class FirstTokens(Mask):
             if lengths is not None:
                 given.append((axis, lengths))
         return given
-
-    def _with(self, change: Callable[[str, Any], Any]) -> Any:
-        return type(self)(*[change(axis, getattr(self, n)) for n, axis in self.counts.items()])
 
     @property
     def first_keys(self) -> Any:
@@ -163,14 +135,6 @@ class FirstTokens(Mask):
             seen = of_axis if seen is None else seen & of_axis
         return seen
 
-    def _coverage(self, block: Block) -> Coverage:
-        some = every = True
-        for axis, lengths in self._given():
-            length = block.per_item(lengths)
-            first, stop = block.rows if axis == "rows" else block.columns
-            some, every = some & (first < length), every & (stop - 1 < length)
-        return Coverage(some, every)
-
     def _intervals(self, rows: Rows, within: Intervals | None) -> Intervals:
         stop: Any = rows.per_item(rows.keys)
         for axis, lengths in self._given():
@@ -180,12 +144,6 @@ class FirstTokens(Mask):
             else:
                 stop = rows.xp.minimum(stop, length)
         return rows.one(0, stop)
-
-    def with_lengths(self, change: Callable[[int], Any]) -> Any:
-        return self._with(lambda _, number: change(number) if isinstance(number, int) else number)
-
-    def part(self, part: Part) -> Any:
-        return self._with(lambda axis, numbers: part.counted(numbers, getattr(part, axis).start))
 
     def check(self, dims: ScoreDims) -> None:
         for name in self.counts:
@@ -225,7 +183,7 @@ class CachePadding(Padding):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Segments(Mask):
+class Segments(Comparison):
     name: ClassVar[str] = "segments"
     axes: ClassVar[dict[str, str]] = {"query_ids": ".L", "key_ids": ".S"}
     query_ids: Any
@@ -245,14 +203,6 @@ class Segments(Mask):
         """Whether one array is unsigned: its ids beyond int64 are compared as negative ones."""
         kinds = ["uint" in str(ids.dtype) for ids in (self.query_ids, self._keys)]
         return kinds[0] != kinds[1]
-
-    def _coverage(self, block: Block) -> Coverage:
-        low, high = block.per_row(self.query_ids)
-        least, most = block.per_key(self._keys)
-        # Two ranges that overlap may share an id; they surely do if both have one id only.
-        meet = (low <= most) & (least <= high)
-        every = meet & (low == high) & (least == most)
-        return Coverage(meet, every & (low >= 0) if self._mixes_signs else every)
 
     def _intervals(self, rows: Rows, within: Intervals | None) -> Intervals:
         of_rows, of_keys = rows.per_token(self.query_ids), rows.per_token(self._keys)
@@ -278,7 +228,7 @@ class Segments(Mask):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Positions(Mask):
+class Positions(Comparison):
     """A mask with given positions in place of the indices; a key below 0 is absent."""
 
     name: ClassVar[str] = "positions"
@@ -291,13 +241,6 @@ class Positions(Mask):
         rows, keys = at.per_row(self.query_positions), at.per_key(self.key_positions)
         given = _GivenIndices(at, rows, keys)
         return self.mask.seen(given) & (keys >= 0)  # type: ignore[arg-type]
-
-    def _coverage(self, block: Block) -> Coverage:
-        low, high = block.per_row(self.query_positions)
-        least, most = block.per_key(self.key_positions)
-        given = _GivenBlock(block, (low, high), (least, most))
-        some, every = self.mask.coverage(given)  # type: ignore[arg-type]
-        return Coverage(some & (most >= 0), every & (least >= 0))
 
     def _intervals(self, rows: Rows, within: Intervals | None) -> Intervals:
         tokens = self.query_positions, self.key_positions
@@ -331,38 +274,24 @@ def by_index(mask: Mask) -> Mask | None:
 
 
 class _GivenIndices:
-    """The indices of a mask that goes by given positions of rows and keys."""
+    """The indices of a mask that goes by given positions of rows and keys, or their bounds."""
 
-    def __init__(self, at: ScoreIndices, rows: Array, keys: Array) -> None:
+    def __init__(self, at: ScoreIndices, rows: Any, keys: Any) -> None:
         self.xp, self.per_item, self._rows, self.column = at.xp, at.per_item, rows, keys
 
-    def position(self, shift: int = 0) -> Array:
-        return _shifted(self._rows, shift, self.xp)
+    def position(self, shift: int = 0) -> Any:
+        if type(rows := self._rows) is Bounds:
+            return Bounds(self._shifted(rows.least, shift), self._shifted(rows.greatest, shift))
+        return self._shifted(rows, shift)
 
-    def relative_position(self, modulus: int) -> Array:
+    def relative_position(self, modulus: int) -> Any:
+        if type(self.column) is Bounds:
+            return Bounds(0, modulus - 1)
         if modulus > self.xp.iinfo(self.column.dtype).max:  # equal ones only are a multiple apart
             return self.column - self._rows
         return (self.column % modulus - self._rows % modulus) % modulus
 
-
-class _GivenBlock:
-    """The least and the greatest of given positions, as a block of rows and keys."""
-
-    reads = positioned = True
-
-    def __init__(self, block: Block, rows: tuple[Array, Array], keys: tuple[Array, Array]) -> None:
-        self.per_item, self._xp, self._rows = block.per_item, library_of(rows[0]).xp, rows
-        # After the largest number comes the smallest: masks compare 1 less, which it is again.
-        self.columns = keys[0], keys[1] + 1
-
-    def first(self, shift: int = 0) -> Array:
-        return _shifted(self._rows[0], shift, self._xp)
-
-    def last(self, shift: int = 0) -> Array:
-        return _shifted(self._rows[1], shift, self._xp)
-
-
-def _shifted(positions: Array, shift: int, xp: Any) -> Array:
-    """Return given positions plus `shift`, limited to the numbers of their dtype."""
-    limit = int(xp.iinfo(positions.dtype).max)
-    return saturating_sum(positions, shift, xp, positions.dtype, limit)
+    def _shifted(self, positions: Array, shift: int) -> Array:
+        """Return given positions plus `shift`, limited to the numbers of their dtype."""
+        limit = int(self.xp.iinfo(positions.dtype).max)
+        return saturating_sum(positions, shift, self.xp, positions.dtype, limit)

@@ -30,7 +30,6 @@ from polyattn._core.expressions.coverage import UNKNOWN, Block, Coverage
 from polyattn._core.expressions.indices import INDEX_LIMIT, ScoreDims, ScoreIndices
 from polyattn._core.expressions.intervals import Intervals, Rows
 from polyattn._core.expressions.masks import And, Mask
-from polyattn._core.expressions.parts import Part
 
 #: Beyond so many comparisons of numbers and tiles it is not asked which tiles are empty.
 MOST_COMPARED = 2**24
@@ -41,9 +40,8 @@ class Selection(Mask):
 
     #: The numbers of the blocks that the rows of each block see, ascending.
     lists: Any
-    #: The position of the first row and of the first key, which a part of the scores moves.
-    first_row: Any = 0
-    first: Any = 0
+    first_row: Any = None
+    first_key: Any = 0
 
     @property
     def sizes(self) -> tuple[int | None, int]:
@@ -59,12 +57,13 @@ class Selection(Mask):
         lists, (rows, keys) = self.lists, self.sizes
         shape = (1, 1, *lists.shape)[-max(3, len(lists.shape)) :]
         *lead, heads, _, _ = shape
-        number = at.column + self.first
+        number = at.column + self.first_key
         count = math.prod(lead)
         items = at.xp.reshape(index_range(at.xp, 0, count, lists), tuple(lead))
         item = at.per_item(items) if count > 1 else 0
         head = at.head if heads > 1 else 0
-        row = 0 if rows is None else (at.row + self.first_row) // rows
+        row = at.row if self.first_row is None else at.row + self.first_row
+        row = 0 if rows is None else row // rows
         lists = as_index(at.xp, at.xp.reshape(lists, (count, *shape[-3:])))
         return at.is_listed(lists, (item, head, row), number, keys)
 
@@ -72,8 +71,9 @@ class Selection(Mask):
         lists, (rows, keys) = self.lists, self.sizes
         xp = library_of(lists).xp
 
-        def blocks(ends: tuple[Any, Any], first: Any, size: int) -> tuple[Array, Array]:
+        def blocks(ends: tuple[Any, Any], start: Any, size: int) -> tuple[Array, Array]:
             """Return the first block and the one after the last of each tile."""
+            first = 0 if start is None else start
             begin, stop = ((end + first) // size for end in (ends[0], ends[1] - 1))
             begin, stop = (
                 xp.reshape(x, (-1,)) if is_array(x) else numbers_like(xp, [x], None, lists)
@@ -82,7 +82,7 @@ class Selection(Mask):
             return begin, stop
 
         top, bottom = blocks(block.rows, self.first_row, rows or INDEX_LIMIT)
-        left, right = blocks(block.columns, self.first, keys)
+        left, right = blocks(block.columns, self.first_key, keys)
         if math.prod(lists.shape) * left.shape[0] > MOST_COMPARED:
             return UNKNOWN
         lists, row = as_index(xp, lists)[..., None], index_range(xp, 0, lists.shape[-2], lists)
@@ -108,24 +108,21 @@ class Selection(Mask):
             lists = rows.xp.broadcast_to(lists, (*rows.batch, *own))
         lists = lists.reshape(-1, *own)
         if of_rows is not None:
-            lists = lists[..., (rows.xp.arange(rows.length) + self.first_row) // of_rows, :]
-        return rows.of_lists(lists, size, self.first)
+            first = 0 if self.first_row is None else self.first_row
+            lists = lists[..., (rows.xp.arange(rows.length) + first) // of_rows, :]
+        return rows.of_lists(lists, size, self.first_key)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Selected(Selection):
     name: ClassVar[str] = "selected"
-    axes: ClassVar[dict[str, str]] = {"lists": ".HL-", "first": "."}
+    axes: ClassVar[dict[str, str]] = {"lists": ".HL-", "first_key": "."}
     lists: Any  # (..., H, L, K)
-    first: Any = 0
+    first_key: Any = 0
 
     @property
     def sizes(self) -> tuple[int | None, int]:
         return None if self.lists.shape[-2] == 1 else 1, 1
-
-    def part(self, part: Part) -> Selected:
-        first = part.counted(self.first, -part.columns.start)
-        return Selected(part.array(self.lists, ".HL-"), first)
 
     def check(self, dims: ScoreDims) -> None:
         _check_lists("masks.selected: indices", self.lists, dims, "L", dims.query_length)
@@ -134,33 +131,21 @@ class Selected(Selection):
 @dataclass(frozen=True, eq=False, repr=False)
 class Blocks(Selection):
     name: ClassVar[str] = "blocks"
-    axes: ClassVar[dict[str, str]] = {"lists": ".H--", "first": ".", "first_row": "."}
+    axes: ClassVar[dict[str, str]] = {"lists": ".H--", "first_key": ".", "first_row": "."}
     lists: Any  # (..., H, blocks of rows, K)
     size: tuple[int, int]  # the rows and the keys of a block
-    first: Any = 0
-    first_row: Any = 0
+    first_key: Any = 0
+    first_row: Any = None
 
     @property
     def sizes(self) -> tuple[int | None, int]:
         return None if self.lists.shape[-2] == 1 else self.size[0], self.size[1]
 
-    def part(self, part: Part) -> BlocksPart:
-        starts = (
-            part.counted(first, -span.start)
-            for first, span in ((self.first, part.columns), (self.first_row, part.rows))
-        )
-        return BlocksPart(part.array(self.lists, ".H--"), self.size, *starts)
-
     def check(self, dims: ScoreDims) -> None:
+        if self.first_row is not None:  # a part, whose table is that of all rows
+            return
         rows = None if dims.query_length is None else -(-dims.query_length // self.size[0])
         _check_lists("masks.blocks: table", self.lists, dims, "ceil(L / rows)", rows)
-
-
-class BlocksPart(Blocks):
-    """Blocks at some of the rows, of which the table has all."""
-
-    def check(self, dims: ScoreDims) -> None:
-        pass
 
 
 def _check_lists(

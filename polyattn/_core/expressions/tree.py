@@ -11,7 +11,6 @@ from polyattn._base.host import is_host, is_unreadable
 from polyattn._core.expressions.coverage import Block, Coverage
 from polyattn._core.expressions.indices import ScoreDims, ScoreIndices
 from polyattn._core.expressions.masks import Mask
-from polyattn._core.expressions.parts import Part
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -22,18 +21,14 @@ class Tree(Mask):
     """
 
     name: ClassVar[str] = "tree"
-    axes: ClassVar[dict[str, str]] = {"ancestors": ".--", "first": "."}
+    axes: ClassVar[dict[str, str]] = {"ancestors": ".--", "first_row": "."}
     positional: ClassVar[bool] = True
     ancestors: Any  # (..., n, n)
-    first: Any = None
-
-    @property
-    def _first(self) -> Any:
-        return 0 if self.first is None else self.first
+    first_row: Any = None
 
     def seen(self, at: ScoreIndices) -> Array:
         *lead, many, _ = self.ancestors.shape
-        row = at.row + at.per_item(self._first)
+        row = at.row if self.first_row is None else at.row + at.per_item(self.first_row)
         draft = at.column - at.position() + row
         known = clip(at.xp, draft, 0, many - 1)
         count = math.prod(lead)
@@ -43,17 +38,16 @@ class Tree(Mask):
         return (draft < 0) | (draft < many) & at.looked_up(table, item, row, known)
 
     def _coverage(self, block: Block) -> Coverage:
-        start = block.first() - block.rows[0] - block.per_item(self._first)  # of the drafts
+        rows = block.position()
+        start = rows.least - block.rows[0]  # of the drafts
+        if self.first_row is not None:
+            start = start - block.per_item(self.first_row)
         first, stop = block.columns
-        return Coverage(first <= block.last(), stop <= start)
-
-    def part(self, part: Part) -> Tree:
-        first = part.counted(self._first, -part.rows.start)
-        return Tree(part.array(self.ancestors, ".--"), first)
+        return Coverage(first <= rows.greatest, stop <= start)
 
     def check(self, dims: ScoreDims) -> None:
         facts: ArrayFacts = self.ancestors
-        if self.first is None and not is_one_of(facts.shape[-1], dims.query_length, None):
+        if self.first_row is None and not is_one_of(facts.shape[-1], dims.query_length, None):
             raise ValueError(
                 f"masks.tree must have L = {dims.query_length} drafts; got {facts.shape[-1]}"
             )

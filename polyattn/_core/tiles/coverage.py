@@ -13,7 +13,7 @@ from polyattn._base.arrays import Array, as_count, as_index, index_range, is_arr
 from polyattn._base.span import Span
 from polyattn._core.call.operands import Operands
 from polyattn._core.call.problem import Problem
-from polyattn._core.expressions.coverage import Coverage, TileTable
+from polyattn._core.expressions.coverage import Bounds, Coverage, TileTable
 from polyattn._core.expressions.indices import INDEX_LIMIT, saturating_sum
 from polyattn._core.expressions.masks import And, DenseMask, Mask, RuleMask
 
@@ -37,7 +37,7 @@ class TileQuery:
         self, problem: Problem, x: Operands, xp: Any, rows: Span, columns: Span, *, reads: bool
     ) -> None:
         self.rows, self.columns, self.reads = rows, columns, reads
-        self._xp, self._rank = xp, len(problem.batch) + 3
+        self.xp, self._rank = xp, len(problem.batch) + 3
         self._offset: Any = problem.query_offset
         if self._offset is None and reads and x.query_offset is not None:
             self._offset = with_rank(x.query_offset, self._rank)
@@ -45,10 +45,10 @@ class TileQuery:
     def of(self, mask: Mask) -> Coverage:
         """Return the coverage of the tile by a mask, two Python bools."""
         some, every = mask.coverage(self)
-        xp = self._xp
+        xp = self.xp
         return Coverage(
-            bool(xp.any(some)) if is_array(some) else some,
-            bool(xp.all(every)) if is_array(every) else every,
+            some if isinstance(some, bool) else bool(xp.any(some)),
+            every if isinstance(every, bool) else bool(xp.all(every)),
         )
 
     @property
@@ -56,33 +56,41 @@ class TileQuery:
         """Whether the positions of the rows among the keys are known."""
         return self._offset is not None
 
-    def first(self, shift: int = 0) -> Any:
-        """Return the position of the first row, plus `shift`."""
-        return self.rows[0] + self._offset_plus(shift)
+    @property
+    def row(self) -> Bounds:
+        """The rows."""
+        return Bounds(self.rows[0], self.rows[1] - 1)
 
-    def last(self, shift: int = 0) -> Any:
-        """Return the position of the last row, plus `shift`."""
-        return self.rows[1] - 1 + self._offset_plus(shift)
+    @property
+    def column(self) -> Bounds:
+        """The keys."""
+        return Bounds(self.columns[0], self.columns[1] - 1)
 
-    def _offset_plus(self, shift: int) -> Any:
+    def position(self, shift: int = 0) -> Bounds:
+        """Return the positions of the rows among the keys, plus `shift`."""
         offset = self._offset
-        own = None if isinstance(offset, int) else index_range(self._xp, 0, 1, offset).dtype
-        return saturating_sum(offset, shift, self._xp, own)
+        own = None if isinstance(offset, int) else index_range(self.xp, 0, 1, offset).dtype
+        by = saturating_sum(offset, shift, self.xp, own)
+        return Bounds(self.rows[0] + by, self.rows[1] - 1 + by)
+
+    def relative_position(self, modulus: int) -> Bounds:
+        """Return the remainders of key minus position of the row by a modulus: all."""
+        return Bounds(0, modulus - 1)
 
     def per_item(self, numbers: Any) -> Any:
         """Return the number of each batch item, from one for all or an array (...,)."""
         if isinstance(numbers, int):
             return min(numbers, INDEX_LIMIT)
-        return with_rank(as_count(self._xp, numbers)[..., None, None, None], self._rank)
+        return with_rank(as_count(self.xp, numbers)[..., None, None, None], self._rank)
 
-    def per_row(self, numbers: Array) -> tuple[Array, Array]:
-        """Return the least and the greatest number of the rows, from an array (..., L)."""
+    def per_row(self, numbers: Array) -> Bounds:
+        """Return the numbers of the rows, from an array (..., L)."""
         low, high = self._bounds(numbers, 0)
-        return self._xp.matrix_transpose(low), self._xp.matrix_transpose(high)
+        return Bounds(self.xp.matrix_transpose(low), self.xp.matrix_transpose(high))
 
-    def per_key(self, numbers: Array) -> tuple[Array, Array]:
-        """Return the least and the greatest number of the keys, from an array (..., S)."""
-        return self._bounds(numbers, 1)
+    def per_key(self, numbers: Array) -> Bounds:
+        """Return the numbers of the keys, from an array (..., S)."""
+        return Bounds(*self._bounds(numbers, 1))
 
     def any_and_all(self, seen: Array) -> tuple[Array, Array]:
         """Return whether any and whether all of a mask array holds."""
@@ -90,7 +98,7 @@ class TileQuery:
             seen = seen[..., slice(*self.rows), :]
         if seen.shape and seen.shape[-1] != 1:
             seen = seen[..., slice(*self.columns)]
-        return self._xp.any(seen), self._xp.all(seen)
+        return self.xp.any(seen), self.xp.all(seen)
 
     def table(self, table: TileTable) -> Coverage:
         """Return the coverage that a table of tiles gives."""
@@ -98,8 +106,8 @@ class TileQuery:
 
     def _bounds(self, numbers: Array, axis: int) -> tuple[Array, Array]:
         """Return the least and greatest of each block, shape (..., 1, 1, blocks)."""
-        part = as_index(self._xp, numbers[..., slice(*(self.rows, self.columns)[axis])])
-        low, high = self._xp.min(part, axis=-1), self._xp.max(part, axis=-1)
+        part = as_index(self.xp, numbers[..., slice(*(self.rows, self.columns)[axis])])
+        low, high = self.xp.min(part, axis=-1), self.xp.max(part, axis=-1)
         low, high = (with_rank(end[..., None, None, None], self._rank) for end in (low, high))
         return low, high
 
@@ -146,14 +154,14 @@ class TileGrid(TileQuery):
         return Coverage(*[self._whole(flags) for flags in mask.coverage(self)])
 
     def _whole(self, flags: Any) -> Array:
-        xp = self._xp
+        xp = self.xp
         if not is_array(flags):
             flags = xp.full_like(self.columns[0], flags, dtype=xp.bool)
         return xp.broadcast_to(flags, (*flags.shape[:-2], *self._blocks))
 
     def any_and_all(self, seen: Array) -> tuple[Array, Array]:
         """Return whether any and whether all of each block of a mask array holds."""
-        xp = self._xp
+        xp = self.xp
         seen = with_rank(seen, self._rank)
         folded: list[Array] = []
         for reduce in (xp.any, xp.all):
@@ -169,7 +177,7 @@ class TileGrid(TileQuery):
 
     def table(self, table: TileTable) -> Coverage:
         """Return the coverage that a table of tiles gives."""
-        xp, size = self._xp, table.size
+        xp, size = self.xp, table.size
 
         def count(half: bytes) -> Array:
             flags = xp.asarray(list(half), dtype=xp.int32)
@@ -190,7 +198,7 @@ class TileGrid(TileQuery):
 
     def _summed(self, table: Array, size: int) -> Array:
         """Return the sums of a table over each block: differences of sums from its corner."""
-        xp = self._xp
+        xp = self.xp
         for axis, (first, stop) in ((-2, self.rows), (-1, self.columns)):
             sums = xp.cumulative_sum(table, axis=axis, include_initial=True)
             low, high = (xp.reshape(edge, (-1,)) for edge in (first // size, -(-stop // size)))
@@ -199,14 +207,14 @@ class TileGrid(TileQuery):
 
     def _bounds(self, numbers: Array, axis: int) -> tuple[Array, Array]:
         """Return the least and greatest of each block, shape (..., 1, 1, blocks)."""
-        xp, numbers = self._xp, as_index(self._xp, numbers)
+        xp, numbers = self.xp, as_index(self.xp, numbers)
         low, high = (self.fold_blocks(numbers, axis, reduce) for reduce in (xp.min, xp.max))
         low, high = (with_rank(end[..., None, None, :], self._rank) for end in (low, high))
         return low, high
 
     def fold_blocks(self, array: Array, axis: int, reduce: Callable[..., Array]) -> Array:
         """Reduce each block of the last axis, that of rows (0) or keys (1), to one entry."""
-        xp, size = self._xp, self.tile_size[axis]
+        xp, size = self.xp, self.tile_size[axis]
         missing = -self.lengths[axis] % size
         if missing:  # to repeat the last entry changes no minimum, maximum, any or all
             last = xp.broadcast_to(array[..., -1:], (*array.shape[:-1], missing))

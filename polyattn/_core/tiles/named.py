@@ -138,19 +138,20 @@ def _named(
 ) -> tuple[Array, Array]:
     """Return the keys that are named for blocks of rows, and which of them are hidden."""
     of_rows, size = selection.sizes
+    first_row = 0 if selection.first_row is None else selection.first_row
     lists = with_rank(selection.lists, len(problem.batch) + 3)
     if of_rows == 1:
-        lists = take(lists, -2, rows.start + selection.first_row, rows.length)
+        lists = take(lists, -2, rows.start + first_row, rows.length)
     else:
         row = index_range(xp, 0, blocks, lists) * (rows.length // blocks) + rows.start
-        number = row * 0 if of_rows is None else (row + selection.first_row) // of_rows
+        number = row * 0 if of_rows is None else (row + first_row) // of_rows
         lists = xp.take(lists, number, axis=-2)
     lists = as_index(xp, swapped(xp, lists, -3))  # (..., blocks, H or 1, K)
     shape = (*lists.shape[:-1], 1, lists.shape[-1])
     hidden = xp.reshape(repeated(xp, lists), (*shape, 1))
     within = with_rank(index_range(xp, 0, size, lists), len(shape) + 1)
     keys = xp.reshape(lists, (*shape, 1)) * size + within
-    keys = keys - selection.first
+    keys = keys - selection.first_key
     hidden = hidden | (keys < 0) | (keys >= problem.key_length)
     keys, hidden = (xp.reshape(x, (*shape[:-1], shape[-1] * size)) for x in (keys, hidden))
     return xp.where(hidden, xp.zeros_like(keys), keys), hidden
