@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from polyattn._base.arrays import length_of, library_of
+from polyattn._base.arrays import facts_of, length_of, library_of
 from polyattn._base.forks import forkable_lock
 from polyattn._base.slices import Slice
 from polyattn._base.tracing import constant_when_traced
+from polyattn._core.call.checks import examine
+from polyattn._core.call.facts import Call
 from polyattn._core.call.options import GRADIENT_ARRAYS, GRADIENT_EXPRESSIONS, OPTIONS
 from polyattn._core.call.parts import map_arrays, options_of, options_of_part
 from polyattn._core.expressions.parts import Part, axes_of_last
@@ -23,11 +25,11 @@ from polyattn._core.tiles.visibility import (
 from polyattn.plugin.backend import unrounded
 
 __all__ = [
-    "GRADIENT_ARRAYS", "GRADIENT_EXPRESSIONS", "OPTIONS", "Part", "Slice", "SoftmaxState",
-    "axes_of_last", "band_from", "constant_when_traced", "finite_bias", "fold_heads",
-    "forkable_lock", "full_span", "initial_state", "is_full", "length_of", "library_of",
-    "made_shape", "map_arrays", "normalize", "options_of", "options_of_part", "or_zero",
-    "reason_against_batch", "score_axes", "unfold_heads", "unrounded", "visible_scores",
+    "GRADIENT_ARRAYS", "GRADIENT_EXPRESSIONS", "OPTIONS", "Call", "Part", "Slice", "SoftmaxState",
+    "axes_of_last", "band_from", "constant_when_traced", "examine", "facts_of", "finite_bias",
+    "fold_heads", "forkable_lock", "full_span", "initial_state", "is_full", "length_of",
+    "library_of", "made_shape", "map_arrays", "normalize", "options_of", "options_of_part",
+    "or_zero", "reason_against_batch", "score_axes", "unfold_heads", "unrounded", "visible_scores",
     "why_too_large",
 ]  # fmt: skip
 __dir__ = __all__.copy
