@@ -66,7 +66,7 @@ def combine(xp: Any, one: SoftmaxState, other: SoftmaxState) -> SoftmaxState:
 
 
 def _divided(problem: Problem, output: Array, total: Array, xp: Any) -> Array:
-    if not problem.masks or not problem.may_be_differentiated:
+    if not problem.may_be_differentiated or not problem.masks:
         return output / total
     # The gradient of the output of a row whose total is NaN must not reach values that it hides.
     lost = xp.isnan(total)
