@@ -26,10 +26,10 @@ import polyattn
 from polyattn import masks, scores
 from polyattn._api.run import plan_of
 from polyattn._base.arrays import library_of
+from polyattn._core.call.checks import examine
 from polyattn._core.call.describe import describe
 from polyattn._core.call.key import call_key
 from polyattn._core.call.operands import Operands
-from polyattn._core.call.problem import examine
 from polyattn._dispatch.cache import cached_call
 from polyattn._dispatch.request import parse_kernel, request
 from polyattn._dispatch.select import select

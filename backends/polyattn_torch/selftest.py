@@ -13,8 +13,11 @@ from typing import Any
 import array_api_compat.torch as xp
 import torch
 
+from polyattn._base.arrays import facts_of
 from polyattn._base.tracing import constant_when_traced
-from polyattn.plugin import Backend, Kernel, Operands, Problem
+from polyattn._core.call.checks import examine
+from polyattn._core.call.facts import Call
+from polyattn.plugin import Backend, Kernel, Operands
 
 #: The kinds of device that are tested.
 TESTED = frozenset({"mps"})
@@ -22,17 +25,14 @@ TESTED = frozenset({"mps"})
 # With weights of 1 / 40 and values of about 1, one key too many exceeds this; float16 does not.
 TOLERANCE = 5e-3
 HEADS, LENGTH, SIZE = 4, 40, 16
-MASK = (2, 1, LENGTH, LENGTH)
-#: What differs from a plain call in float16.
+#: The calls: what differs from one without options, in float16.
 CALLS: dict[str, dict[str, Any]] = {
-    "causal float16": {"is_causal": True, "features": frozenset({"causal"})},
-    "grouped heads": {"key_heads": 2, "features": frozenset({"grouped_heads"})},
-    "a mask": {"mask": MASK, "features": frozenset({"mask"})},
-    "a mask in float32": {"mask": MASK, "features": frozenset({"mask"}), "dtype": "float32"},
-    "grouped heads with a mask": {
-        "key_heads": 2, "mask": MASK, "features": frozenset({"grouped_heads", "mask"}),
-    },
-}  # fmt: skip
+    "causal float16": {"is_causal": True},
+    "grouped heads": {"key_heads": 2},
+    "a mask": {"is_masked": True},
+    "a mask in float32": {"is_masked": True, "dtype": torch.float32},
+    "grouped heads with a mask": {"key_heads": 2, "is_masked": True},
+}
 
 
 @constant_when_traced
@@ -51,16 +51,9 @@ def _self_test(device: str, kernel: Kernel) -> str | None:
 
 def try_out(device: str, kernel: Kernel) -> str | None:
     """Run small calls on a device and return the first that fails, or None."""
-    plain = Problem(
-        library="torch", device=device, dtype="float16", batch=(2,), heads=HEADS, key_heads=HEADS,
-        query_length=LENGTH, key_length=LENGTH, head_size=SIZE, value_size=SIZE, is_causal=False,
-        window=(None, None), query_offset=0, scale=1 / math.sqrt(SIZE), softcap=None, mask=None,
-        bias=None, bias_dtype=None, features=frozenset(), requires_grad=False,
-        transforms=frozenset(),
-    )  # fmt: skip
-    for name, changes in CALLS.items():
+    for name, differences in CALLS.items():
         try:
-            error = _error(plain._replace(**changes), kernel)
+            error = _error(device, kernel, **differences)
         except Exception as raised:
             return f"its self-test on {device} failed in {name}: {raised}"
         if not error < TOLERANCE:  # also true of NaN
@@ -68,29 +61,31 @@ def try_out(device: str, kernel: Kernel) -> str | None:
     return None
 
 
-def _error(problem: Problem, kernel: Kernel) -> float:
+def _error(
+    device: str, kernel: Kernel, *, is_causal: bool = False, is_masked: bool = False,
+    key_heads: int = HEADS, dtype: torch.dtype = torch.float16,
+) -> float:  # fmt: skip
     """Return the largest difference from the formula in float32 on the CPU."""
     generator = torch.Generator().manual_seed(0)  # the program's own is left alone
 
     def draw(*shape: int) -> torch.Tensor:
         return 2 * torch.rand(shape, generator=generator) - 1
 
-    shapes = [(2, heads, LENGTH, SIZE) for heads in (HEADS, problem.key_heads, problem.key_heads)]
-    q, k, v = (draw(*shape).to(getattr(torch, problem.dtype)) for shape in shapes)
-    mask = None
-    if problem.mask is not None:
-        mask = draw(*problem.mask) > 0
-        mask[..., 3, :] = False  # a row without keys
-    device = problem.device
-    there = Operands(q.to(device), k.to(device), v.to(device))
+    q, k, v = (draw(2, heads, LENGTH, SIZE).to(dtype) for heads in (HEADS, key_heads, key_heads))
     visible = torch.ones(LENGTH, LENGTH, dtype=torch.bool)
-    if problem.is_causal:
+    if is_causal:
         visible = visible.tril()
-    if mask is not None:
-        there, visible = there._replace(mask=mask.to(device)), mask
+    if is_masked:
+        visible = draw(2, 1, LENGTH, LENGTH) > 0
+        visible[..., 3, :] = False  # a row without keys
+    mask = visible.to(device) if is_masked else None
+    there = Operands(q.to(device), k.to(device), v.to(device), mask=mask)
+    query, key, value = map(facts_of, there[:3])
+    of_mask = None if mask is None else facts_of(mask)
+    problem = examine(Call(query, key, value, of_mask, is_causal=is_causal))
     with torch.no_grad(), torch.autocast(device, enabled=False):
         output, _ = kernel(problem, there, Backend(xp))
-    k, v = (x.float().repeat_interleave(problem.group_size, dim=1) for x in (k, v))
-    scores = (problem.scale * q.float() @ k.mT).masked_fill(~visible, -torch.inf)
+    k, v = (x.float().repeat_interleave(HEADS // key_heads, dim=1) for x in (k, v))
+    scores = (q.float() @ k.mT / math.sqrt(SIZE)).masked_fill(~visible, -torch.inf)
     expected = scores.softmax(-1).nan_to_num() @ v
     return float((output.cpu().float() - expected).abs().max())

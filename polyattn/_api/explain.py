@@ -11,10 +11,11 @@ from polyattn._base.arguments import Shape, check_int, check_shape
 from polyattn._base.arrays import Array, ArrayFacts, Chunks, as_facts, library_of
 from polyattn._base.autocast import autocast, casts
 from polyattn._base.span import Span
+from polyattn._core.call.checks import examine
 from polyattn._core.call.describe import describe
 from polyattn._core.call.features import DTYPES
 from polyattn._core.call.options import AUTOCAST, OPTIONS
-from polyattn._core.call.problem import Problem, examine
+from polyattn._core.call.problem import Problem
 from polyattn._core.expressions.masks import Mask
 from polyattn._dispatch.explanation import Explanation
 from polyattn._dispatch.request import parse_kernel, request

@@ -12,9 +12,9 @@ from polyattn._base.arrays import Array, ArrayFacts, as_facts, facts_of
 from polyattn._base.quantized import Quantized
 from polyattn._base.slices import Slice
 from polyattn._base.tracing import is_autocast_on
+from polyattn._core.call.checks import examine
 from polyattn._core.call.describe import describe
 from polyattn._core.call.parts import options_of, options_of_part
-from polyattn._core.call.problem import examine
 from polyattn._core.expressions.parts import Part
 
 

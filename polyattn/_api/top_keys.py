@@ -10,10 +10,10 @@ from polyattn._base.arguments import check_int
 from polyattn._base.arrays import Array, broadcast_shapes, facts_of, library_of
 from polyattn._base.autocast import autocast
 from polyattn._base.host import destination_of
+from polyattn._core.call.checks import examine
 from polyattn._core.call.describe import describe, placed
 from polyattn._core.call.layout import heads_first, is_flat, result_heads_first
 from polyattn._core.call.options import AUTOCAST
-from polyattn._core.call.problem import examine
 from polyattn._dispatch.request import request
 from polyattn._dispatch.select import select
 from polyattn._kernels.top_keys import TopKeys

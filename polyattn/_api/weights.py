@@ -11,10 +11,10 @@ from polyattn._base.arguments import check_int
 from polyattn._base.arrays import Array, facts_of, library_of
 from polyattn._base.autocast import autocast
 from polyattn._base.span import Span
+from polyattn._core.call.checks import examine
 from polyattn._core.call.describe import describe
 from polyattn._core.call.layout import heads_first, is_flat, result_heads_first
 from polyattn._core.call.options import AUTOCAST
-from polyattn._core.call.problem import examine
 from polyattn._dispatch.request import request
 from polyattn._dispatch.select import select
 from polyattn._kernels.weights import Weights

@@ -13,11 +13,12 @@ from weakref import ref
 
 from polyattn._base.arrays import Array
 from polyattn._base.tracing import is_compiling
+from polyattn._core.call.checks import examine
 from polyattn._core.call.facts import Call
 from polyattn._core.call.key import CallKey
 from polyattn._core.call.layout import as_called, has_all_axes, heads_first, keeps_axes, swapped
 from polyattn._core.call.operands import Operands
-from polyattn._core.call.problem import Problem, examine
+from polyattn._core.call.problem import Problem
 from polyattn._dispatch.plan import Plan
 from polyattn._dispatch.request import Kernels, Names, Request
 from polyattn._dispatch.select import select

@@ -12,6 +12,7 @@ from polyattn._base.arrays import LONG_NAMES, ArrayFacts
 from polyattn._base.tracing import is_compiling
 from polyattn._core.call.facts import Call
 from polyattn._core.call.narrowed import Banded
+from polyattn._core.call.operands import ARGUMENTS
 from polyattn._core.call.problem import Problem
 from polyattn._dispatch import registry
 from polyattn._dispatch.transfer import conversion_loss
@@ -48,7 +49,7 @@ def find_placement(call: Call, problem: Problem, name: str, xp: Any) -> Placemen
     if isinstance(target, Refusal):
         return target
     arrays = call.arrays()
-    moved = _operands_to_move(call, arrays, spec, target)
+    moved = _operands_to_move(arrays, spec, target)
     reason = _reason_against(call, arrays, problem, spec, target, moved)
     if reason is not None:
         return Refusal("refused", reason)
@@ -92,14 +93,13 @@ def _target_device(call: Call, spec: BackendSpec, requested: str) -> str | Refus
 
 
 def _operands_to_move(
-    call: Call, arrays: list[tuple[str, ArrayFacts]], spec: BackendSpec, device: str
+    arrays: list[tuple[str, ArrayFacts]], spec: BackendSpec, device: str
 ) -> frozenset[str]:
-    given = {name for name, _ in call.operands()}
     return frozenset(
         [
             name.partition(".")[0]  # the argument, if the array is part of an expression
             for name, facts in arrays
-            if name in given or facts.library not in spec.accepts
+            if name in ARGUMENTS or facts.library not in spec.accepts
             if facts.library not in spec.namespaces
             # The device of a traced array may be unknown; such an array is not moved.
             or (device and facts.device != device and (facts.device or not facts.traced))
@@ -164,7 +164,7 @@ def check_one_place(call: Call) -> None:
 
 def _accepted(call: Call, name: str) -> tuple[str, ...]:
     """Return the libraries that an array of a call may have beside that of the query."""
-    if name in dict(call.operands()):
+    if name in ARGUMENTS:
         return ()
     serving = registry.serving(call.query.library)
     return tuple(one for backend in serving for one in registry.accepted(backend))

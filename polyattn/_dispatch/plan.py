@@ -29,9 +29,9 @@ def reasons_against(kernel: Kernel, problem: Problem) -> list[str]:
     reasons = _device_reasons(kernel, problem)
     if reasons:
         return reasons
-    if problem.is_empty and not kernel.takes_empty:
+    if not kernel.takes_empty and problem.is_empty:
         return ["it does not support empty arrays"]
-    longest = max(length or 0 for length in problem.scores[-2:])
+    longest = max(problem.query_length or 0, problem.key_length or 0)
     if longest > INDEX_LIMIT and (counted := problem.features & COUNTING - kernel.counts_far):
         return [f"for {', '.join(sorted(counted))} it counts to 2**30, and S or L is {longest:,}"]
     reasons = kernel.reasons_against(problem)

@@ -13,12 +13,13 @@ from polyattn._api.partial import Partial, attention_partial
 from polyattn._base.arrays import Array, as_facts, cast, library_of
 from polyattn._base.autocast import autocast
 from polyattn._base.slices import Slice, split
+from polyattn._core.call.checks import examine
 from polyattn._core.call.describe import describe
 from polyattn._core.call.facts import Call
 from polyattn._core.call.gradients import Gradients
 from polyattn._core.call.options import AUTOCAST, option_of
 from polyattn._core.call.parts import arrays_in, options_of, options_of_part
-from polyattn._core.call.problem import Problem, examine
+from polyattn._core.call.problem import Problem
 from polyattn._core.expressions.expression import Expression
 from polyattn._core.expressions.parts import Part
 from polyattn._core.expressions.replacements import ScaleRule

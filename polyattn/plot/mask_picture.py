@@ -26,8 +26,8 @@ from polyattn._base.arrays import (
 )
 from polyattn._base.extras import require_matplotlib
 from polyattn._base.host import destination_of, is_host
+from polyattn._core.call.checks import examine
 from polyattn._core.call.describe import describe
-from polyattn._core.call.problem import examine
 from polyattn._core.expressions.indices import PointIndices
 from polyattn._core.expressions.masks import Joined, Mask, Not, as_mask
 from polyattn._core.expressions.neighborhood import Neighborhood

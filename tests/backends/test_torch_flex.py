@@ -7,9 +7,9 @@ from torch_devices import problem
 
 import polyattn
 from polyattn import attention, attention_partial, explain, masks, scores
+from polyattn._core.call.checks import examine
 from polyattn._core.call.describe import describe
 from polyattn._core.call.layout import heads_first
-from polyattn._core.call.problem import examine
 from polyattn.plugin import Operands, Span, combined_mask
 from polyattn_torch import block_mask, flex
 from polyattn_torch.attn_mask import attn_mask

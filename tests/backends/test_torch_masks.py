@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from polyattn import attention, explain, masks, scores
+from polyattn._core.call.checks import examine
 from polyattn._core.call.describe import describe
 from polyattn._core.call.layout import heads_first
-from polyattn._core.call.problem import examine
 from polyattn.plugin import Span
 from polyattn_torch.attn_mask import attn_mask, made_mask
 

@@ -11,8 +11,8 @@ from polyattn import scores as rules
 from polyattn._api.attention import AttentionOptions
 from polyattn._api.names import BESIDE
 from polyattn._base.span import Span
+from polyattn._core.call import checks as examining
 from polyattn._core.call import describe as describing
-from polyattn._core.call import problem as examining
 from polyattn._core.call.features import DERIVATIVES, FEATURES, NOT_IN_DERIVATIVES, Feature
 from polyattn._core.call.gradients import Gradients
 from polyattn._core.call.operands import Operands, Tangents

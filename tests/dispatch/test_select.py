@@ -9,8 +9,8 @@ from optional import array_api_strict, da, jnp, torch
 import polyattn
 from polyattn import attention, explain, scores, use_backend
 from polyattn._base.arrays import library_of
+from polyattn._core.call.checks import examine
 from polyattn._core.call.describe import describe
-from polyattn._core.call.problem import examine
 from polyattn._dispatch import cache, registry, request, select
 
 X = np.random.default_rng(0).standard_normal((2, 4, 5, 8), dtype=np.float32)

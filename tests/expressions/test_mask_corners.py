@@ -7,8 +7,8 @@ from optional import jax, torch
 
 from polyattn import attention, masks, scores
 from polyattn._base.arrays import library_of
+from polyattn._core.call.checks import examine
 from polyattn._core.call.describe import describe
-from polyattn._core.call.problem import examine
 from polyattn.plugin import TileGrid
 
 B, H, L, S = 2, 4, 6, 6

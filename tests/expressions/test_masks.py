@@ -18,8 +18,8 @@ from libraries import (
 from optional import reading, torch
 
 from polyattn import attention, explain, masks
+from polyattn._core.call.checks import examine
 from polyattn._core.call.describe import describe
-from polyattn._core.call.problem import examine
 from polyattn._core.expressions.masks import And, Mask, Or
 from polyattn.conformance.reference.expressions import CallRows, plainly
 from polyattn.plugin import Span, TileGrid, TileQuery, combined_mask

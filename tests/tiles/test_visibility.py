@@ -5,9 +5,9 @@ import itertools
 import numpy as np
 import pytest
 
+from polyattn._core.call.checks import examine
 from polyattn._core.call.describe import describe
 from polyattn._core.call.layout import heads_first
-from polyattn._core.call.problem import examine
 from polyattn._core.tiles.visibility import (
     band_from,
     finite_bias,

@@ -64,10 +64,7 @@ def describe(
     """
     if not isinstance(layout, str) or layout not in ("...HLD", "...LHD"):
         raise ValueError(f'layout must be "...HLD" or "...LHD"; got {layout!r}')
-    values = _simplified(query, key, layout, options, shares)
-    facts_of_options = {name: _facts_of(name, value, facts) for name, value in values.items()}
-    if "dropout" in values:
-        facts_of_options |= _facts_of_dropout(*_split_dropout(values), facts)
+    values, operands = _simplified(query, key, value, layout, options, shares)
     # By keyword to `__new__`: to the class itself it takes twice as long.
     call = Call.__new__(
         Call,
@@ -77,9 +74,8 @@ def describe(
         layout=layout,
         logsumexp=logsumexp,
         transforms=torch_transforms(),
-        **facts_of_options,
+        **{name: _facts_of(name, option, facts) for name, option in values.items()},
     )
-    operands = _as_operands(query, key, value, values)
     if call.query.traced and "query_offset" not in values:
         call = call._replace(query_offset=_offset_of_equal_lengths(query, key, layout))
     return call, operands
@@ -89,22 +85,20 @@ def operands_of(
     query: Array, key: Array, value: Array, options: dict[str, Any], layout: str
 ) -> Operands:
     """Return the operands of a call, as `describe` does, where its facts are known."""
-    values = _simplified(query, key, layout, options, (1, 1), reads=False)
-    if "dropout" in values:
-        _split_dropout(values)
-    return _as_operands(query, key, value, values)
+    return _simplified(query, key, value, layout, options, (1, 1), reads=False)[1]
 
 
 def _simplified(
     query: Array,
     key: Array,
+    value: Array | None,
     layout: str,
     options: dict[str, Any],
     shares: tuple[int, int],
     *,
     reads: bool = True,
-) -> dict[str, Any]:
-    """Return the options that differ from their defaults, after the first two steps."""
+) -> tuple[dict[str, Any], Operands]:
+    """Return the options that are not their defaults, after the first two steps, and operands."""
     values = _checked(options, query, reads=reads)
     if isinstance(values.get("score_mod"), Score):
         _softcap_to_option(values)
@@ -112,12 +106,10 @@ def _simplified(
         lengths_to_mask(values, options, (query, key), layout, shares)
     if isinstance(values.get("mask"), Mask):
         _band_to_options(values)
-    return values
-
-
-def _as_operands(query: Array, key: Array, value: Array | None, values: dict[str, Any]) -> Operands:
     arrays = {name: values[name] for name in values if name in _OPERANDS}
-    return Operands.__new__(Operands, query=query, key=key, value=value, **arrays)
+    if "dropout" in values:
+        arrays |= _split_dropout(values)
+    return values, Operands.__new__(Operands, query=query, key=key, value=value, **arrays)
 
 
 def _checked(options: dict[str, Any], query: Array, *, reads: bool) -> dict[str, Any]:
@@ -147,6 +139,9 @@ def _checked(options: dict[str, Any], query: Array, *, reads: bool) -> dict[str,
 
 def _facts_of(name: str, value: Any, facts: Callable[[Any, str], ArrayFacts]) -> Any:
     """Return a value without the contents of arrays, functions and tables."""
+    if name not in OPTIONS:  # of dropout
+        name = f"dropout's {name.removeprefix('dropout_')}"
+        return facts(value, name) if is_array(value) else value
     option = OPTIONS[name]
     if option.kind is not None:
         if isinstance(value, option.kind):
@@ -157,28 +152,17 @@ def _facts_of(name: str, value: Any, facts: Callable[[Any, str], ArrayFacts]) ->
     return value if is_number else facts(value, name)
 
 
-def _split_dropout(values: dict[str, Any]) -> tuple[float, Any, Any]:
-    """Split dropout into its rate, its seed, and the indices that its hash begins with.
+def _split_dropout(values: dict[str, Any]) -> dict[str, Any]:
+    """Split dropout into its rate, its seed and where its hash begins, and return the operands.
 
-    The seed is an operand, so that calls with other seeds have the same facts.
+    A seed is an operand, so that calls with other seeds have the same facts.
     """
-    rate, seed, start = values.pop("dropout")
-    if rate != 0:
-        values["seed"] = seed
-        if is_array(start):
-            values["dropout_start"] = start
-    return rate, seed, start
-
-
-def _facts_of_dropout(
-    rate: float, seed: Any, start: Any, facts: Callable[[Any, str], ArrayFacts]
-) -> dict[str, Any]:
-    described: dict[str, Any] = {"dropout": rate}
-    if rate != 0:
-        described["dropout_start"] = facts(start, "dropout's start") if is_array(start) else start
-        if is_array(seed):
-            described["seed"] = facts(seed, "dropout's seed")
-    return described
+    values["dropout"], seed, start = values["dropout"]
+    if values["dropout"] == 0:
+        return {}
+    arrays = {n: x for n, x in (("seed", seed), ("dropout_start", start)) if is_array(x)}
+    values |= {"dropout_start": start} | arrays
+    return {"seed": seed} | arrays
 
 
 def _offset_of_equal_lengths(query: Array, key: Array, layout: str) -> int | None:

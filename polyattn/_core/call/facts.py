@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from polyattn._base.arguments import Shape, WindowSize
 from polyattn._base.arrays import ArrayFacts
@@ -48,27 +48,17 @@ class Call(NamedTuple):
     tangents: Tangents | None = None
 
     def with_whole_keys(self) -> Call:
-        """Return the call over gathered keys and values, if they are in pages."""
-        if self.block_table is None:
-            return self
-        *batch, pages = self.block_table.shape
+        """Return the call over the gathered keys and values, which are in pages."""
+        assert self.block_table is not None
+        *batch, count = self.block_table.shape
 
-        def whole(facts: ArrayFacts) -> ArrayFacts:
-            _, *heads_and_slots, size = facts.shape
-            axis = 1 if self.layout == "...HLD" else 0
-            # Not in place, which Dynamo of torch 2.11 cannot trace here.
-            sizes = [x * pages if i == axis else x for i, x in enumerate(heads_and_slots)]
-            return facts._replace(shape=(*batch, *sizes, size))
+        def whole(pool: ArrayFacts) -> ArrayFacts:
+            _, first, second, size = pool.shape
+            axes = (first, count * second) if self.layout == "...HLD" else (count * first, second)
+            return pool._replace(shape=(*batch, *axes, size))
 
-        changed: dict[str, Any] = {"key": whole(self.key)}
-        if self.value is not None:
-            changed["value"] = whole(self.value)
-        tangents = self.tangents
-        if tangents is not None:
-            given = {name: getattr(tangents, name) for name in changed}
-            paged = [n for n, x in given.items() if x and x.shape == getattr(self, n).shape]
-            tangents = tangents._replace(**{name: whole(given[name]) for name in paged})
-        return self._replace(**changed, tangents=tangents)
+        value = None if self.value is None else whole(self.value)
+        return self._replace(key=whole(self.key), value=value)
 
     def operands(self) -> list[tuple[str, ArrayFacts]]:
         """Return the names and facts of query, key and value."""
@@ -88,20 +78,6 @@ class Call(NamedTuple):
             elif isinstance(given, (Residuals, Cotangents, Tangents)):
                 arrays += named_arrays(given)
         return arrays
-
-
-class Letters(NamedTuple):
-    """The lengths and numbers of a call, in the letters of the semantics."""
-
-    batch: Shape  #: broadcast
-    heads: int  #: H
-    key_heads: int  #: G
-    query_length: int  #: L
-    key_length: int  #: S
-    head_size: int  #: D
-    value_size: int  #: E
-    query_offset: int | None = None
-    scale: float = 1.0
 
 
 def axes_of(shape: Shape, layout: str) -> tuple[Shape, int, int, int]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from polyattn._base.arrays import ArrayFacts
-from polyattn._core.call.facts import Call, Letters
+from polyattn._core.call.facts import Call
 from polyattn._core.call.layout import positions_matter
 from polyattn._core.expressions.expression import has_function
 from polyattn._core.expressions.masks import Mask
@@ -17,22 +17,21 @@ from polyattn._core.expressions.scores import Score
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
-def default_scale(call: Call, letters: Letters) -> float:
+def default_scale(call: Call, head_size: int) -> float:
     """Return the scale of a call that names none."""
-    is_product = letters.head_size and call.similarity is None
-    return 1 / math.sqrt(letters.head_size) if is_product else 1.0
+    return 1 / math.sqrt(head_size) if head_size and call.similarity is None else 1.0
 
 
-def newest_offset(call: Call, letters: Letters) -> int | None:
+def newest_offset(call: Call, query_length: int | None, key_length: int | None) -> int | None:
     """Return the offset S − L; None if it is an array, because a length is unknown."""
-    if None not in (letters.query_length, letters.key_length):
-        return letters.key_length - letters.query_length
+    if query_length is not None and key_length is not None:
+        return key_length - query_length
     return None if positions_matter(call) else 0
 
 
-def _is_given_offset(call: Call, letters: Letters) -> bool:
-    offset = letters.query_offset
-    return offset is not None and offset != newest_offset(call, letters)
+def _is_given_offset(call: Call, problem: Any) -> bool:
+    newest = newest_offset(call, problem.query_length, problem.key_length)
+    return problem.query_offset is not None and problem.query_offset != newest
 
 
 class Feature(NamedTuple):
@@ -40,21 +39,21 @@ class Feature(NamedTuple):
 
     #: What a caller asks for.
     meaning: str
-    #: Whether a call needs it.
-    needs: Callable[[Call, Letters], bool]
+    #: Whether a call, whose `Problem` has all but its features, needs it.
+    needs: Callable[[Call, Any], bool]
     #: Whether it may hide keys.
     hides_keys: bool = False
     #: Whether a derivative can need it: derivatives get gathered pages, and the logsumexp itself.
     in_derivatives: bool = True
 
 
-#: The features that a call c, with the letters p, can need. A kernel declares those that it
+#: The features that a call c, whose problem is p, can need. A kernel declares those that it
 #: computes, and never gets a problem that needs another.
 FEATURES: dict[str, Feature] = {
     "backward": Feature("gradients by attention_backward", lambda c, p: c.cotangents is not None),
     "batch_broadcast": Feature(
         "batch axes of query, key and value that differ",
-        lambda c, p: any(x.shape[:-3] != c.query.shape[:-3] for _, x in c.operands()),
+        lambda c, p: any(x.shape[:-3] != c.query.shape[:-3] for x in (c.key, c.value or c.key)),
     ),
     "bias": Feature("bias=, added to the scores", lambda c, p: c.bias is not None, hides_keys=True),
     "block_table": Feature(
@@ -94,7 +93,9 @@ FEATURES: dict[str, Feature] = {
         "query_offset= as an array",
         lambda c, p: isinstance(c.query_offset, ArrayFacts) and p.query_offset is None,
     ),
-    "scale": Feature("scale= other than 1/√D", lambda c, p: p.scale != default_scale(c, p)),
+    "scale": Feature(
+        "scale= other than 1/√D", lambda c, p: p.scale != default_scale(c, p.head_size)
+    ),
     "score_mod": Feature(
         "score_mod= as a function",
         lambda c, p: has_function(c.score_mod),

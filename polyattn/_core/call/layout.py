@@ -7,7 +7,7 @@ from typing import Any
 from polyattn._base.arrays import Array, ArrayFacts, Chunks, index_range, length_of, library_of
 from polyattn._core.call.facts import Call, axes_of
 from polyattn._core.call.gradients import Gradients
-from polyattn._core.call.operands import Operands
+from polyattn._core.call.operands import ARGUMENTS, Operands
 from polyattn._core.call.pages import gathered, in_one_piece, scattered
 from polyattn._core.expressions.masks import Mask
 from polyattn._core.expressions.scores import Score
@@ -17,15 +17,14 @@ def chunks_heads_first(
     call: Call, arrays: list[tuple[str, ArrayFacts]]
 ) -> tuple[tuple[str, Chunks], ...]:
     """Return the chunks of each array of a call that is cut, on the axes that a kernel knows."""
-    operands = {name for name, _ in call.operands()}
     by_name: list[tuple[str, Chunks]] = []
     for name, facts in arrays:
         chunks = facts.chunks
         if chunks is None:
             continue
-        if name in operands and len(chunks) == 2:
+        if name in ARGUMENTS and len(chunks) == 2:
             chunks = ((1,), *chunks)
-        elif name in operands and call.layout == "...LHD":
+        elif name in ARGUMENTS and call.layout == "...LHD":
             *batch, length, heads, size = chunks
             chunks = (*batch, heads, length, size)
         by_name.append((name, chunks))

@@ -38,6 +38,10 @@ class Operands(NamedTuple):
         return cls(query=None, key=None, value=None, **options)
 
 
+#: The arrays of which a call has each, but for the value of a call for weights.
+ARGUMENTS = Operands._fields[:3]
+
+
 class Residuals(NamedTuple):
     """The results of a call, which its derivatives start from."""
 

@@ -1,25 +1,16 @@
-"""Examine a call: check it as a whole and state its facts in the letters of the semantics.
-
-Checks see only shapes, dtypes, libraries and options, never the contents of an array. So they work
-on traced and lazy arrays, and do not wait for a device. They come before any conversion.
-"""
+"""The record of a checked call, which kernels get."""
 
 from __future__ import annotations
 
-import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from polyattn._base.arguments import Shape, WindowSize
-from polyattn._base.arrays import ArrayFacts, Chunks, accumulator_of
-from polyattn._core.call import checks
-from polyattn._core.call.facts import Call, Letters, axes_of
-from polyattn._core.call.features import FEATURES, MASKING, default_scale, newest_offset
-from polyattn._core.call.layout import chunks_heads_first, positions_matter
-from polyattn._core.call.options import FROM_ZERO, OPTIONS, Start
-from polyattn._core.expressions.indices import ScoreDims
+from polyattn._base.arrays import Chunks, accumulator_of
+from polyattn._core.call.features import MASKING
+from polyattn._core.call.options import FROM_ZERO, Start
 from polyattn._core.expressions.masks import Mask
 from polyattn._core.expressions.patterns import Band
-from polyattn._core.expressions.replacements import ByNorm, LongSequence, Normalizer, Similarity
+from polyattn._core.expressions.replacements import ByNorm, Normalizer, Similarity
 from polyattn._core.expressions.scores import Score
 
 
@@ -139,88 +130,3 @@ class Problem(NamedTuple):
     def masks(self) -> bool:
         """Whether any key may be absent for any row."""
         return not self.features.isdisjoint(MASKING)
-
-
-# The options that a problem has too; but for those that `examine` states, as they are in the call.
-_OPTIONS = tuple([name for name in OPTIONS if name in Problem._fields])
-
-
-def examine(call: Call) -> Problem:
-    """Check a call as a whole and return its Problem."""
-    checks.check_dtypes(call)
-    arrays = call.arrays()
-    checks.check_lengths(arrays)
-    checks.check_pages(call)
-    page = None if call.block_table is None else axes_of(call.key.shape, call.layout)[2]
-    if page is not None:
-        call = call.with_whole_keys()
-        arrays = call.arrays()
-    checks.check_range(call)
-    letters = _with_numbers(call, checks.letters_of(call))
-    scores = (*letters.batch, letters.heads, letters.query_length, letters.key_length)
-    checks.check_operand_shapes(call, scores)
-    traced = any(facts.traced for _, facts in arrays)
-    stated: dict[str, Any] = letters._asdict() | {
-        "library": call.query.library,
-        "device": call.query.device,
-        "dtype": call.query.dtype,
-        "window": call.window or (None, None),
-        "mask": call.mask.shape if isinstance(call.mask, ArrayFacts) else None,
-        "bias": None if call.bias is None else call.bias.shape,
-        "bias_dtype": None if call.bias is None else call.bias.dtype,
-        "features": frozenset([n for n, one in FEATURES.items() if one.needs(call, letters)]),
-        "requires_grad": any(facts.requires_grad for _, facts in arrays),
-        "trained": frozenset([name for name, facts in arrays if facts.requires_grad]),
-        "transforms": call.transforms,
-        "traced": traced,
-        "mask_spec": call.mask if isinstance(call.mask, Mask) else None,
-        "score_spec": call.score_mod if isinstance(call.score_mod, Score) else None,
-        "similarity_spec": call.similarity,
-        "score_norm": call.scale if isinstance(call.scale, ByNorm) else None,
-        "dropout_start": None if isinstance(call.dropout_start, ArrayFacts) else call.dropout_start,
-        "chunks": chunks_heads_first(call, arrays),
-        "layout": call.layout if traced else "...HLD",
-        "page": page,
-    }
-    problem = Problem(**{name: getattr(call, name) for name in _OPTIONS} | stated)
-    _check_values(call, problem)
-    return problem
-
-
-def _with_numbers(call: Call, letters: Letters) -> Letters:
-    """Return the letters with the offset, None if an array gives it, and the scale."""
-    offset = call.query_offset if positions_matter(call) else None
-    if offset is None:
-        offset = newest_offset(call, letters)
-    scale = _scale(call.scale, default_scale(call, letters), letters.key_length)
-    number = None if isinstance(offset, ArrayFacts) else offset
-    return letters._replace(query_offset=number, scale=scale)
-
-
-def _scale(given: Any, default: float, key_length: int | None) -> float:
-    if isinstance(given, LongSequence):
-        keys = key_length if given.keys is None else given.keys
-        if keys is None:
-            raise ValueError(f"scale={given!r} needs a key length that is known")
-        return default / math.sqrt(max(keys, 1))
-    return default if given is None or isinstance(given, ByNorm) else float(given)
-
-
-def _check_values(call: Call, problem: Problem) -> None:
-    dims = ScoreDims(
-        problem.batch, problem.heads, problem.query_length, problem.key_length, problem.query_offset
-    )
-    if problem.mask_spec is not None:
-        problem.mask_spec.check(dims)
-    if problem.score_spec is not None:
-        problem.score_spec.check(dims)
-    if problem.similarity_spec is not None:
-        problem.similarity_spec.check(problem.head_size)
-    if problem.normalizer is not None:
-        known = call.residuals.logsumexp if call.residuals else call.known_logsumexp
-        asked = call.logsumexp or known is not None
-        for name, given in (("sinks", call.sinks is not None), ("logsumexp", asked)):
-            if given:
-                raise ValueError(
-                    f"normalizer={problem.normalizer!r} supports no {name}; only softmax does"
-                )

@@ -23,9 +23,9 @@ from polyattn import (
     merge,
 )
 from polyattn._base.arrays import facts_of, library_of
+from polyattn._core.call.checks import examine
 from polyattn._core.call.options import GRADIENT_ARRAYS
 from polyattn._core.call.parts import arrays_in
-from polyattn._core.call.problem import examine
 from polyattn._core.expressions.expression import Expression
 from polyattn._dispatch.request import request
 from polyattn._dispatch.select import explain_selection
