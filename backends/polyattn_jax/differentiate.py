@@ -35,30 +35,25 @@ def attend_differentiably(
     problem: Problem, tile: int, x: Operands, skeletons: Skeletons
 ) -> Results:
     """Return output and logsumexp of operands without expressions but their skeletons."""
-    return _rounded_to(problem.dtype, problem, tile, skeletons)(x)
-
-
-def _rounded_to(
-    dtype: str, problem: Problem, tile: int, skeletons: Skeletons
-) -> Callable[[Operands], Results]:
-    """Return a function with a tangent, of output, rounded to this dtype, and logsumexp."""
 
     @jax.custom_jvp
     def run(x: Operands) -> Results:
-        return attend(problem, tile, with_expressions(skeletons, x), dtype)
+        return attend(problem, tile, with_expressions(skeletons, x))
 
     @functools.partial(run.defjvp, symbolic_zeros=True)
     def rule(primals: tuple[Operands], tangents: tuple[Operands]) -> tuple[Results, Results]:
         (x,), (of_x,) = primals, tangents
         # The tangent needs the output before it is rounded.
-        output, logsumexp = _rounded_to(problem.accumulator, problem, tile, skeletons)(x)
+        exact = problem._replace(dtype=problem.accumulator)
+        output, logsumexp = attend_differentiably(exact, tile, x, skeletons)
         residuals = Residuals(output=output, logsumexp=logsumexp)
         of_output, of_logsumexp = attend_tangents(
             problem, tile, with_expressions(skeletons, x), residuals, _tangents(problem, of_x)
         )
+        dtype = problem.dtype
         return (output.astype(dtype), logsumexp), (of_output.astype(dtype), of_logsumexp)
 
-    return run
+    return run(x)
 
 
 def attend_jvp(

@@ -17,9 +17,9 @@ from polyattn_jax.tile import finite, materialized, product, scaled_query, tile_
 from polyattn_jax.tile_loops import LoopBody, Rows, TileArrays, over_tiles
 
 
-def attend(problem: Problem, tile: int, x: Operands, dtype: str) -> tuple[Array, Array]:
-    """Return output and logsumexp, in tiles of about `tile` scores at most."""
-    body = Forward(problem, x, dtype)
+def attend(problem: Problem, tile: int, x: Operands) -> tuple[Array, Array]:
+    """Return output, in the problem's dtype, and logsumexp, in tiles of about `tile` scores."""
+    body = Forward(problem, x)
     output, logsumexp = over_tiles(problem, tile, x, body, {"query": x.query}, {})
     return output, logsumexp[..., 0]
 
@@ -27,9 +27,9 @@ def attend(problem: Problem, tile: int, x: Operands, dtype: str) -> tuple[Array,
 class Forward(LoopBody):
     """The output and logsumexp of a block of rows."""
 
-    def __init__(self, problem: Problem, x: Operands, dtype: str) -> None:
+    def __init__(self, problem: Problem, x: Operands) -> None:
         self.problem = problem._replace(features=problem.features | {"logsumexp"})
-        self.x, self.dtype = x, dtype
+        self.x = x
 
     def start(self, rows: Rows, count: int) -> tuple[Array, SoftmaxState]:
         """Return the query, and the state that holds the sinks only."""
@@ -60,7 +60,7 @@ class Forward(LoopBody):
 
     def finish(self, state: SoftmaxState, block: Array) -> tuple[Array, Array]:
         """Return output and logsumexp."""
-        results: Any = normalize(self.problem, state, jnp.dtype(self.dtype), jnp)
+        results: Any = normalize(self.problem, state, jnp.dtype(self.problem.dtype), jnp)
         return results[0], results[1][..., None]
 
 

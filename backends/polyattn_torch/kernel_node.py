@@ -66,7 +66,7 @@ class KernelNode(AutogradNode):
 
     def results(self, tensors: Tensors, *, by_operations: bool = False) -> Tensors:
         """Return output and logsumexp; the output before it is rounded, if the kernel can."""
-        problem = derived(_unrounded, self._problem(by_operations), self._kernel)
+        problem = derived(unrounded, self._problem(by_operations), self._kernel)
         dtype, operands = getattr(torch, problem.dtype), self._operands(tensors)
         query, key, value = (x.to(dtype) for x in (operands.query, operands.key, operands.value))
         operands = operands._replace(query=query, key=key, value=value)
@@ -131,10 +131,6 @@ class KernelNode(AutogradNode):
 
 def _of_node(problem: Problem) -> Problem:
     return problem._replace(features=problem.features | {"logsumexp"}, requires_grad=False)
-
-
-def _unrounded(problem: Problem, kernel: Kernel) -> Problem:
-    return unrounded(kernel, problem)
 
 
 def node_of(

@@ -202,7 +202,7 @@ def unrounded_partial(
         if is_open(parse_kernel(kernel)):  # the gradient may be another kernel's
             plan = plan.with_feature("backward") or plan
         problem = plan.placement.problem
-        if unrounded(plan.kernel, problem) is not problem:
+        if unrounded(problem, plan.kernel) is not problem:
             return attention_partial(query, key, value, dtype="float32", **options)
     return Partial(*planned_call(call, operands, backend, kernel).run())
 

@@ -204,7 +204,7 @@ def undeclared(kernel: Kernel, features: frozenset[str]) -> str | None:
     return None
 
 
-def unrounded(kernel: Kernel, problem: Problem) -> Problem:
+def unrounded(problem: Problem, kernel: Kernel) -> Problem:
     """Return the problem whose output a kernel gives to its own gradient.
 
     That is the problem in the dtype of sums, if the kernel rounds once and supports it.
