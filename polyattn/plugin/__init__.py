@@ -13,7 +13,7 @@ have `Kernel` objects, better primitives for the array-API kernels, and device p
 
     SPEC = BackendSpec(
         name="acme", namespaces=("acme",), implementation="polyattn_acme.backend:AcmeBackend",
-        requires=("acme",), install="pip install polyattn-acme", contract_version=4,
+        requires=("acme",), install="pip install polyattn-acme", contract_version=5,
         devices=("cpu", "npu"),
     )
 

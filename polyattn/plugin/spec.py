@@ -11,12 +11,12 @@ from polyattn._core.call.features import DTYPES
 from polyattn.plugin.backend import Backend, Kernel
 
 #: The version of the contract: of `polyattn.plugin`, and of what polyattn asks of a plugin.
-CONTRACT_VERSION = 4
+CONTRACT_VERSION = 5
 
 
 def _check_version(version: object) -> None:
     if type(version) is not int:
-        raise TypeError(f"contract_version must be a number, such as 4; got {version!r}")
+        raise TypeError(f"contract_version must be a number, such as 5; got {version!r}")
 
 
 @dataclass(frozen=True)

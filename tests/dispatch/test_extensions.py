@@ -166,7 +166,7 @@ def test_those_of_two_distributions_stand_in_the_order_of_their_names(give):
     ("text", "reason"),
     [
         ("import no_such_module", "its plugin cannot be imported: ModuleNotFoundError"),
-        (spec({}, version="3"), "TypeError: contract_version must be a number, such as 4; got '3'"),
+        (spec({}, version="3"), "TypeError: contract_version must be a number, such as 5; got '3'"),
         ("from polyattn.plugin import Colour", f"; {VERSION}"),
         (spec({}, colour="red"), f"'colour'; {VERSION}"),
         (spec([]), "TypeError: kernels must map backends, by name; got []"),

@@ -66,7 +66,7 @@ SPEC = BackendSpec(
     implementation="acme:AcmeBackend",
     requires=(),
     install="pip install acme",
-    contract_version=4,
+    contract_version=5,
     devices=(str(NEAR), str(FAR)),
     dtypes=("float32",),
 )

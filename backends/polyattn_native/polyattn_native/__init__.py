@@ -11,6 +11,6 @@ SPEC = KernelSpec(
     },
     requires=("numpy",),
     install="pip install polyattn-native",
-    contract_version=4,
+    contract_version=5,
     before={"jax": "xla"},
 )

@@ -10,6 +10,6 @@ SPEC = BackendSpec(
     implementation="polyattn_einsum.backend:EinsumBackend",
     requires=("numpy",),
     install="pip install polyattn-einsum",
-    contract_version=4,
+    contract_version=5,
     dtypes=("float32", "float64"),
 )
