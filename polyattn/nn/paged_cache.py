@@ -247,9 +247,8 @@ class PagedCache:
         table = self._on_host()
         kept = on_host(number) if is_array(number) else number
         if table is None or kept is None:
-            number = self.lengths * 0 + (
-                to_device(number, self.lengths) if is_host(number) else number
-            )
+            here = to_device(number, self.lengths) if is_host(number) else number
+            number = self.lengths * 0 + here
             given = Table(self.block_table, self.lengths, self.page, self.key.shape[0])
             plan = plan_in_trace(given, number, m)
             pools = with_written(self.key, key, plan), with_written(self.value, value, plan)
@@ -285,8 +284,7 @@ class PagedCache:
     def _following(self, plan: PagePlan, there: PagePlan, lengths: Any) -> PagedCache:
         """Return the cache after new tokens, whose places the host knows."""
         place = there.table, to_device(lengths, self.lengths)
-        numbers = Table(plan.table, lengths, self.page, self.key.shape[0])
-        known = _Known(*place, numbers)
+        known = _Known(*place, Table(plan.table, lengths, self.page, self.key.shape[0]))
         return PagedCache(self.key, self.value, *place, None, known, self.memory)
 
     def fork(self, items: Any) -> PagedCache:
