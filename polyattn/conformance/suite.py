@@ -174,7 +174,21 @@ def _add(name: str, test: Callable[..., None]) -> None:
         setattr(BackendSuite, test.__name__, test)
 
 
+def _of_derivative(check: Callable[..., Any]) -> Callable[..., None]:
+    def test(self: BackendSuite, lazy_target: Target, variant: KernelVariant, case: Case) -> None:
+        check(lazy_target, variant, case)
+
+    return test
+
+
+def _of_promise(check: Callable[..., Any]) -> Callable[..., None]:
+    def test(self: BackendSuite, target: Target, variant: KernelVariant) -> None:
+        check(target, variant)
+
+    return test
+
+
 for _name, _of in ALL_DERIVATIVES.items():
-    _add(_name, lambda self, lazy_target, variant, case, f=_of.check: f(lazy_target, variant, case))
+    _add(_name, _of_derivative(_of.check))
 for _name, _promise in promises.PROMISES.items():
-    _add(_name, lambda self, target, variant, f=_promise.check: f(target, variant))
+    _add(_name, _of_promise(_promise.check))
