@@ -17,7 +17,7 @@ MAKERS = {
 #: Where one is made, and why the child of a fork does not wait for it.
 MADE = {
     ("polyattn/_base/forks.py", "RLock"): "it is made anew",
-    ("polyattn/parallel/thread_ranks.py", "Condition"): "its lock is made anew",
+    ("polyattn/parallel/thread_ranks.py", "SimpleQueue"): "the child has no other rank",
     ("backends/polyattn_numpy/thread_pool.py", "SimpleQueue"): "it is made anew, and calls end",
 }
 KERNELS = ["tiled"] if os.environ["POLYATTN_NATIVE"] == "0" else ["tiled", "native"]
@@ -58,15 +58,13 @@ def test_locks_that_another_thread_holds_are_free(run_python):
         + """
 from polyattn._base import forks
 from polyattn._dispatch import registry, request
-from polyattn.parallel.thread_ranks import _Mail
 x = np.ones((1, 1, 8))
 cache = polyattn.nn.PagedCache.init(1, 8, 4, items=1, page=2, like=x)
 cache = cache.append(x[None], x[None])
 polyattn.attention(x, x, x)
-mail = _Mail(2, 1.0)
 forks.PATIENCE = 0.1
 locks = list(forks._locks)
-assert {registry._lock, request._context._lock, mail.changed._lock} <= set(locks)
+assert {registry._lock, request._context._lock} <= set(locks)
 held = threading.Event()
 
 def hold():
@@ -81,7 +79,6 @@ held.wait()
 def check():
     assert all(lock.acquire(False) for lock in locks)
     polyattn.attention(x[:, :, :4], x[:, :, :4], x, backend="numpy")
-    mail.send(0, 1, x)
 
 print(len(locks), in_child(check))
 """,

@@ -9,6 +9,7 @@ from optional import array_api_strict, torch
 
 from polyattn import attention, masks, plot
 from polyattn._core.expressions.patterns import Band
+from polyattn._core.tiles.coverage import TileGrid
 from polyattn.plot.mask_picture import COLOURS, EMPTY, FULL, HIDDEN, SEEN
 
 matplotlib.use("Agg")
@@ -164,8 +165,10 @@ def test_a_function_over_tensors_is_drawn_in_their_library(axes):
 
 
 def test_of_long_sequences_only_the_tiles_are_drawn(axes, monkeypatch):
-    monkeypatch.setattr(Band, "seen", None)
+    asked, seen = [], Band.seen
+    monkeypatch.setattr(Band, "seen", lambda self, at: asked.append(type(at)) or seen(self, at))
     draw_mask(masks.causal(), 4096, axes=axes)
+    assert set(asked) == {TileGrid}
     assert shown(axes).shape == (32, 32)
     np.testing.assert_array_equal(shown(axes), FULL * np.tri(32, k=-1) + SEEN * np.eye(32))
     assert legend(axes) == ["full: 496", "mixed: 32", "empty: 496"]
