@@ -25,7 +25,7 @@ PYTEST := $(BIN)/python -m pytest --numprocesses auto --dist worksteal
 NATIVE_TESTS := tests/native backends/polyattn_native polyattn/conformance/test_backend.py
 WITH_NATIVE := $(addprefix tests/,clients dialects integrations \
   $(addprefix api/test_,corners.py gradients.py partial.py random_calls.py run.py weights.py) \
-  $(addprefix call/test_,banded.py lengths.py pages.py) base/test_host.py dispatch/test_registry.py \
+  $(addprefix call/test_,narrowed.py lengths.py pages.py) base/test_host.py dispatch/test_registry.py \
   expressions/test_mask_corners.py expressions/test_patterns.py \
   $(addprefix nn/test_,cache.py generate.py positions.py quantized_cache.py)) \
   $(addprefix tests/backends/test_,jax.py jax_cudnn.py torch.py torch_gradients.py torch_lengths.py torch_symbolic.py)
