@@ -262,7 +262,7 @@ class Indices:
     ) -> tuple[Array, list[Array]]:
         """Return the gradients of the scores before ``score_mod=``, and of the arrays in it.
 
-        `gradient` is that of the scores after it; `differentiate` is the backend's `pullback`.
+        `gradient` is that of the scores after it; ``differentiate`` is the backend's `pullback`.
         """
         if self._x.score_mod is None:
             return gradient, []
