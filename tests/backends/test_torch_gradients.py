@@ -143,12 +143,13 @@ def test_gradients_of_16_bits_are_rounded_once_operation_by_operation(name, monk
     }
     given = {name: torch.randn(shape).bfloat16() for name, shape in shapes.items()}
     along = torch.randn(2, 8, 65, 65).bfloat16()
+    factor = torch.ones((), requires_grad=True)
 
     def found(dtype):
         x = {name: one.to(dtype).requires_grad_() for name, one in given.items()}
         query, key, value, bias, sinks, table = x.values()
-        # Without its derivative the function is differentiated operation by operation.
-        rule = scores.relative_bias(table) >> (lambda s, b, h, i, j: s.sin())
+        # What reads a tensor with a graph of its own is differentiated operation by operation.
+        rule = scores.relative_bias(table) >> (lambda s, b, h, i, j: (factor * s).sin())
         options = {"bias": bias, "sinks": sinks, "score_mod": rule}
         if name == "weights":
             x.pop("value")
