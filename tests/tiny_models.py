@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from libraries import from_torch, to_torch
+from arrays import from_torch, to_torch
 from optional import array_api_strict, far, near
 
 FLOAT32 = np.zeros(1, dtype=np.float32)

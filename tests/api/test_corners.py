@@ -6,7 +6,7 @@ corner lies on an edge.
 
 import numpy as np
 import pytest
-from libraries import NUMPY, STRICT, TORCH, tiles_of
+from arrays import NUMPY, STRICT, TORCH, tiles_of
 from optional import array_api_strict
 
 from polyattn import attention, attention_jvp, attention_partial, attention_vjp, attention_weights

@@ -5,7 +5,7 @@ from itertools import pairwise, permutations
 
 import numpy as np
 import pytest
-from libraries import LIBRARIES, NUMPY, STRICT, TORCH, tiles_of
+from arrays import LIBRARIES, NUMPY, STRICT, TORCH, tiles_of
 from optional import jax, torch
 
 from polyattn import Partial, attention, attention_partial, merge

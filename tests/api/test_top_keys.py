@@ -5,7 +5,7 @@ import tracemalloc
 
 import numpy as np
 import pytest
-from libraries import EVERYWHERE, NUMPY
+from arrays import EVERYWHERE, NUMPY
 from optional import da, jax, jnp, torch
 
 from polyattn import UnsupportedError, masks, scores, top_keys

@@ -4,7 +4,7 @@ import tracemalloc
 
 import numpy as np
 import pytest
-from libraries import EVERYWHERE, LIBRARIES, NUMPY
+from arrays import EVERYWHERE, LIBRARIES, NUMPY
 from optional import jax, torch
 
 from polyattn import (

@@ -7,7 +7,7 @@ import warnings
 import ml_dtypes
 import numpy as np
 import pytest
-from libraries import LIBRARIES
+from arrays import LIBRARIES
 from optional import jax, jnp, torch
 
 from polyattn.dialects import dot_product_attention, flash_attn, keras, onnx_attention

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from libraries import EVERYWHERE, LIBRARIES, TORCH
+from arrays import EVERYWHERE, LIBRARIES, TORCH
 from optional import TorchBackend, torch
 
 from polyattn import attention_jvp, attention_vjp, explain, scores

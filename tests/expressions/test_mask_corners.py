@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from libraries import EVERYWHERE, tiles_of
+from arrays import EVERYWHERE, tiles_of
 from optional import jax, torch
 
 from polyattn import attention, masks, scores

@@ -5,7 +5,7 @@ from functools import cache
 import array_api_compat.numpy as xp
 import numpy as np
 import pytest
-from libraries import (
+from arrays import (
     EVERYWHERE,
     FAR,
     MASKS_OF_NUMBERS,

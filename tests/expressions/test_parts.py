@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
-from libraries import MASKS_OF_NUMBERS
+from arrays import MASKS_OF_NUMBERS
 from optional import jax, jnp
 
 from polyattn import masks, scores

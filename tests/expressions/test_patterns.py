@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from libraries import EVERYWHERE, tiles_of, visited_tiles
+from arrays import EVERYWHERE, tiles_of, visited_tiles
 from optional import jax, jnp
 
 from polyattn import attention, masks

@@ -4,7 +4,7 @@ import warnings
 
 import numpy as np
 import pytest
-from libraries import NUMPY, STRICT, TORCH
+from arrays import NUMPY, STRICT, TORCH
 from optional import jax, torch
 
 from polyattn import attention, masks

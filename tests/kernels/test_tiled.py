@@ -4,7 +4,7 @@ import tracemalloc
 
 import numpy as np
 import pytest
-from libraries import tiles_of, visited_tiles
+from arrays import tiles_of, visited_tiles
 
 import polyattn
 from polyattn import attention, attention_partial

@@ -5,7 +5,7 @@ from functools import partial
 import array_api_compat.numpy as xp
 import numpy as np
 import pytest
-from libraries import EVERYWHERE, Library, tiles_of
+from arrays import EVERYWHERE, Library, tiles_of
 from optional import jax, jnp, torch
 
 from polyattn import attention

@@ -1,4 +1,4 @@
-"""The libraries that corners are tested on: how NumPy arrays go there and come back."""
+"""Arrays for tests: drawn in each library, compared, and attention by the textbook's formula."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,6 +12,51 @@ from polyattn._kernels import tiled
 from polyattn._kernels.tiled import Tiled
 from polyattn.conformance.cases.expression_cases import VARIANTS
 from polyattn.masks import Mask
+
+
+def draw(*shapes, to=np.asarray, dtype="float32", seed=0):
+    """Return an array of normal numbers for each shape, the same ones each time."""
+    rng = np.random.default_rng(seed)
+    return [to(rng.standard_normal(shape).astype(dtype)) for shape in shapes]
+
+
+def close(actual, expected, roundings=40):
+    """Compare arrays of any library, or tuples of them, to some roundings of the largest number."""
+    if isinstance(actual, tuple | list):
+        for pair in zip(actual, expected, strict=True):
+            close(*pair, roundings)
+        return
+    actual, expected = to_numpy(actual), to_numpy(expected)
+    assert actual.shape == expected.shape
+    epsilon = float(ml_dtypes.finfo(actual.dtype).eps)
+    largest = np.abs(expected[np.isfinite(expected)], dtype="float64").max(initial=1.0)
+    actual, expected = actual.astype("float64"), expected.astype("float64")
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=roundings * epsilon * largest)
+
+
+def formula(query, key, value, *, scale=None, softcap=0.0, bias=0.0, mask=True):
+    """Return output and logsumexp in float64, by the textbook; a row without keys has zeros."""
+    query, key, value = (to_numpy(x).astype("float64") for x in (query, key, value))
+    group = query.shape[-3] // key.shape[-3]
+    key, value = (np.repeat(x, group, axis=-3) for x in (key, value))
+    scores = (
+        query @ np.swapaxes(key, -1, -2) * (query.shape[-1] ** -0.5 if scale is None else scale)
+    )
+    scores = softcap * np.tanh(scores / softcap) if softcap else scores
+    scores = np.where(to_numpy(mask), scores + to_numpy(bias), -np.inf)
+    largest = np.nan_to_num(scores.max(-1, keepdims=True, initial=-np.inf), neginf=0)
+    weights = np.exp(scores - largest)
+    total = weights.sum(-1, keepdims=True)
+    with np.errstate(divide="ignore"):
+        logsumexp = np.log(total) + largest
+    return weights @ value / np.where(total == 0, 1, total), logsumexp[..., 0]
+
+
+def to_numpy(x):
+    """Return an array of any library, on any device, as one of NumPy."""
+    if torch and isinstance(x, torch.Tensor):
+        return from_torch(x.detach().cpu())
+    return np.asarray(x)
 
 
 def to_torch(x):
