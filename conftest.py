@@ -1,4 +1,4 @@
-"""The setup of all tests: which are collected, their order, how JAX compiles, idle threads."""
+"""The setup of all tests: which are collected, their order, how JAX compiles, memory, threads."""
 
 import gc
 import os
@@ -10,15 +10,11 @@ from importlib.util import find_spec
 import pytest
 
 # In a run of the suite from another folder, tests/ is not on the path.
-pytest_plugins = ["optional"] if find_spec("optional") else []
+pytest_plugins = ["optional", "compiled_kernel"] if find_spec("optional") else []
 
-# The package is tested without the compiled kernel; `make test` then runs the kernel's tests, and
-# some of the package's with it.
 # A device of torch is registered once in a process, and importlib would import its module again.
 # Programs of others are imported where their modules are there.
 collect_ignore_glob = ["tests/far_device.py", "tests/clients/[!t]*.py"]
-if os.environ.setdefault("POLYATTN_NATIVE", "0") == "0":
-    collect_ignore_glob += ["backends/polyattn_native/*", "tests/native/*"]
 if sys.platform != "linux":  # There are no wheels of CuPy elsewhere.
     collect_ignore_glob += ["backends/polyattn_cupy/*", "tests/backends/*cu[bdp]*", "tests/gpu/*"]
 
@@ -26,11 +22,10 @@ if sys.platform != "linux":  # There are no wheels of CuPy elsewhere.
 # OpenMP and OpenBLAS read this when torch and NumPy are imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "4")
-# Tests with tensors take a tenth less time with one thread of torch. Tests of the compiled kernel
-# need more threads, and tests of the NumPy kernel need more threads of BLAS.
-if os.environ["POLYATTN_NATIVE"] == "0":
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", str(os.cpu_count()))
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Tests with tensors take a tenth less time with one thread of torch. Tests of the NumPy kernel need
+# more threads of BLAS.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", str(os.cpu_count()))
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Code that runs once need not be fast. All of this is read when JAX is imported.
 XLA = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
@@ -73,8 +68,6 @@ def pytest_collection_finish():
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses
 def pytest_collection_modifyitems(items):
     """Put what the suites do with one case side by side; mark what is slow, and what covers it."""
-    if os.environ["POLYATTN_NATIVE"] != "0":
-        items[:] = [item for item in items if not item.get_closest_marker("without_native")]
     places = {}
 
     def place(item):
@@ -110,7 +103,7 @@ TURNS = {
     "numpy tiled, small tiles": 1,
     "array-api dense": 2,
     "array-api tiled, small tiles": 3,
-    "numpy native": 2,  # in a run of its own
+    "numpy native": 2,
 }
 #: The kernel that has code of its own for each dtype.
 COMPILED = "numpy native"

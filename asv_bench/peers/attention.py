@@ -3,8 +3,8 @@
 Each table compares calls case by case: a ratio is of a call's time over that of the first. Every
 contender may use the same number of threads. ``python asv_bench/peers/attention.py TABLE`` prints:
 
-- `cpu`, which ``make bench-cpu`` prints: with the largest error against float64;
-- `native`, which ``make bench-native`` prints: the compiled kernel, with a mark where it misses the
+- `cpu`, which ``make bench-peers`` prints: with the largest error against float64;
+- `native`, which ``make bench-peers PEERS=native`` prints: the compiled kernel, with a mark where it misses the
   bound that it is held to;
 - `gradients`; `half`, 16 bits over 32; `jax`, the compiled kernel under `jit` on one thread;
   `onnxruntime`; and `options`, each over the plain call.
@@ -52,7 +52,7 @@ from polyattn._base import text_table
 from polyattn.bench import timing
 from polyattn.bench.table import duration
 
-# Where `make bench-native` puts OpenVINO, which would bring another NumPy.
+# Where `make bench-peers PEERS=native` puts OpenVINO, which would bring another NumPy.
 sys.path.append(str(Path(sys.prefix) / "openvino"))
 ONNXRUNTIME = "onnxruntime"
 

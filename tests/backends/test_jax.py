@@ -353,7 +353,6 @@ PROMOTED = {
 }
 
 
-@pytest.mark.without_native
 @pytest.mark.parametrize("options", PROMOTED.values(), ids=PROMOTED)
 def test_neither_ranks_nor_dtypes_are_promoted(options):
     """In 16 bits: gradients, tangents and weights, where JAX refuses both."""

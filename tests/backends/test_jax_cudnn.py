@@ -103,7 +103,6 @@ def check_gradients(arrays, options):
         close(one, other, atol=0.03, rtol=0.02)
 
 
-@pytest.mark.without_native
 @pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"window": (5, 0)}])
 @pytest.mark.parametrize(("rows", "keys"), [(15, 15), (1, 15), (15, 16), (16, 15)])
 def test_gradients_of_odd_lengths_are_those_of_even_ones(calls, rows, keys, options):
@@ -204,7 +203,6 @@ def lowering(monkeypatch):
     cudnn.trial.cache_clear()
 
 
-@pytest.mark.without_native
 @pytest.mark.parametrize("axes", [(0, 0, 0, 0), (0, None, None, None), (None, 0, None, None)])
 @pytest.mark.parametrize(("length", "kind"), [(15, None), (16, "bias")])
 def test_gradients_under_vmap_are_lowered_for_cuda(lowering, axes, length, kind):

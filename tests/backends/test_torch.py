@@ -34,7 +34,6 @@ def close(one, other, **tolerance):
 # ---- sdpa ----
 
 
-@pytest.mark.without_native
 def test_sdpa_is_causal_only_where_it_means_the_same(monkeypatch):
     seen = []
     genuine = F.scaled_dot_product_attention

@@ -172,7 +172,6 @@ def decided(choice, **options):
     return explain(*shapes, library="torch", **choice.options, **options)
 
 
-@pytest.mark.without_native
 @pytest.mark.parametrize("name", CHOICES)
 def test_a_mask_that_hides_much_goes_to_tiled(name):
     choice = CHOICES[name]
@@ -185,7 +184,6 @@ def test_a_mask_that_hides_much_goes_to_tiled(name):
         assert cuda.chosen.kernel == "sdpa"
 
 
-@pytest.mark.without_native
 @pytest.mark.parametrize("name", TOO_LARGE)
 def test_a_mask_too_large_to_make_goes_to_tiled(name):
     explained = decided(TOO_LARGE[name])
@@ -193,7 +191,6 @@ def test_a_mask_too_large_to_make_goes_to_tiled(name):
     assert ("it would need a mask of" in str(explained)) == (explained.chosen.kernel == "tiled")
 
 
-@pytest.mark.without_native
 @pytest.mark.parametrize(("trained", "kernel"), [("bias", "tiled"), ("query", "sdpa")])
 @pytest.mark.parametrize(("heads", "size"), [(1, 8), (16, 4)])
 def test_a_bias_that_is_trained_goes_to_tiled_sooner(trained, kernel, heads, size):

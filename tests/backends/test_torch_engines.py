@@ -226,7 +226,6 @@ def test_an_engine_without_its_operator_is_refused(monkeypatch, engine, operator
     assert "does not have it" in getattr(engines, engine).reason_against(asked, HOPPER)
 
 
-@pytest.mark.without_native
 def test_without_engines_the_logsumexp_is_left_to_the_array_api_kernels(on, monkeypatch):
     on(CPU)
     assert explain(Q, K, V, logsumexp=True).chosen.kernel == "sdpa"
@@ -650,7 +649,6 @@ def remark(*arrays, **options):
     return explain(*arrays, **options).chosen.remark
 
 
-@pytest.mark.without_native
 def test_explain_names_the_engine():
     assert remark(Q, K, K) == "torch's engine: flash"
     half = [x.bfloat16() for x in (Q, K, V)]
@@ -675,7 +673,6 @@ def test_the_remark_follows_what_sdpa_would_be_given(monkeypatch):
     assert (causal[3], causal[5], of_causal["enable_gqa"]) == (None, True, False)
 
 
-@pytest.mark.without_native
 def test_a_remark_never_raises_and_never_computes(monkeypatch):
     def refuse(*_, **__):
         raise RuntimeError("out of memory")

@@ -86,7 +86,6 @@ def test_what_lies_beyond_reaches_nothing_in_a_program_and_beside_another_mask()
     torch.testing.assert_close(recorded(*arrays), expected)
 
 
-@pytest.mark.without_native
 @pytest.mark.parametrize("lengths", ["one", "a number", "ragged", "of all"])
 def test_the_engine_gets_the_keys_that_an_item_has_and_no_mask(lengths, monkeypatch):
     monkeypatch.setattr(by_lengths, "MANY_NUMBERS", 0)

@@ -222,7 +222,6 @@ def test_kernels_that_get_copies_are_named():
     assert "copies" not in str(explain(QUERY, QUERY, QUERY))
 
 
-@pytest.mark.without_native
 @pytest.mark.parametrize(
     ("options", "columns"),
     [

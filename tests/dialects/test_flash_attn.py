@@ -219,7 +219,6 @@ def shapes(monkeypatch):
     return shapes
 
 
-@pytest.mark.without_native
 def test_a_run_of_equal_lengths_is_one_call(shapes):
     x = normal(11, H, D)
     ends = np.array([0, 3, 6, 9, 11])

@@ -22,7 +22,6 @@ def chosen(*arrays, **options):
     return candidate.backend, candidate.kernel
 
 
-@pytest.mark.without_native
 def test_explain_from_shapes_agrees_with_arrays():
     tensor = torch.from_numpy(X)
     options = {"is_causal": True, "softcap": 3.0}
@@ -47,7 +46,6 @@ PAGED = {"key": (6, 4, 3, 8), "block_table": np.array([[0, 1], [4, 5]]), "key_le
 @pytest.mark.parametrize(
     "options", [{"softcap": 3.0}, {"dropout": (0.5, 0)}, {"scale": scores.by_norm()}, PAGED]
 )
-@pytest.mark.without_native
 def test_of_gradients_it_explains_the_call_that_attention_vjp_makes(options, caplog):
     options = {"key": SHAPE, "is_causal": True} | options
     query, key = (np.ones(shape, np.float32) for shape in (SHAPE, options.pop("key")))
@@ -86,7 +84,6 @@ def test_explain_refuses_malformed_shapes():
             explain(shape, shape, shape)
 
 
-@pytest.mark.without_native
 @pytest.mark.needs("torch")
 def test_explain_moves_no_array(monkeypatch):
     registry.load("torch")
@@ -94,7 +91,6 @@ def test_explain_moves_no_array(monkeypatch):
     assert chosen(backend="torch") == ("torch", "sdpa")
 
 
-@pytest.mark.without_native
 def test_an_explanation_prints_as_a_table():
     text = str(explain(SHAPE, SHAPE, SHAPE, backend="torch:cuda,numpy", window=(1, 0)))
     lines = text.splitlines()

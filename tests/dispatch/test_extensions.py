@@ -14,8 +14,6 @@ from polyattn._core.call.describe import describe
 from polyattn._dispatch import entries, extensions, registry
 from polyattn.plugin import CONTRACT_VERSION
 
-pytestmark = pytest.mark.without_native  # whose kernels join the same lists
-
 RNG = np.random.default_rng(0)
 X = RNG.standard_normal((2, 4, 5, 8), dtype=np.float32)
 VERSION = f"this polyattn has version {CONTRACT_VERSION} of the plugin contract"

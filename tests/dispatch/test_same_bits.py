@@ -25,7 +25,6 @@ from polyattn._base.same_bits import _context
 from polyattn._dispatch import cache, registry
 from polyattn.plugin.dense import Dense
 
-pytestmark = pytest.mark.without_native
 X = np.random.default_rng(0).standard_normal((2, 4, 5, 8), dtype=np.float32)
 
 

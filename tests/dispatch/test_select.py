@@ -22,7 +22,6 @@ def chosen(*arrays, **options):
     return candidate.backend, candidate.kernel
 
 
-@pytest.mark.without_native
 def test_the_arrays_decide_by_default():
     assert chosen() == ("numpy", "small")
     for make, expected in {
@@ -34,7 +33,6 @@ def test_the_arrays_decide_by_default():
         assert chosen(*[make(X)] * 3) == expected
 
 
-@pytest.mark.without_native
 @pytest.mark.needs("torch")
 def test_the_first_backend_that_supports_the_call_runs():
     assert chosen(backend="torch:cuda,numpy") == ("numpy", "small")
@@ -43,7 +41,6 @@ def test_the_first_backend_that_supports_the_call_runs():
     assert chosen(backend=" torch:cuda , numpy ") == ("numpy", "small")
 
 
-@pytest.mark.without_native
 @pytest.mark.needs("torch")
 def test_the_requested_kernel_is_part_of_the_decision():
     assert [chosen(kernel=k)[1] for k in ("dense", "tiled", None)] == ["dense", "tiled", "small"]
@@ -55,14 +52,12 @@ def test_no_backend_outside_the_list_runs():
         attention(X, X, X, backend="torch:cuda")
 
 
-@pytest.mark.without_native
 def test_auto_in_a_list_stands_for_the_automatic_choice():
     assert chosen(backend="torch:cuda,auto") == ("numpy", "small")
     strict = array_api_strict.asarray(X)
     assert chosen(strict, strict, strict, backend="torch:cuda,auto") == ("array-api", "dense")
 
 
-@pytest.mark.without_native
 @pytest.mark.parametrize(
     ("kernel", "options", "expected"),
     [
@@ -88,7 +83,6 @@ def test_a_list_is_tried_on_each_backend_in_turn():
     assert chosen(backend="array-api,numpy", kernel="small") == ("numpy", "small")
 
 
-@pytest.mark.without_native
 def test_the_choice_of_kernels_is_shown():
     explanation = explain(X, X, X, kernel="small,tiled", softcap=2.0, backend="numpy")
     assert explanation.source == "backend='numpy', kernel='small,tiled'"
@@ -127,7 +121,6 @@ def test_names_of_kernels_are_not_checked_where_a_backend_is_absent(plugins):
     assert explain(X, X, X, backend="acme,numpy", kernel="fused,dense").chosen.kernel == "dense"
 
 
-@pytest.mark.without_native
 @pytest.mark.needs("torch")
 def test_an_error_while_running_is_not_retried_elsewhere(monkeypatch):
     registry.load("torch")
@@ -169,7 +162,6 @@ def _spec(name="acme", **changes):
     return polyattn.plugin.BackendSpec(**{**facts, **changes})
 
 
-@pytest.mark.without_native
 @pytest.mark.parametrize(
     ("spec", "reason"),
     [
@@ -242,7 +234,6 @@ def lines_of(log):
     return [record.getMessage().removeprefix(shared) for record in records]
 
 
-@pytest.mark.without_native
 def test_the_logger_has_a_line_for_each_new_plan(caplog):
     cache.forget()
     with caplog.at_level(logging.DEBUG, "polyattn"):
@@ -260,7 +251,6 @@ def test_the_logger_has_a_line_for_each_new_plan(caplog):
     ]
 
 
-@pytest.mark.without_native
 def test_the_logger_has_a_line_for_the_plan_of_a_derivative(caplog):
     cache.forget()
     with caplog.at_level(logging.DEBUG, "polyattn"):
