@@ -4,8 +4,8 @@ Each table compares calls case by case: a ratio is of a call's time over that of
 contender may use the same number of threads. ``python asv_bench/peers/attention.py TABLE`` prints:
 
 - `cpu`, which ``make bench-peers`` prints: with the largest error against float64;
-- `native`, which ``make bench-peers PEERS=native`` prints: the compiled kernel, with a mark where it misses the
-  bound that it is held to;
+- `native`, which ``make bench-peers PEERS=native`` prints: the compiled kernel, with a mark where
+  it misses the bound that it is held to;
 - `gradients`; `half`, 16 bits over 32; `jax`, the compiled kernel under `jit` on one thread;
   `onnxruntime`; and `options`, each over the plain call.
 """
