@@ -3,6 +3,7 @@
 import gc
 import os
 import re
+import signal
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -17,6 +18,9 @@ pytest_plugins = ["optional", "compiled_kernel"] if find_spec("optional") else [
 collect_ignore_glob = ["tests/far_device.py", "tests/clients/[!t]*.py"]
 if sys.platform != "linux":  # There are no wheels of CuPy elsewhere.
     collect_ignore_glob += ["backends/polyattn_cupy/*", "tests/backends/*cu[bdp]*", "tests/gpu/*"]
+
+# In the background of a shell SIGINT is ignored, as it then is in each program that a test starts.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # A thread that waits must not spin: each process of a run has as many threads as there are cores.
 # OpenMP and OpenBLAS read this when torch and NumPy are imported.
@@ -63,6 +67,16 @@ def pytest_collection_finish():
     gc.freeze()
     gc.enable()
     gc.set_threshold(50_000, 20, 100)
+
+
+def pytest_runtest_teardown(item, nextitem):
+    """Free the programs that a file has compiled: nothing else does, and they are gigabytes."""
+    if nextitem is None or nextitem.path == item.path:
+        return
+    if jax := sys.modules.get("jax"):
+        jax.clear_caches()
+    if "torch._dynamo" in sys.modules:
+        sys.modules["torch"].compiler.reset()
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses
