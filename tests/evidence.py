@@ -8,14 +8,13 @@ mark as slow. What a test runs in other processes is not seen, nor what it shows
 """
 
 import argparse
-import json
 import os
 from collections import defaultdict
 from pathlib import Path
 
+import mutations
 import pytest
 
-FOUND = Path(__file__).with_name("mutations_found.json")
 FOLDER = Path(os.environ.get("POLYATTN_EVIDENCE", ".evidence"))
 
 
@@ -59,8 +58,8 @@ def lines_run(tests):
 def mistakes_found():
     """Return the mistakes that each test finds, by its name."""
     found = defaultdict(set)
-    for mistake, test in json.loads(FOUND.read_text(encoding="utf-8")).items():
-        found[test].add(mistake)
+    for mistake in mutations.read_table():
+        found[mistake.found_by].add(mistake.name)
     return found
 
 
