@@ -9,14 +9,12 @@ its values.
 """
 
 import argparse
-import json
 import os
 from collections import defaultdict
 from pathlib import Path
 
+import mutations
 import pytest
-
-FOUND = Path(__file__).with_name("mutations_found.json")
 
 
 def pytest_addoption(parser):
@@ -64,8 +62,8 @@ def lines_run(folder, tests):
 def mistakes_found():
     """Return the mistakes that each test finds, by its name."""
     found = defaultdict(set)
-    for mistake, test in json.loads(FOUND.read_text(encoding="utf-8")).items():
-        found[test].add(mistake)
+    for mistake in mutations.read_table():
+        found[mistake.found_by].add(mistake.name)
     return found
 
 

@@ -3,50 +3,60 @@
 from polyattn.conformance import CASES, ESSENTIAL, Target
 from polyattn.conformance.checks.cases import cases_for, check_case
 from polyattn.conformance.checks.gradients import DERIVATIVES
+from polyattn.conformance.selection import chosen, why_few
+
+#: The tests of each backend's suite.
+SUITES = {
+    "array-api": "tests/conformance/test_backends.py::TestArrayApi",
+    "numpy": "polyattn/conformance/test_backend.py::TestBackend",
+}
 
 
-def search(backends, hint, in_gradients):
-    """Return the first case that fails in the package at hand, the hint before all others."""
-    kinds = gradient_checks() if in_gradients else output_checks()
-    runs = [
-        (f"{backend}: {kind}{variant}-{case}", cost, check, target, variant, case)
+def failing_case(backends, hint, in_gradients):
+    """Return the test of the first case that fails, the hint before all others, or None."""
+    checks = {"case": (check_case, CASES)}
+    if in_gradients:
+        checks = {name: (one.check, one.cases) for name, one in DERIVATIVES.items()}
+    kernels = [
+        (target, variant, name)
         for backend in backends
         for target in [Target(backend, "numpy")]
-        for kind, check, costs in kinds
+        for name in checks
         for variant in target.kernels
-        for case, cost in costs(target, variant)
     ]
-    # Each case runs on all kernels in turn: an error in one of them is found early.
-    for name, _, check, *run in sorted(runs, key=lambda run: (run[0] != hint, run[1])):
+    runs = [
+        (name, target, variant, case)
+        for target, variant, name in kernels
+        for case in cases_for(target, variant, checks[name][1])
+    ]
+    tests = {test_of(*run): run for run in runs}
+
+    def fails(test):
+        name, *run = tests[test]
         try:
-            check(*run)
+            checks[name][0](*run)
         except Exception:
-            return name
-    return None
+            return True
+        return False
+
+    if hint in tests and fails(hint):
+        return hint
+    in_suite = {
+        test_of(name, target, variant, case)
+        for target, variant, name in kernels
+        for case in chosen(target, variant, name, few=bool(why_few(target, variant, name)))
+    }
+    # Each case runs on all kernels in turn: an error in one of them is found early.
+    ordered = sorted(tests, key=lambda test: (test not in in_suite, cost_of(*tests[test])))
+    return next(filter(fails, ordered), None)
 
 
-def output_checks():
-    """Return the check of results: what it is called, the check, and the cases with their cost."""
-    return [("", check_case, with_costs(CASES, ESSENTIAL))]
+def test_of(name, target, variant, case):
+    """Return the test of a case: the suite has it unless it chooses few."""
+    return f"{SUITES[target.backend]}::test_{name}[{variant}-{case}]"
 
 
-def gradient_checks():
-    """Return the checks of derivatives that kernels compute, as `output_checks` does."""
-    return [
-        (f"{one.name} of ", one.check, with_costs(one.cases, ())) for one in DERIVATIVES.values()
-    ]
-
-
-def with_costs(cases, essential):
-    """Return a function of a kernel that gives its cases, each with its place in the order."""
-    # What takes longest to compute exactly comes last, and pairs of features before that.
-    ordered = sorted(cases, key=lambda name: (cost_of(cases[name]), name not in essential))
-    places = {name: number for number, name in enumerate(ordered)}
-    return lambda target, variant: [
-        (case, places[case.name]) for case in cases_for(target, variant, cases)
-    ]
-
-
-def cost_of(case):
+def cost_of(name, target, variant, case):
     """Return how late to try a case: its exact result takes long, or it adds little to others."""
-    return 3 * (case.dtype == "float64") + 2 * (case.topic == "lengths") + (" x " in case.name)
+    late = 3 * (case.dtype == "float64") + 2 * (case.topic == "lengths") + (" x " in case.name)
+    return case.name not in ESSENTIAL, late, len(case.features), case.name

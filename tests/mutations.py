@@ -1,17 +1,12 @@
-"""One planted mistake at a time: each must fail a case of the conformance suite.
+"""One planted mistake at a time: each must be found.
 
-The mistakes in the code of outputs are in ``formula_mutations.py``. Those in the code of gradients
-are in ``gradient_mutations.py``, and must fail a case of the suite's gradients or directional
-derivatives. Those that the suite cannot see are in ``other_mutations.py``, each with the test that
-must fail. Those in the compiled kernel are in ``native_mutations.py``, and random calls in C++ must
-find them; without a compiler they are left out.
-
-``python tests/mutations.py`` plants them in copies of the package, and exits with 1 if one is not
-found or does not run, with 2 if one no longer fits the code: a text is not there once, the code
-with it does not compile, or a name that it reads is not in its module. It first runs the case that
-found the mistake last time, as ``mutations_found.json`` says, and all cases only if that one passes
-now. What finds the mistake then goes into the file. Each mistake has a process of its own, forked
-from one that has imported the libraries but not the package.
+``python tests/mutations.py`` plants the mistakes of ``mutations.toml`` in copies of the package. It
+exits with 1 if one is not found or does not run, with 2 if one no longer fits the code: a text is
+not there once, the code with it does not compile, or a name that it reads is not in its module. It
+first tries what found the mistake last time, and all cases only if that passes now. What finds the
+mistake then goes into the table. Each mistake has a process of its own, forked from one that has
+imported the libraries but not the package. Without a compiler, those in the compiled kernel are
+left out.
 """
 
 import argparse
@@ -21,24 +16,25 @@ import io
 import json
 import multiprocessing
 import os
+import re
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
+import tomllib
 import warnings
+from collections import Counter
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from contextlib import redirect_stdout
 from pathlib import Path
 from queue import SimpleQueue
 from typing import NamedTuple
 
-import formula_mutations
-import gradient_mutations
-import native_mutations
-import other_mutations
+import kernel_calls
 
 ROOT = Path(__file__).resolve().parents[1]
-FOUND = Path(__file__).with_name("mutations_found.json")
+TABLE = Path(__file__).with_name("mutations.toml")
 CONTEXT = multiprocessing.get_context("forkserver")
 #: Those that take long to import; one that starts threads must not be forked.
 LIBRARIES = (
@@ -49,33 +45,33 @@ ENVIRONMENT = {
     "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
     "PYTHONDONTWRITEBYTECODE": "1",
 }
+PYTEST = ("-q", "-p", "no:cacheprovider")
 
 
 class Mutation(NamedTuple):
-    """A mistake: what it is, the file, and each text to replace with what replaces it."""
+    """A mistake: what must find it, its name, the file, and pairs of a text and its replacement."""
 
+    kind: str
     name: str
     file: str
-    changes: tuple[tuple[str, str], ...]
-    in_gradients: bool = False
-    test: str = ""  # the test that finds it, in place of a case
-    in_native: bool = False
+    changes: list[list[str]]
+    found_by: str = ""
 
 
-def rows(mutations, **more):
-    """Return the mistakes that rows describe: a name, a file, texts and replacements by turns."""
-    return [
-        Mutation(name, file, tuple(zip(texts[::2], texts[1::2], strict=True)), **more)
-        for name, file, *texts in mutations
-    ]
+def read_table():
+    """Return the planted mistakes."""
+    table = tomllib.loads(TABLE.read_text(encoding="utf-8"))
+    return [Mutation(kind, **row) for kind, rows in table.items() for row in rows]
 
 
-MUTATIONS = (
-    *rows(formula_mutations.MUTATIONS),
-    *rows(gradient_mutations.MUTATIONS, in_gradients=True),
-    *rows(native_mutations.in_source(), in_native=True),
-    *(one for test, *row in other_mutations.MUTATIONS for one in rows([row], test=test)),
-)
+def write_found(found):
+    """Write into the table what finds each mistake now."""
+    text = TABLE.read_text(encoding="utf-8")
+    for name, finder in found.items():
+        row = rf"^(name = {re.escape(json.dumps(name, ensure_ascii=False))}\n)(found_by = .*\n)?"
+        line = f"found_by = {json.dumps(finder, ensure_ascii=False)}\n"
+        text = re.sub(row, lambda match, line=line: match[1] + line, text, flags=re.MULTILINE)
+    TABLE.write_text(text, encoding="utf-8")
 
 
 def copy_to(folder):
@@ -93,7 +89,7 @@ def with_mistake(mutation):
             raise ValueError(f"{mutation.file} has {text.count(old)} of {old!r}")
         text = text.replace(old, new)
     # A name that does not exist would fail any case, and show nothing.
-    if not mutation.in_native and (unknown := unknown_names(text)):
+    if mutation.kind != "native" and (unknown := unknown_names(text)):
         raise ValueError(f"{mutation.file} has no {', '.join(sorted(unknown))}")
     return text
 
@@ -121,24 +117,24 @@ def outdated(mutations):
         try:
             with_mistake(mutation)
         except (OSError, SyntaxError, ValueError) as error:
-            yield mutation, error
+            yield mutation.name, error
 
 
-def found_by(mutation, hint, copies):
-    """Return the name of a case or test that finds the mistake in a copy, or None if all pass."""
+def finder_of(mutation, copies):
+    """Return what finds the mistake in a copy: a test or a random call, or None."""
     folder = copies.get()
     try:
         (folder / mutation.file).write_text(with_mistake(mutation), encoding="utf-8")
-        if mutation.in_native:
-            return native_mutations.wrong_call(folder, ROOT, hint)
+        if mutation.kind == "native":
+            return kernel_calls.wrong_call(folder, mutation.found_by)
         with ProcessPoolExecutor(1, CONTEXT) as pool:
-            return pool.submit(run_in, folder, mutation, hint).result()
+            return pool.submit(run_in, folder, mutation).result()
     finally:
         shutil.copy2(ROOT / mutation.file, folder / mutation.file)
         copies.put(folder)
 
 
-def run_in(folder, mutation, hint):
+def run_in(folder, mutation):
     """Return what finds the mistake in this process, with the package in a folder."""
     signal.alarm(1200)
     os.chdir(folder)
@@ -152,28 +148,39 @@ def run_in(folder, mutation, hint):
 
     if folder not in Path(polyattn.__file__).parents:
         raise RuntimeError(f"{polyattn.__file__} is not the copy with the mistake")
-    return run_test(mutation) if mutation.test else run_cases(mutation, hint)
-
-
-def run_cases(mutation, hint):
-    """Return the first case that fails, or None."""
-    from mutation_search import search
+    if mutation.kind == "test":
+        return run_test(mutation)
+    from mutation_search import failing_case
 
     # NumPy's plugin has kernels of its own, and what all plugins share serves those too.
     backends = ["numpy"] if "numpy" in mutation.file else ["array-api", "numpy"]
-    return search(backends, hint, mutation.in_gradients)
+    return failing_case(backends, mutation.found_by, mutation.kind == "gradients")
 
 
 def run_test(mutation):
     """Return the test of a mistake if it fails, or None."""
     import pytest
 
-    options = ["-q", "-x", "-p", "no:cacheprovider", "-m", "slow or not slow"]
+    options = [*PYTEST, "-x", "-m", "slow or not slow"]
     with redirect_stdout(io.StringIO()) as output:
-        code = pytest.main([*options, str(ROOT / mutation.test)])
+        code = pytest.main([*options, str(ROOT / mutation.found_by)])
     if code not in (0, 1):
         raise RuntimeError(f"{mutation.name}: the test did not run\n{output.getvalue()}")
-    return mutation.test if code else None
+    return mutation.found_by if code else None
+
+
+def print_counts(mutations):
+    """Print how many of the mistakes the tests of `make test` find, the slow tests, and calls."""
+    files = {m.found_by.partition("::")[0] for m in mutations if m.kind != "native"}
+    command = [sys.executable, "-m", "pytest", *PYTEST, "-n", "0", "--collect-only", *files]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    run = set(done.stdout.splitlines())
+    run |= {test.partition("[")[0] for test in run}
+    finders = Counter(
+        "random calls" if m.kind == "native" else "make test" if m.found_by in run else "slow tests"
+        for m in mutations
+    )
+    print(f"{len(mutations)} mistakes:", *(f"{n} by {finder}" for finder, n in finders.items()))
 
 
 def main():
@@ -182,19 +189,22 @@ def main():
         "words", nargs="*", help="only the mistakes with one of these in their name"
     )
     parser.add_argument("--check", action="store_true", help="only say which do not fit the code")
+    parser.add_argument("--count", action="store_true", help="only say how many `make test` finds")
     options = parser.parse_args()
     warnings.simplefilter("error", SyntaxWarning)  # of a mistake that would fail any case
-    chosen = [m for m in MUTATIONS if not options.words or any(w in m.name for w in options.words)]
+    words = options.words or [""]
+    chosen = [m for m in read_table() if any(word in m.name for word in words)]
+    if options.count:
+        return print_counts(chosen)
     wrong = dict(outdated(chosen))
-    for mutation, error in wrong.items():
-        print(f"{mutation.name}: {error}")
+    for name, error in wrong.items():
+        print(f"{name}: {error}")
     if options.check:
         return 2 if wrong else 0
-    chosen = [m for m in chosen if m not in wrong]
-    if not native_mutations.is_possible():
+    chosen = [m for m in chosen if m.name not in wrong]
+    if not kernel_calls.is_possible():
         print("without the mistakes in the compiled kernel: no compiler for them")
-        chosen = [m for m in chosen if native_mutations.NATIVE not in m.file]
-    hints = json.loads(FOUND.read_text(encoding="utf-8")) if FOUND.exists() else {}
+        chosen = [m for m in chosen if kernel_calls.NATIVE not in m.file]
     found = {}
     os.environ.update(ENVIRONMENT)
     CONTEXT.set_forkserver_preload([*LIBRARIES])
@@ -202,19 +212,17 @@ def main():
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(workers) as pool:
         for number in range(workers):
             copies.put(copy_to(Path(folder, str(number))))
-        runs = {pool.submit(found_by, m, hints.get(m.name, ""), copies): m.name for m in chosen}
+        runs = {pool.submit(finder_of, mutation, copies): mutation.name for mutation in chosen}
         for number, run in enumerate(as_completed(runs), start=1):
             name, error = runs[run], run.exception()
-            found[name] = None if error else run.result()
-            what = f"DID NOT RUN: {error!r}" if error else found[name] or "NOT FOUND"
+            finder = None if error else run.result()
+            if finder:
+                found[name] = finder
+            what = f"DID NOT RUN: {error!r}" if error else finder or "NOT FOUND"
             print(f"[{number}/{len(chosen)}] {name}: {what}", flush=True)
-    escaped = sum(case is None for case in found.values())
-    print(f"{len(chosen) - escaped} of {len(chosen)} mistakes are found")
-    known = hints | {name: case for name, case in found.items() if case}
-    ordered = {m.name: known[m.name] for m in MUTATIONS if m.name in known and not m.test}
-    if ordered != hints:
-        FOUND.write_text(json.dumps(ordered, indent=1) + "\n", encoding="utf-8")
-    return 2 if wrong else 1 if escaped else 0
+    print(f"{len(found)} of {len(chosen)} mistakes are found")
+    write_found(found)
+    return 2 if wrong else 1 if len(found) < len(chosen) else 0
 
 
 if __name__ == "__main__":
