@@ -81,6 +81,7 @@ lint: $(VENV)/.lint  ## style, spelling, types of the core, and whether each pla
 	$(BIN)/clang-format --dry-run --Werror $(wildcard $(NATIVE)/src/* $(NATIVE)/fuzz/*)
 	$(BIN)/codespell
 	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.dependabot .github/dependabot.yml
 	$(BIN)/mypy --ignore-missing-imports --allow-subclassing-any --allow-untyped-decorators \
 	  --no-warn-unused-ignores --no-warn-return-any polyattn
 	$(BIN)/python tests/mutations.py --check
