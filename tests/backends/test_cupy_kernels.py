@@ -3,8 +3,6 @@
 All of it runs; `cublas_host` computes for cuBLAS and the device.
 """
 
-import math
-
 import cublas_host
 import numpy as np
 import pytest
@@ -50,34 +48,28 @@ def draw(length, keys, groups=2, dtype="float16", size=16, value_size=24):
 
 # ---- the suite's cases -------------------------------------------------------------------------
 
-# The exact result of so many scores takes a second, and lengths show little here: the libraries
-# would cut a long call, and the host does not.
-MOST_SCORES = 20_000
+
+ROUNDED_IN_BETWEEN = {n: case for n, case in BACKWARD_CASES.items() if not case.rounded_once}
 
 
-def runs():
-    """Yield a case and whether tiles are small: a case of each feature and corner."""
-    taken = [case for case in taken_from(ESSENTIAL) if case.dtype in cublas_host.DTYPES]
-    for place, case in enumerate(taken):
-        long = math.prod(case.score_shape) > MOST_SCORES
-        yield pytest.param(case, bool(place % 2), marks=[pytest.mark.slow] if long else [])
-
-
-def gradient_runs():
-    """Yield cases of gradients, with small tiles by turns."""
-    taken = [case for case in taken_from(BACKWARD_CASES) if not case.rounded_once]
-    # Of cases that differ in their dtype one: the kernel computes all in float32.
-    taken = {case.name.removesuffix(f", {case.dtype}"): case for case in taken}.values()
-    yield from ((case, bool(turn % 2)) for turn, case in enumerate(taken))
+def runs(catalogue):
+    """Yield cases and whether tiles are small; slow is one without a feature of its own."""
+    seen = set()
+    for place, case in enumerate(taken_from(catalogue)):
+        news = {*case.features, case.dtype} - seen
+        seen |= news
+        marks = () if news else pytest.mark.slow
+        yield pytest.param(case, bool(place % 2), marks=marks, id=f"{case}-{bool(place % 2)}")
 
 
 def taken_from(catalogue):
     """Return the cases that the kernel takes."""
-    return [
+    taken = [
         case
         for case in catalogue.values()
         if case.features <= Fused.features and case.poison is None
     ]
+    return [case for case in taken if case.dtype in cublas_host.DTYPES]
 
 
 def subject(small_tiles=False):
@@ -85,13 +77,13 @@ def subject(small_tiles=False):
     return target, KernelVariant(here, small_tiles)
 
 
-@pytest.mark.parametrize(("case", "small_tiles"), list(runs()), ids=str)
+@pytest.mark.parametrize(("case", "small_tiles"), list(runs(ESSENTIAL)))
 def test_the_suites_cases(case, small_tiles, cublas):
     outcome = check_case(*subject(small_tiles), case)
     assert bool(cublas.calls) == (outcome.output is not None)
 
 
-@pytest.mark.parametrize(("case", "small_tiles"), list(gradient_runs()), ids=str)
+@pytest.mark.parametrize(("case", "small_tiles"), list(runs(ROUNDED_IN_BETWEEN)))
 def test_the_suites_cases_of_gradients(case, small_tiles, cublas):
     gradients = check_backward(*subject(small_tiles), case)
     assert bool(cublas.calls) == (gradients is not None)
