@@ -207,19 +207,8 @@ def test_a_hidden_value_changes_no_bit_of_a_whole_tile(dtype, size, passes):
     assert not np.isfinite(found[:, 0, 300:]).any()
 
 
-def test_a_row_with_large_scores_changes_no_bit_of_another():
-    query, key, value = qkv(700, 700)
-    expected = attention(query, key, value, is_causal=True)
-    query[0, 3, 300] *= 1000
-    found = attention(query, key, value, is_causal=True)
-    others = np.ones(found.shape[:-1], bool)
-    others[0, 3, 300] = False
-    assert bits([found[others]]) == bits([expected[others]])
-    assert not np.array_equal(found[~others], expected[~others])
-
-
 def test_values_near_the_end_of_the_range(passes):
-    query, key, value = qkv(700, 700)
+    query, key, value = qkv()
     value = value / np.abs(value).max() * np.float32(1e35)
     found = attention(query * 4, key, value)
     assert set(passes) == {"fast", "stable"}

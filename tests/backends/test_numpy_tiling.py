@@ -189,24 +189,6 @@ def test_the_work_grows_with_the_visible_tiles(mask, most, looks):
     assert area <= most * 2 * 4096**2
 
 
-def test_only_mixed_tiles_are_asked_which_keys_they_show():
-    asked = []
-
-    def halves(b, h, i, j):
-        asked.append((int(i.min()), int(i.max()), int(j.min()), int(j.max())))
-        return (i // 1000) == (j // 1000)
-
-    mask = masks.compile(halves, 2048)
-    asked.clear()
-    (x,) = draw((1, 2, 2048, 8))
-    attention(x, x, x, mask=mask)
-    corner, *mixed = asked  # one key tells whether heads differ
-    assert corner == (0, 0, 0, 0)
-    assert mixed
-    for first, last, start, end in mixed:  # an edge goes through each
-        assert first // 1000 != last // 1000 or start // 1000 != end // 1000
-
-
 @pytest.mark.usefixtures("small_tiles")
 def test_hidden_keys_change_no_bit_and_those_of_empty_tiles_are_never_met(passes):
     for lengths, kinds in (([384, 384], {"fast"}), ([333, 480], {"fast", "poison_safe"})):
