@@ -80,26 +80,21 @@ TAKEN = {
 def test_what_jax_nn_is_asked_means_what_we_mean(calls, options):
     ours = attention(*BFLOAT16, kernel="cudnn", **in_jax(options))
     assert len(calls) == 1
-    arrays = [np.asarray(x, np.float32) for x in BFLOAT16]
-    as_float32 = {
-        name: x.astype(np.float32) if name == "bias" else x for name, x in options.items()
-    }
-    expected = attention(*arrays, **as_float32)
-    close(ours, expected, atol=0.02)
+    close(ours, attention(*map(np.asarray, BFLOAT16), **options), atol=0.02)
     assert ours.dtype == jnp.bfloat16
 
 
-def check_gradients(arrays, options):
+def check_gradients(arrays, function, atol=0.03, rtol=0.02):
     """Compare the gradients of a program with those of the formula."""
 
     def gradients(kernel):
         def loss(*arrays):
-            return jnp.sum(jnp.sin(attention(*arrays, **options, kernel=kernel)))
+            return jnp.sum(jnp.sin(function(*arrays, kernel=kernel)))
 
-        return jax.jit(jax.grad(loss, (0, 1, 2)))(*arrays)
+        return jax.jit(jax.grad(loss, tuple(range(len(arrays)))))(*arrays)
 
     for one, other in zip(gradients("cudnn"), gradients("dense"), strict=True):
-        close(one, other, atol=0.03, rtol=0.02)
+        close(one, other, atol=atol, rtol=rtol)
 
 
 @pytest.mark.without_native
@@ -109,7 +104,8 @@ def check_gradients(arrays, options):
 )
 def test_gradients_of_odd_lengths_are_those_of_even_ones(calls, rows, keys, options):
     lengths = (rows, keys, keys)
-    check_gradients([x[:, :, :n] for x, n in zip(BFLOAT16, lengths, strict=True)], options)
+    arrays = [x[:, :, :n] for x, n in zip(BFLOAT16, lengths, strict=True)]
+    check_gradients(arrays, functools.partial(attention, **options))
     padded = "key_value_seq_lengths" in calls[-1]
     assert padded is (keys % 2 == 1 and not options)
 
@@ -117,7 +113,7 @@ def test_gradients_of_odd_lengths_are_those_of_even_ones(calls, rows, keys, opti
 def test_a_program_has_the_keys_that_a_mask_of_numbers_leaves(calls):
     q, k, v = (x[:, :, :n] for x, n in zip(BFLOAT16, (10, 16, 16), strict=True))
     options = {"mask": masks.padding(10), "is_causal": True, "query_offset": 0}
-    check_gradients([q, k, v], options)
+    check_gradients([q, k, v], functools.partial(attention, **options))
     assert all(one["is_causal"] for one in calls)
     # Outside of a program each number would be compiled.
     with pytest.raises(polyattn.UnsupportedError, match="it does not compute mask_expression"):
@@ -208,17 +204,13 @@ def test_gradients_under_vmap_are_lowered_for_cuda(lowering, axes, length, has_b
 
 def test_arrays_that_vmap_does_not_map_over_have_the_same_gradients(calls):
     q, k, v = BFLOAT16
-    queries, bias = jnp.stack([q, q * 2, q * 3]), jnp.asarray(draw(1, 4, 16, 16), "bfloat16")
+    bias = jnp.asarray(draw(1, 4, 16, 16), "bfloat16")
 
-    def gradients(kernel):
-        def loss(queries, k, v, bias):
-            call = functools.partial(attention, key=k, value=v, bias=bias, kernel=kernel)
-            return jnp.sum(jnp.sin(jax.vmap(call)(queries)))
+    def mapped(q, k, v, bias, kernel):
+        call = functools.partial(attention, key=k, value=v, bias=bias, kernel=kernel)
+        return jax.vmap(call)(q)
 
-        return jax.jit(jax.grad(loss, (0, 1, 2, 3)))(queries, k, v, bias)
-
-    for one, other in zip(gradients("cudnn"), gradients("dense"), strict=True):
-        close(one, other, atol=0.1, rtol=0.05)
+    check_gradients([jnp.stack([q, q * 2, q * 3]), k, v, bias], mapped, atol=0.1, rtol=0.05)
 
 
 def test_unknown_lengths_are_refused(on_cuda):

@@ -45,27 +45,18 @@ def test_a_power_of_two_is_cut_into_equal_blocks(length, heads):
         assert len(loops(problem, tile)) == 1
 
 
-def problem_of(mask, length):
-    shape = (1, 1, length, 8)
-    problem = explain(shape, shape, shape, mask=mask, library="jax").problem
-    return problem._replace(mask_spec=mask.spec(tables=True))
-
-
-def test_causal_rows_share_one_loop():
-    (found,) = loops(problem_of(masks.causal() | masks.prefix(4), 8192), 2**14)
-    visited = [sum(key < 8192 for key in keys) for keys in found.first_keys]
-    assert visited == list(range(1, 65))
-
-
 @pytest.mark.parametrize(
     ("mask", "lengths"),  # of each block of rows, loop by loop
     [
         (lambda b, h, i, j: (i >= 896) | (j < 16), [[1] * 56, [64] * 8]),
         (lambda b, h, i, j: (i // 16 % 2 == 0) | (j < 16), [[64, 1] * 32]),
+        (lambda b, h, i, j: i >= j, [[*range(1, 65)]]),
     ],
-    ids=["a few wide rows", "rows that take turns"],
+    ids=["a few wide rows", "rows that take turns", "causal rows"],
 )
 def test_few_wide_rows_alone_have_a_loop_of_their_own(mask, lengths):
-    found = loops(problem_of(masks.compile(mask, 1024, tile=16), 1024), 256)
+    shape, mask = (1, 1, 1024, 8), masks.compile(mask, 1024, tile=16)
+    problem = explain(shape, shape, shape, mask=mask, library="jax").problem
+    found = loops(problem._replace(mask_spec=mask.spec(tables=True)), 256)
     steps = [[sum(key < 1024 for key in keys) for keys in loop.first_keys] for loop in found]
     assert steps == lengths
