@@ -130,9 +130,7 @@ def test_devices_of_jax(size, checks):
     [
         (on_jax.check_options_of_another_axis, "gather"),
         (on_jax.check_options_of_another_axis, "decode"),
-        pytest.param(on_jax.check_numbers_from_the_host, "heads", marks=pytest.mark.slow),
         (on_jax.check_functions_of_traced_arrays, "ring"),
-        pytest.param(on_jax.check_no_keys, "gather", marks=pytest.mark.slow),
     ],
 )
 def test_one_device_of_jax(check, strategy):
