@@ -57,8 +57,7 @@ def test_a_band_skips_keys(options, keys, cublas):
 
 
 @pytest.mark.parametrize("members", [1, 4])
-@pytest.mark.parametrize("tile", [1, 64, 1000, 10**6])
-@pytest.mark.parametrize("options", [{}, {"is_causal": True}])
+@pytest.mark.parametrize(("tile", "options"), [(1, {}), (64, {"is_causal": True}), (10**6, {})])
 def test_blocks_cover_each_row_once_within_the_tile(options, tile, members):
     shapes = (3, 2 * members, 13, 8), (3, 2, 40, 8), (3, 2, 40, 8)
     problem = explain(*shapes, library="numpy", device="cpu", **options).problem

@@ -13,7 +13,6 @@ from polyattn import attention, attention_weights, masks, scores
 SIZES = [(2, 5, 7), (3, 6, 4)]
 OPTIONS = {
     "causal": {"is_causal": True, "softcap": 3.0, "sinks": np.linspace(-1, 1, H, dtype=np.float32)},
-    "causal from the first key": {"is_causal": True, "query_offset": 0},
     "causal at an offset": {"is_causal": True, "query_offset": 2, "score_mod": scores.alibi(H)},
     "window": {"window": (2, 1), "similarity": scores.cosine()},
     "window, causal": {
@@ -27,24 +26,28 @@ OPTIONS = {
 DIFFERENTIATED = ("causal", "causal at an offset", "window")
 
 
-def exported(function, lengths="b, l, s", more=()):
+def exported(function, lengths="b, l, s", per_item=()):
     """Return the program of a function of query, key and value, and of numbers for each item."""
     b, length, *keys = export.symbolic_shape(lengths)
     keys = keys[0] if keys else length
     shapes = (b, H, length, D), (b, G, keys, D), (b, G, keys, E)
     given = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
-    return export.export(jax.jit(function))(*given, *more).call
+    given += [jax.ShapeDtypeStruct((b,), dtype) for dtype in per_item]
+    return export.export(jax.jit(function))(*given).call
 
 
-def outputs(*qkv):
+def outputs(*given):
+    """Return the results of calls on query, key, value and a number for each item."""
+    *qkv, _ = given
     found = {name: attention(*qkv, **options) for name, options in OPTIONS.items()}
+    found |= {name: call(*given) for name, call in OF_ITEMS.items()}
     return found | {"weights": attention_weights(*qkv[:2]), "some weights": weighted(*qkv)}
 
 
 def test_one_program_runs_at_all_lengths():
-    run = exported(outputs)
+    run = exported(outputs, per_item=[jnp.int32])
     for size in SIZES:
-        inputs = numbers(*size)
+        inputs = *numbers(*size), np.arange(size[0], dtype=np.int32)
         found, expected = run(*inputs), outputs(*inputs)
         for name in expected:
             assert abs(found[name] - expected[name]).max() < 2e-6, name
@@ -68,20 +71,7 @@ def test_lengths_that_are_the_same_symbol_have_the_offset_0():
         assert abs(output - attention(*inputs, is_causal=True)).max() < 2e-6
 
 
-def test_lengths_and_offsets_of_the_items_are_inputs():
-    def calls(*given):
-        return [call(*given) for call in OF_ITEMS.values()]
-
-    (b,) = export.symbolic_shape("b")
-    example = *numbers(1, 5, 7), np.zeros(1, np.int32)
-    shapes = (jax.ShapeDtypeStruct((b, *x.shape[1:]), x.dtype) for x in example)
-    run = export.export(jax.jit(calls))(*shapes).call
-    for batch in (2, 3):
-        inputs = [*numbers(batch, 5, 7), np.arange(batch, dtype=np.int32)]
-        for found, expected in zip(run(*inputs), calls(*inputs), strict=True):
-            assert abs(found - expected).max() < 2e-6
-
-
+@pytest.mark.slow
 def test_gradients_are_exported_too():
     def loss(*qkv):
         return sum((attention(*qkv, **OPTIONS[name]) ** 2).sum() for name in DIFFERENTIATED)

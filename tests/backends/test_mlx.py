@@ -5,6 +5,7 @@ import sys
 
 import numpy as np
 import pytest
+from arrays import close, draw
 
 import polyattn
 from polyattn import attention, explain, masks, merge
@@ -28,7 +29,7 @@ class TestMlx(BackendSuite):
 
 
 def numbers(*shape, dtype=mx.float32):
-    return mx.array(np.random.default_rng(0).standard_normal(shape)).astype(dtype)
+    return draw(shape, to=mx.array)[0].astype(dtype)
 
 
 @pytest.fixture
@@ -59,11 +60,8 @@ def test_without_a_fused_kernel_16_bits_are_summed_in_float32(asked, dtype):
     output = attention(x, x, x, backend="mlx:cpu")
     assert output.dtype == dtype
     assert [(one[0], one[2]) for one in asked] == [(dtype, True), (mx.float32, False)]
-
-
-def test_sinks_are_not_rounded_to_16_bits(asked):
-    x, sinks = numbers(2, 5, 8, dtype=mx.float16), numbers(2)
-    attention(x, x, x, sinks=sinks)
+    asked.clear()
+    attention(x, x, x, sinks=numbers(2))  # which are not rounded to 16 bits
     assert [one[0] for one in asked] == [mx.float32]
 
 
@@ -133,34 +131,31 @@ def test_no_gradient_is_lost_on_the_way_to_another_library():
         mx.grad(lambda x: attention(x, x, x, backend="numpy").sum())(x)
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
 def test_arrays_go_there_and_come_back_in_their_dtype(dtype):
-    pytest.importorskip("ml_dtypes")
-    x = np.random.default_rng(0).standard_normal((2, 5, 8)).astype(dtype)
+    (x,) = draw((2, 5, 8), dtype=dtype)
     found = attention(x[:, ::-1], x, x, backend="mlx")
     assert isinstance(found, np.ndarray)
     assert found.dtype == x.dtype
-    expected = attention(x[:, ::-1], x, x)
-    assert abs(found.astype(float) - expected.astype(float)).max() < 1e-2
+    close(found, attention(x[:, ::-1], x, x))
 
 
-HOST_MASKS = {
-    "array": np.tri(3, dtype=bool),
-    "list": [[True, False, True]] * 3,
-    "none": np.array(False),
-    "expression": masks.dense(np.tri(3, dtype=bool)),
-    "ids": masks.segments(np.array([0, 0, 1])),
-    "function": lambda b, h, i, j: True,
-    "compiled": masks.compile(lambda b, h, i, j: True, 3),
-}
-
-
-@pytest.mark.parametrize("name", HOST_MASKS)
-def test_bools_of_the_host_are_masks(name):
-    x, mask = numbers(1, 2, 3, 4), HOST_MASKS[name]
-    wanted = attention(*[np.array(x)] * 3, mask=mask)
+@pytest.mark.parametrize(
+    "mask",
+    [
+        [[True, False, True]] * 3,
+        np.array(False),
+        masks.dense(np.tri(3, dtype=bool)),
+        lambda b, h, i, j: True,
+        masks.compile(lambda b, h, i, j: True, 3),
+    ],
+    ids=["list", "none", "expression", "function", "compiled"],
+)
+def test_bools_of_the_host_are_masks(mask):
+    x = numbers(1, 2, 3, 4)
     for kernel in (None, "dense"):
-        assert abs(np.array(attention(x, x, x, mask=mask, kernel=kernel)) - wanted).max() < 1e-6
+        found = attention(x, x, x, mask=mask, kernel=kernel)
+        close(found, attention(*[np.array(x)] * 3, mask=mask))
 
 
 # What a process wrote before decides what MLX reads in place of an array without entries.
@@ -183,9 +178,9 @@ assert not xp.any(xp.sum(none, axis=1)) and xp.all(none) and not xp.any(none)
 
 def test_a_sum_over_nothing_reads_no_memory():
     command = [sys.executable, "-c", OF_NOTHING]
-    processes = [subprocess.Popen(command) for _ in range(4)]
+    processes = [subprocess.Popen(command) for _ in range(2)]
     try:
-        assert [process.wait(timeout=30) for process in processes] == [0] * 4
+        assert [process.wait(timeout=60) for process in processes] == [0] * 2
     finally:
         for process in processes:
             process.kill()

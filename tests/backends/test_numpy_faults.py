@@ -31,7 +31,6 @@ PRESENT = {"negative": negates_wrongly, "isfinite": misses_finite_numbers}
     ("release", "names"),
     [
         ("2.0.2", ["isfinite"]),
-        ("2.1.0", ["negative", "isfinite"]),
         ("2.5.0rc1", ["negative", "isfinite"]),
         ("2.5.5", ["isfinite"]),
     ],
@@ -51,10 +50,12 @@ def test_a_row_holds_for_this_release_and_can_go_when_no_supported_one_has_the_f
 @pytest.mark.parametrize("root", ["backends", "polyattn"])
 def test_no_function_with_a_fault_is_given_an_output(root):
     names = {fault.function for fault in FAULTS}
+    texts = {file: file.read_text(encoding="utf-8") for file in (ROOT / root).rglob("*.py")}
     calls = [
         (file.name, node.lineno)
-        for file in (ROOT / root).rglob("*.py")
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        for file, text in texts.items()
+        if any(name in text for name in names)
+        for node in ast.walk(ast.parse(text))
         if isinstance(node, ast.Call)
         and getattr(node.func, "attr", "") in names
         and (len(node.args) > 1 or any(word.arg == "out" for word in node.keywords))

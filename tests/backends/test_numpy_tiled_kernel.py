@@ -1,61 +1,112 @@
-"""NumPy's tiled kernel: the same bits on any threads and in any batch, and its kinds of pass."""
+"""NumPy's kernels: the same bits on any threads and in any batch, kinds of pass, conversions."""
 
 import math
 
+import ml_dtypes
 import numpy as np
 import pytest
+from arrays import close, draw
 
 import polyattn
-from polyattn import attention, attention_partial, explain, scores
+import polyattn_numpy.tiled_kernel as module
+from polyattn import attention, attention_partial, explain, masks, scores
 from polyattn._core.expressions.replacements import Distance
 from polyattn._dispatch import registry
+from polyattn_numpy.tile_scores import convert
 from polyattn_numpy.tiled_kernel import NumpyTiled
 
-KERNEL = "tiled"
-OPTIONS = {
-    "full": {},
-    "causal": {"is_causal": True},
-    "window": {"window": (100, 30)},
-    "bias": {"bias": np.linspace(-2, 2, 700, dtype=np.float32)},
-    "mask": {"mask": np.random.default_rng(5).random((700, 700)) > 0.4},
+RNG = np.random.default_rng(3)
+ITEMS, HEADS, GROUPS = 2, 4, 2
+LENGTH, KEYS = 300, 413  # so many that tiles of `small_tiles` follow a table
+SHORT = 128  # so few that the scores of a head are one tile
+ROW_IDS, KEY_IDS = (np.sort(RNG.integers(0, 4, (ITEMS, n))) for n in (LENGTH, KEYS))
+LENGTHS = np.array([120, 7])
+IN_STRIPES = np.kron(RNG.random((1, HEADS, 5, 7)) > 0.5, np.ones((64, 64), bool))
+
+
+def checkered(b, h, i, j):
+    return (i // 64 + j // 64 + h) % 2 == 0
+
+
+#: Calls whose scores are one tile, calls that follow a table of their mask, and all others.
+AT_ONCE = {
+    "short, causal": {"is_causal": True},
+    "short, window": {"window": (9, 3)},
+    "short, padding on both sides": {"mask": ~masks.prefix(3) & masks.padding(LENGTHS + 3)},
+    "short, array with holes": {"mask": RNG.random((ITEMS, 1, 1, SHORT)) > 0.3},
+    "short, array by head": {"mask": RNG.random((1, HEADS, SHORT, SHORT)) > 0.3},
+}
+BY_TABLE = {
+    "segments & causal": {"mask": masks.segments(ROW_IDS, KEY_IDS) & masks.causal()},
+    "prefix by item": {"mask": masks.causal() | masks.prefix(np.array([3, 200]))},
+    "compiled": {"mask": masks.compile(checkered, LENGTH, KEYS, heads=HEADS)},
+    "array by head": {"mask": IN_STRIPES[..., :LENGTH, :KEYS]},
+    "array with a few holes": {"mask": RNG.random((LENGTH, KEYS)) > 0.001},
+}
+OTHERS = {
+    "bias": {"bias": np.linspace(-2, 2, KEYS, dtype=np.float32)},
     "mask function": {"mask": lambda b, h, i, j: (i + j + h) % 3 != 0},
     "score_mod": {"score_mod": lambda s, b, h, i, j: s - 0.01 * abs(i - j) + 0.1 * h},
-    "sinks": {"sinks": np.linspace(-1, 1, 8, dtype=np.float32)},
-    "softcap": {"softcap": 2.0},
+    "sinks": {"sinks": np.linspace(-1, 1, HEADS, dtype=np.float32), "softcap": 2.0},
 }
 
 
-def randn(*shape, seed=0):
-    return np.random.default_rng(seed).standard_normal(shape, dtype=np.float32)
+def qkv(length=LENGTH, keys=KEYS, seed=0):
+    shapes = (
+        (ITEMS, heads, n, 16) for heads, n in ((HEADS, length), (GROUPS, keys), (GROUPS, keys))
+    )
+    return draw(*shapes, seed=seed)
 
 
 @pytest.fixture
-def qkv():
-    return randn(2, 8, 700, 32), randn(2, 4, 700, 32, seed=1), randn(2, 4, 700, 32, seed=2)
+def at_once(monkeypatch):
+    """Return the list of tasks that are tried at once, and whether each was written so."""
+    found, genuine = [], module.write_at_once
+
+    def watched(call, output, logsumexp, task, scratch):
+        found.append((task, genuine(call, output, logsumexp, task, scratch)))
+        return found[-1][1]
+
+    monkeypatch.setattr(module, "write_at_once", watched)
+    return found
 
 
-def bits(result):
-    return [np.ascontiguousarray(x).tobytes() for x in result]
+def bits(arrays):
+    return [np.ascontiguousarray(x).tobytes() for x in arrays]
 
 
-@pytest.mark.parametrize("option", OPTIONS)
-def test_threads_and_other_items_change_no_bit(qkv, option):
-    options = {"kernel": KERNEL, **OPTIONS[option]}
-    found = [attention_partial(*qkv, **options)]
-    for count in (1, 2, 5):
+def of_item(options, item):
+    """Return the options of a call with one item of the batch."""
+
+    def own(name, x):
+        by_item = not callable(x) and x.ndim and x.shape[0] == ITEMS
+        return x[item : item + 1] if by_item else x
+
+    mask = options.get("mask")
+    if isinstance(mask, masks.Mask):
+        return options | {"mask": mask.map(own)}
+    return options if mask is None else options | {"mask": own("", mask)}
+
+
+@pytest.mark.parametrize("name", [*AT_ONCE, *BY_TABLE, *OTHERS])
+def test_threads_and_other_items_change_no_bit(name, at_once, monkeypatch):
+    options = (AT_ONCE | BY_TABLE | OTHERS)[name]
+    arrays = qkv(SHORT, SHORT) if name in AT_ONCE else qkv()
+    monkeypatch.setattr(NumpyTiled, "tile", NumpyTiled.tile if name in AT_ONCE else 2**14)
+    arrays[0][1] *= 1 if name in AT_ONCE else 60  # the second item with maxima
+
+    def run(arrays, options):
+        return attention_partial(*arrays, kernel="tiled", **options)
+
+    together = run(arrays, options)
+    for count in (1, 5):
         with polyattn.use_threads(count):
-            found.append(attention_partial(*qkv, **options))
-    assert len({tuple(bits(one)) for one in found}) == 1
-    alone = attention_partial(*(x[1:] for x in qkv), **options)
-    assert bits(alone) == bits(x[1:] for x in found[0])
-
-
-@pytest.mark.parametrize("dtype", [">f4", "<f8", ">f2"])
-def test_any_byte_order_and_stride(dtype, qkv):
-    q, k, v = (x.astype(dtype) for x in qkv)
-    want = attention(*(x.astype(x.dtype.newbyteorder("=")) for x in (q, k, v)))
-    got = attention(q, np.asfortranarray(k), v[..., ::-1][..., ::-1])
-    np.testing.assert_allclose(np.asarray(got, "f8"), np.asarray(want, "f8"), atol=1e-3)
+            assert bits(run(arrays, options)) == bits(together)
+    for item in range(ITEMS):
+        alone = run([x[item : item + 1] for x in arrays], of_item(options, item))
+        assert bits(alone) == bits(x[item : item + 1] for x in together)
+    assert bool(at_once) == (name in AT_ONCE)
+    assert all(done for _, done in at_once)
 
 
 def test_the_kernel_stands_in_place_of_the_cores():
@@ -65,11 +116,63 @@ def test_the_kernel_stands_in_place_of_the_cores():
     assert isinstance(registry.kernels_of(registry.loaded("numpy"))[1], NumpyTiled)
 
 
-@pytest.mark.parametrize(("length", "kernel"), [(16, "small"), (40, "tiled")])
-@pytest.mark.parametrize("batch", [1, 1000])
-def test_an_item_has_one_kernel_in_any_batch(batch, length, kernel):
-    shape = (batch, 4, length, 8)
-    assert explain(shape, shape, shape).chosen.kernel == kernel
+STEP, CACHE = (1, 4, 1, 8), (1, 2, 16, 8)
+
+
+@pytest.mark.parametrize(
+    ("query", "key", "options", "kernel"),
+    [
+        ((1, 4, 16, 8), (1, 4, 16, 8), {}, "small"),
+        ((1000, 4, 16, 8), (1000, 4, 16, 8), {}, "small"),
+        ((1, 4, 40, 8), (1, 4, 40, 8), {}, "tiled"),
+        ((1000, 4, 40, 8), (1000, 4, 40, 8), {}, "tiled"),
+        ((2, 4, 16, 8), (2, 4, 16, 8), {"is_causal": True}, "tiled"),
+        ((2, 4, 16, 8), (2, 4, 16, 8), {"mask": masks.padding(np.ones(2, int))}, "tiled"),
+        ((2, 4, 16, 8), (2, 4, 16, 8), {"is_causal": True, "bias": (16, 16)}, "dense"),
+        ((2, 4, 8, 8), (2, 4, 8, 8), {"is_causal": True}, "dense"),
+        (STEP, CACHE, {"is_causal": True}, "small"),
+        (STEP, CACHE, {"dtype": "float16"}, "dense"),
+    ],
+)
+def test_the_shape_of_an_item_decides_the_kernel(query, key, options, kernel):
+    assert explain(query, key, key, **options).chosen.kernel == kernel
+
+
+# ---- scores of one tile ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "view",
+    [lambda x: x.astype(">f4"), lambda x: np.repeat(x, 2, axis=-1)[..., ::2]],
+    ids=["byte order", "strided"],
+)
+def test_arrays_that_blas_does_not_read_are_left_to_the_other_passes(view, at_once):
+    arrays = qkv(SHORT, SHORT)
+    found = attention(*map(view, arrays), is_causal=True, kernel="tiled")
+    close(found.astype("float32"), attention(*arrays, is_causal=True, kernel="dense"))
+    assert not at_once
+
+
+def test_keys_that_an_item_does_not_see_are_left_out(at_once):
+    arrays, options = qkv(SHORT, SHORT), {"mask": masks.padding(LENGTHS)}
+    expected = attention_partial(*arrays, kernel="dense", **options)
+    arrays[1][1, :, 7:] = arrays[2][1, :, 7:] = np.nan
+    close(attention_partial(*arrays, kernel="tiled", **options), expected)
+    assert [done for _, done in at_once] == [True] * ITEMS
+
+
+def test_a_head_of_large_scores_or_without_a_key_is_left_to_the_other_passes(at_once):
+    query, key, value = qkv(SHORT, SHORT)
+    value = np.tile(value, 8)  # wider than its keys are many, so that the weights are divided
+    options = {"mask": np.arange(ITEMS)[:, None, None, None] != 1}  # item 1 sees nothing
+    calm = attention(query, key, value, kernel="tiled", **options)
+    query[0, 3] *= 1e4
+    found = attention(query, key, value, kernel="tiled", **options)
+    left = {(task.batch.start, task.heads.start) for task, done in at_once if not done}
+    assert {(0, 1), (1, 0)} <= left
+    close(found, attention(query, key, value, kernel="dense", **options), roundings=400)
+    assert not found[1].any()
+    assert bits([found[0, :2]]) == bits([calm[0, :2]])
 
 
 # ---- three kinds of pass -----------------------------------------------------------------------
@@ -84,55 +187,32 @@ def test_an_item_has_one_kernel_in_any_batch(batch, length, kernel):
     ],
     ids=["small scores", "rows without keys", "large scores"],
 )
-def test_a_maximum_is_looked_for_only_where_scores_are_large(factor, options, kinds, qkv, passes):
-    q, k, v = qkv
-    out = attention(q * factor, k, v, **options)
+def test_a_maximum_is_looked_for_only_where_scores_are_large(factor, options, kinds, passes):
+    query, key, value = qkv(700, 700)
+    found = attention(query * factor, key, value, **options)
     assert set(passes) == kinds
-    if "mask" in options:
-        assert (out[:, :, :351] == 0).all()
-
-
-def test_hidden_nan_is_left_out_in_a_poison_safe_pass(qkv, passes):
-    q, k, v = qkv
-    want = attention(q, k, v, is_causal=True)
-    k, v = k.copy(), v.copy()
-    k[0, 1, -1], v[1, 2, -1] = math.nan, math.inf
-    passes.clear()
-    got = attention(q, k, v, is_causal=True)
-    assert set(passes) == {"fast", "poison_safe", "stable"}  # the last row sees them
-    assert bits([got[:, :, :-1]]) == bits([want[:, :, :-1]])
-    assert np.isnan(got[0, 2:4, -1]).all()
+    assert "mask" not in options or not found[:, :, :351].any()
 
 
 @pytest.mark.parametrize(("dtype", "size"), [("float32", 128), ("float64", 64), ("float16", 64)])
 def test_a_hidden_value_changes_no_bit_of_a_whole_tile(dtype, size, passes):
-    q, k, v = (randn(1, 2, 512, size, seed=seed).astype(dtype) for seed in range(3))
-    want = attention(q, k, v, is_causal=True)
-    v[0, 0, 300], v[0, 1, 511] = math.nan, -math.inf
-    got = attention(q, k, v, is_causal=True)
-    assert "poison_safe" in passes
-    assert bits([got[:, 0, :300], got[:, 1, :511]]) == bits([want[:, 0, :300], want[:, 1, :511]])
-    assert not np.isfinite(got[:, 0, 300:]).any()
+    query, key, value = draw(*[(1, 2, 512, size)] * 3, dtype=dtype)
+    expected = attention(query, key, value, is_causal=True)
+    key[0, 0, 300], value[0, 0, 300], value[0, 1, 511] = math.nan, math.nan, -math.inf
+    passes.clear()
+    found = attention(query, key, value, is_causal=True)
+    assert set(passes) == {"fast", "poison_safe", "stable"}  # the last rows see them
+    for head, end in ((0, 300), (1, 511)):
+        assert bits([found[:, head, :end]]) == bits([expected[:, head, :end]])
+    assert not np.isfinite(found[:, 0, 300:]).any()
 
 
-def test_a_row_with_large_scores_changes_no_bit_of_another(qkv):
-    q, k, v = qkv
-    want = attention(q, k, v, is_causal=True)
-    q = q.copy()
-    q[0, 3, 300] *= 1000
-    got = attention(q, k, v, is_causal=True)
-    others = np.ones(got.shape[:-1], bool)
-    others[0, 3, 300] = False
-    assert bits([got[others]]) == bits([want[others]])
-    assert not np.array_equal(got[~others], want[~others])
-
-
-def test_values_near_the_end_of_the_range(qkv, passes):
-    q, k, v = qkv
-    v = v / np.abs(v).max() * np.float32(1e35)
-    got = attention(q * 4, k, v)
+def test_values_near_the_end_of_the_range(passes):
+    query, key, value = qkv()
+    value = value / np.abs(value).max() * np.float32(1e35)
+    found = attention(query * 4, key, value)
     assert set(passes) == {"fast", "stable"}
-    np.testing.assert_allclose(got / 1e35, attention(q * 4, k, v / 1e35), atol=1e-5)
+    close(found / 1e35, attention(query * 4, key, value / 1e35), roundings=80)
 
 
 def test_the_sums_of_parts_of_the_keys_do_not_overflow_together():
@@ -155,8 +235,44 @@ def test_distances_that_underflow_are_computed_once(monkeypatch):
     query, key = 100 * np.random.default_rng(2).random((2, 1, 1, 256, 16), dtype=np.float32)
     with polyattn.use_threads(1):
         monkeypatch.setattr(Distance, "between", counted)
-        found = attention(query, key, key, similarity=scores.distance(), kernel=KERNEL)
+        found = attention(query, key, key, similarity=scores.distance(), kernel="tiled")
         tiles_computed = len(count)
         expected = attention(query, key, key, similarity=scores.distance(), kernel="dense")
     assert tiles_computed == 1
     np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+# ---- the kernel small, and conversions ---------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", ">f4"])
+def test_a_row_of_absent_keys_is_zero_and_the_output_keeps_its_byte_order(dtype):
+    query = np.array([[[1.0, 0], [2, 0]]], dtype)
+    key = np.array([[[-math.inf, 0], [-math.inf, 0]]], dtype)
+    value = np.ones_like(key)
+    output, logsumexp = attention_partial(query, key, value, kernel="small")
+    assert output.dtype == dtype
+    np.testing.assert_array_equal(output, 0 * value)
+    np.testing.assert_array_equal(logsumexp, [[-math.inf] * 2])
+    query[0, 1], key[0, 1] = [0, 1], [0, 3]  # NaN for the first key, so for the row
+    assert np.isnan(attention(query, key, value, kernel="small")[0, 1]).all()
+
+
+ALL = np.arange(2**16, dtype=np.uint16).view(np.float16)
+FINITE = ALL[np.isfinite(ALL)]
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        FINITE, ALL, FINITE[:0], FINITE[:600].reshape(20, 30).T,
+        ALL.astype(">f2"), ALL.view(ml_dtypes.bfloat16), FINITE.astype(np.float64),
+    ],
+    ids=["finite", "all", "empty", "transposed", "bytes", "bfloat16", "float64"],
+)  # fmt: skip
+def test_each_number_is_as_numpy_converts_it(block):
+    found = np.full(block.shape, 7, np.float32)
+    convert(block, found)
+    expected = block.astype(np.float32)
+    np.testing.assert_array_equal(found, expected)
+    np.testing.assert_array_equal(np.signbit(found), np.signbit(expected))

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import runtimes
+from arrays import draw
 
 import polyattn
 from polyattn import attention, explain, masks, scores, use_threads
@@ -11,8 +12,8 @@ from polyattn_onnxruntime import backend as sessions
 HIDING = np.full((8, 2), -np.inf)
 
 
-def numbers(*shape, dtype=np.float32):
-    return np.random.default_rng(0).standard_normal(shape).astype(dtype)
+def numbers(*shape, dtype="float32"):
+    return draw(shape, dtype=dtype)[0]
 
 
 def test_it_never_runs_unless_it_is_named():
@@ -62,27 +63,26 @@ def test_calls_with_the_same_facts_share_a_session(opened):
     assert len(opened) == 2
 
 
-@pytest.mark.parametrize("count", [1, 2])
-def test_threads_are_ours_and_do_not_spin(opened, count):
+def test_threads_are_ours_and_do_not_spin(opened):
     x = numbers(2, 5, 8)
-    with use_threads(count):
+    with use_threads(2):
         attention(x, x, x, backend="onnxruntime")
     (options,) = opened
-    assert options.intra_op_num_threads == count
+    assert options.intra_op_num_threads == 2
     assert options.get_session_config_entry("session.intra_op.allow_spinning") == "0"
 
 
 @pytest.mark.parametrize(
-    ("dtype", "options", "reason"),
+    ("options", "reason"),
     [
-        ("float64", {"mask": np.ones((5, 5), bool)}, "NaN for a row without keys in float64"),
-        ("float64", {"is_causal": True, "query_offset": -1}, "NaN for a row without keys"),
-        ("float64", {"score_mod": scores.relative_bias(HIDING)}, "NaN for a row without keys"),
-        ("float64", {"softcap": 0.1}, "the attribute softcap is a float32"),
+        ({"mask": np.ones((5, 5), bool)}, "NaN for a row without keys in float64"),
+        ({"is_causal": True, "query_offset": -1}, "NaN for a row without keys"),
+        ({"score_mod": scores.relative_bias(HIDING)}, "NaN for a row without keys"),
+        ({"softcap": 0.1}, "the attribute softcap is a float32"),
     ],
 )
-def test_what_it_computes_wrongly_is_refused(dtype, options, reason):
-    x = numbers(2, 5, 8, dtype=dtype)
+def test_what_it_computes_wrongly_is_refused(options, reason):
+    x = numbers(2, 5, 8, dtype="float64")
     found = attention(x, x, x, backend="onnxruntime", **options)
     assert abs(found - attention(x, x, x, **options)).max() < 1e-14
     with pytest.raises(polyattn.UnsupportedError, match=reason):
@@ -105,7 +105,6 @@ def test_a_mask_is_not_made_at_any_size():
         ({"mask": (2, 1, 4, 4)}, 0),  # it is there already
         ({"score_mod": scores.alibi(3)}, 3 * 16),
         ({"sinks": (3,), "mask": (2, 1, 4, 4)}, 2 * 3 * 16),
-        ({"sinks": (3,)}, 3 * 16),
     ],
 )
 def test_a_made_mask_counts_heads_and_items_that_differ(monkeypatch, options, elements):
@@ -137,13 +136,13 @@ def test_a_graph_without_numbers_says_what_gives_them():
 
 
 def test_sinks_stand_beside_several_batch_axes():
-    x = np.random.default_rng(0).standard_normal((2, 3, 2, 5, 4), dtype=np.float32)
+    x = numbers(2, 3, 2, 5, 4)
     sinks = np.array([0.5, -1.0], np.float32)
     found = attention(x, x, x, sinks=sinks, backend="onnxruntime", kernel="node")
     assert np.allclose(found, attention(x, x, x, sinks=sinks), atol=1e-5)
 
 
-@pytest.mark.parametrize("lengths", [(2, 3), (3,), (1, 1)])
+@pytest.mark.parametrize("lengths", [(2, 3), (3,)])
 def test_numbers_of_keys_follow_all_batch_axes(lengths):
     q, k, v = (numbers(2, 3, heads, n, 8) for heads, n in ((4, 2), (2, 7), (2, 7)))
     options = {"key_lengths": np.arange(np.prod(lengths)).reshape(lengths), "is_causal": True}

@@ -15,11 +15,9 @@ from optional import jax
 HERE = Path(__file__).resolve().parent
 PROGRAM = HERE / "on_ranks.py"
 MORE = (
-    "differences", "digits", "gradients:bias x softcap", "value:composed masks, offset below 0",
-    "gradients:plain, bfloat16", "gradients:sinks x grouped heads", "gradients:L > S",
-    "gradients:alibi value, float64", "value:mask function x score_mod",
-    "value:window x offset array", "value:similarity x score norm",
-    "gradients:dropout x causal and sinks", "value:packed documents",
+    "differences", "digits", "gradients:bias x softcap", "gradients:plain, bfloat16",
+    "gradients:L > S", "gradients:alibi value, float64", "value:mask function x score_mod",
+    "value:window x offset array", "gradients:dropout x causal and sinks",
 )  # fmt: skip
 HAS_MPI = importlib.util.find_spec("mpi4py") and shutil.which(
     "mpiexec", path=str(Path(sys.executable).parent)
@@ -99,15 +97,10 @@ def test_processes_of_mpi(size, checks):
 # ---- JAX ----
 
 FEW = ("ring-contiguous", "heads_need_no_collectives")
+#: Each strategy and layout, and a case for each feature.
 REST = (
-    "ring-zigzag", "gather-contiguous", "gather-zigzag", "heads-contiguous", "heads-zigzag",
-    "decode-contiguous", "decode-zigzag", "mesh_of_two_axes",
+    "ring-zigzag", "gather-zigzag", "heads-contiguous", "decode-zigzag", "mesh_of_two_axes",
     "options_of_another_axis", "numbers_from_the_host", "no_keys",
-)  # fmt: skip
-
-
-#: A case for each feature, and each strategy and layout with a few of them.
-CASES = (
     "value:packed documents:ring:zigzag", "value:window x offset array:ring:contiguous",
     "value:composed masks, offset below 0:gather:zigzag", "value:plain, bfloat16:decode:zigzag",
     "value:mask function x score_mod:heads:zigzag", "value:rank 2:gather:contiguous",
@@ -118,7 +111,7 @@ CASES = (
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("size", "checks"), [(4, FEW), (4, REST), (2, CASES), (4, CASES)])
+@pytest.mark.parametrize(("size", "checks"), [(4, FEW), (4, REST)])
 def test_devices_of_jax(size, checks):
     flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={size}"
     done = subprocess.run(
@@ -137,9 +130,7 @@ def test_devices_of_jax(size, checks):
     [
         (on_jax.check_options_of_another_axis, "gather"),
         (on_jax.check_options_of_another_axis, "decode"),
-        (on_jax.check_numbers_from_the_host, "heads"),
         (on_jax.check_functions_of_traced_arrays, "ring"),
-        (on_jax.check_no_keys, "gather"),
     ],
 )
 def test_one_device_of_jax(check, strategy):
