@@ -333,7 +333,6 @@ FUNCTIONS = {
 }
 
 
-@pytest.mark.without_native
 @pytest.mark.parametrize(
     "options",
     [

@@ -97,7 +97,6 @@ def check_gradients(arrays, function, atol=0.03, rtol=0.02):
         close(one, other, atol=atol, rtol=rtol)
 
 
-@pytest.mark.without_native
 @pytest.mark.parametrize(
     ("rows", "keys", "options"),
     [(15, 15, {"is_causal": True}), (1, 15, {}), (15, 16, {}), (15, 15, {"window": (5, 0)})],
@@ -180,7 +179,6 @@ def lowering(monkeypatch):
     cudnn.trial.cache_clear()
 
 
-@pytest.mark.without_native
 @pytest.mark.parametrize(
     ("axes", "length", "has_bias"),
     [((0, None, None, None), 15, False), ((None, 0, None, None), 16, True)],

@@ -117,6 +117,41 @@ def test_threads_that_are_busy_keep_no_arrays_of_later_calls_alive(monkeypatch):
     caller.join(30)
 
 
+def test_a_call_within_a_call_leaves_its_arrays_alone(qkv):
+    def nested(score, b, h, i, j):
+        attention(*(x[:1, :4, :50] for x in qkv), kernel="tiled")
+        return score * 1.5
+
+    expected = attention(*qkv, score_mod=lambda score, b, h, i, j: score * 1.5)
+    np.testing.assert_array_equal(attention(*qkv, score_mod=nested), expected)
+
+
+def test_first_calls_that_meet_limit_blas_together(two_blas_threads):
+    """One finds the libraries after the other has limited them."""
+    delays, meet = iter([0.05, 0.0]), threading.Barrier(2)
+
+    def found_slowly():
+        time.sleep(next(delays, 0))
+        return thread_pool.numpys_blas()
+
+    blas = thread_pool.Blas(found_slowly)
+
+    def work():
+        time.sleep(0.1)
+        return blas_threads()
+
+    def call():
+        meet.wait(30)
+        assert blas.libraries()
+        return blas.held(work)
+
+    with ThreadPoolExecutor(2) as pool:
+        held = [pool.submit(call) for _ in range(2)]
+        assert all(set(one.result(30)) == {1} for one in held)
+    assert set(blas_threads()) == {2}
+    assert blas.threads() == 2
+
+
 def test_a_blas_without_a_limit_means_one_thread(qkv, monkeypatch):
     monkeypatch.setattr(thread_pool, "blas", thread_pool.Blas(list))
     seen = set()
