@@ -168,13 +168,6 @@ def shapes(monkeypatch):
     return shapes
 
 
-@pytest.mark.without_native
-def test_a_run_of_equal_lengths_is_one_call(shapes):
-    x, ends = normal(11, H, D), np.array([0, 3, 6, 9, 11])
-    fa2.flash_attn_varlen_func(x, x, x, ends, ends, 3, 3)
-    assert shapes == [(3, 3, H, D), (1, 2, H, D)]
-
-
 SKIPS = types.SimpleNamespace(promises={"skips_documents"})
 
 
@@ -584,16 +577,3 @@ def test_padding_out_and_in(library):
     more = fa2.unpad_input(to(x), to(mask), to(unused))
     assert np.asarray(more[2]).tolist() == [0, 2, 4, 8]
     assert np.asarray(more[4]).tolist() == [2, 0, 4]
-
-
-def test_padding_has_gradients():
-    x = torch.randn(2, 4, 3, requires_grad=True, dtype=torch.float64)
-    mask = torch.tensor([[1, 0, 1, 0], [1, 1, 1, 1]])
-
-    def both(x):
-        tokens, indices, *_ = fa2.unpad_input(x, mask)
-        return fa2.pad_input(tokens * tokens, indices.flip(0), 2, 4)
-
-    assert torch.autograd.gradcheck(both, x)
-    assert fa2.index_put_first_axis(torch.zeros(0, 3), torch.zeros(0, dtype=int), 4).shape == (4, 3)
-    close(fa2.index_first_axis(x, torch.tensor([1])).detach(), x[1:].detach())
