@@ -7,7 +7,7 @@ from optional import torch
 
 from polyattn.dialects import flash_attn
 
-MODELS = ["bert", "gpt", "matcher", "protein", "video", "vision", "weather"]
+MODELS = ["bert", "gpt", "matcher", "protein", "vision", "weather"]
 
 
 @pytest.fixture(scope="module")
