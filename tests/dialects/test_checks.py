@@ -225,18 +225,11 @@ def test_no_number_is_drawn_for_a_call_that_is_refused():
 CALLS = {
     "torch": lambda x, n: torch_dialect.scaled_dot_product_attention(x, x, x),
     "varlen_attn": lambda x, n: torch_dialect.varlen_attn(x, x, x, n, n),
-    "jax": lambda x, n: jax_dialect.dot_product_attention(x, x, x),
-    "flax": lambda x, n: flax.dot_product_attention(x, x, x),
-    "keras": lambda x, n: keras.dot_product_attention(x, x, x),
     "onnx": lambda x, n: onnx.onnx_attention(x, x, x),
-    "flash_attn": lambda x, n: fa2.flash_attn_func(x, x, x),
     "varlen": lambda x, n: fa2.flash_attn_varlen_func(x, x, x, n, n),
     "qkv": lambda x, n: fa2.flash_attn_qkvpacked_func(x),
-    "qkv of 3": lambda x, n: fa3.flash_attn_qkvpacked_func(x),
-    "cache": lambda x, n: fa2.flash_attn_with_kvcache(x, x, x),
     "cache of 3": lambda x, n: fa3.flash_attn_with_kvcache(x, x, x, cu_seqlens_q=n),
     "padding": lambda x, n: fa2.unpad_input(x, torch.ones(2, 5)),
-    "xformers": lambda x, n: xformers.memory_efficient_attention(x, x, x),
 }
 
 
