@@ -1,5 +1,7 @@
 """Attention by torch's own functions, in the layout of FlashAttention."""
 
+import itertools
+
 import torch
 import torch.nn.functional as F
 
@@ -24,11 +26,10 @@ def band(rows, keys, *, left=None, right=None):
     return seen
 
 
-def each(starts, q, k, v, *, key_starts=None, **options):
+def each(starts, q, k, v, **options):
     """Return attention of packed sequences (T, H, D), one after another."""
-    rows, keys = starts.tolist(), (starts if key_starts is None else key_starts).tolist()
+    ends = starts.tolist()
     parts = [
-        sdpa(q[None, i:j], k[None, m:n], v[None, m:n], **options)[0]
-        for i, j, m, n in zip(rows, rows[1:], keys, keys[1:], strict=False)
+        sdpa(*(x[None, i:j] for x in (q, k, v)), **options)[0] for i, j in itertools.pairwise(ends)
     ]
     return torch.cat(parts)

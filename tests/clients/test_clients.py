@@ -7,10 +7,7 @@ from optional import torch
 
 from polyattn.dialects import flash_attn
 
-MODELS = [
-    *["bert", "diffusion_lm", "gpt", "matcher", "point_cloud", "protein", "retrieval", "video"],
-    *["vision", "weather"],
-]
+MODELS = ["bert", "gpt", "matcher", "protein", "vision", "weather"]
 
 
 @pytest.fixture(scope="module")
@@ -73,33 +70,9 @@ def test_a_compiled_program(program, name):
     module = program(name)
     model, own, exact = models(module, torch.float32)
     torch.compiler.reset()
-    model.compile(backend="aot_eager", fullgraph=name not in NOT_WHOLE)
+    is_whole = name != "bert"  # which makes a number from a tensor, so its parts are compiled
+    model.compile(backend="aot_eager", fullgraph=is_whole)
     agree(model, own, exact, module.inputs())
-
-
-#: Programs that make a number from a tensor: torch.compile compiles their parts.
-NOT_WHOLE = ("bert",)
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_steps_of_training(program, name):
-    module = program(name)
-    inputs, (model, _, exact) = module.inputs(), models(module, torch.float32)
-    losses = trained(model, inputs), trained(exact, to(torch.float64, inputs))
-    torch.testing.assert_close(*losses, rtol=1e-4, atol=1e-6, check_dtype=False)
-
-
-def trained(model, inputs):
-    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
-    for _ in range(4):
-        output = model(*inputs)
-        loss = (output[0] if isinstance(output, tuple) else output).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.detach())
-    assert losses[-1] < losses[0]
-    return torch.stack(losses)
 
 
 def test_a_gpt_generates_from_its_cache(program):

@@ -1,41 +1,54 @@
 """torch's convention through ours, with its function by its side."""
 
+from inspect import signature
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 from optional import jnp
+from pairs import normal, ours, spans
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
+from torch.nn.attention.varlen import varlen_attn as original
 
 from polyattn import attention, use_backend
 from polyattn.dialects import onnx_attention, scaled_dot_product_attention
+from polyattn.dialects import torch as dialect
+from polyattn.dialects.torch import varlen_attn
 
 RNG = torch.Generator().manual_seed(0)
 Q, K, V = (torch.randn(2, h, n, 8, generator=RNG) for h, n in ((4, 6), (4, 9), (4, 9)))
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"is_causal": True},
-        {"scale": 0.3},
-        {"scale": torch.tensor(0.3)},
-        {"attn_mask": torch.rand(6, 9, generator=RNG) > 0.5},
-        {"attn_mask": torch.rand(4, 6, 9, generator=RNG) > 0.5},
-        {"attn_mask": torch.randn(2, 1, 6, 9, generator=RNG)},
-        {"attn_mask": torch.zeros(6, 9, dtype=torch.bool)},
-    ],
-    ids=lambda options: "-".join(options) or "plain",
-)
+OPTIONS = {
+    "plain": {},
+    "causal": {"is_causal": True},
+    "scale": {"scale": torch.tensor(0.3)},
+    "mask of heads": {"attn_mask": torch.rand(4, 6, 9, generator=RNG) > 0.5},
+    "bias": {"attn_mask": torch.randn(2, 1, 6, 9, generator=RNG)},
+    "no keys": {"attn_mask": torch.zeros(6, 9, dtype=torch.bool)},
+    "upper left": {"attn_mask": causal_upper_left(6, 9)},
+    "lower right": {"attn_mask": causal_lower_right(6, 9)},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("heads", [4, 2])
-def test_torch(options, heads):
-    k, v, gqa = K[:, :heads], V[:, :heads], {"enable_gqa": heads != 4}
-    expected = torch.nn.functional.scaled_dot_product_attention(Q, k, v, **options, **gqa)
-    torch.testing.assert_close(scaled_dot_product_attention(Q, k, v, **options, **gqa), expected)
-    on_numpy = {n: x.numpy() if isinstance(x, torch.Tensor) else x for n, x in options.items()}
-    output = scaled_dot_product_attention(*(x.numpy() for x in (Q, k, v)), **on_numpy, **gqa)
+def test_torch(name, heads):
+    k, v, options = K[:, :heads], V[:, :heads], {**OPTIONS[name], "enable_gqa": heads != 4}
+    expected = torch.nn.functional.scaled_dot_product_attention(Q, k, v, **options)
+    found = scaled_dot_product_attention(Q, k, v, **options)
+    torch.testing.assert_close(found, expected, atol=2e-6, rtol=1e-5)
+    if not name.endswith(("left", "right")):
+        options = {
+            n: np.asarray(x) if isinstance(x, torch.Tensor) else x for n, x in options.items()
+        }
+    output = scaled_dot_product_attention(*(x.numpy() for x in (Q, k, v)), **options)
     np.testing.assert_allclose(output, expected, atol=2e-6)
+    with use_backend("numpy"):
+        output = scaled_dot_product_attention(Q, k, v, **OPTIONS[name], enable_gqa=heads != 4)
+    torch.testing.assert_close(output, expected, atol=2e-6, rtol=0)
 
 
 @pytest.mark.parametrize("mask", [torch.rand(6, 9) > 0.5, torch.randn(2, 1, 6, 9)])
@@ -45,21 +58,6 @@ def test_a_mask_and_causal_both_count_as_in_the_fused_kernel_of_torch(mask):
         expected = torch.nn.functional.scaled_dot_product_attention(Q, K, V, mask, 0.0, True)
     found = scaled_dot_product_attention(Q, K, V, mask, is_causal=True)
     torch.testing.assert_close(found, expected)
-
-
-@pytest.mark.parametrize(
-    "bias",
-    [causal_upper_left(6, 9), causal_lower_right(6, 9), causal_lower_right(9, 9)],
-    ids=["upper left", "lower right", "square"],
-)
-def test_torch_takes_a_causal_bias_for_what_it_describes(bias):
-    expected = torch.nn.functional.scaled_dot_product_attention(Q, K, V, bias)
-    for backend in ("torch", "numpy"):
-        with use_backend(backend):
-            output = scaled_dot_product_attention(Q, K, V, bias)
-        torch.testing.assert_close(output, expected, atol=2e-6, rtol=0)
-    output = scaled_dot_product_attention(*(x.numpy() for x in (Q, K, V)), bias)
-    np.testing.assert_allclose(output, expected, atol=2e-6)
 
 
 def test_a_causal_bias_of_other_lengths_or_for_others_is_refused():
@@ -106,3 +104,52 @@ def test_torch_drops_with_a_seed_of_its_generator(compiles):
     assert leaf.grad.abs().sum() > 0
     step(leaf, 0.0)
     assert torch.equal(torch.random.get_rng_state(), state)
+
+
+# ---- varlen_attn -------------------------------------------------------------------------------
+
+ENDS_Q, ENDS_K = torch.tensor([0, 2, 6], dtype=torch.int32), torch.tensor([0, 5, 9])
+
+
+@pytest.mark.parametrize(
+    ("window", "own"),
+    [((-1, -1), {}), ((-1, 0), {"is_causal": True}), ((2, 0), {"window": (2, 0)})],
+)
+def test_varlen_attn(window, own):
+    q, k, v = (torch.asarray(normal(*x)) for x in ((6, 4, 8), (9, 2, 8), (9, 2, 8)))
+    aux = SimpleNamespace(lse=True)
+    output, lse = varlen_attn(
+        q, k, v, ENDS_Q, ENDS_K, 4, 5, window_size=window, scale=0.4, enable_gqa=True,
+        return_aux=aux, num_splits=1,
+    )  # fmt: skip
+    for rows, keys in zip(spans(ENDS_Q), spans(ENDS_K), strict=True):
+        expected, total = ours(q[rows], k[keys], v[keys], scale=0.4, **own)
+        np.testing.assert_allclose(output[rows], expected, atol=1e-12)
+        np.testing.assert_allclose(lse[:, rows], total, atol=1e-12)
+    assert list(signature(varlen_attn).parameters) == list(signature(original).parameters)
+    assert set(dialect.__all__) == {"scaled_dot_product_attention", "varlen_attn"}
+
+
+def test_varlen_attn_over_used_keys_and_pages():
+    q, k = (torch.asarray(normal(*x)) for x in ((6, 2, 8), (9, 2, 8)))
+    options = {"seqused_k": torch.tensor([3, 4], dtype=torch.int32), "window_size": (-1, 0)}
+    output = varlen_attn(q, k, k, ENDS_Q, ENDS_K, 4, 5, **options)
+    own = torch.cat([k[:3], k[5:9]])
+    for rows, keys in zip(spans(ENDS_Q), spans([0, 3, 7]), strict=True):
+        expected = ours(q[rows], own[keys], own[keys], is_causal=True)[0]
+        np.testing.assert_allclose(output[rows], expected, atol=1e-12)
+    table = torch.tensor([[4, 1, 0], [2, 3, 0]], dtype=torch.int32)
+    pool = torch.zeros(5, 2, 2, 8, dtype=torch.float64)
+    pool[[4, 1]], pool[[2, 3]] = own[[0, 1, 2, 2]].reshape(2, 2, 2, 8), own[3:].reshape(2, 2, 2, 8)
+    paged = varlen_attn(q, pool, pool, ENDS_Q, None, 4, 5, block_table=table, **options)
+    torch.testing.assert_close(paged, output)
+
+
+def test_what_varlen_attn_refuses():
+    q, k = normal(6, 2, 8), normal(9, 1, 8)
+    with pytest.raises(ValueError, match="2 heads and key 1: pass enable_gqa=True"):
+        varlen_attn(q, k, k, ENDS_Q, ENDS_K, 4, 5)
+    with pytest.raises(ValueError, match="block_table needs seqused_k"):
+        varlen_attn(q, k[None], k[None], ENDS_Q, None, 4, 5, block_table=ENDS_Q, enable_gqa=True)
+    with pytest.raises(ValueError, match="cu_seq_k is missing"):
+        varlen_attn(q, k, k, ENDS_Q, None, 4, 5, enable_gqa=True)

@@ -1,86 +1,52 @@
-"""FlashAttention's functions on any array, against a formula written from its documentation."""
+"""FlashAttention's functions on any array, beside `attention` of each sequence."""
 
-import contextlib
-import itertools
 import math
 import types
 
 import numpy as np
 import pytest
+from arrays import close, to_numpy
 from optional import jax, jnp, torch
+from pairs import TO, B, D, E, G, H, moved, normal, ours, spans, turn
 
+from polyattn import masks, scores
 from polyattn.dialects import _packed
 from polyattn.dialects import flash_attn as fa2
 from polyattn.dialects import flash_attn_interface as fa3
 
-RNG = np.random.default_rng(0)
-B, H, G, D, E = 2, 4, 2, 16, 8
-TO = {"numpy": lambda x: x, "torch": torch.asarray, "jax": jnp.asarray}
-
-
-def normal(*shape):
-    return RNG.standard_normal(shape)
-
-
-def formula(q, k, v, *, scale=None, causal=False, window=(-1, -1), softcap=0.0, slopes=None,
-            chunk=0, left=0):  # fmt: skip
-    """Return output and logsumexp of one sequence, (L, H, D) and (S, G, D), by the documentation.
-
-    Keys before `left` are hidden.
-    """
-    length, keys = len(q), len(k)
-    k, v = (np.repeat(x, q.shape[1] // x.shape[1], axis=1) for x in (k, v))
-    s = np.einsum("ihd,jhd->hij", q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)
-    s = softcap * np.tanh(s / softcap) if softcap else s
-    i, j = np.ogrid[:length, :keys]
-    place = i + keys - length
-    s = s if slopes is None else s - slopes[:, None, None] * abs(place - j)
-    seen = (j >= left) & (j <= place if causal else True)
-    seen = seen & (window[0] < 0 or j >= place - window[0])
-    seen = seen & (window[1] < 0 or j <= place + window[1])
-    seen = seen & ((j - left) // chunk == (place - left) // chunk if chunk else True)
-    s = np.where(seen, s, -math.inf)
-    with np.errstate(divide="ignore"):
-        total = np.log(np.exp(s).sum(-1))
-    weights = np.where(seen, np.exp(s - np.where(np.isinf(total), 0, total)[..., None]), 0)
-    return np.einsum("hij,jhd->ihd", weights, v), total
-
-
-def close(actual, expected, **limits):
-    np.testing.assert_allclose(np.asarray(actual), expected, **{"atol": 2e-6, **limits})
-
-
-@pytest.fixture(autouse=True)
-def _wide():
-    with jax.enable_x64(True) if jax else contextlib.nullcontext():
-        yield
-
-
+SLOPES, OF_ITEMS = normal(H) ** 2, normal(4, H) ** 2
+#: Their options, and ours for sequence n.
 OPTIONS = {
-    "plain": {},
-    "scale": {"softmax_scale": 0.3},
-    "causal": {"causal": True},
-    "window": {"window_size": (2, 1)},
-    "half a window": {"window_size": (-1, 1), "causal": True},
-    "softcap": {"softcap": 0.7},
-    "alibi": {"alibi_slopes": normal(H) ** 2, "causal": True},
-    "alibi of items": {"alibi_slopes": normal(B, H) ** 2},
-    "ignored": {"deterministic": True},
-}
-NAMES = {"softmax_scale": "scale", "window_size": "window", "alibi_slopes": "slopes",
-    "attention_chunk": "chunk"}  # fmt: skip
+    "plain": ({}, lambda n: {}),
+    "scale": ({"softmax_scale": 0.3}, lambda n: {"scale": 0.3}),
+    "causal": ({"causal": True}, lambda n: {"is_causal": True}),
+    "window": ({"window_size": (2, 1)}, lambda n: {"window": (2, 1)}),
+    "half a window": (
+        {"window_size": (-1, 1), "causal": True}, lambda n: {"window": (None, 0)},
+    ),
+    "softcap": ({"softcap": 0.7}, lambda n: {"softcap": 0.7}),
+    "alibi": (
+        {"alibi_slopes": SLOPES, "causal": True},
+        lambda n: {"score_mod": scores.alibi(SLOPES), "is_causal": True},
+    ),
+    "alibi of items": (
+        {"alibi_slopes": OF_ITEMS}, lambda n: {"score_mod": scores.alibi(OF_ITEMS[n])},
+    ),
+    "ignored": ({"deterministic": True}, lambda n: {}),
+}  # fmt: skip
 
 
-def one(options, n):
-    """Return the options of the formula for a sequence."""
-    given = {NAMES.get(k, k): x for k, x in options.items() if k not in ("deterministic", "qv")}
-    if np.ndim(given.get("slopes", 0)) == 2:
-        given["slopes"] = given["slopes"][n]
-    return given
+def same(found, expected, atol=1e-12):
+    """Compare arrays, or tuples of them, in float64."""
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(to_numpy(one), to_numpy(other), rtol=0, atol=atol)
 
 
-def moved(options, library):
-    return {k: TO[library](x) if isinstance(x, np.ndarray) else x for k, x in options.items()}
+@pytest.fixture
+def wide():
+    """Let JAX have float64."""
+    with jax.enable_x64(True):
+        yield
 
 
 SHORT, LONG = (3, 7), (7, 3)
@@ -88,65 +54,47 @@ SHORT, LONG = (3, 7), (7, 3)
 
 @pytest.mark.parametrize(
     ("name", "library", "lengths"),
-    [
-        *((name, "numpy", lengths) for name in OPTIONS for lengths in (SHORT, LONG)),
-        *((name, "torch", SHORT) for name in OPTIONS),
-    ],
+    [(name, "numpy", SHORT) for name in OPTIONS]
+    + [(name, "numpy", LONG) for name in ("causal", "half a window", "alibi of items")]
+    + [(name, "torch", SHORT) for name in ("window", "alibi of items")],
 )
 def test_dense(name, library, lengths):
-    q, k, v = normal(B, lengths[0], H, D), normal(B, lengths[1], G, D), normal(B, lengths[1], G, E)
-    options = OPTIONS[name]
-    output, lse, weights = fa2.flash_attn_func(
-        *map(TO[library], (q, k, v)), **moved(options, library), return_attn_probs=True
-    )
-    expected = [formula(q[n], k[n], v[n], **one(options, n)) for n in range(B)]
-    close(output, [x for x, _ in expected])
-    close(lse, [x for _, x in expected])
+    q, k, v = normal(4, lengths[0], H, D), normal(4, lengths[1], G, D), normal(4, lengths[1], G, E)
+    arrays, (theirs, own) = [TO[library](x) for x in (q, k, v)], OPTIONS[name]
+    theirs = moved(library, theirs)
+    output, lse, weights = fa2.flash_attn_func(*arrays, **theirs, return_attn_probs=True)
+    for n in range(4):
+        same((output[n], lse[n]), ours(q[n], k[n], v[n], **own(n)))
     assert weights is None
-    again = fa2.flash_attn_func(*map(TO[library], (q, k, v)), **moved(options, library))
-    close(again, output, atol=1e-12)
+    same([fa2.flash_attn_func(*arrays, **theirs)], [output])
 
 
 def test_packed_arrays_and_positional_arguments():
     qkv = normal(B, 5, 3, H, D)
-    given = (0.0, 0.4, True, (3, 0), 0.9, normal(H) ** 2, False, True)
-    expected = fa2.flash_attn_func(*qkv.swapaxes(0, 2).swapaxes(1, 2), *given)
-    for found in (
-        fa2.flash_attn_qkvpacked_func(qkv, *given),
-        fa2.flash_attn_kvpacked_func(qkv[:, :, 0], qkv[:, :, 1:], *given),
-    ):
-        close(found[0], expected[0], atol=1e-12)
-        close(found[1], expected[1], atol=1e-12)
+    given = (0.0, 0.4, True, (3, 0), 0.9, SLOPES, False, True)
+    expected = fa2.flash_attn_func(*qkv.swapaxes(0, 2).swapaxes(1, 2), *given)[:2]
+    same(fa2.flash_attn_qkvpacked_func(qkv, *given)[:2], expected)
+    same(fa2.flash_attn_kvpacked_func(qkv[:, :, 0], qkv[:, :, 1:], *given)[:2], expected)
     flat, ends = qkv.reshape(-1, 3, H, D), np.array([0, 5, 10], np.int32)
-    for found in (
-        fa2.flash_attn_varlen_qkvpacked_func(flat, ends, 5, *given),
-        fa2.flash_attn_varlen_kvpacked_func(flat[:, 0], flat[:, 1:], ends, ends, 5, 5, *given),
-    ):
-        close(found[0].reshape(expected[0].shape), expected[0], atol=1e-12)
-        close(found[1], np.concatenate(list(expected[1]), axis=-1), atol=1e-12)
+    expected = expected[0].reshape(-1, H, D), np.concatenate(list(expected[1]), axis=-1)
+    same(fa2.flash_attn_varlen_qkvpacked_func(flat, ends, 5, *given)[:2], expected)
+    two = fa2.flash_attn_varlen_kvpacked_func(flat[:, 0], flat[:, 1:], ends, ends, 5, 5, *given)
+    same(two[:2], expected)
 
 
 ENDS_Q, ENDS_K = np.array([0, 3, 3, 8, 12], np.int32), np.array([0, 5, 7, 9, 9], np.int32)
 
 
-def sequences(ends):
-    return [slice(*pair) for pair in itertools.pairwise(ends)]
-
-
 @pytest.mark.parametrize(
     ("name", "library"),
-    [(name, "numpy") for name in OPTIONS]
-    + [(name, "vmap") for name in OPTIONS]
-    + [("window", "torch"), ("alibi of items", "torch")],
+    [(name, library) for name in OPTIONS for library in ("numpy", "vmap")] + [("window", "torch")],
 )
 def test_varlen(name, library):
     """Of unlike lengths, some 0: one by one on NumPy and torch, and all at once where traced."""
-    q, k, v = normal(12, H, D), normal(9, G, D), normal(9, G, E)
-    options = OPTIONS[name]
-    if name == "alibi of items":
-        options = {"alibi_slopes": normal(4, H) ** 2}
+    arrays = normal(12, H, D), normal(9, G, D), normal(9, G, E)
+    theirs, own = OPTIONS[name]
     to = TO["torch" if library == "vmap" else library]
-    given = moved(options, "torch" if library == "vmap" else library)
+    given = moved("torch" if library == "vmap" else library, theirs)
 
     def call(*arrays):
         return fa2.flash_attn_varlen_func(
@@ -154,13 +102,13 @@ def test_varlen(name, library):
         )[:2]
 
     if library == "vmap":
-        output, lse = (x[0] for x in torch.func.vmap(call)(*(to(x)[None] for x in (q, k, v))))
+        output, lse = (x[0] for x in torch.func.vmap(call)(*(to(x)[None] for x in arrays)))
     else:
-        output, lse = call(*map(to, (q, k, v)))
-    for n, (rows, keys) in enumerate(zip(sequences(ENDS_Q), sequences(ENDS_K), strict=False)):
-        expected = formula(q[rows], k[keys], v[keys], **one(options, n))
-        close(output[rows], expected[0])
-        close(lse[:, rows], expected[1])
+        output, lse = call(*map(to, arrays))
+    for n, (rows, keys) in enumerate(zip(spans(ENDS_Q), spans(ENDS_K), strict=True)):
+        q, k, v = (x[part] for x, part in zip(arrays, (rows, keys, keys), strict=True))
+        if len(q):
+            same((output[rows], lse[:, rows]), ours(q, k, v, **own(n)))
     assert lse.shape == (H, 12)
 
 
@@ -201,6 +149,7 @@ def test_packed_sequences_have_one_gradient():
     assert [uses(x, output) for x in (rows, qv)] == [1, 1]
 
 
+@pytest.mark.without_native
 def test_packed_sequences_have_one_gradient_on_jax():
     x, ends = jax.numpy.ones((10, 2, 8)), [0, 2, 3, 3, 6, 10]
     gradient = jax.grad(lambda x: fa2.flash_attn_varlen_func(x, x, x, ends, ends, 4, 4).sum())
@@ -219,19 +168,13 @@ def shapes(monkeypatch):
     return shapes
 
 
-def test_a_run_of_equal_lengths_is_one_call(shapes):
-    x = normal(11, H, D)
-    ends = np.array([0, 3, 6, 9, 11])
-    fa2.flash_attn_varlen_func(x, x, x, ends, ends, 3, 3)
-    assert shapes == [(3, 3, H, D), (1, 2, H, D)]
+SKIPS = types.SimpleNamespace(promises={"skips_documents"})
 
 
-@pytest.mark.parametrize("library", ["numpy", "torch"])
 @pytest.mark.parametrize(
     ("calls", "ends", "other", "total", "name"),
     [
         (1, [0, 3, 7, 7, 12], [0, 5, 5, 9, 11], 12, "plain"),
-        (1, [0, 3, 7, 7, 12], [0, 3, 7, 7, 12], 12, "causal"),
         (1, [0, 3, 7, 7, 12], [0, 3, 7, 7, 12], 12, "window"),
         (3, [0, 3, 8, 12], [0, 5, 6, 11], 12, "causal"),  # rows are at positions of their own
         (3, [0, 3, 8, 12], [0, 3, 8, 12], 12, "alibi"),
@@ -240,38 +183,27 @@ def test_a_run_of_equal_lengths_is_one_call(shapes):
     ],
 )
 def test_short_sequences_are_documents_of_one_call(
-    monkeypatch, shapes, library, calls, ends, other, total, name
+    monkeypatch, shapes, calls, ends, other, total, name
 ):
     """Where the kernel skips the other documents, and the call means the same."""
-    kernel_for, chosen = _packed.kernel_for, []
-
-    def that_skips(*arrays, **given):
-        chosen.append(kernel_for(*arrays, **given))
-        return types.SimpleNamespace(promises={"skips_documents"})
-
-    monkeypatch.setattr(_packed, "kernel_for", that_skips)
+    chosen = []
+    monkeypatch.setattr(_packed, "kernel_for", lambda *x, **given: chosen.append(x) or SKIPS)
     q, k, v = normal(total, H, D), normal(other[-1], G, D), normal(other[-1], G, E)
-    if library == "numpy":  # the engine that torch has without the compiled kernel reads it
-        k[0] = v[0] = np.nan
-    lengths = np.array(ends), np.array(other)
-    given = map(TO[library], (q, k, v, *lengths))
+    k[0] = v[0] = np.nan
+    lengths, (theirs, own) = (np.array(ends), np.array(other)), OPTIONS[name]
     output, lse, _ = fa2.flash_attn_varlen_func(
-        *given, 9, 9, **OPTIONS[name], return_attn_probs=True
+        q, k, v, *lengths, 9, 9, **theirs, return_attn_probs=True
     )
-    meant = {NAMES.get(name, name): option for name, option in OPTIONS[name].items()}
-    for n, (rows, keys) in enumerate(zip(*map(sequences, lengths), strict=True)):
+    for n, (rows, keys) in enumerate(zip(*map(spans, lengths), strict=True)):
         if n and rows.stop > rows.start:
-            expected = formula(q[rows], k[keys], v[keys], **meant)
-            close(output[rows], expected[0])
-            close(lse[:, rows], expected[1])
+            same((output[rows], lse[:, rows]), ours(q[rows], k[keys], v[keys], **own(n)))
     assert len(shapes) == calls
     assert len(chosen) == (calls == 1 < len(ends) - 2)
 
 
 @pytest.mark.needs("torch")
 def test_documents_that_were_met_in_inference_mode_can_be_trained(monkeypatch):
-    skips = types.SimpleNamespace(promises={"skips_documents"})
-    monkeypatch.setattr(_packed, "kernel_for", lambda *arrays, **given: skips)
+    monkeypatch.setattr(_packed, "kernel_for", lambda *arrays, **given: SKIPS)
     monkeypatch.setattr(_packed, "_segments", kept := {})
     x, ends = torch.randn(12, H, D), torch.tensor([0, 3, 7, 12])
     with torch.inference_mode():
@@ -296,8 +228,8 @@ def test_sequences_that_do_not_fit_are_refused(ends, other, used, words):
         fa3.flash_attn_varlen_func(x, x, x, np.array(ends), np.array(other), seqused_q=used)
 
 
-@pytest.mark.parametrize("library", TO)
-def test_varlen_over_pages(library):
+@pytest.mark.parametrize("library", ["numpy", "jax"])
+def test_varlen_over_pages(library, wide):
     pool_k, pool_v = normal(9, 4, G, D), normal(9, 4, G, E)
     table = np.array([[7, 2, -1], [0, 8, 3]], np.int32)
     q, ends_q, ends_k = normal(5, H, D), np.array([0, 2, 5], np.int32), np.array([0, 6, 17])
@@ -308,28 +240,27 @@ def test_varlen_over_pages(library):
 
     arrays = map(TO[library], (q, pool_k, pool_v, ends_q, ends_k))
     output = (jax.jit(call) if library == "jax" else call)(*arrays, table=TO[library](table))
-    for rows, pages, length in zip(sequences(ends_q), table, (6, 11), strict=False):
+    for rows, pages, length in zip(spans(ends_q), table, (6, 11), strict=True):
         k, v = (x[pages].reshape(12, G, -1)[:length] for x in (pool_k, pool_v))
-        close(output[rows], formula(q[rows], k, v, causal=True)[0])
+        same([output[rows]], [ours(q[rows], k, v, is_causal=True)[0]])
 
 
 @pytest.mark.parametrize("library", ["torch", "numpy"])
 def test_dropout_draws_from_the_generator_of_the_library(library):
-    module = torch if library == "torch" else np.random
-    to = TO[library]
+    to, seed = TO[library], np.random.seed if library == "numpy" else torch.manual_seed
     x, ends = to(normal(20, H, D)), to(np.array([0, 10, 20]))
 
     def draw():
-        (module.manual_seed if library == "torch" else module.seed)(3)
+        seed(3)
         first = fa2.flash_attn_func(x[None], x[None], x[None], 0.5)
         return first, fa2.flash_attn_varlen_func(x, x, x, ends, ends, 10, 10, 0.5)
 
-    one_, other = draw(), draw()
-    assert all((a == b).all() for a, b in zip(one_, other, strict=False))
-    assert not (one_[0] == fa2.flash_attn_func(x[None], x[None], x[None], 0.5)).all()
+    one, other = draw(), draw()
+    assert all((a == b).all() for a, b in zip(one, other, strict=True))
+    assert not (one[0] == fa2.flash_attn_func(x[None], x[None], x[None], 0.5)).all()
     rows, apart = normal(10, H, D), to(np.array([0, 10, 11, 21]))
-    same = to(np.concatenate([rows, rows[:1], rows]))
-    dropped = fa2.flash_attn_varlen_func(same, same, same, apart, apart, 10, 10, 0.5)
+    twice = to(np.concatenate([rows, rows[:1], rows]))
+    dropped = fa2.flash_attn_varlen_func(twice, twice, twice, apart, apart, 10, 10, 0.5)
     assert not (dropped[:10] == dropped[11:]).all()  # each sequence drops its own
     with pytest.raises(NotImplementedError, match="return_attn_probs with dropout_p"):
         fa2.flash_attn_func(x[None], x[None], x[None], 0.5, return_attn_probs=True)
@@ -338,218 +269,193 @@ def test_dropout_draws_from_the_generator_of_the_library(library):
 # ---- FlashAttention 3 --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("library", ["numpy", "torch"])
+def chunks(length, keys, chunk, left=0):
+    """Return the mask of the keys in the chunk of each row; chunks count from key `left`."""
+    rows, columns = (np.arange(n) - left for n in (length, keys))
+    return masks.segments((rows + keys - length) // chunk, columns // chunk)
+
+
 @pytest.mark.parametrize("name", ["plain", "chunk", "qv"])
-def test_flash_attention_3(name, library):
-    q, k, v = normal(B, 6, H, D), normal(B, 9, G, D), normal(B, 9, G, E)
-    qv = normal(B, 6, H, E)
-    options = {"plain": {"causal": True}, "chunk": {"attention_chunk": 4}, "qv": {"qv": qv}}[name]
-    joined = np.concatenate([q, qv], -1), np.concatenate([k, v], -1)
-    own_q, own_k = joined if name == "qv" else (q, k)
-    ignored = {"num_splits": 2, "pack_gqa": True, "deterministic": True, "sm_margin": 3}
-    arrays = [TO[library](x) for x in (q, k, v)]
-    given = moved(options, library) | ignored
-    output, lse = fa3.flash_attn_func(*arrays, **given, return_attn_probs=True)
-    flat = [x.reshape(-1, *x.shape[2:]) for x in arrays]
-    ends = [TO[library](np.arange(3) * n) for n in (6, 9)]
-    packed = given | {"qv": TO[library](qv.reshape(-1, H, E))} if name == "qv" else given
+def test_flash_attention_3(name):
+    q, k, v, qv = normal(B, 6, H, D), normal(B, 9, G, D), normal(B, 9, G, E), normal(B, 6, H, E)
+    options, own = {
+        "plain": ({"causal": True}, {"is_causal": True}),
+        "chunk": ({"attention_chunk": 4}, {"mask": chunks(6, 9, 4)}),
+        "qv": ({"qv": qv}, {}),
+    }[name]
+    given = {"num_splits": 2, "pack_gqa": True, "deterministic": True, "sm_margin": 3, **options}
+    output, lse = fa3.flash_attn_func(q, k, v, **given, return_attn_probs=True)
+    flat, ends = (
+        [x.reshape(-1, *x.shape[2:]) for x in (q, k, v)],
+        [np.arange(3) * n for n in (6, 9)],
+    )
+    packed = given | {"qv": qv.reshape(-1, H, E)} if name == "qv" else given
     other, total = fa3.flash_attn_varlen_func(*flat, *ends, 6, 9, **packed, return_attn_probs=True)
-    for n in range(B):
-        expected = formula(own_q[n], own_k[n], v[n], **one(options, n))
-        close(output[n], expected[0])
-        close(lse[n], expected[1])
-        close(other[6 * n : 6 * n + 6], expected[0])
-        close(total[:, 6 * n : 6 * n + 6], expected[1])
-    assert fa3.flash_attn_func(*arrays, **given).shape == output.shape
+    if name == "qv":
+        q, k = np.concatenate([q, qv], -1), np.concatenate([k, v], -1)
+    for n, rows in enumerate(spans(ends[0])):
+        expected = ours(q[n], k[n], v[n], **own)
+        same((output[n], lse[n]), expected)
+        same((other[rows], total[:, rows]), expected)
 
 
-@pytest.mark.parametrize("library", ["numpy", "torch"])
-def test_used_tokens_of_flash_attention_3(library):
+def test_used_tokens_of_flash_attention_3():
     q, k, v = normal(9, H, D), normal(10, G, D), normal(10, G, E)
-    ends = [np.array([0, 4, 9]), np.array([0, 6, 10])]
-    used = [np.array([3, 5]), np.array([5, 2])]
+    ends, used = [np.array([0, 4, 9]), np.array([0, 6, 10])], [np.array([3, 5]), np.array([5, 2])]
     output, lse = fa3.flash_attn_varlen_func(
-        *map(TO[library], (q, k, v, *ends)), 5, 6, *map(TO[library], used), causal=True,
-        return_attn_probs=True,
-    )  # fmt: skip
+        q, k, v, *ends, 5, 6, *used, causal=True, return_attn_probs=True
+    )
     for n in range(2):
-        rows, keys = (slice(e[n], e[n] + u[n]) for e, u in zip(ends, used, strict=False))
-        expected = formula(q[rows], k[keys], v[keys], causal=True)
-        close(output[rows], expected[0])
-        close(lse[:, rows], expected[1])
-    assert (np.asarray(output[3]) == 0).all()
-    assert (np.asarray(lse[:, 3]) == -math.inf).all()
+        rows, keys = (slice(e[n], e[n] + u[n]) for e, u in zip(ends, used, strict=True))
+        expected = ours(q[rows], k[keys], v[keys], is_causal=True)
+        same((output[rows], lse[:, rows]), expected)
+    assert (output[3] == 0).all()
+    assert (lse[:, 3] == -math.inf).all()
 
 
 @pytest.mark.parametrize("library", ["numpy", "torch"])
 def test_parts_of_the_keys_are_combined(library):
     to, (q, k, v) = TO[library], (normal(B, n, H, D) for n in (3, 8, 8))
-    whole = fa3.flash_attn_func(*map(to, (q, k, v)), return_attn_probs=True)
-    parts = [(0, 3), (3, 3), (3, 8)]
-    pieces = [
-        fa3.flash_attn_func(*map(to, (q, k[:, a:b], v[:, a:b])), return_attn_probs=True)
-        for a, b in parts
-    ]
-    outputs = to(np.stack([np.asarray(x) for x, _ in pieces]))
-    totals = to(np.stack([np.asarray(x).swapaxes(1, 2) for _, x in pieces]))
-    output, lse = fa3.flash_attn_combine(outputs, totals)
-    close(output, np.asarray(whole[0]))
-    close(lse, np.asarray(whole[1]).swapaxes(1, 2))
+    output, total = ours(q, k, v)
+    total = total.swapaxes(1, 2)
+    pieces = [ours(q, k[:, a:b], v[:, a:b]) for a, b in ((0, 3), (3, 3), (3, 8))]
+    outputs, totals = (to(np.stack(x)) for x in zip(*pieces, strict=True))
+    totals = totals.swapaxes(2, 3)
+    same(fa3.flash_attn_combine(outputs, totals), (output, total))
     packed, none = fa3.flash_attn_combine(outputs[:, 0], totals[:, 0], return_lse=False)
-    close(packed, np.asarray(whole[0])[0])
+    same([packed], output[:1])
     assert none is None
     small = fa3.flash_attn_combine(outputs, totals, out_dtype=to(np.ones(1, np.float32)).dtype)[0]
     assert "float32" in str(small.dtype)
     place = to(np.empty((B, 3, H, D)))
     assert fa3.flash_attn_combine(outputs, totals, place)[0] is place
-    close(place, np.asarray(whole[0]))
+    same([place], [output])
     with pytest.raises(ValueError, match="lse_partial must have the shape"):
         fa3.flash_attn_combine(outputs, totals[:2])
 
 
-def test_metadata_of_a_scheduler_has_no_entries_and_changes_nothing():
-    x, cache = normal(B, 1, H, D), normal(B, 5, H, D)
-    lengths = np.array([2, 4])
-    metadata = fa3.get_scheduler_metadata(B, 1, 5, H, H, D, lengths, causal=True)
-    assert metadata.shape == (0,)
-    found = fa3.flash_attn_with_kvcache(
-        x, cache, cache, cache_seqlens=lengths, scheduler_metadata=metadata
-    )
-    close(found, fa3.flash_attn_with_kvcache(x, cache, cache, cache_seqlens=lengths))
-
-
 def test_packed_arrays_of_flash_attention_3():
-    x = normal(B, 5, 8, D)
-    given = {"causal": True, "softcap": 0.5}
+    x, given = normal(B, 5, 8, D), {"causal": True, "softcap": 0.5}
     expected = fa3.flash_attn_func(x[:, :, :4], x[:, :, 4:6], x[:, :, 6:], **given)
-    close(fa3.flash_attn_qkvpacked_func(x, num_heads_q=4, **given), expected)
+    same([fa3.flash_attn_qkvpacked_func(x, num_heads_q=4, **given)], [expected])
     other = normal(B, 5, 3, H, D)
     expected = fa3.flash_attn_func(*(other[:, :, n] for n in range(3)), **given)
-    close(fa3.flash_attn_qkvpacked_func(other, **given), expected)
+    same([fa3.flash_attn_qkvpacked_func(other, **given)], [expected])
     with pytest.raises(ValueError, match=r"\(2, 5, 8, 16\) needs num_heads_q"):
         fa3.flash_attn_qkvpacked_func(x)
 
 
-@pytest.mark.parametrize("name", ["q_descale", "k_descale", "v_descale"])
-def test_what_flash_attention_3_alone_can_do_is_refused(name):
+def test_what_flash_attention_3_alone_can_do_is_refused():
     x, ends = normal(1, 4, 2, 8), np.array([0, 4])
-    scale = {name: np.ones((1, 2))}
-    for call, arrays in (
-        (fa3.flash_attn_func, [x] * 3),
-        (fa3.flash_attn_varlen_func, [x[0]] * 3 + [ends] * 2 + [4, 4]),
-        (fa3.flash_attn_with_kvcache, [x] * 3),
+    for call, arrays, name in (
+        (fa3.flash_attn_func, [x] * 3, "q"),
+        (fa3.flash_attn_varlen_func, [x[0]] * 3 + [ends] * 2 + [4, 4], "k"),
+        (fa3.flash_attn_with_kvcache, [x] * 3, "v"),
     ):
-        with pytest.raises(
-            NotImplementedError, match=f"{name} is not supported: multiply {name[0]}"
-        ):
-            call(*arrays, **scale)
+        words = f"{name}_descale is not supported: multiply {name}"
+        with pytest.raises(NotImplementedError, match=words):
+            call(*arrays, **{f"{name}_descale": np.ones((1, 2))})
     with pytest.raises(NotImplementedError, match="cu_seqlens_q and cu_seqlens_k_new are read by"):
         jax.jit(lambda n: fa3.flash_attn_with_kvcache(*[jnp.asarray(x)] * 3, cu_seqlens_q=n))(ends)
 
 
 # ---- caches ------------------------------------------------------------------------------------
 
-
-def rotated(x, cos, sin, places, interleaved):
-    """Rotate (L, H, D) by positions (L,)."""
-    cos, sin, half = cos[places][:, None], sin[places][:, None], cos.shape[-1]
-    pairs = (
-        np.arange(2 * half).reshape(half, 2)
-        if interleaved
-        else np.arange(2 * half).reshape(2, half).T
-    )
-    out = x.copy()
-    one_, other = x[..., pairs[:, 0]], x[..., pairs[:, 1]]
-    out[..., pairs[:, 0]] = one_ * cos - other * sin
-    out[..., pairs[:, 1]] = one_ * sin + other * cos
-    return out
-
-
+ALIBI = {"score_mod": scores.alibi(SLOPES)}
+#: Their options beside the arrays and lengths, and ours for sequence n.
 CACHES = {
-    "plain": {"causal": True},
-    "no new keys": {"new": 0},
-    "a number": {"seqlens": 4, "causal": True},
-    "fewer new keys": {"new": 1, "window_size": (3, 0)},
-    "items": {"items": [3, 1], "softcap": 0.8},
-    "left padding": {"leftpad": [2, 0], "causal": True, "rotary": True},
-    "rotary, not causal": {"rotary": True, "interleaved": False},
-    "rotary, halves": {"rotary": True, "interleaved": False, "causal": True},
-    "pages": {"paged": True, "causal": True, "rotary": True},
-    "alibi": {"alibi_slopes": normal(B, H) ** 2, "causal": True},
-    "alibi of heads": {"alibi_slopes": normal(H) ** 2, "softmax_scale": 0.3},
-    "chunk": {"attention_chunk": 5, "causal": True},
-    "chunk and padding": {"attention_chunk": 5, "leftpad": [1, 0]},
-    "positions": {"rotary": True, "causal": True, "rotary_seqlens": [9, 1]},
-    "qv": {"qv": normal(B, 3, H, E)},
+    "causal": ({"causal": True}, lambda n: {"is_causal": True}),
+    "no new keys": ({"new": 0}, lambda n: {}),
+    "a number": ({"cache_seqlens": np.int64(4), "causal": True}, lambda n: {"is_causal": True}),
+    "fewer new keys": ({"new": 1, "window_size": (3, 0)}, lambda n: {"window": (3, 0)}),
+    "items": (
+        {"cache_batch_idx": np.array([3, 1], np.int32), "softcap": 0.8}, lambda n: {"softcap": 0.8},
+    ),
+    "left padding": (
+        {"cache_leftpad": np.array([2, 0], np.int32), "causal": True, "rotary": True},
+        lambda n: {"is_causal": True},
+    ),
+    "rotary, not causal": ({"rotary": True, "rotary_interleaved": False}, lambda n: {}),
+    "pages": ({"causal": True, "rotary": True, "paged": True}, lambda n: {"is_causal": True}),
+    "alibi": (
+        {"alibi_slopes": OF_ITEMS[:B], "causal": True},
+        lambda n: {"score_mod": scores.alibi(OF_ITEMS[n]), "is_causal": True},
+    ),
+    "alibi of heads": (
+        {"alibi_slopes": SLOPES, "softmax_scale": 0.3}, lambda n: {"scale": 0.3, **ALIBI},
+    ),
+    "chunk": (
+        {"attention_chunk": 5, "causal": True},
+        lambda n: {"mask": chunks(3, (9, 5)[n], 5), "is_causal": True},
+    ),
+    "chunk and padding": (
+        {"attention_chunk": 5, "cache_leftpad": np.array([1, 0])},
+        lambda n: {"mask": chunks(3, (9, 5)[n], 5, (1, 0)[n])},
+    ),
+    "positions": (
+        {"rotary": True, "causal": True, "rotary_seqlens": np.array([9, 1])},
+        lambda n: {"is_causal": True},
+    ),
+    "qv": ({"qv": normal(B, 3, H, E)}, lambda n: {}),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("name", "library"),
     [(name, "numpy") for name in CACHES]
-    + [(name, "torch") for name in ("plain", "items", "left padding", "pages", "positions", "qv")],
+    + [(name, "torch") for name in ("items", "left padding", "pages", "qv")],
 )
 def test_kvcache(name, library):
-    given = dict(CACHES[name])
-    to, length, size = TO[library], 3, 12
-    new = given.pop("new", 3)
-    seqlens = given.pop("seqlens", np.array([6, 2], np.int32))
-    items, leftpad = given.pop("items", None), given.pop("leftpad", None)
-    paged, rotary = given.pop("paged", False), given.pop("rotary", False)
-    interleaved, first = given.pop("interleaved", True), given.pop("rotary_seqlens", None)
-    three = {"attention_chunk", "qv"} & given.keys() or first is not None
-    q, k, v = normal(B, length, H, D), normal(B, new, G, D), normal(B, new, G, E)
-    cache = [normal(4, size, G, n) for n in (D, E)]
-    before = [x.copy() for x in cache]
-    table = np.array([[5, 0, 2], [1, 4, 3]], np.int32)
-    stored = [
-        np.concatenate([x[:2].reshape(6, 4, G, -1)[np.argsort(table.reshape(-1))]]) for x in cache
-    ]
-    places = [to(x.copy()) for x in (stored if paged else cache)]
-    angles = normal(20, 4)
-    options = {"cache_seqlens": np.int64(seqlens) if isinstance(seqlens, int) else to(seqlens)}
+    (theirs, own), to = CACHES[name], TO[library]
+    given = {"cache_seqlens": np.array([6, 2], np.int32), **theirs}
+    new, paged, rotary = (given.pop(option, False) for option in ("new", "paged", "rotary"))
+    new = 3 if new is False else new
+    q, k, v = normal(B, 3, H, D), normal(B, new, G, D), normal(B, new, G, E)
+    angles, table = normal(20, 4), np.array([[5, 0, 2], [1, 4, 3]], np.int32)
+    places = [normal(*((6, 4) if paged else (4, 12)), G, n) for n in (D, E)]
+    stored = [x[table].reshape(2, 12, G, -1) if paged else x.copy() for x in places]
     if new:
-        options |= {"k": to(k), "v": to(v)}
+        given |= {"k": k, "v": v}
     if rotary:
-        options |= {"rotary_cos": to(np.cos(angles)), "rotary_sin": to(np.sin(angles))}
-        options |= {"rotary_interleaved": interleaved}
-    if first is not None:
-        options["rotary_seqlens"] = to(np.array(first))
-    if items:
-        options["cache_batch_idx"] = to(np.array(items, np.int32))
-    if leftpad:
-        options["cache_leftpad"] = to(np.array(leftpad, np.int32))
+        given |= {"rotary_cos": np.cos(angles), "rotary_sin": np.sin(angles)}
+    is_of_3 = {"attention_chunk", "qv", "rotary_seqlens"} & given.keys()
     if paged:
-        options["page_table" if three else "block_table"] = to(table)
-    function = (fa3 if three else fa2).flash_attn_with_kvcache
-    output, lse = function(
-        to(q), *places, **options, **moved(given, library), return_softmax_lse=True, num_splits=1
-    )
-    assert function(to(q), *places, **options, **moved(given, library)).shape == output.shape
+        given["block_table"] = table
+    call = (fa3 if is_of_3 else fa2).flash_attn_with_kvcache
+    arrays, options = [to(x) for x in (q, *places)], moved(library, given)
+    output, lse = call(*arrays, **options, return_softmax_lse=True, num_splits=1)
+    if is_of_3:  # metadata has no entries, and changes nothing
+        metadata = fa3.get_scheduler_metadata(B, 3, 12, H, G, D, given["cache_seqlens"])
+        assert metadata.shape == (0,)
+        options["scheduler_metadata"] = metadata
+    same([call(*arrays, **options)], [output])
     if paged:
-        places = [np.asarray(x)[table.reshape(-1)].reshape(2, size, G, -1) for x in places]
+        places = [x[table].reshape(2, 12, G, -1) for x in places]
     for n in range(B):
-        start = seqlens if isinstance(seqlens, int) else int(seqlens[n])
-        item, end = items[n] if items else n, start + new
-        own_q, own_k = q[n], k[n]
+        start = int(np.broadcast_to(given["cache_seqlens"], (B,))[n])
+        item, end = int(given.get("cache_batch_idx", range(B))[n]), start + new
+        left, own_q, own_k = int(given.get("cache_leftpad", [0, 0])[n]), q[n], k[n]
         if rotary:
-            begin = start if first is None else first[n]
-            moves = given.get("causal") or "window_size" in given
-            own_k = rotated(
-                own_k, np.cos(angles), np.sin(angles), begin + np.arange(new), interleaved
-            )
-            own = begin + np.arange(length) * bool(moves)
-            own_q = rotated(own_q, np.cos(angles), np.sin(angles), own, interleaved)
-        before[0][item, start:end], before[1][item, start:end] = own_k, v[n]
-        keys, values = (x[item, :end] for x in before)
+            begin = int(given["rotary_seqlens"][n]) if "rotary_seqlens" in given else start
+            is_neox = not given.get("rotary_interleaved", True)
+            rows = begin + np.arange(3) * bool(given.get("causal"))
+            own_k = turn(own_k, angles[begin : begin + new], not is_neox)
+            own_q = turn(own_q, angles[rows], not is_neox)
+        stored[0][item, start:end], stored[1][item, start:end] = own_k, v[n]
+        keys, values = (x[item, :end] for x in stored)
         if "qv" in given:
             own_q = np.concatenate([own_q, given["qv"][n]], -1)
             keys = np.concatenate([keys, values], -1)
-        expected = formula(own_q, keys, values, **one(given, n), left=leftpad[n] if leftpad else 0)
-        close(output[n], expected[0])
-        close(lse[n], expected[1])
-    for found, wanted in zip(places, before, strict=False):
-        close(found, wanted[: len(found)], atol=1e-6)
+        same((output[n], lse[n]), cut(own_q, keys, values, left, own(n)))
+    same(places, stored)
+
+
+def cut(q, k, v, left, options):
+    """Return attention to the keys from `left` on, which have the positions that they had."""
+    if "mask" in options:
+        shown = np.broadcast_to(np.arange(len(k)) >= left, (len(q), len(k)))
+        return ours(q, k, v, **options | {"mask": options["mask"] & masks.dense(shown)})
+    return ours(q, k[left:], v[left:], **options)
 
 
 @pytest.mark.parametrize(
@@ -569,16 +475,15 @@ def test_ends_that_do_not_fit_a_cache_are_refused_before_it_is_written(change, w
         fa3.flash_attn_with_kvcache(normal(6, H, D), *caches, cache_seqlens=np.int64(4), **change)
 
 
-@pytest.mark.parametrize("packed", ["queries", "new keys", "both"])
-@pytest.mark.parametrize("where", ["items", "pages", "cache"])
+@pytest.mark.parametrize(
+    ("packed", "where"),
+    [("queries", "items"), ("new keys", "pages"), ("both", "cache"), ("both", "pages")],
+)
 def test_packed_queries_and_new_keys_of_a_cache(packed, where):
     """Each sequence by itself is the same, with its lengths, padding, places and rotation."""
-    lengths, new = [2, 3], [1, 3]
+    lengths = [2, 2] if packed == "new keys" else [2, 3]
+    new = [2, 2] if packed == "queries" else [1, 3]
     ends, ends_new = (np.array([0, n[0], sum(n)]) for n in (lengths, new))
-    if packed == "queries":
-        new = [2, 2]
-    elif packed == "new keys":
-        lengths = [2, 2]
     q, k, v = normal(sum(lengths), H, D), normal(sum(new), G, D), normal(sum(new), G, E)
     caches = [normal(*((6, 4) if where == "pages" else (3, 12)), G, n) for n in (D, E)]
     before = [x.copy() for x in caches]
@@ -588,22 +493,20 @@ def test_packed_queries_and_new_keys_of_a_cache(packed, where):
     if where == "pages":
         own["page_table"] = np.array([[5, 0, 2], [1, 4, 3]])
     else:
-        own |= {"cache_leftpad": np.array([1, 0])}
-        own |= {"cache_batch_idx": np.array([2, 0])} if where == "items" else {}
-
-    def batch(x, starts):
-        return x if starts is not None else x.reshape(2, -1, *x.shape[1:])
-
-    given = {"queries": (ends, None), "new keys": (None, ends_new), "both": (ends, ends_new)}
-    starts, starts_new = given[packed]
-    rows, more = batch(q, starts), batch(qv, starts)
-    new_k, new_v = batch(k, starts_new), batch(v, starts_new)
+        own["cache_leftpad"] = np.array([1, 0])
+    if where == "items":
+        own["cache_batch_idx"] = np.array([2, 0])
+    given, more = own.copy(), {"q": q, "k": k, "v": v, "qv": qv}
+    for name, of, names in (("queries", ends, "q qv"), ("new keys", ends_new, "k v")):
+        if packed in (name, "both"):
+            given["cu_seqlens_q" if name == "queries" else "cu_seqlens_k_new"] = of
+        else:
+            more |= {x: more[x].reshape(2, -1, *more[x].shape[1:]) for x in names.split()}
+    rows = more.pop("q")
     output, lse = fa3.flash_attn_with_kvcache(
-        rows, *caches, new_k, new_v, more, **options, **own, return_softmax_lse=True,
-        cu_seqlens_q=starts, cu_seqlens_k_new=starts_new,
-    )  # fmt: skip
-    for n in range(2):
-        part, added = (slice(sum(x[:n]), sum(x[: n + 1])) for x in (lengths, new))
+        rows, *caches, **more, **options, **given, return_softmax_lse=True
+    )
+    for n, (part, added) in enumerate(zip(spans(ends), spans(ends_new), strict=True)):
         each = {name: x[n : n + 1] for name, x in own.items()}
         if where == "cache":
             each["cache_batch_idx"] = np.array([n])
@@ -611,24 +514,23 @@ def test_packed_queries_and_new_keys_of_a_cache(packed, where):
             q[None, part], *before, k[None, added], v[None, added], qv[None, part], **options,
             **each, return_softmax_lse=True,
         )  # fmt: skip
-        close(output[n] if starts is None else output[part], expected[0])
-        close(lse[n] if starts is None else lse[:, part], total[0])
-    for found, wanted in zip(caches, before, strict=True):
-        close(found, wanted, atol=0)
-    plain = fa3.flash_attn_with_kvcache(rows, *caches, qv=more, cu_seqlens_q=starts, **own)
+        is_packed = "cu_seqlens_q" in given
+        same([output[part] if is_packed else output[n]], expected)
+        same([lse[:, part] if is_packed else lse[n]], total)
+    same(caches, before, atol=0)
+    given.pop("cu_seqlens_k_new", None)
+    plain = fa3.flash_attn_with_kvcache(rows, *caches, qv=more["qv"], **given)
     assert plain.shape == output.shape
 
 
-def test_a_cache_of_jax_is_read_and_not_written():
+def test_a_cache_of_jax_is_read_and_not_written(wide):
     q, new = jnp.ones((B, 1, H, D)), jnp.ones((B, 1, G, D))
-    cache = jnp.asarray(normal(B, 6, G, D))
-    seqlens = jnp.array([6, 3])
-    output = jax.jit(lambda n: fa2.flash_attn_with_kvcache(q, cache, cache, cache_seqlens=n))(
-        seqlens
-    )
+    cache, seqlens = jnp.asarray(normal(B, 6, G, D)), jnp.array([6, 3])
+    read = jax.jit(lambda n: fa2.flash_attn_with_kvcache(q, cache, cache, cache_seqlens=n))
+    output = read(seqlens)
     for n in range(B):
-        own = np.asarray(cache)[n, : seqlens[n]]
-        close(output[n], formula(np.ones((1, H, D)), own, own)[0])
+        own = cache[n, : seqlens[n]]
+        close(output[n], ours(q[n], own, own)[0])
     with pytest.raises(NotImplementedError, match=r"arrays of jax cannot be written: .*KVCache"):
         fa2.flash_attn_with_kvcache(q, cache, cache, new, new, cache_seqlens=seqlens)
 
@@ -670,16 +572,3 @@ def test_padding_out_and_in(library):
     more = fa2.unpad_input(to(x), to(mask), to(unused))
     assert np.asarray(more[2]).tolist() == [0, 2, 4, 8]
     assert np.asarray(more[4]).tolist() == [2, 0, 4]
-
-
-def test_padding_has_gradients():
-    x = torch.randn(2, 4, 3, requires_grad=True, dtype=torch.float64)
-    mask = torch.tensor([[1, 0, 1, 0], [1, 1, 1, 1]])
-
-    def both(x):
-        tokens, indices, *_ = fa2.unpad_input(x, mask)
-        return fa2.pad_input(tokens * tokens, indices.flip(0), 2, 4)
-
-    assert torch.autograd.gradcheck(both, x)
-    assert fa2.index_put_first_axis(torch.zeros(0, 3), torch.zeros(0, dtype=int), 4).shape == (4, 3)
-    close(fa2.index_first_axis(x, torch.tensor([1])).detach(), x[1:].detach())

@@ -12,6 +12,8 @@ from polyattn.dialects.flax import dot_product_attention
 pytest.importorskip("flax")
 from flax import linen, nnx
 
+pytestmark = pytest.mark.without_native
+
 
 def tokens(*shape, seed=0):
     return np.random.default_rng(seed).normal(size=(*shape, 32)).astype("f4")
@@ -37,11 +39,10 @@ CAUSAL = np.tril(np.ones((6, 6), "f4"))[None, None]  # of floats, as Flax makes 
     [
         ("nnx", {"num_kv_heads": 2, "normalize_qk": True}, {"mask": CAUSAL}),
         ("linen", {"dropout_rate": 0.5, "deterministic": True}, {"mask": CAUSAL > 0}),
-        ("nnx", {}, {"inputs_k": tokens(2, 9, seed=1), "is_causal": True}),
         ("nnx", {"dtype": "bfloat16"}, {"is_causal": True}),
         ("linen", {}, {"inputs_k": tokens(2, 9, seed=1)}),
     ],
-    ids=("grouped heads", "mask", "causal, L < S", "bfloat16", "memory"),
+    ids=("grouped heads", "mask", "bfloat16", "memory"),
 )
 def test_a_layer_of_flax_gives_the_output_and_gradients_of_its_own_function(
     variant, options, called
@@ -74,20 +75,6 @@ def test_a_layer_of_flax_decodes_with_its_cache(variant):
     np.testing.assert_allclose(np.concatenate(rows, 1), whole, atol=1e-5)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("variant", ["nnx", "linen"])
-def test_a_layer_of_flax_drops_weights(variant):
-    """Each row sees its own key, so it is 0 or 4/3 of what it is without dropout."""
-    own = {"dropout_rate": 0.25, "broadcast_dropout": False, "use_bias": False}
-    layer = made(variant, 1, **own, attention_fn=dot_product_attention)
-    call = partial(layer, tokens(2, 64), mask=np.eye(64)[None, None])
-    whole, one, other = (call(deterministic=is_whole) for is_whole in (True, False, False))
-    kept = abs(one).max(-1, keepdims=True) > 0
-    np.testing.assert_allclose(one, kept * whole / 0.75, atol=1e-5)
-    assert 0.6 < kept.mean() < 0.9
-    assert not np.array_equal(one, other)
-
-
 DROPS = {"dropout_rate": 0.5, "deterministic": False}
 EINSUM = ("qk_attn_weights_einsum_cls", "attn_weights_value_einsum_cls")
 
@@ -96,8 +83,6 @@ EINSUM = ("qk_attn_weights_einsum_cls", "attn_weights_value_einsum_cls")
     ("variant", "options", "called", "reason"),
     [
         ("nnx", DROPS, {}, "broadcast_dropout must be False; got True"),
-        ("linen", DROPS, {}, "broadcast_dropout must be False; got True"),
-        ("nnx", {}, {"sow_weights": True}, "sow_weights must be False; got True"),
         ("linen", {}, {"sow_weights": True}, "sow_weights must be False; got True"),
         ("linen", {"precision": "high"}, {}, "precision must be None; got 'high'"),
         ("linen", dict.fromkeys(EINSUM, lambda: np.einsum), {}, "qk_attn_weights_einsum must be"),
@@ -114,23 +99,27 @@ def heads(*shape, seed=0):
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("options", "batch"),
     [
-        {"is_causal": True},
-        {"bias": heads(1)[0, :, :6, None], "deterministic": True, "dropout_rate": 0.5},
-        {"mask": np.tri(6, 9, 2), "bias": tokens(4, 6)[..., :9], "dtype": "bfloat16"},
-        {"promote_dtype": lambda arrays, dtype: [x * 0.5 for x in arrays]},
+        ({"bias": heads(1)[0, :, :6, None], "deterministic": True, "dropout_rate": 0.5}, (2, 3)),
+        ({"mask": np.tri(6, 9, 2), "bias": tokens(4, 6)[..., :9], "dtype": "bfloat16"}, (2,)),
+        (
+            {"promote_dtype": lambda arrays, dtype: [x * 0.5 for x in arrays], "is_causal": True},
+            (),
+        ),
     ],
-    ids=lambda options: "-".join(options),
+    ids=("bias", "mask", "causal"),
 )
-@pytest.mark.parametrize("batch", [(), (2,), (2, 3)], ids=str)
 def test_the_function_gives_the_numbers_of_flaxs(options, batch):
     arrays = heads(*batch, 6), heads(*batch, 9, seed=1), heads(*batch, 9, seed=2)
     jnp = jax.numpy
     given = {k: jnp.asarray(x) if isinstance(x, np.ndarray) else x for k, x in options.items()}
-    in_jax = list(map(jnp.asarray, arrays))
-    expected = nnx.dot_product_attention(*in_jax, **given)
-    found = dot_product_attention(*in_jax, **given)
+
+    def both(*arrays):
+        functions = dot_product_attention, nnx.dot_product_attention
+        return [function(*arrays, **given) for function in functions]
+
+    found, expected = jax.jit(both)(*arrays)
     assert found.dtype == expected.dtype
     atol = 0.03 if "dtype" in options else 2e-6
     np.testing.assert_allclose(*(np.asarray(x, "f4") for x in (found, expected)), atol=atol)
@@ -151,7 +140,9 @@ def test_the_function_has_the_arguments_of_both_of_flaxs():
     own, *theirs = (
         list(inspect.signature(function).parameters)
         for function in (
-            *(dot_product_attention, nnx.dot_product_attention, linen.dot_product_attention),
+            dot_product_attention,
+            nnx.dot_product_attention,
+            linen.dot_product_attention,
         )
     )
     assert own == list(dict.fromkeys(theirs[0] + theirs[1]))

@@ -26,27 +26,20 @@ def dispatch():
 @pytest.mark.parametrize(
     ("given", "heads"),
     [
-        ({}, 4),
         ({"is_causal": True, "scale": 0.3}, 4),
-        ({"enable_gqa": True}, 2),
-        ({"attn_mask": torch.arange(9) < torch.tensor([[4], [9]])}, 4),
+        ({"attn_mask": torch.arange(9) < torch.tensor([[4], [9]]), "enable_gqa": True}, 2),
         ({"attn_mask": torch.zeros(2, 1, 6, 9).index_fill_(3, torch.tensor([3]), -torch.inf)}, 4),
     ],
-    ids=["plain", "causal", "grouped", "keys of items", "added"],
+    ids=["causal", "keys of items", "added"],
 )
 def test_diffusers(dispatch, given, heads, monkeypatch):
     from polyattn.integrations import diffusers
 
     module, theirs = dispatch
-    torch.manual_seed(0)
     q, k, v = torch.randn(2, 6, 4, 8), *torch.randn(2, 2, 9, heads, 8)
     calls, ours = [], diffusers.scaled_dot_product_attention
-
-    def counted(*arrays):
-        calls.append(arrays)
-        return ours(*arrays)
-
-    monkeypatch.setattr(diffusers, "scaled_dot_product_attention", counted)
+    name = "scaled_dot_product_attention"
+    monkeypatch.setattr(diffusers, name, lambda *x: calls.append(x) or ours(*x))
     found = module.dispatch_attention_fn(q, k, v, **given)
     assert len(calls) == 1
     torch.testing.assert_close(found, theirs(q, k, v, **given))

@@ -20,7 +20,6 @@ IDS = np.array([0, 0, 1, 1, 1])
     ("mask", "leaves"),
     [
         (masks.causal() & ~masks.window(1, 0) | masks.prefix(1), 0),
-        (masks.causal() & masks.segments(IDS, IDS), 2),
         (masks.padding(np.array([3, 5])) | masks.selected(np.eye(5, 2, dtype=int)), 2),
         (masks.compile(lambda b, h, i, j: i >= j, 5, 5) & masks.segments(IDS, IDS), 2),
     ],
