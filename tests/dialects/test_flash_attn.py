@@ -149,7 +149,6 @@ def test_packed_sequences_have_one_gradient():
     assert [uses(x, output) for x in (rows, qv)] == [1, 1]
 
 
-@pytest.mark.without_native
 def test_packed_sequences_have_one_gradient_on_jax():
     x, ends = jax.numpy.ones((10, 2, 8)), [0, 2, 3, 3, 6, 10]
     gradient = jax.grad(lambda x: fa2.flash_attn_varlen_func(x, x, x, ends, ends, 4, 4).sum())

@@ -12,8 +12,6 @@ from polyattn.dialects.flax import dot_product_attention
 pytest.importorskip("flax")
 from flax import linen, nnx
 
-pytestmark = pytest.mark.without_native
-
 
 def tokens(*shape, seed=0):
     return np.random.default_rng(seed).normal(size=(*shape, 32)).astype("f4")

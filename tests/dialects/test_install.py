@@ -17,8 +17,6 @@ from pairs import normal, turn
 from polyattn.dialects import flash_attn as fa2
 from polyattn.dialects import flash_attn_interface as fa3
 
-pytestmark = pytest.mark.without_native
-
 
 def test_install_is_found_and_undone(tmp_path, monkeypatch):
     names = ["flash_attn", "flash_attn.bert_padding", "flash_attn.ops.triton.rotary"]

@@ -10,7 +10,6 @@ from pairs import ours
 
 from polyattn.dialects import keras as keras_dialect
 
-pytestmark = pytest.mark.without_native
 BIAS, SEEN = draw((4, 1, 9), (2, 1, 6, 9))
 OPTIONS = [
     {"bias": BIAS, "mask": SEEN > -0.5},

@@ -38,7 +38,6 @@ import xformers; import xformers.ops; assert xformers.__version__ == "0.0.35"; f
 """.strip().splitlines()  # noqa: E501 -- lines of code
 
 
-@pytest.mark.without_native
 def test_forms_of_import_resolve():
     for form in FORMS:
         with own.install():
