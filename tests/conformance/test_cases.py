@@ -82,9 +82,9 @@ def test_the_arrays_are_the_same_each_time_and_no_two_cases_share_them():
     assert not np.array_equal(once[0], CASES["sinks"].arguments()[0])
 
 
-@pytest.mark.parametrize("name", ["transposed, key alone", "zero strides, mask alone"])
-def test_one_array_lies_otherwise_and_the_others_do_not(name):
+def test_one_array_lies_otherwise_and_the_others_do_not():
+    name = "zero strides, mask alone"
     (query, key, value), options = CASES[name].arguments()
     arrays = {"query": query, "key": key, "value": value, **options}
     odd = {n for n, x in arrays.items() if not x.flags.c_contiguous}
-    assert odd == {name.split()[-2]}
+    assert odd == {"mask"}
