@@ -145,9 +145,3 @@ def test_a_derivative_that_is_declared_must_be_there(check, name):
     assert check(NUMPY, KernelVariant(unwilling), plain) is None
     with pytest.raises(AssertionError, match=f"no case that unwilling supports needs {name}"):
         check_declarations(NUMPY, KernelVariant(unwilling), cases)
-
-
-def test_a_kernel_without_logsumexp_is_given_that_of_another():
-    kernel = Dense()
-    kernel.features, kernel.differentiates = frozenset(), {"backward": frozenset()}
-    assert check_backward(NUMPY, KernelVariant(kernel), CASES["plain"])

@@ -56,15 +56,6 @@ def test_what_is_hidden_changes_no_gradient(target, name, case):
     assert check_gradients(target, variant, case)
 
 
-def test_what_has_no_gradients_is_passed_over():
-    case = CASES["plain"]
-    (flex,) = (c for c in TORCH.kernels if c.kernel.name == "flex")
-    assert check_gradients(TORCH, flex, case) is None
-    for library in ("numpy", "torch", "jax.numpy"):
-        target = Target("numpy", library)
-        assert check_gradients(target, target.kernels[0], case) is None
-
-
 class Detached(Dense):
     """Computes the right output, and no gradient by the keys."""
 

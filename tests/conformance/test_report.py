@@ -1,7 +1,6 @@
 """`polyattn check`: the table, the exit code, and what it charges a failure to."""
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -117,18 +116,6 @@ class Faint(Deaf):
         return super().__call__(problem, operands, backend)
 
 
-class Refusing(Dense):
-    """Refuses calls that need a feature."""
-
-    name = "refusing"
-
-    def __init__(self, feature):
-        self.feature = feature
-
-    def reasons_against(self, problem):
-        return ["it hides"] if self.feature in problem.features else []
-
-
 def test_a_failure_is_charged_to_the_feature_that_fails_alone():
     found, cell = reported(Deaf(), ["bias x softcap", "softcap", "bias", "plain"])
     assert found.failed == 2
@@ -188,36 +175,6 @@ def test_a_refusal_that_explain_does_not_tell_is_a_failure():
 
     with pytest.raises(AssertionError, match="plain: explain says that it runs, and the call is"):
         check_gradients(Target("torch"), KernelVariant(Late()), CASES["plain"])
-
-
-def test_a_declaration_that_nothing_exercises_is_a_failure():
-    found, cell = reported(Refusing("sinks"), ["declared features"])
-    assert cell("declared features").failures == ["no case that refusing supports needs sinks"]
-    assert found.sections[0].failures[0].charged == "declared features"
-
-
-@pytest.mark.slow
-def test_a_terminal_without_the_letters_shows_something():
-    done = subprocess.run(
-        [sys.executable, "-m", "polyattn", *QUICK],
-        env={**os.environ, "PYTHONIOENCODING": "ascii"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "in units of eps ? ? w|v|" in done.stdout
-
-
-def test_each_reason_has_one_number():
-    footnotes = {}
-    one = report.Cell(agreed=1, refused=2, units=2.0)
-    one.reasons.update(["it is narrow; it is short", "it is short"])
-    other = report.Cell(refused=1)
-    other.reasons.update(["it is short"])
-    assert report.cell_text(one, footnotes) == "2 [1][2]"
-    assert report.cell_text(other, footnotes) == "[2]"
-    assert list(footnotes) == ["it is narrow", "it is short"]
 
 
 def test_an_interrupt_leaves_what_there_was(monkeypatch, capsys):
