@@ -30,7 +30,7 @@ from polyattn.conformance.functions.check import (
     load,
     target_of,
 )
-from polyattn.conformance.functions.report import _ROWS, lines, summarise, summary
+from polyattn.conformance.functions.report import lines, summarise, summary
 from polyattn.dialects import scaled_dot_product_attention
 from polyattn.dialects.flash_attn import flash_attn_func
 
@@ -134,7 +134,7 @@ def test_parts_by_themselves_may_have_other_bits():
         output = attention(query, key, value, **call)
         return output if query.shape[-2] == 1 else np.nextafter(output, np.float32(9))
 
-    rows = report_on(by_rows, "plain", *_ROWS)
+    rows = report_on(by_rows, "plain", "cache, new rows", "pages, new rows")
     items, rows = rows["items by themselves"], rows["rows by themselves"]
     assert (items.count(AGREES), rows.count(AGREES)) == (3, 2)
     assert summary(items)[2] == ""
