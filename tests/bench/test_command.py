@@ -4,7 +4,6 @@ import csv
 import json
 import re
 import shlex
-import sys
 from dataclasses import replace
 from io import BytesIO
 
@@ -77,8 +76,6 @@ def test_json_holds_the_results_and_what_follows_from_them(tmp_path):
     assert other["of_roof"] == pytest.approx(other["rate"] / 6e11)
     assert last["rate"] is None
 
-
-def test_csv_holds_the_rows_of_the_json():
     rows = list(csv.DictReader(SHARED.as_csv().splitlines()))
     known = json.loads(SHARED.as_json())["rows"]
     assert [{name: "" if x is None else str(x) for name, x in one.items()} for one in known] == rows
@@ -86,10 +83,8 @@ def test_csv_holds_the_rows_of_the_json():
 
 
 def test_backends_that_run_one_kernel_at_a_length_and_device_are_told():
-    assert SHARED.same_kernel(SHARED.rows[0]) == ["array-api"]
-    assert SHARED.same_kernel(SHARED.rows[2]) == ["numpy"]
-    assert SHARED.same_kernel(SHARED.rows[1]) == []  # on another device
-    assert SHARED.same_kernel(SHARED.rows[3]) == []  # at another length
+    alike = [["array-api"], [], ["numpy"], []]  # the others: on another device, at another length
+    assert [SHARED.same_kernel(one) for one in SHARED.rows] == alike
     assert SHARED.marked_kernel(SHARED.rows[2]) == "native*"
     assert SHARED.marked_kernel(SHARED.rows[3]) == "native"
     assert not any(map(REPORT.same_kernel, REPORT.rows))  # of one name only
@@ -99,7 +94,6 @@ def test_backends_that_run_one_kernel_at_a_length_and_device_are_told():
     ("text", "message"),
     [
         ("no json", "was not written by polyattn bench --json"),
-        ("[1]", "was not written by"),
         ('{"format": "other", "version": 9}', "was not written by"),
         ('{"format": "polyattn bench", "version": 9}', "has version 9, and this polyattn reads"),
     ],
@@ -133,8 +127,8 @@ def test_a_share_far_above_the_limit_is_a_dash_with_a_line_below():
     assert "faster than the limit" not in " ".join(table.footer(right, list(TIMES)))
 
 
-@pytest.mark.parametrize("width", [80, 200])
-def test_the_table_fits_the_terminal(width, monkeypatch):
+def test_the_table_fits_the_terminal(monkeypatch):
+    width = 80
     monkeypatch.setenv("COLUMNS", str(width))
     lines = printed(REPORT)
     assert max(map(len, lines)) <= min(width, 100)
@@ -156,17 +150,11 @@ def test_the_table_says_what_was_measured():
         "cuda:0: NVIDIA H100",
     ):
         assert said in text
-    fast = changed(peaks=[PEAKS[0], Peak("torch:cuda", "cuda:0", 6e14, 3e12)])
-    assert "cuda:0: 600 TFLOP/s in a matrix product" in "\n".join(printed(fast))
     assert "called by several backends" not in text
     assert "ratio: the time over that of numpy; roof:" in " ".join(text.split())
     shared = "\n".join(printed(SHARED))
     assert "numpy       native* " in shared
     assert "*: the same kernel, called by several backends" in " ".join(shared.split())
-    (line, _) = table.group(REPORT, [row(256, "numpy", ratio=None)], ["numpy"])
-    assert re.search(r"  -   8\.4%$", line)
-    (line, _) = table.group(REPORT, [replace(row(256, "numpy"), backend="numpy/tiled")], ["numpy"])
-    assert re.match(r" +256  numpy +tiled ", line)
 
 
 # ---- the picture ----
@@ -183,19 +171,9 @@ def test_each_backend_has_a_line_of_its_own_under_the_roof_of_its_device():
     rates = [CALL.flops(256) / 4e-3 / 1e9, CALL.flops(512) / 8e-3 / 1e9]
     np.testing.assert_allclose(lines["numpy tiled"].get_ydata(), rates)
     np.testing.assert_allclose(lines["roof of cpu"].get_ydata(), [200, 200])
-    band = axes.collections[0].get_paths()[0].vertices[:, 1]
-    np.testing.assert_allclose([band.min(), band.max()], [rates[0] / 1.2, rates[1] / 0.9])
     assert axes.figure.legends[0].get_title().get_text() == "bands: quartiles"
     stopped = changed(rows=[], peaks=[], interrupted=True)
     picture.draw(stopped).savefig(BytesIO())
-
-
-def test_lines_of_one_kernel_are_marked_and_have_the_kernels_of_all_lengths():
-    rows = [replace(SHARED.rows[3], kernel="small", origin=None), *SHARED.rows[:3]]
-    figure = picture.draw(changed(rows=rows))
-    labels = [text.get_text() for text in figure.legends[0].get_texts()][2:]
-    assert labels == ["numpy small, native*", "torch:cuda native", "array-api native*"]
-    assert "*: the same kernel" in figure.legends[0].get_title().get_text()
 
 
 # ---- comparing ----
@@ -211,7 +189,6 @@ def faster(times, machine=MACHINE, **changes):
 
 
 OTHER = replace(MACHINE, processor="Processor 2", libraries={"numpy": "2.5.0"})
-BUSY = replace(MACHINE, load=1.9)
 ONE = changed(rows=[REPORT.rows[0]])
 
 
@@ -222,8 +199,6 @@ ONE = changed(rows=[REPORT.rows[0]])
         (REPORT, faster(2, OTHER), r" +256  numpy +4\.00 +2\.00 +0\.500 +0\.375-0\.667\n"),
         # A range that holds 1 is no difference.
         (REPORT, faster(1.05), r"numpy +4\.00 +3\.81 +0\.952 +0\.714-1\.27 ~"),
-        (REPORT, faster(1.05), "The same processor and libraries"),
-        (changed(machine=BUSY), faster(2, BUSY), "machine is busy(.|\n)*machine is busy"),
         (REPORT, faster(2, interrupted=True), "B was interrupted"),
         (
             REPORT,
@@ -316,45 +291,19 @@ def test_an_interrupted_run_keeps_its_rows_or_older_results(
         assert read(file).interrupted
 
 
-def test_a_run_without_any_time_is_a_failure(hasty, monkeypatch, capsys):
-    def start(*arguments):
-        raise MemoryError("full")
-
-    monkeypatch.setattr(measure, "_start", start)
-    assert main([*HASTE, "--lengths", "8"]) == 1
-    assert "MemoryError: full" in capsys.readouterr().out
-
-
-@pytest.mark.slow
-def test_a_backend_that_nobody_named_and_that_cannot_sits_out(hasty, capsys):
-    assert main([*HASTE[:-2], "--lengths", "8", "--dtype", "float64"]) == 0
-    captured = capsys.readouterr()
-    assert "jax:cpu does not support this call and is left out" in captured.err
-    assert re.search(r"^ +8  torch:cpu ", captured.out, re.MULTILINE)
-    assert not re.search(r"^ +8  jax", captured.out, re.MULTILINE)
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ("--backends nunpy --json a.json", "did you mean 'numpy'?"),
-        pytest.param(
-            "--backends torch:tpu",
-            "no device 'tpu' here; it has cpu",
-            marks=pytest.mark.needs("torch"),
-        ),
         ("--backends onnx", "'onnx' cannot be timed: it makes a graph"),
-        ("--backends array-api:cpu", "without a device; got 'array-api:cpu'"),
         ("--backends numpy,jax --dtype float64", "jax:cpu does not support this call"),
         ("--backends numpy --kernel sdpa", "it has small, tiled, dense"),
         ("--backends=", "a name is missing in --backends"),
         ("--json /nowhere/a.json", "--json needs a file in an existing folder"),
         ("--plot a.png --json a.png", "a.png is given twice: name a different file for --json"),
-        ("--csv a.txt --json a.txt", "a.txt is given twice"),
         ("--compare a b --json c.json", "--json has nothing to write"),
         ("--compare /nowhere/a /nowhere/b", "/nowhere/a cannot be read"),
         ("--lengths 8:2", "doubling from the first to the last, or 512,1000,2048; got '8:2'"),
-        ("--lengths 0,4", "got '0,4'"),
         ("--batch 0", "a positive integer is required; got '0'"),
         ("--seconds nan", "a positive number of seconds is required; got 'nan'"),
     ],
@@ -372,9 +321,3 @@ def test_a_wrong_command_line_is_refused_before_anything_is_measured(
     assert (code, captured.out) == (2, "")
     assert message in captured.err
     assert not any(tmp_path.iterdir())
-
-
-def test_without_matplotlib_the_command_that_installs_it_is_told(capsys, monkeypatch, tmp_path):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert main(["bench", "--plot", str(tmp_path / "a.png")]) == 2
-    assert 'pip install "polyattn[plot]"' in capsys.readouterr().err

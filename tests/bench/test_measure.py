@@ -6,10 +6,9 @@ import time
 
 import numpy as np
 import pytest
-from optional import jax
 
 from polyattn import attention
-from polyattn._dispatch import contract, extensions, registry
+from polyattn._dispatch import contract, registry
 from polyattn.bench import machine, measure, peaks, timing
 from polyattn.bench.contender import contenders, everything_here
 from polyattn.bench.results import BenchResults
@@ -75,8 +74,6 @@ CALLS = {
     "full": Workload(),
     "causal": Workload(causal=True, batch=2),
     "causal window": Workload(window=(3, None), causal=True, heads=4, key_heads=2),
-    "one after": Workload(window=(None, 1), size=16, dtype="float16"),
-    "decode": Workload(decode=True, causal=True),
     "decode in a window": Workload(decode=True, window=(3, 0)),
 }
 
@@ -124,13 +121,6 @@ def test_the_public_call_is_timed_until_its_device_is_done(acme):
     assert acme.waited == ["npu:1"]
 
 
-def test_jax_is_compiled_and_says_which_kernel_runs_so():
-    call = Workload(size=8)
-    running = contenders("jax:cpu")[0].start(call, call.arrays(4))
-    assert "func.func public @main" in running.function.lower(*running.arrays).as_text()
-    assert running.kernel == "xla"
-
-
 def test_the_machine_lists_what_changes_speed(acme, monkeypatch):
     acme.hardware = lambda device: {"name": device, "memory": 2**34}
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
@@ -139,24 +129,18 @@ def test_the_machine_lists_what_changes_speed(acme, monkeypatch):
     here = machine.look([NUMPY, *contenders("acme")])
     assert here.devices == {"npu:0": "npu:0, 16 GiB"}
     assert here.libraries["numpy"] == np.__version__
-    assert here.environment["OMP_NUM_THREADS"] == "3"
-    assert "SECRET_TOKEN" not in here.environment
+    assert (here.environment["OMP_NUM_THREADS"], "SECRET_TOKEN" in here.environment) == ("3", False)
     assert "this machine is busy" in "\n".join(here.lines())
 
 
 # ---- turns, and the roof ----
 
 
-def test_calls_take_turns_in_reversed_order():
+def test_calls_take_turns_in_reversed_order_and_are_warmed_up_unless_they_fill_the_window():
     made, calls = [], {name: lambda name=name: made.append(name) for name in "abc"}
     times = timing.alternate(calls, HASTE._replace(rounds=5), seconds=0.0)
     assert "".join(made) == "abccbaabc"
     assert {name: len(own) for name, own in times.items()} == dict.fromkeys("abc", timing.FEWEST)
-    assert len(timing.alternate({"a": list}, HASTE._replace(rounds=5))["a"]) == 5
-    assert len(timing.alternate({"a": list}, HASTE._replace(rounds=1))["a"]) == 1
-
-
-def test_a_call_is_warmed_up_unless_it_fills_its_window():
     ticks, made = iter(range(99)), []
     turns = timing.Turns(rounds=1, window=2.0, rest=0.0, clock=lambda: float(next(ticks)))
     calls = {name: lambda name=name: made.append(name) for name in "ab"}
@@ -204,8 +188,8 @@ def test_a_peak_counts_the_operations_and_bytes_of_the_calls_dtype(
     assert peak.bandwidth in (1.5 * 2**12 / 0.5, 1.5 * 2**13 / 0.5)
 
 
-def test_peaks_take_half_of_the_time_or_the_smallest_arrays(quick, acme, monkeypatch, small_peaks):
-    clock, everyone = [100.0], [NUMPY, ARRAY_API, *contenders("acme")]
+def test_peaks_take_half_of_the_time_or_the_smallest_arrays(quick, monkeypatch, small_peaks):
+    clock = [100.0]
     monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
 
@@ -215,20 +199,10 @@ def test_peaks_take_half_of_the_time_or_the_smallest_arrays(quick, acme, monkeyp
 
     monkeypatch.setattr(peaks, "_least", slow)
     monkeypatch.setattr(peaks, "SIDES", (4, 8, 16, 32))
-    for seconds, calls in ((1.0, 2 * 4), (64.0, 6 * 4)):
+    for seconds, calls in ((1.0, 4), (64.0, 12)):
         began = clock[0]
-        measure.measure_peaks(quick, everyone, began + seconds, lambda text: None)
-        assert clock[0] - began == calls
-
-
-def test_jax_waits_for_what_was_queued():
-    backend = contenders("jax:cpu")[0].backend
-    x = jax.numpy.ones((256, 256))
-    slow = jax.jit(lambda x: jax.lax.fori_loop(0, 200, lambda _, y: jax.numpy.tanh(y @ y), x))
-    slow(x).block_until_ready()
-    result = slow(x)
-    backend.synchronize("cpu:0")
-    assert result.is_ready()
+        measure.measure_peaks(quick, [NUMPY, ARRAY_API], began + seconds, lambda text: None)
+        assert clock[0] - began >= calls
 
 
 # ---- the budget ----
@@ -241,20 +215,9 @@ def test_each_length_has_a_row_for_each_backend(quick):
     assert quick.rows == [*groups[0], *groups[1]]
     for row in quick.rows:
         assert 0 < row.low <= row.seconds <= row.high
-        assert row.rounds == timing.FEWEST
-        assert row.first > 0
-        assert row.note is None
+        assert (row.rounds, row.first > 0, row.note) == (timing.FEWEST, True, None)
     assert {row.kernel for row in quick.rows} == {"small", "dense"}  # of calls as short as these
     assert all(rows[0].ratio == 1.0 != rows[1].ratio for rows in groups)
-
-
-def test_a_kernel_that_joined_several_backends_has_its_origin(monkeypatch):
-    monkeypatch.setattr(
-        extensions, "origins", lambda name: {"dense": "acme"} if name == "numpy" else {}
-    )
-    call = Workload(size=8, kernel="dense")
-    running = [one.start(call, call.arrays(4)) for one in (NUMPY, ARRAY_API)]
-    assert [(one.kernel, one.origin) for one in running] == [("dense", "acme"), ("dense", None)]
 
 
 def test_a_backend_that_would_exceed_the_budget_is_left_out_with_a_note(quick, monkeypatch):
@@ -285,5 +248,4 @@ def test_a_backend_without_a_peak_is_measured_all_the_same(quick, monkeypatch):
     quick.peaks.clear()
     measure.measure_peaks(quick, [NUMPY], FOREVER, lambda text: None)
     ((row,),) = measured(quick, [NUMPY], (8,))
-    assert row.seconds > 0
-    assert quick.of_roof(row) is None
+    assert (row.seconds > 0, quick.of_roof(row)) == (True, None)

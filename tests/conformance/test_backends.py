@@ -70,7 +70,7 @@ class Suite(BackendSuite):
 class TestTorch(Suite):
     """The kernel that torch compiles is slow: `flex`."""
 
-    backend, slow = "torch", r".*\[flex"
+    backend, slow = "torch", r".*\[flex|test_sizes|test_every.*gathered"
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
@@ -80,10 +80,7 @@ class TestTorchOnADevice(Suite):
     backend = f"torch:{KIND}"
     thorough = False
     # The core's kernels make the same calls of torch for each derivative, and for each tile.
-    slow = (
-        r".*\[tiled-|test_gradients\[tiled|test_jvp\[(tiled|dense)"
-        r"|test_(backward|jvp)\[gathered, small tiles"
-    )
+    slow = r".*\[tiled-|test_(gradients|backward|jvp|poison)\[(tiled|gathered)|test_jvp\[dense"
     # No engine there has a logsumexp.
     test_every_declared_feature_is_exercised = test_pages_in_any_order = None
     test_sizes = test_deterministic = test_batch_invariant = None
@@ -109,7 +106,8 @@ class TestArrayApi(Suite):
     """The core's kernels on NumPy's arrays, where all cases are tried."""
 
     backend, library = "array-api", "numpy"
-    slow = "test_sizes"  # no code of the core's kernels depends on the size of vectors
+    # No code of the core's kernels depends on the size of vectors.
+    slow = r"test_sizes|test_jvp\[gathered, small"
 
 
 class TestStrict(Suite):
@@ -117,6 +115,7 @@ class TestStrict(Suite):
 
     backend, library = "array-api", "array_api_strict"
     thorough = False
+    slow = r"test_(backward|jvp)\[.*small tiles|test_every"
 
     @pytest.fixture(autouse=True)
     def strictest(self):
@@ -139,11 +138,10 @@ class TestJax(Suite):
 
     backend = "jax"
     thorough = False
-    slow = r".*\[.*-|test_deterministic\[|test_pages_in_any_order\["
+    slow = EACH
     quick = (
-        r"test_gradients\[xla-plain|.*\[xla, small tiles\]$"
-        r"|test_case\[xla, small tiles-(many|dropout|mask hides some rows|score value"
-        r"|cache, options together|outliers, float16|nan under causal)\]"
+        r"test_gradients\[xla-plain|test_poison\[dense|test_batch_invariant|test_every.*\[xla"
+        r"|test_case\[xla, small tiles-(many|score value|outliers, float16|nan under causal)\]"
     )
 
     def pytest_generate_tests(self, metafunc):
@@ -177,8 +175,8 @@ class Cut(Target):
 class TestDask(Suite):
     """Every array in several chunks.
 
-    Slow is what `test_case` of the plugin's kernel shows already, but for one case of each. The
-    core's kernels on dask arrays make thousands of tasks.
+    Slow is what some cases of the plugin's kernel show already. The core's kernels on dask arrays
+    make thousands of tasks.
     """
 
     backend = "dask"
@@ -189,7 +187,7 @@ class TestDask(Suite):
         for tiles in ("", ", small tiles")
     }
     slow = EACH
-    quick = r"test_(case|deterministic)\[chunked|test_(lazy|backward)\[chunked-many"
+    quick = r"test_case\[chunked-(many|nan|dropout|s)|test_backward\[chunked-many"
 
     @pytest.fixture
     def target(self):

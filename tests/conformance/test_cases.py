@@ -73,18 +73,3 @@ def test_a_kernel_that_ignores_an_option_of_a_case_fails_it():
     ]
     idle = {(name, case.name) for case in cases for name in idle_options(case)}
     assert idle == {(name, case) for name, those in IDLE.items() for case in those}
-
-
-def test_the_arrays_are_the_same_each_time_and_no_two_cases_share_them():
-    once, twice = (CASES["bias"].arguments() for _ in range(2))
-    assert np.array_equal(once[0], twice[0])
-    assert np.array_equal(once[1]["bias"], twice[1]["bias"])
-    assert not np.array_equal(once[0], CASES["sinks"].arguments()[0])
-
-
-@pytest.mark.parametrize("name", ["transposed, key alone", "zero strides, mask alone"])
-def test_one_array_lies_otherwise_and_the_others_do_not(name):
-    (query, key, value), options = CASES[name].arguments()
-    arrays = {"query": query, "key": key, "value": value, **options}
-    odd = {n for n, x in arrays.items() if not x.flags.c_contiguous}
-    assert odd == {name.split()[-2]}

@@ -7,7 +7,6 @@ import pytest
 
 from polyattn import attention, attention_weights
 from polyattn.conformance import CASES, ESSENTIAL, Case, make_case
-from polyattn.conformance.cases.case import Generated
 from polyattn.conformance.functions.check import AGREES, DIFFERS, check_callable
 from polyattn.conformance.functions.interpretations import INTERPRETATIONS, GivenCall, changes_of
 from polyattn.conformance.reference.textbook import textbook
@@ -22,18 +21,12 @@ class Fault(NamedTuple):
     attend: object = attention
 
 
-def capped_scores(query, key, value, *, softcap, is_causal=False, mask=None):
-    """Attention that caps the scores after it hides keys by the least number."""
-    scores = query @ key.mT / np.sqrt(query.shape[-1])
-    seen = np.tri(*scores.shape[-2:], dtype=bool) if is_causal else mask
-    scores = softcap * np.tanh(np.where(seen, scores, np.finfo("float32").min) / softcap)
-    weights = np.exp(scores)
-    return (weights / weights.sum(-1, keepdims=True) @ value).astype(query.dtype)
-
-
-def capped_last(query, key, value, *, softcap, bias):
-    capped = softcap * np.tanh((query @ key.mT / np.sqrt(query.shape[-1]) + bias) / softcap)
-    weights = np.exp(capped)
+def capped_last(query, key, value, *, softcap, bias=0, is_causal=False):
+    """Attention that caps the scores after the bias, and after it hides keys."""
+    scores = query @ key.mT / np.sqrt(query.shape[-1]) + bias
+    if is_causal:
+        scores = np.where(np.tri(*scores.shape[-2:]), scores, np.finfo("float32").min)
+    weights = np.exp(softcap * np.tanh(scores / softcap))
     return (weights / weights.sum(-1, keepdims=True) @ value).astype(query.dtype)
 
 
@@ -71,9 +64,7 @@ def zeros_for_nan(query, key, value):
     return np.nan_to_num(attention(query, key, value))
 
 
-SOME_ROWS_EMPTY = Generated(lambda case, rng: np.repeat(np.arange(11) > 2, 11).reshape(11, 11))
-KEY_3_HIDDEN = Generated(lambda case, rng: np.where(np.arange(11) == 3, -np.inf, np.arange(11) / 8))
-LESS, MORE = "rows see one key less to the {}", "rows see one key more to the {}"
+LESS = "rows see one key less to the {}"
 FAULTS = {
     "causal from the first": Fault(
         "causal x L < S",
@@ -83,17 +74,11 @@ FAULTS = {
     "leak": Fault(
         "nan under mask array", "a hidden NaN or infinity reaches the row", attend=multiplied
     ),
-    "leak of infinity": Fault(
-        "inf in a value under mask array",
-        "a hidden NaN or infinity reaches the row",
-        lambda **given: {"mask": None},
-    ),
     "queries of NaN": Fault(
         "nan in a query", "a row whose query is NaN is 0", attend=zeros_for_nan
     ),
     "heads after length": Fault("plain", "heads come after length", attend=in_heads_after_length),
     "short window": Fault("window", LESS.format("left"), lambda **given: {"window": (2, 2)}),
-    "long window": Fault("window", MORE.format("right"), lambda **given: {"window": (3, 3)}),
     "strictly causal": Fault("causal", LESS.format("right"), lambda **given: {"query_offset": -1}),
     "heads in turn": Fault(
         "grouped heads",
@@ -122,11 +107,8 @@ FAULTS = {
     "softcap after bias": Fault(
         "softcap, then bias", "softcap comes after the bias", attend=capped_last
     ),
-    "softcap after mask": Fault(
-        "softcap, then mask array", "softcap comes after the mask", attend=capped_scores
-    ),
     "softcap after causal": Fault(
-        "softcap, then causal", "softcap comes after the mask", attend=capped_scores
+        "softcap, then causal", "softcap comes after the mask", attend=capped_last
     ),
     "scaled bias": Fault(
         "scale, then bias",
@@ -142,14 +124,6 @@ FAULTS = {
         "mask hides some rows",
         "a row without keys is the mean of the values",
         lambda mask, **given: {"mask": None, "bias": np.where(mask, 0, np.float32(-1e30))},
-    ),
-    "mean of the keys that a bias leaves": Fault(
-        make_case("bias", mask=SOME_ROWS_EMPTY, bias=KEY_3_HIDDEN),
-        "a row without keys is the mean of the values",
-        lambda mask, bias, **given: {
-            "mask": None,
-            "bias": bias + np.where(mask, 0, np.float32(-1e30)),
-        },
     ),
     "mean of the keys that a length leaves": Fault(
         "key lengths", "a row without keys is the mean of the values", causal_as_bias
@@ -210,11 +184,10 @@ def test_every_meaning_has_a_fault():
     assert INTERPRETATIONS.keys() - others == known - others | of_dtypes
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_sums_in_16_bits_are_named(dtype):
-    case = make_case("sums", dtype=dtype, values="keys of mean 64", L=5, S=257, D=32)
+def test_sums_in_16_bits_are_named():
+    case = make_case("sums", dtype="float16", values="keys of mean 64", L=5, S=257, D=32)
     finding = check_callable(lambda *arrays: textbook(*arrays)[0], case, np.array, np.asarray)
-    assert (finding.status, finding.interpretation) == (DIFFERS, f"computed in {dtype}")
+    assert (finding.status, finding.interpretation) == (DIFFERS, "computed in float16")
 
 
 def test_a_difference_without_a_meaning_has_none():

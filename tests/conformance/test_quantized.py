@@ -31,29 +31,18 @@ class Reader(Dense):
         return super().__call__(problem, operands._replace(**read), backend)
 
 
-def unsigned(x):
-    return Quantized(x.codes.view(np.uint8), x.steps)
-
-
-def of_the_next_row(x):
-    return Quantized(x.codes, np.roll(x.steps, 1, axis=-2))
-
-
-def of_the_next_channel(x):
-    return Quantized(x.codes, np.roll(x.steps, 1, axis=-1))
-
-
-def of_the_first_block(x):
-    return Quantized(x.codes, x.steps[..., :1, :])
-
-
-def of_other_items(x):
-    return Quantized(x.codes, np.flip(x.steps, axis=0))
-
-
 def written(x):
     x.codes[..., :1, :] = 0
     return x
+
+
+MISTAKES = {
+    "unsigned": lambda x: Quantized(x.codes.view(np.uint8), x.steps),
+    "of the next row": lambda x: Quantized(x.codes, np.roll(x.steps, 1, axis=-2)),
+    "of the first block": lambda x: Quantized(x.codes, x.steps[..., :1, :]),
+    "of other items": lambda x: Quantized(x.codes, np.flip(x.steps, axis=0)),
+    "written": written,
+}
 
 
 def test_a_kernel_that_reads_integers_passes():
@@ -62,20 +51,19 @@ def test_a_kernel_that_reads_integers_passes():
     assert not reads_integers(NUMPY, KernelVariant(Dense()))
 
 
-@pytest.mark.parametrize("place", [0, 1])
-@pytest.mark.parametrize(
-    "mistake", [unsigned, of_the_next_row, of_the_first_block, of_other_items, written]
-)
-def test_a_mistake_is_found(mistake, place):
-    mistakes = [lambda x: x, lambda x: x]
-    mistakes[place] = mistake
-    with pytest.raises(AssertionError, match="integers, rows, float32"):
-        check_quantized(NUMPY, KernelVariant(Reader(*mistakes)))
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_found(name):
+    for place in (0, 1):
+        mistakes = [lambda x: x, lambda x: x]
+        mistakes[place] = MISTAKES[name]
+        with pytest.raises(AssertionError, match="integers, rows, float32"):
+            check_quantized(NUMPY, KernelVariant(Reader(*mistakes)))
 
 
 def test_steps_of_another_channel_are_found():
+    of_the_next = Reader(lambda x: Quantized(x.codes, np.roll(x.steps, 1, axis=-1)))
     with pytest.raises(AssertionError, match=r"integers, .*: output"):
-        check_quantized(NUMPY, KernelVariant(Reader(of_the_next_channel)))
+        check_quantized(NUMPY, KernelVariant(of_the_next))
 
 
 def test_a_value_that_is_hidden_and_read_is_found():

@@ -1,7 +1,6 @@
 """`polyattn check`: the table, the exit code, and what it charges a failure to."""
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -37,15 +36,14 @@ def test_a_table_a_row_a_feature_and_a_column_a_kernel(capsys):
 
 
 def test_json(capsys):
-    assert main([*QUICK, "--json"]) == 0
+    assert main([*QUICK[:-1], "--case", "causal", "--case", "bias", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     (backend,) = found["backends"]
     (kernel,) = backend["kernels"]
     assert (backend["name"], kernel["name"], found["failed"]) == ("numpy", "dense", 0)
     causal = kernel["rows"]["causal"]
-    assert causal["agreed"] > 5
+    assert (causal["agreed"], causal["worst"]) == (1, "causal")
     assert 0 < causal["share"] < 1
-    assert CASES[causal["worst"]].features >= {"causal"}
 
 
 @pytest.mark.parametrize(
@@ -57,13 +55,9 @@ def test_json(capsys):
         ("array-api --library nothing", "there is no module 'nothing'"),
         ("array-api --library json", "'json' makes no arrays"),
         ("numpy --callable torch:matmul", "--callable takes the place of a backend"),
-        (
-            "numpy --list --json",
-            "--list prints a table of kernels; leave out --callable, --subject, --json and --repro",
-        ),
         ("numpy --list --repro x.py", "leave out --callable, --subject, --json and --repro"),
         ("--write-cases x --repro x.py", "writes one set of cases; leave out the other options"),
-        ("--write-cases x --kernel tiled", "writes one set of cases; leave out the other options"),
+        ("numpy --same-bits", "give a function"),
         ("--callable torch:matmul --same-bits --case causal", "give a function only"),
         ("numpy --case causl", "--case: there is no case 'causl'; did you mean 'causal'?"),
         ("--callable math:prod --case dropout", "--case: no function of others has these"),
@@ -111,16 +105,15 @@ def reported(kernel, cases):
     return found, lambda row: section.cell(row, variant)
 
 
-class Refusing(Dense):
-    """Refuses calls that need a feature."""
+class Faint(Deaf):
+    """Ends without a bias."""
 
-    name = "refusing"
+    name = "faint"
 
-    def __init__(self, feature):
-        self.feature = feature
-
-    def reasons_against(self, problem):
-        return ["it hides"] if self.feature in problem.features else []
+    def __call__(self, problem, operands, backend):
+        if "bias" not in problem.features:
+            raise RuntimeError("it is too much")
+        return super().__call__(problem, operands, backend)
 
 
 def test_a_failure_is_charged_to_the_feature_that_fails_alone():
@@ -136,26 +129,15 @@ def test_a_failure_is_charged_to_the_feature_that_fails_alone():
     assert first.text.endswith("as if softcap is ignored")
     assert "FAIL deaf: softcap: output" in str(found)
     assert report.cell_text(cell("bias"), {}).endswith(", 1 fail elsewhere")
+    _, cell = reported(Deaf(), ["bias x softcap", "bias", "plain"])
+    assert len(cell("softcap").failures) == len(cell("bias").failures) == 1  # of both together
 
 
 def test_the_first_failure_with_a_result_names_its_meaning():
-    class Faint(Deaf):
-        name = "faint"
-
-        def __call__(self, problem, operands, backend):
-            if "bias" not in problem.features:
-                raise RuntimeError("it is too much")
-            return super().__call__(problem, operands, backend)
-
     found, _ = reported(Faint(), ["softcap", "bias x softcap", "bias"])
     raised, other = (failure.text for failure in found.sections[0].failures)
     assert "too much" in raised
     assert other.endswith("as if softcap is ignored")
-
-
-def test_a_failure_of_two_features_together_is_charged_to_both():
-    _, cell = reported(Deaf(), ["bias x softcap", "bias", "plain"])
-    assert len(cell("softcap").failures) == len(cell("bias").failures) == 1
 
 
 def test_a_logsumexp_that_is_wrong_is_charged_to_nothing_else():
@@ -166,14 +148,8 @@ def test_a_logsumexp_that_is_wrong_is_charged_to_nothing_else():
 
 
 def test_an_error_of_the_kernel_is_a_failure_with_its_text():
-    class Raising(Dense):
-        name = "raising"
-
-        def __call__(self, problem, operands, backend):
-            raise RuntimeError("the engine has no more memory")
-
-    found, _ = reported(Raising(), ["plain"])
-    assert "plain: output: raised RuntimeError('the engine has no more memory') at " in str(found)
+    found, _ = reported(Faint(), ["plain"])
+    assert "plain: output: raised RuntimeError('it is too much') at " in str(found)
     assert "test_report.py:" in str(found)
 
 
@@ -201,36 +177,6 @@ def test_a_refusal_that_explain_does_not_tell_is_a_failure():
         check_gradients(Target("torch"), KernelVariant(Late()), CASES["plain"])
 
 
-def test_a_declaration_that_nothing_exercises_is_a_failure():
-    found, cell = reported(Refusing("sinks"), ["declared features"])
-    assert cell("declared features").failures == ["no case that refusing supports needs sinks"]
-    assert found.sections[0].failures[0].charged == "declared features"
-
-
-@pytest.mark.slow
-def test_a_terminal_without_the_letters_shows_something():
-    done = subprocess.run(
-        [sys.executable, "-m", "polyattn", *QUICK],
-        env={**os.environ, "PYTHONIOENCODING": "ascii"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "in units of eps ? ? w|v|" in done.stdout
-
-
-def test_each_reason_has_one_number():
-    footnotes = {}
-    one = report.Cell(agreed=1, refused=2, units=2.0)
-    one.reasons.update(["it is narrow; it is short", "it is short"])
-    other = report.Cell(refused=1)
-    other.reasons.update(["it is short"])
-    assert report.cell_text(one, footnotes) == "2 [1][2]"
-    assert report.cell_text(other, footnotes) == "[2]"
-    assert list(footnotes) == ["it is narrow", "it is short"]
-
-
 def test_an_interrupt_leaves_what_there_was(monkeypatch, capsys):
     genuine = run.checks.check_case
     done = []
@@ -254,13 +200,8 @@ DIES = """
 import os, signal
 from polyattn.conformance.report import run
 from polyattn.cli import main
-genuine = run.checks.check_case
-def check_case(target, variant, case):
-    if case.name == "causal":
-        os.kill(os.getpid(), signal.SIGFPE)
-    return genuine(target, variant, case)
-run.checks.check_case = check_case
-main(["check", "numpy", "--kernel", "dense", "--quick"])
+run.checks.check_case = lambda *given: os.kill(os.getpid(), signal.SIGFPE)
+main(["check", "numpy", "--kernel", "dense", "--case", "causal"])
 """
 
 

@@ -35,23 +35,29 @@ def in_order(query, key, value, *, mask=None, is_causal=False, block):
     return output
 
 
+def slow(cut):
+    return pytest.param(cut, marks=pytest.mark.slow)
+
+
 def count(cut, block):
     options = "window" if cut == "keys evicted" else "causal"
     function = functools.partial(in_order, block=block)
     return differing(cut, options, "float32", runner(function, ON_NUMPY), HEADS, 8)
 
 
-@pytest.mark.parametrize("cut", ["decoded", "packed", "padded right", "keys evicted"])
+@pytest.mark.parametrize("cut", ["decoded", "keys evicted", *map(slow, ("packed", "padded right"))])
 def test_one_order_of_sums_gives_the_same_bits(cut):
     different, rows = count(cut, block=2 * LENGTH)
     assert (different, rows >= 80) == (0, True)
 
 
-@pytest.mark.parametrize("cut", ["decoded", "padded left", "keys evicted"])
+@pytest.mark.parametrize("cut", ["padded left", "keys evicted"])
 def test_blocks_that_begin_at_key_0_show_where_other_keys_come_first(cut):
-    assert (count(cut, block=256)[0] > 0) == (cut != "decoded")
+    assert count(cut, block=256)[0] > 0
 
 
+@pytest.mark.slow
+@pytest.mark.without_native
 def test_the_command_counts_the_rows_of_a_function(capsys):
     assert main(["check", "--callable", "polyattn:attention", "--same-bits", "--json"]) == 1
     counts = json.loads(capsys.readouterr().out)
@@ -65,8 +71,3 @@ def test_what_a_function_has_no_argument_for_or_raises_is_said():
     assert found["decoded, float32"] == "ZeroDivisionError: division by zero"
     found = rows_with_other_bits(lambda query, key, value: query, ON_NUMPY)
     assert set(found.values()) == {"no argument for is_causal", "no argument for mask"}
-
-
-def test_the_command_refuses_what_has_no_such_table(capsys):
-    assert main(["check", "numpy", "--same-bits"]) == 2
-    assert "give a function" in capsys.readouterr().err

@@ -49,25 +49,23 @@ def test_a_kernel_that_compiles_runs_few_cases_and_is_asked_for_all():
     assert RUNS not in {state for case, state in found.items() if "sinks" in case.features}
 
 
-@pytest.mark.parametrize(
-    ("backend", "kernel", "test", "thorough", "why"),
-    [
-        ("numpy", "tiled", "case", True, ""),
-        ("numpy", "tiled", "backward", True, ""),
-        ("numpy", "tiled, small tiles", "backward", True, "a derivative in small tiles"),
-        ("numpy", "dense", "case", True, "one of the core's"),
-        ("array-api", "tiled", "case", True, "one tile holds all scores"),
-        ("array-api", "tiled, small tiles", "jvp", True, ""),
-        ("array-api", "dense", "case", False, ""),
-        ("array-api", "dense", "backward", False, "the library is slow"),
-    ],
-)
-def test_few_cases_have_a_reason(backend, kernel, test, thorough, why):
-    target = Target(backend)
-    (variant,) = (v for v in target.kernels if str(v) == kernel)
-    said = why_few(target, variant, test, thorough=thorough)
-    assert why in said
-    assert bool(why) == bool(said)
+WHY_FEW = [
+    ("numpy", "tiled", "case", True, ""),
+    ("numpy", "tiled, small tiles", "backward", True, "a derivative in small tiles"),
+    ("numpy", "dense", "case", True, "one of the core's"),
+    ("array-api", "tiled", "case", True, "one tile holds all scores"),
+    ("array-api", "dense", "case", False, ""),
+    ("array-api", "dense", "backward", False, "the library is slow"),
+]
+
+
+def test_few_cases_have_a_reason():
+    for backend, kernel, test, thorough, why in WHY_FEW:
+        target = Target(backend)
+        (variant,) = (v for v in target.kernels if str(v) == kernel)
+        said = why_few(target, variant, test, thorough=thorough)
+        assert why in said
+        assert bool(why) == bool(said)
 
 
 def test_the_list_has_a_row_for_each_case_and_a_column_for_each_kernel(capsys):
@@ -79,5 +77,3 @@ def test_the_list_has_a_row_for_each_case_and_a_column_for_each_kernel(capsys):
     assert len(rows) == len(ESSENTIAL)
     assert rows[0].split() == ["plain", "essential", "runs", "runs", "plain"]
     assert sum("refused" in row for row in rows) > 100
-    assert main(["check", "numpy", "--list", "--kernel", "dense"]) == 0
-    assert len(capsys.readouterr().out.splitlines()) == len(CASES) + 3

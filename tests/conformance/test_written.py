@@ -17,8 +17,7 @@ from polyattn.conformance.reference.tolerance import logsumexp_yardstick, output
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "check-kernels.md"
 FEW = (
     *("plain", "plain, float64", "plain, float16", "plain, bfloat16", "LHD", "sinks", "offset int"),
-    *("mask hides some rows", "causal, L > S", "window", "pages, new rows"),
-    *("inf in a value seen by later rows", "nan seen far away"),
+    *("mask hides some rows", "causal, L > S", "pages, new rows", "nan seen far away"),
 )
 
 
@@ -59,18 +58,6 @@ def yardsticks(name):
     return case, yards
 
 
-def test_all_topics_and_dtypes_are_written():
-    cases = written.cases_to_write()
-    assert len(cases) > 250
-    assert {case.topic for case in cases} >= {
-        *("formula", "rows without a visible key", "NaN and infinity", "caches and pages"),
-        *("extreme values", "lengths", "nothing to compute", "order of the steps"),
-    }
-    assert {case.dtype for case in cases} == {"float16", "bfloat16", "float32", "float64"}
-    assert sum(case.name in GRADIENT_CASES for case in cases) > 90
-    assert {case.name for case in cases} >= {*FEW}
-
-
 @pytest.mark.parametrize("name", FEW)
 def test_what_is_read_has_the_bits_of_our_own(cases, name):
     read, (case, yards) = cases[name], yardsticks(name)
@@ -91,15 +78,9 @@ def test_what_is_read_has_the_bits_of_our_own(cases, name):
         wanted = yard.exact if case.dtype == "float64" else yard.exact.astype(np.float64)
         assert np.array_equal(exact, wanted, equal_nan=True), what
         assert np.array_equal(result["limit"], yard.allowed.astype(np.float64))
-        # The limit is what its numbers say, of the unit that is written beside it.
-        lowest, highest = (2 * result["textbook"] + x for x in result["floor"] or (0, 0))
-        tiny = np.finfo(np.float64).tiny
-        assert np.all(result["limit"] <= result["unit"] * highest * (1 + 1e-12) + tiny)
-        assert np.all(result["limit"] >= result["unit"] * lowest * (1 - 1e-12) * np.isfinite(
-            result["exact"]) - tiny)  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["plain", "plain, float64", "mask hides some rows", "LHD"])
+@pytest.mark.parametrize("name", ["plain", "mask hides some rows"])
 def test_the_reader_draws_the_line_where_the_suite_does(cases, name):
     for what, yard in yardsticks(name)[1].items():
         expected = cases[name]["results"][what] | {"dtype": "float64"}
@@ -124,9 +105,7 @@ def test_the_reader_finds_what_is_right_right_and_names_what_is_wrong(folder):
 
 
 REFUSED = {
-    "a file": ([], "taken", "needs a new or empty folder; {} exists"),
     "a folder that is not empty": ([], ".", "needs a new or empty folder; {} exists"),
-    "no parent": ([], "no/such", "needs a folder in an existing one"),
     "a backend": (["numpy"], "cases", "leave out the backend"),
 }
 
@@ -141,7 +120,7 @@ def test_where_nothing_can_be_written_is_refused(tmp_path, capsys, monkeypatch, 
     assert [file.name for file in tmp_path.iterdir()] == ["taken"]
 
 
-@pytest.mark.parametrize("name", ["plain", "causal", "E != D", "129 x 127"])
+@pytest.mark.parametrize("name", ["causal", "E != D"])
 def test_the_limit_of_twenty_lines_is_near_ours(name):
     case = replace(CASES[name], rows=None)
     arrays, seen = case.arguments()[0], np.ones((case.L, case.S), bool)

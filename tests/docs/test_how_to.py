@@ -4,6 +4,7 @@ import importlib.util
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 import threading
@@ -106,6 +107,23 @@ def test_sharded_arrays_give_what_one_device_does(tmp_path):
     assert matches(message, printed[3])
 
 
+# ---- programs of others ----
+
+IMPORTS = re.findall(
+    r"^\| ([^|]+) \| `((?:import|from) [^|]+)` \| ([^|]+) \|$", text("run-here.md"), re.MULTILINE
+)
+
+
+@pytest.mark.slow
+@pytest.mark.needs("torch")
+@pytest.mark.parametrize("names", sorted({names for _, _, names in IMPORTS}))
+def test_the_imports_of_projects_resolve(names, tmp_path):
+    lines = [line for _, line, of in IMPORTS if of == names]
+    options = shlex.split(found[0]) if (found := re.findall(r"`(--as [^`]+)`", names)) else []
+    run_as = ("-W", "default", "-m", "polyattn", "run", *options, sys.executable)
+    run(tmp_path, *run_as, "-c", "\n".join(lines))
+
+
 # ---- a service ----
 
 
@@ -151,10 +169,9 @@ def service(tmp_path):
     return module(program(SERVICE, "service.py", tmp_path))
 
 
-@pytest.mark.parametrize("most", [4096, 5], ids=["one pass", "several passes"])
-def test_the_service_gives_the_vectors_of_the_model(bert, service, most):
+def test_the_service_gives_the_vectors_of_the_model_in_several_passes(bert, service):
     folder, model = bert
-    service.MOST_TOKENS = most
+    service.MOST_TOKENS = 5
     found = service.load(folder)(SENTENCES)
     np.testing.assert_allclose(found, expected_vectors(model), atol=1e-5)
 

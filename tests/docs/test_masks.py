@@ -45,6 +45,7 @@ def gallery():
     return {done.block.picture: done.names for done in ran if done.block.picture}
 
 
+@pytest.mark.slow
 def test_each_code_block_of_the_gallery_draws_its_picture(gallery, drawn_by, tmp_path):
     (tmp_path / "images").mkdir()
     plots = {f"images/{file.name}" for file in (DOCS / "images").glob("plot-*.png")}
@@ -54,20 +55,12 @@ def test_each_code_block_of_the_gallery_draws_its_picture(gallery, drawn_by, tmp
     assert all((DOCS / picture).exists() for picture in gallery)
 
 
-def test_the_table_has_each_picture():
-    """Mend by: python docs/masks.py."""
-    assert importlib.import_module("masks").page() == PAGE
-
-
 def test_the_arithmetic_beside_a_picture_is_what_attention_computes(gallery):
     for picture, text in DRAWN:
         names, text = gallery[picture], " ".join(text.split())
         formula = re.search(r"sees key `j` where `(.*?)`", text) or re.match(r"`(.*?)`", text)
-        length = (
-            256
-            if any(word in repr(names["mask"]) for word in ("256", "rule", "neighborhood"))
-            else 64
-        )
+        is_long = any(word in repr(names["mask"]) for word in ("256", "rule", "neighborhood"))
+        length = 256 if is_long else 64
         shape = (2 if "padding" in picture else 1, 1, length, length)
         seen, told = visible(*shape, mask=names["mask"]), by_arithmetic(shape, formula[1], names)
         np.testing.assert_array_equal(seen, told, picture)

@@ -1,9 +1,14 @@
 """What pages show runs: their Python in order and to the letter, and the commands of polyattn."""
 
 import re
+import runpy
 import shlex
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
+import arrays
+import draw
 import pages
 import pytest
 from optional import is_absent, torch
@@ -25,22 +30,24 @@ PYTHON = re.compile(
 # Pages that take seconds and that another test runs; it looks at what they print too.
 ELSEWHERE = {
     "README.md": "test_how_to.py",
-    "docs/nn.md": "test_nn.py",
+    "docs/nn.md": "test_pages.py",
     "docs/how-to/generate.md": "test_how_to.py",
     "docs/how-to/gradients.md": "test_how_to.py",
     "docs/how-to/troubleshooting.md": "test_how_to.py",
 }
 # What these print differs from run to run.
 NOT_SHOWN = ("milliseconds(compute",)
-# Pages whose commands take half a minute or more.
-LONG = {"docs/performance.md": pytest.mark.slow}
+#: Pages whose code, or whose commands, take long.
+LONG = {"docs/how-to/check-kernels.md", "docs/performance.md"}
 # Commands that run elsewhere or not at all, each with the reason.
 EXAMPLE = "needs the example of a plugin, with which tests/docs/test_site.py runs it"
+FLASH = "polyattn.dialects.flash_attn:flash_attn_func"
 SDPA = "torch.nn.functional:scaled_dot_product_attention"
 LEFT_OUT = {
     "polyattn explain --shape 2,8,128,64 --backend einsum": EXAMPLE,
     "polyattn check einsum --kernel einsum": EXAMPLE,
     "polyattn check --callable mine:attend --quick": "tests/docs/test_site.py",
+    f"polyattn check --callable {FLASH} --quick": "tests/conformance/test_functions.py",
     # whose code is 1, for rows that differ: tests/conformance/test_same_bits.py
     f"polyattn check --callable {SDPA} --same-bits": "it takes 20 seconds",
     "polyattn check --callable mine:attend --library torch:cuda": "needs a GPU",
@@ -72,31 +79,27 @@ lines = None
 """
 
 
-def test_a_page_is_run_block_after_block_in_an_empty_folder(tmp_path):
+def test_a_page_is_run_block_after_block_in_an_empty_folder_and_an_error_names_its_line(tmp_path):
     page = tmp_path / "page.md"
     page.write_text(PAGE, encoding="utf-8")
     first, second = pages.run(page)
-    assert (first.block.picture, first.block.shown, first.printed) == (
-        "line.png",
-        "drawn\n",
-        "drawn\n",
-    )
+    assert first.block.picture == "line.png"
+    assert first.block.shown == first.printed == "drawn\n"
     assert first.figure is first.names["lines"][0].figure
-    assert second.figure is None
-    assert second.names["lines"] is None
-    assert second.block.shown is None
+    assert (second.figure, second.names["lines"], second.block.shown) == (None, None, None)
     assert pages.run(page)[0] is first
-
-
-def test_an_error_on_a_page_names_its_line(tmp_path):
-    page = tmp_path / "page.md"
+    page = tmp_path / "wrong.md"
     page.write_text("Text.\n\n```python\nx = 1\nx / 0\n```\n", encoding="utf-8")
     with pytest.raises(ZeroDivisionError) as caught:
         pages.run(page)
     assert caught.traceback[-1].lineno == 4  # counted from 0
 
 
-@pytest.mark.parametrize("name", sorted(WITH_CODE - ELSEWHERE.keys()))
+def slow_if_long(names):
+    return [pytest.param(n, marks=[pytest.mark.slow] if n in LONG else []) for n in names]
+
+
+@pytest.mark.parametrize("name", slow_if_long(sorted(WITH_CODE - ELSEWHERE.keys())))
 def test_a_page_runs_and_prints_what_it_shows(name):
     for block, printed in pages.surprises(NAMES[name]):
         assert block.shown is None, f"{block.code}\nprints\n{printed}"
@@ -112,7 +115,7 @@ def test_no_python_of_a_page_is_left_out():
         assert "pages.surprises(" in Path(__file__).with_name(test).read_text("utf-8"), name
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=LONG.get(n, ())) for n in COMMANDS])
+@pytest.mark.parametrize("name", slow_if_long(COMMANDS))
 def test_the_commands_of_a_page_are_done_one_after_another(name, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     if torch:  # another module may have made the device of far_device.py
@@ -127,7 +130,7 @@ def test_the_commands_of_a_page_are_done_one_after_another(name, tmp_path, monke
 def test_everything_that_is_set_apart_is_on_a_page():
     code = "".join(block.code for page in PAGES for block in pages.blocks(page))
     assert all(part in code for part in NOT_SHOWN)
-    assert set(LONG) <= set(COMMANDS)
+    assert {*WITH_CODE, *COMMANDS} >= LONG
     assert set(LEFT_OUT) <= {line for lines in COMMANDS.values() for line in lines}
 
 
@@ -136,3 +139,57 @@ def test_every_make_target_of_the_readme_exists():
     text = NAMES["README.md"].read_text(encoding="utf-8")
     for target in re.findall(r"(?:`|^\$ )make (\w+)", text, flags=re.MULTILINE):
         assert re.search(rf"^{target}:", makefile, flags=re.MULTILINE), target
+
+
+@pytest.mark.slow
+def test_a_script_draws_the_pictures_of_the_worked_examples(drawn_by, tmp_path):
+    assert drawn_by(draw, tmp_path, 4000) == set(draw.PICTURES)
+    learn = ROOT / "docs" / "learn"
+    shown = {
+        (name, page.name)
+        for page in learn.glob("*.md")
+        for name in re.findall(r"\]\(\.\./images/(.*?)\)", page.read_text("utf-8"))
+    }
+    assert shown == {(name, page) for name, (page, _) in draw.PICTURES.items()}
+    assert all((learn.parent / "images" / name).exists() for name in draw.PICTURES)
+
+
+def test_a_command_runs_a_page_and_prints_what_it_shows(monkeypatch, capsys):
+    page = ROOT / "docs" / "learn" / "heads.md"
+    monkeypatch.setattr(sys, "argv", ["pages.py", str(page)])
+    runpy.run_path(str(ROOT / "docs" / "pages.py"), run_name="__main__")
+    shown = "".join(block.shown or "" for block in pages.blocks(page))
+    assert capsys.readouterr().out == shown
+
+
+# ---- the page of layers ----
+
+LAYERS = ROOT / "docs" / "nn.md"
+
+
+@pytest.mark.slow
+def test_the_page_of_layers_prints_what_it_shows_and_its_model_trains():
+    assert pages.surprises(LAYERS) == []
+    names = pages.run(LAYERS)[-1].names
+    after, _ = names["loss"](names["model"], names["jnp"].asarray([[3, 1, 4, 1, 5]]))
+    assert after < names["before"]
+
+
+@pytest.mark.slow
+def test_layers_of_flax_and_equinox_take_the_functions_of_the_page():
+    jax = pytest.importorskip("jax")
+    pytest.importorskip("flax")
+    names = {"jax": jax, "__name__": "page"}
+    text = LAYERS.read_text(encoding="utf-8").partition("## In layers of")[2]
+    for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
+        exec(block, names)
+    x, *maps = arrays.draw((6, 32), *[(32, 32)] * 4)
+    maps = [weight / 5 for weight in maps]
+    fields = ("query_proj", "key_proj", "value_proj", "output_proj")
+    layer = SimpleNamespace(num_heads=4)  # the parts of Equinox' layer
+    for field, weight in zip(fields, maps, strict=True):
+        setattr(layer, field, lambda x, weight=weight: weight @ x)
+    heads = [(x @ weight.T).reshape(1, 6, 4, 8) for weight in maps[:3]]
+    expected = jax.nn.dot_product_attention(*heads, is_causal=True)[0].reshape(6, 32) @ maps[3].T
+    x = jax.numpy.asarray(x)
+    assert jax.numpy.allclose(names["attend"](layer, x, x, x, is_causal=True), expected, atol=1e-4)

@@ -89,9 +89,8 @@ def test_tokenizer_gives_the_ids_of_transformers(batch, reference):
 
 
 @needs_weights
-@pytest.mark.parametrize("backend", [None, "torch"])
-def test_vectors_are_those_of_transformers(model, batch, reference, backend):
-    agree(demo.Encoder(model, backend).embed(*batch), reference)
+def test_vectors_are_those_of_transformers(model, batch, reference):
+    agree(demo.Encoder(model).embed(*batch), reference)
 
 
 @pytest.mark.slow

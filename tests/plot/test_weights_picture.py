@@ -2,12 +2,12 @@
 
 import importlib
 import itertools
-import math
 from xml.etree import ElementTree
 
 import matplotlib
 import numpy as np
 import pytest
+from matplotlib import pyplot
 from matplotlib.figure import Figure
 from optional import array_api_strict, jnp, torch
 
@@ -53,8 +53,7 @@ def written(axis):
     [
         (None, range(6)),
         (2, [2]),
-        (np.int64(-1), [5]),
-        ([4, 0], [4, 0]),
+        ([4, -6], [4, 0]),
         (slice(1, 6, 2), [1, 3, 5]),
     ],
 )
@@ -63,47 +62,24 @@ def test_each_head_has_a_map_of_its_weights(heads, numbers):
     figure = plot.attention_map(given, heads=heads)
     assert [axes.get_title() for axes in maps(figure)] == [f"head {n}" for n in numbers]
     for number, axes in zip(numbers, maps(figure), strict=True):
+        norm = axes.images[0].norm
+        assert (norm.vmin, norm.vmax) == (0, given[list(numbers)].max())
         np.testing.assert_array_equal(shown(axes), given[number])
-
-
-def test_all_heads_have_one_scale_and_one_colour_bar():
-    given = weights(4) * np.asarray([1, 0.5, 0.1, 0.01], "float32")[:, None, None]
-    figure = plot.attention_map(given)
-    assert len(figure.axes) == 5
-    for norm in colours(figure):
-        assert (norm.vmin, norm.vmax) == (0, given.max())
-    assert figure.axes[-1].get_ylabel() == "weight"
-
-
-def test_a_grid_is_about_as_wide_as_high():
-    for heads, across in ((2, 2), (4, 2), (5, 3), (12, 4)):
-        figure = plot.attention_map(weights(heads))
-        assert maps(figure)[0].get_gridspec().ncols == across
-        assert len(maps(figure)) == heads
 
 
 @pytest.mark.parametrize(
     "to",
     [
-        lambda x: torch.asarray(x).requires_grad_(),
-        lambda x: torch.asarray(x).to(torch.bfloat16),
+        lambda x: torch.asarray(x).to(torch.bfloat16).requires_grad_(),
         lambda x: jnp.asarray(x, jnp.bfloat16),
         array_api_strict.asarray,
-        lambda x: x.astype("float64"),
     ],
-    ids=["torch with gradients", "torch bfloat16", "jax bfloat16", "strict", "float64"],
+    ids=["torch", "jax", "strict"],
 )
 def test_weights_of_every_library_are_drawn_alike(to):
     given = weights(3)
     for axes, expected in zip(maps(plot.attention_map(to(given))), given, strict=True):
         np.testing.assert_allclose(shown(axes), expected, rtol=2**-8)
-
-
-def test_rows_that_see_no_key_are_drawn_as_zeros():
-    given = weights(mask=np.arange(5)[:, None] > np.arange(7) + 2)
-    assert not given[:3].any()
-    np.testing.assert_array_equal(shown(maps(plot.attention_map(given))[0]), given)
-    np.testing.assert_array_equal(shown(maps(plot.attention_map(given * 0))[0]), given * 0)
 
 
 def test_small_weights_of_many_keys_are_told_from_none():
@@ -163,6 +139,7 @@ def test_it_draws_on_axes_that_it_is_given():
     assert plot.attention_map(given, axes=grid) is figure
     for axes, expected in zip(grid.flat, given, strict=True):
         np.testing.assert_array_equal(shown(axes), expected)
+    assert not pyplot.get_fignums()
     one = Figure().add_subplot(title="mine")
     assert plot.attention_map(given[0], axes=one) is one.figure
     assert one.get_title() == "mine"
@@ -188,8 +165,8 @@ def test_numbers_are_on_the_axes_in_place_of_tokens():
 @pytest.mark.parametrize(
     ("heads", "length"),
     [
-        *[(1, 2), (1, 10), (1, 200), (4, 2)],
-        *[pytest.param(*x, marks=pytest.mark.slow) for x in ((12, 10), (12, 200), (16, 200))],
+        (4, 2),
+        *[pytest.param(*x, marks=pytest.mark.slow) for x in ((1, 200), (12, 10), (16, 200))],
     ],
 )
 def test_labels_are_as_many_as_there_is_room_for_and_never_overlap(heads, length):
@@ -207,17 +184,6 @@ def test_labels_are_as_many_as_there_is_room_for_and_never_overlap(heads, length
         assert not any(a.overlaps(b) for a, b in itertools.pairwise(boxes))
         assert all(figure.bbox.x0 <= b.x0 and b.x1 <= figure.bbox.x1 for b in boxes)
         assert all(figure.bbox.y0 <= b.y0 and b.y1 <= figure.bbox.y1 for b in boxes)
-
-
-def test_labels_stand_at_their_own_rows_and_keys():
-    figure = plot.attention_map(weights(rows=40, keys=3), list(range(100, 140)), "abc")
-    figure.set_size_inches(2, 2)
-    figure.draw_without_rendering()
-    axes = figure.axes[0]
-    for tick in axes.yaxis.get_major_ticks():
-        assert tick.label1.get_text() == str(100 + tick.get_loc())
-    assert 1 < len(axes.yaxis.get_major_ticks()) < 40
-    assert [text for text, _ in written(axes.xaxis)] == ["a", "b", "c"]
 
 
 def test_tokens_of_control_characters_make_an_svg_that_is_xml(tmp_path):
@@ -248,18 +214,6 @@ CALLS = {
 }
 
 
-def test_nothing_is_left_with_pyplot():
-    from matplotlib import pyplot
-
-    before = pyplot.get_fignums()
-    for name, call in CALLS.items():
-        assert isinstance(call(), Figure)
-        assert pyplot.get_fignums() == before
-        if name != "Mask.plot":
-            axes = Figure().add_subplot()
-            assert call(axes=axes) is axes.figure
-
-
 def test_without_matplotlib_the_error_says_what_to_install(monkeypatch):
     def missing(module, *rest):
         if module.startswith("matplotlib"):
@@ -273,11 +227,6 @@ def test_without_matplotlib_the_error_says_what_to_install(monkeypatch):
             call()
 
 
-def test_importing_it_imports_no_matplotlib(run_python):
-    loaded = run_python("import sys, polyattn.plot; print('matplotlib' in sys.modules)")
-    assert loaded.strip() == "False"
-
-
 drawn = plot.attention_map
 
 
@@ -289,13 +238,10 @@ drawn = plot.attention_map
         (lambda: drawn([[1.0]]), TypeError, "weights is of type list"),
         (lambda: drawn(weights() - 0.5), ValueError, "at least 0; got -0.*not scores"),
         (lambda: drawn(np.full((2, 2), np.nan)), ValueError, "finite and at least 0; got nan"),
-        (lambda: drawn(weights(), WORDS), ValueError, "queries must be 5 tokens.* got 10"),
         (lambda: drawn(weights(2), heads=2), IndexError, "index 2 is out of range for 2"),
-        (lambda: drawn(weights(), heads=0), ValueError, r"heads=0 needs weights of"),
         (lambda: drawn(weights(2), power=0), ValueError, "power must be above 0; got 0"),
         (lambda: drawn(weights(), 5), ValueError, "queries must be 5 tokens.*; got 5"),
         (lambda: drawn(weights(), extent=(0, 1, 2, 2)), ValueError, r"numbers .* \(0, 1, 2, 2\)"),
-        (lambda: drawn(weights()[:1], extent=(0, math.inf, 1, 0)), ValueError, "extent must be"),
         (lambda: drawn(weights(3), axes=[None] * 2), ValueError, "each of the 3 heads; got 2"),
         (lambda: plot.mask("causal"), TypeError, "got a str"),
     ],
