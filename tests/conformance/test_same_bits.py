@@ -57,7 +57,6 @@ def test_blocks_that_begin_at_key_0_show_where_other_keys_come_first(cut):
 
 
 @pytest.mark.slow
-@pytest.mark.without_native
 def test_the_command_counts_the_rows_of_a_function(capsys):
     assert main(["check", "--callable", "polyattn:attention", "--same-bits", "--json"]) == 1
     counts = json.loads(capsys.readouterr().out)
