@@ -1,7 +1,6 @@
 """The corners of the semantics that no case of the conformance suite shows.
 
-On every library and on both array-API kernels, the tiled one also with tiles so small that every
-corner lies on an edge.
+The tiled kernel has tiles so small that every corner lies on an edge.
 """
 
 import numpy as np
@@ -12,9 +11,7 @@ from optional import array_api_strict
 from polyattn import attention, attention_jvp, attention_partial, attention_vjp, attention_weights
 from polyattn.conformance import ESSENTIAL, assert_accurate, make_case
 
-B, H, G, L, S, D = 2, 4, 2, 9, 9, 8
-PLAIN = make_case("corner", H=H, G=G, L=L, S=S, D=D)
-KERNELS = {"dense": "dense", "tiled": "tiled", "tiles": tiles_of(8), "default": None}
+KERNELS = {"dense": "dense", "tiles": tiles_of(8), "default": None}
 
 
 def each(*pairs):
@@ -23,23 +20,12 @@ def each(*pairs):
     return pytest.mark.parametrize(("kernel", "library"), pairs)
 
 
-# One tile of all scores, as "tiled" is here, is what "dense" computes.
-each_kernel = each(("dense", TORCH), ("tiles", NUMPY), ("tiles", STRICT))
-any_kernel = each(
-    ("dense", NUMPY), ("tiles", TORCH), ("tiles", STRICT), ("tiled", NUMPY), ("default", NUMPY),
-    ("default", TORCH),
-)  # fmt: skip
-
-
 @pytest.fixture(autouse=True)
 def strictest():
     with array_api_strict.ArrayAPIStrictFlags(
         api_version="2024.12", boolean_indexing=False, data_dependent_shapes=False
     ):
         yield
-
-
-# Nothing to compute
 
 
 @pytest.mark.parametrize(
@@ -53,7 +39,7 @@ def strictest():
         pytest.param(4, 2, 3, 5, (4, 0), id="no value size"),
     ],
 )
-@any_kernel
+@each(("dense", NUMPY), ("tiles", STRICT), ("default", NUMPY), ("default", TORCH))
 def test_an_axis_without_entries(heads, groups, rows, keys, sizes, kernel, library):
     for with_sinks in (False, True):
         check_empty(heads, groups, rows, keys, *sizes, with_sinks, kernel, library)
@@ -81,9 +67,6 @@ def check_empty(heads, groups, rows, keys, size, value_size, with_sinks, kernel,
     np.testing.assert_allclose(sums, np.full((2, heads, keys), rows / max(1, keys + with_sinks)))
 
 
-# Functions of score and mask, as users of FlexAttention write them
-
-
 @each(("dense", NUMPY), ("tiles", TORCH))
 def test_a_function_may_mix_indices_and_scores(library, kernel):
     """Outside the standard, NumPy makes float64 of it, and torch float32: both must serve."""
@@ -93,10 +76,7 @@ def test_a_function_may_mix_indices_and_scores(library, kernel):
     assert_accurate(output, case, logsumexp)
 
 
-# No warning, whatever the caller has set
-
-
-@pytest.mark.parametrize("name", ["tiles", "default"])
+@pytest.mark.parametrize("name", [pytest.param("tiles", marks=pytest.mark.slow), "default"])
 def test_a_caller_who_raises_on_every_floating_point_event(name):
     loud = {}
     for case in ESSENTIAL.values():
