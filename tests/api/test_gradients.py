@@ -6,7 +6,6 @@ from functools import partial
 import numpy as np
 import pytest
 from arrays import close, draw
-from optional import torch
 
 import polyattn
 from polyattn import (
@@ -154,12 +153,6 @@ def of_torch(query, key, value, along, **options):
     return [x.grad for x in tensors]
 
 
-def of_torch_with_a_bias(query, key, value, along):
-    """With torch's own kernel, which computes no gradient of a bias."""
-    bias = torch.zeros(20, 30, dtype=query.dtype, requires_grad=True)
-    return of_torch(query, key, value, along, bias=bias)
-
-
 def of_ranks(query, key, value, along):
     def of_rank(ranks):
         own = [np.array_split(x, 2, axis=-2)[ranks.rank] for x in (query, key, value, along)]
@@ -177,7 +170,6 @@ def of_ranks(query, key, value, along):
         ("torch", partial(of_vjp, kernel="dense")),
         ("jax.numpy", of_vjp),
         ("torch", partial(of_torch, kernel="tiled")),
-        ("torch", of_torch_with_a_bias),
         ("numpy", of_ranks),
     ],
 )

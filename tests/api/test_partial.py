@@ -5,10 +5,10 @@ from itertools import pairwise, permutations
 
 import numpy as np
 import pytest
-from arrays import LIBRARIES, NUMPY, STRICT, TORCH, close, draw, tiles_of
-from optional import jax, torch
+from arrays import LIBRARIES, NUMPY, STRICT, TORCH, tiles_of
+from optional import torch
 
-from polyattn import Partial, attention, attention_partial, merge
+from polyattn import Partial, attention_partial, merge
 from polyattn.conformance import CASES, assert_accurate
 
 KERNELS = {"dense": "dense", "tiles": tiles_of(8)}
@@ -108,13 +108,3 @@ def test_merge_refuses_what_does_not_fit():
     ):
         with pytest.raises((TypeError, ValueError), match=message):
             merge(*given)
-
-
-def test_partials_merge_in_a_program_of_jax():
-    (x,) = draw((2, 6, 4))
-
-    @jax.jit
-    def halves(x):
-        return merge(*(attention_partial(x, part, part) for part in (x[:, :2], x[:, 2:]))).output
-
-    close(halves(x), attention(x, x, x))

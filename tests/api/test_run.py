@@ -136,15 +136,6 @@ def test_an_array_of_an_expression_that_changes_in_place_is_seen():
         attention(X, X, X, **options)
 
 
-def test_a_repeated_call_over_pages_has_lengths_of_its_own():
-    table = np.asarray([[1, 0], [0, 1]])
-    for lengths in ([1, 2], [7, 5], [8, 8]):
-        own = {"block_table": table, "key_lengths": np.asarray(lengths), "kernel": "tiled"}
-        got = attention(X, X, X, **own)  # the pools have pages of 4
-        forget()
-        np.testing.assert_array_equal(got, attention(X, X, X, **own))
-
-
 @pytest.mark.parametrize(
     "other", [{"dropout": (0.5, 4)}, {"score_mod": scores.temperature(3.0)}], ids=["seed", "class"]
 )

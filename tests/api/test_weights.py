@@ -143,15 +143,6 @@ def test_a_named_backend_gives_the_callers_arrays():
     assert there.keys.dtype.kind == "i"
 
 
-def test_gradients_pass_through():
-    query, key = (
-        torch.tensor(x[:1, :2, :3].astype(float), requires_grad=True) for x in (QUERY, KEY)
-    )
-    assert torch.autograd.gradcheck(
-        lambda q, k: attention_weights(q, k, is_causal=True), (query, key)
-    )
-
-
 @pytest.mark.parametrize(
     ("asked", "most"),
     [({"per_key": True}, 0.5), ({"top": 4}, 0.5), ({}, 1.6)],

@@ -7,7 +7,7 @@ import pytest
 from arrays import close, draw, tiles_of, visited_tiles
 
 import polyattn
-from polyattn import attention, attention_partial
+from polyattn import attention
 from polyattn._kernels import tiled
 from polyattn._kernels.tiled import Tiled
 from polyattn._kernels.weights import Weights
@@ -133,15 +133,6 @@ def test_a_score_function_may_return_an_array_of_the_callers_with_fewer_axes(ker
     np.testing.assert_array_equal(scores, before)
     bias = scores[(None,) * (4 - scores.ndim)]
     close(output, attention(q, k, v, scale=0.0, bias=bias, kernel=kernel))
-
-
-@pytest.mark.parametrize("kernel", ["dense", "tiled"])
-def test_a_score_function_with_float64_stays_float32(kernel):
-    x, wide = np.ones((6, 4), np.float32), np.ones((6, 6))
-    partial = attention_partial(
-        x, x, x, score_mod=lambda s, b, h, i, j: s + wide[i, j], kernel=kernel
-    )
-    assert partial.output.dtype == partial.logsumexp.dtype == np.float32
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "uint32", "uint64", "int8"])
