@@ -221,9 +221,3 @@ def test_as_functions_and_compiled():
     x = torch.asarray(X)
     compiled = masks.compile(masks.segments(IDS), 6, like=x, batch=2)
     close(attention(x, x, x, mask=compiled), attention(X, X, X, mask=masks.segments(IDS)))
-
-
-def test_numbers_in_another_byte_order_are_turned():
-    offset, ids = np.array([1], ">i8"), np.array(IDS, ">i4")
-    found = attention(X, X, X, is_causal=True, query_offset=offset, mask=masks.segments(ids))
-    close(found, attention(X, X, X, is_causal=True, query_offset=1, mask=masks.segments(IDS)))

@@ -78,6 +78,9 @@ def give(install, tmp_path, monkeypatch):
     return give
 
 
+FAST = {"numpy": "fast_kernels:Fast"}
+
+
 def spec(kernels, name="fast", requires=(), version=CONTRACT_VERSION, **more):
     """Return the text of a module with this spec."""
     return (
@@ -117,23 +120,16 @@ def test_a_kernel_joins_a_backend_and_runs_first(give):
     assert "fast (speedy), small, tiled, dense, gathered" in str(polyattn.list_backends())
 
 
-@pytest.mark.parametrize(
-    ("before", "expected"),
-    [
-        ("small", ["fast", "second", "small", "tiled", "dense", "gathered"]),
-        ("dense", ["small", "tiled", "fast", "second", "dense", "gathered"]),
-    ],
-)
-def test_several_stand_before_the_kernel_that_the_spec_names(give, before, expected):
+def test_several_stand_before_the_kernel_that_the_spec_names(give):
     both = ("fast_kernels:Fast", "fast_kernels:Second")
-    give(spec({"numpy": both}, before={"numpy": before}))
-    assert names() == expected
+    give(spec({"numpy": both}, before={"numpy": "dense"}))
+    assert names() == ["small", "tiled", "fast", "second", "dense", "gathered"]
     assert reasons()["numpy"] is None
 
 
 def test_those_of_two_distributions_stand_in_the_order_of_their_names(give):
     give(spec({"numpy": "fast_kernels:Second"}, name="a"), ["a = one:SPEC"], "one")
-    give(spec({"numpy": "fast_kernels:Fast"}, name="b"), ["b = two:SPEC"], "two")
+    give(spec(FAST, name="b"), ["b = two:SPEC"], "two")
     assert names() == ["second", "fast", "small", "tiled", "dense", "gathered"]
 
 
@@ -155,9 +151,8 @@ def test_a_spec_that_is_broken_affects_nothing_else(give, text, reason):
     give(text)
     assert reason in reasons()["kernels fast"]
     assert names() == ["small", "tiled", "dense", "gathered"]
-    with pytest.raises(polyattn.UnsupportedError) as caught:
+    with pytest.raises(polyattn.UnsupportedError, match=re.escape(reason)):
         attention(X, X, X, kernel="fast")
-    assert reason in str(caught.value)
     assert reason not in str(explain(X, X, X))
 
 
@@ -169,14 +164,8 @@ def test_a_spec_that_is_broken_affects_nothing_else(give, text, reason):
         (spec({"numpy": "builtins:dict"}), "its kernels must be instances of Kernel; one is {}"),
         (spec({"numpy": "fast_kernels:Small"}), "the backend has a kernel 'small' already"),
         (spec({"numpy": ("fast_kernels:Fast",) * 2}), "the backend has a kernel 'fast' already"),
-        (
-            spec({"numpy": "fast_kernels:Fast"}, requires=("no_such_library", "numpy")),
-            "no_such_library is not installed: pip install fast",
-        ),
-        (
-            spec({"numpy": "fast_kernels:Fast"}, before={"numpy": "smal"}),
-            "before='smal' is not a place in numpy: name one of small, tiled, dense",
-        ),
+        (spec(FAST, requires=("no_such", "numpy")), "no_such is not installed: pip install fast"),
+        (spec(FAST, before={"numpy": "smal"}), "before='smal' is not a place in numpy: name one"),
     ],
 )
 def test_kernels_that_cannot_join_affect_nothing_else(give, text, reason, monkeypatch):
@@ -185,13 +174,10 @@ def test_kernels_that_cannot_join_affect_nothing_else(give, text, reason, monkey
     with pytest.warns(RuntimeWarning, match=f"kernels fast for numpy .*{re.escape(reason)}"):
         assert reason in reasons()["kernels fast for numpy"]
     assert names() == ["small", "tiled", "dense", "gathered"]
-    for backend, error in (
-        (None, polyattn.UnsupportedError),
-        ("numpy", polyattn.BackendUnavailableError),
-    ):
-        with pytest.raises(error) as caught:
+    unsupported, unavailable = polyattn.UnsupportedError, polyattn.BackendUnavailableError
+    for backend, error in ((None, unsupported), ("numpy", unavailable)):
+        with pytest.raises(error, match=re.escape(reason)):
             attention(X, X, X, kernel="fast", backend=backend)
-        assert reason in str(caught.value)
     first, second = explain(X, X, X).candidates[:2]
     assert (first.kernel, first.status) == ("fast", "unavailable")
     assert (second.kernel, second.status) == ("small", "chosen")
@@ -245,7 +231,7 @@ def test_a_wrong_value_in_the_environment_is_refused_until_it_is_corrected(give,
 
 
 def test_a_name_whose_variable_means_something_else_is_refused(give, monkeypatch):
-    give(spec({"numpy": "fast_kernels:Fast"}, name="backend"), ["backend = speedy:SPEC"])
+    give(spec(FAST, name="backend"), ["backend = speedy:SPEC"])
     monkeypatch.setenv("POLYATTN_BACKEND", "numpy")
     assert reasons()["kernels backend"].endswith("means something else: rename it")
 

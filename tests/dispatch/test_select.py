@@ -49,11 +49,7 @@ def test_the_arrays_decide_by_default():
 )
 def test_the_first_backend_that_supports_the_call_runs(options, expected):
     assert chosen(**options) == expected
-
-
-@pytest.mark.needs("torch")
-def test_later_backends_are_shown_as_next():
-    assert [c.status for c in explain(X, X, X, backend="numpy,torch").candidates][-1] == "next"
+    assert explain(X, X, X, backend="numpy,torch").candidates[-1].status == "next"
 
 
 @pytest.mark.without_native
