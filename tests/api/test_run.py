@@ -180,7 +180,10 @@ CHANGES = {
     "a list for a mask": ((X,) * 3, {"mask": SEEN.tolist()}),
     "a list for sinks": ((X,) * 3, {"sinks": SINKS.tolist()}),
     "a list for offsets": ((X,) * 3, {"query_offset": OFFSETS.tolist(), "is_causal": True}),
-    "offsets of another size": ((X,) * 3, {"query_offset": OFFSETS.astype("i8")}),
+    "offsets in another byte order": (
+        (X,) * 3,
+        {"query_offset": OFFSETS.astype(">i4"), "is_causal": True},
+    ),
     "another backend": ((X,) * 3, {"backend": "torch"}),
     "dropout": ((X,) * 3, {"dropout": (0.5, 3)}),
 }
