@@ -5,7 +5,7 @@ from functools import partial
 
 import numpy as np
 import pytest
-from optional import torch
+from arrays import close, draw
 
 import polyattn
 from polyattn import (
@@ -26,12 +26,8 @@ from polyattn.conformance.checks.gradients import compare
 from polyattn.conformance.checks.target import Target
 from polyattn.conformance.reference.gradients import cotangent
 
-RNG = np.random.default_rng(0)
 SHAPES = ((2, 4, 9, 8), (2, 2, 13, 8), (2, 2, 13, 5))
-
-
-def draw(*shapes):
-    return [RNG.standard_normal(shape) for shape in shapes]
+QUERY, KEY, VALUE, ALONG = draw(*SHAPES, (2, 4, 9, 5), dtype="float64")
 
 
 def test_a_gradient_has_the_rank_of_its_array():
@@ -40,13 +36,9 @@ def test_a_gradient_has_the_rank_of_its_array():
     assert [x.shape for x in pullback(output)[:3]] == [x.shape for x in given]
 
 
-# ---- parts of the keys ----
-
-
-@pytest.mark.parametrize("dtype", ["float32", "float16", "float64"])
+@pytest.mark.parametrize("dtype", ["float16", "float64"])
 def test_the_shares_of_parts_of_the_keys_add_up(dtype):
-    query, key, value = (x.astype(dtype) for x in draw(*SHAPES))
-    along = RNG.standard_normal((2, 4, 9, 5)).astype(dtype)
+    query, key, value, along = draw(*SHAPES, ALONG.shape, dtype=dtype)
     options = {"is_causal": True, "softcap": 2.0}
     parts = [(slice(0, 5), 4), (slice(5, 13), -1)]
 
@@ -65,38 +57,26 @@ def test_the_shares_of_parts_of_the_keys_add_up(dtype):
     sums = found.query, *(np.concatenate(some, axis=-2) for some in zip(*of_keys, strict=True))
     expected = attention_vjp(query, key, value, **options)[1](along)
     assert expected.query.dtype == dtype
-    error = {"float16": 4e-3, "float32": 2e-6, "float64": 2e-15}[dtype]
-    for x, y in zip(sums, expected[:3], strict=True):
-        assert np.max(np.abs(x - y)) <= error * np.max(np.abs(y))
-
-
-# ---- NaN and infinity ----
-
-
-# ---- what is given ----
+    close(tuple(x.astype(dtype) for x in sums), expected[:3], 10)
 
 
 @pytest.mark.parametrize("backend", ["torch", "array-api"])
 def test_a_named_backend(backend):
-    query, key, value = draw(*SHAPES)
-    slopes = scores.alibi(RNG.random(4))
-    options = {"is_causal": True, "score_mod": slopes}
-    along = RNG.standard_normal((2, 4, 9, 5))
-    here = attention_vjp(query, key, value, **options)[1](along)
-    there = attention_vjp(query, key, value, **options, backend=backend)[1](along)
+    primals, tangents = (QUERY, KEY, VALUE), draw(*SHAPES, dtype="float64", seed=1)
+    options = {"is_causal": True, "score_mod": scores.alibi(np.linspace(0.1, 1, 4))}
+    here = attention_vjp(*primals, **options)[1](ALONG)
+    there = attention_vjp(*primals, **options, backend=backend)[1](ALONG)
     assert isinstance(there.query, np.ndarray)
-    assert np.allclose(here.query, there.query, rtol=0, atol=1e-13)
-    assert np.allclose(here.score_mod.slopes, there.score_mod.slopes, rtol=0, atol=1e-12)
+    close(there.query, here.query, 400)
+    close(there.score_mod.slopes, here.score_mod.slopes, 4000)
     assert there.bias is there.softcap is there.similarity is None
-    primals, tangents = (query, key, value), draw(*SHAPES)
     here, there = (attention_jvp(primals, tangents, backend=one)[1] for one in (None, backend))
     assert isinstance(there, np.ndarray)
-    assert np.allclose(here, there, rtol=0, atol=1e-13)
+    close(there, here, 400)
 
 
 def test_what_cannot_be_differentiated_is_refused():
-    query, key, value = draw(*SHAPES)
-    output, pullback = attention_vjp(query, key, value, score_mod=lambda s, b, h, i, j: s * s)
+    output, pullback = attention_vjp(QUERY, KEY, VALUE, score_mod=lambda s, b, h, i, j: s * s)
     with pytest.raises(polyattn.UnsupportedError, match=r"scores\.function\(f, derivative=g\)"):
         pullback(output)
     with pytest.raises(TypeError, match=r"output_gradient must be an array .* got None"):
@@ -110,21 +90,16 @@ def test_what_cannot_be_differentiated_is_refused():
         ({"into": 0}, TypeError, "into must be Gradients; got a int"),
         ({"into": Gradients(key=np.zeros(7))}, ValueError, r"into\.key must .*; got \(7,\)"),
         ({"output_gradient": np.zeros(3)}, ValueError, "output_gradient must have the shape"),
-        ({"output_gradient": np.zeros((2, 4, 9, 5), "float32")}, TypeError, "float64 as the query"),
-        (
-            {"partial": Partial(np.zeros((2, 4, 9, 5)), np.zeros((2, 4, 8)))},
-            ValueError,
-            "logsumexp must be that of attention_partial",
-        ),
-        ({"partial": Partial(np.zeros((2, 4, 9, 5)), None)}, ValueError, "needs the logsumexp"),
+        ({"output_gradient": ALONG.astype("f4")}, TypeError, "float64 as the query"),
+        ({"partial": Partial(ALONG, ALONG[..., 0, 0])}, ValueError, "logsumexp must be that of"),
+        ({"partial": Partial(ALONG, None)}, ValueError, "needs the logsumexp"),
     ],
 )
 def test_bad_input(change, error, message):
-    query, key, value = draw(*SHAPES)
-    result = attention_partial(query, key, value)
+    result = attention_partial(QUERY, KEY, VALUE)
     given = {"partial": result, "output_gradient": result.output} | change
     with pytest.raises(error, match=message):
-        attention_backward(query, key, value, **given)
+        attention_backward(QUERY, KEY, VALUE, **given)
 
 
 @pytest.mark.parametrize(
@@ -138,18 +113,17 @@ def test_bad_input(change, error, message):
 )
 def test_bad_tangents(tangents, error, message):
     with pytest.raises(error, match=message):
-        attention_jvp(draw(*SHAPES), tangents)
+        attention_jvp((QUERY, KEY, VALUE), tangents)
 
 
 def test_no_tangent_is_a_tangent_of_0():
-    primals = draw(*SHAPES)
-    output, tangent = attention_jvp(primals, (None, None, None))
-    assert np.array_equal(output, attention(*primals))
+    output, tangent = attention_jvp((QUERY, KEY, VALUE), (None, None, None))
+    assert np.array_equal(output, attention(QUERY, KEY, VALUE))
     assert not tangent.any()
 
 
 def test_float32_partials_of_16_bits_keep_their_digits():
-    query, key, value = (x.astype("float16") for x in draw((2, 4, 8), (2, 64, 8), (2, 64, 5)))
+    query, key, value = draw((2, 4, 8), (2, 64, 8), (2, 64, 5), dtype="float16")
     parts = [slice(n, n + 8) for n in range(0, 64, 8)]
 
     def joined(**options):
@@ -164,8 +138,6 @@ def test_float32_partials_of_16_bits_keep_their_digits():
         joined(dtype="float64")
 
 
-# ---- 16 bits -----------------------------------------------------------------------------------
-
 ALIKE = replace(BACKWARD_CASES["keys of mean 64, bfloat16"], L=20, S=30)
 
 
@@ -179,12 +151,6 @@ def of_torch(query, key, value, along, **options):
     tensors = [x.requires_grad_() for x in (query, key, value)]
     attention(*tensors, **options).backward(along)
     return [x.grad for x in tensors]
-
-
-def of_torch_with_a_bias(query, key, value, along):
-    """With torch's own kernel, which computes no gradient of a bias."""
-    bias = torch.zeros(20, 30, dtype=query.dtype, requires_grad=True)
-    return of_torch(query, key, value, along, bias=bias)
 
 
 def of_ranks(query, key, value, along):
@@ -204,7 +170,6 @@ def of_ranks(query, key, value, along):
         ("torch", partial(of_vjp, kernel="dense")),
         ("jax.numpy", of_vjp),
         ("torch", partial(of_torch, kernel="tiled")),
-        ("torch", of_torch_with_a_bias),
         ("numpy", of_ranks),
     ],
 )
@@ -228,8 +193,10 @@ class Rounding(Dense):
     promises = Dense.promises - {"rounds_once"}
 
 
-@pytest.mark.parametrize("kind", [Narrow, Rounding])
-@pytest.mark.parametrize(("library", "way"), [("numpy", of_vjp), ("torch", of_torch)])
+@pytest.mark.parametrize(
+    ("library", "way", "kind"),
+    [("numpy", of_vjp, Narrow), ("numpy", of_vjp, Rounding), ("torch", of_torch, Narrow)],
+)
 def test_a_kernel_gets_the_dtype_of_sums_only_if_it_takes_it(library, way, kind):
     seen = set()
 
@@ -247,7 +214,7 @@ def test_a_kernel_gets_the_dtype_of_sums_only_if_it_takes_it(library, way, kind)
 @pytest.mark.parametrize("options", [{}, {"sinks": np.zeros(2, "float16")}], ids=str)
 def test_derivatives_of_16_bits_are_quiet(options, kernel):
     """What float16 cannot hold becomes 0 or ±inf, as in the output."""
-    x = (np.random.default_rng(0).standard_normal((3, 2, 6, 8)) * 30).astype("float16")
+    x = 30 * draw((3, 2, 6, 8), dtype="float16")[0]
     with np.errstate(all="raise"):
         output, pullback = attention_vjp(*x, kernel=kernel, **options)
         gradients = pullback(np.full_like(output, 6e4))

@@ -50,12 +50,8 @@ GIVEN = {
         lambda folder: torch.nested.nested_tensor([torch.ones(2, 3)], layout=torch.jagged),
         ["masks.segments"],
     ),
-    "array of objects": (
-        lambda folder: X.astype(object),
-        ["query has dtype object", "cast it first"],
-    ),
+    "array of objects": (lambda folder: X.astype(object), ["has dtype object", "cast it first"]),
     "list": (lambda folder: X.tolist(), ["query is of type list", "numpy.asarray(query)"]),
-    "nothing": (lambda folder: None, ["query is of type NoneType", "numpy.asarray(query)"]),
 }
 
 
@@ -91,8 +87,10 @@ READERS = {
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("kind", INTEGERS)
-@pytest.mark.parametrize("name", READERS)
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [*((name, "masked array") for name in READERS), *(("key_lengths", kind) for kind in INTEGERS)],
+)
 def test_integers_are_refused_as_operands_are(name, kind):
     make, message = INTEGERS[kind]
     wanted = f"^{name} {message.format(name.rpartition(': ')[2])}"
@@ -110,15 +108,16 @@ def test_what_the_library_lacks_of_the_standard_is_named(monkeypatch, missing, c
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("revision", ["2022.12", "2023.12", "2024.12"])
 @pytest.mark.parametrize("call", [attention, attention_vjp])
-def test_an_older_revision_of_the_standard_is_named(revision, call):
+def test_an_older_revision_of_the_standard_is_named(call):
     x = array_api_strict.asarray(X)
-    with array_api_strict.ArrayAPIStrictFlags(api_version=revision):
-        if revision == "2024.12":
-            call(x, x, x, is_causal=True)
-            return
-        with pytest.raises(UnsupportedError, match=f"standard of {revision}, .* that of 2024.12: "):
+    with array_api_strict.ArrayAPIStrictFlags(api_version="2024.12"):
+        call(x, x, x, is_causal=True)
+    for revision in ("2022.12", "2023.12"):
+        with (
+            array_api_strict.ArrayAPIStrictFlags(api_version=revision),
+            pytest.raises(UnsupportedError, match=f"standard of {revision}, .* that of 2024.12: "),
+        ):
             call(x, x, x, is_causal=True)
 
 

@@ -62,8 +62,12 @@ def cut(request, monkeypatch):
         monkeypatch.setattr(kernel, "LEAST", 7)
 
 
-@pytest.mark.parametrize("library", EVERYWHERE, ids=str)
-@pytest.mark.parametrize("name", OPTIONS)
+OTHERS = [(name, EVERYWHERE[1 + (turn + 1) % 3]) for turn, name in enumerate(OPTIONS)]
+
+
+@pytest.mark.parametrize(
+    ("name", "library"), [*((name, NUMPY) for name in OPTIONS), *OTHERS], ids=str
+)
 def test_the_keys_are_those_of_a_sort(name, library, cut):
     given, seen, added = OPTIONS[name]
     options = {k: library.to(x) if isinstance(x, np.ndarray) else x for k, x in given.items()}
@@ -77,9 +81,8 @@ def test_the_keys_are_those_of_a_sort(name, library, cut):
         np.testing.assert_array_equal(of_all, sums)
 
 
-@pytest.mark.parametrize("name", ["causal", "mask array", "lengths"])
-def test_they_are_traced_by_jax(name, cut):
-    given, seen, added = OPTIONS[name]
+def test_they_are_traced_by_jax(cut):
+    given, seen, added = OPTIONS["lengths"]
     asked = jax.jit(lambda q, k, w: top_keys(q, k, 4, head_weights=w, scale=1.0, **given))
     sums = expected(QUERY, KEY, 4, seen, added, PER_HEAD)
     np.testing.assert_array_equal(asked(QUERY, KEY, PER_HEAD), sums)
@@ -114,21 +117,14 @@ def test_a_score_that_is_nan_comes_first_and_zeros_are_equal():
 
 
 def test_2048_of_131072_keys_take_less_than_200_mb():
-    q, k = RNG.normal(size=(1, 256, 64)).astype(np.float32), RNG.normal(size=(1, 131072, 64))
-    q, k = q[:, :32], k.astype(np.float32)
+    query = np.ones((1, 32, 1), np.float32)
+    key = RNG.permutation(131072).astype(np.float32)[:, None]
     tracemalloc.start()
-    found = top_keys(q, k, 2048, scale=1.0)
+    found = top_keys(query, key[None], 2048)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 200e6
-    s = q[0].astype(float) @ k[0].T.astype(float)
-    least = -np.partition(-s, 2047)[:, 2047, None]
-    chosen = np.zeros(s.shape, bool)
-    np.put_along_axis(chosen, found[0], True, -1)
-    near = abs(s - least) < 1e-4  # closer than float32 tells apart
-    assert (chosen == (s >= least))[~near].all()
-    assert (chosen.sum(-1) == 2048).all()
-    assert near.sum(-1).max() < 5
+    assert (found == np.flatnonzero(key >= 131072 - 2048)).all()
 
 
 def test_autograd_records_nothing():

@@ -4,7 +4,8 @@ from typing import ClassVar
 
 import numpy as np
 import pytest
-from optional import da, jax, torch
+from arrays import close, draw
+from optional import torch
 
 import polyattn
 from polyattn import (
@@ -18,7 +19,7 @@ from polyattn import (
 )
 from polyattn._kernels.dense_kernel import Dense
 
-X = np.random.default_rng(0).standard_normal((2, 4, 5, 8), dtype=np.float32)
+(X,) = draw((2, 4, 5, 8))
 
 
 class Half(Dense):
@@ -35,7 +36,7 @@ class Half(Dense):
 def test_a_kernel_differentiates_what_it_declares_and_no_more():
     output, pullback = attention_vjp(X, X, X, is_causal=True, kernel=Half())
     wanted = attention_vjp(X, X, X, is_causal=True)[1](X).query
-    np.testing.assert_allclose(pullback(X).query, wanted, atol=1e-5)
+    close(pullback(X).query, wanted)
     assert attention_jvp((X, X, X), (X, X, X), softcap=2.0, kernel=Half())[0].shape == output.shape
     _, pullback = attention_vjp(X, X, X, softcap=2.0, kernel=Half())
     with pytest.raises(polyattn.UnsupportedError, match="computes softcap, and has no gradient of"):
@@ -44,30 +45,31 @@ def test_a_kernel_differentiates_what_it_declares_and_no_more():
         attention_vjp(X, X, X, bias=X[..., :5], kernel=Half())
 
 
+class Opaque(Dense):
+    """Hides its operations from autograd."""
+
+    name = "opaque"
+    differentiates: ClassVar = {"backward": Dense.differentiates["backward"]}
+
+    def __call__(self, *given):
+        with torch.no_grad():
+            return super().__call__(*given)
+
+
+def gradient_of_torch(kernel):
+    x = torch.tensor(X, dtype=torch.float64, requires_grad=True)
+    attention(x, x, x, softcap=2.0, kernel=kernel).sum().backward()
+    return x.grad
+
+
 @pytest.mark.needs("torch")
 def test_autograd_differentiates_by_operations_what_a_kernel_does_not():
-    x, y = (torch.tensor(X, dtype=torch.float64, requires_grad=True) for _ in range(2))
-    attention(x, x, x, softcap=2.0, kernel=Half()).sum().backward()
-    attention(y, y, y, softcap=2.0).sum().backward()
-    np.testing.assert_allclose(x.grad, y.grad, atol=1e-12)
+    close(gradient_of_torch(Half()), gradient_of_torch(None))
 
 
 @pytest.mark.needs("torch")
 def test_autograd_runs_the_backward_pass_of_a_kernel_that_has_no_other():
-    class Opaque(Dense):
-        name = "opaque"
-        differentiates: ClassVar = {"backward": Dense.differentiates["backward"]}
-
-        def __call__(self, *given):
-            with torch.no_grad():
-                return super().__call__(*given)
-
-    found = []
-    for kernel in (Opaque(), None):
-        x = torch.tensor(X, dtype=torch.float64, requires_grad=True)
-        attention(x, x, x, softcap=2.0, kernel=kernel).sum().backward()
-        found.append(x.grad)
-    np.testing.assert_allclose(*found, atol=1e-12)
+    close(gradient_of_torch(Opaque()), gradient_of_torch(None))
 
 
 class NotEmpty(Dense):
@@ -93,14 +95,13 @@ COUNTED = [
 
 
 @pytest.mark.parametrize("library", ["numpy", "torch", "jax", "array_api_strict"])
-@pytest.mark.parametrize("options", COUNTED, ids=lambda options: str([*options]))
-def test_a_kernel_that_counts_in_32_bits_gets_no_longer_sequence(library, options):
-    pytest.importorskip(library)
+def test_a_kernel_that_counts_in_32_bits_gets_no_longer_sequence(library):
     shapes = (1, 1, 2, 4), *[(1, 1, 2**30 + 1, 4)] * 2
-    explanation = explain(*shapes, library=library, **options)
-    assert explanation.chosen is None
-    assert "it counts to 2**30, and S or L is 1,073,741,825" in str(explanation)
     assert explain(*shapes, library=library).chosen is not None
+    for options in COUNTED:
+        explanation = explain(*shapes, library=library, **options)
+        assert explanation.chosen is None
+        assert "it counts to 2**30, and S or L is 1,073,741,825" in str(explanation)
 
 
 def test_keys_beyond_what_a_kernel_counts_are_refused_by_name():
@@ -122,9 +123,8 @@ class Changed(Dense):
         self.changes, self.gradient = (output, logsumexp), gradient
 
     def _changed(self, results):
-        return tuple(
-            None if x is None else f(x) for f, x in zip(self.changes, results, strict=True)
-        )
+        pairs = zip(self.changes, results, strict=True)
+        return tuple(None if x is None else change(x) for change, x in pairs)
 
     def __call__(self, problem, operands, backend):
         return self._changed(super().__call__(problem, operands, backend))
@@ -166,14 +166,3 @@ def test_a_result_that_is_not_what_a_kernel_must_return_is_refused(mistake):
         if mistake != "None":
             with refused("logsumexp", "2, 4, 5"):
                 attention_partial(X, X, X, kernel=Changed(logsumexp=change))
-
-
-def test_a_right_result_of_a_kernel_is_taken():
-    arrays, kernel = (X, X, X[..., :3]), Changed()
-    expected = attention(*arrays)
-    np.testing.assert_allclose(attention(*arrays, kernel=kernel), expected, atol=1e-6)
-    for to in (torch.asarray, da.from_array):
-        found = attention(*map(to, arrays), kernel=kernel)
-        np.testing.assert_allclose(found, expected, atol=1e-6)
-    traced = jax.jit(lambda *x: attention(*x, kernel=kernel))(*arrays)
-    np.testing.assert_allclose(traced, expected, atol=1e-6)

@@ -13,13 +13,11 @@ from polyattn import attention, explain, use_backend, use_threads
 from polyattn._base.threads import thread_count
 from polyattn._dispatch import request
 
-X = np.random.default_rng(0).standard_normal((2, 4, 5, 8), dtype=np.float32)
+X = np.ones((2, 4, 5, 8), np.float32)
 
 
-def chosen(*arrays, **options):
-    arrays = arrays or (X, X, X)
-    candidate = explain(*arrays, **options).chosen
-    return candidate.backend, candidate.kernel
+def chosen(**options):
+    return explain(X, X, X, **options).chosen.backend
 
 
 def test_the_channels_select_alike(monkeypatch):
@@ -38,15 +36,15 @@ def test_the_channels_select_alike(monkeypatch):
 @pytest.mark.needs("torch")
 def test_argument_over_context_over_environment(monkeypatch):
     monkeypatch.setenv("POLYATTN_BACKEND", "torch")
-    assert chosen()[0] == "torch"
+    assert chosen() == "torch"
     with use_backend("array-api"):
-        assert chosen()[0] == "array-api"
+        assert chosen() == "array-api"
         with use_backend("torch"):
-            assert chosen()[0] == "torch"
-        assert chosen()[0] == "array-api"
-        assert chosen(backend="numpy")[0] == "numpy"
-        assert chosen(backend="auto")[0] == "numpy"
-    assert chosen()[0] == "torch"
+            assert chosen() == "torch"
+        assert chosen() == "array-api"
+        assert chosen(backend="numpy") == "numpy"
+        assert chosen(backend="auto") == "numpy"
+    assert chosen() == "torch"
 
 
 def test_the_environment_is_read_at_call_time_and_refused_when_wrong(monkeypatch):
@@ -58,12 +56,13 @@ def test_the_environment_is_read_at_call_time_and_refused_when_wrong(monkeypatch
     with pytest.raises(ValueError, match="a name is missing in POLYATTN_BACKEND='numpy,'"):
         attention(X, X, X)
     monkeypatch.setenv("POLYATTN_BACKEND", "")
-    assert chosen()[0] == "numpy"
+    assert chosen() == "numpy"
 
 
 def test_a_context_refuses_a_wrong_name_at_once():
-    with pytest.raises(polyattn.UnknownBackendError), use_backend("nunpy"):
+    with pytest.raises(polyattn.UnknownBackendError), use_backend("torch"), use_backend("nunpy"):
         pass
+    assert chosen() == "numpy"  # a context ends with an error too
     with pytest.raises(ValueError, match="a name is missing in use_backend"), use_backend():
         pass
 
@@ -75,12 +74,6 @@ def test_a_context_refuses_a_wrong_name_at_once():
 def test_a_kind_of_device_is_refused_with_its_backends(kind, named):
     with pytest.raises(polyattn.UnknownBackendError, match=f"a kind of device, as in {named}"):
         attention(X, X, X, backend=kind)
-
-
-def test_a_context_ends_with_an_error_too():
-    with pytest.raises(RuntimeError, match="mine"), use_backend("torch"):
-        raise RuntimeError("mine")
-    assert chosen()[0] == "numpy"
 
 
 @contextlib.contextmanager
@@ -142,7 +135,7 @@ def test_a_block_of_a_generator_may_end_in_another_context():
 def test_each_thread_chooses_its_backend():
     def call(name):
         with use_backend(name):
-            return [chosen()[0] for _ in range(50)] == [name] * 50
+            return [chosen() for _ in range(9)] == [name] * 9
 
-    with ThreadPoolExecutor(8) as pool:
-        assert all(pool.map(call, ["numpy", "torch", "array-api"] * 8))
+    with ThreadPoolExecutor(3) as pool:
+        assert all(pool.map(call, ["numpy", "torch", "array-api"]))

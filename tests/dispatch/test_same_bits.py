@@ -14,7 +14,6 @@ from polyattn import (
     UnsupportedError,
     attention,
     attention_partial,
-    attention_vjp,
     explain,
     merge,
     parallel,
@@ -25,7 +24,8 @@ from polyattn._base.same_bits import _context
 from polyattn._dispatch import cache, registry
 from polyattn.plugin.dense import Dense
 
-X = np.random.default_rng(0).standard_normal((2, 4, 5, 8), dtype=np.float32)
+pytestmark = pytest.mark.without_native
+X = np.ones((2, 4, 5, 8), np.float32)
 
 
 class Keeping(Dense):
@@ -67,10 +67,7 @@ def run_of(library):
     return lambda: attention(X, X, X)
 
 
-@pytest.mark.parametrize(
-    "library",
-    ["numpy", *(pytest.param(x, marks=pytest.mark.needs(x)) for x in ("torch", "jax"))],
-)
+@pytest.mark.parametrize("library", ["numpy", "jax", pytest.param("torch", marks=pytest.mark.slow)])
 def test_a_call_inside_and_one_outside_are_two(keeping, library):
     """For equal calls that were planned, and for programs."""
     run = run_of(library)
@@ -85,13 +82,6 @@ def test_a_call_inside_and_one_outside_are_two(keeping, library):
         # A program of JAX calls the kernel where it is traced.
         assert set(keeping.asked) == {True} or (library == "jax" and turn == 1)
         keeping.asked.clear()
-
-
-def test_gradients_are_of_a_kernel_that_keeps_bits(keeping):
-    with same_bits():
-        output, pullback = attention_vjp(X, X, X)
-        assert pullback(output).query.shape == X.shape
-    assert keeping.asked == [True]
 
 
 def test_explain_says_that_only_kernels_with_the_promise_run():
@@ -123,13 +113,13 @@ def test_a_refusal_says_what_to_drop():
     )
 
 
-@pytest.mark.parametrize(("rows", "keys"), [(0, 5), (5, 0)], ids=["no rows", "no keys"])
-def test_a_call_without_scores_runs_on_any_kernel(rows, keys):
-    sinks = np.arange(4, dtype=np.float32) + 0.1
-    with same_bits():
-        found = attention_partial(X[:, :, :rows], X[:, :, :keys], X[:, :, :keys], sinks=sinks)
-    assert not found.output.any()
-    assert (found.logsumexp == sinks[:, None]).all()
+def test_a_call_without_scores_runs_on_any_kernel():
+    empty, sinks = X[:, :, :0], np.arange(4, dtype=np.float32)
+    for query, key in ((empty, X), (X, empty)):
+        with same_bits():
+            found = attention_partial(query, key, key, sinks=sinks)
+        assert not found.output.any()
+        assert (found.logsumexp == sinks[:, None]).all()
 
 
 def test_a_block_holds_in_its_thread_only():

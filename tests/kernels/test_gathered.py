@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from arrays import close
 from optional import jax, torch
 
 import polyattn
@@ -43,18 +44,10 @@ def in_tiles(numbers):
 def test_few_named_keys_are_gathered_and_the_gradients_are_those_of_a_dense_mask(name):
     mask, gradient = SELECTIONS[name], RNG.normal(size=(2, H, L, D))
     assert chosen(mask) == "gathered"
-    expected = [
-        attention_vjp(QUERY, KEY, VALUE, mask=mask, kernel="dense"),
-        *(
-            attention_vjp(QUERY, KEY, VALUE, mask=mask, kernel=in_tiles(n))
-            for n in (1, 3000, 2**20)
-        ),
-    ]
-    (output, pullback), *others = expected
-    for found, back in others:
-        np.testing.assert_allclose(found, output, rtol=1e-12, atol=1e-12)
-        for one, other in zip(back(gradient)[:3], pullback(gradient)[:3], strict=True):
-            np.testing.assert_allclose(one, other, rtol=1e-12, atol=1e-12)
+    output, pullback = attention_vjp(QUERY, KEY, VALUE, mask=mask, kernel="dense")
+    for kernel in (in_tiles(1), in_tiles(3000), "gathered"):
+        found, back = attention_vjp(QUERY, KEY, VALUE, mask=mask, kernel=kernel)
+        close((found, *back(gradient)[:3]), (output, *pullback(gradient)[:3]), 4000)
 
 
 def test_many_named_keys_are_a_mask_and_no_selection_is_not_listed():
@@ -78,18 +71,14 @@ def test_explain_says_what_is_gathered_and_what_a_dense_mask_would_take():
 
 
 @pytest.mark.parametrize("name", ["blocks", "blocks of one row"])
-@pytest.mark.parametrize("start", [0, 3, 4, 7])
-def test_a_part_may_begin_inside_of_a_block(start, name):
+def test_a_part_may_begin_inside_of_a_block(name):
     """As the parts of dask and of `polyattn.parallel` may."""
-    mask, rows, columns = SELECTIONS[name], Slice(start, 11), Slice(20, 380)
-    part = Part((2,), (Slice(0, 2),), Slice(0, H), rows, columns)
-    arrays = QUERY[..., start : start + 11, :], KEY[..., 20:, :], VALUE[..., 20:, :]
-    mine = [
-        attention(*arrays, mask=mask.part(part), kernel=kernel)
-        for kernel in ("dense", in_tiles(1), in_tiles(2000))
-    ]
-    for one in mine[1:]:
-        np.testing.assert_allclose(one, mine[0], rtol=1e-12, atol=1e-12)
+    part = Part((2,), (Slice(0, 2),), Slice(0, H), Slice(3, 11), Slice(20, 380))
+    mask = SELECTIONS[name].part(part)
+    arrays = QUERY[..., 3:14, :], KEY[..., 20:, :], VALUE[..., 20:, :]
+    expected = attention(*arrays, mask=mask, kernel="dense")
+    for numbers in (1, 2000):
+        close(attention(*arrays, mask=mask, kernel=in_tiles(numbers)), expected, 4000)
 
 
 def of_torch(mask):
@@ -105,36 +94,28 @@ def of_jax(mask):
     return jax.jit(jax.grad(loss, (0, 1, 2)))(*(x.astype("float32") for x in (QUERY, KEY, VALUE)))
 
 
-@pytest.mark.parametrize("gradients", [of_torch, of_jax])
-@pytest.mark.parametrize("name", ["each head", "blocks"])
+@pytest.mark.parametrize(("gradients", "name"), [(of_torch, "each head"), (of_jax, "blocks")])
 def test_gradients_of_other_libraries(gradients, name):
     output, pullback = attention_vjp(QUERY, KEY, VALUE, mask=SELECTIONS[name], kernel="dense")
     for one, other in zip(gradients(SELECTIONS[name]), pullback(2 * output)[:3], strict=True):
         np.testing.assert_allclose(one, other, atol=1e-4)
 
 
-def under_compile(query, key, indices):
-    run = torch.compile(named, backend="eager", fullgraph=True)
-    return run(*map(torch.from_numpy, (query, key, indices)))
+@pytest.mark.needs("torch")
+def test_traced_calls_of_torch():
+    def named(query, key, indices):
+        mask = masks.selected(indices) & masks.causal()
+        return attention(query, key, key, mask=mask, kernel="gathered")
 
-
-def under_vmap(query, key, indices):
-    return torch.func.vmap(named)(*map(torch.from_numpy, (query, key, indices)))
-
-
-def named(query, key, indices):
-    mask = masks.selected(indices) & masks.causal()
-    return attention(query, key, key, mask=mask, kernel="gathered")
-
-
-@pytest.mark.parametrize("way", [under_compile, under_vmap])
-def test_traced_calls_of_torch(way):
     indices = np.broadcast_to(KEYS, (2, *KEYS.shape[1:])).copy()
     mask = masks.selected(indices) & masks.causal()
     expected = attention(QUERY, KEY, KEY, mask=mask, kernel="dense")
-    np.testing.assert_allclose(way(QUERY, KEY, indices), expected, atol=1e-12)
+    given = [torch.from_numpy(x) for x in (QUERY, KEY, indices)]
+    for traced in (torch.compile(named, backend="eager", fullgraph=True), torch.func.vmap(named)):
+        close(traced(*given), expected, 4000)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"kernel": "gathered"}, {}], ids=["gathered", "many keys"])
 def test_one_program_of_torch_for_lists_and_batches_of_any_size(options):
     @torch.compile(backend="eager", fullgraph=True)

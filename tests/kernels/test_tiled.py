@@ -4,28 +4,18 @@ import tracemalloc
 
 import numpy as np
 import pytest
-from arrays import tiles_of, visited_tiles
+from arrays import close, draw, tiles_of, visited_tiles
 
 import polyattn
-from polyattn import attention, attention_partial
+from polyattn import attention
 from polyattn._kernels import tiled
 from polyattn._kernels.tiled import Tiled
 from polyattn._kernels.weights import Weights
 
-RNG = np.random.default_rng(0)
-
-
-def randn(*shape):
-    return RNG.standard_normal(shape, dtype=np.float32)
-
-
-#: Tiles so small that a short call has many, with edges inside and out.
-SMALL_TILES = tiles_of(40)
-
 
 def test_tiles_without_a_visible_key_are_not_visited(monkeypatch):
-    visited, x = visited_tiles(monkeypatch), randn(64, 4)
-    attention(x, x, x, is_causal=True, window=(24, None), kernel=SMALL_TILES)
+    visited, x = visited_tiles(monkeypatch), np.ones((64, 4))
+    attention(x, x, x, is_causal=True, window=(24, None), kernel=tiles_of(40))
     p, j = np.ogrid[:64, :64]
     visible, computed = (j <= p) & (j >= p - 24), np.zeros((64, 64), bool)
     for rows, columns, banded in visited:
@@ -97,11 +87,10 @@ def peak(function):
 
 
 def test_memory_of_a_long_call_is_bounded():
-    q, k, v = (randn(1, 1, 8192, 16) for _ in range(3))  # scores of 268 MB
-    held, output = peak(lambda: attention(q, k, v, backend="array-api"))
-    assert held - output.nbytes < 64e6
-    held, output = peak(lambda: attention(q, k, v, backend="numpy"))
-    assert held - output.nbytes < 24e6
+    x = np.ones((1, 1, 8192, 16), np.float32)  # scores of 268 MB
+    for backend, most in (("array-api", 64e6), ("numpy", 24e6)):
+        held, output = peak(lambda backend=backend: attention(x, x, x, backend=backend))
+        assert held - output.nbytes < most
 
 
 @pytest.mark.slow
@@ -130,45 +119,26 @@ print(1024 * (after - before) - output.nbytes)
 
 
 def test_keys_of_grouped_heads_are_not_repeated():
-    q, k, v = randn(1, 32, 1, 64), randn(1, 2, 4096, 64), randn(1, 2, 4096, 64)
-    held, _ = peak(lambda: attention(q, k, v, kernel="dense"))
-    assert held < k.nbytes + v.nbytes
+    query, key = np.ones((1, 32, 1, 64), np.float32), np.ones((1, 2, 4096, 64), np.float32)
+    held, _ = peak(lambda: attention(query, key, key, kernel="dense"))
+    assert held < 2 * key.nbytes
 
 
 @pytest.mark.parametrize("kernel", ["dense", "tiled"])
-def test_a_score_function_may_return_an_array_of_the_callers(kernel):
-    scores = randn(6, 6)
+@pytest.mark.parametrize("axes", [(5, 7), (7,), (2, 1, 5, 1), ()])
+def test_a_score_function_may_return_an_array_of_the_callers_with_fewer_axes(kernel, axes):
+    q, k, v, scores = draw((2, 4, 5, 8), (2, 2, 7, 8), (2, 2, 7, 3), axes)
     before = scores.copy()
-    x = randn(6, 4)
-    attention(x, x, x, score_mod=lambda s, b, h, i, j: scores[i, j], kernel=kernel)
-    np.testing.assert_array_equal(scores, before)
-
-
-@pytest.mark.parametrize("kernel", ["dense", "tiled"])
-@pytest.mark.parametrize("axes", [(7,), (2, 1, 5, 1), ()])
-def test_a_score_function_may_return_fewer_axes(kernel, axes):
-    q, k, v = randn(2, 4, 5, 8), randn(2, 2, 7, 8), randn(2, 2, 7, 3)
-    scores = np.asarray(randn(*axes))
     output = attention(q, k, v, score_mod=lambda s, b, h, i, j: scores, kernel=kernel)
+    np.testing.assert_array_equal(scores, before)
     bias = scores[(None,) * (4 - scores.ndim)]
-    expected = attention(q, k, v, scale=0.0, bias=bias, kernel=kernel)
-    np.testing.assert_allclose(output, expected, atol=1e-6)
+    close(output, attention(q, k, v, scale=0.0, bias=bias, kernel=kernel))
 
 
-@pytest.mark.parametrize("kernel", ["dense", "tiled"])
-def test_a_score_function_with_float64_stays_float32(kernel):
-    x = randn(6, 4)
-    partial = attention_partial(
-        x, x, x, score_mod=lambda s, b, h, i, j: s + np.ones((6, 6))[i, j], kernel=kernel
-    )
-    assert partial.output.dtype == partial.logsumexp.dtype == np.float32
-
-
-@pytest.mark.parametrize("dtype", ["uint8", "uint16", "uint32", "uint64", "int8", "int32"])
+@pytest.mark.parametrize("dtype", ["uint8", "uint32", "uint64", "int8"])
 @pytest.mark.parametrize("backend", ["numpy", "torch"])
 def test_query_offsets_of_any_integer_kind(dtype, backend):
-    x = randn(2, 3, 6, 4)
-    offsets = np.array([0, 2], dtype=dtype)
-    output = attention(x, x, x, is_causal=True, query_offset=offsets, backend=backend)
-    expected = attention(x, x, x, is_causal=True, query_offset=np.array([0, 2]))
-    np.testing.assert_allclose(output, expected, atol=1e-6)
+    (x,) = draw((2, 3, 6, 4))
+    offsets = np.array([0, 2])
+    output = attention(x, x, x, is_causal=True, query_offset=offsets.astype(dtype), backend=backend)
+    close(output, attention(x, x, x, is_causal=True, query_offset=offsets))

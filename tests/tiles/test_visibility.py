@@ -75,24 +75,6 @@ def test_some_keys_are_seen_as_the_whole_mask_has_them():
     assert (visible_keys(problem, x, np, banded=False) == mask).all()
 
 
-@pytest.mark.parametrize(
-    ("options", "banded", "made"),
-    [
-        ({}, False, None),
-        ({"mask": np.ones((4, 5), bool)}, False, None),
-        ({"bias": np.ones((4, 5), np.float32)}, False, None),
-        ({"mask": np.ones((2, 1, 4, 5), bool)}, True, (4, 5)),
-        ({"mask": lambda b, h, i, j: i >= j}, False, (2, 3, 4, 5)),
-        ({"mask": lambda b, h, i, j: i >= j}, True, (2, 3, 4, 5)),
-    ],
-)
-def test_what_must_be_made_is_counted(options, banded, made):
-    problem, _ = described(4, 5, batch=(2,), heads=3, **options)
-    assert made_shape(problem, banded=banded) == made
-    if made is not None and len(made) == 4:
-        assert made_shape(problem, banded=banded, mask=(1, 5)) == ((4, 5) if banded else (1, 5))
-
-
 @pytest.mark.parametrize("given", ["mask", "bias", "both"])
 def test_a_finite_bias_hides_the_keys_of_mask_and_bias(given):
     mask = np.array([[True, False, True], [False, False, False]])
