@@ -15,7 +15,6 @@ from polyattn._dispatch import cache
 SHAPE = X.shape
 
 
-@pytest.mark.without_native
 def test_explain_from_shapes_agrees_with_arrays():
     tensor = torch.from_numpy(X)
     options = {"is_causal": True, "softcap": 3.0}

@@ -14,8 +14,6 @@ from polyattn._core.call.describe import describe
 from polyattn._dispatch import entries, extensions, registry
 from polyattn.plugin import CONTRACT_VERSION
 
-pytestmark = pytest.mark.without_native  # whose kernels join the same lists
-
 (X,) = draw((2, 4, 5, 8))
 VERSION = f"this polyattn has version {CONTRACT_VERSION} of the plugin contract"
 SPEC = """

@@ -24,7 +24,6 @@ from polyattn._base.same_bits import _context
 from polyattn._dispatch import cache, registry
 from polyattn.plugin.dense import Dense
 
-pytestmark = pytest.mark.without_native
 X = np.ones((2, 4, 5, 8), np.float32)
 
 

@@ -70,7 +70,6 @@ def test_the_first_kernel_of_a_list_that_can_run_runs(kernel, options, expected)
     np.testing.assert_array_equal(result, attention(X, X, X, kernel=expected, **options))
 
 
-@pytest.mark.without_native
 def test_the_choice_of_kernels_is_shown():
     explanation = explain(X, X, X, kernel="small,tiled", softcap=2.0, backend="numpy")
     assert explanation.source == "backend='numpy', kernel='small,tiled'"
