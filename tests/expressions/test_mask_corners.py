@@ -31,6 +31,7 @@ def later(b, h, i, j):
     ("make", "error", "words"),
     [
         (lambda: masks.window(-1, 0), ValueError, "at least 0"),
+        (lambda: masks.window(10), TypeError, r"window must be a pair \(left, right\).*; got 10"),
         (lambda: masks.prefix(2.0), TypeError, "array of one for each batch item; got 2.0"),
         (lambda: masks.padding(), TypeError, "key_lengths, query_lengths, or both"),
         (lambda: masks.padding([3, "x"]), TypeError, "must hold numbers"),
