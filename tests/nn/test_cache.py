@@ -146,8 +146,8 @@ CACHES = {
 }
 
 
-def cache_of(kind, like, capacity=8):
-    options = {"like": like, "capacity": capacity} | CACHES[kind]
+def cache_of(kind, like, capacity=8, **more):
+    options = {"like": like, "capacity": capacity} | CACHES[kind] | more
     if kind == "PagedCache":
         return nn.PagedCache.init(3, 4, **options)
     create = nn.QuantizedCache if "window" in options else nn.KVCache
@@ -177,6 +177,14 @@ def test_no_rows_may_be_appended(library, kind):
         np.testing.assert_allclose(
             back(found), attention(TOKENS[:, :, :1], tokens, tokens), atol=most
         )
+
+
+@pytest.mark.parametrize("kind", CACHES)
+def test_values_of_size_0_are_not_those_of_the_keys_size(kind):
+    cache = cache_of(kind, np.zeros(1, np.float32), value_size=0)
+    tokens = np.zeros((2, 3, 99, 4), np.float32)  # beyond its capacity
+    cache = cache.append(tokens, tokens[..., :0])
+    assert getattr(cache, "recent", cache).values.shape[-1] == 0
 
 
 @pytest.mark.slow
@@ -423,19 +431,20 @@ def test_lengths_may_be_arrays_of_one_number(to):
         grown.truncate(5).truncate(to(6))
 
 
-@pytest.mark.parametrize("name", ["query", "key", "value"])
-def test_gradients_are_right_whichever_map_is_trained(name):
-    layer = nn.MultiHeadAttention.init(8, 2, like=torch.zeros(1))
+def test_gradients_are_right_whichever_map_is_trained():
+    layer = nn.MultiHeadAttention.init(8, 2, like=torch.zeros(1), is_causal=True)
     x, parameters = torch.randn(1, 6, 8), layer.parameters()
-    trained = parameters[f"{name}.weight"].requires_grad_()
-    layer(x, is_causal=True).square().sum().backward()
-    expected, trained.grad = trained.grad, None
-    cache = layer.cache(8, like=torch.zeros(1), batch=(1,))
-    first, following = layer(x[:, :4], cache=cache, is_causal=True)
-    second, _ = layer(x[:, 4:], cache=following, is_causal=True)
-    (first.square().sum() + second.square().sum()).backward()
-    torch.testing.assert_close(trained.grad, expected, atol=1e-4, rtol=1e-4)
-    assert not cache.value.requires_grad
+    for name in ("query", "key", "value"):
+        trained = parameters[f"{name}.weight"].requires_grad_()
+        layer(x).square().sum().backward()
+        expected, trained.grad = trained.grad, None
+        cache = layer.cache(8, like=torch.zeros(1), batch=(1,))
+        first, following = layer(x[:, :4], cache=cache)
+        second, _ = layer(x[:, 4:], cache=following)
+        (first.square().sum() + second.square().sum()).backward()
+        torch.testing.assert_close(trained.grad, expected, atol=1e-4, rtol=1e-4)
+        assert not cache.value.requires_grad
+        trained.requires_grad_(False)
 
 
 def test_memory_of_inference_mode_is_left_alone_outside_of_it():
