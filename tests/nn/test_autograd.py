@@ -90,13 +90,6 @@ def test_other_settings_are_compiled_anew():
     assert len(compiled) == 2
 
 
-def test_vmap_of_torch_over_items():
-    layer = nn.EncoderBlock.init(8, 2, like=torch.zeros(1))
-    x = torch.randn(3, 2, 5, 8)
-    mapped = torch.func.vmap(lambda x: layer(x, is_causal=True))(x)
-    torch.testing.assert_close(mapped, layer(x, is_causal=True), atol=1e-5, rtol=1e-5)
-
-
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
 def test_torch_compiles_a_prompt_and_then_tokens():
