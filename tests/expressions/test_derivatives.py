@@ -108,7 +108,7 @@ def test_a_function_without_a_derivative_says_so():
         as_score(squared).pullback(SCORES, tile(np.array), GRADIENT)
 
 
-@pytest.mark.parametrize("name", ["torch", "jax"])
+@pytest.mark.parametrize("name", ["torch", pytest.param("jax", marks=pytest.mark.slow)])
 def test_a_library_differentiates_a_function_among_other_modifications(name):
     to = {"torch": torch.asarray, "jax": pytest.importorskip("jax.numpy").asarray}[name]
     arrays, results = [to(x) for x in (QUERY, KEY, KEY)], []

@@ -159,18 +159,6 @@ def test_functions_of_packed_sequences_take_documents(name):
     np.testing.assert_allclose(found, expected, atol=1e-12)
 
 
-def test_ends_of_one_interval_are_those_of_tokamax():
-    keys = np.arange(10)
-    for mask, count in MASKS.values():
-        ends = mask.intervals((10, 10), most=1)
-        assert (ends is None) == (count > 1)
-        if ends is not None:  # of shape (batch, heads, L), as k_start and k_end there
-            k_start, k_end = (end[..., 0] for end in ends)
-            seen = (k_start[..., None] <= keys) & (keys < k_end[..., None])
-            expected = seen_by(mask, (1,), 1, (10, 10), 0)
-            np.testing.assert_array_equal(np.broadcast_to(seen, expected.shape), expected)
-
-
 def test_items_that_differ_have_tiles_and_no_documents():
     found = masks.padding(np.array([2, 6])).intervals((6, 6), batch=(2,))
     assert found.band() is None

@@ -24,24 +24,6 @@ def call(request):
     )
 
 
-def test_left_padding_equals_each_prompt_alone(library):
-    length, lengths = 7, np.array([7, 3, 5])
-    query, key, value = RNG.normal(size=(3, 3, H, length, D))
-    places = np.arange(length) - (length - lengths)[:, None]
-    for n, padding in enumerate(length - lengths):
-        key[n, :, :padding] = value[n, :, :padding] = np.nan
-    given = library.to(places)
-    mask = masks.positions(given, given, masks.window(2, 0) & masks.dilated(2) | masks.prefix(1))
-    found = attention(
-        *map(library.to, (query, key, value)), mask=mask & masks.causal(), backend="array-api"
-    )
-    for n, padding in enumerate(length - lengths):
-        own = [x[n, :, padding:] for x in (query, key, value)]
-        alone = masks.window(2, 0) & masks.dilated(2) | masks.prefix(1)
-        expected = attention(*own, mask=alone & masks.causal())
-        np.testing.assert_allclose(library.back(found)[n, :, padding:], expected, atol=1e-14)
-
-
 @pytest.mark.parametrize("written", [3, 8, 13])
 def test_a_circular_cache_shows_what_a_long_one_shows(call, written):
     capacity, near = 8, 5
@@ -81,15 +63,6 @@ def test_the_order_of_keys_does_not_matter(call):
     found = call(*shuffled, value[:, order[::-1]], mask=mask)
     expected = attention(query, key, value, window=(3, 1))[:, order]
     np.testing.assert_allclose(found, expected, atol=1e-14)
-
-
-def test_the_offset_of_the_call_does_not_move_given_positions(call):
-    query, key, value = draw(3, 5, 5)
-    mask = masks.positions(np.arange(3), np.arange(5))
-    expected = attention(query, key, value, is_causal=True, query_offset=0)
-    for offset in (None, -4, 9):
-        given = {} if offset is None else {"query_offset": offset}
-        np.testing.assert_allclose(call(query, key, value, mask=mask, **given), expected)
 
 
 @pytest.mark.parametrize("far", [2**29, 2**30 + 5, 2**62])

@@ -349,13 +349,6 @@ def test_the_weights_of_a_decoder_block_are_of_its_causal_self_attention():
     assert not found[..., 0, 1:].any()
 
 
-def test_an_embedding_scale_multiplies_tokens_and_not_positions():
-    model = gpt(np.zeros(1))
-    scaled = replace(model, embedding_scale=3.0)
-    expected = 3 * model.embedding.weight[IDS] + model.positions.weight[:7]
-    close(scaled.embed(IDS), expected, 1e-12)
-
-
 def test_a_layer_has_its_own_options_and_a_call_overrides_them():
     x, plain = X, nn.MultiHeadAttention.init(24, 4, like=X)
     own = {"scale": 2.0, "softcap": 1.5, "window": (2, 0)}

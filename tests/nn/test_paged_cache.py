@@ -1,6 +1,7 @@
 """A paged cache holds for each item what was appended to it, whoever shares its pages."""
 
 import copy
+import functools
 import pickle
 from dataclasses import replace
 
@@ -111,22 +112,32 @@ def test_a_fork_takes_the_positions_of_its_items():
     assert cache.fork([2, 0]).options({})["query_offset"].tolist() == [2, 4]
 
 
+@functools.cache
+def plans(total, m):
+    """Both ways to plan where m tokens go among pages of 4 slots, which jax.jit compiles once."""
+
+    def traced(pages, lengths, counts):
+        return tuple(plan_in_trace(Table(pages, lengths, PAGE, total), counts, m))
+
+    def by_host(pages, lengths, counts):
+        table = Table(pages, lengths, PAGE, total)
+        return tuple(Ledger(table).place(table, counts, m))
+
+    return by_host, jax.jit(traced)
+
+
 def planned(pages, lengths, counts, total, m=3):
-    """The plans of both ways for pages of 4 slots, as lists."""
-    arrays = [np.asarray(x, np.int64) for x in (pages, lengths, counts)]
-    for to, plan in (
-        (np.asarray, lambda table, *new: Ledger(table).place(table, *new)),
-        (jnp.asarray, plan_in_trace),
-    ):
-        pages, lengths, counts = map(to, arrays)
-        table, copied, places = plan(Table(pages, lengths, PAGE, total), counts, m)
+    """The plans of both ways, as lists."""
+    for plan in plans(total, m):
+        arrays = (np.asarray(x, np.int64) for x in (pages, lengths, counts))
+        table, copied, places = plan(*arrays)
         pairs = {(int(old), int(new)) for old, new in zip(*copied, strict=True)} - {(0, 0)}
         yield np.asarray(table).tolist(), pairs, np.stack(places).tolist()
 
 
 def test_a_trace_and_the_host_plan_the_same_and_what_the_example_says():
     rng = np.random.default_rng(2)
-    for _ in range(8):
+    for _ in range(50):
         own = rng.permutation(np.arange(1, 40))[:12].reshape(3, 4)
         table = np.take(own, rng.integers(0, 3, 3), axis=0)  # some items are forks
         lengths, counts = rng.integers(0, 9, 3), rng.integers(0, 6, 3)

@@ -148,7 +148,6 @@ def test_the_defaults_of_yarn_are_those_of_the_paper():
     frequencies, magnitude = nn.yarn_scaling(16, 8.0)
     told = {"base": 10000.0, "trained": 4096, "fast": 32.0, "slow": 1.0}
     assert nn.yarn_scaling(16, 8.0, **told) == (frequencies, magnitude)
-    assert nn.linear_scaling(16, 2.0) == tuple(0.5 * f for f in plain(16))
     assert nn.ntk_scaling(2, 8.0) == (1.0,)  # the one frequency, however it is scaled
 
 
