@@ -169,8 +169,8 @@ def test_activations_of_16_bits_are_rounded_once(name, dtype, activation):
     close_to_a_rounding(nn.layers.ACTIVATIONS[activation](x), exact, dtype, noise)
 
 
-@pytest.mark.parametrize("library", ["numpy", "torch", "strict"], indirect=True)
 @pytest.mark.parametrize("activation", EXACT)
+@pytest.mark.parametrize("library", ["numpy", "torch", "strict"], indirect=True)
 def test_activations_keep_their_digits_far_below_0(library, activation):
     to, back = library
     for kind in (np.float32, np.float64):
