@@ -135,7 +135,7 @@ def test_tiles_are_known_of_such_numbers_in_arrays_too(name, library):
         np.testing.assert_array_equal(np.asarray(found), np.asarray(expected))
 
 
-NAMES_AND_KERNELS = [("numpy", "dense"), ("numpy", "tiled"), ("torch", None)]
+NAMES_AND_KERNELS = [("numpy", "dense"), ("numpy", "tiled"), ("torch", None), ("torch", "tiled")]
 
 
 @pytest.mark.parametrize("dtypes", [("uint16",) * 2, ("uint32",) * 2, ("uint64", "int64")], ids=str)
