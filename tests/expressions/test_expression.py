@@ -85,13 +85,10 @@ def test_different_values_are_different():
         assert [m for m, other in enumerate(VALUES) if one == other] == [n]
 
 
-def test_large_and_empty_arrays_print_as_shapes():
+def test_large_and_empty_arrays_print_as_shapes_and_numbers_beyond_int64_as_they_are():
     assert repr(masks.dense(np.zeros((0, 3), bool))) == "masks.dense(<(0, 3) bool of numpy>)"
     assert repr(masks.segments(np.zeros(65, int))) == "masks.segments(<(65,) int64 of numpy>)"
     nothing = masks.dense(np.zeros(0, bool))
     assert eval(repr(nothing), NAMES) == nothing
-
-
-def test_a_value_cannot_be_changed():
-    with pytest.raises(AttributeError, match="left"):
-        masks.window(1, 1).left = 3
+    far = masks.segments(torch.asarray(np.array([2**63 + 5], "uint64")))
+    assert repr(far) == f"masks.segments(torch.asarray([{2**63 + 5}], dtype=torch.uint64))"

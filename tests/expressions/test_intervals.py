@@ -78,14 +78,9 @@ def seen_by_documents(of_rows, of_keys, is_causal, lengths):
 #: Masks, and how many intervals a row has at most.
 MASKS = {
     "streaming": (masks.causal() & (masks.window(2, 0) | masks.prefix(1)), 2),
-    "prefix-LM": (masks.causal() | masks.prefix(3), 1),
-    "chunked": (masks.causal() & masks.segments(np.arange(10) // 4), 1),
     "Longformer": (masks.window(1, 1) | masks.global_tokens(0, 6), 3),
     "dilated in a window": (masks.dilated(2) & masks.window(4, 0), 3),
     "neighborhood": (masks.neighborhood((2, 5), (2, 3), stride=(1, 2)), 2),
-    "neighborhood of whole lines": (masks.neighborhood((5, 2), (3, 2), is_causal=(True, False)), 1),
-    "dilated neighborhood": (masks.neighborhood(10, 3, dilation=2), 3),
-    "padding": (masks.padding(7, 8), 1),
     "ids that are not sorted": (masks.segments(IDS), 2),
     "documents with a shared prefix": (SHARED_PREFIX, 2),
     "all but a band": (~masks.window(1, 1), 2),
@@ -97,7 +92,6 @@ MASKS = {
         masks.selected(np.array([[7, 0, 1, -1, 8, 1, 12], [0, 3, 4, 5, 9, -1, -1]])[IDS[0] % 2]),
         3,
     ),
-    "selected for all rows": (masks.selected([[4, 2, 3]]), 1),
     "selected, none": (masks.selected([[-1, 12]]), 1),
     "blocks": (masks.blocks([[0, -1, -1], [2, 0, 9], [1, 2, 2]], (4, 3)), 2),
     "nothing": (masks.prefix(0), 1),
@@ -163,24 +157,6 @@ def test_functions_of_packed_sequences_take_documents(name):
     found = flash_attn_varlen_func(q, k, v, of_rows, of_keys, 6, keys, causal=is_causal)
     expected = attention(q, k, v, mask=mask, layout="...LHD")
     np.testing.assert_allclose(found, expected, atol=1e-12)
-
-
-def by_tokamax(k_start, k_end, lengths):
-    """What tokamax's `Mask` documents of its ends, (batch, heads, L): an array (…, L, S)."""
-    keys = np.arange(lengths[1])
-    return (k_start[..., None] <= keys) & (keys < k_end[..., None])
-
-
-def test_ends_of_one_interval_are_those_of_tokamax():
-    found = {name: (mask, mask.intervals((10, 10), most=1)) for name, (mask, _) in MASKS.items()}
-    assert {name for name, (_, ends) in found.items() if ends is None} == {
-        name for name, (_, count) in MASKS.items() if count > 1
-    }
-    for mask, ends in found.values():
-        if ends is not None:
-            seen = by_tokamax(ends.first[..., 0], ends.stop[..., 0], (10, 10))
-            expected = seen_by(mask, (1,), 1, (10, 10), 0)
-            np.testing.assert_array_equal(np.broadcast_to(seen, expected.shape), expected)
 
 
 def test_items_that_differ_have_tiles_and_no_documents():

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from arrays import EVERYWHERE, tiles_of
+from arrays import tiles_of
 from optional import jax, torch
 
 from polyattn import attention, masks, scores
@@ -31,6 +31,7 @@ def later(b, h, i, j):
     ("make", "error", "words"),
     [
         (lambda: masks.window(-1, 0), ValueError, "at least 0"),
+        (lambda: masks.window(10), TypeError, r"window must be a pair \(left, right\).*; got 10"),
         (lambda: masks.prefix(2.0), TypeError, "array of one for each batch item; got 2.0"),
         (lambda: masks.padding(), TypeError, "key_lengths, query_lengths, or both"),
         (lambda: masks.padding([3, "x"]), TypeError, "must hold numbers"),
@@ -113,19 +114,9 @@ HUGE = {
 }
 
 
-@pytest.mark.parametrize("library", ["numpy", "torch"])
-@pytest.mark.parametrize("name", HUGE)
-def test_a_number_beyond_all_lengths_means_no_bound(name, library):
-    huge, plain = HUGE[name]
-    x = TO[library](X.astype("float32"))
-    for kernel in ("dense", tiles_of(8 * H)):
-        options = {"kernel": kernel, "backend": "array-api"}
-        found, expected = (np.asarray(run(x, mask=mask, **options)) for mask in (huge, plain))
-        np.testing.assert_array_equal(found, expected)
-
-
-def test_a_program_of_jax_has_32_bits_for_such_numbers():
-    @jax.jit
+@pytest.mark.parametrize("transform", [lambda f: f, jax.jit], ids=["numpy", "jax"])
+def test_a_number_beyond_all_lengths_means_no_bound(transform):
+    @transform
     def shown(*indices):
         return [[mask(*indices) for mask in pair] for pair in HUGE.values()]
 
@@ -144,12 +135,11 @@ def test_tiles_are_known_of_such_numbers_in_arrays_too(name, library):
         np.testing.assert_array_equal(np.asarray(found), np.asarray(expected))
 
 
-KERNELS = ("tiled", "dense")
+NAMES_AND_KERNELS = [("numpy", "dense"), ("numpy", "tiled"), ("torch", None), ("torch", "tiled")]
 
 
 @pytest.mark.parametrize("dtypes", [("uint16",) * 2, ("uint32",) * 2, ("uint64", "int64")], ids=str)
-@pytest.mark.parametrize("name", ["numpy", "torch"])
-@pytest.mark.parametrize("kernel", ["dense", "tiled"])
+@pytest.mark.parametrize(("name", "kernel"), NAMES_AND_KERNELS)
 def test_ids_may_be_unsigned_and_of_two_dtypes(name, kernel, dtypes):
     # float64 has no odd number as large.
     ids = np.array([0, 0, 200, 2**16 - 1, 2**53, 2**53 + 1])
@@ -160,8 +150,7 @@ def test_ids_may_be_unsigned_and_of_two_dtypes(name, kernel, dtypes):
     np.testing.assert_allclose(np.asarray(found), expected, rtol=1e-12)
 
 
-@pytest.mark.parametrize("kernel", [None, "dense"])
-@pytest.mark.parametrize("name", ["numpy", "torch"])
+@pytest.mark.parametrize(("name", "kernel"), NAMES_AND_KERNELS)
 @pytest.mark.parametrize("beyond", [2**62 + 1, 2**63 + 1])
 def test_ids_of_two_kinds_are_equal_only_as_numbers(beyond, name, kernel):
     rows = np.array([7, 7, beyond, beyond + 1, 2**64 - 1, 2**64 - 2], "uint64")
@@ -176,20 +165,15 @@ def test_ids_of_two_kinds_are_equal_only_as_numbers(beyond, name, kernel):
 #: Lengths of two items of 300 keys, beyond which a narrow dtype cannot count.
 LENGTHS = {
     "uint8": [100, 255],
-    "int8": [100, 127],
-    "uint16": [100, 2**16 - 1],
     "int16": [100, 2**15 - 1],
     "uint32": [100, 2**32 - 1],
     "uint64": [2**63 + 1, 2**64 - 1],
 }
 
 
-@pytest.mark.parametrize("kernel", [None, "dense", "tiled"])
-@pytest.mark.parametrize("name", TO)
+@pytest.mark.parametrize(("name", "kernel"), NAMES_AND_KERNELS)
 @pytest.mark.parametrize("dtype", LENGTHS)
 def test_lengths_have_any_dtype_of_integers(dtype, name, kernel):
-    if (name, dtype) == ("jax", "uint64"):
-        pytest.skip("JAX has no integers of 64 bits here")
     x = np.random.default_rng(1).normal(size=(2, 1, 300, 8)).astype("float32")
     lengths = TO[name](np.array(LENGTHS[dtype], dtype))
     shown = np.arange(300) < np.array(LENGTHS[dtype], object)[:, None, None, None]
@@ -202,8 +186,8 @@ def test_lengths_have_any_dtype_of_integers(dtype, name, kernel):
         np.testing.assert_allclose(found, run(x, mask=expected.astype(bool)), atol=1e-5)
 
 
-@pytest.mark.parametrize("kernel", [None, "dense", "tiled"])
-@pytest.mark.parametrize("step", [2**30 + 1, 2**31 - 1, 2**31 + 3, 2**40])
+@pytest.mark.parametrize("kernel", ["dense", "tiled"])
+@pytest.mark.parametrize("step", [2**30 + 1, 2**31 + 3, 2**40])
 @pytest.mark.parametrize("offset", [2**30 - 1, 2**31 - 2, 2**40 + 3])
 def test_wide_steps_meet_far_positions(offset, step, kernel):
     x = np.random.default_rng(1).normal(size=(1, 300, 8))
@@ -212,11 +196,6 @@ def test_wide_steps_meet_far_positions(offset, step, kernel):
         for own in (offset, TO[name](np.full((), offset))):
             call = {"mask": masks.dilated(step), "query_offset": own, "kernel": kernel}
             np.testing.assert_allclose(np.asarray(run(TO[name](x), **call)), expected, atol=1e-12)
-
-
-def test_a_mask_prints_numbers_beyond_int64():
-    mask = masks.segments(torch.asarray(np.array([2**63 + 5], "uint64")))
-    assert repr(mask) == f"masks.segments(torch.asarray([{2**63 + 5}], dtype=torch.uint64))"
 
 
 # Offset, window, and the keys that row i sees: from i + the first to i + the second.
@@ -236,7 +215,7 @@ FAR_CALLS = [
 @pytest.mark.parametrize(
     ("name", "kernel", "offset", "window", "seen"),
     [
-        *((name, k, *call) for name in ("numpy", "torch") for k in KERNELS for call in FAR_CALLS),
+        *((*way, *call) for way in NAMES_AND_KERNELS for call in FAR_CALLS),
         # JAX has no 64-bit integers here.
         *(("jax", "xla", *call) for call in FAR_CALLS[:4:3]),
     ],
@@ -265,13 +244,11 @@ def test_far_offsets_that_are_moved_are_right_or_refused(window):
             run(x, **options, backend="jax")
 
 
-@pytest.mark.parametrize("name", TO)
-def test_dilation_counts_from_a_far_position(name):
-    far, x = 2**31 - 2, [TO[name](X.astype("float32"))] * 3
-    expected = run(X, mask=(np.arange(S) - np.arange(L)[:, None] - far) % 5 == 0)
-    for offset in (far, TO[name](np.full(B, far, "int32"))):
-        found = attention(*x, query_offset=offset, mask=masks.dilated(5))
-        np.testing.assert_allclose(np.asarray(found), expected, atol=1e-5)
+def test_dilation_counts_from_a_far_position_of_jax():
+    far, x = 2**31 - 2, X.astype("float32")
+    expected = run(mask=(np.arange(S) - np.arange(L)[:, None] - far) % 5 == 0)
+    found = run(TO["jax"](x), query_offset=far, mask=masks.dilated(5))
+    np.testing.assert_allclose(np.asarray(found), expected, atol=1e-5)
 
 
 def test_a_mask_compiled_for_too_few_items_or_heads_is_refused():
@@ -302,8 +279,7 @@ def test_negative_lengths_hide_all_and_ids_may_be_any_integer():
 
 
 @pytest.mark.parametrize("kernel", ["dense", "tiled"])
-@pytest.mark.parametrize(("rows", "keys"), [(0, 5), (5, 0), (0, 0)])
-@pytest.mark.parametrize("library", EVERYWHERE, ids=str)
+@pytest.mark.parametrize(("rows", "keys"), [(0, 5), (5, 0)])
 def test_nothing_in_is_nothing_out(library, rows, keys, kernel):
     query, key = (library.to(np.ones((B, H, n, 8))) for n in (rows, keys))
     ids, key_ids = (library.to(np.zeros(n, int)) for n in (rows, keys))
@@ -316,11 +292,6 @@ def test_nothing_in_is_nothing_out(library, rows, keys, kernel):
     output = attention(query, key, key, score_mod=scores.alibi(H), **options)
     assert output.shape == (B, H, rows, 8)
     assert not library.back(output).any()
-
-
-def test_torchs_own_kernel_takes_a_tree_of_no_drafts():
-    x = torch.ones(1, H, L, 8)
-    assert attention(x[:, :, :0], x, x, mask=masks.tree([])).shape == (1, H, 0, 8)
 
 
 @pytest.mark.parametrize("kind", [scores.cosine(), scores.distance(), scores.additive(np.ones(0))])

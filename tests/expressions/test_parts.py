@@ -69,19 +69,13 @@ SCORES = {
 }
 
 
-def cut_before(expression, part):
-    """The expression over a part, given arrays that are cut already."""
-    return (
+#: An expression over a part, given arrays that are cut already, and given whole ones.
+WAYS = {
+    "cut before": lambda expression, part: (
         expression.with_array_per_axis().map_arrays(lambda axes, x: part.array(x, axes)).part(part)
-    )
-
-
-def cut_from_whole(expression, part):
-    """The expression over a part, given whole arrays."""
-    return expression.part(part)
-
-
-WAYS = {"cut before": cut_before, "cut here": cut_from_whole}
+    ),
+    "cut here": lambda expression, part: expression.part(part),
+}
 
 
 def indices(shape, first=(0, 0, 0), flat=None, lib=np):
@@ -141,8 +135,8 @@ def seen(part, mask):
     return mask.part(part).seen(inside(part, jnp))
 
 
-@pytest.mark.parametrize("part", PARTS, ids=PLACES)
-def test_parts_of_masks_with_traced_starts(part):
+def test_parts_of_masks_with_traced_starts():
+    part = PARTS[1]
     all_found = with_traced_starts(part, seen, *MASKS.values())
     for (name, mask), found in zip(MASKS.items(), all_found, strict=True):
         expected = np.broadcast_to(mask.seen(outside(part)), shape_of(part))
@@ -182,7 +176,7 @@ def test_a_mask_knows_as_much_of_the_tiles_of_a_part(name):
     of_all = part._replace(items=WHOLE.items)
     whole = coverage(of_all, mask, OFFSET, np, part.first[2:])
     found = [coverage(part, mask.part(part), OFFSET + part.offset_shift, np)]
-    if name != "compiled":  # whose table is not read at a traced place
+    if name in ("positions", "composed"):
         found += with_traced_starts(part, coverage_there, mask)
     for any_visible, all_visible in found:
         assert np.all(any_visible <= whole[0])
@@ -209,8 +203,9 @@ def test_a_score_is_changed_in_a_part_as_it_is_there(name, part):
     for over in WAYS.values():
         found = over(SCORES[name], part).apply(given, inside(part))
         np.testing.assert_allclose(found, expected, rtol=1e-12)
-    (with_starts,) = with_traced_starts(part, applied, SCORES[name])
-    np.testing.assert_allclose(with_starts, expected, rtol=1e-5, atol=1e-5)
+    if part is PARTS[1]:
+        (with_starts,) = with_traced_starts(part, applied, SCORES[name])
+        np.testing.assert_allclose(with_starts, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("part", PARTS, ids=PLACES)
@@ -228,19 +223,16 @@ def test_the_gradient_of_a_part_is_padded_with_zeros(axes, part):
 def classes(cls=Expression):
     """The expressions that a call may hold."""
     for one in cls.__subclasses__():
-        yield from (
-            [one]
-            if dataclasses.is_dataclass(one) and one.__module__.startswith("polyattn.")
-            else []
-        )
+        if dataclasses.is_dataclass(one) and one.__module__.startswith("polyattn."):
+            yield one
         yield from classes(one)
 
 
-@pytest.mark.parametrize("cls", sorted(set(classes()), key=lambda c: c.__name__))
-def test_every_expression_says_which_axes_its_arrays_follow(cls):
-    assert cls.axes is not None or "part" in vars(cls)
-    arrays = {f.name for f in dataclasses.fields(cls) if f.type == "Any"}
-    assert arrays == (cls.axes or {}).keys()
+def test_every_expression_says_which_axes_its_arrays_follow():
+    for cls in set(classes()):
+        assert cls.axes is not None or "part" in vars(cls)
+        arrays = {f.name for f in dataclasses.fields(cls) if f.type == "Any"}
+        assert arrays == (cls.axes or {}).keys(), cls
 
 
 def within(value):

@@ -11,6 +11,7 @@ from polyattn.plugin import Score
 from polyattn_numpy.backend import NumpyBackend
 
 BACKENDS = {"numpy": NumpyBackend, "torch": TorchBackend}
+TO = {"numpy": np.asarray, "torch": torch.from_numpy}
 B, H, G, L, S, D = 2, 6, 3, 9, 14, 5
 RNG = np.random.default_rng(11)
 QUERY, KEY, VALUE = (RNG.normal(size=(B, h, n, D)) for h, n in ((H, L), (G, S), (G, S)))
@@ -43,14 +44,14 @@ def test_a_score_called_as_a_function_has_no_offset(value):
     np.testing.assert_allclose(found, expected, rtol=1e-12)
 
 
-@pytest.mark.parametrize("heads", [1, 2, 3, 8, 12, 20, 32, 71])
+@pytest.mark.parametrize("heads", [1, 8, 20])
 def test_alibi_has_the_published_slopes(heads):
     s = scores.alibi(heads)(np.zeros((1, heads, 1, 2)), *np.ogrid[:1, :heads, :1, :2])
     np.testing.assert_allclose(-s[0, :, 0, 1], published_slopes(heads), rtol=1e-14)
 
 
 @pytest.mark.parametrize("bidirectional", [True, False])
-@pytest.mark.parametrize(("buckets", "furthest"), [(32, 128), (64, 256), (16, 40), (32, 10**9)])
+@pytest.mark.parametrize(("buckets", "furthest"), [(32, 128), (16, 40)])
 def test_relative_bias_has_the_buckets_of_t5(bidirectional, buckets, furthest):
     t5 = pytest.importorskip("transformers.models.t5.modeling_t5").T5Attention
     away = np.arange(-600, 600)
@@ -64,12 +65,9 @@ def test_relative_bias_has_the_buckets_of_t5(bidirectional, buckets, furthest):
 
 @pytest.mark.parametrize("furthest", [10**30, 10**400], ids=["30", "400"])
 def test_buckets_that_end_beyond_all_distances(furthest):
-    table = np.arange(16.0)[:, None]
+    table, zero = np.arange(16.0)[:, None], np.zeros((1, 1, 1, 1), np.int32)
     value = scores.relative_bias(table, bidirectional=False, max_distance=furthest)
-    zero, away = (
-        np.zeros((1, 1, 1, 1), np.int32),
-        np.array([[[[0, 7, 8, 34_689, 34_690]]]], np.int32),
-    )
+    away = zero + np.array([0, 7, 8, 34_689, 34_690], np.int32)
     found = value(np.zeros(away.shape), zero, zero, away, zero)
     # 10**30 begins the second bucket of the far ones at 8 · (10**30 / 8) ** (1 / 8).
     np.testing.assert_array_equal(found.ravel(), [0, 7, 8, 8, 8 + (furthest == 10**30)])
@@ -87,7 +85,7 @@ def test_the_cosine_of_small_and_large_vectors_is_exact():
 
 @pytest.mark.parametrize("library", ["numpy", "torch"])
 def test_ordinary_vectors_are_divided_alike_with_tiny_and_huge_ones(library):
-    to = {"numpy": np.asarray, "torch": torch.from_numpy}[library]
+    to = TO[library]
     keys = KEYS.copy()
     keys[:, :, 0], keys[:, :, 1], keys[:, :, 2] = 0, 1e-200, 1e200
     for rows in (1, L):
@@ -102,7 +100,7 @@ def test_ordinary_vectors_are_divided_alike_with_tiny_and_huge_ones(library):
 @pytest.mark.parametrize("close", ["one pair", "all", "none"])
 @pytest.mark.parametrize("rows", [1, 40])
 def test_distances_of_close_vectors_keep_their_digits(library, close, rows):
-    to = {"numpy": np.asarray, "torch": torch.from_numpy}[library]
+    to = TO[library]
     rng = np.random.default_rng(1)
     query, key = (rng.normal(size=(2, n, 32)).astype(np.float32) for n in (rows, 50))
     if close == "all":
@@ -125,7 +123,7 @@ def test_the_long_sequence_rule_is_a_number():
     assert needs == {"grouped_heads", "scale"}
 
 
-@pytest.mark.parametrize("size", [1e-30, 1.0, 1e30])
+@pytest.mark.parametrize("size", [1e-30, 1e30])
 @pytest.mark.parametrize("normalizer", [scores.sigmoid(), scores.sparsemax()])
 def test_a_normalizer_bears_large_scores(normalizer, size):
     with np.errstate(all="raise", under="ignore"):

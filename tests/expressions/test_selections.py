@@ -20,16 +20,11 @@ EXPECTED = attention(X, KEY, KEY, mask=SEEN, kernel="dense")
 
 
 def test_a_selection_is_a_set_in_any_order():
-    mask = masks.selected(KEYS)
-    assert mask == masks.selected(KEYS[:, ::-1])
-    np.testing.assert_allclose(attention(X, KEY, KEY, mask=mask), EXPECTED, atol=1e-12)
-
-
-def test_a_selection_keeps_a_copy():
     keys = KEYS.copy()
     mask = masks.selected(keys)
-    keys[:] = 0
-    assert mask == masks.selected(KEYS)
+    keys[:] = 0  # of which it has kept a copy
+    assert mask == masks.selected(KEYS[:, ::-1])
+    np.testing.assert_allclose(attention(X, KEY, KEY, mask=mask), EXPECTED, atol=1e-12)
 
 
 @pytest.mark.parametrize("kernel", ["dense", "gathered"])
@@ -60,12 +55,6 @@ def test_edges_in_any_order_are_the_keys_of_rows(library):
     mask = masks.edges(library.to(rows[order]), library.to(keys[order]), L)
     output = attention(*map(library.to, (X, KEY, KEY)), mask=mask, kernel="dense")
     np.testing.assert_allclose(library.back(output), EXPECTED, atol=1e-12)
-
-
-def test_edges_of_a_matrix_of_scipy_and_of_no_edge():
-    m = pytest.importorskip("scipy.sparse").csr_array(SEEN).tocoo()
-    mask = masks.edges(m.row, m.col, m.shape[0])
-    np.testing.assert_allclose(attention(X, KEY, KEY, mask=mask), EXPECTED, atol=1e-12)
     assert not attention(X, KEY, KEY, mask=masks.edges([], [], L)).any()
 
 
@@ -98,9 +87,13 @@ def under_vmap(mask_of):
     return run(*map(torch.from_numpy, (X, KEY, np.stack([KEYS, KEYS])))).numpy()
 
 
-@pytest.mark.parametrize("way", [under_jit, under_compile, under_vmap])
 @pytest.mark.parametrize(
-    "mask_of", [masks.selected, lambda keys: masks.blocks(keys, 1)], ids=["selected", "blocks"]
+    ("way", "mask_of"),
+    [
+        (under_jit, masks.selected),
+        (under_vmap, lambda keys: masks.blocks(keys, 1)),
+        pytest.param(under_compile, lambda keys: masks.blocks(keys, 1), marks=pytest.mark.slow),
+    ],
 )
 def test_traced_numbers(way, mask_of):
     np.testing.assert_allclose(way(mask_of), EXPECTED, atol=1e-5)

@@ -88,27 +88,3 @@ def test_other_settings_are_compiled_anew():
     for epsilon in (1e-5, 1e-5, 1e-3):
         run(nn.LayerNorm(layer.weight, layer.bias, epsilon), x)
     assert len(compiled) == 2
-
-
-def test_vmap_of_torch_over_items():
-    layer = nn.EncoderBlock.init(8, 2, like=torch.zeros(1))
-    x = torch.randn(3, 2, 5, 8)
-    mapped = torch.func.vmap(lambda x: layer(x, is_causal=True))(x)
-    torch.testing.assert_close(mapped, layer(x, is_causal=True), atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
-def test_torch_compiles_a_prompt_and_then_tokens():
-    model = model_of(torch.zeros(1))
-    ids = torch.tensor(IDS)
-    full = model(ids, is_causal=True)
-    run = torch.compile(
-        lambda ids, caches: model(ids, caches=caches, is_causal=True),
-        fullgraph=True,
-        backend="eager",
-    )
-    first, caches = run(ids[:, :4], model.caches(8, batch=(2,)))
-    second, _ = run(ids[:, 4:5], caches)
-    torch.testing.assert_close(first, full[:, :4], atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(second, full[:, 4:5], atol=1e-5, rtol=1e-5)

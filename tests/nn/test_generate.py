@@ -1,18 +1,18 @@
 """Generation: transformers' own greedy tokens, and samples that are one on every library."""
 
-import itertools
-
 import numpy as np
 import pytest
 from optional import da, torch
-from tiny_models import DECODERS, FAMILIES, FLOAT32, IDS, library
+from tiny_models import DECODERS, FLOAT32, IDS, library
 
 from polyattn import masks, nn
 from polyattn.integrations.jax import register
 
 # Small models whose output map is tied to the embedding repeat one token.
 UNTIED = {"tie_word_embeddings": False}
-SETTINGS = {f"{name} untied": DECODERS[name] | UNTIED for name in FAMILIES}
+SETTINGS = {
+    f"{name} untied": DECODERS[name] | UNTIED for name in ("gpt2", "gemma3_text", "smollm3")
+}
 
 
 def greedy(theirs, steps):
@@ -56,7 +56,6 @@ def shares(model, **options):
         ({"temperature": 1.0}, [0.1, 0.4, 0.3, 0.2]),
         ({"temperature": 0.5}, [1 / 30, 16 / 30, 9 / 30, 4 / 30]),
         ({"temperature": 1.0, "top_k": 2}, [0, 4 / 7, 3 / 7, 0]),
-        ({"temperature": 1.0, "top_k": 9}, [0.1, 0.4, 0.3, 0.2]),
         ({"temperature": 1.0, "top_p": 0.69}, [0, 4 / 7, 3 / 7, 0]),
         ({"temperature": 1.0, "top_p": 0.71}, [0, 4 / 9, 3 / 9, 2 / 9]),
         ({"temperature": 1.0, "top_p": 1e-9}, [0, 1, 0, 0]),
@@ -135,7 +134,8 @@ def small(to, **settings):
 @pytest.mark.parametrize(
     ("kind", "name"),
     [
-        *itertools.product(["numpy", "torch"], RAGGED),
+        *(("numpy", name) for name in RAGGED),
+        ("torch", "rotary"),
         pytest.param("jax", "rotary", marks=pytest.mark.slow),
     ],
 )
@@ -202,6 +202,7 @@ def test_a_compiled_step_is_refused_where_pages_lack():
 SHORT = nn.Transformer.init(9, 8, 2, 1, like=FLOAT32, is_causal=True, positions=8)
 AHEAD = nn.Transformer.init(9, 8, 2, 1, like=FLOAT32, is_causal=False)
 HALVES = fixed(0.5, 0.5)
+WIDE = nn.Transformer(nn.Embedding(np.zeros((300, 2), np.float32)), HALVES.stack, tied=True)
 ONE = np.zeros((1, 1), dtype=np.int64)
 
 
@@ -236,6 +237,10 @@ REFUSED = {
         {"ids": np.asarray([0, 2]), "jit": lambda step: 1 / 0},
         r"token id 2 at \(1,\) is out of range: there are 2",
     ),
+    "a narrow dtype": (
+        {"model": WIDE, "ids": ONE.astype(np.uint8)},
+        r"ids of uint8 cannot hold .* up to 299; give int32 or int64",
+    ),
     "no logits": (
         {"model": nn.Transformer(HALVES.embedding, HALVES.stack)},
         "no logits: load a decoder with logits=True; an encoder, .* nothing to generate",
@@ -251,15 +256,7 @@ def test_a_wrong_argument_is_refused(name):
         nn.generate(**({"model": HALVES, "ids": ONE, "steps": 1} | options))
 
 
-def test_ids_of_a_narrow_dtype_cannot_wrap():
-    embedding = nn.Embedding(np.zeros((300, 2), np.float32))
-    model = nn.Transformer(embedding, HALVES.stack, tied=True)
-    with pytest.raises(
-        TypeError, match=r"ids of uint8 cannot hold .* up to 299; give int32 or int64"
-    ):
-        nn.generate(model, ONE.astype(np.uint8), steps=1)
-
-
+@pytest.mark.slow
 def test_lists_are_prompts_of_a_model_of_dask():
     like = np.zeros(1, np.float32)
     model = nn.Transformer.init(9, 8, 2, 1, like=like, is_causal=True, positions=9, tied=True)

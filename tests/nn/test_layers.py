@@ -30,18 +30,6 @@ def heads_of(x, weight, bias, heads):
     return y.reshape(*y.shape[:-1], heads, -1).swapaxes(-2, -3)
 
 
-def projected(layer, x=X, heads=4):
-    """The queries, keys and values of a layer's own maps."""
-    maps = (layer.query, layer.key, layer.value)
-    return [heads_of(x, a.weight, 0 if a.bias is None else a.bias, heads) for a in maps]
-
-
-def joined(layer, output):
-    """The outputs of the heads, mapped to tokens."""
-    flat = output.swapaxes(1, 2).reshape(*output.shape[:1], output.shape[2], -1)
-    return flat @ layer.output.weight + (0 if layer.output.bias is None else layer.output.bias)
-
-
 # ---- modules -----------------------------------------------------------------------------------
 
 
@@ -61,41 +49,31 @@ def test_a_seed_gives_the_same_weights_to_the_last_bit_in_every_library(library)
         assert np.array_equal(back(array), expected[name]), name
 
 
-def test_another_seed_gives_other_weights_and_no_two_arrays_the_same():
+def test_another_seed_gives_other_weights_no_two_arrays_the_same_spread_as_glorot_has_them():
     like = np.zeros(1)
     one, other = (gpt(like, seed=seed).parameters() for seed in (0, 1))
     drawn = [name for name in one if name.endswith("weight") and "norm" not in name]
     assert all(np.all(one[name] != other[name]) for name in drawn)
     firsts = [one[name].ravel()[0] / np.abs(one[name]).max() for name in drawn]
     assert len(set(firsts)) == len(firsts)
-
-
-def test_weights_are_spread_as_glorot_has_them():
-    weight = nn.Linear.init(300, 500, like=np.zeros(1)).weight
-    bound = math.sqrt(6 / 800)
+    weight, bound = nn.Linear.init(300, 500, like=like).weight, math.sqrt(6 / 800)
     assert np.abs(weight).max() <= bound
     assert weight.var() == pytest.approx(bound**2 / 3, rel=0.02)
     assert weight.mean() == pytest.approx(0, abs=0.001)
 
 
-def test_parameters_are_named_by_where_they_are_and_replaced_by_name():
+def test_parameters_are_replaced_by_name_and_refused_where_they_do_not_fit():
     model = gpt(np.zeros(1))
-    names = model.parameters()
-    assert "stack.blocks.1.attention.query.weight" in names
-    doubled = model.with_parameters({name: 2 * array for name, array in names.items()})
-    assert doubled.stack.blocks[0].feed_forward.up.weight[0, 0] == pytest.approx(
-        2 * model.stack.blocks[0].feed_forward.up.weight[0, 0]
-    )
+    arrays = model.parameters()
+    doubled = model.with_parameters({name: 2 * array for name, array in arrays.items()})
+    up = doubled.stack.blocks[0].feed_forward.up.weight
+    np.testing.assert_array_equal(up, 2 * arrays["stack.blocks.0.feed_forward.up.weight"])
     assert doubled.stack.blocks[0].feed_forward.activation == "silu"
-
-
-def test_parameters_that_do_not_fit_are_refused_by_name():
-    model = gpt(np.zeros(1))
     wrong = {"embedding.weight": np.zeros((2, 2))}
     for parameters, said in (
         ({}, "missing: .*embedding.weight"),
-        (model.parameters() | {"other": np.zeros(1)}, "unknown: other"),
-        (model.parameters() | wrong, r"embedding.weight has the shape \(11, 24\); got \(2, 2\)"),
+        (arrays | {"other": np.zeros(1)}, "unknown: other"),
+        (arrays | wrong, r"embedding.weight has the shape \(11, 24\); got \(2, 2\)"),
     ):
         with pytest.raises(ValueError, match=said):
             model.with_parameters(parameters)
@@ -116,6 +94,7 @@ def test_a_module_prints_its_parts_with_their_shapes_and_equal_ones_once():
 # ---- layers ------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("library", ["numpy", "torch", "strict"], indirect=True)
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_norms_are_those_of_torch(library, dtype):
     to, back = library
@@ -124,15 +103,17 @@ def test_norms_are_those_of_torch(library, dtype):
     tensors = [torch.tensor(a) for a in (x, weight, bias)]
     tolerance = 2e-6 if dtype == "float32" else 1e-14
     expected = torch.nn.functional.layer_norm(tensors[0], (24,), *tensors[1:], eps=1e-3)
-    assert str(back(layer(to(x))).dtype) in (dtype, "float32")  # JAX knows no float64 by default
-    if back(layer(to(x))).dtype == dtype:
-        close(back(layer(to(x))), expected, tolerance)
-        expected = torch.nn.functional.rms_norm(tensors[0], (24,), tensors[1] + 1, eps=1e-3)
-        close(back(nn.RMSNorm(to(weight), 1e-3, offset=1.0)(to(x))), expected, tolerance)
+    assert back(layer(to(x))).dtype == dtype
+    close(back(layer(to(x))), expected, tolerance)
+    expected = torch.nn.functional.rms_norm(tensors[0], (24,), tensors[1] + 1, eps=1e-3)
+    close(back(nn.RMSNorm(to(weight), 1e-3, offset=1.0)(to(x))), expected, tolerance)
 
 
 IN_16_BITS = [
-    (name, dtype) for name in ("numpy", "torch", "jax") for dtype in ("float16", "bfloat16")
+    ("numpy", "float16"),
+    ("torch", "float16"),
+    ("torch", "bfloat16"),
+    ("jax", "bfloat16"),
 ]
 
 
@@ -157,7 +138,7 @@ def close_to_a_rounding(found, exact, dtype, noise):
     assert (np.abs(found.astype(np.float64) - exact) <= bound).all()
 
 
-@pytest.mark.parametrize(("name", "dtype"), IN_16_BITS)
+@pytest.mark.parametrize(("name", "dtype"), IN_16_BITS[:3])
 def test_norms_of_16_bits_are_rounded_once(name, dtype):
     x, wide = in_16_bits(name, dtype, 100 * X)
     (weight, w), (bias, b) = (in_16_bits(name, dtype, a) for a in (X[0, 0] + 2, X[0, 1]))
@@ -189,6 +170,7 @@ def test_activations_of_16_bits_are_rounded_once(name, dtype, activation):
 
 
 @pytest.mark.parametrize("activation", EXACT)
+@pytest.mark.parametrize("library", ["numpy", "torch", "strict"], indirect=True)
 def test_activations_keep_their_digits_far_below_0(library, activation):
     to, back = library
     for kind in (np.float32, np.float64):
@@ -208,6 +190,7 @@ def test_activations_keep_their_digits_far_below_0(library, activation):
 # ---- attention ---------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("library", ["numpy", "torch", "strict"], indirect=True)
 @pytest.mark.parametrize(("fused", "bias"), [(False, True), (True, False)])
 def test_multi_head_attention_is_projections_around_attention(library, fused, bias):
     to, back = library
@@ -287,6 +270,7 @@ def test_numbers_of_numpy_are_settings():
     assert isinstance(layer.rotary.frequencies, tuple)
 
 
+@pytest.mark.parametrize("library", ["numpy", "torch", "strict"], indirect=True)
 def test_no_tokens_and_no_items_give_an_empty_result(library):
     to, back = library
     layer = nn.MultiHeadAttention.init(24, 4, key_heads=2, like=to(float32([0])))
@@ -296,11 +280,9 @@ def test_no_tokens_and_no_items_give_an_empty_result(library):
 
 def test_a_norm_that_is_given_is_copied_for_every_layer():
     norm = nn.RMSNorm.init(6, like=X)
-    model = gpt(np.zeros(1), query_norm=norm, key_norm=norm)
-    arrays = [
-        a for name, a in model.parameters().items() if "query_norm" in name or "key_norm" in name
-    ]
-    assert len({id(array) for array in arrays}) == len(arrays) == 4
+    parameters = gpt(np.zeros(1), query_norm=norm, key_norm=norm).parameters()
+    of_norms = [id(a) for name, a in parameters.items() if "query_n" in name or "key_n" in name]
+    assert len(set(of_norms)) == len(of_norms) == 4
 
 
 def test_a_block_without_biases_has_none_and_a_list_of_blocks_is_a_stack():
@@ -341,11 +323,9 @@ def test_only_the_self_attention_of_a_decoder_block_is_causal_and_rotated():
     for given, expected in (({}, True), ({"is_causal": False}, False)):
         block = nn.DecoderBlock.init(24, 4, like=X, rotary=nn.Rotary(6), **given)
         assert block.attention.is_causal is expected
+        assert block.attention.rotary is not None
         assert block.cross_attention.is_causal is False
-        assert (block.attention.rotary is None, block.cross_attention.rotary is None) == (
-            False,
-            True,
-        )
+        assert block.cross_attention.rotary is None
     assert gpt(X, pre_norm=False).stack.norm is None
 
 
@@ -367,26 +347,6 @@ def test_the_weights_of_a_decoder_block_are_of_its_causal_self_attention():
     (found,) = model.weights(np.asarray([[1, 2, 3]] * 2), context, context_mask=keep)
     assert found.shape == (2, 2, 3, 3)
     assert not found[..., 0, 1:].any()
-
-
-def test_a_backend_and_a_kernel_are_of_both_attentions_of_a_decoder(monkeypatch):
-    asked = []
-
-    def spy(*arrays, **options):
-        asked.append((options.get("backend"), options.get("kernel")))
-        return attention(*arrays, **options)
-
-    monkeypatch.setattr("polyattn.nn.attention.attention", spy)
-    block = nn.DecoderBlock.init(24, 4, like=X)
-    block(X, X, backend="array-api", kernel="dense")
-    assert asked == [("array-api", "dense")] * 2
-
-
-def test_an_embedding_scale_multiplies_tokens_and_not_positions():
-    model = gpt(np.zeros(1))
-    scaled = replace(model, embedding_scale=3.0)
-    expected = 3 * model.embedding.weight[IDS] + model.positions.weight[:7]
-    close(scaled.embed(IDS), expected, 1e-12)
 
 
 def test_a_layer_has_its_own_options_and_a_call_overrides_them():

@@ -3,29 +3,17 @@
 import json
 import os
 import shutil
-import sys
 
 import ml_dtypes
 import numpy as np
 import pytest
+from arrays import close, draw
 from optional import torch
 from tiny_models import DECODERS, FLOAT32, library
 
 from polyattn import nn
 
 WIDE = {np.float32: torch.float32, np.float64: torch.float64}
-
-
-def close(found, expected, dtype=np.float32, scale=1.0):
-    """Compare to a few roundings of what the numbers' largest has."""
-    found, expected = np.asarray(found), np.asarray(expected)
-    assert found.dtype == dtype
-    bound = 40 * np.finfo(dtype).eps * max(1.0, float(np.abs(expected).max())) * scale
-    np.testing.assert_allclose(found, expected, rtol=0, atol=bound)
-
-
-def tokens(*shape, dtype=np.float32, seed=0):
-    return np.random.default_rng(seed).standard_normal(shape).astype(dtype)
 
 
 # ---- torch.nn ----------------------------------------------------------------------------------
@@ -41,13 +29,14 @@ def theirs_of(layer, dtype, *args, **options):
         return layer(*map(torch.from_numpy, args), **options)
 
 
-X, KEY, VALUE = (tokens(2, 7, 16, seed=n) for n in range(3))
-LONG, NARROW, LEAN = tokens(2, 9, 16), tokens(2, 9, 10), tokens(2, 9, 6)
+X, KEY, VALUE = draw(*[(2, 7, 16)] * 3)
+NARROW, LEAN = draw((2, 9, 10), (2, 9, 6))
 GIVEN = {
-    "itself": (X, X, X), "one context": (X, LONG, LONG), "x twice": (X, X, VALUE),
-    "three": (X, KEY, VALUE), "of another size": (X, NARROW, NARROW),
+    "itself": (X, X, X),
+    "three": (X, KEY, VALUE),
+    "of another size": (X, NARROW, NARROW),
     "of two sizes": (X, NARROW, LEAN),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("given", GIVEN.values(), ids=GIVEN)
@@ -61,18 +50,17 @@ def test_torch_attention_is_torchs_own(given, bias):
     close(ours(*given), expected)
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize(
-    ("norm_first", "activation", "causal"),
-    [(False, "relu", False), (True, "gelu", True), (True, "relu", False)],
+    ("norm_first", "activation", "causal", "dtype"),
+    [(False, "relu", False, np.float32), (True, "gelu", True, np.float64)],
 )
-def test_torch_encoder_layer_is_torchs_own(dtype, norm_first, activation, causal):
+def test_torch_encoder_layer_is_torchs_own(norm_first, activation, causal, dtype):
     torch.manual_seed(0)
     layer = torch.nn.TransformerEncoderLayer(
         16, 4, 24, activation=activation, batch_first=True, norm_first=norm_first,
         layer_norm_eps=1e-3, bias=not causal,
     )  # fmt: skip
-    x = tokens(2, 7, 16, dtype=dtype)
+    x = draw((2, 7, 16), dtype=dtype)[0]
     options = {"src_key_padding_mask": torch.from_numpy(~KEEP)}
     if causal:
         options["src_mask"] = torch.triu(torch.ones(7, 7, dtype=torch.bool), 1)
@@ -82,18 +70,19 @@ def test_torch_encoder_layer_is_torchs_own(dtype, norm_first, activation, causal
         norm_first=norm_first, epsilon=1e-3,
     )  # fmt: skip
     found = ours(x, mask=KEEP[:, None, None, :], is_causal=causal)
-    close(found[KEEP], np.asarray(expected)[KEEP], dtype, scale=4)
+    assert found.dtype == dtype
+    close(found[KEEP], expected[KEEP], 160)
 
 
 def test_a_prefix_picks_one_layer_of_a_larger_model():
     torch.manual_seed(0)
     layer = torch.nn.TransformerEncoderLayer(16, 4, 24, batch_first=True)
     whole = torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-    x = tokens(2, 7, 16)
+    x = X
     expected = theirs_of(whole, np.float32, x)
     for prefix in ("layers.0.", "layers.1."):
         x = nn.load.torch_encoder_layer(whole.state_dict(), 4, like=x, prefix=prefix)(x)
-    close(x, expected, scale=4)
+    close(x, expected, 160)
     with pytest.raises(ValueError, match=r"'layers\.2\.'; the first names are layers\.0"):
         nn.load.torch_encoder_layer(whole.state_dict(), 4, like=x, prefix="layers.2.")
 
@@ -146,15 +135,10 @@ def gpt2(made):
     return made("gpt2", DECODERS["gpt2"])
 
 
-def test_a_model_in_many_files_is_read_by_its_index(gpt2, whole, tmp_path):
-    gpt2.save_pretrained(tmp_path, max_shard_size="20KB")
-    assert len(list(tmp_path.glob("*.safetensors"))) > 1
-    assert same(tmp_path, gpt2)
-
-
 def test_a_whole_file_precedes_an_index_as_in_transformers(gpt2, whole, tmp_path):
     doubled = {name: 2 * array for name, array in gpt2.state_dict().items()}
     gpt2.save_pretrained(tmp_path, max_shard_size="20KB", state_dict=doubled)
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
     assert not same(tmp_path, gpt2)
     shutil.copy(whole / "model.safetensors", tmp_path)
     assert same(tmp_path, gpt2)
@@ -188,18 +172,10 @@ PACKED = {"h.0.attn.c_attn.qweight": np.zeros((4, 4), np.int32)}
     ("weights", "file", "config", "said"),
     [
         ("folder", "", "dict", r"there is no .*model\.safetensors"),
-        ("folder", "", None, r"there is no .*config\.json: pass config="),
-        (
-            "folder",
-            PICKLE + " model.safetensors",
-            None,
-            r"there is no .*config\.json: pass config=",
-        ),
+        ("folder", PICKLE + " model.safetensors", None, r"no .*config\.json: pass config="),
         (PICKLE, PICKLE, "dict", r"is not a \.safetensors file"),
         ("folder", PICKLE, None, r"there is pytorch_model\.bin, a pickle"),
-        ("folder", "adapter_config.json", None, r"an adapter of PEFT, .*merge_and_unload"),
         ("folder", "adapter_config.json", "dict", r"an adapter of PEFT, .*merge_and_unload"),
-        ("folder", PICKLE, "dict", r"there is pytorch_model\.bin, a pickle"),
         ("openai/gpt2", "", None, r"snapshot_download\('openai/gpt2'\)"),
         ("gpt2.safetensors", "", None, r"there is no gpt2\.safetensors$"),
         (PACKED, "", "dict", r"c_attn\.qweight is quantized, as GPTQ and AWQ"),
@@ -213,19 +189,11 @@ def test_what_cannot_be_read_is_named_with_what_to_pass(
 ):
     for name in file.split():
         (tmp_path / name).write_bytes(b"")
-    weights = {"folder": tmp_path, "model": gpt2, PICKLE: tmp_path / PICKLE}.get(
-        str(weights), weights
-    )
+    known = {"folder": tmp_path, "model": gpt2, PICKLE: tmp_path / PICKLE}
+    weights = known.get(str(weights), weights)
     config = {"dict": gpt2.config.to_dict(), "object": gpt2.config}.get(config)
     with pytest.raises((FileNotFoundError, TypeError, ValueError), match=said):
         nn.load.model(weights, config, like=FLOAT32)
-
-
-def test_a_missing_package_is_named_with_the_command(monkeypatch, gpt2, tmp_path):
-    gpt2.save_pretrained(tmp_path)
-    monkeypatch.setitem(sys.modules, "safetensors.numpy", None)
-    with pytest.raises(ImportError, match="pip install safetensors"):
-        nn.load.model(tmp_path, like=FLOAT32)
 
 
 # ---- files and settings of anyone --------------------------------------------------------------
@@ -351,7 +319,7 @@ def test_weights_that_are_damaged_are_refused_with_their_files_name(whole, tmp_p
         file.write_bytes(data)
         assert str(file) in refused(folder), data[:80]
     rng = np.random.default_rng(0)
-    for _ in range(100):
+    for _ in range(50):
         flipped = bytearray(good)
         flipped[rng.integers(header)] ^= 1 << rng.integers(8)
         file.write_bytes(flipped)

@@ -17,7 +17,7 @@ RNG = np.random.default_rng(6)
 X = RNG.normal(size=(2, 3, 5, 16))
 
 
-@pytest.fixture(params=["numpy", "torch", "jax"])
+@pytest.fixture(params=["numpy", "torch"])
 def library(request):
     return LIBRARIES[request.param]
 
@@ -96,8 +96,8 @@ def test_angles_of_far_positions_are_exact(library, frequencies):
 @pytest.mark.parametrize(
     ("library", "dtype"),
     [
-        *itertools.product(("numpy", "torch"), ("int16", "uint8", "int32", "int64", "uint32")),
-        ("jax", "uint8"),  # which compiles each operation for each dtype
+        *itertools.product(("numpy", "torch"), ("uint8", "int32", "uint32")),
+        pytest.param("jax", "uint8", marks=pytest.mark.slow),
     ],
     indirect=["library"],
 )
@@ -148,7 +148,6 @@ def test_the_defaults_of_yarn_are_those_of_the_paper():
     frequencies, magnitude = nn.yarn_scaling(16, 8.0)
     told = {"base": 10000.0, "trained": 4096, "fast": 32.0, "slow": 1.0}
     assert nn.yarn_scaling(16, 8.0, **told) == (frequencies, magnitude)
-    assert nn.linear_scaling(16, 2.0) == tuple(0.5 * f for f in plain(16))
     assert nn.ntk_scaling(2, 8.0) == (1.0,)  # the one frequency, however it is scaled
 
 
@@ -162,9 +161,8 @@ def test_a_relative_bias_is_t5s_and_a_parameter():
     assert np.abs(expected - layer(x)).max() > 1e-6
 
 
-@pytest.mark.parametrize("dynamic", [None, (2.0, 4)])
-def test_the_layers_of_a_model_share_angles(monkeypatch, dynamic):
-    near, far = (nn.Rotary(4, base, dynamic=dynamic) for base in (10.0, 100.0))
+def test_the_layers_of_a_model_share_angles(monkeypatch):
+    near, far = (nn.Rotary(4, base, dynamic=(2.0, 4)) for base in (10.0, 100.0))
     like, ids, positions = np.zeros(1), np.asarray([[1, 2, 3]] * 2), [[0, 1, 9], [2, 3, 4]]
     made = [nn.EncoderBlock.init(8, 2, like=like, rotary=one) for one in (near, far, near)]
     stack = nn.Stack(made)
@@ -240,10 +238,11 @@ WAYS = {
     ("kind", "way"),
     [
         *(("numpy", way) for way in WAYS if "compiled" not in way),
-        ("torch", "pages, positions"),
-        *((kind, "lengths") for kind in ("torch", "jax")),
-        ("jax", "compiled pages"),
-        pytest.param("torch", "compiled pages", marks=pytest.mark.slow),  # ten seconds
+        ("torch", "lengths"),
+        *(
+            pytest.param(kind, "compiled pages", marks=pytest.mark.slow)
+            for kind in ("jax", "torch")
+        ),
     ],
 )
 def test_the_rates_of_dynamic_scaling_are_those_of_each_item_alone(kind, way):

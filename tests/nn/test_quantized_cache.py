@@ -8,7 +8,7 @@ import pytest
 from optional import jax, torch
 from tiny_models import LIBRARIES
 
-from polyattn import UnknownBackendError, attention, masks, nn, scores, use_backend
+from polyattn import UnknownBackendError, attention, masks, nn, scores
 from polyattn.integrations.jax import register
 from polyattn.nn import quantized_cache
 
@@ -51,7 +51,7 @@ def floats(cache, back=np.asarray):
     return found
 
 
-@pytest.mark.parametrize("steps", [[21, 4], [70], [5, 1, 1, 1, 1, 1, 1, 1, 20, 38], [1] * 30])
+@pytest.mark.parametrize("steps", [[21, 4], [70], [5, 1, 1, 1, 1, 1, 1, 1, 20, 38]])
 @pytest.mark.parametrize("library", READ, indirect=True)
 def test_an_entry_is_within_half_a_step_and_the_newest_are_as_they_were(library, steps):
     to, back = library
@@ -70,7 +70,6 @@ def test_an_entry_is_within_half_a_step_and_the_newest_are_as_they_were(library,
 
 OPTIONS = {
     "causal": {"is_causal": True},
-    "window and a softcap": {"is_causal": True, "window": (9, 0), "softcap": 3.0},
     "mask of positions": {"mask": masks.causal() & (masks.window(5, 0) | masks.prefix(3))},
     "mask array": {"mask": RNG.random((B, 1, 1, 70)) < 0.5},
     "bias": {"bias": RNG.standard_normal((1, H, 3, 70)).astype(np.float32)},
@@ -88,11 +87,7 @@ def test_attention_is_that_over_what_the_integers_stand_for(monkeypatch, name):
     found = cache.attention(QUERIES, **OPTIONS[name])
     expected = attention(QUERIES, *floats(cache), **OPTIONS[name])
     np.testing.assert_allclose(found, expected, atol=1e-12)
-
-
-def test_attention_makes_no_floats_of_all_tokens_at_once(monkeypatch):
-    monkeypatch.setattr(quantized_cache, "PIECE", 400)
-    cache = made(np.asarray, [70])
+    # No floats are made of all tokens at once.
     assert [piece.key.shape[-2] for piece in cache._float_pieces()] == [16] * 4
     assert [piece.key.shape[-2] for piece in cache._pieces()] == [64, 6]
 
@@ -101,7 +96,6 @@ def test_attention_makes_no_floats_of_all_tokens_at_once(monkeypatch):
     ("library", "rows", "options"),
     [
         *((name, 3, {"is_causal": True}) for name in READ),
-        *((name, 1, {}) for name in READ),
         *((name, 1, {"is_causal": True, "scale": 0.3}) for name in READ),
         pytest.param("jax", 1, {"is_causal": True, "scale": 0.3}, marks=pytest.mark.slow),
     ],
@@ -110,18 +104,10 @@ def test_attention_makes_no_floats_of_all_tokens_at_once(monkeypatch):
 def test_every_library_attends(monkeypatch, library, rows, options):
     to, back = library
     monkeypatch.setattr(quantized_cache, "PIECE", 400)
-    # JAX compiles each length.
-    cache = made(to, [13] if to is LIBRARIES["jax"][0] else [30, 1])
-    query = np.ascontiguousarray(QUERIES[:, :, :rows])
+    cache, query = made(to, [30, 1]), np.ascontiguousarray(QUERIES[:, :, :rows])
     found = back(cache.attention(to(query.astype(np.float32)), **options))
     expected = attention(query, *floats(cache, back), **options)
     np.testing.assert_allclose(found, expected, atol=3e-6)
-
-
-def test_a_decoding_step_goes_where_it_is_sent():
-    cache = made(np.asarray, [30])
-    with pytest.raises(UnknownBackendError), use_backend("nowhere"):
-        cache.attention(QUERIES[:, :, :1].astype(np.float32))
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float64])
@@ -134,9 +120,9 @@ def test_other_floats_keep_their_dtype(dtype):
     np.testing.assert_allclose(found, expected, atol=2e-3 if dtype is np.float16 else 1e-13)
 
 
-@pytest.mark.parametrize("length", [70, 66, 64, 59, 8, 3, 0])
+@pytest.mark.parametrize("length", [70, 66, 59, 0])
 def test_after_truncate_no_old_token_is_seen(length):
-    cache = made(np.asarray, [70])
+    cache = pickle.loads(pickle.dumps(made(np.asarray, [70])))
     shorter = cache.truncate(length)
     assert (shorter.length, cache.length) == (length, 70)
     again = [np.full_like(x[:, :, :20], 9, np.float32) for x in (KEYS, VALUES)]
@@ -145,14 +131,6 @@ def test_after_truncate_no_old_token_is_seen(length):
         most = np.abs(whole).max() / 254  # of tokens that become integers again
         np.testing.assert_allclose(found[:, :, :length], whole[:, :, :length], atol=most)
         np.testing.assert_allclose(found[:, :, length:], 9, atol=most)
-
-
-def test_a_cache_that_was_stored_goes_on_as_it_would_have():
-    cache = made(np.asarray, [50])
-    loaded = pickle.loads(pickle.dumps(cache))
-    *more, query = (x.astype(np.float32) for x in (KEYS[:, :, 50:], VALUES[:, :, 50:], QUERIES))
-    one, other = (each.append(*more).attention(query) for each in (loaded, cache))
-    np.testing.assert_array_equal(one, other)
 
 
 def test_its_memory_and_its_error_are_small():
@@ -170,17 +148,14 @@ def test_its_memory_and_its_error_are_small():
     assert 1e-3 < error <= 2e-2
 
 
-def test_zeros_stay_zeros():
-    cache = nn.QuantizedCache.init(1, 2, 8, like=np.zeros(1), window=0, block=4)
-    zeros = np.zeros((1, 4, 2))
-    assert (cache.append(zeros, zeros).attention(zeros) == 0).all()
-
-
 @pytest.mark.parametrize(
     ("act", "kind", "words"),
     [
         (lambda c, x: c.append(x, x[..., :1]), ValueError, r"have the shape \(2, 2, 'n', 5"),
         (lambda c, x: c.attention(x[:, :, :1].astype(float)), TypeError, "query .*float64"),
+        (lambda c, x: c.attention(x[:, :, :1], is_causal="yes"), TypeError, "is_causal"),
+        (lambda c, x: c.attention(x[:, :, :1], scale=float("nan")), ValueError, "scale"),
+        (lambda c, x: c.attention(x[:, :, :1], backend="no"), UnknownBackendError, "no"),
         (lambda c, x: c.truncate(9), ValueError, "from 0 to the cache's 0 tokens; got 9"),
         (lambda c, x: c.attention(x, normalizer=None, layout="LHD"), ValueError, "layout must be"),
         (lambda c, x: made(np.asarray, [], block=0), ValueError, "block must be at least 1; got 0"),
@@ -226,11 +201,8 @@ def test_shapes_without_lengths_give_the_same(monkeypatch, name):
 
 
 @pytest.mark.parametrize(
-    ("capacity", "block", "window"),  # each pair of two of them once
-    [
-        *((16, 1, 0), (0, 4, 0), (1, 5, 0), (0, 1, 1), (1, 4, 1)),
-        *((16, 5, 1), (1, 1, 3), (16, 4, 3), (0, 5, 3)),
-    ],
+    ("capacity", "block", "window"),
+    [(0, 1, 1), (1, 5, 0), (16, 4, 3)],
 )
 def test_all_tokens_that_the_capacity_promises_fit(monkeypatch, window, block, capacity):
     settings = {"window": window, "block": block}
@@ -352,13 +324,3 @@ def test_a_batch_and_values_may_be_empty(items, width, options):
     cache = nn.QuantizedCache.init(2, 32, 8, like=key, **settings).append(key, value)
     assert cache.attention(key[:, :, :1], **options).shape == (items, 2, 1, width)
     assert cache.truncate(3).recent.values.shape == (items, 2, 1, width)
-
-
-@pytest.mark.parametrize(
-    ("options", "error"), [({"is_causal": "yes"}, TypeError), ({"scale": float("nan")}, ValueError)]
-)
-def test_a_decoding_step_takes_only_what_attention_takes(options, error):
-    token = np.zeros((2, 1, 4), np.float32)
-    cache = nn.QuantizedCache.init(2, 4, 8, like=token, window=0, block=1).append(token, token)
-    with pytest.raises(error, match=next(iter(options))):
-        cache.attention(token, **options)

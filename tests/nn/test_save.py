@@ -38,7 +38,11 @@ def test_transformers_reads_back_what_was_saved(made, transformers, tmp_path, na
 
 @pytest.mark.parametrize(
     ("kind", "dtype"),
-    [("torch", np.float32), ("torch", ml_dtypes.bfloat16), ("jax", ml_dtypes.bfloat16)],
+    [
+        ("torch", np.float32),
+        ("torch", ml_dtypes.bfloat16),
+        pytest.param("jax", ml_dtypes.bfloat16, marks=pytest.mark.slow),
+    ],
 )
 def test_models_of_every_library_and_dtype_are_saved_bit_for_bit(made, tmp_path, kind, dtype):
     to, back = library(kind)
