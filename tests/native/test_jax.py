@@ -1,14 +1,11 @@
 """The compiled kernel on JAX arrays against the formula in float64, and under JAX's transforms."""
 
-from __future__ import annotations
-
 import functools
 import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -27,17 +24,17 @@ TOLERANCE = {"float32": 3e-5, "float16": 4e-3, "bfloat16": 3e-2, "float64": 1e-1
 B, H, G, L, S, D, E = 2, 4, 2, 37, 53, 12, 9
 
 
-def arrays(seed: int = 0, dtype: str = "float64") -> list[Any]:
+def arrays(seed=0, dtype="float64"):
     rng = np.random.default_rng(seed)
     shapes = (B, H, L, D), (B, G, S, D), (1, G, S, E)
     return [rng.standard_normal(shape).astype(dtype) for shape in shapes]
 
 
-def in_jax(options: dict[str, Any], dtype: str = "float32") -> dict[str, Any]:
-    def moved(x: Any) -> Any:
+def in_jax(options, dtype="float32"):
+    def moved(x):
         return jnp.asarray(x, dtype if x.dtype.kind == "f" else None)
 
-    def mapped(expression: Any) -> Any:
+    def mapped(expression):
         return expression.map(lambda _, array: moved(array))
 
     return {
@@ -46,7 +43,7 @@ def in_jax(options: dict[str, Any], dtype: str = "float32") -> dict[str, Any]:
     }
 
 
-def close(found: Any, wanted: Any, dtype: str = "float32") -> None:
+def close(found, wanted, dtype="float32"):
     wanted = np.asarray(wanted)
     scale = 1 + np.abs(wanted, where=np.isfinite(wanted), out=np.zeros_like(wanted)).max(initial=0)
     np.testing.assert_allclose(
@@ -55,7 +52,7 @@ def close(found: Any, wanted: Any, dtype: str = "float32") -> None:
 
 
 @pytest.mark.parametrize("seed", range(24))
-def test_random_calls_equal_the_formula(seed: int) -> None:
+def test_random_calls_equal_the_formula(seed):
     dtype = ("float32", "float16", "bfloat16")[seed % 3]
     given = [jnp.asarray(x, dtype) for x in arrays(seed)]
     exact = [np.asarray(x, "float64") for x in given]
@@ -70,7 +67,7 @@ def test_random_calls_equal_the_formula(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_random_derivatives_equal_the_formula(seed: int) -> None:
+def test_random_derivatives_equal_the_formula(seed):
     exact = arrays(seed)
     given = [jnp.asarray(x, "float32") for x in exact]
     options = random_options(seed, B, H, L, S)
@@ -79,7 +76,7 @@ def test_random_derivatives_equal_the_formula(seed: int) -> None:
     rng = np.random.default_rng(seed)
     along = rng.standard_normal((B, H, L, E))
 
-    def call(qkv: Any, floats: Any) -> Any:
+    def call(qkv, floats):
         return polyattn.attention(*qkv, **moved, **floats, kernel="native")
 
     wanted = polyattn.attention_vjp(*exact, **options, kernel="dense")[1](along)
@@ -100,7 +97,7 @@ def test_random_derivatives_equal_the_formula(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_explicit_derivatives_equal_the_formula(seed: int) -> None:
+def test_explicit_derivatives_equal_the_formula(seed):
     exact = arrays(seed)
     given = [jnp.asarray(x, "float32") for x in exact]
     options = random_options(seed, B, H, L, S)
@@ -118,7 +115,7 @@ def test_explicit_derivatives_equal_the_formula(seed: int) -> None:
             )
 
 
-def small(*shape: int, seed: int = 0) -> Any:
+def small(*shape, seed=0):
     return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), "float32")
 
 
@@ -132,14 +129,14 @@ AXES = {
 
 
 @pytest.mark.parametrize(("axes", "options"), AXES.values(), ids=AXES)
-def test_vmap_equals_a_loop_and_is_one_call(axes: Any, options: dict[str, Any]) -> None:
+def test_vmap_equals_a_loop_and_is_one_call(axes, options):
     whole = [small(3, 3, 2, 4, 11, 8, seed=i) for i in range(3)]
     given = [x if axis is not None else x[0] for x, axis in zip(whole, axes, strict=True)]
 
-    def loss(*x: Any) -> Any:
+    def loss(*x):
         return jnp.sum(polyattn.attention(*x, **options, kernel="native") ** 2)
 
-    def both(*x: Any) -> Any:
+    def both(*x):
         return jax.value_and_grad(loss, (0, 1, 2))(*x)
 
     inner = jax.vmap(both)
@@ -159,12 +156,12 @@ def test_vmap_equals_a_loop_and_is_one_call(axes: Any, options: dict[str, Any]) 
 @pytest.mark.parametrize(
     ("axis", "shape"), [(None, (1, 4, 1, 11)), (0, (11, 11)), (0, (2, 1, 11, 11))], ids=str
 )
-def test_gradients_of_a_bias_are_the_librarys_also_under_vmap(axis: Any, shape: Any) -> None:
+def test_gradients_of_a_bias_are_the_librarys_also_under_vmap(axis, shape):
     x = small(3, 2, 4, 11, 8)
     bias = small(*([] if axis is None else [3]), *shape, seed=1)
 
-    def gradient(kernel: str) -> Any:
-        def loss(bias: Any, x: Any) -> Any:
+    def gradient(kernel):
+        def loss(bias, x):
             return jnp.sum(polyattn.attention(x, x, x, bias=bias, kernel=kernel) ** 2)
 
         return jax.jit(jax.vmap(jax.grad(loss), (axis, 0)))
@@ -176,11 +173,11 @@ def test_gradients_of_a_bias_are_the_librarys_also_under_vmap(axis: Any, shape: 
 
 
 @pytest.mark.parametrize("offset", [7, jnp.asarray([5, -7, 9])], ids=["one", "by item"])
-def test_derivatives_of_traced_slopes_and_tables_equal_those_of_xla(offset: Any) -> None:
+def test_derivatives_of_traced_slopes_and_tables_equal_those_of_xla(offset):
     given = small(3, 4, 11, 8), small(3, 2, 13, 8, seed=1), small(4), small(8, 4, seed=2)
 
-    def call(kernel: str) -> Any:
-        def loss(x: Any, y: Any, slopes: Any, table: Any) -> Any:
+    def call(kernel):
+        def loss(x, y, slopes, table):
             chain = scores.temperature(2.0) >> scores.alibi(slopes)
             chain = chain >> scores.relative_bias(table, max_distance=16)
             options = {"score_mod": chain, "query_offset": offset}
@@ -197,22 +194,22 @@ def test_derivatives_of_traced_slopes_and_tables_equal_those_of_xla(offset: Any)
     close(*along)
 
 
-def test_a_far_offset_reads_the_last_bucket() -> None:
+def test_a_far_offset_reads_the_last_bucket():
     x, table = small(2, 4, 11, 8), small(8, 4, seed=1)
     options = {"score_mod": scores.relative_bias(table, max_distance=16), "query_offset": 2**40}
 
-    def call(kernel: str) -> Any:
+    def call(kernel):
         return jax.jit(lambda x: polyattn.attention(x, x, x, **options, kernel=kernel))(x)
 
     close(call("native"), call("xla"))
 
 
 @pytest.mark.parametrize("axis", [None, 0])
-def test_a_call_with_slopes_may_be_mapped(axis: int | None) -> None:
+def test_a_call_with_slopes_may_be_mapped(axis):
     x, slopes = small(3, 2, 4, 11, 8), small(*([] if axis is None else [3]), 4, seed=1)
 
-    def gradients(kernel: str) -> Any:
-        def loss(slopes: Any, x: Any) -> Any:
+    def gradients(kernel):
+        def loss(slopes, x):
             score_mod = scores.alibi(slopes)
             options = {"score_mod": score_mod, "query_offset": jnp.asarray([0, 3])}
             return jnp.sum(polyattn.attention(x, x, x, **options, kernel=kernel) ** 2)
@@ -224,11 +221,11 @@ def test_a_call_with_slopes_may_be_mapped(axis: int | None) -> None:
 
 
 @pytest.mark.parametrize("name", ["sinks", "dropout"])
-def test_what_the_library_has_once_a_call_may_be_mapped_too(name: str) -> None:
+def test_what_the_library_has_once_a_call_may_be_mapped_too(name):
     x, given = small(3, 2, 4, 11, 8), {"sinks": small(3, 4), "dropout": jnp.arange(3)}[name]
 
-    def call(kernel: str) -> Any:
-        def one(x: Any, given: Any) -> Any:
+    def call(kernel):
+        def one(x, given):
             options = {name: (0.4, given) if name == "dropout" else given}
             return polyattn.attention(x, x, x, **options, kernel=kernel)
 
@@ -237,9 +234,9 @@ def test_what_the_library_has_once_a_call_may_be_mapped_too(name: str) -> None:
     np.testing.assert_allclose(call("native"), call("xla"), atol=1e-5)
 
 
-def test_gradients_under_vmap_over_sinks_are_those_of_xla() -> None:
-    def call(kernel: str) -> Any:
-        def gradients(x: Any, sinks: Any) -> Any:
+def test_gradients_under_vmap_over_sinks_are_those_of_xla():
+    def call(kernel):
+        def gradients(x, sinks):
             pull = polyattn.attention_vjp(x, x, x, sinks=sinks, softcap=2.0, kernel=kernel)[1]
             found = pull(x, x[..., 0])
             return found.query, found.sinks, found.softcap, found.scale
@@ -249,19 +246,19 @@ def test_gradients_under_vmap_over_sinks_are_those_of_xla() -> None:
     jax.tree.map(close, call("native"), call("xla"))
 
 
-def test_a_long_call_is_computed_to_its_end() -> None:
+def test_a_long_call_is_computed_to_its_end():
     x = small(1, 4, 2048, 64)  # the library returns after 30 ms, to be called again
     wanted = polyattn.attention(*[np.asarray(x)] * 3, kernel="native")
     np.testing.assert_allclose(polyattn.attention(x, x, x, kernel="native"), wanted, atol=1e-6)
 
 
-def test_derivatives_of_derivatives_are_those_of_xla() -> None:
+def test_derivatives_of_derivatives_are_those_of_xla():
     x, bias = small(2, 3, 4), small(3, 3)
 
-    def loss(kernel: str) -> Any:
+    def loss(kernel):
         return lambda x, b: jnp.sum(jnp.sin(polyattn.attention(x, x, x, bias=b, kernel=kernel)))
 
-    def hessian(kernel: str, jacobian: Any) -> Any:
+    def hessian(kernel, jacobian):
         return jax.jit(jacobian(jax.grad(loss(kernel), (0, 1))))(x, bias)
 
     expected = hessian("dense", jax.jacfwd)
@@ -270,10 +267,10 @@ def test_derivatives_of_derivatives_are_those_of_xla() -> None:
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), found, expected)
 
 
-def test_a_linearized_call_is_computed_by_xla_and_transposed_by_the_library() -> None:
+def test_a_linearized_call_is_computed_by_xla_and_transposed_by_the_library():
     x = small(2, 3, 11, 8)
 
-    def call(kernel: str) -> Any:
+    def call(kernel):
         return lambda x: polyattn.attention(x, x, x, is_causal=True, kernel=kernel)
 
     push = jax.linearize(call("native"), x)[1]
@@ -284,14 +281,14 @@ def test_a_linearized_call_is_computed_by_xla_and_transposed_by_the_library() ->
     assert "dot_general" not in text
 
 
-def test_few_rows_read_keys_of_another_layout_where_they_lie() -> None:
+def test_few_rows_read_keys_of_another_layout_where_they_lie():
     query, key = small(2, 3, 4, 8), small(2, 600, 2, 8, seed=1)
 
-    def attend(query: Any, key: Any, kernel: str = "native") -> Any:
+    def attend(query, key, kernel="native"):
         return polyattn.attention(query, key, key, kernel=kernel, layout="...LHD")
 
-    def gradients(kernel: str) -> Any:
-        def loss(*x: Any) -> Any:
+    def gradients(kernel):
+        def loss(*x):
             return jnp.sum(attend(*x, kernel) ** 2)
 
         return jax.jit(jax.value_and_grad(loss, (0, 1)))(query, key)
@@ -301,12 +298,12 @@ def test_few_rows_read_keys_of_another_layout_where_they_lie() -> None:
     jax.tree.map(close, gradients("native"), gradients("xla"))
 
 
-def test_subnormal_halves_are_not_flushed_to_0() -> None:
+def test_subnormal_halves_are_not_flushed_to_0():
     x, value = jnp.zeros((1, 1, 3, 9), "float16"), jnp.full((1, 1, 3, 9), 2e-5, "float16")
     np.testing.assert_array_equal(polyattn.attention(x, x, value, kernel="native"), value)
 
 
-def test_a_new_offset_length_or_seed_compiles_nothing() -> None:
+def test_a_new_offset_length_or_seed_compiles_nothing():
     from polyattn_native.on_jax import _attend
 
     x = small(2, 4, 10, 8)
@@ -319,13 +316,13 @@ def test_a_new_offset_length_or_seed_compiles_nothing() -> None:
     assert _attend._cache_size() == before
 
 
-def test_it_computes_without_jit_and_says_where_a_nan_comes_from() -> None:
+def test_it_computes_without_jit_and_says_where_a_nan_comes_from():
     x = small(2, 4, 10, 8)
 
-    def attend(x: Any) -> Any:
+    def attend(x):
         return polyattn.attention(x, x, x, is_causal=True, kernel="native")
 
-    def loss(x: Any) -> Any:
+    def loss(x):
         return (attend(x) ** 2).sum()
 
     functions = attend, jax.grad(loss), jax.vmap(attend), lambda x: jax.jvp(attend, (x,), (x,))[1]
@@ -340,10 +337,10 @@ def test_it_computes_without_jit_and_says_where_a_nan_comes_from() -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"score_mod": scores.alibi(4)}])
-def test_an_axis_of_length_0_may_be_mapped(options: Any) -> None:
+def test_an_axis_of_length_0_may_be_mapped(options):
     x = small(0, 4, 10, 8)
 
-    def attend(x: Any, y: Any) -> Any:
+    def attend(x, y):
         return polyattn.attention(x, y, y, **options)
 
     for y, axis in ((x, 0), (small(4, 10, 8), None)):
@@ -353,7 +350,7 @@ def test_an_axis_of_length_0_may_be_mapped(options: Any) -> None:
         assert [gradient.shape for gradient in gradients] == [x.shape, y.shape]
 
 
-def test_what_it_does_not_take_is_left_to_xla() -> None:
+def test_what_it_does_not_take_is_left_to_xla():
     x = small(2, 4, 10, 8)
     late = scores.alibi(4) >> scores.temperature(2.0)
     assert explain(x, x, x, score_mod=scores.alibi(4)).chosen.kernel == "native"
@@ -367,12 +364,12 @@ def test_what_it_does_not_take_is_left_to_xla() -> None:
 
 
 @pytest.mark.parametrize("offset", [None, 3, [3, 9]], ids=str)
-def test_ranges_of_masks_are_constants_of_a_program(offset: Any) -> None:
+def test_ranges_of_masks_are_constants_of_a_program(offset):
     x, lengths = small(2, 4, 20, 8), jnp.asarray([7, 19])
     mask = masks.causal() & (masks.window(5, 0) | masks.prefix(2)) & masks.padding(lengths)
 
     @functools.partial(jax.jit, static_argnums=1)
-    def call(x: Any, kernel: str) -> Any:
+    def call(x, kernel):
         first = jnp.asarray(offset) if isinstance(offset, list) else offset
         return polyattn.attention(x, x, x, mask=mask, query_offset=first, kernel=kernel)
 
@@ -382,10 +379,10 @@ def test_ranges_of_masks_are_constants_of_a_program(offset: Any) -> None:
 
 
 @pytest.mark.parametrize("score_mod", [None, scores.alibi(4)], ids=["plain", "alibi"])
-def test_an_exported_program_needs_no_library(score_mod: Any) -> None:
+def test_an_exported_program_needs_no_library(score_mod):
     x = small(2, 4, 10, 8)
 
-    def call(x: Any) -> Any:
+    def call(x):
         return polyattn.attention(x, x, x, is_causal=True, score_mod=score_mod)
 
     exported = jax.export.export(jax.jit(call))(x)
@@ -427,7 +424,7 @@ static_assert(XLA_FFI_API_MAJOR == 0);
 """
 
 
-def test_declarations_lie_as_in_the_header_of_the_installed_jaxlib() -> None:
+def test_declarations_lie_as_in_the_header_of_the_installed_jaxlib():
     compiler = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))))
     folders = f"-I{SOURCE}", f"-I{jax.ffi.include_dir()}"
     command = [compiler, "-std=c++20", "-fsyntax-only", *folders, "-x", "c++", "-"]
@@ -435,7 +432,7 @@ def test_declarations_lie_as_in_the_header_of_the_installed_jaxlib() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def fresh(code: str, **environment: str) -> None:
+def fresh(code, **environment):
     """Run code in another interpreter."""
     done = subprocess.run(
         [sys.executable, "-c", code], env=os.environ | environment, capture_output=True, text=True
@@ -443,7 +440,7 @@ def fresh(code: str, **environment: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_float64() -> None:
+def test_float64():
     fresh(
         """
 import jax, numpy as np
@@ -465,7 +462,7 @@ for one, other in zip(back(jnp.asarray(x)), (gradients.query, gradients.key, gra
     )
 
 
-def test_it_computes_where_jax_does_not_let_it_ask_for_devices() -> None:
+def test_it_computes_where_jax_does_not_let_it_ask_for_devices():
     fresh(
         """
 import sys, types
@@ -485,7 +482,7 @@ assert jnp.allclose(call(x), x, atol=1e-5)
     )
 
 
-def test_each_of_several_devices_computes_its_part() -> None:
+def test_each_of_several_devices_computes_its_part():
     fresh(
         """
 import functools

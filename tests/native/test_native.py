@@ -1,7 +1,5 @@
 """The compiled kernel against the formula in float64, with random options, sizes and layouts."""
 
-from __future__ import annotations
-
 import contextlib
 import contextvars
 import itertools
@@ -27,7 +25,7 @@ ready = pytest.importorskip("polyattn_native.ready")
 TOLERANCE = {"float32": 3e-5, "float64": 1e-12, "float16": 4e-3}
 
 
-def strided(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> Any:
+def strided(rng, shape, dtype):
     """Return an array in one of several layouts."""
     kind = rng.integers(4)
     if kind == 0:  # heads after length
@@ -47,7 +45,7 @@ def strided(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> Any
 class Drawn:
     """A random call: arrays in random sizes, layouts and dtype, and options."""
 
-    def __init__(self, seed: int, dtypes: tuple[str, ...], sizes: tuple[int, ...]) -> None:
+    def __init__(self, seed, dtypes, sizes):
         draw = self.draw = random.Random(seed)
         self.rng = np.random.default_rng(seed)
         b, groups = draw.randint(1, 3), draw.choice([1, 2, 4])
@@ -62,22 +60,22 @@ class Drawn:
         self.options = random_options(seed, b, self.heads, self.rows, self.keys)
         self.along = self.rng.standard_normal((b, self.heads, self.rows, self.e))
 
-    def given(self, dtype: str) -> tuple[list[Any], dict[str, Any]]:
+    def given(self, dtype):
         return [np.asarray(x, dtype) for x in self.arrays], in_dtype(self.options, dtype)
 
 
-def in_dtype(options: dict[str, Any], dtype: str) -> dict[str, Any]:
+def in_dtype(options, dtype):
     floats = ("bias", "sinks")
     return {n: np.asarray(x, dtype) if n in floats else x for n, x in options.items()}
 
 
-def near(found: Any, wanted: Any, limit: float, name: str = "") -> None:
+def near(found, wanted, limit, name=""):
     atol = limit * (1 + np.abs(wanted).max(initial=0))
     np.testing.assert_allclose(found, wanted, rtol=0, atol=atol, err_msg=name)
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_random_calls_equal_the_formula(seed: int, isa: str) -> None:
+def test_random_calls_equal_the_formula(seed, isa):
     x = Drawn(seed, ("float32", "float32", "float64", "float16"), (1, 5, 8, 33, 40, 71, 300))
     arrays, options = x.given("float64")
     wanted = polyattn.attention_partial(*arrays, **options, kernel="dense")
@@ -90,7 +88,7 @@ def test_random_calls_equal_the_formula(seed: int, isa: str) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "float16"])
 @pytest.mark.parametrize(("rows", "size"), [(1, 64), (40, 24), (2100, 17)])
-def test_the_mean_of_ones_is_1(rows: int, size: int, dtype: str, isa: str) -> None:
+def test_the_mean_of_ones_is_1(rows, size, dtype, isa):
     q, k = np.random.default_rng(0).standard_normal((2, 1, 4, rows, size)).astype(dtype)
     k = np.concatenate([k, k[..., ::-1]], axis=-2)
     found = polyattn.attention(q, k, np.ones_like(k), is_causal=True)
@@ -99,9 +97,7 @@ def test_the_mean_of_ones_is_1(rows: int, size: int, dtype: str, isa: str) -> No
 
 @pytest.mark.parametrize("far", [-1e38, 1e7, -3e5])
 @pytest.mark.parametrize("rows", [1, 40])
-def test_rows_whose_scores_are_all_far_from_0_have_the_mean(
-    rows: int, far: float, isa: str
-) -> None:
+def test_rows_whose_scores_are_all_far_from_0_have_the_mean(rows, far, isa):
     q, k, v = np.random.default_rng(0).standard_normal((3, 1, 4, rows, 16), dtype=np.float32)
     v = np.concatenate([v, v + 1, v + 2], axis=-2)
     bias = np.full((rows, 3 * rows), far, np.float32)
@@ -110,10 +106,10 @@ def test_rows_whose_scores_are_all_far_from_0_have_the_mean(
 
 
 @pytest.mark.parametrize("seed", range(24))
-def test_random_gradients_equal_those_of_the_formula(seed: int, isa: str) -> None:
+def test_random_gradients_equal_those_of_the_formula(seed, isa):
     x = Drawn(seed, ("float32", "float64"), (1, 7, 64, 150, 301))
 
-    def gradients(kernel: Any, dtype: str) -> Any:
+    def gradients(kernel, dtype):
         arrays, options = x.given(dtype)
         pullback = polyattn.attention_vjp(*arrays, **options, kernel=kernel)[1]
         found = pullback(np.asarray(x.along, dtype))._asdict()
@@ -129,7 +125,7 @@ def test_random_gradients_equal_those_of_the_formula(seed: int, isa: str) -> Non
 
 
 @pytest.mark.parametrize("row", [0, 6])
-def test_a_row_that_is_not_finite_reaches_the_gradients_of_its_keys_only(row: int) -> None:
+def test_a_row_that_is_not_finite_reaches_the_gradients_of_its_keys_only(row):
     rng = np.random.default_rng(0)
     query, key = rng.standard_normal((2, 1, 1, 7, 5))
     query[..., row, :] = np.nan
@@ -140,7 +136,7 @@ def test_a_row_that_is_not_finite_reaches_the_gradients_of_its_keys_only(row: in
 
 
 @pytest.mark.parametrize("offsets", [[5, 5, 5], [5, 9, -7], [5, 10**5, -7]], ids=str)
-def test_gradients_of_slopes_and_tables_are_summed_over_items(offsets: list[int], isa: str) -> None:
+def test_gradients_of_slopes_and_tables_are_summed_over_items(offsets, isa):
     rng = np.random.default_rng(0)
     arrays = [rng.standard_normal((3, h, n, 16)) for h, n in ((4, 50), (2, 70), (2, 70))]
     table = scores.relative_bias(rng.standard_normal((32, 4)))
@@ -159,7 +155,7 @@ def test_gradients_of_slopes_and_tables_are_summed_over_items(offsets: list[int]
         np.testing.assert_allclose(found[name], one, rtol=0, atol=1e-11, err_msg=name)
 
 
-def test_batch_axes_broadcast_around_one_of_length_1() -> None:
+def test_batch_axes_broadcast_around_one_of_length_1():
     rng = np.random.default_rng(7)
     shapes = [(1, 1, 3), (2, 1, 3), (2, 1, 1), (3,), (1, 4, 1), ()]
     for one, other in itertools.product(shapes, shapes):
@@ -171,7 +167,7 @@ def test_batch_axes_broadcast_around_one_of_length_1() -> None:
             np.testing.assert_allclose(found, wanted, atol=1e-12)
 
 
-def test_a_query_whose_bytes_are_in_another_order() -> None:
+def test_a_query_whose_bytes_are_in_another_order():
     x = np.random.default_rng(8).standard_normal((2, 5, 4)).astype("float32")
     swapped = x.astype(x.dtype.newbyteorder())
     wanted = polyattn.attention_partial(x, x, x, kernel=native.Native())
@@ -194,11 +190,11 @@ def test_a_query_whose_bytes_are_in_another_order() -> None:
     ids=str,
 )
 @pytest.mark.parametrize("options", ["alibi", "table", "band", "wide", "causal", "far", "far mask"])
-def test_positions_may_be_far_away_and_far_apart(options: str, offset: Any) -> None:
+def test_positions_may_be_far_away_and_far_apart(options, offset):
     rng = np.random.default_rng(9)
     q, k = (rng.standard_normal((2, 2, n, 8)) for n in (5, 7))
     table = rng.standard_normal((8, 2))
-    given: dict[str, Any] = {
+    given = {
         "alibi": {"score_mod": scores.alibi(2)},
         "table": {"score_mod": scores.relative_bias(table, max_distance=16)},
         "band": {"mask": masks.window(3, 2)},
@@ -215,7 +211,7 @@ def test_positions_may_be_far_away_and_far_apart(options: str, offset: Any) -> N
 
 
 @pytest.mark.parametrize("keys", [2**30 + 100, 2**31 + 100, 2**32 + 100])
-def test_rows_see_keys_beyond_32_bits(keys: int, isa: str) -> None:
+def test_rows_see_keys_beyond_32_bits(keys, isa):
     query, one = np.zeros((1, 3, 1), "float32"), np.ones((1, 1, 1), "float32")
     far = np.broadcast_to(one, (1, keys, 1))  # without memory
     for options, seen in (
@@ -229,7 +225,7 @@ def test_rows_see_keys_beyond_32_bits(keys: int, isa: str) -> None:
             np.testing.assert_allclose(np.exp(found.logsumexp[0]), seen, rtol=1e-6)
 
 
-def test_a_gradient_of_16_bits_may_have_any_strides() -> None:
+def test_a_gradient_of_16_bits_may_have_any_strides():
     rng = np.random.default_rng(11)
     x, moved = (rng.standard_normal(shape).astype("float16") for shape in ((2, 5, 4), (2, 4, 5)))
     gradient = moved.swapaxes(-1, -2)
@@ -238,24 +234,24 @@ def test_a_gradient_of_16_bits_may_have_any_strides() -> None:
         assert one.tobytes() == other.tobytes()
 
 
-def odd(array: Any) -> Any:
+def odd(array):
     """Return a copy whose numbers begin at odd addresses."""
     found = np.empty(array.nbytes + 1, "uint8")[1:].view(array.dtype).reshape(array.shape)
     found[...] = array
     return found
 
 
-def test_numbers_at_odd_addresses_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_numbers_at_odd_addresses_are_copied(monkeypatch):
     rng = np.random.default_rng(10)
     x = rng.standard_normal((2, 5, 4)).astype("float32")
     bias, sinks = (rng.standard_normal(n).astype("float32") for n in ((5, 5), 2))
     kernel, addresses, describe = native.Native(), [], call.describe
 
-    def describe_and_look(to: Any, array: Any, *more: Any) -> None:
+    def describe_and_look(to, array, *more):
         describe(to, array, *more)
         addresses.append(to.data % array.itemsize)
 
-    def results(moved: Any) -> list[Any]:
+    def results(moved):
         y, given = moved(x), {"sinks": moved(sinks)}
         plain = polyattn.attention(y, y, y, kernel=kernel)
         partial = polyattn.attention_partial(y, y, y, **given, bias=moved(bias), kernel=kernel)
@@ -272,13 +268,13 @@ def test_numbers_at_odd_addresses_are_copied(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_bits_depend_neither_on_threads_nor_on_other_rows(dtype: str, isa: str) -> None:
+def test_bits_depend_neither_on_threads_nor_on_other_rows(dtype, isa):
     rng = np.random.default_rng(3)
     q, k, v = (rng.standard_normal((2, 2, 700, 40)).astype(dtype) for _ in range(3))
     kernel = native.Native()
     bias = rng.standard_normal((700, 700)).astype(dtype)  # items and heads add to its gradient
 
-    def run(*arrays: Any) -> tuple[Any, Any]:
+    def run(*arrays):
         output, vjp = polyattn.attention_vjp(*arrays, bias=bias, is_causal=True, kernel=kernel)
         return output, vjp(arrays[0])
 
@@ -301,16 +297,14 @@ def test_bits_depend_neither_on_threads_nor_on_other_rows(dtype: str, isa: str) 
 
 @pytest.mark.parametrize("group", [3, 5, 6, 7])
 @pytest.mark.parametrize("axes", [(), (2, 1)], ids=["(L, S)", "(B, 1, L, S)"])
-def test_heads_of_a_group_add_to_a_bias_in_one_order(
-    group: int, axes: tuple[int, ...], isa: str
-) -> None:
+def test_heads_of_a_group_add_to_a_bias_in_one_order(group, axes, isa):
     # Half of the rows of the key head end inside a position.
     rng = np.random.default_rng(3)
     shapes = (2, group, 100, 64), (2, 1, 300, 64), (2, 1, 300, 64), (*axes, 100, 300)
     q, k, v, bias = (rng.standard_normal(shape).astype("float32") for shape in shapes)
     _, vjp = polyattn.attention_vjp(q, k, v, bias=bias, kernel=native.Native())
 
-    def bits(threads: int) -> list[bytes]:
+    def bits(threads):
         with polyattn.use_threads(threads):
             found = vjp(q)
         return [found.bias.tobytes(), found.key.tobytes()]
@@ -328,7 +322,7 @@ x = np.ones((1, 1, 20000, 64), "float32")
 """
 
 
-def run_program(body: str) -> str:
+def run_program(body):
     done = subprocess.run(
         [sys.executable, "-P", "-c", PROGRAM.format(body=body)],
         capture_output=True, text=True, timeout=120, check=False,
@@ -337,7 +331,7 @@ def run_program(body: str) -> str:
     return done.stdout
 
 
-def test_a_long_bias_of_another_dtype_has_one_axis(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_bias_of_another_dtype_has_one_axis(monkeypatch):
     monkeypatch.setattr(call, "MADE", 100)
     rng = np.random.default_rng(3)
     q, k, v = rng.standard_normal((3, 2, 33, 8)).astype("float32")
@@ -348,8 +342,8 @@ def test_a_long_bias_of_another_dtype_has_one_axis(monkeypatch: pytest.MonkeyPat
     np.testing.assert_allclose(pullback(found).bias, reference(found).bias, atol=1e-5)
 
 
-def test_the_share_that_is_done_grows_to_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    shares: list[float] = []
+def test_the_share_that_is_done_grows_to_the_whole(monkeypatch):
+    shares = []
     for module in (call, ready):
         monkeypatch.setattr(module, "progress", lambda: contextlib.nullcontext(shares.append))
     x = np.ones((24, 2048, 64), np.float32)
@@ -363,7 +357,7 @@ def test_the_share_that_is_done_grows_to_the_whole(monkeypatch: pytest.MonkeyPat
         assert shares[-1] <= 1
 
 
-def test_an_interrupt_ends_a_call_and_the_next_one_works() -> None:
+def test_an_interrupt_ends_a_call_and_the_next_one_works():
     body = """
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a parent in the background ignores it
 threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
@@ -379,7 +373,7 @@ except KeyboardInterrupt:
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
-def test_a_forked_process_computes() -> None:
+def test_a_forked_process_computes():
     body = """
 y = x[:, :, :3000]
 with polyattn.use_threads(2):
@@ -393,7 +387,7 @@ print(os.waitpid(child, 0)[1])
     assert run_program(body) == "0\n"
 
 
-def test_threads_of_the_caller_compute_at_once() -> None:
+def test_threads_of_the_caller_compute_at_once():
     rng = np.random.default_rng(6)
     arrays = [rng.standard_normal((4, 600, 64)).astype("float32") for _ in range(8)]
     kernel = native.Native()
@@ -409,7 +403,7 @@ def test_threads_of_the_caller_compute_at_once() -> None:
     assert [x.tobytes() for x in wanted] == [x.tobytes() for x in found]
 
 
-def test_a_process_ends_amid_a_call_of_a_daemon_thread() -> None:
+def test_a_process_ends_amid_a_call_of_a_daemon_thread():
     """Its threads end with the tasks that they have begun; the whole call takes minutes."""
     run_program("""
 os.environ["POLYATTN_NUM_THREADS"] = "2"
@@ -420,7 +414,7 @@ time.sleep(0.5)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel counts memory so on Linux")
-def test_memory_beyond_inputs_and_results_does_not_grow_with_the_scores() -> None:
+def test_memory_beyond_inputs_and_results_does_not_grow_with_the_scores():
     body = """
 import resource
 x = np.ones((1, 1, 8192, 64), "float32")
@@ -442,7 +436,7 @@ print(between - before - x.nbytes // 1024, peak() - between - 3 * x.nbytes // 10
     assert all(int(size) < 12 * 1024 for size in run_program(body).split())
 
 
-def test_an_unknown_instruction_set_is_an_error() -> None:
+def test_an_unknown_instruction_set_is_an_error():
     with pytest.raises(ValueError, match=r"POLYATTN_NATIVE_ISA may be .*; got 'mmx'"):
         library.use(library.library(), "mmx")
 
@@ -451,9 +445,7 @@ def test_an_unknown_instruction_set_is_an_error() -> None:
 @pytest.mark.parametrize(
     "options", [{}, {"is_causal": True}, {"softcap": 2.0}, {"window": (290, 0)}], ids=str
 )
-def test_few_rows_of_a_head_with_elements_as_lanes(
-    rows: int, options: dict[str, Any], isa: str
-) -> None:
+def test_few_rows_of_a_head_with_elements_as_lanes(rows, options, isa):
     """Blocks that all rows see, in which the scores of the rows are adjacent, and others."""
     rng = np.random.default_rng(rows)
     query = rng.standard_normal((2, 3, rows, 48))

@@ -1,10 +1,5 @@
 """The product x · w + bias: right, and a row of it has the same bits in every product."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-from typing import Any
-
 import numpy as np
 import pytest
 
@@ -22,7 +17,7 @@ SIZES = [
     (4, 5, 0),
 ]  # fmt: skip
 #: How x and weights lie in memory.
-LAID_OUT: dict[str, Any] = {
+LAID_OUT = {
     "rows": np.ascontiguousarray,
     "columns": np.asfortranarray,
     "every other": lambda a: np.repeat(np.repeat(a, 2, 0), 2, 1)[::2, ::2],
@@ -30,19 +25,17 @@ LAID_OUT: dict[str, Any] = {
 }
 
 
-def some(*shape: int, seed: int = 0) -> Any:
+def some(*shape, seed=0):
     return np.random.default_rng([seed, *shape]).standard_normal(shape)
 
 
-def same(found: Any, expected: Any) -> None:
+def same(found, expected):
     np.testing.assert_array_equal(np.asarray(found), np.asarray(expected))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize(("rows", "inner", "columns"), SIZES)
-def test_it_is_right_and_each_part_has_its_bits(
-    isa: str, rows: int, inner: int, columns: int, dtype: str
-) -> None:
+def test_it_is_right_and_each_part_has_its_bits(isa, rows, inner, columns, dtype):
     x, w, bias = some(rows, inner), some(inner, columns, seed=1), some(columns, seed=2)
     x, w, bias = (one.astype(dtype) for one in (x, w, bias))
     whole = product(x, w, bias, 1)
@@ -61,7 +54,7 @@ def test_it_is_right_and_each_part_has_its_bits(
     same(product(x, w, None, 2) + bias, whole)
 
 
-def test_many_columns_and_threads_change_no_bit() -> None:
+def test_many_columns_and_threads_change_no_bit():
     w = some(700, 3000).astype(np.float32)
     x = some(600, 700).astype(np.float32)
     whole = product(x, w, None, 2)
@@ -71,7 +64,7 @@ def test_many_columns_and_threads_change_no_bit() -> None:
 
 
 @pytest.mark.parametrize("mean", [0, 1])
-def test_its_error_is_at_most_that_of_blas(isa: str, mean: int) -> None:
+def test_its_error_is_at_most_that_of_blas(isa, mean):
     x, w = ((some(*shape) + mean).astype(np.float32) for shape in ((40, 4096), (4096, 40)))
     exact = x.astype(np.float64) @ w.astype(np.float64)
     errors = [np.square(found - exact).mean() ** 0.5 for found in (product(x, w, None, 1), x @ w)]
@@ -79,7 +72,7 @@ def test_its_error_is_at_most_that_of_blas(isa: str, mean: int) -> None:
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -0.0])
-def test_what_is_not_finite_stays_in_its_row_and_column(value: float) -> None:
+def test_what_is_not_finite_stays_in_its_row_and_column(value):
     x, w = some(5, 70).astype(np.float32), some(70, 67).astype(np.float32)
     x[2, 3] = value
     w[:, 66] = 0
@@ -93,7 +86,7 @@ def test_what_is_not_finite_stays_in_its_row_and_column(value: float) -> None:
 
 
 @pytest.fixture
-def block() -> Iterator[None]:
+def block():
     with polyattn.same_bits():
         yield
 
@@ -101,7 +94,7 @@ def block() -> Iterator[None]:
 @pytest.mark.usefixtures("block")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("bias", [True, False])
-def test_gradients_are_torchs_and_rows_have_their_bits(dtype: Any, bias: bool) -> None:
+def test_gradients_are_torchs_and_rows_have_their_bits(dtype, bias):
     x = torch.from_numpy(some(3, 11, 20)).to(dtype).requires_grad_()
     layer = nn.Linear.init(20, 7, like=torch.zeros(1, dtype=dtype), bias=bias)
     weight = layer.weight.requires_grad_()
@@ -125,7 +118,7 @@ def test_gradients_are_torchs_and_rows_have_their_bits(dtype: Any, bias: bool) -
 
 @pytest.mark.usefixtures("block")
 @pytest.mark.parametrize("shape", [(20,), (0, 20), (2, 3, 4, 20), (2, 0, 20)])
-def test_any_axes_come_first(shape: tuple[int, ...]) -> None:
+def test_any_axes_come_first(shape):
     layer = nn.Linear.init(20, 7, like=np.zeros(1))
     x = some(*shape)
     found = layer(x)
@@ -137,7 +130,7 @@ def test_any_axes_come_first(shape: tuple[int, ...]) -> None:
     same(of_torch(torch.from_numpy(x)), found)
 
 
-REFUSED: dict[str, Any] = {
+REFUSED = {
     "float16 of numpy cpu": lambda: np.zeros(1, np.float16),
     "bfloat16 of torch cpu": lambda: torch.zeros(1, dtype=torch.bfloat16),
     "float32 of torch meta": lambda: torch.zeros(1, device="meta"),
@@ -147,14 +140,14 @@ REFUSED: dict[str, Any] = {
 
 @pytest.mark.usefixtures("block")
 @pytest.mark.parametrize("said", REFUSED)
-def test_what_it_does_not_compute_is_refused_by_name(said: str) -> None:
+def test_what_it_does_not_compute_is_refused_by_name(said):
     layer = nn.Linear.init(4, 3, like=REFUSED[said]())
     with pytest.raises(NotImplementedError, match=f"needs polyattn-native, .*{said}"):
         layer(layer.weight.mT)
 
 
 @pytest.mark.usefixtures("block")
-def test_transforms_and_programs_of_torch_are_refused() -> None:
+def test_transforms_and_programs_of_torch_are_refused():
     layer = nn.Linear.init(4, 3, like=torch.zeros(1))
     x = torch.ones(2, 4)
     with pytest.raises(NotImplementedError, match=r"outside of torch\.compile and torch\.func"):

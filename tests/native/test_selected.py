@@ -1,9 +1,6 @@
 """Selected keys on the compiled kernel: the results of dense masks, whatever goes beside them."""
 
-from __future__ import annotations
-
 import itertools
-from typing import Any
 
 import numpy as np
 import pytest
@@ -26,7 +23,7 @@ WITH = ("nothing", "softcap", "sinks", "offset", "offsets", "bias")
 
 
 @pytest.fixture(autouse=True)
-def always(monkeypatch: Any) -> None:
+def always(monkeypatch):
     """Read keys by their numbers, however many are selected."""
     monkeypatch.setattr(selected, "TIMES", 0)
     monkeypatch.setattr(selected, "FEW_ROWS", 2**30)
@@ -35,7 +32,7 @@ def always(monkeypatch: Any) -> None:
 class Drawn:
     """A random call."""
 
-    def __init__(self, seed: int, dtype: str, rest: str = "none", beside: str = "nothing") -> None:
+    def __init__(self, seed, dtype, rest="none", beside="nothing"):
         rng = self.rng = np.random.default_rng(seed)
         self.items, groups = rng.integers(1, 4, 2).tolist()
         self.heads = groups * int(rng.integers(1, 4))
@@ -48,10 +45,10 @@ class Drawn:
             (self.items, groups, self.keys, value),
         )
         self.arrays = [self.strided(shape).astype(dtype, order="K") for shape in shapes]
-        self.mask: Any = self.selection()
+        self.mask = self.selection()
         if rest != "none":
             self.mask &= self.rest(rest)
-        self.options: dict[str, Any] = {
+        self.options = {
             "nothing": {},
             "softcap": {"softcap": 2.0, "scale": 0.7},
             "sinks": {"sinks": rng.standard_normal(self.heads).astype(dtype)},
@@ -60,7 +57,7 @@ class Drawn:
             "bias": {"bias": rng.standard_normal((self.heads, self.rows, 1)).astype(dtype)[None]},
         }[beside]
 
-    def strided(self, shape: tuple[int, ...]) -> Any:
+    def strided(self, shape):
         """Return numbers with rows first, within longer rows, or contiguous."""
         b, h, n, d = shape
         made = self.rng.standard_normal
@@ -69,7 +66,7 @@ class Drawn:
             return made((b, n, h, d)).swapaxes(1, 2)
         return made((b, h, n + 3, d + 1))[..., :n, :d] if kind == 1 else made(shape)
 
-    def selection(self) -> Any:
+    def selection(self):
         rng, many = self.rng, int(self.rng.integers(1, 20))
         lead = ((), (1, 1), (self.items, 1), (1, self.heads), (self.items, self.heads))
         of = lead[rng.integers(5)]
@@ -80,7 +77,7 @@ class Drawn:
         table = rng.integers(-1, -(-self.keys // across) + 1, (*of, -(-self.rows // down), many))
         return masks.blocks(table, (down, across))
 
-    def rest(self, name: str) -> Any:
+    def rest(self, name):
         rng = self.rng
         return {
             "causal": masks.causal,
@@ -99,7 +96,7 @@ class Drawn:
     [(r, b, ("float32", "float64")[n % 2]) for n, (r, b) in enumerate(
         itertools.product(RESTS, WITH))],
 )  # fmt: skip
-def test_results_are_those_of_a_dense_mask(rest: str, beside: str, dtype: str) -> None:
+def test_results_are_those_of_a_dense_mask(rest, beside, dtype):
     tolerance = {"float32": 2e-5, "float64": 1e-12}[dtype]
     for seed in range(8):
         x = Drawn(seed, dtype, rest, beside)
@@ -114,7 +111,7 @@ def test_results_are_those_of_a_dense_mask(rest: str, beside: str, dtype: str) -
 
 @pytest.mark.parametrize("rest", RESTS)
 @pytest.mark.parametrize("beside", WITH[:-1])
-def test_gradients_are_those_of_a_dense_mask_within_1e_12(rest: str, beside: str) -> None:
+def test_gradients_are_those_of_a_dense_mask_within_1e_12(rest, beside):
     # Those of single keys in float32 are added up by ranges of the memory.
     kinds = [(seed, "float64", 1e-12) for seed in range(4)]
     for seed, dtype, tolerance in [*kinds, *((seed, "float32", 3e-5) for seed in (1, 3, 5, 7))]:
@@ -132,7 +129,7 @@ def test_gradients_are_those_of_a_dense_mask_within_1e_12(rest: str, beside: str
 
 
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint16", "uint32", "uint64"])
-def test_numbers_are_integers_of_any_dtype(dtype: str) -> None:
+def test_numbers_are_integers_of_any_dtype(dtype):
     x = np.random.default_rng(0).standard_normal((2, 3000, 16), dtype=np.float32)
     numbers = np.random.default_rng(1).integers(0, 120, (188, 3))
     for seen in (lambda t: masks.selected(t[:1]), lambda t: masks.blocks(t, 16)):
@@ -143,14 +140,14 @@ def test_numbers_are_integers_of_any_dtype(dtype: str) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("is_compiled", [False, True])
-def test_tensors(dtype: str, is_compiled: bool) -> None:
+def test_tensors(dtype, is_compiled):
     x = Drawn(3, "float32", "causal")
     numbers = [torch.from_numpy(one.copy()).to(getattr(torch, dtype)) for one in x.arrays]
     indices = x.rng.integers(-1, x.keys, (x.rows, 5))
     if is_compiled and dtype != "float32":
         pytest.skip("one dtype is compiled")
 
-    def loss(*tensors: Any, kernel: str = "native") -> Any:
+    def loss(*tensors, kernel="native"):
         mask = masks.selected(torch.from_numpy(indices)) & masks.causal()
         return (attention(*tensors, mask=mask, kernel=kernel).float() ** 2).sum()
 
@@ -169,7 +166,7 @@ def test_tensors(dtype: str, is_compiled: bool) -> None:
         torch.testing.assert_close(one, expected, rtol=tolerance, atol=tolerance)
 
 
-def test_pages_are_read_where_they_lie() -> None:
+def test_pages_are_read_where_they_lie():
     rng = np.random.default_rng(0)
     pools = [rng.standard_normal((40, 2, 8, 16)).astype(np.float32) for _ in range(2)]
     table = rng.permutation(40)[:36].reshape(3, 12)
@@ -193,7 +190,7 @@ def test_pages_are_read_where_they_lie() -> None:
 
 @pytest.mark.parametrize("kernel", ["native", "gathered"])
 @pytest.mark.parametrize("to", [np.asarray, torch.asarray], ids=["numpy", "torch"])
-def test_gradients_of_pools_are_those_of_a_dense_mask(to: Any, kernel: str) -> None:
+def test_gradients_of_pools_are_those_of_a_dense_mask(to, kernel):
     rng = np.random.default_rng(0)
     pools = [to(rng.standard_normal((60, 2, 8, 16))) for _ in range(2)]
     query = to(rng.standard_normal((2, 4, 3, 16)))
@@ -211,7 +208,7 @@ def test_gradients_of_pools_are_those_of_a_dense_mask(to: Any, kernel: str) -> N
             np.testing.assert_allclose(getattr(found, name), getattr(expected, name), atol=1e-12)
 
 
-def test_what_is_not_selected_reaches_no_row() -> None:
+def test_what_is_not_selected_reaches_no_row():
     rng = np.random.default_rng(1)
     query, key, value = rng.standard_normal((3, 2, 40, 32)).astype(np.float32)
     lists = rng.integers(0, 39, (40, 6))
@@ -234,7 +231,7 @@ def test_what_is_not_selected_reaches_no_row() -> None:
     ],
     ids=["dropout", "scores", "bias of blocks"],
 )
-def test_what_is_not_computed_is_refused_by_name(options: Any, said: str) -> None:
+def test_what_is_not_computed_is_refused_by_name(options, said):
     x = np.ones((2, 40, 8))
     given = {"mask": masks.selected(np.zeros((40, 2), int))} | options
     with pytest.raises(UnsupportedError, match=said):
@@ -243,13 +240,13 @@ def test_what_is_not_computed_is_refused_by_name(options: Any, said: str) -> Non
         attention(x, x, x, **given)
 
 
-def test_jax_is_refused_by_name() -> None:
+def test_jax_is_refused_by_name():
     x = jnp.ones((2, 40, 8))
     with pytest.raises(UnsupportedError, match="NumPy and torch only"):
         attention(x, x, x, kernel="native", mask=masks.selected(np.zeros((40, 2), int)))
 
 
-def test_threads_change_no_bits() -> None:
+def test_threads_change_no_bits():
     rng = np.random.default_rng(2)
     x = rng.standard_normal((3, 2, 4, 300, 32)).astype(np.float32)
     mask = masks.selected(rng.integers(0, 300, (300, 40)))
