@@ -1,9 +1,8 @@
 """Selected keys on the compiled kernel: the results of dense masks, whatever goes beside them."""
 
-import itertools
-
 import numpy as np
 import pytest
+from arrays import close, draw
 from optional import jnp, torch
 
 from polyattn import (
@@ -15,8 +14,7 @@ from polyattn import (
     scores,
     use_threads,
 )
-
-selected = pytest.importorskip("polyattn_native.selected")
+from polyattn_native import selected
 
 RESTS = ("none", "causal", "window and prefix", "padding", "dilated", "array by head", "function")
 WITH = ("nothing", "softcap", "sinks", "offset", "offsets", "bias")
@@ -91,79 +89,58 @@ class Drawn:
         }[name]()
 
 
-@pytest.mark.parametrize(
-    ("rest", "beside", "dtype"),
-    [(r, b, ("float32", "float64")[n % 2]) for n, (r, b) in enumerate(
-        itertools.product(RESTS, WITH))],
-)  # fmt: skip
-def test_results_are_those_of_a_dense_mask(rest, beside, dtype):
-    tolerance = {"float32": 2e-5, "float64": 1e-12}[dtype]
-    for seed in range(8):
-        x = Drawn(seed, dtype, rest, beside)
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("rest", RESTS)
+def test_results_and_gradients_are_those_of_a_dense_mask(rest, seed):
+    for number, beside in enumerate(WITH):
+        # Gradients of single keys in float32 are added up by ranges of the memory.
+        dtype = ("float32", "float64")[number % 2]
+        x = Drawn((2 * seed + number) % 8, dtype, rest, beside)
         rows, size = selected.selection_of(x.mask)[0].sizes
         if beside == "bias" and (rows or x.rows, size) != (1, 1):
             continue
-        found = attention_partial(*x.arrays, mask=x.mask, kernel="native", **x.options)
-        expected = attention_partial(*x.arrays, mask=x.mask, kernel="dense", **x.options)
-        for one, other in zip(found, expected, strict=True):
-            np.testing.assert_allclose(one, other, rtol=tolerance, atol=tolerance)
+        options = {"mask": x.mask, **x.options}
+        found, wanted = (
+            attention_partial(*x.arrays, kernel=kernel, **options) for kernel in ("native", "dense")
+        )
+        close(found, wanted, 200)
+        if beside != "bias":
+            gradient = x.rng.standard_normal(found.output.shape).astype(dtype)
+            found, wanted = (
+                attention_vjp(*x.arrays, kernel=kernel, **options)[1](gradient)
+                for kernel in ("native", "dense")
+            )
+            for name in ("query", "key", "value", *(["sinks"] if beside == "sinks" else [])):
+                close(getattr(found, name), getattr(wanted, name), 200)
 
 
-@pytest.mark.parametrize("rest", RESTS)
-@pytest.mark.parametrize("beside", WITH[:-1])
-def test_gradients_are_those_of_a_dense_mask_within_1e_12(rest, beside):
-    # Those of single keys in float32 are added up by ranges of the memory.
-    kinds = [(seed, "float64", 1e-12) for seed in range(4)]
-    for seed, dtype, tolerance in [*kinds, *((seed, "float32", 3e-5) for seed in (1, 3, 5, 7))]:
-        x = Drawn(seed, dtype, rest, beside)
-        gradient, found = None, []
-        for kernel in ("dense", "native"):
-            output, pullback = attention_vjp(*x.arrays, mask=x.mask, kernel=kernel, **x.options)
-            if gradient is None:
-                gradient = x.rng.standard_normal(output.shape).astype(dtype)
-            found.append(pullback(gradient))
-        for expected, one in zip(*found, strict=True):
-            if isinstance(expected, np.ndarray):
-                scale = max(1.0, abs(expected).max(initial=0))
-                assert abs(one - expected).max(initial=0) < tolerance * scale
-
-
-@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint16", "uint32", "uint64"])
+@pytest.mark.parametrize("dtype", ["int8", "uint64"])
 def test_numbers_are_integers_of_any_dtype(dtype):
-    x = np.random.default_rng(0).standard_normal((2, 3000, 16), dtype=np.float32)
-    numbers = np.random.default_rng(1).integers(0, 120, (188, 3))
+    (x,) = draw((2, 600, 16))
+    numbers = np.random.default_rng(1).integers(0, 38, (38, 3))
     for seen in (lambda t: masks.selected(t[:1]), lambda t: masks.blocks(t, 16)):
         found = attention(x, x, x, mask=seen(numbers.astype(dtype)), kernel="native")
-        expected = attention(x, x, x, mask=seen(numbers), kernel="dense")
-        np.testing.assert_allclose(found, expected, atol=2e-5)
+        close(found, attention(x, x, x, mask=seen(numbers), kernel="dense"), 200)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-@pytest.mark.parametrize("is_compiled", [False, True])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize(
+    "is_compiled", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["eager", "compiled"]
+)
 def test_tensors(dtype, is_compiled):
     x = Drawn(3, "float32", "causal")
     numbers = [torch.from_numpy(one.copy()).to(getattr(torch, dtype)) for one in x.arrays]
-    indices = x.rng.integers(-1, x.keys, (x.rows, 5))
-    if is_compiled and dtype != "float32":
-        pytest.skip("one dtype is compiled")
+    mask = masks.selected(torch.from_numpy(x.rng.integers(-1, x.keys, (x.rows, 5))))
 
     def loss(*tensors, kernel="native"):
-        mask = masks.selected(torch.from_numpy(indices)) & masks.causal()
-        return (attention(*tensors, mask=mask, kernel=kernel).float() ** 2).sum()
+        output = attention(*tensors, mask=mask & masks.causal(), kernel=kernel)
+        return output.float().square().sum()
 
-    found = []
-    for kernel in ("dense", "native"):
-        tensors = [one.clone().requires_grad_() for one in numbers]
-        run = (
-            torch.compile(loss, fullgraph=True, backend="aot_eager")
-            if is_compiled and kernel == "native"
-            else loss
-        )
-        run(*tensors, kernel=kernel).backward()
-        found.append([one.grad.float() for one in tensors])
-    for expected, one in zip(*found, strict=True):
-        tolerance = 2e-5 if dtype == "float32" else 3e-2
-        torch.testing.assert_close(one, expected, rtol=tolerance, atol=tolerance)
+    tensors = [one.requires_grad_() for one in numbers]
+    run = torch.compile(loss, fullgraph=True, backend="aot_eager") if is_compiled else loss
+    found = torch.autograd.grad(run(*tensors), tensors)
+    wide = [one.detach().double().requires_grad_() for one in tensors]
+    close(found, torch.autograd.grad(loss(*wide, kernel="dense"), wide), 20)
 
 
 def test_pages_are_read_where_they_lie():
