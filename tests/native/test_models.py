@@ -5,17 +5,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 import polyattn
 from polyattn import masks, nn
 
-pytest.importorskip("polyattn_native.library")
-torch = pytest.importorskip("torch")
-
 #: A decoder for each kind of layer that families of models have.
 LLAMA = {
     "gated": True, "activation": "silu", "norm": nn.RMSNorm, "bias": False, "key_heads": 2,
-    "rotary": nn.Rotary(12), "layers": 8, "inner": 100,
+    "rotary": nn.Rotary(12), "layers": 3, "inner": 100,
 }  # fmt: skip
 DECODERS = {
     "llama": LLAMA,
@@ -27,8 +25,10 @@ DECODERS = {
         "rotary": nn.Rotary(12, frequencies=nn.yarn_scaling(12, 4.0)[0], magnitude=1.1),
         "logits_softcap": 2.5, "tied": True,
     },
-    "heads of 16": LLAMA | {"rotary": nn.Rotary(16, pairing="neighbours"), "head_size": 16},
-    "heads of 64, wide": {"head_size": 64, "inner": 600, "pre_norm": False, "activation": "relu"},
+    "heads of 64, wide": {
+        "head_size": 64, "inner": 600, "pre_norm": False, "activation": "relu",
+        "rotary": nn.Rotary(64, pairing="neighbours"),
+    },
 }  # fmt: skip
 IDS = np.random.default_rng(0).integers(0, 90, (3, 37))
 LIBRARIES = {"numpy": np.asarray, "torch": torch.from_numpy}
@@ -55,8 +55,9 @@ def same(found, expected, message=""):
     np.testing.assert_array_equal(np.asarray(found), np.asarray(expected), message)
 
 
-@pytest.mark.parametrize("library", LIBRARIES)
-@pytest.mark.parametrize("name", DECODERS)
+@pytest.mark.parametrize(
+    ("name", "library"), [*((name, "numpy") for name in DECODERS), ("llama", "torch")]
+)
 def test_logits_are_the_same_however_a_prompt_is_cut(name, library):
     model, put = decoder(DECODERS[name], library), LIBRARIES[library]
     ids = put(IDS)
@@ -97,8 +98,7 @@ def test_texts_and_samples_depend_on_their_own_prompt(library):
             same(np.asarray(last).argmax(-1), texts[0][20:], "from the logits of the whole text")
 
 
-@pytest.mark.parametrize("library", LIBRARIES)
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize(("library", "dtype"), [("numpy", "float32"), ("torch", "float64")])
 def test_an_encoder_gives_the_vectors_of_each_text_alone(library, dtype):
     settings = {"is_causal": False, "positions": 40, "pre_norm": False, "logits": False}
     model, put = decoder(settings, library, dtype), LIBRARIES[library]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-check_platform = pytest.importorskip("polyattn_native.library").check_platform
+from polyattn_native.library import check_platform
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE = ROOT / "backends" / "polyattn_native"

@@ -1,7 +1,5 @@
 """Pages that the compiled kernel reads in place: the bits are those of contiguous keys."""
 
-import itertools
-
 import numpy as np
 import pytest
 from optional import jax, jnp, torch
@@ -9,9 +7,8 @@ from optional import jax, jnp, torch
 import polyattn
 from polyattn import masks, scores
 from polyattn.plugin import CachePadding
-
-native = pytest.importorskip("polyattn_native.kernel")
-call = pytest.importorskip("polyattn_native.call")
+from polyattn_native import call
+from polyattn_native.visible import visible
 
 H, G, D, E = 6, 2, 20, 9
 
@@ -62,9 +59,11 @@ def same_bits(found, expected):
 @pytest.mark.parametrize(
     ("page", "rows", "dtype"),
     [
-        (page, rows, dtype)
-        for turn, (page, rows) in enumerate(itertools.product((1, 3, 16, 128, 300), (1, 70)))
-        for dtype in ("float32", ("float64", "float16")[turn % 2])
+        (1, 70, "float32"),
+        (3, 1, "float64"),
+        (16, 70, "float16"),
+        (128, 1, "float32"),
+        (300, 70, "float64"),
     ],
 )
 def test_pages_have_the_bits_of_one_piece(page, rows, dtype):
@@ -75,28 +74,21 @@ def test_pages_have_the_bits_of_one_piece(page, rows, dtype):
         np.testing.assert_allclose(x()[0], x.expected("dense")[0], rtol=0, atol=1e-14)
 
 
-def options(x, rows):
-    keys, rng = x.table.shape[1] * x.page, x.rng
-    array = rng.random((len(x.table), 1, rows, keys)) < 0.6
-    ids = np.sort(rng.integers(0, 4, (len(x.table), keys)))
-    return {
-        "array": {"mask": array},
-        "sorted ids": {"mask": masks.segments(ids[:, :rows], ids)},
-        "ids": {"mask": masks.segments(ids[:, rows - 1 :: -1], ids)},
-        "dilated": {"mask": masks.dilated(3), "query_offset": 500},
-        "bias": {"bias": rng.standard_normal((1, H, rows, keys)).astype("float32")},
-        "alibi": {"score_mod": scores.alibi(H), "softcap": 3.0},
-        "sinks": {"sinks": rng.standard_normal(H).astype("float32"), "scale": -0.3},
-        "dropout": {"dropout": (0.4, 7), "query_offset": x.lengths - 3, "is_causal": True},
-    }
-
-
 @pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize("page", [3, 16])
 def test_every_option_goes_by_the_index_of_a_key(page, monkeypatch):
     monkeypatch.setattr(call, "MADE", 2**10)  # masks are made for some rows at a time
     x = Paged(page, rows=140, keys=310)
-    for given in options(x, 140).values():
+    keys = x.table.shape[1] * page
+    ids = np.sort(x.rng.integers(0, 4, (len(x.table), keys)))
+    for given in (
+        {"mask": x.rng.random((len(x.table), 1, 140, keys)) < 0.6},
+        {"mask": masks.segments(ids[:, :140], ids), "score_mod": scores.alibi(H), "softcap": 3.0},
+        {"mask": masks.segments(ids[:, 139::-1], ids), "sinks": np.ones(H, "float32")},
+        {"mask": masks.dilated(3), "query_offset": 500, "scale": -0.3},
+        {"bias": x.rng.standard_normal((1, H, 140, keys)).astype("float32")},
+        {"dropout": (0.4, 7), "query_offset": x.lengths - 3, "is_causal": True},
+    ):
         same_bits(x(**given), x.expected(**given))
 
 
@@ -114,8 +106,7 @@ def test_what_a_row_sees_reaches_it_only():
 
 
 @pytest.mark.usefixtures("isa")
-@pytest.mark.parametrize("axes", [(2, 1, 0, 3), (1, 0, 2, 3), (3, 1, 2, 0)], ids=str)
-@pytest.mark.parametrize("page", [4, 16])
+@pytest.mark.parametrize(("page", "axes"), [(4, (1, 0, 2, 3)), (16, (3, 1, 2, 0))])
 def test_pools_have_any_strides(page, axes):
     x = Paged(page, rows=3)
     turned = [np.ascontiguousarray(p.transpose(axes)).transpose(np.argsort(axes)) for p in x.pools]
@@ -124,7 +115,6 @@ def test_pools_have_any_strides(page, axes):
 
 
 def test_lengths_end_the_work_beside_a_mask_that_is_made():
-    visible = pytest.importorskip("polyattn_native.visible").visible
     x = polyattn.plugin.Operands.of_options(
         mask=(masks.dilated(2) | masks.dense(np.eye(3, 9) > 0)) & CachePadding(np.array([4, 7]))
     )
@@ -144,7 +134,11 @@ def as_tensors(x, dtype="float32"):
 
 @pytest.mark.parametrize(
     ("page", "dtype", "is_compiled"),
-    [(3, "bfloat16", False), (16, "float16", False), (16, "bfloat16", True)],
+    [
+        (3, "bfloat16", False),
+        (16, "float16", False),
+        pytest.param(16, "bfloat16", True, marks=pytest.mark.slow),
+    ],
 )
 def test_tensors_in_pages_have_the_bits_of_one_piece(page, dtype, is_compiled, monkeypatch):
     x = Paged(page, rows=4)
@@ -212,8 +206,7 @@ def on_jax(kernel="native", **options):
 @pytest.mark.parametrize(
     ("page", "rows", "options"),
     [
-        (3, 4, {"is_causal": True}),
-        (16, 1, {"window": (130, None)}),
+        (3, 4, {"window": (130, 0)}),
         (16, 5, {"score_mod": scores.alibi(H), "sinks": jnp.arange(6.0)}),
     ],
     ids=str,
@@ -240,28 +233,10 @@ def test_a_program_reads_slots_of_all_heads_where_they_lie():
     np.testing.assert_array_equal(jnp.swapaxes(compiled(*turned, *of_items), -2, -3), wanted)
 
 
-def test_derivatives_of_pools_on_jax_are_those_of_copies():
-    x = Paged(16, rows=4, keys=64)
-    arrays, of_items = in_jax(x)
-
-    def derivatives(kernel):
-        def loss(*arrays):
-            return jnp.sum(on_jax(kernel, is_causal=True)(*arrays, *of_items) ** 2)
-
-        def both(*arrays):
-            return jax.grad(loss, (0, 1, 2))(*arrays), jax.jvp(loss, arrays, arrays)[1]
-
-        return jax.tree.leaves(jax.jit(both)(*arrays))
-
-    for found, wanted in zip(*map(derivatives, ("native", "xla")), strict=True):
-        np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-3)
-
-
 @pytest.mark.parametrize(
     ("axes", "options"),
     [
         ((0, None, None, 0, 0), {"is_causal": True}),
-        ((1, None, None, 0, None), {}),
         ((0, 0, None, None, 0), {}),
         ((0, None, None, 0, 0), {"dropout": (0.4, 7)}),
     ],
