@@ -353,7 +353,6 @@ def test_tensors_without_numbers_are_refused():
 
 SEEN = torch.arange(2 * 33 * 40).view(2, 1, 33, 40) % 7 % 2 == 0
 COMPILED = {
-    "plain": {},
     "offsets": {
         "is_causal": True, "query_offset": torch.tensor([3, 9]), "window": (50, None),
         "scale": 0.3, "mask": SEEN[:, :, :1].expand(2, 4, 33, 40),
