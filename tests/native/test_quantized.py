@@ -1,26 +1,23 @@
 """Integers of a quantised cache, which the compiled kernel reads as they are."""
 
-from __future__ import annotations
-
 import sys
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from arrays import close
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from polyattn import attention, masks, nn, scores
 from polyattn._dispatch.cache import forget
 from polyattn.nn import integers
-
-call = pytest.importorskip("polyattn_native.call")
+from polyattn_native import call
 
 B, H, G, S, D, E = 2, 6, 2, 330, 20, 9
 RNG = np.random.default_rng(3)
 QUERY, KEY, VALUE = map(RNG.standard_normal, ((B, H, 40, D), (B, G, S, D), (B, G, S, E)))
-OPTIONS: dict[str, dict[str, Any]] = {
+OPTIONS = {
     "none": {},
     "window": {"is_causal": True, "window": (270, 0), "softcap": 3.0},
     "array": {"mask": RNG.random((B, 1, 40, S)) < 0.5},
@@ -35,12 +32,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def empty(like: Any, **settings: int) -> nn.QuantizedCache:
+def empty(like, **settings):
     """Return a cache for keys and values."""
     return nn.QuantizedCache.init(G, D, S, like=like, batch=(B,), value_size=E, **settings)
 
 
-def cached(dtype: str, monkeypatch: pytest.MonkeyPatch) -> tuple[nn.QuantizedCache, list[Any]]:
+def cached(dtype, monkeypatch):
     """Return a cache that cannot make floats any more, and the floats that it stands for."""
     key, value = (x.astype(dtype) for x in (KEY, VALUE))
     cache = empty(key, window=9, block=16).append(key, value)
@@ -51,16 +48,14 @@ def cached(dtype: str, monkeypatch: pytest.MonkeyPatch) -> tuple[nn.QuantizedCac
     return cache, floats
 
 
-def without_floats(monkeypatch: pytest.MonkeyPatch) -> None:
+def without_floats(monkeypatch):
     monkeypatch.delattr(integers, "blocks_of")
     monkeypatch.delattr(integers, "floats_of")
 
 
 @pytest.mark.usefixtures("isa")
-@pytest.mark.parametrize(("dtype", "atol"), [("float32", 3e-6), ("float64", 1e-13)])
-def test_attention_is_that_over_what_the_integers_stand_for(
-    dtype: str, atol: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(("dtype", "roundings"), [("float32", 30), ("float64", 500)])
+def test_attention_is_that_over_what_the_integers_stand_for(dtype, roundings, monkeypatch):
     monkeypatch.setattr(call, "MADE", 2**10)  # masks are made for some rows at a time
     cache, floats = cached(dtype, monkeypatch)
     for rows in (QUERY, QUERY[:, :, :1], QUERY[:, :, ::13]):
@@ -68,15 +63,15 @@ def test_attention_is_that_over_what_the_integers_stand_for(
         for options in OPTIONS.values() if rows is QUERY else [{}, {"is_causal": True}]:
             found = cache.attention(query, **options)
             expected = attention(query, *floats, kernel="dense", **options)
-            np.testing.assert_allclose(found, expected, rtol=0, atol=atol)
+            close(found, expected, roundings)
 
 
 class Recorder(TorchDispatchMode):
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         return func(*args, **(kwargs or {}))
 
 
-def test_tensors_are_read_too_unless_somebody_records_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensors_are_read_too_unless_somebody_records_them(monkeypatch):
     query, key, value = map(torch.tensor, (QUERY, KEY, VALUE))
     cache = empty(key).append(key[:, :, :70], value[:, :, :70])
     with Recorder():
@@ -86,7 +81,7 @@ def test_tensors_are_read_too_unless_somebody_records_them(monkeypatch: pytest.M
         assert torch.allclose(cache.attention(x), other, rtol=0, atol=1e-12)
 
 
-def test_16_bits_and_a_step_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_16_bits_and_a_step_after_another(monkeypatch):
     cache, floats = cached("float16", monkeypatch)
     query = QUERY[:, :, :1].astype("float16")
     for _ in range(3):  # a call of the same kind is not taken for one over floats
@@ -97,7 +92,7 @@ def test_16_bits_and_a_step_after_another(monkeypatch: pytest.MonkeyPatch) -> No
     assert found.dtype == np.float16
 
 
-def test_under_autocast_a_step_is_that_of_floats() -> None:
+def test_under_autocast_a_step_is_that_of_floats():
     query, key, value = (torch.from_numpy(x).float() for x in (QUERY, KEY, VALUE))
     query, cache = query[:, :, :1], empty(key).append(key, value)
     with torch.autocast("cpu", torch.bfloat16):
@@ -106,19 +101,17 @@ def test_under_autocast_a_step_is_that_of_floats() -> None:
 
 
 @pytest.mark.parametrize("library", ["numpy", "torch"])
-def test_steps_of_decoding_are_described_once(
-    library: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    token: Any = np.ones((1, 2, 1, 8), np.float32)
+def test_steps_of_decoding_are_described_once(library, monkeypatch):
+    token = np.ones((1, 2, 1, 8), np.float32)
     token = token if library == "numpy" else torch.from_numpy(token)
     cache = nn.QuantizedCache.init(2, 8, 64, like=token, batch=(1,), window=4, block=8)
     for _ in range(30):
         cache = cache.append(token, token)
-    calls: list[Any] = []
+    calls = []
     for name in ("partial", "pieces"):
         module = sys.modules[f"polyattn._api.{name}"]
 
-        def describe(*x: Any, real: Any = module.describe, **options: Any) -> Any:
+        def describe(*x, real=module.describe, **options):
             calls.append(x)
             return real(*x, **options)
 
@@ -130,7 +123,7 @@ def test_steps_of_decoding_are_described_once(
     np.testing.assert_allclose(outputs[2], 1.0, atol=1e-2)
 
 
-def test_steps_of_one_block_may_have_any_strides() -> None:
+def test_steps_of_one_block_may_have_any_strides():
     cache = empty(KEY, window=0, block=16).append(KEY[:, :, :16], VALUE[:, :, :16])
     steps = map(np.asfortranarray, (cache.steps.key, cache.steps.value))
     cache = replace(cache, steps=nn.KVCache(*steps, cache.steps.length))

@@ -1,12 +1,8 @@
 """Selected keys on the compiled kernel: the results of dense masks, whatever goes beside them."""
 
-from __future__ import annotations
-
-import itertools
-from typing import Any
-
 import numpy as np
 import pytest
+from arrays import close, draw
 from optional import jnp, torch
 
 from polyattn import (
@@ -18,15 +14,14 @@ from polyattn import (
     scores,
     use_threads,
 )
-
-selected = pytest.importorskip("polyattn_native.selected")
+from polyattn_native import selected
 
 RESTS = ("none", "causal", "window and prefix", "padding", "dilated", "array by head", "function")
 WITH = ("nothing", "softcap", "sinks", "offset", "offsets", "bias")
 
 
 @pytest.fixture(autouse=True)
-def always(monkeypatch: Any) -> None:
+def always(monkeypatch):
     """Read keys by their numbers, however many are selected."""
     monkeypatch.setattr(selected, "TIMES", 0)
     monkeypatch.setattr(selected, "FEW_ROWS", 2**30)
@@ -35,7 +30,7 @@ def always(monkeypatch: Any) -> None:
 class Drawn:
     """A random call."""
 
-    def __init__(self, seed: int, dtype: str, rest: str = "none", beside: str = "nothing") -> None:
+    def __init__(self, seed, dtype, rest="none", beside="nothing"):
         rng = self.rng = np.random.default_rng(seed)
         self.items, groups = rng.integers(1, 4, 2).tolist()
         self.heads = groups * int(rng.integers(1, 4))
@@ -48,10 +43,10 @@ class Drawn:
             (self.items, groups, self.keys, value),
         )
         self.arrays = [self.strided(shape).astype(dtype, order="K") for shape in shapes]
-        self.mask: Any = self.selection()
+        self.mask = self.selection()
         if rest != "none":
             self.mask &= self.rest(rest)
-        self.options: dict[str, Any] = {
+        self.options = {
             "nothing": {},
             "softcap": {"softcap": 2.0, "scale": 0.7},
             "sinks": {"sinks": rng.standard_normal(self.heads).astype(dtype)},
@@ -60,7 +55,7 @@ class Drawn:
             "bias": {"bias": rng.standard_normal((self.heads, self.rows, 1)).astype(dtype)[None]},
         }[beside]
 
-    def strided(self, shape: tuple[int, ...]) -> Any:
+    def strided(self, shape):
         """Return numbers with rows first, within longer rows, or contiguous."""
         b, h, n, d = shape
         made = self.rng.standard_normal
@@ -69,7 +64,7 @@ class Drawn:
             return made((b, n, h, d)).swapaxes(1, 2)
         return made((b, h, n + 3, d + 1))[..., :n, :d] if kind == 1 else made(shape)
 
-    def selection(self) -> Any:
+    def selection(self):
         rng, many = self.rng, int(self.rng.integers(1, 20))
         lead = ((), (1, 1), (self.items, 1), (1, self.heads), (self.items, self.heads))
         of = lead[rng.integers(5)]
@@ -80,7 +75,7 @@ class Drawn:
         table = rng.integers(-1, -(-self.keys // across) + 1, (*of, -(-self.rows // down), many))
         return masks.blocks(table, (down, across))
 
-    def rest(self, name: str) -> Any:
+    def rest(self, name):
         rng = self.rng
         return {
             "causal": masks.causal,
@@ -94,82 +89,61 @@ class Drawn:
         }[name]()
 
 
-@pytest.mark.parametrize(
-    ("rest", "beside", "dtype"),
-    [(r, b, ("float32", "float64")[n % 2]) for n, (r, b) in enumerate(
-        itertools.product(RESTS, WITH))],
-)  # fmt: skip
-def test_results_are_those_of_a_dense_mask(rest: str, beside: str, dtype: str) -> None:
-    tolerance = {"float32": 2e-5, "float64": 1e-12}[dtype]
-    for seed in range(8):
-        x = Drawn(seed, dtype, rest, beside)
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("rest", RESTS)
+def test_results_and_gradients_are_those_of_a_dense_mask(rest, seed):
+    for number, beside in enumerate(WITH):
+        # Gradients of single keys in float32 are added up by ranges of the memory.
+        dtype = ("float32", "float64")[number % 2]
+        x = Drawn((2 * seed + number) % 8, dtype, rest, beside)
         rows, size = selected.selection_of(x.mask)[0].sizes
         if beside == "bias" and (rows or x.rows, size) != (1, 1):
             continue
-        found = attention_partial(*x.arrays, mask=x.mask, kernel="native", **x.options)
-        expected = attention_partial(*x.arrays, mask=x.mask, kernel="dense", **x.options)
-        for one, other in zip(found, expected, strict=True):
-            np.testing.assert_allclose(one, other, rtol=tolerance, atol=tolerance)
+        options = {"mask": x.mask, **x.options}
+        found, wanted = (
+            attention_partial(*x.arrays, kernel=kernel, **options) for kernel in ("native", "dense")
+        )
+        close(found, wanted, 200)
+        if beside != "bias":
+            gradient = x.rng.standard_normal(found.output.shape).astype(dtype)
+            found, wanted = (
+                attention_vjp(*x.arrays, kernel=kernel, **options)[1](gradient)
+                for kernel in ("native", "dense")
+            )
+            for name in ("query", "key", "value", *(["sinks"] if beside == "sinks" else [])):
+                close(getattr(found, name), getattr(wanted, name), 200)
 
 
-@pytest.mark.parametrize("rest", RESTS)
-@pytest.mark.parametrize("beside", WITH[:-1])
-def test_gradients_are_those_of_a_dense_mask_within_1e_12(rest: str, beside: str) -> None:
-    # Those of single keys in float32 are added up by ranges of the memory.
-    kinds = [(seed, "float64", 1e-12) for seed in range(4)]
-    for seed, dtype, tolerance in [*kinds, *((seed, "float32", 3e-5) for seed in (1, 3, 5, 7))]:
-        x = Drawn(seed, dtype, rest, beside)
-        gradient, found = None, []
-        for kernel in ("dense", "native"):
-            output, pullback = attention_vjp(*x.arrays, mask=x.mask, kernel=kernel, **x.options)
-            if gradient is None:
-                gradient = x.rng.standard_normal(output.shape).astype(dtype)
-            found.append(pullback(gradient))
-        for expected, one in zip(*found, strict=True):
-            if isinstance(expected, np.ndarray):
-                scale = max(1.0, abs(expected).max(initial=0))
-                assert abs(one - expected).max(initial=0) < tolerance * scale
-
-
-@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint16", "uint32", "uint64"])
-def test_numbers_are_integers_of_any_dtype(dtype: str) -> None:
-    x = np.random.default_rng(0).standard_normal((2, 3000, 16), dtype=np.float32)
-    numbers = np.random.default_rng(1).integers(0, 120, (188, 3))
+@pytest.mark.parametrize("dtype", ["int8", "uint64"])
+def test_numbers_are_integers_of_any_dtype(dtype):
+    (x,) = draw((2, 600, 16))
+    numbers = np.random.default_rng(1).integers(0, 38, (38, 3))
     for seen in (lambda t: masks.selected(t[:1]), lambda t: masks.blocks(t, 16)):
         found = attention(x, x, x, mask=seen(numbers.astype(dtype)), kernel="native")
-        expected = attention(x, x, x, mask=seen(numbers), kernel="dense")
-        np.testing.assert_allclose(found, expected, atol=2e-5)
+        close(found, attention(x, x, x, mask=seen(numbers), kernel="dense"), 200)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-@pytest.mark.parametrize("is_compiled", [False, True])
-def test_tensors(dtype: str, is_compiled: bool) -> None:
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize(
+    "is_compiled", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["eager", "compiled"]
+)
+def test_tensors(dtype, is_compiled):
     x = Drawn(3, "float32", "causal")
     numbers = [torch.from_numpy(one.copy()).to(getattr(torch, dtype)) for one in x.arrays]
-    indices = x.rng.integers(-1, x.keys, (x.rows, 5))
-    if is_compiled and dtype != "float32":
-        pytest.skip("one dtype is compiled")
+    mask = masks.selected(torch.from_numpy(x.rng.integers(-1, x.keys, (x.rows, 5))))
 
-    def loss(*tensors: Any, kernel: str = "native") -> Any:
-        mask = masks.selected(torch.from_numpy(indices)) & masks.causal()
-        return (attention(*tensors, mask=mask, kernel=kernel).float() ** 2).sum()
+    def loss(*tensors, kernel="native"):
+        output = attention(*tensors, mask=mask & masks.causal(), kernel=kernel)
+        return output.float().square().sum()
 
-    found = []
-    for kernel in ("dense", "native"):
-        tensors = [one.clone().requires_grad_() for one in numbers]
-        run = (
-            torch.compile(loss, fullgraph=True, backend="aot_eager")
-            if is_compiled and kernel == "native"
-            else loss
-        )
-        run(*tensors, kernel=kernel).backward()
-        found.append([one.grad.float() for one in tensors])
-    for expected, one in zip(*found, strict=True):
-        tolerance = 2e-5 if dtype == "float32" else 3e-2
-        torch.testing.assert_close(one, expected, rtol=tolerance, atol=tolerance)
+    tensors = [one.requires_grad_() for one in numbers]
+    run = torch.compile(loss, fullgraph=True, backend="aot_eager") if is_compiled else loss
+    found = torch.autograd.grad(run(*tensors), tensors)
+    wide = [one.detach().double().requires_grad_() for one in tensors]
+    close(found, torch.autograd.grad(loss(*wide, kernel="dense"), wide), 20)
 
 
-def test_pages_are_read_where_they_lie() -> None:
+def test_pages_are_read_where_they_lie():
     rng = np.random.default_rng(0)
     pools = [rng.standard_normal((40, 2, 8, 16)).astype(np.float32) for _ in range(2)]
     table = rng.permutation(40)[:36].reshape(3, 12)
@@ -193,7 +167,7 @@ def test_pages_are_read_where_they_lie() -> None:
 
 @pytest.mark.parametrize("kernel", ["native", "gathered"])
 @pytest.mark.parametrize("to", [np.asarray, torch.asarray], ids=["numpy", "torch"])
-def test_gradients_of_pools_are_those_of_a_dense_mask(to: Any, kernel: str) -> None:
+def test_gradients_of_pools_are_those_of_a_dense_mask(to, kernel):
     rng = np.random.default_rng(0)
     pools = [to(rng.standard_normal((60, 2, 8, 16))) for _ in range(2)]
     query = to(rng.standard_normal((2, 4, 3, 16)))
@@ -211,7 +185,7 @@ def test_gradients_of_pools_are_those_of_a_dense_mask(to: Any, kernel: str) -> N
             np.testing.assert_allclose(getattr(found, name), getattr(expected, name), atol=1e-12)
 
 
-def test_what_is_not_selected_reaches_no_row() -> None:
+def test_what_is_not_selected_reaches_no_row():
     rng = np.random.default_rng(1)
     query, key, value = rng.standard_normal((3, 2, 40, 32)).astype(np.float32)
     lists = rng.integers(0, 39, (40, 6))
@@ -234,7 +208,7 @@ def test_what_is_not_selected_reaches_no_row() -> None:
     ],
     ids=["dropout", "scores", "bias of blocks"],
 )
-def test_what_is_not_computed_is_refused_by_name(options: Any, said: str) -> None:
+def test_what_is_not_computed_is_refused_by_name(options, said):
     x = np.ones((2, 40, 8))
     given = {"mask": masks.selected(np.zeros((40, 2), int))} | options
     with pytest.raises(UnsupportedError, match=said):
@@ -243,13 +217,13 @@ def test_what_is_not_computed_is_refused_by_name(options: Any, said: str) -> Non
         attention(x, x, x, **given)
 
 
-def test_jax_is_refused_by_name() -> None:
+def test_jax_is_refused_by_name():
     x = jnp.ones((2, 40, 8))
     with pytest.raises(UnsupportedError, match="NumPy and torch only"):
         attention(x, x, x, kernel="native", mask=masks.selected(np.zeros((40, 2), int)))
 
 
-def test_threads_change_no_bits() -> None:
+def test_threads_change_no_bits():
     rng = np.random.default_rng(2)
     x = rng.standard_normal((3, 2, 4, 300, 32)).astype(np.float32)
     mask = masks.selected(rng.integers(0, 300, (300, 40)))

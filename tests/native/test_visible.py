@@ -2,11 +2,13 @@
 
 import numpy as np
 import pytest
+from arrays import close, draw
+from optional import torch
 
 from polyattn import attention, attention_vjp, explain, masks, scores
 from polyattn.plugin import CachePadding
-
-call = pytest.importorskip("polyattn_native.call")
+from polyattn_native import call
+from polyattn_native.visible import _NARROWED_BY, kind_of
 
 RNG = np.random.default_rng(0)
 X = RNG.standard_normal((2, 2, 9, 8))
@@ -16,8 +18,6 @@ IDS = np.array([[0, 0, 0, 1, 1, 2, 2, 2, 2], [0] * 5 + [1] * 4])
 @pytest.mark.parametrize(
     "mask",
     [
-        masks.causal(),
-        masks.window(2, 1),
         masks.prefix(np.array([3, 7])),
         masks.padding(np.array([4, 9]), np.array([9, 5])),
         CachePadding(np.array([4, 9])),
@@ -26,9 +26,7 @@ IDS = np.array([[0, 0, 0, 1, 1, 2, 2, 2, 2], [0] * 5 + [1] * 4])
         masks.compile(masks.window(3, 0) & masks.prefix(6), 9, 9),
         masks.dense(RNG.random((9, 9)) < 0.5) & masks.causal(),
         # several ranges
-        masks.causal() & (masks.window(2, 0) | masks.prefix(1)),
         masks.causal() & (masks.window(2, 0) | masks.prefix(np.array([1, 2]))),
-        masks.causal() | masks.prefix(2),
         ~masks.window(1, 1),
         masks.segments(IDS[:, ::-1]),
         masks.positions(IDS, IDS),
@@ -47,16 +45,14 @@ def equal_to_dense(query, key, options):
     (expected, vjp), (output, pulled) = (
         attention_vjp(query, key, key, kernel=kernel, **options) for kernel in ("dense", "native")
     )
-    np.testing.assert_allclose(output, expected, rtol=0, atol=1e-13)
-    for theirs, ours in zip(vjp(expected)[:3], pulled(expected)[:3], strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-12)
+    close(output, expected, 400)
+    close(pulled(expected)[:3], vjp(expected)[:3], 4000)
 
 
 STREAMING = masks.causal() & (masks.window(60, 0) | masks.prefix(5))
 
 
-@pytest.mark.parametrize("heads", [1, 3])
-@pytest.mark.parametrize("lengths", [(1, 700), (70, 70), (300, 900)])
+@pytest.mark.parametrize(("lengths", "heads"), [((1, 700), 3), ((70, 70), 1), ((140, 600), 3)])
 @pytest.mark.parametrize("options", [{}, {"bias": 0.0}, {"dropout": (0.3, 7)}], ids=str)
 def test_blocks_between_ranges_are_left_out(lengths, heads, options, monkeypatch):
     monkeypatch.setattr(call, "Made", None)
@@ -85,17 +81,10 @@ def test_the_ranges_of_a_mask_without_arrays_are_kept(monkeypatch):
     np.testing.assert_array_equal(attention(X, X, X, mask=mask, kernel="native"), expected)
 
 
-@pytest.mark.parametrize("window", [(2**61, 0), (0, 2**62)], ids=str)
-@pytest.mark.parametrize("mask", [masks.causal() | masks.prefix(2), np.tri(9, k=1) > 0], ids=str)
-def test_a_window_beyond_what_is_added_to_offsets_narrows_the_ranges_too(window, mask):
-    equal_to_dense(X, X, {"mask": mask, "window": window, "query_offset": np.array([0, 2])})
-
-
-def test_the_ranges_of_a_mask_follow_its_arrays():
-    lengths = np.array([1, 2])
-    mask = masks.causal() & (masks.window(2, 0) | masks.prefix(lengths))
-    for lengths[:] in ([1, 2], [4, 3]):
-        equal_to_dense(X, X, {"mask": mask})
+def test_a_window_beyond_what_is_added_to_offsets_narrows_the_ranges_too():
+    for window in ((2**61, 0), (0, 2**62)):
+        for mask in (masks.causal() | masks.prefix(2), np.tri(9, k=1) > 0):
+            equal_to_dense(X, X, {"mask": mask, "window": window, "query_offset": np.array([0, 2])})
 
 
 @pytest.mark.parametrize(
@@ -107,7 +96,6 @@ def test_the_ranges_of_a_mask_follow_its_arrays():
         # two views
         masks.dilated(2) & masks.tree(np.arange(9) // 2 - 1),
         # two arrays, also beside ranges
-        masks.dense(np.tri(9, dtype=bool)) & masks.dense(np.eye(9) == 0),
         masks.dense(np.tri(9, dtype=bool)) & masks.dense(np.eye(9) == 0) & ~masks.window(2, 1),
     ],
     ids=repr,
@@ -118,11 +106,9 @@ def test_other_masks_are_made(mask, monkeypatch):
         attention(X, X, X, mask=mask, kernel="native")
 
 
-@pytest.mark.parametrize("offset", [{}, {"query_offset": 3}, {"query_offset": np.array([2, -5])}])
 @pytest.mark.parametrize(
     "mask",
     [
-        masks.dilated(2),
         masks.dilated(3) & masks.window(4, 2),
         ~masks.dilated(3) | masks.window(1, 0),
         masks.dilated(2**70) | ~masks.window(2**70, 2),
@@ -130,9 +116,13 @@ def test_other_masks_are_made(mask, monkeypatch):
     ],
     ids=repr,
 )
-def test_a_mask_by_distance_is_a_view_of_one_row(mask, offset, monkeypatch):
+def test_a_mask_by_distance_is_a_view_of_one_row(mask, monkeypatch):
     monkeypatch.setattr(call, "Made", None)
-    for rows in (1, 7, 9):
+    for rows, offset in (
+        (1, {}),
+        (7, {"query_offset": 3}),
+        (9, {"query_offset": np.array([2, -5])}),
+    ):
         equal_to_dense(X[:, :, -rows:], X, {"mask": mask, **offset})
 
 
@@ -159,7 +149,7 @@ def test_a_tree_of_all_keys_is_read_in_place(monkeypatch):
         equal_to_dense(X, X, {"mask": masks.tree(parents) & masks.window(3, 0)})
 
 
-LONG = RNG.standard_normal((2, 2, 400, 4))
+(LONG,) = draw((2, 2, 400, 4), dtype="float64")
 OF_ITEM = RNG.integers(0, 4, (2, 400))
 
 
@@ -210,24 +200,18 @@ def cells(length, of_row=1):
 @pytest.mark.parametrize(
     "mask",
     [
-        cells(400, 400),
         cells(400),
         np.arange(400)[:, None] < np.arange(400) % 37,
         np.broadcast_to((np.arange(400) > 300)[:, None], (400, 400)),
         cells(400, 64) & (np.arange(400) % 5 > 0),
     ],
-    ids=["columns", "rows", "ends", "empty rows", "blocks"],
+    ids=["rows", "ends", "empty rows", "blocks"],
 )
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"is_causal": True}, {"dropout": (0.3, 7)}, {"bias": LONG[..., :1]}, {"softcap": 2.0}],
-    ids=lambda options: "".join(options),
-)
-def test_cells_of_keys_that_a_panel_does_not_see_are_left_out(mask, options):
-    options = {"mask": mask, **options}
+def test_cells_of_keys_that_a_panel_does_not_see_are_left_out(mask):
+    for options in ({"is_causal": True}, {"dropout": (0.3, 7)}, {"bias": LONG[..., :1]}):
+        equal_to_dense(LONG, LONG, {"mask": mask, **options})
+    options = {"mask": mask, "softcap": 2.0}
     equal_to_dense(LONG, LONG, options)
-    if options.keys() & {"bias", "dropout", "is_causal"}:
-        return
     # The bits of a row do not depend on the rows beside it, and what is hidden may be NaN.
     whole = attention(LONG, LONG, LONG, kernel="native", **options)
     options["mask"] = mask[50:61]
@@ -248,8 +232,6 @@ def test_a_temperature_and_biases_by_distance_are_computed():
 
 
 def test_the_masks_that_narrow_ranges_are_named_as_their_functions():
-    from polyattn_native.visible import _NARROWED_BY, kind_of
-
     made = {
         "window": masks.window(1, 0),
         "prefix": masks.prefix(1),
@@ -259,17 +241,9 @@ def test_the_masks_that_narrow_ranges_are_named_as_their_functions():
     assert {name: kind_of(mask) for name, mask in made.items()} == {n: n for n in _NARROWED_BY}
 
 
-FLOATS = RNG.standard_normal((2, 2, 9, 9))
-# Options whose arrays differ from call to call.
+#: Numbers that differ from call to call; arrays that do are in `WITH_ARRAYS`.
 CHANGING = {
-    "lengths": lambda n: {"mask": masks.padding(np.array([4 + n, 9 - n]))},
-    "lengths of keys": lambda n: {"key_lengths": np.array([4 + n, 9 - n]), "is_causal": True},
-    "ids": lambda n: {"mask": masks.causal() & masks.segments(IDS // (n + 1))},
-    "ids in no order": lambda n: {"mask": masks.segments(IDS[:, :: 1 - 2 * (n % 2)])},
-    "a mask": lambda n: {"mask": n / 2 < FLOATS, "is_causal": True},
-    "a bias": lambda n: {"bias": FLOATS[:1] + n},
-    "sinks": lambda n: {"sinks": FLOATS[0, 0, n, :2]},
-    "slopes": lambda n: {"score_mod": scores.alibi(FLOATS[0, 0, n, :2])},
+    "a mask": lambda n: {"mask": LONG[:, :, :9, :1] * LONG[:, :, None, :9, 1] > n / 2},
     "dropout": lambda n: {"dropout": (0.3, n), "score_mod": scores.alibi(2), "mask": STREAMING},
     "offsets": lambda n: {"score_mod": scores.alibi(2), "query_offset": np.array([n, 1 - n])},
 }
@@ -284,23 +258,21 @@ def test_a_repeated_call_reads_its_arrays_and_is_not_built_anew(name, monkeypatc
     for n in range(3):
         options = CHANGING[name](n)
         output = attention(X, X, X, kernel="native", **options)
-        expected = attention(X, X, X, kernel="dense", **options)
-        np.testing.assert_allclose(output, expected, rtol=0, atol=1e-13)
+        close(output, attention(X, X, X, kernel="dense", **options), 400)
     assert len(built) == 1
 
 
 def test_ids_of_which_a_mask_is_made_are_seen_in_a_repeated_call():
-    ids = np.zeros((2, 64), "i8")
-    x = RNG.standard_normal((2, 1, 64, 4))
+    ids, lengths, x = np.zeros((2, 64), "i8"), np.zeros(2, "i8"), LONG[:, :, :64]
     mask = masks.segments(ids)
-    for changed in (np.arange(64) // 9, np.arange(64) % 3, np.arange(64) // 5):
-        ids[:] = changed
-        output = attention(x, x, x, mask=mask, kernel="native")
-        expected = attention(x, x, x, mask=mask, kernel="dense")
-        np.testing.assert_allclose(output, expected, rtol=0, atol=1e-13)
+    ranges = masks.causal() & (masks.window(2, 0) | masks.prefix(lengths))
+    for n, changed in enumerate((np.arange(64) // 9, np.arange(64) % 3, np.arange(64) // 5)):
+        ids[:], lengths[:] = changed, (1 + n, 4 - n)
+        equal_to_dense(x, x, {"mask": mask})
+        equal_to_dense(x, x, {"mask": ranges})
 
 
-@pytest.mark.parametrize("dtype", ["int8", "int64", "uint64"])
+@pytest.mark.parametrize("dtype", ["int8", "uint64"])
 def test_sorted_ids_of_any_size_are_ranges(dtype, monkeypatch):
     monkeypatch.setattr(call, "Made", None)
     limits = np.iinfo(dtype)
@@ -320,7 +292,6 @@ LENGTHS = np.array([4, 9])
 SLOPES = np.array([0.5, 0.25])
 #: Options by their arrays, and other contents of these.
 WITH_ARRAYS = {
-    "segments": (lambda ids: {"mask": masks.segments(ids)}, IDS, IDS[::-1]),
     "causal segments": (lambda ids: {"mask": masks.causal() & masks.segments(ids)}, IDS, IDS[::-1]),
     "ids that are not sorted": (lambda ids: {"mask": masks.segments(ids)}, IDS, IDS[:, ::-1]),
     "lengths": (lambda n: {"key_lengths": n, "is_causal": True}, LENGTHS, LENGTHS - 1),
@@ -348,8 +319,7 @@ WITH_ARRAYS = {
 @pytest.mark.parametrize("library", ["numpy", "torch"])
 @pytest.mark.parametrize("name", WITH_ARRAYS)
 def test_arrays_are_described_to_the_library_when_they_change(name, library, monkeypatch):
-    torch = pytest.importorskip("torch") if library == "torch" else None
-    convert = np.copy if torch is None else lambda x: torch.from_numpy(x.copy())
+    convert = np.copy if library == "numpy" else lambda x: torch.from_numpy(x.copy())
     options, first, second = WITH_ARRAYS[name]
     key = X[..., :4, :] if name == "pages" else X
     made = []
@@ -367,7 +337,25 @@ def test_arrays_are_described_to_the_library_when_they_change(name, library, mon
             given_to = convert(X), convert(key), convert(key)
             output = attention(*given_to, kernel="native", **options(given))
             expected = attention(*given_to, kernel="dense", **options(given))
-            np.testing.assert_allclose(np.asarray(output), np.asarray(expected), rtol=0, atol=1e-13)
+            close(output, expected, 400)
         if n == 1:
             made.clear()
     assert len(made) == (8 if name in ("an array", "a bias") else 2)
+
+
+@pytest.mark.parametrize("mask", [None, masks.segments(np.arange(16) % 2)], ids=["none", "ids"])
+def test_items_that_no_stride_reaches_are_read(mask, monkeypatch):
+    """The numbers of where items begin live as long as the call that reads them."""
+    query, key = draw((2, 3, 2, 16, 8), (2, 1, 2, 16, 8), dtype="float64")
+    others, run = [], call.run
+
+    def run_after_others(*arguments, **options):
+        others.extend(np.full(6, 7) for _ in range(100))  # in memory that was given back
+        return run(*arguments, **options)
+
+    monkeypatch.setattr(call, "run", run_after_others)
+    expected = attention(query, key, key, mask=mask, kernel="dense")
+    for _ in range(4):
+        output = attention(query, key, key, mask=mask, kernel="native")
+        others.extend(np.full(6, 7) for _ in range(100))
+        close(output, expected, 400)
