@@ -121,17 +121,6 @@ def test_a_function_that_returns_something_else_is_explained(rule, message):
         attention(Q, K, V, kernel="flex", **rule)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_scores_are_exact_whatever_a_score_function_returns(dtype):
-    x, added = Q[:, :, :6].bfloat16(), (300 + torch.arange(6) / 3).to(dtype)
-    found, expected = (
-        attention(x, x, x, kernel=kernel, score_mod=lambda s, b, h, i, j: s + added[j])
-        for kernel in ("flex", "dense")
-    )
-    close(found, expected, 3)
-
-
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_it_returns_the_logsumexp(monkeypatch):
     # Uncompiled, which alone has one on the CPU.
@@ -143,18 +132,6 @@ def test_it_returns_the_logsumexp(monkeypatch):
     output, logsumexp = Flex()(asked, Operands(query=q, key=k, value=v, mask=mask), TORCH)
     expected = attention_partial(q, k, v, mask=mask, kernel="dense")
     close((output, logsumexp), tuple(expected))
-
-
-@pytest.mark.slow
-def test_batch_items_are_counted_over_several_axes():
-    q, bias = draw((2, 3, 2, 140, 16), (2, 1, 2, 1, 140), to=to_torch)
-    ids = torch.randint(0, 3, (3, 140), generator=RNG).sort(dim=-1).values
-    options = {
-        "mask": masks.padding(torch.tensor([[100], [140]])) & masks.segments(ids),
-        "bias": bias,
-    }
-    found, expected = (attention(q, q, q, kernel=name, **options) for name in ("flex", "dense"))
-    close(found, expected)
 
 
 @pytest.mark.slow

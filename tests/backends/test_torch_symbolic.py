@@ -15,18 +15,16 @@ from polyattn_torch.device_info import DeviceInfo
 from polyattn_torch.quirks import refusals
 
 SLOW = pytest.mark.slow
-SIZES = [(2, 5, 7), (3, 6, 4), (4, 2, 9)]
-OPTIONS = {
-    "plain": {},
-    "causal": {"is_causal": True},
-    "causal from the first key": {"is_causal": True, "query_offset": 0},
-    "window, causal": {"window": (2, 0), "is_causal": True},
-    "softcap, causal": {"softcap": 3.0, "is_causal": True},
-    "mask expression": {"mask": masks.causal() | masks.prefix(2)},
-    "alibi": {
-        "is_causal": True, "score_mod": scores.alibi(H), "dropout": (0.4, 2**40 + 5, (1, 2, 3, 6))
-    },
-}  # fmt: skip
+SIZES = [(3, 6, 6), (4, 1, 9), (1, 1, 1), (2, 5, 4)]
+OPTIONS = [
+    {},
+    {"is_causal": True},
+    {"is_causal": True, "query_offset": 0},
+    {"window": (2, 0), "is_causal": True},
+    {"softcap": 3.0, "is_causal": True},
+    {"mask": masks.causal() | masks.prefix(2)},
+    {"is_causal": True, "score_mod": scores.alibi(H), "dropout": (0.4, 2**40 + 5, (1, 2, 3, 6))},
+]
 
 
 def exported(module, *more, square=False, strict=False):
@@ -39,60 +37,41 @@ def exported(module, *more, square=False, strict=False):
     return torch.export.export(module, given, dynamic_shapes=shapes, strict=strict).module()
 
 
-def outputs(*qkv):
-    return [*(attention(*qkv, **options) for options in OPTIONS.values()), weighted(*qkv)]
-
-
-def squares(*qkv):
-    """Return calls of as many keys as rows, by one symbol, that would show a difference."""
-    return [attention(*qkv, is_causal=True), attention(*qkv, softcap=3.0, is_causal=True)]
-
-
-@SLOW
-@pytest.mark.parametrize("strict", [False, True])
-@pytest.mark.parametrize("function", [squares, outputs])
-def test_one_program_runs_at_all_lengths(function, strict):
-    square = function is squares
-    run = exported(Calls(function), square=square, strict=strict)
-    # The last has more scores than one tile holds, which no length of the example tells.
-    for batch, length, keys in (*SIZES, (1, 700, 900)):
-        inputs = numbers(batch, length, length if square else keys)
-        close(run(*map(to_torch, inputs)), function(*inputs))
-
-
-def of_all_lengths(query, key, value, each):
-    """Return calls whose steps for as many keys as rows, and for one row, are others."""
-    return [
-        attention(query, key, value, **options)
-        for options in (
-            {}, {"is_causal": True}, {"dropout": (0.4, 5)}, {"key_lengths": each},
-            {"query_offset": each, "is_causal": True, "softcap": 3.0},
-        )
-    ]  # fmt: skip
+def of_options(*qkv):
+    return [*(attention(*qkv, **options) for options in OPTIONS), weighted(*qkv)]
 
 
 def of_items(*given):
     return [call(*given) for call in OF_ITEMS.values()]
 
 
-@pytest.mark.parametrize(
-    ("function", "strict"), [(of_items, False), pytest.param(of_all_lengths, True, marks=SLOW)]
-)
-def test_lengths_and_offsets_of_the_items_are_inputs(function, strict):
-    run = exported(Calls(function), np.array([0, 3]), strict=strict)
-    for size in ((3, 6, 6), (4, 1, 9), (1, 1, 1), (2, 5, 4)):
+def causal(*qkv):
+    return attention(*qkv, is_causal=True)
+
+
+@SLOW
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("square", [False, True])
+def test_one_program_runs_at_all_lengths(square, strict):
+    run = exported(Calls(of_options), square=square, strict=strict)
+    # The last has more scores than one tile holds, which no length of the example tells.
+    for batch, length, keys in (*SIZES, (1, 700, 900)):
+        inputs = numbers(batch, length, length if square else keys)
+        close(run(*map(to_torch, inputs)), of_options(*inputs))
+
+
+@pytest.mark.parametrize("strict", [False, pytest.param(True, marks=SLOW)])
+def test_lengths_and_offsets_of_the_items_are_inputs(strict):
+    run = exported(Calls(of_items), np.array([0, 3]), strict=strict)
+    for size in SIZES:
         inputs = [*numbers(*size), np.arange(size[0])]
-        close(run(*map(to_torch, inputs)), function(*inputs))
+        close(run(*map(to_torch, inputs)), of_items(*inputs))
 
 
 def test_a_strict_program_runs_at_all_lengths():
-    def causal(*qkv):
-        return attention(*qkv, is_causal=True)
-
     run = exported(Calls(causal), strict=True)
-    for size in ((3, 6, 6), (4, 1, 9), (1, 1, 1), (2, 5, 4)):
-        inputs = numbers(*size)
-        close(run(*map(to_torch, inputs)), causal(*inputs))
+    for size in SIZES:
+        close(run(*map(to_torch, numbers(*size))), causal(*numbers(*size)))
 
 
 @pytest.mark.parametrize("strict", [False, pytest.param(True, marks=SLOW)])
