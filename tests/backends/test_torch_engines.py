@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from arrays import close, draw, to_torch
-from torch_devices import ABSENT, AMPERE, BLACKWELL, CPU, HOPPER, MPS, problem
+from torch_devices import ABSENT, AMPERE, BLACKWELL, CPU, HOPPER, MPS, OLD_MPS, problem
 
 import polyattn
 from polyattn import attention, attention_partial, explain
@@ -103,7 +103,6 @@ def agrees(q, k, v, **options):
     close(found, expected, COARSE if q.dtype.itemsize == 2 else 40)
 
 
-OLD_MPS = MPS._replace(torch=(2, 12))
 EXPANDED = draw((1, 4, 33, 8), to=to_torch)[0].expand(2, -1, -1, -1)
 PLAIN = {"heads": 2, "enable_gqa": True, "is_causal": False, "attn_mask": None}
 CAUSAL, WHOLE = {"is_causal": True}, (2, 4, 6, 9)

@@ -26,42 +26,23 @@ def inputs():
     return leaves((1, 2, 3, 2), (1, 1, 5, 2), (1, 1, 5, 2))
 
 
-OPTIONS = {
-    "causal": {"is_causal": True},
-    "softcap": {"softcap": 1.5},
-    "window": {"window": (2, 0), "query_offset": 1},
-    "bias": {"bias": (1, 2, 3, 5)},
-    "sinks": {"sinks": (2,), "is_causal": True},
-    "slopes": {"slopes": (2,)},
-}
+def check(attend, arrays):
+    assert gradcheck(attend, arrays, check_forward_ad=True, fast_mode=True)
+    assert gradgradcheck(attend, arrays, fast_mode=True)
 
 
-def call(options, **given):
-    """A function of tensors only: query, key, value, and those that the options name by shape."""
-    names = [name for name, x in options.items() if isinstance(x, tuple) and name != "window"]
-    fixed = {name: x for name, x in options.items() if name not in names} | given
-
-    def attend(query, key, value, *others):
-        named = dict(zip(names, others, strict=True))
-        if "slopes" in named:
-            named["score_mod"] = scores.alibi(named.pop("slopes"))
-        return attention(query, key, value, **fixed, **named)
-
-    return attend, leaves(*[options[name] for name in names])
+def test_of_first_and_second_order(inputs):
+    check(lambda *qkv: attention(*qkv, is_causal=True), inputs)
 
 
-@pytest.mark.parametrize(
-    ("name", "kernel"),
-    [
-        ("causal", None),
-        *(pytest.param(name, None, marks=pytest.mark.slow) for name in [*OPTIONS][1:]),
-        *(pytest.param(name, tiles_of(24), marks=pytest.mark.slow) for name in ("causal", "bias")),
-    ],
-)
-def test_of_first_and_second_order(name, kernel, inputs):
-    attend, others = call(OPTIONS[name], kernel=kernel)
-    assert gradcheck(attend, (*inputs, *others), check_forward_ad=True, fast_mode=True)
-    assert gradgradcheck(attend, (*inputs, *others), fast_mode=True)
+@pytest.mark.slow
+@pytest.mark.parametrize("kernel", [None, tiles_of(24)])
+def test_of_first_and_second_order_by_every_array(kernel, inputs):
+    def attend(query, key, value, bias, sinks, slopes):
+        options = {"score_mod": scores.alibi(slopes), "softcap": 1.5, "kernel": kernel}
+        return attention(query, key, value, is_causal=True, bias=bias, sinks=sinks, **options)
+
+    check(attend, [*inputs, *leaves((1, 2, 3, 5), (2,), (2,))])
 
 
 #: Modes of differentiation of a function at some queries, along some.

@@ -7,11 +7,11 @@ import pytest
 import torch
 from arrays import close, to_torch
 from open_lengths import OF_ITEMS, Calls, D, G, H, numbers, weighted
+from torch_devices import CPU, HOPPER, OLD_MPS
 
 import polyattn
 from polyattn import attention, masks, scores
 from polyattn_torch import route
-from polyattn_torch.device_info import DeviceInfo
 from polyattn_torch.quirks import refusals
 
 SLOW = pytest.mark.slow
@@ -101,27 +101,21 @@ def test_an_explanation_says_which_kernels_need_numbers():
     assert reasons["tiled"] == ("its tiles need lengths that are known",)
 
 
-@pytest.mark.parametrize(
-    "device",
-    [
-        DeviceInfo("cpu", (2, 13)),
-        DeviceInfo("cuda", (2, 12), (9, 20, 0), (9, 0)),
-        DeviceInfo("mps", (2, 12)),
-    ],
-    ids=lambda device: device.kind,
-)
+@pytest.mark.parametrize("device", [CPU, HOPPER, OLD_MPS], ids=lambda device: device.kind)
 def test_no_device_needs_the_numbers_to_choose(device, monkeypatch):
     monkeypatch.setattr(route, "describe_device", lambda _: device)
     shapes = (2, H, 5, D), (2, G, 5, D), (2, G, 5, D)
-    for dtype, options, offset, with_logsumexp in itertools.product(
-        ("float32", "float16"), ({}, {"is_causal": True}, {"window": (2, 1)}), (None, 0), (0, 1)
+    for dtype, options, offset, requires_grad in itertools.product(
+        ("float32", "float16"),
+        ({}, {"is_causal": True}, {"window": (2, 1)}),
+        (None, 0),
+        (False, True),
     ):
         known = polyattn.explain(*shapes, **options, library="torch", dtype=dtype).problem
+        lengths = {"batch": (None,), "query_length": None, "key_length": None}
         problem = known._replace(
-            device=device.kind, batch=(None,), query_length=None, key_length=None,
-            query_offset=offset, requires_grad=bool(with_logsumexp),
-            features=known.features | ({"logsumexp"} if with_logsumexp else set()),
-        )  # fmt: skip
+            device=device.kind, query_offset=offset, requires_grad=requires_grad, **lengths
+        )
         refusals(problem, device)
         chosen = route._route(problem)
         # torch's is_causal counts from the first key, whatever the lengths are. In 16 bits it is

@@ -97,13 +97,11 @@ def test_lengths_of_the_host_go_with_any_library():
 
 
 def test_one_length_is_known_before_there_are_arrays():
-    call = {"key_lengths": 4, "is_causal": True}
-    assert explain(QUERY, KEY, VALUE, **call).problem.query_offset == 1
-    expected = one_by_one(lengths=[4] * B, is_causal=True)
     for length in (4, np.int64(4)):
-        call["key_lengths"] = length
-        found = attention(QUERY, KEY, VALUE, **call)
-        close(found, expected)
+        call = {"key_lengths": length, "is_causal": True}
+        assert explain(QUERY, KEY, VALUE, **call).problem.query_offset == 1
+        expected = one_by_one(lengths=[4] * B, is_causal=True)
+        close(attention(QUERY, KEY, VALUE, **call), expected)
 
 
 @pytest.mark.parametrize("strategy", ["decode", "ring"])

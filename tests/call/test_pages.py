@@ -28,6 +28,7 @@ H, G, L, D, E, PAGE, PAGES = 4, 2, 3, 8, 6, 4, 9
 # beyond the pool are not read.
 TABLE = np.array([[3, 7, 3], [5, 3, 99], [1, -1, -1], [8, -7, 0], [0, 4, 2], [6, 0, 1]])
 LENGTHS = np.array([11, 5, 4, 3, 8, 0])
+CALL = {"block_table": TABLE, "key_lengths": LENGTHS}
 QUERY, *POOLS = draw(
     (len(TABLE), H, L, D), (PAGES, G, PAGE, D), (PAGES, G, PAGE, E), dtype="float64"
 )
@@ -64,7 +65,7 @@ def one_by_one(**options):
 
 def paged(to=np.array, pools=POISONED, **options):
     arrays = map(to, (QUERY, *pools))
-    return attention(*arrays, block_table=TABLE, key_lengths=LENGTHS, **options)
+    return attention(*arrays, **CALL, **options)
 
 
 @pytest.mark.parametrize("to", [np.array, torch.tensor, array_api_strict.asarray])
@@ -86,12 +87,8 @@ def tiled(tile):
 )
 def test_numpy_reads_pages_in_place(options):
     expected = paged(pools=POOLS, kernel="dense", **options)
-    call = {"block_table": TABLE, "key_lengths": LENGTHS} | options
     for tile, pools in ((8, POISONED), (64, POOLS), (2**18, POISONED)):
-        kernel = tiled(tile)
-        close(paged(pools=pools, kernel=kernel, **options), expected, 400)
-        explained = explain(QUERY, *pools, kernel=kernel, **call)
-        assert "block_table" in explained.problem.features
+        close(paged(pools=pools, kernel=tiled(tile), **options), expected, 400)
 
 
 def test_an_item_ends_in_the_page_in_which_a_later_tile_begins():
@@ -105,10 +102,10 @@ def test_an_item_ends_in_the_page_in_which_a_later_tile_begins():
 
 def test_heads_after_the_slots():
     query, *pools = (np.swapaxes(x, 1, 2) for x in (QUERY, *POISONED))
-    call = {"block_table": TABLE, "key_lengths": LENGTHS, "layout": "...LHD"}
+    expected = np.swapaxes(one_by_one(is_causal=True), 1, 2)
     for kernel in (None, "dense", tiled(64)):
-        found = attention(query, *pools, is_causal=True, kernel=kernel, **call)
-        expected = np.swapaxes(one_by_one(is_causal=True), 1, 2)
+        options = {"layout": "...LHD", "is_causal": True, "kernel": kernel}
+        found = attention(query, *pools, **CALL, **options)
         close(found, expected, 400)
 
 
@@ -134,10 +131,9 @@ def test_each_item_has_the_same_bits_alone():
 @pytest.mark.parametrize("to", TO[:3])
 def test_gradients_are_those_of_the_pool(to):
     """A page that two items share gets the sum of both, and an unused slot 0."""
-    call = {"block_table": TABLE, "key_lengths": LENGTHS, "is_causal": True}
 
     def gradients(*arrays):
-        output, pullback = attention_vjp(*arrays, **call)
+        output, pullback = attention_vjp(*arrays, **CALL, is_causal=True)
         return pullback(output * 0 + 1)[1:3]
 
     traced = jax.jit(gradients) if to is jnp.asarray else gradients
@@ -160,28 +156,26 @@ def test_gradients_are_those_of_the_pool(to):
 def test_gradients_of_pools_whose_vectors_have_no_numbers(sizes, to):
     pools = [to(np.ones((PAGES, G, PAGE, size), np.float32)) for size in sizes]
     query = to(np.ones((len(TABLE), H, L, sizes[0]), np.float32))
-    output, pullback = attention_vjp(query, *pools, block_table=TABLE, key_lengths=LENGTHS)
+    output, pullback = attention_vjp(query, *pools, **CALL)
     found = pullback(output * 0 + 1)[:3]
     assert [tuple(x.shape) for x in found] == [tuple(x.shape) for x in (query, *pools)]
     assert (np.asarray(found[2])[used().any(1)] != 0).any() == (sizes[1] > 0)
 
 
 def test_the_siblings_take_pages():
-    call = {"block_table": TABLE, "key_lengths": LENGTHS}
-    output, logsumexp = attention_partial(QUERY, *POISONED, **call)
+    output, logsumexp = attention_partial(QUERY, *POISONED, **CALL)
     close(output, one_by_one())
     assert np.isneginf(logsumexp[5]).all()
-    weights = attention_weights(QUERY, POISONED[0], **call)
+    weights = attention_weights(QUERY, POISONED[0], **CALL)
     assert weights.shape == (6, H, L, 3 * PAGE)
     assert not weights[1, ..., 5:].any()
-    _, tangent = attention_jvp((QUERY, *POISONED), (None, None, POISONED[1]), **call)
+    _, tangent = attention_jvp((QUERY, *POISONED), (None, None, POISONED[1]), **CALL)
     close(tangent, one_by_one(), 400)
 
 
 def refused(error, message, arrays=(QUERY, *POOLS), **changes):
-    call = {"block_table": TABLE, "key_lengths": LENGTHS} | changes
     with pytest.raises(error, match=re.escape(message)):
-        attention(*arrays, **call)
+        attention(*arrays, **CALL | changes)
 
 
 def test_what_is_refused():
@@ -215,7 +209,7 @@ def test_kernels_that_get_copies_are_named():
         assert "it gets gathered, contiguous copies of the pages" in remarks["dense"], library
     assert not explain(*shapes, kernel="tiled", **call).chosen.remark
     trained = [torch.tensor(x, requires_grad=True) for x in (QUERY, *POOLS)]
-    chosen = explain(*trained, block_table=TABLE, key_lengths=LENGTHS).chosen
+    chosen = explain(*trained, **CALL).chosen
     assert "copies of the pages" in chosen.remark
     assert "copies" not in str(explain(QUERY, QUERY, QUERY))
 
@@ -243,14 +237,14 @@ def test_copies_are_of_the_columns_that_rows_may_see(options, columns, monkeypat
     arrays = [torch.tensor(x) for x in (QUERY, *POISONED)]
     found = attention(*arrays, block_table=table, key_lengths=torch.tensor(LENGTHS), **options)
     assert shapes == [(len(TABLE), columns)]
-    call = {"block_table": table, "key_lengths": LENGTHS}
-    expected = attention(QUERY, *POISONED, kernel="tiled", **call, **options)
+    call = CALL | {"block_table": table} | options
+    expected = attention(QUERY, *POISONED, kernel="tiled", **call)
     close(found, expected, 400)
 
 
 @pytest.mark.parametrize(
     ("items", "lengths"),
-    [((), 9), ((2,), [9]), ((2, 2), 9), ((2, 2), [[9], [5]])],
+    [((), 9), ((2,), [9]), ((2, 2), 9), ((2, 2), [[9], [5]]), ((2, 2), [9, 5])],
     ids=str,
 )
 def test_lengths_and_tables_of_other_axes_are_cut(items, lengths):
@@ -276,7 +270,7 @@ def test_a_length_beyond_the_table_hides_nothing():
 
 def test_unused_slots_are_copied_as_0():
     """Kernels get copies of the pages, and not every kernel leaves out what is hidden."""
-    x = Operands.of_options(block_table=TABLE, key_lengths=LENGTHS)
+    x = Operands.of_options(**CALL)
     found = gathered(np.full_like(POOLS[0], np.nan), x)
     used = np.arange(found.shape[-2]) < LENGTHS[:, None]
     np.testing.assert_array_equal(np.isnan(found).all((1, 3)), used)
