@@ -2,6 +2,7 @@
 
 import numpy as np
 import torch
+from arrays import draw
 
 from polyattn import attention, attention_weights, masks
 
@@ -10,9 +11,7 @@ H, G, D, E = 4, 2, 8, 6
 
 def numbers(batch, length, keys):
     """Return query, key and value."""
-    rng = np.random.default_rng(0)
-    shapes = (batch, H, length, D), (batch, G, keys, D), (batch, G, keys, E)
-    return [rng.standard_normal(shape, dtype=np.float32) for shape in shapes]
+    return draw((batch, H, length, D), (batch, G, keys, D), (batch, G, keys, E))
 
 
 def padded(query, key, value, each):

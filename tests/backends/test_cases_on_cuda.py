@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+from torch_devices import HOPPER
 
 from polyattn import explain
 from polyattn.conformance.cases.cache_cases import OF_256
@@ -11,7 +12,6 @@ from polyattn.conformance.cases.catalogue import CASES, ESSENTIAL
 from polyattn.conformance.checks.gradients import DERIVATIVES
 from polyattn_jax import cudnn as jax_cudnn
 from polyattn_torch import flash_paged, flex
-from polyattn_torch.device_info import DeviceInfo
 
 #: The kernel, the reasons that it gives without a device, and the cases that its suite runs.
 KERNELS = {
@@ -25,8 +25,7 @@ KERNELS = {
 def gpu(monkeypatch):
     monkeypatch.setattr(flex, "HAS_TRITON", True)
     monkeypatch.setattr(flash_paged, "_flash", "an operator")
-    found = DeviceInfo("cuda", (2, 13), (9, 20, 0), (9, 0))
-    monkeypatch.setattr(flash_paged, "describe_device", lambda _: found)
+    monkeypatch.setattr(flash_paged, "describe_device", lambda _: HOPPER)
 
 
 def problem_of(case, **options):

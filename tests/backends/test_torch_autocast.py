@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch._functorch.config
 import torch.nn.functional as F
+from arrays import close, draw, to_torch
 
 from polyattn import (
     attention,
@@ -19,9 +20,7 @@ from polyattn import (
     parallel,
 )
 
-torch.manual_seed(0)
-Q, K, V = (torch.randn(2, 4, 6, 8) for _ in range(3))
-BIAS = torch.randn(6, 6)
+Q, K, V, BIAS = draw(*[(2, 4, 6, 8)] * 3, (6, 6), to=to_torch)
 HALF, BRAIN = torch.float16, torch.bfloat16
 
 
@@ -40,16 +39,15 @@ def result(function, dtypes, bias):
 F32, F64 = torch.float32, torch.float64
 
 
-@pytest.mark.parametrize("to", [BRAIN, HALF])
 @pytest.mark.parametrize("bias", [None, F32, BRAIN])
 @pytest.mark.parametrize(
     "dtypes",
     [(F32, F32, F32), (F32, BRAIN, HALF), (BRAIN, F32, F32), (F64, F64, F64), (F64, F32, F32)],
 )
-def test_the_dtype_is_that_of_torchs_own_function(dtypes, bias, to):
+def test_the_dtype_is_that_of_torchs_own_function(dtypes, bias):
     if bias is not None and dtypes[0] == torch.float64:
         return  # torch takes no bias of another dtype than the query's
-    with torch.autocast("cpu", dtype=to):
+    with torch.autocast("cpu", dtype=BRAIN):
         theirs = result(F.scaled_dot_product_attention, dtypes, bias)
         ours = result(lambda q, k, v, bias: attention(q, k, v, bias=bias), dtypes, bias)
     assert ours == theirs
@@ -92,9 +90,6 @@ def test_a_repeated_call_sees_autocast_begin_and_end():
 
 @pytest.mark.parametrize("compiles", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_gradients_have_the_dtypes_of_the_arguments(compiles):
-    def compiled(function):
-        return torch.compile(function, fullgraph=True, backend="aot_eager")
-
     def attend(*arrays):
         return attention(*arrays[:3], bias=arrays[3], softcap=5.0)
 
@@ -110,7 +105,10 @@ def test_gradients_have_the_dtypes_of_the_arguments(compiles):
 
     followed, by_hand = attend, cast_by_hand
     if compiles:
-        followed, by_hand = compiled(attend), compiled(cast_by_hand)
+        followed, by_hand = (
+            torch.compile(one, fullgraph=True, backend="aot_eager")
+            for one in (attend, cast_by_hand)
+        )
     # Otherwise AOTAutograd differentiates float32 products under autocast.
     with torch._functorch.config.patch(backward_pass_autocast="off"):
         equal(gradients(followed, True), gradients(by_hand, False))
@@ -168,7 +166,7 @@ def test_tensors_are_cast_before_they_go_to_another_backend():
         equal(attention(Q, K, V, backend="numpy"), want)
 
 
-@pytest.mark.parametrize("strategy", ["heads", "gather", "ring"])
+@pytest.mark.parametrize("strategy", ["heads", "ring"])
 def test_ranks_follow(strategy):
     def attend(ranks, to, dtype, bias):
         own = [parallel.shard(x.to(dtype), over=ranks) for x in (Q, K, V)]
@@ -201,9 +199,8 @@ def test_a_map_is_that_of_torch(bias):
         layer(Q.double())
 
 
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("rotary", [None, nn.Rotary(8)])
-def test_a_model_and_its_caches_follow(bias, rotary):
+@pytest.mark.parametrize(("rotary", "bias"), [(None, True), (nn.Rotary(8), False)])
+def test_a_model_and_its_caches_follow(rotary, bias):
     model = nn.Transformer.init(
         20, 32, 4, 2, like=Q, positions=None if rotary else 8, rotary=rotary, bias=bias,
         norm=nn.RMSNorm, gated=True, is_causal=True,
@@ -216,8 +213,8 @@ def test_a_model_and_its_caches_follow(bias, rotary):
         ended, caches = model(ids[:, 4:], caches=caches, is_causal=True)
     assert (plain.dtype, whole.dtype) == (torch.float32, BRAIN)
     assert caches[0].key.dtype == torch.float32
-    torch.testing.assert_close(whole.float(), plain, rtol=5e-2, atol=5e-2)
-    torch.testing.assert_close(torch.cat((begun, ended), dim=1), whole, rtol=2e-2, atol=2e-2)
+    close(whole, plain, 8)
+    close(torch.cat((begun, ended), dim=1), whole, 4)
 
 
 def test_a_cache_takes_other_dtypes_under_autocast_only():
@@ -246,18 +243,17 @@ def test_a_quantised_cache_follows_autocast_as_a_cache_does(rows, to):
         expected = attention(query, other.keys, other.values, **options)
         plain = cache.attention(query)
     assert found.dtype == plain.dtype == expected.dtype
-    torch.testing.assert_close(found, expected, atol=3e-2, rtol=3e-2)
+    close(found.to(BRAIN), expected.to(BRAIN), 4)
 
 
 FIRST_CALL = """
 import torch, polyattn
 q = torch.ones(1, 2, 4, 8)
 with torch.autocast("cpu", dtype=torch.bfloat16):
-    assert polyattn.{call}.dtype == torch.bfloat16
+    assert polyattn.attention(q, q, q).dtype == torch.bfloat16
 """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("call", ["attention(q, q, q)", "attention_partial(q, q, q).output"])
-def test_the_first_call_of_all_may_be_under_autocast(call, run_python):
-    run_python(FIRST_CALL.format(call=call))
+def test_the_first_call_of_all_may_be_under_autocast(run_python):
+    run_python(FIRST_CALL)

@@ -1,44 +1,40 @@
-"""torch's function with causal and window: which keys it gets, and when `tiled` is faster."""
-
-from typing import NamedTuple
+"""torch's function with masks: which keys it gets, and when `tiled` is faster."""
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from arrays import close, draw, to_torch
 
 from polyattn import attention, attention_partial, explain, masks
 
-RNG = torch.Generator().manual_seed(0)
-
-
-def randn(*shape):
-    return torch.randn(*shape, generator=RNG)
-
-
-def close(one, other):
-    torch.testing.assert_close(one, other)
-
-
 L, S = 200, 300
-Q, K, V = randn(2, 4, L, 16), randn(2, 2, S, 16), randn(2, 2, S, 20)
+Q, K, V = draw((2, 4, L, 16), (2, 2, S, 16), (2, 2, S, 20), to=to_torch)
 ROWS, KEYS = torch.arange(L) // 70, torch.arange(S) // 70
 LENGTHS = torch.tensor([130, 299])
 
 
+OF_KEYS, OF_ROWS = draw((1, 4, 1, S), (7, 1), to=to_torch)
+#: A number of rows and the options of a call; the keys that torch's function gets, and its mask.
 BANDS = {
-    "one token": (1, {"window": (9, 0)}),
-    "rows at the end": (7, {"window": (9, 3), "query_offset": 150}),
-    "rows before the keys": (7, {"is_causal": True, "query_offset": -3}),
-    "square and causal": (7, {"is_causal": True, "query_offset": 0}),
-    "no key": (3, {"window": (1, 1), "query_offset": 900}),
-    "a mask of keys": (7, {"window": (9, 0), "mask": torch.arange(S) % 3 > 0}),
-    "a mask value": (L, {"window": (9, 0), "query_offset": 40, "mask": masks.segments(ROWS, KEYS)}),
-    "a bias": (7, {"window": (9, 0), "bias": randn(1, 4, 1, S), "mask": masks.padding(LENGTHS)}),
-    "a bias of one": (7, {"window": (9, 0), "bias": randn(7, 1)}),
-    "an offset of each item": (7, {"window": (9, 0), "query_offset": LENGTHS}),
-    "lengths of keys": (7, {"mask": masks.padding(LENGTHS)}),
-}
+    "one token": (1, {"window": (9, 0)}, 10, None),
+    "a band that hides nothing": (1, {"window": (400, 0)}, S, None),
+    "rows at the end": (7, {"window": (9, 3), "query_offset": 150}, 19, (1, 1, 7, 19)),
+    "rows before the keys": (7, {"is_causal": True, "query_offset": -3}, 4, (1, 1, 7, 4)),
+    "square and causal": (7, {"is_causal": True, "query_offset": 0}, 7, None),
+    "no key": (3, {"window": (1, 1), "query_offset": 900}, S, (1, 1, 3, S)),
+    "a mask of keys": (7, {"window": (9, 0), "mask": torch.arange(S) % 3 > 0}, 16, (1, 1, 7, 16)),
+    "a mask value": (
+        L, {"window": (9, 0), "query_offset": 40, "mask": masks.segments(ROWS, KEYS)},
+        209, (1, 1, L, 209),
+    ),
+    "a bias": (
+        7, {"window": (9, 0), "bias": OF_KEYS, "mask": masks.padding(LENGTHS)}, 16, (2, 4, 7, 16)
+    ),
+    "a bias of one": (7, {"window": (9, 0), "bias": OF_ROWS}, 16, (1, 1, 7, 16)),
+    "an offset of each item": (7, {"window": (9, 0), "query_offset": LENGTHS}, S, (2, 1, 7, S)),
+    "lengths of keys": (7, {"mask": masks.padding(LENGTHS)}, 299, (2, 1, 1, 299)),
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -57,8 +53,10 @@ def given(monkeypatch):
 
 
 @pytest.mark.parametrize("case", BANDS)
-def test_keys_outside_of_the_band_are_left_out(case):
-    rows, options = BANDS[case]
+def test_torch_gets_the_keys_of_the_band(given, case):
+    rows, options, keys, mask = BANDS[case]
+    attention(Q[:, :, -rows:], K, V, kernel="sdpa", **options)
+    assert given == [(keys, keys, mask)]
 
     def computed(kernel):
         arrays = [x.clone().requires_grad_() for x in (Q[:, :, -rows:], K, V)]
@@ -67,28 +65,7 @@ def test_keys_outside_of_the_band_are_left_out(case):
         partial = attention_partial(Q[:, :, -rows:], K, V, kernel=kernel, **options)
         return output, *partial, *(x.grad for x in arrays)
 
-    for found, expected in zip(computed("sdpa"), computed("dense"), strict=True):
-        close(found, expected)
-
-
-@pytest.mark.parametrize(
-    ("case", "keys", "mask"),
-    [
-        ("one token", 10, None),
-        ("rows at the end", 19, (1, 1, 7, 19)),
-        ("rows before the keys", 4, (1, 1, 7, 4)),
-        ("square and causal", 7, None),
-        ("no key", S, (1, 1, 3, S)),
-        ("a mask of keys", 16, (1, 1, 7, 16)),
-        ("a bias", 16, (2, 4, 7, 16)),
-        ("an offset of each item", S, (2, 1, 7, S)),
-        ("lengths of keys", 299, (2, 1, 1, 299)),
-    ],
-)
-def test_torch_gets_the_keys_of_the_band(given, case, keys, mask):
-    rows, options = BANDS[case]
-    attention(Q[:, :, -rows:], K, V, kernel="sdpa", **options)
-    assert given == [(keys, keys, mask)]
+    close(computed("sdpa"), computed("dense"))
 
 
 @pytest.mark.slow
@@ -119,82 +96,74 @@ def blocks_of(b, h, i, j):
     return (i // 100 + j // 100) % 2 == 0
 
 
-class Choice(NamedTuple):
-    """A call of so many rows and keys, and the kernel that is chosen on a CPU."""
-
-    kernel: str
-    rows: int
-    keys: int
-    options: dict
-    heads: int = 1
-    batch: int = 1
-
-
 BY_ITEM = {"is_causal": True, "query_offset": (8,)}
+EIGHT = torch.tensor([5] * 8)
 LONG_IDS = masks.segments(np.zeros(2**14, dtype=np.int64))
-PADDED = masks.padding(torch.tensor([5] * 8))
+PADDED, BEFORE = masks.padding(EIGHT), masks.padding(None, EIGHT)
+#: The kernel that is chosen on a CPU, and a call: its rows, keys and options, then heads and items.
 CHOICES = {
-    "window": Choice("tiled", 8192, 8192, {"window": (128, 0)}),
-    "window, short": Choice("sdpa", 1024, 1024, {"window": (128, 0)}),  # `dense` would follow
-    "window, wide": Choice("sdpa", 2048, 2048, {"window": (1500, 0)}),
-    "window, one row": Choice("sdpa", 1, 16384, {"window": (127, 0)}),
-    "window, few rows": Choice("sdpa", 256, 16384, {"window": (127, 0)}),
-    "causal": Choice("sdpa", 8192, 8192, {"is_causal": True}),
-    "causal, offset": Choice("tiled", 8192, 8192, {"is_causal": True, "query_offset": 1}),
-    "causal, bias": Choice("tiled", 8192, 8192, {"is_causal": True, "bias": (8192,)}),
-    "causal, one head": Choice("tiled", 4096, 8192, {"is_causal": True}),
-    "causal, 8 heads": Choice("sdpa", 4096, 8192, {"is_causal": True}, heads=8),
-    "bias": Choice("sdpa", 8192, 8192, {"bias": (8192, 8192)}),
-    "packed": Choice("tiled", 8192, 8192, {"mask": masks.segments(IDS)}),
-    "packed, short": Choice("sdpa", 2048, 2048, {"mask": masks.segments(IDS[:2048])}),
-    "packed, one row": Choice("sdpa", 1, 8192, {"mask": masks.segments(IDS[:1], IDS)}),
-    "padding": Choice("sdpa", 8192, 8192, {"mask": masks.padding(5)}),
-    "a function": Choice("sdpa", 2048, 2048, {"mask": masks.rule(blocks_of)}),
-    "mask, causal": Choice("sdpa", 8192, 8192, {"mask": (8192, 8192), "is_causal": True}),
-    "mask, window": Choice("tiled", 8192, 8192, {"mask": (8192, 8192), "window": (128, 0)}),
+    "window": ("tiled", 8192, 8192, {"window": (128, 0)}),
+    "window, short": ("sdpa", 1024, 1024, {"window": (128, 0)}),  # `dense` would follow
+    "window, wide": ("sdpa", 2048, 2048, {"window": (1500, 0)}),
+    "window, one row": ("sdpa", 1, 16384, {"window": (127, 0)}),
+    "window, few rows": ("sdpa", 256, 16384, {"window": (127, 0)}),
+    "causal": ("sdpa", 8192, 8192, {"is_causal": True}),
+    "causal, offset": ("tiled", 8192, 8192, {"is_causal": True, "query_offset": 1}),
+    "causal, bias": ("tiled", 8192, 8192, {"is_causal": True, "bias": (8192,)}),
+    "causal, one head": ("tiled", 4096, 8192, {"is_causal": True}),
+    "causal, 8 heads": ("sdpa", 4096, 8192, {"is_causal": True}, 8),
+    "bias": ("sdpa", 8192, 8192, {"bias": (8192, 8192)}),
+    "packed": ("tiled", 8192, 8192, {"mask": masks.segments(IDS)}),
+    "packed, short": ("sdpa", 2048, 2048, {"mask": masks.segments(IDS[:2048])}),
+    "packed, one row": ("sdpa", 1, 8192, {"mask": masks.segments(IDS[:1], IDS)}),
+    "padding": ("sdpa", 8192, 8192, {"mask": masks.padding(5)}),
+    "a function": ("sdpa", 2048, 2048, {"mask": masks.rule(blocks_of)}),
+    "mask, causal": ("sdpa", 8192, 8192, {"mask": (8192, 8192), "is_causal": True}),
+    "mask, window": ("tiled", 8192, 8192, {"mask": (8192, 8192), "window": (128, 0)}),
+    "too large: window": ("tiled", 2**14, 2**14, {"window": (100, 0)}),
+    "too large: a function": ("tiled", 4096, 4096, {"mask": blocks_of}, 4, 2),
+    "too large: offsets of items": ("tiled", 4096, 4096, BY_ITEM, 1, 8),
+    "too large: lengths of both": ("tiled", 2**14, 2**14, {"mask": PADDED & BEFORE}, 2, 8),
+    "too large: packed": ("tiled", 2**14, 2**14, {"mask": LONG_IDS}, 2, 8),
+    "too large, of keys": ("sdpa", 2**14, 2**14, {"mask": PADDED}, 2, 8),
 }
-#: Masks of more elements than are made.
-TOO_LARGE = {
-    "window": Choice("tiled", 2**14, 2**14, {"window": (100, 0)}),
-    "a function": Choice("tiled", 4096, 4096, {"mask": blocks_of}, heads=4, batch=2),
-    "offsets of items": Choice("tiled", 4096, 4096, BY_ITEM, batch=8),
-    "lengths of both": Choice(
-        "tiled", 2**14, 2**14, {"mask": PADDED & masks.padding(None, torch.tensor([5] * 8))},
-        heads=2, batch=8,
-    ),
-    "packed": Choice("tiled", 2**14, 2**14, {"mask": LONG_IDS}, heads=2, batch=8),
-    "lengths of keys": Choice("sdpa", 2**14, 2**14, {"mask": PADDED}, heads=2, batch=8),
-}  # fmt: skip
 
 
-def decided(choice, **options):
-    shapes = [(choice.batch, choice.heads, n, 64) for n in (choice.rows, choice.keys, choice.keys)]
-    return explain(*shapes, library="torch", **choice.options, **options)
+def decided(rows, keys, options, heads=1, items=1, **more):
+    shapes = [(items, heads, n, 64) for n in (rows, keys, keys)]
+    return explain(*shapes, library="torch", **options, **more)
 
 
 @pytest.mark.parametrize("name", CHOICES)
 def test_a_mask_that_hides_much_goes_to_tiled(name):
-    choice = CHOICES[name]
-    explained = decided(choice)
-    assert explained.chosen.kernel == choice.kernel
-    if choice.kernel == "tiled":
-        scores = f"{choice.rows * choice.keys:,}"
-        assert f"it computes all {scores} scores of a head" in str(explained)
-        cuda = decided(choice, device="cuda:0", dtype="bfloat16")
+    kernel, rows, keys, *call = CHOICES[name]
+    is_large = name.startswith("too large")
+    said = f"it computes all {rows * keys:,} scores of a head"
+    said = "it would need a mask of" if is_large else said
+    explained = decided(rows, keys, *call)
+    assert explained.chosen.kernel == kernel
+    assert (said in str(explained)) == (kernel == "tiled")
+    if kernel == "tiled" and not is_large:
+        cuda = decided(rows, keys, *call, device="cuda:0", dtype="bfloat16")
         assert cuda.chosen.kernel == "sdpa"
 
 
-@pytest.mark.parametrize("name", TOO_LARGE)
-def test_a_mask_too_large_to_make_goes_to_tiled(name):
-    explained = decided(TOO_LARGE[name])
-    assert explained.chosen.kernel == TOO_LARGE[name].kernel
-    assert ("it would need a mask of" in str(explained)) == (explained.chosen.kernel == "tiled")
+def test_a_mask_that_is_large_is_made_where_the_kernel_is_named(monkeypatch):
+    monkeypatch.setattr("polyattn._core.tiles.visibility.LARGEST_MADE", L * S - 1)
+    options = {"mask": masks.segments(ROWS.expand(2, L), KEYS.expand(2, S))}
+    left = explain(Q, K, V, **options)
+    assert left.chosen.kernel != "sdpa"
+    assert [c.status for c in left.candidates if c.kernel == "sdpa"] == ["on request"]
+    named = explain(Q, K, V, kernel="sdpa", **options).chosen
+    assert (named.kernel, named.reasons) == ("sdpa", ())
+    assert "it would need a mask of 120,000 elements" in named.on_request
+    found = attention(Q, K, V, kernel="sdpa", **options)
+    close(found, attention(Q, K, V, kernel="dense", **options))
 
 
 @pytest.mark.parametrize(("trained", "kernel"), [("bias", "tiled"), ("query", "sdpa")])
-@pytest.mark.parametrize(("heads", "size"), [(1, 8), (16, 4)])
-def test_a_bias_that_is_trained_goes_to_tiled_sooner(trained, kernel, heads, size):
-    x = {name: torch.zeros(1, heads, 2048, size) for name in ("query", "key", "value")}
+def test_a_bias_that_is_trained_goes_to_tiled_sooner(trained, kernel):
+    x = {name: torch.zeros(1, 1, 2048, 8) for name in ("query", "key", "value")}
     x["bias"] = torch.zeros(1, 1, 1, 2048)
     x[trained].requires_grad_()
     explained = explain(**x, is_causal=True)

@@ -5,7 +5,7 @@ from fnmatch import fnmatch
 
 import pytest
 import torch
-from torch_devices import AMPERE, BLACKWELL, CPU, HOPPER, MPS, problem
+from torch_devices import AMPERE, BLACKWELL, CPU, HOPPER, MPS, OLD_MPS, problem
 
 from polyattn._base.tracing import constant_when_traced
 from polyattn_torch import autograd
@@ -24,7 +24,7 @@ DEVICES = {
     "blackwell": BLACKWELL,
     "blackwell-cudnn9.26": BLACKWELL._replace(cudnn=(9, 26, 0)),
     "mps-torch2.10": MPS._replace(torch=(2, 10)),
-    "mps-torch2.12": MPS._replace(torch=(2, 12)),
+    "mps-torch2.12": OLD_MPS,
     "mps": MPS,
 }
 MASK, BIAS, CAUSAL, FLOAT32 = (

@@ -10,6 +10,7 @@ HOPPER = DeviceInfo("cuda", (2, 12), (9, 20, 0), (9, 0))
 AMPERE = DeviceInfo("cuda", (2, 12), (9, 20, 0), (8, 0))
 BLACKWELL = DeviceInfo("cuda", (2, 12), (9, 20, 0), (10, 0))
 MPS = DeviceInfo("mps", (2, 13))
+OLD_MPS = DeviceInfo("mps", (2, 12))
 ABSENT = DeviceInfo("cuda", (2, 13))
 
 

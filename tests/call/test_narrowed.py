@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from optional import torch
+from arrays import close, draw
 
 from polyattn import attention, explain, masks
 from polyattn._base.span import Span
@@ -40,14 +40,6 @@ OTHERS = {
 }
 
 
-def test_a_problem_of_all_keys_needs_the_same_features():
-    for case in CASES.values():
-        arrays, options = case.arguments()
-        problem = explain(*arrays, **options, backend="numpy").problem
-        whole = Span(0, problem.key_length)
-        assert narrowed(problem, whole) == problem
-
-
 @pytest.mark.parametrize("name", BANDS)
 def test_a_mask_of_numbers_is_a_band_over_some_keys(name):
     mask, options, keys, ends, offset = BANDS[name]
@@ -81,15 +73,16 @@ def check(problem):
 
 
 def test_bands_show_what_the_mask_of_every_case_does():
+    """And a problem of all keys needs the same features."""
     made = [case.arguments() for case in CASES.values()]
-    calls = [(x, given) for x, given in made if {"mask", "key_lengths"} & given.keys()]
-    problems = [explain(*x, **given, backend="numpy").problem for x, given in calls]
+    problems = [explain(*x, **given, backend="numpy").problem for x, given in made]
+    assert all(narrowed(one, Span(0, one.key_length)) == one for one in problems)
     assert sum(check(one) for one in problems if one.mask_spec is not None) >= 5
 
 
 def test_bands_show_what_random_compositions_do():
     rng, bands = np.random.default_rng(0), 0
-    for _ in range(800):
+    for _ in range(200):
         rows, keys, *numbers = (int(n) for n in rng.integers(1, 9, 6))
         parts = [masks.prefix(numbers[0]), ~masks.prefix(numbers[1]), masks.padding(numbers[2])]
         parts += [masks.window(numbers[0], numbers[1]), masks.causal(), ~masks.causal()]
@@ -98,7 +91,7 @@ def test_bands_show_what_random_compositions_do():
         window = ((None, None), (numbers[1] - 1, None), (numbers[1], 1))[rng.integers(3)]
         options = {"query_offset": int(rng.integers(-3, keys + 1)), "window": window}
         bands += check(problem_of(made[rng.integers(4)], (rows, keys), **options))
-    assert bands > 400
+    assert bands > 100
 
 
 ENGINES = {"torch": "sdpa", "mlx": "fast", "onnxruntime": "node"}
@@ -109,8 +102,7 @@ ENGINES = {"torch": "sdpa", "mlx": "fast", "onnxruntime": "node"}
 def test_an_engine_gets_the_keys_of_a_band(engine, name, monkeypatch):
     mask, options, *_ = BANDS[name]
     pytest.importorskip({"mlx": "mlx.core"}.get(engine, engine))
-    x = np.random.default_rng(0).standard_normal((3, 2, 3, S, 8), dtype=np.float32)
-    query, key, value = x[0, :, :, :L], x[1], x[2].copy()
+    query, key, value = draw((2, 3, L, 8), (2, 3, S, 8), (2, 3, S, 8))
     expected = attention(query, key, value, mask=mask, kernel="dense", **options)
     # Beyond the keys of the mask: an engine that got them would multiply 0 by NaN.
     _, keys = banded(problem_of(mask, **options))
@@ -120,7 +112,7 @@ def test_an_engine_gets_the_keys_of_a_band(engine, name, monkeypatch):
     found = attention(
         query, key, value, mask=mask, backend=engine, kernel=ENGINES[engine], **options
     )
-    np.testing.assert_allclose(found, expected, rtol=2e-5, atol=2e-6)
+    close(found, expected, 100)
 
 
 @pytest.mark.needs("torch")
@@ -134,29 +126,16 @@ def test_explain_says_what_stands_in_for_the_mask():
     assert "in place" not in str(explain(x, x, x, mask=masks.dilated(2), backend="torch"))
 
 
-def test_keys_that_are_left_out_have_gradients_of_0():
-    q, k, v = (torch.randn(2, 3, n, 8, requires_grad=True) for n in (L, S, S))
-    options = {"is_causal": True, "key_lengths": 6}
-    assert explain(q, k, v, **options, kernel="sdpa").chosen.kernel == "sdpa"
-    found, expected = (
-        torch.autograd.grad(attention(q, k, v, kernel=name, **options).sum(), (q, k, v))
-        for name in ("sdpa", "dense")
-    )
-    torch.testing.assert_close(found, expected)
-    assert found[1].shape == k.shape
-    assert not found[1][:, :, 6:].any()
-
-
 def test_an_operator_gets_the_number_of_keys_of_each_item():
     operator = pytest.importorskip("polyattn_onnx.operator")
     for numbers in ([3, 9], [-1, 5], np.asarray([0, 2**40], np.uint64)):
         mask = masks.prefix(np.asarray(numbers))
         assert operator._positions(problem_of(mask), 24) == operator.NodePositions(counted=True)
         assert not operator._positions(problem_of(mask), 23).counted
-        x = np.random.default_rng(0).standard_normal((3, 2, 3, S, 8), dtype=np.float32)
+        x = draw((2, 3, L, 8), (2, 3, S, 8), (2, 3, S, 8))
         for options in ({}, {"is_causal": True}, {"is_causal": True, "query_offset": 0}):
             found, expected = (
-                attention(x[0, :, :, :L], *x[1:], mask=mask, **options, **where)
+                attention(*x, mask=mask, **options, **where)
                 for where in ({"backend": "onnxruntime", "kernel": "node"}, {"kernel": "dense"})
             )
-            np.testing.assert_allclose(found, expected, rtol=2e-5, atol=2e-6)
+            close(found, expected, 100)
