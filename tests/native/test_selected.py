@@ -99,19 +99,28 @@ def test_results_and_gradients_are_those_of_a_dense_mask(rest, seed):
         rows, size = selected.selection_of(x.mask)[0].sizes
         if beside == "bias" and (rows or x.rows, size) != (1, 1):
             continue
-        options = {"mask": x.mask, **x.options}
+        agrees_with_a_dense_mask(x, dtype, beside)
+
+
+def test_one_key_head_lies_anywhere_in_memory():
+    agrees_with_a_dense_mask(Drawn(12, "float64", "array by head", "offset"), "float64", "offset")
+
+
+def agrees_with_a_dense_mask(x, dtype, beside):
+    """Hold results and gradients of the kernel against those of `dense`."""
+    options = {"mask": x.mask, **x.options}
+    found, wanted = (
+        attention_partial(*x.arrays, kernel=kernel, **options) for kernel in ("native", "dense")
+    )
+    close(found, wanted, 200)
+    if beside != "bias":
+        gradient = x.rng.standard_normal(found.output.shape).astype(dtype)
         found, wanted = (
-            attention_partial(*x.arrays, kernel=kernel, **options) for kernel in ("native", "dense")
+            attention_vjp(*x.arrays, kernel=kernel, **options)[1](gradient)
+            for kernel in ("native", "dense")
         )
-        close(found, wanted, 200)
-        if beside != "bias":
-            gradient = x.rng.standard_normal(found.output.shape).astype(dtype)
-            found, wanted = (
-                attention_vjp(*x.arrays, kernel=kernel, **options)[1](gradient)
-                for kernel in ("native", "dense")
-            )
-            for name in ("query", "key", "value", *(["sinks"] if beside == "sinks" else [])):
-                close(getattr(found, name), getattr(wanted, name), 200)
+        for name in ("query", "key", "value", *(["sinks"] if beside == "sinks" else [])):
+            close(getattr(found, name), getattr(wanted, name), 200)
 
 
 @pytest.mark.parametrize("dtype", ["int8", "uint64"])

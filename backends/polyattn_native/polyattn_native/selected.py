@@ -100,6 +100,8 @@ class SelectedCall:
         step, row = self.x.key.strides[-3:-1]
         is_common = self.x.value.strides[-3] * row == self.x.value.strides[-2] * step
         self.between_heads: Any = step // row if is_common and not step % row else None
+        if problem.key_heads == 1:
+            self.between_heads = 0
         self.arrays: list[tuple[str, Any]] = []
 
     def _depends_on_heads(self) -> bool:

@@ -25,7 +25,7 @@ class Coverage(NamedTuple):
     def __or__(self, other: Coverage) -> Coverage:
         return Coverage(self[0] | other[0], self[1] | other[1])
 
-    def __invert__(self) -> Coverage:
+    def complement(self) -> Coverage:  # torch.compile cannot trace `~` of it
         return Coverage(logical_not(self.all_visible), logical_not(self.any_visible))
 
 

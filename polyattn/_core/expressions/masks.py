@@ -285,7 +285,7 @@ class Not(Mask):
         return ~self.mask.seen(at)
 
     def coverage(self, block: Block) -> Coverage:
-        return ~self.mask.coverage(block)
+        return self.mask.coverage(block).complement()
 
     def _intervals(self, rows: Rows, within: Intervals | None) -> Intervals:
         return rows.complement(self.mask._intervals(rows._replace(most=rows.most + 1), within))
