@@ -140,12 +140,7 @@ def test_check_shows_no_warning_about_cases_of_infinity():
 def test_help_and_version(capsys):
     assert main([]) == 2
     assert "backends" in capsys.readouterr().out
-    for arguments in (
-        ["--help"],
-        ["explain", "--help"],
-        ["backends", "--help"],
-        ["bench", "--help"],
-    ):
+    for arguments in (["--help"], ["explain", "--help"]):
         with pytest.raises(SystemExit) as caught:
             main(arguments)
         assert caught.value.code == 0
@@ -245,7 +240,7 @@ def test_streams_that_are_closed_or_full_in_every_command(command, monkeypatch, 
     assert exit_code(RUNS[command]) == 0
 
 
-@pytest.mark.parametrize("command", ["backends", "check", "bench"])
+@pytest.mark.parametrize("command", ["check", "bench"])
 @pytest.mark.usefixtures("short")
 def test_without_tqdm_a_command_shows_no_bar(command, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "tqdm", None)
@@ -290,7 +285,7 @@ sys.exit(main())
 
 @pytest.mark.parametrize(
     ("command", "moment"),  # of the imports, first to last
-    [("explain", "numpy"), ("bench", "polyattn.bench.workload"), ("export", "spox")],
+    [("explain", "numpy"), ("export", "spox")],
 )
 def test_ctrl_c_shows_no_traceback_and_leaves_what_was_there(command, moment, tmp_path):
     (tmp_path / "model.onnx").write_bytes(b"an older one")

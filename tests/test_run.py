@@ -108,7 +108,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("method", ["spawn", "fork", "forkserver"])
+@pytest.mark.parametrize("method", ["spawn", pytest.param("forkserver", marks=pytest.mark.slow)])
 def test_child_processes_find_the_modules(method):
     program = write(CHILD.format(use=USE.strip().replace("\n", "\n    ")))
     found = polyattn_run(program, method)
@@ -151,11 +151,12 @@ def test_a_program_that_is_executable_and_a_command_that_is_none():
         assert "error: ./bare: Exec format error; name what runs it, such as" in found.stderr
 
 
-def test_nothing_is_left_behind(tmp_path):
+def test_nothing_is_left_behind_and_a_folder_without_code_is_no_package(tmp_path):
     package, program = Path(stand_ins.__file__).parent, write(USE)
+    Path("flash_attn").mkdir()
     before = sorted(package.rglob("*"))
     assert polyattn_run(program, TMPDIR=str(tmp_path)).stdout == USED
-    assert [file.name for file in tmp_path.iterdir()] == [program]
+    assert {file.name for file in tmp_path.iterdir()} == {program, "flash_attn"}
     assert sorted(package.rglob("*")) == before
     assert python(program).returncode == 1
 
@@ -176,11 +177,6 @@ def test_a_package_that_is_installed_is_left_alone(arguments, out, said, code):
     found = polyattn_run(*arguments, write(text))
     assert (found.stdout, found.returncode) == (out, code)
     assert said in found.stderr
-
-
-def test_a_folder_without_code_is_no_package():
-    Path("flash_attn").mkdir()
-    assert polyattn_run(write(USE)).stdout == USED
 
 
 TUPLE = """
@@ -249,12 +245,12 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-@pytest.mark.parametrize("entry", [main, lambda arguments: cli.main(["run", *arguments])])
-def test_what_is_wrong_ends_with_2(entry, name, capsys):
+def test_what_is_wrong_ends_with_2(name, capsys):
     arguments, message = WRONG[name]
-    with pytest.raises(SystemExit, match="2"):
-        entry(arguments)
-    assert message in capsys.readouterr().err
+    for entry, words in ((main, arguments), (cli.main, ["run", *arguments])):
+        with pytest.raises(SystemExit, match="2"):
+            entry(words)
+        assert message in capsys.readouterr().err
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="a folder in use cannot be removed")
@@ -323,9 +319,8 @@ def test_check_lists_what_would_fail(capsys):
     assert not [name for name in sys.modules if name.startswith("flash_attn")]
 
 
-@pytest.mark.parametrize("text", [None, "def f(:"])
-def test_check_of_a_file_that_is_no_python(text, capsys):
-    if text is not None:
-        write(text, "broken.py")
-    assert main(["--check", "broken.py"]) == 2
-    assert "polyattn run: broken.py cannot be read: " in capsys.readouterr().err
+def test_check_of_a_file_that_is_no_python(capsys):
+    write("def f(:", "broken.py")
+    for file in ("broken.py", "nothing.py"):
+        assert main(["--check", file]) == 2
+        assert f"polyattn run: {file} cannot be read: " in capsys.readouterr().err

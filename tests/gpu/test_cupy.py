@@ -122,7 +122,7 @@ def test_it_runs_on_the_callers_stream():
         np.testing.assert_array_equal(cupy.asnumpy(output), cupy.asnumpy(expected))
 
 
-def test_arrays_of_torch_come_without_a_copy():
+def test_arrays_of_torch_and_of_cupy_go_to_the_other_without_a_copy():
     torch = pytest.importorskip("torch")
     if not torch.cuda.is_available():
         pytest.skip("torch has no CUDA")
@@ -134,13 +134,6 @@ def test_arrays_of_torch_come_without_a_copy():
     output = attention(tensor, tensor, tensor, backend="cupy")
     assert output.device == tensor.device
     torch.testing.assert_close(output, attention(tensor, tensor, tensor), atol=2e-2, rtol=2e-2)
-
-
-def test_torch_reads_arrays_of_cupy_without_a_copy():
-    torch = pytest.importorskip("torch")
-    if not torch.cuda.is_available():
-        pytest.skip("torch has no CUDA")
-    from polyattn._dispatch import registry
 
     q = cupy.asarray(randn(2, 4, 64, 64))
     assert registry.load("torch") is None
