@@ -13,6 +13,8 @@ from polyattn._core.call.describe import describe
 from polyattn._core.call.key import call_key
 from polyattn._dispatch.cache import forget
 
+pytestmark = pytest.mark.with_native
+
 SHAPE = (2, 4, 4, 8)
 X = np.random.default_rng(0).standard_normal(SHAPE, dtype=np.float32)
 T = torch.from_numpy(X) if torch else None

@@ -10,6 +10,8 @@ from optional import array_api_strict, da, jax, jnp, torch
 
 from polyattn import attention, explain, nn, parallel, scores
 
+pytestmark = pytest.mark.with_native
+
 B, H, G, L, S, D = 4, 4, 2, 3, 9, 8
 QUERY, KEY, VALUE = draw((B, H, L, D), (B, G, S, D), (B, G, S, D), dtype="float64")
 LENGTHS = np.array([9, 4, 1, 0])

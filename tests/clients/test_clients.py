@@ -7,6 +7,8 @@ from optional import torch
 
 from polyattn.dialects import flash_attn
 
+pytestmark = pytest.mark.with_native
+
 MODELS = ["bert", "gpt", "matcher", "protein", "vision", "weather"]
 
 

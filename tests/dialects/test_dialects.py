@@ -16,6 +16,8 @@ from polyattn.dialects.flash_attn import flash_attn_with_kvcache
 from polyattn.dialects.torch import varlen_attn
 from polyattn.dialects.xformers import memory_efficient_attention
 
+pytestmark = pytest.mark.with_native
+
 
 def onnx_cases():
     """Return the node tests that the ONNX project publishes for Attention."""

@@ -11,6 +11,8 @@ from polyattn._core.call.checks import examine
 from polyattn._core.call.describe import describe
 from polyattn.plugin import TileGrid
 
+pytestmark = pytest.mark.with_native
+
 B, H, L, S = 2, 4, 6, 6
 X = np.random.default_rng(0).normal(size=(B, H, L, 8))
 TO = {"numpy": np.asarray, "torch": torch.asarray, "jax": jax.numpy.asarray}

@@ -8,6 +8,8 @@ from tiny_models import DECODERS, FLOAT32, IDS, library
 from polyattn import masks, nn
 from polyattn.integrations.jax import register
 
+pytestmark = pytest.mark.with_native
+
 # Small models whose output map is tied to the embedding repeat one token.
 UNTIED = {"tie_word_embeddings": False}
 SETTINGS = {

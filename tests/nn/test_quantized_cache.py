@@ -12,6 +12,8 @@ from polyattn import UnknownBackendError, attention, masks, nn, scores
 from polyattn.integrations.jax import register
 from polyattn.nn import quantized_cache
 
+pytestmark = pytest.mark.with_native
+
 GUIDE = Path(__file__).resolve().parents[2] / "docs" / "how-to" / "generate.md"
 RNG = np.random.default_rng(5)
 B, H, G, D, E = 2, 4, 2, 6, 5
