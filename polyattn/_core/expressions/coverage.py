@@ -25,9 +25,6 @@ class Coverage(NamedTuple):
     def __or__(self, other: Coverage) -> Coverage:
         return Coverage(self[0] | other[0], self[1] | other[1])
 
-    def complement(self) -> Coverage:  # torch.compile cannot trace `~` of it
-        return Coverage(logical_not(self.all_visible), logical_not(self.any_visible))
-
 
 UNKNOWN = Coverage(True, False)
 
@@ -141,3 +138,10 @@ class Block(Protocol):
 def logical_not(flags: Any) -> Any:
     """Return the opposite of a bool, or of an array of bools."""
     return not flags if isinstance(flags, bool) else ~flags
+
+
+def complement(seen: Any) -> Any:
+    """Return the opposite of a coverage or an array: torch.compile cannot trace `~` of the first."""
+    if isinstance(seen, Coverage):
+        return Coverage(logical_not(seen.all_visible), logical_not(seen.any_visible))
+    return ~seen

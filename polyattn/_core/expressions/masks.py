@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 from polyattn._base.arguments import check_int
 from polyattn._base.arrays import Array, ArrayFacts, is_array
 from polyattn._base.host import destination_of
-from polyattn._core.expressions.coverage import UNKNOWN, Block, Coverage
+from polyattn._core.expressions.coverage import UNKNOWN, Block, Coverage, complement
 from polyattn._core.expressions.expression import Expression
 from polyattn._core.expressions.indices import (
     PointIndices,
@@ -282,10 +282,10 @@ class Not(Mask):
     mask: Mask
 
     def seen(self, at: ScoreIndices) -> Array:
-        return ~self.mask.seen(at)
+        return complement(self.mask.seen(at))
 
     def coverage(self, block: Block) -> Coverage:
-        return self.mask.coverage(block).complement()
+        return complement(self.mask.coverage(block))
 
     def _intervals(self, rows: Rows, within: Intervals | None) -> Intervals:
         return rows.complement(self.mask._intervals(rows._replace(most=rows.most + 1), within))
