@@ -141,7 +141,7 @@ def logical_not(flags: Any) -> Any:
 
 
 def complement(seen: Any) -> Any:
-    """Return the opposite of a coverage or an array: torch.compile cannot trace `~` of the first."""
+    """Return the opposite of an array, or of a coverage, whose `~` torch.compile cannot trace."""
     if isinstance(seen, Coverage):
         return Coverage(logical_not(seen.all_visible), logical_not(seen.any_visible))
     return ~seen

@@ -285,7 +285,8 @@ class Not(Mask):
         return complement(self.mask.seen(at))
 
     def coverage(self, block: Block) -> Coverage:
-        return complement(self.mask.coverage(block))
+        coverage: Coverage = complement(self.mask.coverage(block))
+        return coverage
 
     def _intervals(self, rows: Rows, within: Intervals | None) -> Intervals:
         return rows.complement(self.mask._intervals(rows._replace(most=rows.most + 1), within))
