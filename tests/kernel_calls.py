@@ -25,6 +25,8 @@ UNIT = ["-O0", "-Wno-psabi", "-DPOLYATTN_UNIT=sse2", "-DPOLYATTN_BYTES=16"]
 #: The other instruction sets of the interface, which stand for the one that is compiled.
 OTHERS = [f"-Wl,--defsym,_ZN{name}4unitE=_ZN4sse24unitE" for name in ("4avx2", "6avx512")]
 CALLS = 3000
+#: As many as find most planted mistakes: `make test` has these.
+FEW = 250
 lock = Lock()
 
 
@@ -55,7 +57,7 @@ def objects_of_repository():
     return objects
 
 
-def wrong_call(folder, hint):
+def wrong_call(folder, hint, most=CALLS):
     """Return what is wrong with a random call of the source in a folder, or None.
 
     The hint is such an answer: its call is tried before the others.
@@ -64,7 +66,7 @@ def wrong_call(folder, hint):
     with lock:
         objects = objects_of_repository()
     compile_to(program, *UNIT, folder / NATIVE / "src" / "unit.cpp", *objects, *OTHERS, "-pthread")
-    for seed, calls in [(seed, 1) for seed in re.findall(r"seed (\d+)", hint)] + [(0, CALLS)]:
+    for seed, calls in [(seed, 1) for seed in re.findall(r"seed (\d+)", hint)] + [(0, most)]:
         command = [program, str(seed), str(calls), "sse2"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=1200)
         if -done.returncode in (signal.SIGSEGV, signal.SIGBUS):  # an address outside of the arrays

@@ -8,6 +8,7 @@ import random
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
+import kernel_calls
 import numpy as np
 import pytest
 from arrays import close, draw, to_torch
@@ -459,3 +460,9 @@ def test_few_rows_of_a_head_with_elements_as_lanes(rows, isa):
                 for x in ("native", "dense")
             )
             close(found, wanted, 100)
+
+
+@pytest.mark.skipif(not kernel_calls.is_possible(), reason="no compiler for it")
+def test_random_calls_in_cpp_are_those_of_the_formula(tmp_path):
+    (tmp_path / "backends").symlink_to(kernel_calls.ROOT / "backends")
+    assert kernel_calls.wrong_call(tmp_path, "", kernel_calls.FEW) is None
