@@ -16,7 +16,11 @@ from optional import torch
 from polyattn._dispatch import cache, extensions, products, registry
 
 FOLDERS = "tests/native/", "backends/polyattn_native/"
-IS_BUILT = find_spec("polyattn_native") is not None and os.environ.get("POLYATTN_NATIVE") != "0"
+#: The folder of its sources alone is a namespace, which has no origin.
+IS_BUILT = bool(
+    getattr(find_spec("polyattn_native"), "origin", None)
+    and os.environ.get("POLYATTN_NATIVE") != "0"
+)
 os.environ["POLYATTN_NATIVE"] = "0"
 _plugins = {False: ({}, []), True: ({}, [])}
 
