@@ -21,8 +21,13 @@ IS_BUILT = bool(
     getattr(find_spec("polyattn_native"), "origin", None)
     and os.environ.get("POLYATTN_NATIVE") != "0"
 )
-os.environ["POLYATTN_NATIVE"] = "0"
 _plugins = {False: ({}, []), True: ({}, [])}
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection():
+    """Begin without the kernel; by now the other processes have the caller's variable."""
+    os.environ["POLYATTN_NATIVE"] = "0"
 
 
 def use(is_native):
