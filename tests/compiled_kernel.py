@@ -16,18 +16,12 @@ from optional import torch
 from polyattn._dispatch import cache, extensions, products, registry
 
 FOLDERS = "tests/native/", "backends/polyattn_native/"
+#: What the caller says of the kernel; the other processes of a run inherit it.
+WISH = os.environ.setdefault("TEST_NATIVE", os.environ.get("POLYATTN_NATIVE", ""))
 #: The folder of its sources alone is a namespace, which has no origin.
-IS_BUILT = bool(
-    getattr(find_spec("polyattn_native"), "origin", None)
-    and os.environ.get("POLYATTN_NATIVE") != "0"
-)
+IS_BUILT = bool(getattr(find_spec("polyattn_native"), "origin", None)) and WISH != "0"
+os.environ["POLYATTN_NATIVE"] = "0"
 _plugins = {False: ({}, []), True: ({}, [])}
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection():
-    """Begin without the kernel; by now the other processes have the caller's variable."""
-    os.environ["POLYATTN_NATIVE"] = "0"
 
 
 def use(is_native):

@@ -23,8 +23,6 @@ from polyattn._core.call.operands import Operands
 from polyattn._core.call.pages import gathered
 from polyattn_numpy.tiled_kernel import NumpyTiled
 
-pytestmark = pytest.mark.with_native
-
 H, G, L, D, E, PAGE, PAGES = 4, 2, 3, 8, 6, 4, 9
 # Two items share page 3, one of them twice; lengths are at the edges of a page; −1 and numbers
 # beyond the pool are not read.
