@@ -183,6 +183,12 @@ def test_rows_count_from_an_offset_and_arrays_follow_items(offset):
     check(lengths & masks.global_tokens(3), (2,), 3, offset=offset)
 
 
+@pytest.mark.parametrize("offset", [-(2**62), 2**63 - 1, np.array([2**62, -(2**62)])], ids=str)
+def test_rows_may_be_far_from_the_keys(offset):
+    for mask in (masks.window(3, 2**62 - 2), masks.window(2**63 - 1, 0), masks.dilated(3)):
+        assert check(mask & ~masks.prefix(0), (2,), offset=offset)
+
+
 def test_more_batch_axes_are_counted_flat():
     lengths = np.array([[3], [7]])
     assert check(masks.padding(lengths) & masks.causal(), (2, 3), 2) == 1

@@ -121,6 +121,7 @@ class Rows(NamedTuple):
     position: Array  # of each row, (items or 1, 1, L)
     most: int  # intervals of a row on the way to the answer, which `Mask.intervals` counts itself
     evaluates: bool  # whether masks may be evaluated that are known by their elements
+    is_far: bool  # whether a position could overflow, so that only the elements say what is seen
 
     def per_item(self, numbers: Any) -> Array:
         """Return the number of each flat item, (items or 1, 1, 1)."""
@@ -334,10 +335,13 @@ def rows_of(
     import numpy as np
 
     if not isinstance(offset, int):
-        offset = np.clip(_integers(np, offset), -FARTHEST, FARTHEST)
+        offset = np.asarray(offset)
         offset = np.broadcast_to(offset, batch).reshape(-1) if offset.size != 1 else offset.item()
-    position = np.arange(lengths[0])[None, None] + np.reshape(offset, (-1, 1, 1))
-    return Rows(np, batch, heads, *lengths, offset, position, most, evaluates)
+    is_far = farthest(np.asarray(offset)) > FARTHEST
+    position = np.arange(lengths[0])[None, None]
+    if not is_far:
+        position = position + _integers(np, offset).reshape(-1, 1, 1)
+    return Rows(np, batch, heads, *lengths, offset, position, most, evaluates, is_far)
 
 
 def _integers(xp: Any, numbers: Any) -> Array:

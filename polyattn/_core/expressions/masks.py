@@ -150,7 +150,7 @@ class Mask(Expression):
         # Parts of a mask may have more intervals than the whole.
         call = rows_of(batch, heads, (rows, keys), offset, max(4 * most, 64), evaluates)
         try:
-            found = self._intervals(call, None)
+            found = call.of_elements(self) if call.is_far else self._intervals(call, None)
         except TooManyError:
             return None
         return found if found.first.shape[-1] <= most else None
