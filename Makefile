@@ -41,7 +41,7 @@ define versions
 $(if $2,$(MAKE) --no-print-directory $(VENV)/$1/.test VENV=$(VENV)/$1 PYTHON=$2 "CONSTRAINTS=$3" GROUP=$4
   $(VENV)/$1/bin/python --version
   $(VENV)/$1/bin/python -m pip list --format freeze
-  $(VENV)/$1/bin/python -m pytest --numprocesses auto --dist worksteal $5,@echo "$1 is not run: no CPython is found for it; name one by PYTHON="; test -z "$$CI")
+  $(subst $(BIN),$(VENV)/$1/bin,$(PYTEST)) $5,@echo "$1 is not run: no CPython is found for it; name one by PYTHON="; test -z "$$CI")
 
 endef
 # Without torch, whose other wheels bring gigabytes.
@@ -56,7 +56,7 @@ POLYATTN_TEST_WITHOUT=$1 $(PYTEST) tests/api tests/call tests/dispatch tests/exp
 
 endef
 LIBRARIES ?= latest oldest gpu-versions without-jax without-torch
-test-with: $(VENV)/.test  ## the tests with other libraries, each set by turns (LIBRARIES="$(LIBRARIES)")
+test-with: $(VENV)/.test  ## the tests with other libraries, each set by turns (LIBRARIES="latest oldest gpu-versions without-jax without-torch")
 	$(foreach set,$(LIBRARIES),$(if $(filter without-%,$(set)),$(call without,$(set:without-%=%)),$($(set))))
 
 mutations: $(VENV)/.test  ## plant mistakes in the formula, one at a time: a test must find each
@@ -143,8 +143,9 @@ bench: $(VENV)/.test $(VENV)/.bench  ## time the backends side by side (BENCH=--
 	  --attribute rounds=4 $(or $(BENCH),--bench "dispatch|imports|forward|decode") $(SINCE) HEAD,$(BIN)/python asv_bench/run.py $(BENCH))
 
 PEERS ?= cpu
+# OpenVINO is beside the environment: it asks for an older NumPy.
 bench-peers: $(VENV)/.test $(VENV)/.bench  ## NumPy's kernel against torch, JAX, ONNX Runtime and the textbook (PEERS=native: the compiled kernel)
-	$(if $(filter native,$(PEERS)),$(INSTALL) --no-deps --upgrade --target $(VENV)/openvino openvino)  # beside the environment: it asks for an older NumPy
+	$(if $(filter native,$(PEERS)),$(INSTALL) --no-deps --upgrade --target $(VENV)/openvino openvino)
 	$(BIN)/python asv_bench/peers/attention.py $(PEERS) $(BENCH)
 
 # The test environment and what these functions need beside it.

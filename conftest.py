@@ -118,7 +118,7 @@ TURNS = {
     "numpy tiled, small tiles": "3",
     "array-api dense": "456",
     "array-api tiled, small tiles": "789",
-    "numpy native": "45",  # in a run of its own
+    "numpy native": "45",
 }
 #: The kernel that has code of its own for each dtype.
 COMPILED = "numpy native"

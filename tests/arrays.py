@@ -39,9 +39,8 @@ def formula(query, key, value, *, scale=None, softcap=0.0, bias=0.0, mask=True):
     query, key, value = (to_numpy(x).astype("float64") for x in (query, key, value))
     group = query.shape[-3] // key.shape[-3]
     key, value = (np.repeat(x, group, axis=-3) for x in (key, value))
-    scores = (
-        query @ np.swapaxes(key, -1, -2) * (query.shape[-1] ** -0.5 if scale is None else scale)
-    )
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    scores = query @ np.swapaxes(key, -1, -2) * scale
     scores = softcap * np.tanh(scores / softcap) if softcap else scores
     scores = np.where(to_numpy(mask), scores + to_numpy(bias), -np.inf)
     largest = np.nan_to_num(scores.max(-1, keepdims=True, initial=-np.inf), neginf=0)

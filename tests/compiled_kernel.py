@@ -69,23 +69,25 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize("is_native", both)
 
 
-@pytest.hookimpl(tryfirst=True)  # before `-m` chooses
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # before `-m` chooses
 def pytest_collection_modifyitems(items):
     """Mark the tests of the kernel, and put those with it last: the plugins are exchanged once."""
     for item in items:
         if item.nodeid.startswith(FOLDERS):
             item.add_marker("native")
-    items.sort(key=is_native)
+    result = yield
+    items.sort(key=is_marked)
+    return result
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item):
     """Let the test find the kernel if it is marked."""
-    if is_native(item) and not IS_BUILT:
+    if is_marked(item) and not IS_BUILT:
         pytest.skip("the compiled kernel is not built")
-    use(is_native(item))
+    use(is_native=is_marked(item))
 
 
-def is_native(item):
+def is_marked(item):
     """Return whether a test runs with the compiled kernel."""
     return item.get_closest_marker("native") is not None

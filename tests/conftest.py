@@ -6,7 +6,6 @@ import threading
 
 import numpy as np
 import pytest
-from arrays import EVERYWHERE
 
 _begun = {}
 
@@ -24,12 +23,6 @@ def _same_numbers_in_any_order(request):
     if isinstance(rng, np.random.Generator):
         start = _begun.setdefault(request.module.__name__, rng.bit_generator.state)
         rng.bit_generator.state = start
-
-
-@pytest.fixture(params=EVERYWHERE, ids=str)
-def library(request):
-    """Return each library in turn: `library.to` makes its arrays, `library.back` NumPy's."""
-    return request.param
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""What each test costs, and what it shows that no cheaper one shows.
+"""Measure what each test costs, and find what no cheaper one shows.
 
 `make evidence` runs the tests with this module as a plugin of pytest, which writes the processor
 time of each into a folder, and with coverage, which adds the lines that each one runs. Then

@@ -170,7 +170,7 @@ def run_test(mutation):
 
 
 def print_counts(mutations):
-    """Print how many of the mistakes the tests of `make test` find, the slow tests, and calls."""
+    """Print how many of the mistakes the tests of `make test` find, its random calls among them."""
     files = {m.found_by.partition("::")[0] for m in mutations if m.kind != "native"}
     command = [sys.executable, "-m", "pytest", *PYTEST, "-n", "0", "--collect-only", *files]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)

@@ -1,6 +1,9 @@
 """Rules that a reader of the code relies on: one class for a name, tests in their places."""
 
 import ast
+import os
+import subprocess
+import sys
 from collections import defaultdict
 from pathlib import Path
 
@@ -111,3 +114,23 @@ def test_a_module_has_a_test_of_its_name_or_an_owner(room):
     without = {f"{room}/{name}" for name in names if not (folder / f"test_{name}.py").exists()}
     assert rows == without, f"OWNED_BY has a row for each module without a test in {folder}"
     assert all((ROOT / OWNED_BY[row]).is_file() for row in rows)
+
+
+def test_the_processes_of_a_run_have_the_kernel_that_its_caller_has():
+    """A run sets the variable of the compiled kernel before it starts the others."""
+    code = """
+import compiled_kernel, importlib.util
+spec = importlib.util.find_spec("polyattn_native")
+print(compiled_kernel.IS_BUILT, bool(getattr(spec, "origin", None)))
+"""
+    environment = os.environ | {"POLYATTN_NATIVE": "0", "PYTHONPATH": str(ROOT / "tests")}
+
+    def run(**wish):
+        command = [sys.executable, "-c", code]
+        return subprocess.run(
+            command, env=environment | wish, capture_output=True, text=True, check=True
+        ).stdout.split()
+
+    is_built, has_origin = run(TEST_NATIVE="")
+    assert is_built == has_origin
+    assert run(TEST_NATIVE="0")[0] == "False"

@@ -127,7 +127,7 @@ def test_lists_without_gaps_need_no_condition():
     ids=["bias", "distance", "additive"],
 )
 def test_a_gradient_keeps_what_is_of_tile_size(similarity):
-    """Of a bias or mask as large as the scores no whole is kept for each tile."""
+    """No tile keeps a copy of a bias or mask that is as large as the scores."""
 
     def loss(x, bias, array):
         if similarity is not None:

@@ -10,7 +10,7 @@ from polyattn import attention_partial
 
 B, H, G, D, E = 2, 4, 2, 16, 8
 RNG = np.random.default_rng(0)
-#: torch's arrays share the memory of NumPy's: what is written in one is in the other.
+#: Tensors share the memory of the NumPy arrays: what is written to one is in the other.
 TO = {"numpy": lambda x: x, "torch": torch.asarray, "jax": jnp.asarray}
 
 

@@ -1,6 +1,5 @@
 """Masks and scores at their corners: what is wrong is refused, what is odd means what it says."""
 
-
 import numpy as np
 import pytest
 from arrays import tiles_of

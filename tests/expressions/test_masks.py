@@ -92,7 +92,7 @@ MADE = {
 
 @cache
 def seen_by(name, offsets=(S - L, S - L)):
-    """Which keys a mask shows, by the conformance suite's own meaning of it."""
+    """The keys that a mask shows, by the meaning that the conformance suite gives it."""
     rows = CallRows((B,), (H, L, S), np.array(offsets))
     return plainly(MADE[name](np.asarray), None, rows)[0]
 

@@ -96,12 +96,7 @@ class SelectedCall:
         self.lead = problem.heads if self.by_head else problem.key_heads
         self.has_gradients = products > 2
         self.x, self.starts = _in_rows(problem, x, is_whole=self.has_gradients)
-        # Rows of memory from one key head to the next, where they are whole.
-        step, row = self.x.key.strides[-3:-1]
-        is_common = self.x.value.strides[-3] * row == self.x.value.strides[-2] * step
-        self.between_heads: Any = step // row if is_common and not step % row else None
-        if problem.key_heads == 1:
-            self.between_heads = 0
+        self.between_heads = _between_heads(self.x)
         self.arrays: list[tuple[str, Any]] = []
 
     def _depends_on_heads(self) -> bool:
@@ -273,6 +268,15 @@ def _pages(array: Any, size: int, table: Any) -> Any:
     row, column = first.strides
     shape = (max(2, int(table.max(initial=0)) + 1), 1, size, first.shape[-1])
     return np.lib.stride_tricks.as_strided(first, shape, (row, 0, row, column))
+
+
+def _between_heads(x: Operands) -> int | None:
+    """Return the rows of memory from one key head to the next; None if not whole, or not alike."""
+    if x.key.shape[-3] == 1:
+        return 0
+    step, row = x.key.strides[-3:-1]
+    is_common = x.value.strides[-3] * row == x.value.strides[-2] * step
+    return step // row if is_common and not step % row else None
 
 
 def _in_rows(problem: Problem, x: Operands, *, is_whole: bool) -> tuple[Operands, Any]:
