@@ -96,7 +96,7 @@ class SelectedCall:
         self.lead = problem.heads if self.by_head else problem.key_heads
         self.has_gradients = products > 2
         self.x, self.starts = _in_rows(problem, x, is_whole=self.has_gradients)
-        self.between_heads = _between_heads(self.x)
+        self.between_heads: Any = _between_heads(self.x)
         self.arrays: list[tuple[str, Any]] = []
 
     def _depends_on_heads(self) -> bool:
