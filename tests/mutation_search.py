@@ -3,7 +3,6 @@
 from polyattn.conformance import CASES, ESSENTIAL, Target
 from polyattn.conformance.checks.cases import cases_for, check_case
 from polyattn.conformance.checks.gradients import DERIVATIVES
-from polyattn.conformance.selection import chosen, why_few
 
 #: The tests of each backend's suite.
 SUITES = {
@@ -12,8 +11,8 @@ SUITES = {
 }
 
 
-def failing_case(backends, hint, in_gradients):
-    """Return the test of the first case that fails, the hint before all others, or None."""
+def failing_case(backends, hint, in_gradients, cheap):
+    """Return the test of the first case that fails, or None: the hint first, then cheap tests."""
     checks = {"case": (check_case, CASES)}
     if in_gradients:
         checks = {name: (one.check, one.cases) for name, one in DERIVATIVES.items()}
@@ -41,18 +40,13 @@ def failing_case(backends, hint, in_gradients):
 
     if hint in tests and fails(hint):
         return hint
-    in_suite = {
-        test_of(name, target, variant, case)
-        for target, variant, name in kernels
-        for case in chosen(target, variant, name, few=bool(why_few(target, variant, name)))
-    }
     # Each case runs on all kernels in turn: an error in one of them is found early.
-    ordered = sorted(tests, key=lambda test: (test not in in_suite, cost_of(*tests[test])))
+    ordered = sorted(tests, key=lambda test: (test not in cheap, cost_of(*tests[test])))
     return next(filter(fails, ordered), None)
 
 
 def test_of(name, target, variant, case):
-    """Return the test of a case: the suite has it unless it chooses few."""
+    """Return the test of a case: the suite may leave it out."""
     return f"{SUITES[target.backend]}::test_{name}[{variant}-{case}]"
 
 

@@ -120,7 +120,7 @@ def outdated(mutations):
             yield mutation.name, error
 
 
-def finder_of(mutation, copies):
+def finder_of(mutation, copies, cheap):
     """Return what finds the mistake in a copy: a test or a random call, or None."""
     folder = copies.get()
     try:
@@ -128,13 +128,13 @@ def finder_of(mutation, copies):
         if mutation.kind == "native":
             return kernel_calls.wrong_call(folder, mutation.found_by)
         with ProcessPoolExecutor(1, CONTEXT) as pool:
-            return pool.submit(run_in, folder, mutation).result()
+            return pool.submit(run_in, folder, mutation, cheap).result()
     finally:
         shutil.copy2(ROOT / mutation.file, folder / mutation.file)
         copies.put(folder)
 
 
-def run_in(folder, mutation):
+def run_in(folder, mutation, cheap):
     """Return what finds the mistake in this process, with the package in a folder."""
     signal.alarm(1200)
     os.chdir(folder)
@@ -154,7 +154,7 @@ def run_in(folder, mutation):
 
     # NumPy's plugin has kernels of its own, and what all plugins share serves those too.
     backends = ["numpy"] if "numpy" in mutation.file else ["array-api", "numpy"]
-    return failing_case(backends, mutation.found_by, mutation.kind == "gradients")
+    return failing_case(backends, mutation.found_by, mutation.kind == "gradients", cheap)
 
 
 def run_test(mutation):
@@ -169,12 +169,21 @@ def run_test(mutation):
     return mutation.found_by if code else None
 
 
+def files_of(mutations):
+    """Return the files of the tests that find some mistakes."""
+    return {m.found_by.partition("::")[0] for m in mutations} - {""}
+
+
+def cheap_tests(files):
+    """Return the tests of some files that `make test` runs."""
+    command = [sys.executable, "-m", "pytest", *PYTEST, "-n", "0", "--collect-only", *files]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    return set(done.stdout.splitlines())
+
+
 def print_counts(mutations):
     """Print how many of the mistakes the tests of `make test` find, its random calls among them."""
-    files = {m.found_by.partition("::")[0] for m in mutations if m.kind != "native"}
-    command = [sys.executable, "-m", "pytest", *PYTEST, "-n", "0", "--collect-only", *files]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    run = set(done.stdout.splitlines())
+    run = cheap_tests(files_of(m for m in mutations if m.kind != "native"))
     run |= {test.partition("[")[0] for test in run}
     few = re.compile("|".join(rf"seed {seed}\b" for seed in range(kernel_calls.FEW)))
     finders = Counter(
@@ -207,13 +216,16 @@ def main():
         print("without the mistakes in the compiled kernel: no compiler for them")
         chosen = [m for m in chosen if kernel_calls.NATIVE not in m.file]
     found = {}
+    cheap = cheap_tests(files_of(m for m in read_table() if m.kind in ("suite", "gradients")))
     os.environ.update(ENVIRONMENT)
     CONTEXT.set_forkserver_preload([*LIBRARIES])
     copies, workers = SimpleQueue(), os.cpu_count()
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(workers) as pool:
         for number in range(workers):
             copies.put(copy_to(Path(folder, str(number))))
-        runs = {pool.submit(finder_of, mutation, copies): mutation.name for mutation in chosen}
+        runs = {
+            pool.submit(finder_of, mutation, copies, cheap): mutation.name for mutation in chosen
+        }
         for number, run in enumerate(as_completed(runs), start=1):
             name, error = runs[run], run.exception()
             finder = None if error else run.result()
