@@ -28,12 +28,11 @@ H, D, E = 3, 8, 4
 FORMS = """
 import xformers.ops as xops; f = xops.memory_efficient_attention
 from xformers import ops as xops; f = xops.fmha.memory_efficient_attention
-import xformers.ops; f = xformers.ops.memory_efficient_attention
 from xformers.ops import fmha, scaled_index_add, index_select_cat; f = fmha.memory_efficient_attention
 from xformers.ops import memory_efficient_attention as f, unbind, SwiGLU, LowerTriangularMask
 from xformers.ops.fmha import memory_efficient_attention as f, BlockDiagonalMask, AttentionBias
 from xformers.ops import memory_efficient_attention_forward as f
-from xformers.ops.fmha.attn_bias import BlockDiagonalCausalMask; import xformers.ops; f = xformers.ops.memory_efficient_attention
+from xformers.ops.fmha.attn_bias import BlockDiagonalCausalMask; from xformers.ops import memory_efficient_attention as f
 import xformers; import xformers.ops; assert xformers.__version__ == "0.0.35"; f = xformers.ops.memory_efficient_attention
 """.strip().splitlines()  # noqa: E501 -- lines of code
 

@@ -36,7 +36,10 @@ ELSEWHERE = {
 # What these print differs from run to run.
 NOT_SHOWN = ("milliseconds(compute",)
 #: Pages whose code, or whose commands, take long.
-LONG = {"docs/how-to/check-kernels.md", "docs/performance.md"}
+LONG = {
+    f"docs/{n}.md"
+    for n in ("how-to/check-kernels", "how-to/export", "how-to/long-arrays", "performance")
+}
 # Commands that run elsewhere or not at all, each with the reason.
 EXAMPLE = "needs the example of a plugin, with which tests/docs/test_site.py runs it"
 FLASH = "polyattn.dialects.flash_attn:flash_attn_func"
