@@ -17,8 +17,7 @@ from polyattn.dialects import flash_attn_interface as fa3
 SLOPES, OF_ITEMS = normal(H) ** 2, normal(4, H) ** 2
 #: Their options, and ours for sequence n.
 OPTIONS = {
-    "plain": ({}, lambda n: {}),
-    "scale": ({"softmax_scale": 0.3}, lambda n: {"scale": 0.3}),
+    "plain": ({"softmax_scale": 0.3, "deterministic": True}, lambda n: {"scale": 0.3}),
     "causal": ({"causal": True}, lambda n: {"is_causal": True}),
     "window": ({"window_size": (2, 1)}, lambda n: {"window": (2, 1)}),
     "half a window": (
@@ -32,7 +31,6 @@ OPTIONS = {
     "alibi of items": (
         {"alibi_slopes": OF_ITEMS}, lambda n: {"score_mod": scores.alibi(OF_ITEMS[n])},
     ),
-    "ignored": ({"deterministic": True}, lambda n: {}),
 }  # fmt: skip
 
 
@@ -337,7 +335,6 @@ def test_what_flash_attention_3_alone_can_do_is_refused():
 
 # ---- caches ------------------------------------------------------------------------------------
 
-ALIBI = {"score_mod": scores.alibi(SLOPES)}
 #: Their options beside the arrays and lengths, and ours for sequence n.
 CACHES = {
     "causal": ({"causal": True}, lambda n: {"is_causal": True}),
@@ -356,9 +353,6 @@ CACHES = {
     "alibi": (
         {"alibi_slopes": OF_ITEMS[:B], "causal": True},
         lambda n: {"score_mod": scores.alibi(OF_ITEMS[n]), "is_causal": True},
-    ),
-    "alibi of heads": (
-        {"alibi_slopes": SLOPES, "softmax_scale": 0.3}, lambda n: {"scale": 0.3, **ALIBI},
     ),
     "chunk": (
         {"attention_chunk": 5, "causal": True},
@@ -434,19 +428,13 @@ def cut(q, k, v, left, options):
     return ours(q, k[left:], v[left:], **options)
 
 
-@pytest.mark.parametrize(
-    ("packed", "where"),
-    [("queries", "items"), ("new keys", "pages"), ("both", "cache"), ("both", "pages")],
-)
-def test_packed_queries_and_new_keys_of_a_cache(packed, where):
+@pytest.mark.parametrize("where", ["items", "cache", "pages"])
+def test_packed_queries_and_new_keys_of_a_cache(where):
     """Each sequence by itself is the same, with its lengths, padding, places and rotation."""
-    lengths = [2, 2] if packed == "new keys" else [2, 3]
-    new = [2, 2] if packed == "queries" else [1, 3]
-    ends, ends_new = (np.array([0, n[0], sum(n)]) for n in (lengths, new))
-    q, k, v = normal(sum(lengths), H, D), normal(sum(new), G, D), normal(sum(new), G, E)
+    ends, ends_new = np.array([0, 2, 5]), np.array([0, 1, 4])
+    q, k, v, qv = normal(5, H, D), normal(4, G, D), normal(4, G, E), normal(5, H, E)
     caches = [normal(*((6, 4) if where == "pages" else (3, 12)), G, n) for n in (D, E)]
-    before = [x.copy() for x in caches]
-    angles, qv = normal(20, 4), normal(sum(lengths), H, E)
+    before, angles = [x.copy() for x in caches], normal(20, 4)
     options = {"rotary_cos": np.cos(angles), "rotary_sin": np.sin(angles), "causal": True}
     own = {"cache_seqlens": np.array([6, 2]), "rotary_seqlens": np.array([1, 5])}
     if where == "pages":
@@ -455,31 +443,21 @@ def test_packed_queries_and_new_keys_of_a_cache(packed, where):
         own["cache_leftpad"] = np.array([1, 0])
     if where == "items":
         own["cache_batch_idx"] = np.array([2, 0])
-    given, more = own.copy(), {"q": q, "k": k, "v": v, "qv": qv}
-    for name, of, names in (("queries", ends, "q qv"), ("new keys", ends_new, "k v")):
-        if packed in (name, "both"):
-            given["cu_seqlens_q" if name == "queries" else "cu_seqlens_k_new"] = of
-        else:
-            more |= {x: more[x].reshape(2, -1, *more[x].shape[1:]) for x in names.split()}
-    rows = more.pop("q")
+    given = own | {"qv": qv, "cu_seqlens_q": ends}
     output, lse = fa3.flash_attn_with_kvcache(
-        rows, *caches, **more, **options, **given, return_softmax_lse=True
+        q, *caches, k, v, **given, cu_seqlens_k_new=ends_new, **options, return_softmax_lse=True
     )
     for n, (part, added) in enumerate(zip(spans(ends), spans(ends_new), strict=True)):
         each = {name: x[n : n + 1] for name, x in own.items()}
         if where == "cache":
             each["cache_batch_idx"] = np.array([n])
-        expected, total = fa3.flash_attn_with_kvcache(
+        expected = fa3.flash_attn_with_kvcache(
             q[None, part], *before, k[None, added], v[None, added], qv[None, part], **options,
             **each, return_softmax_lse=True,
         )  # fmt: skip
-        is_packed = "cu_seqlens_q" in given
-        same([output[part] if is_packed else output[n]], expected)
-        same([lse[:, part] if is_packed else lse[n]], total)
+        same([output[None, part], lse[None, :, part]], expected)
     same(caches, before, atol=0)
-    given.pop("cu_seqlens_k_new", None)
-    plain = fa3.flash_attn_with_kvcache(rows, *caches, qv=more["qv"], **given)
-    assert plain.shape == output.shape
+    assert fa3.flash_attn_with_kvcache(q, *caches, **given).shape == output.shape
 
 
 def test_a_cache_of_jax_is_read_and_not_written(wide):
