@@ -65,7 +65,6 @@ def test_flash_attention_3_comes_by_name():
     with fa2.install("flash_attn", "flash_attn_interface", tuples=True):
         import flash_attn_interface
 
-        assert importlib.util.find_spec("flash_attn_interface")
         assert importlib.import_module("flash_attn").pad_input is fa2.pad_input
         ends = np.array([0, 3, 6])
         output, lse = flash_attn_interface.flash_attn_func(x, x, x, causal=True)
