@@ -54,16 +54,7 @@ class Model(nn.Module):
 
 class LayerByHand(Layer):
     def attend(self, qkv, starts, longest):
-        def masked(count):
-            at = torch.arange(count)
-            reach = self.window[0]
-            return None if reach < 0 else (at - at[:, None]).abs() <= reach
-
-        parts = [
-            each(torch.tensor([0, j - i]), *qkv[i:j].unbind(1), mask=masked(j - i))
-            for i, j in zip(starts.tolist(), starts.tolist()[1:], strict=False)
-        ]
-        return torch.cat(parts)
+        return each(starts, *qkv.unbind(1), self.window)
 
 
 class ByHand(Model):

@@ -89,8 +89,7 @@ class Model(nn.Module):
 
 class AttentionByHand(Attention):
     def attend(self, q, k, v):
-        left = None if self.window[0] < 0 else self.window[0]
-        return sdpa(q, k, v, mask=band(q.shape[1], k.shape[1], left=left, right=0))
+        return sdpa(q, k, v, mask=band(q.shape[1], *self.window))
 
 
 class ByHand(Model):

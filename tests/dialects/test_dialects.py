@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+import inspect
 import warnings
 
 import ml_dtypes
@@ -9,14 +10,12 @@ import numpy as np
 import pytest
 from arrays import LIBRARIES
 from optional import jax, jnp, torch
-from pairs import TO
+from pairs import TO, ours
 
 from polyattn.dialects import dot_product_attention, flash_attn, keras, onnx_attention
 from polyattn.dialects.flash_attn import flash_attn_with_kvcache
 from polyattn.dialects.torch import varlen_attn
 from polyattn.dialects.xformers import memory_efficient_attention
-
-pytestmark = pytest.mark.with_native
 
 
 def onnx_cases():
@@ -43,6 +42,7 @@ def runs():
         yield pytest.param(case, library, id=f"{case[0].name}-{library}")
 
 
+@pytest.mark.with_native
 @pytest.mark.parametrize(("case", "library"), list(runs()))
 def test_onnx(case, library):
     test, node, helper = case
@@ -159,6 +159,33 @@ def test_a_scale_that_jax_traces_has_a_gradient():
     np.testing.assert_allclose(own, theirs, rtol=1e-4)
 
 
+IN_KERAS = [
+    {"bias": OPTIONS["bias per head"]["bias"], "mask": np.arange(9) < SHORTER[None]},
+    {"mask": np.eye(2, 9, 1)[:, None, None] == 0, "is_causal": True},
+    {"scale": 0.3, "flash_attention": False},
+]
+
+
+@pytest.mark.slow
+def test_keras(monkeypatch):
+    monkeypatch.setenv("KERAS_BACKEND", "jax")
+    original = pytest.importorskip("keras").ops.dot_product_attention
+    for options in IN_KERAS:
+        found = keras.dot_product_attention(*BTNH, **options)
+        np.testing.assert_allclose(found, original(*BTNH, **options), atol=2e-6)
+    own, theirs = map(inspect.signature, (keras.dot_product_attention, original))
+    assert list(own.parameters) == list(theirs.parameters)
+
+
+def test_options_of_keras():
+    x, own = BTNH[0], keras.dot_product_attention
+    numbers, lower = np.tri(6, dtype=np.int32)[None, None], {"is_causal": True}
+    np.testing.assert_array_equal(own(x, x, x, mask=numbers), own(x, x, x, **lower))
+    found = own(x, x, x, attn_logits_soft_cap=0.5, scale=0.3, bias=numbers * 1.0, **lower)
+    expected = ours(x, x, x, softcap=0.5, scale=0.3, bias=numbers * 1.0, query_offset=0, **lower)
+    np.testing.assert_allclose(found, expected[0], atol=2e-6)
+
+
 @pytest.mark.parametrize(
     ("x", "options", "message"),
     [
@@ -174,6 +201,7 @@ def test_inputs_of_onnx_that_do_not_go_together(x, options, message):
         onnx_attention(x, x, x, **options)
 
 
+@pytest.mark.with_native
 @pytest.mark.parametrize("name", ["flash_attn", "jax", "onnx"])
 def test_nan_in_unwritten_slots_has_no_effect_on_torch(name):
     query, lengths = torch.randn(3, 2, 4, 8), torch.tensor([5, 2, 7])

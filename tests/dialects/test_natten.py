@@ -15,18 +15,16 @@ CALLS = {1: natten.na1d, 2: natten.na2d, 3: natten.na3d}
 @pytest.mark.parametrize(
     ("grid", "given", "library"),
     [
-        ((10,), {"kernel_size": 3}, "jax"),
+        ((10,), {"kernel_size": 3}, "numpy"),
         ((10,), {"kernel_size": 4, "stride": 2, "is_causal": True}, "numpy"),
         ((5, 6), {"kernel_size": (3, 2), "dilation": (1, 3)}, "torch"),
-        ((5, 6), {"kernel_size": 3, "is_causal": (True, False)}, "numpy"),
         ((3, 4, 4), {"kernel_size": (2, 3, 1), "stride": (1, 2, 1), "is_causal": None}, "numpy"),
     ],
     ids=str,
 )
 def test_attention_within_windows(grid, given, library):
-    dtype, atol = ("float32", 2e-6) if library == "jax" else ("float64", 1e-12)
-    q, k, v = (normal(2, *grid, *x).astype(dtype) for x in ((4, 8), (2, 8), (2, 5)))
-    more = [normal(2, 3, 2, n).astype(dtype) for n in (8, 5)]
+    q, k, v = (normal(2, *grid, *x) for x in ((4, 8), (2, 8), (2, 5)))
+    more = [normal(2, 3, 2, n) for n in (8, 5)]
     mask = masks.neighborhood(grid, **given | {"is_causal": given.get("is_causal") or False})
     size = np.prod(grid)
     seen = np.ones((size, size + 3), bool)
@@ -36,7 +34,7 @@ def test_attention_within_windows(grid, given, library):
     call, to = CALLS[len(grid)], TO[library]
     found = call(*map(to, (q, k, v)), **given)
     expected = ours(*flat, mask=seen[:, :size])[0]
-    np.testing.assert_allclose(to_numpy(found).reshape(expected.shape), expected, atol=atol)
+    np.testing.assert_allclose(to_numpy(found).reshape(expected.shape), expected, atol=1e-12)
     lists = {name: [*one] if isinstance(one, tuple) else one for name, one in given.items()}
     output, lse = call(
         *map(to, (q, k, v)), **lists, scale=0.3, return_lse=True, backend="cutlass-fna",
@@ -44,20 +42,6 @@ def test_attention_within_windows(grid, given, library):
     )  # fmt: skip
     flat[1:] = (np.concatenate(pair, 1) for pair in zip(flat[1:], more, strict=True))
     expected, total = ours(*flat, mask=seen, scale=0.3)
-    np.testing.assert_allclose(to_numpy(output).reshape(expected.shape), expected, atol=atol)
+    np.testing.assert_allclose(to_numpy(output).reshape(expected.shape), expected, atol=1e-12)
     total = total.swapaxes(1, 2)
-    np.testing.assert_allclose(to_numpy(lse).reshape(total.shape), total, atol=atol)
-
-
-@pytest.mark.parametrize(
-    ("call", "error", "message"),
-    [
-        (lambda x: natten.na1d(x, x, x, 7), ValueError, "at most the length"),
-        (lambda x: natten.na2d(x, x, x, 3), ValueError, r"query .* shape \(B, X, Y, H, D\)"),
-        (lambda x: natten.na1d(x, x, x, 3, q_tile=4), TypeError, "keyword argument 'q_tile'"),
-        (lambda x: natten.na1d(x, x, x, 3, additional_keys=x), ValueError, "give both"),
-    ],
-)
-def test_wrong_arguments(call, error, message):
-    with pytest.raises(error, match=message):
-        call(np.ones((1, 6, 2, 4)))
+    np.testing.assert_allclose(to_numpy(lse).reshape(total.shape), total, atol=1e-12)

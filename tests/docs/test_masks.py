@@ -112,19 +112,3 @@ def test_what_to_write_means_what_the_other_library_computes():
         shape = (B, H, L, keys_of(row))
         seen = visible(*shape, **eval(f"dict({ours})", LETTERS))
         np.testing.assert_array_equal(seen, by_arithmetic(shape, formula, LETTERS), name)
-
-
-def test_positions_say_what_documents_of_their_own_offsets_see():
-    names, ids = LETTERS.copy(), LETTERS["ids"]
-    names["positions"] = np.array([2, 3, 0, 1, 2, 1])
-    names["key_positions"] = np.array([0, 1, 2, 3, 0, 1, 2, 0, 1])
-    ours = eval(re.search(r"`(masks\.segments\(ids, key_ids\) & .*?)`", PAGE, re.S)[1], names)
-    formula = "ids[i] == key_ids[j] and j - cu_k[ids[i]] <= i - cu[ids[i]] + own"
-    own = np.diff(names["cu_k"]) - np.diff(names["cu"])
-    expected = np.array(
-        [
-            [eval(formula, names | {"i": i, "j": j, "own": own[ids[i]]}) for j in range(S)]
-            for i in range(L)
-        ]
-    )
-    np.testing.assert_array_equal(visible(1, 1, L, S, mask=ours)[0, 0], expected)

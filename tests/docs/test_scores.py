@@ -10,7 +10,6 @@ import numpy as np
 import pages
 import pytest
 from optional import torch
-from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 from transformers.models.t5.modeling_t5 import T5Attention
 
 from polyattn import attention, scores
@@ -123,11 +122,3 @@ def test_what_to_write_means_what_the_other_library_computes():
         expected = softmax(by_arithmetic(formula, s, LETTERS))
         found = weights(**eval(f"dict({ours})", LETTERS))
         np.testing.assert_allclose(found, expected, rtol=1e-10, atol=1e-12, err_msg=name)
-
-
-def test_alibi_is_what_bloom_adds():
-    theirs = build_alibi_tensor(torch.ones(1, S), H, torch.float64).reshape(H, 1, S).numpy()
-    product = QUERY @ np.swapaxes(KEY, -1, -2) / math.sqrt(D)
-    expected = softmax(np.where(np.tri(L, S, S - L) > 0, product + theirs, -np.inf))
-    found = weights(score_mod=scores.alibi(H), is_causal=True)
-    np.testing.assert_allclose(found, expected, rtol=1e-10)

