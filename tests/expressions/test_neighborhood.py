@@ -49,7 +49,7 @@ def random_mask(rng):
 
 def test_any_grid_agrees_with_the_reference():
     rng = np.random.default_rng(0)
-    for _ in range(300):
+    for _ in range(150):
         mask = random_mask(rng)
         count = math.prod(mask.shape)
         rows, offset = int(rng.integers(1, count + 1)), int(rng.integers(-3, count))
@@ -62,15 +62,6 @@ def test_any_grid_agrees_with_the_reference():
             first, stop = (end[..., None, :] for end in ends)
             found = ((first <= j[..., None]) & (j[..., None] < stop)).any(-1)
             np.testing.assert_array_equal(found, expected, str(mask))
-
-
-@pytest.mark.parametrize("kernel", ["dense", "tiled"])
-def test_a_large_grid(kernel):
-    x = np.random.default_rng(0).standard_normal((1, 30 * 40, 8))
-    mask = masks.neighborhood((30, 40), (7, 9), dilation=(2, 1))
-    i, j = np.ogrid[: 30 * 40, : 30 * 40]
-    expected = attention(x, x, x, mask=np.asarray(mask(0, 0, i, j)), kernel="dense")
-    np.testing.assert_allclose(attention(x, x, x, mask=mask, kernel=kernel), expected, atol=1e-12)
 
 
 @pytest.mark.parametrize(
