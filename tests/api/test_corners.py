@@ -31,7 +31,6 @@ def strictest():
 @pytest.mark.parametrize(
     ("heads", "groups", "rows", "keys", "sizes"),
     [
-        pytest.param(0, 0, 3, 5, (4, 3), id="no heads"),
         pytest.param(0, 1, 3, 5, (4, 3), id="no query heads"),
         pytest.param(4, 2, 0, 5, (4, 3), id="no rows"),
         pytest.param(4, 2, 3, 0, (4, 3), id="no keys"),

@@ -36,9 +36,8 @@ def test_a_gradient_has_the_rank_of_its_array():
     assert [x.shape for x in pullback(output)[:3]] == [x.shape for x in given]
 
 
-@pytest.mark.parametrize("dtype", ["float16", "float64"])
-def test_the_shares_of_parts_of_the_keys_add_up(dtype):
-    query, key, value, along = draw(*SHAPES, ALONG.shape, dtype=dtype)
+def test_the_shares_of_parts_of_the_keys_add_up():
+    query, key, value, along = draw(*SHAPES, ALONG.shape, dtype="float16")
     options = {"is_causal": True, "softcap": 2.0}
     parts = [(slice(0, 5), 4), (slice(5, 13), -1)]
 
@@ -52,12 +51,12 @@ def test_the_shares_of_parts_of_the_keys_add_up(dtype):
             query, partial=whole, output_gradient=along, into=Gradients(query=found.query),
             **of(*part), **options,
         )  # fmt: skip
-        assert found.query.dtype == ("float64" if dtype == "float64" else "float32")
+        assert found.query.dtype == "float32"
         of_keys.append(found[1:3])
     sums = found.query, *(np.concatenate(some, axis=-2) for some in zip(*of_keys, strict=True))
     expected = attention_vjp(query, key, value, **options)[1](along)
-    assert expected.query.dtype == dtype
-    close(tuple(x.astype(dtype) for x in sums), expected[:3], 10)
+    assert expected.query.dtype == "float16"
+    close(tuple(x.astype("float16") for x in sums), expected[:3], 10)
 
 
 def test_a_named_backend():

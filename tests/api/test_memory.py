@@ -80,7 +80,7 @@ def alive(call, arrays, *rest):
     ("library", "mode"),
     [
         ("numpy", forward), ("numpy", by_vjp), ("torch", by_vjp), ("torch", backward),
-        ("torch", by_autograd), ("jax", by_grad),
+        ("torch", by_autograd), pytest.param("jax", by_grad, marks=pytest.mark.slow),
     ],
 )  # fmt: skip
 def test_a_call_releases_its_arrays(library, mode):

@@ -113,6 +113,7 @@ def test_a_score_that_is_nan_comes_first_and_zeros_are_equal():
         assert library.back(top_keys(*zeros[::-1], 4, bias=bias)).tolist() == [[[0, 1, 3, 5]]]
 
 
+@pytest.mark.slow
 def test_2048_of_131072_keys_take_less_than_200_mb():
     query = np.ones((1, 32, 1), np.float32)
     key = RNG.permutation(131072).astype(np.float32)[:, None]

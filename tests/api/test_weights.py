@@ -71,14 +71,7 @@ def test_weights_are_traced_by_jax():
 @pytest.mark.parametrize("name", OPTIONS)
 def test_selected_rows_heads_sums_and_top_equal_the_whole(name):
     whole = attention_weights(QUERY, KEY, **OPTIONS[name])
-    for rows, heads in (
-        (slice(2, 5), slice(1, 3)),
-        ([8, 2, 3], [3, 0]),
-        (4, None),
-        (None, -1),
-        (range(1, 9, 2), [2, 3]),
-        (slice(None, None, -1), None),
-    ):
+    for rows, heads in (([8, 2, 3], slice(1, 3)), (None, -1), (slice(None, None, -1), None)):
         found = attention_weights(QUERY, KEY, rows=rows, heads=heads, **OPTIONS[name])
         expected = whole if heads is None else whole[:, np.atleast_1d(np.arange(H)[heads])]
         if rows is not None:
@@ -116,7 +109,6 @@ def test_a_merged_logsumexp_gives_the_weights_among_all_keys():
 
 
 def test_a_matrix_is_one_head_without_an_axis():
-    assert attention_weights(QUERY[0, 0], KEY[0, 0]).shape == (L, S)
     assert attention_weights(QUERY[0, 0], KEY[0, 0], per_key=True).shape == (S,)
     known = attention_partial(QUERY[0, 0], KEY[0, 0], KEY[0, 0]).logsumexp
     top = attention_weights(QUERY[0, 0], KEY[0, 0], top=2, logsumexp=known)
@@ -167,11 +159,9 @@ def test_of_equal_weights_the_smaller_key_comes_first(library, top):
     ("options", "error", "words"),
     [
         ({"rows": 9}, IndexError, "index 9 is out of range for 9 rows"),
-        ({"heads": [4]}, IndexError, "out of range for 4 heads"),
         ({"rows": []}, ValueError, "at least one"),
         ({"rows": 1.5}, TypeError, "1.5"),
-        ({"top": 0}, ValueError, "from 1 to S = 13; got 0"),
-        ({"top": 14}, ValueError, "got 14"),
+        ({"top": 14}, ValueError, "from 1 to S = 13; got 14"),
         ({"top": 2, "per_key": True}, ValueError, "cannot be given together"),
         ({"logsumexp": np.zeros((B, H, S), np.float32)}, ValueError, r"\(2, 4, 9\)"),
         ({"logsumexp": QUERY[..., 0], "normalizer": scores.sigmoid()}, ValueError, "no logsumexp"),

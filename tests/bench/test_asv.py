@@ -181,7 +181,7 @@ def test_the_example_of_a_new_benchmark_runs():
     assert benchmark.run().shape == (1, 8, 16, 64)
 
 
-# ---- the tables ----
+# ---- the run ----
 
 COLUMNS = ["result", "params", "version", "started_at", "duration"]
 NAN = float("nan")
@@ -203,25 +203,6 @@ def results(folder, **benchmarks):
     (folder / "benchmarks.json").write_text(json.dumps(known))
     file.write_text(json.dumps({"result_columns": COLUMNS, "results": rows}))
     return file
-
-
-TABLE = """
-a processor
-
-time_it, ms (ratio to torch:cpu)
-   length             numpy         torch:cpu
-      256          2 (2.00)          1 (1.00)
-     2048         80 (0.80)        100 (1.00)"""
-
-
-def test_backends_stand_side_by_side(tmp_path, capsys):
-    file = results(tmp_path, time_it=TIMES)
-    file.with_suffix(".txt").write_text("a processor\n")
-    assert report.main([str(file)]) == 0
-    assert capsys.readouterr().out.splitlines()[1:] == TABLE.splitlines()
-
-
-# ---- the run ----
 
 
 @pytest.fixture
@@ -257,7 +238,9 @@ def test_a_quick_run_shows_its_short_table_and_keeps_nothing(asv, capsys):
     assert {*expected, f"--environment=existing:{sys.executable}"} <= set(command)
     assert asv.environ["OMP_NUM_THREADS"] == "1"
     told = capsys.readouterr().out
-    assert "256" in told
+    assert re.search(
+        r"time_it, ms \(ratio to torch:cpu\)\n.*\n +256 +2 \(2\.00\) +1 \(1\.00\)", told
+    )
     assert "2048" not in told  # the shortest cases only
     assert not asv.results.exists()
     assert not asv.results.is_relative_to(ROOT)

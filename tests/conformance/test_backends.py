@@ -19,9 +19,6 @@ from optional import (
     torch,
 )
 
-from polyattn.conformance.cases.catalogue import CASES
-from polyattn.conformance.cases.expression_cases import VARIANTS
-from polyattn.conformance.checks.cases import check_case, is_applicable, takes
 from polyattn.conformance.checks.lazy import lazily
 from polyattn.conformance.checks.target import Target
 from polyattn.conformance.suite import BackendSuite
@@ -125,10 +122,6 @@ class TestStrict(Suite):
             yield
 
 
-#: The cases of masks, scores and similarities as values, without those for other normalizers.
-OF_EXPRESSIONS = [CASES[name] for name, x in VARIANTS.items() if "normalizer" not in x]
-
-
 class TestJax(Suite):
     """With and without jit: `test_lazy` is under it. JAX raises wherever it can be told to.
 
@@ -147,15 +140,6 @@ class TestJax(Suite):
     def pytest_generate_tests(self, metafunc):
         with jax.enable_x64(True):
             super().pytest_generate_tests(metafunc)
-
-    @pytest.mark.slow
-    @pytest.mark.parametrize("case", OF_EXPRESSIONS, ids=str)
-    def test_expressions_under_jit(self, lazy_target, case):
-        """The plugin's kernel, in many tiles, takes each: what it lists and asks are traced."""
-        (xla,) = (v for v in lazy_target.kernels if str(v) == "xla, small tiles")
-        # A function of the caller's is refused but inside of jit.
-        assert takes(lazy_target, xla, case) or "function" in case.name
-        check_case(lazy_target, xla, case)
 
     @pytest.fixture(autouse=True)
     def in_double_precision_too(self):
@@ -215,9 +199,6 @@ def by_reference(model, inputs):
         return ReferenceEvaluator(model).run(None, inputs)
 
 
-EXPORTED = [case for case in CASES.values() if case.dtype != "bfloat16"]  # which ndonnx lacks
-
-
 class TestOnnx(Suite):
     """Each call exported, checked, and run by ONNX Runtime: half a second, so all are slow."""
 
@@ -233,15 +214,6 @@ class TestOnnx(Suite):
     @pytest.fixture
     def target(self):
         return Target(self.backend, transform=by(by_onnxruntime))
-
-    @pytest.mark.slow
-    @pytest.mark.parametrize("case", EXPORTED, ids=str)
-    def test_all_cases(self, target, case):
-        """All of them as one node if that computes them, written out if not."""
-        variants = {v.kernel.name: v for v in target.kernels if not v.small_tiles}
-        native = variants["native"]
-        fits = is_applicable(target, native, case) and takes(target, native, case)
-        check_case(target, native if fits else variants["dense"], case)
 
 
 class TestOnnxReference(TestOnnx):

@@ -62,6 +62,7 @@ def test_the_command_counts_the_rows_of_a_function(capsys):
 
 def test_what_a_function_has_no_argument_for_or_raises_is_said():
     found = rows_with_other_bits(lambda query, key, value, is_causal=False: 1 / 0, ON_NUMPY)
-    assert found["decoded, float32"] == "ZeroDivisionError: division by zero"
-    found = rows_with_other_bits(lambda query, key, value: query, ON_NUMPY)
-    assert set(found.values()) == {"no argument for is_causal", "no argument for mask"}
+    assert set(found.values()) == {
+        "ZeroDivisionError: division by zero",
+        "no argument for mask",
+    }

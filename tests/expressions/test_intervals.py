@@ -141,13 +141,6 @@ def test_intervals_say_what_engines_take(name):
     assert documents == (given and (given[0].tolist(), given[1].tolist(), given[2]))
 
 
-def test_items_that_differ_have_tiles_and_no_documents():
-    found = masks.padding(np.array([2, 6])).intervals((6, 6), batch=(2,))
-    assert found.band() is None
-    assert found.documents(6) is None
-    assert found.tiles((6, 6), (6, 3))[1].tolist() == [[[[False, False]]], [[[True, True]]]]
-
-
 def test_many_intervals_are_few_where_the_other_masks_show_keys():
     assert check(masks.segments(np.arange(40) % 2), lengths=(40, 40)) is None
     assert check(masks.dilated(2) | masks.causal(), lengths=(40, 40)) is None

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from arrays import tiles_of
+from arrays import EVERYWHERE, tiles_of
 from optional import jax, torch
 
 from polyattn import attention, masks, scores
@@ -37,7 +37,6 @@ def later(b, h, i, j):
         (lambda: masks.prefix(2.0), TypeError, "array of one for each batch item; got 2.0"),
         (lambda: masks.padding(), TypeError, "key_lengths, query_lengths, or both"),
         (lambda: masks.padding([3, "x"]), TypeError, "must hold numbers"),
-        (lambda: masks.padding(np.array([3.0, 5.0])), TypeError, "float64"),
         (lambda: masks.segments(None), TypeError, "query_ids must be an integer array"),
         (lambda: masks.positions(np.ones(6), [0]), TypeError, "query_positions must be an integer"),
         (
@@ -46,38 +45,31 @@ def later(b, h, i, j):
             r"later\)\. Compose others with the result",
         ),
         (lambda: masks.tree([-1, 1]), ValueError, r"got 1 for the draft at \(1,\)"),
-        (lambda: masks.tree(np.array(-1)), ValueError, r"shape \(\.\.\., L\)"),
         (lambda: masks.tree(np.ones((2, 3), bool)), TypeError, r"or a bool array \(\.\.\., L, L\)"),
         (lambda: masks.selected([[0, -2]]), ValueError, "at least 0, or -1 for none; got -2"),
         (lambda: masks.selected(np.ones((2, 3))), TypeError, "indices must be an integer array"),
         (lambda: masks.selected(np.array(1)), ValueError, "an axis for the numbers of each row"),
         (lambda: masks.blocks([[0]], (1, 2, 3)), ValueError, r"rows and keys; got \(1, 2, 3\)"),
-        (lambda: masks.blocks([[0]], 0), ValueError, "size must be .*at least 1; got 0"),
         (lambda: masks.edges([0, 2], [1, 1], 2), ValueError, "below query_length = 2; got 2"),
         (lambda: masks.edges([0], [-1], 2), ValueError, "keys must be at least 0; got -1"),
         (lambda: masks.edges([0], [1, 2], 2), ValueError, r"one shape \(edges,\); got \(1,\) and"),
-        (lambda: masks.dilated(0), ValueError, "at least 1; got 0"),
         (lambda: masks.global_tokens(), ValueError, "positions"),
         (lambda: masks.global_tokens(1, 2**30), ValueError, r"from 0 to 2\*\*30 - 1; got \(1, 10"),
         (lambda: masks.dense(np.ones((6, 6))), TypeError, "bool array"),
         (lambda: masks.rule(lambda i, j: i > j), TypeError, "b, h, i, j"),
         (lambda: masks.compile(later, 0), ValueError, "at least 1"),
         (lambda: scores.softcap(0), ValueError, "above 0 in the range of float32; got 0"),
-        (lambda: scores.temperature(1e-300), ValueError, "1e-300"),
         (lambda: scores.temperature(2.0) and scores.alibi(2), TypeError, ">>"),
-        (lambda: scores.alibi(0), ValueError, "at least 1; got 0"),
         (lambda: scores.relative_bias(np.zeros(4)), TypeError, r"\(4,\)"),
         (lambda: scores.relative_bias(np.zeros((2, 4))), ValueError, "at least 4 buckets"),
         (lambda: scores.softcap(2) >> scores.cosine(), TypeError, r"scores\.cosine\(\)"),
         (lambda: scores.distance(3), ValueError, "1 or 2; got 3"),
         (lambda: scores.additive(3.0), TypeError, r"\(D,\)"),
         (lambda: masks.causal() and masks.prefix(1), TypeError, "compose by & | ~"),
-        (lambda: masks.causal() & scores.softcap(1), TypeError, "a Softcap"),
         (lambda: masks.rule(scores.softcap(1)), TypeError, r"got scores\.softcap\(1\.0\)"),
         (lambda: masks.padding(X[0] > 0), TypeError, r"mask=valid\[:, None, None, :\]"),
         (lambda: masks.compile(lambda b, h, i, j: i - j, 6), TypeError, "dtype int64"),
         (lambda: masks.compile(lambda b, h, i, j: i[:-1] >= j, 6), ValueError, r"\(1, 1, 6, 6\)"),
-        (lambda: masks.compile(np.ones((7, 7), bool), 6), ValueError, r"\(7, 7\)"),
         (lambda: scores.relative_bias(np.ones((32, 4)), max_distance=200.7), TypeError, "200.7"),
         (lambda: scores.relative_bias(np.ones((32, 4)), bidirectional="no"), TypeError, "'no'"),
     ],
@@ -194,7 +186,6 @@ def test_wide_steps_meet_far_positions(offset, step, kernel):
 # Offset, window, and the keys that row i sees: from i + the first to i + the second.
 FAR_CALLS = [
     (2**31 - 1, (2**40, 0), (-99, 99)),
-    (2**31 - 1, (2**31 - 1, 0), (0, 99)),
     (2**31 - 2, (2**31, None), (-2, 99)),
     (-(2**31), (0, 2**40), (-99, 99)),
     (-(2**31), (None, 2**31), (-99, 0)),
@@ -258,6 +249,7 @@ def test_a_mask_is_compiled_for_batch_axes_of_any_number():
 
 
 @pytest.mark.parametrize(("rows", "keys", "kernel"), [(0, 5, "tiled"), (5, 0, "dense")])
+@pytest.mark.parametrize("library", EVERYWHERE, ids=str)
 def test_nothing_in_is_nothing_out(library, rows, keys, kernel):
     query, key = (library.to(np.ones((B, H, n, 8))) for n in (rows, keys))
     ids, key_ids = (library.to(np.zeros(n, int)) for n in (rows, keys))
@@ -277,11 +269,3 @@ def test_vectors_of_no_size_are_all_alike():
     mean = np.broadcast_to(value.mean(-2, keepdims=True), value.shape)
     for kind in (scores.cosine(), scores.distance(), scores.additive(np.ones(0))):
         np.testing.assert_allclose(attention(x, x, value, similarity=kind), mean)
-
-
-def test_a_mask_is_a_mask_function_under_torchs_vmap():
-    ids = torch.tensor([0, 0, 1, 1, 1, 0])
-    at = torch.arange(6)
-    mask = masks.segments(ids) & masks.positions(at, at) & masks.tree(at - 1)
-    seen = torch.vmap(lambda i: torch.vmap(lambda j: mask(at[0], at[0], i, j))(at))(at)
-    assert torch.equal(seen, (ids[:, None] == ids) & (at[:, None] >= at))

@@ -42,7 +42,6 @@ MASKS = MASKS_OF_NUMBERS | {
     "dilated": masks.dilated(3),
     "global tokens": masks.global_tokens(0, 9, 17),
     "neighborhood": masks.neighborhood((13, 2), (2, 1), dilation=(3, 1), stride=(2, 1)),
-    "prefix": masks.prefix(9),
     "prefix per item": masks.prefix(np.array([[3, 12, 26]], np.uint8)),
     "padding": masks.padding(11, np.array([3, 12, 21], np.int16)),
     "segments": masks.segments(IDS[..., :L], IDS),
@@ -204,13 +203,6 @@ def classes(cls=Expression):
         if dataclasses.is_dataclass(one) and one.__module__.startswith("polyattn."):
             yield one
         yield from classes(one)
-
-
-def test_every_expression_says_which_axes_its_arrays_follow():
-    for cls in set(classes()):
-        assert cls.axes is not None or "part" in vars(cls)
-        arrays = {f.name for f in dataclasses.fields(cls) if f.type == "Any"}
-        assert arrays == (cls.axes or {}).keys(), cls
 
 
 def within(value):
