@@ -150,18 +150,13 @@ CHANGES = {
     "rank": ((X[0, 0],) * 3, {}),
     "class": ((np.ma.masked_array(X),) * 3, {}),
     "True for 1": ((X,) * 3, {"scale": True}),
-    "a bool in a window": ((X,) * 3, {"window": (True, 0)}),
     "a shape of a mask": ((X,) * 3, {"mask": SEEN[:3]}),
-    "a rule for a mask": ((X,) * 3, {"mask": masks.window(1, 0)}),
     "an array for a number": ((X,) * 3, {"mask": masks.prefix(np.asarray([2, 1]))}),
     "a function": ((X,) * 3, {"mask": masks.prefix(1) | (lambda b, h, i, j: j < 2)}),
-    "a dtype of ids": ((X,) * 3, {"mask": masks.segments(np.zeros(4, "u1"))}),
-    "a bias in another byte order": ((X,) * 3, {"bias": BIAS.astype(">f4")}),
     "a bias backwards in memory": ((X,) * 3, {"bias": BIAS[..., ::-1].copy()[..., ::-1]}),
     "a bias by columns": ((X,) * 3, {"bias": np.asfortranarray(BIAS)}),
     "a list for sinks": ((X,) * 3, {"sinks": SINKS.tolist()}),
     "a list for offsets": ((X,) * 3, {"query_offset": OFFSETS.tolist(), "is_causal": True}),
-    "another backend": ((X,) * 3, {"backend": "torch"}),
     "dropout": ((X,) * 3, {"dropout": (0.5, 3)}),
 }
 if torch:

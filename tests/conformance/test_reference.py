@@ -114,17 +114,14 @@ MISTAKES = {
     "scale of the wrong sign": ("plain", with_options(scale=-1 / math.sqrt(8))),
     "< for <=": ("causal", with_options(query_offset=-1)),
     "top-left for bottom-right": ("causal x L < S", with_options(query_offset=0)),
-    "one offset for all items": ("offset array", with_options(query_offset=2)),
     "head order tiled": ("grouped heads", heads_tiled),
     "window off by one, left": ("window", with_options(window=(2, 2))),
     "sink dropped": ("sinks", with_options(sinks=None)),
     "mask from the first key": ("mask value x rank 5, L < S", with_options(query_offset=0)),
-    "score from the first key": ("score value x rank 5, L < S", with_options(query_offset=0)),
     "softcap twice": ("score value", with_options(softcap=1.5)),
     "the other distance": ("distance", with_options(similarity=scores.distance(1))),
     "no norm": ("score norm", with_options(scale=None)),
     "sigmoid for sparsemax": ("normalizer", with_options(normalizer=scores.sigmoid())),
-    "another seed": ("dropout", with_options(dropout=(0.25, 8))),
     "dropped without scale": ("dropout", dropped_without_scale),
 }
 

@@ -55,7 +55,6 @@ VALUES = [
     scores.long_sequence(),
     scores.by_norm(),
     scores.sigmoid(),
-    scores.sparsemax(),
 ]
 if torch:
     VALUES += [
