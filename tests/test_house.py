@@ -92,6 +92,7 @@ OWNED_BY = {
     "_dispatch/products": "tests/native/test_product.py",
     "_dispatch/standard": "tests/api/test_other_arrays.py",
     "_api/explain": "tests/dispatch/test_explanation.py",
+    "_api/names": ATTENTION,
     "_api/pieces": "tests/nn/test_quantized_cache.py",
 }
 

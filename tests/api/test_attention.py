@@ -1,12 +1,14 @@
 """Wrong calls: each error comes before any work, quotes the arguments and says how to fix them."""
 
+import inspect
+
 import numpy as np
 import pytest
-from arrays import close, draw
 from optional import array_api_strict, causal_lower_right, causal_upper_left, flex, jax, jnp, torch
 
 import polyattn
 from polyattn import attention, attention_partial, masks
+from polyattn._api.names import FOREIGN
 from polyattn._dispatch import registry
 
 Q = np.zeros((2, 4, 5, 8), np.float32)
@@ -162,18 +164,14 @@ if torch:
             TypeError, {"score_mod": lambda *_: torch.zeros(5, 7)},
             "arrays of numpy and must return one",
         ),
+        "a causal bias of torch": (
+            TypeError, tensors(bias=causal_upper_left(5, 7)), "is torch's CausalBias",
+        ),
+        "a causal bias of torch in a mask": (
+            TypeError, tensors(mask=masks.causal() | causal_lower_right(5, 7)),
+            "is torch's CausalBias", "is_causal=True",
+        ),
     }  # fmt: skip
-    for make in (causal_upper_left, causal_lower_right):
-        given = {"bias": make(5, 7)}, {"mask": make(5, 7)}, {"mask": masks.causal() | make(5, 7)}
-        WRONG |= {
-            f"{make.__name__} {number}": (
-                TypeError,
-                tensors(**x),
-                "is torch's CausalBias",
-                "is_causal=True",
-            )
-            for number, x in enumerate(given)
-        }
 
 
 @pytest.mark.parametrize("name", WRONG)
@@ -191,6 +189,8 @@ def test_a_block_mask_of_torch_is_refused():
 def test_a_mask_by_position_is_told_its_name():
     with pytest.raises(TypeError, match="takes 3 arguments by position, got 4: pass mask="):
         attention(Q, K, V, np.ones((5, 7), bool))
+    with pytest.raises(TypeError, match=r"attention\(\) got multiple values for argument 'query'"):
+        attention(Q, K, V, query=Q)
 
 
 def test_what_fits_barely_is_taken():
@@ -203,27 +203,22 @@ def test_what_fits_barely_is_taken():
             attention(*(x.astype("f8") for x in (Q, K, V)), **{name: value})
 
 
-def test_the_advice_for_an_array_as_softcap_is_right():
+def test_an_array_as_softcap_is_told_what_to_pass():
+
     refused(TypeError, "Pass float(softcap)", softcap=torch.tensor(5.0))
     refused(TypeError, "pass score_mod=", "tanh(s / softcap[h])", softcap=np.ones(4))
-    arrays = draw((4, 5, 8), (4, 5, 8), (4, 5, 8))
-    q, k, v = map(jnp.asarray, arrays)
-    with pytest.raises(TypeError, match="static argument, or pass score_mod=lambda s, b, h, i, j"):
-        jax.jit(lambda cap: attention(q, k, v, softcap=cap))(5.0)
-
-    def capped(cap):
-        rule = lambda s, b, h, i, j: cap * jnp.tanh(s / cap)  # noqa: E731
-        return attention(q, k, v, score_mod=rule)
-
-    close(jax.jit(capped)(5.0), attention(*arrays, softcap=5.0))
 
 
-def test_a_traced_window_is_refused_with_the_mask_to_pass():
-    q, k, v = (jnp.ones((4, 5, 8)) for _ in range(3))
-    match = r"static argument, or pass mask=lambda b, h, i, j: \(i \+ offset - left <= j\)"
-    for window in (lambda end: (end, 0), lambda end: (None, end)):
-        with pytest.raises(TypeError, match=match):
-            jax.jit(lambda end, window=window: attention(q, k, v, window=window(end)))(2)
+def test_a_traced_option_is_refused_with_the_function_to_pass():
+    x = jnp.ones((4, 5, 8))
+    window = r"mask=lambda b, h, i, j: \(i \+ offset - left <= j\)"
+    for given, function in (
+        (lambda n: {"softcap": n}, "score_mod=lambda s, b, h, i, j"),
+        (lambda n: {"window": (n, 0)}, window),
+        (lambda n: {"window": (None, n)}, window),
+    ):
+        with pytest.raises(TypeError, match=f"static argument, or pass {function}"):
+            jax.jit(lambda n, given=given: attention(x, x, x, **given(n)))(2)
 
 
 @pytest.mark.needs("torch")
@@ -238,3 +233,31 @@ def test_refusals_come_before_any_conversion(monkeypatch):
 def test_an_option_is_checked_after_an_equal_valid_one():
     attention(Q, K, V, window=(1, 0))
     refused(TypeError, "(1.0, 0)", window=(1.0, 0))
+
+
+# ---- names of other libraries ----
+
+SISTERS = ["attention", "attention_partial", "attention_weights", "attention_backward"]
+SISTERS += ["attention_vjp", "attention_jvp", "explain"]
+#: Names that are not ours, and what is said of them.
+NEAR = {
+    "is_casual": "did you mean 'is_causal'?",
+    "attn_maks": "did you mean 'attn_mask'? Pass mask= for bools",
+    "dropuot_p": "did you mean 'dropout_p'? Pass dropout=(rate, seed)",
+}
+
+
+@pytest.mark.parametrize("name", SISTERS)
+def test_each_function_knows_the_names_of_others(name):
+    function = getattr(polyattn, name)
+    own = inspect.signature(function).parameters  # attention_weights selects heads=
+    for foreign in FOREIGN.keys() - own:
+        with pytest.raises(TypeError, match=rf"^{name}\(\) has no argument '{foreign}'; ") as error:
+            function(Q, Q, Q, **{foreign: 1})
+        assert FOREIGN[foreign] in str(error.value)
+    with pytest.raises(TypeError, match="'q'; pass query="):
+        function(q=Q, k=Q, v=Q)
+    for wrong, meant in NEAR.items():
+        with pytest.raises(TypeError, match=f"unexpected keyword argument '{wrong}'") as error:
+            function(Q, Q, Q, **{wrong: True})
+        assert meant in str(error.value)

@@ -36,9 +36,8 @@ def test_a_gradient_has_the_rank_of_its_array():
     assert [x.shape for x in pullback(output)[:3]] == [x.shape for x in given]
 
 
-@pytest.mark.parametrize("dtype", ["float16", "float64"])
-def test_the_shares_of_parts_of_the_keys_add_up(dtype):
-    query, key, value, along = draw(*SHAPES, ALONG.shape, dtype=dtype)
+def test_the_shares_of_parts_of_the_keys_add_up():
+    query, key, value, along = draw(*SHAPES, ALONG.shape, dtype="float16")
     options = {"is_causal": True, "softcap": 2.0}
     parts = [(slice(0, 5), 4), (slice(5, 13), -1)]
 
@@ -52,25 +51,24 @@ def test_the_shares_of_parts_of_the_keys_add_up(dtype):
             query, partial=whole, output_gradient=along, into=Gradients(query=found.query),
             **of(*part), **options,
         )  # fmt: skip
-        assert found.query.dtype == ("float64" if dtype == "float64" else "float32")
+        assert found.query.dtype == "float32"
         of_keys.append(found[1:3])
     sums = found.query, *(np.concatenate(some, axis=-2) for some in zip(*of_keys, strict=True))
     expected = attention_vjp(query, key, value, **options)[1](along)
-    assert expected.query.dtype == dtype
-    close(tuple(x.astype(dtype) for x in sums), expected[:3], 10)
+    assert expected.query.dtype == "float16"
+    close(tuple(x.astype("float16") for x in sums), expected[:3], 10)
 
 
-@pytest.mark.parametrize("backend", ["torch", "array-api"])
-def test_a_named_backend(backend):
+def test_a_named_backend():
     primals, tangents = (QUERY, KEY, VALUE), draw(*SHAPES, dtype="float64", seed=1)
     options = {"is_causal": True, "score_mod": scores.alibi(np.linspace(0.1, 1, 4))}
     here = attention_vjp(*primals, **options)[1](ALONG)
-    there = attention_vjp(*primals, **options, backend=backend)[1](ALONG)
+    there = attention_vjp(*primals, **options, backend="torch")[1](ALONG)
     assert isinstance(there.query, np.ndarray)
     close(there.query, here.query, 400)
     close(there.score_mod.slopes, here.score_mod.slopes, 4000)
     assert there.bias is there.softcap is there.similarity is None
-    here, there = (attention_jvp(primals, tangents, backend=one)[1] for one in (None, backend))
+    here, there = (attention_jvp(primals, tangents, backend=one)[1] for one in (None, "torch"))
     assert isinstance(there, np.ndarray)
     close(there, here, 400)
 
@@ -83,43 +81,40 @@ def test_what_cannot_be_differentiated_is_refused():
         pullback(None)
 
 
-@pytest.mark.parametrize(
-    ("change", "error", "message"),
-    [
-        ({"partial": None}, TypeError, "partial must be the Partial"),
-        ({"into": 0}, TypeError, "into must be Gradients; got a int"),
-        ({"into": Gradients(key=np.zeros(7))}, ValueError, r"into\.key must .*; got \(7,\)"),
-        ({"output_gradient": np.zeros(3)}, ValueError, "output_gradient must have the shape"),
-        ({"output_gradient": ALONG.astype("f4")}, TypeError, "float64 as the query"),
-        ({"partial": Partial(ALONG, ALONG[..., 0, 0])}, ValueError, "logsumexp must be that of"),
-        ({"partial": Partial(ALONG, None)}, ValueError, "needs the logsumexp"),
-    ],
-)
-def test_bad_input(change, error, message):
-    result = attention_partial(QUERY, KEY, VALUE)
-    given = {"partial": result, "output_gradient": result.output} | change
-    with pytest.raises(error, match=message):
-        attention_backward(QUERY, KEY, VALUE, **given)
+def backward(**change):
+    partial = attention_partial(QUERY, KEY, VALUE)
+    given = {"partial": partial, "output_gradient": partial.output} | change
+    return attention_backward(QUERY, KEY, VALUE, **given)
+
+
+def jvp(tangents):
+    return attention_jvp((QUERY, KEY, VALUE), tangents)
 
 
 @pytest.mark.parametrize(
-    ("tangents", "error", "message"),
+    ("call", "given", "error", "message"),
     [
-        ((None,) * 2, TypeError, "tangents must be those of .* got 2 of them"),
-        ((np.zeros(3), None, None), ValueError, "the tangent of query must have its"),
-        ({"bias": np.zeros(3)}, ValueError, "a tangent of bias, and no bias in the call"),
-        ({"scale": 1.0}, TypeError, "may be those of query, .* got one of 'scale'"),
+        (backward, {"partial": None}, TypeError, "partial must be the Partial"),
+        (backward, {"into": 0}, TypeError, "into must be Gradients; got a int"),
+        (
+            backward,
+            {"into": Gradients(key=ALONG[0, 0, 0])},
+            ValueError,
+            r"into\.key .*; got \(5,\)",
+        ),
+        (backward, {"output_gradient": np.zeros(3)}, ValueError, "must have the shape"),
+        (backward, {"output_gradient": ALONG.astype("f4")}, TypeError, "float64 as the query"),
+        (backward, {"partial": Partial(ALONG, ALONG[..., 0, 0])}, ValueError, "must be that of"),
+        (backward, {"partial": Partial(ALONG, None)}, ValueError, "needs the logsumexp"),
+        (jvp, {"tangents": (None,) * 2}, TypeError, "must be those of .* got 2 of them"),
+        (jvp, {"tangents": (ALONG[0], None, None)}, ValueError, "tangent of query must have its"),
+        (jvp, {"tangents": {"bias": ALONG}}, ValueError, "a tangent of bias, and no bias in"),
+        (jvp, {"tangents": {"scale": 1.0}}, TypeError, "those of query, .* got one of 'scale'"),
     ],
 )
-def test_bad_tangents(tangents, error, message):
+def test_what_does_not_fit_is_refused(call, given, error, message):
     with pytest.raises(error, match=message):
-        attention_jvp((QUERY, KEY, VALUE), tangents)
-
-
-def test_no_tangent_is_a_tangent_of_0():
-    output, tangent = attention_jvp((QUERY, KEY, VALUE), (None, None, None))
-    assert np.array_equal(output, attention(QUERY, KEY, VALUE))
-    assert not tangent.any()
+        call(**given)
 
 
 def test_float32_partials_of_16_bits_keep_their_digits():
@@ -165,13 +160,7 @@ def of_ranks(query, key, value, along):
 
 @pytest.mark.parametrize(
     ("library", "way"),
-    [
-        ("numpy", of_vjp),
-        ("torch", partial(of_vjp, kernel="dense")),
-        ("jax.numpy", of_vjp),
-        ("torch", partial(of_torch, kernel="tiled")),
-        ("numpy", of_ranks),
-    ],
+    [("numpy", of_vjp), ("torch", partial(of_torch, kernel="tiled")), ("numpy", of_ranks)],
 )
 def test_the_output_is_not_rounded_before_its_gradient(library, way):
     target = Target("array-api", library)
@@ -193,11 +182,8 @@ class Rounding(Dense):
     promises = Dense.promises - {"rounds_once"}
 
 
-@pytest.mark.parametrize(
-    ("library", "way", "kind"),
-    [("numpy", of_vjp, Narrow), ("numpy", of_vjp, Rounding), ("torch", of_torch, Narrow)],
-)
-def test_a_kernel_gets_the_dtype_of_sums_only_if_it_takes_it(library, way, kind):
+@pytest.mark.parametrize("kind", [Narrow, Rounding])
+def test_a_kernel_gets_the_dtype_of_sums_only_if_it_takes_it(kind):
     seen = set()
 
     class Seen(kind):
@@ -205,8 +191,7 @@ def test_a_kernel_gets_the_dtype_of_sums_only_if_it_takes_it(library, way, kind)
             seen.add(problem.dtype)
             return super().__call__(problem, operands, backend)
 
-    target = Target("array-api", library)
-    way(*(target.to(np.ones((2, 3, 4), "float16")) for _ in range(4)), kernel=Seen())
+    of_vjp(*[np.ones((2, 3, 4), "float16")] * 4, kernel=Seen())
     assert seen == {"float16"}
 
 
@@ -230,3 +215,9 @@ def test_gradients_print_their_shapes_and_are_a_tuple():
     shown = "Gradients(query: (2, 3, 4) float32, key: (2, 3, 4) float32, value: (2, 3, 4) float32"
     assert repr(gradients).startswith(f"{shown}, score_mod: scores.alibi(<(2,) float64>)")
     assert list(gradients) == [getattr(gradients, name) for name in Gradients._fields]
+
+
+def test_no_tangent_is_a_tangent_of_0():
+    output, tangent = attention_jvp((QUERY, KEY, VALUE), (None, None, None))
+    assert np.array_equal(output, attention(QUERY, KEY, VALUE))
+    assert not tangent.any()

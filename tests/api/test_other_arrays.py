@@ -41,7 +41,6 @@ GIVEN = {
         ["query is a masked array", "query.data", "mask="],
     ),
     "sparse": (lambda folder: foreign("sparse", "SparseArray"), ["pass query.todense()"]),
-    "compressed": (lambda folder: foreign("blosc2", "NDArray"), ["pass query[...]"]),
     "quantized tensor": (
         lambda folder: torch.quantize_per_tensor(torch.ones(5, 7), 0.1, 0, torch.qint8),
         ["query is a sparse, quantized", "query.dequantize()"],
@@ -67,7 +66,6 @@ def test_the_message_says_whose_it_is(name, tmp_path):
 
 INTEGERS = {
     "masked array": (lambda: np.ma.masked_array([3, 2], [1, 0]), "is a masked .* pass {}.data"),
-    "matrix": (lambda: np.matrix([[3, 2]]), r"is a numpy.matrix, .* pass numpy.asarray\({}\)"),
     "Series": (lambda: pandas.Series([3, 2]), r"is of type pandas.* pass {}.to_numpy\(\)"),
     "expression": (lambda: foreign("blosc2", "LazyExpr"), r"is of type blosc2.*asarray\({}\)"),
 }
@@ -98,12 +96,11 @@ def test_integers_are_refused_as_operands_are(name, kind):
         READERS[name](make())
 
 
-@pytest.mark.parametrize("missing", ["arange", "matmul"])
 @pytest.mark.parametrize("call", [attention, attention_vjp])
-def test_what_the_library_lacks_of_the_standard_is_named(monkeypatch, missing, call):
-    monkeypatch.delattr(array_api_strict, missing)
+def test_what_the_library_lacks_of_the_standard_is_named(monkeypatch, call):
+    monkeypatch.delattr(array_api_strict, "matmul")
     x = array_api_strict.asarray(X)
-    with pytest.raises(UnsupportedError, match=f"array_api_strict has no `{missing}`, which the"):
+    with pytest.raises(UnsupportedError, match="array_api_strict has no `matmul`, which the"):
         call(x, x, x, is_causal=True)
 
 
@@ -111,14 +108,11 @@ def test_what_the_library_lacks_of_the_standard_is_named(monkeypatch, missing, c
 @pytest.mark.parametrize("call", [attention, attention_vjp])
 def test_an_older_revision_of_the_standard_is_named(call):
     x = array_api_strict.asarray(X)
-    with array_api_strict.ArrayAPIStrictFlags(api_version="2024.12"):
+    with (
+        array_api_strict.ArrayAPIStrictFlags(api_version="2023.12"),
+        pytest.raises(UnsupportedError, match=r"standard of 2023.12, .* that of 2024.12: "),
+    ):
         call(x, x, x, is_causal=True)
-    for revision in ("2022.12", "2023.12"):
-        with (
-            array_api_strict.ArrayAPIStrictFlags(api_version=revision),
-            pytest.raises(UnsupportedError, match=f"standard of {revision}, .* that of 2024.12: "),
-        ):
-            call(x, x, x, is_causal=True)
 
 
 @pytest.mark.parametrize(

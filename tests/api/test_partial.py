@@ -29,8 +29,7 @@ def partials_of(case, library, kernel, cuts):
         )
 
 
-MERGED = ["window", "mask array", "bias as mask", "causal x sinks"]
-MERGED += ["softcap x grouped heads", "causal x L > S", "mask hides some rows", "rank 2", "rank 5"]
+MERGED = ["window", "bias as mask", "causal x sinks", "mask hides some rows", "rank 5"]
 
 
 @pytest.mark.parametrize(
@@ -49,9 +48,7 @@ def test_partials_merge_to_the_whole(name, which, library):
         assert_accurate(library.back(whole.output), CASES[name], library.back(whole.logsumexp))
 
 
-@pytest.mark.parametrize(
-    ("library", "dtype"), [(STRICT, "float64"), (NUMPY, "float16"), (TORCH, "bfloat16")], ids=str
-)
+@pytest.mark.parametrize(("library", "dtype"), [(NUMPY, "float16"), (TORCH, "bfloat16")], ids=str)
 def test_a_partial_for_every_key(library, dtype):
     case = CASES[f"causal, {dtype}"]
     whole = merge(*partials_of(case, library, "dense", range(1, case.S)))
@@ -61,12 +58,7 @@ def test_a_partial_for_every_key(library, dtype):
 
 @pytest.mark.parametrize(
     ("name", "kernel", "library"),
-    [
-        ("plain", "dense", TORCH),
-        ("causal x L > S", "tiles", NUMPY),
-        ("high sinks", "dense", NUMPY),
-        ("nan seen by later rows", "tiles", STRICT),
-    ],
+    [("causal x L > S", "dense", TORCH), ("nan seen by later rows", "tiles", STRICT)],
     ids=str,
 )
 def test_the_identity_of_merge_changes_no_bit(name, library, kernel):
@@ -80,17 +72,14 @@ def test_the_identity_of_merge_changes_no_bit(name, library, kernel):
         assert np.array_equal(library.back(merged.logsumexp), logsumexp, equal_nan=True)
 
 
-@pytest.mark.parametrize("library", LIBRARIES, ids=str)
-def test_a_nan_merges_into_its_own_rows_only(library):
-    a, b = partials_of(CASES["plain"], library, "dense", (4,))
-    clean = library.back(merge(a, b).output)
-    output, logsumexp = (np.array(library.back(x)) for x in b)
-    output[1, 1, 2], logsumexp[1, 1, 2] = math.nan, math.nan
-    merged = merge(a, Partial(library.to(output), library.to(logsumexp))).output
-    merged = np.array(library.back(merged))
+def test_a_nan_merges_into_its_own_rows_only():
+    a, b = partials_of(CASES["plain"], NUMPY, "dense", (4,))
+    clean = merge(a, b).output
+    b.output[1, 1, 2], b.logsumexp[1, 1, 2] = math.nan, math.nan
+    merged = merge(a, b).output
     assert np.isnan(merged[1, 1, 2]).all()
     merged[1, 1, 2] = clean[1, 1, 2]
-    assert merged.tobytes() == np.ascontiguousarray(clean).tobytes()
+    np.testing.assert_array_equal(merged, clean)
 
 
 def test_merge_refuses_what_does_not_fit():

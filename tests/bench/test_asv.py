@@ -90,9 +90,6 @@ def test_every_backend_computes_the_same(backend):
     along, *own = map(library.put, arrays)
     ours = functools.partial(attend, **library.options)
     output = library.call(ours, *own)()
-    made_by = {"jax": "jaxlib", "dask": "numpy", "onnxruntime": "numpy"}
-    module = made_by.get(library.module, library.module)
-    assert type(output).__module__.partition(".")[0] == module
     np.testing.assert_allclose(np.asarray(output), attend(*arrays[1:]), atol=1e-6)
     query, *_ = library.gradients(ours, along, *own)()
     _, pullback = polyattn.attention_vjp(*arrays[1:], is_causal=True)
@@ -123,20 +120,13 @@ for name in {SUITES!r}:
         assert found.version.isdigit()
 
 
-@pytest.mark.parametrize(
-    ("backend", "has_driver", "reason"),
-    [
-        ("torch:cpu", False, "torch is not installed"),
-        ("cupy", False, "cupy is not installed"),
-        ("torch:cuda", True, "torch finds no cuda"),
-    ],
-)
-def test_what_is_absent_is_skipped_with_a_reason(backend, has_driver, reason, monkeypatch):
-    if not has_driver:  # the library is not imported
-        monkeypatch.setattr(libraries.importlib.util, "find_spec", lambda name: None)
-    monkeypatch.setattr(libraries, "has_driver", lambda: has_driver)
-    with pytest.raises(Skip, match=reason):
-        libraries.open_library(backend)
+def test_what_is_absent_is_skipped_with_a_reason(monkeypatch):
+    monkeypatch.setattr(libraries, "has_driver", lambda: True)
+    with pytest.raises(Skip, match="torch finds no cuda"):
+        libraries.open_library("torch:cuda")
+    monkeypatch.setattr(libraries.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(Skip, match="torch is not installed"):
+        libraries.open_library("torch:cpu")
 
 
 # ---- the configuration ----
@@ -162,32 +152,24 @@ def test_asv_finds_no_fault():
 
 
 RATIO = r"ratio \d+\.\d{3} \(.* to \d+\.\d{3}\)"
-#: A script of `peers/` and its options, what it prints for each call, and how often.
-PRINTED = [
-    ("attention.py cpu --cases 256,", RATIO + "  error ", 15),
-    ("attention.py gradients", RATIO, 16),
-    ("attention.py half", RATIO + "  error ", 4),
-    ("attention.py native", RATIO + r"  at most 9\.9", 2),
-    ("attention.py jax", r"over (?:jax|xla|NumPy) +native .*" + RATIO, 10),
-    ("attention.py onnxruntime", r"error (?:0|\S+e-0[6-9]|\S+e-1\d|0\.0e\+00)$", 14),
-    ("attention.py options --cases dist", RATIO, 6),
-    ("overhead.py", r"^\w+ +bare \S+ µs, polyattn \S+ µs, added \S+ .* ratio", 3),
-]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("command", "line", "times"), PRINTED)
-def test_a_comparison_prints_what_it_measured(command, line, times):
+@pytest.mark.parametrize(
+    ("command", "line", "times"),  # what is printed for each call, and how often
+    [
+        ("attention.py cpu --cases 256,", RATIO + "  error ", 15),
+        ("attention.py gradients", RATIO, 16),
+        ("attention.py onnxruntime", r"error (?:0|\S+e-0[6-9]|\S+e-1\d|0\.0e\+00)$", 14),
+        ("overhead.py", r"^\w+ +bare \S+ µs, polyattn \S+ µs, added \S+ .* ratio", 3),
+    ],
+)
+def test_a_comparison_prints_what_it_measured(command, line, times, monkeypatch):
     script, *options = command.split()
-    is_native = options[:1] in (["jax"], ["native"])
-    if is_native:
-        pytest.importorskip("polyattn_native")
-    printed = subprocess.run(
-        [sys.executable, str(BENCH / "peers" / script), *options, "--quick"],
-        capture_output=True, text=True, check=True, timeout=120,
-        env={**os.environ, "POLYATTN_NATIVE": "1" if is_native else "0"},
-    ).stdout  # fmt: skip
-    assert len(re.findall(line, printed, re.MULTILINE)) == times, printed
+    monkeypatch.setenv("POLYATTN_NATIVE", "0")
+    command = [sys.executable, BENCH / "peers" / script, *options, "--quick"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    assert len(re.findall(line, done.stdout, re.MULTILINE)) == times, done.stdout
 
 
 def test_the_example_of_a_new_benchmark_runs():
@@ -199,7 +181,7 @@ def test_the_example_of_a_new_benchmark_runs():
     assert benchmark.run().shape == (1, 8, 16, 64)
 
 
-# ---- the tables ----
+# ---- the run ----
 
 COLUMNS = ["result", "params", "version", "started_at", "duration"]
 NAN = float("nan")
@@ -221,25 +203,6 @@ def results(folder, **benchmarks):
     (folder / "benchmarks.json").write_text(json.dumps(known))
     file.write_text(json.dumps({"result_columns": COLUMNS, "results": rows}))
     return file
-
-
-TABLE = """
-a processor
-
-time_it, ms (ratio to torch:cpu)
-   length             numpy         torch:cpu
-      256          2 (2.00)          1 (1.00)
-     2048         80 (0.80)        100 (1.00)"""
-
-
-def test_backends_stand_side_by_side(tmp_path, capsys):
-    file = results(tmp_path, time_it=TIMES)
-    file.with_suffix(".txt").write_text("a processor\n")
-    assert report.main([str(file)]) == 0
-    assert capsys.readouterr().out.splitlines()[1:] == TABLE.splitlines()
-
-
-# ---- the run ----
 
 
 @pytest.fixture
@@ -275,9 +238,9 @@ def test_a_quick_run_shows_its_short_table_and_keeps_nothing(asv, capsys):
     assert {*expected, f"--environment=existing:{sys.executable}"} <= set(command)
     assert asv.environ["OMP_NUM_THREADS"] == "1"
     told = capsys.readouterr().out
-    assert "a processor" in told
-    assert "time_it, ms (ratio to torch:cpu)" in told
-    assert "256" in told
+    assert re.search(
+        r"time_it, ms \(ratio to torch:cpu\)\n.*\n +256 +2 \(2\.00\) +1 \(1\.00\)", told
+    )
     assert "2048" not in told  # the shortest cases only
     assert not asv.results.exists()
     assert not asv.results.is_relative_to(ROOT)

@@ -5,7 +5,6 @@ import json
 import re
 import shlex
 from dataclasses import replace
-from io import BytesIO
 
 import numpy as np
 import pytest
@@ -94,7 +93,6 @@ def test_backends_that_run_one_kernel_at_a_length_and_device_are_told():
     ("text", "message"),
     [
         ("no json", "was not written by polyattn bench --json"),
-        ('{"format": "other", "version": 9}', "was not written by"),
         ('{"format": "polyattn bench", "version": 9}', "has version 9, and this polyattn reads"),
     ],
 )
@@ -150,8 +148,6 @@ def test_the_table_says_what_was_measured():
         "cuda:0: NVIDIA H100",
     ):
         assert said in text
-    assert "called by several backends" not in text
-    assert "ratio: the time over that of numpy; roof:" in " ".join(text.split())
     shared = "\n".join(printed(SHARED))
     assert "numpy       native* " in shared
     assert "*: the same kernel, called by several backends" in " ".join(shared.split())
@@ -164,16 +160,11 @@ def test_each_backend_has_a_line_of_its_own_under_the_roof_of_its_device():
     axes = picture.draw(REPORT).axes[0]
     lines = {line.get_label(): line for line in axes.get_lines()}
     assert list(lines) == ["roof of cpu", "roof of cuda:0", *[f"{x} tiled" for x in TIMES]]
-    backends = [lines[f"{name} tiled"] for name in TIMES]
-    for look in ("get_color", "get_marker"):
-        assert len({getattr(line, look)() for line in backends}) == 3
-    np.testing.assert_allclose(lines["numpy tiled"].get_xdata(), [256, 512])
     rates = [CALL.flops(256) / 4e-3 / 1e9, CALL.flops(512) / 8e-3 / 1e9]
+    np.testing.assert_allclose(lines["numpy tiled"].get_xdata(), [256, 512])
     np.testing.assert_allclose(lines["numpy tiled"].get_ydata(), rates)
     np.testing.assert_allclose(lines["roof of cpu"].get_ydata(), [200, 200])
-    assert axes.figure.legends[0].get_title().get_text() == "bands: quartiles"
-    stopped = changed(rows=[], peaks=[], interrupted=True)
-    picture.draw(stopped).savefig(BytesIO())
+    picture.draw(changed(rows=[], peaks=[], interrupted=True))
 
 
 # ---- comparing ----
@@ -199,7 +190,6 @@ ONE = changed(rows=[REPORT.rows[0]])
         (REPORT, faster(2, OTHER), r" +256  numpy +4\.00 +2\.00 +0\.500 +0\.375-0\.667\n"),
         # A range that holds 1 is no difference.
         (REPORT, faster(1.05), r"numpy +4\.00 +3\.81 +0\.952 +0\.714-1\.27 ~"),
-        (REPORT, faster(2, interrupted=True), "B was interrupted"),
         (
             REPORT,
             changed(rows=[replace(REPORT.rows[0], rounds=1, kernel="dense")]),
@@ -250,45 +240,36 @@ def test_one_command_prints_a_table_and_writes_every_file(tmp_path, capsys, hast
     assert re.search(r"numpy .* 1\.00 .* ~", capsys.readouterr().out)
 
 
-@pytest.mark.parametrize(
-    ("kernel", "kernels"),  # small refuses windows
-    [("all", ["tiled", "dense"]), ("dense", ["dense"])],
-)
-def test_the_command_that_is_shown_repeats_the_run(kernel, kernels, tmp_path, hasty):
+def test_the_command_that_is_shown_repeats_the_run(tmp_path, hasty):
     file = tmp_path / "a.json"
     options = ["--lengths", "8,24", "--key-heads", "1", "--window", "3,none", "--decode"]
-    options += ["--dtype", "float64", "--kernel", kernel, "--batch", "3"]
+    options += ["--dtype", "float64", "--kernel", "all", "--batch", "3"]
     assert main([*HASTE, *options, "--json", str(file)]) == 0
     first = read(file)
-    assert [row.kernel for row in first.rows] == kernels * 2
-    assert len(first.peaks) == 1
+    assert [row.kernel for row in first.rows] == ["tiled", "dense"] * 2  # small refuses windows
     assert main([*shlex.split(first.command)[1:], "--json", str(file)]) == 0
     assert (read(file).workload, read(file).command) == (first.workload, first.command)
 
 
 @pytest.mark.parametrize(
-    ("where", "error", "code", "lengths"),
-    [
-        ("group", KeyboardInterrupt, 130, [8]),
-        ("group", BrokenPipeError, 1, [8]),  # a reader that leaves
-        ("heading", KeyboardInterrupt, 130, None),
-    ],
+    ("error", "code"),
+    [(KeyboardInterrupt, 130), (BrokenPipeError, 1)],  # a reader that leaves
 )
 def test_an_interrupted_run_keeps_its_rows_or_older_results(
-    where, error, code, lengths, tmp_path, hasty, monkeypatch
+    error, code, tmp_path, hasty, monkeypatch
 ):
     def leave(*arguments):
         raise error
 
     file = tmp_path / "a.json"
     file.write_text("older", encoding="utf-8")
-    monkeypatch.setattr(table, where, leave)
-    assert main([*HASTE, "--lengths", "8:32", "--json", str(file)]) == code
-    if lengths is None:
+    for where in ("heading", "group"):
         assert file.read_text(encoding="utf-8") == "older"
-    else:
-        assert [r.length for r in read(file).rows] == lengths
-        assert read(file).interrupted
+        with monkeypatch.context() as patch:
+            patch.setattr(table, where, leave)
+            assert main([*HASTE, "--lengths", "8:32", "--json", str(file)]) == code
+    assert [r.length for r in read(file).rows] == [8]
+    assert read(file).interrupted
 
 
 @pytest.mark.parametrize(
@@ -298,13 +279,10 @@ def test_an_interrupted_run_keeps_its_rows_or_older_results(
         ("--backends onnx", "'onnx' cannot be timed: it makes a graph"),
         ("--backends numpy,jax --dtype float64", "jax:cpu does not support this call"),
         ("--backends numpy --kernel sdpa", "it has small, tiled, dense"),
-        ("--backends=", "a name is missing in --backends"),
         ("--json /nowhere/a.json", "--json needs a file in an existing folder"),
-        ("--plot a.png --json a.png", "a.png is given twice: name a different file for --json"),
         ("--compare a b --json c.json", "--json has nothing to write"),
         ("--compare /nowhere/a /nowhere/b", "/nowhere/a cannot be read"),
         ("--lengths 8:2", "doubling from the first to the last, or 512,1000,2048; got '8:2'"),
-        ("--batch 0", "a positive integer is required; got '0'"),
         ("--seconds nan", "a positive number of seconds is required; got 'nan'"),
     ],
 )

@@ -107,9 +107,10 @@ def test_a_name_means_each_kind_of_device_or_the_one_that_it_names(acme, names, 
 
 @pytest.mark.needs("jax", "torch")
 def test_all_backends_that_compute_are_measured_by_default():
-    assert {"torch", "jax"} <= set(everything_here()[1:])
-    assert everything_here()[0] == "numpy"  # the ratios are over its time
-    assert not {"array-api", "onnx"} & set(everything_here())
+    first, *others = everything_here()
+    assert first == "numpy"  # the ratios are over its time
+    assert {"torch", "jax"} <= set(others)
+    assert not {"array-api", "onnx"} & set(others)
 
 
 def test_the_public_call_is_timed_until_its_device_is_done(acme):
@@ -150,13 +151,8 @@ def test_calls_take_turns_in_reversed_order_and_are_warmed_up_unless_they_fill_t
 
 
 def test_the_roof_of_a_device_is_its_largest_rate_or_that_of_its_memory():
-    reached = [
-        peaks.Peak("slow", "cpu", 10.0, 7.0),
-        peaks.Peak("fast", "cpu", 30.0, 5.0),
-        peaks.Peak("other", "cuda:0", 99.0, 99.0),
-    ]
-    roofs = peaks.roofs(reached)
-    assert roofs == {"cpu": peaks.Peak("fast", "cpu", 30.0, 7.0), "cuda:0": reached[2]}
+    reached = [peaks.Peak("slow", "cpu", 10.0, 7.0), peaks.Peak("fast", "cpu", 30.0, 5.0)]
+    assert peaks.roofs(reached) == {"cpu": peaks.Peak("fast", "cpu", 30.0, 7.0)}
     call, peak = Workload(), peaks.Peak("numpy", "cpu", 1e11, 1e10)
     assert peaks.roof(peak, call, 4096) == 1e11
     assert peaks.roof(peak, call, 8) == call.flops(8) / call.bytes(8) * 1e10 < 1e11
@@ -169,21 +165,18 @@ def small_peaks(monkeypatch):
         monkeypatch.setattr(peaks, name, value)
 
 
-@pytest.mark.parametrize(("name", "dtype"), [("numpy", "float32"), ("jax", "float16")])
-def test_a_peak_counts_the_operations_and_bytes_of_the_calls_dtype(
-    name, dtype, monkeypatch, small_peaks
-):
-    (one,), seen = contenders(f"{name}:cpu"), []
+def test_a_peak_counts_the_operations_and_bytes_of_the_calls_dtype(monkeypatch, small_peaks):
+    (one,), seen = contenders("jax:cpu"), []
 
     def multiply(a, b, **options):
         seen.append((a.shape, str(a.dtype)))
         return a
 
-    monkeypatch.setattr(one.backend if dtype == "float32" else one.backend.xp, "matmul", multiply)
+    monkeypatch.setattr(one.backend.xp, "matmul", multiply)
     monkeypatch.setattr(peaks, "LONG", 2.0)
     monkeypatch.setattr(peaks, "_least", lambda call: call() or 0.5)
-    peak = peaks.measure(one, dtype)
-    assert seen[-1] == ((8, 8), dtype)
+    peak = peaks.measure(one, "float16")
+    assert seen[-1] == ((8, 8), "float16")
     assert peak.product == 2 * 8**3 / 0.5
     assert peak.bandwidth in (1.5 * 2**12 / 0.5, 1.5 * 2**13 / 0.5)
 
@@ -235,17 +228,12 @@ def test_a_backend_that_would_exceed_the_budget_is_left_out_with_a_note(quick, m
 
 def test_a_failure_is_noted_and_stops_no_other(quick, acme, monkeypatch):
     monkeypatch.setattr(acme, "place", raise_memory_error)
-    ((first, other),) = measured(quick, [*contenders("acme:cpu"), NUMPY], (8,))
-    assert (first.seconds, first.note) == (None, "MemoryError: no room[2J for it")
-    assert other.seconds > 0
-    monkeypatch.setattr(Workload, "arrays", raise_memory_error)
-    ((row,),) = measured(quick, [NUMPY], (16,))
-    assert row.note == first.note
-
-
-def test_a_backend_without_a_peak_is_measured_all_the_same(quick, monkeypatch):
     monkeypatch.setattr(peaks, "measure", raise_memory_error)
     quick.peaks.clear()
     measure.measure_peaks(quick, [NUMPY], FOREVER, lambda text: None)
-    ((row,),) = measured(quick, [NUMPY], (8,))
-    assert (row.seconds > 0, quick.of_roof(row)) == (True, None)
+    ((first, other),) = measured(quick, [*contenders("acme:cpu"), NUMPY], (8,))
+    assert (first.seconds, first.note) == (None, "MemoryError: no room[2J for it")
+    assert (other.seconds > 0, quick.of_roof(other)) == (True, None)
+    monkeypatch.setattr(Workload, "arrays", raise_memory_error)
+    ((row,),) = measured(quick, [NUMPY], (16,))
+    assert row.note == first.note

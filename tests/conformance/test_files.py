@@ -170,12 +170,6 @@ def test_the_command_writes_a_script(mine, tmp_path, capsys):
     assert not script.exists()
 
 
-def test_only_the_cases_that_are_named_are_checked(capsys):
-    assert main(["check", "numpy", "--kernel", "dense", "--case", "causal", "--case", "bias"]) == 0
-    rows = re.findall(r"^  (\w+)  +[\d.]+$", capsys.readouterr().out, re.MULTILINE)
-    assert rows == ["bias", "causal", "logsumexp", "float32"]
-
-
 def test_json_has_null_for_an_infinite_error(mine, capsys):
     assert main(["check", "--callable", "mine:blank", "--case", "plain", "--json"]) == 1
     rows = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)

@@ -57,8 +57,8 @@ def test_json(capsys):
         ("numpy --callable torch:matmul", "--callable takes the place of a backend"),
         ("numpy --list --repro x.py", "leave out --callable, --subject, --json and --repro"),
         ("--write-cases x --repro x.py", "writes one set of cases; leave out the other options"),
+        ("numpy --write-cases x", "leave out the backend"),
         ("numpy --same-bits", "give a function"),
-        ("--callable torch:matmul --same-bits --case causal", "give a function only"),
         ("numpy --case causl", "--case: there is no case 'causl'; did you mean 'causal'?"),
         ("--callable math:prod --case dropout", "--case: no function of others has these"),
     ],
@@ -128,15 +128,16 @@ def test_a_failure_is_charged_to_the_feature_that_fails_alone():
     assert first.text.startswith("softcap: output")  # the simplest first
     assert first.text.endswith("as if softcap is ignored")
     assert "FAIL deaf: softcap: output" in str(found)
-    assert report.cell_text(cell("bias"), {}).endswith(", 1 fail elsewhere")
+
     _, cell = reported(Deaf(), ["bias x softcap", "bias", "plain"])
     assert len(cell("softcap").failures) == len(cell("bias").failures) == 1  # of both together
 
 
-def test_the_first_failure_with_a_result_names_its_meaning():
+def test_an_error_is_a_failure_with_its_text_and_the_first_result_names_its_meaning():
     found, _ = reported(Faint(), ["softcap", "bias x softcap", "bias"])
     raised, other = (failure.text for failure in found.sections[0].failures)
-    assert "too much" in raised
+    assert "softcap: output: raised RuntimeError('it is too much') at " in raised
+    assert "test_report.py:" in raised
     assert other.endswith("as if softcap is ignored")
 
 
@@ -145,12 +146,6 @@ def test_a_logsumexp_that_is_wrong_is_charged_to_nothing_else():
     assert found.failed == 3
     assert len(cell("logsumexp").failures) == 3
     assert not any(cell(row).failures for row in ("plain", "bias", "softcap"))
-
-
-def test_an_error_of_the_kernel_is_a_failure_with_its_text():
-    found, _ = reported(Faint(), ["plain"])
-    assert "plain: output: raised RuntimeError('it is too much') at " in str(found)
-    assert "test_report.py:" in str(found)
 
 
 def test_each_call_without_gradients_is_a_failure():
@@ -190,7 +185,6 @@ def test_an_interrupt_leaves_what_there_was(monkeypatch, capsys):
     monkeypatch.setattr(run.checks, "check_case", check_case)
     assert main(QUICK) == 130
     out, err = capsys.readouterr()
-    assert "causal" in out
     assert "no failures" not in out
     assert "interrupted: nothing failed in 30 of " in out
     assert "interrupted after 30 of " in err
@@ -230,10 +224,6 @@ def test_a_dtype_that_is_declared_and_lost_fails(monkeypatch):
     run._do(section, None, "arrays keep the declared dtypes", few=False)
     (failure,) = section.failures
     assert "float64 becomes float32" in str(failure)
-    monkeypatch.setattr(Rounding, "lacks", lambda self, dtype: dtype == "float64" or None)
-    section.failures.clear()
-    run._do(section, None, "arrays keep the declared dtypes", few=False)
-    assert not section.failures
 
 
 def test_checks_in_a_new_interpreter_run_no_module_of_the_current_folder(tmp_path, monkeypatch):

@@ -35,25 +35,20 @@ def in_order(query, key, value, *, mask=None, is_causal=False, block):
     return output
 
 
-def slow(cut):
-    return pytest.param(cut, marks=pytest.mark.slow)
-
-
 def count(cut, block):
     options = "window" if cut == "keys evicted" else "causal"
     function = functools.partial(in_order, block=block)
     return differing(cut, options, "float32", runner(function, ON_NUMPY), HEADS, 8)
 
 
-@pytest.mark.parametrize("cut", ["decoded", "keys evicted", *map(slow, ("packed", "padded right"))])
+@pytest.mark.parametrize("cut", ["decoded", "keys evicted"])
 def test_one_order_of_sums_gives_the_same_bits(cut):
     different, rows = count(cut, block=2 * LENGTH)
     assert (different, rows >= 80) == (0, True)
 
 
-@pytest.mark.parametrize("cut", ["padded left", "keys evicted"])
-def test_blocks_that_begin_at_key_0_show_where_other_keys_come_first(cut):
-    assert count(cut, block=256)[0] > 0
+def test_blocks_that_begin_at_key_0_show_where_other_keys_come_first():
+    assert count("keys evicted", block=256)[0] > 0
 
 
 @pytest.mark.slow
@@ -67,6 +62,7 @@ def test_the_command_counts_the_rows_of_a_function(capsys):
 
 def test_what_a_function_has_no_argument_for_or_raises_is_said():
     found = rows_with_other_bits(lambda query, key, value, is_causal=False: 1 / 0, ON_NUMPY)
-    assert found["decoded, float32"] == "ZeroDivisionError: division by zero"
-    found = rows_with_other_bits(lambda query, key, value: query, ON_NUMPY)
-    assert set(found.values()) == {"no argument for is_causal", "no argument for mask"}
+    assert set(found.values()) == {
+        "ZeroDivisionError: division by zero",
+        "no argument for mask",
+    }

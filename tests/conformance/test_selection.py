@@ -1,4 +1,4 @@
-"""The cases that run: all, the essential ones, or few that cover the others; and their list."""
+"""The cases, of which every feature has one; those that run: all, the essential ones, or few."""
 
 import pytest
 
@@ -8,10 +8,29 @@ from polyattn.cli import main
 from polyattn.conformance import CASES, ESSENTIAL, KernelVariant, Target
 from polyattn.conformance.cases.topics import TOPICS
 from polyattn.conformance.checks.gradients import DERIVATIVES
-from polyattn.conformance.selection import LEFT_OUT, REFUSED, RUNS, chosen, states, why_few
+from polyattn.conformance.selection import LEFT_OUT, REFUSED, RUNS, chosen, states
 from polyattn.plugin import FEATURES
 
 NUMPY = Target("numpy")
+
+
+def test_every_feature_and_every_dtype_has_a_case():
+    needed = set().union(*(case.features for case in CASES.values()))
+    assert needed | {"logsumexp", *DERIVATIVES} == set(FEATURES)
+    assert set().union(*(case.features for case in ESSENTIAL.values())) == needed
+    for cases in (CASES, ESSENTIAL):
+        assert {case.dtype for case in cases.values()} == set(DTYPES)
+
+
+@pytest.mark.parametrize("name", DERIVATIVES)
+def test_every_feature_has_a_case_of_each_derivative(name):
+    cases = DERIVATIVES[name].cases.values()
+    needed = set().union(*(case.features for case in cases))
+    # A derivative gets gathered keys.
+    assert needed | {"logsumexp", "block_table", *DERIVATIVES} == set(FEATURES)
+    assert {case.dtype for case in cases} == set(DTYPES)
+    in_float64 = set().union(*(case.features for case in cases if case.dtype == "float64"))
+    assert {"normalizer", "score_expression", "score_norm", "similarity", "softcap"} <= in_float64
 
 
 class Compiled(Dense):
@@ -47,25 +66,6 @@ def test_a_kernel_that_compiles_runs_few_cases_and_is_asked_for_all():
     assert list(found.values()).count(LEFT_OUT) > 50
     assert list(found.values()).count(RUNS) < 30
     assert RUNS not in {state for case, state in found.items() if "sinks" in case.features}
-
-
-WHY_FEW = [
-    ("numpy", "tiled", "case", True, ""),
-    ("numpy", "tiled, small tiles", "backward", True, "a derivative in small tiles"),
-    ("numpy", "dense", "case", True, "one of the core's"),
-    ("array-api", "tiled", "case", True, "one tile holds all scores"),
-    ("array-api", "dense", "case", False, ""),
-    ("array-api", "dense", "backward", False, "the library is slow"),
-]
-
-
-def test_few_cases_have_a_reason():
-    for backend, kernel, test, thorough, why in WHY_FEW:
-        target = Target(backend)
-        (variant,) = (v for v in target.kernels if str(v) == kernel)
-        said = why_few(target, variant, test, thorough=thorough)
-        assert why in said
-        assert bool(why) == bool(said)
 
 
 def test_the_list_has_a_row_for_each_case_and_a_column_for_each_kernel(capsys):

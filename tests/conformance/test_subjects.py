@@ -51,8 +51,6 @@ def test_a_call_that_ends_its_process_or_never_ends_is_a_finding_and_the_others_
         (["einops,qqq"], "there is no subject 'qqq'; the subjects are torch.sdpa, torch.flex,"),
         (["absent"], "absent needs pip install no-such-distribution: "),
         (["torch.sdpa", "numpy"], "--subject takes the place of a backend; got numpy"),
-        (["torch.sdpa", "--callable", "a:b"], "takes the place of --callable; got a:b"),
-        (["torch.sdpa", "--repro", "a.py"], "takes the place of --repro; got a.py"),
     ],
 )
 def test_a_wrong_command_is_refused_before_any_work(options, reason, monkeypatch, capsys):

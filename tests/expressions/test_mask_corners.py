@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from arrays import tiles_of
+from arrays import EVERYWHERE, tiles_of
 from optional import jax, torch
 
 from polyattn import attention, masks, scores
@@ -37,7 +37,6 @@ def later(b, h, i, j):
         (lambda: masks.prefix(2.0), TypeError, "array of one for each batch item; got 2.0"),
         (lambda: masks.padding(), TypeError, "key_lengths, query_lengths, or both"),
         (lambda: masks.padding([3, "x"]), TypeError, "must hold numbers"),
-        (lambda: masks.padding(np.array([3.0, 5.0])), TypeError, "float64"),
         (lambda: masks.segments(None), TypeError, "query_ids must be an integer array"),
         (lambda: masks.positions(np.ones(6), [0]), TypeError, "query_positions must be an integer"),
         (
@@ -46,38 +45,28 @@ def later(b, h, i, j):
             r"later\)\. Compose others with the result",
         ),
         (lambda: masks.tree([-1, 1]), ValueError, r"got 1 for the draft at \(1,\)"),
-        (lambda: masks.tree(np.array(-1)), ValueError, r"shape \(\.\.\., L\)"),
-        (lambda: masks.tree(np.ones((2, 3), bool)), TypeError, r"or a bool array \(\.\.\., L, L\)"),
         (lambda: masks.selected([[0, -2]]), ValueError, "at least 0, or -1 for none; got -2"),
         (lambda: masks.selected(np.ones((2, 3))), TypeError, "indices must be an integer array"),
         (lambda: masks.selected(np.array(1)), ValueError, "an axis for the numbers of each row"),
         (lambda: masks.blocks([[0]], (1, 2, 3)), ValueError, r"rows and keys; got \(1, 2, 3\)"),
-        (lambda: masks.blocks([[0]], 0), ValueError, "size must be .*at least 1; got 0"),
         (lambda: masks.edges([0, 2], [1, 1], 2), ValueError, "below query_length = 2; got 2"),
-        (lambda: masks.edges([0], [-1], 2), ValueError, "keys must be at least 0; got -1"),
         (lambda: masks.edges([0], [1, 2], 2), ValueError, r"one shape \(edges,\); got \(1,\) and"),
-        (lambda: masks.dilated(0), ValueError, "at least 1; got 0"),
         (lambda: masks.global_tokens(), ValueError, "positions"),
         (lambda: masks.global_tokens(1, 2**30), ValueError, r"from 0 to 2\*\*30 - 1; got \(1, 10"),
         (lambda: masks.dense(np.ones((6, 6))), TypeError, "bool array"),
         (lambda: masks.rule(lambda i, j: i > j), TypeError, "b, h, i, j"),
         (lambda: masks.compile(later, 0), ValueError, "at least 1"),
         (lambda: scores.softcap(0), ValueError, "above 0 in the range of float32; got 0"),
-        (lambda: scores.temperature(1e-300), ValueError, "1e-300"),
         (lambda: scores.temperature(2.0) and scores.alibi(2), TypeError, ">>"),
-        (lambda: scores.alibi(0), ValueError, "at least 1; got 0"),
         (lambda: scores.relative_bias(np.zeros(4)), TypeError, r"\(4,\)"),
         (lambda: scores.relative_bias(np.zeros((2, 4))), ValueError, "at least 4 buckets"),
         (lambda: scores.softcap(2) >> scores.cosine(), TypeError, r"scores\.cosine\(\)"),
-        (lambda: scores.distance(3), ValueError, "1 or 2; got 3"),
         (lambda: scores.additive(3.0), TypeError, r"\(D,\)"),
         (lambda: masks.causal() and masks.prefix(1), TypeError, "compose by & | ~"),
-        (lambda: masks.causal() & scores.softcap(1), TypeError, "a Softcap"),
         (lambda: masks.rule(scores.softcap(1)), TypeError, r"got scores\.softcap\(1\.0\)"),
         (lambda: masks.padding(X[0] > 0), TypeError, r"mask=valid\[:, None, None, :\]"),
         (lambda: masks.compile(lambda b, h, i, j: i - j, 6), TypeError, "dtype int64"),
         (lambda: masks.compile(lambda b, h, i, j: i[:-1] >= j, 6), ValueError, r"\(1, 1, 6, 6\)"),
-        (lambda: masks.compile(np.ones((7, 7), bool), 6), ValueError, r"\(7, 7\)"),
         (lambda: scores.relative_bias(np.ones((32, 4)), max_distance=200.7), TypeError, "200.7"),
         (lambda: scores.relative_bias(np.ones((32, 4)), bidirectional="no"), TypeError, "'no'"),
     ],
@@ -126,37 +115,38 @@ def test_a_number_beyond_all_lengths_means_no_bound(transform):
         np.testing.assert_array_equal(*np.broadcast_arrays(found, expected))
 
 
-@pytest.mark.parametrize("library", ["numpy", "torch"])
 @pytest.mark.parametrize("name", [name for name in HUGE if name != "a step"])
-def test_tiles_are_known_of_such_numbers_in_arrays_too(name, library):
-    x, ids = TO[library](X), masks.segments(TO[library](np.arange(L) // 4))
-    call, operands = describe(x, x, x)
-    grid = TileGrid(examine(call), operands, library_of(x).xp, (2, 2), x)
-    huge, plain = (grid.of(mask & ids) for mask in HUGE[name])
-    for found, expected in zip(huge, plain, strict=True):
-        np.testing.assert_array_equal(np.asarray(found), np.asarray(expected))
+def test_tiles_are_known_of_such_numbers_in_arrays_too(name):
+    call, operands = describe(X, X, X)
+    grid = TileGrid(examine(call), operands, library_of(X).xp, (2, 2), X)
+    huge, plain = (grid.of(mask & masks.segments(np.arange(L) // 4)) for mask in HUGE[name])
+    for pair in zip(huge, plain, strict=True):
+        np.testing.assert_array_equal(*pair)
 
 
-NAMES_AND_KERNELS = [("numpy", "dense"), ("numpy", "tiled"), ("torch", None), ("torch", "tiled")]
+WAYS = [("numpy", "dense"), ("numpy", "tiled"), ("torch", None)]
+
+# float64 has no odd number as large.
+ODD = np.array([0, 0, 200, 2**16 - 1, 2**53, 2**53 + 1])
+#: Ids of rows and of keys, whose dtypes differ or are unsigned.
+IDS = {
+    "uint16": [np.minimum(ODD, 2**16 - 1).astype("uint16")] * 2,
+    "uint64 and int64": [ODD.astype("uint64"), ODD],
+    **{
+        f"{beyond}": [
+            np.array([7, 7, beyond, beyond + 1, 2**64 - 1, 2**64 - 2], "uint64"),
+            np.array([7, 8, min(beyond, 2**63 - 1), 2**62 + 3, -1, -2]),
+        ]
+        for beyond in (2**62 + 1, 2**63 + 1)
+    },
+    "below 0": [np.array([-(2**62), 2**62, -1, -1, 0, 2**62])] * 2,
+}
 
 
-@pytest.mark.parametrize("dtypes", [("uint16",) * 2, ("uint32",) * 2, ("uint64", "int64")], ids=str)
-@pytest.mark.parametrize(("name", "kernel"), NAMES_AND_KERNELS)
-def test_ids_may_be_unsigned_and_of_two_dtypes(name, kernel, dtypes):
-    # float64 has no odd number as large.
-    ids = np.array([0, 0, 200, 2**16 - 1, 2**53, 2**53 + 1])
-    ids = ids if "int64" in dtypes else np.minimum(ids, 2**16 - 1)
-    rows, keys = (TO[name](ids.astype(dtype)) for dtype in dtypes)
-    found = run(TO[name](X), mask=masks.segments(rows, keys), kernel=kernel)
-    expected = run(mask=masks.dense(ids[:, None] == ids), kernel="dense")
-    np.testing.assert_allclose(np.asarray(found), expected, rtol=1e-12)
-
-
-@pytest.mark.parametrize(("name", "kernel"), NAMES_AND_KERNELS)
-@pytest.mark.parametrize("beyond", [2**62 + 1, 2**63 + 1])
-def test_ids_of_two_kinds_are_equal_only_as_numbers(beyond, name, kernel):
-    rows = np.array([7, 7, beyond, beyond + 1, 2**64 - 1, 2**64 - 2], "uint64")
-    keys = np.array([7, 8, min(beyond, 2**63 - 1), 2**62 + 3, -1, -2])
+@pytest.mark.parametrize(("name", "kernel"), WAYS)
+@pytest.mark.parametrize("ids", IDS)
+def test_ids_are_equal_only_as_numbers(ids, name, kernel):
+    rows, keys = IDS[ids]
     mask = masks.segments(TO[name](rows), TO[name](keys))
     expected = run(mask=rows.astype(object)[:, None] == keys.astype(object))
     for shown in (mask, mask & masks.window(99, 99)):
@@ -165,49 +155,37 @@ def test_ids_of_two_kinds_are_equal_only_as_numbers(beyond, name, kernel):
 
 
 #: Lengths of two items of 300 keys, beyond which a narrow dtype cannot count.
-LENGTHS = {
-    "uint8": [100, 255],
-    "int16": [100, 2**15 - 1],
-    "uint32": [100, 2**32 - 1],
-    "uint64": [2**63 + 1, 2**64 - 1],
-}
+LENGTHS = {"uint8": [100, 255], "int16": [-3, 2**15 - 1], "uint64": [2**63 + 1, 2**64 - 1]}
 
 
-@pytest.mark.parametrize(("name", "kernel"), NAMES_AND_KERNELS)
+@pytest.mark.parametrize(("name", "kernel"), WAYS)
 @pytest.mark.parametrize("dtype", LENGTHS)
 def test_lengths_have_any_dtype_of_integers(dtype, name, kernel):
     x = np.random.default_rng(1).normal(size=(2, 1, 300, 8)).astype("float32")
     lengths = TO[name](np.array(LENGTHS[dtype], dtype))
     shown = np.arange(300) < np.array(LENGTHS[dtype], object)[:, None, None, None]
-    rows = np.swapaxes(shown, -1, -2).astype(bool)
-    for mask, expected in (
-        (masks.prefix(lengths), shown),
-        (masks.padding(lengths, lengths), shown & rows),
-    ):
-        found = np.asarray(run(TO[name](x), mask=mask, kernel=kernel))
-        np.testing.assert_allclose(found, run(x, mask=expected.astype(bool)), atol=1e-5)
+    found = run(TO[name](x), mask=masks.padding(lengths, lengths), kernel=kernel)
+    expected = run(x, mask=(shown & np.swapaxes(shown, -1, -2)).astype(bool))
+    np.testing.assert_allclose(np.asarray(found), expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("kernel", ["dense", "tiled"])
-@pytest.mark.parametrize("step", [2**30 + 1, 2**31 + 3, 2**40])
+@pytest.mark.parametrize("step", [2**30 + 1, 2**31 + 3])
 @pytest.mark.parametrize("offset", [2**30 - 1, 2**31 - 2, 2**40 + 3])
 def test_wide_steps_meet_far_positions(offset, step, kernel):
     x = np.random.default_rng(1).normal(size=(1, 300, 8))
     expected = run(x, mask=(np.arange(300) - np.arange(300)[:, None] - offset) % step == 0)
-    for name in ("numpy", "torch"):
-        for own in (offset, TO[name](np.full((), offset))):
-            call = {"mask": masks.dilated(step), "query_offset": own, "kernel": kernel}
-            np.testing.assert_allclose(np.asarray(run(TO[name](x), **call)), expected, atol=1e-12)
+    for own in (offset, np.array(offset)):
+        found = run(x, mask=masks.dilated(step), query_offset=own, kernel=kernel)
+        np.testing.assert_allclose(found, expected, atol=1e-12)
 
 
 # Offset, window, and the keys that row i sees: from i + the first to i + the second.
 FAR_CALLS = [
     (2**31 - 1, (2**40, 0), (-99, 99)),
-    (2**31 - 1, (2**31 - 1, 0), (0, 99)),
     (2**31 - 2, (2**31, None), (-2, 99)),
     (-(2**31), (0, 2**40), (-99, 99)),
     (-(2**31), (None, 2**31), (-99, 0)),
-    (2**40, (2**40 + 1, 0), (-1, 99)),
     (-(2**62), (3, 2**62 - 2), (-99, -2)),
     (2**63 - 1, (2**63 - 1, 0), (0, 99)),
     (2**40, (2**20, 0), (99, 99)),
@@ -217,9 +195,9 @@ FAR_CALLS = [
 @pytest.mark.parametrize(
     ("name", "kernel", "offset", "window", "seen"),
     [
-        *((*way, *call) for way in NAMES_AND_KERNELS for call in FAR_CALLS),
+        *((*way, *call) for way in WAYS for call in FAR_CALLS),
         # JAX has no 64-bit integers here.
-        *(("jax", "xla", *call) for call in FAR_CALLS[:4:3]),
+        *(("jax", "xla", *call) for call in FAR_CALLS[:1]),
     ],
 )
 def test_far_offsets_and_wide_windows_cancel_exactly(name, kernel, offset, window, seen):
@@ -233,19 +211,15 @@ def test_far_offsets_and_wide_windows_cancel_exactly(name, kernel, offset, windo
             np.testing.assert_allclose(np.asarray(found), expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("window", [(2**40, 0), (2**20, 0)], ids=str)
-def test_far_offsets_that_are_moved_are_right_or_refused(window):
+def test_far_offsets_that_move_to_jax_are_right_or_refused():
     x, offset = X.astype("float32"), np.full(B, 2**40)
-    options = {"query_offset": offset, "window": window}
-    expected = run(x, **options)
-    np.testing.assert_allclose(run(x, **options, backend="torch"), expected, atol=1e-5)
-    if window[0] == 2**20:
-        np.testing.assert_allclose(run(x, **options, backend="jax"), expected, atol=1e-5)
-    else:
-        with pytest.raises(ValueError, match=r"JAX has integers beyond 32 bits, .* only after"):
-            run(x, **options, backend="jax")
+    near = {"query_offset": offset, "window": (2**20, 0)}
+    np.testing.assert_allclose(run(x, **near, backend="jax"), run(x, **near), atol=1e-5)
+    with pytest.raises(ValueError, match=r"JAX has integers beyond 32 bits, .* only after"):
+        run(x, query_offset=offset, window=(2**40, 0), backend="jax")
 
 
+@pytest.mark.slow
 def test_dilation_counts_from_a_far_position_of_jax():
     far, x = 2**31 - 2, X.astype("float32")
     expected = run(mask=(np.arange(S) - np.arange(L)[:, None] - far) % 5 == 0)
@@ -271,17 +245,8 @@ def test_a_mask_is_compiled_for_batch_axes_of_any_number():
         masks.compile(mask, L, batch=6)
 
 
-def test_negative_lengths_hide_all_and_ids_may_be_any_integer():
-    none = run(mask=masks.padding(np.array([-3, 6])))
-    assert not none[0].any()
-    assert none[1].any()
-    odd = np.array([-(2**62), 2**62, -1, -1, 0, 2**62])
-    same = odd[:, None] == odd
-    np.testing.assert_array_equal(run(mask=masks.segments(odd)), run(mask=same))
-
-
-@pytest.mark.parametrize("kernel", ["dense", "tiled"])
-@pytest.mark.parametrize(("rows", "keys"), [(0, 5), (5, 0)])
+@pytest.mark.parametrize(("rows", "keys", "kernel"), [(0, 5, "tiled"), (5, 0, "dense")])
+@pytest.mark.parametrize("library", EVERYWHERE, ids=str)
 def test_nothing_in_is_nothing_out(library, rows, keys, kernel):
     query, key = (library.to(np.ones((B, H, n, 8))) for n in (rows, keys))
     ids, key_ids = (library.to(np.zeros(n, int)) for n in (rows, keys))
@@ -296,16 +261,8 @@ def test_nothing_in_is_nothing_out(library, rows, keys, kernel):
     assert not library.back(output).any()
 
 
-@pytest.mark.parametrize("kind", [scores.cosine(), scores.distance(), scores.additive(np.ones(0))])
-def test_vectors_of_no_size_are_all_alike(kind):
+def test_vectors_of_no_size_are_all_alike():
     x, value = np.ones((2, 3, 0)), np.arange(6.0).reshape(2, 3, 1)
     mean = np.broadcast_to(value.mean(-2, keepdims=True), value.shape)
-    np.testing.assert_allclose(attention(x, x, value, similarity=kind), mean)
-
-
-def test_a_mask_is_a_mask_function_under_torchs_vmap():
-    ids = torch.tensor([0, 0, 1, 1, 1, 0])
-    at = torch.arange(6)
-    mask = masks.segments(ids) & masks.positions(at, at) & masks.tree(at - 1)
-    seen = torch.vmap(lambda i: torch.vmap(lambda j: mask(at[0], at[0], i, j))(at))(at)
-    assert torch.equal(seen, (ids[:, None] == ids) & (at[:, None] >= at))
+    for kind in (scores.cosine(), scores.distance(), scores.additive(np.ones(0))):
+        np.testing.assert_allclose(attention(x, x, value, similarity=kind), mean)

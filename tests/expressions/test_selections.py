@@ -27,9 +27,11 @@ def test_a_selection_is_a_set_in_any_order():
     np.testing.assert_allclose(attention(X, KEY, KEY, mask=mask), EXPECTED, atol=1e-12)
 
 
-@pytest.mark.parametrize("kernel", ["dense", "gathered"])
-@pytest.mark.parametrize("library", [NUMPY, TORCH], ids=str)
-@pytest.mark.parametrize("dtype", ["int32", "int64"])
+@pytest.mark.parametrize(
+    ("dtype", "library", "kernel"),
+    [("int32", NUMPY, "gathered"), ("int32", TORCH, "dense"), ("int64", NUMPY, "dense")],
+    ids=str,
+)
 def test_numbers_beyond_the_keys_name_none(library, dtype, kernel):
     """Also where the product of number and size is beyond the dtype."""
     numbers = np.array([[2**30, 2**31 - 1, np.iinfo(dtype).max // 2 + 1]], dtype)
@@ -58,6 +60,7 @@ def test_edges_in_any_order_are_the_keys_of_rows(library):
     assert not attention(X, KEY, KEY, mask=masks.edges([], [], L)).any()
 
 
+@pytest.mark.slow
 def test_edges_of_jax_with_64_bits_are_written_to_lists_of_64_bits():
     wide = (jax if hasattr(jax, "enable_x64") else jax.experimental).enable_x64  # since JAX 0.8
     with wide(True), warnings.catch_warnings(), jax.numpy_dtype_promotion("strict"):
@@ -76,12 +79,6 @@ def under_jit(mask_of):
     return np.asarray(run(*(one.astype("float32") for one in (X, KEY)), KEYS))
 
 
-def under_compile(mask_of):
-    run = torch.compile(lambda x, k, keys: attention(x, k, k, mask=mask_of(keys)), backend="eager",
-                        fullgraph=True)  # fmt: skip
-    return run(*map(torch.from_numpy, (X, KEY, KEYS))).numpy()
-
-
 def under_vmap(mask_of):
     run = torch.func.vmap(lambda x, k, keys: attention(x, k, k, mask=mask_of(keys)))
     return run(*map(torch.from_numpy, (X, KEY, np.stack([KEYS, KEYS])))).numpy()
@@ -89,11 +86,7 @@ def under_vmap(mask_of):
 
 @pytest.mark.parametrize(
     ("way", "mask_of"),
-    [
-        (under_jit, masks.selected),
-        (under_vmap, lambda keys: masks.blocks(keys, 1)),
-        pytest.param(under_compile, lambda keys: masks.blocks(keys, 1), marks=pytest.mark.slow),
-    ],
+    [(under_jit, masks.selected), (under_vmap, lambda keys: masks.blocks(keys, 1))],
 )
 def test_traced_numbers(way, mask_of):
     np.testing.assert_allclose(way(mask_of), EXPECTED, atol=1e-5)
