@@ -251,37 +251,22 @@ OTHERS = [
 ]
 
 
-class Refusing(Dense):
-    """Takes no call at all."""
+class Idle(Dense):
+    """Has a reason against each call, or each with a feature that it declares."""
 
-    name = "refusing"
-    features = frozenset()
-
-    def reasons_against(self, problem):
-        return ["it never does"]
-
-
-class NoLogsumexp(Dense):
-    """Declares logsumexp, and has a reason against each."""
-
-    name = "no_logsumexp"
-    differentiates: ClassVar = {}
+    def __init__(self, name, feature=None, **declared):
+        self.name, self.feature = name, feature
+        self.__dict__.update(declared)
 
     def reasons_against(self, problem):
-        return ["it keeps none"] if "logsumexp" in problem.features else []
+        return ["it never does"] if self.feature in (None, *problem.features) else []
 
 
-class NoBackward(Dense):
-    """Declares backward, and has a reason against each."""
-
-    name = "no_backward"
-    differentiates: ClassVar = only("backward")
-
-    def reasons_against(self, problem):
-        return ["it has no way back"] if "backward" in problem.features else []
-
-
-IDLE = [Refusing(), NoLogsumexp(), NoBackward()]
+IDLE = [
+    Idle("refusing", features=frozenset()),
+    Idle("no_logsumexp", "logsumexp", differentiates={}),
+    Idle("no_backward", "backward", differentiates=only("backward")),
+]
 
 
 class BrokenBackend(Backend):

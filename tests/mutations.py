@@ -19,12 +19,10 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import tomllib
 import warnings
-from collections import Counter
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -169,34 +167,16 @@ def run_test(mutation):
     return mutation.found_by if code else None
 
 
-def print_counts(mutations):
-    """Print how many of the mistakes the tests of `make test` find, its random calls among them."""
-    files = {m.found_by.partition("::")[0] for m in mutations if m.kind != "native"}
-    command = [sys.executable, "-m", "pytest", *PYTEST, "-n", "0", "--collect-only", *files]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    run = set(done.stdout.splitlines())
-    run |= {test.partition("[")[0] for test in run}
-    few = re.compile("|".join(rf"seed {seed}\b" for seed in range(kernel_calls.FEW)))
-    finders = Counter(
-        "make test" if m.found_by in run or few.search(m.found_by) else "other tests and calls"
-        for m in mutations
-    )
-    print(f"{len(mutations)} mistakes:", *(f"{n} by {finder}" for finder, n in finders.items()))
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
         "words", nargs="*", help="only the mistakes with one of these in their name"
     )
     parser.add_argument("--check", action="store_true", help="only say which do not fit the code")
-    parser.add_argument("--count", action="store_true", help="only say how many `make test` finds")
     options = parser.parse_args()
     warnings.simplefilter("error", SyntaxWarning)  # of a mistake that would fail any case
     words = options.words or [""]
     chosen = [m for m in read_table() if any(word in m.name for word in words)]
-    if options.count:
-        return print_counts(chosen)
     wrong = dict(outdated(chosen))
     for name, error in wrong.items():
         print(f"{name}: {error}")
