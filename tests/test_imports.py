@@ -14,7 +14,9 @@ import polyattn
 
 ROOT = Path(polyattn.__file__).resolve().parent
 BACKENDS = ROOT.parent / "backends"
-FRAMEWORKS = {"torch", "jax", "cupy", "dask", "tensorflow", "mlx", "autograd", "ndonnx", "onnx"}
+FRAMEWORKS = {
+    "torch", "jax", "cupy", "dask", "tensorflow", "mlx", "autograd", "ndonnx", "onnx", "matplotlib",
+}  # fmt: skip
 #: What `polyattn.conformance` needs beside NumPy: the extra "testing", less what is no import.
 TESTING = {"array_api_extra", "ml_dtypes", "mpmath", "numpy", "pytest"}
 
@@ -53,11 +55,7 @@ OUTSIDE = {
     "bench": {"numpy", "threadpoolctl"},
     "conformance": TESTING,
     "dialects.flax": {"jax"},  # imported for a key of jax.random
-    "dialects.flash_attn.layers": {"torch"},
-    "dialects.flash_attn.losses": {"torch"},
-    "dialects.flash_attn.modules": {"torch"},
-    "dialects.flash_attn.ops.layer_norm": {"torch"},
-    "dialects.flash_attn.ops.activations": {"torch"},
+    "dialects.flash_attn": {"torch"},  # by modules with classes of torch
     "dialects.xformers.ops": {"torch"},
     "export": {"numpy"},
     "_core.expressions.intervals": {"numpy"},  # imported when intervals are asked for
@@ -153,16 +151,6 @@ def test_other_distributions_import_the_contract_alone():
     for file in [*files, ROOT.parent / "tests" / "broken_plugin.py"]:
         ours = {module for module, _ in imports_of(file) if module.startswith("polyattn.")}
         assert ours <= CONTRACT, file
-
-
-def test_the_words_of_the_glossary_are_names_in_the_code():
-    page = (ROOT.parent / "docs" / "design.md").read_text(encoding="utf-8")
-    section = page.partition("## What do the words mean?")[2].partition("\n## ")[0]
-    words = re.findall(r"^\| `(\w+)` \| ", section, re.M)
-    nodes = [node for x in ROOT.rglob("*.py") for node in nodes_of(x)]
-    names = {node.name for node in nodes if isinstance(node, ast.ClassDef)}
-    assert 10 < len(words) <= 20
-    assert not set(words) - names
 
 
 def none_of(names):

@@ -1,8 +1,8 @@
 """Check cases of the conformance suite on ranks of any engine, by its oracle and its tolerances.
 
 As a program it is one process of torch or MPI: ``on_ranks.py ENGINE CHECK…``. A check is
-``differences``, ``value:CASE`` or ``gradients:CASE``, and runs on all strategies and layouts, or
-``death``, which ends the program.
+``value:CASE`` or ``gradients:CASE``, and runs on all strategies and layouts, or ``death``, which
+ends the program.
 """
 
 import os
@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from polyattn import Gradients, masks, parallel
+from polyattn import Gradients, parallel
 from polyattn.conformance import CASES, Target
 from polyattn.conformance.cases.case import with_arrays
 from polyattn.conformance.cases.gradient_cases import BACKWARD_CASES
@@ -140,41 +140,6 @@ def by_autograd(own, along, how, options):
     return Gradients(*[x.grad for x in own], **others)
 
 
-#: What the last rank has in place of the others' argument, by the name that the message gives it.
-DIFFERENT = {
-    "query.shape is (2, 8, 8, 4)": {"query": np.ones((2, 8, 6, 4))},
-    "query.dtype is ": {"query": np.ones((2, 8, 8, 4), np.float32)},
-    "strategy is 'gather'": {"strategy": "none"},
-    "is_causal is not given": {"is_causal": True},
-    "window is not given": {"window": (3, np.int64(0))},
-    "scale is 0.5": {"scale": 0.25},
-    "dropout is (0.5, 3)": {"dropout": (0.5, 4)},
-    "mask is masks.prefix(3)": {"mask": masks.padding([3, 5])},
-    "sinks is <(8,) ": {"sinks": None},
-    "query_offset is 1": {"query_offset": np.asarray([1, 1])},
-    "score_mod is not given": {"score_mod": lambda s, b, h, i, j: s},
-    "windows is not given": {"windows": (3, 3)},
-}
-
-
-def check_differences(name, ranks, strategy, layout, kind=np.asarray, differentiate=None):
-    """Check that ranks whose calls differ all raise one error, and go on after it."""
-    call = {name: np.ones((2, 8, 8, 4)) for name in WHOLE} | {
-        "over": ranks, "strategy": "gather", "layout": "contiguous", "scale": 0.5,
-        "query_offset": 1, "dropout": (0.5, 3), "mask": masks.prefix(3), "sinks": np.ones(8),
-    }  # fmt: skip
-    for message, other in DIFFERENT.items():
-        given = {**call, **(other if ranks.rank == ranks.size - 1 else {})}
-        given |= {name: kind(given[name]) for name in WHOLE}
-        try:
-            parallel.attention(**given)
-        except ValueError as error:
-            text = str(error)
-        assert text.startswith("all ranks must make the same call; "), text
-        assert message in text, text
-        assert f" on rank {ranks.size - 1}" in text, text
-
-
 def check_death(name, ranks, strategy, layout, **how):
     """Check that ranks stop with an error, and do not wait, when one of them dies."""
     x = how["kind"](np.ones((2, 8, 4)))
@@ -189,7 +154,6 @@ def check_death(name, ranks, strategy, layout, **how):
 
 CHECKS = {
     "death": check_death,
-    "differences": check_differences,
     "value": check_value,
     "gradients": check_gradients,
 }

@@ -13,7 +13,7 @@ HERE = Path(__file__).resolve().parent
 MPIEXEC = Path(sys.executable).with_name("mpiexec")
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
 LAUNCHERS = {"torch": TORCHRUN, "mpi4py": [MPIEXEC, "-n"]}
-FEW = "differences", "gradients:alibi value, float64"
+FEW = "gradients:alibi value, float64", "value:plain, bfloat16"
 MORE = (
     *FEW, "gradients:bias x softcap", "gradients:plain, bfloat16", "gradients:L > S",
     "value:mask function x score_mod", "value:window x offset array",

@@ -204,33 +204,44 @@ def test_a_rank_that_does_not_come_is_waited_for_and_no_longer():
 # ---- calls that differ ----
 
 
-def test_ranks_whose_calls_differ_all_raise_one_error():
-    on_threads(on_ranks.check_differences, None)
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ([{}, {"query": (4, 6, 4)}], "query.shape is (4, 10, 4) on rank 0, (4, 6, 4) on rank 1. Q"),
-        ([{}] * 5 + [{"scale": 1}], "; scale is not given on rank 0, 1 on rank 5"),
-        ([{"layout": "zigzag", "query": (4, 7, 4)}, {}], "layout is 'zigzag' on rank 0, 'cont"),
+        ([{}, {"query": np.ones((4, 6, 4))}], "query.shape is (4, 10, 4) on rank 0, (4, 6, 4) on "),
+        ([{}] * 5 + [{"scale": 1}], "; scale is 0.5 on rank 0, 1 on rank 5"),
+        (
+            [{"layout": "zigzag", "query": np.ones((4, 7, 4))}, {}],
+            "layout is 'zigzag' on rank 0, 'c",
+        ),
+        ([{}, {"query": np.ones((4, 10, 4), np.float32)}], "query.dtype is "),
+        ([{}, {"strategy": "none"}], "strategy is 'gather'"),
+        ([{}, {"is_causal": True}], "is_causal is not given"),
+        ([{}, {"window": (3, np.int64(0))}], "window is not given"),
+        ([{}, {"dropout": (0.5, 4)}], "dropout is (0.5, 3)"),
+        ([{}, {"mask": masks.padding([3, 5])}], "mask is masks.prefix(3)"),
+        ([{}, {"sinks": None}], "sinks is <(4,) "),
+        ([{}, {"query_offset": np.asarray([1, 1])}], "query_offset is 1"),
+        ([{}, {"score_mod": lambda s, b, h, i, j: s}], "score_mod is not given"),
+        ([{}, {"windows": (3, 3)}], "windows is not given"),
     ],
 )
 def test_the_error_of_calls_that_differ_says_what_differs_on_which_ranks(options, message):
-    errors, x = [], np.ones((4, 10, 4))
+    x, errors = np.ones((4, 10, 4)), []
+    call = {
+        "query": x, "strategy": "gather", "layout": "contiguous", "scale": 0.5, "query_offset": 1,
+        "dropout": (0.5, 3), "mask": masks.prefix(3), "sinks": np.ones(4),
+    }  # fmt: skip
 
     def attend(ranks):
-        given = {"query": (4, 10, 4), "layout": "contiguous"} | options[ranks.rank]
-        query = np.ones(given.pop("query"))
-        with pytest.raises(ValueError, match="all ranks must make the same call") as caught:
-            parallel.attention(query, x, x, over=ranks, **given)
+        with pytest.raises(ValueError, match="all ranks must make the same call; ") as caught:
+            parallel.attention(key=x, value=x, over=ranks, **call | options[ranks.rank])
         errors.append(str(caught.value))
         assert ranks.sent == 0
 
     parallel.run_threads(len(options), attend)
-    assert len(errors) == len(options)
-    assert len(set(errors)) == 1
+    assert errors == errors[:1] * len(options)
     assert message in errors[0]
+    assert f" on rank {len(options) - 1}" in errors[0]
 
 
 def test_gradients_that_differ_stop_all_ranks():
