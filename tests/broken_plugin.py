@@ -211,13 +211,11 @@ def deaf_to_score_mod(dense, p, x, backend):
 
 def blind_to_infinity(dense, p, x, backend):
     """An infinity that is seen counts for nothing."""
-    value = np.where(np.isinf(x.value), np.zeros((), x.value.dtype), x.value)
-    return dense(p, x._replace(value=value), backend)
+    return dense(p, x._replace(value=np.where(np.isinf(x.value), 0, x.value)), backend)
 
 
 def blind_to_nan_keys(dense, p, x, backend):
-    key = np.where(np.isnan(x.key), np.zeros((), x.key.dtype), x.key)
-    return dense(p, x._replace(key=key), backend)
+    return dense(p, x._replace(key=np.where(np.isnan(x.key), 0, x.key)), backend)
 
 
 def coarse(dense, p, x, backend):

@@ -12,8 +12,6 @@ from arrays import draw
 from optional import jnp, torch
 
 from polyattn import attention, attention_vjp, masks, parallel, scores
-from polyattn.conformance import CASES
-from polyattn.conformance.cases.gradient_cases import BACKWARD_CASES
 from polyattn.parallel.call import ParallelCall
 
 SIZE = 4
@@ -23,21 +21,6 @@ VALUES = (
     "sinks x grouped heads", "similarity x score norm", "selected keys, dropout, bias, sinks",
 )  # fmt: skip
 GRADIENTS = "dropout x causal and sinks", "alibi value, float64", "sigmoid, float64"
-
-
-def suited(cases):
-    """Return the names of cases with heads before length, few scores, and any number of heads."""
-    few = {
-        n: x for n, x in cases.items()
-        if x.layout == "...HLD" and x.L * x.S <= 400 and x.page is None
-    }  # fmt: skip
-    return [name for name in few if "of six heads" not in name]
-
-
-def covered(names, all_names):
-    """Return a few names, and all others as slow tests."""
-    others = [pytest.param(name, marks=pytest.mark.slow) for name in all_names if name not in names]
-    return [*names, *others]
 
 
 def on_threads(function, name):
@@ -50,12 +33,12 @@ def on_threads(function, name):
     parallel.run_threads(SIZE, check)
 
 
-@pytest.mark.parametrize("name", covered(VALUES, suited(CASES)))
+@pytest.mark.parametrize("name", VALUES)
 def test_each_strategy_computes_what_one_device_does(name):
     on_threads(on_ranks.check_value, name)
 
 
-@pytest.mark.parametrize("name", covered(GRADIENTS, suited(BACKWARD_CASES)))
+@pytest.mark.parametrize("name", GRADIENTS)
 def test_the_gradients_of_each_strategy(name):
     on_threads(on_ranks.check_gradients, name)
 
