@@ -57,7 +57,7 @@ def test_processes(engine, size, checks):
 FIRST = "gradients:bias x softcap:ring:contiguous", "heads_need_no_collectives"
 #: Each strategy and layout, and a case for each feature.
 REST = (
-    "mesh_of_two_axes", "options_of_another_axis", "numbers_from_the_host",
+    "mesh_of_two_axes", "options_of_another_axis",
     *[f"value:S = 0:{strategy}:contiguous" for strategy in ("ring", "gather", "heads", "decode")],
     "value:packed documents:ring:zigzag", "value:window x offset array:ring:contiguous",
     "value:composed masks, offset below 0:gather:zigzag", "value:plain, bfloat16:decode:zigzag",
