@@ -211,13 +211,11 @@ def deaf_to_score_mod(dense, p, x, backend):
 
 def blind_to_infinity(dense, p, x, backend):
     """An infinity that is seen counts for nothing."""
-    value = np.where(np.isinf(x.value), np.zeros((), x.value.dtype), x.value)
-    return dense(p, x._replace(value=value), backend)
+    return dense(p, x._replace(value=np.where(np.isinf(x.value), 0, x.value)), backend)
 
 
 def blind_to_nan_keys(dense, p, x, backend):
-    key = np.where(np.isnan(x.key), np.zeros((), x.key.dtype), x.key)
-    return dense(p, x._replace(key=key), backend)
+    return dense(p, x._replace(key=np.where(np.isnan(x.key), 0, x.key)), backend)
 
 
 def coarse(dense, p, x, backend):
@@ -251,37 +249,22 @@ OTHERS = [
 ]
 
 
-class Refusing(Dense):
-    """Takes no call at all."""
+class Idle(Dense):
+    """Has a reason against each call, or each with a feature that it declares."""
 
-    name = "refusing"
-    features = frozenset()
-
-    def reasons_against(self, problem):
-        return ["it never does"]
-
-
-class NoLogsumexp(Dense):
-    """Declares logsumexp, and has a reason against each."""
-
-    name = "no_logsumexp"
-    differentiates: ClassVar = {}
+    def __init__(self, name, feature=None, **declared):
+        self.name, self.feature = name, feature
+        self.__dict__.update(declared)
 
     def reasons_against(self, problem):
-        return ["it keeps none"] if "logsumexp" in problem.features else []
+        return ["it never does"] if self.feature in (None, *problem.features) else []
 
 
-class NoBackward(Dense):
-    """Declares backward, and has a reason against each."""
-
-    name = "no_backward"
-    differentiates: ClassVar = only("backward")
-
-    def reasons_against(self, problem):
-        return ["it has no way back"] if "backward" in problem.features else []
-
-
-IDLE = [Refusing(), NoLogsumexp(), NoBackward()]
+IDLE = [
+    Idle("refusing", features=frozenset()),
+    Idle("no_logsumexp", "logsumexp", differentiates={}),
+    Idle("no_backward", "backward", differentiates=only("backward")),
+]
 
 
 class BrokenBackend(Backend):

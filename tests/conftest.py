@@ -57,15 +57,15 @@ def run_python():
     return run
 
 
-@pytest.fixture(params=["one", pytest.param("all", marks=pytest.mark.slow(covered_by="one"))])
-def drawn_by(request):
-    """Return a function that has a script draw: it saves one picture, or all, a second each."""
+@pytest.fixture
+def drawn_by():
+    """Return a function that has a script draw: it saves one picture, of which each takes long."""
 
     def drawn_by(script, folder, smallest):
         figures, save = {}, script.save
 
         def save_some(figure, file):
-            if not figures or request.param == "all":
+            if not figures:
                 save(figure, file)
                 assert file.stat().st_size > smallest
             figures[file.relative_to(folder).as_posix()] = figure

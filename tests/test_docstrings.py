@@ -53,6 +53,7 @@ READ_BY_KERNELS = (
     "polyattn.scores.Score.",
     "polyattn.scores.Similarity.",
 )
+BY_REFERENCE = "polyattn.dialects.flash_attn_interface.", "polyattn.dialects.natten."
 # No extended summary, example or cross-reference is asked of what explains itself.
 NOT_ASKED = {"ES01", "EX01", "GL01", "GL08", "SA01", "SA04", "PR06", "PR10", "RT02", "RT03", "SS06"}
 
@@ -85,13 +86,9 @@ def faults_of(path):
     allowed = NOT_ASKED | ({"RT01", "YD01"} if one_line else set())
     if path.startswith(READ_BY_KERNELS):
         allowed |= {"PR01", "RT01", "YD01"}
-    by_reference = ("flash_attn_interface.", "natten.")
-    by_reference = tuple(f"polyattn.dialects.{name}" for name in by_reference)
-    if path.startswith(by_reference) or path.endswith(("packed_func", "_first_axis")):
-        allowed |= {
-            "PR01",
-            "RT01",
-        }  # the others are those of the function that is named, or in the line
+    # The others are those of the function that is named, or in the line.
+    if path.startswith(BY_REFERENCE) or path.endswith(("packed_func", "_first_axis")):
+        allowed |= {"PR01", "RT01"}
     fields = []
     if "Attributes\n" in found["docstring"]:
         allowed |= {"PR01"}  # a value, whose attributes are its parameters

@@ -1,6 +1,5 @@
 """What a notebook shows at the end of a cell."""
 
-import sys
 from xml.etree import ElementTree
 
 import numpy as np
@@ -53,8 +52,3 @@ def test_what_cannot_be_drawn_is_its_code():
         "</code></div>"
     )
     jax.jit(lambda n: print(masks.prefix(n)._repr_html_()) or n)(jnp.asarray([3]))
-
-
-def test_no_matplotlib_is_needed(monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert "<svg" in masks.causal()._repr_html_()

@@ -14,13 +14,12 @@ from polyattn.run.command import main
 
 STARTED = "import sys; from polyattn.__main__ import main; sys.exit(main())"
 SAID = "polyattn run: polyattn stands in for flash_attn 2.8.3 and xformers 0.0.35\n"
-USE = """
-import numpy as np
-from flash_attn import flash_attn_func
-x = np.ones((1, 3, 2, 8))
-print(flash_attn_func(x, x, x, causal=True).shape, flash_attn_func.__module__)
+#: Of what would be imported, without the time of an import.
+PROBE = """
+import importlib.util
+print("stand-in" if "dialects" in importlib.util.find_spec("flash_attn").origin else "real")
 """
-USED = "(1, 3, 2, 8) polyattn.dialects.flash_attn\n"
+PROBED = "stand-in\n"
 
 
 @pytest.fixture(autouse=True)
@@ -52,8 +51,6 @@ PROGRAMS = {
     "script": (["program.py", "--epochs", "1", "-m", "--help"], f"{FACTS}; sys.exit(7)", 7),
     "script elsewhere": (["folder/program.py", "--as", "x"], FACTS, 0),
     "module": (["-m", "program", "--check", "--", "y"], FACTS, 0),
-    "package": (["-m", "folder", "z"], FACTS, 0),
-    "message": (["program.py"], "import sys; sys.exit('no data')", 1),
     "exception": (["program.py"], "def f():\n    return 1 / 0\n\nf()\n", 1),
     "module not there": (["-m", "nothing"], "", 1),
     "signal": (["program.py"], "import os, signal; os.kill(os.getpid(), signal.SIGTERM)", -15),
@@ -63,7 +60,7 @@ PROGRAMS = {
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_program_runs_as_python_runs_it(name):
     arguments, text, code = PROGRAMS[name]
-    for file in ("program.py", "folder/program.py", "folder/__main__.py"):
+    for file in ("program.py", "folder/program.py"):
         write(text, file)
     expected, found = python(*arguments), polyattn_run(*arguments)
     assert found.stdout == expected.stdout
@@ -75,11 +72,11 @@ def test_code_of_the_command_line_and_of_the_standard_input():
     text = "import sys; print(__name__, sys.argv, sys.path)"
     assert polyattn_run("-c", text, "-m").stdout == python("-c", text, "-m").stdout
     command = [sys.executable, "-c", STARTED, "run", "-", "y"]
-    found = subprocess.run(command, input=text + USE, capture_output=True, text=True, check=True)
+    found = subprocess.run(command, input=text + PROBE, capture_output=True, text=True, check=True)
     expected = subprocess.run(
         [sys.executable, "-", "y"], input=text, capture_output=True, text=True, check=True
     )
-    assert found.stdout == expected.stdout + USED
+    assert found.stdout == expected.stdout + PROBED
 
 
 def test_a_start_and_a_probe_import_nothing():
@@ -96,24 +93,22 @@ def test_a_start_and_a_probe_import_nothing():
 
 
 CHILD = """
-import multiprocessing, sys
+import multiprocessing
+import numpy as np
 
-def child(_):
-    {use}
-    return flash_attn_func.__module__
+def attend(x):
+    from flash_attn import flash_attn_func
+    return flash_attn_func(x, x, x, causal=True).shape
 
 if __name__ == "__main__":
-    with multiprocessing.get_context(sys.argv[1]).Pool(1) as pool:
-        print(pool.map(child, [0]))
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        print(pool.map(attend, [np.ones((1, 3, 2, 8))]))
 """
 
 
-@pytest.mark.parametrize("method", ["spawn", pytest.param("forkserver", marks=pytest.mark.slow)])
-def test_child_processes_find_the_modules(method):
-    program = write(CHILD.format(use=USE.strip().replace("\n", "\n    ")))
-    found = polyattn_run(program, method)
-    assert found.stdout == f"{USED}['polyattn.dialects.flash_attn']\n", found.stderr
-    assert found.stderr == SAID
+def test_child_processes_find_the_modules():
+    found = polyattn_run(write(CHILD))
+    assert (found.stdout, found.stderr) == ("[(1, 3, 2, 8)]\n", SAID)
 
 
 RANK = """
@@ -131,20 +126,19 @@ dist.destroy_process_group()
 
 @pytest.mark.slow
 @pytest.mark.needs("torch")
-@pytest.mark.parametrize("launcher", [["./torchrun"], ["-m", "torch.distributed.run"]])
-def test_torchrun(launcher):
+def test_torchrun():
     write(f"#!{sys.executable}\nfrom torch.distributed.run import main\nmain()\n", "torchrun")
     Path("torchrun").chmod(0o700)
     options = ["--standalone", "--nproc-per-node", "2"]
-    found = polyattn_run(*launcher, *options, write(RANK), OMP_NUM_THREADS="1")
+    found = polyattn_run("./torchrun", *options, write(RANK), OMP_NUM_THREADS="1")
     assert (found.stdout, found.returncode) == ("[3.0, 3.0, 3.0, 3.0]\n", 0), found.stderr
     assert found.stderr.count("stands in") == 1
 
 
 def test_a_program_that_is_executable_and_a_command_that_is_none():
-    Path(write(USE, "program")).chmod(0o700)
-    assert polyattn_run("program").stdout == USED
-    Path(write(USE, "bare")).chmod(0o700)
+    for name in ("program", "bare"):
+        Path(write(PROBE, name)).chmod(0o700)
+    assert polyattn_run("program").stdout == PROBED
     if sys.platform != "win32":
         found = polyattn_run("./bare")
         assert found.returncode == 2
@@ -152,10 +146,10 @@ def test_a_program_that_is_executable_and_a_command_that_is_none():
 
 
 def test_nothing_is_left_behind_and_a_folder_without_code_is_no_package(tmp_path):
-    package, program = Path(stand_ins.__file__).parent, write(USE)
+    package, program = Path(stand_ins.__file__).parent, write(PROBE)
     Path("flash_attn").mkdir()
     before = sorted(package.rglob("*"))
-    assert polyattn_run(program, TMPDIR=str(tmp_path)).stdout == USED
+    assert polyattn_run(program, TMPDIR=str(tmp_path)).stdout == PROBED
     assert {file.name for file in tmp_path.iterdir()} == {program, "flash_attn"}
     assert sorted(package.rglob("*")) == before
     assert python(program).returncode == 1
@@ -171,26 +165,22 @@ def test_nothing_is_left_behind_and_a_folder_without_code_is_no_package(tmp_path
     ],
 )  # fmt: skip
 def test_a_package_that_is_installed_is_left_alone(arguments, out, said, code):
-    write("")
-    write("is_real = True", "flash_attn.py")
-    text = "import flash_attn; print('real' if hasattr(flash_attn, 'is_real') else 'stand-in')"
-    found = polyattn_run(*arguments, write(text))
+    write("", "flash_attn.py")
+    found = polyattn_run(*arguments, write(PROBE))
     assert (found.stdout, found.returncode) == (out, code)
     assert said in found.stderr
 
 
-TUPLE = """
-import numpy as np, flash_attn_interface as fa3, importlib.util
-print(type(fa3.flash_attn_func(*[np.ones((1, 3, 2, 8))] * 3)).__name__)
-assert importlib.util.find_spec("flash_attn") is None
-"""
+WRONG_NAME = "POLYATTN_INSTALL takes names of flash_attn,"
 
 
 def test_the_names_come_from_the_variable_and_from_the_option():
-    program, names = write(TUPLE), "flash_attn_interface:tuples"
-    assert polyattn_run(program, POLYATTN_INSTALL=names).stdout == "tuple\n"
+    program = write("import os; print(os.environ['POLYATTN_INSTALL'])")
+    names = "flash_attn_interface:tuples"
+    assert polyattn_run(program, POLYATTN_INSTALL=names).stdout == f"{names}\n"
+    assert WRONG_NAME in polyattn_run(program, POLYATTN_INSTALL="torch").stderr
     found = polyattn_run("--as", "flash_attn_interface", program, POLYATTN_INSTALL=names)
-    assert found.stdout == "ndarray\n"
+    assert found.stdout == "flash_attn_interface\n"
     assert found.stderr == "polyattn run: polyattn stands in for flash_attn_interface 3.0.0\n"
 
 
@@ -198,27 +188,27 @@ def test_a_service_takes_the_variables():
     text = polyattn_run("--environment").stdout
     environment = dict(line.split("=", 1) for line in text.splitlines())
     assert [*environment] == ["POLYATTN_INSTALL", "PYTHONPATH"]
-    found = python(write(USE), **environment)
-    assert (found.stdout, found.stderr) == (USED, "")
+    found = python(write(PROBE), **environment)
+    assert (found.stdout, found.stderr) == (PROBED, "")
     found = python(write("print('runs')"), **environment | {"POLYATTN_INSTALL": "xformers, torch"})
     assert found.stdout == "runs\n"
-    assert "POLYATTN_INSTALL takes names of flash_attn," in found.stderr
+    assert WRONG_NAME in found.stderr
 
 
 def test_a_sitecustomize_of_the_program_runs_too():
     own = Path(write("print('its own')", "first/sitecustomize.py")).resolve()
-    program = write("import sitecustomize; print(sitecustomize.__file__)" + USE)
+    program = write("import sitecustomize; print(sitecustomize.__file__)" + PROBE)
     given = [one for one in [os.environ.get("PYTHONPATH")] if one]
     found = polyattn_run(program, PYTHONPATH=os.pathsep.join([str(own.parent), *given]))
     # In the Python of the command too, whose output comes first.
-    assert found.stdout == f"its own\nits own\n{own}\n{USED}", found.stderr
+    assert found.stdout == f"its own\nits own\n{own}\n{PROBED}", found.stderr
 
 
 def test_one_within_another_and_a_command_of_this_environment():
     name = Path(sys.executable).name
     write("", "flash_attn.py")
-    found = polyattn_run("--replace", name, "-c", STARTED, "run", write(USE), PATH="")
-    assert (found.stdout, found.stderr) == (USED, SAID * 2)
+    found = polyattn_run("--replace", name, "-c", STARTED, "run", write(PROBE), PATH="")
+    assert (found.stdout, found.stderr) == (PROBED, SAID * 2)
 
 
 def test_another_python_runs_as_without_it(tmp_path):
@@ -264,13 +254,6 @@ def test_a_folder_that_was_removed(tmp_path, monkeypatch, capsys):
     assert main(["--environment"]) == 0
 
 
-def test_a_wrong_name_in_the_variable(monkeypatch, capsys):
-    monkeypatch.setenv(stand_ins.VARIABLE, "torch")
-    with pytest.raises(SystemExit, match="2"):
-        main(["x.py"])
-    assert "POLYATTN_INSTALL takes names of flash_attn," in capsys.readouterr().err
-
-
 CHECKED = """\
 import flash_attn, os.path
 import flash_attn.bert_padding as padding
@@ -311,9 +294,9 @@ def test_check_lists_what_would_fail(capsys):
     file = write(CHECKED, "model.py")
     assert main(["--as", "flash_attn", "--check", file]) == 1
     assert capsys.readouterr().out == FAULTS
-    assert main(["--check", write(USE, "good.py"), write("", "empty.py")]) == 0
+    assert main(["--check", write(CHILD, "good.py"), write("", "empty.py")]) == 0
     assert capsys.readouterr().out == (
-        "good.py: all names of flash_attn, xformers resolve: 2\n"
+        "good.py: all names of flash_attn, xformers resolve: 1\n"
         "empty.py: all names of flash_attn, xformers resolve: 0\n"
     )
     assert not [name for name in sys.modules if name.startswith("flash_attn")]

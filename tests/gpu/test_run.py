@@ -1,6 +1,6 @@
 """`make gpu` as far as a machine without a GPU can tell: what it says, and the page it writes."""
 
-import importlib.util
+import importlib
 import subprocess
 import sys
 from pathlib import Path
@@ -11,12 +11,11 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
-def run():
+def run(monkeypatch):
     """Return the module that `make gpu` runs."""
-    spec = importlib.util.spec_from_file_location("gpu_run", ROOT / "tests/gpu/run.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    monkeypatch.syspath_prepend(ROOT / "tests/gpu")
+    monkeypatch.delitem(sys.modules, "run", raising=False)
+    return importlib.import_module("run")
 
 
 def test_without_a_gpu_it_says_what_is_missing_and_writes_nothing(run, capsys, tmp_path):

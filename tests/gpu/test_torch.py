@@ -1,11 +1,12 @@
-"""torch on CUDA: the suite, the engines called by name, and the ways round its quirks."""
+"""torch on CUDA: the suite, the ways round its quirks, compiled programs, graphs and caches."""
 
 import contextlib
+from functools import partial
 
 import pytest
 import torch
 
-from polyattn import attention, attention_partial, explain
+from polyattn import attention, attention_partial, explain, nn
 from polyattn._dispatch import registry
 from polyattn.conformance.suite import BackendSuite
 
@@ -14,7 +15,7 @@ if not torch.cuda.is_available():
 
 pytestmark = [
     # torch's compiler imports what torch deprecates.
-    pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning"),
     # A thread of autograd has none at its first product.
     pytest.mark.filterwarnings(
         "ignore:Attempting to run cuBLAS, but there was no current:UserWarning"
@@ -51,6 +52,16 @@ def agree(found, expected, dtype):
     torch.testing.assert_close(
         found.detach().cpu().double(), expected, rtol=tolerance, atol=tolerance
     )
+
+
+def gradients_agree(function, exactly, arrays):
+    """Compare gradients of a sum with those of a function of float64, as shares of the largest."""
+    found = torch.autograd.grad(function(*arrays).float().sum(), arrays)
+    doubles = [x.detach().double().requires_grad_() for x in arrays]
+    expected = torch.autograd.grad(exactly(*doubles).sum(), doubles)
+    for one, other in zip(found, expected, strict=True):
+        scale = other.abs().max()
+        agree(one / scale, (other / scale).cpu(), torch.bfloat16)
 
 
 @contextlib.contextmanager
@@ -94,17 +105,9 @@ def test_a_band_has_a_gradient_and_no_mask(options):
     attention(q, k, v, kernel="sdpa", **options)
     torch.cuda.synchronize()
     assert torch.cuda.max_memory_allocated() - before < 2048 * 4096
-    q, k, v = (x[:, :, :96].clone().requires_grad_() for x in (q, k, v))
-    found = torch.autograd.grad(
-        attention(q, k, v, kernel="sdpa", **options, query_offset=0).float().sum(),
-        (q, k, v),
-    )
-    doubles = [x.detach().double().requires_grad_() for x in (q, k, v)]
-    expected = torch.autograd.grad(
-        attention(*doubles, kernel="dense", **options, query_offset=0).sum(), doubles
-    )
-    for one, other in zip(found, expected, strict=True):
-        agree(one, other.cpu(), torch.bfloat16)
+    call = partial(attention, query_offset=0, **options)
+    short = [x[:, :, :96].clone().requires_grad_() for x in (q, k, v)]
+    gradients_agree(partial(call, kernel="sdpa"), partial(call, kernel="dense"), short)
 
 
 # ---- quirks ----
@@ -121,27 +124,17 @@ def test_a_float32_bias_of_16_bit_scores_is_kept_exact():
 
 @pytest.mark.parametrize("keys", [64, 192, 128, 100])
 def test_a_gradient_under_a_mask_is_finite(keys):
-    q, k, v = (
-        (3 * randn(2, h, n, 64, dtype=torch.bfloat16)).requires_grad_()
-        for h, n in ((8, 96), (2, keys), (2, keys))
-    )
+    shapes = (8, 96), (2, keys), (2, keys)
+    arrays = [(3 * randn(2, *x, 64, dtype=torch.bfloat16)).requires_grad_() for x in shapes]
     bias = randn(96, keys, dtype=torch.bfloat16) - 200  # logsumexp below −88.7
     mask = torch.rand(96, keys, generator=RNG).to(CUDA) > 0.5
     mask[5] = False
-    for options in ({"bias": bias}, {"mask": mask}):
-        output = attention(q, k, v, kernel="sdpa", **options)
-        found = torch.autograd.grad(output.float().sum(), (q, k, v))
-        doubles = [x.detach().double().requires_grad_() for x in (q, k, v)]
-        exactly = attention(
-            *doubles,
-            kernel="dense",
-            **{n: x.double() if n == "bias" else x for n, x in options.items()},
-        )
-        expected = torch.autograd.grad(exactly.sum(), doubles)
-        for one, other in zip(found, expected, strict=True):
-            assert one.isfinite().all()
-            scale = other.abs().max().cpu()
-            agree(one / scale, (other / scale.to(CUDA)).cpu(), torch.bfloat16)
+    for options, exact_options in (
+        ({"bias": bias}, {"bias": bias.double()}),
+        ({"mask": mask}, {"mask": mask}),
+    ):
+        call = partial(attention, kernel="sdpa", **options)
+        gradients_agree(call, partial(attention, kernel="dense", **exact_options), arrays)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
@@ -194,3 +187,74 @@ def test_tensors_on_the_device_are_placed_without_a_copy():
     assert backend.place(Foreign(), CUDA).data_ptr() == tensor.data_ptr()
     assert backend.place(tensor, CUDA) is tensor
     assert str(backend.place(tensor.cpu().numpy(), CUDA).device) == CUDA
+
+
+# ---- programs ----
+
+PROGRAMS = {
+    "plain": {},
+    "causal": {"is_causal": True},
+    "window": {"is_causal": True, "window": (64, 0)},
+    "softcap": {"softcap": 20.0},
+    "lengths": {"key_lengths": torch.tensor([300])},
+    "one column": {"mask": torch.arange(512)[:, None] > 3},
+}
+
+
+@pytest.mark.parametrize("case", PROGRAMS)
+def test_a_compiled_program_has_no_break_and_the_same_result(case):
+    options = on_device(PROGRAMS[case], torch.bfloat16)
+    query, key, value = (randn(1, heads, 512, 64, dtype=torch.bfloat16) for heads in (8, 2, 2))
+
+    def call(query, key, value):
+        return attention(query * 2, key, value, **options)
+
+    torch.compiler.reset()
+    found = torch.compile(call, fullgraph=True)(query, key, value)
+    agree(found, exact(query * 2, key, value, **options).output, torch.bfloat16)
+
+
+def test_a_compiled_program_has_gradients():
+    arrays = [randn(1, 4, 128, 64, dtype=torch.bfloat16).requires_grad_() for _ in "qkv"]
+
+    def squares(query, key, value):
+        return attention(query * 2, key, value, is_causal=True).float().square()
+
+    torch.compiler.reset()
+    gradients_agree(torch.compile(squares, fullgraph=True), squares, arrays)
+
+
+@pytest.mark.parametrize("case", [name for name in PROGRAMS if name != "softcap"])
+def test_a_graph_of_a_call_can_be_replayed(case):
+    options = on_device(PROGRAMS[case], torch.bfloat16)
+    query, key, value = (randn(1, 8, 512, 64, dtype=torch.bfloat16) for _ in "qkv")
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        attention(query, key, value, **options)  # what a first call loads is loaded
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = attention(query, key, value, **options)
+    query.copy_(-2 * query)
+    graph.replay()
+    agree(found, exact(query, key, value, **options).output, torch.bfloat16)
+
+
+@pytest.mark.parametrize("kind", ["KVCache", "PagedCache", "QuantizedCache"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_layer_over_a_cache_does_what_it_does_at_once(kind, dtype):
+    tokens = randn(3, 40, 256, dtype=dtype)
+    layer = nn.MultiHeadAttention.init(256, 8, key_heads=2, like=tokens)
+    whole = layer(tokens, is_causal=True)
+    if kind == "PagedCache":
+        cache = nn.PagedCache.init(2, 32, 2048, items=3, like=tokens, page=256)
+    else:
+        cache = layer.cache(64, like=tokens, batch=(3,), kind=getattr(nn, kind))
+    outputs = []
+    for start, stop in ((0, 37), (37, 38), (38, 39), (39, 40)):
+        output, cache = layer(tokens[:, start:stop], cache=cache, is_causal=True)
+        outputs.append(output)
+    size = float(whole.abs().max())
+    tolerance = 1e-2 if kind == "QuantizedCache" or dtype == torch.bfloat16 else 1e-5
+    torch.testing.assert_close(torch.cat(outputs, 1), whole, rtol=0, atol=tolerance * size)
