@@ -39,7 +39,8 @@ OWNED_BY = {
     " _core/tiles/band _core/tiles/indices _core/tiles/named _core/tiles/online_softmax"
     " _kernels/backward _kernels/dense _kernels/dense_kernel _kernels/jvp _kernels/recomputed"
     " _kernels/sums _kernels/visible",
-    ATTENTION: "_api/names _base/arguments _core/call/checks _core/call/describe _core/call/problem",
+    ATTENTION: "_api/names _base/arguments _core/call/checks _core/call/describe"
+    " _core/call/problem",
     MASKS: "_core/expressions/coverage _core/expressions/indices _core/expressions/mask_arrays"
     " _core/tiles/compiled _core/tiles/coverage",
     "tests/api/test_gradients.py": "_core/call/gradients",
