@@ -5,6 +5,8 @@ import pytest
 from arrays import from_torch, to_torch
 from optional import array_api_strict, far, near
 
+from polyattn import nn
+
 FLOAT32 = np.zeros(1, dtype=np.float32)
 IDS = np.random.default_rng(3).integers(3, 50, (2, 13)).astype(np.int32)
 SIZES = {
@@ -101,3 +103,12 @@ LIBRARIES = {
 def library(name):
     """Return how NumPy arrays go to a library and come back."""
     return LIBRARIES[name]
+
+
+def refused(weights, config=None):
+    """Return what is said of a model, or None if it is loaded."""
+    try:
+        nn.load.model(weights, config, like=FLOAT32)
+    except ValueError as error:
+        return str(error)
+    return None

@@ -8,7 +8,7 @@ from optional import torch
 
 import polyattn
 from polyattn import nn
-from polyattn.nn.passes import BLOCK_BYTES, BLOCK_ROWS, affine, by_rows
+from polyattn.nn.passes import BLOCK_ROWS, affine
 
 RNG = np.random.default_rng(0)
 # More than a block of rows, and no whole number of blocks.
@@ -36,24 +36,6 @@ def test_a_map_of_rows_that_are_not_side_by_side_is_the_product():
     x, weight = numbers(24, ROWS).T, numbers(24, 16)
     np.testing.assert_allclose(affine(x, weight, None), x @ weight, rtol=0, atol=1e-5)
     assert affine(x, weight.astype(np.float64), None).dtype == np.float64  # as NumPy promotes
-
-
-@pytest.mark.parametrize("threads", [1, 3])
-def test_every_row_is_taken_once_in_blocks_that_fit_the_cache(threads):
-    seen = []
-
-    def doubled(rows):
-        seen.append(rows.nbytes)
-        return rows * 2
-
-    x = numbers(2, 5 * BLOCK_BYTES // (4 * 64) + 3, 64)
-    with polyattn.use_threads(threads):
-        found = by_rows(doubled, x)
-    np.testing.assert_array_equal(found, x * 2)
-    assert max(seen) <= BLOCK_BYTES
-    one_row = 4 * 64  # which tells the dtype
-    assert seen[0] == one_row
-    assert sum(seen[1:]) == x.nbytes
 
 
 @pytest.mark.parametrize("make", [nn.LayerNorm.init, nn.RMSNorm.init])
