@@ -8,7 +8,7 @@ import pytest
 from arrays import close, draw
 from optional import array_api_strict, da, jax, jnp, torch
 
-from polyattn import attention, explain, nn, parallel, scores
+from polyattn import attention, nn, parallel, scores
 
 pytestmark = pytest.mark.with_native
 
@@ -96,14 +96,6 @@ def test_lengths_of_the_host_go_with_any_library():
         for one in lengths:
             output = attention(*arrays, key_lengths=one, window=(1, 0))
             close(output, one_by_one(window=(1, 0)))
-
-
-def test_one_length_is_known_before_there_are_arrays():
-    for length in (4, np.int64(4)):
-        call = {"key_lengths": length, "is_causal": True}
-        assert explain(QUERY, KEY, VALUE, **call).problem.query_offset == 1
-        expected = one_by_one(lengths=[4] * B, is_causal=True)
-        close(attention(QUERY, KEY, VALUE, **call), expected)
 
 
 @pytest.mark.parametrize("strategy", ["decode", "ring"])

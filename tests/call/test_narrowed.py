@@ -5,9 +5,7 @@ import pytest
 from arrays import close, draw
 
 from polyattn import attention, explain, masks
-from polyattn._base.span import Span
-from polyattn._core.call.narrowed import banded, narrowed
-from polyattn.conformance import CASES
+from polyattn._core.call.narrowed import banded
 from polyattn.conformance.reference.expressions import CallRows, plainly
 
 L, S = 4, 8
@@ -72,17 +70,9 @@ def check(problem):
     return True
 
 
-def test_bands_show_what_the_mask_of_every_case_does():
-    """And a problem of all keys needs the same features."""
-    made = [case.arguments() for case in CASES.values()]
-    problems = [explain(*x, **given, backend="numpy").problem for x, given in made]
-    assert all(narrowed(one, Span(0, one.key_length)) == one for one in problems)
-    assert sum(check(one) for one in problems if one.mask_spec is not None) >= 5
-
-
 def test_bands_show_what_random_compositions_do():
     rng, bands = np.random.default_rng(0), 0
-    for _ in range(200):
+    for _ in range(80):
         rows, keys, *numbers = (int(n) for n in rng.integers(1, 9, 6))
         parts = [masks.prefix(numbers[0]), ~masks.prefix(numbers[1]), masks.padding(numbers[2])]
         parts += [masks.window(numbers[0], numbers[1]), masks.causal(), ~masks.causal()]
@@ -91,7 +81,7 @@ def test_bands_show_what_random_compositions_do():
         window = ((None, None), (numbers[1] - 1, None), (numbers[1], 1))[rng.integers(3)]
         options = {"query_offset": int(rng.integers(-3, keys + 1)), "window": window}
         bands += check(problem_of(made[rng.integers(4)], (rows, keys), **options))
-    assert bands > 100
+    assert bands > 40
 
 
 ENGINES = {"torch": "sdpa", "mlx": "fast", "onnxruntime": "node"}

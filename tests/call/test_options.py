@@ -14,9 +14,7 @@ from polyattn._base.span import Span
 from polyattn._core.call import checks as examining
 from polyattn._core.call import describe as describing
 from polyattn._core.call.features import DERIVATIVES, FEATURES, NOT_IN_DERIVATIVES, Feature
-from polyattn._core.call.gradients import Gradients
-from polyattn._core.call.operands import Operands, Tangents
-from polyattn._core.call.options import GRADIENT_ARRAYS, OPTIONS, Option
+from polyattn._core.call.options import OPTIONS, Option
 from polyattn._core.call.parts import options_of, options_of_part
 from polyattn._core.expressions.parts import Part
 from polyattn._kernels import dense
@@ -50,11 +48,6 @@ def test_the_table_has_the_options_of_the_signature():
     assert typed == list(OPTIONS) == list(VALUES)
     parameters = inspect.signature(attention).parameters
     assert {n: parameters[n].default for n in OPTIONS} == {n: o.default for n, o in OPTIONS.items()}
-
-
-def test_records_have_a_field_for_each_array_with_a_gradient():
-    for record in (Operands, Gradients, Tangents):
-        assert set(GRADIENT_ARRAYS) <= set(record._fields)
 
 
 @pytest.mark.parametrize(("name", "value"), EACH)
