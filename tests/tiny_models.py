@@ -105,6 +105,12 @@ def library(name):
     return LIBRARIES[name]
 
 
+def loaded(theirs, like=FLOAT32, changes=(), **options):
+    """Return a model of the weights and the config of another, with changes to the config."""
+    config = theirs.config.to_dict() | dict(changes)
+    return nn.load.model(theirs.state_dict(), config, like=like, **options)
+
+
 def refused(weights, config=None):
     """Return what is said of a model, or None if it is loaded."""
     try:

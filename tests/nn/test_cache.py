@@ -19,16 +19,14 @@ RNG = np.random.default_rng(9)
 IDS = RNG.integers(0, 11, size=(2, 9))
 TOKENS = RNG.normal(size=(2, 3, 9, 4))  # (batch, G, tokens, D)
 TOKEN = TOKENS[:, :, :1]
-#: Options of a model, and of how it decodes: a context, a window that its caches slide by.
+CONTEXT = RNG.normal(size=(2, 5, 24)).astype(np.float32)
+#: Options of a model, its context, and a window that its caches slide by.
 KINDS = {
-    "rotary, grouped": ({"key_heads": 2, "rotary": nn.Rotary(6), "norm": nn.RMSNorm}, {}),
-    "learned positions, fused": ({"positions": 16, "fused": True, "value_size": 3}, {}),
-    "sines, after the sum": ({"positions": nn.Sinusoidal(24), "pre_norm": False}, {}),
-    "cross-attention": (
-        {"cross": True, "blocks": 1},
-        {"context": RNG.normal(size=(2, 5, 24)).astype(np.float32)},
-    ),
-    "a slid window": ({"key_heads": 2, "rotary": nn.Rotary(6)}, {"window": 3}),
+    "rotary, grouped": ({"key_heads": 2, "rotary": nn.Rotary(6), "norm": nn.RMSNorm}, (), None),
+    "learned positions, fused": ({"positions": 16, "fused": True, "value_size": 3}, (), None),
+    "sines, after the sum": ({"positions": nn.Sinusoidal(24), "pre_norm": False}, (), None),
+    "cross-attention": ({"cross": True, "blocks": 1}, (CONTEXT,), None),
+    "a slid window": ({"key_heads": 2, "rotary": nn.Rotary(6)}, (), 3),
 }
 
 
@@ -42,26 +40,9 @@ def model_of(to, blocks=2, **options):
     return nn.Transformer.init(11, 24, 4, blocks, like=to(np.zeros(1, np.float32)), **options)
 
 
-def full_pass(kind, context=None, window=None):
+def full_pass(kind, context=(), **options):
     """The logits of all tokens, without caches and by NumPy: a seed means one model everywhere."""
-    options = {} if window is None else {"window": (window, 0)}
-    given = () if context is None else (context,)
-    return model_of(np.asarray, **kind)(IDS, *given, is_causal=True, **options)
-
-
-def decode(library, model, caches, steps, context=None, window=None):
-    """The logits of IDS, given so many at a time, and the caches."""
-    to, back = library
-    options = {} if window is None else {"window": (window, 0)}
-    given = () if context is None else (to(context),)
-    ids, found = to(IDS), []
-    for stop, length in zip(np.cumsum(steps).tolist(), steps, strict=True):
-        some = ids[:, stop - length : stop]
-        logits, caches = model(some, *given, caches=caches, is_causal=True, **options)
-        if window is not None:
-            caches = tuple(cache.slide(window) for cache in caches)
-        found.append(back(logits))
-    return np.concatenate(found, axis=1), caches
+    return model_of(np.asarray, **kind)(IDS, *context, is_causal=True, **options)
 
 
 # JAX, which compiles each block and each length of a step, has a compiled step, below.
@@ -74,10 +55,17 @@ def decode(library, model, caches, steps, context=None, window=None):
     indirect=["library"],
 )
 def test_every_step_gives_what_the_full_pass_does(library, kind):
-    kind, options = KINDS[kind]
-    model, full = model_of(library[0], **kind), full_pass(kind, **options)
-    found, caches = decode(library, model, model.caches(5, batch=(2,)), [4, 1, 1, 3], **options)
-    np.testing.assert_allclose(found, full, atol=2e-5)
+    (kind, context, window), (to, back) = KINDS[kind], library
+    options = {} if window is None else {"window": (window, 0)}
+    full, model, found = full_pass(kind, context, **options), model_of(to, **kind), []
+    caches = model.caches(5, batch=(2,))
+    for ids in np.split(IDS, [4, 5, 6], axis=1):
+        given = map(to, (ids, *context))
+        logits, caches = model(*given, caches=caches, is_causal=True, **options)
+        found.append(back(logits))
+        if window is not None:
+            caches = tuple(cache.slide(window) for cache in caches)
+    np.testing.assert_allclose(np.concatenate(found, axis=1), full, atol=2e-5)
     assert all(cache.next_position == 9 for cache in caches)
 
 
@@ -328,10 +316,6 @@ def test_a_step_compiled_once_decodes_a_window_in_memory_for_the_window_alone():
         holds(np.asarray, cache.slide(3), TOKENS[:, :, max(n - 2, 0) : n + 1])
         assert cache.next_position == n + 1
     assert len(traced) == 1
-
-
-def test_a_cache_does_not_slide_where_nobody_knows_its_length():
-    cache = filled(jnp.asarray, 3)
     with pytest.raises(ValueError, match=r"inside a traced function.*give attention window="):
         jax.jit(lambda length: nn.KVCache(cache.key, cache.value, length).slide(2).key)(3)
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from optional import da, torch
-from tiny_models import DECODERS, FLOAT32, IDS, library
+from tiny_models import DECODERS, FLOAT32, IDS, library, loaded
 
 from polyattn import masks, nn
 from polyattn.integrations.jax import register
@@ -17,7 +17,7 @@ SETTINGS = {f"{name} untied": DECODERS[name] | UNTIED for name in ("gpt2", "gemm
 @pytest.mark.parametrize("name", SETTINGS)
 def test_greedy_tokens_are_transformers_own(made, name):
     theirs = made(name, SETTINGS[name])
-    model = nn.load.model(theirs.state_dict(), theirs.config.to_dict(), like=FLOAT32)
+    model = loaded(theirs)
     ids = torch.from_numpy(IDS).long()
     options = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None}
     with torch.no_grad():

@@ -7,10 +7,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import scipy.special
-from arrays import close
+import scipy.stats
+from arrays import close, draw
 from optional import jnp, torch
 
+import polyattn
 from polyattn import attention, masks, nn
+from polyattn.nn.passes import BLOCK_ROWS, affine
 
 RNG = np.random.default_rng(5)
 X, CONTEXT = RNG.normal(size=(2, 7, 24)), RNG.normal(size=(2, 9, 20))
@@ -162,6 +165,43 @@ def test_activations_keep_their_digits_far_below_0(library, activation):
     assert np.array_equal(found, float32([0, 0, 1e3, 1e10]))
     nan = to(float32([np.nan]))
     assert np.isnan(back(nn.layers.ACTIVATIONS[activation](nan)))[0]
+
+
+def test_both_derivatives_of_gelu_are_right_in_torch():
+    numbers = np.linspace(-8, 8, 1001)
+    x = torch.from_numpy(numbers).requires_grad_()
+    nn.layers.ACTIVATIONS["gelu"](x).sum().backward()
+    slope = scipy.special.ndtr(numbers) + numbers * scipy.stats.norm.pdf(numbers)
+    np.testing.assert_allclose(x.grad.numpy(), slope, rtol=0, atol=1e-15)
+    assert torch.autograd.gradgradcheck(nn.erf.gelu, x[::200].detach().requires_grad_())
+
+
+# In NumPy, layers work on blocks of rows and on threads.
+ROWS = 3 * BLOCK_ROWS + 7
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("shape", [(3, ROWS, 24), (24,), (0, 24)])
+def test_a_map_in_blocks_is_the_product(threads, shape):
+    x, weight, bias = draw(shape, (24, 16), (16,))
+    for offset in (None, bias):
+        with polyattn.use_threads(threads):
+            found = affine(x, weight, offset)
+        close(found, x @ weight + (0 if offset is None else offset))
+        assert found.dtype == np.float32
+
+
+def test_a_map_of_rows_that_are_not_side_by_side_is_the_product():
+    x, weight = draw((24, ROWS), (24, 16))
+    close(affine(x.T, weight, None), x.T @ weight)
+    assert affine(x.T, weight.astype(np.float64), None).dtype == np.float64  # as NumPy promotes
+
+
+@pytest.mark.parametrize("make", [nn.LayerNorm.init, nn.RMSNorm.init])
+def test_a_norm_of_many_rows_is_that_of_each(make):
+    (x,) = draw((ROWS, 200))
+    norm = make(200, like=x)
+    np.testing.assert_array_equal(norm(x)[::97], np.stack([norm(row) for row in x[::97]]))
 
 
 # ---- attention ---------------------------------------------------------------------------------
