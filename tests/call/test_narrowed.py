@@ -26,16 +26,6 @@ BANDS = {
     "after": (~masks.causal(), {"query_offset": 2}, (3, 8), (0, None), 0),
     "compiled": (masks.compile(masks.prefix(3), L, S), {}, (0, 3), (None, None), -1),
 }
-#: Masks that are not a band of numbers, and a call where fewer keys would change the rest.
-OTHERS = {
-    "rows": {"mask": masks.padding(5, 2)},
-    "two parts": {"mask": masks.prefix(2) | masks.window(0, 0)},
-    "nothing": {"mask": masks.prefix(0)},
-    "array": {"mask": masks.prefix(np.asarray([3, 3]))},
-    "function": {"mask": masks.rule(lambda b, h, i, j: j < 3) & masks.prefix(3)},
-    "bias": {"mask": masks.prefix(3), "bias": (1, 1, 1, S)},
-    "offsets": {"mask": masks.causal() | masks.window(1, 2), "query_offset": (2,)},
-}
 
 
 @pytest.mark.parametrize("name", BANDS)
@@ -47,11 +37,6 @@ def test_a_mask_of_numbers_is_a_band_over_some_keys(name):
     assert (left, 0 if problem.is_causal else right) == ends
     given = {"is_causal": problem.is_causal, "window": problem.window, "query_offset": offset}
     assert problem == problem_of(None, (L, found.length), **given)
-
-
-@pytest.mark.parametrize("name", OTHERS)
-def test_a_mask_that_is_no_band_stays(name):
-    assert banded(problem_of(**OTHERS[name])) is None
 
 
 def check(problem):

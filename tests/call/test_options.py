@@ -69,26 +69,24 @@ def test_each_option_needs_a_feature_and_a_kernel_gets_it(name, value):
 PART = Part((2,), (Span(1, 2),), Span(0, 4), Span(2, 4), Span(1, 3))
 
 
-def test_dropout_at_a_rate_of_0_is_no_dropout():
-    plain = describing.describe(X, X, X)
-    found = describing.describe(X, X, X, dropout=(0.0, 3, (1, 0, 2, 0)))
-    assert found[0] == plain[0]  # so both calls have one plan
-    assert found[1].seed is None
+def test_dropout_at_a_rate_of_0_and_a_start_of_numpy_make_no_other_plan():
+    plain, never, numbers, array = (
+        describing.describe(X, X, X, **options)
+        for options in (
+            {},
+            {"dropout": (0.0, 3, (1, 0, 2, 0))},
+            {"dropout": (0.5, 3, (1, 0, 2, 0))},
+            {"dropout": (0.5, 3, np.array([1, 0, 2, 0]))},
+        )
+    )
+    assert (never[0], numbers[0]) == (plain[0], array[0])
+    assert (never[1].seed, array[1].dropout_start) == (None, None)
 
 
 def test_a_key_of_jax_is_no_seed_of_dropout():
     jax = pytest.importorskip("jax")
     with pytest.raises(TypeError, match=r"pass jax\.random\.bits\(key\)"):
         attention(X, X, X, dropout=(0.1, jax.random.key(0)))
-
-
-def test_a_start_of_dropout_in_numpy_is_that_of_its_numbers():
-    one, other = (
-        describing.describe(X, X, X, dropout=(0.5, 3, start))
-        for start in ((1, 0, 2, 0), np.array([1, 0, 2, 0]))
-    )
-    assert one[0] == other[0]
-    assert other[1].dropout_start is None
 
 
 def test_a_part_refuses_what_the_table_does_not_describe(monkeypatch):

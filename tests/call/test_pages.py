@@ -99,17 +99,6 @@ def test_an_item_ends_in_the_page_in_which_a_later_tile_begins():
     close(found, expected, 400)
 
 
-def test_batch_axes_are_those_of_the_table_and_the_query():
-    expected = paged()
-    call = {"block_table": TABLE.reshape(2, 3, 3), "key_lengths": LENGTHS.reshape(2, 3)}
-    for kernel in ("dense", tiled(64)):
-        query = QUERY.reshape(2, 3, H, L, D)
-        found = attention(query, *POISONED, kernel=kernel, **call)
-        close(found.reshape(expected.shape), expected, 400)
-        one = attention(QUERY[0], *POISONED, block_table=TABLE[0], key_lengths=11, kernel=kernel)
-        close(one, expected[0], 400)
-
-
 def test_each_item_has_the_same_bits_alone():
     found = paged(kernel=tiled(64))
     for b in range(len(TABLE)):

@@ -2,7 +2,6 @@
 
 import functools
 import sys
-from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -29,19 +28,17 @@ def numbers(batch, length, keys, seed=0):
     )
 
 
-NATIVE = {
+CALLS = {
     "causal at an offset": {"is_causal": True, "query_offset": 2},
     "mask function": {"mask": lambda b, h, i, j: (i + j + b + h) % 3 != 0},
     "T5's bias and sinks": {"sinks": SINKS, "score_mod": scores.relative_bias(TABLE)},
-}
-DECOMPOSED = {
     "temperature": {"is_causal": True, "score_mod": scores.temperature(2.0) >> scores.alibi(H)},
 }
 
 
 @functools.cache
 def exported(name):
-    return export(attention, SHAPES, options=(NATIVE | DECOMPOSED)[name])
+    return export(attention, SHAPES, options=CALLS[name])
 
 
 def test_outputs_name_the_lengths_that_are_those_of_inputs():
@@ -62,10 +59,10 @@ def test_outputs_name_the_lengths_that_are_those_of_inputs():
     assert [d.dim_value for d in dims] == [0, H, 0, E]  # of what is written out too
 
 
-@pytest.mark.parametrize("name", [*NATIVE, *DECOMPOSED])
+@pytest.mark.parametrize("name", CALLS)
 def test_one_export_runs_at_all_lengths(name):
-    model, options = exported(name), (NATIVE | DECOMPOSED)[name]
-    assert kinds(model).count("Attention") == (name in NATIVE)
+    model, options = exported(name), CALLS[name]
+    assert kinds(model).count("Attention") == (name != "temperature")
     for run in by_onnxruntime, by_reference:
         call = run(model)
         for size in SIZES:
@@ -175,16 +172,6 @@ def _as_list(query, key, value):
     return [query, key]
 
 
-@dataclass(frozen=True)
-class Renamed(polyattn.nn.Module):
-    """A layer whose input has the name of its parameter."""
-
-    weight: np.ndarray
-
-    def __call__(self, weight):
-        return weight @ self.weight
-
-
 X, LINEAR = {"x": ("B", 4)}, polyattn.nn.Linear.init(4, 3, like=np.zeros(1, np.float32))
 LENGTHS = "the shape of key must hold positive lengths and names"
 MODEL = polyattn.nn.Transformer.init(9, 8, 2, 1, like=np.zeros(1, np.float32), is_causal=True)
@@ -202,7 +189,6 @@ REFUSED = {
     "gradient": ((backward, SHAPES | {"value": SHAPES["key"]}), {}, "backward only for known len"),
     "list": ((_as_list, SHAPES), {}, "a tuple or a dictionary; this one returned a list"),
     "output": ((lambda output: output + 1, {"output": (3,)}), {}, "given twice: output"),
-    "parameter": ((Renamed(LINEAR.weight), {"weight": ("B", 4)}), {}, "given twice: weight"),
     "table": (
         (lambda table, **qkv: attention(**qkv, score_mod=scores.relative_bias(table)),
          SHAPES | {"table": ("N", H)}), {}, "with a known number of buckets; got",

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from optional import da, torch
+from optional import torch
 from tiny_models import DECODERS, FLOAT32, IDS, library, loaded
 
 from polyattn import masks, nn
@@ -245,12 +245,3 @@ def test_a_wrong_argument_is_refused(name):
     options, said = REFUSED[name]
     with pytest.raises((TypeError, ValueError), match=said):
         nn.generate(**({"model": HALVES, "ids": ONE, "steps": 1} | options))
-
-
-@pytest.mark.slow
-def test_lists_are_prompts_of_a_model_of_dask():
-    like = np.zeros(1, np.float32)
-    model = nn.Transformer.init(9, 8, 2, 1, like=like, is_causal=True, positions=9, tied=True)
-    wanted = nn.generate(model, [[1, 2], [3, 4]], 2)
-    lazy = {name: da.from_array(array) for name, array in model.parameters().items()}
-    assert nn.generate(model.with_parameters(lazy), [[1, 2], [3, 4]], 2) == wanted

@@ -43,13 +43,11 @@ def test_a_seed_gives_the_same_weights_to_the_last_bit_in_every_library(library)
         assert np.array_equal(back(array), expected[name]), name
 
 
-def test_another_seed_gives_other_weights_no_two_arrays_the_same_spread_as_glorot_has_them():
+def test_another_seed_gives_other_weights_spread_as_glorot_has_them():
     like = np.zeros(1)
     one, other = (gpt(like, seed=seed).parameters() for seed in (0, 1))
     drawn = [name for name in one if name.endswith("weight") and "norm" not in name]
     assert all(np.all(one[name] != other[name]) for name in drawn)
-    firsts = [one[name].ravel()[0] / np.abs(one[name]).max() for name in drawn]
-    assert len(set(firsts)) == len(firsts)
     weight, bound = nn.Linear.init(300, 500, like=like).weight, math.sqrt(6 / 800)
     assert np.abs(weight).max() <= bound
     assert weight.var() == pytest.approx(bound**2 / 3, rel=0.02)
@@ -287,14 +285,6 @@ def test_numbers_of_numpy_are_settings():
     assert set(layer.parameters()) == names
     assert "size=" in repr(layer)
     assert isinstance(layer.rotary.frequencies, tuple)
-
-
-@pytest.mark.parametrize("library", ["numpy", "torch", "strict"], indirect=True)
-def test_no_tokens_and_no_items_give_an_empty_result(library):
-    to, back = library
-    layer = nn.MultiHeadAttention.init(24, 4, key_heads=2, like=to(float32([0])))
-    for shape in ((2, 0, 24), (0, 5, 24)):
-        assert back(layer(to(np.zeros(shape, np.float32)))).shape == shape
 
 
 def test_a_norm_that_is_given_is_copied_for_every_layer():

@@ -118,17 +118,6 @@ def test_positions_that_are_traced_have_exact_angles_too():
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6)
 
 
-@HERE
-def test_positions_that_the_host_sees_to_be_near_take_products_only(library, monkeypatch):
-    to, back = library
-    like, positions = to(np.zeros(1, np.float32)), to(np.arange(5))
-    jax.block_until_ready(positions)
-    rotary = nn.Rotary(16)
-    expected = back(rotary.tables(positions, like=like)[1])
-    monkeypatch.delattr("polyattn.nn.angles.Angles._remainders")
-    np.testing.assert_array_equal(back(rotary.tables(positions, like=like)[1]), expected)
-
-
 @pytest.mark.filterwarnings("ignore:`torch.jit.trace` is deprecated")
 def test_a_trace_by_near_positions_has_exact_angles_of_far_ones():
     rotary, near = nn.Rotary(16), torch.arange(len(FAR_POSITIONS))
