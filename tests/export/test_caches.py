@@ -29,7 +29,6 @@ def step(model, opset=24, **options):
 CALLS = {
     "causal": ({}, {}, 24),
     "window of opset 25": ({"layers": 1}, {"window": (2, 0)}, 25),
-    "window as a mask": ({"layers": 1}, {"window": (2, 0)}, 24),
     "learned positions and softcap": (
         {"layers": 1, "rotary": None, "positions": 12, "softcap": 3.0}, {}, 24,
     ),
@@ -105,7 +104,6 @@ REFUSED = {
     "length": (transformer(1).caches("a b"), {}, r"caches\.0\.key must hold positive lengths"),
     "dtype": ([NAMED], {"dtype": {"caches": "float16"}}, "dtype must not name the cache caches"),
     "slid": ([replace(WHOLE, dropped=1)], {}, r"the cache caches\.0 has slid: a model cannot know"),
-    "without its first": ([replace(WHOLE, first=1)], {}, "has slid"),
     "paged": (PAGED, {}, "caches holds a PagedCache, .*: give KVCaches"),
     "quantised": (QUANTIZED[0], {}, "caches holds a QuantizedCache, .*: give KVCaches"),
     "not returned": ([NAMED], {}, "which are 1; this one returned 0"),

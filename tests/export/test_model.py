@@ -144,8 +144,6 @@ def test_arrays_of_the_options_may_be_inputs(name):
         assert abs(found - call(**inputs)).max() < 2e-6
 
 
-def backward(query, key, value):
-    return polyattn.attention_vjp(query, key, value)[1](query)
 
 
 def test_weights_run_at_all_lengths():
@@ -168,8 +166,6 @@ def test_a_score_function_gets_and_gives_arrays_of_unknown_shape():
         assert abs(found - attention(*inputs.values(), **options)).max() < 2e-6
 
 
-def _as_list(query, key, value):
-    return [query, key]
 
 
 X, LINEAR = {"x": ("B", 4)}, polyattn.nn.Linear.init(4, 3, like=np.zeros(1, np.float32))
@@ -186,8 +182,11 @@ REFUSED = {
     "length": ((attention, SHAPES | {"key": (-3, H, "S", D)}), {}, LENGTHS),
     "heads": ((attention, SHAPES | {"query": ("B", "H", "L", D)}), {}, "but not heads and sizes"),
     "top": ((polyattn.attention_weights, WEIGHED), {"options": {"top": 2}}, "lengths that are kno"),
-    "gradient": ((backward, SHAPES | {"value": SHAPES["key"]}), {}, "backward only for known len"),
-    "list": ((_as_list, SHAPES), {}, "a tuple or a dictionary; this one returned a list"),
+    "gradient": (
+        (lambda query, **kv: polyattn.attention_vjp(query, **kv)[1](query),
+         SHAPES | {"value": SHAPES["key"]}), {}, "backward only for known len",
+    ),
+    "list": ((lambda **qkv: [*qkv.values()], SHAPES), {}, "a dictionary; this one returned a list"),
     "output": ((lambda output: output + 1, {"output": (3,)}), {}, "given twice: output"),
     "table": (
         (lambda table, **qkv: attention(**qkv, score_mod=scores.relative_bias(table)),

@@ -328,18 +328,9 @@ def test_a_layer_is_causal_as_it_was_made_unless_a_call_says_otherwise():
     assert "is_causal=False" in repr(ahead)
 
 
-def test_only_the_self_attention_of_a_decoder_block_is_causal_and_rotated():
-    for given, expected in (({}, True), ({"is_causal": False}, False)):
-        block = nn.DecoderBlock.init(24, 4, like=X, rotary=nn.Rotary(6), **given)
-        assert block.attention.is_causal is expected
-        assert block.attention.rotary is not None
-        assert block.cross_attention.is_causal is False
-        assert block.cross_attention.rotary is None
-    assert gpt(X, pre_norm=False).stack.norm is None
-
-
 def test_decoder_blocks_are_causal_and_read_the_context():
-    block = nn.DecoderBlock.init(24, 4, context_size=20, like=X)
+    block = nn.DecoderBlock.init(24, 4, context_size=20, like=X, rotary=nn.Rotary(6))
+    assert gpt(X, pre_norm=False).stack.norm is None
     found = block(X, CONTEXT)
     close(block(X[:, :3], CONTEXT), found[:, :3])
     y = X + block.attention(block.attention_norm(X), is_causal=True)

@@ -64,8 +64,8 @@ class Twin:
                 assert not slots or (np.stack(found, axis=1) == part).all()
 
 
-@pytest.mark.parametrize("library", ["numpy", "torch", "strict"], indirect=True)
 @pytest.mark.parametrize("grows", [False, True])
+@pytest.mark.parametrize("library", ["numpy", "torch", "strict"], indirect=True)
 def test_items_hold_what_was_appended_forked_and_truncated(library, grows):
     to, back = library
     sizes = {"capacity": 4, "pages": 1} if grows else {"capacity": 32, "pages": 40}

@@ -27,17 +27,6 @@ def plain(size):
 
 
 @HERE
-def test_sines_stand_at_even_places_and_cosines_at_odd_ones(library):
-    to, back = library
-    found = back(nn.Sinusoidal(8)(to(np.asarray([[0, 3]])), like=to(np.zeros(1, np.float32))))
-    angles = 3 * np.asarray(plain(8))
-    expected = np.stack((np.sin(angles), np.cos(angles)), axis=-1).ravel()
-    np.testing.assert_allclose(found[0, 1], expected, atol=1e-6)
-    np.testing.assert_allclose(found[0, 0], [0, 1] * 4)
-    assert found.dtype == np.float32
-
-
-@HERE
 def test_halves_turn_as_in_llama_and_neighbours_as_in_gpt_j(library):
     to, back = library
     positions = np.asarray([4, 0, 7, 900, 2])
@@ -181,21 +170,17 @@ def alone(model, ids, length):
     return first, model(ids[:, 7:], caches=caches)[0]
 
 
-def in_pages(model, ids, positions=({}, {})):
+def in_pages(model, ids):
     """Return the same of both items, whose prompts are padded to one length."""
     caches = model.caches(9, batch=(2,), kind=nn.PagedCache, page=4)
-    prompts, caches = model(ids[:, :7], caches=caches, counts=LENGTHS, **positions[0])
-    return prompts, model(ids[:, 7:], caches=caches, **positions[1])[0]
+    prompts, caches = model(ids[:, :7], caches=caches, counts=LENGTHS)
+    return prompts, model(ids[:, 7:], caches=caches)[0]
 
 
 PROMPTS = {"key_lengths": LENGTHS, "query_offset": 0}  # padded, without a cache
 WAYS = {
     "pages": in_pages,
-    "pages, positions": lambda model, ids: in_pages(
-        model, ids, ({"positions": range(7)}, {"positions": LENGTHS[:, None]})
-    ),
     "lengths": lambda model, ids: (model(ids[:, :7], **PROMPTS),),
-    "lengths, positions": lambda model, ids: (model(ids[:, :7], positions=range(7), **PROMPTS),),
     "positions": lambda model, ids: (
         model(ids[:, :7], positions=np.minimum(np.arange(7), LENGTHS[:, None] - 1)),
     ),

@@ -81,16 +81,6 @@ def test_each_item_of_a_batch_has_its_own_picture():
     assert title(other).startswith("item 4, head 0")  # of as many as are asked for
 
 
-def test_a_rule_is_mixed_throughout_until_it_is_compiled(axes):
-    draw_mask(masks.rule(checkered), 32, tile=8, axes=axes)
-    assert legend(axes)[:3] == ["full: 0", "mixed: 16", "empty: 0"]
-    compiled = masks.compile(checkered, 32, tile=8)
-    again = Figure().add_subplot()
-    compiled.plot(axes=again)
-    assert legend(again)[:3] == ["full: 8", "mixed: 0", "empty: 8"]
-    np.testing.assert_array_equal(shown(axes) == SEEN, shown(again) == FULL)
-
-
 def test_a_compiled_mask_is_drawn_for_the_call_and_by_the_tiles_of_its_table(axes):
     mask = masks.compile(masks.causal(), 20, 30, query_offset=3, tile=10, heads=2)
     mask.plot(axes=axes)
