@@ -144,8 +144,6 @@ def test_arrays_of_the_options_may_be_inputs(name):
         assert abs(found - call(**inputs)).max() < 2e-6
 
 
-
-
 def test_weights_run_at_all_lengths():
     options = {"sinks": SINKS, "is_causal": True, "heads": [3, 0], "per_key": True}
     model = export(polyattn.attention_weights, WEIGHED, options=options)
@@ -164,8 +162,6 @@ def test_a_score_function_gets_and_gives_arrays_of_unknown_shape():
         inputs = {n: x[:, :1].astype("float64") for n, x in numbers(*size).items()}
         (found,) = run(inputs)
         assert abs(found - attention(*inputs.values(), **options)).max() < 2e-6
-
-
 
 
 X, LINEAR = {"x": ("B", 4)}, polyattn.nn.Linear.init(4, 3, like=np.zeros(1, np.float32))
