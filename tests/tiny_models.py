@@ -5,6 +5,8 @@ import pytest
 from arrays import from_torch, to_torch
 from optional import array_api_strict, far, near
 
+from polyattn import nn
+
 FLOAT32 = np.zeros(1, dtype=np.float32)
 IDS = np.random.default_rng(3).integers(3, 50, (2, 13)).astype(np.int32)
 SIZES = {
@@ -101,3 +103,18 @@ LIBRARIES = {
 def library(name):
     """Return how NumPy arrays go to a library and come back."""
     return LIBRARIES[name]
+
+
+def loaded(theirs, like=FLOAT32, changes=(), **options):
+    """Return a model of the weights and the config of another, with changes to the config."""
+    config = theirs.config.to_dict() | dict(changes)
+    return nn.load.model(theirs.state_dict(), config, like=like, **options)
+
+
+def refused(weights, config=None):
+    """Return what is said of a model, or None if it is loaded."""
+    try:
+        nn.load.model(weights, config, like=FLOAT32)
+    except ValueError as error:
+        return str(error)
+    return None

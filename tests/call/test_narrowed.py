@@ -5,9 +5,7 @@ import pytest
 from arrays import close, draw
 
 from polyattn import attention, explain, masks
-from polyattn._base.span import Span
-from polyattn._core.call.narrowed import banded, narrowed
-from polyattn.conformance import CASES
+from polyattn._core.call.narrowed import banded
 from polyattn.conformance.reference.expressions import CallRows, plainly
 
 L, S = 4, 8
@@ -28,16 +26,6 @@ BANDS = {
     "after": (~masks.causal(), {"query_offset": 2}, (3, 8), (0, None), 0),
     "compiled": (masks.compile(masks.prefix(3), L, S), {}, (0, 3), (None, None), -1),
 }
-#: Masks that are not a band of numbers, and a call where fewer keys would change the rest.
-OTHERS = {
-    "rows": {"mask": masks.padding(5, 2)},
-    "two parts": {"mask": masks.prefix(2) | masks.window(0, 0)},
-    "nothing": {"mask": masks.prefix(0)},
-    "array": {"mask": masks.prefix(np.asarray([3, 3]))},
-    "function": {"mask": masks.rule(lambda b, h, i, j: j < 3) & masks.prefix(3)},
-    "bias": {"mask": masks.prefix(3), "bias": (1, 1, 1, S)},
-    "offsets": {"mask": masks.causal() | masks.window(1, 2), "query_offset": (2,)},
-}
 
 
 @pytest.mark.parametrize("name", BANDS)
@@ -49,11 +37,6 @@ def test_a_mask_of_numbers_is_a_band_over_some_keys(name):
     assert (left, 0 if problem.is_causal else right) == ends
     given = {"is_causal": problem.is_causal, "window": problem.window, "query_offset": offset}
     assert problem == problem_of(None, (L, found.length), **given)
-
-
-@pytest.mark.parametrize("name", OTHERS)
-def test_a_mask_that_is_no_band_stays(name):
-    assert banded(problem_of(**OTHERS[name])) is None
 
 
 def check(problem):
@@ -72,17 +55,9 @@ def check(problem):
     return True
 
 
-def test_bands_show_what_the_mask_of_every_case_does():
-    """And a problem of all keys needs the same features."""
-    made = [case.arguments() for case in CASES.values()]
-    problems = [explain(*x, **given, backend="numpy").problem for x, given in made]
-    assert all(narrowed(one, Span(0, one.key_length)) == one for one in problems)
-    assert sum(check(one) for one in problems if one.mask_spec is not None) >= 5
-
-
 def test_bands_show_what_random_compositions_do():
     rng, bands = np.random.default_rng(0), 0
-    for _ in range(200):
+    for _ in range(80):
         rows, keys, *numbers = (int(n) for n in rng.integers(1, 9, 6))
         parts = [masks.prefix(numbers[0]), ~masks.prefix(numbers[1]), masks.padding(numbers[2])]
         parts += [masks.window(numbers[0], numbers[1]), masks.causal(), ~masks.causal()]
@@ -91,7 +66,7 @@ def test_bands_show_what_random_compositions_do():
         window = ((None, None), (numbers[1] - 1, None), (numbers[1], 1))[rng.integers(3)]
         options = {"query_offset": int(rng.integers(-3, keys + 1)), "window": window}
         bands += check(problem_of(made[rng.integers(4)], (rows, keys), **options))
-    assert bands > 100
+    assert bands > 40
 
 
 ENGINES = {"torch": "sdpa", "mlx": "fast", "onnxruntime": "node"}

@@ -65,19 +65,12 @@ BACKWARD = [
     (CALL + "gradients.py", "    sinks: Array | None = None\n",
      "    sinks: Array | None = None\n    head_scale: Array | None = None\n"),
 ]  # fmt: skip
-#: What gives a wrong gradient: a step of the formula with the name of its feature in all lists.
-CARELESS = [
-    *FORWARD,
-    *[(KERNELS + f"{name}.py", '"grouped_heads", "mask"', '"grouped_heads", "head_scale", "mask"')
-      for name in ("backward", "jvp")],
-]  # fmt: skip
 
-COMPUTE = {"forward", "weights", "dask", "layer", "calls_without_it"}
+
 PARALLEL = ("decode", "gather", "heads", "ring")
-DERIVATIVES = {
-    *("vjp", "jvp", "gradients_of_dask"),
-    *(f"gradients_of_parallel_{name}" for name in PARALLEL),
-}
+OTHER_CALLS = {"calls_without_it"}
+COMPUTED = {"forward", "weights", "dask", "layer", *(f"parallel_{name}" for name in PARALLEL)}
+IN_REVERSE = {"vjp", "gradients_of_dask", *(f"gradients_of_parallel_{name}" for name in PARALLEL)}
 
 
 def outcomes(folder, *stages):
@@ -99,39 +92,20 @@ def outcomes(folder, *stages):
     command = [sys.executable, str(Path(__file__).with_name("new_option.py"))]
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    found = dict(line.split(" ", 1) for line in done.stdout.splitlines())
-    assert not [line for line in found.items() if line[1].startswith("ERROR")], found
-    return found
+    return dict(line.split(" ", 1) for line in done.stdout.splitlines())
 
 
-def right(found):
-    return {name for name, outcome in found.items() if outcome == "right"}
-
-
-def wrong(found):
-    return {name for name in found if found[name].startswith("WRONG")}
-
-
-def test_a_row_of_the_table_is_refused_by_name_and_changes_no_other_call(tmp_path):
-    found = outcomes(tmp_path, DECLARED)
-    assert not wrong(found)
-    assert right(found) == {"calls_without_it"}
-
-
-def test_a_step_of_the_formula_has_no_derivative_until_one_is_declared(tmp_path):
-    found = outcomes(tmp_path, DECLARED, FORWARD)
-    assert not wrong(found)
-    assert right(found) >= COMPUTE | {f"parallel_{name}" for name in PARALLEL}
-    assert not right(found) & DERIVATIVES
-
-
-def test_a_derivative_in_reverse_mode_leaves_forward_mode_refused(tmp_path):
-    found = outcomes(tmp_path, DECLARED, FORWARD, BACKWARD)
-    assert not wrong(found)
-    assert right(found) >= COMPUTE | DERIVATIVES - {"jvp"}
-    assert "jvp" not in right(found)
-
-
-def test_a_derivative_that_is_declared_and_not_there_is_found(tmp_path):
-    found = outcomes(tmp_path, DECLARED, CARELESS)
-    assert "jvp" in wrong(found)  # and a gradient has no field in `Gradients`
+@pytest.mark.parametrize(
+    ("stages", "right", "refused"),
+    [
+        ([DECLARED, FORWARD], OTHER_CALLS | COMPUTED, IN_REVERSE | {"jvp"}),
+        ([DECLARED, FORWARD, BACKWARD], OTHER_CALLS | COMPUTED | IN_REVERSE, {"jvp"}),
+        ([DECLARED], OTHER_CALLS, COMPUTED | IN_REVERSE | {"jvp"}),
+    ],
+    ids=["the formula", "its derivative in reverse mode", "a row of the table"],
+)
+def test_an_option_of_some_steps_is_right_or_refused_by_name(tmp_path, stages, right, refused):
+    found = outcomes(tmp_path, *stages)
+    assert set(found.values()) == {"right", "refused"}, found
+    assert {name for name in right if found[name] != "right"} == set()
+    assert {name for name in refused if found[name] != "refused"} == set()

@@ -14,9 +14,7 @@ from polyattn._base.span import Span
 from polyattn._core.call import checks as examining
 from polyattn._core.call import describe as describing
 from polyattn._core.call.features import DERIVATIVES, FEATURES, NOT_IN_DERIVATIVES, Feature
-from polyattn._core.call.gradients import Gradients
-from polyattn._core.call.operands import Operands, Tangents
-from polyattn._core.call.options import GRADIENT_ARRAYS, OPTIONS, Option
+from polyattn._core.call.options import OPTIONS, Option
 from polyattn._core.call.parts import options_of, options_of_part
 from polyattn._core.expressions.parts import Part
 from polyattn._kernels import dense
@@ -52,11 +50,6 @@ def test_the_table_has_the_options_of_the_signature():
     assert {n: parameters[n].default for n in OPTIONS} == {n: o.default for n, o in OPTIONS.items()}
 
 
-def test_records_have_a_field_for_each_array_with_a_gradient():
-    for record in (Operands, Gradients, Tangents):
-        assert set(GRADIENT_ARRAYS) <= set(record._fields)
-
-
 @pytest.mark.parametrize(("name", "value"), EACH)
 def test_each_option_needs_a_feature_and_a_kernel_gets_it(name, value):
     more = NEEDED.get(name, {})
@@ -76,26 +69,24 @@ def test_each_option_needs_a_feature_and_a_kernel_gets_it(name, value):
 PART = Part((2,), (Span(1, 2),), Span(0, 4), Span(2, 4), Span(1, 3))
 
 
-def test_dropout_at_a_rate_of_0_is_no_dropout():
-    plain = describing.describe(X, X, X)
-    found = describing.describe(X, X, X, dropout=(0.0, 3, (1, 0, 2, 0)))
-    assert found[0] == plain[0]  # so both calls have one plan
-    assert found[1].seed is None
+def test_dropout_at_a_rate_of_0_and_a_start_of_numpy_make_no_other_plan():
+    plain, never, numbers, array = (
+        describing.describe(X, X, X, **options)
+        for options in (
+            {},
+            {"dropout": (0.0, 3, (1, 0, 2, 0))},
+            {"dropout": (0.5, 3, (1, 0, 2, 0))},
+            {"dropout": (0.5, 3, np.array([1, 0, 2, 0]))},
+        )
+    )
+    assert (never[0], numbers[0]) == (plain[0], array[0])
+    assert (never[1].seed, array[1].dropout_start) == (None, None)
 
 
 def test_a_key_of_jax_is_no_seed_of_dropout():
     jax = pytest.importorskip("jax")
     with pytest.raises(TypeError, match=r"pass jax\.random\.bits\(key\)"):
         attention(X, X, X, dropout=(0.1, jax.random.key(0)))
-
-
-def test_a_start_of_dropout_in_numpy_is_that_of_its_numbers():
-    one, other = (
-        describing.describe(X, X, X, dropout=(0.5, 3, start))
-        for start in ((1, 0, 2, 0), np.array([1, 0, 2, 0]))
-    )
-    assert one[0] == other[0]
-    assert other[1].dropout_start is None
 
 
 def test_a_part_refuses_what_the_table_does_not_describe(monkeypatch):

@@ -49,7 +49,6 @@ def used():
 
 
 POISONED = tuple(np.where(used()[:, None, :, None], pool, np.nan) for pool in POOLS)
-TO = (np.array, torch.tensor, jnp.asarray, array_api_strict.asarray)
 
 
 def whole(pool, item):
@@ -87,7 +86,7 @@ def tiled(tile):
 )
 def test_numpy_reads_pages_in_place(options):
     expected = paged(pools=POOLS, kernel="dense", **options)
-    for tile, pools in ((8, POISONED), (64, POOLS), (2**18, POISONED)):
+    for tile, pools in ((8, POISONED), (64, POOLS)):
         close(paged(pools=pools, kernel=tiled(tile), **options), expected, 400)
 
 
@@ -100,26 +99,6 @@ def test_an_item_ends_in_the_page_in_which_a_later_tile_begins():
     close(found, expected, 400)
 
 
-def test_heads_after_the_slots():
-    query, *pools = (np.swapaxes(x, 1, 2) for x in (QUERY, *POISONED))
-    expected = np.swapaxes(one_by_one(is_causal=True), 1, 2)
-    for kernel in (None, "dense", tiled(64)):
-        options = {"layout": "...LHD", "is_causal": True, "kernel": kernel}
-        found = attention(query, *pools, **CALL, **options)
-        close(found, expected, 400)
-
-
-def test_batch_axes_are_those_of_the_table_and_the_query():
-    expected = paged()
-    call = {"block_table": TABLE.reshape(2, 3, 3), "key_lengths": LENGTHS.reshape(2, 3)}
-    for kernel in ("dense", tiled(64)):
-        query = QUERY.reshape(2, 3, H, L, D)
-        found = attention(query, *POISONED, kernel=kernel, **call)
-        close(found.reshape(expected.shape), expected, 400)
-        one = attention(QUERY[0], *POISONED, block_table=TABLE[0], key_lengths=11, kernel=kernel)
-        close(one, expected[0], 400)
-
-
 def test_each_item_has_the_same_bits_alone():
     found = paged(kernel=tiled(64))
     for b in range(len(TABLE)):
@@ -128,7 +107,7 @@ def test_each_item_has_the_same_bits_alone():
         assert np.array_equal(alone[0], found[b])
 
 
-@pytest.mark.parametrize("to", TO[:3])
+@pytest.mark.parametrize("to", [np.array, torch.tensor, jnp.asarray])
 def test_gradients_are_those_of_the_pool(to):
     """A page that two items share gets the sum of both, and an unused slot 0."""
 
@@ -151,7 +130,8 @@ def test_gradients_are_those_of_the_pool(to):
 
 
 @pytest.mark.parametrize(
-    ("sizes", "to"), [*(((D, 0), to) for to in TO), ((0, E), np.array), ((0, 0), np.array)]
+    ("sizes", "to"),
+    [((D, 0), np.array), ((D, 0), torch.tensor), ((0, E), np.array), ((0, 0), np.array)],
 )
 def test_gradients_of_pools_whose_vectors_have_no_numbers(sizes, to):
     pools = [to(np.ones((PAGES, G, PAGE, size), np.float32)) for size in sizes]
@@ -201,17 +181,9 @@ def test_what_is_refused():
 
 
 def test_kernels_that_get_copies_are_named():
-    shapes = (6, 4, 3, 8), (9, 2, 4, 8), (9, 2, 4, 8)
-    call = {"block_table": (6, 3), "key_lengths": (6,)}
-    for library in ("numpy", "torch", "jax"):
-        found = explain(*shapes, library=library, **call)
-        remarks = {c.kernel: c.remark or "" for c in found.candidates if c.status != "refused"}
-        assert "it gets gathered, contiguous copies of the pages" in remarks["dense"], library
-    assert not explain(*shapes, kernel="tiled", **call).chosen.remark
-    trained = [torch.tensor(x, requires_grad=True) for x in (QUERY, *POOLS)]
-    chosen = explain(*trained, **CALL).chosen
-    assert "copies of the pages" in chosen.remark
-    assert "copies" not in str(explain(QUERY, QUERY, QUERY))
+    found = str(explain(*map(torch.tensor, (QUERY, *POOLS)), **CALL))
+    assert "it gets gathered, contiguous copies of the pages" in found
+    assert not explain(QUERY, *POOLS, kernel="tiled", **CALL).chosen.remark
 
 
 @pytest.mark.parametrize(
@@ -222,9 +194,8 @@ def test_kernels_that_get_copies_are_named():
         ({"window": (1, 0), "query_offset": LENGTHS - L}, 3),
         ({"window": (1, 0), "dropout": (0.5, 1)}, 3),
         ({"bias": np.ones((1, 64 * PAGE))}, 64),
-        ({"score_mod": scores.alibi(H), "is_causal": True}, 3),
     ],
-    ids=str,
+    ids=["nothing", "window", "offset", "dropout", "bias"],
 )
 def test_copies_are_of_the_columns_that_rows_may_see(options, columns, monkeypatch):
     """An item begins in its window, so a cache that slides costs its window, not all its tokens."""
@@ -243,7 +214,7 @@ def test_copies_are_of_the_columns_that_rows_may_see(options, columns, monkeypat
 
 @pytest.mark.parametrize(
     ("items", "lengths"),
-    [((), 9), ((2,), [9]), ((2, 2), 9), ((2, 2), [[9], [5]]), ((2, 2), [9, 5])],
+    [((), 9), ((2, 2), [[9], [5]]), ((2, 2), [9, 5])],
     ids=str,
 )
 def test_lengths_and_tables_of_other_axes_are_cut(items, lengths):

@@ -66,12 +66,8 @@ def test_a_tree_of_other_things_has_the_structure_of_the_module():
     model = model_of(jnp.zeros(1))
     axes = jax.tree.map(lambda _: 0, model)
     assert jax.tree.structure(axes) == jax.tree.structure(model)
-    models = jax.tree.map(lambda *each: jnp.stack(each), model, model)
-    run = jax.vmap(lambda model: model.embedding.weight.sum(), in_axes=(axes,))
-    assert run(models).shape == (2,)
-    assert jax.tree.leaves(jax.tree.map(lambda zero: zero + 1, axes)) == [1] * len(
-        model.parameters()
-    )
+    ones = jax.tree.leaves(jax.tree.map(lambda zero: zero + 1, axes))
+    assert ones == [1] * len(model.parameters())
 
 
 def test_other_settings_are_compiled_anew():

@@ -1,4 +1,4 @@
-"""Layers of torch, which compute the same here, and files and weights of anyone."""
+"""Layers of torch, which compute the same here; files of anyone; saving as transformers does."""
 
 import json
 import os
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from arrays import close, draw
 from optional import torch
-from tiny_models import DECODERS, FLOAT32, library
+from tiny_models import DECODERS, ENCODERS, FAMILIES, FLOAT32, SENSES, loaded, refused
 
 from polyattn import nn
 
@@ -31,16 +31,18 @@ def theirs_of(layer, dtype, *args, **options):
 
 X, KEY, VALUE = draw(*[(2, 7, 16)] * 3)
 NARROW, LEAN = draw((2, 9, 10), (2, 9, 6))
-GIVEN = {
-    "itself": (X, X, X),
-    "three": (X, KEY, VALUE),
-    "of another size": (X, NARROW, NARROW),
-    "of two sizes": (X, NARROW, LEAN),
-}
 
 
-@pytest.mark.parametrize("given", GIVEN.values(), ids=GIVEN)
-@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(
+    ("given", "bias"),
+    [
+        ((X, X, X), True),
+        ((X, KEY, VALUE), False),
+        ((X, NARROW, NARROW), True),
+        ((X, NARROW, LEAN), False),
+    ],
+    ids=["itself", "three", "of another size", "of two sizes"],
+)
 def test_torch_attention_is_torchs_own(given, bias):
     torch.manual_seed(0)
     sizes = {"kdim": given[1].shape[-1], "vdim": given[2].shape[-1]}
@@ -150,9 +152,9 @@ def same(folder, model):
     return np.array_equal(found, model.state_dict()["transformer.h.1.mlp.c_fc.weight"])
 
 
-@pytest.mark.parametrize("kind", ["numpy", "torch", pytest.param("jax", marks=pytest.mark.slow)])
-def test_a_file_of_bfloat16_is_read_bit_for_bit(gpt2, tmp_path, kind):
-    to, back = library(kind)
+@pytest.mark.parametrize("library", ["numpy", "torch"], indirect=True)
+def test_a_file_of_bfloat16_is_read_bit_for_bit(gpt2, tmp_path, library):
+    to, back = library
     safetensors = pytest.importorskip("safetensors.torch")
     state = {name: array.bfloat16() for name, array in gpt2.transformer.state_dict().items()}
     safetensors.save_file(state, tmp_path / "model.safetensors")
@@ -210,15 +212,6 @@ def whole(gpt2, tmp_path_factory):
 def copied(folder, to):
     """Return a copy of a model's folder, to be spoilt."""
     return shutil.copytree(folder, to, dirs_exist_ok=True)
-
-
-def refused(folder):
-    """Return what is said of a model, or None if it is loaded."""
-    try:
-        nn.load.model(folder, like=FLOAT32)
-    except ValueError as error:
-        return str(error)
-    return None
 
 
 def test_weights_have_names_of_text_each_once(gpt2):
@@ -319,7 +312,7 @@ def test_weights_that_are_damaged_are_refused_with_their_files_name(whole, tmp_p
         file.write_bytes(data)
         assert str(file) in refused(folder), data[:80]
     rng = np.random.default_rng(0)
-    for _ in range(50):
+    for _ in range(20):
         flipped = bytearray(good)
         flipped[rng.integers(header)] ^= 1 << rng.integers(8)
         file.write_bytes(flipped)
@@ -370,3 +363,82 @@ def test_a_message_is_short_and_printable_and_names_the_path(name, whole, tmp_pa
     assert str(folder) in message
     assert len(message) < 5000
     assert message.replace("\n", "").isprintable()
+
+
+# ---- saving ------------------------------------------------------------------------------------
+
+CAUSAL, BASE = "AutoModelForCausalLM", "AutoModel"
+SAVED = [(name, CAUSAL) for name in FAMILIES] + [(name, BASE) for name in ENCODERS]
+
+
+@pytest.mark.parametrize(("name", "kind"), [*SAVED, ("qwen2", BASE), ("vit", BASE)])
+def test_transformers_reads_back_what_was_saved(made, transformers, tmp_path, name, kind):
+    theirs = made(name, (DECODERS | ENCODERS | SENSES)[name], kind)
+    more = {"logits": False} if name in DECODERS and kind == BASE else {}
+    nn.save(loaded(theirs, **more), tmp_path, theirs.config.to_dict())
+    again, facts = getattr(transformers, kind).from_pretrained(tmp_path, output_loading_info=True)
+    assert not facts["unexpected_keys"]
+    assert all("pooler" in name for name in facts["missing_keys"])
+    state = again.state_dict()
+    for key, array in theirs.state_dict().items():
+        if "pooler" not in key:
+            np.testing.assert_array_equal(state[key].numpy(), array.numpy(), err_msg=key)
+
+
+@pytest.mark.parametrize(
+    ("library", "dtype"),
+    [
+        ("torch", np.float32),
+        ("torch", ml_dtypes.bfloat16),
+        pytest.param("jax", ml_dtypes.bfloat16, marks=pytest.mark.slow),
+    ],
+    indirect=["library"],
+)
+def test_models_of_every_library_and_dtype_are_saved_bit_for_bit(made, tmp_path, library, dtype):
+    to, back = library
+    theirs, like = made("phi3", DECODERS["phi3"], CAUSAL), to(FLOAT32.astype(dtype))
+    model = loaded(theirs, like)
+    nn.save(model, tmp_path / "new" / "folder", theirs.config.to_dict())
+    again = nn.load.model(tmp_path / "new" / "folder", like=like)
+    for name, array in again.parameters().items():
+        assert array.dtype == model.embedding.weight.dtype
+        np.testing.assert_array_equal(back(array), back(model.parameters()[name]), err_msg=name)
+
+
+def test_a_trained_model_is_saved_with_the_config_of_its_folder(made, tmp_path):
+    made("qwen3", DECODERS["qwen3"], CAUSAL).save_pretrained(tmp_path)
+    model = nn.load.model(tmp_path, like=torch.zeros(1))
+    trained = {name: (2 * a).requires_grad_() for name, a in model.parameters().items()}
+    nn.save(model.with_parameters(trained), tmp_path / "trained", tmp_path)
+    again = nn.load.model(tmp_path / "trained", like=FLOAT32)
+    weight = model.embedding.weight.numpy()
+    np.testing.assert_array_equal(again.embedding.weight, 2 * weight)
+    config = (tmp_path / "config.json").read_text()
+    assert json.loads((tmp_path / "trained" / "config.json").read_text()) == json.loads(config)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"num_hidden_layers": 2}, "num_hidden_layers is 2, and the model has 3 blocks"),
+        ({"intermediate_size": 40}, r"feed_forward\.up\.weight has the shape \(32, 40\); got"),
+        ({"rms_norm_eps": 0.5}, r"epsilon=0\.5, .* and the model has .*epsilon=1e-06"),
+        ({"tie_word_embeddings": True}, r"unknown: output\.weight"),
+        ({"hidden_act": "mish"}, "hidden_act must be one of"),
+    ],
+)
+def test_a_config_of_another_model_is_refused_before_anything_is_written(
+    made, tmp_path, change, said
+):
+    theirs = made("qwen2", DECODERS["qwen2"], CAUSAL)
+    model, config = loaded(theirs), theirs.config.to_dict()
+    with pytest.raises(ValueError, match=said):
+        nn.save(model, tmp_path / "no", config | change)
+    with pytest.raises(TypeError, match="config is of type int, not a mapping"):
+        nn.save(model, tmp_path / "no", 3)
+    assert not (tmp_path / "no").exists()
+
+
+def test_an_encoder_has_no_logits(made):
+    with pytest.raises(ValueError, match="a BERT is an encoder, which has no logits: leave out"):
+        loaded(made("bert", ENCODERS["bert"], BASE), logits=True)

@@ -1,7 +1,6 @@
 """A paged cache holds for each item what was appended to it, whoever shares its pages."""
 
 import copy
-import functools
 import pickle
 from dataclasses import replace
 
@@ -10,23 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from tiny_models import LIBRARIES
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from polyattn import attention, nn
 from polyattn._dispatch.transfer import convert_like
 from polyattn.integrations.jax import register
-from polyattn.nn.page_plan import Ledger, Table, plan_in_trace, to_device
+from polyattn.nn.page_plan import to_device
 
 RNG = np.random.default_rng(3)
 G, D, E, PAGE = 2, 4, 3, 4
-
-
-@pytest.fixture(params=["numpy", "torch", "strict"])
-def library(request):
-    """Libraries whose lengths the host reads, without JAX, which has compiled steps below."""
-    return LIBRARIES[request.param]
 
 
 class Twin:
@@ -74,6 +65,7 @@ class Twin:
 
 
 @pytest.mark.parametrize("grows", [False, True])
+@pytest.mark.parametrize("library", ["numpy", "torch", "strict"], indirect=True)
 def test_items_hold_what_was_appended_forked_and_truncated(library, grows):
     to, back = library
     sizes = {"capacity": 4, "pages": 1} if grows else {"capacity": 32, "pages": 40}
@@ -112,52 +104,6 @@ def test_a_fork_takes_the_positions_of_its_items():
     assert cache.fork([2, 0]).options({})["query_offset"].tolist() == [2, 4]
 
 
-@functools.cache
-def plans(total, m):
-    """Both ways to plan where m tokens go among pages of 4 slots, which jax.jit compiles once."""
-
-    def traced(pages, lengths, counts):
-        return tuple(plan_in_trace(Table(pages, lengths, PAGE, total), counts, m))
-
-    def by_host(pages, lengths, counts):
-        table = Table(pages, lengths, PAGE, total)
-        return tuple(Ledger(table).place(table, counts, m))
-
-    return by_host, jax.jit(traced)
-
-
-def planned(pages, lengths, counts, total, m=3):
-    """The plans of both ways, as lists."""
-    for plan in plans(total, m):
-        arrays = (np.asarray(x, np.int64) for x in (pages, lengths, counts))
-        table, copied, places = plan(*arrays)
-        pairs = {(int(old), int(new)) for old, new in zip(*copied, strict=True)} - {(0, 0)}
-        yield np.asarray(table).tolist(), pairs, np.stack(places).tolist()
-
-
-def test_a_trace_and_the_host_plan_the_same_and_what_the_example_says():
-    rng = np.random.default_rng(2)
-    for _ in range(50):
-        own = rng.permutation(np.arange(1, 40))[:12].reshape(3, 4)
-        table = np.take(own, rng.integers(0, 3, 3), axis=0)  # some items are forks
-        lengths, counts = rng.integers(0, 9, 3), rng.integers(0, 6, 3)
-        one, other = planned(table, lengths, counts, 40, m=6)
-        assert one == other
-    for table, copied, (pages, slots) in planned([[3, 5, 0]] * 2, [6, 5], [3, 3], 6):
-        assert table == [[3, 5, 1], [3, 2, 0]]
-        assert copied == {(5, 2)}
-        assert (pages, slots) == ([[5, 5, 1], [2, 2, 2]], [[2, 3, 0], [1, 2, 3]])
-
-
-def test_a_page_that_an_item_began_takes_its_next_token():
-    table, one = Table(np.zeros((1, 2), np.int64), np.asarray([0]), PAGE, 3), np.asarray([1])
-    ledger = Ledger(table)
-    began = ledger.place(table, one, 1).table
-    following = ledger.place(table._replace(pages=began, lengths=one), one, 1)
-    assert following.table.tolist() == began.tolist()
-    assert following.copied[0].size == 0
-
-
 def test_pages_of_caches_that_are_gone_are_used_again():
     twin = Twin(np.array, items=2, capacity=8, pages=6).append(1)
     memory = twin.cache.key
@@ -170,47 +116,28 @@ def test_pages_of_caches_that_are_gone_are_used_again():
     emptied.append(2).check()
 
 
-def compiled_by_jax(traced):
+@pytest.mark.parametrize("name", ["jax", pytest.param("torch", marks=pytest.mark.slow)])
+def test_a_compiled_step_is_compiled_once_gives_the_same_and_loses_what_has_no_room(name):
     register()
+    compiled, append = [], nn.PagedCache.append
 
-    @jax.jit
-    def step(cache, key, value, counts):
-        traced.append(key)
-        return cache.append(key, value, counts=counts)
+    def traced(cache, key, value, counts):
+        compiled.append(key)
+        return append(cache, key, value, counts=counts)
 
-    return step
-
-
-def compiled_by_torch(traced):
-    return torch.compile(nn.PagedCache.append, fullgraph=True, backend="eager")
-
-
-@pytest.mark.parametrize(
-    ("to", "compiled"),
-    [
-        (jnp.asarray, compiled_by_jax),
-        pytest.param(torch.tensor, compiled_by_torch, marks=pytest.mark.slow),
-    ],
-    ids=["jax", "torch"],
-)
-def test_a_compiled_step_is_compiled_once_and_gives_the_same(to, compiled):
-    traced = []
-    step = compiled(traced)
+    if name == "jax":
+        to, step = jnp.asarray, jax.jit(traced)
+    else:
+        to, step = torch.tensor, torch.compile(append, fullgraph=True, backend="eager")
     twin = Twin(to, capacity=16, pages=14).append(3, counts=[3, 0, 2]).fork([0, 0, 2])
     for counts in ([1, 1, 1], [2, 0, 2], [2, 2, 0], [0, 2, 1]):
         twin = twin.append(2, to(counts), step)
         twin.check()
-    assert len(traced) == (to is jnp.asarray)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("capacity", [4, 8])  # the table has no column, or the pool no page
-def test_a_compiled_step_of_jax_loses_what_has_no_room(capacity):
-    twin = Twin(jnp.asarray, items=2, capacity=capacity, pages=2).append(4)
-    table = np.asarray(twin.cache.block_table)
-    full = twin.append(2, jnp.asarray([2, 2]), compiled_by_jax([])).cache.truncate([4, 4])
-    twin._with(full, twin.tokens).check()
-    assert (np.asarray(full.block_table) == table).all()
+    full, lengths = twin, [tokens.shape[1] for tokens in twin.tokens]
+    for _ in range(8):
+        full = full.append(2, to([2, 2, 2]), step)
+    twin._with(full.cache.truncate(lengths), twin.tokens).check()
+    assert len(compiled) == (name == "jax")
 
 
 def test_a_step_reads_no_lengths_from_the_device_of_the_cache(monkeypatch):
@@ -313,17 +240,13 @@ def test_all_items_may_end():
     assert cache.append(token, token[..., :E]).lengths.shape == (0,)
 
 
-@pytest.mark.parametrize(("device", "goes_on"), [("cuda", True), ("mps", False)])
-def test_mps_copies_numbers_before_they_are_gone(device, goes_on):
-    copies = []
-
-    class Copies(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            if func is torch.ops.aten._to_copy.default:
-                copies.append(bool(kwargs.get("non_blocking")))
-            return func(*args, **(kwargs or {}))
-
-    with FakeTensorMode(allow_non_fake_inputs=True), Copies():
-        like = torch.empty(2, dtype=torch.int64, device=device)
-        assert to_device(np.arange(2), like).device.type == device
-    assert copies == [goes_on]
+def test_only_cuda_goes_on_before_numbers_are_copied(monkeypatch):
+    goes_on = []
+    with FakeTensorMode():
+        likes = [torch.empty(2, dtype=torch.int64, device=name) for name in ("cuda", "mps")]
+    monkeypatch.setattr(
+        torch.Tensor, "to", lambda *given, non_blocking: goes_on.append(non_blocking)
+    )
+    for like in likes:
+        to_device(np.arange(2), like)
+    assert goes_on == [True, False]

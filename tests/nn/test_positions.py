@@ -1,25 +1,20 @@
 """Positions: sines, learned vectors, rotary pairs and their scalings, relative biases."""
 
-import itertools
 from fractions import Fraction
 
 import numpy as np
 import pytest
 from optional import jax, jnp, make_fx, torch, turn_halves, turn_neighbours
-from tiny_models import LIBRARIES
 
 from polyattn import nn, scores
 from polyattn._base.arrays import library_of
-from polyattn.integrations.jax import register
 from polyattn.nn.positions import SharedAngles
 
 RNG = np.random.default_rng(6)
 X = RNG.normal(size=(2, 3, 5, 16))
 
 
-@pytest.fixture(params=["numpy", "torch"])
-def library(request):
-    return LIBRARIES[request.param]
+HERE = pytest.mark.parametrize("library", ["numpy", "torch"], indirect=True)
 
 
 def cosines(positions, frequencies):
@@ -31,16 +26,7 @@ def plain(size):
     return [10000.0 ** (-2 * n / size) for n in range(size // 2)]
 
 
-def test_sines_stand_at_even_places_and_cosines_at_odd_ones(library):
-    to, back = library
-    found = back(nn.Sinusoidal(8)(to(np.asarray([[0, 3]])), like=to(np.zeros(1, np.float32))))
-    angles = 3 * np.asarray(plain(8))
-    expected = np.stack((np.sin(angles), np.cos(angles)), axis=-1).ravel()
-    np.testing.assert_allclose(found[0, 1], expected, atol=1e-6)
-    np.testing.assert_allclose(found[0, 0], [0, 1] * 4)
-    assert found.dtype == np.float32
-
-
+@HERE
 def test_halves_turn_as_in_llama_and_neighbours_as_in_gpt_j(library):
     to, back = library
     positions = np.asarray([4, 0, 7, 900, 2])
@@ -66,8 +52,6 @@ def test_16_bit_vectors_are_turned_by_angles_of_float32():
 
 FREQUENCIES = {
     "plain": plain(16),
-    "linear": nn.linear_scaling(16, 4.0),
-    "ntk": nn.ntk_scaling(16, 4.0),
     "yarn": nn.yarn_scaling(16, 8.0)[0],
 }
 FAR_POSITIONS = [8192, 10**6, 10**6 + 1, 2**24 - 1, 2**24 + 1, 123_456_789, 2**31 - 1]
@@ -80,6 +64,7 @@ def exact_angles(positions, frequencies):
 
 
 @pytest.mark.parametrize("frequencies", FREQUENCIES.values(), ids=FREQUENCIES)
+@HERE
 def test_angles_of_far_positions_are_exact(library, frequencies):
     to, back = library
     like, positions = to(np.zeros(1, np.float32)), to(np.asarray(FAR_POSITIONS))
@@ -95,10 +80,7 @@ def test_angles_of_far_positions_are_exact(library, frequencies):
 
 @pytest.mark.parametrize(
     ("library", "dtype"),
-    [
-        *itertools.product(("numpy", "torch"), ("uint8", "int32", "uint32")),
-        pytest.param("jax", "uint8", marks=pytest.mark.slow),
-    ],
+    [("numpy", "uint8"), ("numpy", "int32"), ("torch", "uint32")],
     indirect=["library"],
 )
 def test_near_positions_have_the_angles_of_products(library, dtype):
@@ -123,16 +105,6 @@ def test_positions_that_are_traced_have_exact_angles_too():
     )
     found = np.stack(compiled(torch.tensor(positions)))
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6)
-
-
-def test_positions_that_the_host_sees_to_be_near_take_products_only(library, monkeypatch):
-    to, back = library
-    like, positions = to(np.zeros(1, np.float32)), to(np.arange(5))
-    jax.block_until_ready(positions)
-    rotary = nn.Rotary(16)
-    expected = back(rotary.tables(positions, like=like)[1])
-    monkeypatch.delattr("polyattn.nn.angles.Angles._remainders")
-    np.testing.assert_array_equal(back(rotary.tables(positions, like=like)[1]), expected)
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.trace` is deprecated")
@@ -198,36 +170,17 @@ def alone(model, ids, length):
     return first, model(ids[:, 7:], caches=caches)[0]
 
 
-def step(model, ids, caches, counts=None, **positions):
-    return model(ids, caches=caches, counts=counts, **positions)
-
-
-def in_pages(model, ids, positions=({}, {}), step=step, counts=LENGTHS):
+def in_pages(model, ids):
     """Return the same of both items, whose prompts are padded to one length."""
     caches = model.caches(9, batch=(2,), kind=nn.PagedCache, page=4)
-    prompts, caches = step(model, ids[:, :7], caches, counts, **positions[0])
-    return prompts, step(model, ids[:, 7:], caches, **positions[1])[0]
-
-
-def in_compiled_pages(model, ids):
-    counts = library_of(ids).xp.asarray(LENGTHS)
-    if library_of(ids).name == "torch":
-        compiled = torch.compile(step, backend="eager", fullgraph=True)
-    else:
-        register()
-        compiled = jax.jit(step)
-    return in_pages(model, ids, step=compiled, counts=counts)
+    prompts, caches = model(ids[:, :7], caches=caches, counts=LENGTHS)
+    return prompts, model(ids[:, 7:], caches=caches)[0]
 
 
 PROMPTS = {"key_lengths": LENGTHS, "query_offset": 0}  # padded, without a cache
 WAYS = {
     "pages": in_pages,
-    "pages, positions": lambda model, ids: in_pages(
-        model, ids, ({"positions": range(7)}, {"positions": LENGTHS[:, None]})
-    ),
-    "compiled pages": in_compiled_pages,
     "lengths": lambda model, ids: (model(ids[:, :7], **PROMPTS),),
-    "lengths, positions": lambda model, ids: (model(ids[:, :7], positions=range(7), **PROMPTS),),
     "positions": lambda model, ids: (
         model(ids[:, :7], positions=np.minimum(np.arange(7), LENGTHS[:, None] - 1)),
     ),
@@ -235,18 +188,12 @@ WAYS = {
 
 
 @pytest.mark.parametrize(
-    ("kind", "way"),
-    [
-        *(("numpy", way) for way in WAYS if "compiled" not in way),
-        ("torch", "lengths"),
-        *(
-            pytest.param(kind, "compiled pages", marks=pytest.mark.slow)
-            for kind in ("jax", "torch")
-        ),
-    ],
+    ("library", "way"),
+    [*(("numpy", way) for way in WAYS), ("torch", "lengths")],
+    indirect=["library"],
 )
-def test_the_rates_of_dynamic_scaling_are_those_of_each_item_alone(kind, way):
-    to, back = LIBRARIES[kind]
+def test_the_rates_of_dynamic_scaling_are_those_of_each_item_alone(library, way):
+    to, back = library
     ids, own = to(IDS), dynamic_model(np.zeros(1, np.float32))
     found = WAYS[way](dynamic_model(to(np.zeros(1, np.float32))), ids)
     for item, length in enumerate(LENGTHS):

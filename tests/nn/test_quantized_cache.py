@@ -1,6 +1,7 @@
 """A quantised cache: integers within half a step, and attention over them without a float copy."""
 
 import pickle
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -20,9 +21,6 @@ B, H, G, D, E = 2, 4, 2, 6, 5
 KEYS = RNG.standard_normal((B, G, 70, D)) * np.exp(2 * RNG.standard_normal((1, G, 1, D)))
 VALUES = RNG.standard_normal((B, G, 70, E)) * np.exp(RNG.standard_normal((1, 1, 70, 1)))
 QUERIES = RNG.standard_normal((B, H, 3, D))
-
-
-READ = ["numpy", "torch", "strict"]  # JAX compiles each length
 
 
 def made(to, steps, dtype=np.float32, **settings):
@@ -53,8 +51,11 @@ def floats(cache, back=np.asarray):
     return found
 
 
-@pytest.mark.parametrize("steps", [[21, 4], [70], [5, 1, 1, 1, 1, 1, 1, 1, 20, 38]])
-@pytest.mark.parametrize("library", READ, indirect=True)
+@pytest.mark.parametrize(
+    ("library", "steps"),
+    [("numpy", [21, 4]), *((name, [5, *[1] * 7, 20, 38]) for name in ("numpy", "torch", "strict"))],
+    indirect=["library"],
+)
 def test_an_entry_is_within_half_a_step_and_the_newest_are_as_they_were(library, steps):
     to, back = library
     cache, count = made(to, steps), sum(steps)
@@ -94,35 +95,32 @@ def test_attention_is_that_over_what_the_integers_stand_for(monkeypatch, name):
     assert [piece.key.shape[-2] for piece in cache._pieces()] == [64, 6]
 
 
+ATOL = {"float16": 2e-3, "float32": 3e-6, "float64": 1e-13}
+
+
 @pytest.mark.parametrize(
-    ("library", "rows", "options"),
+    ("library", "rows", "dtype"),
     [
-        *((name, 3, {"is_causal": True}) for name in READ),
-        *((name, 1, {"is_causal": True, "scale": 0.3}) for name in READ),
-        pytest.param("jax", 1, {"is_causal": True, "scale": 0.3}, marks=pytest.mark.slow),
+        *product(["numpy", "torch", "strict"], [1, 3], ["float32"]),
+        ("numpy", 3, "float16"),
+        ("numpy", 3, "float64"),
+        pytest.param("jax", 1, "float32", marks=pytest.mark.slow),
     ],
     indirect=["library"],
 )
-def test_every_library_attends(monkeypatch, library, rows, options):
+def test_every_library_attends_and_keeps_its_dtype(monkeypatch, library, rows, dtype):
     to, back = library
     monkeypatch.setattr(quantized_cache, "PIECE", 400)
-    cache, query = made(to, [30, 1]), np.ascontiguousarray(QUERIES[:, :, :rows])
-    found = back(cache.attention(to(query.astype(np.float32)), **options))
-    expected = attention(query, *floats(cache, back), **options)
-    np.testing.assert_allclose(found, expected, atol=3e-6)
+    cache = made(to, [30, 1], np.dtype(dtype))
+    query = np.ascontiguousarray(QUERIES[:, :, :rows]).astype(dtype)
+    found = back(cache.attention(to(query), is_causal=True, scale=0.3))
+    assert found.dtype == back(cache.recent.key).dtype == dtype
+    assert back(cache.steps.key).dtype == np.promote_types(dtype, "float32")
+    expected = attention(query.astype(float), *floats(cache, back), is_causal=True, scale=0.3)
+    np.testing.assert_allclose(found, expected, atol=ATOL[dtype])
 
 
-@pytest.mark.parametrize("dtype", [np.float16, np.float64])
-def test_other_floats_keep_their_dtype(dtype):
-    cache = made(np.asarray, [70], dtype)
-    found = cache.attention(QUERIES.astype(dtype))
-    assert found.dtype == cache.recent.key.dtype == dtype
-    assert cache.steps.key.dtype == (np.float64 if dtype is np.float64 else np.float32)
-    expected = attention(QUERIES.astype(dtype).astype(float), *floats(cache))
-    np.testing.assert_allclose(found, expected, atol=2e-3 if dtype is np.float16 else 1e-13)
-
-
-@pytest.mark.parametrize("length", [70, 66, 59, 0])
+@pytest.mark.parametrize("length", [66, 59, 0])
 def test_after_truncate_no_old_token_is_seen(length):
     cache = pickle.loads(pickle.dumps(made(np.asarray, [70])))
     shorter = cache.truncate(length)
@@ -185,26 +183,57 @@ def test_a_gradient_with_respect_to_keys_is_refused():
 # ---- compiled steps -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+@pytest.mark.parametrize("name", ["jax", pytest.param("torch", marks=pytest.mark.slow)])
+def test_a_step_is_compiled_once_for_each_number_of_tokens_and_cannot_truncate(name):
+    register()
+    to, back = LIBRARIES[name]
+    counts, options = {"jax": [1] * 19, "torch": [11] + [1] * 8}[name], {"is_causal": True}
+    compiled = []
+
+    def step(cache, query, key, value):
+        cache = cache.append(key, value)
+        return cache.attention(query, **options), cache
+
+    def keep(graph, example):
+        compiled.append(graph)
+        return graph
+
+    def traced(*given):
+        compiled.append(given)
+        return step(*given)
+
+    run = jax.jit(traced) if name == "jax" else torch.compile(step, fullgraph=True, backend=keep)
+    cache, other = made(to, [], window=3), made(np.asarray, [], window=3)
+    for start, count in zip(np.cumsum([0, *counts]).tolist(), counts, strict=False):
+        query = QUERIES[:, :, :1].repeat(count, axis=2)
+        tokens = [x[:, :, start : start + count] for x in (KEYS, VALUES)]
+        new = [x.astype(np.float32) for x in (query, *tokens)]
+        found, cache = run(cache, *map(to, new))
+        expected, other = step(other, *new)
+        np.testing.assert_allclose(back(found), expected, atol=6e-6)
+        assert (int(cache.codes.length), int(cache.length)) == (other.codes.length, other.length)
+    assert other.codes.length == 16
+    assert len(compiled) == len(set(counts))
+    if name == "jax":
+        with pytest.raises(ValueError, match=r"length of a quantised .* unknown, .* a KVCache"):
+            jax.jit(lambda cache: cache.truncate(6))(cache)
+
+
+@pytest.mark.parametrize("name", [n for n in OPTIONS if n not in ("mask array", "bias")])
 def test_shapes_without_lengths_give_the_same(monkeypatch, name):
-    steps, options = [20, 1, 49], dict(OPTIONS[name])
+    steps, options = [20, 1, 49], OPTIONS[name]
     expected = made(np.asarray, steps, np.float64).attention(QUERIES, **options)
     monkeypatch.setattr(nn.QuantizedCache, "_is_traced", True)
     monkeypatch.setattr(quantized_cache, "PIECE", 400)
     cache = made(np.asarray, steps, np.float64, capacity=96)
     assert (cache.codes.length, cache.recent.length) == (64, 6)
-    for option in options.keys() & {"mask", "bias"}:
-        if isinstance(options[option], np.ndarray):  # for each slot of the memory
-            ends = [(0, 0)] * (options[option].ndim - 1)
-            options[option] = np.pad(
-                options[option], [*ends, (0, cache.capacity - 70)], constant_values=1
-            )
     np.testing.assert_allclose(cache.attention(QUERIES, **options), expected, atol=1e-12)
 
 
 @pytest.mark.parametrize(
     ("capacity", "block", "window"),
-    [(0, 1, 1), (1, 5, 0), (16, 4, 3)],
+    [(1, 5, 0), (16, 4, 3)],
 )
 def test_all_tokens_that_the_capacity_promises_fit(monkeypatch, window, block, capacity):
     settings = {"window": window, "block": block}
@@ -226,61 +255,6 @@ def test_all_tokens_that_the_capacity_promises_fit(monkeypatch, window, block, c
                 assert (one.length, one.capacity) == (stop, begun.capacity)
                 expected = other.attention(query, is_causal=True)
                 np.testing.assert_allclose(found, expected, atol=1e-5)
-
-
-def compiled_steps(step, counts, to, back):
-    """Return the cache after compiled steps, each compared with what is not compiled."""
-    rng, make = np.random.default_rng(4), nn.QuantizedCache.init
-    size, of_value = 5, 3
-    settings = {"batch": (1,), "window": 3, "block": 8, "value_size": of_value}
-    cache = make(2, size, 16, like=to(np.zeros(1, np.float32)), **settings)
-    other = make(2, size, 16, like=np.zeros(1, np.float32), **settings)
-    for count in counts:
-        query, key, value = (
-            rng.standard_normal((1, heads, count, size)).astype(np.float32)
-            for heads, size in ((4, size), (2, size), (2, of_value))
-        )
-        found, cache = step(cache, *map(to, (query, key, value)))
-        other = other.append(key, value)
-        expected = other.attention(query, is_causal=True, window=(9, 0))
-        np.testing.assert_allclose(back(found), expected, atol=3e-6)
-        assert (int(cache.codes.length), int(cache.length)) == (other.codes.length, other.length)
-    assert other.codes.length == 16
-    return cache
-
-
-def decoded(cache, query, key, value):
-    cache = cache.append(key, value)
-    return cache.attention(query, is_causal=True, window=(9, 0)), cache
-
-
-def test_a_step_of_jax_is_compiled_once_and_cannot_truncate():
-    register()
-    compiled = []
-
-    @jax.jit
-    def step(*given):
-        compiled.append(given)
-        return decoded(*given)
-
-    cache = compiled_steps(step, [1] * 19, *LIBRARIES["jax"])
-    assert len(compiled) == 1
-    with pytest.raises(ValueError, match=r"length of a quantised cache is unknown, .* a KVCache"):
-        jax.jit(lambda cache: cache.truncate(6))(cache)
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
-def test_a_step_of_torch_is_compiled_once():
-    graphs = []
-
-    def keep(graph, example):
-        graphs.append(graph)
-        return graph
-
-    step = torch.compile(decoded, fullgraph=True, backend=keep)
-    compiled_steps(step, [11] + [1] * 8, *LIBRARIES["torch"])
-    assert len(graphs) == 2
 
 
 def test_parts_are_joined_in_float32_under_autocast(monkeypatch):
@@ -318,11 +292,11 @@ def test_elsewhere_it_spoils_the_keys_of_its_block_and_its_own_value():
     np.testing.assert_allclose(found, expected, atol=3e-6)
 
 
-@pytest.mark.parametrize("options", [{}, {"softcap": 2.0}])
 @pytest.mark.parametrize(("items", "width"), [(0, 32), (1, 0)])
-def test_a_batch_and_values_may_be_empty(items, width, options):
+def test_a_batch_and_values_may_be_empty(items, width):
     key, value = (np.ones((items, 2, 4, size), np.float32) for size in (32, width))
     settings = {"batch": (items,), "value_size": width, "window": 0, "block": 2}
     cache = nn.QuantizedCache.init(2, 32, 8, like=key, **settings).append(key, value)
-    assert cache.attention(key[:, :, :1], **options).shape == (items, 2, 1, width)
+    for options in ({}, {"softcap": 2.0}):
+        assert cache.attention(key[:, :, :1], **options).shape == (items, 2, 1, width)
     assert cache.truncate(3).recent.values.shape == (items, 2, 1, width)

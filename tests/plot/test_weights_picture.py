@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from matplotlib import pyplot
 from matplotlib.figure import Figure
-from optional import array_api_strict, jnp, torch
+from optional import torch
 
 from polyattn import TopWeights, attention_weights, masks, plot
 
@@ -49,13 +49,7 @@ def written(axis):
 
 
 @pytest.mark.parametrize(
-    ("heads", "numbers"),
-    [
-        (None, range(6)),
-        (2, [2]),
-        ([4, -6], [4, 0]),
-        (slice(1, 6, 2), [1, 3, 5]),
-    ],
+    ("heads", "numbers"), [(None, range(6)), (2, [2]), ([4, -6], [4, 0]), (slice(1, 6, 4), [1, 5])]
 )
 def test_each_head_has_a_map_of_its_weights(heads, numbers):
     given = weights(6)
@@ -67,18 +61,10 @@ def test_each_head_has_a_map_of_its_weights(heads, numbers):
         np.testing.assert_array_equal(shown(axes), given[number])
 
 
-@pytest.mark.parametrize(
-    "to",
-    [
-        lambda x: torch.asarray(x).to(torch.bfloat16).requires_grad_(),
-        lambda x: jnp.asarray(x, jnp.bfloat16),
-        array_api_strict.asarray,
-    ],
-    ids=["torch", "jax", "strict"],
-)
-def test_weights_of_every_library_are_drawn_alike(to):
+def test_weights_of_another_library_in_16_bits_and_with_gradients_are_drawn_alike():
     given = weights(3)
-    for axes, expected in zip(maps(plot.attention_map(to(given))), given, strict=True):
+    figure = plot.attention_map(torch.asarray(given).to(torch.bfloat16).requires_grad_())
+    for axes, expected in zip(maps(figure), given, strict=True):
         np.testing.assert_allclose(shown(axes), expected, rtol=2**-8)
 
 
@@ -163,11 +149,7 @@ def test_numbers_are_on_the_axes_in_place_of_tokens():
 
 
 @pytest.mark.parametrize(
-    ("heads", "length"),
-    [
-        (4, 2),
-        *[pytest.param(*x, marks=pytest.mark.slow) for x in ((1, 200), (12, 10), (16, 200))],
-    ],
+    ("heads", "length"), [(4, 2), pytest.param(12, 200, marks=pytest.mark.slow)]
 )
 def test_labels_are_as_many_as_there_is_room_for_and_never_overlap(heads, length):
     tokens = [f"token-number-{n}" for n in range(length)]
@@ -175,7 +157,7 @@ def test_labels_are_as_many_as_there_is_room_for_and_never_overlap(heads, length
     figure.draw_without_rendering()
     left = [axes for axes in maps(figure) if axes.get_ylabel()]
     bottom = [axes for axes in maps(figure) if axes.get_xlabel()]
-    assert (len(left), len(bottom)) == {1: (1, 1), 4: (2, 2), 12: (3, 4), 16: (4, 4)}[heads]
+    assert (len(left), len(bottom)) == {4: (2, 2), 12: (3, 4)}[heads]
     for axis in [axes.yaxis for axes in left] + [axes.xaxis for axes in bottom]:
         labels = written(axis)
         assert len(labels) == length if length <= 10 else 10 <= len(labels) <= 100
@@ -207,12 +189,6 @@ def test_labels_show_blanks_are_cut_short_and_are_no_formulas():
 
 # ---- what holds for all ----
 
-CALLS = {
-    "attention_map": lambda **options: plot.attention_map(weights(), **options),
-    "mask": lambda **options: plot.mask(masks.causal(), 8, **options),
-    "Mask.plot": lambda **options: masks.causal().plot(8, **options),
-}
-
 
 def test_without_matplotlib_the_error_says_what_to_install(monkeypatch):
     def missing(module, *rest):
@@ -222,30 +198,29 @@ def test_without_matplotlib_the_error_says_what_to_install(monkeypatch):
 
     found = importlib.import_module
     monkeypatch.setattr(importlib, "import_module", missing)
-    for call in CALLS.values():
+    for call in (lambda: plot.attention_map(weights()), lambda: masks.causal().plot(8)):
         with pytest.raises(ImportError, match=r'pip install "polyattn\[plot\]"'):
             call()
 
 
-drawn = plot.attention_map
+ONES = np.ones((3, 5, 7))
 
 
 @pytest.mark.parametrize(
-    ("call", "kind", "says"),
+    ("given", "options", "kind", "says"),
     [
-        (lambda: drawn(weights(2, 3)), ValueError, r"\(2, 3, 5, 7\): select an item"),
-        (lambda: drawn(np.ones((0, 3))), ValueError, r"must not be empty; got the shape \(0, 3\)"),
-        (lambda: drawn([[1.0]]), TypeError, "weights is of type list"),
-        (lambda: drawn(weights() - 0.5), ValueError, "at least 0; got -0.*not scores"),
-        (lambda: drawn(np.full((2, 2), np.nan)), ValueError, "finite and at least 0; got nan"),
-        (lambda: drawn(weights(2), heads=2), IndexError, "index 2 is out of range for 2"),
-        (lambda: drawn(weights(2), power=0), ValueError, "power must be above 0; got 0"),
-        (lambda: drawn(weights(), 5), ValueError, "queries must be 5 tokens.*; got 5"),
-        (lambda: drawn(weights(), extent=(0, 1, 2, 2)), ValueError, r"numbers .* \(0, 1, 2, 2\)"),
-        (lambda: drawn(weights(3), axes=[None] * 2), ValueError, "each of the 3 heads; got 2"),
-        (lambda: plot.mask("causal"), TypeError, "got a str"),
+        (ONES[None], {}, ValueError, r"\(1, 3, 5, 7\): select an item"),
+        (ONES[:0], {}, ValueError, r"must not be empty; got the shape \(0, 5, 7\)"),
+        ([[1.0]], {}, TypeError, "weights is of type list"),
+        (-ONES, {}, ValueError, "at least 0; got -1.*not scores"),
+        (np.nan * ONES, {}, ValueError, "finite and at least 0; got nan"),
+        (ONES, {"heads": 3}, IndexError, "index 3 is out of range for 3"),
+        (ONES, {"power": 0}, ValueError, "power must be above 0; got 0"),
+        (ONES, {"queries": 5}, ValueError, "queries must be 5 tokens.*; got 5"),
+        (ONES, {"extent": (0, 1, 2, 2)}, ValueError, r"numbers .* \(0, 1, 2, 2\)"),
+        (ONES, {"axes": [None] * 2}, ValueError, "each of the 3 heads; got 2"),
     ],
 )
-def test_what_cannot_be_drawn_is_refused(call, kind, says):
+def test_what_cannot_be_drawn_is_refused(given, options, kind, says):
     with pytest.raises(kind, match=says):
-        call()
+        plot.attention_map(given, **options)
