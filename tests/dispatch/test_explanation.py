@@ -17,11 +17,9 @@ SHAPE = X.shape
 
 def test_explain_from_shapes_agrees_with_arrays():
     tensor = torch.from_numpy(X)
-    options = {"is_causal": True, "softcap": 3.0}
-    assert (
-        explain(SHAPE, SHAPE, SHAPE, library="torch", **options).candidates
-        == explain(tensor, tensor, tensor, **options).candidates
-    )
+    from_shapes = explain(SHAPE, SHAPE, SHAPE, library="torch", softcap=3.0)
+    assert from_shapes.candidates == explain(tensor, tensor, tensor, softcap=3.0).candidates
+    assert from_shapes.problem.device == "cpu"
     options = {"mask": (5, 5), "bias": (1, 4, 5, 5), "sinks": (4,), "query_offset": (2,)}
     explanation = explain(SHAPE, SHAPE, SHAPE, **options, is_causal=True, dtype="bfloat16")
     assert explanation.problem.features == {"mask", "bias", "sinks", "query_offset_array", "causal"}
@@ -45,10 +43,6 @@ def test_of_gradients_it_explains_the_call_that_attention_vjp_makes(options, cap
     needs = ", ".join(sorted(explanation.problem.features))
     assert f"needs {needs}: numpy {explanation.chosen.kernel}" in caplog.messages[-1]
     assert "backward" in needs
-
-
-def test_explain_assumes_the_default_device_of_the_library():
-    assert explain(SHAPE, SHAPE, SHAPE, library="torch").problem.device == "cpu"
 
 
 @pytest.mark.parametrize(

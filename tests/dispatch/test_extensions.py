@@ -122,7 +122,6 @@ def test_several_stand_before_the_kernel_that_the_spec_names(give):
     both = ("fast_kernels:Fast", "fast_kernels:Second")
     give(spec({"numpy": both}, before={"numpy": "dense"}))
     assert names() == ["small", "tiled", "fast", "second", "dense", "gathered"]
-    assert reasons()["numpy"] is None
 
 
 def test_those_of_two_distributions_stand_in_the_order_of_their_names(give):
@@ -256,14 +255,6 @@ def test_what_others_install_runs_once_it_is_named(give):
     assert row.waiting[0] in " ".join(str(polyattn.list_backends()).split())
 
 
-def test_what_is_not_allowed_is_asked_nothing(give):
-    give(allowed=False)
-    (give.folder / "fast_kernels.py").write_text(KERNELS.replace("len(problem.batch)", "1 / 0"))
-    assert explain(X, X, X).chosen.kernel == "small"
-    with pytest.raises(ZeroDivisionError):
-        explain(X, X, X, kernel="fast,auto")
-
-
 def test_what_is_not_allowed_differentiates_nothing(give):
     jvp = KERNELS.replace(
         'name = "second"',
@@ -321,6 +312,5 @@ def test_what_a_kernel_cannot_do_and_where_another_is_better_are_shown_both(give
 @pytest.mark.slow
 def test_a_compiled_call_has_what_it_names(give):
     give(spec({"torch": "fast_kernels:Fast"}), allowed=False)
-    for kernel, sevens in ((None, False), (["paged", "fast"], True)):
-        call = torch.compile(lambda x, k=kernel: attention(x, x, x, kernel=k), backend="eager")
-        assert bool((call(torch.from_numpy(X)) == 7).all()) == sevens
+    call = torch.compile(lambda x: attention(x, x, x, kernel=["paged", "fast"]), backend="eager")
+    assert (call(torch.from_numpy(X)) == 7).all()

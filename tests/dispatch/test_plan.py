@@ -94,7 +94,7 @@ COUNTED = [
 ]
 
 
-@pytest.mark.parametrize("library", ["numpy", "torch", "jax", "array_api_strict"])
+@pytest.mark.parametrize("library", ["numpy", "jax"])
 def test_a_kernel_that_counts_in_32_bits_gets_no_longer_sequence(library):
     shapes = (1, 1, 2, 4), *[(1, 1, 2**30 + 1, 4)] * 2
     assert explain(*shapes, library=library).chosen is not None

@@ -34,10 +34,8 @@ def test_the_arrays_decide_by_default():
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ({"backend": "torch:cuda,numpy"}, ("numpy", "small")),
         ({"backend": ["torch:cuda", "torch"]}, ("torch", "sdpa")),
-        ({"backend": " torch:cuda , numpy "}, ("numpy", "small")),
-        ({"backend": "torch:cuda,auto"}, ("numpy", "small")),
+        ({"backend": " torch:cuda , auto "}, ("numpy", "small")),
         ({"backend": "torch,numpy", "kernel": "tiled"}, ("torch", "tiled")),
         # a list of kernels is tried on each backend in turn
         ({"backend": "array-api,numpy", "kernel": "small,tiled"}, ("array-api", "tiled")),
@@ -53,7 +51,6 @@ def test_the_first_backend_that_supports_the_call_runs(options, expected):
 @pytest.mark.parametrize(
     ("kernel", "options", "expected"),
     [
-        ("auto", {}, "small"),
         ("dense,auto", {}, "dense"),
         ("small, auto", {"is_causal": True}, "dense"),
         ("small,tiled", {"is_causal": True}, "tiled"),  # which runs here on request only
@@ -85,7 +82,6 @@ def test_the_choice_of_kernels_is_shown():
     ("kernel", "error", "message"),
     [
         ("tiled,,auto", ValueError, "a name is missing in kernel='tiled,,auto'"),
-        ("", ValueError, "a name is missing in kernel=''"),
         ([], ValueError, r"a name is missing in kernel=\[\]"),
         ("tield,auto", ValueError, "has a kernel 'tield'; did you mean 'tiled'"),
         (
@@ -207,12 +203,3 @@ def test_the_logger_has_a_line_for_each_new_plan(caplog):
         "numpy on cpu, needs backward: numpy dense, after small: it does not compute backward;"
         " tiled: the problem is small: dense has less overhead",
     ]
-
-
-@pytest.mark.slow
-@pytest.mark.needs("torch")
-def test_the_logger_is_silent_in_programs(caplog):
-    program = torch.compile(lambda x: attention(x, x, x), fullgraph=True, backend="eager")
-    with caplog.at_level(logging.DEBUG, "polyattn"):
-        program(torch.from_numpy(X))
-    assert lines_of(caplog) == []
