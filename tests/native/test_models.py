@@ -1,8 +1,5 @@
 """Whole models in `same_bits`: logits, tokens and samples do not depend on how prompts are cut."""
 
-import importlib.util
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -101,31 +98,14 @@ def test_an_encoder_gives_the_vectors_of_each_text_alone(library, dtype):
     model, put = decoder(settings, library, dtype), LIBRARIES[library]
     lengths = (37, 5, 20)
     keep = np.arange(37) < np.asarray(lengths)[:, None]
+    text, place = np.nonzero(keep)
     with polyattn.same_bits(), torch.no_grad():
         padded = model(put(IDS), mask=put(keep[:, None, None, :]))
+        packed = model(put(IDS[keep]), positions=put(place), mask=masks.segments(put(text)))
         for row, length in enumerate(lengths):
             alone = model(put(IDS[row : row + 1, :length]))
             same(padded[row, :length], alone[0], f"{length} tokens")
-
-
-def test_minilm_gives_the_vectors_of_each_sentence_alone(monkeypatch):
-    pytest.importorskip("tokenizers")
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "examples" / "minilm"))
-    weights = pytest.importorskip("weights")
-    if importlib.util.find_spec(weights.MODULE) is None:
-        pytest.skip(weights.INSTALL)
-    folder = weights.find_model()
-    model = weights.load_model(folder, like=np.zeros(1, np.float32))
-    texts = ["Milk.", "The cat drank the milk because it was sweet.", "Where is it, then?"]
-    ids, keep = map(np.asarray, weights.tokenize(weights.load_tokenizer(folder), texts))
-    text, place = np.nonzero(keep)
-    with polyattn.same_bits():
-        padded = model(ids, mask=keep[:, None, None, :])
-        packed = model(ids[keep], positions=place, mask=masks.segments(text))
-        for row, length in enumerate(keep.sum(1)):
-            alone = model(ids[row : row + 1, :length])[0]
-            same(padded[row, :length], alone, "in a batch")
-            same(packed[text == row], alone, "packed")
+            same(packed[text == row], alone[0], f"{length} tokens, packed")
 
 
 def test_a_compiled_step_is_refused():
