@@ -159,14 +159,6 @@ def test_an_interrupt_while_a_plugin_is_imported_is_raised(plugins):
         attention(X, X, X)
 
 
-def test_the_core_serves_the_library_of_a_broken_plugin(plugins, monkeypatch):
-    monkeypatch.setenv("POLYATTN_ACME", "1")
-    plugins(acme=_spec(contract_version=1))
-    explanation = explain(*[array_api_strict.asarray(X)] * 3)
-    assert explanation.chosen.backend == "array-api"
-    assert VERSION in str(explanation)
-
-
 def test_other_plugins_cannot_replace_ours(plugins):
     others = {"numpy": _spec("numpy"), "array-api": _spec("array-api")}
     plugins(**others, other=_spec("other", namespaces=("numpy",)))

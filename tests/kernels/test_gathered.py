@@ -72,24 +72,18 @@ def test_a_part_may_begin_inside_of_a_block(name):
         close(attention(*arrays, mask=mask, kernel=in_tiles(numbers)), expected, 4000)
 
 
-def of_torch(mask):
-    x = [torch.from_numpy(one).requires_grad_() for one in (QUERY, KEY, VALUE)]
-    (attention(*x, mask=mask, kernel="gathered") ** 2).sum().backward()
-    return [one.grad.numpy() for one in x]
+@pytest.mark.needs("jax")
+def test_gradients_of_jax():
+    mask = SELECTIONS["blocks"]
 
+    @jax.jit
+    def gradients(*x):  # in parts, which are a loop
+        output, pull = jax.vjp(lambda *x: attention(*x, mask=mask, kernel=in_tiles(9000)), *x)
+        return pull(output)
 
-def of_jax(mask):
-    def loss(query, key, value):  # in parts, which are a loop
-        return (attention(query, key, value, mask=mask, kernel=in_tiles(9000)) ** 2).sum()
-
-    return jax.jit(jax.grad(loss, (0, 1, 2)))(*(x.astype("float32") for x in (QUERY, KEY, VALUE)))
-
-
-@pytest.mark.parametrize(("gradients", "name"), [(of_torch, "each head"), (of_jax, "blocks")])
-def test_gradients_of_other_libraries(gradients, name):
-    output, pullback = attention_vjp(QUERY, KEY, VALUE, mask=SELECTIONS[name], kernel="dense")
-    for one, other in zip(gradients(SELECTIONS[name]), pullback(2 * output)[:3], strict=True):
-        np.testing.assert_allclose(one, other, atol=1e-4)
+    output, pullback = attention_vjp(QUERY, KEY, VALUE, mask=mask, kernel="dense")
+    found = gradients(*(x.astype("float32") for x in (QUERY, KEY, VALUE)))
+    close(found, pullback(output)[:3], 400)
 
 
 @pytest.mark.needs("torch")

@@ -3,7 +3,6 @@
 import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import jax
@@ -60,19 +59,34 @@ def test_vmap_equals_a_loop_and_is_one_call(axes, options):
     assert "scan" not in text
 
 
-def test_gradients_of_a_bias_are_the_librarys_also_under_vmap():
-    x, bias = small(3, 2, 4, 11, 8), small(3, 2, 1, 11, 11, seed=1)
+#: What a call has of each item, and options of it.
+OF_ITEMS = {
+    "bias": (small(3, 2, 1, 11, 11, seed=1), lambda bias: {"bias": bias}),
+    "slopes": (
+        small(3, 4, seed=1),
+        lambda slopes: {
+            "score_mod": scores.alibi(slopes), "query_offset": jnp.asarray([0, 3])
+        },
+    ),
+    "seed": (jnp.arange(3), lambda seed: {"dropout": (0.4, seed)}),
+}  # fmt: skip
 
-    def gradient(kernel):
-        def loss(bias, x):
-            return jnp.sum(polyattn.attention(x, x, x, bias=bias, kernel=kernel) ** 2)
 
-        return jax.jit(jax.vmap(jax.grad(loss)))
+@pytest.mark.parametrize("name", OF_ITEMS)
+def test_options_of_each_item_may_be_mapped(name):
+    x, (given, options) = small(3, 2, 4, 11, 8), OF_ITEMS[name]
 
-    same(gradient("native")(bias, x), gradient("xla")(bias, x))
-    text = gradient("native").lower(bias, x).as_text()
-    assert "@polyattn_differentiate" in text
-    assert "dot_general" not in text
+    def gradients(kernel):
+        def loss(x, given):
+            return jnp.sum(polyattn.attention(x, x, x, **options(given), kernel=kernel) ** 2)
+
+        return jax.jit(jax.vmap(jax.grad(loss, 0 if name == "seed" else (0, 1))))
+
+    same(gradients("native")(x, given), gradients("xla")(x, given))
+    if name == "bias":
+        text = gradients("native").lower(x, given).as_text()
+        assert "@polyattn_differentiate" in text
+        assert "dot_general" not in text
 
 
 def test_a_far_offset_reads_the_last_bucket():
@@ -83,30 +97,6 @@ def test_a_far_offset_reads_the_last_bucket():
         return jax.jit(lambda x: polyattn.attention(x, x, x, **options, kernel=kernel))(x)
 
     same(call("native"), call("xla"))
-
-
-def test_a_call_with_slopes_may_be_mapped():
-    x, slopes = small(3, 2, 4, 11, 8), small(3, 4, seed=1)
-
-    def gradients(kernel):
-        def loss(slopes, x):
-            score_mod = scores.alibi(slopes)
-            options = {"score_mod": score_mod, "query_offset": jnp.asarray([0, 3])}
-            return jnp.sum(polyattn.attention(x, x, x, **options, kernel=kernel) ** 2)
-
-        return jax.vmap(jax.value_and_grad(loss, (0, 1)))(slopes, x)
-
-    same(gradients("native"), gradients("xla"))
-
-
-def test_seeds_of_dropout_may_be_mapped():
-    x = small(3, 2, 4, 11, 8)
-
-    def call(x, seed):
-        return polyattn.attention(x, x, x, dropout=(0.4, seed), kernel="native")
-
-    found = jax.vmap(call)(x, jnp.arange(3))
-    same(found, jnp.stack([call(one, seed) for seed, one in enumerate(x)]))
 
 
 def test_gradients_under_vmap_over_sinks_are_those_of_xla():
@@ -296,14 +286,6 @@ def test_declarations_lie_as_in_the_header_of_the_installed_jaxlib():
     assert done.returncode == 0, done.stderr
 
 
-def fresh(code, **environment):
-    """Run code in another interpreter."""
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=os.environ | environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-
-
 def test_float64():
     with jax.enable_x64(True):
         (x,) = draw((2, 4, 30, 8), dtype="float64")
@@ -319,9 +301,8 @@ def test_float64():
 
 
 @pytest.mark.slow
-def test_it_computes_where_jax_does_not_let_it_ask_for_devices():
-    fresh(
-        """
+def test_it_computes_where_jax_does_not_let_it_ask_for_devices(run_python):
+    run_python("""
 import sys, types
 import jax, jax.interpreters.xla, jax.numpy as jnp
 genuine = sys.modules["jax._src.dispatch"]
@@ -335,15 +316,14 @@ x = jnp.ones((2, 4, 8, 8))
 call = jax.jit(lambda x: polyattn.attention(x, x, x, kernel="native"))
 assert "@polyattn_attend" in call.lower(x).as_text()
 assert jnp.allclose(call(x), x, atol=1e-5)
-"""
-    )
+""")
 
 
 @pytest.mark.slow
-def test_each_of_several_devices_computes_its_part():
-    fresh(
-        """
-import functools
+def test_each_of_several_devices_computes_its_part(run_python, monkeypatch):
+    flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=2"
+    monkeypatch.setenv("XLA_FLAGS", flags)
+    run_python("""
 import jax, jax.numpy as jnp, numpy as np, polyattn
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 exact = np.random.default_rng(0).standard_normal((2, 4, 16, 8))
@@ -381,18 +361,7 @@ def of_slopes(kernel):
 assert "polyattn_differentiate" in of_slopes("native").lower(jnp.ones(4), x).as_text()
 for one, other in zip(of_slopes("native")(jnp.ones(4), x), of_slopes("xla")(jnp.ones(4), x)):
     np.testing.assert_allclose(one, other, atol=1e-4)
-def decoded(slopes, row, x, attend=polyattn.attention):
-    return attend(row, x, x, score_mod=polyattn.scores.alibi(slopes))
-over = functools.partial(polyattn.parallel.attention, over="b", strategy="decode")
-keys = P(None, None, "b")
-decode = functools.partial(decoded, attend=over)
-decode = jax.shard_map(decode, mesh=mesh, in_specs=(P(), P(), keys), out_specs=P())
-def slope(f):
-    return jax.grad(lambda slopes: jnp.sum(f(slopes, x[..., :1, :], x) ** 2))(jnp.ones(4))
-np.testing.assert_allclose(slope(decode), slope(decoded), atol=1e-4)
-""",
-        XLA_FLAGS=os.environ["XLA_FLAGS"] + " --xla_force_host_platform_device_count=2",
-    )
+""")
 
 
 def test_pools_have_derivatives_where_a_call_has_two_batch_axes():

@@ -62,7 +62,6 @@ def test_a_window_beyond_what_is_added_to_offsets_narrows_the_ranges_too():
 @pytest.mark.parametrize(
     "mask",
     [
-        masks.dilated(3) & masks.window(4, 2),
         ~masks.dilated(3) | masks.window(1, 0),
         masks.dilated(2**70) | ~masks.window(2**70, 2),
         masks.dilated(4) & masks.prefix(np.array([5, 9])),
