@@ -109,7 +109,7 @@ def test_what_was_placed_in_inference_mode_is_kept_for_training():
 
 @pytest.mark.parametrize("xp", [torch, jnp], ids=["torch", "jax"])
 def test_an_array_that_is_written_to_is_placed_again(xp):
-    lengths, x = np.array([1, 2]), xp.asarray(X)
+    lengths, x = np.array([1, 2], "int32"), xp.asarray(X)  # which is copied
     mask = masks.padding(lengths) & masks.causal()
     attention(x, x, x, mask=mask)
     lengths[:] = LENGTHS
