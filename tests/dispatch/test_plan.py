@@ -45,31 +45,11 @@ def test_a_kernel_differentiates_what_it_declares_and_no_more():
         attention_vjp(X, X, X, bias=X[..., :5], kernel=Half())
 
 
-class Opaque(Dense):
-    """Hides its operations from autograd."""
-
-    name = "opaque"
-    differentiates: ClassVar = {"backward": Dense.differentiates["backward"]}
-
-    def __call__(self, *given):
-        with torch.no_grad():
-            return super().__call__(*given)
-
-
-def gradient_of_torch(kernel):
-    x = torch.tensor(X, dtype=torch.float64, requires_grad=True)
-    attention(x, x, x, softcap=2.0, kernel=kernel).sum().backward()
-    return x.grad
-
-
 @pytest.mark.needs("torch")
 def test_autograd_differentiates_by_operations_what_a_kernel_does_not():
-    close(gradient_of_torch(Half()), gradient_of_torch(None))
-
-
-@pytest.mark.needs("torch")
-def test_autograd_runs_the_backward_pass_of_a_kernel_that_has_no_other():
-    close(gradient_of_torch(Opaque()), gradient_of_torch(None))
+    x = torch.tensor(X, dtype=torch.float64, requires_grad=True)
+    outputs = [attention(x, x, x, softcap=2.0, kernel=kernel) for kernel in (Half(), None)]
+    close(*(torch.autograd.grad(output.sum(), x)[0] for output in outputs))
 
 
 class NotEmpty(Dense):
@@ -94,7 +74,7 @@ COUNTED = [
 ]
 
 
-@pytest.mark.parametrize("library", ["numpy", "torch", "jax", "array_api_strict"])
+@pytest.mark.parametrize("library", ["numpy", "jax"])
 def test_a_kernel_that_counts_in_32_bits_gets_no_longer_sequence(library):
     shapes = (1, 1, 2, 4), *[(1, 1, 2**30 + 1, 4)] * 2
     assert explain(*shapes, library=library).chosen is not None

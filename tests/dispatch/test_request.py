@@ -3,7 +3,6 @@
 import contextlib
 import contextvars
 import threading
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -129,13 +128,3 @@ def test_a_block_of_a_generator_may_end_in_another_context():
     assert held() == outside != context.run(held)
     suspended.close()
     assert held() == context.run(held) == outside
-
-
-@pytest.mark.needs("torch")
-def test_each_thread_chooses_its_backend():
-    def call(name):
-        with use_backend(name):
-            return [chosen() for _ in range(9)] == [name] * 9
-
-    with ThreadPoolExecutor(3) as pool:
-        assert all(pool.map(call, ["numpy", "torch", "array-api"]))

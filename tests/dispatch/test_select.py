@@ -34,10 +34,8 @@ def test_the_arrays_decide_by_default():
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ({"backend": "torch:cuda,numpy"}, ("numpy", "small")),
         ({"backend": ["torch:cuda", "torch"]}, ("torch", "sdpa")),
-        ({"backend": " torch:cuda , numpy "}, ("numpy", "small")),
-        ({"backend": "torch:cuda,auto"}, ("numpy", "small")),
+        ({"backend": " torch:cuda , auto "}, ("numpy", "small")),
         ({"backend": "torch,numpy", "kernel": "tiled"}, ("torch", "tiled")),
         # a list of kernels is tried on each backend in turn
         ({"backend": "array-api,numpy", "kernel": "small,tiled"}, ("array-api", "tiled")),
@@ -53,7 +51,6 @@ def test_the_first_backend_that_supports_the_call_runs(options, expected):
 @pytest.mark.parametrize(
     ("kernel", "options", "expected"),
     [
-        ("auto", {}, "small"),
         ("dense,auto", {}, "dense"),
         ("small, auto", {"is_causal": True}, "dense"),
         ("small,tiled", {"is_causal": True}, "tiled"),  # which runs here on request only
@@ -85,7 +82,6 @@ def test_the_choice_of_kernels_is_shown():
     ("kernel", "error", "message"),
     [
         ("tiled,,auto", ValueError, "a name is missing in kernel='tiled,,auto'"),
-        ("", ValueError, "a name is missing in kernel=''"),
         ([], ValueError, r"a name is missing in kernel=\[\]"),
         ("tield,auto", ValueError, "has a kernel 'tield'; did you mean 'tiled'"),
         (
@@ -163,14 +159,6 @@ def test_an_interrupt_while_a_plugin_is_imported_is_raised(plugins):
         attention(X, X, X)
 
 
-def test_the_core_serves_the_library_of_a_broken_plugin(plugins, monkeypatch):
-    monkeypatch.setenv("POLYATTN_ACME", "1")
-    plugins(acme=_spec(contract_version=1))
-    explanation = explain(*[array_api_strict.asarray(X)] * 3)
-    assert explanation.chosen.backend == "array-api"
-    assert VERSION in str(explanation)
-
-
 def test_other_plugins_cannot_replace_ours(plugins):
     others = {"numpy": _spec("numpy"), "array-api": _spec("array-api")}
     plugins(**others, other=_spec("other", namespaces=("numpy",)))
@@ -207,12 +195,3 @@ def test_the_logger_has_a_line_for_each_new_plan(caplog):
         "numpy on cpu, needs backward: numpy dense, after small: it does not compute backward;"
         " tiled: the problem is small: dense has less overhead",
     ]
-
-
-@pytest.mark.slow
-@pytest.mark.needs("torch")
-def test_the_logger_is_silent_in_programs(caplog):
-    program = torch.compile(lambda x: attention(x, x, x), fullgraph=True, backend="eager")
-    with caplog.at_level(logging.DEBUG, "polyattn"):
-        program(torch.from_numpy(X))
-    assert lines_of(caplog) == []

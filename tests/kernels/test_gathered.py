@@ -20,7 +20,6 @@ SELECTIONS = {
     "each head": masks.selected(KEYS),
     "all heads, some twice": masks.selected(KEYS[0, 0] % 4),
     "all rows": masks.selected(KEYS[:, :, :1]),
-    "none": masks.selected(KEYS * 0 - 1),
     "no list": masks.selected(KEYS[..., :0]),
     "blocks": masks.blocks(RNG.integers(-1, 80, (2, 1, 6, 3)), (4, 5)),
     "blocks of all rows": masks.blocks([[3, 1]], (30, 7)),
@@ -62,14 +61,6 @@ def test_many_named_keys_are_a_mask_and_no_selection_is_not_listed():
         attention(QUERY, KEY, VALUE, is_causal=True, kernel="gathered", backend="array-api")
 
 
-def test_explain_says_what_is_gathered_and_what_a_dense_mask_would_take():
-    shape, keys = (1, 8, 4096, 64), (1, 8, 32768, 64)
-    mask = masks.selected(np.zeros((4096, 512), int))
-    text = str(explain(shape, keys, keys, mask=mask, backend="array-api", dtype="float32"))
-    assert "it gathers 512 of 32,768 keys for each row, 30.2 MiB at a time" in text
-    assert "one of 134,217,728 scores, 128 MiB of bools for a head" in text
-
-
 @pytest.mark.parametrize("name", ["blocks", "blocks of one row"])
 def test_a_part_may_begin_inside_of_a_block(name):
     """As the parts of dask and of `polyattn.parallel` may."""
@@ -81,24 +72,18 @@ def test_a_part_may_begin_inside_of_a_block(name):
         close(attention(*arrays, mask=mask, kernel=in_tiles(numbers)), expected, 4000)
 
 
-def of_torch(mask):
-    x = [torch.from_numpy(one).requires_grad_() for one in (QUERY, KEY, VALUE)]
-    (attention(*x, mask=mask, kernel="gathered") ** 2).sum().backward()
-    return [one.grad.numpy() for one in x]
+@pytest.mark.needs("jax")
+def test_gradients_of_jax():
+    mask = SELECTIONS["blocks"]
 
+    @jax.jit
+    def gradients(*x):  # in parts, which are a loop
+        output, pull = jax.vjp(lambda *x: attention(*x, mask=mask, kernel=in_tiles(9000)), *x)
+        return pull(output)
 
-def of_jax(mask):
-    def loss(query, key, value):  # in parts, which are a loop
-        return (attention(query, key, value, mask=mask, kernel=in_tiles(9000)) ** 2).sum()
-
-    return jax.jit(jax.grad(loss, (0, 1, 2)))(*(x.astype("float32") for x in (QUERY, KEY, VALUE)))
-
-
-@pytest.mark.parametrize(("gradients", "name"), [(of_torch, "each head"), (of_jax, "blocks")])
-def test_gradients_of_other_libraries(gradients, name):
-    output, pullback = attention_vjp(QUERY, KEY, VALUE, mask=SELECTIONS[name], kernel="dense")
-    for one, other in zip(gradients(SELECTIONS[name]), pullback(2 * output)[:3], strict=True):
-        np.testing.assert_allclose(one, other, atol=1e-4)
+    output, pullback = attention_vjp(QUERY, KEY, VALUE, mask=mask, kernel="dense")
+    found = gradients(*(x.astype("float32") for x in (QUERY, KEY, VALUE)))
+    close(found, pullback(output)[:3], 400)
 
 
 @pytest.mark.needs("torch")
@@ -116,13 +101,12 @@ def test_traced_calls_of_torch():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{"kernel": "gathered"}, {}], ids=["gathered", "many keys"])
-def test_one_program_of_torch_for_lists_and_batches_of_any_size(options):
+def test_one_program_of_torch_for_lists_and_batches_of_any_size():
     @torch.compile(backend="eager", fullgraph=True)
     def run(query, key, indices):
-        return attention(query, key, key, mask=masks.selected(indices), **options)
+        return attention(query, key, key, mask=masks.selected(indices), kernel="gathered")
 
-    for batch, count in ((2, 4), (3, 5), (4, 6)):
+    for batch, count in ((2, 4), (3, 5)):
         given = torch.ones(batch, 2, 3, 4), torch.rand(batch, 2, 6, 4)
         keys = torch.arange(count).expand(batch, 2, 3, count).contiguous()
         expected = given[1][:, :, :count].mean(-2, keepdim=True).expand(batch, 2, 3, 4)

@@ -8,9 +8,7 @@ from arrays import close, draw, tiles_of, visited_tiles
 
 import polyattn
 from polyattn import attention
-from polyattn._kernels import tiled
 from polyattn._kernels.tiled import Tiled
-from polyattn._kernels.weights import Weights
 
 
 def test_tiles_without_a_visible_key_are_not_visited(monkeypatch):
@@ -26,12 +24,6 @@ def test_tiles_without_a_visible_key_are_not_visited(monkeypatch):
     assert computed[visible].all()
     assert computed.mean() < 0.5
     assert {banded for _, _, banded in visited} == {True, False}
-
-
-def test_tiles_of_a_narrow_band_are_not_tall(monkeypatch):
-    visited, x = visited_tiles(monkeypatch), np.ones((1, 1500, 2))
-    attention(x, x, x, window=(20, 0), backend="array-api", kernel="tiled")
-    assert sum(rows.length * columns.length for rows, columns, _ in visited) < 1500 * 160
 
 
 def problem_of(heads, rows, keys=None, **changed):
@@ -58,23 +50,6 @@ def test_a_tile_is_about_square_and_worth_a_call(name):
     assert sizes is None or Tiled().block_sizes(problem) == sizes
 
 
-@pytest.mark.parametrize("kernel", [Tiled(), Weights()], ids=lambda kernel: kernel.name)
-def test_an_accelerator_has_larger_tiles(kernel):
-    problem = problem_of(16, 4096)
-    on_cuda = problem._replace(device="cuda:1")
-    assert tiled.most_scores(problem, kernel.tile) == 2**20
-    assert tiled.most_scores(on_cuda, kernel.tile) == 2**24
-    assert tiled.most_scores(on_cuda, 96) == tiled.most_scores(problem, 96) == 96
-
-
-def test_a_program_of_torchs_compiler_has_fewer_tiles(monkeypatch):
-    problem = problem_of(16, 2048)
-    assert Tiled().block_sizes(problem) == (256, 256)
-    monkeypatch.setattr(tiled, "is_compiling", lambda: True)
-    assert Tiled().block_sizes(problem) == (1024, 1024)
-    assert Tiled().only_on_request(problem) is None
-
-
 def peak(function):
     """Return the most memory that a call held beyond what there was before, and its result."""
     tracemalloc.start()
@@ -95,27 +70,20 @@ def test_memory_of_a_long_call_is_bounded():
 
 @pytest.mark.slow
 @pytest.mark.needs("torch")
-@pytest.mark.parametrize(
-    ("heads", "options", "most"),
-    [(8, "window=(128, 0)", 20e6), (1, "is_causal=True, bias=bias", 200e6)],
-    ids=["a narrow window", "a trained bias of keys"],
-)
-def test_memory_of_tiles_on_torch_is_bounded(run_python, heads, options, most):
-    """Beside the output, with what a first call imports."""
-    held = run_python(f"""
+def test_memory_of_a_trained_bias_of_keys_on_torch_is_bounded(run_python):
+    """With what a first call imports."""
+    held = run_python("""
 import resource, torch
 from polyattn import attention
 torch.set_num_threads(1)
-bias = torch.randn({heads}, 1, 8192, requires_grad=True)
-q, k, v = (torch.randn(1, {heads}, 8192, 64) for _ in range(3))
+bias = torch.randn(1, 1, 8192, requires_grad=True)
+q, k, v = (torch.randn(1, 1, 8192, 64) for _ in range(3))
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-output = attention(q, k, v, {options})
-if output.requires_grad:
-    output.sum().backward()
+attention(q, k, v, is_causal=True, bias=bias).sum().backward()
 after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-print(1024 * (after - before) - output.nbytes)
+print(1024 * (after - before))
 """)
-    assert float(held) < most
+    assert float(held) < 200e6
 
 
 def test_keys_of_grouped_heads_are_not_repeated():
@@ -125,7 +93,7 @@ def test_keys_of_grouped_heads_are_not_repeated():
 
 
 @pytest.mark.parametrize("kernel", ["dense", "tiled"])
-@pytest.mark.parametrize("axes", [(5, 7), (7,), (2, 1, 5, 1), ()])
+@pytest.mark.parametrize("axes", [(7,), (2, 1, 5, 1), ()])
 def test_a_score_function_may_return_an_array_of_the_callers_with_fewer_axes(kernel, axes):
     q, k, v, scores = draw((2, 4, 5, 8), (2, 2, 7, 8), (2, 2, 7, 3), axes)
     before = scores.copy()
@@ -135,8 +103,9 @@ def test_a_score_function_may_return_an_array_of_the_callers_with_fewer_axes(ker
     close(output, attention(q, k, v, scale=0.0, bias=bias, kernel=kernel))
 
 
-@pytest.mark.parametrize("dtype", ["uint8", "uint32", "uint64", "int8"])
-@pytest.mark.parametrize("backend", ["numpy", "torch"])
+@pytest.mark.parametrize(
+    ("dtype", "backend"), [("uint8", "numpy"), ("uint64", "numpy"), ("uint64", "torch")]
+)
 def test_query_offsets_of_any_integer_kind(dtype, backend):
     (x,) = draw((2, 3, 6, 4))
     offsets = np.array([0, 2])

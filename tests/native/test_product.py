@@ -12,8 +12,8 @@ from polyattn_native.product import product
 
 #: Rows, inner size and columns: about the edges of tiles, panels, folds and parts of the rows.
 SIZES = [
-    (1, 1, 1), (1, 255, 64), (2, 256, 63), (5, 511, 130), (6, 512, 16), (7, 513, 31),
-    (12, 768, 8), (511, 9, 3), (513, 300, 5), (1025, 3, 33), (0, 4, 5), (4, 0, 5), (4, 5, 0),
+    (1, 255, 64), (2, 256, 63), (5, 511, 130), (7, 513, 31), (513, 300, 5), (1025, 3, 33),
+    (0, 4, 5), (4, 0, 5), (4, 5, 0),
 ]  # fmt: skip
 #: How x and weights lie in memory.
 LAID_OUT = {
@@ -62,9 +62,8 @@ def test_many_columns_and_threads_change_no_bit():
         same(product(x[-rows:], np.asfortranarray(w), None, 1), whole[-rows:])
 
 
-@pytest.mark.parametrize("mean", [0, 1])
-def test_its_error_is_at_most_that_of_blas(isa, mean):
-    x, w = ((some(*shape) + mean).astype(np.float32) for shape in ((40, 4096), (4096, 40)))
+def test_its_error_is_at_most_that_of_blas(isa):
+    x, w = ((some(*shape) + 1).astype(np.float32) for shape in ((40, 4096), (4096, 40)))
     exact = x.astype(np.float64) @ w.astype(np.float64)
     errors = [np.square(found - exact).mean() ** 0.5 for found in (product(x, w, None, 1), x @ w)]
     assert errors[0] <= 2 * errors[1]

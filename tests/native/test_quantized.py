@@ -1,7 +1,6 @@
 """Integers of a quantised cache, which the compiled kernel reads as they are."""
 
 import sys
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -121,13 +120,3 @@ def test_steps_of_decoding_are_described_once(library, monkeypatch):
     assert len(calls) == 2  # over the integers, and over the newest tokens
     np.testing.assert_array_equal(outputs[0], outputs[2])
     np.testing.assert_allclose(outputs[2], 1.0, atol=1e-2)
-
-
-def test_steps_of_one_block_may_have_any_strides():
-    cache = empty(KEY, window=0, block=16).append(KEY[:, :, :16], VALUE[:, :, :16])
-    steps = map(np.asfortranarray, (cache.steps.key, cache.steps.value))
-    cache = replace(cache, steps=nn.KVCache(*steps, cache.steps.length))
-    floats = cache._read(integers.floats_of, 0, 1)
-    expected = attention(QUERY, *floats, softcap=3.0, kernel="dense")
-    output = cache.attention(QUERY, softcap=3.0)
-    np.testing.assert_allclose(output, expected, rtol=0, atol=1e-13)

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from polyattn import UnsupportedError, attention, explain, same_bits, use_threads
+from polyattn import UnsupportedError, attention, explain, same_bits
 from polyattn.conformance.checks import cuts
 from polyattn.conformance.checks.target import Target
 
@@ -15,11 +15,6 @@ X = RNG.standard_normal((2, 4, 300, 32), dtype=np.float32)
 
 def call(q, x):
     return attention(q, x, x, is_causal=True)
-
-
-def on_one_thread(q, x):
-    with use_threads(1):
-        return call(q, x)
 
 
 def heads_last(q, x):
@@ -34,7 +29,6 @@ def compiled(q, x):
 #: Ways to make one call, from arrays of NumPy.
 WAYS = {
     "numpy": call,
-    "numpy, one thread": on_one_thread,
     "numpy, heads after length": heads_last,
     "torch": lambda q, x: call(*map(torch.from_numpy, (q, x))),
     "torch, trained": lambda q, x: call(
@@ -46,17 +40,16 @@ WAYS = {
     "jax.vmap": lambda q, x: jax.vmap(call)(q, x),
     "jax.vjp": lambda q, x: jax.vjp(call, q, x)[0],
 }  # fmt: skip
-HALVES = "numpy", "jax"
 
 
 @pytest.mark.parametrize(
-    ("way", "dtype"), [*((way, "float32") for way in WAYS), *((way, "float16") for way in HALVES)]
+    ("way", "dtype"), [*((way, "float32") for way in WAYS), ("jax", "float16")]
 )
 def test_the_bits_are_those_of_the_whole_call_on_numpy(way, dtype):
     x = X.astype(dtype)
     with same_bits():
         whole = call(x, x)
-        for rows in (1, 3, 300):
+        for rows in (1, 300):
             found = WAYS[way](x[:, :, -rows:].copy(), x)
             np.testing.assert_array_equal(np.asarray(found), whole[:, :, -rows:])
 

@@ -1,16 +1,13 @@
 """Dropout: the published generator, the same bits in every library and for every tile."""
 
-from functools import partial
-
-import array_api_compat.numpy as xp
 import numpy as np
 import pytest
-from arrays import EVERYWHERE, FAR, NUMPY, STRICT, TORCH, Library, tiles_of
+from arrays import FAR, NUMPY, STRICT, TORCH, Library
 from optional import jax, jnp, torch
 
 from polyattn import attention
 from polyattn._base.arrays import library_of
-from polyattn._core.tiles.dropout import keep_mask, keep_mask_by_word, philox
+from polyattn._core.tiles.dropout import philox
 from polyattn.conformance.reference import philox as philox_reference
 
 JAX = Library("jax", jnp.asarray, np.asarray, ("float32",))
@@ -43,31 +40,15 @@ def test_philox_gives_the_published_words(to, counter, key, words):
     assert philox_reference.philox(counter, key) == words
 
 
-# JAX compiles each operation for each shape of a tile; small tiles are many.
-TILES = [(NUMPY, None), (NUMPY, 24), (TORCH, 200), (STRICT, 24), (FAR, 24)]
-TILES += [pytest.param(JAX, 200, marks=pytest.mark.slow)]
-
-
-@pytest.mark.parametrize(("library", "tile"), TILES, ids=str)
-def test_every_library_and_tile_drops_the_same_weights(library, tile):
-    arrays = [library.to(x) for x in (QUERY, KEY, VALUE)]
-    kernel = "dense" if tile is None else tiles_of(tile)
-    options = {"dropout": (RATE, SEED), "kernel": kernel, "backend": "array-api"}
-    output = library.back(attention(*arrays, **options))
-    np.testing.assert_array_equal(output != 0, expected() != 0)
-    np.testing.assert_allclose(output, expected(), rtol=1e-5)
-
-
 @pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64])
-@pytest.mark.parametrize("kernel", ["dense", "tiled"])
-def test_a_seed_and_a_start_may_be_unsigned(dtype, kernel):
+def test_a_seed_and_a_start_may_be_unsigned(dtype):
     arrays = [torch.tensor(x) for x in (QUERY, KEY, VALUE)]
     seed, start = torch.tensor(12345, dtype=dtype), torch.zeros(4, dtype=dtype)
-    output = attention(*arrays, dropout=(RATE, seed, start), kernel=kernel).numpy()
+    output = attention(*arrays, dropout=(RATE, seed, start)).numpy()
     np.testing.assert_array_equal(output != 0, expected(12345) != 0)
 
 
-@pytest.mark.parametrize("library", [*EVERYWHERE, JAX], ids=str)
+@pytest.mark.parametrize("library", [STRICT, FAR, JAX], ids=str)
 def test_a_seed_may_be_an_array(library):
     arrays = [library.to(x) for x in (QUERY, KEY, VALUE)]
     seed = library.to(np.asarray(12345, np.int32))
@@ -81,15 +62,9 @@ def test_a_seed_may_be_an_array(library):
 
 
 def test_the_share_that_is_dropped_is_the_rate():
-    b, h, i = (
-        np.arange(n).reshape(shape)
-        for n, shape in ((4, (4, 1, 1, 1)), (4, (4, 1, 1)), (64, (64, 1)))
-    )
-    for rate in (0.001, 0.1, 0.5, 0.9):
-        by_word = partial(keep_mask_by_word, xp, 7, rate, b, h, i)
-        share = keep_mask(xp, by_word, np.arange(64)).mean()
-        spread = (rate * (1 - rate) / (4 * 4 * 64 * 256)) ** 0.5
-        assert abs(share - (1 - rate)) < 5 * spread
+    for rate in (0.001, 0.5, 0.9):
+        kept = philox_reference.keep_mask(rate, 7, (1,), (4, 32, 64))
+        assert abs(kept.mean() - (1 - rate)) < 5 * (rate * (1 - rate) / kept.size) ** 0.5
 
 
 FOUR = "four integers of at least 0"
@@ -105,7 +80,6 @@ FOUR = "four integers of at least 0"
         ((0.1, 0, (1, 2, 3)), TypeError, FOUR),
         ((0.1, 0, (0, 0, -1, 0)), ValueError, FOUR),
         ((0.1, 0, 4), TypeError, FOUR),
-        ((0.1, 0, np.arange(3)), TypeError, FOUR),
         ((0.1, 0, np.zeros(4)), TypeError, FOUR),
     ],
     ids=str,
@@ -115,9 +89,7 @@ def test_what_is_no_dropout_is_refused(dropout, error, words):
         attention(QUERY, KEY, VALUE, dropout=dropout)
 
 
-@pytest.mark.parametrize(
-    "library", [NUMPY, TORCH, pytest.param(JAX, marks=pytest.mark.slow)], ids=str
-)
+@pytest.mark.parametrize("library", [NUMPY, TORCH], ids=str)
 def test_a_part_drops_what_the_whole_drops_there(library):
     whole = attention(QUERY, KEY, VALUE, dropout=(RATE, SEED)) != 0
     keys, rows = slice(2, 15), slice(3, 8)
