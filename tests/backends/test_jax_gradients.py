@@ -62,6 +62,23 @@ def test_gradients_in_tiles_are_those_of_the_formula():
     close(quickly(jax.grad(loss, range(6)))(*in_jax(x)), expected, 1000)
 
 
+@pytest.mark.slow
+def test_second_derivatives_and_maps_in_tiles_are_those_of_the_formula():
+    q, k, v, slopes = in_jax(draw((1, 3, 2), (1, 4, 2), (1, 4, 2), (2,), dtype="float64"))
+
+    def results(kernel):
+        def loss(q, slope):
+            # Some tiles are left out.
+            mask = masks.segments(jnp.arange(3) // 2, jnp.arange(4) // 2) | masks.prefix(1)
+            options = {"is_causal": True, "score_mod": lambda s, b, h, i, j: s * slope * j}
+            return jnp.sum(jnp.sin(attention(q, k, v, kernel=kernel, mask=mask, **options)))
+
+        of_many = jax.grad(lambda slopes: jnp.sum(jax.vmap(loss, (None, 0))(q, slopes)))
+        return jax.jacfwd(jax.grad(loss))(q, slopes[0]), of_many(slopes)
+
+    close(*quickly(lambda: (results("dense"), results(in_tiles(6))))(), 1000)
+
+
 def test_a_function_has_no_slope_where_a_key_is_hidden():
     mask, k = jnp.arange(13) != 4, jnp.asarray(KEY).at[..., 4, :].set(jnp.nan)
     options = {"mask": mask, "score_mod": lambda s, b, h, i, j: jnp.sqrt(abs(s)), "kernel": "xla"}

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from arrays import close, draw, to_torch
 
-from polyattn import attention, attention_partial, explain, masks
+from polyattn import attention, explain, masks
 
 L, S = 200, 300
 Q, K, V = draw((2, 4, L, 16), (2, 2, S, 16), (2, 2, S, 20), to=to_torch)
@@ -55,23 +55,15 @@ def given(monkeypatch):
 @pytest.mark.parametrize("case", BANDS)
 def test_torch_gets_the_keys_of_the_band(given, case):
     rows, options, keys, mask = BANDS[case]
-    attention(Q[:, :, -rows:], K, V, kernel="sdpa", **options)
+    query = Q[:, :, -rows:]
+    found = attention(query, K, V, kernel="sdpa", **options)
     assert given == [(keys, keys, mask)]
-
-    def computed(kernel):
-        arrays = [x.clone().requires_grad_() for x in (Q[:, :, -rows:], K, V)]
-        output = attention(*arrays, kernel=kernel, **options)
-        output.square().sum().backward()
-        partial = attention_partial(Q[:, :, -rows:], K, V, kernel=kernel, **options)
-        return output, *partial, *(x.grad for x in arrays)
-
-    close(computed("sdpa"), computed("dense"))
+    close(found, attention(query, K, V, kernel="dense", **options))
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")  # torch imports it
-@pytest.mark.parametrize(("dynamic", "is_cut"), [(False, True), (True, False)])
-def test_a_program_gives_torch_the_keys_of_the_band_if_lengths_are_known(dynamic, is_cut):
+def test_a_program_gives_torch_the_keys_of_the_band_if_lengths_are_known():
     keys = []
 
     def backend(program, _):
@@ -84,9 +76,9 @@ def test_a_program_gives_torch_the_keys_of_the_band_if_lengths_are_known(dynamic
         return attention(query, key, value, window=(9, 0), kernel="sdpa")
 
     torch.compiler.reset()
-    compiled = torch.compile(call, fullgraph=True, dynamic=dynamic, backend=backend)
+    compiled = torch.compile(call, fullgraph=True, dynamic=False, backend=backend)
     close(compiled(Q[:, :, -1:], K, V), call(Q[:, :, -1:], K, V))
-    assert [length == "10" for length in keys] == [is_cut]
+    assert keys == ["10"]
 
 
 IDS = np.zeros(8192, dtype=np.int64)
