@@ -24,30 +24,22 @@ LENGTHS = np.array([120, 7])
 IN_STRIPES = np.kron(RNG.random((1, HEADS, 5, 7)) > 0.5, np.ones((64, 64), bool))
 
 
-def checkered(b, h, i, j):
-    return (i // 64 + j // 64 + h) % 2 == 0
-
-
 #: Calls whose scores are one tile, calls that follow a table of their mask, and all others.
 AT_ONCE = {
     "short, causal": {"is_causal": True},
-    "short, window": {"window": (9, 3)},
     "short, padding on both sides": {"mask": ~masks.prefix(3) & masks.padding(LENGTHS + 3)},
     "short, array with holes": {"mask": RNG.random((ITEMS, 1, 1, SHORT)) > 0.3},
-    "short, array by head": {"mask": RNG.random((1, HEADS, SHORT, SHORT)) > 0.3},
 }
 BY_TABLE = {
     "segments & causal": {"mask": masks.segments(ROW_IDS, KEY_IDS) & masks.causal()},
-    "prefix by item": {"mask": masks.causal() | masks.prefix(np.array([3, 200]))},
-    "compiled": {"mask": masks.compile(checkered, LENGTH, KEYS, heads=HEADS)},
     "array by head": {"mask": IN_STRIPES[..., :LENGTH, :KEYS]},
-    "array with a few holes": {"mask": RNG.random((LENGTH, KEYS)) > 0.001},
 }
 OTHERS = {
-    "bias": {"bias": np.linspace(-2, 2, KEYS, dtype=np.float32)},
     "mask function": {"mask": lambda b, h, i, j: (i + j + h) % 3 != 0},
-    "score_mod": {"score_mod": lambda s, b, h, i, j: s - 0.01 * abs(i - j) + 0.1 * h},
-    "sinks": {"sinks": np.linspace(-1, 1, HEADS, dtype=np.float32), "softcap": 2.0},
+    "rules": {
+        **{"sinks": np.linspace(-1, 1, HEADS, dtype=np.float32), "softcap": 2.0},
+        **{"bias": np.linspace(-2, 2, KEYS, dtype=np.float32), "score_mod": scores.alibi(HEADS)},
+    },
 }
 
 
@@ -122,12 +114,10 @@ STEP, CACHE = (1, 4, 1, 8), (1, 2, 16, 8)
 @pytest.mark.parametrize(
     ("query", "key", "options", "kernel"),
     [
-        ((1, 4, 16, 8), (1, 4, 16, 8), {}, "small"),
         ((1000, 4, 16, 8), (1000, 4, 16, 8), {}, "small"),
         ((1, 4, 40, 8), (1, 4, 40, 8), {}, "tiled"),
         ((1000, 4, 40, 8), (1000, 4, 40, 8), {}, "tiled"),
         ((2, 4, 16, 8), (2, 4, 16, 8), {"is_causal": True}, "tiled"),
-        ((2, 4, 16, 8), (2, 4, 16, 8), {"mask": masks.padding(np.ones(2, int))}, "tiled"),
         ((2, 4, 16, 8), (2, 4, 16, 8), {"is_causal": True, "bias": (16, 16)}, "dense"),
         ((2, 4, 8, 8), (2, 4, 8, 8), {"is_causal": True}, "dense"),
         (STEP, CACHE, {"is_causal": True}, "small"),
@@ -194,9 +184,9 @@ def test_a_maximum_is_looked_for_only_where_scores_are_large(factor, options, ki
     assert "mask" not in options or not found[:, :, :351].any()
 
 
-@pytest.mark.parametrize(("dtype", "size"), [("float32", 128), ("float64", 64), ("float16", 64)])
-def test_a_hidden_value_changes_no_bit_of_a_whole_tile(dtype, size, passes):
-    query, key, value = draw(*[(1, 2, 512, size)] * 3, dtype=dtype)
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_a_hidden_value_changes_no_bit_of_a_whole_tile(dtype, passes):
+    query, key, value = draw(*[(1, 2, 512, 64)] * 3, dtype=dtype)
     expected = attention(query, key, value, is_causal=True)
     key[0, 0, 300], value[0, 0, 300], value[0, 1, 511] = math.nan, math.nan, -math.inf
     passes.clear()
@@ -205,14 +195,6 @@ def test_a_hidden_value_changes_no_bit_of_a_whole_tile(dtype, size, passes):
     for head, end in ((0, 300), (1, 511)):
         assert bits([found[:, head, :end]]) == bits([expected[:, head, :end]])
     assert not np.isfinite(found[:, 0, 300:]).any()
-
-
-def test_values_near_the_end_of_the_range(passes):
-    query, key, value = qkv()
-    value = value / np.abs(value).max() * np.float32(1e35)
-    found = attention(query * 4, key, value)
-    assert set(passes) == {"fast", "stable"}
-    close(found / 1e35, attention(query * 4, key, value / 1e35), roundings=80)
 
 
 def test_the_sums_of_parts_of_the_keys_do_not_overflow_together():
@@ -245,7 +227,7 @@ def test_distances_that_underflow_are_computed_once(monkeypatch):
 # ---- the kernel small, and conversions ---------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64", ">f4"])
+@pytest.mark.parametrize("dtype", ["float64", ">f4"])
 def test_a_row_of_absent_keys_is_zero_and_the_output_keeps_its_byte_order(dtype):
     query = np.array([[[1.0, 0], [2, 0]]], dtype)
     key = np.array([[[-math.inf, 0], [-math.inf, 0]]], dtype)
@@ -265,10 +247,10 @@ FINITE = ALL[np.isfinite(ALL)]
 @pytest.mark.parametrize(
     "block",
     [
-        FINITE, ALL, FINITE[:0], FINITE[:600].reshape(20, 30).T,
+        ALL, FINITE[:0], FINITE[:600].reshape(20, 30).T,
         ALL.astype(">f2"), ALL.view(ml_dtypes.bfloat16), FINITE.astype(np.float64),
     ],
-    ids=["finite", "all", "empty", "transposed", "bytes", "bfloat16", "float64"],
+    ids=["all", "empty", "transposed", "bytes", "bfloat16", "float64"],
 )  # fmt: skip
 def test_each_number_is_as_numpy_converts_it(block):
     found = np.full(block.shape, 7, np.float32)
