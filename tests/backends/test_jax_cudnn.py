@@ -159,27 +159,6 @@ def lowering(monkeypatch):
     cudnn.trial.cache_clear()
 
 
-@pytest.mark.parametrize(
-    ("axes", "length", "has_bias"),
-    [((0, None, None, None), 15, False), ((None, 0, None, None), 16, True)],
-)
-def test_gradients_under_vmap_are_lowered_for_cuda(lowering, axes, length, has_bias):
-    def call(q, k, v, bias):
-        return attention(q, k, v, bias=bias if has_bias else None, kernel="cudnn")
-
-    def loss(*arrays):
-        return jnp.sum(jax.vmap(call, axes)(*arrays))
-
-    shapes = [(2, h, length, n) for h, n in ((4, 64), (2, 64), (2, 64), (4, length))]
-    mapped = [
-        jax.ShapeDtypeStruct(shape if axis is None else (3, *shape), "bfloat16")
-        for shape, axis in zip(shapes, axes, strict=True)
-    ]
-    assert "SoftmaxBackward" in lowering(jax.grad(loss, (0, 1, 2)), *mapped)
-    of_each = jax.vmap(jax.grad(lambda *arrays: jnp.sum(call(*arrays)), (0, 1, 2)), axes)
-    assert "SoftmaxBackward" in lowering(of_each, *mapped)
-
-
 def test_arrays_that_vmap_does_not_map_over_have_the_same_gradients(calls):
     q, k, v = BFLOAT16
     bias = jnp.asarray(OF_HEADS, "bfloat16")

@@ -94,35 +94,17 @@ def test_the_tiles_that_are_computed_are_those_that_hold_something(name):
     assert len(wanted) < 16 * 16 / 2
 
 
-def test_lists_without_gaps_need_no_condition():
-    def conditions(mask):
-        x = jnp.zeros((1, 64, 4))
-        call = jax.make_jaxpr(lambda x: attention(x, x, x, mask=mask, kernel=small_tiles(256)))
-        return str(call(x)).count("cond[")
-
-    window, segments = masks.window(64, 64) | masks.prefix(1), masks.segments(jnp.zeros(64, int))
-    assert conditions(window) < conditions(segments)
-
-
-@pytest.mark.parametrize(
-    "similarity",
-    [None, scores.distance(), scores.additive(jnp.ones(64))],
-    ids=["bias", "distance", "additive"],
-)
-def test_a_gradient_keeps_what_is_of_tile_size(similarity):
+def test_a_gradient_keeps_what_is_of_tile_size():
     """No tile keeps a copy of a bias or mask that is as large as the scores."""
 
     def loss(x, bias, array):
-        if similarity is not None:
-            return jnp.sum(attention(x, x, x, similarity=similarity))
         mask = masks.dense(array) | masks.prefix(1)
         return jnp.sum(attention(x, x, x, bias=bias, mask=mask, kernel=small_tiles(2**16)))
 
     shapes = ((1, 2048, 64), "float32"), ((2048, 2048), "float32"), ((2048, 2048), "bool")
     given = (jax.ShapeDtypeStruct(*one) for one in shapes)
     made = jax.jit(jax.grad(loss, (0, 1))).lower(*given).compile().memory_analysis()
-    of_bias = 4 * 2048**2
-    assert made.temp_size_in_bytes < (2 if similarity is None else 4) * of_bias
+    assert made.temp_size_in_bytes < 2 * 4 * 2048**2
 
 
 # ---- compiled once -----------------------------------------------------------------------------

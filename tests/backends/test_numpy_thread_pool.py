@@ -340,33 +340,6 @@ def test_an_interrupt_between_any_two_instructions_leaves_nothing_held(two_blas_
 # ---- the end of a process, and forks -----------------------------------------------------------
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_a_forked_process_has_threads_of_its_own(run_python):
-    said = run_python("""
-import os, threading, time
-import numpy as np
-import polyattn
-x = np.random.default_rng(0).standard_normal((1, 8, 700, 64), dtype=np.float32)
-seen = set()
-
-def watch(b, h, i, j):
-    seen.add(threading.current_thread().name)
-    while len(seen) < 2:  # until another thread has come
-        time.sleep(0.001)
-    return i >= j
-
-with polyattn.use_threads(3):
-    here = polyattn.attention(x, x, x, mask=watch)
-    child = os.fork()
-    if child == 0:
-        seen.clear()
-        there = polyattn.attention(x, x, x, mask=watch)
-        os._exit(0 if (here == there).all() and len(seen) > 1 else 1)
-    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-""")
-    assert said.split() == ["0"]
-
-
 def test_the_child_of_a_fork_amid_a_call_has_blas_without_a_limit(two_blas_threads):
     mkl = Mkl()
     blas = thread_pool.Blas(lambda: [*thread_pool.numpys_blas(), mkl])

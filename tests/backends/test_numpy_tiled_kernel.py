@@ -168,22 +168,6 @@ def test_a_head_of_large_scores_or_without_a_key_is_left_to_the_other_passes(at_
 # ---- three kinds of pass -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("factor", "options", "kinds"),
-    [
-        (1, {"is_causal": True}, {"fast"}),
-        (1, {"mask": np.arange(700)[:, None] > 350 + 0 * np.arange(700)}, {"fast"}),
-        (100, {}, {"fast", "stable"}),
-    ],
-    ids=["small scores", "rows without keys", "large scores"],
-)
-def test_a_maximum_is_looked_for_only_where_scores_are_large(factor, options, kinds, passes):
-    query, key, value = qkv(700, 700)
-    found = attention(query * factor, key, value, **options)
-    assert set(passes) == kinds
-    assert "mask" not in options or not found[:, :, :351].any()
-
-
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_a_hidden_value_changes_no_bit_of_a_whole_tile(dtype, passes):
     query, key, value = draw(*[(1, 2, 512, 64)] * 3, dtype=dtype)

@@ -215,16 +215,3 @@ def test_a_quantised_cache_follows_autocast_as_a_cache_does(to):
         plain = cache.attention(query)
     assert found.dtype == plain.dtype == expected.dtype
     close(found.to(BRAIN), expected.to(BRAIN), 4)
-
-
-FIRST_CALL = """
-import torch, polyattn
-q = torch.ones(1, 2, 4, 8)
-with torch.autocast("cpu", dtype=torch.bfloat16):
-    assert polyattn.attention(q, q, q).dtype == torch.bfloat16
-"""
-
-
-@pytest.mark.slow
-def test_the_first_call_of_all_may_be_under_autocast(run_python):
-    run_python(FIRST_CALL)

@@ -72,10 +72,9 @@ def test_a_cuda_device_is_described_by_torch(monkeypatch):
 # ---- the workarounds, on the CPU in another's place ----
 
 
-@pytest.mark.parametrize("kernel", ["dense", "tiled"])
-def test_a_long_sum_is_cut_on_mps(kernel, monkeypatch):
+def test_a_long_sum_is_cut_on_mps(monkeypatch):
     query, key = torch.rand(2, 6, 5), torch.rand(2, 23, 5)
-    options = {"window": (20, 20), "kernel": kernel}
+    options = {"window": (20, 20), "kernel": "dense"}
     expected = attention(query, key, key, **options)
     summed, genuine = [], torch.matmul
     monkeypatch.setattr(torch, "matmul", lambda a, b: summed.append(a.shape[-1]) or genuine(a, b))
@@ -102,7 +101,6 @@ CALLS = {
     "plain": (CPU, (Q, K, K, {}), PLAIN | {"copies": False}),
     "causal": (CPU, (Q, K[:, :, :6], K[:, :, :6], CAUSAL), PLAIN | CAUSAL | {"copies": False}),
     "sizes": (CPU, (Q, K, V, {}), {"sizes": {8}, "heads": 2}),
-    "a larger value": (CPU, (Q, K, WIDE, {}), {"sizes": {12}, "heads": 2}),
     "heads on MPS": (
         MPS, (Q.mT.contiguous().mT, K, V, {}),
         {"sizes": {8}, "heads": 4, "enable_gqa": False, "is_contiguous": (True, True)},
@@ -117,7 +115,6 @@ CALLS = {
         {"is_causal": False, "attn_mask": (torch.float16, (2, 4, 6, 6))},
     ),
     "causal before torch 2.13 on MPS": (OLD_MPS, (Q, Q, Q, CAUSAL), CAUSAL),
-    "causal in 16 bits on MPS": (MPS, (Q.half(), Q.half(), Q.half(), CAUSAL), CAUSAL),
     "groups on Blackwell": (
         BLACKWELL, (Q.bfloat16(), K.bfloat16(), K.bfloat16(), {}), {"heads": 4, "enable_gqa": False}
     ),
@@ -190,14 +187,9 @@ TURING = AMPERE._replace(capability=(7, 5))
 #: An engine, a call that it does not support on a device, and its reason.
 REFUSALS = {
     "flash float32": ("FLASH", {"dtype": "float32"}, HOPPER, "float16 and bfloat16 only"),
-    "flash head of 264": ("FLASH", {"query": (2, 4, 64, 264)}, HOPPER, "up to 256"),
     "flash mask": ("FLASH", {"mask": (64, 64)}, HOPPER, "causal and window only"),
-    "flash no rows": ("FLASH", {"query": (2, 4, 0, 16)}, HOPPER, "empty arrays"),
     "flash offset an item": (
         "FLASH", {"query_offset": (2,), "is_causal": True}, HOPPER, "cannot express this band"
-    ),
-    "flash no key in the band": (
-        "FLASH", BAND | {"query_offset": 70}, HOPPER, "cannot express this band"
     ),
     "flash window before the last rows": (
         "FLASH", BEFORE | {"window": (1, None)}, HOPPER, "cannot express this band"

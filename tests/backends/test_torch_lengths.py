@@ -174,9 +174,3 @@ def test_layers_with_the_same_lengths_have_one_problem(monkeypatch):
             close(found, expected)
     assert len(problems) == 9
     assert len({id(problem) for problem in problems}) == 2
-    problems.clear()
-    monkeypatch.setattr(by_lengths, "MANY_NUMBERS", 0)
-    for _ in range(3):
-        attention(QUERY, KEY, VALUE, key_lengths=torch.tensor([130, 7, 300, 131]), kernel="sdpa")
-    assert len(problems) == 12
-    assert len({id(problem) for problem in problems}) == 4
