@@ -137,20 +137,6 @@ def test_keys_that_no_row_sees_are_not_gone_over():
     assert steps(window) <= 2 * (8192 // rows)
 
 
-@pytest.mark.parametrize(("length", "keys"), [(1, 1), (1, 1000), (1000, 1), (37, 41), (512, 513)])
-@pytest.mark.parametrize("tile", [64, 2**21])
-def test_blocks_cover_each_row_once_and_every_key(length, keys, tile):
-    shapes = (1, 2, length, 8), (1, 2, keys, 8), (1, 2, keys, 8)
-    problem = explain(*shapes, library="jax").problem
-    rows = []
-    for loop in loops(problem, tile):
-        for first in loop.first_rows:
-            rows += range(first, first + loop.rows)
-        assert loop.columns <= keys
-        assert min(tiles[0] for tiles in loop.first_keys) + loop.steps * loop.columns >= keys
-    assert rows == list(range(length))
-
-
 @pytest.mark.parametrize(
     ("mask", "lengths"),  # of each block of rows, loop by loop
     [

@@ -2,8 +2,6 @@
 
 import functools
 import itertools
-import os
-import signal
 import sys
 import threading
 import time
@@ -233,37 +231,6 @@ def test_an_error_in_the_callers_thread_stops_the_others(qkv, monkeypatch):
     made = len(calls)
     time.sleep(0.05)
     assert len(calls) == made < 8
-
-
-@pytest.mark.skipif(not hasattr(signal, "SIGINT") or os.name == "nt", reason="needs signals")
-def test_an_interrupt_stops_a_long_call(run_python):
-    said = run_python("""
-import os, signal
-import numpy as np
-import polyattn
-from polyattn_numpy import thread_pool
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a parent in the background ignores it
-x = np.ones((1, 2, 8192, 64), np.float32)
-small, tiles = x[:, :, :600], []
-
-def seen(b, h, i, j):
-    tiles.append(i.size * j.size)
-    if len(tiles) == 4:
-        os.kill(os.getpid(), signal.SIGINT)
-    return j >= 0
-
-with polyattn.use_threads(2):
-    polyattn.attention(small, small, small)
-    before = [library.get_num_threads() for library in thread_pool.blas.libraries()]
-    try:
-        polyattn.attention(x, x, x, mask=seen, kernel="tiled")
-    except KeyboardInterrupt:
-        print(sum(tiles) / 8192**2)
-    assert [library.get_num_threads() for library in thread_pool.blas.libraries()] == before
-    assert not any(limit.holders for limit in thread_pool.blas.limits())
-    assert np.allclose(polyattn.attention(small, small, small), 1, rtol=1e-5)
-""")
-    assert float(said) < 0.5
 
 
 def at_instruction(place, action, work):

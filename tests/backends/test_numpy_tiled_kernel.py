@@ -11,7 +11,6 @@ import polyattn
 import polyattn_numpy.tiled_kernel as module
 from polyattn import attention, attention_partial, explain, masks, scores
 from polyattn._core.expressions.replacements import Distance
-from polyattn._dispatch import registry
 from polyattn_numpy.tile_scores import convert
 from polyattn_numpy.tiled_kernel import NumpyTiled
 
@@ -101,13 +100,6 @@ def test_threads_and_other_items_change_no_bit(name, at_once, monkeypatch):
     assert all(done for _, done in at_once)
 
 
-def test_the_kernel_stands_in_place_of_the_cores():
-    shape = (1, 2, 64, 8)
-    names = [c.kernel for c in explain(shape, shape, shape, backend="numpy").candidates]
-    assert names == ["small", "tiled", "dense"]
-    assert isinstance(registry.kernels_of(registry.loaded("numpy"))[1], NumpyTiled)
-
-
 STEP, CACHE = (1, 4, 1, 8), (1, 2, 16, 8)
 
 
@@ -131,14 +123,9 @@ def test_the_shape_of_an_item_decides_the_kernel(query, key, options, kernel):
 # ---- scores of one tile ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "view",
-    [lambda x: x.astype(">f4"), lambda x: np.repeat(x, 2, axis=-1)[..., ::2]],
-    ids=["byte order", "strided"],
-)
-def test_arrays_that_blas_does_not_read_are_left_to_the_other_passes(view, at_once):
+def test_arrays_that_blas_does_not_read_are_left_to_the_other_passes(at_once):
     arrays = qkv(SHORT, SHORT)
-    found = attention(*map(view, arrays), is_causal=True, kernel="tiled")
+    found = attention(*(x.astype(">f4") for x in arrays), is_causal=True, kernel="tiled")
     close(found.astype("float32"), attention(*arrays, is_causal=True, kernel="dense"))
     assert not at_once
 

@@ -47,7 +47,6 @@ NUMBERS, SLOPES, OF_DISTANCE = (
     randn(4),
     randn(8, 4),
 )
-MIXED = masks.segments(torch.arange(40) // 7) & ~masks.causal()
 TABLE_OF_40 = masks.compile(table, 40, like=SLOPES, tile=16)
 TABULATED = masks.compile(lambda b, h, i, j: (i >= j) | (b == 1), 7, 7, batch=2, heads=4, tile=4)
 OF_SLOPES, ADDITIVE = (
@@ -115,9 +114,6 @@ PROGRAMS = {
             {"kernel": SMALL_TILES, "similarity": ADDITIVE},
         ],
         [(40, None)],
-    ),
-    "not packed in tiles": (
-        lambda *_: [{"kernel": SMALL_TILES, "mask": MIXED}], [(40, None)],
     ),
 }  # fmt: skip
 
@@ -306,31 +302,24 @@ def test_a_rate_of_dropout_that_changes_is_not_an_old_one():
 DISTANCES = torch.arange(8.0).reshape(4, 2)
 #: Options, each a function of a scalar of NumPy, which a program gets.
 SCALARS = {
-    "scale": {
-        "scale": np.float64,
-        "softcap": np.float64,
-        "dropout": lambda n: (np.float64(n / 8), np.int64(n)),
-        "score_mod": lambda n: lambda: scores.temperature(np.float64(n)),
-    },
-    "integers": {
-        "scale": np.int64,
-        "window": lambda n: (np.int64(n), 0),
-        "query_offset": np.int32,
-        "key_lengths": np.uint8,
-        "score_mod": lambda n: lambda: scores.relative_bias(DISTANCES, max_distance=np.int64(n)),
-    },
+    "scale": np.float64,
+    "softcap": np.float64,
+    "dropout": lambda n: (np.float64(n / 8), np.int64(n)),
+    "window": lambda n: (np.int64(n), 0),
+    "query_offset": np.int32,
+    "key_lengths": np.uint8,
+    "score_mod": lambda n: lambda: scores.relative_bias(DISTANCES, max_distance=np.int64(n)),
 }
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SCALARS)
-def test_a_scalar_of_numpy_is_a_number_in_a_program(name):
+def test_a_scalar_of_numpy_is_a_number_in_a_program():
     def call(x, given):
         return attention(x, x, x, **{n: v() if callable(v) else v for n, v in given.items()})
 
     program, x = compiled(call), randn(1, 2, 6, 8)
     for number in (2, 3):
-        given = {option: of(number) for option, of in SCALARS[name].items()}
+        given = {option: of(number) for option, of in SCALARS.items()}
         close(program(x, given), call(x, given))
 
 

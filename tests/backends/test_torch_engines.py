@@ -152,13 +152,6 @@ def test_torch_gets_what_is_right_on_a_device(on, name):
 # ---- operators ----
 
 
-def test_an_operator_with_other_arguments_is_none():
-    name = "_scaled_dot_product_flash_attention_for_cpu"
-    assert engines.operator(name, "query", "scale") is not None
-    assert engines.operator(name, "query", "no_such_argument") is None
-    assert engines.operator("_no_such_operator", "query") is None
-
-
 def test_without_engines_the_logsumexp_is_left_to_the_array_api_kernels(on, monkeypatch):
     on(CPU)
     assert explain(Q, K, V, logsumexp=True).chosen.kernel == "sdpa"
