@@ -66,7 +66,6 @@ template <void (*kernel)(Rows)> void run(const Rows *x, unsigned int blocks, uns
     one(0);
     for (auto &other : others) other.join();
 }
-extern "C" unsigned long size_of_rows() { return sizeof(Rows); }
 """
 
 

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from arrays import draw
 
 from polyattn import attention, explain, masks, scores
 from polyattn_jax.loop_layout import block_sizes
@@ -17,13 +18,9 @@ RNG = np.random.default_rng(5)
 B, H, G, L, S, D = 2, 4, 2, 37, 41, 8
 
 
-def draw(*shape):
-    return RNG.standard_normal(shape).astype(np.float32)
-
-
-QUERY, KEY, VALUE = draw(B, H, L, D), draw(B, G, S, D), draw(B, G, S, D)
+QUERY, KEY, VALUE = draw((B, H, L, D), (B, G, S, D), (B, G, S, D))
 QUERY_IDS, KEY_IDS = np.sort(RNG.integers(0, 5, (B, L))), np.sort(RNG.integers(0, 5, (B, S)))
-SLOPES = abs(draw(H))
+SLOPES = np.arange(1.0, H + 1, dtype=np.float32)
 
 
 def small_tiles(number=150):
@@ -32,31 +29,18 @@ def small_tiles(number=150):
     return kernel
 
 
-# ---- gradients and vmap ------------------------------------------------------------------------
+# ---- vmap ---------------------------------------------------------------------------------------
 
 
-def test_vmap_over_ids_leaves_tiles_out_and_has_the_same_gradients():
-    def of(kernel):
-        def call(q, k, v, query_ids, key_ids):
-            mask = masks.causal() & masks.segments(query_ids, key_ids)
-            return attention(q, k, v, mask=mask, kernel=kernel)
+def test_vmap_over_ids_leaves_tiles_out():
+    def call(q, k, v, query_ids, key_ids):
+        mask = masks.causal() & masks.segments(query_ids, key_ids)
+        return attention(q, k, v, mask=mask, kernel=small_tiles())
 
-        return call
-
-    ours = of(small_tiles())
     arrays = [jnp.asarray(x) for x in (QUERY, KEY, VALUE, QUERY_IDS, KEY_IDS)]
-    one = str(jax.make_jaxpr(ours)(*(x[0] for x in arrays)))
-    mapped = str(jax.make_jaxpr(jax.vmap(ours))(*arrays))
+    one = str(jax.make_jaxpr(call)(*(x[0] for x in arrays)))
+    mapped = str(jax.make_jaxpr(jax.vmap(call))(*arrays))
     assert mapped.count("cond[") == one.count("cond[") > 0
-
-    def slopes(function):
-        def loss(q):
-            return jnp.sum(jnp.sin(function(q, *arrays[1:])))
-
-        return jax.value_and_grad(loss)(arrays[0])
-
-    for found, expected in zip(slopes(jax.vmap(ours)), slopes(of("dense")), strict=True):
-        np.testing.assert_allclose(found, expected, rtol=2e-5, atol=2e-5)
 
 
 def test_a_position_that_hides_every_tile_of_a_mask_leaves_rows_of_0():
@@ -75,7 +59,6 @@ def test_a_position_that_hides_every_tile_of_a_mask_leaves_rows_of_0():
 
 IDS = jnp.asarray(np.repeat(np.arange(8), 32))
 SPARSE = {
-    "static": (masks.window(20, 0) | masks.prefix(16), 0),
     "static, at an offset": (masks.window(20, 0) | masks.prefix(16), 32),
     "compiled": (masks.compile(masks.dense(IDS[:, None] == IDS), 256, tile=16), 0),
     "segments and causal": (masks.causal() & masks.segments(IDS), 0),
@@ -98,7 +81,7 @@ def test_the_tiles_that_are_computed_are_those_that_hold_something(name):
     def call(x):
         return attention(x, x, x, kernel=kernel, score_mod=noted, **options)
 
-    jax.block_until_ready(jax.jit(call)(jnp.asarray(draw(*shape))))
+    jax.block_until_ready(jax.jit(call)(jnp.zeros(shape)))
     jax.effects_barrier()
     problem = explain(shape, shape, shape, mask=mask, library="jax").problem
     rows, columns = block_sizes(problem, kernel.tile)
@@ -111,35 +94,17 @@ def test_the_tiles_that_are_computed_are_those_that_hold_something(name):
     assert len(wanted) < 16 * 16 / 2
 
 
-def test_lists_without_gaps_need_no_condition():
-    def conditions(mask):
-        x = jnp.zeros((1, 64, 4))
-        call = jax.make_jaxpr(lambda x: attention(x, x, x, mask=mask, kernel=small_tiles(256)))
-        return str(call(x)).count("cond[")
-
-    window, segments = masks.window(64, 64) | masks.prefix(1), masks.segments(jnp.zeros(64, int))
-    assert conditions(window) < conditions(segments)
-
-
-@pytest.mark.parametrize(
-    "similarity",
-    [None, scores.distance(), scores.additive(jnp.ones(64))],
-    ids=["bias", "distance", "additive"],
-)
-def test_a_gradient_keeps_what_is_of_tile_size(similarity):
+def test_a_gradient_keeps_what_is_of_tile_size():
     """No tile keeps a copy of a bias or mask that is as large as the scores."""
 
     def loss(x, bias, array):
-        if similarity is not None:
-            return jnp.sum(attention(x, x, x, similarity=similarity))
         mask = masks.dense(array) | masks.prefix(1)
         return jnp.sum(attention(x, x, x, bias=bias, mask=mask, kernel=small_tiles(2**16)))
 
     shapes = ((1, 2048, 64), "float32"), ((2048, 2048), "float32"), ((2048, 2048), "bool")
     given = (jax.ShapeDtypeStruct(*one) for one in shapes)
     made = jax.jit(jax.grad(loss, (0, 1))).lower(*given).compile().memory_analysis()
-    of_bias = 4 * 2048**2
-    assert made.temp_size_in_bytes < (2 if similarity is None else 4) * of_bias
+    assert made.temp_size_in_bytes < 2 * 4 * 2048**2
 
 
 # ---- compiled once -----------------------------------------------------------------------------
@@ -166,20 +131,8 @@ def test_what_arrays_and_seeds_hold_compiles_nothing_anew_but_what_is_static_doe
 # ---- numbers of 64 bits ------------------------------------------------------------------------
 
 
-def test_a_seed_may_be_traced_and_mapped_over():
-    arrays = tuple(map(jnp.asarray, (QUERY, KEY, VALUE)))
-
-    def call(seed):
-        return attention(*arrays, dropout=(0.3, seed), kernel=small_tiles())
-
-    found = jax.jit(jax.vmap(call))(jnp.asarray([3, 4], jnp.uint32))
-    for seed, ours in zip((3, 4), found, strict=True):
-        expected = attention(QUERY, KEY, VALUE, dropout=(0.3, seed))
-        np.testing.assert_allclose(ours, expected, atol=5e-6)
-
-
-@pytest.mark.parametrize("seed", [np.int64(2**40 + 7), np.uint64(2**63 + 5)])
-def test_a_seed_of_another_library_keeps_its_64_bits(seed):
+def test_a_seed_of_another_library_keeps_its_64_bits():
+    seed = np.uint64(2**63 + 5)
     ours = attention(QUERY, KEY, VALUE, dropout=(0.3, seed), backend="jax")
     expected = attention(QUERY, KEY, VALUE, dropout=(0.3, int(seed)))
     np.testing.assert_allclose(ours, expected, atol=5e-6)

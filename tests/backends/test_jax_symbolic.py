@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from arrays import close
 from jax import export
 from open_lengths import OF_ITEMS, D, E, G, H, numbers, weighted
 
@@ -23,7 +24,6 @@ OPTIONS = {
     },
     "mask function": {"mask": lambda b, h, i, j: (i + j + b + h) % 3 != 0},
 }  # fmt: skip
-DIFFERENTIATED = ("causal", "causal at an offset", "window")
 
 
 def exported(function, lengths="b, l, s", per_item=()):
@@ -44,46 +44,24 @@ def outputs(*given):
     return found | {"weights": attention_weights(*qkv[:2]), "some weights": weighted(*qkv)}
 
 
+@pytest.mark.slow
 def test_one_program_runs_at_all_lengths():
     run = exported(outputs, per_item=[jnp.int32])
     for size in SIZES:
         inputs = *numbers(*size), np.arange(size[0], dtype=np.int32)
         found, expected = run(*inputs), outputs(*inputs)
-        for name in expected:
-            assert abs(found[name] - expected[name]).max() < 2e-6, name
+        close([found[name] for name in expected], list(expected.values()))
 
 
 def test_lengths_that_are_the_same_symbol_have_the_offset_0():
     def causal(*qkv):
-        turned, results = [array.swapaxes(1, 2) for array in qkv], []
-        for layout, arrays in (("...HLD", qkv), ("...LHD", turned)):
-            options = {"is_causal": True, "layout": layout}
-            found.append(polyattn.explain(*arrays, **options).problem.query_offset)
-            results.append(attention(*arrays, **options))
-        return results[0], results[1].swapaxes(1, 2)
+        found.append(polyattn.explain(*qkv, is_causal=True).problem.query_offset)
+        return attention(*qkv, is_causal=True)
 
-    found = []
-    run = exported(causal, "b, l")
+    found, inputs = [], numbers(2, 5, 5)
+    close(exported(causal, "b, l")(*inputs), attention(*inputs, is_causal=True))
     exported(causal)
-    assert found == [0, 0, None, None]
-    inputs = numbers(2, 5, 5)
-    for output in run(*inputs):
-        assert abs(output - attention(*inputs, is_causal=True)).max() < 2e-6
-
-
-@pytest.mark.slow
-def test_gradients_are_exported_too():
-    def loss(*qkv):
-        return sum((attention(*qkv, **OPTIONS[name]) ** 2).sum() for name in DIFFERENTIATED)
-
-    run = exported(lambda *qkv: jax.grad(loss, (0, 1, 2))(*qkv))
-    for size in SIZES:
-        inputs, expected = numbers(*size), [0, 0, 0]
-        for name in DIFFERENTIATED:
-            output, pullback = polyattn.attention_vjp(*inputs, **OPTIONS[name])
-            expected = [a + b for a, b in zip(expected, pullback(2 * output), strict=False)]
-        for found, wanted in zip(run(*inputs), expected, strict=True):
-            assert abs(found - wanted).max() < 2e-5
+    assert found == [0, None]
 
 
 def test_an_explanation_says_which_kernels_need_numbers():
@@ -117,4 +95,4 @@ def test_a_model_is_exported_with_open_lengths():
     program = export.export(jax.jit(lambda p, ids: model.with_parameters(p)(ids)))
     run = program(shapes, ids_shape).call
     ids = np.random.default_rng(0).integers(0, 50, (2, 11)).astype(np.int32)
-    assert abs(run(parameters, ids) - model(ids)).max() < 3e-6
+    close(run(parameters, ids), model(ids))

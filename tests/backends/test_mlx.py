@@ -1,8 +1,5 @@
 """MLX as a backend: the suite on its default device, and what only its arrays need."""
 
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 from arrays import close, draw
@@ -54,12 +51,11 @@ def test_causal_rows_need_no_mask_array(asked):
     assert asked[1][1].shape[-2:] == (5, 3)
 
 
-@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
-def test_without_a_fused_kernel_16_bits_are_summed_in_float32(asked, dtype):
-    x = numbers(2, 5, 8, dtype=dtype)
+def test_without_a_fused_kernel_16_bits_are_summed_in_float32(asked):
+    x = numbers(2, 5, 8, dtype=mx.float16)
     output = attention(x, x, x, backend="mlx:cpu")
-    assert output.dtype == dtype
-    assert [(one[0], one[2]) for one in asked] == [(dtype, True), (mx.float32, False)]
+    assert output.dtype == mx.float16
+    assert [(one[0], one[2]) for one in asked] == [(mx.float16, True), (mx.float32, False)]
     asked.clear()
     attention(x, x, x, sinks=numbers(2))  # which are not rounded to 16 bits
     assert [one[0] for one in asked] == [mx.float32]
@@ -131,9 +127,8 @@ def test_no_gradient_is_lost_on_the_way_to_another_library():
         mx.grad(lambda x: attention(x, x, x, backend="numpy").sum())(x)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
-def test_arrays_go_there_and_come_back_in_their_dtype(dtype):
-    (x,) = draw((2, 5, 8), dtype=dtype)
+def test_arrays_go_there_and_come_back_in_their_dtype():
+    (x,) = draw((2, 5, 8), dtype="bfloat16")
     found = attention(x[:, ::-1], x, x, backend="mlx")
     assert isinstance(found, np.ndarray)
     assert found.dtype == x.dtype
@@ -145,11 +140,10 @@ def test_arrays_go_there_and_come_back_in_their_dtype(dtype):
     [
         [[True, False, True]] * 3,
         np.array(False),
-        masks.dense(np.tri(3, dtype=bool)),
         lambda b, h, i, j: True,
         masks.compile(lambda b, h, i, j: True, 3),
     ],
-    ids=["list", "none", "expression", "function", "compiled"],
+    ids=["list", "none", "function", "compiled"],
 )
 def test_bools_of_the_host_are_masks(mask):
     x = numbers(1, 2, 3, 4)
@@ -176,14 +170,8 @@ assert not xp.any(xp.sum(none, axis=1)) and xp.all(none) and not xp.any(none)
 """
 
 
-def test_a_sum_over_nothing_reads_no_memory():
-    command = [sys.executable, "-c", OF_NOTHING]
-    processes = [subprocess.Popen(command) for _ in range(2)]
-    try:
-        assert [process.wait(timeout=60) for process in processes] == [0] * 2
-    finally:
-        for process in processes:
-            process.kill()
+def test_a_sum_over_nothing_reads_no_memory(run_python):
+    run_python(OF_NOTHING)
 
 
 def test_of_equal_scores_the_lower_keys_are_taken():
@@ -199,8 +187,7 @@ def test_of_equal_scores_the_lower_keys_are_taken():
         np.testing.assert_array_equal(found, wanted)
 
 
-@pytest.mark.parametrize("axis", [0, 1, -1])
-@pytest.mark.parametrize("is_descending", [False, True])
+@pytest.mark.parametrize(("axis", "is_descending"), [(0, False), (-1, True)])
 def test_equal_numbers_keep_their_order_in_a_sort(axis, is_descending):
     for length in (0, 1, 500):
         x = np.random.default_rng(0).integers(0, 7, (3, length)).astype(np.float32)

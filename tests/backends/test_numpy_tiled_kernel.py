@@ -11,7 +11,6 @@ import polyattn
 import polyattn_numpy.tiled_kernel as module
 from polyattn import attention, attention_partial, explain, masks, scores
 from polyattn._core.expressions.replacements import Distance
-from polyattn._dispatch import registry
 from polyattn_numpy.tile_scores import convert
 from polyattn_numpy.tiled_kernel import NumpyTiled
 
@@ -24,30 +23,22 @@ LENGTHS = np.array([120, 7])
 IN_STRIPES = np.kron(RNG.random((1, HEADS, 5, 7)) > 0.5, np.ones((64, 64), bool))
 
 
-def checkered(b, h, i, j):
-    return (i // 64 + j // 64 + h) % 2 == 0
-
-
 #: Calls whose scores are one tile, calls that follow a table of their mask, and all others.
 AT_ONCE = {
     "short, causal": {"is_causal": True},
-    "short, window": {"window": (9, 3)},
     "short, padding on both sides": {"mask": ~masks.prefix(3) & masks.padding(LENGTHS + 3)},
     "short, array with holes": {"mask": RNG.random((ITEMS, 1, 1, SHORT)) > 0.3},
-    "short, array by head": {"mask": RNG.random((1, HEADS, SHORT, SHORT)) > 0.3},
 }
 BY_TABLE = {
     "segments & causal": {"mask": masks.segments(ROW_IDS, KEY_IDS) & masks.causal()},
-    "prefix by item": {"mask": masks.causal() | masks.prefix(np.array([3, 200]))},
-    "compiled": {"mask": masks.compile(checkered, LENGTH, KEYS, heads=HEADS)},
     "array by head": {"mask": IN_STRIPES[..., :LENGTH, :KEYS]},
-    "array with a few holes": {"mask": RNG.random((LENGTH, KEYS)) > 0.001},
 }
 OTHERS = {
-    "bias": {"bias": np.linspace(-2, 2, KEYS, dtype=np.float32)},
     "mask function": {"mask": lambda b, h, i, j: (i + j + h) % 3 != 0},
-    "score_mod": {"score_mod": lambda s, b, h, i, j: s - 0.01 * abs(i - j) + 0.1 * h},
-    "sinks": {"sinks": np.linspace(-1, 1, HEADS, dtype=np.float32), "softcap": 2.0},
+    "rules": {
+        **{"sinks": np.linspace(-1, 1, HEADS, dtype=np.float32), "softcap": 2.0},
+        **{"bias": np.linspace(-2, 2, KEYS, dtype=np.float32), "score_mod": scores.alibi(HEADS)},
+    },
 }
 
 
@@ -109,25 +100,16 @@ def test_threads_and_other_items_change_no_bit(name, at_once, monkeypatch):
     assert all(done for _, done in at_once)
 
 
-def test_the_kernel_stands_in_place_of_the_cores():
-    shape = (1, 2, 64, 8)
-    names = [c.kernel for c in explain(shape, shape, shape, backend="numpy").candidates]
-    assert names == ["small", "tiled", "dense"]
-    assert isinstance(registry.kernels_of(registry.loaded("numpy"))[1], NumpyTiled)
-
-
 STEP, CACHE = (1, 4, 1, 8), (1, 2, 16, 8)
 
 
 @pytest.mark.parametrize(
     ("query", "key", "options", "kernel"),
     [
-        ((1, 4, 16, 8), (1, 4, 16, 8), {}, "small"),
         ((1000, 4, 16, 8), (1000, 4, 16, 8), {}, "small"),
         ((1, 4, 40, 8), (1, 4, 40, 8), {}, "tiled"),
         ((1000, 4, 40, 8), (1000, 4, 40, 8), {}, "tiled"),
         ((2, 4, 16, 8), (2, 4, 16, 8), {"is_causal": True}, "tiled"),
-        ((2, 4, 16, 8), (2, 4, 16, 8), {"mask": masks.padding(np.ones(2, int))}, "tiled"),
         ((2, 4, 16, 8), (2, 4, 16, 8), {"is_causal": True, "bias": (16, 16)}, "dense"),
         ((2, 4, 8, 8), (2, 4, 8, 8), {"is_causal": True}, "dense"),
         (STEP, CACHE, {"is_causal": True}, "small"),
@@ -141,14 +123,9 @@ def test_the_shape_of_an_item_decides_the_kernel(query, key, options, kernel):
 # ---- scores of one tile ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "view",
-    [lambda x: x.astype(">f4"), lambda x: np.repeat(x, 2, axis=-1)[..., ::2]],
-    ids=["byte order", "strided"],
-)
-def test_arrays_that_blas_does_not_read_are_left_to_the_other_passes(view, at_once):
+def test_arrays_that_blas_does_not_read_are_left_to_the_other_passes(at_once):
     arrays = qkv(SHORT, SHORT)
-    found = attention(*map(view, arrays), is_causal=True, kernel="tiled")
+    found = attention(*(x.astype(">f4") for x in arrays), is_causal=True, kernel="tiled")
     close(found.astype("float32"), attention(*arrays, is_causal=True, kernel="dense"))
     assert not at_once
 
@@ -178,25 +155,9 @@ def test_a_head_of_large_scores_or_without_a_key_is_left_to_the_other_passes(at_
 # ---- three kinds of pass -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("factor", "options", "kinds"),
-    [
-        (1, {"is_causal": True}, {"fast"}),
-        (1, {"mask": np.arange(700)[:, None] > 350 + 0 * np.arange(700)}, {"fast"}),
-        (100, {}, {"fast", "stable"}),
-    ],
-    ids=["small scores", "rows without keys", "large scores"],
-)
-def test_a_maximum_is_looked_for_only_where_scores_are_large(factor, options, kinds, passes):
-    query, key, value = qkv(700, 700)
-    found = attention(query * factor, key, value, **options)
-    assert set(passes) == kinds
-    assert "mask" not in options or not found[:, :, :351].any()
-
-
-@pytest.mark.parametrize(("dtype", "size"), [("float32", 128), ("float64", 64), ("float16", 64)])
-def test_a_hidden_value_changes_no_bit_of_a_whole_tile(dtype, size, passes):
-    query, key, value = draw(*[(1, 2, 512, size)] * 3, dtype=dtype)
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_a_hidden_value_changes_no_bit_of_a_whole_tile(dtype, passes):
+    query, key, value = draw(*[(1, 2, 512, 64)] * 3, dtype=dtype)
     expected = attention(query, key, value, is_causal=True)
     key[0, 0, 300], value[0, 0, 300], value[0, 1, 511] = math.nan, math.nan, -math.inf
     passes.clear()
@@ -205,14 +166,6 @@ def test_a_hidden_value_changes_no_bit_of_a_whole_tile(dtype, size, passes):
     for head, end in ((0, 300), (1, 511)):
         assert bits([found[:, head, :end]]) == bits([expected[:, head, :end]])
     assert not np.isfinite(found[:, 0, 300:]).any()
-
-
-def test_values_near_the_end_of_the_range(passes):
-    query, key, value = qkv()
-    value = value / np.abs(value).max() * np.float32(1e35)
-    found = attention(query * 4, key, value)
-    assert set(passes) == {"fast", "stable"}
-    close(found / 1e35, attention(query * 4, key, value / 1e35), roundings=80)
 
 
 def test_the_sums_of_parts_of_the_keys_do_not_overflow_together():
@@ -245,7 +198,7 @@ def test_distances_that_underflow_are_computed_once(monkeypatch):
 # ---- the kernel small, and conversions ---------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64", ">f4"])
+@pytest.mark.parametrize("dtype", ["float64", ">f4"])
 def test_a_row_of_absent_keys_is_zero_and_the_output_keeps_its_byte_order(dtype):
     query = np.array([[[1.0, 0], [2, 0]]], dtype)
     key = np.array([[[-math.inf, 0], [-math.inf, 0]]], dtype)
@@ -265,10 +218,10 @@ FINITE = ALL[np.isfinite(ALL)]
 @pytest.mark.parametrize(
     "block",
     [
-        FINITE, ALL, FINITE[:0], FINITE[:600].reshape(20, 30).T,
+        ALL, FINITE[:0], FINITE[:600].reshape(20, 30).T,
         ALL.astype(">f2"), ALL.view(ml_dtypes.bfloat16), FINITE.astype(np.float64),
     ],
-    ids=["finite", "all", "empty", "transposed", "bytes", "bfloat16", "float64"],
+    ids=["all", "empty", "transposed", "bytes", "bfloat16", "float64"],
 )  # fmt: skip
 def test_each_number_is_as_numpy_converts_it(block):
     found = np.full(block.shape, 7, np.float32)

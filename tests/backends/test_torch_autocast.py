@@ -28,29 +28,22 @@ def equal(one, other):
     torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
-def result(function, dtypes, bias):
-    arrays = [x.to(dtype) for x, dtype in zip((Q, K, V), dtypes, strict=True)]
-    try:
-        return function(*arrays, None if bias is None else BIAS.to(bias)).dtype
-    except (TypeError, RuntimeError):
-        return "error"
-
-
 F32, F64 = torch.float32, torch.float64
 
 
-@pytest.mark.parametrize("bias", [None, F32, BRAIN])
 @pytest.mark.parametrize(
-    "dtypes",
-    [(F32, F32, F32), (F32, BRAIN, HALF), (BRAIN, F32, F32), (F64, F64, F64), (F64, F32, F32)],
+    "dtypes", [(F32, F32, F32), (F32, BRAIN, HALF), (F64, F64, F64), (F64, F32, F32)]
 )
-def test_the_dtype_is_that_of_torchs_own_function(dtypes, bias):
-    if bias is not None and dtypes[0] == torch.float64:
-        return  # torch takes no bias of another dtype than the query's
+def test_the_dtype_is_that_of_torchs_own_function(dtypes):
+    def result(function):
+        arrays = [x.to(dtype) for x, dtype in zip((Q, K, V), dtypes, strict=True)]
+        try:
+            return function(*arrays).dtype
+        except (TypeError, RuntimeError):
+            return "error"
+
     with torch.autocast("cpu", dtype=BRAIN):
-        theirs = result(F.scaled_dot_product_attention, dtypes, bias)
-        ours = result(lambda q, k, v, bias: attention(q, k, v, bias=bias), dtypes, bias)
-    assert ours == theirs
+        assert result(attention) == result(F.scaled_dot_product_attention)
 
 
 @pytest.mark.parametrize("kernel", ["sdpa", "tiled", "dense"])
@@ -166,11 +159,10 @@ def test_tensors_are_cast_before_they_go_to_another_backend():
         equal(attention(Q, K, V, backend="numpy"), want)
 
 
-@pytest.mark.parametrize("strategy", ["heads", "ring"])
-def test_ranks_follow(strategy):
+def test_ranks_follow():
     def attend(ranks, to, dtype, bias):
         own = [parallel.shard(x.to(dtype), over=ranks) for x in (Q, K, V)]
-        options = {"over": ranks, "strategy": strategy, "bias": bias.to(dtype)}
+        options = {"over": ranks, "strategy": "ring", "bias": bias.to(dtype)}
         with torch.autocast("cpu", dtype=BRAIN, enabled=to == BRAIN):
             output = parallel.attention(*own, **options)
             _, pullback = parallel.attention_vjp(*own, **options)
@@ -189,9 +181,8 @@ def test_ranks_follow(strategy):
         equal([x.to(BRAIN) for x in gradients], list(want[2:]))
 
 
-@pytest.mark.parametrize("bias", [False, True])
-def test_a_map_is_that_of_torch(bias):
-    layer = nn.Linear.init(8, 5, like=Q, bias=bias)
+def test_a_map_is_that_of_torch():
+    layer = nn.Linear.init(8, 5, like=Q)
     for x in (Q, Q.to(BRAIN), Q.to(HALF)):
         with torch.autocast("cpu", dtype=BRAIN):
             equal(layer(x), F.linear(x, layer.weight.mT, layer.bias))
@@ -199,43 +190,23 @@ def test_a_map_is_that_of_torch(bias):
         layer(Q.double())
 
 
-@pytest.mark.parametrize(("rotary", "bias"), [(None, True), (nn.Rotary(8), False)])
-def test_a_model_and_its_caches_follow(rotary, bias):
-    model = nn.Transformer.init(
-        20, 32, 4, 2, like=Q, positions=None if rotary else 8, rotary=rotary, bias=bias,
-        norm=nn.RMSNorm, gated=True, is_causal=True,
-    )  # fmt: skip
-    ids = torch.tensor([[3, 1, 4, 1, 5, 9]])
-    plain = model(ids, is_causal=True)
-    with torch.autocast("cpu", dtype=BRAIN):
-        whole = model(ids, is_causal=True)
-        begun, caches = model(ids[:, :4], caches=model.caches(8, batch=(1,)), is_causal=True)
-        ended, caches = model(ids[:, 4:], caches=caches, is_causal=True)
-    assert (plain.dtype, whole.dtype) == (torch.float32, BRAIN)
-    assert caches[0].key.dtype == torch.float32
-    close(whole, plain, 8)
-    close(torch.cat((begun, ended), dim=1), whole, 4)
-
-
 def test_a_cache_takes_other_dtypes_under_autocast_only():
     cache = nn.KVCache.init(4, 8, 8, like=Q.to(BRAIN), batch=(2,))
     with torch.autocast("cpu", dtype=BRAIN):
-        for graph in (False, True):
-            more = cache.append(Q.clone().requires_grad_(graph), K)
-            assert (more.key.dtype, more.value.dtype) == (BRAIN, BRAIN)
-            equal(more.keys.detach(), Q.to(BRAIN))
+        more = cache.append(Q.clone().requires_grad_(), K)
+    assert (more.key.dtype, more.value.dtype) == (BRAIN, BRAIN)
+    equal(more.keys.detach(), Q.to(BRAIN))
     with pytest.raises(TypeError, match="as the cache is"):
         cache.append(Q, K)
 
 
-@pytest.mark.parametrize("rows", [1, 6])
-@pytest.mark.parametrize("to", [torch.float32, torch.float64, HALF])
-def test_a_quantised_cache_follows_autocast_as_a_cache_does(rows, to):
-    query, key, value = (x.to(to) for x in (Q[:, :, -rows:], K, V))
+@pytest.mark.parametrize("to", [F32, F64])
+def test_a_quantised_cache_follows_autocast_as_a_cache_does(to):
+    query, key, value = (x.to(to) for x in (Q[:, :, -1:], K, V))
     settings = {"like": key, "batch": (2,)}
     cache = nn.QuantizedCache.init(4, 8, 8, window=2, block=4, **settings).append(key, value)
     other = nn.KVCache.init(4, 8, 8, **settings).append(key, value)
-    hidden = BIAS[-rows:].clone()
+    hidden = BIAS[-1:].clone()
     hidden[:, 1] = torch.finfo(torch.float32).min  # −inf in bfloat16
     options = {"is_causal": True, "bias": hidden.to(to)}
     with torch.autocast("cpu", dtype=BRAIN):
@@ -244,16 +215,3 @@ def test_a_quantised_cache_follows_autocast_as_a_cache_does(rows, to):
         plain = cache.attention(query)
     assert found.dtype == plain.dtype == expected.dtype
     close(found.to(BRAIN), expected.to(BRAIN), 4)
-
-
-FIRST_CALL = """
-import torch, polyattn
-q = torch.ones(1, 2, 4, 8)
-with torch.autocast("cpu", dtype=torch.bfloat16):
-    assert polyattn.attention(q, q, q).dtype == torch.bfloat16
-"""
-
-
-@pytest.mark.slow
-def test_the_first_call_of_all_may_be_under_autocast(run_python):
-    run_python(FIRST_CALL)

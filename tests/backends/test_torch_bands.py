@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from arrays import close, draw, to_torch
 
-from polyattn import attention, attention_partial, explain, masks
+from polyattn import attention, explain, masks
 
 L, S = 200, 300
 Q, K, V = draw((2, 4, L, 16), (2, 2, S, 16), (2, 2, S, 20), to=to_torch)
@@ -55,23 +55,15 @@ def given(monkeypatch):
 @pytest.mark.parametrize("case", BANDS)
 def test_torch_gets_the_keys_of_the_band(given, case):
     rows, options, keys, mask = BANDS[case]
-    attention(Q[:, :, -rows:], K, V, kernel="sdpa", **options)
+    query = Q[:, :, -rows:]
+    found = attention(query, K, V, kernel="sdpa", **options)
     assert given == [(keys, keys, mask)]
-
-    def computed(kernel):
-        arrays = [x.clone().requires_grad_() for x in (Q[:, :, -rows:], K, V)]
-        output = attention(*arrays, kernel=kernel, **options)
-        output.square().sum().backward()
-        partial = attention_partial(Q[:, :, -rows:], K, V, kernel=kernel, **options)
-        return output, *partial, *(x.grad for x in arrays)
-
-    close(computed("sdpa"), computed("dense"))
+    close(found, attention(query, K, V, kernel="dense", **options))
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")  # torch imports it
-@pytest.mark.parametrize(("dynamic", "is_cut"), [(False, True), (True, False)])
-def test_a_program_gives_torch_the_keys_of_the_band_if_lengths_are_known(dynamic, is_cut):
+def test_a_program_gives_torch_the_keys_of_the_band_if_lengths_are_known():
     keys = []
 
     def backend(program, _):
@@ -84,9 +76,9 @@ def test_a_program_gives_torch_the_keys_of_the_band_if_lengths_are_known(dynamic
         return attention(query, key, value, window=(9, 0), kernel="sdpa")
 
     torch.compiler.reset()
-    compiled = torch.compile(call, fullgraph=True, dynamic=dynamic, backend=backend)
+    compiled = torch.compile(call, fullgraph=True, dynamic=False, backend=backend)
     close(compiled(Q[:, :, -1:], K, V), call(Q[:, :, -1:], K, V))
-    assert [length == "10" for length in keys] == [is_cut]
+    assert keys == ["10"]
 
 
 IDS = np.zeros(8192, dtype=np.int64)
@@ -104,23 +96,18 @@ PADDED, BEFORE = masks.padding(EIGHT), masks.padding(None, EIGHT)
 CHOICES = {
     "window": ("tiled", 8192, 8192, {"window": (128, 0)}),
     "window, short": ("sdpa", 1024, 1024, {"window": (128, 0)}),  # `dense` would follow
-    "window, wide": ("sdpa", 2048, 2048, {"window": (1500, 0)}),
     "window, one row": ("sdpa", 1, 16384, {"window": (127, 0)}),
-    "window, few rows": ("sdpa", 256, 16384, {"window": (127, 0)}),
     "causal": ("sdpa", 8192, 8192, {"is_causal": True}),
     "causal, offset": ("tiled", 8192, 8192, {"is_causal": True, "query_offset": 1}),
-    "causal, bias": ("tiled", 8192, 8192, {"is_causal": True, "bias": (8192,)}),
     "causal, one head": ("tiled", 4096, 8192, {"is_causal": True}),
     "causal, 8 heads": ("sdpa", 4096, 8192, {"is_causal": True}, 8),
     "bias": ("sdpa", 8192, 8192, {"bias": (8192, 8192)}),
     "packed": ("tiled", 8192, 8192, {"mask": masks.segments(IDS)}),
     "packed, short": ("sdpa", 2048, 2048, {"mask": masks.segments(IDS[:2048])}),
-    "packed, one row": ("sdpa", 1, 8192, {"mask": masks.segments(IDS[:1], IDS)}),
     "padding": ("sdpa", 8192, 8192, {"mask": masks.padding(5)}),
     "a function": ("sdpa", 2048, 2048, {"mask": masks.rule(blocks_of)}),
     "mask, causal": ("sdpa", 8192, 8192, {"mask": (8192, 8192), "is_causal": True}),
     "mask, window": ("tiled", 8192, 8192, {"mask": (8192, 8192), "window": (128, 0)}),
-    "too large: window": ("tiled", 2**14, 2**14, {"window": (100, 0)}),
     "too large: a function": ("tiled", 4096, 4096, {"mask": blocks_of}, 4, 2),
     "too large: offsets of items": ("tiled", 4096, 4096, BY_ITEM, 1, 8),
     "too large: lengths of both": ("tiled", 2**14, 2**14, {"mask": PADDED & BEFORE}, 2, 8),

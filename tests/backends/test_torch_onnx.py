@@ -68,17 +68,6 @@ def test_one_model_runs_at_all_lengths(name):
         close(run(model, *inputs), function(*inputs))
 
 
-def test_torch_can_run_the_program_of_a_plain_call():
-    def plain(query, key, value):
-        return attention(query, query, query, is_causal=True, scale=0.3)
-
-    x = to_torch(numbers(2, 5, 7)[0])
-    shapes = {name: {0: BATCH, 2: LENGTH} for name in ("query", "key", "value")}
-    program = program_of(Calls(plain).eval(), (x, x, x), shapes)
-    assert kinds(program.model_proto) == ["Attention"]
-    assert torch.equal(program.exported_program.module()(x, x, x), plain(x, x, x))
-
-
 def test_a_model_has_one_node_for_each_layer():
     nn = polyattn.nn
     like = np.zeros(1, np.float32)

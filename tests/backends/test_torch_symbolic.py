@@ -14,7 +14,6 @@ from polyattn import attention, masks, scores
 from polyattn_torch import route
 from polyattn_torch.quirks import refusals
 
-SLOW = pytest.mark.slow
 SIZES = [(3, 6, 6), (4, 1, 9), (1, 1, 1), (2, 5, 4)]
 OPTIONS = [
     {},
@@ -49,20 +48,18 @@ def causal(*qkv):
     return attention(*qkv, is_causal=True)
 
 
-@SLOW
-@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.slow
 @pytest.mark.parametrize("square", [False, True])
-def test_one_program_runs_at_all_lengths(square, strict):
-    run = exported(Calls(of_options), square=square, strict=strict)
+def test_one_program_runs_at_all_lengths(square):
+    run = exported(Calls(of_options), square=square)
     # The last has more scores than one tile holds, which no length of the example tells.
     for batch, length, keys in (*SIZES, (1, 700, 900)):
         inputs = numbers(batch, length, length if square else keys)
         close(run(*map(to_torch, inputs)), of_options(*inputs))
 
 
-@pytest.mark.parametrize("strict", [False, pytest.param(True, marks=SLOW)])
-def test_lengths_and_offsets_of_the_items_are_inputs(strict):
-    run = exported(Calls(of_items), np.array([0, 3]), strict=strict)
+def test_lengths_and_offsets_of_the_items_are_inputs():
+    run = exported(Calls(of_items), np.array([0, 3]))
     for size in SIZES:
         inputs = [*numbers(*size), np.arange(size[0])]
         close(run(*map(to_torch, inputs)), of_items(*inputs))
@@ -74,15 +71,14 @@ def test_a_strict_program_runs_at_all_lengths():
         close(run(*map(to_torch, numbers(*size))), causal(*numbers(*size)))
 
 
-@pytest.mark.parametrize("strict", [False, pytest.param(True, marks=SLOW)])
-def test_a_length_may_depend_on_data(strict):
+def test_a_length_may_depend_on_data():
     class Expert(torch.nn.Module):
         def forward(self, query, keep):
             part = query[keep]
             return attention(part, part, part, is_causal=True)
 
     query, keep = to_torch(numbers(4, 5, 5)[0]), torch.tensor([True, False, True, True])
-    run = torch.export.export(Expert(), (query, keep), strict=strict).module()
+    run = torch.export.export(Expert(), (query, keep), strict=False).module()
     for kept in (keep, ~keep):
         close(run(query, kept), Expert()(query, kept))
 
@@ -123,22 +119,3 @@ def test_no_device_needs_the_numbers_to_choose(device, monkeypatch):
         is_trusted = (device.kind, dtype) != ("mps", "float16")
         assert chosen.is_causal == ("is_causal" in options and offset == 0 and is_trusted)
         assert chosen.masked == (bool(options) and not chosen.is_causal)
-
-
-@pytest.mark.slow
-def test_parameters_keep_their_gradients():
-    class Projected(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = torch.nn.Parameter(torch.eye(D) * 0.5)
-
-        def forward(self, query, key, value):
-            return attention(query @ self.weight, key, value, softcap=3.0, is_causal=True)
-
-    module = Projected()
-    run = exported(module)
-    for one in (run, module):
-        one(*map(to_torch, numbers(3, 6, 4))).square().sum().backward()
-    (found,) = run.parameters()
-    close(found.grad, module.weight.grad, 80)
-    assert module.weight.grad.any()
