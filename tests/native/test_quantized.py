@@ -13,7 +13,7 @@ from polyattn._dispatch.cache import forget
 from polyattn.nn import integers
 from polyattn_native import call
 
-B, H, G, S, D, E = 2, 6, 2, 330, 20, 9
+B, H, G, S, D, E = 2, 6, 2, 330, 32, 16
 RNG = np.random.default_rng(3)
 QUERY, KEY, VALUE = map(RNG.standard_normal, ((B, H, 40, D), (B, G, S, D), (B, G, S, E)))
 OPTIONS = {
@@ -33,13 +33,14 @@ OPTIONS = {
 
 def empty(like, **settings):
     """Return a cache for keys and values."""
-    return nn.QuantizedCache.init(G, D, S, like=like, batch=(B,), value_size=E, **settings)
+    given = {"value_size": E} | settings
+    return nn.QuantizedCache.init(G, given.pop("size", D), S, like=like, batch=(B,), **given)
 
 
-def cached(dtype, monkeypatch):
+def cached(dtype, monkeypatch, size=D, value_size=E):
     """Return a cache that cannot make floats any more, and the floats that it stands for."""
-    key, value = (x.astype(dtype) for x in (KEY, VALUE))
-    cache = empty(key, window=9, block=16).append(key, value)
+    key, value = KEY[..., :size].astype(dtype), VALUE[..., :value_size].astype(dtype)
+    cache = empty(key, window=9, block=16, size=size, value_size=value_size).append(key, value)
     floats = cache._read(integers.floats_of, 0, cache.steps.length)
     for n, recent in enumerate((cache.recent.keys, cache.recent.values)):
         floats[n] = np.concatenate([floats[n], recent], axis=-2)
@@ -53,12 +54,16 @@ def without_floats(monkeypatch):
 
 
 @pytest.mark.usefixtures("isa")
-@pytest.mark.parametrize(("dtype", "roundings"), [("float32", 30), ("float64", 500)])
-def test_attention_is_that_over_what_the_integers_stand_for(dtype, roundings, monkeypatch):
+@pytest.mark.parametrize(
+    ("dtype", "roundings", "sizes"),
+    [("float32", 30, (20, 9)), ("float32", 30, (D, E)), ("float64", 500, (D, E))],
+)
+def test_attention_is_that_over_what_the_integers_stand_for(dtype, roundings, sizes, monkeypatch):
+    """Few rows multiply integers where they lie, if vectors hold the elements."""
     monkeypatch.setattr(call, "MADE", 2**10)  # masks are made for some rows at a time
-    cache, floats = cached(dtype, monkeypatch)
+    cache, floats = cached(dtype, monkeypatch, *sizes)
     for rows in (QUERY, QUERY[:, :, :1], QUERY[:, :, ::13]):
-        query = rows.astype(dtype)
+        query = rows[..., : sizes[0]].astype(dtype)
         for options in OPTIONS.values() if rows is QUERY else [{}, {"is_causal": True}]:
             found = cache.attention(query, **options)
             expected = attention(query, *floats, kernel="dense", **options)

@@ -14,6 +14,11 @@ template <typename T> int few_rows(const PolyattnCall& call) {
     return 2 * few <= width ? few : 0;
 }
 
+// Whether integers are multiplied where they lie: their steps then scale queries and weights.
+template <typename T> bool widens(const PolyattnCall& call) {
+    return sizeof(T) == 4 && call.key_steps.data && !call.value_steps.column && !call.same_bits && few_rows<T>(call);
+}
+
 // The numbers of one key after another, also of pages.
 template <typename T> struct Cursor {
     const Matrix<T>& a;
@@ -36,6 +41,7 @@ template <typename T> struct Coming {
     const T* at[BLOCK];
     int64_t count = 0, size;
 
+    Coming() : size(0) {}
     __attribute__((noinline)) Coming(Matrix<T> a, int64_t keys, int64_t of_key) : size(of_key) {
         if (sizeof(T) == 8 || !a.table || keys <= 0) return;
         for (Cursor<T> cursor(a); count < keys;) at[count++] = cursor.next();
@@ -60,19 +66,19 @@ template <int Step, int Width, typename V> INLINE V sum_lanes(V (&vectors)[Width
 
 // The scores of some keys as [key][stride], of rows as [row][element]. With a stride of all lanes, they repeat the
 // rows; else -inf fills the last vector. Keys are read one after another, as the processor fetches them ahead.
-template <typename T, int Rows>
-void multiply_few(const T* rows, Matrix<T> keys, int64_t count, int64_t size, int stride, T* scores,
+template <typename T, int Rows, typename N>
+void multiply_few(const T* rows, Matrix<N> keys, int64_t count, int64_t size, int stride, T* scores,
                   const Coming<T>& coming) {
     constexpr int width = Lanes<T>::width, tile = width / Rows;
-    Cursor<T> cursor(keys);
-    const T* from = nullptr;
+    Cursor<N> cursor(keys);
+    const N* from = nullptr;
     for (int64_t key = 0; key < count; key += tile) {
         for (int m = 0; m < tile; ++m) coming.ask(key + m);
         Vector<T> sums[width] = {};
         UNROLL for (int m = 0; m < tile; ++m) {
             if (key + m < count) from = cursor.next();
             for (int64_t e = 0; e < size; e += width) {
-                const Vector<T> numbers = load(from + e);
+                const Vector<T> numbers = load_numbers<T>(from + e);
                 UNROLL for (int r = 0; r < Rows; ++r) { sums[m * Rows + r] += numbers * load(rows + r * size + e); }
             }
         }
@@ -114,10 +120,12 @@ void multiply_in_order(const T* rows, int few, Matrix<T> keys, int64_t count, in
     for (int64_t i = count * stride; i % width; ++i) scores[i] = -infinity<T>();
 }
 
-// So many vectors of the values of a block times weights as [key][stride], into out as [row][element].
-template <typename T, int Rows, int Vectors>
-void weigh_part(const T* weights, int stride, Matrix<T> values, int64_t count, int64_t first, int64_t size, T* out,
-                Accumulate<T> accumulate, bool hides_nonfinite, T* totals, const Coming<T>& coming) {
+// So many vectors of the values of a block times factors as [key][stride], into out as [row][element]. The factors are
+// the weights, of integers times their steps.
+template <typename T, int Rows, int Vectors, typename N>
+void weigh_part(const T* weights, const T* factors, int stride, Matrix<N> values, int64_t count, int64_t first,
+                int64_t size, T* out, Accumulate<T> accumulate, bool hides_nonfinite, T* totals,
+                const Coming<T>& coming) {
     typedef typename Lanes<T>::Int Int;
     constexpr int width = Lanes<T>::width;
     const Int hidden = (Int)1 << (sizeof(T) * 8 - 1);  // -0
@@ -130,20 +138,20 @@ void weigh_part(const T* weights, int stride, Matrix<T> values, int64_t count, i
             else if (accumulate.add) sums[r][v] = load(from);
         }
     }
-    Cursor<T> cursor(values);
+    Cursor<N> cursor(values);
     for (int64_t key = 0; key < count; ++key) {
         Vector<T> numbers[Vectors];
-        const T* from = cursor.next() + first;
+        const N* from = cursor.next() + first;
         if (Vectors > 1 && first == 0) {
             coming.ask(key);
             prefetch(from + Vectors * width, size - Vectors * width);  // for the next parts, while its row is open
         }
-        UNROLL for (int v = 0; v < Vectors; ++v) { numbers[v] = load(from + v * width); }
+        UNROLL for (int v = 0; v < Vectors; ++v) { numbers[v] = load_numbers<T>(from + v * width); }
         if (Rows == 1 || first == 0) total += load(weights + key * stride);
         UNROLL for (int r = 0; r < Rows; ++r) {
-            const T weight = weights[key * stride + r];
-            if (hides_nonfinite && bit_cast<Int>(weight) == hidden) continue;
-            UNROLL for (int v = 0; v < Vectors; ++v) { sums[r][v] += weight * numbers[v]; }
+            const int64_t i = key * stride + r;
+            if (hides_nonfinite && bit_cast<Int>(weights[i]) == hidden) continue;
+            UNROLL for (int v = 0; v < Vectors; ++v) { sums[r][v] += factors[i] * numbers[v]; }
         }
     }
     if (first == 0) store<T>(totals, total);
@@ -165,20 +173,28 @@ template <typename T, int Rows> constexpr int vectors_at_once() {
     return sums / Rows < most ? sums / Rows : most;
 }
 
-template <typename T, int Rows>
-void weigh_few(const T* weights, int stride, Matrix<T> values, int64_t count, int64_t size, T* out,
+template <typename T, int Rows, typename N>
+void weigh_few(const T* weights, const T* factors, int stride, Matrix<N> values, int64_t count, int64_t size, T* out,
                Accumulate<T> accumulate, bool hides_nonfinite, T* totals, const Coming<T>& coming, bool in_cache) {
     constexpr int width = Lanes<T>::width, most = vectors_at_once<T, Rows>(), some = most > 4 ? 4 : most;
     int64_t e = 0;
     const auto weigh_parts = [&]<int Vectors>(Sequence<Vectors>) __attribute__((always_inline)) {
         for (; e + Vectors * width <= size; e += Vectors * width) {
-            weigh_part<T, Rows, Vectors>(weights, stride, values, count, e, size, out, accumulate, hides_nonfinite,
-                                         totals, coming);
+            weigh_part<T, Rows, Vectors>(weights, factors, stride, values, count, e, size, out, accumulate,
+                                         hides_nonfinite, totals, coming);
         }
     };
     if (most > some && !in_cache) weigh_parts(Sequence<most>{});
     weigh_parts(Sequence<some>{});
     weigh_parts(Sequence<1>{});
+}
+
+// Weights as [key][Stride], times the step of each key.
+template <int Stride, typename T> void scale_weights(const T* weights, Matrix<T> steps, int64_t count, T* to) {
+    typedef T Part __attribute__((vector_size(Stride * sizeof(T)), aligned(alignof(T)), may_alias));
+    Cursor<T> cursor(steps);
+    for (int64_t i = 0; i < count * Stride; i += Stride)
+        *(Part*)(to + i) = *(const Part*)(weights + i) * *cursor.next();
 }
 
 // In the lanes of each row, the largest of them.

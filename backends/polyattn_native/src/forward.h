@@ -48,20 +48,21 @@ private:
     const Work& work_;
     State* state;
     const int few;  // rows of a key head, if its lanes are elements; the lanes of the panel repeat them then
-    const bool copied;  // whether blocks of keys are; few rows read pages of any size in place
+    const bool copied;  // whether blocks of keys are; few rows read pages of any size in place, and integers
     Panel<T>* panels;
     T *queries, *outputs;        // [panel][element][lane]: scale · Q, the output before the division; [row][element]
                                  // of few rows
     T* folded;                   // the outputs of the keys before the last fold, if rows may fold
     T* scores;                   // [key][lane] of a block and a panel, then weights
     T* spare;                    // weights of the keys at which its lanes fold
-    T *key_block, *value_block;  // [key][element] of a block that is converted or copied
+    T *key_block, *value_block;  // [key][element] of a block that is converted or copied; queries and weights times
+                                 // the steps of integers
     T* key_panel;                // [element][lane] of two vectors of keys, of few rows with the bits of many
     uint8_t* bytes;              // [key][lane], of a mask or dropout
     size_t scratch_size;
 
     Forward(const PolyattnCall& c, const Work& w, void* scratch)
-        : call(c), work_(w), few(few_rows<T>(c)), copied(copies(c, few)) {
+        : call(c), work_(w), few(few_rows<T>(c)), copied(copies(c, few) && !widens<T>(c)) {
         BumpAllocator memory(scratch);
         const int64_t rows = work_.rows + 2 * width;
         state = memory.take<State>(1);
@@ -73,8 +74,8 @@ private:
         spare = memory.take<T>(call.keys > FOLD ? BLOCK * 2 * width : 0);
         key_panel = memory.take<T>(few && call.same_bits ? 2 * width * call.head_size : 0);
         bytes = memory.take<uint8_t>(BLOCK * 2 * width + 64);
-        key_block = memory.take<T>(copied ? BLOCK * call.head_size : 0);
-        value_block = memory.take<T>(copied ? BLOCK * call.value_size : 0);
+        key_block = memory.take<T>(copied ? BLOCK * call.head_size : call.key_steps.data ? few * call.head_size : 0);
+        value_block = memory.take<T>(copied ? BLOCK * call.value_size : call.key_steps.data ? BLOCK * width : 0);
         scratch_size = memory.used();
     }
 
@@ -131,10 +132,21 @@ private:
     }
 
     void attend_to(Range block) {
-        const Matrix<T> keys =
-            block_of(call, call.key, state->item, state->key_head, block, call.head_size, key_block, few);
-        const Matrix<T> values =
-            block_of(call, call.value, state->item, state->key_head, block, call.value_size, value_block, few);
+        if constexpr (sizeof(T) == 4) {
+            if (call.key_steps.data && !copied) {
+                const T* steps = at<T>(call.value_steps, state->item, state->key_head, block.first);
+                return attend_to(block, codes_of(call.key, block),
+                                 Codes<T>{codes_of(call.value, block), {steps, call.value_steps.row}});
+            }
+        }
+        attend_to(block, block_of(call, call.key, state->item, state->key_head, block, call.head_size, key_block, few),
+                  block_of(call, call.value, state->item, state->key_head, block, call.value_size, value_block, few));
+    }
+    Matrix<int8_t> codes_of(const PolyattnArray& array, Range block) const {
+        return {(const int8_t*)array.data + offset_of(array, state->item, state->key_head, block.first), array.row};
+    }
+
+    template <typename Keys, typename Values> void attend_to(Range block, const Keys& keys, const Values& values) {
         int finite = -1;  // not known yet
         for (int i = 0; i < state->panels; ++i) {
             Panel<T>& panel = panels[i];
@@ -167,9 +179,9 @@ private:
             hides = hides || folds.first < folds.last;
             if (hides && finite < 0) finite = is_finite(values, block.stop - block.first, call.value_size);
             int32_t parts[BLOCK / CELL];
-            const Matrix<T> some = values_of(runs, values, block, parts);
+            const Values some = values_of(runs, values, block, parts);
             const int64_t left = few ? min(state->keys.stop - seen.stop, BLOCK) : 0;
-            const Coming<T> coming(keys.after(seen.stop - block.first), left, call.head_size);
+            const Coming<T> coming = coming_of(keys.after(seen.stop - block.first), left, call.head_size);
             weigh(i, runs, count, some, folds, hides && !finite, coming);
         }
     }
@@ -181,7 +193,7 @@ private:
         return Runs(seen, is_whole ? (2u << last) - (1u << first) : cells.any);
     }
     // The values of runs: of several, in parts of a cell, whose numbers are written.
-    static Matrix<T> values_of(const Runs& runs, Matrix<T> values, Range block, int32_t* parts) {
+    template <typename N> static Matrix<N> values_of(const Runs& runs, Matrix<N> values, Range block, int32_t* parts) {
         const int64_t start = runs.of[0].first;
         values = values.after(start - block.first);
         if (runs.count == 1) return values;
@@ -193,6 +205,11 @@ private:
         }
         return {values.data, values.stride, CELL, CELL * values.stride, parts};
     }
+    static Codes<T> values_of(const Runs& runs, const Codes<T>& values, Range block, int32_t* parts) {
+        return {values_of(runs, values.codes, block, parts), values_of(runs, values.steps, block, parts)};
+    }
+    static Coming<T> coming_of(Matrix<T> keys, int64_t count, int64_t size) { return Coming<T>(keys, count, size); }
+    static Coming<T> coming_of(Matrix<int8_t>, int64_t, int64_t) { return {}; }
 
     void multiply_keys(int panel, Matrix<T> keys, Matrix<T> values, Range run, T* to) {
         const int64_t count = run.stop - run.first;
@@ -213,6 +230,28 @@ private:
         }
         if (panel == 0 && !copied) return multiply_ahead(panels[0], keys, values, run, to);
         multiply_rows_of(panels[panel], count, keys, query_of(panel), call.head_size, to);
+    }
+
+    // The same of integers: as many keys as have the same steps at a time, with queries times these.
+    void multiply_keys(int panel, Matrix<int8_t> keys, const Codes<T>&, Range run, T* to) {
+        const int stride = stride_of(panels[panel], run);
+        const T* query = query_of(panel);
+        for (int64_t key = run.first, stop; key < run.stop; key = stop) {
+            const int64_t number = key / call.step_keys;
+            const T* steps = at<T>(call.key_steps, state->item, state->key_head, number);
+            stop = min((number + 1) * call.step_keys, run.stop);
+            for (int64_t e = 0; e < call.head_size; e += width) {
+                Vector<T> factors = broadcast(steps[0]);
+                if (call.key_steps.column) factors = load(steps + e);
+                for (int64_t i = e; i < few * call.head_size; i += call.head_size) {
+                    store<T>(key_block + i, load(query + i) * factors);
+                }
+            }
+            with_rows<T>(few, [&]<int Rows>(Sequence<Rows>) {
+                multiply_few<T, Rows>(key_block, keys.after(key - run.first), stop - key, call.head_size, stride,
+                                      to + (key - run.first) * stride, {});
+            });
+        }
     }
 
     // The lanes of a key in a block: of few rows one for each, if nothing happens to single scores. Then it is one run.
@@ -244,7 +283,8 @@ private:
         return hides;
     }
 
-    void weigh(int number, const Runs& runs, int64_t count, Matrix<T> values, const Folds<T>& folds,
+    template <typename Values>
+    void weigh(int number, const Runs& runs, int64_t count, const Values& values, const Folds<T>& folds,
                bool hides_nonfinite, const Coming<T>& coming) {
         Panel<T>& panel = panels[number];
         const int stride = stride_of(panel, runs.of[0]);
@@ -307,19 +347,29 @@ private:
         }
     }
 
-    void add_product(int number, int stride, const T* weights, Matrix<T> values, int64_t count,
+    template <typename Values>
+    void add_product(int number, int stride, const T* weights, const Values& values, int64_t count,
                      Accumulate<T> accumulate, bool hides_nonfinite, const Coming<T>& coming) {
         Panel<T>& panel = panels[number];
         T* output = output_of(number);
-        if (!few) {
-            return multiply_weights(panel, call.value_size, values, weights, count, output, accumulate,
-                                    hides_nonfinite);
+        if constexpr (!__is_same(Values, Codes<T>)) {
+            if (!few) {
+                return multiply_weights(panel, call.value_size, values, weights, count, output, accumulate,
+                                        hides_nonfinite);
+            }
         }
         T ignored[width] = {};
         T* totals = stride < width ? panel.total : ignored;
         with_rows<T>(few, [&]<int Rows>(Sequence<Rows>) {
-            weigh_few<T, Rows>(weights, stride, values, count, call.value_size, output, accumulate, hides_nonfinite,
-                               totals, coming, converts(call));
+            const auto weigh = [&](auto numbers, const T* factors, bool in_cache) {
+                weigh_few<T, Rows>(weights, factors, stride, numbers, count, call.value_size, output, accumulate,
+                                   hides_nonfinite, totals, coming, in_cache);
+            };
+            if constexpr (__is_same(Values, Codes<T>)) {
+                if (stride == Rows) scale_weights<Rows>(weights, values.steps, count, value_block);
+                else scale_weights<width>(weights, values.steps, count, value_block);
+                weigh(values.codes, value_block, true);
+            } else weigh(values, weights, converts(call));
         });
         for (int lane = few; totals == panel.total && lane < width; ++lane) totals[lane] = totals[lane % few];
     }

@@ -49,6 +49,14 @@ template <typename T> struct Matrix {
     }
 };
 
+// Integers, and of each key the step of its numbers.
+template <typename T> struct Codes {
+    Matrix<int8_t> codes;
+    Matrix<T> steps;
+
+    Codes after(int64_t keys) const { return {codes.after(keys), steps.after(keys)}; }
+};
+
 // Pages of fewer keys are copied, unless few rows read them: they would leave most sums of a tile unused.
 constexpr int64_t MIN_PAGE = 8;
 
@@ -213,5 +221,6 @@ template <typename T> bool is_finite(Matrix<T> a, int64_t keys, int64_t size) {
     }
     return true;
 }
+template <typename T> bool is_finite(Codes<T> a, int64_t keys, int64_t) { return is_finite(a.steps, keys, 1); }
 
 }  // namespace POLYATTN_UNIT

@@ -99,26 +99,35 @@ const T* numbers_at(const PolyattnCall& call, const T* from, int64_t offset, int
     return from + offset;
 }
 
-// Integers times their steps, `column` apart: one for each, or the same for all.
-template <typename T> void scale_codes(const int8_t* codes, const T* steps, int64_t column, int64_t size, T* to) {
-    int64_t i = 0;
+// The numbers of a vector in memory: as they are, or widened from integers.
+template <typename T> INLINE Vector<T> load_numbers(const T* from) { return load(from); }
+template <typename T> INLINE Vector<T> load_numbers(const int8_t* from) {
+    constexpr int width = Lanes<T>::width;
 #if defined(__AVX2__)
+    // gcc's __builtin_convertvector takes less than 16 bytes one by one.
     if constexpr (sizeof(T) == 4) {
-        constexpr int width = Lanes<T>::width;
-        const Vector<T> same = broadcast(*steps);
-        for (; i + width <= size; i += width) {
-            __m128i some = {};
-            __builtin_memcpy(&some, codes + i, width);
-            // gcc's __builtin_convertvector takes less than 16 bytes one by one.
+        __m128i codes = {};
+        __builtin_memcpy(&codes, from, width);
 #if defined(__AVX512F__)
-            const Vector<T> numbers = (Vector<T>)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(some));
+        return (Vector<T>)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(codes));
 #else
-            const Vector<T> numbers = (Vector<T>)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(some));
+        return (Vector<T>)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(codes));
 #endif
-            store<T>(to + i, numbers * (column ? load(steps + i) : same));
-        }
     }
 #endif
+    Vector<T> numbers;
+    UNROLL for (int i = 0; i < width; ++i) { numbers[i] = from[i]; }
+    return numbers;
+}
+
+// Integers times their steps, `column` apart: one for each, or the same for all.
+template <typename T> void scale_codes(const int8_t* codes, const T* steps, int64_t column, int64_t size, T* to) {
+    constexpr int width = Lanes<T>::width;
+    const Vector<T> same = broadcast(*steps);
+    int64_t i = 0;
+    for (; i + width <= size; i += width) {
+        store<T>(to + i, load_numbers<T>(codes + i) * (column ? load(steps + i) : same));
+    }
     for (; i < size; ++i) to[i] = codes[i] * steps[i * column];
 }
 

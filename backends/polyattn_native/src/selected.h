@@ -132,8 +132,8 @@ private:
                 store<T>(weights + key, weight);
                 store<T>(shares + key, weight * (load(shares + key) - d) * (T)call.scale);
             }
-            weigh_few<T, 1>(shares, 1, keys, count, size, at<T>(call.query_gradient, item, head, 0), {true, nullptr},
-                            false, ignored, none, false);
+            weigh_few<T, 1>(shares, shares, 1, keys, count, size, at<T>(call.query_gradient, item, head, 0),
+                            {true, nullptr}, false, ignored, none, false);
             add_to(call.key_gradient, list, count, shares, q, size);
             add_to(call.value_gradient, list, count, weights, g, call.value_size);
         }
