@@ -201,9 +201,26 @@ def test_short_sequences_are_documents_of_one_call(
 
 
 @pytest.mark.needs("torch")
+def test_the_starts_of_sequences_are_read_in_each_call(monkeypatch):
+    planned, plan = [], _packed._plan
+    monkeypatch.setattr(_packed, "_plans", {})
+    monkeypatch.setattr(_packed, "_plan", lambda *x: planned.append(x) or plan(*x))
+    x, ends = torch.randn(12, H, D), torch.tensor([0, 3, 7, 12])
+    for first in (3, 5, 3):
+        ends[1] = first
+        output = fa2.flash_attn_varlen_func(x, x, x, ends, ends, 5, 5, causal=True)
+        parts = x.tensor_split([first, 7])
+        expected = torch.cat(
+            [fa2.flash_attn_func(*[part[None]] * 3, causal=True)[0] for part in parts]
+        )
+        same([output], [expected], 1e-6)
+    assert len(planned) == 2
+
+
+@pytest.mark.needs("torch")
 def test_documents_that_were_met_in_inference_mode_can_be_trained(monkeypatch):
     monkeypatch.setattr(_packed, "kernel_for", lambda *arrays, **given: SKIPS)
-    monkeypatch.setattr(_packed, "_segments", kept := {})
+    monkeypatch.setattr(_packed, "_plans", kept := {})
     x, ends = torch.randn(12, H, D), torch.tensor([0, 3, 7, 12])
     with torch.inference_mode():
         fa2.flash_attn_varlen_func(x, x, x, ends, ends, 5, 5)
@@ -571,3 +588,20 @@ def test_padding_out_and_in(library):
     more = fa2.unpad_input(to(x), to(mask), to(unused))
     assert np.asarray(more[2]).tolist() == [0, 2, 4, 8]
     assert np.asarray(more[4]).tolist() == [2, 0, 4]
+
+
+@pytest.mark.parametrize("library", ["torch", "jax"])
+def test_padding_is_differentiated_and_mapped(library, wide):
+    to, of = TO[library], torch.func if library == "torch" else jax
+    x, weights, at = normal(2, 3, 4), normal(1, 6, 4), np.array([4, 0, 2])
+
+    def padded(x):
+        return (fa2.pad_input(x, to(at), 1, 6) * to(weights)).sum()
+
+    def taken(x):
+        return (fa2.index_first_axis(x, to(at)) * to(x_of_item)).sum()
+
+    close(of.vmap(of.grad(padded))(to(x)), np.stack([weights[0, at]] * 2))
+    x_of_item, expected = x[0], np.zeros((6, 4))
+    expected[at] = x_of_item
+    close(of.grad(taken)(to(weights[0])), expected)

@@ -166,7 +166,8 @@ class NativeOnTorch(Native):
         shape = (*problem.scores[:-1], problem.value_size)
         output = torch_operators.empty_beside(query, shape, query.dtype)
         x = _in_numpy(operands)
-        written = [None if one is None else _array(one, as_bits=True) for one in (output, logsumexp)]
+        arrays = output, logsumexp
+        written = [None if one is None else _array(one, as_bits=True) for one in arrays]
         native = self._prepared(problem, x, *written)
         native.run(library().polyattn_attend)
         if all(map(is_readable, x[:3])):
@@ -245,10 +246,7 @@ def _hold_numbers(tensors: list[Any]) -> bool:
     dtypes, devices = ({getattr(one, of) for one in tensors} for of in ("dtype", "device"))
     is_one = len(dtypes) == 1 and devices == {torch.device("cpu")}
     is_plain = is_one and dtypes <= {torch.float32, torch.float64} and not _is_recorded()
-    return is_plain and not any(
-        type(one) not in _ORDINARY or _is_wrapped(one)
-        for one in tensors
-    )
+    return is_plain and not any(type(one) not in _ORDINARY or _is_wrapped(one) for one in tensors)
 
 
 def _is_recorded() -> bool:
