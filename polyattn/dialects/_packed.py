@@ -31,6 +31,7 @@ Run = tuple[int, tuple[int, int], tuple[int, int]]
 # of their time with 2**14 to 2**18.6 (Intel with AVX-512, one thread).
 SHORT = 2**18
 MOST_KEPT = 64  # plans
+_INTEGER = frozenset([int])
 
 
 class Packed(NamedTuple):
@@ -166,10 +167,11 @@ def _kept_plan(
 ) -> PackedPlan:
     """Return the plan of a call, the same for arrays of one kind and sequences of these lengths."""
     kind = kind_of(*arrays, **options)
-    if kind is None:
+    numbers = [() if one is None else (*numbers_of(one),) for one in (*rows, *keys)]
+    if kind is None or not all(_INTEGER.issuperset(map(type, one)) for one in numbers):
         return _plan(xp, arrays, rows, keys, rule, options)
-    numbers = [None if one is None else (*numbers_of(one),) for one in (*rows, *keys)]
-    kind = *kind, *rule[:4], rule.slopes is None, *numbers
+    is_used = rows.used is None, keys.used is None
+    kind = *kind, *rule[:4], rule.slopes is None, *is_used, *numbers
     plan = _plans.get(kind)
     if plan is None:
         plan = _plan(xp, arrays, rows, keys, rule, options)

@@ -215,6 +215,8 @@ def test_the_starts_of_sequences_are_read_in_each_call(monkeypatch):
         )
         same([output], [expected], 1e-6)
     assert len(planned) == 2
+    with pytest.raises(TypeError, match="must be integers"):
+        fa2.flash_attn_varlen_func(x, x, x, ends.double(), ends)
 
 
 @pytest.mark.needs("torch")
