@@ -128,6 +128,9 @@ class LayerNorm(Module):
     def __call__(self, x: Array) -> Array:
         """Normalise the last axis of `x`, at least in float32."""
         _check("this norm", x, self.weight)
+        if _is_for_torch(x, self.weight):
+            normalised: Any = sys.modules["torch"].nn.functional.layer_norm
+            return normalised(x, self.weight.shape, self.weight, self.bias, self.epsilon)
         return by_rows(self._normalised, x)
 
     def _normalised(self, x: Array) -> Array:
@@ -183,6 +186,14 @@ class RMSNorm(Module):
 
 
 Norm = LayerNorm | RMSNorm
+
+
+def _is_for_torch(x: Array, weight: Array) -> bool:
+    """Return whether a function of torch computes as we do, in a fifth of the time of its steps."""
+    xp = library_of(x).xp
+    if not xp.__name__.endswith("torch") or keeps_bits():
+        return False
+    return x.dtype == weight.dtype and x.dtype in (xp.float32, xp.float64)
 
 
 def widened(x: Array, xp: Any) -> Array:

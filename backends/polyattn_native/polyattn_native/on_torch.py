@@ -135,22 +135,18 @@ class NativeOnTorch(Native):
         if torch.compiler.is_compiling():
             return torch_operators.attend(problem, operands)
         if isinstance(operands.key, Quantized):
-            return self.attend(problem, operands, backend)
+            output, logsumexp = super().__call__(problem, _in_numpy(operands), backend)
+            return _tensor(output), None if logsumexp is None else _tensor(logsumexp)
         if _are_readable(operands):
             if not _modes():
-                return self.attend(problem, operands, backend)
+                return self.attend(problem, operands)
             if _is_operator(problem):
                 return torch_operators.attend(problem, operands)
         return backend.tiled(problem, operands, backend)
 
-    def attend(
-        self, problem: Problem, operands: Operands, backend: Backend | None = None
-    ) -> tuple[Array, Array | None]:
+    def attend(self, problem: Problem, operands: Operands) -> tuple[Array, Array | None]:
         """Return output and logsumexp of tensors with numbers."""
         query, key, value = operands[:3]
-        if isinstance(key, Quantized):
-            output, logsumexp = super().__call__(problem, _in_numpy(operands), backend)  # type: ignore[arg-type]
-            return _tensor(output), None if logsumexp is None else _tensor(logsumexp)
         logsumexp = None
         if "logsumexp" in problem.features:
             dtype = getattr(torch, problem.accumulator)
@@ -159,9 +155,11 @@ class NativeOnTorch(Native):
         ready = self._ready.get(kind)
         if ready is not None and ready.problem is problem:
             output = query.new_empty_strided(*ready.output)
-            addresses = query.data_ptr(), key.data_ptr(), value.data_ptr(), output.data_ptr()
             of_logsumexp = None if logsumexp is None else logsumexp.data_ptr()
-            if ready.run(self, *addresses, of_logsumexp, x=operands):
+            if ready.run(
+                self, query.data_ptr(), key.data_ptr(), value.data_ptr(), output.data_ptr(),
+                of_logsumexp, x=operands,
+            ):  # fmt: skip
                 return output, logsumexp
         shape = (*problem.scores[:-1], problem.value_size)
         output = torch_operators.empty_beside(query, shape, query.dtype)

@@ -87,7 +87,8 @@ def unpad_input(
     """
     B, S, *_ = shape_of(hidden_states, "hidden_states")  # noqa: N806
     check_axes("attention_mask BS, unused_mask BS", attention_mask, unused_mask, B=B, S=S)
-    xp, kept = library_of(hidden_states).xp, attention_mask != 0
+    xp = library_of(hidden_states).xp
+    kept = attention_mask if attention_mask.dtype == xp.bool else attention_mask != 0
     lengths = used = xp.sum(cast(xp, kept, xp.int32), axis=-1, dtype=xp.int32)
     if unused_mask is not None:
         kept = kept | (unused_mask != 0)
