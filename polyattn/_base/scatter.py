@@ -31,7 +31,7 @@ def rows_placed(rows: Array, numbers: Array, length: int) -> Array | None:
     whole = zeros(library.xp, (length, *rows.shape[1:]), rows.dtype, rows)
     if library.name == "torch":  # by a function, which its vmap takes
         place = whole.index_copy if is_transformed() else whole.index_copy_
-        return place(0, numbers.long(), rows)  # type: ignore[no-any-return]
+        return place(0, numbers.long(), rows)
     return (
         whole.at[numbers].set(rows) if library.name == "jax" else written(whole, (numbers,), rows)
     )
