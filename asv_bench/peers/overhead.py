@@ -3,7 +3,7 @@
 Both run in turns in one process; differences and ratios are of medians. The bare calls are five
 lines of NumPy, torch's `scaled_dot_product_attention` and a session of ONNX Runtime; the compiled
 kernel has a line of its own where it is installed. A second table has the steps of a call, and a
-third one the whole time of calls with options.
+third one the whole time of calls with options. A last one has small calls of programs with tensors.
 """
 
 from __future__ import annotations
@@ -91,6 +91,22 @@ def added(calls: dict[str, Call], turns: timing.Turns) -> str:
     )
 
 
+def print_programs(turns: timing.Turns) -> None:
+    """Print the times of small calls of programs with tensors, over the same written with torch."""
+    import small
+    import torch
+
+    print(f"\n{'over torch':48}{'torch µs':>10}{'µs':>8}{'ratio':>8}")
+    with torch.no_grad():
+        rows = small.pairs()
+    for row, (bare, ours) in rows.items():
+        with torch.set_grad_enabled("gradient" in row):
+            times = timing.alternate({"torch": bare, "polyattn": ours}, turns)
+        medians = [statistics.median(times[name]) * 1e6 for name in ("torch", "polyattn")]
+        ratio = timing.ratios(times, "torch")["polyattn"].median
+        print(f"{row:48}{medians[0]:10.1f}{medians[1]:8.1f}{ratio:8.2f}", flush=True)
+
+
 def main() -> int:
     """Print a line for each installed library."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
@@ -126,6 +142,8 @@ def main() -> int:
             for step in tables[0]:
                 medians = [statistics.median(times[step]) * 1e6 for times in tables]
                 print(f"{step:35}" + "".join(f"{one:8.1f}" for one in medians))
+        if "torch" in cases:
+            print_programs(turns)
     return 0
 
 

@@ -5,7 +5,7 @@ import pytest
 from arrays import close, draw
 from optional import torch
 
-from polyattn import attention, attention_vjp, explain, masks, scores
+from polyattn import attention, attention_vjp, explain, masks, same_bits, scores
 from polyattn.plugin import CachePadding
 from polyattn_native import call
 
@@ -235,3 +235,16 @@ def test_items_that_no_stride_reaches_are_read(monkeypatch):
         output = attention(query, key, key, kernel="native")
         others.extend(np.full(6, 7) for _ in range(100))
         close(output, expected, 400)
+
+
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"window": (20, None)}], ids=str)
+def test_documents_that_end_within_the_rows_of_a_vector(options):
+    lengths = [17, 31, 16, 1, 50, 33]
+    ids = np.repeat(np.arange(len(lengths)), lengths)
+    query, key, value = (RNG.standard_normal((2, n, len(ids), 24)) for n in (4, 2, 2))
+    ends = np.cumsum(lengths)[:-1]
+    parts = zip(*[np.split(x, ends, axis=-2) for x in (query, key, value)], strict=True)
+    with same_bits():
+        output = attention(query, key, value, mask=masks.segments(ids), kernel="native", **options)
+        each = [attention(*part, kernel="native", **options) for part in parts]
+    np.testing.assert_array_equal(output, np.concatenate(each, axis=-2))

@@ -132,13 +132,13 @@ class Native(Kernel):
             self._keep(kind, native)
         return output, logsumexp
 
-    def _keep(self, kind: Any, native: NativeCall) -> None:
+    def _keep(self, kind: Any, native: NativeCall, **more: Any) -> None:
         """Keep a call ready to run again, if it ran at once."""
         if not native.is_made:
             if len(self._ready) >= MOST_READY:
                 self._ready.clear()
             is_plain = native.problem.features - EXPRESSIONS <= PLAIN
-            self._ready[kind] = Ready(native, is_whole=native.forget() and is_plain)
+            self._ready[kind] = Ready(native, is_whole=native.forget() and is_plain, **more)
 
     def _call(self, problem: Problem, operands: Operands, products: int = 2) -> Any:
         made = SelectedCall if selects(problem) else NativeCall
