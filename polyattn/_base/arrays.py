@@ -352,7 +352,7 @@ def as_index(xp: Any, numbers: Array) -> Array:
 def as_count(xp: Any, numbers: Array) -> Array:
     """Return counts in the dtype of `as_index`; those that it cannot hold become its largest."""
     counts = as_index(xp, numbers)
-    if "uint" not in str(numbers.dtype):
+    if counts is numbers or "uint" not in str(numbers.dtype):
         return counts
     return xp.where(counts < 0, xp.full_like(counts, int(xp.iinfo(counts.dtype).max)), counts)
 
