@@ -31,15 +31,19 @@ class Ready:
         aligned, or a mask or bias is made in parts: then nothing is computed.
         """
         native = self._native
-        if not self.is_whole:
+        address = native.address if self.is_whole else None
+        if native.places:
+            address = native.address_with(kernel.in_numpy(x))
+        if address is None:
             native = self._again(kernel, x)
             if native.is_made:
                 return False
+            address = native.address
         if self._is_short:
-            return checked(self._function(native.address, 1, *pointers, None)) == 0
+            return checked(self._function(address, 1, *pointers, None)) == 0
         threads = threads_for(self.problem, 2, kernel.threads())
         with progress() as show:
-            return run(self._function, native.address, threads, *pointers, show=show) == 0
+            return run(self._function, address, threads, *pointers, show=show) == 0
 
     def _again(self, kernel: Any, x: Operands) -> NativeCall:
         """Return the call with what operands say: the latest one if their arrays hold the same."""
