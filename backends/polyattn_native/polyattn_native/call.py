@@ -95,7 +95,7 @@ class NativeCall:
         self.keep: list[Any] = []
         self.offsets: list[Any] = []
         self.sizes: dict[str, int] = {}  # of the numbers of each array
-        self.places: dict[str, Any] = {}  # of a mask and bias that another call may bring
+        self.in_place: dict[str, Any] = {}  # layouts of a mask and bias
         self.call = call_of(problem, products, threads)
         self.array("query", readable(x.query))
         for name in ("key", "value"):
@@ -123,14 +123,14 @@ class NativeCall:
         """
         call = CCall.from_buffer_copy(self.call)
         start = ctypes.addressof(call)
-        for name, (place, strides, dtype) in self.places.items():
+        for name, (place, strides, dtype) in self.in_place.items():
             array = getattr(x, name)
             if array.strides != strides or array.dtype != dtype or not array.flags.aligned:
                 return None
             ctypes.memmove(start + place, id(array) + DATA, POINTER)
         return ctypes.byref(call)
 
-    def _places(self) -> dict[str, Any]:
+    def _read_in_place(self) -> dict[str, Any]:
         """Return where a mask and a bias are named that are read in place, and their layouts."""
         given = {"mask": self.x.mask, "bias": self.x.bias}
         arrays = {name: array for name, array in given.items() if array is not None}
@@ -144,7 +144,7 @@ class NativeCall:
         if problem.query_offset is not None:
             specs = problem.mask_spec, problem.score_spec
             masks, scores = (spec is None or not spec.carried() for spec in specs)
-        self.places = self._places() if scores and problem.features <= IN_PLACE else {}
+        self.in_place = self._read_in_place() if scores and problem.features <= IN_PLACE else {}
         self.keep, self.x = [], None
         self.bare.output, self.bare.logsumexp = self.call.output, self.call.logsumexp
         if not masks or problem.mask is not None:

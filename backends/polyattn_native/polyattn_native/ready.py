@@ -32,7 +32,7 @@ class Ready:
         """
         native = self._native
         address = native.address if self.is_whole else None
-        if native.places:
+        if native.in_place:
             address = native.address_with(kernel.in_numpy(x))
         if address is None:
             native = self._again(kernel, x)
