@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
-import array_api_compat.numpy as xp
 import numpy as np
 
-from polyattn.plugin import Array, Backend, Indices, Operands, Problem, Span, split
-from polyattn.plugin.dense import Dense
-from polyattn_numpy.scratch import ones
+from polyattn.plugin import Array, Backend, Indices, Kernel, Operands, Problem, Span, split
+from polyattn_numpy.scratch import ones, xp
 from polyattn_numpy.tiling import is_tiny
 
 
-class Small(Dense):
+class Small(Kernel):
     """The formula at once, for few scores."""
 
     name = "small"
@@ -28,8 +26,7 @@ class Small(Dense):
         "query_offset", "query_offset_array", "scale", "score_expression", "score_mod", "softcap",
         "value_size", "window",
     })  # fmt: skip
-    differentiates: ClassVar = {}
-    promises = Dense.promises | {"batch_invariant"}
+    promises = Kernel.promises | {"batch_invariant"}
     takes_empty = False
 
     def reasons_against(self, problem: Problem) -> list[str]:
@@ -68,7 +65,7 @@ class Small(Dense):
         if problem.masks and not math.isfinite(np.vdot(output, output)):
             # Hidden numbers may have spoiled it. The other items stay as in any other batch.
             kept = np.isfinite(output).all(axis=(-3, -2, -1), keepdims=True)
-            exact, exact_logsumexp = super().__call__(problem, operands, backend)
+            exact, exact_logsumexp = backend.tiled(problem, operands, backend)
             output = np.where(kept, output, exact)
             if logsumexp is not None:
                 logsumexp = np.where(kept[..., 0], logsumexp, exact_logsumexp)
