@@ -111,19 +111,20 @@ class ByPosition(NamedTuple):
 def by_position(problem: Problem) -> ByPosition:
     """Return what the problem itself says of masks and rules: they have no array or function."""
     mask, score_mod, features = problem.mask_spec, problem.score_spec, problem.features
-    knows_mask = features.isdisjoint(("mask", "mask_mod")) and not split(mask)[1]
-    adds = score_mod is not None and score_mod.is_additive and not split(score_mod)[1]
+    banded = problem.query_offset is not None  # the positions are known
+    knows_mask = banded and features.isdisjoint(("mask", "mask_mod")) and not split(mask)[1]
+    adds = banded and score_mod is not None and score_mod.is_additive and not split(score_mod)[1]
     known = Operands.of_options(
         mask=mask if knows_mask else None, score_mod=score_mod if adds else None
     )
-    lead, banded = (1,) * len(problem.batch), problem.query_offset is not None
+    lead = (1,) * len(problem.batch)
     at = indices(problem, known)
     added = at.modified(np.zeros((*lead, *problem.scores[-3:]), problem.accumulator))
     for seen in at.visible(banded=banded):
         added = np.where(seen, added, _HIDDEN)
     return ByPosition(
         added if added.any() else None,
-        not knows_mask or (problem.masks_by_position and not banded),
+        not knows_mask,
         not adds and not features.isdisjoint(("score_mod", "score_expression")),
     )
 
