@@ -251,8 +251,8 @@ def test_one_command_prints_a_table_and_writes_every_file(tmp_path, capsys, hast
 
 
 @pytest.mark.parametrize(
-    ("kernel", "kernels"),  # small refuses windows
-    [("all", ["tiled", "dense"]), ("dense", ["dense"])],
+    ("kernel", "kernels"),
+    [("all", ["small", "tiled", "dense"]), ("dense", ["dense"])],
 )
 def test_the_command_that_is_shown_repeats_the_run(kernel, kernels, tmp_path, hasty):
     file = tmp_path / "a.json"

@@ -73,10 +73,10 @@ def test_explain_refuses_what_is_no_call(options, error, message):
 
 
 def test_an_explanation_prints_as_a_table():
-    text = str(explain(SHAPE, SHAPE, SHAPE, backend="torch:cuda,numpy", window=(1, 0)))
+    text = str(explain(SHAPE, SHAPE, SHAPE, backend="torch:cuda,numpy", dropout=(0.1, 1)))
     lines = text.splitlines()
     assert lines[0].startswith("attention: query (2, 4, 5, 8), key")
-    assert lines[1].split() == ["needs:", "window"]
+    assert lines[1].split() == ["needs:", "dropout"]
     assert lines[2] == "selected by backend='torch:cuda,numpy'"
     assert [line.split()[0] for line in lines[3:]] == ["torch:cuda", *["numpy"] * 3]
     assert "CHOSEN" in lines[-1]
