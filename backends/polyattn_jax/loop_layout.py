@@ -17,15 +17,7 @@ import numpy as np
 from jax import lax
 
 from polyattn._base.arrays import numpy_namespace
-from polyattn.plugin import (
-    Array,
-    Operands,
-    Problem,
-    Span,
-    TileGrid,
-    column_span,
-    combined_mask,
-)
+from polyattn.plugin import Array, Operands, Problem, Span, TileGrid, column_span, combined_mask
 from polyattn_jax.devices import default_kind
 
 # The most scores of a tile on a CPU: larger tiles do not stay in its cache, and in smaller ones XLA
