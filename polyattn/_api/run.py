@@ -147,7 +147,7 @@ def _fixed(made: Operands, args: Sequence[Any], kwargs: Mapping[str, Any]) -> di
 
 
 def _operands(
-    args: Sequence[Any], kwargs: Mapping[str, Any], fixed: Mapping[str, Any] | None
+    args: Sequence[Any], kwargs: Mapping[str, Any], fixed: dict[str, Any] | None
 ) -> Operands:
     if fixed is None:
         options = {name: kwargs[name] for name in kwargs if name in OPTIONS}
@@ -155,4 +155,5 @@ def _operands(
         return operands_of(query, key, value, options, kwargs.get("layout", "...HLD"))
     if not fixed and _OPERANDS.isdisjoint(kwargs):
         return Operands(*args)  # in 0.67 of the time of the next line
-    return Operands(*args, **{n: kwargs[n] for n in kwargs if n in _OPERANDS} | dict(fixed))
+    given = {name: kwargs[name] for name in kwargs if name in _OPERANDS}
+    return Operands(*args, **(given | fixed if fixed else given))

@@ -33,8 +33,10 @@ class Ready:
         Of a call that is not whole, the other operands are read from `x`. False if numbers are not
         aligned, or a mask or bias is made in parts: then nothing is computed.
         """
-        address = self._address
-        if not self.is_whole:
+        address = self._address if self.is_whole else None
+        if self._native.in_place:
+            address = self._native.address_with(kernel.in_numpy(x))
+        if address is None:
             native = self._again(kernel, x)
             if native.is_made:
                 return False
