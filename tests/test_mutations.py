@@ -28,7 +28,7 @@ TEXTS = {"raises": '"""A mistake', "is found": '"""A mistake', "no syntax": 'imp
 def test_a_mistake_that_does_not_run_is_one_failure(
     options, code, lines, monkeypatch, tmp_path, capsys
 ):
-    def finder_of(mutation, copies):
+    def finder_of(mutation, copies, cheap):
         if mutation.name == "raises":
             raise ImportError("no module")
         return "a test"
@@ -36,6 +36,7 @@ def test_a_mistake_that_does_not_run_is_one_failure(
     table = tmp_path / "mutations.toml"
     table.write_text("".join(ROW.format(*row) for row in TEXTS.items()))
     replaced = {"TABLE": table, "finder_of": finder_of, "copy_to": lambda folder: folder}
+    replaced["cheap_tests"] = set
     for name, value in replaced.items():
         monkeypatch.setattr(mutations, name, value)
     monkeypatch.setattr(sys, "argv", ["mutations", *options])

@@ -88,12 +88,20 @@ def gradients(arrays: list[Array], along: Array, passes: str, **options: Any) ->
 
 
 def textbook(
-    query: Array, key: Array, value: Array, *, mask: Array = None, bias: Array = None
+    query: Array,
+    key: Array,
+    value: Array,
+    *,
+    mask: Array = None,
+    bias: Array = None,
+    softcap: float | None = None,
 ) -> Array:
     """Compute softmax(query·keyᵀ/√D)·value in plain NumPy."""
     if (groups := query.shape[1] // key.shape[1]) > 1:
         key, value = (np.repeat(x, groups, axis=1) for x in (key, value))
     scores = query @ key.swapaxes(-1, -2) / np.sqrt(np.float32(query.shape[-1]))
+    if softcap is not None:
+        scores = softcap * np.tanh(scores / softcap)
     if bias is not None:
         scores += bias
     if mask is not None:

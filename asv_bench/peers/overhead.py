@@ -2,8 +2,10 @@
 
 Both run in turns in one process; differences and ratios are of medians. The bare calls are five
 lines of NumPy, torch's `scaled_dot_product_attention` and a session of ONNX Runtime; the compiled
-kernel has a line of its own where it is installed. A second table has the steps of a call, and a
-third one the whole time of calls with options.
+kernel has a line of its own where it is installed. A second table has the steps of a call, a third
+one the whole time of calls with options, a fourth one calls of NumPy with options over the five
+lines with the same option, in processor time, and a fifth one small calls of programs with tensors.
+The last line is the first call of a process.
 """
 
 from __future__ import annotations
@@ -13,7 +15,9 @@ import contextlib
 import copy
 import os
 import statistics
+import subprocess
 import sys
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -78,6 +82,57 @@ def described(arrays: list[Any]) -> dict[str, Call]:
     }
 
 
+def options_and_arrays(query: Any) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
+    """Return options of NumPy's calls, and what the five lines get for each."""
+    length = query.shape[-2]
+    row, key = np.arange(length)[:, None], np.arange(length)
+    near, few = (key <= row) & (key >= row - 4), masks.window(4, 0) | masks.prefix(2)
+    bias, far = query[0, 0], np.abs(key - row).astype(query.dtype)
+    return {
+        "plain": ({}, {}),
+        "is_causal": ({"is_causal": True}, {"mask": key <= row}),
+        "window": ({"window": (4, 0)}, {"mask": near}),
+        "key_lengths, a number": ({"key_lengths": 11}, {"mask": key < 11}),
+        "key_lengths, an array": ({"key_lengths": np.array([11])}, {"mask": key < 11}),
+        "mask, an array": ({"mask": bias > 0}, {"mask": bias > 0}),
+        "mask, an expression": ({"mask": few}, {"mask": near | (key < 2)}),
+        "bias": ({"bias": bias}, {"bias": bias}),
+        "softcap": ({"softcap": 5.0}, {"softcap": 5.0}),
+        "ALiBi": ({"score_mod": scores.alibi(1)}, {"bias": -far / 256}),
+    }
+
+
+def print_options(arrays: list[Any], turns: timing.Turns) -> None:
+    """Print each option's processor time over that of the five lines with it."""
+    print(f"\n{'over the five lines':35}{'µs':>8}{'ratio':>8}")
+    turns = turns._replace(window=turns.window / 4, clock=time.thread_time)
+    for name, (options, given) in options_and_arrays(arrays[0]).items():
+        for kernel, which in kernels(arrays, options).items():
+            ours = partial(polyattn.attention, *arrays, **options, **which)
+            times = timing.alternate({"bare": partial(textbook, *arrays, **given), "": ours}, turns)
+            ratio = timing.ratios(times, "bare")[""].median
+            print(f"{name:24}{kernel:11}{statistics.median(times['']) * 1e6:8.1f}{ratio:8.2f}")
+
+
+FIRST_CALL = """
+import time
+import numpy as np, {library} as library
+arrays = [library.ones((1, 12, 64, 64), dtype=library.float32)] * 3
+if "{library}" == "torch": library.nn.functional.scaled_dot_product_attention(*arrays)
+start = time.process_time()
+import polyattn
+polyattn.attention(*arrays)
+print(time.process_time() - start)
+"""
+
+
+def first_call(library: str, rounds: int) -> float:
+    """Return the processor time of the import and the first call of a process, in seconds."""
+    command = [sys.executable, "-c", FIRST_CALL.format(library=library)]
+    runs = [subprocess.run(command, capture_output=True, check=True) for _ in range(rounds)]
+    return statistics.median(float(run.stdout) for run in runs)
+
+
 def added(calls: dict[str, Call], turns: timing.Turns) -> str:
     """Return what `polyattn` adds to the `bare` call, in microseconds, with quartiles."""
     times = timing.alternate(calls, turns)
@@ -89,6 +144,22 @@ def added(calls: dict[str, Call], turns: timing.Turns) -> str:
         f"bare {bare:.1f} µs, polyattn {ours:.1f} µs,"
         f" added {median:.1f} ({low:.1f} to {high:.1f}) µs, ratio {ratio:.2f}"
     )
+
+
+def print_programs(turns: timing.Turns) -> None:
+    """Print the times of small calls of programs with tensors, over the same written with torch."""
+    import small
+    import torch
+
+    print(f"\n{'over torch':48}{'torch µs':>10}{'µs':>8}{'ratio':>8}")
+    with torch.no_grad():
+        rows = small.pairs()
+    for row, (bare, ours) in rows.items():
+        with torch.set_grad_enabled("gradient" in row):
+            times = timing.alternate({"torch": bare, "polyattn": ours}, turns)
+        medians = [statistics.median(times[name]) * 1e6 for name in ("torch", "polyattn")]
+        ratio = timing.ratios(times, "torch")["polyattn"].median
+        print(f"{row:48}{medians[0]:10.1f}{medians[1]:8.1f}{ratio:8.2f}", flush=True)
 
 
 def main() -> int:
@@ -126,6 +197,11 @@ def main() -> int:
             for step in tables[0]:
                 medians = [statistics.median(times[step]) * 1e6 for times in tables]
                 print(f"{step:35}" + "".join(f"{one:8.1f}" for one in medians))
+        print_options([array] * 3, turns)
+        if "torch" in cases:
+            print_programs(turns)
+    for name in cases:
+        print(f"first call, {name}: {first_call(name, min(turns.rounds, 9)) * 1e3:.0f} ms")
     return 0
 
 

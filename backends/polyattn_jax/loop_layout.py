@@ -11,12 +11,12 @@ import itertools
 import math
 from typing import Any, NamedTuple
 
-import array_api_compat.numpy as xp
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from polyattn._base.arrays import numpy_namespace
 from polyattn.plugin import Array, Operands, Problem, Span, TileGrid, column_span, combined_mask
 from polyattn_jax.devices import default_kind
 
@@ -142,7 +142,8 @@ def _possibly_visible(problem: Problem, size: tuple[int, int]) -> Array:
     """Return which tiles may hold a visible key by static facts, shape (down, across)."""
     specs = Operands.of_options(mask=problem.mask_spec)
     mask: Any = combined_mask(problem, specs)
-    table = TileGrid(problem, specs, xp, size, np.empty(0), reads=False).of(mask).any_visible
+    grid = TileGrid(problem, specs, numpy_namespace(), size, np.empty(0), reads=False)
+    table = grid.of(mask).any_visible
     return np.any(table, axis=tuple(range(table.ndim - 2)))
 
 

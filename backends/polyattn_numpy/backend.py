@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-import array_api_compat.numpy as xp
 import numpy as np
 
 from polyattn.plugin import Array, Backend, Operands, Problem, thread_count
 from polyattn_numpy import thread_pool
 from polyattn_numpy.faults import faults_of
+from polyattn_numpy.scratch import xp
 from polyattn_numpy.small import Small
 from polyattn_numpy.tiled_kernel import NumpyTiled, empty_result
 

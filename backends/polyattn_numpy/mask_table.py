@@ -12,10 +12,10 @@ from itertools import islice, pairwise
 from math import isqrt
 from typing import NamedTuple
 
-import array_api_compat.numpy as xp
 import numpy as np
 
 from polyattn.plugin import Array, Indices, Mask, Operands, Problem, Span, TileGrid
+from polyattn_numpy.scratch import xp
 from polyattn_numpy.tiling import (
     Region,
     ScoreTile,

@@ -15,12 +15,11 @@ import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import array_api_compat.numpy as xp
 import numpy as np
 
 from polyattn.plugin import Array, Indices, Mask, Operands, Problem, Span, combined_mask
 from polyattn_numpy.mask_table import MaskTable
-from polyattn_numpy.scratch import fast_exp2
+from polyattn_numpy.scratch import fast_exp2, xp
 from polyattn_numpy.tiling import ThreadTask, has_few_scores, split_heads
 
 LOG2_E = math.log2(math.e)

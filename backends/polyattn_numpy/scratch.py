@@ -11,8 +11,11 @@ from typing import Any
 
 import numpy as np
 
+from polyattn._base.arrays import numpy_namespace
 from polyattn.plugin import Array
 from polyattn_numpy.thread_pool import blas
+
+xp = numpy_namespace()
 
 
 class Scratch:

@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import math
 
-import array_api_compat.numpy as xp
 import numpy as np
 
 from polyattn.plugin import Array, BackendPrimitives, Indices
 from polyattn_numpy.prepared import PreparedCall
-from polyattn_numpy.scratch import Scratch
+from polyattn_numpy.scratch import Scratch, xp
 from polyattn_numpy.tile_visibility import RegionMask, TileVisibility
 from polyattn_numpy.tiling import ScoreTile, ThreadTask
 

@@ -23,7 +23,7 @@ from polyattn.plugin import (
     Residuals,
 )
 from polyattn_numpy import thread_pool
-from polyattn_numpy.at_once import fits_at_once, may_fit_at_once, separates_items, write_at_once
+from polyattn_numpy.at_once import fits_at_once, separates_items, write_at_once
 from polyattn_numpy.backward import gradients
 from polyattn_numpy.faults import faults_of
 from polyattn_numpy.forward_sweep import Sweep
@@ -31,11 +31,8 @@ from polyattn_numpy.paged_sweep import PagedSweep
 from polyattn_numpy.prepared import PreparedCall, prepare
 from polyattn_numpy.scratch import Scratch, borrowed_scratch
 from polyattn_numpy.softmax_sums import SoftmaxSums, combine
-from polyattn_numpy.tiling import TINY, ThreadTask, split_heads, tasks, useful_threads
+from polyattn_numpy.tiling import ThreadTask, is_tiny, split_heads, tasks, useful_threads
 
-# Up to so many scores of an item, the dense kernel is faster than a task that is computed at once;
-# up to `TINY` it is faster than tiles.
-TINY_AT_ONCE = 2**9
 # OpenBLAS starts no threads for a product of so few multiply-adds. To limit them takes 1.2 to 1.3
 # times as long with 32 tokens.
 UNTHREADED = 2**18
@@ -61,12 +58,8 @@ class NumpyTiled(Kernel):
     counts_far = frozenset({"causal", "window"})
 
     def only_on_request(self, problem: Problem) -> str | None:
-        """Leave small calls to the dense kernel."""
-        # Decided by the shape of one item, so that an item is computed alike in any batch.
-        few = TINY_AT_ONCE if may_fit_at_once(problem, self.tile) else TINY
-        if problem.heads * problem.query_length * problem.key_length <= few:
-            return "the problem is small: dense has less overhead"
-        return None
+        """Leave small calls to the kernels `small` and `dense`."""
+        return "the problem is small: dense has less overhead" if is_tiny(problem) else None
 
     def remark(self, problem: Problem) -> str | None:
         """Name the faults of NumPy that the gradients of a problem would meet."""

@@ -214,6 +214,12 @@ def tasks(
     return tuple(result)
 
 
+def is_tiny(problem: Problem) -> bool:
+    """Return whether few calls of NumPy are faster than tiles."""
+    # Decided by the shape of one item, so that an item is computed alike in any batch.
+    return problem.heads * problem.query_length * problem.key_length <= TINY
+
+
 def has_few_scores(problem: Problem, tile: int) -> bool:
     """Return whether the gradient is that of the dense kernel: an item has so few scores."""
     return problem.heads * problem.query_length * problem.key_length <= min(TINY, tile)

@@ -17,7 +17,7 @@ from polyattn._core.call.operands import Operands
 from polyattn._core.call.options import AUTOCAST, OPTIONS
 from polyattn._core.call.pages import on_used_pages
 from polyattn._core.call.parts import arrays_in
-from polyattn._dispatch.cache import CachedCall, cached_call, cached_kernel, cached_plan
+from polyattn._dispatch.cache import CachedCall, cached_call, cached_plan
 from polyattn._dispatch.plan import Plan
 from polyattn._dispatch.request import parse_kernel, request
 from polyattn.plugin import Kernel
@@ -90,14 +90,16 @@ def plan_of(
     return cached_plan(call, request(backend, query), kernels, library_of(query).xp)
 
 
+def kind_of(*arrays: Array, **options: Any) -> tuple[Any, ...] | None:
+    """Return what the plan of a call depends on, None if it cannot be a key."""
+    key = call_key(arrays, options)
+    return None if key is None else (key, request(None, arrays[0]))
+
+
 def kernel_for(*arrays: Array, layout: str, **options: Any) -> Kernel:
-    """Return the kernel that runs a call of `attention`, by the key of the call."""
-    key = call_key(arrays, {"layout": layout, **options})
-    known = [] if key is None else cached_kernel(key, request(None, arrays[0]))
-    if not known:
-        call, operands = describe(*arrays, layout=layout, **options)
-        known.append(plan_of(call, operands.query, None, None).kernel)
-    return known[0]
+    """Return the kernel that runs a call of `attention`."""
+    call, operands = describe(*arrays, layout=layout, **options)
+    return plan_of(call, operands.query, None, None).kernel
 
 
 def run_planned(result: Callable[..., Any], *, logsumexp: bool = False) -> Callable[[_F], _F]:
@@ -145,7 +147,7 @@ def _fixed(made: Operands, args: Sequence[Any], kwargs: Mapping[str, Any]) -> di
 
 
 def _operands(
-    args: Sequence[Any], kwargs: Mapping[str, Any], fixed: Mapping[str, Any] | None
+    args: Sequence[Any], kwargs: Mapping[str, Any], fixed: dict[str, Any] | None
 ) -> Operands:
     if fixed is None:
         options = {name: kwargs[name] for name in kwargs if name in OPTIONS}
@@ -153,4 +155,5 @@ def _operands(
         return operands_of(query, key, value, options, kwargs.get("layout", "...HLD"))
     if not fixed and _OPERANDS.isdisjoint(kwargs):
         return Operands(*args)  # in 0.67 of the time of the next line
-    return Operands(*args, **{n: kwargs[n] for n in kwargs if n in _OPERANDS} | dict(fixed))
+    given = {name: kwargs[name] for name in kwargs if name in _OPERANDS}
+    return Operands(*args, **(given | fixed if fixed else given))

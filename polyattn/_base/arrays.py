@@ -140,6 +140,17 @@ def _tensor_dispatches(cls: type) -> bool | None:
     return tensor_class.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
 
 
+def numpy_namespace() -> Any:
+    """Return NumPy itself, which has what polyattn calls of the standard since 2.1.
+
+    To import the namespace of array-api-compat imports all of NumPy, such as f2py: that takes as
+    long as importing the rest of polyattn.
+    """
+    numpy = importlib.import_module("numpy")
+    is_whole = hasattr(numpy, "cumulative_sum")
+    return numpy if is_whole else importlib.import_module("array_api_compat.numpy")
+
+
 def _standard_library(array: Array, name: str) -> Library:
     classes = type(array).__mro__
     for key in _names(type(array)):
@@ -147,7 +158,8 @@ def _standard_library(array: Array, name: str) -> Library:
             known: Library = importlib.import_module(_INTEGRATED[key]).LIBRARY
             return known
     try:
-        xp = array_api_compat.array_namespace(array)
+        of_numpy = array_api_compat.is_numpy_array(array)
+        xp = numpy_namespace() if of_numpy else array_api_compat.array_namespace(array)
     except TypeError:
         root, kind = _names(type(array))[0]
         whole = kind if root == "builtins" else f"{root}.{kind}"
@@ -352,7 +364,7 @@ def as_index(xp: Any, numbers: Array) -> Array:
 def as_count(xp: Any, numbers: Array) -> Array:
     """Return counts in the dtype of `as_index`; those that it cannot hold become its largest."""
     counts = as_index(xp, numbers)
-    if "uint" not in str(numbers.dtype):
+    if counts is numbers or "uint" not in str(numbers.dtype):
         return counts
     return xp.where(counts < 0, xp.full_like(counts, int(xp.iinfo(counts.dtype).max)), counts)
 

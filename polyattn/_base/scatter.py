@@ -20,6 +20,23 @@ def scatter(whole: Any, at: tuple[Any, ...], values: Any) -> Array:
     return written(whole + 0, at, values)
 
 
+def rows_placed(rows: Array, numbers: Array, length: int) -> Array | None:
+    """Return zeros (length, ...) with rows (n, ...) at numbers that differ.
+
+    None for a library whose arrays cannot be written at arrays of indices.
+    """
+    library = library_of(rows)
+    if library.name not in (*_WRITABLE, "jax"):
+        return None
+    whole = zeros(library.xp, (length, *rows.shape[1:]), rows.dtype, rows)
+    if library.name == "torch":  # by a function, which its vmap takes
+        place = whole.index_copy if is_transformed() else whole.index_copy_
+        return place(0, numbers.long(), rows)
+    return (
+        whole.at[numbers].set(rows) if library.name == "jax" else written(whole, (numbers,), rows)
+    )
+
+
 def written(whole: Any, at: tuple[Any, ...], values: Any) -> Array:
     """Return an array to which values were written at places, as `scatter` does in a new one."""
     if library_of(whole).name in _WRITABLE:

@@ -28,8 +28,8 @@ def constant_when_traced(function: _F) -> _F:
 
 def is_compiling() -> bool:
     """Return whether torch.compile is tracing the caller."""
-    torch = _torch()
-    return torch is not None and bool(torch.compiler.is_compiling())
+    # Written out, because all look-ups of a library ask it.
+    return torch_is_imported() and bool(_torch_parts["torch"].compiler.is_compiling())
 
 
 @constant_when_traced

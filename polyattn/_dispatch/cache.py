@@ -101,13 +101,7 @@ def cached_call(key: CallKey, requested: Request, logsumexp: bool) -> list[Cache
     return []
 
 
-@lru_cache(_CAPACITY)
-def cached_kernel(key: CallKey, requested: Request) -> list[Kernel]:
-    """Return a list for the kernel of a key, which is empty until it is selected."""
-    return []
-
-
 def forget() -> None:
-    """Drop all plans, calls and kernels; needed when other backends are registered."""
-    for cached in (_plan, _without_kernel, cached_call, cached_kernel):
+    """Drop all plans and calls; needed when other backends are registered."""
+    for cached in (_plan, _without_kernel, cached_call):
         cached.cache_clear()

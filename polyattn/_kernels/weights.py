@@ -121,9 +121,10 @@ def _largest(backend: Backend, weights: Array, count: int) -> Array:
     """Return the keys of the largest weights of each row; of equal ones the first."""
     xp: Any = backend.xp
     if count > MOST_MAXIMA:
-        keys = backend.largest(xp.where(xp.isnan(weights), math.inf, weights), count)
-        weights = xp.take_along_axis(weights, keys, axis=-1)
-        order = xp.argsort(weights, axis=-1, descending=True, stable=True)
+        numbers = xp.where(xp.isnan(weights), math.inf, weights)
+        keys = backend.largest(numbers, count)
+        numbers = -xp.take_along_axis(numbers, keys, axis=-1)  # NumPy sorts in ascending order
+        order = xp.argsort(numbers, axis=-1, stable=True)
         return xp.take_along_axis(keys, order, axis=-1)
     columns = with_rank(index_range(xp, 0, weights.shape[-1], weights), len(weights.shape))
     keys = [xp.argmax(weights, axis=-1, keepdims=True)]

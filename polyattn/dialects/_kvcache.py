@@ -18,6 +18,8 @@ from polyattn.dialects._shared import bounds, check_axes, integers, scaled, shap
 
 #: The libraries whose arrays can be written in place.
 _MUTABLE = ("numpy", "torch", "cupy")
+#: New tokens whose places are found as numbers in less time than as arrays, at most.
+SHORT = 64
 _AXES = (
     "q BLHD, k_cache CSGD, v_cache CSGE, k? BNGD, v? BNGE, rotary_cos? RF, rotary_sin? RF,"
     " cache_seqlens B, rotary_seqlens B, cache_batch_idx B, cache_leftpad B, block_table BM,"
@@ -285,20 +287,23 @@ def _slots(cache: Cache, length: int, batch: int) -> tuple[Any, Any]:
     """Return the indices of the slots for so many new tokens of each sequence."""
     if isinstance(cache.lengths, int) and cache.items is cache.table is None:
         return slice(batch), slice(cache.lengths, cache.lengths + length)
-    table, given = cache.table, cache.lengths
-    is_one = batch == 1 and length > 0
-    if table is not None and is_one and is_on_host(given) and is_on_host(table):
-        # A slice is written to in less time than places by arrays.
-        (start,) = [given] if isinstance(given, int) else numbers_of(given)
-        first, slot = divmod(start, cache.key.shape[1])
-        if slot + length <= cache.key.shape[1]:
-            page = int(table[0, first])
+    table, given, size = cache.table, cache.lengths, cache.key.shape[1]
+    is_short = 0 < batch * length <= SHORT
+    if table is not None and is_short and is_on_host(given) and is_on_host(table):
+        starts = [given] * batch if isinstance(given, int) else numbers_of(given)
+        at = [[divmod(start + n, size) for n in range(length)] for start in starts]
+        rows: Any = numbers_of(table)
+        pages = [[row[n] for n, _ in one] for row, one in zip(rows, at, strict=True)]
+        slots = [[slot for _, slot in one] for one in at]
+        (page, *_), (slot, *_) = pages[0], slots[0]
+        if batch == 1 and slot + length <= size:
+            # A slice is written to in less time than places by arrays.
             return slice(page, page + 1), slice(slot, slot + length)
+        return pages, slots
     xp = library_of(cache.key).xp
     places = positions_from(cache.lengths, length, cache.key)
     items = index_range(xp, 0, batch, cache.key)[:, None]
     if cache.table is not None:
-        size = cache.key.shape[1]
         return cache.table[items, places // size], places % size
     return items if cache.items is None else cache.items[:, None], places
 

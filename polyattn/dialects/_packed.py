@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from polyattn import masks
 from polyattn._api.attention import attention
 from polyattn._api.partial import attention_partial
-from polyattn._api.run import kernel_for
+from polyattn._api.run import kernel_for, kind_of
 from polyattn._base.arguments import check_int, short
 from polyattn._base.arrays import Array, cast, index_range, library_of, numbers_like
 from polyattn._base.slices import spans
@@ -26,10 +26,12 @@ Arrays = tuple[Array, Array, Array]
 Spans = list[tuple[int, int]]
 #: The number of a sequence, and the start and length of its rows and of its keys.
 Run = tuple[int, tuple[int, int], tuple[int, int]]
-# Beyond so many multiply-adds of a row of a sequence, of the mean length, what one call computes at
-# the borders of documents takes longer than the calls that it saves (AMD EPYC, one thread).
-SHORT = 2**16
-MOST_KEPT = 64  # masks of documents
+# Beyond so many multiply-adds of a row of a sequence, of the mean length, calls of their own are
+# not slower than one for all, which computes more at the borders of documents. It took 0.55 to 0.95
+# of their time with 2**14 to 2**18.6 (Intel with AVX-512, one thread).
+SHORT = 2**18
+MOST_KEPT = 64  # plans
+_INTEGER = frozenset([int])
 
 
 class Packed(NamedTuple):
@@ -56,8 +58,7 @@ def packed_attention(
 ) -> Any:  # fmt: skip
     """Return the output, (T, H, E), 0 in rows of no sequence, and the logsumexp by the rule."""
     xp = library_of(query, "query").xp
-    is_readable = all(one is None or _is_readable(one) for one in (*rows, *keys))
-    compute = _one_by_one if is_readable else _at_once
+    compute = _one_by_one if _is_readable(*rows, *keys) else _at_once
     output, *logsumexp = compute(xp, (query, key, value), rows, keys, rule, options)
     return (output, xp.permute_dims(logsumexp[0], (1, 0))) if rule.logsumexp else output
 
@@ -127,26 +128,24 @@ def _results(arrays: Sequence[Array], rule: PositionRule, options: Any) -> tuple
 # ---- one call for each run of sequences --------------------------------------------------------
 
 
-def _is_readable(numbers: Any) -> bool:
-    if isinstance(numbers, (list, tuple)):
-        return True
-    library = library_of(numbers, "cu_seqlens")
-    if library.name == "dask":
-        raise TypeError("the lengths of sequences must be known: compute() those of dask first")
-    # Each length would be another program of JAX.
-    is_eager = library.name != "jax" and not library.traced
-    return is_eager and not is_transformed() and not is_recording()
+def _is_readable(*given: Any) -> bool:
+    """Return whether the host can read integers, in arrays or lists, without a wait for a trace."""
+    arrays = [one for one in given if not (one is None or isinstance(one, (list, tuple)))]
+    for one in arrays:
+        library = library_of(one, "cu_seqlens")
+        if library.name == "dask":
+            raise TypeError("the lengths of sequences must be known: compute() those of dask first")
+        # Each length would be another program of JAX.
+        if library.name == "jax" or library.traced:
+            return False
+    return not arrays or not (is_transformed() or is_recording())
 
 
 def _one_by_one(
     xp: Any, arrays: Arrays, rows: Packed, keys: Packed, rule: PositionRule, options: Any
 ) -> list[Array]:
-    query, key, _ = arrays
-    own, other = spans_of("query", rows, query), spans_of("key", keys, key)
-    if len(own) != len(other):
-        raise ValueError(f"query has {len(own)} sequences, and key {len(other)}")
-    runs = list(_runs(own, other, query.shape[0]))
-    if len(runs) > 1 and (given := _documents(xp, arrays, own, other, len(runs), rule, options)):
+    runs, given = _kept_plan(xp, arrays, rows, keys, rule, options)
+    if given is not None:
         return list(_results(arrays, rule, given))
     of_query = [(at, len(run) * n) for run in runs for _, (at, n), _ in run[:1]]
     of_key = [(at, len(run) * n) for run in runs for _, _, (at, n) in run[:1]]
@@ -158,41 +157,56 @@ def _one_by_one(
     ]
 
 
-def _documents(
-    xp: Any, arrays: Arrays, own: Spans, other: Spans, runs: int, rule: PositionRule, options: Any
-) -> dict[str, Any] | None:
-    """Return the options of one call for all sequences, None where calls for each are better."""
+#: The runs of a packed array, and the options of one call for all sequences; None for one for each.
+PackedPlan = tuple[list[list[Run]], dict[str, Any] | None]
+_plans: dict[Any, PackedPlan] = {}  # which all layers share
+
+
+def _kept_plan(
+    xp: Any, arrays: Arrays, rows: Packed, keys: Packed, rule: PositionRule, options: Any
+) -> PackedPlan:
+    """Return the plan of a call, the same for arrays of one kind and sequences of these lengths."""
+    kind = kind_of(*arrays, **options)
+    numbers = [() if one is None else (*numbers_of(one),) for one in (*rows, *keys)]
+    if kind is None or not all(_INTEGER.issuperset(map(type, one)) for one in numbers):
+        return _plan(xp, arrays, rows, keys, rule, options)
+    is_used = rows.used is None, keys.used is None
+    kind = *kind, *rule[:4], rule.slopes is None, *is_used, *numbers
+    plan = _plans.get(kind)
+    if plan is None:
+        plan = _plan(xp, arrays, rows, keys, rule, options)
+        if len(_plans) >= MOST_KEPT:
+            _plans.clear()
+        _plans[kind] = plan
+    return plan
+
+
+def _plan(
+    xp: Any, arrays: Arrays, rows: Packed, keys: Packed, rule: PositionRule, options: Any
+) -> PackedPlan:
     query, key, value = arrays
-    keys, size = key.shape[0], query.shape[1] * (query.shape[2] + value.shape[2])
+    own, other = spans_of("query", rows, query), spans_of("key", keys, key)
+    if len(own) != len(other):
+        raise ValueError(f"query has {len(own)} sequences, and key {len(other)}")
+    runs = list(_runs(own, other, query.shape[0]))
+    length, size = key.shape[0], query.shape[1] * (query.shape[2] + value.shape[2])
     used = sum(n for _, n in own), sum(n for _, n in other)
-    saved = runs * (2 if getattr(query, "requires_grad", False) else 1)
-    if keys * size > SHORT * saved or used != (query.shape[0], keys) or "dropout" in options:
-        return None
+    saved = len(runs) * (2 if getattr(query, "requires_grad", False) else 1)
+    is_long = len(runs) == 1 or length * size > SHORT * saved or used != (query.shape[0], length)
     # Positions count from the start of a sequence.
     by_position = rule.causal or rule.window != (None, None)
-    if rule.chunk or rule.slopes is not None or (by_position and own != other):
-        return None
-    given = {"is_causal": rule.causal, "window": rule.window, **options}
-    given["mask"] = _kept_segments(xp, query, own, key, other)
+    by_sequence = rule.chunk or rule.slopes is not None or (by_position and own != other)
+    if is_long or by_sequence or "dropout" in options:
+        return runs, None
+    parts = [(query, own)] if own == other else [(query, own), (key, other)]
+    with outside_inference():
+        given = {"mask": masks.segments(*[_ids(xp, *part) for part in parts]), **options}
+    if rule.causal:
+        given["is_causal"] = True
+    if rule.window != (None, None):
+        given["window"] = rule.window
     kernel = kernel_for(*arrays, layout="...LHD", **given)
-    return given if "skips_documents" in kernel.promises else None
-
-
-_segments: dict[Any, masks.Mask] = {}  # by kind of array and sequences, which all layers share
-
-
-def _kept_segments(xp: Any, query: Array, own: Spans, key: Array, other: Spans) -> masks.Mask:
-    """Return the mask of documents that are the sequences, where no token is unused."""
-    kind = type(query), getattr(query, "device", None), tuple(own), tuple(other)
-    mask = _segments.get(kind)
-    if mask is None:
-        parts = [(query, own)] if own == other else [(query, own), (key, other)]
-        with outside_inference():
-            mask = masks.segments(*[_ids(xp, *part) for part in parts])
-        if len(_segments) >= MOST_KEPT:
-            _segments.clear()
-        _segments[kind] = mask
-    return mask
+    return runs, given if "skips_documents" in kernel.promises else None
 
 
 def _ids(xp: Any, array: Array, spans: Spans) -> Array:

@@ -39,14 +39,15 @@ def affine(x: Array, weight: Array, bias: Array | None) -> Array:
     """Return x · weight + bias, of shapes (..., inputs), (inputs, outputs) and (outputs,)."""
     if keeps_bits():
         return multiply(x, weight, bias)
-    matmul = library_of(x).xp.matmul
-    few = not _is_numpys(x) or x.size <= BLOCK_ROWS * x.shape[-1]
-    if few or x.dtype != weight.dtype:
-        y = matmul(x, weight)
+    library, is_one = library_of(x), x.dtype == weight.dtype
+    if library.name != "numpy" or x.size <= BLOCK_ROWS * x.shape[-1] or not is_one:
+        # The namespace of torch looks at the dtypes, in the time of three small products.
+        is_direct = is_one and library.name == "torch"
+        y = x @ weight if is_direct else library.xp.matmul(x, weight)
         return y if bias is None else y + broadcastable(y, bias)
 
     def write(rows: Array, out: Array) -> None:
-        matmul(rows, weight, out=out)
+        library.xp.matmul(rows, weight, out=out)
         if bias is not None:
             out += bias
 

@@ -23,6 +23,7 @@ from polyattn._base.arrays import (
     index_range,
     is_array,
     library_of,
+    numpy_namespace,
 )
 from polyattn._base.extras import require_matplotlib
 from polyattn._base.host import destination_of, is_host
@@ -262,7 +263,7 @@ def _cells(mask: Mask, call: _MaskCall, size: int, like: Array | None, kinds: An
 
 def _namespace(like: Array | None) -> Any:
     if like is None:
-        return importlib.import_module("array_api_compat.numpy")
+        return numpy_namespace()
     return library_of(like).xp
 
 

@@ -11,6 +11,7 @@ import polyattn
 import polyattn_numpy.tiled_kernel as module
 from polyattn import attention, attention_partial, explain, masks, scores
 from polyattn._core.expressions.replacements import Distance
+from polyattn._core.tiles.indices import Indices
 from polyattn_numpy.tile_scores import convert
 from polyattn_numpy.tiled_kernel import NumpyTiled
 
@@ -109,9 +110,9 @@ STEP, CACHE = (1, 4, 1, 8), (1, 2, 16, 8)
         ((1000, 4, 16, 8), (1000, 4, 16, 8), {}, "small"),
         ((1, 4, 40, 8), (1, 4, 40, 8), {}, "tiled"),
         ((1000, 4, 40, 8), (1000, 4, 40, 8), {}, "tiled"),
-        ((2, 4, 16, 8), (2, 4, 16, 8), {"is_causal": True}, "tiled"),
-        ((2, 4, 16, 8), (2, 4, 16, 8), {"is_causal": True, "bias": (16, 16)}, "dense"),
-        ((2, 4, 8, 8), (2, 4, 8, 8), {"is_causal": True}, "dense"),
+        ((2, 4, 16, 8), (2, 4, 16, 8), {"is_causal": True, "bias": (16, 16)}, "small"),
+        ((2, 4, 40, 8), (2, 4, 40, 8), {"mask": masks.padding(np.ones(2, int))}, "tiled"),
+        ((2, 4, 16, 8), (2, 4, 16, 8), {"dropout": (0.1, 1)}, "dense"),
         (STEP, CACHE, {"is_causal": True}, "small"),
         (STEP, CACHE, {"dtype": "float16"}, "dense"),
     ],
@@ -209,6 +210,24 @@ def test_a_row_of_absent_keys_is_zero_and_the_output_keeps_its_byte_order(dtype)
     np.testing.assert_array_equal(logsumexp, [[-math.inf] * 2])
     query[0, 1], key[0, 1] = [0, 1], [0, 3]  # NaN for the first key, so for the row
     assert np.isnan(attention(query, key, value, kernel="small")[0, 1]).all()
+
+
+def test_positions_are_looked_at_in_the_first_call_only(monkeypatch):
+    (query,) = draw((2, 4, 5, 8))
+    options = {"mask": masks.window(2, 0) | masks.prefix(1), "score_mod": scores.alibi(4)}
+    first = attention(query, query, query, **options)
+    monkeypatch.setattr(Indices, "__init__", None)
+    assert bits([attention(query, query, query, **options)]) == bits([first])
+
+
+def test_a_hidden_nan_changes_no_bit_of_another_item():
+    query, key, value = draw(*[(2, 2, 16, 8)] * 3)
+    value[1, :, 15] = math.nan
+    options = {"mask": np.arange(16) < 15, "kernel": "small"}
+    together = attention_partial(query, key, value, **options)
+    assert np.isfinite(together.output).all()
+    alone = attention_partial(query[:1], key[:1], value[:1], **options)
+    assert bits(alone) == bits(x[:1] for x in together)
 
 
 ALL = np.arange(2**16, dtype=np.uint16).view(np.float16)

@@ -76,4 +76,4 @@ def test_the_list_has_a_row_for_each_case_and_a_column_for_each_kernel(capsys):
     assert head.split() == ["case", "essential", "small", "dense", "about"]
     assert len(rows) == len(ESSENTIAL)
     assert rows[0].split() == ["plain", "essential", "runs", "runs", "plain"]
-    assert sum("refused" in row for row in rows) > 100
+    assert sum("refused" in row for row in rows) > 20

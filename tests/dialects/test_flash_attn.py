@@ -191,9 +191,28 @@ def test_short_sequences_are_documents_of_one_call(
 
 
 @pytest.mark.needs("torch")
+def test_the_starts_of_sequences_are_read_in_each_call(monkeypatch):
+    planned, plan = [], _packed._plan
+    monkeypatch.setattr(_packed, "_plans", {})
+    monkeypatch.setattr(_packed, "_plan", lambda *x: planned.append(x) or plan(*x))
+    x, ends = torch.randn(12, H, D), torch.tensor([0, 3, 7, 12])
+    for first in (3, 5, 3):
+        ends[1] = first
+        output = fa2.flash_attn_varlen_func(x, x, x, ends, ends, 5, 5, causal=True)
+        parts = x.tensor_split([first, 7])
+        expected = torch.cat(
+            [fa2.flash_attn_func(*[part[None]] * 3, causal=True)[0] for part in parts]
+        )
+        same([output], [expected], 1e-6)
+    assert len(planned) == 2
+    with pytest.raises(TypeError, match="must be integers"):
+        fa2.flash_attn_varlen_func(x, x, x, ends.double(), ends)
+
+
+@pytest.mark.needs("torch")
 def test_documents_that_were_met_in_inference_mode_can_be_trained(monkeypatch):
     monkeypatch.setattr(_packed, "kernel_for", lambda *arrays, **given: SKIPS)
-    monkeypatch.setattr(_packed, "_segments", kept := {})
+    monkeypatch.setattr(_packed, "_plans", kept := {})
     x, ends = torch.randn(12, H, D), torch.tensor([0, 3, 7, 12])
     with torch.inference_mode():
         fa2.flash_attn_varlen_func(x, x, x, ends, ends, 5, 5)
@@ -475,15 +494,35 @@ def test_a_cache_of_jax_is_read_and_not_written(wide):
 # ---- padding -----------------------------------------------------------------------------------
 
 
-def test_padding_out_and_in():
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+def test_padding_out_and_in(library):
+    to = TO[library]
     x, mask = normal(3, 5, 2, 4), np.array([[1, 1, 0, 0, 0], [0] * 5, [1, 1, 1, 1, 0]])
-    tokens, indices, ends, longest, used = fa2.unpad_input(x, mask)
+    tokens, indices, ends, longest, used = fa2.unpad_input(to(x), to(mask))
     close(tokens, x[mask.astype(bool)])
-    assert indices.tolist() == np.flatnonzero(mask).tolist()
-    assert (ends.tolist(), ends.dtype) == ([0, 2, 2, 6], np.int32)
-    assert (longest, used.tolist()) == (4, [2, 0, 4])
+    assert np.asarray(indices).tolist() == np.flatnonzero(mask).tolist()
+    assert np.asarray(ends).tolist() == [0, 2, 2, 6]
+    assert (longest, np.asarray(used).tolist(), str(ends.dtype)[-5:]) == (4, [2, 0, 4], "int32")
     close(fa2.pad_input(tokens, indices, 3, 5), np.where(mask[..., None, None], x, 0))
     unused = np.zeros_like(mask)
     unused[1, :2] = 1
-    _, _, ends, _, used = fa2.unpad_input(x, mask, unused)
-    assert (ends.tolist(), used.tolist()) == ([0, 2, 4, 8], [2, 0, 4])
+    more = fa2.unpad_input(to(x), to(mask), to(unused))
+    assert np.asarray(more[2]).tolist() == [0, 2, 4, 8]
+    assert np.asarray(more[4]).tolist() == [2, 0, 4]
+
+
+@pytest.mark.parametrize("library", ["torch", "jax"])
+def test_padding_is_differentiated_and_mapped(library, wide):
+    to, of = TO[library], torch.func if library == "torch" else jax
+    x, weights, at = normal(2, 3, 4), normal(1, 6, 4), np.array([4, 0, 2])
+
+    def padded(x):
+        return (fa2.pad_input(x, to(at), 1, 6) * to(weights)).sum()
+
+    def taken(x):
+        return (fa2.index_first_axis(x, to(at)) * to(x_of_item)).sum()
+
+    close(of.vmap(of.grad(padded))(to(x)), np.stack([weights[0, at]] * 2))
+    x_of_item, expected = x[0], np.zeros((6, 4))
+    expected[at] = x_of_item
+    close(of.grad(taken)(to(weights[0])), expected)

@@ -245,7 +245,7 @@ def test_what_others_install_runs_once_it_is_named(give):
         assert (attention(X, X, X, kernel=kernel) == 7).all()
     assert (attention(X, X, X, kernel="auto,fast") == usual).all()
     assert explain(X, X, X, kernel="fast,auto", is_causal=True).chosen.kernel == "fast"
-    assert explain(X, X, X, kernel="fast,auto", softcap=2.0).chosen.kernel == "dense"
+    assert explain(X, X, X, kernel="fast,auto", dropout=(0.1, 1)).chosen.kernel == "dense"
     (row,) = (info for info in polyattn.list_backends() if info.name == "numpy")
     assert row.waiting == (
         "fast: it is not polyattn's: it runs if the call names it, or with POLYATTN_FAST=1",

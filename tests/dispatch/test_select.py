@@ -52,10 +52,10 @@ def test_the_first_backend_that_supports_the_call_runs(options, expected):
     ("kernel", "options", "expected"),
     [
         ("dense,auto", {}, "dense"),
-        ("small, auto", {"is_causal": True}, "dense"),
-        ("small,tiled", {"is_causal": True}, "tiled"),  # which runs here on request only
+        ("small, auto", {"dropout": (0.1, 1)}, "dense"),
+        ("small,tiled", {"dropout": (0.1, 1)}, "tiled"),  # which runs here on request only
         (["auto", "tiled"], {}, "small"),
-        (("small,dense", "auto"), {"softcap": 2.0}, "dense"),
+        (("small,dense", "auto"), {"dropout": (0.1, 1)}, "dense"),
     ],
 )
 def test_the_first_kernel_of_a_list_that_can_run_runs(kernel, options, expected):
@@ -181,13 +181,13 @@ def test_the_logger_has_a_line_for_each_new_plan(caplog):
     with caplog.at_level(logging.DEBUG, "polyattn"):
         for _ in range(2):
             attention(X, X, X)
-            attention(X, X, X, softcap=2.0)
+            attention(X, X, X, dropout=(0.1, 1))
         attention(X, X, X, normalizer=scores.sparsemax(), backend="array-api")
         explain(X, X, X, sinks=X[0, :, 0, 0])
         polyattn.attention_vjp(X, X, X)[1](X)
     assert lines_of(caplog) == [
         "numpy on cpu, needs nothing beyond the plain formula: numpy small",
-        "numpy on cpu, needs softcap: numpy dense, after small: it does not compute softcap; tiled:"
+        "numpy on cpu, needs dropout: numpy dense, after small: it does not compute dropout; tiled:"
         " the problem is small: dense has less overhead",
         "numpy on cpu, needs normalizer: array-api dense, after tiled: it does not compute"
         " normalizer",

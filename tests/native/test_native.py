@@ -309,6 +309,13 @@ x = np.ones((1, 1, 20000, 64), "float32")
 """
 
 
+def test_a_first_call_of_tensors_imports_neither_the_compiler_nor_all_of_numpy(run_python):
+    names = "torch._dynamo", "sympy", "numpy.f2py", "polyattn_native.visible"
+    code = "import polyattn, sys, torch; x = torch.ones(1, 2, 64, 64); polyattn.attention(x, x, x)"
+    found = run_python(f"{code}\nprint(*[name for name in {names} if name in sys.modules])")
+    assert found == "polyattn_native.visible\n"
+
+
 def test_an_interrupt_ends_a_call_and_the_next_one_works(run_python):
     body = """
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a parent in the background ignores it

@@ -5,7 +5,7 @@ import pytest
 from arrays import close, draw
 from optional import torch
 
-from polyattn import attention, attention_vjp, explain, masks, scores
+from polyattn import attention, attention_vjp, explain, masks, same_bits, scores
 from polyattn.plugin import CachePadding
 from polyattn_native import call
 
@@ -190,6 +190,11 @@ WITH_ARRAYS = {
         IDS[:, None, None] > 0,
         IDS[:, None, None] < 1,
     ),
+    "a bias of another dtype": (
+        lambda bias: {"bias": bias},
+        X[0, 0, :, :1].astype("float16"),
+        X[0, 0, :, 1:2].astype("float16"),
+    ),
 }
 
 
@@ -217,7 +222,17 @@ def test_arrays_are_described_to_the_library_when_they_change(name, library, mon
             close(output, expected, 400)
         if n == 1:
             made.clear()
-    assert len(made) == (8 if name == "an array" else 2)
+    assert len(made) == {"an array": 0, "a bias of another dtype": 8}.get(name, 2)
+
+
+@pytest.mark.parametrize("name", ["mask", "bias"])
+def test_an_array_is_read_where_it_lies_also_if_others_lay_otherwise(name):
+    numbers = RNG.standard_normal((9, 9))
+    array = numbers > 0 if name == "mask" else numbers
+    odd = np.ndarray((9, 9), array.dtype, bytes(1) + array.tobytes(), 1)
+    swapped = array if name == "mask" else array.astype(">f8")
+    for one in (array, array, array.T, array[::-1, ::-1], odd, swapped, array[:1], array):
+        equal_to_dense(X, X, {name: one})
 
 
 def test_items_that_no_stride_reaches_are_read(monkeypatch):
@@ -235,3 +250,16 @@ def test_items_that_no_stride_reaches_are_read(monkeypatch):
         output = attention(query, key, key, kernel="native")
         others.extend(np.full(6, 7) for _ in range(100))
         close(output, expected, 400)
+
+
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"window": (20, None)}], ids=str)
+def test_documents_that_end_within_the_rows_of_a_vector(options):
+    lengths = [17, 31, 16, 1, 50, 33]
+    ids = np.repeat(np.arange(len(lengths)), lengths)
+    query, key, value = (RNG.standard_normal((2, n, len(ids), 24)) for n in (4, 2, 2))
+    ends = np.cumsum(lengths)[:-1]
+    parts = zip(*[np.split(x, ends, axis=-2) for x in (query, key, value)], strict=True)
+    with same_bits():
+        output = attention(query, key, value, mask=masks.segments(ids), kernel="native", **options)
+        each = [attention(*part, kernel="native", **options) for part in parts]
+    np.testing.assert_array_equal(output, np.concatenate(each, axis=-2))

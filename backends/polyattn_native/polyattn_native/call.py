@@ -11,6 +11,7 @@ import numpy as np
 
 from polyattn.plugin import CUT_BY_FORK, Operands, Problem, Quantized, Span, progress
 from polyattn_native.arrays import (
+    DATA,
     address_of,
     converted,
     describe,
@@ -23,12 +24,20 @@ from polyattn_native.distance_scores import ByDistance, Places, by_distance, sca
 from polyattn_native.library import DTYPES, CArray, CCall, library
 from polyattn_native.visible import Made, Visible, ends_of_band, visible
 
+# Features that the problem says all about.
+PLAIN = frozenset({
+    "batch_broadcast", "causal", "grouped_heads", "logsumexp", "query_offset", "scale", "softcap",
+    "value_size", "window",
+})  # fmt: skip
+# Those of a call that reads no operands but arrays where they lie, if scores are without arrays.
+IN_PLACE = PLAIN | {"bias", "mask", "score_expression"}
 # The multiply-adds that a thread must have: fewer take less time than to wake it.
 THREAD_WORK = 2**21
 # The arrays with an axis of keys in place of one of rows.
 OF_KEYS = frozenset(("key", "value", "key_steps", "value_steps", "key_gradient", "value_gradient"))
 # The rows of a part are a multiple of this: those of a group, whose gradients are added up at once.
 PART = 128
+POINTER = ctypes.sizeof(ctypes.c_void_p)
 # The bytes of a mask or bias that is made for some rows at a time.
 MADE = 2**22
 
@@ -86,6 +95,7 @@ class NativeCall:
         self.keep: list[Any] = []
         self.offsets: list[Any] = []
         self.sizes: dict[str, int] = {}  # of the numbers of each array
+        self.in_place: dict[str, Any] = {}  # layouts of a mask and bias
         self.call = call_of(problem, products, threads)
         self.array("query", readable(x.query))
         for name in ("key", "value"):
@@ -106,12 +116,35 @@ class NativeCall:
         other._add_options(x)
         return other
 
+    def address_with(self, x: Operands) -> Any:
+        """Return the address of the call with other arrays in the places of its mask and bias.
+
+        None if they are laid out otherwise; their axes are those of the problem.
+        """
+        call = CCall.from_buffer_copy(self.call)
+        start = ctypes.addressof(call)
+        for name, (place, strides, dtype) in self.in_place.items():
+            array = getattr(x, name)
+            if array.strides != strides or array.dtype != dtype or not array.flags.aligned:
+                return None
+            ctypes.memmove(start + place, id(array) + DATA, POINTER)
+        return ctypes.byref(call)
+
+    def _read_in_place(self) -> dict[str, Any]:
+        """Return where a mask and a bias are named that are read in place, and their layouts."""
+        given = {"mask": self.x.mask, "bias": self.x.bias}
+        arrays = {name: array for name, array in given.items() if array is not None}
+        if "bias" in arrays and not any(one is arrays["bias"] for one in self.keep):
+            return {}  # a copy in another dtype
+        return {n: (getattr(CCall, n).offset, x.strides, x.dtype) for n, x in arrays.items()}
+
     def forget(self) -> bool:
         """Drop what the problem does not say, and return whether it says all of expressions."""
         problem, (masks, scores) = self.problem, (False, False)
         if problem.query_offset is not None:
             specs = problem.mask_spec, problem.score_spec
             masks, scores = (spec is None or not spec.carried() for spec in specs)
+        self.in_place = self._read_in_place() if scores and problem.features <= IN_PLACE else {}
         self.keep, self.x = [], None
         self.bare.output, self.bare.logsumexp = self.call.output, self.call.logsumexp
         if not masks or problem.mask is not None:

@@ -101,8 +101,6 @@ def _kind_of(field: Any) -> str:
     return "float"
 
 
-# Without it a program would be tied to all modules of the process.
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _is_found(skeleton: Any) -> bool:
     """Return whether names find its classes: those of functions, and older ones, they do not."""
     try:
@@ -112,9 +110,15 @@ def _is_found(skeleton: Any) -> bool:
     return bool(found == skeleton)
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _code_of(version: int, kinds: tuple[str, ...], skeleton: Any) -> str:
     return json.dumps((version, kinds, skeleton), default=_name_of)
+
+
+# Constants in a program, which would otherwise be tied to all modules of the process: as
+# torch.compiler.assume_constant_result does, which takes a second, to import the compiler.
+_constants: list[Any] = [_is_found, _code_of]
+for _function in _constants:
+    _function._dynamo_marked_constant = True
 
 
 _read = lru_cache(maxsize=4096)(json.loads)

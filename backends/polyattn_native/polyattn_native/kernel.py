@@ -20,7 +20,7 @@ from polyattn.plugin import (
     thread_count,
 )
 from polyattn_native.arrays import DATA, KNOWS_ADDRESSES, QUIETLY, is_readable, numbers, readable
-from polyattn_native.call import NativeCall
+from polyattn_native.call import PLAIN, NativeCall
 from polyattn_native.distance_scores import is_supported
 from polyattn_native.library import library
 from polyattn_native.product import product
@@ -28,11 +28,6 @@ from polyattn_native.ready import Ready
 from polyattn_native.selected import SelectedCall, remark, selects
 from polyattn_native.selected import reasons_against as against_selected
 
-# Features that the problem says all about.
-PLAIN = frozenset({
-    "batch_broadcast", "causal", "grouped_heads", "logsumexp", "query_offset", "scale", "softcap",
-    "value_size", "window",
-})  # fmt: skip
 # Those that it says all about if the expressions have no arrays.
 EXPRESSIONS = {"mask_expression", "score_expression"}
 # Calls that are kept ready to run again, at most.
@@ -132,13 +127,13 @@ class Native(Kernel):
             self._keep(kind, native)
         return output, logsumexp
 
-    def _keep(self, kind: Any, native: NativeCall) -> None:
+    def _keep(self, kind: Any, native: NativeCall, **more: Any) -> None:
         """Keep a call ready to run again, if it ran at once."""
         if not native.is_made:
             if len(self._ready) >= MOST_READY:
                 self._ready.clear()
             is_plain = native.problem.features - EXPRESSIONS <= PLAIN
-            self._ready[kind] = Ready(native, is_whole=native.forget() and is_plain)
+            self._ready[kind] = Ready(native, is_whole=native.forget() and is_plain, **more)
 
     def _call(self, problem: Problem, operands: Operands, products: int = 2) -> Any:
         made = SelectedCall if selects(problem) else NativeCall

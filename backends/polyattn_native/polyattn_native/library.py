@@ -12,7 +12,7 @@ from pathlib import Path
 
 DTYPES = ("float32", "float64", "float16", "bfloat16")
 #: Of the interface, and of what programs of torch.compile know of results, such as their strides.
-VERSION = 8
+VERSION = 9
 #: Names a lower instruction set than the processor's best.
 VARIABLE = "POLYATTN_NATIVE_ISA"
 
@@ -133,7 +133,8 @@ def load(path: Path) -> ctypes.CDLL:
     call, state = POINTER(CCall), POINTER(c_void_p)
     for name in ("attend", "differentiate"):
         getattr(library, f"polyattn_{name}").argtypes = (call, state)
-    library.polyattn_attend_to.argtypes = (call, c_int64, *(c_void_p,) * 5, state)
+    for name in ("attend_at", "attend_to"):
+        getattr(library, f"polyattn_{name}").argtypes = (call, c_int64, *(c_void_p,) * 5, state)
     library.polyattn_multiply.argtypes = (c_void_p, c_int64, *(c_void_p,) * 4, state)
     library.polyattn_share.argtypes = library.polyattn_cancel.argtypes = (state,)
     library.polyattn_share.restype = c_double

@@ -8,9 +8,7 @@ and FlopCounterMode enter one.
 
 from __future__ import annotations
 
-import ctypes
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -35,8 +33,10 @@ from polyattn_native.library import library
 from polyattn_native.product import product
 from polyattn_native.visible import kind_of
 
-POINTER = ctypes.sizeof(ctypes.c_void_p)
 _ORDINARY = (torch.Tensor, torch.nn.Parameter)
+# By names of their own, since each call asks for them.
+_is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+_modes, _tracing = torch._C._len_torch_dispatch_stack, torch._C._get_tracing_state
 
 # What torch's engine computes without a mask that is made for it.
 _OF_ENGINE = frozenset({
@@ -85,7 +85,7 @@ class NativeOnTorch(Native):
         reasons = super().reasons_against(problem)
         if torch.compiler.is_compiling():
             return reasons + torch_operators.reasons_against(problem)
-        if problem.traced or torch._C._get_tracing_state() is not None:
+        if problem.traced or _tracing() is not None:
             reasons.append("it needs real tensors, not fake or meta ones")
         if "vmap" in problem.transforms:
             reasons.append("it does not support torch.func.vmap")
@@ -93,7 +93,7 @@ class NativeOnTorch(Native):
             reasons.append("it does not support forward derivatives")
         elif problem.same_bits and problem.transforms:
             reasons.append("in same_bits() it does not support torch.func")
-        elif problem.same_bits and torch._C._len_torch_dispatch_stack():
+        elif problem.same_bits and _modes():
             reasons += torch_operators.reasons_against(problem)
         return reasons
 
@@ -135,44 +135,42 @@ class NativeOnTorch(Native):
         if torch.compiler.is_compiling():
             return torch_operators.attend(problem, operands)
         if isinstance(operands.key, Quantized):
-            return self.attend(problem, operands, backend)
+            output, logsumexp = super().__call__(problem, _in_numpy(operands), backend)
+            return _tensor(output), None if logsumexp is None else _tensor(logsumexp)
         if _are_readable(operands):
-            if not torch._C._len_torch_dispatch_stack():
-                return self.attend(problem, operands, backend)
+            if not _modes():
+                return self.attend(problem, operands)
             if _is_operator(problem):
                 return torch_operators.attend(problem, operands)
         return backend.tiled(problem, operands, backend)
 
-    def attend(
-        self, problem: Problem, operands: Operands, backend: Backend | None = None
-    ) -> tuple[Array, Array | None]:
+    def attend(self, problem: Problem, operands: Operands) -> tuple[Array, Array | None]:
         """Return output and logsumexp of tensors with numbers."""
         query, key, value = operands[:3]
-        if isinstance(key, Quantized):
-            output, logsumexp = super().__call__(problem, _in_numpy(operands), backend)  # type: ignore[arg-type]
-            return _tensor(output), None if logsumexp is None else _tensor(logsumexp)
-        kind = id(problem), query.stride(), key.stride(), value.stride()
-        ready = self._ready.get(kind)
-        shape = (*problem.scores[:-1], problem.value_size)
-        output = torch_operators.empty_beside(query, shape, query.dtype)
         logsumexp = None
         if "logsumexp" in problem.features:
             dtype = getattr(torch, problem.accumulator)
             logsumexp = query.new_empty(problem.scores[:-1], dtype=dtype)
-        arrays = query, key, value, output, logsumexp
+        kind = id(problem), query.stride(), key.stride(), value.stride()
+        ready = self._ready.get(kind)
         if ready is not None and ready.problem is problem:
-            addresses = (ctypes.c_void_p * 5)(*[x if x is None else x.data_ptr() for x in arrays])
-            start = ctypes.addressof(addresses)
-            pointers = [start + POINTER * n for n in range(5)]
-            of_logsumexp = None if logsumexp is None else pointers[4]
-            if ready.run(self, *pointers[:4], of_logsumexp, x=operands):
+            output = query.new_empty_strided(*ready.output)
+            of_logsumexp = None if logsumexp is None else logsumexp.data_ptr()
+            if ready.run(
+                self, query.data_ptr(), key.data_ptr(), value.data_ptr(), output.data_ptr(),
+                of_logsumexp, x=operands,
+            ):  # fmt: skip
                 return output, logsumexp
+        shape = (*problem.scores[:-1], problem.value_size)
+        output = torch_operators.empty_beside(query, shape, query.dtype)
         x = _in_numpy(operands)
-        written = [None if one is None else _array(one, as_bits=True) for one in arrays[3:]]
+        arrays = output, logsumexp
+        written = [None if one is None else _array(one, as_bits=True) for one in arrays]
         native = self._prepared(problem, x, *written)
         native.run(library().polyattn_attend)
         if all(map(is_readable, x[:3])):
-            self._keep(kind, native)
+            laid_out = output.shape, output.stride()
+            self._keep(kind, native, function="attend_at", output=laid_out)
         return output, logsumexp
 
     def multiply(self, x: Array, weight: Array, bias: Array | None) -> Array | None:
@@ -196,7 +194,7 @@ class NativeOnTorch(Native):
             if not lacks + torch_operators.reasons_against(problem):
                 return torch_operators.differentiate(problem, *given)
         elif not lacks and _are_readable(*given):
-            if not torch._C._len_torch_dispatch_stack():
+            if not _modes():
                 return self.differentiate(problem, *given, backend)
             if _is_operator(problem):
                 return torch_operators.differentiate(problem, *given)
@@ -246,16 +244,13 @@ def _hold_numbers(tensors: list[Any]) -> bool:
     dtypes, devices = ({getattr(one, of) for one in tensors} for of in ("dtype", "device"))
     is_one = len(dtypes) == 1 and devices == {torch.device("cpu")}
     is_plain = is_one and dtypes <= {torch.float32, torch.float64} and not _is_recorded()
-    return is_plain and not any(
-        type(one) not in _ORDINARY or torch._C._functorch.is_functorch_wrapped_tensor(one)
-        for one in tensors
-    )
+    return is_plain and not any(type(one) not in _ORDINARY or _is_wrapped(one) for one in tensors)
 
 
 def _is_recorded() -> bool:
     """Return whether somebody records what is done to tensors."""
-    modes: int = torch._C._len_torch_dispatch_stack()
-    return modes > 0 or torch._C._get_tracing_state() is not None
+    modes: int = _modes()
+    return modes > 0 or _tracing() is not None
 
 
 def _is_operator(problem: Problem) -> bool:
@@ -266,27 +261,22 @@ def _is_operator(problem: Problem) -> bool:
 
 def _are_readable(*groups: Any) -> bool:
     """Return whether tensors have numbers in memory, or will have when an operator gets them."""
-    if torch._C._get_tracing_state() is not None:
+    if _tracing() is not None:
         return False
     records = torch.is_grad_enabled()
-    for one in _tensors_of(groups):
-        if type(one) not in _ORDINARY or (records and one.requires_grad) or one.is_neg():
-            return False
-        if torch._C._functorch.is_functorch_wrapped_tensor(one):
-            return False
-    return True
-
-
-def _tensors_of(groups: Any) -> Iterator[torch.Tensor]:
     for group in groups:
         for one in group:
             if one is None:  # as most are: torch takes its time to say that it is no tensor
                 continue
-            if isinstance(one, torch.Tensor):
-                yield one
+            if type(one) in _ORDINARY:
+                if (records and one.requires_grad) or one.is_neg() or _is_wrapped(one):
+                    return False
             elif isinstance(one, Expression):
-                arrays = one.form[1] if one.form else [x for _, x in one.carried()]
-                yield from (x for x in arrays if isinstance(x, torch.Tensor))
+                if not _are_readable(one.form[1] if one.form else [x for _, x in one.carried()]):
+                    return False
+            elif isinstance(one, torch.Tensor):
+                return False
+    return True
 
 
 def _array(tensor: torch.Tensor, *, as_bits: bool = False) -> Any:

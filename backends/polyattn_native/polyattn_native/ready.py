@@ -15,31 +15,38 @@ MOST_COMPARED = 2**16
 class Ready:
     """A call that runs again with other arrays of the same kind."""
 
-    def __init__(self, native: NativeCall, *, is_whole: bool) -> None:
-        self.problem, self._native = native.problem, native
+    def __init__(
+        self, native: NativeCall, *, is_whole: bool, function: str = "attend_to", output: Any = None
+    ) -> None:
+        self.problem, self._native, self._address = native.problem, native, native.address
         self.is_whole = is_whole  # whether other operands than query, key and value say nothing
-        self._function = library().polyattn_attend_to
+        self.output = output  # shape and strides of the tensor
+        self._function = getattr(library(), f"polyattn_{function}")
         self._is_short = threads_for(self.problem, 2, most=2) == 1
         # All layers of a model have the same lengths, ids or slopes.
         self._latest: tuple[Any, NativeCall | None] = None, None
         self._repeats = True
 
     def run(self, kernel: Any, *pointers: int | None, x: Operands) -> bool:
-        """Compute, with arrays by pointers to the addresses of their data.
+        """Compute, with arrays by what the function takes: addresses, or pointers to these.
 
         Of a call that is not whole, the other operands are read from `x`. False if numbers are not
         aligned, or a mask or bias is made in parts: then nothing is computed.
         """
-        native = self._native
-        if not self.is_whole:
+        address = self._address if self.is_whole else None
+        if self._native.in_place:
+            address = self._native.address_with(kernel.in_numpy(x))
+        if address is None:
             native = self._again(kernel, x)
             if native.is_made:
                 return False
+            address = native.address
         if self._is_short:
-            return checked(self._function(native.address, 1, *pointers, None)) == 0
+            status = self._function(address, 1, *pointers, None)
+            return status == 0 or checked(status) == 0
         threads = threads_for(self.problem, 2, kernel.threads())
         with progress() as show:
-            return run(self._function, native.address, threads, *pointers, show=show) == 0
+            return run(self._function, address, threads, *pointers, show=show) == 0
 
     def _again(self, kernel: Any, x: Operands) -> NativeCall:
         """Return the call with what operands say: the latest one if their arrays hold the same."""

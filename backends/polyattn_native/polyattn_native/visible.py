@@ -10,10 +10,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import lru_cache, reduce
+from importlib import import_module
 from operator import and_
 from typing import Any, NamedTuple
 
-import array_api_compat.numpy as xp
 import numpy as np
 
 from polyattn.plugin import (
@@ -31,6 +31,8 @@ from polyattn.plugin import (
 )
 from polyattn_native.arrays import FAR
 
+# As polyattn does: array_api_compat imports all of NumPy, which takes longer than a first call.
+xp: Any = np if hasattr(np, "cumulative_sum") else import_module("array_api_compat.numpy")
 #: The ranges that a row may have, as `src/interface.h` says.
 MOST_RANGES = 8
 #: The rows and keys of a tile that is known to be empty, full or mixed.

@@ -64,7 +64,7 @@ private:
     Forward(const PolyattnCall& c, const Work& w, void* scratch)
         : call(c), work_(w), few(few_rows<T>(c)), copied(copies(c, few) && !widens<T>(c)) {
         BumpAllocator memory(scratch);
-        const int64_t rows = work_.rows + 2 * width;
+        const int64_t rows = (cuts(call, few) ? 2 : 1) * work_.rows + 2 * width;  // of all panels
         state = memory.take<State>(1);
         panels = memory.take<Panel<T>>(rows / width + 1);
         queries = memory.take<T>(rows * call.head_size);
@@ -78,6 +78,9 @@ private:
         value_block = memory.take<T>(copied ? BLOCK * call.value_size : call.key_steps.data ? BLOCK * width : 0);
         scratch_size = memory.used();
     }
+
+    // Whether a panel may have one row more than a vector in place of two vectors.
+    static bool cuts(const PolyattnCall& call, int few) { return !few && call.first.data && call.ranges <= 1; }
 
     T* query_of(int panel) { return queries + (int64_t)panel * 2 * width * call.head_size; }
     int64_t start_of(int panel) const { return (int64_t)panel * 2 * width * call.value_size; }
@@ -96,7 +99,7 @@ private:
         const int64_t stop = min((chunk + 1) * work_.rows, rows);
         for (int64_t row = chunk * work_.rows; row < stop;) {
             Panel<T>& panel = panels[state->panels];
-            panel.begin(call, state->item, state->key_head, row, stop, few);
+            panel.begin(call, state->item, state->key_head, row, stop, few, cuts(call, few));
             read_query(panel, query_of(state->panels));
             state->ranges.add(panel.ranges);
             row += panel.used;

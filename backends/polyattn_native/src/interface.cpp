@@ -87,18 +87,23 @@ int polyattn_attend(const PolyattnCall* call, void** state) {
     return run_tasks(*call, units.used.load()->attend[call->dtype == POLYATTN_FLOAT64], *state);
 }
 
-int polyattn_attend_to(const PolyattnCall* call, int64_t threads, void** query, void** key, void** value, void** output,
-                       void** logsumexp, void** state) {
+int polyattn_attend_at(const PolyattnCall* call, int64_t threads, void* query, void* key, void* value, void* output,
+                       void* logsumexp, void** state) {
     const uintptr_t size = call->dtype == POLYATTN_FLOAT64 ? 8 : call->dtype == POLYATTN_FLOAT32 ? 4 : 2;
-    if (((uintptr_t)*query | (uintptr_t)*key | (uintptr_t)*value) % size) return 2;
+    if (((uintptr_t)query | (uintptr_t)key | (uintptr_t)value) % size) return 2;
     PolyattnCall other = *call;
     other.threads = (int32_t)threads;
-    other.query.data = *query;
-    other.key.data = *key;
-    other.value.data = *value;
-    other.output.data = *output;
-    other.logsumexp.data = logsumexp ? *logsumexp : nullptr;
+    other.query.data = query;
+    other.key.data = key;
+    other.value.data = value;
+    other.output.data = output;
+    other.logsumexp.data = logsumexp;
     return run_whole(other, units.used.load()->attend[call->dtype == POLYATTN_FLOAT64], state);
+}
+
+int polyattn_attend_to(const PolyattnCall* call, int64_t threads, void** query, void** key, void** value, void** output,
+                       void** logsumexp, void** state) {
+    return polyattn_attend_at(call, threads, *query, *key, *value, *output, logsumexp ? *logsumexp : nullptr, state);
 }
 
 int polyattn_differentiate(const PolyattnCall* call, void** state) {
@@ -135,6 +140,6 @@ int polyattn_use(const char* instruction_set) {
     return 0;
 }
 
-int64_t polyattn_version(void) { return 8; }
+int64_t polyattn_version(void) { return 9; }
 int64_t polyattn_call_size(void) { return sizeof(PolyattnCall); }
 }

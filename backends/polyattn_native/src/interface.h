@@ -78,9 +78,12 @@ typedef struct {
 // pointer at first, and belongs to the call until it is done.
 POLYATTN_API int polyattn_attend(const PolyattnCall* call, void** state);
 POLYATTN_API int polyattn_differentiate(const PolyattnCall* call, void** state);
-// As polyattn_attend, with other arrays of the same strides in place of the call's: pointers to the addresses of
-// their data. Without a state it returns when all is written, as polyattn_multiply does. 2 if an address is not
-// aligned to the size of a number: then nothing is written. Not for integers.
+// As polyattn_attend, with other arrays of the same strides in place of the call's. Without a state it returns when all
+// is written, as polyattn_multiply does. 2 if an address is not aligned to the size of a number: then nothing is
+// written. Not for integers.
+POLYATTN_API int polyattn_attend_at(const PolyattnCall* call, int64_t threads, void* query, void* key, void* value,
+                                    void* output, void* logsumexp, void** state);
+// The same by pointers to the addresses of their data.
 POLYATTN_API int polyattn_attend_to(const PolyattnCall* call, int64_t threads, void** query, void** key, void** value,
                                     void** output, void** logsumexp, void** state);
 // output = x · w + bias: the bits of a row depend on nothing but a row of x, w and the bias, which may be null.

@@ -100,8 +100,9 @@ template <typename T> struct Panel {
     int lanes() const { return count * width; }
     bool sees_all(Range keys) const { return !has_gaps && keys.first >= all_keys.first && keys.stop <= all_keys.stop; }
 
+    // With `cuts` the second vector ends before a row that sees later keys only, as that of another document.
     void begin(const PolyattnCall& call, int64_t item, int64_t key_head, int64_t number, int64_t stop_row,
-               int repeat = 0) {
+               int repeat = 0, bool cuts = false) {
         const int64_t group = call.heads / call.key_heads;
         const int64_t left = stop_row - number;
         count = left > width ? 2 : 1;
@@ -116,6 +117,11 @@ template <typename T> struct Panel {
             row[lane] = r / group;
             head[lane] = key_head * group + r % group;
             const Range keys = keys_of_row(call, item, head[lane], row[lane], 0);
+            if (cuts && lane >= width && lane < used && keys.first >= any_key.stop) {
+                used = lane--;  // and look at this lane again
+                count = used > width ? 2 : 1;
+                continue;
+            }
             ranges.add(0, keys);
             int64_t most = keys.stop - keys.first;
             for (int64_t i = 1; i < ranges.count; ++i) {

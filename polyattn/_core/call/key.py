@@ -81,20 +81,24 @@ def _part_of(name: str, option: Any) -> CallKey | None:
     kind = type(option)
     if kind in PLAIN:  # with its type, because True equals 1 and is not allowed where 1 is
         return name, kind, option
-    arrays: tuple[Array, ...] = (option,)
+    read = _reader_of(kind)
+    if read is not None:
+        return name, kind, read(option)
+    arrays: tuple[Array, ...] = ()
     form: Hashable = None
     if isinstance(option, Expression):
         if option.form is None:
             return None
         form, arrays = option.form
     elif kind is tuple and name in ("window", "dropout"):
-        arrays = ()
         if name == "dropout" and len(option) > 1:  # whose seed is an operand
             arrays = option[1:2] if type(option[1]) not in PLAIN else ()
             option = (*option[:1], *option[2:])
         if not PLAIN.issuperset(map(type, option)):
             return None
         form = (option, *map(type, option))
+    else:
+        return None
     facts: CallKey = ()
     for array in arrays:
         read = _reader_of(type(array))

@@ -42,7 +42,7 @@ PLAIN = frozenset((bool, int, float, str, type(None)))
 #: that count from there; for the whole 0, or None where `check` has to tell it from a part.
 STARTS = {"first_row": "rows", "first_key": "columns"}
 # What an expression remembers, beside its fields.
-_REMEMBERED = frozenset(("_placed", "_form"))
+_REMEMBERED = frozenset(("_placed", "_form", "_hash"))
 
 
 class Expression:
@@ -244,7 +244,11 @@ class Expression:
         return all(_same(getattr(self, n), getattr(other, n)) for n in self.__match_args__)
 
     def __hash__(self) -> int:
-        return hash((type(self), *(_key(getattr(self, name)) for name in self.__match_args__)))
+        # Made once: caches of problems, which hold expressions, are looked into in each call.
+        if "_hash" not in self.__dict__:
+            fields = [_key(getattr(self, name)) for name in self.__match_args__]
+            self.__dict__["_hash"] = hash((type(self), *fields))
+        return self.__dict__["_hash"]  # type: ignore[no-any-return]
 
     def __repr__(self) -> str:
         cls, names = type(self), list(self.__match_args__)

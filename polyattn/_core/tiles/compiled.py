@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -15,6 +14,7 @@ from polyattn._base.arrays import (
     is_array,
     is_one_of,
     library_of,
+    numpy_namespace,
 )
 from polyattn._base.host import destination_of, is_host
 from polyattn._base.span import Span
@@ -174,7 +174,7 @@ def _compiled(mask: Mask, dims: ScoreDims, size: int, like: Array | None) -> Com
     # Beside other arrays, those of NumPy are numbers to place.
     arrays = [like, *sorted(arrays, key=is_host)]
     example = next((array for array in arrays if array is not None), None)
-    xp: Any = importlib.import_module("array_api_compat.numpy")
+    xp: Any = numpy_namespace()
     if example is not None:
         xp = library_of(example).xp
     destination = None if example is None else destination_of(example)
