@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from runtimes import KNOWS_WINDOWS, by_onnxruntime, by_reference, kinds
+from runtimes import KNOWS_WINDOWS, by_onnxruntime, by_reference, kinds, onnxruntime, session
 
 from polyattn import nn
 from polyattn.export import onnx as export
@@ -76,6 +76,25 @@ def test_a_step_has_names_and_lengths_and_its_nodes_read_what_tensorscatter_wrot
             assert list(node.input[1:6]) == [*memory, "", "", ""]  # and no mask
             assert node.input[6]  # the number of tokens
             assert {a.name: a.i for a in node.attribute}["is_causal"] == 1
+
+
+def test_onnxruntime_writes_to_memory_that_is_bound_twice():
+    model, exported = transformer(), step(transformer())
+    arrays = np.zeros((4, 2, 2, 12, 8), np.float32)
+    names = [f"caches.{n}.{kind}" for n in (0, 1) for kind in ("key", "value")]
+    memory = dict(zip(names, map(onnxruntime.OrtValue.ortvalue_from_numpy, arrays), strict=True))
+    binding = (run := session(exported)).io_binding()
+    binding.bind_cpu_input("ids", PROMPT)
+    binding.bind_cpu_input("caches.length", np.array(0))
+    for name, value in memory.items():
+        binding.bind_ortvalue_input(name, value)
+        binding.bind_ortvalue_output(f"next_{name}", value)
+    binding.bind_output("output")
+    binding.bind_output("next_caches.length")
+    run.run_with_iobinding(binding)
+    _, caches = model(PROMPT, caches=model.caches(12, batch=(2,)))
+    written = memory["caches.1.key"].numpy()[..., : caches[1].length, :]
+    assert abs(written - caches[1].keys).max() < 2e-6
 
 
 def test_a_layer_has_one_cache():
