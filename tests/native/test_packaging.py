@@ -26,7 +26,7 @@ def run(*command, **more):
 
 def test_the_library_is_small_and_shows_its_interface_only():
     (library,) = (SOURCE / "polyattn_native").glob("libpolyattn_native.*")
-    assert library.stat().st_size < 600_000
+    assert library.stat().st_size < 640_000
     shown = run("nm", "--dynamic", "--defined-only", library)
     if shown.returncode == 0 and sys.platform == "linux":
         names = {line.split()[-1] for line in shown.stdout.splitlines()}

@@ -14,7 +14,8 @@ template <typename T> int few_rows(const PolyattnCall& call) {
     return 2 * few <= width ? few : 0;
 }
 
-// Whether integers are multiplied where they lie: their steps then scale queries and weights.
+// Whether integers are multiplied where they lie: their steps then scale queries and weights. Not in double, to keep the
+// library small.
 template <typename T> bool widens(const PolyattnCall& call) {
     return sizeof(T) == 4 && call.key_steps.data && !call.value_steps.column && !call.same_bits && few_rows<T>(call);
 }
@@ -184,7 +185,9 @@ void weigh_few(const T* weights, const T* factors, int stride, Matrix<N> values,
                                          hides_nonfinite, totals, coming);
         }
     };
-    if (most > some && !in_cache) weigh_parts(Sequence<most>{});
+    if constexpr (most > some && sizeof(N) > 1) {
+        if (!in_cache) weigh_parts(Sequence<most>{});
+    }
     weigh_parts(Sequence<some>{});
     weigh_parts(Sequence<1>{});
 }

@@ -136,7 +136,7 @@ private:
 
     void attend_to(Range block) {
         if constexpr (sizeof(T) == 4) {
-            if (call.key_steps.data && !copied) {
+            if (widens<T>(call)) {
                 const T* steps = at<T>(call.value_steps, state->item, state->key_head, block.first);
                 return attend_to(block, codes_of(call.key, block),
                                  Codes<T>{codes_of(call.value, block), {steps, call.value_steps.row}});
