@@ -86,7 +86,7 @@ def changed(problem: Problem, x: Operands, s: Array) -> Array:
     if problem.softcap is not None:
         s = problem.softcap * np.tanh(s / problem.softcap)
     if known.leaves_score_mod:
-        s = indices(problem, x).modified(s)
+        s = np.array(indices(problem, x).modified(s))  # a function may return what is not its own
     if known.added is not None:
         s = s + known.added
     if x.bias is not None:

@@ -75,8 +75,7 @@ def explain(
     attention: query (2, 8, 128, 64), key (2, 8, 128, 64), value (2, 8, 128, 64), float32, numpy ...
     needs:     causal
     selected by backend='numpy'
-      numpy  small  refused  it needs rows that see all keys; only on request: the
-                             problem is large: tiles are faster
+      numpy  small  on request  the problem is large: tiles are faster
       numpy  tiled  CHOSEN
       numpy  dense  next
     """

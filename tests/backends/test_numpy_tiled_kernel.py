@@ -5,7 +5,7 @@ import math
 import ml_dtypes
 import numpy as np
 import pytest
-from arrays import close, draw
+from arrays import close, draw, formula
 
 import polyattn
 import polyattn_numpy.tiled_kernel as module
@@ -218,6 +218,15 @@ def test_positions_are_looked_at_in_the_first_call_only(monkeypatch):
     first = attention(query, query, query, **options)
     monkeypatch.setattr(Indices, "__init__", None)
     assert bits([attention(query, query, query, **options)]) == bits([first])
+
+
+@pytest.mark.parametrize("shape", [(2, 4, 5, 5), (1, 4, 1, 5)], ids=["whole", "broadcast"])
+def test_scores_that_a_function_returns_are_not_written_to(shape):
+    (query,), (own,) = draw((2, 4, 5, 8)), draw(shape, seed=1)
+    before = own.copy()
+    found = attention(query, query, query, score_mod=lambda *_: own, kernel="small")
+    close(found, formula(0 * query, query, query, bias=own)[0])
+    assert bits([own]) == bits([before])
 
 
 def test_a_hidden_nan_changes_no_bit_of_another_item():
