@@ -12,6 +12,7 @@ import numpy as np
 from polyattn.plugin import CUT_BY_FORK, Operands, Problem, Quantized, Span, progress
 from polyattn_native.arrays import (
     DATA,
+    KNOWS_ADDRESSES,
     address_of,
     converted,
     describe,
@@ -144,7 +145,8 @@ class NativeCall:
         if problem.query_offset is not None:
             specs = problem.mask_spec, problem.score_spec
             masks, scores = (spec is None or not spec.carried() for spec in specs)
-        self.in_place = self._read_in_place() if scores and problem.features <= IN_PLACE else {}
+        is_in_place = KNOWS_ADDRESSES and scores and problem.features <= IN_PLACE
+        self.in_place = self._read_in_place() if is_in_place else {}
         self.keep, self.x = [], None
         self.bare.output, self.bare.logsumexp = self.call.output, self.call.logsumexp
         if not masks or problem.mask is not None:

@@ -14,8 +14,8 @@ template <typename T> int few_rows(const PolyattnCall& call) {
     return 2 * few <= width ? few : 0;
 }
 
-// Whether integers are multiplied where they lie: their steps then scale queries and weights. Not in double, to keep the
-// library small.
+// Whether integers are multiplied where they lie: their steps then scale queries and weights. Not in double, to keep
+// the library small.
 template <typename T> bool widens(const PolyattnCall& call) {
     return sizeof(T) == 4 && call.key_steps.data && !call.value_steps.column && !call.same_bits && few_rows<T>(call);
 }
