@@ -155,12 +155,19 @@ CHANGES = {
     "a function": ((X,) * 3, {"mask": masks.prefix(1) | (lambda b, h, i, j: j < 2)}),
     "a bias backwards in memory": ((X,) * 3, {"bias": BIAS[..., ::-1].copy()[..., ::-1]}),
     "a bias by columns": ((X,) * 3, {"bias": np.asfortranarray(BIAS)}),
+    "a bias of another size": ((X,) * 3, {"bias": BIAS.astype("f8")}),
+    "a list for a mask": ((X,) * 3, {"mask": SEEN.tolist()}),
     "a list for sinks": ((X,) * 3, {"sinks": SINKS.tolist()}),
     "a list for offsets": ((X,) * 3, {"query_offset": OFFSETS.tolist(), "is_causal": True}),
+    "offsets in another byte order": (
+        (X,) * 3,
+        {"query_offset": OFFSETS.astype(">i4"), "is_causal": True},
+    ),
     "dropout": ((X,) * 3, {"dropout": (0.5, 3)}),
 }
 if torch:
     CHANGES |= {
+        "a list of torch": ((T,) * 3, {"sinks": SINKS.tolist()}),
         "library": ((T,) * 3, {}),
         "nested": ((torch.nested.nested_tensor([T[0], T[1]], layout=torch.jagged),) * 3, {}),
         "meta": ((T.to("meta"), T, T), {}),

@@ -93,6 +93,7 @@ def test_backends_that_run_one_kernel_at_a_length_and_device_are_told():
     ("text", "message"),
     [
         ("no json", "was not written by polyattn bench --json"),
+        ('{"format": "other", "version": 9}', "was not written by"),
         ('{"format": "polyattn bench", "version": 9}', "has version 9, and this polyattn reads"),
     ],
 )

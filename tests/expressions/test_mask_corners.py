@@ -124,13 +124,14 @@ def test_tiles_are_known_of_such_numbers_in_arrays_too(name):
         np.testing.assert_array_equal(*pair)
 
 
-WAYS = [("numpy", "dense"), ("numpy", "tiled"), ("torch", None)]
+WAYS = [("numpy", "dense"), ("numpy", "tiled"), ("torch", None), ("torch", "tiled")]
 
 # float64 has no odd number as large.
 ODD = np.array([0, 0, 200, 2**16 - 1, 2**53, 2**53 + 1])
 #: Ids of rows and of keys, whose dtypes differ or are unsigned.
 IDS = {
     "uint16": [np.minimum(ODD, 2**16 - 1).astype("uint16")] * 2,
+    "uint32": [np.minimum(ODD, 2**32 - 1).astype("uint32")] * 2,
     "uint64 and int64": [ODD.astype("uint64"), ODD],
     **{
         f"{beyond}": [

@@ -27,11 +27,9 @@ def test_a_selection_is_a_set_in_any_order():
     np.testing.assert_allclose(attention(X, KEY, KEY, mask=mask), EXPECTED, atol=1e-12)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "library", "kernel"),
-    [("int32", NUMPY, "gathered"), ("int32", TORCH, "dense"), ("int64", NUMPY, "dense")],
-    ids=str,
-)
+@pytest.mark.parametrize("kernel", ["dense", "gathered"])
+@pytest.mark.parametrize("library", [NUMPY, TORCH], ids=str)
+@pytest.mark.parametrize("dtype", ["int32", "int64"])
 def test_numbers_beyond_the_keys_name_none(library, dtype, kernel):
     """Also where the product of number and size is beyond the dtype."""
     numbers = np.array([[2**30, 2**31 - 1, np.iinfo(dtype).max // 2 + 1]], dtype)
