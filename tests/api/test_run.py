@@ -167,7 +167,6 @@ CHANGES = {
 }
 if torch:
     CHANGES |= {
-        "a list of torch": ((T,) * 3, {"sinks": SINKS.tolist()}),
         "library": ((T,) * 3, {}),
         "nested": ((torch.nested.nested_tensor([T[0], T[1]], layout=torch.jagged),) * 3, {}),
         "meta": ((T.to("meta"), T, T), {}),
