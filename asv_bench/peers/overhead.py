@@ -83,7 +83,7 @@ def described(arrays: list[Any]) -> dict[str, Call]:
 
 
 def options_and_arrays(query: Any) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
-    """Return options of NumPy's calls, and what the five lines get for each."""
+    """Return options of calls on NumPy, and what the five lines get for each."""
     length = query.shape[-2]
     row, key = np.arange(length)[:, None], np.arange(length)
     near, few = (key <= row) & (key >= row - 4), masks.window(4, 0) | masks.prefix(2)

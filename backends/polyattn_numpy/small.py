@@ -82,6 +82,7 @@ _HIDDEN = np.array(-math.inf, np.float32)  # in 0.7 of the time of a Python numb
 
 def changed(problem: Problem, x: Operands, s: Array) -> Array:
     """Return scores after the steps that follow the product."""
+    # Larger ones, on request, are not kept.
     known = (by_position if is_tiny(problem) else by_position.__wrapped__)(problem)
     if problem.softcap is not None:
         s = problem.softcap * np.tanh(s / problem.softcap)
@@ -100,7 +101,7 @@ def changed(problem: Problem, x: Operands, s: Array) -> Array:
 
 
 class ByPosition(NamedTuple):
-    """What only positions decide, and what is left to each call."""
+    """The scores that positions alone decide, and which steps are left to each call."""
 
     added: Array | None  # to the scores: −inf where a key is hidden
     leaves_masks: bool

@@ -209,6 +209,17 @@ def test_the_starts_of_sequences_are_read_in_each_call(monkeypatch):
         fa2.flash_attn_varlen_func(x, x, x, ends.double(), ends)
 
 
+@pytest.mark.native  # it computes all sequences in one call
+@pytest.mark.needs("torch")
+def test_a_kept_plan_is_that_of_a_rule():
+    x, ends = torch.randn(12, H, D), torch.tensor([0, 3, 7, 12])
+    slopes = torch.linspace(0.1, 1.0, H)
+    for rule in ({}, {"causal": True}, {"window_size": (1, 0)}, {"alibi_slopes": slopes}):
+        output = fa2.flash_attn_varlen_func(x, x, x, ends, ends, 5, 5, **rule)
+        parts = [fa2.flash_attn_func(*[one[None]] * 3, **rule)[0] for one in x.split([3, 4, 5])]
+        same([output], [torch.cat(parts)], 1e-6)
+
+
 @pytest.mark.needs("torch")
 def test_documents_that_were_met_in_inference_mode_can_be_trained(monkeypatch):
     monkeypatch.setattr(_packed, "kernel_for", lambda *arrays, **given: SKIPS)

@@ -66,8 +66,10 @@ if torch:
 @pytest.mark.parametrize("value", VALUES, ids=repr)
 def test_a_value_evaluates_copies_and_pickles_to_its_equal(value):
     assert eval(repr(value), NAMES) == value
+    hash(value)  # which it remembers: in another process the hash of a string is another
     for again in (copy.copy(value), copy.deepcopy(value), pickle.loads(pickle.dumps(value))):
         assert again == value
+        assert "_hash" not in vars(again)
         assert hash(again) == hash(value)
 
 

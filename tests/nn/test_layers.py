@@ -202,6 +202,16 @@ def test_a_norm_of_many_rows_is_that_of_each(make):
     np.testing.assert_array_equal(norm(x)[::97], np.stack([norm(row) for row in x[::97]]))
 
 
+@pytest.mark.needs("torch")
+def test_a_norm_is_a_function_of_torch_but_in_same_bits(monkeypatch):
+    x = torch.ones(2, 8)
+    norm = nn.LayerNorm.init(8, like=x)
+    monkeypatch.setattr(torch.nn.functional, "layer_norm", lambda x, *_: x)
+    assert norm(x) is x
+    with polyattn.same_bits():
+        assert norm(x) is not x
+
+
 # ---- attention ---------------------------------------------------------------------------------
 
 
